@@ -18,8 +18,8 @@ KVIK_INLINE F32 silu(F32 x) {
     return div(max(broadcast(-87.0f), x), add(broadcast(1.0f), exp(sub(zero(), x))));
 }
 
-// 0.5 x (1 + tanh u) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3): without the difference
-// that would cancel for negative x. Relative error below 4e-7 (1 + |2u|), because 2u is rounded.
+// 0.5 x (1 + tanh u) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3): avoids a difference that
+// would cancel for negative x. Relative error below 4e-7 (1 + |2u|), because 2u is rounded.
 KVIK_INLINE F32 gelu(F32 x) {
     const F32 cubic = fma(mul(x, x), broadcast(-0.0713548162726f), broadcast(-1.59576912161f));
     return div(max(broadcast(-10.0f), x), add(broadcast(1.0f), exp(mul(x, cubic))));
@@ -44,11 +44,11 @@ KVIK_INLINE F32 gelu_erf(F32 x) {
     return mul(above, fma(cut, p, broadcast(0.5f)));
 }
 
-// x, but within (-cap, cap).
+// Maps x smoothly into (-cap, cap).
 KVIK_INLINE F32 softcap(F32 x, F32 cap) { return mul(cap, tanh(div(x, cap))); }
 
-// SwiGLU of gpt-oss: g / (1 + e^-1.702g) times up + 1, where g is at most 7 and up within it on both sides.
-// Infinity is cut, NaN stays NaN.
+// SwiGLU of gpt-oss: g / (1 + e^-1.702g) * (up + 1), with g clamped to at most 7 and up to [-7, 7].
+// Infinity is clamped, NaN stays NaN.
 constexpr float kSwigluLimit = 7.0f, kSwigluSlope = 1.702f;
 
 KVIK_INLINE F32 clamped_gate(F32 x) {
@@ -60,7 +60,7 @@ KVIK_INLINE F32 clamped_up(F32 x) {
     return add(max(broadcast(-kSwigluLimit), min(broadcast(kSwigluLimit), x)), broadcast(1.0f));
 }
 
-// Odd ones multiply gate and up.
+// Odd activations multiply gate and up.
 KVIK_INLINE constexpr bool is_paired(int64_t activation) { return activation & 1; }
 
 // Calls `use` with the activation as a constant.
@@ -87,7 +87,7 @@ KVIK_INLINE F32 activated(int64_t activation, F32 x) {
     }
 }
 
-// What the gate is multiplied with.
+// The factor of the gate.
 KVIK_INLINE F32 factor_of(int64_t activation, F32 up) {
     return activation == kClampedSwiglu ? clamped_up(up) : up;
 }

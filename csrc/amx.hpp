@@ -1,6 +1,6 @@
-// The tile instructions of AMX that products use: 8 registers of up to 16 rows of up to 64 bytes.
+// The AMX tile instructions that products use: 8 registers of up to 16 rows of up to 64 bytes.
 //
-// Not the intrinsics: those of GCC 12 do not tell the compiler that they read memory.
+// Inline assembly, because GCC 12's intrinsics do not declare that they read memory.
 #pragma once
 
 #include "simd.hpp"
@@ -18,7 +18,7 @@ static_assert(sizeof(TileConfig) == 64);
 
 #if defined(__AMX_TILE__)
 
-// Gives the registers their shapes, and clears them.
+// Sets the shapes of the registers and clears them.
 KVIK_INLINE void tile_config(const TileConfig& config) { asm volatile("ldtilecfg %0" : : "m"(config)); }
 KVIK_INLINE void tile_release() { asm volatile("tilerelease"); }
 
@@ -40,7 +40,7 @@ template <int kSums, int kX, int kW>
 KVIK_INLINE void tile_dot_bf16() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));
 }
-// The same of four bytes, signed in x and unsigned in w. Exact.
+// The same with four bytes to an element, signed in x and unsigned in w. Exact.
 template <int kSums, int kX, int kW>
 KVIK_INLINE void tile_dot_i8() {
     asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kSums), "i"(kX), "i"(kW));

@@ -1,5 +1,5 @@
-// The instructions of amx.hpp in plain C++, for tests on machines without them. Operation by operation as
-// Intel's manual describes them, faults included, and only to be right.
+// The instructions of amx.hpp in plain C++, for tests on machines without them. They follow Intel's manual
+// operation by operation, faults included, and are not optimised.
 #pragma once
 
 #include "amx.hpp"
@@ -29,8 +29,8 @@ KVIK_INLINE void fault_unless(bool fine) {
     if (!fine) __builtin_trap();
 }
 
-// A register and its shape. Found once for each instruction: finding a thread's own variable takes a call,
-// which is slow under a sanitizer.
+// A register and its shape. Looked up once for each instruction: access to a thread-local variable takes a
+// call, which is slow under a sanitizer.
 struct EmulatedRegister {
     EmulatedTile& tile;
     int rows, row_bytes;
@@ -92,7 +92,7 @@ EmulatedProduct emulated_product(int sums_tile, int x_tile, int w_tile) {
     return {sums.tile, x.tile, w.tile, sums.rows, w.rows, sums.row_bytes / 4};
 }
 
-// Denormal numbers are zero, before an operation and after it.
+// Denormals become zero, in operands and results.
 KVIK_INLINE float flushed(float value) {
     return std::fabs(value) < 0x1p-126f ? std::copysign(0.0f, value) : value;
 }

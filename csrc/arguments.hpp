@@ -1,8 +1,8 @@
-// What each kernel takes. Every argument is one word of eight bytes, so that a call is a row of words
-// which Python can write and a tape can store. P: pointer, I: integer, F: float. Strides count elements.
+// The arguments of each kernel. Every argument is one 8-byte word, so that a call is an array of words
+// that Python can write and a tape can store. P: pointer, I: integer, F: float. Strides count elements.
 //
-// The same list makes the structs that kernels read, the table of kernels, and the names that Python
-// checks its calls against: there is no second place to keep in step.
+// This list generates the structs that kernels read, the table of kernels, and the names that Python
+// checks its calls against.
 #pragma once
 
 #include <cstdint>
@@ -15,10 +15,10 @@ union Word {
     void* p;
 };
 
-// Element types of tensors. Activations have one of the first two; the others are those of KV caches and
-// of weights that are packed.
+// Element types of tensors. Activations have one of the first two; the others are for KV caches and
+// weights to be packed.
 enum Dtype : int64_t { kF32 = 0, kBF16 = 1, kI8 = 2, kFP8 = 3, kI4 = 4 };
-// What happens to x W^T + b before the residual is added.
+// The function applied to x W^T + b before the residual is added.
 enum Activation : int64_t {
     kNone = 0,
     kSiluAndMul = 1,  // odd: the first half of the outputs is the gate of the second
@@ -30,9 +30,9 @@ enum Activation : int64_t {
     kReluSquared = 8,
     kClampedSwiglu = 9,
 };
-// What `gated` multiplies x by: a function of the gate.
+// The function of the gate that `gated` multiplies x by.
 enum Gate : int64_t { kGateNone = 0, kGateSilu = 1, kGateSigmoid = 2 };
-// What a router makes of its logits, in the order of `Scores` (spec/experts.py).
+// How a router computes scores from its logits, in the order of `Scores` (spec/experts.py).
 enum Scores : int64_t { kSoftmaxScores = 0, kSigmoidScores = 1, kSparsemixer = 2 };
 constexpr int64_t kMaxTaps = 8;  // inputs of a short convolution
 // How a matrix is stored and multiplied.
@@ -40,32 +40,32 @@ enum MatrixKind : int64_t {
     kMatrixF32 = 0,
     kMatrixBF16 = 1,
     // W8A8: activations quantised per row, and per group where there are groups. A group of any kind has at
-    // most 32768 inputs, so that integers can be summed in 32 bits; here it is a multiple of 4.
+    // most 32768 inputs, so that integers can be summed in 32 bits; for this kind it is a multiple of 4.
     kMatrixI8 = 2,
     kMatrixI8WeightOnly = 3,  // int8 weights, float activations; a group is a multiple of 4
-    // 4 bits in groups, activations quantised per row and group. A group is a multiple of 8, and of at
-    // most 256 where it has a zero point.
+    // 4 bits in groups, activations quantised per row and group. The size of a group is a multiple of 8,
+    // and at most 256 where it has a zero point.
     kMatrixI4 = 4,
     kMatrixI4Min = 5,  // the same with a minimum for each group: w = q * scale - minimum
     kMatrixFp8 = 6,     // E4M3 weights, activations as `Fp8Activations` says; a group is a multiple of 4
     kMatrixMxfp4 = 7,   // as kMatrixI4, but values are E2M1 and scales powers of two (E8M0)
 };
-// What E4M3 weights are multiplied by: x unchanged, or x rounded to E4M3 with a scale for each row, for each
-// row and group of the weights, or with one given scale. Other kinds have kFloatX.
+// The operand that E4M3 weights are multiplied by: x unchanged, or x rounded to E4M3 with a scale for each
+// row, a scale for each row and group of the weights, or one given scale. Other kinds have kFloatX.
 enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 3 };
 
-// y [rows, inner, dim] = x / rms(x) * weight, over dim. weight of weight_dtype: that of x, or fp32.
+// y [rows, inner, dim] = x / rms(x) * weight, over dim. weight_dtype: the dtype of x, or fp32.
 #define KVIK_ARGS_rms_norm(P, I, F)                                                      \
     P(x) I(x_stride) I(x_inner_stride) P(weight) P(y) I(y_stride) I(y_inner_stride)      \
     I(rows) I(inner) I(dim) F(eps) I(dtype) I(weight_dtype)
 
 // y [rows, inner, dim] = (x - mean) / std * weight + bias, over dim. weight_stride: from the weight and bias
-// of an inner row to those of the next; 0: all have the same.
+// of an inner row to those of the next; 0: all inner rows share them.
 #define KVIK_ARGS_layer_norm(P, I, F)                                                    \
     P(x) I(x_stride) I(x_inner_stride) P(weight) P(bias) I(weight_stride) P(y)           \
     I(y_stride) I(y_inner_stride) I(rows) I(inner) I(dim) F(eps) I(dtype)
 
-// y [rows, columns] = activation(x), or where that is odd activation(x[:, :columns]) * x[:, columns:].
+// y [rows, columns] = activation(x), or for an odd activation(x[:, :columns]) * x[:, columns:].
 #define KVIK_ARGS_activate(P, I, F)                                                      \
     P(x) I(x_stride) P(y) I(y_stride) I(rows) I(columns) I(activation) I(dtype)
 
@@ -79,14 +79,14 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // x fp32, in place: cap * tanh(x / cap).
 #define KVIK_ARGS_softcap(P, I, F) P(x) I(x_stride) I(rows) I(dim) F(cap)
 
-// y [rows, dim] = x * by(gate); by: `Gate`. gate [rows, dim], or one for all columns of a row: gate_dim 1; of
-// the dtype of x, or fp32 (wide).
+// y [rows, dim] = x * by(gate); by: `Gate`. gate [rows, dim], or with gate_dim 1 one for all columns of a row;
+// it has the dtype of x, or is fp32 (wide).
 #define KVIK_ARGS_gated(P, I, F)                                                         \
     P(x) I(x_stride) P(gate) I(gate_stride) I(gate_dim) P(y) I(y_stride) I(rows) I(dim)  \
     I(by) I(wide) I(dtype)
 
-// Short convolutions of all sequences of a step: y [tokens, channels]. Sequence s owns tokens starts[s] ..
-// [s + 1], the last ones of its lengths[s]; its state is row state_rows[s] of state, or none where that is
+// Short convolutions of all sequences of a step: y [tokens, channels]. Sequence s owns tokens [starts[s],
+// starts[s + 1]), the last ones of its lengths[s]; its state is row state_rows[s] of state, or none where that is
 // negative (all int32). A sequence whose tokens are all in this step begins with zeros. weight [width,
 // channels], width up to kMaxTaps; bias may be null; state [rows, width - 1, channels] fp32.
 #define KVIK_ARGS_causal_conv(P, I, F)                                                   \
@@ -105,8 +105,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_gather_rows(P, I, F)                                                   \
     P(table) I(table_stride) P(ids) P(out) I(out_stride) I(rows) I(row_bytes)
 
-// out [rows, head_dim] fp32: of each position p (int64) row p / low_rows of high times row p % low_rows of
-// low, as complex numbers; positions beyond `last` count as that. All three: cosines, then sines.
+// out [rows, head_dim] fp32: for each position p (int64), row p / low_rows of high times row p % low_rows of
+// low, as complex numbers; positions beyond `last` count as `last`. Rows of all three: cosines, then sines.
 #define KVIK_ARGS_rotations(P, I, F)                                                     \
     P(high) P(low) I(low_rows) P(positions) I(last) P(out) I(rows) I(head_dim)
 
@@ -116,50 +116,50 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(q) I(q_stride) I(heads) P(k) I(k_stride) I(kv_heads) P(rotation) I(rows)           \
     I(head_dim) I(dtype)
 
-// k and v [rows, kv_heads, head_dim] to their places in the cache (layout: kv_layout.hpp). Scales: words
-// of 16 bits [blocks, kv_heads, block_size] (kv_numbers.hpp), for caches of int8, fp8 and int4 alone.
+// Stores k and v [rows, kv_heads, head_dim] in the cache (layout: kv_layout.hpp). Scales: 16-bit words
+// [blocks, kv_heads, block_size] (kv_numbers.hpp), only for int8, fp8 and int4 caches.
 #define KVIK_ARGS_store_kv(P, I, F)                                                      \
     P(k) I(k_stride) P(v) I(v_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales)      \
     P(slot_mapping) I(rows) I(kv_heads) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
 
-// Keys and values back from the cache: k and v [rows, kv_heads, head_dim] of the
-// positions in slot_mapping. Without v_cache, keys alone.
+// Loads keys and values from the cache: k and v [rows, kv_heads, head_dim] of the
+// positions in slot_mapping. Without v_cache, only keys.
 #define KVIK_ARGS_load_kv(P, I, F)                                                       \
     P(k) I(k_stride) P(v) I(v_stride) P(k_cache) P(v_cache) P(k_scales) P(v_scales)      \
     P(slot_mapping) I(rows) I(kv_heads) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
 
-// The latent vectors of tokens, [rows, latent_dim] and behind each its key with positions, [rows, head_dim -
-// latent_dim], to the places of keys of one kv head of head_dim: the keys of attention without v_cache.
+// Stores the latent vectors of tokens, [rows, latent_dim], each followed by its rotary key, [rows, head_dim -
+// latent_dim], as keys of one kv head of head_dim: the keys of attention without v_cache.
 #define KVIK_ARGS_store_latent(P, I, F)                                                  \
     P(latent) I(latent_stride) P(rope) I(rope_stride) P(cache) P(scales) P(slot_mapping) \
     I(rows) I(latent_dim) I(head_dim) I(block_size) I(dtype) I(kv_dtype)
 
-// What the cache holds of the positions in source (int64) to those in target, unchanged, in their order.
-// v_cache may be null.
+// Copies the contents of the cache from the positions in source (int64) to those in target, unchanged and in
+// order. v_cache may be null.
 #define KVIK_ARGS_move_kv(P, I, F)                                                       \
     P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(source) P(target) I(rows)            \
     I(kv_heads) I(head_dim) I(block_size) I(kv_dtype)
 
-// The last queries of each sequence of a step, times scale, to its row of ring [rows, last, dim] fp32, where that at
-// position p goes to p % last. starts, lengths and state_rows as of causal_conv.
+// Stores the last queries of each sequence of a step, times scale, in its row of ring [rows, last, dim] fp32: the
+// query at position p goes to p % last. starts, lengths and state_rows are as for causal_conv.
 #define KVIK_ARGS_keep_queries(P, I, F)                                                  \
     P(q) I(q_stride) P(starts) P(lengths) P(state_rows) I(num_seqs) I(dim) I(last)       \
     F(scale) P(ring) I(dtype)
 
 // Attention of all sequences of a step over the paged cache. q, out [tokens, heads, head_dim], heads
 // dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its
-// seq_lens[s] (int32) keys. block_table [num_seqs, table_stride] int32. window: the most visible keys, the own
-// one included; 0 for all. chunked: they begin at a multiple of window. tree: null, or int64 [tokens]: 0 for all
+// seq_lens[s] (int32) keys. block_table [num_seqs, table_stride] int32. window: the most visible keys, including
+// the query's own; 0 for all. chunked: they begin at a multiple of window. tree: null, or int64 [tokens]: 0 for all
 // tokens of a plain sequence. Otherwise
 // the sequence has at most 63 tokens in this step, the nodes of a tree: bit j of a token's word says
-// whether the j-th of them is an ancestor or itself. A node attends as if the keys of its path alone
-// followed the cached ones, to the bit. value_dim: columns of a value and of out. Without v_cache the values
-// are the first value_dim columns of the keys, and q has as many: the others are in q_rope [tokens, heads,
+// whether the j-th of them is an ancestor or itself. A node attends exactly, to the bit, as if only the keys of
+// its path followed the cached ones. value_dim: columns of a value and of out. Without v_cache the values
+// are the first value_dim columns of the keys, and q has value_dim columns: the others are in q_rope [tokens, heads,
 // head_dim - value_dim]. A score s = scale * q k becomes softcap *
-// tanh(s / softcap), unless that is 0. sinks: null, or fp32 [heads]: a score that each head adds to those of
-// the keys, with no value. sink_keys: of a window, the first keys, which all queries see besides. sink_q: what
-// these are multiplied with, as q [tokens, heads, head_dim]; null: q itself. reach: 0, or a query sees the keys up to
-// so far before and behind its own, of those that are there, and there is neither window nor tree. first_keys: null,
+// tanh(s / softcap), unless softcap is 0. sinks: null, or fp32 [heads]: an extra score for each head,
+// with no value. sink_keys: with a window, how many of the first keys all queries also see. sink_q: the queries for
+// these keys, shaped like q [tokens, heads, head_dim]; null: q itself. reach: 0, or a query sees up to this many
+// keys before and after its own, where they exist, and there is neither window nor tree. first_keys: null,
 // or int32 [num_seqs]: the first key of each sequence that any of its queries sees; then there is no window.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
@@ -171,26 +171,26 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // y [rows, outputs] = act(x W^T + bias) + residual. weight, scales, zeros as `pack_matrix` laid them
 // out. group: inputs that share a scale, 0: all of them. order: null, or int32 [inputs]: input i of W
 // is column order[i] of x. outputs counts rows of W; an odd activation writes outputs / 2 columns, and the
-// bias of its other half lies bias_pair numbers behind that of its gate. bias fp32; bias and residual may be
-// null; residual has the dtype of x. fp8_x: `Fp8Activations`; x_scale fp32 [1], with kStaticX alone.
+// bias of its other half is bias_pair numbers after the bias of its gate. bias fp32; bias and residual may be
+// null; residual has the dtype of x. fp8_x: `Fp8Activations`; x_scale fp32 [1], only with kStaticX.
 #define KVIK_ARGS_linear(P, I, F)                                                        \
     P(x) I(x_stride) I(rows) P(weight) P(scales) P(zeros) I(kind) I(inputs) I(outputs)   \
     I(group) P(order) I(activation) P(bias) I(bias_pair) P(residual) I(residual_stride)  \
     P(y) I(y_stride) I(dtype) I(out_dtype) I(fp8_x) P(x_scale)
 
-// y [rows, heads, outputs]: of each head x [rows, heads, inputs] by a matrix of its own, of floats. Strides of
-// tokens and of heads; y is dense. weight: a packed matrix of heads * head_rows rows; those of a head are a
-// multiple of 32, of which the first `outputs` count.
+// y [rows, heads, outputs]: for each head, x [rows, heads, inputs] times the head's own float matrix. Strides are
+// given for tokens and heads; y is dense. weight: a packed matrix of heads * head_rows rows; head_rows is a
+// multiple of 32, and only the first `outputs` rows of a head count.
 #define KVIK_ARGS_linear_each(P, I, F)                                                   \
     P(x) I(x_stride) I(x_head_stride) I(rows) I(heads) P(weight) I(kind) I(inputs)       \
     I(outputs) I(head_rows) P(y) I(dtype)
 
 // ids [rows, active] int64 and weights [rows, active] fp32: the experts of each row of logits [rows, experts]
-// fp32, the best first, of equals the lower id. scores: `Scores`; `correction` fp32 [experts], or null, is
-// added to choose alone. groups > 1: only the kept_groups best of equal groups are chosen from, by their best
-// expert or their two_of_group best. normalise: weights of a row sum to `scale`; else they are scores times
-// it, or where the scores are logits what `Router` says, with its jitter. each_scale: null, or fp32 [experts],
-// that weights of each are multiplied with at last.
+// fp32, best first; the lower id wins a tie. scores: `Scores`; `correction` fp32 [experts], or null, is
+// added only for the choice. groups > 1: experts are chosen only from the kept_groups best of equal-sized groups,
+// ranked by their best expert or their two_of_group best. normalise: weights of a row sum to `scale`; else they are
+// scores times `scale`, or where the scores are logits as `Router` says, with its jitter. each_scale: null, or fp32
+// [experts]: a final factor for the weights of each expert.
 #define KVIK_ARGS_route(P, I, F)                                                         \
     P(logits) I(stride) I(rows) I(experts) I(active) I(scores) P(correction) I(groups)   \
     I(kept_groups) I(two_of_group) I(normalise) F(scale) F(jitter) P(each_scale)         \
@@ -198,60 +198,60 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // y [rows, hidden] = residual + the sum over a row's experts, in ascending order, of weight * down(act(up(x))).
 // ids, weights as `route` makes them; no expert twice in a row. weigh_inputs: x is multiplied by the weight, and
-// rounded to its dtype, in place of what down gives. up, down: `ExpertMatrix` [count], all of one kind; the biases
-// of gate and up are bias_pair apart. residual (or null) and y have the dtype of x. part 0: all. Else made
-// [rows * active, ..], of the dtype of x, is what experts have in between, by expert and in the order of rows: part 1
-// computes `inner` columns of it, of x of `hidden` columns; part 2 `hidden` columns of y, of `inner` of made. Or of
-// `count` experts up and down have `owned` from `first` on (else all): part 3 puts what these give, not weighted, to
-// y [rows * active, hidden] fp32, by expert and in the order of rows; part 4 sums what all have put to `made`.
+// rounded to its dtype, instead of the output of down. up, down: `ExpertMatrix` [count], all of one kind; the biases
+// of gate and up are bias_pair apart. residual (or null) and y have the dtype of x. part 0: everything. Otherwise made
+// [rows * active, ..], of the dtype of x, holds the intermediate activations, ordered by expert, then row: part 1
+// computes `inner` columns of made from `hidden` columns of x; part 2 `hidden` columns of y from `inner` of made. Or
+// up and down have only `owned` of `count` experts, from `first` on: part 3 writes their unweighted outputs to
+// y [rows * active, hidden] fp32, ordered by expert, then row; part 4 sums the outputs that all put in `made`.
 #define KVIK_ARGS_experts(P, I, F)                                                       \
     P(x) I(x_stride) I(rows) P(ids) P(weights) I(weigh_inputs) I(active) I(count)        \
     I(first) I(owned) P(up) P(down) I(hidden) I(inner) I(activation) I(bias_pair) I(up_kind) I(up_group)         \
     I(up_fp8_x) I(down_kind) I(down_group) I(down_fp8_x) P(residual) I(residual_stride)  \
     I(part) P(made) I(made_stride) P(y) I(y_stride) I(dtype)
 
-// Rows [first, first + count) of a weight [outputs, inputs] to their places in the packed one. values:
+// Packs rows [first, first + count) of a weight [outputs, inputs] into the packed weight. values:
 // fp32 or bf16 (value_dtype), int8, E4M3, or two 4-bit values to a byte; scales fp32 [count, groups],
-// or [count] without groups, of kMatrixMxfp4 uint8; zeros: null, uint8 [count, groups], or of
+// or [count] without groups, uint8 for kMatrixMxfp4; zeros: null, uint8 [count, groups], or for
 // kMatrixI4Min the minima, fp32.
 // paired: the matrix is gate and up for an activation that multiplies them.
 #define KVIK_ARGS_pack_matrix(P, I, F)                                                   \
     P(values) I(values_stride) P(scales) P(zeros) I(first) I(count) I(kind) I(inputs)    \
     I(outputs) I(group) I(paired) I(value_dtype) P(weight) P(packed_scales) P(packed_zeros)
 
-// out [rows, inputs] = rows `ids` (int64) of a matrix, dequantised; order as of `linear`. Its rows first ..
-// first + outputs are packed here; a row of out for which another one is wanted stays as it is.
+// out [rows, inputs] = rows `ids` (int64) of a matrix, dequantised; order as for `linear`. Only rows [first,
+// first + outputs) of the matrix are packed here; a row of out whose id is outside them is left unchanged.
 #define KVIK_ARGS_matrix_rows(P, I, F)                                                   \
     P(weight) P(scales) P(zeros) I(kind) I(inputs) I(first) I(outputs) I(group) P(order) \
     P(ids) P(out) I(out_stride) I(rows) I(dtype)
 
-// top [rows] fp32 and ids [rows] int64: largest of each row, the first of equals. NaN anywhere in a
+// top [rows] fp32 and ids [rows] int64: the largest of each row; the first wins a tie. NaN anywhere in a
 // row makes its top NaN.
 #define KVIK_ARGS_largest(P, I, F) P(logits) I(stride) I(rows) I(vocab) P(top) P(ids)
 
-// The k largest of each row in falling order, of equals the lower id first: values [rows, k] fp32,
+// The k largest of each row in descending order, ties by ascending id: values [rows, k] fp32,
 // ids [rows, k] int64. NaN counts as the largest.
 #define KVIK_ARGS_top_k(P, I, F) P(logits) I(stride) I(rows) I(vocab) I(k) P(values) P(ids)
 
-// Some rows of logits [.., vocab] fp32, changed in place by what they saw: in_prompt bool and counts int32
-// [.., vocab], of which `seen` says the row. rows and seen int64, the penalties fp32: [count] each.
+// Penalises, in place, some rows of logits [.., vocab] fp32 for tokens already seen: in_prompt bool and counts int32
+// [.., vocab], whose row `seen` gives. rows and seen int64, the penalties fp32: [count] each.
 #define KVIK_ARGS_penalize(P, I, F)                                                      \
     P(logits) I(stride) I(vocab) I(count) P(rows) P(seen) P(repetition) P(frequency)     \
     P(presence) P(in_prompt) P(counts) I(seen_stride)
 
-// Some rows of logits [.., vocab] fp32: -inf where bit i % 32 of word i // 32 is not set. rows int64
-// [count], words int32 [count, ..].
+// Sets logit i of some rows of logits [.., vocab] fp32 to -inf where bit i % 32 of word i // 32 is not set. rows
+// int64 [count], words int32 [count, ..].
 #define KVIK_ARGS_mask(P, I, F)                                                          \
     P(logits) I(stride) I(vocab) I(count) P(rows) P(words) I(words_stride)
 
 // ids [rows] int64: a token drawn for each row, among those that top_k, top_p and min_p keep in this
-// order, by inverse CDF. Of each row temperature fp32, uniforms fp64 in [0, 1), top_k int64 at least 1
+// order, by inverse CDF. For each row: temperature fp32, uniforms fp64 in [0, 1), top_k int64 at least 1
 // (vocab: off), top_p fp64 (1: off), min_p fp32 (0: off); the rules may be null.
 #define KVIK_ARGS_draw(P, I, F)                                                          \
     P(logits) I(stride) I(rows) I(vocab) P(temperature) P(uniforms) P(top_k) P(top_p)    \
     P(min_p) P(ids)
 
-// shares [rows, vocab] fp32: how likely each token is to be drawn so.
+// shares [rows, vocab] fp32: the probability that `draw` draws each token.
 #define KVIK_ARGS_probabilities(P, I, F)                                                 \
     P(logits) I(stride) I(rows) I(vocab) P(temperature) P(top_k) P(top_p) P(min_p)       \
     P(shares) I(shares_stride)
@@ -260,7 +260,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 #define KVIK_ARGS_exchange(P, I, F) P(meeting) I(rank)
 
 // The machine's limits, for benchmarks: read `bytes` at `data`; `steps` rounds of multiply-add that
-// never leave the registers (result: operations done by the team, fp64).
+// stay in registers (result: operations done by the team, fp64).
 #define KVIK_ARGS_read_memory(P, I, F) P(data) I(bytes) P(result)
 #define KVIK_ARGS_peak_f32(P, I, F) I(steps) P(result)
 #define KVIK_ARGS_peak_bf16(P, I, F) I(steps) P(result)

@@ -1,6 +1,6 @@
-// Attention over the paged cache: one kernel for decoding, prefill in any chunks, windows and trees.
+// Attention over the paged cache: one kernel for decode, chunked prefill, windows and trees.
 //
-// This file divides a step into tasks. The division affects speed alone: no result depends on it
+// This file divides a step into tasks. The division affects only speed: no result depends on it
 // (attention_task.hpp says why).
 #pragma once
 
@@ -18,8 +18,8 @@ namespace kvik {
 namespace {
 namespace paged {
 
-// Up to kThinRows rows a task takes the kv heads of a block together, because memory is read faster in
-// long runs. With more, each kv head is a task of its own, whose keys and values stay in the processor's cache
+// Up to kThinRows rows, a task takes the kv heads of a block together, because memory is read faster in
+// long runs. With more rows, each kv head is a separate task, and its keys and values stay in the processor's cache
 // while blocks of rows are multiplied with them: kWideRows rows to a task.
 constexpr int64_t kWideRows = 64;
 constexpr int64_t kTasksPerThread = 4;  // so that the threads end at about the same time
@@ -34,7 +34,7 @@ struct Cut {
     int64_t first_split, num_splits;
     bool sinks;  // a split before these
     bool thin;
-    bool by_split;  // a task has one split, and leaves parts that are combined at the end
+    bool by_split;  // each task has one split; the partial results are combined at the end
     int64_t first_task, first_part;
     int64_t all_splits() const { return num_splits + sinks; }
     int64_t num_tasks() const { return (by_split ? all_splits() : 1) * query_blocks * head_parts; }
@@ -129,7 +129,7 @@ inline Task task_of(const attention_args& a, const Cut& cut, int64_t index, floa
     return task;
 }
 
-// Combines the parts of one row: heads of a kv head's group and queries as the tasks wrote them.
+// Combines the parts of one row. Rows are ordered by kv head, query and head of the group, as tasks wrote them.
 inline void combine_row(const attention_args& a, const Cut& cut, int64_t row, float* parts, float* total) {
     const int64_t group = a.heads / a.kv_heads, size = Record::size(a.value_dim);
     const int64_t kv_head = row / (cut.queries.count * group), inner = row % (cut.queries.count * group);

@@ -1,9 +1,9 @@
-// A tile of 64 keys by the tile registers of AMX: 16 rows at a time, however few there are, so that here too
-// what a row gets does not depend on the rows beside it.
+// Attends to a tile of 64 keys with the AMX tile registers: always 16 rows at a time, so that here too
+// the result of a row does not depend on the other rows.
 //
-// A strip of 16 keys is a right operand as the cache stores it: 32 columns of q times these of 16 keys in one
-// instruction. Values are gathered first, so that an instruction takes 32 keys; those that no row sees
-// become zero on the way, and those that some row sees have been written in this step or before.
+// A strip of 16 keys is a right operand as the cache stores it: one instruction multiplies 32 columns of q with
+// those of 16 keys. Values are gathered first, so that an instruction takes 32 keys; values that no row sees
+// become zero in the gathering, and values that some row sees have been written in this step or before.
 #pragma once
 
 #include "amx.hpp"
@@ -24,7 +24,7 @@ struct RegisterPairs {
     static constexpr int kSums = 0, kLeft = 4, kRight = 5, kLastLeft = 6, kLastRight = 7;
     static constexpr int kSteps = 16;  // pairs of columns or keys in a product
 
-    // sums += left x right, whose rows are `stride` bytes apart
+    // sums += left x right; rows of the operands are `stride` bytes apart
     template <int kTo, int kX, int kW>
     static void add(const bf16* right, int64_t stride) {
         tile_load<kW>(right, stride);
@@ -68,8 +68,8 @@ struct RegisterPairs {
     }
 };
 
-// Fetches the strips of the next tile during the work on this one, a line of each of four strips at a time.
-// All at once would stop the work until memory has answered.
+// Prefetches the strips of the next tile during the work on this one, a line of each of four strips at a time.
+// All at once would stall until memory has answered.
 class Ahead {
 public:
     Ahead(const Unit<RegisterPairs>& unit, bool fetch)

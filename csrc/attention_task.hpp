@@ -1,10 +1,10 @@
 // The part of attention that one thread computes as a task: some queries of one sequence, some kv heads, some splits.
 //
-// Keys are taken in splits of 512 at absolute positions. Each split starts from nothing, and splits
+// Keys are taken in splits of 512 at absolute positions. Each split starts with empty sums, and splits
 // are combined in order. So a result does not depend on whether one thread walked all splits or many
-// threads one each. Sinks of a window are a split of their own, before the others. A node of a tree sees its
-// path at the positions that the path would have in a plain sequence: where its nodes are stored elsewhere, their
-// strips are first copied together.
+// threads one each. Sinks of a window are a separate split, before the others. A node of a tree sees its
+// path at the positions that the path would have in a plain sequence: where its nodes are stored elsewhere, they
+// are first copied into new strips.
 #pragma once
 
 #include "attention_tile.hpp"
@@ -18,7 +18,7 @@ namespace {
 namespace paged {
 
 constexpr int64_t kSplit = 512;
-constexpr int64_t kSinks = -1;  // the split that they are
+constexpr int64_t kSinks = -1;  // the split of the sinks
 // Up to this many rows of a kv head (queries x heads of its group), memory limits the speed.
 constexpr int64_t kThinRows = 16;
 
@@ -27,14 +27,14 @@ struct Task {
     int64_t first_token;  // of the sequence, in q and out
     const int32_t* table;
     int64_t query, num_queries, head, num_heads, split, num_splits;  // heads: kv heads
-    bool sinks;  // before these splits
+    bool sinks;  // the split of the sinks comes before these
     // Where to leave the records, for a single split: row r of head h at
     // (h * part_rows + r) * Record::size. Null: combine the splits and write the output.
     float* parts;
     int64_t part_rows;
 };
 
-// total += part, where both are records; the total's weights are one sum, in their first lane.
+// total += part, both of them records; the total's weights are a single sum, in the first lane.
 inline void combine(float* total, float* part, int64_t value_dim) {
     float* total_largest = Record::largest(total, value_dim);
     const float part_largest = *Record::largest(part, value_dim);
@@ -50,7 +50,7 @@ inline void combine(float* total, float* part, int64_t value_dim) {
         store(total + d, fma(load(part + d), broadcast(shrink_part), mul(load(total + d), broadcast(shrink))));
 }
 
-// total's weights relative to a sink's score where that is larger, and the sink's weight added to their sum.
+// Rescales total's weights to a sink's score where that is larger, and adds the sink's weight to their sum.
 inline void add_sink(float* total, float sink, int64_t head_dim) {
     const float scaled = sink * kPerLn2, most = *Record::largest(total, head_dim), now = scaled > most ? scaled : most;
     float weights[kLanes];
@@ -60,7 +60,7 @@ inline void add_sink(float* total, float sink, int64_t head_dim) {
     *sum = *sum * weights[0] + weights[1];
 }
 
-// The result of a row. A row that saw no key at all gives zeros.
+// Writes the result of a row. A row that saw no key gives zeros.
 inline void write_out(const attention_args& a, float* total, int64_t token, int64_t head) {
     if (a.sinks) add_sink(total, static_cast<const float*>(a.sinks)[head], a.value_dim);
     const float sum = *Record::weights(total, a.value_dim);
@@ -81,8 +81,8 @@ inline void read_query(const void* q, int64_t dtype, int64_t at, float* to) {
     *to = dtype == kF32 ? static_cast<const float*>(q)[at] : to_float(static_cast<const bf16*>(q)[at]);
 }
 
-// Runs tasks. Stored: what the cache holds; rounded numbers are widened to what the format computes with,
-// tile by tile.
+// Runs tasks. Stored: the element type of the cache; rounded numbers are widened, tile by tile, to the type
+// that the format computes with.
 template <class Format, class Stored>
 class Worker {
     using Cache = typename Format::Cache;
@@ -154,9 +154,9 @@ private:
             combine(totals + r * record_size, records + r * record_size, a.value_dim);
     }
 
-    // Rows of a head are its queries times the heads of the group. Those of each `part` rows that follow
-    // each other are packed by kRows, as the scores want them: [head_dim / pair][rows][pair]. Registers want
-    // [rows][head_dim], and load rows behind the last one too.
+    // Rows of a head are its queries times the heads of the group. Each `part` consecutive rows
+    // are packed by kRows, in the layout for scores: [head_dim / pair][rows][pair]. Tile registers need
+    // [rows][head_dim], and load rows past the last one too.
     void pack_queries(const void* q, int64_t stride, Factor* packed, int64_t part) {
         constexpr int P = Format::kPair;
         for (int64_t h = 0; h < task->num_heads; h++)
@@ -178,7 +178,7 @@ private:
     }
 
     // Where the strips of a tile are, for kv head 0. Strips that no query of the task sees are not
-    // looked up, as their blocks may be released or not yet allocated; they get the place of one that is.
+    // looked up, as their blocks may be released or not yet allocated; they get the place of a valid strip.
     struct Strips {
         int64_t token[kStrips];
         unsigned present;
@@ -256,7 +256,7 @@ private:
         return places;
     }
 
-    // The same for a node of a tree: strips behind the cached keys are put together from its path.
+    // The same for a node of a tree: strips after the cached keys are assembled from its path.
     Places along_path(Places places, int64_t query, int64_t tile, int64_t head) {
         const Queries& queries = task->queries;
         uint64_t path = queries.tree[task->query + query];
@@ -296,7 +296,7 @@ private:
         return places;
     }
 
-    // A tile for `count` rows that follow each other. next: what to fetch meanwhile.
+    // A tile for `count` consecutive rows. next: what to prefetch meanwhile.
     void walk_rows(const Places& places, const Places& next, const Factor* q, const uint64_t* seen, float* to,
                    int64_t count) {
         Unit<Format> unit;
@@ -318,8 +318,8 @@ private:
             unit.value_scales = value_scales;
             widen_tile(places, next);
         }
-        // What is widened or gathered first is needed at once in the next tile, so all of it is fetched during this
-        // one. Registers are too fast to fetch the values meanwhile.
+        // Numbers that are widened or gathered first are needed at the start of the next tile, so all of them are
+        // prefetched during this one. Tile registers are too fast to fetch the values meanwhile.
         constexpr bool kNext = kWiden || Format::kRegisters;
         for (int s = 0; s < kStrips; s++) {
             unit.during_values[s] = reinterpret_cast<const char*>(kNext ? next.values[s] : next.keys[s]);
@@ -349,7 +349,7 @@ private:
                     Format::take_values(strip, unit.values[s], bits, a.value_dim);
             }
             unit.values[0] = values;
-            // A weight of zero hides a value only if that is a number.
+            // A weight of zero cancels a value only if the value is finite.
             if (any != common && !Format::all_finite(values, kTile * a.value_dim)) {
                 for (int64_t r = 0; r < count; r++)
                     walk_rows(places, next, q + r * a.head_dim, seen + r, to + r * record_size, 1);

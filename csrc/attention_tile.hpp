@@ -1,7 +1,7 @@
 // One tile of 64 keys for a few query rows of one kv head: scores, a step of the online softmax, and the
 // weighted sum of the values.
 //
-// What a row gets depends on its own keys alone, to the bit: each lane of a score sums over head_dim in
+// The result of a row depends only on its own keys, to the bit: each lane of a score sums over head_dim in
 // order, each column of the output sums over keys in order, and a key that a row does not see adds
 // exactly zero (weight zero times a value set to zero), whichever rows share the tile.
 #pragma once
@@ -29,7 +29,7 @@ struct ByVectors {
 };
 
 // How elements of the cache are multiplied by q (scores) or by the weights (values): Cache is the type of a
-// tile, Factor that of q and the weights when packed, kPair the number of tokens or columns of a lane. Rows are
+// tile, Factor the type of packed q and weights, kPair the number of tokens or columns of a lane. Rows are
 // packed kRows at a time.
 struct Floats : ByVectors {
     using Cache = float;
@@ -41,8 +41,8 @@ struct Floats : ByVectors {
     KVIK_INLINE F32 dot(F32 sum, Vector v, const float* factor) { return fma(v, broadcast(*factor), sum); }
 };
 
-// bf16 in the cache, q and weights in fp32: exact products, and also the faster way without an
-// instruction for bf16 pairs.
+// bf16 in the cache, q and weights in fp32: products are exact, and without an instruction for bf16 pairs
+// this is also faster.
 struct SplitPairs : ByVectors {
     using Cache = bf16;
     using Factor = float;
@@ -94,8 +94,8 @@ template <class Format>
 struct Unit {
     const typename Format::Cache* keys[kStrips];
     const typename Format::Cache* values[kStrips];
-    // What to fetch while scores are computed, and while values are summed: a strip for each strip. Its
-    // bytes are those of a strip here, shifted right by `narrow`.
+    // What to prefetch while scores are computed, and while values are summed: a strip for each strip. It has
+    // the bytes of a strip here, shifted right by `narrow`.
     const char* during_scores[kStrips];
     const char* during_values[kStrips];
     int narrow;
@@ -174,8 +174,8 @@ __attribute__((noinline)) void cap_scores(const Unit<Format>& unit, float (*scor
         }
 }
 
-// Scores to weights; takes the tile into the rows' records, but for the sums over values, which are
-// still to be multiplied by `shrink`.
+// Turns scores into weights and updates the rows' records, except for the sums over values, which
+// are still to be multiplied by `shrink`.
 template <class Format, int R>
 KVIK_INLINE void soften(const Unit<Format>& unit, float (*scores)[kTile], typename Format::Factor (*weights)[kTile],
                         const uint64_t* visible, float* records, float* shrink) {

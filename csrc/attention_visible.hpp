@@ -17,16 +17,16 @@ inline uint64_t bits_between(int64_t first, int64_t end) {
     return (~uint64_t(0) >> (kTile - (end - first))) << first;
 }
 
-// The queries of one sequence in this step: `count` of them behind `cached` keys. Keys are named by their
-// positions. A node of a tree has a sequence of its own: what is cached, then the path to it.
+// The queries of one sequence in this step: `count` of them after `cached` keys. Keys are identified by their
+// positions. A node of a tree has its own sequence: the cached keys, then the path to it.
 struct Queries {
     int64_t cached, count;
     int64_t window;        // the most visible keys, 0: all
     bool chunked;          // they begin at a multiple of the window
-    int64_t sinks;         // the first keys, which are visible besides, and apart from the others
-    const uint64_t* tree;  // of each query the path to it, or null
-    int64_t reach;         // keys up to so far on either side, 0: those up to the query's own
-    int64_t least;         // the first key that any query sees, but for sinks
+    int64_t sinks;         // the first keys, which are visible too but handled separately
+    const uint64_t* tree;  // the path to each query, or null
+    int64_t reach;         // visible keys on either side; 0: all keys up to the query's own
+    int64_t least;         // the first key that any query sees, except for sinks
 
     // A query sees the keys [first_key, end_key), and sinks up to sinks_end.
     int64_t end_key(int64_t query) const {
@@ -42,7 +42,7 @@ struct Queries {
     }
     int64_t sinks_end(int64_t query) const { return end_key(query) < sinks ? end_key(query) : sinks; }
 
-    // All keys that queries [begin, end) see are in [first, end), which may be empty, but for sinks.
+    // All keys that queries [begin, end) see, except for sinks, are in [first, end), which may be empty.
     struct Range {
         int64_t first, end;
     };

@@ -70,7 +70,7 @@ using Int64s = nb::ndarray<const int64_t, nb::ndim<Dims>, nb::c_contig, nb::devi
 }  // namespace
 
 NB_MODULE(_native, m) {
-    // An engine may live until the process ends, where Python does not clean up: that is not a leak.
+    // An engine may live until the process exits, when Python does not clean up: that is not a leak.
     nb::set_leak_warnings(false);
     m.def("instruction_sets", [] { return names_of(tables().available); });
     m.def("rejected_instruction_sets", [] { return names_of(tables().rejected); });

@@ -1,6 +1,6 @@
-// The method is that of Gopal et al. 2009, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
-// Instruction": 128 bits times a power of x, modulo the polynomial, are added to the bits that stand so
-// much later. What is left at last are 16 bytes with the same checksum, taken byte by byte.
+// The method of Gopal et al. 2009, "Fast CRC Computation for Generic Polynomials Using PCLMULQDQ
+// Instruction": 128 bits times a power of x, modulo the polynomial, are added to the bits that distance
+// later. This leaves 16 bytes with the same checksum, which are processed byte by byte.
 #include "checksum.hpp"
 
 #include <array>
@@ -34,7 +34,7 @@ uint32_t by_bytes(const uint8_t* bytes, size_t count, uint32_t state) {
 
 #if defined(__x86_64__)
 
-// x^power modulo the polynomial, bits reversed in 33 of them: the product of two reversed numbers is
+// x^power modulo the polynomial, reversed within 33 bits: the product of two reversed numbers is
 // shifted by one.
 constexpr uint64_t power_of_x(int power) {
     uint32_t value = 0x80000000;  // x^0
@@ -46,7 +46,7 @@ __attribute__((target("pclmul,sse2"))) inline __m128i load(const uint8_t* bytes)
     return _mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes));
 }
 
-// `low` for the first 8 bytes, `high` for the last ones, which stand 64 bits later.
+// `low` for the first 8 bytes, `high` for the last 8, which are 64 bits later.
 __attribute__((target("pclmul,sse2"))) inline __m128i fold(__m128i value, __m128i factors, __m128i later) {
     const __m128i low = _mm_clmulepi64_si128(value, factors, 0x00);
     const __m128i high = _mm_clmulepi64_si128(value, factors, 0x11);
@@ -60,7 +60,7 @@ __attribute__((target("pclmul,sse2"))) inline __m128i factors_of(uint64_t low, u
 
 constexpr uint64_t kFarLow = power_of_x(512 + 32), kFarHigh = power_of_x(512 - 32);  // 64 bytes on
 
-// 256 bytes at a time, `count` of them at least. Returns how many bytes are in `parts` then.
+// 256 bytes at a time; `count` is at least 256. Returns the number of bytes in `parts`.
 __attribute__((target("avx512f,vpclmulqdq,pclmul,sse2"))) size_t by_wide_products(const uint8_t* bytes, size_t count,
                                                                                 uint32_t state, __m128i* parts) {
     constexpr uint64_t wide_low = power_of_x(2048 + 32), wide_high = power_of_x(2048 - 32);

@@ -1,4 +1,4 @@
-// CRC-32 as zlib has it, several times as fast where the machine multiplies without carries.
+// zlib's CRC-32, several times as fast on machines with carry-less multiplication.
 #pragma once
 
 #include <cstddef>
@@ -6,11 +6,11 @@
 
 namespace kvik {
 
-// Whether this machine does.
+// Whether this machine has it.
 bool has_crc32();
 
-// The checksum of `bytes` behind what `start` is the checksum of. Only where `has_crc32`. `wide`: with
-// products of 512 bits, if the machine has them.
+// Continues the checksum `start` over `bytes`. Only where `has_crc32`. `wide`: with
+// 512-bit products, if the machine has them.
 uint32_t crc32(const uint8_t* bytes, size_t count, uint32_t start, bool wide = true);
 
 }  // namespace kvik

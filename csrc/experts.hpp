@@ -1,4 +1,4 @@
-// Mixtures of experts: the choice of experts for each row, and the MLPs of those that were chosen.
+// Mixture of experts: the choice of experts for each row, and the MLPs of the chosen experts.
 #pragma once
 
 #include <cfloat>
@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kMostExperts = 1024;
 constexpr int64_t kRoutedPerThread = 2048;  // logits: a few microseconds
 
-// The largest of n values that is not taken, of equals the first.
+// The largest of n values that is not taken; the first wins a tie.
 KVIK_INLINE int64_t first_largest(const float* values, const bool* taken, int64_t n) {
     int64_t best = -1;
     for (int64_t i = 0; i < n; i++)
@@ -26,7 +26,7 @@ KVIK_INLINE int64_t first_largest(const float* values, const bool* taken, int64_
     return best;
 }
 
-// How good a group of n experts is: its best, or the sum of its two best.
+// The score of a group of n experts: its best, or the sum of its two best.
 KVIK_INLINE float group_score(const float* choice, int64_t n, bool two) {
     float best = choice[0], second = -INFINITY;
     for (int64_t i = 1; i < n; i++) {
@@ -124,8 +124,8 @@ void route(const route_args& a, Team& team) {
     });
 }
 
-// The MLPs. Rows are sorted by expert. First every chosen expert makes its inner activations, then tiles of
-// columns of y are summed over the experts in their order: a row's sums never depend on other rows.
+// The MLPs. Rows are sorted by expert. First every chosen expert computes its inner activations, then tiles of
+// columns of y are summed over the experts in order: a row's sums never depend on other rows.
 
 // A matrix of an expert; pointers are null where it has none.
 struct ExpertMatrix {
@@ -137,15 +137,15 @@ struct Chosen {
     int64_t expert, first, rows;  // first: of the sorted rows
     linear_args args;
     LinearPlan plan;
-    int64_t first_piece;  // of all pieces of work
+    int64_t first_piece;  // index among the pieces of all experts
 };
 
 struct SortedRows {
     int64_t count, chosen;
-    Range own;        // those of experts that are here
+    Range own;        // sorted rows of the experts held here
     int32_t* row;     // [count], of x and y
     float* weight;    // [count]
-    int32_t* at;      // [count], index among the chosen experts that are here
+    int32_t* at;      // [count], index among the chosen experts held here
     Chosen* experts;  // [chosen]
 };
 
@@ -305,7 +305,7 @@ void inner_products(const SortedRows& s, const PreparedRows& all, bool common, T
     });
 }
 
-// Adds what an expert gives to the sums of its rows.
+// Adds an expert's output to the sums of its rows.
 struct WeightedSum {
     const int32_t* row;   // of the expert's rows
     const float* weight;  // of the expert's rows
@@ -338,7 +338,7 @@ void store_sums(const experts_args& a, int64_t tile, const float* sums) {
         }
 }
 
-// y: what the experts of a row give, times their weights.
+// y: the outputs of a row's experts, times their weights.
 void outer_products(const experts_args& a, const SortedRows& s, const PreparedRows& all, Team& team) {
     const LinearPlan& any = s.experts[0].plan;
     const int64_t stream = any.steps * kStepBytes, tile_sums = a.rows * kTile * int64_t(sizeof(float));
@@ -375,7 +375,7 @@ void outer_products(const experts_args& a, const SortedRows& s, const PreparedRo
     });
 }
 
-// What the chosen experts have in between: [pairs, inner], `stride` apart.
+// The intermediate activations of the chosen experts: [pairs, inner], `stride` apart.
 void experts_up(const experts_args& a, const SortedRows& s, char* made, int64_t stride, Team& team) {
     const int64_t item = a.dtype == kBF16 ? 2 : 4;
     bool alike = true;  // all experts would prepare a row in the same way
@@ -405,7 +405,7 @@ void experts_up(const experts_args& a, const SortedRows& s, char* made, int64_t 
     inner_products(s, prepare_sorted(s, common ? Range{0, 1} : s.own, weighed, team, of_x), common, team);
 }
 
-// What the experts of a row give, times their weights; or only what they give, if `alone`.
+// The outputs of a row's experts, times their weights; or each output unweighted, if `alone`.
 void experts_down(const experts_args& a, const SortedRows& s, char* made, int64_t stride, bool alone, Team& team) {
     for (int64_t i = 0; i < s.chosen; i++) {
         Chosen& one = s.experts[i];
@@ -435,7 +435,7 @@ void experts_down(const experts_args& a, const SortedRows& s, char* made, int64_
 
 constexpr int64_t kSummedPerThread = 4096;  // numbers
 
-// y: the sums of what experts have put to `made`, in their order.
+// y: the sums of the experts' outputs in `made`, in order.
 void sum_experts(const experts_args& a, const SortedRows& s, Team& team) {
     const int64_t tiles = divide_up(a.hidden, kTile), each = kSummedPerThread / (s.count * kTile) + 1;
     const int64_t pieces = divide_up(tiles, each);
@@ -463,7 +463,7 @@ void experts(const experts_args& a, Team& team) {
     if (a.rows == 0) return;
     const int64_t pairs = a.rows * a.active, item = a.dtype == kBF16 ? 2 : 4;
     const int64_t lists = 3 * aligned(4 * pairs) + aligned(a.count * int64_t(sizeof(Chosen)));
-    const bool whole = a.part == 0 || a.part == 3;  // what is in between is nobody else's
+    const bool whole = a.part == 0 || a.part == 3;  // the intermediate activations are not shared
     char* memory = (char*)shared_scratch(team, 0, size_t(lists + (whole ? pairs * a.inner * item : 0)));
     char* made = whole ? memory + lists : (char*)a.made;
     const int64_t stride = whole ? a.inner : a.made_stride;

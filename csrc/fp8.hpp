@@ -1,4 +1,4 @@
-// Floats of eight bits, E4M3 (Micikevicius et al. 2022), as bf16, which holds all of them exactly.
+// Eight-bit floats, E4M3 (Micikevicius et al. 2022), as bf16, which represents all of them exactly.
 #pragma once
 
 #include "simd.hpp"
@@ -16,10 +16,10 @@ KVIK_INLINE bf16 fp8_to_bf16(uint8_t value) {
 
 constexpr float kFp8Most = 448.0f;
 
-// The nearest numbers of E4M3, ties to even; larger ones are clamped, NaN stays NaN. Their last digit is
-// worth 2^(e-3), and no less than that of 2^-6: so is that of 1.5 * 2^(e+20) in fp32.
+// The nearest E4M3 numbers, ties to even; larger ones are clamped, NaN stays NaN. The last bit of an E4M3 number
+// is worth 2^(e-3), with e at least -6; so is the last bit of 1.5 * 2^(e+20) in fp32.
 KVIK_INLINE F32 nearest_fp8(F32 v) {
-    const F32 q = max(broadcast(-kFp8Most), min(broadcast(kFp8Most), v));  // of NaN and a number the second is kept
+    const F32 q = max(broadcast(-kFp8Most), min(broadcast(kFp8Most), v));  // with a NaN, the second operand is kept
     const F32 power = __builtin_bit_cast(F32, iand(__builtin_bit_cast(I32, q), ibroadcast(0x7f800000)));
     const F32 large = mul(max(broadcast(0x1p-6f), power), broadcast(0x1.8p20f));
     return sub(add(q, large), large);
@@ -36,7 +36,7 @@ KVIK_INLINE void widen_fp8(I32 v, I32& first, I32& second) {
     const I32 high = _mm512_add_epi16(_mm512_and_si512(_mm512_srli_epi16(v, 4), size), bias);
     const __mmask32 low_small = _mm512_testn_epi16_mask(v, _mm512_set1_epi16(0x78));
     const __mmask32 high_small = _mm512_testn_epi16_mask(v, _mm512_set1_epi16(0x7800));
-    // of an index the lowest bits count
+    // only the lowest bits of an index count
     const I32 low_size = _mm512_mask_permutexvar_epi16(low, low_small, v, small);
     const I32 high_size = _mm512_mask_permutexvar_epi16(high, high_small, _mm512_srli_epi16(v, 8), small);
     constexpr int kSignOrSize = 0xea;  // a & b | c

@@ -20,19 +20,19 @@
 namespace kvik {
 namespace {
 
-// How often a process looks before it lets others have its core: some ten microseconds, longer than processes
-// that do equal work are apart. And how often it lets them before it sleeps.
+// How often a process polls before it yields its core: about ten microseconds, longer than the time between
+// the arrivals of processes that do equal work. And how often it yields before it sleeps.
 constexpr int kLooks = 512, kYields = 64;
 #if defined(MSG_NOSIGNAL)
 constexpr int kNoSignal = MSG_NOSIGNAL;
 #else
 constexpr int kNoSignal = 0;
 #endif
-constexpr long kSleep = 50'000'000;  // nanoseconds, after which it looks whether the meeting is broken
+constexpr long kSleep = 50'000'000;  // nanoseconds, after which it checks whether the meeting is broken
 constexpr auto kBeat = std::chrono::milliseconds(200);
 
-// Until the number is no longer `old`, or for a while. Not the futex of std::atomic::wait, which other processes
-// do not wake.
+// Sleeps until the number is no longer `old`, or for a while. Not std::atomic::wait: other processes do not
+// wake its futex.
 void sleep_while(std::atomic<uint32_t>& number, uint32_t old) {
 #if defined(__linux__)
     const timespec most{0, kSleep};
@@ -62,7 +62,7 @@ void wait_for(const Meeting& meeting, Arrivals& other, uint32_t wanted) {
         if (arrived() || broken()) return;
         std::this_thread::yield();
     }
-    // Each change of the count is in one order with the look for sleepers: none of them misses it.
+    // Sequentially consistent: the count changes before `meet` reads `sleepers`, so no sleeper misses a change.
     other.sleepers.fetch_add(1);
     while (!arrived() && !broken()) {
         const uint32_t now = other.count.load();
@@ -87,11 +87,11 @@ Heartbeat::Heartbeat(std::atomic<uint32_t>& beats)
     begin();
 }
 
-// A byte that does not fit is left out: the other side is silent then, not this one.
+// A byte that does not fit is dropped: the other side has stopped reading.
 Heartbeat::Heartbeat(int socket) : beat_([socket] { send(socket, "", 1, MSG_DONTWAIT | kNoSignal); }) { begin(); }
 
 void Heartbeat::begin() {
-    sigset_t all, before;  // signals are for the threads of the program
+    sigset_t all, before;  // this thread takes no signals
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
     thread_ = std::thread(&Heartbeat::beat, this);

@@ -1,4 +1,4 @@
-// The processes that compute one model together share memory: tensors, and one `Meeting`.
+// The processes that run one model together share memory: tensors, and one `Meeting`.
 #pragma once
 
 #include <atomic>
@@ -13,33 +13,32 @@ namespace kvik {
 
 constexpr int kMaxRanks = 64;
 
-// How often a process has arrived, and how many of the others sleep until it comes. Of a cache line each, as
-// all others read it.
+// How often a process has arrived, and how many of the others sleep until it arrives. Each has its own cache line,
+// as all others read it.
 struct alignas(64) Arrivals {
     std::atomic<uint32_t> count;
     std::atomic<uint32_t> sleepers;
 };
 
-// Zeroed memory is a meeting without arrivals; `size` is to be set before the first.
+// A barrier between processes. Zeroed memory is a meeting without arrivals; set `size` before the first arrival.
 struct Meeting {
-    std::atomic<uint32_t> broken;  // not 0: one of the processes is gone, and no other waits any more
+    std::atomic<uint32_t> broken;  // not 0: one of the processes has exited, and the others stop waiting
     uint32_t size;                 // processes
     Arrivals ranks[kMaxRanks];
-    std::atomic<uint32_t> beats[kMaxRanks];  // of each process' `Heartbeat`
+    std::atomic<uint32_t> beats[kMaxRanks];  // heartbeats of each process: `Heartbeat`
 };
-static_assert(sizeof(Meeting) <= 8192);  // kernels/cpu/group.py puts tensors behind so many bytes
+static_assert(sizeof(Meeting) <= 8192);  // kernels/cpu/group.py puts tensors at this offset
 
-// Arrives, and waits until all others have arrived as often, or the meeting is broken. What a process wrote
-// before it arrived is seen by all that have returned from this.
+// Arrives, and waits until all others have arrived as often, or the meeting is broken. Writes that a process made
+// before it arrived are visible to all processes that have returned from this call.
 void meet(Meeting& meeting, int rank);
 
-// Beats five times a second while this process runs, so that another sees that it does: adds 1 to a number in
-// shared memory, or sends a byte. It has a thread of its own: neither Python's lock nor a long kernel holds it
-// up.
+// Signals five times a second that this process is alive: adds 1 to a number in shared memory, or sends a byte.
+// It has its own thread, so neither Python's GIL nor a long kernel delays it.
 class Heartbeat {
    public:
     explicit Heartbeat(std::atomic<uint32_t>& beats);
-    explicit Heartbeat(int socket);  // which stays open
+    explicit Heartbeat(int socket);  // does not close the socket
     ~Heartbeat();
     Heartbeat(const Heartbeat&) = delete;
 

@@ -1,4 +1,4 @@
-// Floats of 16 bits with five of exponent (fp16), which checkpoints use for scales.
+// 16-bit floats with a 5-bit exponent (fp16), which checkpoints use for scales.
 #pragma once
 
 #include "simd.hpp"
@@ -20,7 +20,7 @@ KVIK_INLINE float to_float(f16 value) {
     return __builtin_bit_cast(float, sign | ((rest << 13) + exponent));
 }
 
-// Round to nearest even; what is too large becomes infinity, NaN stays NaN.
+// Round to nearest even; numbers that are too large become infinity, NaN stays NaN.
 KVIK_INLINE f16 to_f16(float value) {
     const uint32_t all_bits = __builtin_bit_cast(uint32_t, value), bits = all_bits & 0x7fffffff;
     const uint16_t sign = uint16_t(all_bits >> 16 & 0x8000);

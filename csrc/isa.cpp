@@ -36,10 +36,10 @@ Cpuid cpuid_7(unsigned subleaf) {
 [[maybe_unused]] bool has_avx_vnni() { return cpuid_7(1).a >> 4 & 1; }
 
 #if defined(KVIK_HAS_AMX)
-// Linux keeps tile registers for the processes that ask for them, from version 5.16 on.
+// From version 5.16 on, Linux gives tile registers to processes that request them.
 bool may_use_amx() {
     constexpr unsigned kBF16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
-    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // of arch_prctl(2)
+    constexpr long kRequestPermission = 0x1023, kTileData = 18;  // for arch_prctl(2)
     const bool has = (~cpuid_7(0).d & (kBF16 | kTile | kInt8)) == 0;
     return has && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
@@ -47,7 +47,7 @@ bool may_use_amx() {
 #endif
 
 #if defined(KVIK_HAS_AVX512_BF16)
-// What an instruction set runs that has only products and attention of its own, and limits of products.
+// The table of an instruction set that has its own kernels only for products, attention and the limits of products.
 [[maybe_unused]] Table with_registers(const char* name, Kernel linear, Kernel experts, Kernel attention,
                                       Kernel peak_bf16, Kernel peak_i8) {
     Table table = table_avx512_bf16;
@@ -69,7 +69,7 @@ Tables find_tables() {
     Tables found;
 #if defined(KVIK_X86)
     __builtin_cpu_init();
-    // The tests for AVX and AVX-512 ask the system too whether it saves the registers.
+    // The tests for AVX and AVX-512 include whether the system saves the registers.
     const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");

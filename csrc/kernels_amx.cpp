@@ -1,5 +1,5 @@
-// Products and attention by the tile registers of AMX, and their limits, for machines that have them (KVIK_ISA is
-// amx) and in emulation (amx_emulated). All else of these two is what avx512_bf16 runs.
+// Products and attention with the AMX tile registers, and their limits, for machines that have them (KVIK_ISA is
+// amx) and in emulation (amx_emulated). Both use the kernels of avx512_bf16 for everything else.
 #include "table.hpp"
 
 #include "attention.hpp"

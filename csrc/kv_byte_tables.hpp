@@ -1,5 +1,5 @@
 // Convert rounded numbers of a KV cache to bf16, exactly, 64 at a time: each byte of a result is looked up in
-// a table, in half the instructions that computing it takes.
+// a table, which takes half the instructions of computing it.
 #pragma once
 
 #include "kv_layout.hpp"
@@ -12,7 +12,7 @@ namespace kvik {
 namespace {
 namespace cache {
 
-// bf16 of the sizes 0 to 127, the lower bytes apart from the upper ones.
+// bf16 of the magnitudes 0 to 127, the lower bytes apart from the upper ones.
 struct alignas(64) ByteTables {
     uint8_t low[128], high[128];
 };
@@ -45,7 +45,7 @@ KVIK_INLINE void widen_bytes(bf16* to, const Stored* from, int64_t count) {  // 
     const ByteTables& tables = tables_for(from);
     const __m512i low_0 = _mm512_load_si512(tables.low), low_1 = _mm512_load_si512(tables.low + 64);
     const __m512i high_0 = _mm512_load_si512(tables.high), high_1 = _mm512_load_si512(tables.high + 64);
-    // Bytes are interleaved within quarters of a vector: of each the first half, then the second.
+    // Bytes are interleaved within quarters of a vector: the first half of each, then the second.
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
     const __m512i sign = _mm512_set1_epi8(int8_t(0x80));
     for (int64_t i = 0; i < count; i += 64) {

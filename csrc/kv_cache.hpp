@@ -32,8 +32,8 @@ inline void write_head(void* to, int64_t index, const float* from, int64_t head_
     }
 }
 
-// One head of one token into a strip, in place t: numbers as they are stored, or bytes of them. Scaled
-// types also have a word of scale.
+// Writes one head of one token into a strip, at place t: stored numbers, or bytes of them. Scaled
+// types also have a scale word.
 template <class Stored>
 void put_key(Stored* strip, int64_t t, const float* from, int64_t head_dim, uint16_t* word) {
     constexpr int P = kPair<Stored>;
@@ -98,7 +98,7 @@ template <class Args, class Body>
 void each_head(const Args& a, Team& team, const Body& body) {
     const KvLayout layout{a.kv_heads, a.head_dim, a.block_size};
     const auto* slots = static_cast<const int64_t*>(a.slot_mapping);
-    // Few heads are shared too: the first to write to a page waits for the system to give it.
+    // Even a few heads are divided between threads: the first write to a page waits until the system allocates it.
     each_range(team, a.rows * a.kv_heads, 1, [&](int64_t begin, int64_t end) {
         for (int64_t item = begin; item < end; item++) {
             const int64_t row = item / a.kv_heads, head = item % a.kv_heads;
@@ -185,7 +185,7 @@ void store_kv(const store_kv_args& a, Team& team) {
     if (a.kv_dtype == kI4) cache::store_as<cache::Int4s>(a, team);
 }
 
-// Not in four bits.
+// Not for caches of four bits.
 void store_latent(const store_latent_args& a, Team& team) {
     if (a.kv_dtype == kF32) cache::store_latent_as<float>(a, team);
     if (a.kv_dtype == kBF16) cache::store_latent_as<bf16>(a, team);

@@ -1,5 +1,5 @@
 // The values of a strip of latents, which are the first columns of its keys, in the layout of values
-// (kv_layout.hpp). Not inlined: ordinary attention, which shares the loop around it, would pay for its registers.
+// (kv_layout.hpp). Not inlined: its use of registers would slow down ordinary attention, which shares the loop.
 #pragma once
 
 #include "kv_layout.hpp"
@@ -20,8 +20,8 @@ __attribute__((noinline)) void values_of_keys(float* to, const float* keys, int6
 
 #if defined(__AVX512BW__)
 
-// A vector of keys has two columns of 16 tokens. Of eight of them, 16 columns of a pair of tokens make a vector
-// of values: once the four numbers of two tokens are in their order, 8 x 8 quarters of 64 bits are transposed.
+// A vector of keys has two columns of 16 tokens. From eight such vectors, 16 columns of a pair of tokens make a vector
+// of values: once the four numbers of two tokens are in order, 8 x 8 quarters of 64 bits are transposed.
 __attribute__((noinline)) void values_of_keys(bf16* to, const bf16* keys, int64_t value_dim) {
     const __m512i order = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 4, 5, 2, 3, 6, 7, 8, 9, 12, 13, 10, 11, 14, 15));
     for (int64_t first = 0; first < value_dim; first += kStrip) {

@@ -20,7 +20,7 @@ constexpr int kStrip = 16;  // tokens; block_size is a multiple of it
 struct KvLayout {
     int64_t kv_heads, head_dim, block_size;
 
-    // Where a token's word of scale is. The strips' elements follow the same order, head_dim to a token.
+    // Where a token's scale word is. The strips' elements follow the same order, head_dim to a token.
     int64_t token(int64_t block, int64_t head, int64_t offset) const {
         return (block * kv_heads + head) * block_size + offset;
     }

@@ -1,11 +1,11 @@
 // How the numbers of a KV cache are stored: as floats, or rounded to int8, fp8 or int4 by a scale for each
-// vector (K or V of one token and kv head). The numbers are rounded by the scale after that is rounded itself.
+// vector (K or V of one token and kv head). The scale is rounded first, and the numbers are rounded with it.
 //
-// int8: q in -127..127, x = scale * q. fp8: E4M3, x = scale * q, |q| at most 448. Their word of scale is a
+// int8: q in -127..127, x = scale * q. fp8: E4M3, x = scale * q, |q| at most 448. Their scale word is a
 // bf16. int4: q in 0..15, x = scale * (q - zero) over a range that includes 0; the word holds the scale's
 // exponent and the upper 4 bits of its mantissa, then the zero point in 4 bits.
 //
-// Few bits cannot hold NaN or infinity: the scale becomes NaN or infinite, which affects its vector alone.
+// The rounded numbers cannot hold NaN or infinity: the scale becomes NaN or infinite, which affects only its vector.
 #pragma once
 
 #include "fp8.hpp"
@@ -34,7 +34,7 @@ constexpr int kPair = sizeof(Stored) == 4 ? 1 : 2;  // tokens or columns of a la
 
 constexpr float kInt8Most = 127.0f;
 constexpr int kInt4Most = 15;
-// Sizes that are scaled. A smaller vector would have a denormal scale; it is stored as zero.
+// The range of magnitudes that are scaled. A smaller vector would have a denormal scale; it is stored as zero.
 constexpr float kLeast = 1e-30f, kMost = 3e38f;
 
 KVIK_INLINE uint32_t bits_of(float value) {
@@ -52,7 +52,7 @@ KVIK_INLINE float float_of(uint32_t bits) {
 KVIK_INLINE uint8_t fp8_of(float value) {
     const uint32_t bits = bits_of(value), size = bits & 0x7fffffff;
     const uint32_t normal = ((size + 0x7ffff + (size >> 20 & 1)) >> 20) - (120 << 3);
-    const float step = 16384.0f;  // its last bit is worth 2^-9, as that of numbers below 2^-6
+    const float step = 16384.0f;  // its last bit is worth 2^-9, as in E4M3 numbers below 2^-6
     const uint32_t small = bits_of(float_of(size) + step) - bits_of(step);
     return uint8_t((bits >> 24 & 0x80) | (size < bits_of(0x1p-6f) ? small : normal));
 }
@@ -64,7 +64,7 @@ KVIK_INLINE float fp8_to_float(uint8_t bits) {
 
 KVIK_INLINE float int4_scale(uint16_t word) { return float_of(uint32_t(word & 0xfff0) << 15); }
 KVIK_INLINE int int4_zero(uint16_t word) { return word & 15; }
-// The word of a scale >= 0, rounded to nearest even.
+// The scale word of a scale >= 0, rounded to nearest even.
 KVIK_INLINE uint16_t int4_word(float scale) {
     const uint32_t bits = bits_of(scale);
     if (bits > 0x7f800000) return 0xff80;
@@ -75,7 +75,7 @@ KVIK_INLINE float cut(float value, float low, float high) {
     return value < low ? low : value > high ? high : value;
 }
 
-// The largest size of some numbers; NaN if one is.
+// The largest magnitude of some numbers; NaN if one of them is NaN.
 KVIK_INLINE float absmax(const float* from, int64_t count) {
     float most = 0.0f;
     for (int64_t d = 0; d < count; d++) {
@@ -86,7 +86,7 @@ KVIK_INLINE float absmax(const float* from, int64_t count) {
     return most;
 }
 
-// A bf16 scale by which numbers of at most `size` reach `most`; 0 where there is nothing to scale.
+// Chooses a bf16 scale that maps magnitudes up to `size` to at most `most`; 0 where there is nothing to scale.
 // Returns the inverse, or 0 where all numbers are stored as 0.
 KVIK_INLINE float choose_scale(float size, float most, uint16_t* word) {
     const bool usable = size >= kLeast && size <= kMost;

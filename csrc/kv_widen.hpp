@@ -1,5 +1,5 @@
-// Convert strips of rounded keys and values (kv_numbers.hpp) to bf16, exactly: scales are left out, and
-// multiply scores and weights. The result has the layout of a bf16 cache (kv_layout.hpp).
+// Convert strips of rounded keys and values (kv_numbers.hpp) to bf16, exactly: scales are not applied here but
+// to scores and weights. The result has the layout of a bf16 cache (kv_layout.hpp).
 #pragma once
 
 #include "kv_byte_tables.hpp"

@@ -40,7 +40,7 @@ void read_memory(const read_memory_args& a, Team& team) {
 }
 
 // `steps` times a small matrix product: sums enough to hide the latency of an operation on every machine.
-// step(sum, a, b) adds a product. kRows: what the registers hold, by measurement.
+// step(sum, a, b) adds a product. kRows: as many rows as the registers hold, by measurement.
 constexpr int kColumns = 3;
 
 template <int kRows, class Sum, class Operand, class Step>
@@ -70,12 +70,12 @@ void repeat_alone(int64_t steps, Sum start, Operand operand, Step step) {
     for (int i = 0; i < kRows; i++)
 #pragma GCC unroll 3
         for (int j = 0; j < kColumns; j++) {
-            Sum end = sums[i][j];  // a copy, as the sums themselves would have to live in memory
+            Sum end = sums[i][j];  // a copy, because the sums themselves would be forced into memory
             KVIK_OPAQUE(end);
         }
 }
 
-// `steps` for each thread of the team, in pieces that any of them draws. result: all operations.
+// `steps` for each thread of the team, in pieces that any thread may take. result: all operations.
 template <int kRows, class Sum, class Operand, class Step>
 void repeat(Team& team, int64_t steps, double operations, void* result, Sum start, Operand operand, Step step) {
     constexpr int64_t kPieces = 16;  // for each thread

@@ -1,4 +1,4 @@
-// Loops that measure the limits of the tile instructions of AMX, which products of its machines use.
+// Loops that measure the limits of the AMX tile instructions, which products use on machines that have them.
 #pragma once
 
 #include "arguments.hpp"
@@ -9,9 +9,9 @@
 namespace kvik {
 namespace {
 
-// `steps` for each thread of the team, in pieces that any of them draws: two tiles of rows times two of
-// columns, as in products of many rows. each: operations of an element of a tile, which has four bytes, with
-// another one. operand: the bytes of all elements. result: all operations.
+// `steps` for each thread of the team, in pieces that any thread may take: two tiles of rows times two of
+// columns, as in products of many rows. each: operations of one pair of elements of tiles, four bytes
+// each. operand: the bytes of all elements. result: all operations.
 template <class Product>
 void repeat_tiles(Team& team, int64_t steps, double each, void* result, uint32_t operand) {
     constexpr int64_t kPieces = 16, kElements = kRegisterBytes / 4;

@@ -22,23 +22,23 @@ using Tiles = AmxTiles;
 using Tiles = VectorTiles;
 #endif
 
-// Bytes of weights, and rows of x, that a thread takes at a time: few, so that none waits long for the last.
+// Bytes of weights, and rows of x, that a thread takes at a time: few, so that no thread waits long for the last.
 constexpr int64_t kPieceBytes = 65536;
-constexpr int64_t kPieceRows = 256, kUnpackedPieceRows = 512;  // unpacked ones cost time
-// Bytes of x of the rows of a piece that stay in the second cache while one tile after the other is multiplied with
-// them. Of longer rows it is a stretch that stays there, for this many tiles, beside their sums.
+constexpr int64_t kPieceRows = 256, kUnpackedPieceRows = 512;  // unpacking costs time
+// Bytes of x that stay in the L2 cache while one tile after another is multiplied with the rows of a piece.
+// If the rows are longer, only a stretch of x stays there, for kGroupTiles tiles, with their sums.
 constexpr int64_t kPieceXBytes = 1 << 20;
 constexpr int64_t kGroupTiles = 8;
-// Rows for each thread from which each has rows of its own: their outputs stay in the caches of its core. With fewer,
-// the cores share the rows, and each reads its part of the weights.
+// From this many rows per thread on, each thread has its own rows: their outputs stay in the caches of its core. With
+// fewer, the cores share the rows, and each reads its part of the weights.
 constexpr int64_t kOwnRows = 128;
-// Bytes of weights that are unpacked at a time for a single block of rows: they stay in the first cache.
+// Bytes of weights that are unpacked at a time for a single block of rows: they stay in the L1 cache.
 // With both, stretches are whole products of AMX.
 constexpr int64_t kUnpackedBytes = 16384;
 
 constexpr int64_t kAheadSteps = kAhead / kStepBytes;
 
-// Numbers of x that are worth a thread: a microsecond.
+// Numbers of x that justify a thread: a microsecond.
 constexpr int64_t kPreparedPerThread = 8192;
 
 KVIK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -50,7 +50,7 @@ struct LinearPlan {
     int64_t stretch;      // steps
     int64_t turn;         // step of a tile from which a single block of rows reads ahead in the next one
     int64_t piece_tiles;  // tiles of a piece of work
-    int64_t group_tiles;  // of these, those that are multiplied with a stretch of x before the next one is
+    int64_t group_tiles;  // how many of these are multiplied with one stretch of x before the next stretch
     int64_t block_rows, row_unit, row_blocks, piece_blocks;
     Unpack unpack;  // or null
     bool paired, in_place, own_rows;
@@ -91,7 +91,7 @@ LinearPlan plan_linear(const linear_args& a, int threads) {
         while (p.piece_blocks > 1 && few()) p.piece_blocks = divide_up(p.piece_blocks, 2);
         p.group_tiles = p.piece_tiles;
     }
-    // What has groups is summed over whole ones.
+    // Matrices with groups are summed over whole groups.
     int64_t unit = kAheadSteps;
     if (a.group) {
         unit = summed_inputs(a) / inputs_per_step(a.kind);
@@ -118,7 +118,7 @@ KVIK_INLINE void store_some(T* p, F32 v, int n) {
         store(p, v, n);
 }
 
-// What turns the sums of a tile into outputs: scales and bias of its lanes.
+// Turns the sums of a tile into outputs: scales and bias of its lanes.
 struct TileEnd {
     F32 scale[kTileVectors], bias[kTileVectors];
     int64_t column;  // the first of y
@@ -138,7 +138,7 @@ struct TileEnd {
         const char* scales = (const char*)a.scales + tile * scale_bytes;
         for (int v = 0; v < kTileVectors; v++) {
             scale[v] = scaled ? load((const float*)scales + v * kLanes) : broadcast(1.0f);
-            // of a pair the second half belongs to `up`
+            // the second half of a pair belongs to `up`
             const int64_t at = v < vectors ? column + v * kLanes : a.bias_pair + column + (v - vectors) * kLanes;
             bias[v] = a.bias ? load_some((const float*)a.bias + at, valid - v % vectors * kLanes) : zero();
         }
@@ -155,8 +155,8 @@ struct TileEnd {
     }
 };
 
-// From the sums of a tile to its columns of y. The activation, and whether the tile has all of its columns, are
-// constants in the loop, and the rest is in registers: the next block waits for it.
+// Computes a tile's columns of y from its sums. The activation, and whether the tile has all of its columns, are
+// constants in the loop, and the rest is in registers, because the next block waits for this.
 template <class X, class Y>
 void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t first, int64_t rows, const float* sums) {
     const TileEnd end(a, tile);
@@ -169,7 +169,7 @@ void finish(const linear_args& a, const PreparedRows& x, int64_t tile, int64_t f
         constexpr int kVectors = is_paired(activation) ? kTileVectors / 2 : kTileVectors;
         for (int64_t row = 0; row < rows; row++) {
             F32 value[kTileVectors];
-            // The next block of rows writes here: its lines come while it is multiplied.
+            // The next block of rows writes here: its lines arrive while it is multiplied.
             if (row < more) __builtin_prefetch(y + ahead, 1, 2);
             end.values(sums, broadcast(x_scales ? x_scales[row] : 1.0f), value);
 #pragma GCC unroll 8
@@ -216,8 +216,8 @@ struct TileWork {
     const char* weight_of(int64_t tile) const { return (const char*)a.weight + tile * plan.steps * kStepBytes; }
 
     // next: weights of the tile that this thread takes after these, or null. While blocks of rows are
-    // multiplied with a stretch, which is then in a cache, the next stretch is prefetched, so that memory is
-    // always busy. A single block reads ahead in its own tile, and at the end in the next one, which need not
+    // multiplied with a cached stretch, the next stretch is prefetched, so that memory is
+    // always busy. A single block reads ahead in its own tile, and at the end in the next tile, which need not
     // follow it in memory.
     void run(int64_t tile, int64_t last_tile, int64_t first_block, int64_t last_block, const char* next) const {
         for (int64_t end; tile < last_tile; tile = end) {
@@ -286,13 +286,13 @@ struct TileWork {
         if (last) end(a, x, tile, row, rows, s.sums);
     }
 
-    // Blocks of nearly equal size, of whole units.
+    // The blocks have nearly equal sizes, in whole units.
     int64_t block_start(int64_t block) const {
         return smaller(divide_up(a.rows, plan.row_unit) * block / plan.row_blocks * plan.row_unit, a.rows);
     }
 };
 
-// The rows as all threads read them; without data where each thread prepares them for itself, which is
+// The rows that all threads read; without data where each thread prepares its own copy, which is
 // faster for one or two rows than to wait for another thread.
 PreparedRows prepare_all(const linear_args& a, const LinearPlan& plan, Team& team) {
     PreparedRows x = {};
@@ -318,7 +318,7 @@ void linear(const linear_args& a, Team& team) {
     const LinearPlan plan = plan_linear(a, team.size);
     const PreparedRows common = prepare_all(a, plan, team);
     const int64_t tile_pieces = divide_up(plan.tiles, plan.piece_tiles);
-    // Pieces of the same rows follow each other: x of these is then in a cache.
+    // Pieces of the same rows are consecutive, so that their x is in a cache.
     const auto tile_of = [&](int64_t piece) { return piece % tile_pieces * plan.piece_tiles; };
     const int64_t row_pieces = divide_up(plan.row_blocks, plan.piece_blocks);
     const Finish finish = finish_of(a);

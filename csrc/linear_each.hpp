@@ -1,4 +1,4 @@
-// y = x W^T of each head, by a matrix of its own: the products of `linear`, a head to a piece of work.
+// y = x W^T for each head, with the head's own matrix: the products of `linear`, one head to a piece of work.
 #pragma once
 
 #include "linear.hpp"
@@ -6,7 +6,7 @@
 namespace kvik {
 namespace {
 
-// The product of one head as `linear` takes it.
+// The product of one head as arguments of `linear`.
 linear_args head_of(const linear_each_args& a, int64_t head) {
     const int64_t item = a.dtype == kBF16 ? 2 : 4;
     const int64_t steps = divide_up(a.inputs, inputs_per_step(a.kind));

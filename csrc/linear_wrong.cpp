@@ -1,4 +1,4 @@
-// Products that are wrong in one number of one kind of matrix, to test that the self-check rejects them.
+// Products with one wrong number for one kind of matrix, to test that the self-check rejects them.
 #include "table.hpp"
 
 namespace kvik {

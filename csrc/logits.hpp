@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kLogitsPerThread = 8192;
 
-// With few rows the threads share the vocabulary, and the caller combines what they found.
+// With few rows the threads share the vocabulary, and the caller combines their results.
 bool shares_vocabulary(const Team& team, int64_t rows, int64_t vocab) {
     return team.size > 1 && rows < 2 * team.size && vocab >= 2 * kLogitsPerThread;
 }
@@ -28,7 +28,7 @@ struct Largest {
 
 KVIK_INLINE bool is_nan(float x) { return x != x; }
 
-// NaN is larger than any number; of equals the first stays.
+// NaN is larger than any number; the first wins a tie.
 KVIK_INLINE bool beats(float x, float y) { return x > y || (is_nan(x) && !is_nan(y)); }
 
 // The first place in [begin, end) of the value that is the largest there.
@@ -38,7 +38,7 @@ int64_t place_of(const float* x, int64_t begin, int64_t end, float value) {
     return begin;
 }
 
-// The largest of [begin, end): first its chunk, then its place in it. Chunks stay in the first cache.
+// The largest of [begin, end): finds its chunk, then its place there. Chunks stay in the L1 cache.
 Largest largest_of(const float* x, int64_t begin, int64_t end) {
     constexpr int64_t kPiece = 1024;
     const F32 infinity = broadcast(INFINITY);
@@ -105,12 +105,12 @@ void largest(const largest_args& a, Team& team) {
 // ------------------------------------------------------------------------------------ top_k
 
 // A number and its place as one integer, which decreases in the order of the result: NaN before infinity before
-// all others, 0 and -0 equal, of equals the lower id.
+// all others, 0 and -0 equal, ties by ascending id.
 KVIK_INLINE uint64_t ranked(float value, int64_t id) {
     const float x = value + 0.0f;  // -0 becomes 0
     uint32_t order;
     std::memcpy(&order, &x, 4);
-    order ^= (0u - (order >> 31)) | 0x80000000u;  // no branch: signs are hard to guess
+    order ^= (0u - (order >> 31)) | 0x80000000u;  // no branch: signs are hard to predict
     order = is_nan(x) ? 0xffffffffu : order;
     return uint64_t(order) << 32 | (0xffffffffu - uint32_t(id));
 }
@@ -145,7 +145,7 @@ int64_t best_of(const float* x, int64_t begin, int64_t end, int64_t k, uint64_t*
     if (size == 0) return 0;
     make_heap(heap, size);
     const auto worst = [&] { return x[id_of(heap[0])]; };
-    // Equals of the worst come later and so lose: only numbers above it (or NaN) are compared one by one.
+    // Numbers equal to the worst come later and so lose: only larger ones (or NaN) are compared one by one.
     for (; i + 4 * kLanes <= end && !is_nan(worst()); i += 4 * kLanes) {
         const F32 bar = broadcast(worst());
         uint32_t found[4], any = 0;
@@ -161,7 +161,7 @@ int64_t best_of(const float* x, int64_t begin, int64_t end, int64_t k, uint64_t*
     return size;
 }
 
-// Takes the heap apart, the worst first, into a row of the result.
+// Empties the heap, the worst first, into a row of the result.
 void write_falling(const float* x, uint64_t* heap, int64_t size, float* values, int64_t* ids) {
     while (size > 0) {
         const int64_t id = id_of(heap[0]);

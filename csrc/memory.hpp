@@ -12,11 +12,11 @@ namespace kvik {
 void* allocate_pages(size_t bytes, bool huge);
 void free_pages(void* data, size_t bytes);
 
-// Gives what the C library keeps of freed memory back to the system, where it can be asked to.
+// Returns freed memory that the C library keeps to the system, where the library supports it.
 void release_freed();
 
-// Give the whole pages of a part of `allocate_pages` back to the system: they read as zeros, and take no
-// memory until they are written again. Returns their bytes.
+// Returns the whole pages within a part of `allocate_pages` to the system: they read as zeros, and take no
+// memory until they are written again. Returns their size in bytes.
 size_t give_back(void* data, size_t bytes);
 
 }  // namespace kvik

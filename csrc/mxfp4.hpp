@@ -1,4 +1,4 @@
-// Floats of four bits (E2M1) in groups that share a power of two (E8M0), of the OCP Microscaling formats.
+// Four-bit floats (E2M1) in groups that share a power of two (E8M0), from the OCP Microscaling formats.
 #pragma once
 
 #include "simd.hpp"
@@ -6,16 +6,16 @@
 namespace kvik {
 namespace {
 
-// Twice the number of each code, which is an integer, plus kE2M1Zero, so that none is negative.
+// Twice the number of each code (an integer), plus kE2M1Zero, so that none is negative.
 constexpr int kE2M1Zero = 12;
 alignas(16) constexpr uint8_t kE2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-// 2^(bits - 127); 255, which is no number, gives infinity.
+// 2^(bits - 127); 255, which is NaN in E8M0, gives infinity.
 struct e8m0 {
     uint8_t bits;
 };
 
-constexpr uint32_t kSmallestE8M0 = 1u << 22;  // 2^-127 has no exponent of its own in fp32
+constexpr uint32_t kSmallestE8M0 = 1u << 22;  // 2^-127 is denormal in fp32
 
 KVIK_INLINE float to_float(e8m0 value) {
     return __builtin_bit_cast(float, value.bits ? uint32_t(value.bits) << 23 : kSmallestE8M0);
@@ -26,7 +26,7 @@ KVIK_INLINE F32 load(const e8m0* p) {
     const I32 bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23);
     return _mm512_castsi512_ps(_mm512_max_epi32(bits, ibroadcast(kSmallestE8M0)));
 }
-// Codes in bytes -> what the table has for them.
+// Codes in bytes -> their entries in the table.
 KVIK_INLINE I32 e2m1_integers(I32 codes) {
     return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)kE2M1)), codes);
 }

@@ -1,5 +1,5 @@
-// Normalisation. Sums are taken in fp32 in an order that depends on `dim` alone; a row is one thread's.
-// Weight and bias have the dtype of x, but for that of rms_norm, which may be fp32. y may be x.
+// Normalisation. Sums are taken in fp32 in an order that depends only on `dim`; one thread computes a row.
+// Weight and bias have the dtype of x, except that rms_norm's weight may be fp32. y may be x.
 #pragma once
 
 #include <cmath>

@@ -14,7 +14,7 @@
 namespace kvik {
 namespace {
 
-// Copying a number of bytes that is known in advance is one instruction, else a call.
+// Copying a number of bytes known at compile time is one instruction; otherwise it is a call.
 KVIK_INLINE uint32_t load_bytes(const char* from, int64_t left) {
     uint32_t word = 0;
     if (left >= 4)
@@ -24,7 +24,7 @@ KVIK_INLINE uint32_t load_bytes(const char* from, int64_t left) {
     return word;
 }
 
-// The four bytes of one output and one step. row: null for outputs that fill up a tile.
+// The four bytes of one output and one step. row: null for outputs that pad a tile.
 KVIK_INLINE uint32_t word_f32(const char* row, int64_t step, int64_t) {
     return row ? load_bytes(row + 4 * step, 4) : 0;
 }
@@ -68,7 +68,7 @@ KVIK_INLINE uint32_t word_fp8(const char* row, int64_t step, int64_t inputs) {
 // rows: the 32 rows of a tile; the ones with `skip` are left as they are.
 template <uint32_t (*kWord)(const char*, int64_t, int64_t)>
 void pack_tile(const char* const* rows, const bool* skip, int64_t inputs, int64_t steps, char* tile) {
-    // As many steps as leave what is written in the first cache while all rows are packed.
+    // This many steps keep the output in the L1 cache while all rows are packed.
     constexpr int64_t kBlock = 64;
     for (int64_t first = 0; first < steps; first += kBlock) {
         const int64_t last = first + kBlock < steps ? first + kBlock : steps;
@@ -168,7 +168,7 @@ struct Fp8Step {
 KVIK_INLINE void put(float* out, float value) { *out = value; }
 KVIK_INLINE void put(bf16* out, float value) { *out = to_bf16(value); }
 
-// What the values of one group of one output are multiplied with and counted from.
+// The scale and zero of the values of one group of one output.
 struct GroupMeaning {
     float scale, minimum;
     int zero;

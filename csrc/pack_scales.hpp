@@ -10,10 +10,10 @@
 namespace kvik {
 namespace {
 
-// The range of some numbers that are to be stored as fp16.
+// The range of some numbers to be stored as fp16.
 struct HalfRange {
     bool fits = true;
-    uint32_t largest = 0;  // bits of its size
+    uint32_t largest = 0;  // bits of its magnitude
 
     void add(const float* values, int64_t count) {
         for (int64_t i = 0; i < count; i++) {
@@ -23,10 +23,10 @@ struct HalfRange {
         }
     }
 
-    // What to divide them by: 1 where fp16 holds them all. Else a power of two that makes the largest one
-    // large for fp16, so that those 2^28 times smaller keep eleven binary digits.
+    // The divisor for them: 1 where fp16 holds them all. Otherwise a power of two that makes the largest one
+    // large for fp16, so that numbers 2^28 times smaller keep eleven significant bits.
     float factor() const {
-        constexpr uint32_t kExponent = 14;  // that of the largest then
+        constexpr uint32_t kExponent = 14;  // of the largest after division
         const uint32_t exponent = largest >> 23;
         return fits ? 1.0f : __builtin_bit_cast(float, (exponent > kExponent ? exponent - kExponent : 1) << 23);
     }
@@ -43,7 +43,7 @@ bool has_fp8_nan(const char* row, int64_t inputs) {
     return found;
 }
 
-// What one lane of a tile holds: the given output `index`, whose values are `row`; -1: nothing.
+// One lane of a tile: the given output `index`, whose values are `row`; -1: padding.
 struct OutputScales {
     const pack_matrix_args& a;
     int64_t index;
@@ -59,7 +59,7 @@ struct OutputScales {
 
     float factor() const {
         if (index < 0) return 0.0f;
-        // the kernels multiply finite numbers alone
+        // the kernels multiply only finite numbers
         if (a.kind == kMatrixFp8 && has_fp8_nan(row, a.inputs)) return NAN;
         if (a.group == 0) return ((const float*)a.scales)[index];
         if (a.kind == kMatrixMxfp4) return 0.5f;

@@ -1,6 +1,6 @@
 // The layout of a packed matrix, the same for every instruction set and number of rows.
 //
-// Outputs are cut into tiles of 32, inputs into steps that take four bytes of an output:
+// Outputs are divided into tiles of 32, inputs into steps that take four bytes of an output:
 //   weight  [tiles][steps][32 outputs][4 bytes]
 // so that a vector holds neighbouring outputs, a sum never crosses lanes, and a tile is one stream.
 //   kind   inputs per step   the four bytes
@@ -9,20 +9,20 @@
 //   int8   4                 w + 128, unsigned; the same for both kinds
 //   int4   8                 low halves: inputs 0..3 of the step, high halves: inputs 4..7
 //   mxfp4  8                 as int4, codes of E2M1
-//   fp8    4                 inputs 0, 2, 1, 3: what is two bytes apart becomes a pair
-//   scales  of integers and fp8, one tile after the other: fp32 [32], a factor of each output, then
-//           [groups][32] to multiply it with, fp16 (fp8: fp32; mxfp4: E8M0). Without groups the factor is the
+//   fp8    4                 inputs 0, 2, 1, 3: bytes two apart become a pair
+//   scales  of integers and fp8, one tile after another: fp32 [32], a factor of each output, then
+//           [groups][32] to multiply it by, fp16 (fp8: fp32; mxfp4: E8M0). Without groups the factor is the
 //           scale.
 //   zeros   int4 with zero points: uint8 [tiles][groups][32]; with minima: fp16 of the same shape, times
 //           the factor
 // tiles = ceil(outputs / 32), steps = ceil(inputs / inputs per step), groups = ceil(inputs / group) or 0.
-// A factor is 1, or where fp16 would not hold all scales and minima of an output a power of two; of mxfp4 1/2,
-// because its values are twice those of E2M1, which are integers.
+// A factor is 1, or a power of two where fp16 would not hold all scales and minima of an output. For mxfp4 it is
+// 1/2, because its values are stored as integers, twice the numbers of E2M1.
 //
 // Paired (gate and up of silu_and_mul, outputs = 2 * inner): the 32 outputs of a tile are 16 of the
 // gate, then the same 16 of up; tiles = ceil(inner / 16).
 //
-// Outputs and inputs that fill up the last tile and step have weight zero.
+// Padding outputs and inputs in the last tile and step have weight zero.
 #pragma once
 
 #include "arguments.hpp"
@@ -34,7 +34,7 @@ namespace {
 constexpr int kTile = 32;
 constexpr int kHalfTile = kTile / 2;
 constexpr int64_t kStepBytes = kTile * 4;
-constexpr int kSymmetricZero = 8;  // of four bits without zero points
+constexpr int kSymmetricZero = 8;  // of four-bit values without zero points
 
 KVIK_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
@@ -49,7 +49,7 @@ KVIK_INLINE int64_t inputs_per_step(int64_t kind) {
     }
 }
 
-// The kinds of four bits, which are multiplied as integers.
+// Four-bit kinds, which are multiplied as integers.
 KVIK_INLINE bool is_int4(int64_t kind) {
     return kind == kMatrixI4 || kind == kMatrixI4Min || kind == kMatrixMxfp4;
 }
@@ -72,7 +72,7 @@ KVIK_INLINE int64_t count_tiles(int64_t outputs, bool paired) {
     return paired ? divide_up(outputs / 2, kHalfTile) : divide_up(outputs, kTile);
 }
 
-// The output in a lane of a tile, or -1 where the tile is filled up.
+// The output in a lane of a tile, or -1 for padding.
 KVIK_INLINE int64_t output_at(int64_t tile, int lane, int64_t outputs, bool paired) {
     if (!paired) {
         const int64_t output = tile * kTile + lane;

@@ -1,8 +1,8 @@
-// What the rules of a request change of its row of logits.
+// The changes that a request's rules make to its row of logits.
 //
 // Penalties for tokens that it has seen: these are few, so whole runs of the tables are skipped, and
-// the floor is the time to read their 5 bytes per token. A mask of the tokens that may come: the
-// floor is the time to write the others.
+// the lower bound is the time to read the tables' 5 bytes per token. A mask of the allowed tokens: the
+// lower bound is the time to write the others.
 #pragma once
 
 #include <limits>
@@ -17,7 +17,7 @@ namespace {
 
 constexpr int64_t kPenalizedPerThread = 16384;
 constexpr int64_t kPassedOver = 64;  // tokens that are tested together
-constexpr int64_t kWord = 32;        // tokens of a mask's word
+constexpr int64_t kWord = 32;        // tokens in a word of a mask
 constexpr int64_t kMaskedWordsPerThread = 4096;
 
 // Whether any of `kPassedOver` tokens was seen.

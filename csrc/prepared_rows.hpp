@@ -1,4 +1,4 @@
-// Rows of x as the tiles read them: the element type of the kind, zeros up to a whole step.
+// Rows of x as the tiles read them: the element type of the kind, zero-padded to a whole step.
 #pragma once
 
 #include "arguments.hpp"
@@ -13,8 +13,8 @@ namespace {
 struct PreparedRows {
     const char* data;  // [rows], `stride` bytes apart
     int64_t stride;
-    // Of quantised rows, x = data * scale: scales [rows][groups], or [rows] where a row has one scale, and
-    // of integers for each group of inputs minus the weights' offset times the sum of data ([rows][groups]).
+    // For quantised rows, x = data * scale: scales [rows][groups], or [rows] where a row has one scale. For
+    // integers also sums [rows][groups]: minus the weights' offset times the sum of a group's data.
     float* scales;
     int32_t* sums;
     int64_t scales_stride, sums_stride;
@@ -39,18 +39,18 @@ KVIK_INLINE bool scales_rows(const linear_args& a) {
     return a.kind == kMatrixI8 ? a.group == 0 : a.fp8_x == kRowX || a.fp8_x == kStaticX;
 }
 
-// Of a row of x, for one step of the weights.
+// Bytes of a row of x for one step of the weights.
 KVIK_INLINE int64_t x_step_bytes(int64_t kind) {
     return is_int4(kind) || kind == kMatrixI8WeightOnly || kind == kMatrixFp8 ? 8 : 4;
 }
 
-// Of one row while its columns are put into the order of the weights.
+// Scratch bytes for one row while its columns are put into the order of the weights.
 KVIK_INLINE int64_t ordered_bytes(const linear_args& a) {
     return a.order ? divide_up(a.inputs * (a.dtype == kBF16 ? 2 : 4), 64) * 64 : 0;
 }
 
-// Bytes of a prepared row: whole cache lines, an odd number of them. Rows a power of two apart would
-// fall into the same few places of the first cache.
+// Bytes of a prepared row: an odd number of whole cache lines. Rows a power of two apart would
+// fall into the same few sets of the L1 cache.
 KVIK_INLINE int64_t row_bytes(const linear_args& a) {
     const int64_t steps = divide_up(a.inputs, inputs_per_step(a.kind));
     return (divide_up(steps * x_step_bytes(a.kind), 64) | 1) * 64;
@@ -73,7 +73,7 @@ KVIK_INLINE PreparedRows prepared_at(const linear_args& a, int64_t rows, char* m
     return p;
 }
 
-// Rows that need no preparation can be read where they are.
+// Whether rows need no preparation and can be read in place.
 KVIK_INLINE bool readable_in_place(const linear_args& a) {
     if (a.order || a.fp8_x != kFloatX) return false;
     if (a.kind == kMatrixF32) return a.dtype == kF32;
@@ -95,9 +95,9 @@ KVIK_INLINE float scale_of(const X* x, int64_t count, float most) {
     return scale == 0.0f ? 1.0f : scale;
 }
 
-// Division of many numbers by one, rounded as `div` does it: a product with the reciprocal is off by one place at
-// most, and its remainder is exact (Markstein, IBM J. Res. Dev. 34, 1990). Three short instructions in place of a long
-// one. Quotients have to be finite.
+// Division of many numbers by one, rounded as `div` does it: a product with the reciprocal is off by at most one
+// ulp, and its remainder is exact (Markstein, IBM J. Res. Dev. 34, 1990). Three fast instructions replace a slow
+// one. Quotients must be finite.
 struct Divisor {
     F32 value, reciprocal;
     bool exact;  // remainders
@@ -118,10 +118,10 @@ KVIK_INLINE int32_t quantise(const X* x, int64_t count, float scale, int8_t* out
     const Divisor divisor(scale);
     for (int64_t k = 0; k < count; k += kLanes) {
         const F32 v = count - k < kLanes ? load(x + k, int(count - k)) : load(x + k);
-        // max and min of NaN and a number give the second, so that the result is always in range
+        // with a NaN, max and min return the second operand, so that the result is always in range
         const F32 q = max(min(divisor.under(v), broadcast(kQuantised)), broadcast(-kQuantised));
         const I32 rounded = to_int(q);
-        if (count - k < kLanes) {  // a whole vector could end behind the row
+        if (count - k < kLanes) {  // a whole vector could extend past the row
             int8_t lanes[kLanes];
             store_i8(lanes, rounded);
             std::memcpy(out + k, lanes, size_t(count - k));
@@ -133,7 +133,7 @@ KVIK_INLINE int32_t quantise(const X* x, int64_t count, float scale, int8_t* out
     return sum(total);
 }
 
-// Clear the last two cache lines of a row, where the zeros that fill up the last step are.
+// Clears the last two cache lines of a row, which contain the zeros that pad the last step.
 KVIK_INLINE void clear_end(char* row, int64_t stride) {
     const int64_t bytes = stride < 128 ? stride : 128;
     std::memset(row + stride - bytes, 0, size_t(bytes));
@@ -211,7 +211,7 @@ void prepare_row(const linear_args& a, const X* x, int64_t row, const PreparedRo
         convert_row<X, bf16>(a, x, row, to);
 }
 
-// Row `from` of x to row `row` of the prepared ones. ordered: scratch for a row, if there is an order.
+// Prepares row `from` of x as row `row` of `to`. ordered: scratch for a row, if there is an order.
 KVIK_INLINE void prepare_one(const linear_args& a, int64_t from, int64_t row, const PreparedRows& to, char* ordered) {
     if (a.dtype == kBF16)
         prepare_row(a, (const bf16*)a.x + from * a.x_stride, row, to, ordered);
@@ -219,7 +219,7 @@ KVIK_INLINE void prepare_one(const linear_args& a, int64_t from, int64_t row, co
         prepare_row(a, (const float*)a.x + from * a.x_stride, row, to, ordered);
 }
 
-// Rows [first, last) of x to their places.
+// Prepares rows [first, last) of x.
 void prepare(const linear_args& a, int64_t first, int64_t last, const PreparedRows& to, char* ordered) {
     for (int64_t row = first; row < last; row++) prepare_one(a, row, row, to, ordered);
 }

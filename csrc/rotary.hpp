@@ -1,4 +1,4 @@
-// Rotary position embedding: cosines and sines of positions, and heads that turn by them in place, element j
+// Rotary position embedding: cosines and sines of positions, and the in-place rotation of heads, element j
 // with element j + head_dim / 2.
 #pragma once
 

@@ -9,14 +9,14 @@
 
 namespace kvik {
 
-// The instruction sets that were compiled in and run on this machine, best first; and those among them
-// that failed the self-check and are not used. Found out at the first call.
+// The instruction sets that were compiled in and run on this machine, best first; and those
+// that failed the self-check and are not used. Detected at the first call.
 struct Tables {
     std::vector<const Table*> available, rejected;
 };
 const Tables& tables();
 
-// A sequence of kernel calls that was recorded once. Some of the words are inputs, filled in at each replay.
+// A recorded sequence of kernel calls. Some of the words are inputs, filled in at each replay.
 class Tape {
 public:
     struct Input {
@@ -38,10 +38,10 @@ private:
     size_t num_inputs_ = 0;
 };
 
-// A table and a team. Not for two threads at once.
+// A table and a team. Not thread-safe.
 class Runtime {
 public:
-    // adapt: replays run on fewer threads while the cores are busy with others.
+    // adapt: replays run on fewer threads while other processes use the cores.
     Runtime(const Table& table, int threads, bool adapt = false)
         : table_(table), threads_(threads), adapt_(adapt), size_(threads), limit_(threads), team_(make_team()) {}
     ~Runtime() { free_team(team_); }

@@ -28,7 +28,7 @@ Place chunk_of(const double* sums, int64_t chunks, double uniform) {
     return place;
 }
 
-// Within the chunk. Rounding may leave its end below the point: then the last that has any weight.
+// The place within the chunk. Rounding may leave the chunk's end below the point: then the last with any weight.
 int64_t place_in(const float* weights, int64_t count, const Place& place) {
     double sum = place.before;
     for (int64_t i = 0; i < count; i++) {
@@ -66,7 +66,7 @@ void draw(const draw_args& a, Team& team) {
 
 // ------------------------------------------------------------------------------------ the shares
 
-// A row of which every token is kept.
+// A row that keeps every token.
 void share_tokens(const DrawnRow& row, const DrawScratch& scratch, Team& team, float* shares) {
     const F32 total = broadcast(float(sum_of_chunks(scratch.sums, row.chunks())));
     each_chunk(team, row.chunks(), [&](int64_t chunk) {

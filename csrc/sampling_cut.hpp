@@ -12,7 +12,7 @@ struct Candidates {
     float* weights;
     int64_t count;
 
-    // Without a branch, which would often be mispredicted. The arrays must have one more place in any case.
+    // Without a branch, which would often be mispredicted. The arrays must always have room for one more.
     void add_if(bool wanted, const Candidates& from, int64_t i) {
         ranks[count] = from.ranks[i];
         weights[count] = from.weights[i];
@@ -20,7 +20,7 @@ struct Candidates {
     }
 };
 
-// The number that `ranked` was given.
+// The number passed to `ranked`.
 float value_of(uint64_t rank) {
     const uint32_t order = uint32_t(rank >> 32), bits = order >> 31 ? order & 0x7fffffffu : ~order;
     float value;
@@ -28,10 +28,10 @@ float value_of(uint64_t rank) {
     return value;
 }
 
-// What is added up until it reaches a target.
+// The quantity that is added up until it reaches a target.
 enum class Measure { kCount, kWeight };
 
-// Falling.
+// In descending order.
 void sort_few(Candidates few) {
     for (int64_t i = 1; i < few.count; i++) {
         const uint64_t rank = few.ranks[i];
@@ -50,11 +50,11 @@ void sort_few(Candidates few) {
 // reaches `target`; the lowest rank if they never do. spare: scratch for as many candidates.
 //
 // Ranks are sorted into buckets of equal width, one of which has the answer; its members are sorted into
-// narrower buckets, until few are left. Ranks differ, so a round always separates the least from the largest.
+// narrower buckets, until few are left. Ranks are distinct, so each round separates the least from the largest.
 uint64_t lowest_kept(Candidates all, Candidates spare, Measure measure, double target) {
     constexpr int64_t kBuckets = 2048, kFew = 32;
     double sums[kBuckets];
-    double above = 0;  // of what is surely kept
+    double above = 0;  // number or weight of the candidates that are certainly kept
     const auto measured = [&](float weight) { return measure == Measure::kCount ? 1.0 : double(weight); };
     while (all.count > kFew) {
         uint64_t least = all.ranks[0], most = all.ranks[0];
@@ -71,7 +71,7 @@ uint64_t lowest_kept(Candidates all, Candidates spare, Measure measure, double t
         spare.count = 0;
         for (int64_t i = 0; i < all.count; i++)
             spare.add_if(int64_t((all.ranks[i] - least) >> shift) == bucket, all, i);
-        all = spare;  // from now on in place: what is kept moves forward
+        all = spare;  // from now on in place: kept candidates move forward
     }
     spare.count = 0;
     for (int64_t i = 0; i < all.count; i++) spare.add_if(true, all, i);
@@ -83,7 +83,7 @@ uint64_t lowest_kept(Candidates all, Candidates spare, Measure measure, double t
     return spare.count > 0 ? spare.ranks[spare.count - 1] : 0;
 }
 
-// Drops what ranks lower; the others stay in order.
+// Drops candidates of lower rank; the others stay in order.
 void keep_down_to(Candidates& all, uint64_t lowest) {
     Candidates kept{all.ranks, all.weights, 0};
     for (int64_t i = 0; i < all.count; i++) kept.add_if(all.ranks[i] >= lowest, all, i);

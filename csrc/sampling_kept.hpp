@@ -1,7 +1,7 @@
-// What a row's rules keep of its tokens.
+// The tokens that a row's rules keep.
 //
-// No row is sorted. What top_k or top_p may keep is found by a bound on the logits that is surely low
-// enough; the exact cut is then made among those few candidates. Weights are summed in fp64 over chunks of
+// No row is sorted. The tokens that top_k or top_p may keep are found with a bound on the logits that is certainly
+// low enough; the exact cut is then made among those few candidates. Weights are summed in fp64 over chunks of
 // fixed size, in order, so that a sum does not depend on which thread computed which chunk.
 #pragma once
 
@@ -69,7 +69,7 @@ struct DrawScratch {
 
 // ------------------------------------------------------------------------------------ weights
 
-// Zeros behind the weights, up to a whole vector.
+// Pads the weights with zeros up to a whole vector.
 void pad(float* weights, int64_t count) {
     for (; count % kLanes; count++) weights[count] = 0;
 }
@@ -89,7 +89,7 @@ void weigh(const float* logits, int64_t count, float top, float temperature, flo
     }
 }
 
-// Of padded weights.
+// The sum of padded weights.
 double sum_of(const float* weights, int64_t count) {
     F64 sums[4] = {dzero(), dzero(), dzero(), dzero()};
     for (int64_t i = 0; i < count; i += 2 * kLanes)
@@ -118,7 +118,7 @@ void find_highs(const float* logits, int64_t count, float* highs) {
     for (int lane = 0; i < count; i++, lane++) highs[lane] = logits[i] > highs[lane] ? logits[i] : highs[lane];
 }
 
-// At least k logits are at or above: the k-th largest of the highs, each of which is another logit's.
+// A bound with at least k logits at or above it: the k-th largest of the highs, which are different logits.
 float bound_by_highs(const DrawScratch& scratch, int64_t count, int64_t k) {
     Candidates highs = scratch.found;
     highs.count = count;
@@ -129,15 +129,15 @@ float bound_by_highs(const DrawScratch& scratch, int64_t count, int64_t k) {
     return scratch.highs[id_of(lowest_kept(highs, scratch.spare, Measure::kCount, double(k)))];
 }
 
-// The same for more than there are highs. Logits that share their sign, exponent and first bits are counted
-// together; the bound is the least number of the group that holds the k-th.
+// The same for a k larger than the number of highs. Logits that share their sign, exponent and first bits are counted
+// together; the bound is the least number of the group that contains the k-th.
 float bound_by_groups(const float* logits, int64_t vocab, int64_t k) {
     constexpr int kShift = 20, kGroups = 1 << (32 - kShift), kTables = 2;
-    // Two tables in turn, because increments of one counter wait for each other.
+    // Alternates between tables, because increments of one counter wait for each other.
     uint32_t counts[kTables][kGroups] = {};
     for (int64_t i = 0; i < vocab; i++) {
         const uint32_t bits = uint32_t(load_word(logits + i));
-        // As `ranked` orders them, but -0 and NaN: a bound a little too low does no harm.
+        // Ordered as by `ranked`, except -0 and NaN: a bound that is slightly too low does no harm.
         counts[i % kTables][(bits ^ ((0u - (bits >> 31)) | 0x80000000u)) >> kShift]++;
     }
     int64_t group = kGroups - 1;
@@ -148,7 +148,7 @@ float bound_by_groups(const float* logits, int64_t vocab, int64_t k) {
     return value_of(uint64_t(group) << (32 + kShift));
 }
 
-// The tokens below together weigh less than half of what top_p drops, even if they are all the others.
+// A bound such that tokens below it together weigh less than half of what top_p drops, however many they are.
 float bound_of_top_p(double total, int64_t vocab, float top, const RowRules& rules) {
     const double weight = (1.0 - rules.top_p) * total / double(vocab) / 2;
     return float(double(top) + double(rules.temperature) * __builtin_log(weight));
@@ -176,7 +176,7 @@ void collect(const float* logits, int64_t begin, int64_t end, float bound, Candi
         if (!(logits[i] < bound)) take(i);
 }
 
-// Move the candidates of each part, which begin where its tokens do, behind those of the part before.
+// Moves the candidates of each part, which begin where its tokens do, to the end of the previous part's.
 void join(DrawScratch& scratch, int64_t parts, int64_t chunks) {
     scratch.found.count = 0;
     for (int64_t part = 0; part < parts; part++) {
@@ -185,7 +185,7 @@ void join(DrawScratch& scratch, int64_t parts, int64_t chunks) {
     }
 }
 
-// Sums of the candidates' chunks into room.sums; their number.
+// Writes the sums of the candidates' chunks to scratch.sums; returns their number.
 int64_t sum_candidates(const DrawScratch& scratch) {
     const int64_t chunks = draw_chunks(scratch.found.count);
     for (int64_t chunk = 0; chunk < chunks; chunk++) {
@@ -212,7 +212,7 @@ void cut_candidates(DrawScratch& scratch, int64_t vocab, float top, double total
 
 // ------------------------------------------------------------------------------------ rows
 
-// A row while it is worked on.
+// A row that is being processed.
 struct DrawnRow {
     const float* logits;
     int64_t vocab;
@@ -232,7 +232,7 @@ struct DrawnRow {
     }
 };
 
-// Calls work(chunk) for the chunks of a row, a part of them for each thread.
+// Calls work(chunk) for the chunks of a row, divided between the threads.
 template <class Work>
 void each_chunk(Team& team, int64_t chunks, const Work& work) {
     each_range(team, chunks, 1, [&](int64_t begin, int64_t end) {
@@ -240,8 +240,8 @@ void each_chunk(Team& team, int64_t chunks, const Work& work) {
     });
 }
 
-// What is kept of a row, and its top. Where the row is truncated, that is scratch.found; else all tokens,
-// and scratch.sums are the weights of their chunks.
+// Finds the kept tokens of a row and its top. Where the row is truncated, they are in scratch.found; otherwise all
+// tokens are kept, and scratch.sums are the weights of their chunks.
 void find_kept(DrawnRow& row, DrawScratch& scratch, Team& team) {
     const int64_t chunks = row.chunks();
     each_chunk(team, chunks, [&](int64_t chunk) {

@@ -6,9 +6,9 @@
 namespace kvik {
 namespace {
 
-// Of odd sizes: the last tile of outputs, the last step of inputs and the last rows are filled in part.
+// Odd sizes: the last tile of outputs, the last step of inputs and the last rows are partly filled.
 constexpr int64_t kInputs = 203, kOutputs = 45;
-constexpr float kTolerance = 1e-2f;  // of bf16
+constexpr float kTolerance = 1e-2f;  // for bf16
 
 template <class Arguments>
 void run(Kernel kernel, const Arguments& arguments) {
@@ -18,7 +18,7 @@ void run(Kernel kernel, const Arguments& arguments) {
     free_team(shared);
 }
 
-// Numbers of both signs without a pattern that sums could hide.
+// Numbers of both signs, without a pattern that could cancel errors in sums.
 std::vector<float> numbers(int64_t count, int64_t seed) {
     std::vector<float> some;
     for (int64_t i = 0; i < count; i++) some.push_back(float((i * i + seed * i + 3 * seed) % 251 - 125) / 128);
@@ -31,7 +31,7 @@ struct Matrix {
     std::vector<float> scales;
 };
 
-// Packed by `trusted`: all instruction sets read the same.
+// Packed by `trusted`: the layout is the same for all instruction sets.
 Matrix random_matrix(int64_t kind, const Table& trusted) {
     Matrix m = {kind, std::vector<char>(kInputs * 256), std::vector<float>(64)};
     std::vector<float> floats = numbers(kOutputs * kInputs, 7), scales = numbers(kOutputs, 5);

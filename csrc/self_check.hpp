@@ -1,5 +1,5 @@
-// Whether the products of an instruction set are right on this machine. Those of AMX were written without
-// a machine to run them on.
+// Checks that the products of an instruction set are correct on this machine. The AMX products were written
+// without a machine to run them on.
 #pragma once
 
 #include "table.hpp"

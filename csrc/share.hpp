@@ -1,4 +1,4 @@
-// Loops that a team runs together: pieces drawn one by one, ranges of even work, columns of a result.
+// Loops that a team runs together: over pieces taken one by one, ranges of even work, columns of a result.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 namespace kvik {
 namespace {
 
-// Calls work(member) on the caller and on each thread that comes to help. See `run_loop`.
+// Calls work(member) on the caller and on each thread that joins. See `run_loop`.
 template <class Work>
 void together(Team& team, int64_t count, const Work& work, bool in_ranges = false) {
     run_loop(
@@ -33,7 +33,7 @@ Range part_of(int64_t count, int64_t part, int64_t parts) {
     return {count * part / parts, count * (part + 1) / parts};
 }
 
-// Into how many parts [0, count) is divided so that each thread may have one, of at least `least`: data
+// The number of parts of at least `least` to divide [0, count) into, at most one for each thread: data
 // that another core wrote must first be moved to the core that reads it.
 int64_t parts_for(const Team& team, int64_t count, int64_t least) {
     const int64_t parts = count / (least > 1 ? least : 1);
@@ -52,7 +52,7 @@ void each_range(Team& team, int64_t count, int64_t least, const Work& work) {
 
 // Calls work(row, begin, end) for the columns of a [rows, columns] result whose elements do not depend on
 // each other. Rows are divided between cache lines of the result, so that no two threads write to one.
-// least: elements that are worth a thread.
+// least: the number of elements that justifies a thread.
 template <class Work>
 void each_columns(Team& team, int64_t rows, int64_t columns, int64_t least, const Work& work) {
     constexpr int64_t kPiece = 64;

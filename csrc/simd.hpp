@@ -8,7 +8,7 @@
 #include <cstring>
 
 #if defined(__AVX2__)
-// GCC 12 warns of variables of its own header that are undefined on purpose; clang does not know the warning.
+// GCC 12 warns about variables in its own header that are uninitialised on purpose; clang lacks the warning.
 #if !defined(__clang__)
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
@@ -129,7 +129,7 @@ KVIK_INLINE I32 load_i8_pairs(const int8_t* p) {  // pairs of int8 as pairs of b
     const __m512 odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(words, 16));
     return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
 }
-KVIK_INLINE I32 load_fp8_pairs(const void* p) {  // the same of E4M3; what would be NaN is 480
+KVIK_INLINE I32 load_fp8_pairs(const void* p) {  // the same for E4M3; the bits of NaN give 480
     const __m512i v = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)p));
     const __m512i size = _mm512_and_si512(v, _mm512_set1_epi16(0x7f));
     const __m512i sign = _mm512_and_si512(_mm512_slli_epi16(v, 8), _mm512_set1_epi16(int16_t(0x8000)));
@@ -144,8 +144,8 @@ KVIK_INLINE I32 load_nibbles(const void* p) {
     return _mm512_or_si512(_mm512_and_si512(v, _mm512_set1_epi32(15)),
                            _mm512_and_si512(_mm512_slli_epi32(v, 12), _mm512_set1_epi32(15 << 16)));
 }
-// 8 pairs of such bytes -> 16 pairs of words: the low nibbles of each pair, then the high ones. Of these
-// the kLanes from lane `first` on.
+// 8 pairs of such bytes -> 16 pairs of words: the low nibbles of each pair, then the high ones. Returns
+// kLanes of these from lane `first` on.
 KVIK_INLINE I32 load_paired_nibbles(const void* p, int) {
     const __m256i pairs = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
     const __m512i v = _mm512_inserti64x4(_mm512_castsi256_si512(pairs), _mm256_srli_epi32(pairs, 4), 1);
@@ -182,13 +182,13 @@ KVIK_INLINE F32 dot_bf16(F32 acc, I32 a, I32 b) {
 #endif
 }
 #if defined(__AVX512VNNI__)
-// Not the intrinsic: its operands have another vector type than I32, and with many sums at work gcc then
+// Not the intrinsic: its operands have a different vector type than I32, and with many live sums gcc then
 // copies each of them through the stack.
 KVIK_INLINE I32 dpbusd(I32 acc, I32 u, I32 s) {
     asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(u), "v"(s));
     return acc;
 }
-// Products of bytes beyond 127 do not saturate: high nibbles may stay where they are, times 16.
+// Products of bytes above 127 do not saturate: high nibbles need no shift and count 16 times.
 #define KVIK_WIDE_PRODUCTS
 KVIK_INLINE I32 nibbles_times_16(I32 a) { return _mm512_and_si512(a, _mm512_set1_epi8(-16)); }
 KVIK_INLINE I32 by_16(I32 a) { return _mm512_srai_epi32(a, 4); }
@@ -400,7 +400,7 @@ KVIK_INLINE I32 dot_i8(I32 acc, I32 u, I32 s) {
 KVIK_INLINE I32 dot_i4(I32 acc, I32 u, I32 s) { return dpbusd(acc, u, s); }
 #else
 #define KVIK_SHORT_PRODUCTS 8
-// Sums of pairs in 16 bits. The compiler would add two products first and spill what they are added to.
+// Sums of pairs in 16 bits. The compiler would add two products first and spill the accumulator.
 KVIK_INLINE I32 dot_short(I32 acc, I32 u, I32 s) {
     I32 pairs;
     asm("vpmaddubsw %3, %2, %1\n\tvpaddw %1, %0, %0" : "+x"(acc), "=&x"(pairs) : "x"(u), "x"(s));
@@ -432,7 +432,7 @@ KVIK_INLINE double sum(F64 a) {
     return _mm_cvtsd_f64(_mm_add_sd(s, _mm_unpackhi_pd(s, s)));
 }
 
-#else  // any machine: the compiler makes of these loops what it can
+#else  // any machine: the compiler vectorises these loops as well as it can
 
 constexpr int kLanes = 8;
 struct F32 { float v[kLanes]; };
@@ -578,7 +578,7 @@ KVIK_INLINE double sum(F64 a) { double s = 0; for (int i = 0; i < kLanes / 2; i+
 
 // ------------------------------------------------------------------------------------ on top
 
-// The first n lanes of bf16, zeros behind.
+// The first n lanes of bf16, then zeros.
 KVIK_INLINE F32 load(const bf16* p, int n) {
     bf16 lanes[kLanes] = {};
     std::memcpy(lanes, p, size_t(n) * sizeof(bf16));
@@ -591,14 +591,14 @@ KVIK_INLINE void store(bf16* p, F32 v, int n) {
 }
 
 KVIK_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 3); }
-// To the second cache, which keeps more requests in flight than the first.
+// To the L2 cache, which keeps more requests in flight than L1.
 KVIK_INLINE void prefetch_near(const void* p) { __builtin_prefetch(p, 0, 2); }
-// What is read once, so that it does not drive everything else out of the caches.
+// For data that is read once, so that it does not evict everything else from the caches.
 KVIK_INLINE void prefetch_once(const void* p) { __builtin_prefetch(p, 0, 0); }
 
 // e^x, relative error below 2e-7; x is cut to [-87, 88], NaN stays NaN. e^0 is exactly 1.
 KVIK_INLINE F32 exp(F32 x) {
-    const F32 clamped = max(broadcast(-87.0f), min(broadcast(88.0f), x));  // of NaN and a number the second is kept
+    const F32 clamped = max(broadcast(-87.0f), min(broadcast(88.0f), x));  // with a NaN, the second operand is kept
     const F32 n = round(mul(clamped, broadcast(1.44269504f)));
     // x - n ln 2 in two parts, because n ln 2 alone would lose the low bits
     F32 f = fma(n, broadcast(-0.693359375f), clamped);

@@ -1,6 +1,6 @@
-// Layers that keep a state of each sequence: a short convolution and the gated delta rule. Both go token by
-// token, so that no result depends on how a prompt is cut; sums are fp32, in an order that the sizes alone
-// decide.
+// Layers that keep a state for each sequence: a short convolution and the gated delta rule. Both process token by
+// token, so that no result depends on how a prompt is divided into chunks; sums are fp32, in an order that
+// depends only on the sizes.
 #pragma once
 
 #include <cmath>
@@ -48,8 +48,8 @@ void gated(const gated_args& a, Team& team) {
 // The tokens of a sequence in this step, and its state.
 struct StateTokens {
     int64_t first, count;
-    float* state;  // null: nothing is to be done
-    bool fresh;    // it begins here
+    float* state;  // null: nothing to do
+    bool fresh;    // the sequence begins in this step
 };
 
 template <class Args>
@@ -61,7 +61,7 @@ StateTokens state_tokens(const Args& a, int64_t sequence) {
     return {starts[sequence], count, state, static_cast<const int32_t*>(a.lengths)[sequence] == count};
 }
 
-constexpr int64_t kConvChannels = 256;  // of a piece, so that its last inputs stay in the cache
+constexpr int64_t kConvChannels = 256;  // in a piece, so that its last inputs stay in the cache
 
 template <class T>
 void convolve(const causal_conv_args& a, const StateTokens& on, int64_t channel, int64_t count) {
@@ -102,7 +102,7 @@ void causal_conv(const causal_conv_args& a, Team& team) {
     });
 }
 
-// Columns of a state that a piece takes through all tokens. They are copied to a tile of the innermost cache:
+// Columns of a state that a piece takes through all tokens. They are copied to a tile in the L1 cache:
 // memory is read once and written once, however many tokens there are.
 constexpr int64_t kDeltaColumns = 2 * kLanes;
 constexpr float kUnitEps = 1e-6f;
@@ -149,7 +149,7 @@ void delta_columns(const gated_delta_args& a, const StateTokens& on, int64_t hea
         store(alpha, load(gates + a.value_heads + head, 1), 1);
         const F32 decay = broadcast(expf(-rate * softplus(alpha[0] + bias)));
         const F32 beta = broadcast(1.0f / (1.0f + expf(-b[0])));
-        // Even and odd rows apart: two chains of sums hide their latency.
+        // Even and odd rows are summed separately: two chains hide the latency.
         F32 seen[4] = {zero(), zero(), zero(), zero()};
         for (int64_t i = 0; i < a.key_dim; i++) {
             const F32 by = broadcast(k[i]);

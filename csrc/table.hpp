@@ -1,4 +1,4 @@
-// One instruction set's kernels: a row of function pointers.
+// The kernels of one instruction set: an array of function pointers.
 #pragma once
 
 #include "arguments.hpp"
@@ -23,7 +23,7 @@ enum KernelId : int {
         kNumKernels
 };
 
-// Names what is compiled once for each instruction set (KVIK_ISA).
+// Names the code that is compiled once for each instruction set (KVIK_ISA).
 #define KVIK_CONCAT_(a, b) a##b
 #define KVIK_CONCAT(a, b) KVIK_CONCAT_(a, b)
 

@@ -31,16 +31,16 @@ namespace {
 using Clock = std::chrono::steady_clock;
 
 constexpr int kMaxThreads = 256;
-// How often a thread looks before it sleeps until it is woken: some 20 microseconds, the time of a few
-// pieces. Who waits longer waits for a thread that has lost its core, perhaps to the one who waits.
+// How often a thread polls before it sleeps until it is woken: about 20 microseconds, the time of a few
+// pieces. A longer wait is for a thread that has lost its core, perhaps to the waiting thread.
 constexpr int kSpins = 1024;
 constexpr int kUntimedSpins = 32;
-// How long a helper looks out for the next loop: as long as a step takes between its replays.
+// How long a helper polls for the next loop: the time between the replays of a step.
 constexpr auto kIdle = std::chrono::microseconds(500);
 
-// The state of the loop in one number: how many are inside, whether more may come, and which loop it is.
+// The state of the loop in one number: how many threads are inside, whether more may join, and which loop it is.
 constexpr uint32_t kInside = 0xff, kOpen = 0x100, kLoop = 0x200;
-constexpr uint32_t kEnd = 0x7fffffff;  // of the helpers
+constexpr uint32_t kEnd = 0x7fffffff;  // makes the helpers exit
 
 // A number that threads wait for.
 struct alignas(64) Signal {
@@ -48,7 +48,7 @@ struct alignas(64) Signal {
     std::atomic<int> sleepers{0};
 
     uint32_t read() const { return uint32_t(value.load(std::memory_order_acquire)); }
-    // Each change is in one order with the look for sleepers: none of them misses it.
+    // Sequentially consistent: the value changes before `sleepers` is read, so no sleeper misses a change.
     void wake() {
         if (sleepers.load()) value.notify_all();
     }
@@ -79,7 +79,7 @@ struct Buffer {
     ~Buffer() { std::free(data); }
 };
 
-// As `top -H` and debuggers show it.
+// Sets the name that `top -H` and debuggers show.
 void name_thread() {
 #if defined(__APPLE__)
     pthread_setname_np("kvik-team");
@@ -92,14 +92,14 @@ void name_thread() {
 
 struct TeamShared {
     Signal state;
-    // Written by the caller before it opens a loop, and read by who is inside.
+    // Written by the caller before it opens a loop, and read by the threads inside.
     void (*body)(void*, Member&) = nullptr;
     void* context = nullptr;
     int64_t count = 0;
     int ranges = 1;
     Counter next[kMaxThreads];  // of each range
-    Signal left;     // how many of those inside are done
-    Signal working;  // ranks below it look out for loops; kEnd: no more
+    Signal left;     // how many of the threads inside are done
+    Signal working;  // ranks below it poll for loops; kEnd: all exit
     alignas(64) TeamTimes times{};
     const pid_t process = getpid();
     std::unique_ptr<std::vector<std::thread>> helpers = std::make_unique<std::vector<std::thread>>();
@@ -109,7 +109,7 @@ struct TeamShared {
 
 namespace {
 
-// Whether the state changes while this helper looks out for it.
+// Whether the state, or the number of working ranks, changes while this helper polls.
 bool changes_soon(const TeamShared& shared, uint32_t state, uint32_t working) {
     auto end = Clock::time_point();
     while (true) {
@@ -148,11 +148,11 @@ void help(TeamShared& shared, int rank) {
     }
 }
 
-// How many threads there are, once the missing ones are started.
+// Starts the missing threads. Returns how many there are.
 int started(TeamShared& shared, int threads) {
     auto& helpers = *shared.helpers;
     if (int(helpers.size()) + 1 >= threads) return threads;
-    // Signals are for the threads of the program: a handler of Python's must not run on a helper.
+    // Helpers take no signals: a handler of Python must not run on a helper.
     sigset_t all, before;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -163,13 +163,13 @@ int started(TeamShared& shared, int threads) {
                 help(shared, rank);
             });
     } catch (const std::system_error&) {
-        threads = int(helpers.size()) + 1;  // the system allows no more
+        threads = int(helpers.size()) + 1;  // the system allows no more threads
     }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
     return threads;
 }
 
-// Waits until all that came into the loop are done.
+// Waits until all threads that joined the loop are done.
 void wait_for_all(TeamShared& shared, uint32_t inside) {
     const auto done = [&] { return shared.left.read() == inside; };
     for (int spin = 0; spin < kUntimedSpins; spin++) {
@@ -232,7 +232,7 @@ void free_team(TeamShared* shared) {
         shared->state.wake();
         for (auto& helper : *shared->helpers) helper.join();
     } else {
-        shared->helpers.release();  // a fork takes no threads along
+        shared->helpers.release();  // threads do not survive a fork
     }
     delete shared;
 }

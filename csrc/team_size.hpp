@@ -1,4 +1,4 @@
-// How many threads a team has while other processes want the cores too.
+// The number of threads of a team while other processes use the cores too.
 #pragma once
 
 #include <algorithm>
@@ -7,16 +7,16 @@
 
 namespace kvik {
 
-// Shrinks a team whose runs take longer than one thread fewer would have taken, and tries the larger one
-// again later. What trials lose is bounded: 1 / kRepay of the time between them. It has no clock: it is
-// told what each run took, so equal runs give equal sizes.
+// Shrinks a team whose runs take longer than with one thread fewer, and tries the larger team
+// again later. The loss from trials is at most 1 / kRepay of the time between them. It reads no clock: the
+// caller passes the time of each run, so equal runs give equal sizes.
 class TeamSize {
 public:
     explicit TeamSize(int most) : most_(most), working_(most) {}
 
     int working() const { return working_; }
 
-    // After each run on `working` threads.
+    // To be called after each run on `working` threads.
     void ran(const TeamTimes& times) {
         const double taken = double(times.nanoseconds);
         if (working_ > 1 && times.offered > 0) {
@@ -36,16 +36,16 @@ public:
     }
 
 private:
-    // A size is judged by this much time and this many runs: in less, one slice of time that the system gives
-    // to another process decides.
+    // A size is judged over at least this much time and this many runs: in less, a single time slice of
+    // another process would decide.
     static constexpr double kWindow = 50e6;  // nanoseconds
     static constexpr int kRuns = 2;
-    static constexpr double kWorth = 0.97;  // of the time taken, that one thread fewer must take at least
+    static constexpr double kWorth = 0.97;  // shrink if one thread fewer takes less than this share of the time
     static constexpr double kRepay = 32;
 
-    // The caller's busy time, had it drawn all pieces. It counts what the caller did outside of loops as if
-    // others had had a part in it, and memory as slow as when all read it: too much, so a team that is
-    // worth nothing is shrunk late, and one that is worth something stays.
+    // The caller's busy time if it had taken all pieces. This is an overestimate: it treats the caller's work outside
+    // of loops as shared with others, and memory as slow as when all threads read it. So a useless
+    // team is shrunk late, and a useful one stays.
     static double taken_alone(const TeamTimes& times) {
         const double busy = double(times.nanoseconds - times.waited);
         return busy * double(times.offered) / std::max(0.5, double(times.drawn));
@@ -59,7 +59,7 @@ private:
 
     int most_, working_;
     int runs_ = 0;                  // at this size
-    double taken_ = 0, fewer_ = 0;  // nanoseconds: of the last runs, and what one thread fewer would have taken
+    double taken_ = 0, fewer_ = 0;  // nanoseconds of the last runs, as measured and with one thread fewer
     double owed_ = 0;               // nanoseconds to work before the next trial
 };
 

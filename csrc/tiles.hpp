@@ -1,7 +1,7 @@
 // Products of some rows of x with one tile of weights (packed.hpp), sums kept in registers.
 //
-// The order of every sum is that of the inputs, whatever the number of rows: an output's bits depend on
-// its row alone. So each kind has one chain of additions per output, also where two would be faster.
+// Every sum is in the order of the inputs, whatever the number of rows: an output's bits depend only on
+// its row. So each kind has one chain of additions per output, even where two would be faster.
 #pragma once
 
 #include "fp8.hpp"
@@ -21,26 +21,26 @@ struct Stretch {
     int64_t x_stride;  // bytes
     int rows;
     float* sums;  // [rows][32]
-    bool first;  // else the sums of the stretches before are in `sums`
-    bool last;   // else sums of integers without groups stay integers
+    bool first;  // otherwise `sums` holds the sums of the stretches before
+    bool last;   // otherwise sums of integers without groups stay integers
     // What to prefetch meanwhile, and the bytes from one step to the next.
     const char* ahead;
     int64_t ahead_stride;
-    // Of integers, and of weights with groups. Such stretches are whole groups (the last group of a matrix
+    // For integers, and weights with groups. Such stretches are whole groups (the last group of a matrix
     // may be short):
     int64_t group_steps;
     const char* scales;      // [groups][32] of scale_bytes; null without groups
     int scale_bytes;
-    const float* x_scales;   // [rows][groups]; null where x has none for each
+    const float* x_scales;   // [rows][groups]; null where x has no scale for each group
     int64_t groups_stride;   // elements of x_scales and x_sums
-    // of integers alone
+    // for integers only
     const int32_t* x_sums;   // [rows][groups], times minus the weights' offset
     const char* zeros;       // [groups][32], zero points (uint8) or minima (fp16); or null
 };
 
 // Rows that are multiplied at once: with two vectors of outputs they fill the registers.
 constexpr int kMaxRows = kLanes == 16 ? 12 : 4;
-constexpr int64_t kAhead = 2048;  // bytes of a tile's stream to prefetch: about what memory takes to answer
+constexpr int64_t kAhead = 2048;  // bytes of a tile's stream to prefetch: about the latency of memory
 
 // How a kind unpacks and multiplies a vector of weights. kParts: the number of vectors it unpacks to, each
 // multiplied by four bytes of x. For floats kGroups: there may be groups, each with a scale. For integers
@@ -62,7 +62,7 @@ struct TileBF16 {
     KVIK_INLINE F32 dot(F32 sum, I32 w, I32 x) { return dot_bf16(sum, w, x); }
 };
 
-// What was widened to bf16 before. A kind of its own: scales cost plain bf16 a twentieth of its speed.
+// Weights already widened to bf16. A separate kind, because scales cost plain bf16 a twentieth of its speed.
 struct TileWidened : TileBF16 {
     static constexpr bool kGroups = true;
 };
@@ -131,8 +131,8 @@ struct Broadcast {
     }
 };
 
-// Rows are shared out evenly over blocks, so that so few are the only block: no other one will read these
-// weights again before the next step. Intel's CPUs with AMX fetch them at a third of the speed if told so.
+// Rows are divided evenly into blocks, so that this few rows are the only block: no other block reads these
+// weights again before the next step. With that prefetch hint, Intel CPUs with AMX fetch at a third of the speed.
 #if defined(__AMX_TILE__) || defined(KVIK_EMULATE_AMX)
 constexpr bool kReadOnce = false;
 #else
@@ -158,7 +158,7 @@ KVIK_INLINE F32 group_scale(const Stretch& s, int64_t lane) {
     return s.scales ? load_scales(s.scales, lane, s.scale_bytes) : broadcast(1.0f);
 }
 
-// Steps [first, last): a group, or the whole stretch without groups. A function of its own, since the
+// Steps [first, last): a group, or the whole stretch without groups. A separate function, because the
 // compiler keeps all sums in registers only where the loop over the steps is the only one.
 template <class Tile, int kRows, int kVectors>
 __attribute__((noinline)) void multiply_floats(const Stretch& s, int first_vector, int64_t group, int64_t first,
@@ -217,7 +217,7 @@ KVIK_INLINE void clear_sums(const Stretch& s, int first_vector, int vectors) {
         for (int v = 0; v < vectors; v++) store(sums + m * kTile + v * kLanes, zero());
 }
 
-// How many products of four bits are summed in 16 before their sum is added to those of 32: pairs of at
+// How many four-bit products are summed in 16 bits before they are added to 32-bit sums: pairs of at
 // most 15 x 127 each. 1: where 32 bits cost no more.
 #if defined(KVIK_SHORT_PRODUCTS)
 constexpr int kShortProducts = KVIK_SHORT_PRODUCTS;
@@ -227,7 +227,7 @@ KVIK_INLINE I32 dot_short(I32 acc, I32 u, I32 s) { return dot_i4(acc, u, s); }
 KVIK_INLINE I32 add_short(I32 acc, I32 sums) { return iadd(acc, sums); }
 #endif
 
-// The integers of one group. Their sum is exact, so its order is free: few rows use a chain for each part.
+// The integers of one group. Their sum is exact in any order: few rows use a chain for each part.
 template <class Tile, int kRows, int kVectors>
 __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector, int64_t group, int64_t first,
                                               int64_t last) {
@@ -245,7 +245,7 @@ __attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector
         zeros[v] = packed_zeros ? load_i8((const int8_t*)packed_zeros + lane + v * kLanes) : ibroadcast(1);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; m++) {
-        // minus the zero point times the sum of x: the weights are stored without sign
+        // minus the zero point times the sum of x: the weights are stored unsigned
         const I32 x_sum = ibroadcast(x_sums[m * groups_stride]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
@@ -371,9 +371,9 @@ void multiply(const Stretch& s) {
 using Multiply = void (*)(const Stretch&);
 
 #if defined(KVIK_WIDE_PRODUCTS)
-// Four bits for one or two rows, all groups in one loop: the sums stay in registers, and products with high
-// nibbles are of 16 times those, which saves a shift of each. The integers of a group, and the order in which
-// groups are added, are those of multiply_group.
+// Four bits for one or two rows, all groups in one loop: the sums stay in registers, and high
+// nibbles are multiplied as 16 times their value, which saves a shift of each. The integers of a group, and the
+// order in which groups are added, are the same as in multiply_group.
 template <class Tile, int kRows>
 void multiply_few(const Stretch& s) {
     constexpr int kVectors = kTileVectors;
@@ -462,10 +462,10 @@ Multiply multiply_for(int rows) {
     return table[rows - 1];
 }
 
-// Weights of a tile in twice the bytes, for products that take no smaller ones.
+// Expands the weights of a tile to twice the bytes, for products that need wider elements.
 using Unpack = void (*)(const char* weight, int64_t steps, char* wide);
 
-// Weights [steps][32][4] as vectors unpack them: [2 steps][32][4].
+// Unpacks weights [steps][32][4] as the vectors do: [2 steps][32][4].
 template <class Tile>
 void unpack_tile(const char* weight, int64_t steps, char* wide) {
     static_assert(Tile::kParts == 2);
@@ -483,16 +483,16 @@ void unpack_tile(const char* weight, int64_t steps, char* wide) {
     }
 }
 
-// Rows from which weights of eight bits are widened to bf16 once for all of them. Where vectors are long,
-// widening again for each block of rows hides behind the products, and less memory is touched.
+// From this many rows on, eight-bit weights are widened to bf16 once for all rows. Where vectors are long,
+// the products hide the widening for each block of rows, and less memory is touched.
 constexpr int64_t kWidenFrom = kLanes == 16 ? INT64_MAX : 16;
 
-// What `linear` needs of an instruction set; tiles_amx.hpp defines it differently.
+// The interface of an instruction set to `linear`; tiles_amx.hpp defines it differently.
 struct VectorTiles {
     // Bytes of x of a row between visits to its sums: with many rows, a block of rows of this many bytes fits
-    // the first cache, and the weights of the same inputs stay in the second.
+    // the L1 cache, and the weights of the same inputs stay in L2.
     static constexpr int64_t kStretchBytes = 2048;
-    // Rows of x that are multiplied at once, at most; and of which blocks of rows are multiples.
+    // The most rows of x that are multiplied at once; and the unit that blocks of rows are multiples of.
     static int64_t block_rows(const linear_args&) { return kMaxRows; }
     static int64_t row_unit(const linear_args&) { return 1; }
 

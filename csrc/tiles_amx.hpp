@@ -1,9 +1,9 @@
-// Products by the tile registers of AMX: up to 32 rows of x with the 32 outputs of a tile.
+// Products with the AMX tile registers: up to 32 rows of x with the 32 outputs of a tile.
 //
 // 16 steps of packed weights (packed.hpp) are two right operands of a product side by side, and 64 bytes of
-// 16 prepared rows of x are a left one. A product treats each of its rows alone, and one row is multiplied
-// in the same way as many: so here too an output's bits depend on its row alone. Floats are summed 16 steps at a time
-// from the first input on. Sums of integers are exact, and have the bits of the other instruction sets.
+// 16 prepared rows of x are a left one. A product treats each of its rows separately, and one row is multiplied
+// in the same way as many: so here too an output's bits depend only on its row. Floats are summed 16 steps at a time
+// from the first input on. Sums of integers are exact, and have the same bits as with other instruction sets.
 #pragma once
 
 #include "amx.hpp"
@@ -18,10 +18,10 @@ constexpr int kRegisterRows = 16;
 constexpr int kRegisterBytes = 64;  // of a row
 constexpr int64_t kProductSteps = 16;
 
-// Registers by number: sums of two times 16 rows and two times 16 outputs, x, weights.
+// Registers by number: the sums of 2 x 16 rows and 2 x 16 outputs, x, weights.
 constexpr int kSumsTile = 0, kXTile = 4, kWeightTile = 6;
 
-// The shapes of this thread's registers. What they hold is lost when the shapes change.
+// The shapes of this thread's registers. Their contents are lost when the shapes change.
 class TileShapes {
 public:
     TileShapes() = default;
@@ -73,7 +73,7 @@ struct Part {
     int64_t first, steps, product_steps;
     char* sums;
     bool from_zero;
-    bool streamed;  // weights come from memory, not from where they were just unpacked
+    bool streamed;  // weights come from memory; otherwise they were just unpacked
 };
 
 // Sums in the registers of one half of the rows.
@@ -106,9 +106,9 @@ KVIK_INLINE void add_product(const char* x, int64_t x_stride) {
     Product::template add<kLeft + 1, kXTile + kHalf, kWeightTile + 1>();
 }
 
-// kBoth: more than 16 rows; then there may be several blocks, and what is prefetched is shared out among them.
-// `p` is copied, since the compiler takes memory as changed by every instruction: here and not by the caller,
-// whose copy would be read in longer words than it was written, and so wait for all stores of the block before.
+// kBoth: more than 16 rows; then there may be several blocks, and the prefetches are divided among them.
+// `p` is copied, because the compiler assumes that every instruction changes memory. It is copied here: a copy made
+// by the caller would be read in longer words than it was written, and so wait for all stores of the block before.
 template <class Product, bool kBoth>
 void add_part(const Stretch& s, const Part& part) {
     const Part p = part;
@@ -135,7 +135,7 @@ void add_part(const Stretch& s, const Part& part) {
     if constexpr (kBoth) store_sums<1>(p);
 }
 
-// Any number of steps: what is too short for a product takes a shorter one.
+// Any number of steps: the rest that is too short for a product takes a shorter one.
 template <class Product>
 void add_steps(TileShapes& shapes, const Stretch& s, Part p) {
     const auto add = s.rows > kRegisterRows ? add_part<Product, true> : add_part<Product, false>;
@@ -155,8 +155,8 @@ void multiply_bf16(TileShapes& shapes, const Stretch& s, bool streamed) {
     add_steps<ProductBF16>(shapes, s, {0, s.steps, kProductSteps, (char*)s.sums, s.first, streamed});
 }
 
-// From the integers of a group to the sums, as `multiply_group` of the vectors does it. What the loop reads of `s` is
-// copied: the compiler would read it again after each store.
+// Adds the integers of a group to the sums, as `multiply_group` of the vectors does. The fields of `s` that the loop
+// reads are copied: the compiler would read them again after each store.
 template <bool kMinima, bool kZeros>
 void add_group(const Stretch& s, int64_t group, const int32_t* integers) {
     static constexpr float kOne = 1.0f;
@@ -207,7 +207,7 @@ void multiply_whole_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
 
 template <bool kMinima>
 void multiply_groups_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
-    // Those of one group are added while the next one is multiplied: they wait for their stores.
+    // The integers of one group are added while the next one is multiplied: they wait for their stores.
     alignas(64) int32_t integers[2][2 * kRegisterRows * kTile];
     const auto add = kMinima ? add_group<true, false> : s.zeros ? add_group<false, true> : add_group<false, false>;
     if (s.first) std::memset(s.sums, 0, size_t(s.rows) * kTile * sizeof(float));
@@ -223,7 +223,7 @@ void multiply_groups_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
     if (group) add(s, group - 1, integers[(group - 1) % 2]);
 }
 
-// Up to so many rows vectors multiply four bits faster, as registers take them only once they are unpacked:
+// Up to this many rows, vectors multiply four bits faster, as tile registers need them unpacked:
 // 1.5 times for one row, 1.3 for eight, 1.04 for 16 (from memory; two threads of a Xeon, 2026-11-26).
 constexpr int64_t kFewRows = 8;
 
@@ -235,8 +235,8 @@ constexpr int64_t kFewOutputs = 1024;
 // so are four bits for few rows.
 class AmxTiles {
 public:
-    // See `VectorTiles`. Here it is the weights of a stretch that fit the first cache, beside a block of rows,
-    // which comes from the second one: twice as many cost a sixth of the speed.
+    // See `VectorTiles`. Here the weights of a stretch fit the L1 cache, along with a block of rows,
+    // which comes from L2: twice as many bytes cost a sixth of the speed.
     static constexpr int64_t kStretchBytes = 512;
     static int64_t block_rows(const linear_args& a) {
         return by_vectors(a) ? VectorTiles::block_rows(a) : 2 * kRegisterRows;
