@@ -59,7 +59,7 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
     if params.min_tokens > limit - len(prompt):
         raise ParamError(
             "min_tokens",
-            f"{params.min_tokens} do not fit behind a prompt of {len(prompt)} tokens in the "
+            f"{params.min_tokens} do not fit after a prompt of {len(prompt)} tokens in the "
             f"context of {limit}",
         )
     most = scheduler.max_queued_requests

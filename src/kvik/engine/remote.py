@@ -381,7 +381,7 @@ class RemoteClient:
         except Exception as error:
             raise ParamError("request", f"cannot be sent to the engine: {error}") from None
         if sock.num_unsent > MAX_UNSENT:
-            raise UnavailableError("engine", "it does not keep up with what it is sent")
+            raise UnavailableError("engine", "it does not keep up with the requests")
         self._unfinished[request.request_id] = SentRequest(request, data, self._clock())
         sock.send(data)
 

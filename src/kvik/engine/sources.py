@@ -358,7 +358,7 @@ class ThreadSource:
                 interrupt(self._thread)
         await asyncio.to_thread(self._thread.join, LAST_STEP_SECONDS)
         if self._thread.is_alive():
-            log.warning("the engine's thread computes still, and is left to itself")
+            log.warning("the engine's thread is still computing; it is abandoned")
 
     def _run(self, sock: socket.socket) -> None:
         line = HostSocket(sock)

@@ -150,7 +150,7 @@ class DiskTier:
             os.close(file)
         if whole and is_good(page, PageName(self._fingerprint, *key)):
             return True
-        log.warning("%s: %s is no page of this engine, and is deleted", OPTION, path.name)
+        log.warning("%s: %s is not a page of this engine, and is deleted", OPTION, path.name)
         self._remove(path)
         return False
 
@@ -417,7 +417,7 @@ class DiskTier:
             self._off = error.strerror or str(error)
         self._news.set()
         log.warning(
-            "%s: the disk tier in %s is turned off (%s); the engine goes on without it",
+            "%s: the disk tier in %s is turned off (%s); the engine continues without it",
             OPTION,
             self._root,
             self._off,

@@ -41,7 +41,7 @@ class DraftTree:
             raise ValueError("node 0 has the parent -1 and the rank 0")
         named = list(zip(self.parents, self.ranks, strict=True))
         if any(not 0 <= parent < node for node, parent in enumerate(self.parents) if node):
-            raise ValueError("a node's parent stands before it")
+            raise ValueError("a node's parent comes before it")
         if len(set(named)) != len(named) or min(self.ranks) < 0:
             raise ValueError("the children of a node have different ranks from 0 on")
 

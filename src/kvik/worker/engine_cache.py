@@ -89,7 +89,7 @@ class EngineCache:
                 (draft / MANIFEST).write_text(json.dumps(manifest.as_json(), indent=1))
         except OSError as error:
             reason = error.strerror or error
-            message = "engine_cache: %s cannot be written (%s); the engine goes on without it"
+            message = "engine_cache: %s cannot be written (%s); the engine continues without it"
             log.warning(message, self._folder, reason)
         else:
             log.info("kept in %s for the next start", self._folder)

@@ -405,7 +405,7 @@ class GroupPageMover(PageMover):
         """Wait for a free row for a page from the disk, and return it."""
         while self._at_once and not self._from_disk:
             if self._lost:
-                raise GroupLost("kv_tiers", "a process is gone that copies pages")
+                raise GroupLost("kv_tiers", "a process that copies pages has exited")
             self._look()
         with self._lock:
             while not self._from_disk and not self._ended:

@@ -148,7 +148,7 @@ class PageLender:
         now = time.monotonic()
         with self._changed:
             for name in [name for name, lent in self._lent.items() if lent.until < now]:
-                log.warning("%s: nobody came for the pages of %s", OPTION, name)
+                log.warning("%s: no engine fetched the pages of %s in time", OPTION, name)
                 self._return(name)
 
     def _return(self, name: str) -> None:
@@ -384,8 +384,8 @@ class PeerPages:
                 peer.close()
         if now >= was_off and not self._closing:
             log.warning(
-                "%s: pages of the engine at %s:%d cannot be fetched (%s); what it has is computed "
-                "here, and it is asked again in %d s; both need the same kv_token",
+                "%s: pages of the engine at %s:%d cannot be fetched (%s); they are computed here, "
+                "and the engine is tried again in %d s; both need the same kv_token",
                 *(OPTION, *_where(address), error, RETRY_SECONDS),
             )
 

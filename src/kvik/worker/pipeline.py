@@ -121,5 +121,5 @@ class Pipeline:
         except Exception:
             raise
         except BaseException:  # Ctrl-C: it is unknown which step comes next
-            self._stages.give_up("what all stages compute was interrupted in the last")
+            self._stages.give_up("a step of all stages was interrupted in the last stage")
             raise

@@ -311,7 +311,7 @@ class TransformersModel:
 
     @staticmethod
     def _no_layers() -> ConfigError:
-        return ConfigError("fallback", "must be none where more than tokens of a model is wanted")
+        return ConfigError("fallback", "must be none where more than a model's tokens is requested")
 
 
 def load_transformers(

@@ -45,7 +45,7 @@ class Recording:
             CaptureError: the number of rows is not one of the step's sizes.
         """
         if count not in self._sizes:
-            raise CaptureError(f"a kernel over {count} rows, which is no size of a step")
+            raise CaptureError(f"a kernel over {count} rows, which is not a step size")
         return self._sizes[count]
 
 
@@ -75,7 +75,7 @@ class OnlyViews(TorchDispatchMode):
         made = [result] if isinstance(result, Tensor) else result
         # reshape, for example, copies if it cannot make a view
         if any(_storage(tensor) != _storage(args[0]) for tensor in made):
-            raise CaptureError(f"{func} has no native kernel where it copies")
+            raise CaptureError(f"{func} has no native kernel when it copies")
         return result
 
 

@@ -379,7 +379,7 @@ class TritonExperts:
         if tables is None:
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
-                    "experts whose weights have groups that are no multiple of "
+                    "experts whose weights have groups that are not a multiple of "
                     f"{LEAST_GROUP} cannot be captured"
                 )
             return self._one_by_one(x, ids, weights, experts, residual)

@@ -54,7 +54,7 @@ def causal_conv_kernel(
     inside = at < channels
     row = tl.load(rows + sequence)
     first, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1)
-    old = tl.load(lengths + sequence) > end - first  # it goes on
+    old = tl.load(lengths + sequence) > end - first  # it began in an earlier step
     kept = state + row.to(tl.int64) * state_stride + at
     if (row >= 0) & (end > first):
         for i in range(0, (end - first).to(tl.int32)):
@@ -104,7 +104,7 @@ def gated_delta_kernel(
     key, at = tl.arange(0, KEYS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + sequence)
     first, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1)
-    old = tl.load(lengths + sequence) > end - first  # it goes on
+    old = tl.load(lengths + sequence) > end - first  # it began in an earlier step
     keys, columns = key < key_dim, at < value_dim
     both = keys[:, None] & columns[None, :]
     kept = state + row.to(tl.int64) * state_stride + head * key_dim * value_dim
