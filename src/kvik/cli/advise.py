@@ -1,4 +1,5 @@
-"""`kvik advise [MODEL]`: what to change about serving a model on a machine, and what it brings."""
+"""`kvik advise [MODEL]`: what to change about serving a model on a machine, and the predicted
+gain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvik build [MODEL] -o ENGINE`: a folder whose weights are mapped as they are."""
+"""`kvik build [MODEL] -o ENGINE`: write an engine folder, whose weights are mapped unchanged."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "build",
         "[MODEL] -o ENGINE",
-        "Write a model's weights as this machine's kernels take them, quantised if asked for. An "
-        "engine folder runs like a model, gives the same tokens, and is ready sooner.",
+        "Write a model's weights in the layout of this machine's kernels, quantised if requested. "
+        "An engine folder is used like a model, gives the same tokens, and is ready sooner.",
     )
     add_model(parser)
     parser.add_argument(
@@ -38,7 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="ENGINE",
-        help="the folder, which must be new or empty",
+        help="folder to write; must be new or empty",
     )
     add_force_flag(parser)
     parser.add_argument(
@@ -85,7 +85,7 @@ def _summary(folder: Path, manifest: Manifest, seconds: float) -> str:
 
 @contextmanager
 def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal; yields progress(bytes done, bytes in all)."""
+    """Show a bar on a terminal; yield progress(bytes done, bytes in total)."""
     if not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -97,7 +97,7 @@ def _progress() -> Iterator[Callable[[int, int], None]]:
     task = bar.add_task("", total=None)
 
     def progress(done: int, total: int) -> None:
-        bar.start()  # not before the loader's own bar is gone
+        bar.start()  # only after the loader's own bar is gone
         bar.update(task, completed=done, total=total)
 
     try:

@@ -49,12 +49,14 @@ QUOTES = '"""'
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        "chat", "[MODEL | --url URL]", "Talk to a model, here or of a server. /help lists commands."
+        "chat",
+        "[MODEL | --url URL]",
+        "Talk to a model in this process or on a server. /help lists commands.",
     )
-    add_model(parser, "a folder, GGUF file or hub id; with --url: as the server calls it")
+    add_model(parser, "a folder, GGUF file or hub id; with --url: the server's name for it")
     parser.add_argument("--system", default="", metavar="TEXT", help="the system message")
     server = parser.add_argument_group("a server that answers instead of an engine here")
-    server.add_argument("--url", help="of an OpenAI-compatible API, with or without /v1")
+    server.add_argument("--url", help="URL of an OpenAI-compatible API, with or without /v1")
     add_key_flag(server)
     add_sampling_flags(
         parser, left_out=["n", "logprobs", "prompt_logprobs", "prompt_logprobs_start"]
@@ -65,7 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     given = given_sampling_options(arguments)
-    SamplingParams().with_changes(**given)  # refuse what is impossible before anything is loaded
+    SamplingParams().with_changes(**given)  # refuse impossible values before anything is loaded
     if arguments.url is None:
         _with_engine(arguments, given)
     else:
@@ -78,10 +80,11 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
         raise ConfigError("api_key", "goes with --url")
 
     from kvik.cli.chat_backends import LocalBackend
-    from kvik.llm import LLM  # brings in torch
+    from kvik.llm import LLM  # imports torch
 
     with LLM(**engine_options(arguments, arguments.model)) as llm:
-        llm.render_chat([{"role": "user", "content": "Hello"}])  # a model without a template: now
+        # A model without a template is an error now, not at the first message.
+        llm.render_chat([{"role": "user", "content": "Hello"}])
         params = llm.default_params.with_changes(**{"max_tokens": None, **given})
         _converse(Chat(LocalBackend(llm, params), arguments.system))
 
@@ -110,7 +113,7 @@ def _converse(chat: Chat) -> None:
             chat.take(_read_message(read) if interactive else read(""))
         except EOFError:
             break
-        except KeyboardInterrupt:  # at the prompt, or once more while an answer is stopped
+        except KeyboardInterrupt:  # at the prompt, or a second time while an answer is stopped
             if not interactive:
                 raise
             say("\n/exit or Ctrl-D leaves")
@@ -120,9 +123,9 @@ def _line_editor() -> Callable[[str], str]:
     """Return a function that reads a line with line editing and history, given a prompt."""
     import readline
 
-    if "libedit" in (readline.__doc__ or ""):  # it has none of what follows, and prompts no colours
+    if "libedit" in (readline.__doc__ or ""):  # lacks the settings below, and coloured prompts
         return input
-    # Python turns this off: a paste of several lines would be as many messages.
+    # Python turns this off; a paste of n lines would then be n messages.
     readline.parse_and_bind("set enable-bracketed-paste on")
     readline.parse_and_bind(r'"\e\C-m": "\C-v\C-j"')  # Alt+Enter: a line end within the message
     readline.set_completer_delims(" ")
@@ -130,7 +133,7 @@ def _line_editor() -> Callable[[str], str]:
     readline.parse_and_bind("tab: complete")
 
     def read(prompt: str) -> str:
-        # Between \001 and \002 stand codes that take no place on the line.
+        # Codes between \001 and \002 have no width on the line.
         return input(re.sub("(\x1b[^m]*m)", "\001\\1\002", styled(prompt, "green")))
 
     return read if sys.stdout.isatty() else input
@@ -144,7 +147,7 @@ def _complete_command(text: str, number: int) -> str | None:
 def _read_message(read: Callable[[str], str]) -> str:
     """Read a message: one line, or several after a backslash or between triple quotes."""
     line = read(PROMPT)
-    if "\n" in line:  # pasted, or with Alt+Enter: as it is
+    if "\n" in line:  # pasted, or with Alt+Enter: kept unchanged
         return line
     if not line.lstrip().startswith(QUOTES):
         while line.endswith("\\"):
@@ -158,7 +161,7 @@ def _read_message(read: Callable[[str], str]) -> str:
 
 
 class Chat:
-    """A conversation; `take` handles a line of the user."""
+    """A conversation; `take` handles a line from the user."""
 
     def __init__(self, backend: Backend, system: str = "") -> None:
         self.backend = backend
@@ -168,7 +171,7 @@ class Chat:
         self.last: Facts | None = None
 
     def take(self, line: str) -> None:
-        """Run a command or answer a message. Errors are printed, and the conversation goes on."""
+        """Run a command or answer a message. Errors are printed, and the conversation continues."""
         line = line.strip()
         if not line:
             return
@@ -210,7 +213,7 @@ class Chat:
                 for piece in answer:
                     said.append(piece)
                     flow.write(piece)
-            except KeyboardInterrupt:  # arrives between steps: an engine here is in order
+            except KeyboardInterrupt:  # arrives between steps: a local engine stays consistent
                 pass
             except KvikError:
                 if said:
@@ -221,7 +224,7 @@ class Chat:
         flow.end()
         say(flush=True)
         self.last = answer.facts
-        # What was stopped is kept too: the user has read it and may refer to it.
+        # A stopped answer is kept too: the user has read it and may refer to it.
         self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
         note = "stopped" if self.last is None else self.last.note
         if note:
@@ -245,7 +248,7 @@ class Chat:
         try:
             self._answer(asked["content"])
         except KvikError:
-            self.messages = before  # what was answered stays
+            self.messages = before  # keep the old answer
             raise
 
     def _reset(self) -> None:

@@ -1,4 +1,4 @@
-"""The two backends of `kvik chat`: an engine in this process, or a server by its URL."""
+"""The two backends of `kvik chat`: an engine in this process, or a server at a URL."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Facts:
 
     Attributes:
         figures: tokens and times, in one line.
-        note: why it is shorter than it might be; empty if it is not.
+        note: why the answer was cut short; empty if it was not.
     """
 
     figures: str
@@ -49,10 +49,10 @@ class Facts:
 
 
 class ChatAnswer(AbstractContextManager["ChatAnswer"], Protocol):
-    """An answer as pieces of text, read inside its `with`; leaving that stops the answer."""
+    """An answer as chunks of text, read inside its `with`; leaving the block stops the answer."""
 
     def __iter__(self) -> Iterator[str]:
-        """Raises `KvikError`: the answer failed and is not to be kept."""
+        """Raises `KvikError`: the answer failed and must not be kept."""
         ...
 
     @property
@@ -62,10 +62,10 @@ class ChatAnswer(AbstractContextManager["ChatAnswer"], Protocol):
 
 
 class Backend(Protocol):
-    """Answers with the sampling parameters that it was made with.
+    """Answers messages, with the sampling parameters given at construction.
 
     Attributes:
-        banner: the model, and what is worth knowing of it before the first message.
+        banner: the model and its main settings, to show before the first message.
     """
 
     banner: str
@@ -163,10 +163,10 @@ class LocalAnswer:
 CONNECT_SECONDS = 30.0
 SILENCE_SECONDS = 600.0  # until the next bytes: a long prompt on a slow machine takes minutes
 PIECE_BYTES = 65536
-MAX_BODY_BYTES = 1 << 20  # of an answer that is no stream
-MAX_MESSAGE = 300  # characters shown of what a server says about an error
+MAX_BODY_BYTES = 1 << 20  # of an unstreamed response
+MAX_MESSAGE = 300  # characters shown of a server's error message
 
-# Not every server knows this option, and some refuse a request that has it.
+# Some servers do not know this option and refuse requests with it.
 COUNTED: Mapping[str, object] = {"stream_options": {"include_usage": True}}
 
 
@@ -177,16 +177,16 @@ def _send(
     route: str,
     body: bytes | None = None,
 ) -> HTTPResponse:
-    """Send a request and return the head of the server's answer.
+    """Send a request and return the response, with its body unread.
 
     Raises:
         ConfigError: the server cannot be reached.
-        OSError, HTTPException: it can, but does not answer.
+        OSError, HTTPException: it can be reached, but does not answer.
     """
     headers = {"Content-Type": "application/json", "User-Agent": "kvik chat", **server.headers}
     try:
         connection.connect()
-    except (OSError, UnicodeError) as error:  # a name that cannot be one of a machine
+    except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
         raise ConfigError("url", f"{server.url} cannot be reached: {error}") from None
     connection.sock.settimeout(SILENCE_SECONDS)
     connection.request(method, server.target("/v1" + route), body, headers)
@@ -217,7 +217,7 @@ def first_model(server: RemoteServer) -> str:
 
 
 class RemoteBackend:
-    """Answers with a server that has an OpenAI-compatible API.
+    """Answers through a server with an OpenAI-compatible API.
 
     Args:
         sampling: fields of a request that differ from the server's own defaults.
@@ -237,7 +237,7 @@ class RemoteBackend:
 
 
 class RemoteAnswer:
-    """One request on its own connection. It is sent when the first piece is read, so that Ctrl-C
+    """One request on its own connection. It is sent when the first chunk is read, so that Ctrl-C
     also ends the wait for it."""
 
     def __init__(self, server: RemoteServer, fields: Mapping[str, object]) -> None:
@@ -258,7 +258,7 @@ class RemoteAnswer:
 
     def __exit__(self, *exception: object) -> None:
         self._connection.close()
-        if self._response is not None:  # it may have taken the socket over
+        if self._response is not None:  # it may own the socket now
             self._response.close()
 
     def __iter__(self) -> Iterator[str]:
@@ -323,7 +323,7 @@ class RemoteAnswer:
         return text
 
     def _shown(self, delta: StreamedDelta) -> str:
-        """A thought that comes apart stands between the marks that most models write."""
+        """Return the text of a delta, with separate reasoning wrapped in <think> tags."""
         thought = delta.reasoning_content or delta.reasoning or ""
         text = delta.content or delta.refusal or ""
         if thought and not self._thinks:
@@ -357,7 +357,7 @@ class RemoteAnswer:
 
 
 def _message(body: bytes) -> str:
-    """Return the message of an error's body in one line: `error.message`, else all of it."""
+    """Return the message of an error body in one line: `error.message`, or the whole body."""
     said: Any = body.decode(errors="replace")
     try:
         error = json.loads(body)["error"]

@@ -1,4 +1,4 @@
-"""`kvik eval [MODEL]`: perplexity on a text, and the distance from a reference model."""
+"""`kvik eval [MODEL]`: perplexity on a text, and the divergence from a reference model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvik.config.config import EngineConfig
 if TYPE_CHECKING:
     from kvik.evaluate.quality import Quality
 
-# Options that bear on what a model computes; the others are about serving many.
+# Options that affect what a model computes; the others are for serving.
 READING = (
     "dtype",
     "quantization",
@@ -30,7 +30,7 @@ READING = (
     "attention_backend",
     "threads",
 )
-# Of these, what a reference does not share: it is read as it is stored.
+# Options that the reference does not share: it is read as stored.
 ROUNDING = ("quantization", "kv_cache_dtype", "kv_cache_dtype_skip_layers")
 SAME = "same"  # the reference is the model itself
 
@@ -39,15 +39,15 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "eval",
         "[MODEL]",
-        "How well a model reads a text, computed as it serves: kernels, weight and KV formats. "
-        "Every token is scored at most once, with what its window holds before it.",
+        "Measure how well a model predicts a text, with the kernels, weight and KV formats of "
+        "serving. Every token is scored at most once, with its window as context.",
     )
     add_model(parser)
     parser.add_argument(
         "--reference",
         metavar="MODEL",
-        help="also the distance from this model, as it is stored: KL divergence and how often both "
-        f"expect the same token; {SAME}: MODEL itself, without the rounding asked for here",
+        help="also measure the divergence from this model, as stored: KL divergence and how often "
+        f"both predict the same token; {SAME}: MODEL itself, without the rounding options",
     )
     add_text_flags(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
@@ -56,23 +56,23 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what is read")
+    group = parser.add_argument_group("the text")
     group.add_argument(
         "--data",
         type=Path,
         metavar="FILE",
-        help='plain text, or .jsonl with a field "text" in each line, each read by itself '
-        "(default: a story of some 1500 tokens that ships with kvik)",
+        help='plain text, or .jsonl with a field "text" in each line, each read separately '
+        "(default: a story of about 1500 tokens that ships with kvik)",
     )
     group.add_argument(
         "--window",
-        dest="reading_window",  # not the engine's option
+        dest="reading_window",  # distinct from the engine's option
         type=int,
         metavar="N",
-        help="tokens read at once (the context, at most 2048)",
+        help="tokens of a window (default: the context, at most 2048)",
     )
     group.add_argument(
-        "--stride", type=int, metavar="N", help="tokens from window to window (the window)"
+        "--stride", type=int, metavar="N", help="tokens between window starts (default: the window)"
     )
 
 

@@ -1,4 +1,5 @@
-"""`kvik export [MODEL] -o FILE.gguf`: the model as one file, for llama.cpp and its kin."""
+"""`kvik export [MODEL] -o FILE.gguf`: write the model as one file, for llama.cpp and programs based
+on it."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--type",
         default=DEFAULT_TYPE,
         metavar="TYPE",
-        help="of the matrices: f32, bf16, f16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0; what is most "
-        f"sensitive has finer blocks in q5_k_m, q4_k_m and q4_0 ({DEFAULT_TYPE})",
+        help="type of the matrices: f32, bf16, f16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0; the last "
+        f"three use finer types for the most sensitive matrices (default: {DEFAULT_TYPE})",
     )
     add_force_flag(parser)
     return parser
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 @contextmanager
 def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal; yields advance(bytes)."""
+    """Show a bar on a terminal; yield advance(bytes)."""
     if not sys.stderr.isatty():
         yield lambda size: None
         return

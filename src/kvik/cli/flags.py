@@ -19,14 +19,14 @@ from kvik.errors import ConfigError, KvikError, ParamError, shown
 from kvik.files import regular
 from kvik.options import FORMERLY, NO_FACTS, TAKES_SEVERAL, Flag, Option, did_you_mean, options_of
 
-# The model is an argument of its own. --seed is the request's where a command has one; a command
-# that only starts the engine may name the engine's among its flags, kept under another name.
+# The model is a separate argument. --seed is the request's seed in commands that make requests;
+# commands that only start the engine may have the engine's seed as a flag, under another dest.
 NOT_ENGINE_FLAGS = ("model", "seed")
 ENGINE_SEED = "engine_seed"
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that reports what is wrong in one line, as every error of a user."""
+    """A parser that reports errors in one line, like every other user error."""
 
     def __init__(self, verb: str, arguments: str, description: str) -> None:
         super().__init__(
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        # "argument --top-k: must be ..." names the field; other complaints are about all of them.
+        # "argument --top-k: must be ..." names the field; other messages are about all arguments.
         pattern = r"argument (?:-\w/)?(?:--no-\S+/|--)?(\S+?)(?:/\S+)?: (.*)"
         named = re.fullmatch(pattern, message, re.DOTALL)
         if named:
@@ -46,7 +46,7 @@ class Parser(argparse.ArgumentParser):
         if stray:
             known = [flag for flag in self._option_string_actions if flag.startswith("--")]
             hint = did_you_mean(stray[1][:60], known) or f"{self.prog} --help lists them"
-            raise KvikError("arguments", f"{stray[1][:60]} is no flag of {self.prog} ({hint})")
+            raise KvikError("arguments", f"{stray[1][:60]} is not a flag of {self.prog} ({hint})")
         surplus = re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL)
         if surplus:
             usage = f"{surplus[1][:60]!r} is too much; it is {self.usage}"
@@ -54,11 +54,12 @@ class Parser(argparse.ArgumentParser):
         raise KvikError("arguments", message)
 
     def in_flags(self, field: str, message: str, words: Sequence[str]) -> tuple[str, str]:
-        """Return the field and the message of an error with the flags of this verb in place of the
-        names that options have in Python. Arguments without a flag keep theirs.
+        """Return the field and the message of an error with this verb's flags in place of the
+        options' Python names. Arguments without a flag keep their names.
 
         Args:
-            words: of the command line. A field that they do not set may be that of a variable.
+            words: the words of the command line. A field that they do not set may come from an
+                environment variable.
         """
         flags = self._option_string_actions
 
@@ -66,7 +67,7 @@ class Parser(argparse.ArgumentParser):
             return flag_of(match[0]) if flag_of(match[0]) in flags else match[0]
 
         arguments = {action.dest for action in self._actions if not action.option_strings}
-        arguments.add("model")  # which is an argument unless its flag is used
+        arguments.add("model")  # an argument unless its flag is used
         flag = flag_of(field)
         if field not in arguments and flag in flags:
             given = any(word == flag or word.startswith(f"{flag}=") for word in words)
@@ -94,19 +95,23 @@ def add_engine_flags(
             continue
         elif only is None or option.name in only:
             _add(group, option)
-    for option in synonym_options():  # work as flags, and are not shown
+    for option in synonym_options():  # accepted as flags, but not shown
         target = SYNONYMS[option.name].option
         if only is None or not target or target in only:
             _add(group, option, shown=False)
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, *, left_out: Collection[str] = ()) -> None:
-    """Add the flags of `SamplingParams`, but for some that do not apply to this verb."""
+    """Add the flags of `SamplingParams`, except those that do not apply to this verb."""
     title = "sampling options (default: what the model's authors advise)"
     add_option_flags(parser, title, SamplingParams, left_out=left_out, defaults=False)
-    group = parser.add_argument_group("what the text must be (--structured in short)")
-    group.add_argument("--schema", metavar="FILE", help="JSON that satisfies the JSON Schema in it")
-    group.add_argument("--regex", metavar="R", help="what this regular expression matches")
+    group = parser.add_argument_group("constraints on the text (short forms of --structured)")
+    group.add_argument(
+        "--schema", metavar="FILE", help="generate JSON that satisfies the JSON Schema in FILE"
+    )
+    group.add_argument(
+        "--regex", metavar="R", help="generate text that matches this regular expression"
+    )
 
 
 def add_option_flags(
@@ -121,7 +126,7 @@ def add_option_flags(
 
     Args:
         left_out: options without a flag.
-        defaults: whether the help texts say the defaults.
+        defaults: whether the help texts show the defaults.
     """
     group = parser.add_argument_group(title)
     for option in options_of(options):
@@ -135,7 +140,7 @@ def add_model(
     """Add the optional MODEL.
 
     Args:
-        kinds: of models that the verb takes.
+        kinds: kinds of models that the verb accepts.
     """
     parser.set_defaults(model="")
     for name in ("model", "--model"):
@@ -165,27 +170,27 @@ def number(text: str) -> float:
 
 def add_force_flag(parser: argparse.ArgumentParser) -> None:
     """Add --force, without which `check_new` refuses an output that exists."""
-    parser.add_argument("--force", action="store_true", help="replace an output that exists")
+    parser.add_argument("--force", action="store_true", help="replace an existing output")
 
 
 def check_new(arguments: argparse.Namespace, exists: bool) -> None:
     """Check that an output may be written.
 
     Raises:
-        ConfigError: it `exists`, and --force was not given.
+        ConfigError: the output `exists`, and --force was not given.
     """
     if exists and not arguments.force:
         raise ConfigError("output", f"{str(arguments.output)!r} exists; --force replaces it")
 
 
 def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
-    """Return the fields of EngineConfig that are given by flags, else by variables."""
+    """Return the fields of EngineConfig that are set by flags or environment variables."""
     named = {"model": model} if model else {}
     return {**environment_options(), **named, **given_engine_options(arguments)}
 
 
 def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the fields of EngineConfig that are given by flags."""
+    """Return the fields of EngineConfig that are set by flags."""
     options = (*options_of(EngineConfig), *synonym_options())
     given = translated(_given(options, arguments, NOT_ENGINE_FLAGS))
     if ENGINE_SEED in arguments:
@@ -194,17 +199,17 @@ def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of ServerConfig that are given by flags, else by variables."""
+    """Return the fields of ServerConfig that are set by flags or environment variables."""
     return {**server_environment(), **given_options(ServerConfig, arguments)}
 
 
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
-    """Return the fields of SamplingParams that are given by flags."""
+    """Return the fields of SamplingParams that are set by flags."""
     given = given_options(SamplingParams, arguments)
     for name, asked in (("schema", _schema(arguments.schema)), ("regex", arguments.regex)):
         if asked is not None:
             if "structured" in given:
-                raise ParamError(name, "contradicts another flag that says what the text must be")
+                raise ParamError(name, "contradicts another flag that constrains the text")
             given["structured"] = {"json" if name == "schema" else name: asked}
     return given
 
@@ -218,10 +223,10 @@ def _schema(file: str | None) -> object:
     except OSError as error:
         raise ParamError("schema", f"{shown(file)} cannot be read ({error.strerror})") from None
     except (ValueError, RecursionError):
-        raise ParamError("schema", f"{shown(file)} is no JSON of a usable size") from None
+        raise ParamError("schema", f"{shown(file)} is not JSON, or is too large") from None
 
 
-# Options that a help text may name; there they are flags.
+# Options whose names in help texts are replaced by their flags.
 _NAMED = frozenset(
     one.name for kind in (EngineConfig, ServerConfig, SamplingParams) for one in options_of(kind)
 )
@@ -233,11 +238,11 @@ def flag_of(name: str) -> str:
 
 
 def help_of(option: Option, *, default: bool) -> str:
-    """Return the help text of an option, as its flag shows it: others by their flags, not by their
-    names in Python.
+    """Return the help text of an option for its flag. Other options in the text are named by their
+    flags, not by their Python names.
 
     Args:
-        default: also say the default.
+        default: append the default.
     """
     text = option.description
     if default and option.default not in (None, (), ""):
@@ -301,7 +306,7 @@ def _reader(option: Option) -> Callable[[str], object]:
 
 
 def given_options(options: type, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the fields of a dataclass of options that are given by flags."""
+    """Return the fields of a dataclass of options that are set by flags."""
     return _given(options_of(options), arguments)
 
 

@@ -39,31 +39,33 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "generate",
         "[MODEL] PROMPT",
-        "Complete a prompt, or those of a file (--prompts FILE, in place of PROMPT). The text goes "
-        "to standard output as it comes.",
+        "Complete a prompt, or the prompts of a file (--prompts FILE instead of PROMPT). The text "
+        "is streamed to standard output.",
     )
     parser.add_argument(
         "words",
         nargs="*",
         metavar="[MODEL] PROMPT",
         help="a folder, GGUF file or hub id (left out or '': the bundled model), and the prompt; - "
-        "reads it from standard input. One argument alone is the prompt; it is refused if it names "
-        "a file or folder here, or is one word with a / in it, since a prompt is missing then",
+        "reads it from standard input. A single argument is the prompt; it is refused if it names "
+        "a local file or folder, or is one word with a / in it, since the prompt is missing then",
     )
-    parser.add_argument("--model", metavar="MODEL", help="the model; all words are the prompt then")
+    parser.add_argument(
+        "--model", metavar="MODEL", help="the model; the argument is then the prompt"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     parser.add_argument(
         "--prompts",
         metavar="FILE",
-        help="complete many: each line is a JSON string, list of token ids or object with prompt "
-        "or messages, priority and sampling parameters; - is standard input. One JSON object is "
-        "written for each, when it is ready",
+        help="complete many prompts: each line is a JSON string, list of token ids or object with "
+        "prompt or messages, priority and sampling parameters; - is standard input. One JSON "
+        "object is written for each, as it finishes",
     )
     parser.add_argument(
         "-o",
         "--output",
         metavar="FILE",
-        help="with --prompts: where to write them. What the file has already is not computed again",
+        help="with --prompts: file for the results. Results already in it are not computed again",
     )
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--verbose", action="store_true", help="print each decision and its reason")
@@ -74,7 +76,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     given = given_sampling_options(arguments)
-    SamplingParams().with_changes(**given)  # refuse what is impossible before anything is loaded
+    SamplingParams().with_changes(**given)  # refuse impossible values before anything is loaded
     if arguments.prompts is not None:
         return generate_many(arguments, given)
     if arguments.output is not None:
@@ -85,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             if given.get(name) is not None:
                 raise ParamError(name, "is shown with --json only")
 
-    from kvik.llm import LLM  # brings in torch
+    from kvik.llm import LLM  # imports torch
 
     with LLM(**engine_options(arguments, model)) as llm:
         if arguments.verbose:
@@ -118,7 +120,7 @@ def _stream(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
 
 
 def _all(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
-    """Generate several completions, and print them one after another."""
+    """Generate several completions and print them one after another."""
     (output,) = llm.generate([prompt], params)
     for completion in output.outputs:
         say(f"[{completion.index}]{completion.text}", flush=True)
@@ -126,7 +128,7 @@ def _all(llm: LLM, prompt: str, params: SamplingParams) -> RequestOutput:
 
 
 def _cut_note(output: RequestOutput, params: SamplingParams) -> str | None:
-    """Return what cut a text off, if the user gave no limit."""
+    """Return a note on which limit cut the text, or None."""
     cut = [len(c.token_ids) for c in output.outputs if c.finish_reason == "length"]
     if not cut:
         return None
@@ -143,7 +145,7 @@ def _exit_code(output: RequestOutput) -> int:
 
 
 def _model_and_prompt(words: list[str], named: str | None) -> tuple[str, str]:
-    """`named`: the model, if a flag names it."""
+    """Return (model, prompt). `named`: the model from the flag, if given."""
     words = words if named is None else [named, *words]
     if not words or (len(words) == 1 and named is not None):
         raise ParamError("prompt", "is missing: kvik generate [MODEL] PROMPT, or --prompts FILE")
@@ -174,7 +176,7 @@ def _read_standard_input() -> str:
     return text.removesuffix("\n")  # the line end that `echo` adds
 
 
-OWN = ("prompt", "messages", "priority")  # of a line, beside sampling parameters
+OWN = ("prompt", "messages", "priority")  # fields of a line that are not sampling parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,8 +184,8 @@ class Line:
     """One prompt of the file.
 
     Attributes:
-        number: of its line, from 1.
-        prompt: None: it is a conversation.
+        number: its line number, from 1.
+        prompt: None if the line has messages.
     """
 
     number: int
@@ -197,18 +199,20 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
     """Complete the prompts of a file.
 
     Args:
-        given: sampling parameters of all that do not say their own.
+        given: sampling parameters for lines that do not set their own.
 
     Returns:
         The exit code: 1 if a request failed.
     """
     words = [*filter(None, [arguments.model]), *arguments.words]
     if len(words) > 1:
-        raise ParamError("prompts", f"takes the place of the prompt, but {words[-1][:60]!r} is one")
+        raise ParamError("prompts", f"replaces the prompt, but {words[-1][:60]!r} is also given")
     if arguments.echo:
-        raise ParamError("echo", "is for one prompt; with --prompts each object has its own")
+        raise ParamError(
+            "echo", "is for a single prompt; with --prompts each object has its prompt"
+        )
     lines = _read(arguments.prompts)
-    for line in lines:  # before a model is loaded in vain
+    for line in lines:  # before the model is loaded
         with _in_line(line.number):
             SamplingParams().with_changes(**{**given, **line.sampling})
     if arguments.output is not None and not can_write(Path(arguments.output)):
@@ -218,7 +222,7 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
     if not left:
         return 0
 
-    from kvik.llm import LLM, BatchProgress  # brings in torch
+    from kvik.llm import LLM, BatchProgress  # imports torch
 
     failed = 0
     with LLM(**engine_options(arguments, words[0] if words else "")) as llm:
@@ -309,7 +313,7 @@ def _in_line(number: int) -> Iterator[None]:
 
 
 def _numbers_in(path: str | None) -> set[int]:
-    """Return the lines that an output has already; a torn last line is cut off."""
+    """Return the numbers of lines already in the output; truncate an incomplete last line."""
     if path is None or not Path(path).exists():
         return set()
     found, whole = set(), 0
@@ -320,14 +324,15 @@ def _numbers_in(path: str | None) -> set[int]:
                 found.add(int(number[1]))
                 whole += len(text)
             elif text.endswith(b"\n") or not b'{"line": '.startswith(text[:9]):
-                raise ParamError("output", f"{path!r} exists, and is no output of --prompts")
+                raise ParamError("output", f"{path!r} exists and is not an output of --prompts")
         os.ftruncate(file.fileno(), whole)
     return found
 
 
 @contextmanager
 def _writing(path: str | None) -> Iterator[Callable[[str], None]]:
-    """Yield what writes a line at once, to the end of a file or to standard output."""
+    """Yield a function that writes and flushes a line, to the end of a file or to standard
+    output."""
     if path is None:
         yield partial(say, flush=True)
         return

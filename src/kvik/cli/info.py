@@ -1,4 +1,4 @@
-"""`kvik info [MODEL]`: what a model is, what was decided for it, and what fits. Loads nothing."""
+"""`kvik info [MODEL]`: facts about a model, the decisions for it, and what fits. Loads nothing."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ READS_IMAGES = "ForConditionalGeneration"  # end of the names of such architectu
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        "info", "[MODEL]", "Describe a model and what of it fits this machine, without loading it."
+        "info", "[MODEL]", "Describe a model and what fits this machine, without loading it."
     )
     add_model(parser)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
@@ -164,13 +164,12 @@ def _heads(spec: ModelSpec) -> str:
 
 
 def _kinds(spec: ModelSpec) -> Sequence[tuple[LayerSpec, int]]:
-    """The kinds of layers, in the order in which they come first, and how many there are."""
+    """Return the kinds of layers in order of first occurrence, with their numbers."""
     return list(Counter(spec.layers).items())
 
 
 def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
-    """What layers see, and what they know of positions; or the state that they keep. And their
-    experts."""
+    """Describe a kind of layer: the tokens it sees and its positions, or its state; and experts."""
     experts = layer.experts
     if experts is not None:
         router = experts.router
@@ -218,11 +217,11 @@ def _seen(layer: LayerSpec) -> str:
 
 @dataclass(frozen=True, slots=True)
 class KindCost:
-    """What layers of a kind keep of a request.
+    """KV bytes of the layers of one kind.
 
     Attributes:
-        kv_bytes_per_token: of one token, in all of them.
-        kv_bytes_per_request: of one as long as may be; a window limits it.
+        kv_bytes_per_token: for one token, in all these layers.
+        kv_bytes_per_request: for a request of maximum length; limited by a window.
     """
 
     kv_bytes_per_token: int
@@ -259,7 +258,7 @@ def _kv_lines(
 
 
 def _gives(spec: ModelSpec, pooling: PoolingSpec) -> str:
-    """What becomes of hidden states."""
+    """Describe the result of pooling."""
     beside = "" if spec.encoder else ", and text"
     if pooling.scores:
         return f"scores of pairs of texts{beside}"
@@ -270,7 +269,7 @@ def _gives(spec: ModelSpec, pooling: PoolingSpec) -> str:
 
 
 def _kv_rows(spec: ModelSpec, resolved: ResolvedConfig | None) -> list[str]:
-    """Return what each kind of layers keeps, and of how much of a request."""
+    """Return a row per kind of layer: its KV bytes per token and per request."""
     rows = []
     for kind, count in _kinds(spec):
         if kind.state is not None or kind.kv_from is not None:
@@ -287,7 +286,7 @@ def _stored_as(spec: ModelSpec) -> str:
 
 
 def _weights(spec: ModelSpec, dtype: str, resolved: ResolvedConfig | None) -> int:
-    """Return the bytes of the weights as stored, except those that must be `dtype`."""
+    """Return the bytes of the weights as stored, with those that must be `dtype` in it."""
     if spec.built is not None:
         return spec.built.weight_bytes
     kernels = "torch" if resolved is None else resolved.runner.kernels

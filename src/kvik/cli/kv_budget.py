@@ -1,4 +1,4 @@
-"""`kvik kv-budget [MODEL] --data FILE --save FILE`: how many tokens each layer keeps of a text."""
+"""`kvik kv-budget [MODEL] --data FILE --save FILE`: measure how many tokens each layer keeps."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "kv-budget",
         "[MODEL] --data FILE --save FILE",
-        "Give the bytes of the KV cache to the layers that need them: measure how far the "
-        "attention of each layer is spread, and save how many tokens of a request each keeps. "
-        "Engines that are started with --kv-budget FILE then keep no more, which changes answers.",
+        "Distribute the bytes of the KV cache over the layers by need: measure how widely the "
+        "attention of each layer is spread, and save how many tokens of a request it keeps. "
+        "Engines started with --kv-budget FILE then keep no more, which changes answers.",
     )
     add_model(parser)
     parser.add_argument(
         "--data",
         type=Path,
         metavar="FILE",
-        help='plain text, or .jsonl with a field "text" in each line (default: a story of some '
+        help='plain text, or .jsonl with a field "text" in each line (default: a story of about '
         "1500 tokens that ships with kvik)",
     )
     parser.add_argument(
-        "--save", type=Path, required=True, metavar="FILE", help="where the budgets go, as JSON"
+        "--save", type=Path, required=True, metavar="FILE", help="file for the budgets, as JSON"
     )
     add_force_flag(parser)
     add_option_flags(parser, "budgets", BudgetOptions)
@@ -107,7 +107,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _measured(
     arguments: argparse.Namespace, config: EngineConfig
 ) -> tuple[tuple[float, ...], str, int]:
-    """Return the scores of layers, the name of the text, and how much of it was read."""
+    """Return the scores of the layers, the name of the text, and the number of tokens read."""
     from kvik.evaluate.entropy import TOKENS, measure_entropy
     from kvik.evaluate.windows import held_out_texts, read_texts
 

@@ -1,4 +1,4 @@
-"""`kvik`: picks the verb. Verbs are imported when they are used, so `kvik --help` is instant."""
+"""`kvik`: run a verb. Verbs are imported when they are used, so `kvik --help` is instant."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from kvik.collector import uncollected
 from kvik.errors import START_LOG, KvikError
 
 # verb -> its module, with `build_parser()` and `run(arguments) -> exit code`; what it does. Other
-# packages add verbs (`kvik.cli.plugins`), those that measure among them.
+# packages add verbs (`kvik.cli.plugins`), including all measurements.
 VERBS: Mapping[str, tuple[str, str]] = {
     "generate": ("kvik.cli.generate", "complete a prompt"),
     "chat": ("kvik.cli.chat", "talk to a model"),
     "serve": ("kvik.cli.serve", "an HTTP server for OpenAI's and Anthropic's clients"),
-    "route": ("kvik.cli.route", "one address in front of several servers, by their caches"),
-    "top": ("kvik.cli.top", "what a running server does now"),
+    "route": ("kvik.cli.route", "one address in front of several servers, routed by their caches"),
+    "top": ("kvik.cli.top", "show what a running server is doing"),
     "export": ("kvik.cli.export", "write a model as a GGUF file"),
-    "models": ("kvik.cli.models", "which models run"),
-    "info": ("kvik.cli.info", "what a model is, and what of it fits this machine"),
-    "eval": ("kvik.cli.eval", "how well a model reads a text, and how far from another"),
-    "quantize": ("kvik.cli.quantize", "the same model in fewer bits"),
-    "build": ("kvik.cli.build", "a folder that is ready to run sooner"),
-    "kv-budget": ("kvik.cli.kv_budget", "how many tokens each layer keeps in the KV cache"),
-    "train-heads": ("kvik.cli.train_heads", "small networks that guess ahead of a model"),
-    "replay": ("kvik.cli.replay", "play a recording of a server again, and compare"),
-    "plan": ("kvik.cli.plan", "what a model takes and gives on some hardware, and costs"),
-    "advise": ("kvik.cli.advise", "what to change, and what it would bring"),
+    "models": ("kvik.cli.models", "list the supported models"),
+    "info": ("kvik.cli.info", "describe a model and what fits this machine"),
+    "eval": ("kvik.cli.eval", "measure perplexity and the divergence from a reference"),
+    "quantize": ("kvik.cli.quantize", "write a model in fewer bits"),
+    "build": ("kvik.cli.build", "write an engine folder, which starts faster"),
+    "kv-budget": (
+        "kvik.cli.kv_budget",
+        "measure how many tokens each layer should keep in the KV cache",
+    ),
+    "train-heads": ("kvik.cli.train_heads", "train draft heads for speculative decoding"),
+    "replay": ("kvik.cli.replay", "replay a recording of a server and compare"),
+    "plan": ("kvik.cli.plan", "predict memory, speed and cost of a model on some hardware"),
+    "advise": ("kvik.cli.advise", "what to change, and the predicted gain"),
 }
 
 USAGE_ERROR = 2
@@ -41,10 +44,10 @@ INTERRUPTED = 130  # 128 + SIGINT, as shells count
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 for what the caller can fix, 1 for a failure."""
+    """Run one command and return the exit code: 0, 2 for user errors, 1 for failures."""
     open_missing_streams()
     for stream in (sys.stdin, sys.stdout, sys.stderr):
-        # A terminal that lacks a letter shows "?"; bytes that are no text come in as U+FFFD.
+        # Characters that a terminal cannot show become "?"; invalid input bytes become U+FFFD.
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="replace")
     try:
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        return 0  # the reader has had enough, as `head` does
+        return 0  # the reader closed the pipe, as `head` does
     except BaseException as error:
         trouble = _trouble(error)
         if trouble is None:  # a bug, or SystemExit
@@ -71,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _trouble(error: BaseException) -> str | None:
-    """Return an error that the user can fix, in one line; None: the error is a bug."""
+    """Return the one-line message of an error that the user can fix; None if it is a bug."""
     if isinstance(error, KvikError):
         return str(error)
     if _is_lack_of_memory(error):
@@ -79,8 +82,8 @@ def _trouble(error: BaseException) -> str | None:
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         return f"{error.filename}: {reason}" if error.filename is not None else reason
-    if type(error).__name__ == "PanicException":  # of a library in Rust; no Exception, for what
-        (reason, *_) = str(error).splitlines() or [""]  # panics has broken a promise of its own
+    if type(error).__name__ == "PanicException":  # of a Rust library; derives from
+        (reason, *_) = str(error).splitlines() or [""]  # BaseException, as a panic is a bug in it
         return f"tokenizer: failed inside its library; tokenizer.json is probably wrong ({reason})"
     return None
 
@@ -88,7 +91,7 @@ def _trouble(error: BaseException) -> str | None:
 def _is_lack_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # torch's allocator, threads and the loader of shared libraries have no exception for it.
+    # torch's allocator, threads and the shared library loader raise no MemoryError.
     signs = ("can't allocate memory", "can't start new thread", "failed to map segment")
     other = isinstance(error, RuntimeError | ImportError)
     return isinstance(error, MemoryError) or (other and any(sign in str(error) for sign in signs))
@@ -112,7 +115,7 @@ def _dispatch(argv: list[str]) -> int:
         parser = module.build_parser()
     try:
         arguments = parser.parse_intermixed_args(rest)
-        # What asks for JSON is a program, which does not wait.
+        # JSON is requested by programs, which need no start-up messages.
         with nullcontext() if vars(arguments).get("json") else _launch_told():
             code: int = module.run(arguments)
     except KvikError as error:
@@ -122,9 +125,8 @@ def _dispatch(argv: list[str]) -> int:
 
 @contextmanager
 def _launch_told() -> Iterator[None]:
-    """Show on standard error what is logged while an engine starts: that its model is loaded, and
-    warnings."""
-    import logging  # only verbs that run need it
+    """Print log messages of an engine's start to standard error: loading and warnings."""
+    import logging  # imported only when a verb runs
 
     class ToStandardError(logging.Handler):
         def emit(self, record: logging.LogRecord) -> None:
@@ -151,7 +153,7 @@ def _verb(argv: list[str], verbs: Mapping[str, tuple[str, str]]) -> tuple[str, l
     group = [verb for verb in verbs if verb.startswith(f"{argv[0]} ")]
     wrong = " ".join(argv[: 2 if group else 1])
 
-    from kvik.options import did_you_mean  # only errors need it
+    from kvik.options import did_you_mean  # needed only for errors
 
     hint = did_you_mean(wrong, group or verbs)
     known = ", ".join(group or verbs)
@@ -159,7 +161,7 @@ def _verb(argv: list[str], verbs: Mapping[str, tuple[str, str]]) -> tuple[str, l
 
 
 def _help(verbs: Mapping[str, tuple[str, str]], group: str = "") -> str:
-    """`group`: the first word that the verbs have in common, if they do."""
+    """Return the help text. `group`: the first word common to all verbs, if there is one."""
     width = max(map(len, verbs))
     listed = "\n".join(f"  {verb:{width}}  {what}" for verb, (_, what) in verbs.items())
     command = f"kvik {group} COMMAND" if group else "kvik COMMAND"
@@ -168,7 +170,7 @@ def _help(verbs: Mapping[str, tuple[str, str]], group: str = "") -> str:
         f"{listed}\n\n"
         f"{command} --help lists the options of a command. Without a model, a small story\n"
         "writer that ships with kvik is used. In the environment, KVIK_MAX_MODEL_LEN=4096 is\n"
-        "--max-model-len 4096, and so on, but for plan and advise, which may ask about\n"
+        "--max-model-len 4096, and so on, except for plan and advise, which may be about\n"
         "another machine."
     )
 

@@ -1,4 +1,4 @@
-"""`kvik models`: which models run."""
+"""`kvik models`: list the supported models."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ HEADER = ("models", "architecture", "files")
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
-        "models", "", "Which models run: by the architecture that their config.json names."
+        "models", "", "List the supported models, by the architecture that config.json names."
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
@@ -38,5 +38,5 @@ def run(arguments: argparse.Namespace) -> int:
     for row in table:
         cells = (str(cell).ljust(width) for cell, width in zip(row, widths, strict=True))
         say("  ".join(cells).rstrip())
-    say("\nOther causal models of transformers run through it, slowly: --fallback transformers")
+    say("\nOther causal models run through transformers, slowly: --fallback transformers")
     return 0

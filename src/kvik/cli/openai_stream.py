@@ -1,4 +1,4 @@
-"""A streamed answer of an OpenAI-compatible server: its events, and what a chunk holds."""
+"""A streamed answer of an OpenAI-compatible server: its events and the fields of a chunk."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class SseParser:
     """Parses a stream of server-sent events, fed in chunks of any size."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []  # of a line that has no end yet
-        self._size = 0  # bytes of the event that has no end yet
+        self._pieces: list[bytes] = []  # of an unfinished line
+        self._size = 0  # bytes of the unfinished event
         self._data: list[bytes] = []
         self._name = b""
-        self._after_cr = False  # a line feed that comes next belongs to the line end before
+        self._after_cr = False  # a line feed that follows belongs to the previous line end
         self._at_start = True
 
     def feed(self, chunk: bytes) -> list[Event]:
@@ -46,7 +46,7 @@ class SseParser:
             self._size += len(line)
             if self._size > MAX_EVENT_BYTES:
                 raise EventTooLarge(f"an event has more than {MAX_EVENT_BYTES >> 20} MiB")
-            self._after_cr = line.endswith(b"\r")  # what counts is the last line
+            self._after_cr = line.endswith(b"\r")  # the last line counts
             ended = line.rstrip(b"\r\n")
             if len(ended) == len(line):
                 self._pieces.append(line)
@@ -73,7 +73,8 @@ class SseParser:
             self._name = value.removeprefix(b" ")
 
 
-Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # of tokens; another number is no count
+# A number of tokens; other values are refused.
+Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 
 
 class StreamedPromptDetails(msgspec.Struct):

@@ -101,7 +101,7 @@ def _memory(plan: Plan) -> str:
             f"{kv}; {show_bytes(memory.kv_per_request)} for each request",
         ],
         ["activations", show_bytes(memory.activations), f"steps of {memory.step_tokens:,} tokens"],
-        ["runtime", show_bytes(memory.runtime), "libraries, graphs, tables, what loading takes"],
+        ["runtime", show_bytes(memory.runtime), "libraries, graphs, tables, buffers of loading"],
         ["total", show_bytes(memory.total), verdict],
     ]
     where = "memory of the fullest device" if many else "memory"
@@ -126,13 +126,13 @@ def _what_fits(plan: Plan) -> list[str]:
             f"  longest context at batch {plan.at.batch:,}: {longest}",
         ]
     if not plan.remedies:
-        return ["  nothing that can be set makes it fit this hardware"]
+        return ["  no setting makes it fit this hardware"]
     rows = [[remedy.flags, show_bytes(remedy.total)] for remedy in plan.remedies]
     return ["  would fit", *columns(rows, "<>", indent=4)]
 
 
 def _parts(plan: Plan) -> list[str]:
-    """Return the memory of each process, or of a GPU of each stage; of equal ones the first."""
+    """Return the memory of each process, or of a GPU of each stage; equal ones share a row."""
     at, parts = plan.at, plan.parts
     if len(parts) <= 1:
         return []
@@ -371,7 +371,7 @@ def _speculation(plan: Plan, curve: SpeculationCurve) -> str:
         best = f"{row.best:.2f} with {row.best_drafts}" if row.best_drafts else "none"
         gains = [f"{row.speed_ups[i]:.2f}" for i in shown]
         rows.append([f"{row.acceptance:.0%} accepted", *gains, best])
-    cost = "drafts cost nothing (looked up in the prompt, say)"
+    cost = "drafts cost nothing (looked up in the prompt, for example)"
     if curve.draft_cost:
         cost = f"a draft costs {three(curve.draft_cost)} of a step"
     checks = [f"{curve.verify_costs[i]:.2f}" for i in shown]
@@ -442,7 +442,7 @@ def _or_dash(value: float | None) -> str:
 def _table(
     plan: Plan, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], align: str
 ) -> str:
-    """Return a table, without columns of speeds where the speed is unknown."""
+    """Return a table, without the speed columns if speeds are unknown."""
     kept = [
         i
         for i, name in enumerate(header)
@@ -456,7 +456,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "plan",
         "[MODEL]",
-        "Tell what a model takes and gives on some hardware: memory, speed, cost. Loads nothing.",
+        "Predict memory, speed and cost of a model on some hardware. Loads nothing.",
     )
     add_model(parser, "a folder, hub id or config.json")
 
@@ -480,7 +480,7 @@ def question_of(arguments: argparse.Namespace) -> Question:
 
 
 def as_object(answer: Plan) -> dict[str, object]:
-    """Return a plan in plain types with exact figures."""
+    """Return a plan in plain types with exact numbers."""
     shape, at, device, memory = answer.shape, answer.at, answer.at.device, answer.memory
     sums = {"total": memory.total, "missing": memory.missing, "fits": memory.fits}
     facts = {

@@ -1,7 +1,7 @@
-"""What other packages add to the command line: `kvik_bench` brings all that measures.
+"""Extensions of the command line by other packages: `kvik_bench` adds all measurements.
 
-Entry points join them, so that no file of kvik imports a package that stands on top of it. A
-look-up reads the metadata of all installed packages, so it happens only where kvik needs it.
+They are registered as entry points, so that no file of kvik imports a package built on it. A
+look-up reads the metadata of all installed packages, so it is done only when needed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from kvik.errors import ConfigError
 if TYPE_CHECKING:
     from kvik.config.config import ResolvedConfig
 
-VERBS = "kvik.verbs"  # entry points that name a mapping from a verb to (its module, what it does)
-METERS = "kvik.meters"  # entry points that name measurements
+VERBS = "kvik.verbs"  # entry points to mappings from a verb to (its module, what it does)
+METERS = "kvik.meters"  # entry points to measurements
 DECODING = "decoding"
 
 
 class SpeedChange(Protocol):
-    """Tokens/s of one request to a model before and after a change."""
+    """Tokens/s of a single request before and after a change of the model."""
 
     def as_json(self) -> dict[str, object]: ...
 
@@ -31,7 +31,7 @@ class SpeedChange(Protocol):
 
 class DecodingMeter(Protocol):
     def __call__(self, before: ResolvedConfig, after: ResolvedConfig) -> SpeedChange:
-        """Let both models decode in turn."""
+        """Measure decoding of both models alternately."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""`kvik quantize [MODEL] -o FOLDER`: the same model in fewer bits, and what that costs."""
+"""`kvik quantize [MODEL] -o FOLDER`: write a model in fewer bits, and measure the loss."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class BeforeAfter:
 
     Attributes:
         before: the model as it was.
-        name: of the text, in words.
-        texts: to be read; none: perplexity is not measured.
-        speed: whether that of decoding is.
+        name: description of the text.
+        texts: texts to read; if empty, perplexity is not measured.
+        speed: whether decoding speed is measured.
     """
 
     before: EngineConfig
@@ -54,7 +54,7 @@ class BeforeAfter:
             data: a file of text, "builtin" or "none".
 
         Raises:
-            ConfigError: the text cannot be read, or the model cannot be run here.
+            ConfigError: the text cannot be read, or the model cannot run on this machine.
         """
         from kvik.evaluate.windows import held_out_texts, read_texts
 
@@ -82,14 +82,14 @@ class BeforeAfter:
             option = "eval" if self.texts else "speed"
             raise ConfigError(
                 option,
-                f"the original cannot be measured ({error}); --eval none --no-speed do without",
+                f"the original cannot be measured ({error}); --eval none --no-speed skips it",
             ) from None
 
     def measure(self, report: QuantizeReport, folder: Path) -> QuantizeReport:
         """Return the report with the measurements added.
 
         Args:
-            folder: of the quantised model.
+            folder: folder of the quantised model.
         """
         from kvik.cli.plugins import decoding_meter
         from kvik.launch import resolve_config
@@ -118,19 +118,19 @@ class BeforeAfter:
 
 AUTO = "auto"
 DEFAULT_BITS, DEFAULT_SAMPLES, DEFAULT_TOKENS = 4, 128, 512
-RUNNING = ("device",)  # the engine options that are not the recipe's business
+RUNNING = ("device",)  # engine options that do not belong to the recipe
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "quantize",
         "[MODEL] -o FOLDER",
-        "Write a model's linear layers in fewer bits, in a layout that kvik and others load. A run "
-        "that was cut off goes on where it was when it is started again.",
+        "Write a model's linear layers in fewer bits, in a layout that kvik and others load. An "
+        "interrupted run continues where it stopped when it is started again.",
     )
     add_model(parser, "a folder or hub id")
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FOLDER", help="where to save it"
+        "-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write"
     )
     group = parser.add_argument_group("the recipe")
     group.add_argument(
@@ -138,24 +138,27 @@ def build_parser() -> argparse.ArgumentParser:
         default="gptq",
         metavar="NAME",
         help="rtn (round to nearest), gptq, awq, smoothquant (8 bits, activations too) or fp8 "
-        "(gptq)",
+        "(default: gptq)",
     )
     group.add_argument(
-        "--bits", type=integer, metavar="N", help="2, 3, 4 or 8 (4; smoothquant and fp8: 8)"
+        "--bits",
+        type=integer,
+        metavar="N",
+        help="2, 3, 4 or 8 (default: 4; smoothquant and fp8: 8)",
     )
     group.add_argument(
         "--group-size",
         type=_group,
         default=AUTO,
         metavar="N",
-        help="inputs that share a scale; -1: all of them; fp8 also 0, one scale, and 128, blocks "
-        "of 128 x 128 (auto: 128, 64 or 32, the first that divides all inputs; smoothquant and "
-        "fp8: -1; e5m2: 128)",
+        help="inputs that share a scale; -1: all of them; fp8 also: 0, a single scale, and 128, "
+        "blocks of 128 x 128 (default: the first of 128, 64 and 32 that divides all inputs; "
+        "smoothquant and fp8: -1; e5m2: 128)",
     )
     group.add_argument(
         "--sym",
         action=argparse.BooleanOptionalAction,
-        help="without zero points (default, but for awq)",
+        help="without zero points (default, except for awq)",
     )
     group.add_argument(
         "--asym",
@@ -165,29 +168,39 @@ def build_parser() -> argparse.ArgumentParser:
         help="the same as --no-sym",
     )
     group.add_argument(
-        "--act-order", action="store_true", help="gptq: columns with the largest inputs first"
+        "--act-order",
+        action="store_true",
+        help="gptq: quantise columns with the largest inputs first",
     )
     group.add_argument(
-        "--static-groups", action="store_true", help="with --act-order: groups stay neighbours"
+        "--static-groups", action="store_true", help="with --act-order: groups stay contiguous"
     )
     group.add_argument(
-        "--damping", type=number, default=0.01, metavar="X", help="gptq: of the Hessian (0.01)"
+        "--damping",
+        type=number,
+        default=0.01,
+        metavar="X",
+        help="gptq: damping of the Hessian (default: 0.01)",
     )
     group.add_argument(
-        "--smoothing", type=number, default=0.5, metavar="X", help="smoothquant: alpha (0.5)"
+        "--smoothing",
+        type=number,
+        default=0.5,
+        metavar="X",
+        help="smoothquant: alpha (default: 0.5)",
     )
     group.add_argument(
         "--activation-scheme",
         default="dynamic",
         metavar="NAME",
-        help="fp8: dynamic, each token finds the scale of its activations, or static, calibration "
-        "finds one for each layer (dynamic)",
+        help="fp8: dynamic, a scale for the activations of each token, or static, a calibrated "
+        "scale for each layer (default: dynamic)",
     )
     group.add_argument(
         "--fp8-format",
         default="e4m3",
         metavar="NAME",
-        help="fp8: of the weights, e4m3 or e5m2 (e4m3)",
+        help="fp8: format of the weights, e4m3 or e5m2 (default: e4m3)",
     )
     group.add_argument(
         "--skip",
@@ -200,32 +213,35 @@ def build_parser() -> argparse.ArgumentParser:
         "--budget-bits",
         type=number,
         metavar="X",
-        help="average bits of a code: the layers that lose most get 8, the others --bits",
+        help="average bits per code: the layers that lose most get 8, the others --bits",
     )
     group = parser.add_argument_group("calibration (rtn and dynamic fp8 need none)")
     group.add_argument(
-        "--calib", default=BUILTIN, metavar="FILE", help="text in UTF-8 (builtin: short stories)"
+        "--calib",
+        default=BUILTIN,
+        metavar="FILE",
+        help="text in UTF-8 (default: builtin, short stories)",
     )
     group.add_argument(
         "--samples",
         type=integer,
         default=DEFAULT_SAMPLES,
         metavar="N",
-        help=f"windows of it at most ({DEFAULT_SAMPLES})",
+        help=f"maximum number of windows (default: {DEFAULT_SAMPLES})",
     )
     group.add_argument(
         "--calib-tokens",
         type=integer,
         metavar="N",
-        help=f"of a window ({DEFAULT_TOKENS}, or the model's context)",
+        help=f"tokens of a window (default: {DEFAULT_TOKENS}, or the model's context)",
     )
     group = parser.add_argument_group("the report")
     group.add_argument(
         "--eval",
         default=BUILTIN,
         metavar="FILE",
-        help="text for the perplexity before and after, or none (builtin: a story that no model "
-        "was trained on)",
+        help="text for the perplexity before and after, or none (default: builtin, a story that no "
+        "model was trained on)",
     )
     group.add_argument(
         "--speed",
@@ -267,7 +283,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         report = measurements.measure(report, arguments.output)
     except KeyboardInterrupt:
-        say("kvik: stopped; the same command goes on where it was", error=True)
+        say("kvik: stopped; run the same command again to continue", error=True)
         raise
     path = output.report(report.as_json())
     if arguments.json:
@@ -340,7 +356,7 @@ class Perplexity:
     """Perplexity of the model before and after quantisation.
 
     Attributes:
-        text: what was read, in words.
+        text: description of the text.
     """
 
     before: float
@@ -366,9 +382,9 @@ class Perplexity:
 class QuantizeReport:
     """
     Attributes:
-        calibration: what the statistics are of, in words.
-        seconds: the quantising took, without the measurements.
-        perplexity, speed: None: not measured.
+        calibration: description of the calibration text.
+        seconds: time of the quantisation, without the measurements.
+        perplexity, speed: None if not measured.
     """
 
     model: str
@@ -443,7 +459,7 @@ def _method(recipe: Recipe) -> str:
 
 
 def _left(layers: Sequence[SavedLayer]) -> str:
-    """Return the kinds of layers that were not quantised, and how many there are of each."""
+    """Return the kinds of layers that were not quantised, with the number of each."""
     kinds = Counter(layer.name.rpartition(".")[2] for layer in layers if layer.bits is None)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
 

@@ -1,4 +1,4 @@
-"""`kvik replay FILE`: what a server did, once more; are the plans and the tokens the same?"""
+"""`kvik replay FILE`: run a recording again and compare the plans and the tokens."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "replay",
         "FILE [--model PATH] [--tensor-parallel-size N]",
-        "Play a flight recording again and prove that the same plans and tokens come out. The exit "
-        "code is 1 if they do not.",
+        "Run a flight recording again and check that the same plans and tokens result. The exit "
+        "code is 1 if they differ.",
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="written by kvik serve --record")
     parser.add_argument(
         "--model",
         metavar="PATH",
-        help="where the model is now (default: where it was)",
+        help="path of the model (default: as recorded)",
     )
     parser.add_argument(
         "--tensor-parallel-size",
         type=int,
         metavar="N",
-        help="processes among which the model is divided now (default: as many as there were)",
+        help="processes among which the model is divided (default: as recorded)",
     )
     return parser
 
@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         cut = f", {reader.cut} bytes into an event" if reader.cut else ""
         say(f"the recording breaks off there{cut}: the engine did not end in order")
         if played.unfinished:
-            say(f"steps that were being computed then, and were again: {played.unfinished}")
+            say(f"unfinished steps, computed again: {played.unfinished}")
     else:
         say(f"the recording ends there: {played.stopped}")
     return EQUAL
@@ -97,12 +97,12 @@ def _at(config: ResolvedConfig, model: str | None) -> ResolvedConfig:
     """Return the configuration with the model at another path.
 
     Raises:
-        ModelError: it is another model, or not there.
+        ModelError: it is a different model, or missing.
     """
     if model is None:
         if not Path(config.runner.model_path).exists():
             where = config.runner.model_path
-            raise ModelError("model", f"is not at {where} any more: say where with --model")
+            raise ModelError("model", f"is no longer at {where}: give its path with --model")
         return config
     from kvik.fallback import read_spec
 

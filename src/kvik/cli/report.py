@@ -1,4 +1,4 @@
-"""What a finished request looks like: one line for people, one object for programs."""
+"""Reports of a finished request: one line for people, one object for programs."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def _figures(output: RequestOutput) -> dict[str, float | None]:
     longest = max(len(c.token_ids) for c in output.outputs)
     return {
         "ttft": metrics.ttft,
-        "tpot": metrics.tpot(longest),  # siblings run side by side
+        "tpot": metrics.tpot(longest),  # siblings run concurrently
         "e2e": metrics.e2e,
         "tokens_per_second": count / metrics.e2e if metrics.e2e > 0 else None,
     }

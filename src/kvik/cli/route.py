@@ -15,25 +15,31 @@ from kvik.server.proxy import Proxy
 from kvik.server.run import SIGNALS, Listener, StopSignal, bind
 
 MAX_TIMEOUT = 86_400.0
-SHUTDOWN_SECONDS = 30.0  # for answers under way
+SHUTDOWN_SECONDS = 30.0  # for running answers
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "route",
         "URL...",
-        "Pass requests on to servers of kvik, or of others with OpenAI's API, each to the one that "
-        "has its prefix cached and little to do. Keys and bodies pass through unchanged.",
+        "Forward requests to servers of kvik, or others with OpenAI's API, each to the server that "
+        "has its prefix cached and a short queue. Keys and bodies pass through unchanged.",
     )
-    parser.add_argument("url", nargs="+", metavar="URL", help="of a server, such as http://a:8000")
-    parser.add_argument("--host", default="127.0.0.1", help="to listen on (default: %(default)s)")
-    parser.add_argument("--port", type=int, default=8080, help="likewise (default: %(default)s)")
+    parser.add_argument(
+        "url", nargs="+", metavar="URL", help="URL of a server, such as http://a:8000"
+    )
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--port", type=int, default=8080, help="port to listen on (default: %(default)s)"
+    )
     parser.add_argument(
         "--timeout",
         type=number,
         default=600.0,
         metavar="S",
-        help="seconds for which a server may be silent within a request (default: %(default)s)",
+        help="maximum silence of a server during a request, in seconds (default: %(default)s)",
     )
     return parser
 
@@ -57,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _route(proxy: Proxy, listening: socket.socket) -> int:
-    """Pass requests on until a signal comes; a second one does not wait for answers under way."""
+    """Forward requests until a signal arrives; a second one does not wait for running answers."""
     stop, loop = StopSignal(), asyncio.get_running_loop()
     for one in SIGNALS:
         loop.add_signal_handler(one, stop.ask)

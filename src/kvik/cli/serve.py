@@ -40,7 +40,7 @@ from kvik.server.texts import Texts
 
 log = logging.getLogger(__name__)
 
-# The rest of them can be set in the environment and in the file.
+# The other options can be set in the environment and in the file.
 ENGINE_FLAGS = (
     "revision",
     "chat_template",
@@ -81,7 +81,7 @@ NO_FLAGS = (  # likewise
     "share_prefix_cache",
 )
 STDOUT, STDERR = 1, 2
-LAST_LINES_SECONDS = 1.0  # for the last lines to be read
+LAST_LINES_SECONDS = 1.0  # time for the last lines to be read
 WILDCARDS = {"0.0.0.0": LOOPBACK, "::": "::1", "": LOOPBACK}
 
 
@@ -89,9 +89,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "serve",
         "[MODEL]",
-        "Serve a model over HTTP, to clients of OpenAI's and of Anthropic's API. A flag goes "
-        "before the environment, and that before the file. What other commands take as a flag and "
-        "this one does not can be set in both.",
+        "Serve a model over HTTP, with OpenAI's and Anthropic's API. Flags take precedence over "
+        "the environment, and that over the file. Engine options without a flag here can be set in "
+        "both.",
     )
     add_model(parser)
     parser.add_argument("--config", metavar="FILE", help="a TOML file: max-model-len = 4096")
@@ -116,17 +116,17 @@ def run(arguments: argparse.Namespace) -> int:
         out, err = (stack.enter_context(_printer(fd)) for fd in (STDOUT, STDERR))
         level, line = server.log_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"
         logging.basicConfig(level=level, format=line, stream=err)
-        # A port that is taken is reported before a model is loaded.
+        # A port in use is reported before a model is loaded.
         listening = bind(server.host, server.port) if server.uds is None else bind_unix(server.uds)
         sockets = [stack.enter_context(listening)]
         if server.admin_port is not None:
             sockets.append(stack.enter_context(bind(LOOPBACK, server.admin_port, "admin_port")))
         if not keys.needed and server.uds is None and not is_loopback(server.host):
-            what = "without an API key everybody who reaches %s may use the server (--api-key-file)"
+            what = "without an API key anyone who can reach %s may use the server (--api-key-file)"
             log.warning(what, _url(server, sockets[0]))
         resolved = resolve_config(config, moves=server.kv_token is not None)
         for line in _decisions(resolved):
-            out.tell(visible(line))  # a path may hold anything
+            out.tell(visible(line))  # a path may contain control characters
         return uvloop.run(_serve(config, server, keys, resolved, sockets, tls, out, err))
 
 
@@ -140,10 +140,10 @@ def _printer(fd: int) -> Iterator[Printer]:
 
 
 def read_configs(arguments: argparse.Namespace) -> tuple[EngineConfig, ServerConfig]:
-    """Return the options given by flags, else by the environment, else by the file.
+    """Return the options from flags, the environment and the file, in order of precedence.
 
     Raises:
-        ConfigError: something that does not exist, or has a wrong value.
+        ConfigError: an option that does not exist, or an invalid value.
     """
     file: dict[type, dict[str, Any]] = {EngineConfig: {}, ServerConfig: {}}
     if arguments.config is not None:
@@ -201,7 +201,7 @@ async def _serve(
         out.tell(f"admin routes on http://{LOOPBACK}:{sockets[1].getsockname()[1]}")
     url = _url(replace(server, host=WILDCARDS.get(server.host, server.host)), sockets[0])
     out.tell(f"{names[0]} on {url}/v1, playground on {url}/, loading ...")
-    # What is loaded now stays: the collector need not stop all streams to look at it ever again.
+    # All objects so far stay alive: freeze them, so that the collector does not scan them again.
     gc.collect()
     gc.freeze()
     return await serve(parts, ports, out.tell)

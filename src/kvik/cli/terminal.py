@@ -1,4 +1,4 @@
-"""Output of every command: text to standard output or standard error, harmless on a terminal."""
+"""Output of all commands to standard output and standard error, made safe for terminals."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from textwrap import fill
 from typing import TextIO
 from unicodedata import combining, east_asian_width
 
-# ESC, the other controls of C0 and C1, and DEL: a terminal obeys them. Newline and tab stay.
+# ESC, the other controls of C0 and C1, and DEL: terminals interpret them. Newline and tab stay.
 _CONTROLS: Mapping[int, str] = {
     code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"
 }
 
 
 def visible(text: str) -> str:
-    """The text with control characters spelt out, as in `\\x1b`, so that text of a model, a file or
-    a server cannot steer the terminal. It works per character: a sequence in two pieces is caught.
-    """
+    """Return the text with control characters escaped, as in `\\x1b`, so that text of a model, a
+    file or a server cannot control the terminal. It works per character, so a split sequence is
+    caught."""
     return text.replace("\r\n", "\n").translate(_CONTROLS)
 
 
 def say(
     text: str = "", *, end: str = "\n", error: bool = False, flush: bool = False, style: str = ""
 ) -> None:
-    """Print text on standard output, or on standard error; a pipe or a file gets it as it is.
+    """Print text on standard output, or on standard error; pipes and files get it unchanged.
 
     Args:
         style: one of `STYLES`, for a terminal with colours.
 
     Raises:
-        OSError: it cannot be written; `filename` names the stream.
+        OSError: writing failed; `filename` names the stream.
     """
     stream = sys.stderr if error else sys.stdout
     if stream.isatty():
@@ -47,15 +47,15 @@ STYLES: Mapping[str, str] = {"bold": "1", "dim": "2", "red": "31", "green": "32"
 
 
 def styled(text: str, style: str) -> str:
-    """Return a text with the codes of a style, unless the user wants none."""
-    from kvik.config.env import wants_colour  # takes a while, and few commands need it
+    """Return a text with the codes of a style, unless the user has turned colours off."""
+    from kvik.config.env import wants_colour  # slow to import, and few commands need it
 
     return f"\x1b[{STYLES[style]}m{text}\x1b[0m" if wants_colour() else text
 
 
 class Flow:
-    """Text that comes in pieces, on standard output. A terminal gets it in lines that break between
-    words; a word is written once its end has come. A pipe or a file gets every piece as it is."""
+    """Prints streamed text to standard output. On a terminal, lines are wrapped between words, and
+    a word is written once it is complete. Pipes and files get every chunk unchanged."""
 
     def __init__(self) -> None:
         self._wraps = sys.stdout.isatty()
@@ -78,18 +78,18 @@ class Flow:
             elif char in " \t":
                 self._place_word(columns)
                 self._gap += char
-            elif _cells(char) > 1:  # Chinese and Japanese have no spaces: any place will do
+            elif _cells(char) > 1:  # Chinese and Japanese have no spaces: break anywhere
                 self._place_word(columns)
                 self._word = char
                 self._place_word(columns)
             else:
                 self._word += char
-        if _cells(self._word) >= columns:  # fits into no line
+        if _cells(self._word) >= columns:  # longer than a line
             self._place_word(columns)
         self._flush()
 
     def end(self) -> None:
-        """Write what is left."""
+        """Write the rest."""
         self._place_word(shutil.get_terminal_size().columns)
         self._flush()
 
@@ -115,7 +115,7 @@ class Flow:
 
 
 def _cells(text: str) -> int:
-    """Return how many columns of a terminal a text takes."""
+    """Return the width of a text in terminal columns."""
     wide = sum(east_asian_width(char) in "WF" for char in text)
     return len(text) + wide - sum(combining(char) > 0 for char in text)
 
@@ -128,8 +128,8 @@ def _print(text: str, end: str, stream: TextIO, *, flush: bool) -> None:
 
 
 def say_report(text: str) -> None:
-    """Print lines of columns. Where a terminal is too narrow for a line, the line is wrapped, and
-    goes on below its last column; a pipe or a file gets it as it is.
+    """Print lines of columns. If a terminal is too narrow for a line, the line is wrapped and
+    continued below its last column; pipes and files get it unchanged.
 
     Raises:
         OSError: as `say` does.
@@ -149,7 +149,7 @@ def _wrapped(line: str, width: int) -> str:
 
 
 def flush_output() -> None:
-    """Write what standard output still holds.
+    """Flush standard output.
 
     Raises:
         OSError: as `say` does.
@@ -161,18 +161,18 @@ def flush_output() -> None:
 
 
 def open_missing_streams() -> None:
-    """Put the null device where the caller closed a standard stream (`kvik ... >&-`), which Python
-    shows as None, and whose number the next file would take."""
+    """Open the null device for each standard stream that the caller closed (`kvik ... >&-`). Python
+    sets such a stream to None, and the next opened file would get its number."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            number = os.open(os.devnull, os.O_RDWR)  # the lowest that is free
+            number = os.open(os.devnull, os.O_RDWR)  # the lowest free number
             os.set_inheritable(number, True)
             setattr(sys, name, os.fdopen(number, mode, encoding="utf-8"))
 
 
 def abandon_broken_streams() -> None:
-    """Send what a broken stream still holds to the null device: the interpreter flushes it again
-    when it ends, and would complain."""
+    """Redirect the buffered output of broken streams to the null device: the interpreter flushes
+    the streams again at exit, and would report an error."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
@@ -187,7 +187,7 @@ def _named(failure: OSError, stream: TextIO) -> OSError:
 
 @contextmanager
 def share_bar(*, redraws: bool = True) -> Iterator[Callable[[str, float], None]]:
-    """Show a progress bar on a terminal; yields progress(what is being done, share done).
+    """Show a progress bar on a terminal; yield progress(what is being done, share done).
 
     Args:
         redraws: whether the bar redraws itself several times a second; if not, it redraws only

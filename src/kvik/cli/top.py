@@ -1,4 +1,4 @@
-"""`kvik top`: what a running server does now, in the terminal."""
+"""`kvik top`: show what a running server is doing, in the terminal."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from kvik.config.units import show_bytes
 from kvik.errors import KvikError
 from kvik.remote_server import RemoteServer, add_key_flag
 
-Frame = dict[str, Any]  # JSON of `EngineFacts`; functions that take `live` want its part of it
+Frame = dict[str, Any]  # JSON of `EngineFacts`; parameters named `live` are its field of that name
 
 MAX_ROWS, MAX_SHOWN_WAITING = 40, 8  # requests
-BAR_WIDTH = 24  # letters: a line of a request then fits into 80
+BAR_WIDTH = 24  # characters: the line of a request then fits into 80
 LEVELS = " ▁▂▃▄▅▆▇█"
 SPANS = (("queued", "░", "yellow"), ("prefill", "▒", "cyan"), ("decode", "█", "green"))
 STYLES = {"ready": "bold green", "starting": "bold yellow", "restarting": "bold yellow"}
@@ -91,7 +91,7 @@ def kv_use(live: Frame) -> Text:
 
 
 def replicas(found: Sequence[Frame]) -> Iterator[Table]:
-    """Yield a table of several engines; none where there is one."""
+    """Yield a table if there are several engines."""
     if not found:
         return
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
@@ -116,7 +116,7 @@ def replicas(found: Sequence[Frame]) -> Iterator[Table]:
 
 
 def moves(live: Frame) -> list[Text]:
-    """Return a line of the tiers of the KV cache, if there are any."""
+    """Return a line about the tiers of the KV cache, if there are any."""
     told = live["stats"].get("moves")  # a server may be older
     if not told:
         return []
@@ -146,7 +146,8 @@ def moves(live: Frame) -> list[Text]:
 
 
 def steps(columns: Frame, width: int) -> tuple[Text, Text]:
-    """Return a line for prompts and one for outputs: tokens of the last steps, the newest right."""
+    """Return a line for prompts and one for outputs: tokens of recent steps, newest at the
+    right."""
     room = max(1, width - 30)
     decode, prefill = columns["decode_tokens"][-room:], columns["prefill_tokens"][-room:]
     return (
@@ -156,7 +157,7 @@ def steps(columns: Frame, width: int) -> tuple[Text, Text]:
 
 
 def sparkline(values: Sequence[int]) -> str:
-    """Return a letter for each value, blank only for 0."""
+    """Return a character for each value, blank only for 0."""
     most = max(values, default=0) or 1
     return "".join(LEVELS[-(-value * (len(LEVELS) - 1) // most)] for value in values)
 
@@ -185,15 +186,15 @@ def requests(live: Frame, rows: int) -> Table:
 
 
 def spans(request: Frame, now: float) -> tuple[tuple[float, float], ...]:
-    """Begin and end of its time in the queue, in prefill and in decode; one that did not begin yet
-    is empty."""
+    """Return begin and end of the time in the queue, in prefill and in decode; a phase that has not
+    begun is empty."""
     scheduled = request["first_scheduled"] if request["first_scheduled"] is not None else now
     token = request["first_token"] if request["first_token"] is not None else now
     return (request["arrival"], scheduled), (scheduled, token), (token, now)
 
 
 def waterfall(request: Frame, since: float, now: float) -> Text:
-    """Return a bar with at least one letter for each span of positive length, if they fit."""
+    """Return a bar with at least one character for each span of positive length, if they fit."""
     scale = BAR_WIDTH / max(now - since, 1e-9)
     bar = Text()
     for (begin, end), (_, letter, style) in zip(spans(request, now), SPANS, strict=True):
@@ -228,7 +229,7 @@ def plain(text: object) -> str:
 
 
 PATH = "/v1/engine"
-TIMEOUT = 5.0  # seconds that the server may be silent
+TIMEOUT = 5.0  # seconds of silence of the server
 MAX_BYTES = 1 << 24
 MIN_INTERVAL, MAX_INTERVAL = 0.1, 3600.0
 LINES_ABOVE = 12  # of a frame that are not rows of requests
@@ -238,14 +239,18 @@ MIN_ROWS = 3
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser("top", "[--url URL]", "Watch a running server. Ctrl-C leaves.")
     parser.add_argument(
-        "--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)"
+        "--url", default="http://127.0.0.1:8000", help="URL of the server (default: %(default)s)"
     )
-    add_key_flag(parser, "of an administrator, if the server has keys")
+    add_key_flag(parser, "key of an administrator, if the server has keys")
     parser.add_argument(
-        "--interval", type=number, default=0.5, metavar="S", help="seconds (default: %(default)s)"
+        "--interval",
+        type=number,
+        default=0.5,
+        metavar="S",
+        help="seconds between frames (default: %(default)s)",
     )
     parser.add_argument(
-        "--once", action="store_true", help="print one frame (so it is without a terminal)"
+        "--once", action="store_true", help="print one frame (the default without a terminal)"
     )
     return parser
 
@@ -271,9 +276,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def ask(server: RemoteServer) -> Frame:
-    """
+    """Return a frame from the server.
+
     Raises:
-        KvikError: there is no answer, or none that can be used.
+        KvikError: there is no answer, or it is unusable.
     """
     try:
         connection = server.connection(TIMEOUT)
@@ -283,17 +289,17 @@ def ask(server: RemoteServer) -> Frame:
             status, body = answer.status, answer.read(MAX_BYTES)
         finally:
             connection.close()
-    except (OSError, HTTPException, ValueError) as error:  # ValueError: a host of odd letters
+    except (OSError, HTTPException, ValueError) as error:  # ValueError: an invalid host name
         why = plain(str(error) or type(error).__name__)
         raise KvikError("url", f"no server answers at {plain(server.url)} ({why})") from None
     return read(status, body)
 
 
 def read(status: int, body: bytes) -> Frame:
-    """Return the frame of an answer.
+    """Return the frame in an answer.
 
     Raises:
-        KvikError: it is none.
+        KvikError: the answer has no frame.
     """
     try:
         found = json.loads(body)
@@ -314,7 +320,7 @@ def read(status: int, body: bytes) -> Frame:
 def frames(
     ask: Callable[[], Frame], first: Frame, rest: Callable[[], None]
 ) -> Iterator[tuple[Frame, str]]:
-    """Yield the last frame and why there is no newer one, or "", without end."""
+    """Yield, forever, the last frame and the reason why there is no newer one ("" if there is)."""
     frame, trouble = first, ""
     while True:
         yield frame, trouble

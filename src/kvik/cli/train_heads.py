@@ -25,7 +25,7 @@ from kvik.options import FORMERLY, Integer, Number, OneOf, normalised, option, o
 if TYPE_CHECKING:
     from kvik.training.heads import HeadsRecipe, TrainedHeads
 
-# Options that bear on the hidden states that the heads learn from.
+# Options that affect the hidden states that the heads learn from.
 READING = (
     "dtype",
     "quantization",
@@ -36,20 +36,20 @@ READING = (
     "kv_cache_dtype",
     "memory_utilization",
 )
-DRAFTS = 4, 8, 16, 32  # trees that the report tells of
+DRAFTS = 4, 8, 16, 32  # sizes of trees in the report
 
 
 @dataclass(frozen=True, slots=True)
 class HeadsOptions:
-    """Which heads to train, and how long."""
+    """Options of the heads and their training."""
 
     kind: str = option(
         MEDUSA,
         OneOf(KINDS),
-        "medusa: heads that each guess a token further ahead; eagle: one layer that goes on from "
-        "its own guesses",
+        "medusa: heads that each predict a token further ahead; eagle: one layer that continues "
+        "from its own drafts",
     )
-    depth: int = option(4, Integer(1, MAX_DEPTH), "tokens guessed ahead")
+    depth: int = option(4, Integer(1, MAX_DEPTH), "tokens drafted ahead")
     layers: int | None = option(
         None, Integer(1, MAX_LAYERS), "medusa: blocks of a head; None: 1", {"kind": MEDUSA}
     )
@@ -60,24 +60,26 @@ class HeadsOptions:
         {"kind": EAGLE},
     )
     tokens: int = option(
-        1_000_000, Integer(1, 1 << 40), "tokens to learn from; a shorter text is read several times"
+        1_000_000, Integer(1, 1 << 40), "training tokens; a shorter text is read several times"
     )
-    rows: int = option(512, Integer(1, 1 << 20), "tokens of a step")
-    learning_rate: float = option(1e-3, Number(0, 1, above=True), "of AdamW", {FORMERLY: "rate"})
+    rows: int = option(512, Integer(1, 1 << 20), "tokens per step")
+    learning_rate: float = option(
+        1e-3, Number(0, 1, above=True), "learning rate of AdamW", {FORMERLY: "rate"}
+    )
     window: int = option(
         512, Integer(2, 1 << 16), "tokens that the model reads at once, at most its context"
     )
-    seed: int = option(0, Integer(0, 1 << 62), "seed of everything that is drawn")
+    seed: int = option(0, Integer(0, 1 << 62), "random seed")
 
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "train-heads",
         "[MODEL] --data FILE -o FOLDER",
-        "Train small networks that guess what a model will say, from its last hidden states. The "
-        "model stays as it is, and its answers too. Text that the model itself wrote teaches them "
-        "most. Ctrl-C ends the training early and keeps what was learned; the same command goes on "
-        "from there, as it does when it was cut short.",
+        "Train small networks that predict a model's next tokens from its last hidden states. The "
+        "model and its answers do not change. Heads learn most from text that the model itself "
+        "generated. Ctrl-C ends the training early and saves the heads; the same command resumes "
+        "the training.",
     )
     add_model(parser)
     parser.add_argument(
@@ -85,11 +87,11 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         required=True,
         metavar="FILE",
-        help='plain text, or .jsonl with a field "text" in each line; of each sixteen windows of '
-        "it one is kept out, to measure with",
+        help='plain text, or .jsonl with a field "text" in each line; one of sixteen windows is '
+        "held out, for measuring",
     )
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FOLDER", help="where to save them"
+        "-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write"
     )
     add_option_flags(parser, "the heads and their training", HeadsOptions, defaults=True)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
@@ -108,7 +110,9 @@ def run(arguments: argparse.Namespace) -> int:
     texts = read_texts(arguments.data)
     resolved = resolve_config(config)
     if resolved.model.fallback is not None:
-        raise ConfigError("fallback", "must be none: heads read what kvik alone computes")
+        raise ConfigError(
+            "fallback", "must be none: heads need hidden states that only kvik computes"
+        )
     tokenizer = load_tokenizer(resolved)
     if tokenizer is None:
         raise ConfigError("model", "has no tokenizer, and the data is text")
@@ -118,8 +122,8 @@ def run(arguments: argparse.Namespace) -> int:
     with share_bar() as progress:
         trained = train_heads(config, windows, recipe, arguments.output, progress)
     if not trained.finished:
-        again = "the same command goes on"
-        say(f"interrupted: the heads are as far as they came; {again}", error=True)
+        again = "the same command continues"
+        say(f"interrupted: the heads are saved as they are; {again}", error=True)
     report = _report(trained)
     if arguments.json:
         say(json.dumps(report))
@@ -136,7 +140,7 @@ def _asked(arguments: argparse.Namespace) -> HeadsOptions:
     for one in options_of(HeadsOptions):
         kind = one.facts.get("kind", asked.kind)
         if getattr(asked, one.name) is not None and asked.kind != kind:
-            raise ConfigError(one.name, f"must be left out: it is for {kind} heads alone")
+            raise ConfigError(one.name, f"must be left out: it is for {kind} heads only")
     return asked
 
 
@@ -174,7 +178,7 @@ def _as_text(report: dict[str, Any]) -> str:
     lines = [
         f"{report['kind']} heads, {report['bytes'] / 1e6:.1f} MB, from {report['tokens']:,} tokens",
         "",
-        "tokens ahead   right   among 3   among 10   (of text that was kept out)",
+        "tokens ahead   right   among 3   among 10   (of held-out text)",
     ]
     for depth, ranks in enumerate(report["accuracies"], 2):
         lines.append(
