@@ -1,9 +1,9 @@
-"""Options of the engine and the server, facts of the machine, and the decisions from both.
+"""Options of the engine and the server, facts about the machine, and the decisions from both.
 
 `config.py` and `server_config.py` declare the options, `env.py` reads them from variables and a
-TOML file. `hardware.py` says what the machine has, `model_source.py` where a name leads. `units.py`
-names sizes. `resolve.py` turns wishes and facts into decisions with reasons: `compute.py` what
-computes and in what, `memory.py` bytes by part, `fit.py` how much fits and what to say when it
-cannot, `graph_sizes.py` what is captured, `speculative.py` and `draft_heads.py` what guesses ahead,
-`kv_budget.py` how many tokens layers keep.
+TOML file. `hardware.py` detects the machine's resources, `model_source.py` finds the files of a
+model. `units.py` formats sizes. `resolve.py` turns options and facts into decisions with reasons:
+`compute.py` chooses device, dtype, kernels and attention, `memory.py` counts bytes by part,
+`fit.py` finds sizes that fit and the error if none do, `graph_sizes.py` the forwards to capture,
+`speculative.py` and `draft_heads.py` the drafters, `kv_budget.py` the tokens that layers keep.
 """

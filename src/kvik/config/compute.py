@@ -1,5 +1,5 @@
-"""Choice of what computes: device, dtype, kernels (native C++, Triton's on a GPU, or torch's),
-attention backend, format of the KV cache. Each decision has a reason."""
+"""Choice of the device, the dtype, the kernels (native C++, Triton's on a GPU, or torch's), the
+attention backend and the format of the KV cache. Each decision has a reason."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kvik.spec.kv import AUTO, KV_FORMATS
 from kvik.spec.model import SHORT_DTYPES
 from kvik.spec.weights import SCHEMES, matrix_kind, weight_bytes
 
-TRANSFORMERS = "transformers"  # the kernels of a model that kvik does not know
+TRANSFORMERS = "transformers"  # the kernels of a model that kvik does not implement
 NATIVE_DTYPES = ("float32", "bfloat16")
 LANES = 16  # keys of a block and elements of a head come in multiples of this
 MAX_HEAD_DIM = 512  # of the kernels, native and Triton's; torch takes larger ones
 # For Triton's kernels: number of inputs that share a scale is a multiple of this; oldest GPUs.
 TRITON_GROUP = 16
 TRITON_CAPABILITY = (8, 0)
-# Tokens from which torch's attention takes prompts if it is asked for and was not measured.
+# Shortest prompt for torch's attention if it is requested but was not measured.
 TORCH_FROM = 2048
 # The same where keys and values of all heads are made from latent vectors. Prompts are lengthened
 # to multiples of as many; of DeepSeek-V3 a head then has 0.40 billion operations in place of 0.57.
@@ -35,10 +35,10 @@ FUSED_DTYPES, MAX_FUSED_HEAD_DIM = ("bfloat16", "float16"), 256
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """What computes, and in which dtype.
+    """Device, dtype, kernels and attention backend of an engine.
 
     Attributes:
-        device: "cpu" or "cuda:N". gpu: what that is; None: the CPU.
+        device: "cpu" or "cuda:N". gpu: its facts; None for the CPU.
         dtype: "float32", "bfloat16" or "float16".
         kernels: "native", "triton" or "torch"; `TRANSFORMERS`.
         attention: the backend.
@@ -59,10 +59,10 @@ class Compute:
 def choose_compute(
     config: EngineConfig, spec: ModelSpec, hardware: Hardware, notes: Notes
 ) -> tuple[Compute, Limit]:
-    """Choose what computes, and the memory that may be planned with.
+    """Choose device, dtype, kernels and attention, and the memory that may be planned with.
 
     Raises:
-        ConfigError: what was asked for is not there, or cannot serve this model.
+        ConfigError: a requested choice is unavailable, or cannot serve this model.
     """
     device, gpu = choose_device(config, hardware, notes)
     limit = _memory_limit(config, hardware, gpu, notes)
@@ -141,7 +141,9 @@ def choose_dtype(
             return notes.add("dtype", "float32", "the checkpoint's")
         return notes.add("dtype", "bfloat16", f"float32 would take {show_bytes(full)}")
     if hardware.fast_bf16:
-        return notes.add("dtype", "bfloat16", "half the bytes to read, and this CPU multiplies it")
+        return notes.add(
+            "dtype", "bfloat16", "half the bytes to read, and this CPU has bfloat16 arithmetic"
+        )
     if native_reason(hardware) is None and config.kernels != "torch":
         return notes.add("dtype", "bfloat16", "half the bytes to read, widened as they are read")
     if full <= limit.size // 2:
@@ -150,7 +152,7 @@ def choose_dtype(
 
 
 def native_reason(hardware: Hardware) -> str | None:
-    """Return why the native kernels cannot run here; None if they can."""
+    """Return why the native kernels cannot run on this machine; None if they can."""
     if not hardware.native:
         return "kvik was installed without its native kernels: was there a C++20 compiler?"
     if hardware.native_isa == "portable" and "asimd" not in hardware.isa:
@@ -161,7 +163,7 @@ def native_reason(hardware: Hardware) -> str | None:
 def triton_reason(
     config: EngineConfig, hardware: Hardware, model: ModelSizes, device: str
 ) -> str | None:
-    """Return why Triton's kernels cannot run here; None if they can."""
+    """Return why Triton's kernels cannot run on this machine; None if they can."""
     if device == "cpu":
         return "Triton's kernels are for GPUs"
     if not hardware.triton:
@@ -189,7 +191,7 @@ def choose_kernels(
     """Choose "native", "triton" or "torch".
 
     Raises:
-        ConfigError: kernels were asked for that cannot run.
+        ConfigError: the requested kernels cannot run.
     """
     triton = triton_reason(config, hardware, model, device)
     if config.kernels == "triton" and triton is not None:
@@ -229,10 +231,10 @@ def choose_attention(
     """Choose the attention backend.
 
     Args:
-        kernels, dtype, gpu: that the engine runs with; no GPU: on the CPU.
+        kernels, dtype, gpu: of the engine; gpu is None on the CPU.
 
     Raises:
-        ConfigError: "cpu", "triton" or "triton+sdpa" was asked for and cannot serve this model,
+        ConfigError: "cpu", "triton" or "triton+sdpa" was requested and does not support this model,
             dtype or block size.
     """
     if kernels == "triton" or config.attention_backend in ("triton", TRITON_SDPA):
@@ -255,13 +257,13 @@ def choose_attention(
     if config.attention_backend != "auto":
         return notes.add("attention_backend", config.attention_backend, ASKED)
     if refusal is None:
-        return notes.add("attention_backend", "cpu", "native kernels on a cache laid out for them")
+        return notes.add("attention_backend", "cpu", "native kernels on a cache in their layout")
     reason = "the fastest of torch" if kernels != "native" else f"not cpu, as {refusal}"
     return notes.add("attention_backend", "sdpa", reason)
 
 
 def torch_prompts(backend: str, model: ModelSizes, gpu: Gpu | None) -> int | None:
-    """Return from how many tokens on torch's attention takes fresh prompts; None: never."""
+    """Return the length from which torch's attention computes fresh prompts; None: never."""
     if backend != TRITON_SDPA:
         return None
     if model.latent is not None:
@@ -275,7 +277,7 @@ def _triton_or_sdpa(
 ) -> str:
     refusal = None
     if model.encoder and config.attention_backend == "auto":
-        reason = "not triton, whose queries see no keys behind them"
+        reason = "not triton, whose queries do not see later keys"
         return notes.add("attention_backend", "sdpa", reason)
     # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
     multiple = 4 if config.kv_cache_dtype == "int4" else 2
@@ -283,7 +285,7 @@ def _triton_or_sdpa(
         refusal = "it needs the Triton kernels"
     elif model.latent is not None:
         if config.kv_cache_dtype not in (AUTO, SHORT_DTYPES[dtype]):
-            refusal = f"its latent vectors are stored in {dtype} alone"
+            refusal = f"its latent vectors are stored in {dtype} only"
     else:
         refusal = _unfit_heads(model, multiple, MAX_HEAD_DIM)
     unfit = refusal or _no_torch_prompts(config, model, dtype)
@@ -310,7 +312,7 @@ def _triton_or_sdpa(
 
 
 def _unfit_heads(model: ModelSizes, multiple: int, most: int) -> str | None:
-    """Return why kernels cannot take a model's heads; None if they can."""
+    """Return why kernels do not support a model's heads; None if they do."""
     for dim in model.head_dims:
         if dim % multiple or dim > most:
             return f"head_dim {dim} is no multiple of {multiple} up to {most}"
@@ -326,7 +328,7 @@ def _no_torch_prompts(config: EngineConfig, model: ModelSizes, dtype: str) -> st
     if dtype not in FUSED_DTYPES:
         return f"torch's fused kernels have no {dtype}"
     if kv not in ("auto", SHORT_DTYPES[dtype]):
-        return f"keys that are stored as {kv} are read by Triton's alone"
+        return f"only Triton's kernels read keys stored as {kv}"
     return None
 
 
@@ -342,16 +344,16 @@ REBUILD = "build another one from the model itself: kvik build MODEL -o ENGINE"
 
 
 def built_in(built: Built) -> dict[str, str]:
-    """Return the fields of `EngineConfig` that an engine folder settles, and their values."""
+    """Return the fields of `EngineConfig` that an engine folder fixes, with their values."""
     found = {"dtype": built.dtype, "kernels": built.kernels, "quantization": built.quantization}
     return found | {"device": "cpu"} if built.kernels == "native" else found
 
 
 def settled(config: EngineConfig, built: Built, hardware: Hardware) -> EngineConfig:
-    """Return the options with the settled fields filled in.
+    """Return the options with the fields that an engine folder fixes filled in.
 
     Raises:
-        ConfigError: something else was asked for, or cannot run here.
+        ConfigError: a different value was requested, or the folder cannot run on this machine.
     """
     values = built_in(built)
     for name, value in values.items():
@@ -393,7 +395,7 @@ def check_draft(built: Built, dtype: str, kernels: str, quantization: str) -> No
 
     Args:
         dtype, kernels: of the model.
-        quantization: asked for of the draft model.
+        quantization: requested for the draft model.
 
     Raises:
         ConfigError: it cannot.
@@ -415,7 +417,7 @@ def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: 
     """Note the format of the KV cache.
 
     Raises:
-        ConfigError: the model has no such layers, or heads that the format cannot store.
+        ConfigError: the model has no such layers, or its heads cannot be stored in the format.
     """
     name, skipped = config.kv_cache_dtype, sorted(set(config.kv_cache_dtype_skip_layers))
     for layer in skipped:

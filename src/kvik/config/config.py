@@ -1,4 +1,4 @@
-"""Options of the engine (`EngineConfig`) and what was decided (`ResolvedConfig`)."""
+"""Options of the engine (`EngineConfig`) and the decisions (`ResolvedConfig`)."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _UNITS = {"": 0, "KIB": 10, "K": 10, "MIB": 20, "M": 20, "GIB": 30, "G": 30, "TI
 
 @dataclass(frozen=True, slots=True)
 class TierOptions:
-    """What is asked for.
+    """Requested tiers of the KV cache.
 
     Attributes:
-        memory: bytes; 0: no memory tier.
-        disk: bytes; 0: no disk tier.
-        folder: of the disk tier.
-        peers: pages come from other engines.
-        lends: other engines get pages.
+        memory: bytes of the memory tier; 0: none.
+        disk: bytes of the disk tier; 0: none.
+        folder: folder of the disk tier.
+        peers: whether pages are fetched from other engines.
+        lends: whether other engines may fetch pages.
     """
 
     memory: int = 0
@@ -85,13 +85,13 @@ def read_tiers(text: str) -> TierOptions:
     """Read the option.
 
     Raises:
-        ValueError: it cannot be understood; says what is allowed.
+        ValueError: the text is invalid; the message says what is allowed.
     """
     memory, disk, folder = 0, 0, None
     for part in text.split(","):
         kind, _, rest = part.strip().partition(":")
         if "\0" in part:
-            raise _bad("a path has no NUL")
+            raise _bad("a path must not contain NUL")
         if kind == "memory" and not memory:
             memory = _bytes(rest, part)
         elif kind == "disk" and not disk:
@@ -102,7 +102,7 @@ def read_tiers(text: str) -> TierOptions:
         elif kind in ("memory", "disk"):
             raise _bad(f"{kind} is given twice")
         else:
-            raise _bad(f"{shown(kind)} is no tier (known: memory, disk)")
+            raise _bad(f"{shown(kind)} is not a tier (known: memory, disk)")
     return TierOptions(memory, disk, folder)
 
 
@@ -110,7 +110,7 @@ def _bytes(text: str, part: str) -> int:
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,6})?)\s*([A-Za-z]*)", text.strip())
     unit = None if match is None else _UNITS.get(match[2].upper())
     if match is None or unit is None:
-        raise _bad(f"{shown(text)} of {shown(part.strip())} is no size (such as 512MiB or 4GiB)")
+        raise _bad(f"{shown(text)} of {shown(part.strip())} is not a size (such as 512MiB or 4GiB)")
     size = int(float(match[1]) * (1 << unit))
     if not 0 < size <= MOST_BYTES:
         raise _bad(f"the size of {shown(part.strip())} must be from 1 byte to 1024 TiB")
@@ -127,7 +127,7 @@ LISTEN = r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:\d{1,5})?"
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """What the user asks of the engine. None (or "auto") lets `resolve` decide and say why."""
+    """Engine options of the user. None (or "auto") lets `resolve` decide and give the reason."""
 
     model: str = option(
         "",
@@ -156,7 +156,7 @@ class EngineConfig:
             ("auto", "float32", "bfloat16", "float16"),
             {"half": "float16", "float": "float32"},
         ),
-        "of weights that are not quantised, and of activations",
+        "dtype of activations and of weights that are not quantised",
     )
     quantization: str = option(
         "none",
@@ -213,8 +213,8 @@ class EngineConfig:
     graph_memory: int | None = option(
         None,
         Integer(0, 1 << 50),
-        "bytes for CUDA graphs, which replay what a step computes; 0: steps are not captured; "
-        "None: planned, and none if no request would fit beside them",
+        "bytes for CUDA graphs, which replay captured steps; 0: steps are not captured; "
+        "None: planned, and none if no request would fit next to them",
     )
     kv_cache_dtype: str = option(
         AUTO,
@@ -222,8 +222,8 @@ class EngineConfig:
             (AUTO, *KV_FORMATS),
             SYNONYMS,
             {
-                "fp8_e5m2": "must be fp8 (E4M3) or int8, not fp8_e5m2: beside a scale for each "
-                "vector, its range is of no use, and it has a bit less"
+                "fp8_e5m2": "must be fp8 (E4M3) or int8, not fp8_e5m2: with a scale for each "
+                "vector, its range is of no use, and it has one bit less"
             },
         ),
         "format of keys and values; auto: the model's dtype",
@@ -242,13 +242,13 @@ class EngineConfig:
     role: str = option(
         "both",
         OneOf(ROLES),
-        "prefill: computes prompts for servers that decode, which fetch their KV blocks; both: all "
-        "by itself",
+        "prefill: computes prompts for servers that decode, which fetch their KV blocks; both: "
+        "prefill and decode",
     )
     kv_listen: str = option(
         "127.0.0.1",
         Text("an address of this machine, as 10.0.0.1 or 10.0.0.1:9000", LISTEN, "HOST[:PORT]"),
-        "where an engine gives KV blocks to others; a free port unless said",
+        "address at which other engines fetch KV blocks; a free port unless given",
     )
     enable_prefix_caching: bool = option(
         True, Flag(), "keep full blocks of finished requests for equal prefixes"
@@ -257,7 +257,7 @@ class EngineConfig:
         "fcfs",
         OneOf(POLICIES, {"continuous": "fcfs"}),
         "which waiting request is served first; priority: the one with the smallest `priority`, "
-        "which the other policies do not read",
+        "which the other policies ignore",
     )
     batch_size: int = option(
         8, Integer(1, 65_536), "requests per batch of the static and dynamic policies"
@@ -266,7 +266,7 @@ class EngineConfig:
         None,
         Number(0, 3600),
         "seconds that a batch of the static and dynamic policies waits to fill, if more requests "
-        "may come; unless said, static: 5, dynamic: 0.05; 0 with static: until it is full",
+        "may come; default: static 5, dynamic 0.05; 0 with static: until it is full",
     )
     ageing: float = option(
         10.0,
@@ -290,7 +290,7 @@ class EngineConfig:
     attention_backend: str = option(
         "auto",
         OneOf(("auto", "cpu", "triton", "triton+sdpa", "sdpa", "reference")),
-        "cpu: of the native kernels; triton+sdpa: torch's for long prompts",
+        "cpu: the native kernels' backend; triton+sdpa: torch's for long prompts",
     )
     threads: int | None = option(
         None, Integer(1, 1024), "CPU threads; None: the cores this process may use"
@@ -319,12 +319,14 @@ class EngineConfig:
     tensor_parallel_cut: str = option(
         "auto",
         OneOf(("auto", "exact", "fast")),
-        "exact: by outputs, no sum is divided; fast: half the exchanges, the default on GPUs",
+        "exact: matrices are divided by outputs, sums are not; fast: half the exchanges, the "
+        "default on GPUs",
     )
     distributed_executor_backend: str = option(
         "mp",
         OneOf(("mp", "ray")),
-        "where stages run: mp: here; ray: on machines of a Ray cluster, but the last one here",
+        "where stages run: mp: on this machine; ray: on machines of a Ray cluster, except the last "
+        "one",
     )
     load_format: str = option(
         "safetensors",
@@ -339,7 +341,7 @@ class EngineConfig:
     seed: int | None = option(
         None,
         Integer(-(1 << 63), (1 << 63) - 1),
-        "seed of requests that give none; None: drawn at each start, and shown among the "
+        "seed of requests without one; None: random at each start, and shown among the "
         "decisions, so that a run can be repeated with it",
     )
     speculative_config: Mapping[str, object] | None = option(
@@ -352,7 +354,7 @@ class EngineConfig:
     spec_method: str | None = option(
         None,
         OneOf(METHODS),
-        "what drafts tokens",
+        "method that drafts tokens",
     )
     spec_model: str | None = option(
         None,
@@ -403,10 +405,10 @@ def check_config(config: EngineConfig) -> EngineConfig:
 
 
 def requested_speculation(config: EngineConfig) -> SpeculativeConfig | None:
-    """Return what the options ask of speculative decoding; None: it is off.
+    """Return the requested speculative decoding; None if it is off.
 
     Raises:
-        ConfigError: it is impossible.
+        ConfigError: the request is impossible.
     """
     return merge_speculation(
         config.speculative_config, config.spec_method, config.spec_model, config.spec_tokens
@@ -415,25 +417,26 @@ def requested_speculation(config: EngineConfig) -> SpeculativeConfig | None:
 
 @dataclass(frozen=True, slots=True)
 class RunnerConfig:
-    """What the compute trunk needs to know.
+    """Settings of the compute trunk.
 
     Attributes:
-        torch_prompts: number of tokens from which torch's attention, not Triton's, takes fresh
-            prompts; None: never.
+        torch_prompts: length from which torch's attention, not Triton's, computes fresh prompts;
+            None: never.
         seed: seed of random weights.
-        adapt_threads: the native kernels use fewer while other processes keep the cores busy.
-        cpu_quota: cores' worth of time to spread evenly over the steps; None: no quota.
+        adapt_threads: whether the native kernels use fewer threads while other processes keep the
+            cores busy.
+        cpu_quota: CPU time in cores to spread evenly over the steps; None: no quota.
         graph_sizes: sizes of forwards that may be captured on a GPU.
         draft_graph_sizes: the same for the draft model or the draft heads.
         graph_memory: bytes that all captured forwards together may take.
-        kv_folder: of the disk tier; None: there is none.
-        kv_listen: where pages are given to other engines; None: they get none.
-        ranks: processes that compute layers together, of `threads` each.
-        stage_ends: where the layers of each stage end; (): there is one stage.
+        kv_folder: folder of the disk tier; None: there is none.
+        kv_listen: address at which other engines fetch pages; None: they cannot.
+        ranks: processes that compute layers together, with `threads` each.
+        stage_ends: end of the layers of each stage; () for a single stage.
         backend: see `distributed_executor_backend`.
         expert_parallel: see `EngineConfig`.
         fast_cut: see `tensor_parallel_cut`.
-        replicas: engines with these settings that a server has.
+        replicas: number of engines with these settings in a server.
         role: see `EngineConfig`.
     """
 
@@ -464,13 +467,13 @@ class RunnerConfig:
     role: str = "both"
 
     def device_of(self, rank: int) -> str:
-        """Return the device of a process: on GPUs each has its own, one after another."""
+        """Return the device of a process: consecutive GPUs, one for each process."""
         kind, _, index = self.device.partition(":")
         return f"{kind}:{int(index) + rank}" if index else kind
 
     @property
     def stages(self) -> tuple[PipelineStage, ...]:
-        """The stages among which layers are divided; (): there is one."""
+        """The stages among which layers are divided; () for a single stage."""
         return PipelineStage.all_of(self.stage_ends)
 
 
@@ -497,7 +500,7 @@ class ResolvedConfig:
 
     @property
     def state_rows(self) -> int:
-        """Rows of the pool of states: of running requests, then of checkpoints."""
+        """Rows of the state pool: running requests first, then checkpoints."""
         return self.scheduler.max_num_seqs + (self.cache.checkpoints or 0)
 
 
@@ -509,7 +512,7 @@ _T = TypeVar("_T")
 class Notes:
     """Decisions in the order they were made.
 
-    `settled` gives the reason of those that were not open.
+    `settled` has the reasons of decisions that were already fixed.
     """
 
     def __init__(self, settled: Mapping[str, str] = MappingProxyType({})) -> None:

@@ -25,8 +25,8 @@ class HeadsSpec:
         hidden_size, vocab_size: sizes of the model; 0 if unknown, as in Medusa's own checkpoints.
         depth: tokens drafted ahead: heads of Medusa, steps of EAGLE.
         layers: residual blocks of each head of Medusa.
-        own_logits: whether each head of Medusa has its own output matrix; else the model's serves
-            all.
+        own_logits: whether each head of Medusa has its own output matrix; otherwise all use the
+            model's.
         inner_size: width of EAGLE's feed-forward.
         accuracies: [depth][ranks], share of cases in which the r-th most likely token at depth
             d + 1 was right, on held-out text; () if not measured.
@@ -65,7 +65,7 @@ def read_heads_spec(folder: Path, kind: str) -> HeadsSpec:
     """Read the facts of heads of a kind.
 
     Raises:
-        ModelError: config.json cannot be read, or is not of such heads.
+        ModelError: config.json cannot be read, or belongs to other heads.
     """
     return _spec(read_json(folder / CONFIG), kind)
 
@@ -118,8 +118,8 @@ def heads_for(folder: Path, kind: str, hidden_size: int, vocab_size: int) -> Hea
     """Read the facts of heads of a kind for a model of these sizes.
 
     Raises:
-        ModelError: of `spec_model`: config.json cannot be read, is not of such heads, or they
-            belong to a model of other sizes.
+        ModelError: with field `spec_model`: config.json cannot be read, belongs to other heads, or
+            they are for a model of other sizes.
     """
     try:
         found = read_heads_spec(folder, kind)

@@ -1,7 +1,7 @@
-"""Options that come from outside the program: KVIK_ variables (KVIK_MAX_MODEL_LEN=4096 sets
-`max_model_len`) and a TOML file.
+"""Options from outside the program: KVIK_ variables (KVIK_MAX_MODEL_LEN=4096 sets `max_model_len`)
+and a TOML file.
 
-No other module reads the environment. Facts that only the system knows are read here too, such as a
+No other module reads the environment. Other values from the system are read here too, such as a
 random seed.
 """
 
@@ -27,7 +27,7 @@ from kvik.options import Flag, Kind, Option, options_of, unknown
 
 KINDS = (EngineConfig, ServerConfig)  # whose options all have different names
 OWNERS = {one.name: (kind, one) for kind in KINDS for one in options_of(kind)}
-OTHERS = {one.name: (EngineConfig, one) for one in synonym_options()}  # of other engines
+OTHERS = {one.name: (EngineConfig, one) for one in synonym_options()}  # names of other engines
 PREFIX = "KVIK_"
 VARIABLES = {PREFIX + name.upper(): owner for name, owner in OWNERS.items()}
 # Variables that Kubernetes sets in pods for a service named kvik, such as
@@ -39,7 +39,7 @@ def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, o
     """Return the fields of EngineConfig that KVIK_ variables set.
 
     Raises:
-        ConfigError: a KVIK_ variable that does not exist, or text of the wrong type.
+        ConfigError: a KVIK_ variable does not exist, or its text has the wrong type.
     """
     return _options(EngineConfig, environ)
 
@@ -93,14 +93,14 @@ def _parse(option: Option, text: str) -> object:
 
 
 def read_option_file(path: str) -> dict[type, dict[str, Any]]:
-    """Read the options that a TOML file sets: `max_model_len = 4096`, or `max-model-len = 4096`, as
-    the flag is.
+    """Read the options that a TOML file sets: `max_model_len = 4096`, or `max-model-len = 4096`,
+    like the flag.
 
     Returns:
         The fields of EngineConfig and of ServerConfig.
 
     Raises:
-        ConfigError: the file cannot be read, is no TOML, or has an unknown key or a wrong value.
+        ConfigError: the file cannot be read, is not TOML, or has an unknown key or a wrong value.
     """
     try:
         values = tomllib.loads(Path(path).expanduser().read_text("utf-8"))
@@ -129,7 +129,7 @@ def read_option_file(path: str) -> dict[type, dict[str, Any]]:
 
 
 def _toml_value(option: Option, value: object) -> object:
-    """Return a TOML value as the option takes it; its TOML type must be that of the option."""
+    """Return a TOML value in the form of the option; its TOML type must match the option's."""
     kind = option.kind
     if isinstance(kind, Flag):
         if not isinstance(value, bool):
@@ -150,14 +150,14 @@ def _toml_value(option: Option, value: object) -> object:
 
 
 def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | None:
-    """Return the devices that CUDA_VISIBLE_DEVICES lists, in its order; None if it names no
-    numbers."""
+    """Return the devices that CUDA_VISIBLE_DEVICES lists, in its order; None if it has entries that
+    are not numbers."""
     text = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
     numbers = []
     for part in filter(None, (p.strip() for p in text.split(","))):
-        if part.startswith("-"):  # as CUDA reads it: nothing after an invalid number counts
+        if part.startswith("-"):  # like CUDA: entries after an invalid number are ignored
             break
         if not part.isdecimal():
             return None
@@ -166,23 +166,22 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | 
 
 
 def wants_colour(environ: Mapping[str, str] | None = None) -> bool:
-    """Return whether a terminal may get colours: not with NO_COLOR (no-color.org), nor on one that
-    has none."""
+    """Return whether to print colours: not with NO_COLOR (no-color.org), nor on a dumb terminal."""
     values = os.environ if environ is None else environ
     return not values.get("NO_COLOR") and values.get("TERM") != "dumb"
 
 
 def draw_seed() -> int:
-    """Draw a seed for a start without one: unpredictable, and short enough to copy."""
+    """Return a random seed for a start without one: unpredictable, and short enough to copy."""
     return secrets.randbits(32)
 
 
 def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the folder for what kvik can make again: $XDG_CACHE_HOME/kvik or ~/.cache/kvik; for a
-    user without a home, as in many containers, a private folder among the temporary files.
+    """Return the cache folder: $XDG_CACHE_HOME/kvik or ~/.cache/kvik; for a user without a home, as
+    in many containers, a private folder in the temporary directory.
 
     Raises:
-        ConfigError: somebody else could write to that folder, so what it holds cannot be trusted.
+        ConfigError: other users could write to that folder, so its contents cannot be trusted.
     """
     base = (os.environ if environ is None else environ).get("XDG_CACHE_HOME", "")
     # The XDG specification says to ignore a relative path.
@@ -197,7 +196,7 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 def _private_folder(folder: Path) -> Path:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()  # a link could make us write elsewhere
+    found = folder.lstat()  # lstat: a link could redirect our writes
     private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
     if not private or found.st_uid != os.getuid():
         raise ConfigError(

@@ -1,5 +1,5 @@
 """Sizes that fit into memory: requests, tokens and drafts of a step, the longest request, blocks of
-the KV cache; and the error for what does not fit."""
+the KV cache; and the error if nothing fits."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ from kvik.spec.kv import AUTO, KVGroup
 
 MAX_NUM_SEQS = 256
 CPU_BUDGET, GPU_BUDGET = 2048, 8192  # tokens of a step; larger steps are bound by arithmetic
-CHUNKS_EACH = 2  # steps into which a pipeline divides as many tokens, for each stage
+CHUNKS_EACH = 2  # steps per stage into which a pipeline divides these tokens
 MIN_BUDGET = 64  # smallest useful number of tokens in a step
 MIN_CONTEXT = 256  # shortest useful context
-STREAMED_CONTEXT = 1 << 20  # of a request whose tokens see a window, which no model limits
-# On a CPU, whose memory other programs use, the KV cache takes by default at most this share of
-# what is left, and at most this multiple of the weights.
+STREAMED_CONTEXT = 1 << 20  # longest request with a window, which the model does not limit
+# On a CPU, where other programs need memory too, the KV cache takes by default at most this share
+# of the memory left, and at most this multiple of the weights.
 CPU_KV_SHARE = 0.5
 CPU_KV_PER_WEIGHTS, CPU_KV_FLOOR = 2, GIB
-# Drafts of a step beyond which it is bound by arithmetic, so that a wrong draft costs as
-# much as a right one gains. Each is a row of logits.
+# Drafts of a step beyond which it is bound by arithmetic, so that a rejected draft costs as much as
+# an accepted one gains. Each is a row of logits.
 MAX_DRAFT_ROWS: Mapping[str, int] = {"cpu": 128, "cuda": 512}
 FEWER_BITS = ("int8", "int4")
 NO_GRAPHS = "no request would fit into memory beside them; decoding takes longer"
@@ -62,7 +62,7 @@ class Fit:
 
     Attributes:
         config: the options.
-        footprint: bytes that the engine takes.
+        footprint: the engine's memory.
     """
 
     config: EngineConfig
@@ -73,11 +73,11 @@ class Fit:
         """Choose the largest step that fits, its longest request, and the blocks of the KV cache.
 
         Returns:
-            The footprint, without captured steps where they would not fit; the step; the blocks.
+            The footprint, without captured steps if they do not fit; the step size; the blocks.
 
         Raises:
             CapacityError: not even one request fits.
-            ConfigError: something was asked for that contradicts the model or another field.
+            ConfigError: an option contradicts the model or another option.
         """
         fit = self._captured_if_it_fits()
         size = fit.sizes(notes)
@@ -87,8 +87,8 @@ class Fit:
         return fit.footprint, size, num_blocks
 
     def _captured_if_it_fits(self) -> Fit:
-        """Return a fit without captured steps if no request fits beside them, unless the options
-        ask for them."""
+        """Return a fit without captured steps if no request fits next to them, unless the options
+        request them."""
         if self.footprint.device == "cpu" or self.config.graph_memory is not None:
             return self
         try:
@@ -103,15 +103,15 @@ class Fit:
         return replace(size, max_model_len=self._max_model_len(size, notes))
 
     def step_size(self, notes: Notes) -> StepSize:
-        """Choose requests and tokens of a step, so that its tensors take at most a quarter of what
-        the weights leave. `max_model_len` of the result is only a first estimate."""
+        """Choose requests and tokens of a step, so that its tensors take at most a quarter of the
+        memory that the weights leave. `max_model_len` of the result is only a first estimate."""
         config, footprint = self.config, self.footprint
         context = self._context
         default = GPU_BUDGET if footprint.device == "cuda" else CPU_BUDGET
-        if footprint.stage_ends:  # else most of them would wait for the one that has the prompt
+        if footprint.stage_ends:  # otherwise most stages would wait for the one with the prompt
             default //= CHUNKS_EACH * len(footprint.stage_ends)
         asked = requested_speculation(config)
-        # Tokens of a decoding request, and what the drafts of all requests add.
+        # Tokens of a decoding request, and additional tokens for drafts.
         each, drafts = (1, 0) if asked is None else (2, 2 * draft_tokens(asked))
         batch = config.batch_size if config.policy in ("static", "dynamic") else 0
         least = max(config.block_size, batch, (config.max_num_seqs or 0) + drafts)
@@ -159,9 +159,10 @@ class Fit:
         return size
 
     def _check_encoder(self) -> None:
-        """
+        """Check the options of a model whose steps compute whole prompts.
+
         Raises:
-            ConfigError: the options cannot be for a model whose steps compute whole prompts.
+            ConfigError: an option is impossible.
         """
         config = self.config
         length, tokens = config.max_model_len, config.max_num_batched_tokens
@@ -174,11 +175,11 @@ class Fit:
         if config.kv_cache_dtype != AUTO:
             raise ConfigError(
                 "kv_cache_dtype",
-                f"must be {AUTO}: an encoder keeps no keys and values behind a step",
+                f"must be {AUTO}: an encoder keeps no keys and values after a step",
             )
 
     def _max_model_len(self, size: StepSize, notes: Notes) -> int:
-        """Choose the context: the one of the options, else the longest that fits."""
+        """Choose the context: the requested one, otherwise the longest that fits."""
         config = self.config
         context, ends = self._context, config.window is None
         if config.max_model_len is not None and config.max_model_len > context and ends:
@@ -197,37 +198,39 @@ class Fit:
             small_cache = config.num_blocks is not None or config.kv_cache_memory is not None
             least = 1 if small_cache else min(wanted, MIN_CONTEXT)
         if longest < least:
-            # What the error offers must fit if the user asks for it; the step is then sized for it.
+            # The length offered in the error must fit when requested, with a step sized for it.
             offer = self._longest(self._asked, least)
             raise self._capacity_error(replace(size, max_model_len=least), offer)
         if config.max_model_len is not None:
             return notes.add("max_model_len", wanted, ASKED)
         if longest == wanted:
-            reason = "the model's context" if ends else "texts end nowhere; as long as may be asked"
+            reason = (
+                "the model's context" if ends else "unbounded texts; the longest allowed request"
+            )
             return notes.add("max_model_len", wanted, reason)
         limiter = "the memory left"
         if config.num_blocks is not None or config.kv_cache_memory is not None:
             limiter = "the KV cache asked for"
         whole = f"the model's context of {context}" if ends else f"{context}"
-        reason = f"what {limiter} holds, of {whole}"
+        reason = f"the most that {limiter} holds, of {whole}"
         return notes.add("max_model_len", longest, reason)
 
     @property
     def _context(self) -> int:
-        """The longest request unless the options ask for another."""
+        """The longest request by default."""
         if self.config.window is not None:
             return STREAMED_CONTEXT
         return self.footprint.spec.max_context
 
     def _asked(self, length: int) -> StepSize:
-        """Return the step if the options asked for a context of `length`."""
+        """Return the step that results if the options request a context of `length`."""
         asking = replace(self, config=replace(self.config, max_model_len=length))
         return replace(asking.step_size(Notes()), max_model_len=length)
 
     def _longest(self, size_for: Callable[[int], StepSize], most: int) -> int:
-        """Return a long context, up to `most`, of which one request fits; 0 if none is found.
+        """Return a long context, up to `most`, with which one request fits; 0 if none is found.
 
-        It is the longest if a longer context never fits better, as with steps of a fixed size.
+        It is the longest one if fitting is monotonic in the length, as with steps of a fixed size.
         """
 
         def fits(length: int) -> bool:
@@ -242,18 +245,18 @@ class Fit:
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
-        # Whole blocks, because a few tokens more make no difference.
+        # Round down to whole blocks.
         whole = low - low % self.footprint.block_size
         return whole if whole and fits(whole) else low
 
     def num_blocks(self, size: StepSize, notes: Notes) -> int:
-        """Choose the blocks: at least for one request of `max_model_len`, at most for all."""
+        """Choose the number of blocks: at least one request of `max_model_len`, at most all."""
         config, footprint = self.config, self.footprint
         if config.num_blocks is not None:
             return notes.add("num_blocks", config.num_blocks, ASKED)
         if footprint.spec.encoder:
             full = -(-size.max_num_batched_tokens // footprint.block_size)
-            count = full + size.max_num_seqs  # the last one of each is not full
+            count = full + size.max_num_seqs  # the last block of each prompt is not full
             return notes.add("num_blocks", count, "the prompts of one step, in one layer")
         per_request = footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
         within = footprint.blocks_within
@@ -281,16 +284,16 @@ class Fit:
         return count
 
     def cut_seqs(self, size: StepSize, num_blocks: int, notes: Notes) -> StepSize:
-        """Reduce the requests of a step to the number of blocks."""
+        """Limit the requests of a step to the number of blocks."""
         if self.config.max_num_seqs is not None:
             notes.add("max_num_seqs", self.config.max_num_seqs, ASKED)
             return size
         count = min(size.max_num_seqs, num_blocks)
-        reason = "more would wait for each other's memory or arithmetic"
+        reason = "more requests would wait for memory or arithmetic"
         if count < size.max_num_seqs:
-            reason = "one block for each at least"
+            reason = "at least one block for each"
         elif count < MAX_NUM_SEQS:
-            reason = "sampling for more would take too much memory, or more tokens than a step has"
+            reason = "sampling for more would need too much memory, or more tokens than a step has"
         notes.add("max_num_seqs", count, reason)
         size = replace(size, max_num_seqs=count)
         return with_draft_rows(requested_speculation(self.config), size, self.footprint.device)
@@ -315,7 +318,7 @@ class Fit:
             notes.add("cuda_graphs", value, f"{replayed}; {taken} {planned} for all of them")
 
     def _cache_bytes(self, size: StepSize) -> int:
-        """Return the KV cache that was asked for, else the smallest that holds one request."""
+        """Return the bytes of the requested KV cache, otherwise of the smallest for one request."""
         config, footprint = self.config, self.footprint
         if config.kv_cache_memory is not None:
             return config.kv_cache_memory
@@ -332,7 +335,7 @@ class Fit:
         """Return the error for a `size` that does not fit.
 
         Args:
-            longest: the longest context that would fit with all else as it is; 0 if none does.
+            longest: the longest context that would fit with the other options unchanged; 0 if none.
         """
         config, footprint = self.config, self.footprint
         length = size.max_model_len
@@ -371,7 +374,7 @@ class Fit:
         return CapacityError("memory", f"{text}; {self._what_would_fit(size)} would fit")
 
     def _what_would_fit(self, size: StepSize) -> str:
-        """Return the smallest change that helps."""
+        """Return the smallest change that would make it fit."""
         config = replace(self.config, num_blocks=None, kv_cache_memory=None)
         free = replace(self, config=config)
         half = replace(free, footprint=replace(self.footprint, dtype="bfloat16"))
@@ -392,8 +395,8 @@ class Fit:
         needed, share = self._needed(size), self.config.memory_utilization
         if needed * share <= self.limit.size:
             return "a higher memory_utilization"
-        if self.footprint.mapped is None:  # the weights are yet to be loaded
-            for scheme in FEWER_BITS:  # the one that keeps most comes first
+        if self.footprint.mapped is None:  # weights can be rounded at load
+            for scheme in FEWER_BITS:  # most accurate first
                 rounded = replace(self.footprint, quantization=scheme)
                 if rounded.weights >= self.footprint.weights:
                     continue
@@ -411,10 +414,10 @@ def footprint_of(
     compute: Compute,
     mapped: int | None = None,
 ) -> Footprint:
-    """Return what the engine takes without drafts.
+    """Return the engine's memory without drafters.
 
     Args:
-        mapped: bytes of weights that are read in place; None: they are loaded.
+        mapped: bytes of weights that are mapped; None if they are loaded.
     """
     runtime = RUNTIME_BYTES[compute.kind]
     if compute.kind == "cpu":
@@ -440,13 +443,13 @@ def footprint_of(
 
 
 def draft_tokens(asked: SpeculativeConfig) -> int:
-    """Return the most drafts of a request in one step."""
+    """Return the maximum number of drafts of a request in one step."""
     return asked.num_speculative_tokens or DEFAULT_TOKENS[asked.method]
 
 
 def with_draft_rows(asked: SpeculativeConfig | None, size: StepSize, device: str) -> StepSize:
-    """Return the step with as many drafts as are useful. Half of the tokens that decoding requests
-    leave are kept for prompts, which could starve otherwise.
+    """Return the step with a useful number of drafts. Half of the tokens that decoding requests
+    leave are reserved for prompts, which could starve otherwise.
 
     Args:
         device: "cpu" or "cuda".
@@ -462,10 +465,10 @@ def with_draft_rows(asked: SpeculativeConfig | None, size: StepSize, device: str
 def with_drafter(
     footprint: Footprint, asked: SpeculativeConfig | None, source: DraftSource
 ) -> Footprint:
-    """Return what the engine takes with its draft model or heads.
+    """Return the engine's memory with its draft model or heads.
 
     Raises:
-        ConfigError: the draft model cannot run beside the target.
+        ConfigError: the draft model cannot run with the target.
     """
     if asked is not None and source.heads is not None:
         heads = HeadsFootprint(source.heads, footprint.dtype, draft_tokens(asked))
@@ -497,7 +500,7 @@ def with_drafter(
 
 
 def _shared_group(groups: tuple[KVGroup, ...]) -> int:
-    """Return the index of the target's KV group that keeps every key."""
+    """Return the index of the target's KV group without a window."""
     for index, group in enumerate(groups):
         if not group.spec.windowed:
             return index
@@ -517,7 +520,7 @@ def choose_speculation(
     """Decide on speculative decoding.
 
     Args:
-        size: size of a step, drafts included.
+        size: size of a step, including drafts.
         groups: groups of the target's KV cache.
 
     Raises:
@@ -547,7 +550,7 @@ def choose_speculation(
         num_draft_tokens=most,
         max_draft_rows=size.max_draft_rows,
         adaptive=asked.adaptive,
-        # A draft model runs ahead in blocks that it shares with the target.
+        # A draft model writes ahead in blocks shared with the target.
         num_lookahead_tokens=most if asked.method == "draft_model" else 0,
         source=source,
         draft_step=size.of_draft_model,

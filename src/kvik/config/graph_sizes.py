@@ -1,4 +1,4 @@
-"""Sizes of the forwards that are captured on a GPU, and the memory they take."""
+"""Sizes of the forwards that are captured on a GPU, and their memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BYTES_PER_KERNEL = 16 << 10
 # stream (32 MiB on Hopper), and the rounding of the allocator, whose segments are 20 MiB.
 POOL_BYTES = 96 << 20
 KERNELS_PER_LAYER, OTHER_KERNELS = 16, 32  # launched by one forward
-LONGEST = 64  # tokens of a row, which attention takes by one kernel (kernels/triton)
+LONGEST = 64  # tokens of a row that one attention kernel supports (kernels/triton)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def decoding_sizes(max_num_seqs: int) -> tuple[GraphSize, ...]:
 
 
 def num_decoding_sizes(max_num_seqs: int) -> int:
-    """Return the number of `decoding_sizes`, the last of which is the largest, without making them:
-    a planner asks thousands of times."""
+    """Return the number of `decoding_sizes`, the last of which is the largest, without creating
+    them: a planner calls this thousands of times."""
     return sum(map(len, _decoding_counts(max_num_seqs)))
 
 
@@ -67,12 +67,12 @@ def _decoding_counts(max_num_seqs: int) -> tuple[Sequence[int], ...]:
 def drafting_sizes(
     max_num_seqs: int, draft_tokens: int, max_draft_rows: int, *, tree: bool
 ) -> tuple[GraphSize, ...]:
-    """Return the sizes of steps that judge drafts: powers of two of requests, and of drafts per
-    request on average. A single request may have the most drafts in each of them.
+    """Return the sizes of steps that verify drafts: powers of two of requests, and of drafts per
+    request on average. A single request may have the maximum number of drafts in each of them.
 
     Args:
-        draft_tokens: most drafts of a request.
-        max_draft_rows: most drafts of all requests.
+        draft_tokens: maximum number of drafts of a request.
+        max_draft_rows: maximum number of drafts of all requests.
     """
     longest = min(1 + draft_tokens, LONGEST)
     sizes: dict[GraphSize, None] = {}
@@ -101,5 +101,5 @@ def _powers(most: int) -> list[int]:
 
 
 def graph_bytes(layers: int) -> int:
-    """Return the bytes of one captured forward, without the memory that all share."""
+    """Return the bytes of one captured forward, without the memory shared by all."""
     return (KERNELS_PER_LAYER * layers + OTHER_KERNELS) * BYTES_PER_KERNEL

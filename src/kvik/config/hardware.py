@@ -22,7 +22,7 @@ from kvik.config.units import MIB
 from kvik.errors import ConfigError
 from kvik.files import write_whole
 
-# Instruction sets that decisions or kernels depend on, as /proc/cpuinfo spells them.
+# Instruction sets that decisions or kernels depend on, named as in /proc/cpuinfo.
 ISA_FLAGS = frozenset(
     (
         *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
@@ -54,8 +54,8 @@ class Gpu:
 
     Attributes:
         total_memory, free_memory: bytes.
-        torch_prompts: (head_dim, tokens) from where on torch's attention was measured to read
-            fresh prompts faster than Triton's.
+        torch_prompts: (head_dim, tokens): length from which torch's attention was measured to
+            compute fresh prompts faster than Triton's.
     """
 
     index: int
@@ -72,15 +72,16 @@ class Hardware:
 
     Attributes:
         cpu_name: model of the CPU.
-        cores: physical cores this process may keep busy (affinity and cgroup quota counted).
-        memory_limit: bytes this process may still take, page cache that can be dropped included.
+        cores: physical cores this process may use, within affinity and cgroup quota.
+        memory_limit: bytes this process may still allocate, including page cache that can be
+            dropped.
         memory_reason: what sets that limit.
         isa: instruction sets of the CPU, a subset of `ISA_FLAGS`.
         gpus: devices that may be used.
         cuda_build: the installed torch is built for CUDA, which takes memory even without a GPU.
         native: kvik was installed with its native kernels.
         triton: Triton is installed, which compiles kernels for GPUs.
-        cpu_quota: cores' worth of time that a cgroup grants; None: as much as the cores have.
+        cpu_quota: CPU time in cores that a cgroup grants; None if it does not limit the cores.
     """
 
     cpu_name: str
@@ -96,7 +97,7 @@ class Hardware:
 
     @property
     def threads(self) -> int:
-        """How many compute at most: of 1.5 cores' worth of time, two take turns with one."""
+        """Maximum number of threads: with a quota of 1.5 cores, steps alternate between 2 and 1."""
         return self.cores if self.cpu_quota is None else max(1, ceil(self.cpu_quota))
 
     @property
@@ -106,8 +107,8 @@ class Hardware:
 
     @property
     def native_isa(self) -> str:
-        """The best instruction set of this CPU with native kernels. Another one runs if the
-        compiler lacked it, or if the system withholds AMX or its check fails."""
+        """The best instruction set of this CPU with native kernels. Another one is used if the
+        compiler did not support it, the system does not permit AMX, or its self-check fails."""
         for name, needed in NATIVE_ISAS.items():
             if needed <= self.isa:
                 return name
@@ -115,7 +116,7 @@ class Hardware:
 
 
 def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
-    """Read the facts of this machine; tests pass another `root`."""
+    """Detect the hardware of this machine; tests pass another `root`."""
     cpuinfo = _read(root / "proc/cpuinfo")
     limit, reason = memory_limit(root)
     physical = physical_cores(root, _affinity())
@@ -136,7 +137,7 @@ def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
 
 
 def is_cuda_build() -> bool:
-    """Return whether the installed torch could use a GPU, from its version alone."""
+    """Return whether the installed torch could use a GPU, judging by its version."""
     try:
         return sys.platform == "linux" and not metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
@@ -144,7 +145,7 @@ def is_cuda_build() -> bool:
 
 
 def physical_cores(root: Path, allowed: frozenset[int]) -> int:
-    """Physical cores among the `allowed` logical ones.
+    """Return the number of physical cores among the `allowed` logical ones.
 
     Two hyper-threads of one core share its vector units, so matrix products gain nothing from both.
     """
@@ -157,7 +158,7 @@ def physical_cores(root: Path, allowed: frozenset[int]) -> int:
 
 
 def memory_limit(root: Path) -> tuple[int, str]:
-    """Return the bytes that this process may still take, and the reason: free RAM, a cgroup's
+    """Return the bytes that this process may still allocate, and the reason: free RAM, a cgroup's
     limit, or a limit of the process."""
     limits = [_available_ram(root), *_cgroup_memory_left(root), *_address_space_left(root)]
     limit, reason = min(limits, key=lambda found: found[0])
@@ -165,14 +166,13 @@ def memory_limit(root: Path) -> tuple[int, str]:
 
 
 def memory_left(root: Path = Path("/")) -> int:
-    """Return the bytes of memory that this process may still take, by the system and its
-    cgroups."""
+    """Return the bytes that this process may still allocate within the system and its cgroups."""
     return max(0, min(left for left, _ in (_available_ram(root), *_cgroup_memory_left(root))))
 
 
 def memory_stalls(root: Path = Path("/")) -> float:
     """Return the seconds that processes of this cgroup, or else of the system, have waited for
-    memory; 0.0 where the system does not tell (pressure stall information)."""
+    memory; 0.0 if the system does not report it (pressure stall information)."""
     own = [folder for version, folder, _ in _cgroups(root, "memory") if version == 2][:1]
     for file in (*(folder / "memory.pressure" for folder in own), root / "proc/pressure/memory"):
         some, _, _ = _read(file).partition("\n")
@@ -194,8 +194,8 @@ def _available_ram(root: Path) -> tuple[int, str]:
 
 
 def _address_space_left(root: Path) -> Iterator[tuple[int, str]]:
-    """Yield what `ulimit -v` (RLIMIT_AS) leaves. It also counts memory that is reserved and never
-    used, such as mapped libraries and stacks of threads, which the memory plan does not."""
+    """Yield what `ulimit -v` (RLIMIT_AS) leaves. Unlike the memory plan, this limit also counts
+    memory that is reserved and never used, such as mapped libraries and thread stacks."""
     for line in _read(root / "proc/self/limits").splitlines():
         soft = line.removeprefix("Max address space").split()[:1]
         if line.startswith("Max address space") and soft and soft[0].isdigit():
@@ -227,8 +227,8 @@ def _cgroup_memory_left(root: Path) -> Iterator[tuple[int, str]]:
 
 
 def cpu_quota(root: Path = Path("/")) -> tuple[float, Path | None]:
-    """Return the least cores' worth of time that a CPU cgroup of this process grants, and the file
-    that tells what of it was used (see `used_cpu_time`) or None; infinity without a quota."""
+    """Return the lowest CPU quota in cores of this process's cgroups, and the file with the CPU
+    time used (see `used_cpu_time`) or None; infinity without a quota."""
     return min(_cpu_quotas(root), key=lambda found: found[0], default=(inf, None))
 
 
@@ -245,7 +245,7 @@ def used_cpu_time(file: Path) -> float:
 
 
 def _cpu_quotas(root: Path) -> Iterator[tuple[float, Path | None]]:
-    """Yield what `cpu_quota` returns, of each CPU cgroup above this process."""
+    """Yield (quota, file) as in `cpu_quota` for each CPU cgroup above this process."""
     for version, folder, _ in _cgroups(root, "cpu"):
         if version == 2:
             quota, _, period = _read(folder / "cpu.max").strip().partition(" ")
@@ -253,7 +253,8 @@ def _cpu_quotas(root: Path) -> Iterator[tuple[float, Path | None]]:
             quota = _read(folder / "cpu.cfs_quota_us").strip()
             period = _read(folder / "cpu.cfs_period_us").strip()
         if quota.isdigit() and period.isdigit() and int(period) > 0:
-            # In version 1 the controllers that grant and that count are mostly mounted together.
+            # In version 1 the controllers for the quota and the accounting are usually mounted
+            # together.
             file = folder / ("cpu.stat" if version == 2 else "cpuacct.usage")
             yield int(quota) / int(period), file if file.is_file() else None
 
@@ -328,10 +329,10 @@ def load_thresholds(gpu: str, path: Path) -> Thresholds:
 
 
 def save_thresholds(gpu: str, found: Thresholds, path: Path) -> None:
-    """Save the thresholds of a GPU, and keep those of others.
+    """Save the thresholds of a GPU, keeping those of others.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: the file cannot be written.
     """
     try:
         kept = json.loads(path.read_bytes())
@@ -361,8 +362,8 @@ GPU_FIELDS = "index,name,memory.total,memory.free,compute_cap"
 
 
 def find_gpus() -> tuple[Gpu, ...]:
-    """Find the devices that the installed torch could use, with their measured thresholds; none if
-    in doubt."""
+    """Find the devices that the installed torch could use, with their measured thresholds; () if
+    they cannot be determined."""
     if not is_cuda_build():
         return ()
     command = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader,nounits"]
@@ -389,6 +390,6 @@ def parse_gpus(table: str, visible: tuple[int, ...] | None) -> tuple[Gpu, ...]:
                 int(index), name, int(total) * MIB, int(free) * MIB, (int(major), int(minor))
             )
         except ValueError:
-            continue  # "[N/A]", or a message in place of a table
+            continue  # "[N/A]", or a message instead of a table
     order = sorted(found) if visible is None else [i for i in visible if i in found]
     return tuple(replace(gpu, index=rank) for rank, gpu in enumerate(found[i] for i in order))

@@ -1,9 +1,11 @@
-"""How many tokens each layer keeps in the KV cache, as a file says and `kvik kv-budget` decides.
+"""Number of tokens that each layer keeps in the KV cache: computed by `kvik kv-budget`, and read
+from its file.
 
-Layers whose attention is spread over many keys lose more by a small cache than those that look at a
-few ("entropy-guided KV caching", Kim and Jung, Mathematics 2025, 13(15), 2366). So each layer gets
-tokens in proportion to the entropy of its attention. Two baselines take as many bytes: the same for
-all layers, and fewer from layer to layer (PyramidKV, Cai et al. 2024, arXiv 2406.02069).
+Layers whose attention is spread over many keys lose more with a small cache than those that attend
+to a few ("entropy-guided KV caching", Kim and Jung, Mathematics 2025, 13(15), 2366). So each layer
+gets tokens in proportion to the entropy of its attention. Two baselines use the same bytes: an
+equal number for all layers, and a decreasing number from layer to layer (PyramidKV, Cai et al.
+2024, arXiv 2406.02069).
 """
 
 from __future__ import annotations
@@ -28,21 +30,21 @@ ENTROPY, UNIFORM, PYRAMID = "entropy", "uniform", "pyramid"
 FIELD = "kv_budget"  # of errors
 VERSION = 1  # of the file
 MAX_BYTES = 1 << 22  # of the file
-MAX_CLASSES = 4  # of layers that keep as many tokens
-ROUND = 16  # tokens to which budgets are rounded down, as blocks are
+MAX_CLASSES = 4  # classes of layers with equal budgets
+ROUND = 16  # budgets are multiples of this, like blocks
 LEAST_TOKENS = Budget(0).least
 LEAST = -(-LEAST_TOKENS // ROUND) * ROUND
-BETA = 20  # PyramidKV: a layer has on average as many times what the last one has
+BETA = 20  # PyramidKV: ratio of the average budget to that of the last layer
 MAX_CONTEXT = 1 << 24
 USUAL_CONTEXT = 16_384
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetOptions:
-    """What `kvik kv-budget` decides by."""
+    """Options of `kvik kv-budget`."""
 
     bytes: float = option(
-        0.25, Number(0, 1, above=True), "share of the bytes that all tokens of a context would take"
+        0.25, Number(0, 1, above=True), "budget as a share of the bytes of all tokens of a context"
     )
     context: int | None = option(
         None,
@@ -59,14 +61,14 @@ class BudgetOptions:
 
 @dataclass(frozen=True, slots=True)
 class KVBudgets:
-    """The contents of a file of budgets.
+    """The contents of a budget file.
 
     Attributes:
         architecture, fingerprint: of the model; see `fingerprint_of`.
-        by, bytes, context: what they were made by, as in `BudgetOptions`.
-        data, tokens: the text that was measured on, and how much of it; "" and 0: none.
-        scores: of each layer, what its tokens are in proportion to.
-        budgets: tokens of each layer.
+        by, bytes, context: the options used, see `BudgetOptions`.
+        data, tokens: the text used for measuring, and its length; "" and 0 without one.
+        scores: for each layer, the value that its tokens are proportional to.
+        budgets: tokens kept by each layer.
     """
 
     architecture: str
@@ -81,8 +83,8 @@ class KVBudgets:
 
 
 def fingerprint_of(spec: ModelSpec) -> str:
-    """Return what tells models of different shapes apart. Those that differ in their weights alone,
-    as a model and its quantised self, have the same."""
+    """Return a hash of the model's shape. Models that differ only in their weights, such as a model
+    and its quantised version, have the same one."""
     ropes = [(layer.rope.theta if layer.rope else 0) for layer in spec.layers]
     shape = (
         *(spec.architecture, spec.vocab_size, spec.hidden_size, spec.num_heads),
@@ -92,9 +94,10 @@ def fingerprint_of(spec: ModelSpec) -> str:
 
 
 def check_model(spec: ModelSpec, field: str = FIELD) -> None:
-    """
+    """Check that the model supports budgets.
+
     Raises:
-        ConfigError: layers of the model cannot keep some tokens and drop others.
+        ConfigError: it does not.
     """
     for wrong, reason in (
         (spec.encoder, "is an encoder, which keeps nothing"),
@@ -110,10 +113,10 @@ def check_model(spec: ModelSpec, field: str = FIELD) -> None:
 
 
 def scores_of(by: str, entropies: Sequence[float], layers: int) -> tuple[float, ...]:
-    """Return what tokens of layers are in proportion to.
+    """Return the value of each layer that its tokens are proportional to.
 
     Args:
-        entropies: of each layer, for "entropy" alone.
+        entropies: entropy of each layer; used only for "entropy".
     """
     if by == ENTROPY:
         return tuple(entropies)
@@ -127,9 +130,9 @@ def scores_of(by: str, entropies: Sequence[float], layers: int) -> tuple[float, 
 def allot(
     scores: Sequence[float], sizes: Sequence[int], share: float, context: int
 ) -> tuple[int, ...]:
-    """Return the tokens of each layer: in proportion to the scores as far as none is below `LEAST`
-    or above the context, and together no more bytes than `share` of what all tokens of the context
-    take. They are at most `MAX_CLASSES` different numbers.
+    """Return the tokens of each layer: proportional to the scores within `LEAST` and the context,
+    and in total at most `share` of the bytes of all tokens of the context. There are at most
+    `MAX_CLASSES` different numbers.
 
     Args:
         sizes: bytes of a token in each layer.
@@ -149,7 +152,7 @@ def allot(
     wanted = _filled(means, weights, cap, context)
     given = [int(tokens) // ROUND * ROUND for tokens in wanted]
     spare = cap - sum(a * b for a, b in zip(given, weights, strict=True))
-    # What rounding left goes to those that lost most by it.
+    # Bytes left by rounding go to the classes that lost most by it.
     for c in sorted(range(len(classes)), key=lambda c: given[c] - wanted[c]):
         if ROUND * weights[c] <= spare and given[c] + ROUND <= context:
             given[c] += ROUND
@@ -159,8 +162,8 @@ def allot(
 
 
 def _classes(scores: Sequence[float]) -> list[tuple[int, ...]]:
-    """Return the layers by classes of like scores. They have as many layers each where that is
-    possible, because a block has room for the layers of the largest class."""
+    """Return the layers in classes of similar scores, of equal size if possible, because a block
+    has room for the layers of the largest class."""
     order = sorted(range(len(scores)), key=lambda i: scores[i])
     if len(set(scores)) == 1:
         return [tuple(order)]
@@ -173,7 +176,7 @@ def _classes(scores: Sequence[float]) -> list[tuple[int, ...]]:
 def _filled(
     scores: Sequence[float], weights: Sequence[int], cap: float, most: int
 ) -> Sequence[float]:
-    """Return tokens in proportion to scores, within `LEAST` and `most`, that take `cap` bytes."""
+    """Return tokens proportional to scores, within `LEAST` and `most`, that take `cap` bytes."""
 
     def at(level: float) -> list[float]:
         return [min(max(level * score, LEAST), most) for score in scores]
@@ -190,15 +193,15 @@ def save_budgets(budgets: KVBudgets, path: Path) -> None:
     """Write the file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     text = json.dumps({"kv_budget": VERSION, **asdict(budgets)}, indent=1)
     write_whole(path, (text + "\n").encode())
 
 
 def asked_budgets(file: str | None, spec: ModelSpec) -> KVBudgets | None:
-    """Return what the file of the options says; None: there is none. Errors as of `read_budgets`,
-    and as of `check_model`."""
+    """Return the budgets of the file in the options; None without a file. Raises as `read_budgets`
+    and `check_model`."""
     if file is None:
         return None
     check_model(spec)
@@ -206,11 +209,11 @@ def asked_budgets(file: str | None, spec: ModelSpec) -> KVBudgets | None:
 
 
 def read_budgets(path: Path, spec: ModelSpec) -> KVBudgets:
-    """Read a file for a model.
+    """Read a budget file for a model.
 
     Raises:
-        ConfigError: of `kv_budget`: it cannot be read, is of another model, or what it says cannot
-            be.
+        ConfigError: with field `kv_budget`: the file cannot be read, is for another model, or has
+            invalid values.
     """
     values = _read(path)
     if values.get("kv_budget") != VERSION:

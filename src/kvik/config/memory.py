@@ -1,14 +1,13 @@
-"""How many bytes each part of the engine takes, before anything is loaded.
+"""Bytes of each part of the engine, planned before anything is loaded.
 
-What is planned is the resident memory of the engine's process at its peak, as the system counts it
-(VmHWM on Linux): what it wrote itself, the pages of libraries that it ran, and those of an engine
-folder, which are mapped. Files of a checkpoint are read and not mapped, so they are not in it.
-Memory that is only reserved does not count until it is written: each part is planned as if all of
-it were.
+The plan covers the peak resident memory of the engine's process, as the system counts it (VmHWM on
+Linux): memory that it writes, pages of libraries that it runs, and mapped pages of an engine
+folder. Files of a checkpoint are read and not mapped, so they are not included. Reserved memory
+does not count until it is written: each part is planned as if all of it were.
 
-The figures are upper bounds taken from the shapes of one step: better a few blocks fewer than a
-process killed for memory in the middle of a request. They are near ones too, because what is
-planned in vain holds no tokens; `tests/test_memory_plan.py` measures both.
+The figures are upper bounds derived from the shapes of one step: a few blocks fewer are better than
+a process killed for memory during a request. They are also close, because unused planned memory
+holds no tokens; `tests/test_memory_plan.py` measures both.
 """
 
 from __future__ import annotations
@@ -49,14 +48,13 @@ LOGIT_BYTES = 4  # bytes of a logit, for models of any dtype
 # Limit of the memory that sampling takes in addition to the logits; a batch that needs more is
 # sampled in parts. On a GPU each part costs about fifty launches, so the parts are larger.
 SAMPLER_BYTES: Mapping[str, int] = {"cpu": 48 * MIB, "cuda": 512 * MIB}
-# Bytes of a logit when torch draws with every rule on: probability, distance from the entropy,
-# their order and two running sums, in double precision; and bytes of the copy that the rules
-# change.
+# Bytes per logit when torch samples with all rules: probability, distance from the entropy, their
+# order and two running sums, in double precision; and bytes of the copy that the rules change.
 DRAW_BYTES, RULES_BYTES = 96, 4
-# While logprobs of a prompt are read: rows of logits in memory, rows copied at a time, and bytes of
-# a logit that a copy and its comparisons take.
+# While logprobs of a prompt are read: rows of logits in memory, rows copied at a time, and bytes
+# per logit of a copy and its comparisons.
 PROMPT_ROWS, PROMPT_COPIED_ROWS, PROMPT_BYTES_PER_LOGIT = 32, 8, 24
-# Tokens of a step in which a draft model computes what it has skipped.
+# Tokens of a step in which a draft model computes skipped tokens.
 CATCH_UP_TOKENS = 512
 # Keys that the sdpa backend gathers for one batch of decoding rows.
 GATHERED_KEYS = 16384
@@ -71,12 +69,12 @@ TRITON_SDPA = "triton+sdpa"
 TRITON_BACKENDS = ("triton", TRITON_SDPA)
 PROMPT_PADDING = 1024
 CUDNN_BYTES = 256 * MIB
-# Of the lists that sort a step's rows by expert (csrc/experts.hpp, kernels/triton/expert_rows.py),
-# and its router's results.
+# Bytes per row of the lists that sort a step's rows by expert (csrc/experts.hpp,
+# kernels/triton/expert_rows.py), and of the router's results.
 EXPERT_ROW_BYTES = 24
 # Keys of a split in the cpu backend, and requests of the longest context that decode together.
 SPLIT_KEYS, LONG_CONTEXTS = 512, 8
-# Of a key while layers with a budget choose: sums, means, their order, places.
+# Numbers per key while layers with a budget select tokens: sums, means, their order, places.
 CHOOSING_NUMBERS = 16
 CHECKPOINTS_EACH = 2  # checkpoints of states, for each request of the largest step
 
@@ -85,7 +83,7 @@ class ModelSizes(Weighed, Protocol):
     """Facts of a model that its footprint depends on.
 
     A `ModelSpec` has them. A class for a model that kvik does not run counts experts with the width
-    that serves one token, and says in `kv_specs` what the cache holds.
+    used for one token, and lists the contents of the cache in `kv_specs`.
     """
 
     @property
@@ -96,17 +94,17 @@ class ModelSizes(Weighed, Protocol):
 
     @property
     def encoder(self) -> bool:
-        """Whether a step computes whole prompts, of which nothing is kept and no token is drawn."""
+        """Whether steps compute whole prompts, keep nothing and sample no token."""
         ...
 
     @property
     def inner_width(self) -> int:
-        """The most inner activations of a token in a layer."""
+        """Largest number of inner activations of a token in a layer."""
         ...
 
     @property
     def experts_of_token(self) -> int:
-        """The most experts that a token goes through in a layer; 0: there are none."""
+        """Largest number of experts per token in a layer; 0 without experts."""
         ...
 
     @property
@@ -114,22 +112,22 @@ class ModelSizes(Weighed, Protocol):
 
     @property
     def head_dims(self) -> Sequence[int]:
-        """The channels that heads of its layers have, each number once."""
+        """The distinct head sizes of its layers."""
         ...
 
     @property
     def query_width(self) -> int:
-        """The most channels that queries of all heads of a layer have."""
+        """Largest number of query channels of all heads of a layer."""
         ...
 
     @property
     def key_width(self) -> int:
-        """The most channels that keys of all heads of a layer have."""
+        """Largest number of key channels of all heads of a layer."""
         ...
 
     @property
     def latent(self) -> LatentSpec | None:
-        """What its layers attend over; None: keys and values of heads."""
+        """The latent vectors that layers attend over; None: keys and values of heads."""
         ...
 
     @property
@@ -137,13 +135,13 @@ class ModelSizes(Weighed, Protocol):
 
     @property
     def rotations(self) -> Sequence[tuple[RopeSpec, int]]:
-        """The rotary positions of its layers, and the channels of a head that they are for, each
-        pair once; none if positions are learned."""
+        """The distinct pairs of a layer's rotary positions and rotated channels of a head; empty if
+        positions are learned."""
         ...
 
     @property
     def query_scales(self) -> Sequence[object]:
-        """By what layers multiply queries, each once; a table with a number for each position."""
+        """The distinct tables of query scales, with a number for each position."""
         ...
 
     @property
@@ -153,15 +151,15 @@ class ModelSizes(Weighed, Protocol):
 
     @property
     def state_bytes(self) -> int:
-        """Of the states of one request."""
+        """Bytes of the states of one request."""
         ...
 
     @property
     def state_width(self) -> int: ...
 
     def kv_specs(self, dtype_bytes: int) -> Sequence[KVCacheSpec | None]:
-        """Return what each layer stores per token, with `dtype_bytes` for each number; None: it
-        keeps a state."""
+        """Return the cache of each layer, with `dtype_bytes` per number; None for a layer with a
+        state."""
         ...
 
 
@@ -190,10 +188,10 @@ class StepMemory:
     Attributes:
         item: bytes of a number that the model computes with.
         quantization: see `EngineConfig`.
-        quantized: whether any weights are, by the engine or in the checkpoint.
+        quantized: whether any weights are quantised, by the engine or in the checkpoint.
         converted: whether keys and values are stored in another format than the model's.
-        num_groups: of layers that cache alike.
-        most_keys: that a query sees; None: all.
+        num_groups: number of KV groups.
+        most_keys: largest number of keys that a query sees; None: all.
     """
 
     spec: ModelSizes
@@ -208,7 +206,7 @@ class StepMemory:
     most_keys: int | None = None
 
     def _keys(self, size: StepSize) -> int:
-        """The most keys that the queries of a sequence read in a step."""
+        """Largest number of keys that the queries of a sequence read in a step."""
         if self.most_keys is None:
             return size.max_model_len
         return min(size.max_model_len, self.most_keys + size.max_num_batched_tokens)
@@ -218,17 +216,17 @@ class StepMemory:
         return self.spec.query_width + 2 * self.spec.key_width
 
     def tape(self, size: StepSize) -> int:
-        """Buffers of a tape, which stay for good, and the scratch of its kernels. In a layer three
-        times the residual stream (before, normalised, after) lives beside Q, K and V (twice where
-        they are normalised, but then they make room for others), what attention gives, and the
-        inner activations; kernels make themselves a copy of the inputs of a product."""
+        """Return the permanent buffers of a tape and the scratch of its kernels. In a layer there
+        are three copies of the residual stream (before, normalised, after), Q, K and V (twice if
+        they are normalised, but then they replace others), the output of attention, and the inner
+        activations. Kernels copy the inputs of a product."""
         spec, tokens = self.spec, size.max_num_batched_tokens
         widths = 3 * spec.hidden_size + self._qkv + spec.query_width + spec.inner_width
         widths += max(0, spec.state_width - self._qkv - spec.query_width)
         normalised = self._qkv
         rotation = 4 * sum(rope.of_token * width for rope, width in spec.rotations)
         buffers = tokens * ((widths + normalised) * self.item + rotation)
-        experts = spec.experts_of_token  # each of them has a copy of a token's inputs
+        experts = spec.experts_of_token  # each has a copy of a token's inputs
         inputs = max(spec.hidden_size * max(1, experts), spec.query_width, spec.inner_width)
         rounded = self.quantization in ("int8", "int4", "mxfp4")  # to a byte, and scales of groups
         copied = tokens * (inputs + inputs // 4 if rounded else inputs * self.item)
@@ -236,7 +234,7 @@ class StepMemory:
         return buffers + copied + self._attention_scratch(size) + self._logits(size)
 
     def eager(self, size: StepSize) -> int:
-        """The residual stream, and the widest point of a layer or the sampler, whichever is larger.
+        """Return the residual stream, plus the peak of a layer or the sampler, whichever is larger.
         Operations compute in fp32."""
         widest = max(self.widest(size), self._logits(size))
         return self.stream(size) + widest + self._masks(size)
@@ -253,7 +251,7 @@ class StepMemory:
         rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
         attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
         mlp = tokens * spec.inner_width * (3 * item + 20)
-        # inner activations of each expert, and what it reads or makes of a token
+        # inner activations of each expert, and its inputs and outputs for a token
         routed = tokens * spec.experts_of_token * (2 * spec.hidden_size * item + EXPERT_ROW_BYTES)
         routed += tokens * spec.inner_width * 2 * item
         states = tokens * spec.state_width * (item + 4)
@@ -273,8 +271,8 @@ class StepMemory:
         return rows * vocab * LOGIT_BYTES + max(at_once, prompt)
 
     def _quantized_product(self, size: StepSize) -> int:
-        """x and its rounded copy, y before and after its activation, in fp32 if weights are
-        quantised."""
+        """Return x and its rounded copy, and y before and after its activation, in fp32, if weights
+        are quantised."""
         if not self.quantized:
             return 0
         spec, item = self.spec, self.item
@@ -286,7 +284,7 @@ class StepMemory:
         """K and V gathered from the cache in one layer, and scores if they are materialised."""
         spec, item = self.spec, self.item
         if self.attention_backend == "reference":
-            # in fp32 for every query head, beside the gathered ones; scores, masked, softmax
+            # fp32 copies for every query head and the gathered ones; scores, masked, softmax
             gathered = 2 * self._keys(size) * spec.query_width * (4 + 4 + item)
             scores = self._pairs(size) * (3 * spec.num_heads * 4)
             return gathered + scores + self._converted_kv(size)
@@ -307,8 +305,8 @@ class StepMemory:
         return 2 * keys * width * item + self._converted_kv(size)
 
     def _converted_kv(self, size: StepSize) -> int:
-        """fp32 copies of what torch rounds for the cache and gathers from it, if its format is not
-        the model's."""
+        """Return the fp32 copies that torch makes to round for the cache and to gather from it, if
+        its format is not the model's."""
         if not self.converted:
             return 0
         keys = max(self._keys(size) + self.block_size, GATHERED_KEYS)
@@ -337,7 +335,7 @@ class HeadsFootprint:
     """Bytes of draft heads, which are never quantised and run through Python.
 
     Attributes:
-        drafts: most of a request in one step.
+        drafts: maximum number of drafts of a request in one step.
     """
 
     spec: HeadsSpec
@@ -365,7 +363,7 @@ class HeadsFootprint:
         if spec.kind == MEDUSA:
             guesses = rows * spec.depth
             widths = 5 * hidden  # before, inside and after a block, and concatenated
-            copies = 2 if spec.own_logits else 1  # of logits: of each head, and concatenated
+            copies = 2 if spec.own_logits else 1  # copies of logits: of each head, and concatenated
         else:
             # At most half of the nodes of a tree have children, unless it is a chain.
             guesses = rows * max(1, self.drafts // 2)
@@ -378,10 +376,10 @@ class HeadsFootprint:
 # Interpreter, torch, kvik and the pages of libraries that loading and a step touch: 250 to 275 MiB
 # with Python 3.11 and torch 2.13, and a tenth more for other versions. On a GPU the CUDA context
 # and the workspaces of cuBLAS.
-TRANSFORMERS_BYTES = 128 * MIB  # its modules, where a model runs through it
+TRANSFORMERS_BYTES = 128 * MIB  # its modules, if a model runs through transformers
 RUNTIME_BYTES: Mapping[str, int] = {"cpu": 300 * MIB, "cuda": 768 * MIB}
-CUDA_BUILD_BYTES = 320 * MIB  # host memory that a CUDA build of torch takes more, GPU or not
-RANK_BYTES = 350 * MIB  # of each further process that computes a share of a model
+CUDA_BUILD_BYTES = 320 * MIB  # additional host memory of a CUDA build of torch, GPU or not
+RANK_BYTES = 350 * MIB  # each further process of a tensor parallel group or pipeline
 # On a CPU: stack and scratch of a thread; memory that torch's kernels keep between calls.
 THREAD_BYTES, TORCH_KERNELS_BYTES = 4 * MIB, 32 * MIB
 TOKENIZER_BYTES_PER_ENTRY = 384  # of the vocabulary, in host memory
@@ -432,7 +430,7 @@ def _position_tables(spec: ModelSizes, max_model_len: int) -> int:
     return 4 * (numbers + len(spec.query_scales) * max_model_len)
 
 
-@dataclass(frozen=True)  # without slots: what all sizes of a step share is computed once
+@dataclass(frozen=True)  # without slots, for cached properties
 class Footprint:
     """Bytes as functions of the step size, for one model in one dtype on one kind of device."""
 
@@ -442,22 +440,22 @@ class Footprint:
     device: str  # "cpu" or "cuda"
     attention_backend: str
     block_size: int
-    runtime: int  # bytes that are taken before the model is loaded
+    runtime: int  # bytes in use before the model is loaded
     kv_cache_dtype: str = AUTO  # see `EngineConfig.kv_cache_dtype`
     kv_cache_dtype_skip_layers: tuple[int, ...] = ()  # layers that keep the model's dtype
-    kernels: str = "torch"  # what multiplies: "native", "triton" or "torch"
-    mapped: int | None = None  # bytes of the weights of an engine folder, which are read in place
+    kernels: str = "torch"  # "native", "triton" or "torch"
+    mapped: int | None = None  # bytes of the mapped weights of an engine folder
     draft: Footprint | None = None  # of its draft model
     heads: HeadsFootprint | None = None  # of its draft heads
     graph_memory: int | None = None  # see `EngineConfig`
-    checkpoints: bool = True  # states are kept for prefix hits
+    checkpoints: bool = True  # whether states are kept for prefix cache hits
     ranks: int = 1  # processes that compute layers together
-    repeated: int = 0  # bytes of weights that several of them have, but once
-    # Bytes of a token beside those of the network: what experts of other processes give, until it
-    # is summed; all logits, where prompts are scored through transformers.
+    repeated: int = 0  # bytes of replicated weights, without one copy
+    # Bytes per token in addition to the network's: outputs of experts of other processes until they
+    # are summed; all logits if prompts are scored through transformers.
     given: int = 0
     stage_ends: tuple[int, ...] = ()  # see `RunnerConfig`
-    # Weights of each stage, if they are on machines of their own, which are all planned alike.
+    # Weights of each stage if stages are on separate machines, which are all planned alike.
     apart: tuple[int, ...] = ()
 
     @cached_property
@@ -480,13 +478,13 @@ class Footprint:
 
     @property
     def _one_of_several(self) -> bool:
-        """Whether each process has a device of its own, of which the plan is: the fullest."""
+        """Whether each process has its own device; the plan is then for the fullest one."""
         return self.device != "cpu" and self.ranks > 1
 
     @property
     def _largest_share(self) -> int:
-        """Return the most that a process has of a matrix, in thousandths: of what is shared out by
-        heads of keys or by tiles of outputs, whichever are fewer."""
+        """Return the largest share of a matrix in a process, in thousandths, if it is divided by KV
+        heads or by output tiles, whichever are fewer."""
         heads = (spec.num_kv_heads for group in self.groups for spec in group.specs)
         shared = (count for count in heads if count >= self.ranks)
         pieces = max(self.ranks, min((self.spec.hidden_size // TILE, *shared)))
@@ -494,7 +492,7 @@ class Footprint:
 
     @property
     def stored_as(self) -> str:
-        """The format of the weights, in a word."""
+        """The name of the weights' format."""
         if self.quantization != "none":
             return self.quantization
         return "the checkpoint's format" if self._stored else self.dtype
@@ -529,7 +527,7 @@ class Footprint:
 
     @property
     def _processes(self) -> int:
-        """How many there are on a machine."""
+        """Number of processes on a machine."""
         if self._one_of_several:
             return 1
         return self.ranks * (1 if self.apart else max(1, len(self.stage_ends)))
@@ -557,7 +555,7 @@ class Footprint:
 
     @property
     def _most_keys(self) -> int | None:
-        """That a query sees where all layers have windows; None: some see all."""
+        """Largest number of keys that a query sees if all layers have windows; otherwise None."""
         windows = [group.spec.window for group in self.groups]
         if not windows or None in windows:
             return None
@@ -587,7 +585,7 @@ class Footprint:
         """Peak of one step."""
         own = self._step.tape(size) if self._taped else self._step.eager(size)
         own += self._choosing(size)
-        own *= self._processes  # what they share is not told from what each has
+        own *= self._processes  # counts shared memory once per process
         own += size.max_num_batched_tokens * self.given
         drafting = self._drafting(size, self.draft) if self.draft else 0
         if self.heads:
@@ -599,8 +597,8 @@ class Footprint:
         spec = self.spec
         longest = size.max_model_len
         entries = -(-longest // self.block_size) * len(self.groups)
-        # Tables are only as much memory as tokens come. Without an end to texts, one that is as
-        # long as may be is planned for, and others within what the model was trained on.
+        # Tables take memory as tokens arrive. With unbounded texts, the plan is for one request of
+        # maximum length, and for others within the model's context.
         alike = size.max_num_seqs
         if self._most_keys is not None and longest > spec.max_context:
             alike = 1 + (size.max_num_seqs - 1) * spec.max_context // longest
@@ -621,7 +619,7 @@ class Footprint:
 
     @property
     def _captured_steps(self) -> bool:
-        """Whether forwards are captured; other attention backends plan each on the host."""
+        """Whether forwards are captured; other attention backends need the host in each step."""
         triton = self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
         return triton and self.ranks == 1
 
@@ -649,7 +647,7 @@ class Footprint:
         return decoding_sizes(rows) + catching_up_sizes(rows, tokens)
 
     def graphs(self, size: StepSize) -> int:
-        """Return bytes of all captured forwards: as the options say, else an estimate."""
+        """Return the bytes of all captured forwards: the option's value, or an estimate."""
         drafting = self.draft_graph_sizes(size)
         if not drafting and not self._captured_steps:
             return 0
@@ -668,11 +666,11 @@ class Footprint:
         return total
 
     def _captured(self, sizes: tuple[GraphSize, ...], count: int, size: StepSize) -> int:
-        """Return bytes of captured forwards: the graph of each, the tensors of the largest, whose
-        memory all share, and their output.
+        """Return the bytes of captured forwards: each graph, the shared tensors of the largest, and
+        their output.
 
         Args:
-            sizes: the largest are among them. count: of all of them.
+            sizes: includes the largest ones. count: number of all sizes.
         """
         spec, tokens = self.spec, max(each.tokens for each in sizes)
         largest = replace(size, max_num_batched_tokens=tokens, max_draft_rows=0)
@@ -685,7 +683,7 @@ class Footprint:
 
     def _drafting(self, size: StepSize, draft: Footprint) -> int:
         """Return a step of the draft model, its rotary positions, and the distributions of its
-        drafts: until they are judged, and twice while they are concatenated."""
+        drafts: kept until they are verified, and twice while they are concatenated."""
         small = size.of_draft_model
         tables = _position_tables(draft.spec, size.max_model_len)
         drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
@@ -699,13 +697,13 @@ class Footprint:
         return self.spec.hidden_size * (rows * POOLED_BYTES + size.max_num_seqs * VECTOR_BYTES)
 
     def num_checkpoints(self, size: StepSize) -> int:
-        """Copies of states that may be kept beside those of running requests: of each the one at
-        the end of its prompt and the newest."""
+        """Return the number of state copies kept in addition to those of running requests: for each
+        request, the one at the end of its prompt and the newest."""
         return CHECKPOINTS_EACH * size.max_num_seqs if self.checkpoints else 0
 
     def states(self, size: StepSize) -> int:
-        """Return bytes of the states of running requests, and of all checkpoints; of layers with a
-        budget their recent queries."""
+        """Return the bytes of the states of running requests, of all checkpoints, and of the recent
+        queries of layers with a budget."""
         rows = size.max_num_seqs + self.num_checkpoints(size)
         here = 1 if self._one_of_several else self.ranks
         states = here * self.spec.state_bytes * rows  # each process has all of them
@@ -719,8 +717,8 @@ class Footprint:
         return sum(4 * heads * s.head_dim * s.budget.last for s in every if s.budget)
 
     def _choosing(self, size: StepSize) -> int:
-        """Bytes while a layer with a budget chooses what it keeps: all its keys of a request, and
-        the scores of one of their heads, with what softmax makes of them (attention/budget.py)."""
+        """Return the bytes while a layer with a budget selects tokens: all its keys of a request,
+        and the scores of one head with their softmax (attention/budget.py)."""
         found = 0
         for group in self.groups:
             budget, heads = group.spec.budget, group.spec.num_kv_heads
@@ -731,7 +729,7 @@ class Footprint:
         return found
 
     def fixed(self, size: StepSize) -> int:
-        """Everything but the blocks of the KV cache."""
+        """Return the bytes of everything except the blocks of the KV cache."""
         return self.weights + self.activations(size) + self.overhead(size) + self.states(size)
 
     def plan(self, size: StepSize, num_blocks: int, limit: Limit) -> MemoryPlan:

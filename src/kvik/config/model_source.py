@@ -1,4 +1,4 @@
-"""What `MODEL` names -> files here: the bundled model, a folder, a GGUF file, or a hub id."""
+"""Find the files of a `MODEL`: the bundled model, a folder, a GGUF file, or a hub id."""
 
 from __future__ import annotations
 
@@ -18,20 +18,19 @@ BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
 CONFIG = "config.json"
 FILES = (GGUF, ".safetensors", ".json")  # endings that no hub id has
 MAX_LISTED = 4  # files named in an error
-# Only what kvik reads. Pickles and code are never fetched.
+# Only files that kvik reads. Pickles and code are never fetched.
 DESCRIPTION = ("*.json", "*.jinja", "merges.txt")
 WEIGHTS = ("*.safetensors",)
-# Of a module of sentence-transformers, which has a folder of its own.
+# A sentence-transformers module, which has its own folder.
 MODULE = "[0-9]*_*/config.json"
-# Other subfolders, and Mistral's second copy of the weights under names of its own.
+# Other subfolders, and Mistral's second copy of the weights under different names.
 IGNORED = ("[!0-9]*/*", "*/*/*", "consolidated*")
 HUB_ID = re.compile(r"[\w][\w.-]{0,95}(/[\w][\w.-]{0,95})?")
 
 
 def names_model(word: str) -> bool:
-    """Return whether a text by itself names a model rather than being a prompt: it names a file or
-    folder here, or it is one word with a "/", with a "~" before it, or with a model file's ending.
-    """
+    """Return whether a text is a model name rather than a prompt: it names a local file or folder,
+    or is one word that has a "/", begins with "~", or ends like a model file."""
     if os.path.exists(os.path.expanduser(word)):
         return True
     if len(word.split()) != 1:
@@ -44,14 +43,14 @@ def find_model(model: str, *, weights: bool = True, revision: str | None = None)
     a hub id is downloaded into the hub's own cache first.
 
     Args:
-        weights: False leaves them on the hub: the description is wanted alone.
+        weights: if False, only the description is downloaded, not the weights.
         revision: branch, tag or commit on the hub.
 
     Raises:
-        ModelError: there is no such folder or file, or the hub does not give it.
-        ConfigError: a revision of what is not on the hub.
+        ModelError: there is no such folder or file, or the hub does not provide it.
+        ConfigError: a revision of a model that is not from the hub.
     """
-    path = os.path.expanduser(model)  # os.path: a name that cannot be a path is no error there
+    path = os.path.expanduser(model)  # os.path accepts names that cannot be paths
     if revision is not None and (not model or os.path.exists(path)):
         what = f"{shown(model)} is a file or folder here" if model else "the bundled model has none"
         raise ConfigError("revision", f"is for models of the hub; {what}")
@@ -111,11 +110,12 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
         what = f"there is no folder {shown(hub_id)}; {owner!r} is a folder, so it is no hub id"
         raise ModelError("model", what + _nearest(hub_id))
 
-    # Imported late: it takes a while, and most runs name a folder.
+    # Imported late: it is slow, and most runs name a folder.
     import huggingface_hub
     from huggingface_hub import errors
 
-    # What a broken connection raises: of the HTTP library below, which differs between versions.
+    # The exception of a broken connection belongs to the underlying HTTP library, which differs
+    # between versions.
     http_error: Any = errors.HfHubHTTPError.__bases__[0]
     take = partial(
         huggingface_hub.snapshot_download,
@@ -142,7 +142,8 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
 
 
 def _nearest(path: str) -> str:
-    """Return the end of an error: what is at about this path; "": nothing is."""
+    """Return the end of an error message that suggests an existing path with a similar name, or
+    ""."""
     folder, name = os.path.split(os.path.expanduser(path).rstrip("/"))
     try:
         names = os.listdir(folder or ".")
@@ -153,11 +154,11 @@ def _nearest(path: str) -> str:
 
 
 def _hub_reason(error: Exception) -> str:
-    """Why the hub did not give a model, from what `huggingface_hub` raised."""
+    """Return the reason why the hub did not provide a model, from an error of `huggingface_hub`."""
     from huggingface_hub import errors
 
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
-        error = error.__cause__  # why the hub was not asked, or what it said
+        error = error.__cause__  # the actual reason
     if isinstance(error, errors.GatedRepoError):
         return "is gated: accept its terms on the hub, and set HF_TOKEN"
     if isinstance(error, errors.RepositoryNotFoundError):

@@ -1,4 +1,4 @@
-"""What a model must be like to be divided among processes, and what several engines of it share."""
+"""Requirements for dividing a model among processes, and the resources of several engines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_group(
     """Check that each process of a group has something to compute, and can.
 
     Raises:
-        ConfigError: naming what is in the way.
+        ConfigError: they cannot; the message names the obstacle.
     """
     ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     option = STAGES if stages > 1 else OPTION
@@ -75,7 +75,7 @@ def check_group(
 def _check_torch(
     config: EngineConfig, spec: ModelSpec, compute: Compute, hardware: Hardware
 ) -> None:
-    """Check a group that torch.distributed joins."""
+    """Check a group that uses torch.distributed."""
     ranks = config.tensor_parallel_size
     found = f"{compute.kernels} kernels with {compute.attention} attention"
     if config.pipeline_parallel_size > 1:
@@ -97,10 +97,10 @@ def _check_torch(
 
 
 def group_gpus(first: Gpu, ranks: int, hardware: Hardware) -> list[Gpu]:
-    """Return the GPUs of a group, one for each process: as many from the first one on.
+    """Return the GPUs of a group: consecutive ones from `first` on, one for each process.
 
     Raises:
-        ConfigError: they are not there, or of several kinds.
+        ConfigError: some do not exist, or they are of different models.
     """
     gpus = {gpu.index: gpu for gpu in hardware.gpus}
     asked = range(first.index, first.index + ranks)
@@ -117,7 +117,7 @@ def group_gpus(first: Gpu, ranks: int, hardware: Hardware) -> list[Gpu]:
 
 
 def is_fast(config: EngineConfig, compute: Compute) -> bool:
-    """Return whether matrices are cut in the fast way."""
+    """Return whether matrices are divided by the fast cut."""
     if config.tensor_parallel_size == 1:
         return False
     cut = config.tensor_parallel_cut
@@ -125,8 +125,8 @@ def is_fast(config: EngineConfig, compute: Compute) -> bool:
 
 
 def stage_ends(config: EngineConfig, spec: ModelSpec, compute: Compute) -> tuple[int, ...]:
-    """Return where the layers of each stage end, so that the stages have about as many bytes: of
-    weights, and of the keys and values of one request.
+    """Return the end of the layers of each stage, such that all stages have about the same bytes of
+    weights and of keys and values of one request.
 
     Raises:
         ConfigError: the layers cannot be divided so.
@@ -153,7 +153,7 @@ def stage_ends(config: EngineConfig, spec: ModelSpec, compute: Compute) -> tuple
 def stage_weights(
     config: EngineConfig, spec: ModelSpec, compute: Compute, ends: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the bytes of the weights of each stage, where each is on a machine of its own; (): all
+    """Return the bytes of the weights of each stage if stages are on separate machines; () if all
     are on this one."""
     if config.distributed_executor_backend != "ray":
         return ()
@@ -181,7 +181,7 @@ def _weights_of_parts(
 
 
 def stages_reason(ends: Sequence[int], ranks: int) -> str:
-    """Return which layers each stage has, as the reason of the decision."""
+    """Return the reason of the decision: the layers of each stage."""
     runs = [
         f"{stage.layers.start} to {stage.layers.stop - 1}" for stage in PipelineStage.all_of(ends)
     ]
@@ -190,11 +190,11 @@ def stages_reason(ends: Sequence[int], ranks: int) -> str:
 
 
 def with_ranks(config: ResolvedConfig, ranks: int) -> ResolvedConfig:
-    """Return the same decisions for another number of processes, which share the threads. With the
-    native kernels they give the same bits.
+    """Return the same decisions for another number of processes, which divide the threads. With the
+    native kernels, results are bit-identical.
 
     Raises:
-        ConfigError: naming what is in the way.
+        ConfigError: they cannot; the message names the obstacle.
     """
     if ranks < 1:
         raise ConfigError(OPTION, f"must be at least 1, not {ranks}")
@@ -214,7 +214,7 @@ def with_ranks(config: ResolvedConfig, ranks: int) -> ResolvedConfig:
 def share_reason(
     spec: ModelSpec, threads: int, each: int, ranks: int, *, compute: Compute, fast: bool
 ) -> str:
-    """Return what each process has, as the reason of the decision."""
+    """Return the reason of the decision: the share of each process."""
     shares = [HeadShare.of(spec.num_heads, spec.num_kv_heads, rank, ranks) for rank in range(ranks)]
     heads = sorted({end - first for first, end in (share.heads for share in shares)})
     kv_heads = sorted({end - first for first, end in (share.kv_heads for share in shares)})
@@ -227,8 +227,8 @@ def share_reason(
 
 
 def given_bytes(config: EngineConfig, spec: ModelSpec) -> int:
-    """Return the bytes, in fp32, of what the experts of a token give, where each expert is one
-    process', or of its logits, where transformers gives those of whole prompts."""
+    """Return the fp32 bytes of a token's expert outputs if each expert belongs to one process, or
+    of its logits if transformers computes those of whole prompts."""
     if spec.fallback is not None:
         return 4 * spec.vocab_size
     experts = (layer.experts for layer in spec.layers if layer.experts and config.expert_parallel)
@@ -236,16 +236,16 @@ def given_bytes(config: EngineConfig, spec: ModelSpec) -> int:
 
 
 def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:
-    """Return the bytes of weights that several processes have, without those of one: tables of
-    tokens, where the head has a matrix of its own, and of positions are whole in each process; a
-    table that is the head, too, is in the first stage and in the last."""
+    """Return the bytes of replicated weights, without one copy: each process has whole embedding
+    tables (if the head is untied) and position tables; a table tied to the head is in the first and
+    in the last stage."""
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         return 0
     item = DTYPE_BYTES[compute.dtype]
     tables = (
         table
         for table in spec.declaration.tables
-        if not table.tied and table.role != "token_inputs"  # which is a matrix, and cut as others
+        if not table.tied and table.role != "token_inputs"  # a matrix, divided like others
     )
     whole = item * sum(table.num_parameters for table in tables)
     if is_fast(config, compute):
@@ -253,7 +253,7 @@ def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> i
         small = (one.num_parameters for block in blocks for one in block if one.role in SMALL)
         whole += item * sum(small)
     if compute.gpu is not None:
-        return whole  # of one device, of which the plan is
+        return whole  # the plan is for one device
     here = config.distributed_executor_backend == "mp"
     twice = spec.tie_word_embeddings and config.pipeline_parallel_size > 1 and here
     return whole * (config.tensor_parallel_size - 1) + twice * _head_bytes(config, spec, compute)
@@ -271,11 +271,11 @@ def _some(counts: list[int]) -> str:
     return " or ".join(map(str, counts))
 
 
-# Several engines, each with all of the model: what each has of threads and memory, or its GPUs.
+# Several engines, each with the whole model: their threads and memory, or their GPUs.
 
 
 def check_replicas(config: EngineConfig, compute: Compute, hardware: Hardware) -> None:
-    """Check that each engine has something to compute with.
+    """Check that there are enough threads or GPUs for all engines.
 
     Raises:
         ConfigError: there are too few threads or GPUs.
@@ -310,7 +310,7 @@ def replica_limit(
         mapped: bytes of weights that all engines map from one file; None: each has its own.
 
     Raises:
-        CapacityError: the mapped weights leave nothing to share out.
+        CapacityError: the mapped weights leave no memory to divide.
     """
     if compute.gpu is not None:
         gpus = _gpus(compute.gpu, hardware)[:replicas]
@@ -334,7 +334,7 @@ def replicas_reason(
     each: Limit,
     mapped: int | None,
 ) -> str:
-    """Return what each engine has, and why."""
+    """Return the reason of the decision: the resources of each engine."""
     if compute.gpu is not None:
         return "engines with all of the model, each on GPUs of its own"
     has = f"each has {threads // replicas} of {threads} threads"
@@ -347,6 +347,6 @@ def replicas_reason(
 
 
 def _gpus(first: Gpu, hardware: Hardware) -> list[Gpu]:
-    """Return the GPUs like the first one, from that one on."""
+    """Return `first` and the later GPUs of the same model."""
     alike = [gpu for gpu in hardware.gpus if gpu.index >= first.index and gpu.name == first.name]
     return sorted(alike, key=lambda gpu: gpu.index)

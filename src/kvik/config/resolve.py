@@ -1,7 +1,7 @@
-"""Options, facts of the model and facts of the machine -> every setting, each with its reason.
+"""Derive every setting, with its reason, from options and facts about the model and the machine.
 
 Pure: nothing is read, loaded or allocated here, so the plan is complete before the first byte of
-weights is read, and a model that cannot fit is an error that says what would.
+weights is read, and a model that cannot fit raises an error that says what would fit.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, Budget, KVGroup, Window
 from kvik.spec.weights import SCHEMES
 
 TIERS = "kv_tiers"
-PREFILL_TIER = 1 << 30  # bytes of the memory tier of a prefill server that names none
+PREFILL_TIER = 1 << 30  # default memory tier of a prefill server, in bytes
 
 
 def resolve(
@@ -67,13 +67,13 @@ def resolve(
 
     Args:
         source: where drafts come from.
-        drawn_seed: seed of the engine if the options give none; None: no engine is started.
-        budgets: tokens that layers keep, as the options' `kv_budget` says.
+        drawn_seed: random seed for options without one; None: no engine is started.
+        budgets: contents of the options' `kv_budget` file.
         moves: see `resolve_config`.
 
     Raises:
-        ConfigError: a field that is out of range, or contradicts the model or another field.
-        CapacityError: what was asked for cannot fit this machine; the message says what would.
+        ConfigError: a field is out of range, or contradicts the model or another field.
+        CapacityError: the engine does not fit this machine; the message says what would fit.
     """
     config = check_config(config)
     if spec.built is None:
@@ -99,7 +99,7 @@ def resolve(
     if asked is not None:
         _check_drafts(asked, spec, ends)
     footprint = footprint_of(config, spec, hardware, compute, mapped)
-    # Processes share the pages of a folder that is mapped.
+    # Processes share the mapped pages of an engine folder.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
     apart = stage_weights(config, spec, compute, ends)
     given = given_bytes(config, spec)
@@ -190,10 +190,10 @@ def resolve(
 def _with_options(
     config: EngineConfig, spec: ModelSpec, budgets: KVBudgets | None, notes: Notes
 ) -> tuple[EngineConfig, ModelSpec]:
-    """Return the options that fit a model, and the model as they change it.
+    """Return the options adapted to the model, and the model as the options change it.
 
     Raises:
-        ConfigError: it cannot be changed so.
+        ConfigError: the model does not support the change.
     """
     if spec.fallback is not None:
         config = _of_fallback(config, spec, notes)
@@ -203,7 +203,7 @@ def _with_options(
 
 
 def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: Hardware) -> Limit:
-    """Return the limit of the GPU that has the least memory: all have as much of the model."""
+    """Return the limit of the GPU with the least memory, as all have equal shares of the model."""
     if compute.gpu is None or config.tensor_parallel_size == 1:
         return limit
     gpus = group_gpus(compute.gpu, config.tensor_parallel_size, hardware)
@@ -214,7 +214,7 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
 
 
 def _check_drafts(asked: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...]) -> None:
-    """Raise ConfigError if a model cannot be asked about drafts."""
+    """Raise ConfigError if a model does not support speculation."""
     if spec.states:
         raise ConfigError(
             "spec_method",
@@ -234,10 +234,10 @@ def _threads_reason(config: EngineConfig, hardware: Hardware) -> str:
 
 
 def _of_encoder(config: EngineConfig, spec: ModelSpec, drafts: bool) -> EngineConfig:
-    """Return the options of an encoder, of whose prompts nothing is kept.
+    """Return the options of an encoder, which keeps no keys and values.
 
     Raises:
-        ConfigError: one of them is for models that write text.
+        ConfigError: an option is only for models that generate text.
     """
     whole = f"{spec.architecture} is an encoder"
     if drafts:
@@ -248,7 +248,7 @@ def _of_encoder(config: EngineConfig, spec: ModelSpec, drafts: bool) -> EngineCo
     return replace(config, enable_prefix_caching=False)
 
 
-# What a model that runs through transformers cannot be asked for, and what it gets.
+# Options that a model running through transformers does not support, with their only value.
 FALLBACK_ALONE: Mapping[str, object] = {
     "quantization": "none",
     "kv_cache_dtype": AUTO,
@@ -267,7 +267,7 @@ def _of_fallback(config: EngineConfig, spec: ModelSpec, notes: Notes) -> EngineC
     """Return the options of a model that runs through transformers.
 
     Raises:
-        ConfigError: one of them is for models that kvik runs itself.
+        ConfigError: an option is only for models that kvik runs itself.
     """
     why = f"{spec.architecture} runs through transformers"
     for name, only in FALLBACK_ALONE.items():
@@ -286,10 +286,10 @@ def _of_fallback(config: EngineConfig, spec: ModelSpec, notes: Notes) -> EngineC
 
 
 def as_stored(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """Return the options without a quantization that is the one of the files.
+    """Return the options without a quantization that the files already have.
 
     Raises:
-        ConfigError: it is a way to store weights, and the files have another.
+        ConfigError: it is a stored format, but not the one of the files.
     """
     asked, stored = config.quantization, spec.quantization
     if stored is not None and asked == stored.method:
@@ -305,10 +305,10 @@ def as_stored(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
 
 
 def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpec:
-    """Return the model with the window that the options ask for in every layer.
+    """Return the model with the requested window in every layer.
 
     Raises:
-        ConfigError: the model cannot be run so.
+        ConfigError: the model does not support it.
     """
     if config.window is None:
         return spec
@@ -343,10 +343,10 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
 
 
 def as_budgeted(spec: ModelSpec, budgets: KVBudgets | None, notes: Notes) -> ModelSpec:
-    """Return the model whose layers keep as many tokens as a file says.
+    """Return the model with the budgets of a file in its layers.
 
     Raises:
-        ConfigError: its layers cannot.
+        ConfigError: its layers do not support budgets.
     """
     if budgets is None:
         return spec
@@ -365,10 +365,10 @@ def as_budgeted(spec: ModelSpec, budgets: KVBudgets | None, notes: Notes) -> Mod
 def check_tiers(
     config: EngineConfig, spec: ModelSpec, compute: Compute, *, moves: bool = False
 ) -> TierOptions | None:
-    """Return the tiers that an engine has.
+    """Return the tiers of an engine.
 
     Raises:
-        ConfigError: it can have none.
+        ConfigError: it does not support tiers.
     """
     if config.kv_tiers is None and config.role == "both":
         return None
@@ -378,7 +378,7 @@ def check_tiers(
             told = "must have a memory tier for role prefill, such as memory:1GiB"
             raise ConfigError(TIERS, f"{told}: others fetch its pages")
         asked = replace(asked, memory=PREFILL_TIER)
-    # Requests go on elsewhere with their pages only where these are kept.
+    # Handing requests over with their pages needs a memory tier.
     moved = asked.memory > 0 and (config.data_parallel_size > 1 or moves)
     asked = replace(
         asked,
@@ -405,10 +405,10 @@ def check_tiers(
 
 
 def less_memory_tier(limit: Limit, tiers: TierOptions | None) -> Limit:
-    """Return the limit for all that is not the memory tier.
+    """Return the limit minus the memory tier.
 
     Raises:
-        CapacityError: the tier leaves nothing.
+        CapacityError: the tier leaves no memory.
     """
     if tiers is None or not tiers.memory:
         return limit

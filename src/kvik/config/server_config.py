@@ -40,7 +40,7 @@ class ModelName(Kind):
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """What the operator asks of the server, in addition to `EngineConfig`."""
+    """Server options of the operator, in addition to `EngineConfig`."""
 
     host: str = option("127.0.0.1", Text(), "address to listen on; 0.0.0.0: all")
     allowed_host: tuple[str, ...] = option(

@@ -1,7 +1,7 @@
-"""Speculative decoding: its options, their checks, and what was decided.
+"""Speculative decoding: its options, their checks, and the decisions.
 
-One JSON object (`speculative_config`) says everything; the flags `spec_method`, `spec_model` and
-`spec_tokens` stand for its commonest fields, and win over them.
+One JSON object (`speculative_config`) holds all options; the flags `spec_method`, `spec_model` and
+`spec_tokens` set its most common fields, and take precedence.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kvik.spec.weights import SCHEMES
 # Engine options.
 SPECULATION_OPTIONS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 OFF = "off"
-FORCED = "forced"  # only what a grammar forces, which all methods but trees draft first
+FORCED = "forced"  # only tokens that a grammar forces, which all methods except trees draft first
 # Methods with a draft model or heads; methods that need none.
 MODEL_METHODS, LOOKUP_METHODS = ("draft_model", "medusa", "eagle"), ("ngram", "suffix", FORCED)
 TREE_METHODS = ("medusa", "eagle")
@@ -43,7 +43,7 @@ DEFAULT_TOKENS: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class SpeculativeConfig:
-    """What the user asks of speculative decoding: the fields of `speculative_config`."""
+    """Speculation options of the user: the fields of `speculative_config`."""
 
     method: str = option(OFF, OneOf(METHODS), "what drafts tokens")
     model: str = option(
@@ -88,7 +88,7 @@ class SpeculativeConfig:
 class Typical:
     """Accept a draft of probability p > min(epsilon, delta * exp(-H)), where H is the entropy of
     the distribution in nats: typical acceptance of Medusa (Cai et al. 2024, 2401.10774, section
-    2.3.1). The less certain the model is, the less a draft must be likely. Lossy."""
+    2.3.1). The less certain the model is, the lower the required probability. Lossy."""
 
     epsilon: float
     delta: float
@@ -102,7 +102,8 @@ class DraftSource:
         path: folder of the draft model or of the heads; "" if there is none.
         spec: facts of the draft model; None: there is none.
         heads: facts of the heads; None: there are none.
-        meanings: the target's id of each of its tokens, -1 where it has none; None: the same ids.
+        meanings: the target's id of each of its tokens, -1 if there is none; None: the ids are the
+            same.
     """
 
     path: str = ""
@@ -116,18 +117,18 @@ NO_SOURCE = DraftSource()
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSpeculation:
-    """Speculative decoding as it was decided.
+    """The resolved settings of speculative decoding.
 
     Attributes:
-        method: one of `METHODS` but "off".
-        num_draft_tokens: most drafts of a request in one step.
-        max_draft_rows: most drafts of all requests in one step.
-        num_lookahead_tokens: places in the KV cache that a decoding request is given beyond its
-            step, for a drafter that writes there.
+        method: one of `METHODS` except "off".
+        num_draft_tokens: maximum number of drafts of a request in one step.
+        max_draft_rows: maximum number of drafts of all requests in one step.
+        num_lookahead_tokens: slots in the KV cache allocated to a decoding request beyond its step,
+            for a drafter that writes there.
         draft_step: the largest step of a draft model.
         draft_group: KV group of the target whose block tables a draft model shares.
-        typical: how drafts of requests that sample without a seed are accepted; None: so that the
-            output keeps its distribution.
+        typical: lossy acceptance of drafts of requests that sample without a seed; None: acceptance
+            that keeps the distribution.
     """
 
     method: str
@@ -151,7 +152,7 @@ class ResolvedSpeculation:
 
     @property
     def draws(self) -> bool:
-        """Whether drafts are sampled, if the tokens of their request are."""
+        """Whether drafts are sampled if the tokens of their request are."""
         return self.method == "draft_model"
 
 

@@ -1,8 +1,9 @@
-"""What other engines call the options of kvik: vLLM first, then transformers, SGLang, TensorRT-LLM
-and llama.cpp.
+"""Other engines' names for kvik's options: vLLM first, then transformers, SGLang, TensorRT-LLM and
+llama.cpp.
 
-One row for each name: what it becomes, which of its values mean nothing here, and what to use in
-place of what kvik does not have. `LLM(...)`, flags, variables and option files read this table.
+One row for each name: the option of kvik, the values without a meaning in kvik, and what to use
+    instead if kvik lacks the feature. `LLM(...)`, flags, variables and option files read this
+    table.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ SYNONYMS: Mapping[str, Synonym] = {
 
 
 def synonym_options() -> tuple[Option, ...]:
-    """Return the names as options, to be read from text; each is None unless given."""
+    """Return the names as options that can be parsed from text; each is None unless given."""
     kinds = {option.name: option.kind for option in options_of(EngineConfig)}
     return tuple(
         Option(name, one.kind or kinds[one.option], None, "", optional=True, facts=NO_FACTS)
@@ -117,12 +118,12 @@ def synonym_options() -> tuple[Option, ...]:
 
 
 def translated(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options with the names of kvik in place of other engines'. Unknown names stay.
+    """Return options with other engines' names replaced by kvik's. Unknown names are kept.
 
-    Names that mean nothing here are left out, and one warning names them.
+    Names without a meaning in kvik are dropped, and one warning lists them.
 
     Raises:
-        ConfigError: kvik has nothing for a name, or an option is given under two names.
+        ConfigError: kvik lacks the feature of a name, or an option is given under two names.
     """
     found, ignored = with_synonyms(given, SYNONYMS, ConfigError)
     if given.get("speculative_model") and "spec_method" not in given:
