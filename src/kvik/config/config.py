@@ -137,7 +137,7 @@ class EngineConfig:
     revision: str | None = option(
         None,
         Text("a branch, tag or commit", r"[^\0]+", "REV"),
-        "branch, tag or commit of a model of the hub; none: its main branch",
+        "branch, tag or commit of a model on the hub; none: its main branch",
     )
     chat_template: str | None = option(
         None,
@@ -147,8 +147,8 @@ class EngineConfig:
     engine_cache: str | None = option(
         None,
         Text("a folder", r"[^\0]+", "DIR"),
-        "folder that keeps the weights as they are in memory once loaded, so that the next start "
-        "maps them; what does not fit is made again; none: loaded every time",
+        "folder that caches loaded weights in their memory layout, so that the next start maps "
+        "them; an entry that does not match is rebuilt; none: weights are loaded every time",
     )
     dtype: str = option(
         "auto",
@@ -161,8 +161,8 @@ class EngineConfig:
     quantization: str = option(
         "none",
         OneOf((*SCHEMES, *(method for method in STORED_METHODS if method not in SCHEMES))),
-        "of the weights while they are loaded; none: as stored; int8: activations too; that of the "
-        "files (awq, gptq, ...): they must be stored so",
+        "rounding of the weights at load; none: as stored; int8: activations too; a stored format "
+        "(awq, gptq, ...): checks that the files have it",
     )
     device: str = option(
         "auto",
@@ -175,20 +175,20 @@ class EngineConfig:
     window: int | None = option(
         None,
         Integer(1, MAX_POSITIONS),
-        "most recent tokens that a token sees, its own included; with attention_sinks texts go on "
-        "without end; None: all, or as the model has it",
+        "most recent tokens that a token sees, including itself; with attention_sinks, generation "
+        "is unbounded; None: all, or as the model defines",
     )
     attention_sinks: int = option(
         0,
         Integer(0, MAX_POSITIONS),
-        "first tokens that a token sees beside those of the window; 4 are enough; 0: a plain "
+        "first tokens that a token sees in addition to the window; 4 are enough; 0: a plain "
         "window, beyond which most models fail",
     )
     kv_budget: str | None = option(
         None,
         Text("a file", r"[^\0]+", "FILE"),
-        "file that kvik kv-budget saved: each layer keeps as many tokens of a request as it "
-        "says, which changes answers; None: all",
+        "file saved by kvik kv-budget with the number of tokens of a request that each layer "
+        "keeps, which changes answers; None: all",
     )
     max_num_seqs: int | None = option(
         None, Integer(1, 65_536), "requests that run at the same time"
@@ -236,8 +236,8 @@ class EngineConfig:
     kv_tiers: str | None = option(
         None,
         Tiers(),
-        "where blocks are kept beyond the KV cache, such as memory:4GiB,disk:DIR:200GiB; none: "
-        "what leaves it is computed again",
+        "tiers that keep evicted KV blocks, such as memory:4GiB,disk:DIR:200GiB; none: "
+        "evicted blocks are computed again",
     )
     role: str = option(
         "both",
@@ -308,13 +308,13 @@ class EngineConfig:
     data_parallel_size: int = option(
         1,
         Integer(1, MAX_REPLICAS),
-        "engines of a server, each with all of the model, in processes of their own; on a CPU they "
-        "share out threads and memory, on GPUs each has its own",
+        "engines of a server, each with the whole model, in separate processes; on a CPU they "
+        "divide threads and memory, on GPUs each has its own",
     )
     expert_parallel: bool = option(
         False,
         Flag(),
-        "each process of tensor_parallel_size has some experts whole, not a part of each",
+        "each process of tensor_parallel_size has some whole experts, not a part of each",
     )
     tensor_parallel_cut: str = option(
         "auto",
@@ -336,7 +336,7 @@ class EngineConfig:
     fallback: str = option(
         "none",
         OneOf(("none", "transformers")),
-        "transformers: a model that kvik does not know runs through that library, slowly",
+        "transformers: a model that kvik does not implement runs through that library, slowly",
     )
     seed: int | None = option(
         None,

@@ -54,8 +54,8 @@ class BudgetOptions:
     by: str = option(
         ENTROPY,
         OneOf((ENTROPY, UNIFORM, PYRAMID)),
-        "entropy: in proportion to how far the attention of a layer is spread; uniform: the same "
-        "for all; pyramid: fewer from layer to layer",
+        "entropy: in proportion to how widely a layer's attention is spread; uniform: the same "
+        "for all; pyramid: decreasing from layer to layer",
     )
 
 
