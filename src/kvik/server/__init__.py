@@ -1,16 +1,16 @@
-"""The production server: OpenAI- and Anthropic-compatible, over one engine that it is handed.
+"""The production server: OpenAI- and Anthropic-compatible, for the engine that it is given.
 
-The edge: `http_protocol.py` is one connection, `app.py` one request in and out, `access.py` who may
-send it, `route.py` routes and bodies, `errors.py` what is wrong with it. From request to text:
-`texts.py` tokenizer and chat template, `admission.py` the queue limits, `generation.py` the way to
-the engine and back, `responses.py` JSON and event streams. `server.py` puts the parts together,
-`run.py` serves until a signal; `metrics.py` and `tracing.py` observe. `asgi.py` makes an ASGI
-application of an `AsyncLLM`. `proxy.py` stands in front of several servers (`kvik route`),
-`transfer.py` is how one of these computes prompts for another one.
+At the edge, `http_protocol.py` handles a connection, `app.py` a request and its response,
+`access.py` access control, `route.py` routes and bodies, `errors.py` error responses. From request
+to text: `texts.py` has the tokenizer and the chat template, `admission.py` the queue limits,
+`generation.py` the exchange with the engine, `responses.py` JSON and event streams. `server.py`
+assembles the parts, `run.py` serves until a signal; `metrics.py` and `tracing.py` observe.
+`asgi.py` wraps an `AsyncLLM` as an ASGI application. `proxy.py` is the proxy in front of several
+servers (`kvik route`), `transfer.py` lets one of them compute prompts for another.
 
 An endpoint is one file with its request, response, handler and routes: `native.py`, `anthropic.py`,
 `llama_server.py`, `health.py`, `admin.py`, `engine_view.py` and all of `openai/`. `pages.py` serves
-the playground of `ui/` and the documentation; `unhonoured.py` refuses what kvik does not have.
+the playground of `ui/` and the documentation; `unhonoured.py` refuses unsupported fields.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["build_app"]
 
 
-def __getattr__(name: str) -> object:  # parts of the server are used without the rest
+def __getattr__(name: str) -> object:  # lazy: parts of the server are used without the rest
     if name not in __all__:
         raise AttributeError(f"module 'kvik.server' has no attribute {name!r}")
     from kvik.server import asgi

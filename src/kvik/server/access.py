@@ -1,4 +1,4 @@
-"""Checks of browsers' requests: the Host header and the origin of the page."""
+"""Access control: API keys, and for browsers the Host header and the origin of the page."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request.
+    """The sender of a request.
 
     Attributes:
         tenant: the name under which it shares the engine and the prefix cache.
-        name: for logs; reveals nothing of the key.
-        is_admin: may use the admin routes.
+        name: name for logs; reveals nothing about the key.
+        is_admin: whether it may use the admin routes.
     """
 
     tenant: str
@@ -63,10 +63,10 @@ class Keys:
         return any(key.caller.is_admin for key in self._keys)
 
     def caller(self, headers: Headers) -> Caller | None:
-        """Return whose key these headers have; None: no valid one.
+        """Return the owner of the key in these headers; None without a valid key.
 
         A key is sent as `Authorization: Bearer KEY` or as `x-api-key: KEY`; some clients send both,
-        and one that is right will do.
+            and one valid key is enough.
         """
         if not self._keys:
             return ANONYMOUS
@@ -95,7 +95,7 @@ def read_keys(texts: Sequence[str], file: str | None = None) -> Keys:
     A single key without a name is an administrator's: the server has one user.
 
     Raises:
-        ConfigError: `api_key` or `api_key_file` holds something that cannot be a key.
+        ConfigError: `api_key` or `api_key_file` has an invalid key.
     """
     keys = [Key(_digest("api_key", text), _caller(f"key-{i + 1}")) for i, text in enumerate(texts)]
     named = False
@@ -171,17 +171,17 @@ def is_loopback(host: str) -> bool:
 
 
 class Hosts:
-    """The names under which a server may be reached. A page whose own name leads here (DNS
-    rebinding) says that name in the Host header.
+    """The names under which a server may be reached. A page whose own name resolves to this server
+    (DNS rebinding) sends that name in the Host header.
 
-    Loopback names are always known. A server that others can reach is also known by any address,
-    which no stranger can make lead elsewhere, and by the name of its machine. A page cannot send
-    a key that it does not know, so where keys are needed any name will do, unless some are listed.
+    Loopback names are always accepted. A server on a public address also accepts any IP address,
+    which an attacker cannot redirect, and the name of its machine. A page cannot send a key that it
+    does not know, so if keys are needed any name is accepted, unless names are listed.
 
     Args:
-        host: the server listens on; "" is every address.
-        allowed: more names; * is any.
-        keyed: the server needs keys.
+        host: address that the server listens on; "" is every address.
+        allowed: additional names; * is any.
+        keyed: whether the server needs keys.
     """
 
     def __init__(self, host: str, allowed: Sequence[str], *, keyed: bool) -> None:
@@ -192,7 +192,7 @@ class Hosts:
             self._names |= {_plain(host), _plain(socket.gethostname())}
 
     def check(self, headers: Headers, http_version: str) -> None:
-        """Refuse a Host that cannot be, or that is no name of the server.
+        """Refuse an invalid Host, or one that is not a name of the server.
 
         Raises:
             HttpError: 400 or 403.
@@ -246,7 +246,8 @@ class Origins:
         }
 
     def preflight(self, headers: Headers) -> dict[str, str] | None:
-        """Return the headers of the response to an allowed preflight request; None: it is none."""
+        """Return the headers of the response to an allowed preflight request; None for other
+        requests."""
         if not self.headers(headers) or "access-control-request-method" not in headers:
             return None
         asked = headers.get("access-control-request-headers", "")

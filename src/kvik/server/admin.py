@@ -1,4 +1,4 @@
-"""The routes of the operator, on a port of their own on the loopback address."""
+"""The operator's routes, on a separate port on the loopback address."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class AbortRequest(msgspec.Struct):
 
 
 class DrainRequest(msgspec.Struct):
-    """`drain`: take no more requests; false: take them again."""
+    """`drain`: stop accepting requests; false: accept them again."""
 
     drain: bool
 
 
 class Drained(msgspec.Struct):
-    """`unfinished`: requests that the replica still has."""
+    """`unfinished`: number of requests that the replica still has."""
 
     unfinished: int
 
@@ -45,7 +45,7 @@ class Done(msgspec.Struct):
 
 
 class Forgotten(msgspec.Struct):
-    """Blocks of the prefix cache that are free now."""
+    """`num_blocks`: blocks of the prefix cache that were freed."""
 
     num_blocks: int
 
@@ -92,7 +92,7 @@ async def stats(server: Server, request: Request) -> Response:
 
 
 def make_admin_app(server: Server) -> App:
-    """Return the application on the admin port. The end of the server does not wait for it."""
+    """Return the application on the admin port. Shutdown does not wait for its requests."""
     return App(routes(server), server.keys, Drain(), AppConfig(LOOPBACK, admin=True))
 
 

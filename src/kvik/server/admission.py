@@ -1,4 +1,4 @@
-"""Admission: limits on the work that waits, shared fairly by the tenants."""
+"""Admission: limits on queued work, shared fairly by the tenants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvik.errors import CapacityError, OverloadError
 
 FREE_MULTIPLE = 8  # a tenant may take this many times the free part of the queue
 MIN_RETRY, MAX_RETRY = 1.0, 60.0  # seconds
-HALF_LIFE = 10.0  # busy seconds after which a measurement counts half
+HALF_LIFE = 10.0  # busy seconds after which the weight of a measurement is halved
 
 
 @dataclass(slots=True)
@@ -23,15 +23,15 @@ class _QueueSize:
 
 
 class Admission:
-    """Counts the requests that wait for their first token, and refuses too many.
+    """Counts the requests that wait for their first token, and refuses requests beyond the limits.
 
     Where several tenants may be active, the share of one is bounded by `FREE_MULTIPLE` times the
-    free part of the queue (dynamic thresholds, Choudhury and Hahne 1998): alone it gets nearly
-    everything, and a new tenant always finds room, even behind a flood.
+    free part of the queue (dynamic thresholds, Choudhury and Hahne 1998): a single tenant gets
+    nearly everything, and a new tenant always finds room, even after a flood.
 
     Args:
-        max_requests, max_tokens: that may wait. A request in an empty queue may have any number of
-            tokens.
+        max_requests, max_tokens: limits of the queue. A request in an empty queue may have any
+            number of tokens.
         shared: whether there may be more than one tenant.
         clock: seconds.
     """
@@ -44,14 +44,14 @@ class Admission:
         self._shared = shared
         self._clock = clock
         self._all = _QueueSize()
-        self._tenants: dict[str, _QueueSize] = {}  # with something that waits
+        self._tenants: dict[str, _QueueSize] = {}  # tenants with waiting requests
         self._start_rate = StartRate(clock())
 
     def check(self, tenant: str, requests: int, tokens: int = 0) -> None:
-        """Refuse what does not fit into the queue now.
+        """Refuse requests that do not fit into the queue now.
 
         Raises:
-            CapacityError: it never fits.
+            CapacityError: they never fit.
             OverloadError: the queue, or the tenant's share of it, is full; `own` says which.
         """
         if requests > self._max_requests:
@@ -76,10 +76,10 @@ class Admission:
         """Refuse a deadline that the first token would miss, at the measured rate.
 
         Raises:
-            OverloadError: it would come too late.
+            OverloadError: the first token would be too late.
         """
         mine = self._tenants.get(tenant, _QueueSize())
-        active = len(self._tenants) + (tenant not in self._tenants)  # they take turns
+        active = len(self._tenants) + (tenant not in self._tenants)  # served alternately
         ahead = self._start_rate.estimate(
             min(self._all.requests, mine.requests * active),
             min(self._all.tokens, mine.tokens * active),
@@ -105,7 +105,7 @@ class Admission:
 
     @property
     def fill(self) -> float:
-        """How full the queue is, 0 to 1."""
+        """Fill level of the queue, 0 to 1."""
         return max(self._all.requests / self._max_requests, self._all.tokens / self._max_tokens)
 
     @property
@@ -159,22 +159,22 @@ class Reservation:
         self._tokens = tokens
 
     def started(self, index: int) -> None:
-        """A sibling has its first token, or is done without any: only its prompt was read."""
+        """Record that a sibling has its first token, or finished without one (prompt only)."""
         if index in self._waiting:
             self._waiting.discard(index)
             self._admission._change(self._tenant, -1, self._tokens, started=True)
 
     def release(self) -> None:
-        """The request ended, well or not."""
+        """Record that the request ended, successfully or not."""
         if self._waiting:
             self._admission._change(self._tenant, -len(self._waiting), self._tokens)
             self._waiting.clear()
 
 
 class StartRate:
-    """How quickly waiting work starts, over the seconds in which some waited.
+    """Measures how fast queued work starts, during the time in which the queue is not empty.
 
-    Older seconds count less: half as much for every `HALF_LIFE`.
+    The weight of older seconds halves every `HALF_LIFE`.
     """
 
     def __init__(self, now: float) -> None:
@@ -182,7 +182,7 @@ class StartRate:
         self._seconds = self._requests = self._tokens = 0.0
 
     def advance(self, now: float, *, busy: bool) -> None:
-        """Account for the time until `now`; `busy`: something waited all along."""
+        """Account for the time until `now`; `busy`: whether the queue was not empty."""
         if busy and now > self._at:
             decay = 0.5 ** ((now - self._at) / HALF_LIFE)
             self._requests *= decay
@@ -191,15 +191,16 @@ class StartRate:
         self._at = now
 
     def add(self, requests: int, tokens: int) -> None:
-        """Count what has started."""
+        """Count started requests and tokens."""
         self._requests += requests
         self._tokens += tokens
 
     def estimate(self, requests: float, tokens: float, *, cautious: bool = False) -> float | None:
-        """Return the seconds until this much has started; None if nothing is known yet.
+        """Return the seconds until this much work has started; None without measurements.
 
-        Requests with short prompts are slow per token, and with long ones per request, so one of
-        two estimates is too high. This is the smaller one; `cautious` takes the larger.
+        Requests with short prompts are slow per token, and requests with long ones per request, so
+        one of the two estimates is too high. This returns the smaller one, or with `cautious` the
+        larger.
         """
         if not self._requests or not self._tokens:
             return None
@@ -219,7 +220,7 @@ class Degradation:
     """Shorter answers under pressure.
 
     Attributes:
-        max_tokens: of an answer then; None: as many as it asks for.
+        max_tokens: limit of an answer under pressure; None: no limit.
         threshold: pressure from which this applies, 0 to 1.
     """
 
@@ -252,7 +253,7 @@ class KVUsage:
         self._last = 0.0
 
     def read(self) -> float:
-        """Return the last known share; asks the engine for the next call."""
+        """Return the last known share, and start an update for the next call."""
         if self._clock() - self._asked_at >= 1.0 and (self._task is None or self._task.done()):
             self._asked_at = self._clock()
             self._task = asyncio.get_running_loop().create_task(self._ask())

@@ -47,24 +47,23 @@ from kvik.text.tool_grammar import ToolMode
 
 
 class OutputFormat(Struct, kw_only=True):
-    """The answer is JSON that satisfies a schema."""
+    """Requests an answer that is JSON satisfying a schema."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(Struct, kw_only=True):
-    """What the answer must be, and how much the model thinks before."""
+    """The format of the answer, and how much the model thinks before it."""
 
     format: OutputFormat | None = None
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class MessageRequest(CountRequest, kw_only=True):
-    """A conversation to answer. An assistant's message at its end is the beginning of the answer.
-
-    The answer ends with the context, where `max_tokens` would go beyond it. With 0 there is none:
-    the prompt is computed, for the cache.
+    """A conversation to answer. The answer continues an assistant's message at its end. If
+    `max_tokens` exceeds the context, the answer ends with the context. With 0 there is no answer:
+    the prompt is computed for the cache.
     """
 
     max_tokens: Count
@@ -89,15 +88,16 @@ StopReason = Literal[
 
 
 class CacheCreation(Struct, kw_only=True):
-    """Tokens that were written and pinned, by how long they stay."""
+    """Tokens that were written and pinned, by their lifetime."""
 
     ephemeral_5m_input_tokens: int
     ephemeral_1h_input_tokens: int
 
 
 class MessageUsage(Struct, kw_only=True):
-    """The prompt is what was read from the cache, what was written into it and pinned, and
-    `input_tokens`, the rest. null: not known yet, and the rest is all of it."""
+    """Token counts. The prompt consists of tokens read from the cache, tokens written to it and
+    pinned, and the rest, `input_tokens`. null: not known yet; `input_tokens` is then the whole
+    prompt."""
 
     input_tokens: int
     cache_creation_input_tokens: int | None
@@ -123,7 +123,7 @@ def text_block(text: str) -> AnswerBlock:
     return AnswerBlock(type="text", text=text)
 
 
-SIGNATURE = "kvik"  # clients send it back, and nothing looks at it
+SIGNATURE = "kvik"  # clients send it back; it is ignored
 
 
 def thinking_block(thought: str) -> AnswerBlock:
@@ -136,7 +136,7 @@ def call_block(call: AnswerDelta, arguments: dict[str, Any]) -> AnswerBlock:
 
 
 class MessageResponse(Struct, kw_only=True):
-    """The assistant's message; at the start of a stream without content."""
+    """The assistant's message; without content at the start of a stream."""
 
     id: str
     type: Literal["message"] = "message"
@@ -173,12 +173,12 @@ MESSAGES: Table = {
 
 @dataclass(frozen=True, slots=True)
 class UsageMeter:
-    """Of one request.
+    """Computes the usage of one request.
 
     Attributes:
-        num_prompt: tokens.
-        pins: that were wanted.
-        block_size: of the KV cache: what is pinned are full blocks.
+        num_prompt: tokens of the prompt.
+        pins: requested pins.
+        block_size: block size of the KV cache, since only full blocks are pinned.
     """
 
     num_prompt: int
@@ -186,7 +186,7 @@ class UsageMeter:
     block_size: int
 
     def usage(self, used: PromptUse | None, num_output: int) -> MessageUsage:
-        """`used`: None if it is not known yet."""
+        """Return the usage. `used`: None if it is not known yet."""
         if used is None:
             return MessageUsage(
                 input_tokens=self.num_prompt,
@@ -208,8 +208,8 @@ class UsageMeter:
         )
 
     def _for_an_hour(self, read: int, written: int) -> int:
-        """Of the tokens written and pinned, those up to the last mark of an hour that they reach:
-        there may not have been room for a longer pin."""
+        """Return how many of the written and pinned tokens stay for an hour: those up to the last
+        one-hour mark that was reached, as there may not have been room for a longer pin."""
         lengths = [
             min(pin.num_tokens, self.num_prompt) // self.block_size * self.block_size
             for pin in self.pins
@@ -252,8 +252,8 @@ class MessageFormat(ResponseFormat):
     """A message as a `ResponseFormat`: a block of text, then one for each call.
 
     Args:
-        answer: what it may have beside text.
-        max_model_len: of prompt and answer together.
+        answer: what the answer may have in addition to text.
+        max_model_len: limit of prompt and answer together.
     """
 
     heartbeat = PING
@@ -269,7 +269,7 @@ class MessageFormat(ResponseFormat):
     ) -> None:
         self._answer = answer
         self._parser = None if answer.plain else answer.parser()
-        # The block that is being written, and its type.
+        # The block being written, and its type.
         self._open, self._kind = (0, "text") if answer.plain else (-1, "")
         self._id = f"msg_{secrets.token_hex(12)}"
         self._model = model
@@ -277,7 +277,7 @@ class MessageFormat(ResponseFormat):
         self._usage = usage
         self._stop_sequences = body.stop_sequences or ()
         self._max_model_len = max_model_len
-        self._silent = body.max_tokens == 0  # the prompt is computed for the cache alone
+        self._silent = body.max_tokens == 0  # the prompt is only computed for the cache
 
     def whole(self, outputs: Sequence[RequestOutput]) -> MessageResponse:
         (output,) = outputs
@@ -374,7 +374,7 @@ class MessageFormat(ResponseFormat):
 
 
 def _blocks(parser: AnswerReader, text: str) -> list[AnswerBlock]:
-    """Return the parts of a whole answer. Arguments that were cut off are none."""
+    """Return the blocks of a whole answer. Truncated arguments become {}."""
     deltas = [*parser.push(text), *parser.close()]
     found = "".join(delta.text for delta in deltas)
     thought = "".join(delta.thought for delta in deltas)
@@ -396,8 +396,8 @@ def _blocks(parser: AnswerReader, text: str) -> list[AnswerBlock]:
 
 
 def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | None:
-    """Return the tools of a body; None: it has none. Those that the server would have to run are
-    left out, and the request's header says so.
+    """Return the tools of a body; None without tools. Tools that the server would have to run are
+    left out, and a response header lists them.
 
     Raises:
         ParamError: they cannot be used, or there is a choice without tools.
@@ -485,7 +485,7 @@ async def count_tokens(server: Server, request: Request, body: CountRequest) -> 
     """Count the tokens that a conversation would have as a prompt."""
     server.served_name(body.model)
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
-    conversation.marks.clear()  # where they stand is not asked
+    conversation.marks.clear()  # the count does not need them
     texts = server.texts.of(caller_of(request).tenant)
     _thinking(body, texts)
     prompt = await make_prompt(texts, conversation, tool_use(request, body, texts), body.variables)
@@ -493,10 +493,10 @@ async def count_tokens(server: Server, request: Request, body: CountRequest) -> 
 
 
 def _thinking(body: CountRequest, texts: Texts) -> int | None:
-    """Return the most tokens of a thought; None: any.
+    """Return the maximum number of tokens of a thought; None: no limit.
 
     Raises:
-        ParamError: thoughts are asked for and the model has none, or they cannot be bounded.
+        ParamError: thoughts are requested but the model has none, or they cannot be limited.
     """
     asked = body.thinking
     if asked is None or asked.type == "disabled":
@@ -510,7 +510,7 @@ def _thinking(body: CountRequest, texts: Texts) -> int | None:
 def _params(body: MessageRequest, defaults: SamplingParams) -> SamplingParams:
     """Return the sampling parameters; absent fields take the model's own defaults."""
     given = {
-        "max_tokens": max(1, body.max_tokens),  # of 0 the one token is not shown
+        "max_tokens": max(1, body.max_tokens),  # for 0, the one token is not shown
         "stop": tuple(body.stop_sequences) if body.stop_sequences else None,
         "temperature": body.temperature,
         "top_p": body.top_p,

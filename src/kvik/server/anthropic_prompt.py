@@ -1,4 +1,4 @@
-"""The messages of Anthropic's API as a prompt, and the prefixes of it that cache marks pin."""
+"""Convert messages of Anthropic's API to a prompt, with the prefixes that cache marks pin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvik.text.chat_template import MAX_MESSAGES
 
 
 class CacheControl(Struct, kw_only=True):
-    """The prompt up to here is kept in the prefix cache, for so long after its last use."""
+    """Keeps the prompt up to this block in the prefix cache for `ttl` after its last use."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None  # 5m
@@ -47,7 +47,7 @@ class MessageParam(Struct, kw_only=True):
 
 
 class MessageTool(Struct, kw_only=True):
-    """A function that the model may call, or a tool of another type, which the server has not.
+    """A function that the model may call, or a tool of another type, which is not supported.
 
     `input_schema`: JSON Schema of a function's arguments.
     """
@@ -70,7 +70,7 @@ class MessageToolChoice(Struct, kw_only=True):
 
 
 class Thinking(Struct, kw_only=True):
-    """Whether the model thinks before it answers, and in how many tokens at most."""
+    """Whether the model thinks before it answers, and the maximum number of tokens for it."""
 
     type: Literal["enabled", "disabled", "adaptive"]
     budget_tokens: Annotated[int, Meta(ge=1)] | None = None
@@ -78,12 +78,12 @@ class Thinking(Struct, kw_only=True):
 
 
 class CountRequest(Struct, kw_only=True):
-    """A conversation, whose tokens are counted."""
+    """A conversation whose tokens to count."""
 
     model: Name
     messages: Annotated[list[MessageParam], Meta(min_length=1, max_length=MAX_MESSAGES)]
     system: str | list[ContentBlock] | None = None
-    cache_control: CacheControl | None = None  # as if it stood at the last block
+    cache_control: CacheControl | None = None  # applies to the last block
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
@@ -107,13 +107,13 @@ class ConversationTurn:
 
     role: str
     texts: list[str] = field(default_factory=list)  # one for each block
-    calls: list[ContentBlock] = field(default_factory=list)  # that the assistant made
-    call_id: str | None = None  # whose result it is
+    calls: list[ContentBlock] = field(default_factory=list)  # calls by the assistant
+    call_id: str | None = None  # the call that this is the result of
 
 
 @dataclass(frozen=True, slots=True)
 class CacheMark:
-    """A wish to keep the prompt in the cache up to the end of a block."""
+    """A request to keep the prompt in the cache up to the end of a block."""
 
     turn: int
     block: int  # of that turn
@@ -147,7 +147,7 @@ def read_conversation(body: CountRequest) -> Conversation:
     conversation = Conversation()
     if body.system:
         _add(conversation, "system", "system", body.system)
-    # Some clients say things as the system in between: they belong to what it says at first.
+    # Some clients send later system messages: they are merged into the first one.
     order = sorted(enumerate(body.messages), key=lambda pair: pair[1].role != "system")
     for i, message in order:
         _add(conversation, f"messages.{i}.content", message.role, message.content)
@@ -256,9 +256,9 @@ async def make_prompt(
 ) -> Prompt:
     """Render and tokenise a conversation, and find the prefix of each cache mark.
 
-    What a template makes of a block is up to the template. So the conversation is rendered once
-    more up to the mark, and the prefix is what both texts have in common. Where a template shows
-    the beginning of a conversation differently when it stands alone, less is kept.
+    The template decides how a block is rendered. So the conversation is rendered again up to the
+    mark, and the prefix is the common prefix of both texts. If a template renders the beginning of
+    a conversation differently when it is alone, less is kept.
 
     Raises:
         ParamError: the template refuses the conversation, or it is too long.
@@ -291,7 +291,7 @@ async def _length(
     use: ToolUse | None,
     variables: Mapping[str, object] | None,
 ) -> int:
-    """Tokens of the prompt up to a mark."""
+    """Return the number of prompt tokens up to a mark."""
     marked = turns[mark.turn]
     part = replace(marked, texts=marked.texts[: mark.block + 1])
     shown = [*turns[: mark.turn], part]
@@ -314,7 +314,7 @@ async def _length(
 
 
 def common_length(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of the common prefix, by bisection: slices compare quickly."""
+    """Return the length of the common prefix, by bisection, as comparing slices is fast."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -2,7 +2,7 @@
 
 In this order: the request gets its id, Host and Origin are checked, the route is found, the API key
 is checked unless the route is open, and only then the handler runs and may read the body. Unknown
-paths need a key too, so that they tell a stranger nothing.
+paths need a key too, so that they reveal nothing to strangers.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ SAFE_ID = re.compile(r"[A-Za-z0-9_-]{1,128}")
 NO_CREDENTIALS = {"www-authenticate": 'Bearer realm="kvik"'}
 PROBES = ("/health", "/ping", "/ready", "/metrics")
 MAX_LOGGED_PATH = 200
-MAX_COMPARED = 64  # characters of a path that is not there
-MAX_REPORTED_FIELDS = 256  # unknown fields of which the log warns, once each
+MAX_COMPARED = 64  # characters of an unknown path
+MAX_REPORTED_FIELDS = 256  # unknown fields that the log warns of, once each
 
 
 class RouteTable:
@@ -93,14 +93,14 @@ class RouteTable:
 
 
 class ResponseSender:
-    """Sends a response with the headers that all have.
+    """Sends a response with the common headers.
 
     Args:
         headers: further headers.
 
     Attributes:
         status: None until the response has begun.
-        num_bytes: of the body so far.
+        num_bytes: bytes of the body so far.
     """
 
     def __init__(self, send: Send, context: RequestContext, headers: Mapping[str, str]) -> None:
@@ -125,15 +125,15 @@ class ResponseSender:
 
 @dataclass(frozen=True, slots=True)
 class AppConfig:
-    """How an app may be reached.
+    """Access options of an app.
 
     Attributes:
         host: the address it listens on; "" is every address.
-        allowed_host: host names to accept besides those that are always known.
+        allowed_host: host names to accept in addition to the default ones.
         cors_origin: origins of the pages that may use it.
-        admin: every route that is not open needs the key of an administrator.
+        admin: whether every non-open route needs an administrator's key.
         root_path: prefix of all paths, which a reverse proxy may or may not have removed.
-        kv_token: with which servers sign the requests that they give away.
+        kv_token: secret with which servers sign the requests that they hand over.
     """
 
     host: str = ""
@@ -148,7 +148,7 @@ class AppConfig:
 def make_app(server: Server, routes: Sequence[Route], limits: BodyLimits = DEFAULT_LIMITS) -> App:
     """Return the application on the main port."""
     config = server.config
-    # No web page reaches a Unix socket by a name, and a proxy before it may pass on any.
+    # Web pages cannot reach a Unix socket, and a proxy in front of it may forward any Host.
     allowed = config.allowed_host or ((ANY,) if config.uds is not None else ())
     app_config = AppConfig(
         config.host,
@@ -186,7 +186,7 @@ class App:
             await send({"type": "websocket.close", "code": 1008})
             return
         assert scope["type"] == "http"
-        # An app that this one is mounted in names its prefix.
+        # An outer app sets the prefix at which this one is mounted.
         prefix = scope.get("root_path") or self._root_path
         if scope["path"].startswith(f"{prefix}/"):
             scope["path"] = scope["path"].removeprefix(prefix)
@@ -218,7 +218,7 @@ class App:
                 anthropic = in_messages(request.scope["path"])
                 response = http_error(error).response(anthropic=anthropic)
                 await response(request.scope, request.receive, sender.send)
-            # The client must not take what was sent for a complete response.
+            # The client must not mistake the partial response for a complete one.
             elif not break_connection(request.scope):
                 raise
 
@@ -242,7 +242,8 @@ class App:
         return await route.handler(request)
 
     def _returns(self, headers: Mapping[str, str]) -> bool:
-        """Whether a request was given away by a server, and no other one takes it."""
+        """Return whether a request that a server handed over comes back, as no other one takes
+        it."""
         told = headers.get(RESUMED_HEADER, "")
         return MOVES_HEADER not in headers and read_resumption(told, self._kv_token) is not None
 
@@ -267,7 +268,7 @@ class App:
         return caller
 
     def _headers(self, request: Request, context: RequestContext) -> Mapping[str, str]:
-        """Return the headers that every response has."""
+        """Return the common headers of responses."""
         client_id = request.headers.get("x-request-id", "")
         headers = {
             "date": formatdate(usegmt=True),
@@ -307,7 +308,7 @@ class App:
 def all_routes(
     server: Server, requests: RequestMetricsObserver, more: MoreMetrics = no_more
 ) -> list[Route]:
-    """Return the one route table of the main port.
+    """Return the route table of the main port.
 
     Args:
         requests: observes the server's requests, for `/metrics`.
@@ -328,8 +329,8 @@ def all_routes(
 
 
 def without_version(table: Sequence[Route]) -> list[Route]:
-    """Return the routes below /v1 at their paths without it, where those are free: the base URLs of
-    clients end with /v1 or not. They are not described again."""
+    """Return the routes below /v1 at their paths without /v1, if those are free: clients' base URLs
+    may end with /v1 or not. They are not described again."""
     known = {(route.method, route.path) for route in table}
     below = [replace(route, path=route.path.removeprefix("/v1"), note="") for route in table]
     return [route for route in below if (route.method, route.path) not in known]

@@ -1,4 +1,4 @@
-"""The server of an `AsyncLLM` as an ASGI application, alone or mounted in another one."""
+"""Wrap an `AsyncLLM` as the server's ASGI application, alone or mounted in another one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ELSEWHERE = frozenset(
 
 
 class LoadedEngine(Protocol):
-    """What `build_app` needs of an engine: an `AsyncLLM`."""
+    """The part of an `AsyncLLM` that `build_app` needs."""
 
     model: str
     resolved: ResolvedConfig
@@ -44,11 +44,11 @@ class LoadedEngine(Protocol):
     default_params: SamplingParams
 
     def begin(self) -> None:
-        """Begin to load it, unless that was done."""
+        """Begin to load it, unless it has begun."""
         ...
 
     async def start(self) -> None:
-        """Load it, unless that was done, and wait until it takes requests."""
+        """Load it, unless it is loaded, and wait until it accepts requests."""
         ...
 
     async def close(self) -> None:
@@ -59,15 +59,15 @@ class LoadedEngine(Protocol):
 def build_app(engine: LoadedEngine, **options: Any) -> EngineApp:
     """Return the server of an `AsyncLLM` as an ASGI application, alone or mounted in another one.
 
-    All routes of `kvik serve` are there, and requests of both ways in share one batch. As the app
-    of a server of its own it loads the engine at the start and closes it at the end; one that it is
-    mounted in does that itself, as `async with engine`, or the first request begins to load it.
+    It has all routes of `kvik serve`, and its requests share the batch with calls in Python. As a
+    standalone app it loads the engine at startup and closes it at shutdown. If it is mounted, the
+    outer app does this with `async with engine`, or the first request begins to load the engine.
 
     Args:
-        options: fields of `ServerConfig`, without those of a program that listens.
+        options: fields of `ServerConfig`, except those of `ELSEWHERE`.
 
     Raises:
-        ConfigError: an option does not exist, is the program's own, or is out of range.
+        ConfigError: an option does not exist, belongs to the program, or is out of range.
     """
     known = [one.name for one in options_of(ServerConfig) if one.name not in ELSEWHERE]
     for name in options:
@@ -87,7 +87,7 @@ def build_app(engine: LoadedEngine, **options: Any) -> EngineApp:
 
 
 class EngineApp:
-    """An ASGI application over an engine, which it loads when it is asked for something."""
+    """An ASGI application for an engine, which it loads at the first request."""
 
     def __init__(self, engine: LoadedEngine, app: App) -> None:
         self._engine = engine

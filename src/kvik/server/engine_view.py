@@ -1,6 +1,6 @@
-"""The decisions and the state of the engine: `/v1/engine`, and as a stream `/v1/engine/live`.
+"""Decisions and state of the engine: `/v1/engine`, and as a stream `/v1/engine/live`.
 
-Both show how all callers use the server, so where there are keys they need an administrator's.
+Both show the activity of all callers, so if there are keys they need an administrator's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvik.server.server import Drain, Server
 
 INTERVAL = 0.4  # seconds between two events
 MAX_WATCHERS = 8
-SEND_SECONDS = 20.0  # that a watcher may take to make room for the next event
+SEND_SECONDS = 20.0  # time for a watcher to accept the next event
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
@@ -37,9 +37,10 @@ class EngineFrame:
 
     Attributes:
         reason: why the engine is not ready; "" if it is.
-        view: complete in the first event, then without the steps and finished requests that were
-            sent already; None: the engine does not answer now. Of several engines it shows all.
-        replicas: each of several engines; (): there is one.
+        view: complete in the first event, then without steps and finished requests that were
+            already sent; None: the engine is not answering. With several engines, it covers all of
+            them.
+        replicas: one entry for each of several engines; () for a single one.
     """
 
     state: EngineState
@@ -53,7 +54,7 @@ class EngineFacts:
     """The decisions and the state of the engine.
 
     Attributes:
-        memory: as planned, in bytes; `total` of its parts.
+        memory: planned memory in bytes. total: sum of its parts.
     """
 
     model: str
@@ -68,7 +69,7 @@ class EngineFacts:
 
 
 class EngineFeed:
-    """Reads the engine at most once in `interval` seconds, whatever the number of watchers."""
+    """Reads the engine at most once per `interval` seconds, whatever the number of watchers."""
 
     def __init__(self, engine: EngineClient, interval: float = INTERVAL) -> None:
         self._engine = engine
@@ -93,18 +94,18 @@ class EngineFeed:
     async def _take(self) -> EngineFrame:
         view = None
         if self._engine.state is EngineState.READY:
-            with suppress(UnavailableError):  # it is busy, or stopped just now
+            with suppress(UnavailableError):  # it is busy, or has just stopped
                 view = await self._engine.live()
         replicas = await self._engine.replicas()
         return EngineFrame(self._engine.state, self._engine.reason, view, replicas)
 
 
 class EngineView:
-    """The handlers.
+    """The handlers of both routes.
 
     Args:
         interval: seconds between events of the stream.
-        max_watchers: streams at the same time.
+        max_watchers: maximum number of concurrent streams.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class EngineView:
     async def _events(self) -> AsyncIterator[bytes]:
         seen: EngineFrame | None = None
         sent: LiveView | None = None
-        while not self._drain.started:  # a server that stops does not wait for watchers
+        while not self._drain.started:  # shutdown does not wait for watchers
             seen = await self._feed.after(seen)
             view = seen.view
             if view is not None and sent is not None and view.stats.steps >= sent.stats.steps:
@@ -165,7 +166,7 @@ class EngineView:
 
 
 class WatchedStream(StreamingResponse):
-    """A stream that ends when its reader does not read.
+    """A stream that ends if its client does not read.
 
     Args:
         leave: called when the stream ends, for whatever reason.

@@ -1,7 +1,7 @@
-"""Errors as HTTP: the status, the body in the API's own shape, and whether to try again.
+"""HTTP errors: the status, the body in the format of the API, and whether to retry.
 
-Clients retry 408, 409, 429 and everything from 500 on. So what is wrong with a request is always
-4xx, and where a retry would fail again the response says so: `x-should-retry: false`.
+Clients retry 408, 409, 429 and 5xx. So errors in a request are always 4xx, and if a retry would
+fail again the response says so: `x-should-retry: false`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_LINE = 500  # characters of a line of a traceback
 
 
 def escaped(text: str, most: int) -> str:
-    """`text`, cut after `most` characters, with all but printable ASCII as escape sequences."""
+    """Return `text`, cut after `most` characters, with everything but printable ASCII escaped."""
     cut = text if len(text) <= most else f"{text[:most]}..."
     return "".join(
         c if c.isascii() and c.isprintable() and c != "\\" else c.encode("unicode_escape").decode()
@@ -35,14 +35,14 @@ def escaped(text: str, most: int) -> str:
 def escaped_traceback(error: BaseException) -> str:
     """Return the traceback of an error, escaped: it may quote text of a request.
 
-    Each line is indented, so that none looks like a line of the log.
+    Each line is indented, so that none looks like a log line.
     """
     lines = "".join(traceback.format_exception(error)).splitlines()
     return "\n".join(f"    {escaped(line, MAX_LINE)}" for line in lines)
 
 
 MESSAGES = re.compile(r"(/v1)?/messages(/.*)?", re.DOTALL)  # the API of Anthropic
-MAX_MESSAGE = 1000  # characters: messages may quote what was sent
+MAX_MESSAGE = 1000  # characters; messages may quote the request
 RETRY = {"retry-after": "1", "x-should-retry": "true"}
 NO_RETRY = {"x-should-retry": "false"}
 
@@ -66,7 +66,7 @@ class ErrorDetails(msgspec.Struct):
 
 
 class Error(msgspec.Struct):
-    """Every error but those of `/v1/messages`."""
+    """Every error except those of `/v1/messages`."""
 
     error: ErrorDetails
 
@@ -84,12 +84,12 @@ class MessagesError(msgspec.Struct, kw_only=True):
 
 
 class HttpError(KvikError):
-    """An error with a status of HTTP.
+    """An error with an HTTP status.
 
     Args:
-        field: the parameter that is wrong, or "".
+        field: the invalid parameter, or "".
         code: for programs to read.
-        anthropic_message: the message for Anthropic's API, if its clients look for other words.
+        anthropic_message: a different message for Anthropic's API, if its clients look for it.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class HttpError(KvikError):
         self._anthropic_message = anthropic_message
 
     def body(self, *, anthropic: bool = False) -> Error | MessagesError:
-        """Return the body in the shape of OpenAI's API or of Anthropic's."""
+        """Return the body in the format of OpenAI's API or of Anthropic's."""
         if anthropic:
             kind = "invalid_request_error" if self.status < 500 else "api_error"
             kind = ANTHROPIC_TYPES.get(self.status, kind)
@@ -128,7 +128,7 @@ class HttpError(KvikError):
 
 @contextmanager
 def rename_fields(**names: str) -> Iterator[None]:
-    """Name the request's fields in errors, in place of the engine's: `prompt="messages"`."""
+    """Replace the engine's field names in errors by the request's: `prompt="messages"`."""
     try:
         yield
     except KvikError as error:
@@ -140,7 +140,7 @@ def rename_fields(**names: str) -> Iterator[None]:
 
 
 def http_error(error: Exception) -> HttpError:
-    """Return an error as the client sees it. An internal error says nothing of its cause."""
+    """Return the HTTP error for an exception. Internal errors do not reveal their cause."""
     match error:
         case HttpError():
             return error
@@ -164,19 +164,19 @@ def http_error(error: Exception) -> HttpError:
 
 
 def in_messages(path: str) -> bool:
-    """Return whether errors of this path have the shape of Anthropic's API."""
+    """Return whether errors of this path have the format of Anthropic's API."""
     return MESSAGES.fullmatch(path) is not None
 
 
 def model_not_found(model: str, served: Sequence[str]) -> HttpError:
-    """Return the error of a request for a model that has another name than the served one."""
+    """Return the error of a request for a model name that is not served."""
     message = f"the model {model[:60]!r} does not exist; this server has {', '.join(served)}"
     return HttpError(404, message, "model", "model_not_found")
 
 
 def _too_long(field: str, overflow: Overflow) -> HttpError:
-    """Return the error of a prompt that is too long, in the words that clients (LiteLLM, LangChain,
-    coding agents) look for to shorten a conversation."""
+    """Return the error of a prompt that is too long, with the wording by which clients (LiteLLM,
+    LangChain, coding agents) recognise that they must shorten a conversation."""
     limit, prompt = overflow.limit, overflow.prompt
     count = f"{'' if overflow.counted else 'more than '}{overflow.num_prompt}"
     requested, shorten = f"{count} tokens in the {prompt}", prompt
@@ -192,7 +192,7 @@ def _too_long(field: str, overflow: Overflow) -> HttpError:
         f"{requested}. Please reduce the length of the {shorten}.",
         field,
         "context_length_exceeded",
-        # At least one token of output must fit behind the prompt.
+        # At least one output token must fit after the prompt.
         anthropic_message=f"{field}: prompt is too long: {count} tokens > "
         f"{limit - (overflow.num_output > 0)} maximum",
     )
@@ -215,20 +215,20 @@ _STATES: Mapping[EngineState, str] = {
 
 
 def failed(request_id: str, why: str = "") -> HttpError:
-    """Return the error of a request that the engine fails; the log says why, under its id.
+    """Return the error of a request that failed in the engine; the log has the cause, with its id.
 
     Args:
-        why: what callers may know of it.
+        why: the part of the cause that callers may see.
     """
     message = f"the engine failed in this request ({request_id})"
     return HttpError(500, f"{message}: {why}" if why else message, code=FAILED)
 
 
 def lost(why: str = "") -> HttpError:
-    """Return the error of a request that may be sent again: nothing of its answer was sent.
+    """Return the error of a request that may be retried, as nothing of its answer was sent.
 
     Args:
-        why: what callers may know of the engine's failure.
+        why: the part of the engine's failure that callers may see.
     """
     failure = f"the engine failed ({why})" if why else "the engine failed"
     message = f"{failure} and is being started again; nothing of the answer was sent"
@@ -241,17 +241,17 @@ def deadline_exceeded() -> HttpError:
 
 
 def aborted(message: str, *, again: bool) -> HttpError:
-    """Return the error of a request that was ended from outside.
+    """Return the error of an aborted request.
 
     Args:
-        again: whether the client should send it again, to another server or to this one later.
-            Not if somebody wanted this very request to end.
+        again: whether the client should retry, on another server or later; false if this very
+            request was to be aborted.
     """
     return HttpError(503, message, code=ABORTED, headers=RETRY if again else NO_RETRY)
 
 
 def state_in_words(state: EngineState) -> str:
-    """Describe what an engine does that is not ready."""
+    """Describe the state of an engine that is not ready."""
     return _STATES.get(state, "is not ready")
 
 

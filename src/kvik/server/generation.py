@@ -1,4 +1,4 @@
-"""Generations: from an admitted request to its text, however it ends."""
+"""Generations: from an admitted request to its text or failure."""
 
 from __future__ import annotations
 
@@ -57,33 +57,33 @@ from kvik.text.tokenizer import spelled
 
 @dataclass(slots=True)
 class GenerationRecord:
-    """What observers see of one generation; times in seconds of `time.monotonic`."""
+    """Facts about one generation for observers; times are in seconds of `time.monotonic`."""
 
     request_id: str
     tenant: str
     params: SamplingParams
     num_prompt_tokens: int
     streaming: bool
-    arrived: float  # before its text was tokenised
-    first_token: float | None = None  # when its first tokens came to the server's process
-    last_tokens: dict[int, float] = field(default_factory=dict)  # by completion, as they come
-    num_output_tokens: int = 0  # of all n completions
-    trace_parent: str | None = None  # the caller's trace, as the header `traceparent` names it
+    arrived: float  # before tokenisation
+    first_token: float | None = None  # arrival of its first tokens in the server's process
+    last_tokens: dict[int, float] = field(default_factory=dict)  # by completion
+    num_output_tokens: int = 0  # sum over all n completions
+    trace_parent: str | None = None  # the caller's trace, from the header `traceparent`
 
 
 class Observer(Protocol):
-    """Sees what happens to generations. Its methods are called in the event loop: be quick."""
+    """Observes generations. Its methods are called in the event loop and must be fast."""
 
     def arrived(self, record: GenerationRecord) -> None:
         """A request was admitted and sent to the engine."""
         ...
 
     def delivered(self, record: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
-        """Tokens of one completion came; `record` does not count them yet."""
+        """Tokens of one completion arrived; `record` does not count them yet."""
         ...
 
     def finished(self, record: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
-        """A request ended. Without output it failed or was aborted.
+        """A request ended; without output, it failed or was aborted.
 
         Args:
             reason: "stop" or "length" of its first completion; "moved": another server goes on
@@ -101,7 +101,7 @@ class Observer(Protocol):
 
 
 class Observers:
-    """Several observers as one. What one of them raises is logged and goes no further."""
+    """Combines several observers. Their exceptions are logged and suppressed."""
 
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = tuple(observers)
@@ -136,7 +136,7 @@ MAX_WORD_CHARS = 1 << 16
 NO_HEADERS: Mapping[str, str] = {}
 MAX_TRACE_PARENT = 128  # characters; known versions have 55
 MAX_LOGGED = 500  # characters of an engine's error message
-MAX_PENDING_TOKENS = 1 << 16  # that wait for a reader; each logprob counts as one
+MAX_PENDING_TOKENS = 1 << 16  # tokens waiting for a reader; each logprob counts as one
 _FAILED = {
     FinishReason.ABORT: "abort",
     FinishReason.DEADLINE: "deadline",
@@ -146,16 +146,17 @@ _FAILED = {
 
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
-    """One prompt to generate from, the same for every API. Its body was checked when decoded.
+    """One prompt to generate from, in the same form for every API. The body was checked at
+    decoding.
 
     Attributes:
-        priority: smaller is more urgent. Only the policy "priority" uses it.
-        cache_salt: prefix blocks are shared only under the same salt (and tenant).
+        priority: smaller is more urgent; used only by the policy "priority".
+        cache_salt: prefix blocks are shared only with the same salt (and tenant).
         deadline_ms: milliseconds from now after which the result is worthless.
         pins: prefixes to keep in the prefix cache.
-        pooling, second_text: as of `EngineRequest`: to get a vector instead of text.
-        marks: what is written for some tokens in texts.
-        unenforced: parts of schemas that the answer need not satisfy.
+        pooling, second_text: as in `EngineRequest`, for a vector instead of text.
+        marks: texts to write for certain tokens.
+        unenforced: parts of schemas that are not enforced.
         field: the name of the prompt in the caller's request, for errors.
     """
 
@@ -174,12 +175,12 @@ class GenerationRequest:
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """What the operator allows every request.
+    """Limits set by the operator for all requests.
 
     Attributes:
         request_timeout: seconds after which any request ends; None: no limit.
-        share_prefix_cache: between tenants.
-        kv_token: of servers that compute prompts for each other; b"": there are none.
+        share_prefix_cache: whether tenants share cached prefixes.
+        kv_token: secret of servers that compute prompts for each other; b"": there are none.
         degradation: shorter answers under pressure.
     """
 
@@ -210,17 +211,17 @@ class GivenAway(Exception):
 
 
 class Generation:
-    """One request being served. It has one reader, which either iterates or awaits `output`.
+    """One request being served. It has one reader, which iterates over it or awaits `output`.
 
-    Iterating gives lists of what came since the last time, one `TextDelta` for each completion
-    that grew. It ends after the last one, and raises `failure` if it failed.
+    Iterating yields lists of new output, with one `TextDelta` for each completion that grew. It
+    raises `failure` if the generation failed.
 
     Attributes:
-        request_id: random; the engine's name of it.
-        changed: set when there is something to `take`, or it ended. Generations that were started
-            together share it.
-        degraded: what the server changed under pressure ("max_tokens=64"), or "".
-        unenforced: parts of a JSON Schema that its text need not satisfy.
+        request_id: random id, also used by the engine.
+        changed: set when there is new output to `take`, or the generation ended. Shared by
+            generations that were started together.
+        degraded: a parameter that the server changed under pressure ("max_tokens=64"), or "".
+        unenforced: parts of a JSON Schema that are not enforced.
         transfer: where its prompt is computed, and for whom.
         kept: where its prompt is kept for another server; set with the result.
         created: when its answer was begun, in whole seconds since 1970.
@@ -265,7 +266,7 @@ class Generation:
         self._pending: list[TextDelta] = []
         self._weight = 1 + (request.params.logprobs or 0)
         self._pending_weight = 0
-        self._delivered = 0.0  # when its last delta came
+        self._delivered = 0.0  # arrival of its last delta
 
     @property
     def ended(self) -> bool:
@@ -299,7 +300,7 @@ class Generation:
         return self.movable and self.transfer.moves and size <= MAX_MOVED_TOKENS
 
     def take(self) -> list[TextDelta]:
-        """Return what came since the last call, without waiting: one delta for each completion."""
+        """Return the output since the last call, without waiting: one delta for each completion."""
         pending, self._pending, self._pending_weight = self._pending, [], 0
         return merged(pending)
 
@@ -322,7 +323,7 @@ class Generation:
 
         Raises:
             KvikError: `failure`.
-            GivenAway: another server goes on.
+            GivenAway: another server continues.
         """
         while not self.ended:
             await wait_for_change(self)
@@ -334,7 +335,7 @@ class Generation:
         return self.result
 
     def abort(self, reason: str = "the request was aborted", *, again: bool = False) -> None:
-        """End it now; nothing happens if it has ended. `again`: ask its caller to send it again."""
+        """Abort it; does nothing if it has ended. `again`: ask the caller to retry."""
         self._owner._fail(self, aborted(reason, again=again), FinishReason.ABORT)
 
 
@@ -345,10 +346,10 @@ async def wait_for_change(generation: Generation) -> None:
 
 
 class Generations:
-    """All generations of a server. `take` is the engine client's sink.
+    """All generations of a server. `take` receives the engine client's output.
 
     Args:
-        clock: the engine's clock, which all processes of a machine share.
+        clock: the engine's clock, shared by all processes of a machine.
     """
 
     def __init__(
@@ -373,11 +374,11 @@ class Generations:
 
     @property
     def live(self) -> Mapping[str, Generation]:
-        """Those that have not ended, by request id."""
+        """Running generations, by request id."""
         return self._live
 
     def check_room(self, tenant: str, num_requests: int) -> None:
-        """Refuse what the queue cannot take now, before any work is put into its prompts.
+        """Refuse requests that do not fit into the queue, before their prompts are processed.
 
         Raises:
             OverloadError, UnavailableError: see `start_all`.
@@ -410,15 +411,15 @@ class Generations:
         arrived: float | None = None,
         headers: Mapping[str, str] = NO_HEADERS,
     ) -> list[Generation]:
-        """Admit requests and send them to the engine, all of them or none.
+        """Admit requests and send them to the engine, all or none.
 
         Args:
-            arrived: when they came, by the engine's clock; None: now.
-            headers: of the caller's request: its trace, and where prompts of texts are computed.
+            arrived: time of arrival by the engine's clock; None: now.
+            headers: headers of the caller's request: its trace, and where prompts are computed.
 
         Raises:
-            HttpError: a header asks for what this server does not do.
-            ParamError, CapacityError: one can never be served.
+            HttpError: a header requests something unsupported.
+            ParamError, CapacityError: a request can never be served.
             OverloadError: the queue is full, or a deadline cannot be met.
             UnavailableError: the engine is not ready.
         """
@@ -467,7 +468,7 @@ class Generations:
         return generations
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """End a generation, of this tenant if one is named; whether there was one."""
+        """Abort a generation, only of this tenant if given. Return whether it existed."""
         generation = self._live.get(request_id)
         if generation is None or tenant not in (None, generation.record.tenant):
             return False
@@ -475,17 +476,17 @@ class Generations:
         return True
 
     def hand_over(self) -> None:
-        """Let other servers go on with what can be moved. Their callers ask for that."""
+        """Hand over all movable generations whose callers support it to other servers."""
         for generation in self._live.values():
             if generation.moves_now:
                 self._engine.hand_over(generation.request_id)
 
     def abort_all(self, reason: str) -> None:
-        """End everything, with the server."""
+        """Abort all generations at shutdown."""
         for generation in list(self._live.values()):
             generation.abort(reason, again=True)
 
-    # The way in
+    # Input
 
     @contextmanager
     def _counted_refusals(self, tenant: str) -> Iterator[None]:
@@ -502,8 +503,8 @@ class Generations:
     async def _engine_request(
         self, request: GenerationRequest, tenant: str, arrived: float, transfer: Transfer
     ) -> tuple[EngineRequest, tuple[str, ...]]:
-        """Return the request in the engine's terms: words as token ids, limits as a deadline; and
-        what its text need not be, though the caller said so."""
+        """Return the engine's form of the request (words as token ids, limits as a deadline), and
+        the constraints that are not enforced."""
         policy = self._engine.config.scheduler.policy
         if request.priority and policy != "priority":
             raise ParamError(
@@ -518,7 +519,7 @@ class Generations:
             params = await self._spelled(params)
         params, left_out = await self._texts.of(tenant).checked(params)
         salt = request.cache_salt
-        if tenant and not self._limits.share_prefix_cache:  # without keys all are one tenant
+        if tenant and not self._limits.share_prefix_cache:  # without keys there is only one tenant
             salt = f"{tenant}\0{salt}"
         name, handovers = f"gen-{secrets.token_hex(12)}", tuple[Handover, ...]()
         if (resumed := transfer.resumed) is not None:
@@ -552,7 +553,7 @@ class Generations:
         return await asyncio.to_thread(spelled, params, self._texts.tokenizer)
 
     def _degraded(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters, with fewer tokens of output under pressure."""
+        """Return the parameters, with fewer output tokens under pressure."""
         policy = self._limits.degradation
         if policy.max_tokens is None:
             return params
@@ -618,7 +619,7 @@ class Generations:
                     self._engine.end(*ended)
         generation.changed.set()
 
-    # The way out
+    # Output
 
     def take(self, deltas: list[RequestDelta]) -> None:
         """Deliver deltas of any number of requests to their readers."""
@@ -711,7 +712,7 @@ class Generations:
         generation.changed.set()
 
     def _fail(self, generation: Generation, failure: KvikError, why: FinishReason) -> None:
-        """End it without output. Its siblings in the engine end too."""
+        """End a generation without output, with all its siblings in the engine."""
         if generation.ended:
             return
         generation.failure = failure
@@ -732,7 +733,7 @@ def _movable(request: EngineRequest) -> bool:
 
 
 def _check_resumed(resumed: Resumption, requests: Sequence[GenerationRequest]) -> None:
-    """Raise `HttpError` if another server has not begun with this very request."""
+    """Raise `HttpError` unless the resumed state belongs to this very request."""
     if len(requests) != 1 or resumed.prompt != prompt_digest(requests[0].prompt_token_ids):
         raise cannot_resume("is of another prompt: do all servers have the same model?")
     if len(resumed.outputs) != requests[0].params.n or not resumed.goes_on:
@@ -747,7 +748,7 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
     if delta.finish_reason is FinishReason.ABORT:
         return aborted("the request was aborted", again=True)
     name, _, why = (delta.error or "").partition(": ")
-    if name in PARAMETERS:  # what the caller asked for cannot be done
+    if name in PARAMETERS:  # a constraint of the caller cannot be satisfied
         return ParamError(record.params.restriction if name == "structured" else name, why)
     if delta.error == NOTHING_ALLOWED:
         return ParamError(record.params.restriction, "leaves no token, with the other parameters")
@@ -759,8 +760,8 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
 
 
 def _failed(request_id: str, error: str, why: str = "") -> KvikError:
-    """Return the error of a failed request. The message of an exception is for the log alone;
-    callers may know `why`."""
+    """Return the error of a failed request. The message of an exception is only logged; callers see
+    `why`."""
     _log.error("request %s failed: %s", request_id, escaped(error, MAX_LOGGED))
     return failed(request_id, why)
 

@@ -1,4 +1,4 @@
-"""Whether the server is alive and ready. Open, since load balancers have no key."""
+"""Health and readiness of the server. Open routes, since load balancers have no key."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ async def version(server: Server, request: Request) -> Response:
 
 
 def _trouble(server: Server) -> tuple[str, str] | None:
-    """Return what is wrong: a status and a sentence."""
+    """Return the problem as a status and a sentence; None if there is none."""
     state = server.engine.state
     if server.drain.started:
         return "draining", "the server is being stopped"

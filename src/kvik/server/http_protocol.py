@@ -1,4 +1,4 @@
-"""One connection: HTTP/1.1 as uvicorn parses it, with limits on size and time."""
+"""An HTTP/1.1 connection, parsed by uvicorn, with limits on size and time."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ class ConnectionLimits:
     """Limits of connections.
 
     Attributes:
-        max_connections: open at the same time; beyond it, the longest idle one is closed.
-        max_headers: of one request.
-        max_head_bytes: of its first line and its headers.
-        head_seconds: until they are complete.
-        idle_seconds: between two requests. The rest of a body after an early response is discarded
-            meanwhile, for at most `head_seconds`.
-        linger_seconds: for a refused client to read the error.
-        unread_seconds: that a response waits for a client that does not read it. Streams set
+        max_connections: open connections; beyond it, the longest idle one is closed.
+        max_headers: number of headers of a request.
+        max_head_bytes: bytes of its first line and its headers.
+        head_seconds: time until the headers are complete.
+        idle_seconds: time between two requests. The rest of a body after an early response is
+            discarded meanwhile, for at most `head_seconds`.
+        linger_seconds: time for a refused client to read the error.
+        unread_seconds: time that a response waits for a client that does not read. Streams set
             shorter limits (`limit_unread`).
     """
 
@@ -57,11 +57,11 @@ ErrorHeaders = Callable[[Headers], Mapping[str, str]]
 
 @dataclass(slots=True)
 class Connections:
-    """What the connections of a server share.
+    """State shared by the connections of a server.
 
     Attributes:
-        error_headers: returns headers to add to an error, given those of the request that were
-            read. Without them a page of another origin cannot read the error.
+        error_headers: returns the headers to add to an error, given the request headers read so
+            far. Without them a page of another origin cannot read the error.
         idle: connections without a request, idle longest first.
     """
 
@@ -71,7 +71,7 @@ class Connections:
 
 
 class _ResponseTransport:
-    """The transport of a response; closing it is left to the connection."""
+    """The transport of a response; the connection decides when to close it."""
 
     def __init__(self, transport: asyncio.Transport, close: Callable[[], None]) -> None:
         self.write = transport.write
@@ -80,7 +80,7 @@ class _ResponseTransport:
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that refuses what exceeds its limits and closes when nothing comes."""
+    """A connection that refuses input beyond its limits and closes when idle for too long."""
 
     def __init__(self, config: Config, state: ServerState, shared: Connections) -> None:
         super().__init__(config, state, {})
@@ -88,8 +88,8 @@ class Connection(HttpToolsProtocol):
         self._limits = shared.limits
         self._timer: asyncio.TimerHandle | None = None
         self._unread_timer: asyncio.TimerHandle | None = None
-        self._unread_seconds = shared.limits.unread_seconds  # of the response under way
-        self._in_head = False  # of a request whose headers are not complete
+        self._unread_seconds = shared.limits.unread_seconds  # of the current response
+        self._in_head = False  # inside the headers of a request
         self._in_body = False
         self._num_requests = 0
         self._fed_bytes = 0  # received since the head began, an upper bound of its size
@@ -116,10 +116,10 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Return whether to keep the connection when the client sends no more.
+        """Return whether to keep the connection after the client closed its sending half.
 
-        The client may have closed one half and wait for its response, or be gone; both look the
-        same from here.
+        The client may be waiting for its response, or be gone; the server cannot tell the
+        difference.
         """
         if self._lingering or self._in_body or not self._is_busy():
             return False
@@ -138,9 +138,9 @@ class Connection(HttpToolsProtocol):
     def _check_peer(self, seconds: float) -> None:
         """Break the connection if the client is gone.
 
-        The system of a client that is gone rejects what it is sent, so as long as the response has
-        not begun this sends an interim response, which clients skip (RFC 9110, section 15.2).
-        HTTP/1.0 has none: there only TCP keepalive detects it.
+        The system of a client that is gone rejects data. So as long as the response has not begun,
+        this sends an interim response, which clients skip (RFC 9110, section 15.2). HTTP/1.0 has no
+        interim responses: only TCP keepalive detects the loss.
         """
         if self.transport.is_closing() or not self._is_busy():
             return
@@ -154,7 +154,7 @@ class Connection(HttpToolsProtocol):
         self._set_timer(seconds, partial(self._check_peer, min(4 * seconds, LONGEST_PEER_CHECK)))
 
     def abort(self) -> None:
-        """Break the connection and drop what was not sent."""
+        """Break the connection and drop unsent data."""
         self._shared.idle.pop(self, None)
         self.transport.abort()
 
@@ -170,7 +170,7 @@ class Connection(HttpToolsProtocol):
             return
         if between and self._num_requests == began + 1:
             self._fed_bytes = len(data)
-        # The parser reports only complete headers, so an endless one is noticed only here.
+        # The parser reports only complete headers, so an endless one is detected only here.
         if self._in_head and self._fed_bytes > self._limits.max_head_bytes:
             self._refuse(self._large_head())
         elif self._timer is None and not self._is_busy() and not self.transport.is_closing():
@@ -241,13 +241,13 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except HttpParserError:
-            # The parser's own message means nothing to a client.
+            # The parser's own message would not help a client.
             self._refuse(self._refusal or HttpError(400, "this is no valid HTTP/1.1 request"))
         except HttpParserUpgrade as upgrade:
             self._ignore_upgrade(data[upgrade.args[0] :])
 
     def _ignore_upgrade(self, rest: bytes) -> None:
-        """Parse the request again without its upgrade headers, as a server may.
+        """Parse the request again without its upgrade headers, as the RFC permits.
 
         Some clients always offer HTTP/2 and send their body after that; the parser stops there.
         """
@@ -285,12 +285,12 @@ class Connection(HttpToolsProtocol):
             self.transport.close()  # no request has begun
 
     def _refuse(self, error: HttpError) -> None:
-        """Send an error, read nothing more, and close once the client had time to read it."""
+        """Send an error, stop reading, and close after the client had time to read it."""
         self._refusal = error
         self._shared.idle.pop(self, None)
         if self._is_busy():
             if self.pipeline or self.cycle.response_started:
-                self.transport.close()  # a response is under way
+                self.transport.close()  # a response has begun
                 return
             self.cycle.disconnected = True  # the handler sees a disconnect
             self.cycle.message_event.set()
@@ -310,9 +310,8 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def _linger(self) -> None:
-        """Close once the client had time to read the response.
-
-        Closing at once with unread input resets the connection, and the response would be lost.
+        """Close after the client had time to read the response. Closing at once with unread input
+        would reset the connection and lose the response.
         """
         self._lingering = True
         self.flow.resume_reading()
@@ -333,7 +332,7 @@ class Connection(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _set_timer(self, seconds: float | None, call: Callable[[], None] = lambda: None) -> None:
-        """Replace the timer; None: by none."""
+        """Replace the timer; None removes it."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None if seconds is None else self.loop.call_later(seconds, call)
@@ -348,7 +347,7 @@ class Connection(HttpToolsProtocol):
 
 
 def _disable_chunks(cycle: RequestResponseCycle) -> None:
-    """End the response with the connection: HTTP/1.0 has no chunked encoding."""
+    """End the response by closing the connection: HTTP/1.0 has no chunked encoding."""
     send = cycle.send
 
     async def plain(message: ASGISendEvent) -> None:

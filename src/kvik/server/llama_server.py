@@ -33,9 +33,9 @@ from kvik.server.route import caller_of, get, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
-DRAWN_SEED = -1  # as llama.cpp writes it
+DRAWN_SEED = -1  # llama.cpp's value for a random seed
 NO_SLOT = -1
-# Parameters that llama.cpp lacks, or has in another form.
+# Parameters that llama.cpp lacks, or has in a different form.
 LEFT_OUT = ("max_tokens", *UNSHOWN)
 _PARAMETERS: Any = parameters_struct(LEFT_OUT)
 
@@ -47,7 +47,7 @@ class LlamaCompletionRequest(_PARAMETERS, Struct, kw_only=True):  # type: ignore
     model: Name | None = None
     stream: bool = False
     n_predict: Limit | None = None
-    max_tokens: Limit | None = None  # another name of it
+    max_tokens: Limit | None = None  # another name of n_predict
     return_tokens: bool = False
 
     cache_prompt: bool | None = None  # prompts are cached in any case
@@ -74,7 +74,7 @@ class Timings(Struct, kw_only=True):
 
 
 class LlamaText(Struct, kw_only=True):
-    """A text, whole or of one event, and the tokens of the answer so far."""
+    """A whole text or that of one event, with token counts so far."""
 
     index: int = 0
     content: str
@@ -143,12 +143,12 @@ def _params(body: LlamaCompletionRequest, defaults: SamplingParams) -> SamplingP
 
 
 class LlamaFormat(ResponseFormat):
-    """An answer of llama.cpp as a `ResponseFormat`.
+    """The `ResponseFormat` of llama.cpp's answers.
 
     Args:
         model: its name in the answer.
-        prompt: its text.
-        with_tokens: show token ids.
+        prompt: text of the prompt.
+        with_tokens: whether to include token ids.
     """
 
     def __init__(
@@ -223,7 +223,7 @@ def _rate(count: int, seconds: float) -> float:
 
 
 def settings(params: SamplingParams) -> dict[str, Any]:
-    """Return sampling parameters by llama.cpp's names of them."""
+    """Return sampling parameters under llama.cpp's names."""
     names = [(one.facts["alias"] or one.name, one.name) for one in PARAMETERS.values()]
     shown = {name: getattr(params, own) for name, own in names if own not in LEFT_OUT}
     shown["seed"] = DRAWN_SEED if params.seed is None else params.seed
@@ -238,7 +238,7 @@ class TemplateRequest(Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Variable] | None = None
-    add_special_tokens: bool | None = None  # of tokens, and a text is returned
+    add_special_tokens: bool | None = None  # ignored: it is about tokens, and this returns text
 
 
 class RenderedPrompt(Struct):
@@ -262,12 +262,12 @@ async def apply_template(server: Server, request: Request, body: TemplateRequest
 
 
 class Properties(Struct, kw_only=True):
-    """What a client of llama.cpp asks before it begins."""
+    """Facts that clients of llama.cpp read before their first request."""
 
     default_generation_settings: dict[str, Any]
     total_slots: int
     model_alias: str
-    model_path: str  # the name: where the files are is for the operator to know
+    model_path: str  # the model's name, as the path of its files is private
     modalities: Mapping[str, bool]
     chat_template: str
     bos_token: str

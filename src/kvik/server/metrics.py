@@ -1,7 +1,7 @@
 """`/metrics`: requests, tokens, times, the cache, speculation, and the machine's limits.
 
-`docs/metrics.md` says what each metric means. Every metric has a name of ours; with
-`metrics_compat` those that existing dashboards and routers read have that name too.
+`docs/metrics.md` describes each metric. Every metric has kvik's own name; with `metrics_compat`,
+those that existing dashboards and routers read also have the name used there.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ FIRST = (
 SECONDS = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
 FEW = (1, 2, 5, 10, 20, 50, 100)
 
-# Counters of requests: name -> (meaning, label and its values, if any). Values that were not
-# counted yet are shown as 0.
+# Counters of requests: name -> (meaning, label and its values, if any). Values without counts are
+# shown as 0.
 COUNTERS: Mapping[str, tuple[str, str, Sequence[str]]] = {
     "request_success": (
         "Requests that ended, by how.",
@@ -93,34 +93,62 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_num_preemptions": ("Times a request lost its blocks.", FEW),
     "request_prefill_kv_computed_tokens": ("Prompt tokens not cached.", TOKENS),
 }
-# Metrics that no dashboard of another engine reads.
-# fmt: off
-ONLY_OURS = frozenset((
-    "engine_state", "engine_starts", "open_responses", "queued_tokens", "engine_steps",
-    "engine_step_requests", "engine_memory_bytes", "engine_seconds", "cuda_graphs",
-    "cuda_graph_bytes", "working_threads", "given_back_blocks",
-    "cached_blocks", "pinned_blocks", "kv_cache_tokens",
-    "kv_tier_pages", "kv_tier_bytes", "kv_tier_capacity_bytes", "kv_tier_stored_pages",
-    "kv_tier_loaded_pages", "kv_tier_failed_pages", "kv_tier_evicted_pages",
-    "kv_tier_bytes_per_second", "kv_tier_loaded_tokens", "kv_tier_choices", "kv_swaps",
-    "kv_tier_lent_tokens", "kv_leases",
-    "speculation_drafts_per_pos", "speculation_accepted_length", "speculation_speedup",
-    "memory_bytes_per_second", "flops_per_second", "memory_bytes_ceiling", "flops_ceiling",
-    "memory_bandwidth_share", "compute_share", "bottleneck",
-))
+# Metrics without a counterpart in other engines. fmt: off
+ONLY_OURS = frozenset(
+    (
+        "engine_state",
+        "engine_starts",
+        "open_responses",
+        "queued_tokens",
+        "engine_steps",
+        "engine_step_requests",
+        "engine_memory_bytes",
+        "engine_seconds",
+        "cuda_graphs",
+        "cuda_graph_bytes",
+        "working_threads",
+        "given_back_blocks",
+        "cached_blocks",
+        "pinned_blocks",
+        "kv_cache_tokens",
+        "kv_tier_pages",
+        "kv_tier_bytes",
+        "kv_tier_capacity_bytes",
+        "kv_tier_stored_pages",
+        "kv_tier_loaded_pages",
+        "kv_tier_failed_pages",
+        "kv_tier_evicted_pages",
+        "kv_tier_bytes_per_second",
+        "kv_tier_loaded_tokens",
+        "kv_tier_choices",
+        "kv_swaps",
+        "kv_tier_lent_tokens",
+        "kv_leases",
+        "speculation_drafts_per_pos",
+        "speculation_accepted_length",
+        "speculation_speedup",
+        "memory_bytes_per_second",
+        "flops_per_second",
+        "memory_bytes_ceiling",
+        "flops_ceiling",
+        "memory_bandwidth_share",
+        "compute_share",
+        "bottleneck",
+    )
+)
 # fmt: on
 
 
 class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The main figures of a server, for people and scripts without Prometheus. Times and tokens are
-    since the start; None: there is nothing to take a mean of.
+    since the start; None: there are no values yet.
 
     Attributes:
-        mean_batch_size: requests that a step computes for.
+        mean_batch_size: mean number of requests in a step.
         output_tokens_per_second: over the time in which the engine had work.
         kv_cache_usage: share of the KV blocks that requests hold, 0 to 1.
         prefix_hit_rate: share of the prompt tokens that were found in the prefix cache, 0 to 1.
-        memory_bytes: of the engine as planned, by part.
+        memory_bytes: planned memory of the engine, by part.
     """
 
     model: str
@@ -140,8 +168,8 @@ class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True):
 class RequestMetricsObserver:
     """An `Observer` that counts requests and measures their times.
 
-    Durations are of the engine's clock, except the gaps between tokens, which are those that this
-    process saw.
+    Durations are measured by the engine's clock, except the gaps between tokens, which are measured
+    in this process.
     """
 
     def __init__(self) -> None:
@@ -202,11 +230,11 @@ class RequestMetricsObserver:
         self._count("admission_rejections", 1, reason)
 
     def count(self, name: str) -> int:
-        """Return how many values a histogram has."""
+        """Return the number of values in a histogram."""
         return int(self._sample(name, "_count"))
 
     def mean(self, name: str) -> float | None:
-        """Return the mean of a histogram; None: it has no values."""
+        """Return the mean of a histogram; None without values."""
         count = self.count(name)
         return self._sample(name, "_sum") / count if count else None
 
@@ -226,7 +254,7 @@ class Exposition(Collector):
 
     Args:
         model_name: a label of every value.
-        compat: whose names to use besides ours: "vllm" or "none".
+        compat: whose names to use in addition to ours: "vllm" or "none".
     """
 
     def __init__(self, model_name: str, compat: str) -> None:
@@ -237,12 +265,12 @@ class Exposition(Collector):
         self._metrics: list[Metric] = []
 
     def add(self, metrics: Iterable[Metric]) -> None:
-        """Add metrics that are named without a prefix."""
+        """Add metrics whose names have no prefix yet."""
         for metric in metrics:
             for prefix, labels in self._own if metric.name in ONLY_OURS else self._all:
                 named = Metric(prefix + metric.name, metric.documentation, metric.type)
                 for sample in metric.samples:
-                    if not sample.name.endswith("_created"):  # of no use here
+                    if not sample.name.endswith("_created"):  # not needed
                         named.add_sample(prefix + sample.name, labels | sample.labels, sample.value)
                 self._metrics.append(named)
 
@@ -250,8 +278,8 @@ class Exposition(Collector):
         return self._metrics
 
 
-# Returns further metrics of the engine's statistics at a time of `time.monotonic`. It is called in
-# a thread, and may take long.
+# Returns additional metrics from the engine's statistics and a time of `time.monotonic`. Called in
+# a thread, and may be slow.
 MoreMetrics = Callable[[EngineStats, float], Iterable[Metric]]
 
 
@@ -264,7 +292,7 @@ class Metrics:
 
     Args:
         requests: observes the server's requests.
-        more: metrics besides those of the server and of the engine.
+        more: returns metrics in addition to those of the server and of the engine.
     """
 
     def __init__(
@@ -276,7 +304,7 @@ class Metrics:
         self._server = server
         self._requests = requests
         self._more = more
-        self._lock = asyncio.Lock()  # scrapes that come together are answered in turn
+        self._lock = asyncio.Lock()  # concurrent scrapes are answered one after another
         self._process = CollectorRegistry()
         ProcessCollector(registry=self._process)
 
@@ -338,7 +366,7 @@ def _family(
     value: float | Mapping[str, float],
     label: str = "",
 ) -> Metric:
-    """Make a metric with one value, or with a value for each value of its label."""
+    """Return a metric with one value, or with a value for each value of its label."""
     if not isinstance(value, Mapping):
         return kind(name, note, value)
     family = kind(name, note, labels=[label])

@@ -38,7 +38,7 @@ from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
 
-# Parameters that the other routes have for what this one does not give back.
+# Parameters of other routes for output that this one does not return.
 _PARAMETERS: Any = parameters_struct(("typical_p", *UNSHOWN))
 
 
@@ -48,7 +48,7 @@ class GenerateRequest(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
     prompt: Annotated[str | list[int], Meta(description="a text, or token ids")]
     stream: bool = False
     max_tokens: Limit | None = None
-    n_predict: Limit | None = None  # another name of it
+    n_predict: Limit | None = None  # another name of max_tokens
     priority: Priority = 0
     cache_salt: CacheSalt = ""
     deadline_ms: DeadlineMs | None = None
@@ -58,8 +58,8 @@ class Generated(Struct, kw_only=True):
     """A finished text.
 
     Attributes:
-        latency_ms: from the request's arrival to its last token.
-        tokens_per_second: of output, over that time.
+        latency_ms: time from the request's arrival to its last token.
+        tokens_per_second: output tokens divided by that time.
         speculation: present if the engine speculates.
     """
 
@@ -114,7 +114,7 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
 
 
 class GenerateFormat(ResponseFormat):
-    """A text as a `ResponseFormat`."""
+    """The `ResponseFormat` of a plain text."""
 
     _text = Template(TextPiece(HOLE))
 

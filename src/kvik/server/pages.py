@@ -1,4 +1,4 @@
-"""`/openapi.json` and `/docs`, generated from the routes and the types of their bodies."""
+"""The playground, and `/openapi.json` and `/docs`, generated from routes and types of bodies."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from kvik.options import Integer, Number
 from kvik.server.errors import Error, MessagesError, in_messages
 from kvik.server.route import Handler, Route
 
-# The page at `/`: a playground beside the live engine, served from files of the package. Its form
-# has a field for each number among the sampling parameters.
+# The page at `/`: a playground with a live view of the engine, served from package files. Its form
+# has a field for each numeric sampling parameter.
 
 FOLDER = Path(__file__).with_name("ui")
 TYPES: Mapping[str, str] = {
@@ -31,8 +31,8 @@ TYPES: Mapping[str, str] = {
     ".svg": "image/svg+xml",
 }
 INDEX = "index.html"
-# Scripts and styles of this server alone, and none inside the page: text of a model that looks like
-# a script is never run. No script can write HTML from text. The page talks to this server alone.
+# Only scripts and styles from this server, and none inline: model text that looks like a script is
+# never run. No script can create HTML from text. The page connects to this server only.
 PLAYGROUND_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
@@ -46,13 +46,13 @@ PLAYGROUND_HEADERS: Mapping[str, str] = {
 }
 PARAMETERS_SCRIPT = "parameters.js"
 MAX_EXACT = 2**53  # integers beyond it are not exact in a browser
-OTHERS = ("docs.html",)  # of the same folder, served elsewhere
+OTHERS = ("docs.html",)  # files of the folder that are not served here
 
 
 def playground_routes() -> list[Route]:
-    """Make a route for each file, read now: no file name comes from a request.
+    """Return a route for each file, read now, so that no file name comes from a request.
 
-    They are open, since a browser cannot send a key with them, and hold nothing to protect.
+    They are open, since a browser cannot send a key for them, and contain nothing secret.
     """
     found = []
     for file in sorted(FOLDER.iterdir()):
@@ -68,7 +68,7 @@ def playground_routes() -> list[Route]:
 
 
 def form_fields() -> list[dict[str, object]]:
-    """Return the form's fields for numbers: name, label, what an input may hold, note."""
+    """Return the form's numeric fields: name, label, limits of the input, note."""
     made = []
     for one in PARAMETERS.values():
         kind = one.kind
@@ -83,7 +83,7 @@ def form_fields() -> list[dict[str, object]]:
 
 
 def _content(content: bytes, media_type: str) -> Handler:
-    """Return a handler that sends a content, or 304 to a browser that has it."""
+    """Return a handler that sends the content, or 304 if the browser has it."""
     tag = f'"{blake2b(content, digest_size=16).hexdigest()}"'
     headers = {**PLAYGROUND_HEADERS, "etag": tag}
 
@@ -170,7 +170,7 @@ def _operation(row: Route, of: Mapping[Any, Any]) -> dict[str, Any]:
             responses[status] = {"description": note, "content": _json_of(error)}
     operation: dict[str, Any] = {"summary": row.note, "responses": responses}
     if not row.open:
-        operation["security"] = [{"key": []}, {}]  # none if the operator set none
+        operation["security"] = [{"key": []}, {}]  # no key if the operator set none
     if row.body is not None:
         operation["requestBody"] = {"required": True, "content": _json_of(of[row.body])}
     names = re.findall(r"{(\w+)", row.path)

@@ -1,10 +1,10 @@
-"""A proxy in front of several servers, which sends equal prefixes to the same one.
+"""A proxy in front of several servers that sends equal prefixes to the same server.
 
-It knows neither the tokenizer nor the cache of a server. So a prompt is what its body says, in
-canonical form and in pieces of characters, and a server is believed to hold the prompts that it has
-answered, as far as the usage in its answers agrees. Bytes pass through unchanged, as fast as the
-client reads them. A request is sent a second time only if no byte of an answer has come, or if its
-server gave it away: then another one goes on where that has stopped.
+It knows neither the tokenizer nor the cache of a server. So it takes the prompt from the body, in
+canonical form and in chunks of characters, and assumes that a server holds the prompts that it has
+answered, corrected by the usage in its answers. Bytes pass through unchanged, as fast as the client
+reads them. A request is sent a second time only if no byte of an answer has arrived, or if its
+server handed it over: then another one continues it.
 """
 
 from __future__ import annotations
@@ -48,18 +48,20 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-LEAST_MISSING = 2  # pieces of a prompt, below which a server that decodes computes it itself
-MAX_PREFILLED = 1 << 16  # bytes of the answer when a prompt was computed
-PIECE = 256  # characters of a prompt that a hash covers
-MAX_PIECES = 2048  # of a prompt that are hashed
-LIFETIME = 600.0  # seconds for which a server is believed to hold a prompt
-ROWS = 64  # requests that a server is thought to compute at a time
+LEAST_MISSING = 2  # missing chunks of a prompt below which the decode server computes it itself
+MAX_PREFILLED = 1 << 16  # bytes of a prefill server's answer
+PIECE = 256  # characters of a prompt per hash
+MAX_PIECES = 2048  # chunks of a prompt that are hashed
+LIFETIME = 600.0  # seconds for which a server is assumed to hold a prompt
+ROWS = 64  # assumed batch size of a server
 MAX_BODY = 64 << 20  # bytes of a request
-TAIL = 4096  # bytes of the end of an answer in which its usage is looked for
+TAIL = 4096  # bytes at the end of an answer that are searched for its usage
 HEALTH_SECONDS, HEALTH_TIMEOUT = 1.0, 2.0
 CONNECT_SECONDS = 5.0
-BODY_SECONDS = 60.0  # for the next part of a request's body, or for a client to read the answer's
-# Of one connection, so not of the message (RFC 9110, section 7.6.1).
+BODY_SECONDS = (
+    60.0  # limit for the next part of a request's body, and for a client to read the answer's
+)
+# Headers of a connection, not of the message (RFC 9110, section 7.6.1).
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
     b"transfer-encoding upgrade".split()
@@ -70,8 +72,8 @@ NOT_PASSED_ON = HOP_BY_HOP | {
     *(PREFILL_HEADER.encode(), SOURCE_HEADER.encode()),
     *(MOVES_HEADER.encode(), RESUMED_HEADER.encode()),
 }
-LET_GO_SECONDS = 10.0  # after which a server is not needed any more that gave a request away
-RETRIED = (502, 503, 504)  # another server may do better
+LET_GO_SECONDS = 10.0  # time after which a server that handed over a request may go
+RETRIED = (502, 503, 504)  # another server may succeed
 GENERATES = re.compile(r"/(chat/completions|completions?|messages|responses|generate)$")
 SAFE_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})')
@@ -79,12 +81,13 @@ _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
 _canonical = msgspec.json.Encoder(order="deterministic").encode
 
 
-# -- what a body asks ------------------------------------------------------------------------------
+# -- prompts of requests
+# ------------------------------------------------------------------------------
 
 
 def rendered(body: Mapping[str, Any]) -> bytes:
-    """Return a request's prompt in one form for equal prompts: what comes first in the model's
-    input comes first here, so that conversations that go on share a prefix."""
+    """Return a request's prompt in a canonical form: in the order of the model's input, so that the
+    turns of a conversation share a prefix."""
     first = [body.get(name) for name in ("model", "cache_salt", "tools", "system", "instructions")]
     parts = [_canonical(first)]
     for name in ("messages", "prompt", "input", "query", "text"):
@@ -98,7 +101,7 @@ def rendered(body: Mapping[str, Any]) -> bytes:
 
 
 def piece_hashes(text: bytes) -> list[bytes]:
-    """Return the chained hashes of a prompt's full pieces."""
+    """Return the chained hashes of a prompt's full chunks."""
     hashes: list[bytes] = []
     parent = b""
     for start in range(0, min(len(text) - PIECE + 1, MAX_PIECES * PIECE), PIECE):
@@ -109,8 +112,8 @@ def piece_hashes(text: bytes) -> list[bytes]:
 
 
 def cached_share(tail: bytes) -> float | None:
-    """Return the share of a prompt that was in the server's cache, by the end of its answer; None:
-    it does not say."""
+    """Return the share of a prompt that was in the server's cache, according to the end of its
+    answer; None if it is not reported."""
     cached, prompt = _CACHED_TOKENS.findall(tail), _PROMPT_TOKENS.findall(tail)
     if not cached or not prompt or not int(prompt[-1]):
         return None
@@ -132,20 +135,20 @@ def passed_on(
 
 
 class MovedMark:
-    """Finds in a stream where its server says that another one goes on.
+    """Finds the mark in a stream with which a server hands it over.
 
     Attributes:
-        found: what follows is for that one.
-        told: all that follows; None: it has not come whole.
+        found: whether the mark was found; the rest is for the next server.
+        told: the complete rest; None if it is not complete yet.
     """
 
     def __init__(self) -> None:
         self.found = False
         self.told: bytes | None = None
-        self._rest = b"\n"  # the last byte that was passed on, and what may begin the mark
+        self._rest = b"\n"  # the last forwarded byte, and a possible beginning of the mark
 
     def feed(self, part: bytes) -> bytes:
-        """Take the next part of a stream. Returns what is for the client."""
+        """Process the next part of a stream and return the part for the client."""
         data = self._rest + part
         if not self.found:
             at = data.find(b"\n" + MOVED_COMMENT)
@@ -197,11 +200,11 @@ class Upstream:
 
 
 class UpstreamError(Exception):
-    """A server gave no answer, or broke it off.
+    """Raised when a server gave no answer, or broke it off.
 
     Attributes:
-        closed: the connection was closed before an answer, as a server may do with one that was not
-            used for a while: that says nothing of the server.
+        closed: the connection was closed before an answer, as a server may do with an idle
+            connection, which does not indicate a failure.
     """
 
     def __init__(self, error: Exception, *, closed: bool = False) -> None:
@@ -210,11 +213,11 @@ class UpstreamError(Exception):
 
 
 class Proxy:
-    """An ASGI application in front of servers that speak the API of OpenAI.
+    """An ASGI application in front of servers with OpenAI's API.
 
     Args:
-        urls: of the servers, without a slash or /v1 at their end.
-        timeout: seconds for which a server may be silent within a request.
+        urls: URLs of the servers, without a trailing slash or /v1.
+        timeout: maximum silence of a server during a request, in seconds.
     """
 
     def __init__(
@@ -235,11 +238,10 @@ class Proxy:
         self._misfit = ""  # of roles, as was told
 
     async def start(self) -> None:
-        """Begin to watch the servers; returns when each was asked once.
+        """Begin to monitor the servers; returns when each has been asked once.
 
         Raises:
-            KvikError: aiohttp is not installed, a URL is that of something else, or no server
-                answers.
+            KvikError: aiohttp is not installed, a URL has no such API, or no server answers.
         """
         try:
             import aiohttp
@@ -259,7 +261,7 @@ class Proxy:
         try:
             found = await asyncio.gather(*map(self._look, range(len(self.upstreams))))
             await asyncio.gather(*(self._check_api(one) for one in self.upstreams if one.healthy))
-            if not any(found):  # those that load a model are there
+            if not any(found):  # servers that are loading a model count as found
                 raise KvikError(
                     "url", f"no server answers: {self._reasons()}; start one, or correct its URL"
                 )
@@ -303,8 +305,8 @@ class Proxy:
     def choose(
         self, hashes: Sequence[bytes], size: int, session: str, avoid: Sequence[int]
     ) -> ReplicaChoice | None:
-        """Choose a server for a prompt of `size` characters; None: there is none. One that computes
-        prompts for others answers itself only where no other one can."""
+        """Choose a server for a prompt of `size` characters; None if there is none. A prefill
+        server is chosen only if there is no other."""
         now, prefill = self._clock(), self._with_role("prefill")
         choice = self._router.choose(hashes, size, now, session, {*avoid, *prefill})
         if choice is None and prefill:
@@ -314,7 +316,7 @@ class Proxy:
     def choose_prefill(
         self, choice: ReplicaChoice, hashes: Sequence[bytes], size: int
     ) -> ReplicaChoice | None:
-        """Choose a server that computes the prompt for the one that was chosen; None: that does so
+        """Choose a server to compute the prompt for the chosen one; None if that computes it
         itself."""
         missing = len(hashes) - choice.hit
         if self.upstreams[choice.replica].role != "decode" or missing < LEAST_MISSING:
@@ -336,7 +338,7 @@ class Proxy:
         self._router.ended(name, self._clock(), cached)
 
     def failed(self, number: int, why: str) -> None:
-        """A server failed: it gets nothing until it says that it is well."""
+        """Mark a server as failed: it gets no requests until it is healthy again."""
         self.upstreams[number].errors += 1
         self._set(number, why)
 
@@ -348,7 +350,7 @@ class Proxy:
         one.refusal = why
 
     def unavailable(self) -> Response:
-        """Return the answer when there is no server to ask."""
+        """Return the answer when no server is available."""
         message = f"no server is there to answer: {self._reasons()}"
         error = {"message": message, "type": "server_error", "param": None, "code": "unavailable"}
         return _json(503, {"error": error}, {"retry-after": "1"})
@@ -388,7 +390,7 @@ class Proxy:
         self._misfit = told
 
     async def _look(self, number: int) -> bool:
-        """Ask a server how it is. Returns whether it answered."""
+        """Query the health of a server. Return whether it answered."""
         try:
             status, body = await self._get(self.upstreams[number].url + "/health")
         except UpstreamError as error:
@@ -396,12 +398,12 @@ class Proxy:
             return False
         if status == 200:
             self.upstreams[number].role = _role(body)
-        # Servers without this path are there, too.
+        # Servers without this path count as healthy.
         self._set(number, "" if status < 500 else _why(status, body))
         return True
 
     async def _check_api(self, one: Upstream) -> None:
-        """Raise `KvikError` if a server does not speak the API."""
+        """Raise `KvikError` if a server does not have the API."""
         with suppress(UpstreamError):
             status, body = await self._get(one.url + "/v1/models")
             try:
@@ -409,7 +411,7 @@ class Proxy:
             except msgspec.DecodeError:
                 found = None
             lists = isinstance(found, dict) and found.keys() & {"data", "object", "models"}
-            # One with keys shows nothing, and one that loads is not known yet.
+            # A server with keys refuses this, and one that is loading cannot answer yet.
             if not (status == 200 and lists) and status not in (401, 403) and status < 500:
                 told = f"status {status} for /v1/models"
                 raise KvikError(
@@ -456,13 +458,13 @@ class Proxy:
 
 @dataclass(slots=True)
 class _Resumed:
-    """A request that a server gave away.
+    """A request that a server handed over.
 
     Attributes:
-        told: what the next one is to be told.
-        answer: of the first one, open until the next one's has begun.
-        back: it is asked to take it back, as no other one does.
-        begun: some of the next one's answer has come.
+        told: the state for the next server.
+        answer: the first server's answer, kept open until the next one's has begun.
+        back: whether the request returns to its first server, as no other one takes it.
+        begun: whether the next server's answer has begun.
     """
 
     told: bytes
@@ -477,11 +479,11 @@ class _Resumed:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What servers are asked.
+    """A request for servers.
 
     Attributes:
-        hashes, size, session: of the prompt, see `Proxy.choose`.
-        resumed: a server began with it.
+        hashes, size, session: facts about the prompt, see `Proxy.choose`.
+        resumed: set if another server has begun it.
     """
 
     headers: list[tuple[bytes, bytes]]
@@ -493,14 +495,14 @@ class _Asked:
 
 
 class _Passing:
-    """One request on its way through."""
+    """Forwards one request."""
 
     def __init__(self, proxy: Proxy, scope: Scope, receive: Receive, send: Send) -> None:
         self._proxy = proxy
         self._scope = scope
         self._receive = receive
         self._send = send
-        self._begun = False  # a byte of the answer was sent on
+        self._begun = False  # a byte of the answer was sent to the client
 
     async def run(self) -> None:
         body = await self._body()
@@ -517,7 +519,7 @@ class _Passing:
         tried: list[int] = []
         while True:
             choice = self._proxy.choose(hashes, size, session, tried)
-            if choice is None and tried:  # the same one, if it only closed a connection
+            if choice is None and tried:  # retry the same one, in case it only closed a connection
                 choice = self._proxy.choose(hashes, size, session, ())
             if choice is None:
                 await self._proxy.unavailable()(self._scope, self._receive, self._send)
@@ -531,7 +533,7 @@ class _Passing:
             self._proxy.retries += 1
 
     async def _body(self) -> bytes | None:
-        """Return the body; None: the client was told why not."""
+        """Return the body; None if the request was refused."""
         parts, size = list[bytes](), 0
         request = Request(self._scope, self._receive)
         stream = request.stream()
@@ -556,13 +558,13 @@ class _Passing:
         await response(self._scope, self._receive, self._send)
 
     def _prompt(self, body: bytes) -> tuple[list[bytes], int, str]:
-        """Return hashes and size of the prompt, and the session that it is part of."""
+        """Return hashes and size of the prompt, and its session."""
         if self._scope["method"] != "POST" or body.lstrip()[:1] != b"{":
             return [], 0, ""
         try:
             found = msgspec.json.decode(body)
             text = rendered(found)
-        except (msgspec.DecodeError, RecursionError):  # the server says what is wrong with it
+        except (msgspec.DecodeError, RecursionError):  # the server will report the error
             return [], 0, ""
         session = found.get("session_id") or found.get("prompt_cache_key")
         return piece_hashes(text), len(text), session if isinstance(session, str) else ""
@@ -574,10 +576,10 @@ class _Passing:
         *,
         again: bool,
     ) -> bool:
-        """Ask a server and pass its answer on. Returns whether the client has one.
+        """Send a request to a server and forward its answer. Return whether the client has one.
 
         Args:
-            again: a server may be asked once more if this one has no answer.
+            again: whether another attempt is possible if this server does not answer.
         """
         proxy, name = self._proxy, secrets.token_hex(8)
         others = proxy.choose((), 0, "", [choice.replica]) is not None
@@ -585,7 +587,7 @@ class _Passing:
         tail: bytes | None = b""
         try:
             passing = self._pass(choice, request, name, again=again and others, others=others)
-            # The first server's answer watches the client for those that go on with it.
+            # The first server's call watches for a client disconnect, also for the next ones.
             tail = await (passing if request.resumed else self._unless_gone(passing))
             return tail is not None
         except UpstreamError as error:
@@ -593,7 +595,7 @@ class _Passing:
                 proxy.failed(choice.replica, str(error))
             if request.resumed is not None and not request.resumed.begun:
                 return False
-            if self._begun:  # the client must not take what was sent for a complete answer
+            if self._begun:  # the client must not mistake the partial answer for a complete one
                 if not break_connection(self._scope):
                     raise
                 return True
@@ -608,10 +610,11 @@ class _Passing:
     async def _go_on(
         self, left: ReplicaChoice, answer: aiohttp.ClientResponse, request: _Asked, told: bytes
     ) -> None:
-        """Let another server go on with what one gave away; that one itself, if none does.
+        """Let another server continue a request that was handed over; if none does, its first
+        server.
 
         Raises:
-            UpstreamError: it was lost.
+            UpstreamError: the request is lost.
         """
         proxy = self._proxy
         proxy.moves += 1
@@ -637,8 +640,8 @@ class _Passing:
         hashes: Sequence[bytes],
         size: int,
     ) -> list[tuple[bytes, bytes]]:
-        """Have the prompt computed for the server that was chosen, by another one. Returns the
-        header that says where it lies; []: the server is to compute it itself."""
+        """Let a prefill server compute the prompt for the chosen server. Return the header with the
+        location of its pages; [] if the chosen server computes it itself."""
         proxy, name = self._proxy, secrets.token_hex(8)
         prefill = proxy.choose_prefill(choice, hashes, size)
         if prefill is None or not GENERATES.search(self._scope["path"]):
@@ -662,7 +665,8 @@ class _Passing:
     async def _ask_prefill(
         self, choice: ReplicaChoice, headers: list[tuple[bytes, bytes]], body: bytes
     ) -> bytes | None:
-        """Return what an answer says of where the prompt lies; None: nothing, whatever it is."""
+        """Return the location of the prompt's pages from a prefill answer; None if there is
+        none."""
         import aiohttp
 
         pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
@@ -678,7 +682,7 @@ class _Passing:
             raise UpstreamError(error, closed=closed) from None
 
     async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of work that ends with the client.
+        """Return the result of work that is cancelled if the client disconnects.
 
         Raises:
             ClientDisconnect: the client is gone.
@@ -716,11 +720,11 @@ class _Passing:
         again: bool,
         others: bool,
     ) -> bytes | None:
-        """Send the request and pass the answer on. Returns its end; None: another server is to be
+        """Send the request and forward the answer. Return its end; None if another server should be
         asked.
 
         Args:
-            others: there are other servers, to which it may be moved.
+            others: whether there are other servers to which it may be moved.
         """
         import aiohttp
 
@@ -780,7 +784,7 @@ class _Passing:
         return tail
 
     async def _start(self, message: dict[str, Any]) -> None:
-        """Begin the answer, unless another server has."""
+        """Begin the answer, unless it has begun."""
         if not self._begun:
             await self._out(message)
 
@@ -802,7 +806,7 @@ def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -
 
 
 def _described(error: Exception) -> str:
-    """Return what is wrong with a server, for people."""
+    """Return a description of a server's failure."""
     if isinstance(error, TimeoutError):
         return "it does not answer in time"
     cause = getattr(error, "os_error", None)
@@ -811,7 +815,7 @@ def _described(error: Exception) -> str:
 
 
 def _role(body: bytes) -> str:
-    """Return the role of a server, as /health says it."""
+    """Return the role of a server from its /health."""
     with suppress(msgspec.DecodeError, AttributeError):
         role = msgspec.json.decode(body).get("role")
         if role in ("prefill", "decode"):
@@ -829,7 +833,7 @@ def _refusal(status: int, body: bytes) -> str:
 
 
 def _why(status: int, body: bytes) -> str:
-    """Return why a server is not well, by its answer."""
+    """Return the reason in the answer of an unhealthy server."""
     with suppress(msgspec.DecodeError, AttributeError):
         reason = msgspec.json.decode(body).get("reason")
         if isinstance(reason, str):
