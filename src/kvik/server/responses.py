@@ -1,4 +1,4 @@
-"""Responses: JSON, and server-sent events to readers that may be slow or gone."""
+"""Responses: JSON, and server-sent events to clients that may be slow or gone."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from kvik.server.transfer import (
 )
 
 T = TypeVar("T")
-INLINE_ITEMS = 2000  # of a microsecond or two: a thread takes longer to wake
+INLINE_ITEMS = 2000  # 1 or 2 µs each: waking a thread takes longer
 
 
 async def offload(num_items: int, work: Callable[[], T]) -> T:
-    """Run `work` here if it is short, else in a thread, so that the event loop goes on.
+    """Run `work` here if it is short, else in a thread, so as not to block the event loop.
 
     Args:
-        num_items: iterations of its loop, over tokens, messages or log probabilities.
+        num_items: number of tokens, messages or log probabilities that it loops over.
     """
     return work() if num_items <= INLINE_ITEMS else await asyncio.to_thread(work)
 
 
-CHUNK_ITEMS = 16  # entries of a long list that are encoded in one call
+CHUNK_ITEMS = 16  # entries of a long list encoded per call
 
 
 class LazyList:
-    """A list whose entries are made while they are encoded, and then freed.
+    """A list whose entries are created while they are encoded, and then freed.
 
-    To make, collect or free all of them at once would block other threads.
+    Creating, collecting or freeing all of them at once would block other threads.
 
     Args:
-        rows: what the entries are made from, one of each.
-        chunk: entries that are encoded in one call.
+        rows: the entries are made from these, one from each.
+        chunk: entries encoded per call.
     """
 
     def __init__(
@@ -72,9 +72,9 @@ class LazyList:
 
 
 def encode_in_chunks(value: object) -> bytes:
-    """Encode as `msgspec.json.encode` does, but let other threads run in between.
+    """Encode like `msgspec.json.encode`, but let other threads run in between.
 
-    It takes Structs without renamed fields, lists and `LazyList`s.
+    Accepts Structs without renamed fields, lists and `LazyList`s.
     """
     out: list[bytes] = []
     _add(value, out)
@@ -120,12 +120,12 @@ def _add_slices(
 
 
 CONTENT_TYPE = "text/event-stream"
-DONE = b"data: [DONE]\n\n"  # the end of a stream for clients of OpenAI
-HEARTBEAT = b": alive\n\n"  # a comment, which clients skip
+DONE = b"data: [DONE]\n\n"  # ends a stream for OpenAI clients
+HEARTBEAT = b": alive\n\n"  # a comment, which clients ignore
 
 
 def event(data: bytes, name: str | None = None) -> bytes:
-    """Make one event; `data` is JSON in one line."""
+    """Return one event; `data` is JSON on one line."""
     head = b"" if name is None else b"event: " + name.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
 
@@ -134,14 +134,14 @@ def json_event(value: object, name: str | None = None) -> bytes:
     return event(msgspec.json.encode(value), name)
 
 
-HOLE = "\ue000text\ue000"  # where the text of an event goes
+HOLE = "\ue000text\ue000"  # placeholder for the text of an event
 
 
 class Template:
-    """An event whose JSON is encoded once for a stream; only its text differs.
+    """An event whose JSON is encoded once per stream; only its text differs.
 
     Args:
-        value: whatever msgspec encodes, with `HOLE` once in it.
+        value: anything msgspec can encode; contains `HOLE` exactly once.
         name: of the event.
     """
 
@@ -152,7 +152,7 @@ class Template:
             raise ValueError("the value has no hole")
 
     def fill(self, text: str) -> bytes:
-        """Return the event with this text."""
+        """Return the event with `text` in place of `HOLE`."""
         return self._before + msgspec.json.encode(text) + self._after
 
 
@@ -163,46 +163,46 @@ def json_response(answer: object) -> Response:
 DEGRADED_HEADER = "x-kvik-degraded"
 UNENFORCED_HEADER = "kvik-unenforced"
 MAX_HEADER_CHARS = 2000
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies pass it on
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no proxy buffering
 _log = logging.getLogger(__name__)
 
 
 class ResponseFormat(ABC):
-    """How an API shows generations: as one object, or as a stream of events."""
+    """How an API presents generations: as one object, or as a stream of events."""
 
-    heartbeat = HEARTBEAT  # the event that says that a stream is alive
-    goes_on = True  # a stream that another server began can be written on
+    heartbeat = HEARTBEAT  # the event that keeps an idle stream alive
+    goes_on = True  # whether a stream that another server began can be continued
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
-        """Return the object."""
+        """Return the response object."""
 
     def begin(self) -> bytes:
         """Return the events before the first text."""
         return b""
 
     def grow(self, position: int, deltas: Sequence[TextDelta]) -> bytes:
-        """Return the events of new text.
+        """Return the events for new text.
 
         Args:
-            position: of the generation.
+            position: index of the generation.
             deltas: at most one for each of its completions.
         """
         return b"".join(event for delta in deltas for event in self.events(position, delta))
 
     @abstractmethod
     def events(self, position: int, delta: TextDelta) -> Iterable[bytes]:
-        """Return the events of one delta."""
+        """Return the events for one delta."""
 
     @abstractmethod
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the events after the last text, unless something failed."""
+        """Return the events after the last text; not called after a failure."""
 
 
 async def generation_response(
     request: Request, generations: Sequence[Generation], form: ResponseFormat, *, stream: bool
 ) -> Response:
-    """Return the response of generations that were started together.
+    """Return the response for generations that were started together.
 
     Raises:
         KvikError, ClientDisconnect: see `wait_for_outputs`.
@@ -224,13 +224,13 @@ async def generation_response(
     return Response(data, media_type="application/json", headers=headers)
 
 
-MOVED_SECONDS = 30.0  # for which an answer that another server goes on with stays open
-MOVED_BEAT_SECONDS = 0.2  # between bytes that show whether it is still needed
+MOVED_SECONDS = 30.0  # a response that another server continues stays open at most this long
+MOVED_BEAT_SECONDS = 0.2  # between bytes sent to find out whether the proxy still needs it
 
 
 class MovedReply(Response):
-    """Says that another server is to give the answer. It stays open until the proxy that asked is
-    done with it, since the server and its pages are needed as long."""
+    """Reports that another server is to answer. It stays open until the proxy no longer needs it,
+    since this server and its pages are needed until then."""
 
     def __init__(self, generation: Generation) -> None:
         super().__init__(status_code=503, headers={MOVED_HEADER: "1"})
@@ -247,20 +247,20 @@ class MovedReply(Response):
 
 
 async def _hand_on(send: Send, told: bytes, watch: asyncio.Future[None]) -> None:
-    """Write what tells another server to go on, and wait until that has begun."""
+    """Send the resumption for another server, and wait until that server has begun."""
     await send({"type": "http.response.body", "body": told + MOVED_END, "more_body": True})
     until = asyncio.get_running_loop().time() + MOVED_SECONDS
     while asyncio.get_running_loop().time() < until and not watch.done():
         await asyncio.wait((watch,), timeout=MOVED_BEAT_SECONDS)
-        # A client may close one half and read on: only writing shows that it is gone.
+        # A client may half-close the connection and still read: only writing shows that it is gone.
         await send({"type": "http.response.body", "body": b"\n", "more_body": True})
     if not watch.done():
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _prefilled(generations: Sequence[Generation]) -> Response:
-    """Return the answer to a request whose prompts were computed for another server. It names the
-    pages of one alone."""
+    """Return the answer to a request whose prompts were computed for another server. It names pages
+    only if there is a single prompt."""
     prompts, kept = (sum(len(g.prompt_token_ids) for g in generations), generations[0].kept)
     one = kept if len(generations) == 1 else None
     response = json_response(Prefilled(prompts, one.num_tokens if one is not None else 0))
@@ -271,11 +271,11 @@ def _prefilled(generations: Sequence[Generation]) -> Response:
 
 @dataclass(frozen=True, slots=True)
 class StreamTimeouts:
-    """Timeouts of a stream, in seconds.
+    """Timeouts of a stream in seconds.
 
     Attributes:
-        send: that the response may wait for its reader; then the request ends.
-        heartbeat: without an event, after which a heartbeat is sent.
+        send: how long the response may wait for its client; then the request ends.
+        heartbeat: a heartbeat is sent after this long without an event.
     """
 
     send: float = 60.0
@@ -288,8 +288,8 @@ DEFAULT_TIMEOUTS = StreamTimeouts()
 class StreamReply(Response):
     """Generations as server-sent events.
 
-    The response begins with the first tokens, so what fails before them has its own status. A
-    failure after that is an error event, and nothing follows it.
+    The response starts with the first tokens, so an earlier failure gets its own HTTP status. A
+    later failure becomes an error event, which ends the stream.
 
     Args:
         generations: started together, in the order of `ResponseFormat.grow`.
@@ -308,11 +308,11 @@ class StreamReply(Response):
         self.init_headers({**_STREAM_HEADERS, **headers_of(generations)})
         self._generations = generations
         self._form = form
-        self._anthropic = False  # errors have the shape of its API
+        self._anthropic = False  # whether errors have the format of the Anthropic API
         self._timeouts = timeouts
         self._begun = False
-        self._opened = False  # the client has the events before the first text
-        self._beat = False  # a heartbeat is due
+        self._opened = False  # whether the client has the events before the first text
+        self._beat = False  # whether a heartbeat is due
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -335,10 +335,10 @@ class StreamReply(Response):
         await MovedReply(self._generations[0])(scope, receive, send)
 
     async def _run(self, send: Send, watch: asyncio.Task[None]) -> None:
-        """Write all events, or those before another server goes on."""
+        """Write all events, or those up to the point where another server continues."""
         for position, generation in enumerate(self._generations):
             resumed = generation.transfer.resumed
-            if resumed is not None and resumed.begun:  # what was sent is only made again
+            if resumed is not None and resumed.begun:  # recreate what was sent, without sending it
                 self._opened = True
                 self._form.begin()
                 replayed, generation.replayed = generation.replayed, []
@@ -412,7 +412,7 @@ class StreamReply(Response):
         return json_event(body, "error" if self._anthropic else None)
 
     async def _tick(self) -> None:
-        """Check a quiet stream from time to time: cheaper than a timer for each event."""
+        """Check periodically for an idle stream: cheaper than a timer for each event."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(self._timeouts.heartbeat / 4)
@@ -427,9 +427,9 @@ async def wait_for_outputs(
     """Wait for the results of generations that were started together.
 
     Raises:
-        KvikError: one of them failed; then all are ended.
-        GivenAway: another server goes on with the only one.
-        ClientDisconnect: the client went away, which ends them too.
+        KvikError: one of them failed; all are then aborted.
+        GivenAway: another server continues the only one.
+        ClientDisconnect: the client disconnected; all are then aborted.
     """
     with _watched(request.receive, generations) as watch:
         while not watch.done():
@@ -447,8 +447,8 @@ async def wait_for_outputs(
 
 @contextmanager
 def _watched(receive: Receive, generations: Sequence[Generation]) -> Iterator[asyncio.Task[None]]:
-    """Watch the client while its generations live: the task is done when it has gone away, and
-    whatever has not ended then, or at the end of the block, is aborted."""
+    """Watch the client while its generations run. The task is done when the client disconnects.
+    Generations that have not ended by then, or by the end of the block, are aborted."""
 
     def abort() -> None:
         for generation in generations:
@@ -472,18 +472,18 @@ def _num_logprobs(output: RequestOutput) -> int:
     """Count the log probabilities in the response to a finished request."""
     rows: list[Sequence[TokenLogprobs | None]] = [one.logprobs or () for one in output.outputs]
     rows.append(output.prompt_logprobs or ())
-    # The last entry is as wide as all; the first of a prompt is none.
+    # The last entry is as wide as all others; the first of a prompt is None.
     return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row and row[-1] is not None)
 
 
 def _num_of_prompt(deltas: Sequence[TextDelta]) -> int:
-    """Count the log probabilities of prompts in deltas. The rest of a delta is small."""
+    """Count the prompt log probabilities in deltas. The rest of a delta is small."""
     rows = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
     return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row[-1] is not None)
 
 
 def headers_of(generations: Sequence[Generation]) -> dict[str, str]:
-    """Return the headers that say what the caller does not get as asked for."""
+    """Return the headers that name the parts of the request that are not fulfilled."""
     told = {
         DEGRADED_HEADER: next((g.degraded for g in generations if g.degraded), ""),
         UNENFORCED_HEADER: "; ".join(next((g.unenforced for g in generations), ())),
@@ -492,7 +492,7 @@ def headers_of(generations: Sequence[Generation]) -> dict[str, str]:
 
 
 def _in_header(value: str) -> str:
-    """Return a text in the characters and the length that a header may have."""
+    """Return a text escaped and truncated to fit into a header."""
     return value.encode("ascii", "backslashreplace").decode()[:MAX_HEADER_CHARS]
 
 

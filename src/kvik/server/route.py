@@ -1,4 +1,4 @@
-"""Routes and endpoints, the context of a request that a handler sees, and its body."""
+"""Routes and endpoints, and a request's context and body as handlers see them."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Route:
         handler: takes the request and returns the response. It may raise any `KvikError`.
         method: GET also serves HEAD.
         open: served without an API key.
-        operator: shows how all callers use the server. Where there are keys it needs an
-            administrator's, and it is served while the server stops.
+        operator: shows how all callers use the server. If API keys are set, it needs an
+            administrator's key. It is also served while the server stops.
         body: what `read_body` decodes; None: no body.
-        answer: the JSON of a response, if it is described.
+        answer: type of the JSON response, if it is described.
         note: one sentence for the documentation.
     """
 
@@ -57,16 +57,16 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class BodyLimits:
-    """Limits of the bodies of requests.
+    """Limits of request bodies.
 
     Attributes:
-        max_bytes: of one body.
-        seconds: until it is complete.
-        max_values: JSON values in it; each takes many times its text in memory.
-        max_keys: keys of its objects, and at most as many arrays and objects.
-        max_depth: of nested arrays and objects.
-        small_bytes: a body up to this size is not counted, and is decoded at once.
-        total_bytes: of all larger bodies that are being read at the same time.
+        max_bytes: size of one body.
+        seconds: time until a body must be complete.
+        max_values: number of JSON values; each takes many times the memory of its text.
+        max_keys: number of object keys, and also of arrays and objects together.
+        max_depth: nesting depth of arrays and objects.
+        small_bytes: a body up to this size is not counted, and is decoded in the event loop.
+        total_bytes: size of all larger bodies being read at the same time.
     """
 
     max_bytes: int = 32 << 20
@@ -82,7 +82,7 @@ DEFAULT_LIMITS = BodyLimits()
 
 
 class BodyBudget:
-    """Counts the bytes of large bodies, so that many of them cannot fill the memory."""
+    """Counts the bytes of large bodies, so that together they cannot exhaust memory."""
 
     def __init__(self, limits: BodyLimits) -> None:
         self.limits = limits
@@ -93,8 +93,8 @@ class BodyBudget:
         """Count one body until the block ends.
 
         Yields:
-            A function to call with the bytes that the body has now. It raises `OverloadError` if
-            all bodies together are too large.
+            A function to call with the current size of the body. It raises `OverloadError` if all
+            bodies together are too large.
         """
         counted = 0
 
@@ -114,19 +114,19 @@ class BodyBudget:
 
 
 SCOPE_KEY = "kvik.context"
-# Of the scope, set by the connection: a function that breaks it, whatever waits to be sent, and one
-# that sets the seconds for which a response may wait for its reader.
+# Functions that the connection puts into the scope. One closes the connection, whatever is still to
+# be sent; the other sets how many seconds a response may wait for its client.
 CLOSE_EXTENSION, UNREAD_EXTENSION = "kvik.close", "kvik.unread"
 
 
 @dataclass(slots=True)
 class RequestContext:
-    """What the application knows of a request.
+    """What the application knows about a request.
 
     Attributes:
         request_id: random; also the header `x-kvik-request-id`.
         caller: set before a handler runs.
-        budget: for reading the body.
+        budget: limits reading of the body.
         ignored_fields: unknown fields of the body; also the header `x-kvik-ignored-fields`.
     """
 
@@ -136,7 +136,7 @@ class RequestContext:
     ignored_fields: list[str] = field(default_factory=list)
 
     def ignore(self, names: Iterable[str]) -> None:
-        """Add names that a request brought, as a header can hold them. Not all, of very many."""
+        """Add names of fields in a request, escaped for a header, up to `MAX_IGNORED`."""
         for name in islice(names, MAX_IGNORED - len(self.ignored_fields)):
             self.ignored_fields.append(escaped(name, 64))
 
@@ -148,13 +148,13 @@ def context_of(request: Request) -> RequestContext:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return who sent a request."""
+    """Return the caller that sent a request."""
     return context_of(request).caller
 
 
 def break_connection(scope: Scope) -> bool:
-    """Break the connection of a response that cannot be completed. Returns whether it could: other
-    servers do so when the app raises."""
+    """Close the connection of a response that cannot be completed. Returns whether that was
+    possible: under other servers the app must raise instead."""
     close = scope.get("extensions", {}).get(CLOSE_EXTENSION)
     if close is not None:
         close()
@@ -162,13 +162,13 @@ def break_connection(scope: Scope) -> bool:
 
 
 def limit_unread(scope: Scope, seconds: float) -> None:
-    """Break the connection if the client does not read the response for this long."""
+    """Close the connection if the client does not read the response for this long."""
     limit = scope.get("extensions", {}).get(UNREAD_EXTENSION)
     if limit is not None:
         limit(seconds)
 
 
-# The JSON body of a request: read within limits and decoded strictly into a Struct.
+# The JSON body of a request: read within limits, then decoded strictly into a Struct.
 
 T = TypeVar("T", bound=msgspec.Struct)
 Data = bytes | bytearray
@@ -177,24 +177,24 @@ log = logging.getLogger(__name__)
 
 ONE_KIND = bytes.maketrans(b"{}", b"[]")
 NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-# A number outside int64, or too large for a float, contains one of these once all its digits are
-# replaced by 0. (A regular expression would take twenty times as long.)
+# A number outside int64, or too large for a float, contains one of these after all its digits are
+# replaced by 0. (A regular expression would be 20 times slower.)
 ONE_DIGIT = bytes.maketrans(b"0123456789E", b"0000000000e")
 LONG_NUMBER = (b"0" * 19, b"0e")
 NO_BACKSLASH = re.compile(rb"[^\\]")
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)  # in messages of msgspec
-PIECE_BYTES = 1 << 18  # of a large body, in one call: other threads wait for it
-MAX_SHOWN = 24  # characters of a number
+PIECE_BYTES = 1 << 18  # of a large body per call, since other threads wait meanwhile
+MAX_SHOWN = 24  # characters of a number in an error message
 MAX_IGNORED = 16  # fields that are reported
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """A handler of any server, with its route.
+    """A handler that works for any server, with its route.
 
     Attributes:
-        handle: takes the server, the request and, where there is one, the decoded body.
+        handle: takes the server, the request and, if there is one, the decoded body.
         unhonoured: see `read_body`. The other attributes are those of `Route`.
     """
 
@@ -234,7 +234,7 @@ def post(
     answer: type[msgspec.Struct] | None = None,
     note: str,
 ) -> Callable[[Callable[..., Awaitable[Response]]], Endpoint]:
-    """Make an endpoint of a handler; the type of its argument `body` is that of the body."""
+    """Make an endpoint from a handler, whose argument `body` is annotated with the body's type."""
     return lambda handle: Endpoint(
         handle,
         path,
@@ -248,12 +248,12 @@ def post(
 def get(
     path: str, *, answer: type[msgspec.Struct] | None = None, note: str, open: bool = False
 ) -> Callable[[Callable[..., Awaitable[Response]]], Endpoint]:
-    """Make an endpoint of a handler that takes no body."""
+    """Make an endpoint from a handler that takes no body."""
     return lambda handle: Endpoint(handle, path, "GET", open, answer=answer, note=note)
 
 
 def routes_of(*endpoints: Endpoint) -> Callable[[Server], list[Route]]:
-    """Return a function that makes the routes of these endpoints on a server."""
+    """Return a function that makes the routes of these endpoints for a server."""
     return lambda server: [endpoint.of(server) for endpoint in endpoints]
 
 
@@ -261,12 +261,12 @@ async def read_body(request: Request, kind: type[T], unhonoured: Table = NOTHING
     """Read the body as `kind`. Fields unknown to `kind` go into `x-kvik-ignored-fields`.
 
     Args:
-        unhonoured: fields to refuse if they ask for something, unless `kind` has them.
+        unhonoured: fields to refuse if they would have an effect, unless `kind` has them.
 
     Raises:
-        HttpError: 400, 408, 413 or 415, naming the field where it is one.
+        HttpError: 400, 408, 413 or 415, naming the field if one is at fault.
         ParamError: a field is not honoured.
-        OverloadError: many large bodies are being read.
+        OverloadError: too many large bodies are being read.
     """
     return await read_chosen(request, lambda value: (kind, unhonoured))
 
@@ -287,7 +287,7 @@ async def read_chosen(
         limits = context.budget.limits
         if len(data) <= limits.small_bytes:
             body, ignored = _decode(data, choose, limits)
-        else:  # in a thread, for the event loop goes on
+        else:  # in a thread, so as not to block the event loop
             body, ignored = await asyncio.to_thread(_decode, data, choose, limits)
     context.ignore(ignored)
     return body
@@ -320,15 +320,15 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
 
 
 def parse_json(data: Data, limits: BodyLimits) -> Any:
-    """Parse a JSON text within limits: of bounded depth and size, each key once,
-    numbers finite and integers within 64 bits, strings that UTF-8 can hold.
+    """Parse a JSON text. Its depth and size are limited, keys must be unique, numbers finite,
+    integers within 64 bits, and strings encodable as UTF-8.
 
     Raises:
         HttpError: 400.
     """
     text = _decoded(data)
     _check_size(data, limits)
-    # A long text is parsed in a thread, which lets others run only while it calls these functions.
+    # A long text is parsed in a thread, and other threads run only during these callbacks.
     exact = len(data) > limits.small_bytes or _has_long_number(data)
     try:
         value = json.loads(
@@ -372,9 +372,9 @@ def _has_long_number(data: Data) -> bool:
 
 
 def _check_headers(request: Request, limits: BodyLimits) -> None:
-    """Refuse what the headers rule out, before the body is read."""
+    """Refuse a request by its headers, before the body is read."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # A page of another origin may send some other types without a preflight request.
+    # A page of another origin may send some other content types without a preflight request.
     if kind != "application/json":
         raise HttpError(415, "the content type must be application/json")
     coding = request.headers.get("content-encoding", "identity").strip().lower()
@@ -417,7 +417,7 @@ def _check_size(data: Data, limits: BodyLimits) -> None:
 def _outside_strings(data: Data, most: int) -> bytes | None:
     """Return JSON without its strings; None if there are more than `most`.
 
-    A regular expression would block all other threads for ten times as long.
+    A regular expression would block all other threads ten times longer.
     """
     found: list[Data] = []
     num_quotes = 0
@@ -433,7 +433,7 @@ def _outside_strings(data: Data, most: int) -> bytes | None:
 
 
 def _uncut(data: Data) -> Iterator[Data]:
-    """Yield the data in pieces, of which none ends inside an escape."""
+    """Yield the data in pieces, none of which ends inside an escape."""
     start = 0
     while start < len(data):
         end = start + PIECE_BYTES
@@ -445,7 +445,7 @@ def _uncut(data: Data) -> Iterator[Data]:
 
 
 def _is_small(data: Data, limits: BodyLimits) -> bool:
-    """Return whether it has few values: each follows a comma or an opening bracket."""
+    """Return whether the data has few values: each follows a comma or an opening bracket."""
     num_brackets = data.count(b"[") + data.count(b"{")
     num_values = num_brackets + data.count(b",")
     num_keys = max(num_brackets, data.count(b":"))

@@ -1,4 +1,4 @@
-"""A server from its first connection to the signal that ends it."""
+"""Runs a server, from binding its sockets to the signal that stops it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ from kvik.server.http_protocol import (
 from kvik.server.server import Server
 
 BACKLOG = 1024
-LAST_SECONDS = 1.0  # for handlers whose connection is closed
-RESERVED_FILES = 128  # that are not connections
+LAST_SECONDS = 1.0  # for handlers to end after their connection is closed
+RESERVED_FILES = 128  # open files that are not connections
 
 
 def bind(host: str, port: int, field: str = "port") -> socket.socket:
@@ -66,8 +66,9 @@ def bind(host: str, port: int, field: str = "port") -> socket.socket:
 
 @contextmanager
 def bind_unix(path: str) -> Iterator[socket.socket]:
-    """Listen on a Unix socket until the block ends, which removes its file. Who may connect is for
-    the umask and the folder to say. A socket file that no server listens on any more is replaced.
+    """Listen on a Unix socket until the block ends, then remove its file. The umask and the
+    permissions of the folder decide who may connect. A stale socket file, on which no server
+    listens, is replaced.
 
     Raises:
         ConfigError: the path cannot be used.
@@ -88,7 +89,7 @@ def bind_unix(path: str) -> Iterator[socket.socket]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a socket file that a server left behind; raises OSError if another server uses it."""
+    """Remove a stale socket file. Binding fails later if another server still uses it."""
     if not os.path.lexists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
         return
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -99,11 +100,11 @@ def _remove_stale(path: str) -> None:
 
 
 def server_tls(certfile: str | None, keyfile: str | None) -> ssl.SSLContext | None:
-    """Return what serves HTTPS with a certificate; None: there is none, so HTTP is served.
+    """Return the TLS context for HTTPS; None without a certificate: HTTP is served.
 
     Args:
-        certfile: in PEM format, with the chain behind the certificate.
-        keyfile: its private key; None: in the same file.
+        certfile: in PEM format, the certificate followed by its chain.
+        keyfile: its private key; None: it is in `certfile`.
 
     Raises:
         ConfigError: `ssl_certfile` or `ssl_keyfile` cannot be used.
@@ -145,7 +146,7 @@ class Listener:
     """Accepts the connections of one socket, from `start` to `close`.
 
     Args:
-        tls: serves HTTPS; None: HTTP.
+        tls: for HTTPS; None: serve HTTP.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class Listener:
         )
 
     async def close(self, grace: float = 0.0) -> None:
-        """Accept no more connections, and break those that are open after `grace` seconds."""
+        """Accept no more connections, and abort those still open after `grace` seconds."""
         assert self._server is not None
         self._server.close()
         for connection in list(self._state.connections):
@@ -219,7 +220,7 @@ class Listener:
 
 
 def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
-    """Raise the limit of open files as far as allowed, and bound the connections by it."""
+    """Raise the limit on open files as far as allowed, and limit the connections by it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = limits.max_connections + RESERVED_FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -231,8 +232,8 @@ def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
 
 log = logging.getLogger(__name__)
 START_POLL_SECONDS = 0.05  # between polls of the engine while it starts
-SERVE_POLL_SECONDS = 0.5  # and while it serves
-MOVE_POLL_SECONDS = 0.5  # between looks for requests that can be moved now
+SERVE_POLL_SECONDS = 0.5  # the same while it serves
+MOVE_POLL_SECONDS = 0.5  # between checks for requests that can be moved
 ABORT_GRACE = 2.0  # seconds for aborted responses to reach their clients
 QUICK_GRACE = 0.2  # the same after a second signal
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -253,16 +254,16 @@ async def serve(
     tell: Callable[[str], None],
     limits: ConnectionLimits = DEFAULT_LIMITS,
 ) -> int:
-    """Serve until a signal comes or the engine fails for good.
+    """Serve until a signal arrives or the engine fails for good.
 
-    The first SIGTERM or SIGINT refuses new requests and lets the running ones end, for at most
-    `shutdown_timeout` seconds; then they end with an error. The second signal ends at once.
+    After the first SIGTERM or SIGINT, new requests are refused. Running ones may finish for at most
+    `shutdown_timeout` seconds, then end with an error. A second signal stops at once.
 
     Args:
         tell: prints a line for the operator.
 
     Returns:
-        The exit code: 1 if the engine failed, so that a supervisor starts the server again.
+        The exit code: 1 if the engine failed, so that a supervisor restarts the server.
     """
     stop = StopSignal()
     listeners = [
@@ -293,7 +294,7 @@ async def serve(
 
 
 class StopSignal:
-    """Whether the server was asked to stop, and whether it was asked again."""
+    """Records whether the server was asked to stop, and whether it was asked again."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
@@ -304,7 +305,7 @@ class StopSignal:
 
 
 async def _run_engine(server: Server, stop: StopSignal, tell: Callable[[str], None]) -> bool:
-    """Wait until the server is to stop or the engine fails for good; whether it failed."""
+    """Wait until the server is to stop or the engine fails for good; return whether it failed."""
     ready = False
     while not stop.asked.is_set():
         match server.engine.state:
@@ -337,7 +338,7 @@ async def _drain(server: Server, stop: StopSignal, tell: Callable[[str], None]) 
 
 
 async def _move(server: Server) -> None:
-    """Let other servers go on with what runs, as soon as it can be moved."""
+    """Hand over running requests to other servers as soon as they can be moved."""
     while True:
         server.generations.hand_over()
         await asyncio.sleep(MOVE_POLL_SECONDS)
@@ -353,17 +354,17 @@ async def _close(server: Server, seconds: float | None) -> None:
         log.warning("the engine was left behind; its process ends by itself")
 
 
-# Output written by a thread, so that a reader that stalls does not stop an event loop.
+# Output is written by a thread, so that a stalled reader does not block an event loop.
 
-MAX_PENDING = 1 << 20  # bytes that wait for the reader; more are dropped, and counted
+MAX_PENDING = 1 << 20  # bytes that wait for the reader; more are dropped, and their lines counted
 
 
 class Printer:
-    """A text stream whose writers never block.
+    """A text stream that never blocks its writers.
 
     Args:
-        fd: file to write to. Python's stream over the same file is not used: its lock would be
-            held while the reader stalls.
+        fd: file to write to. Python's stream for the same file is not used: its lock would be held
+            while the reader stalls.
     """
 
     def __init__(self, fd: int, limit: int = MAX_PENDING) -> None:
@@ -376,7 +377,7 @@ class Printer:
         threading.Thread(target=self._run, name="printer", daemon=True).start()
 
     def write(self, text: str) -> int:
-        """Print a text soon, or drop it and count its lines."""
+        """Queue a text for printing, or drop it and count its lines."""
         data = text.encode("utf-8", "replace")
         with self._changed:
             if self._size + len(data) > self._limit:
@@ -386,11 +387,11 @@ class Printer:
         return len(text)
 
     def tell(self, line: str) -> None:
-        """Print a line soon."""
+        """Queue a line for printing."""
         self.write(f"{line}\n")
 
     def flush(self) -> None:
-        """Do nothing: what was written is on its way."""
+        """Do nothing: the thread prints what was written."""
 
     def close(self, seconds: float) -> None:
         """Wait until everything is printed, at most `seconds`."""
@@ -399,7 +400,7 @@ class Printer:
             self._changed.wait_for(lambda: not self._size, seconds)
 
     def _note(self) -> bytes:
-        """Return the message about lost lines, once."""
+        """Return the message about lost lines and reset their count."""
         lost, self._num_lost = self._num_lost, 0
         return f"{lost} lines were lost: the output was not read\n".encode() if lost else b""
 
@@ -427,5 +428,5 @@ class Printer:
                 poll = select.poll()
                 poll.register(self._fd, select.POLLOUT)
                 poll.poll()
-            except OSError:  # it has no reader any more
+            except OSError:  # the reader is gone
                 return

@@ -19,10 +19,10 @@ from kvik.server.texts import Texts
 
 
 class Drain:
-    """Counts answers under way, so that the end of a server can wait for them."""
+    """Counts responses in progress, so that a stopping server can wait for them."""
 
     def __init__(self) -> None:
-        self.started = False  # no new work: the server is being stopped
+        self.started = False  # True: no new requests, since the server is stopping
         self.num_open = 0
         self._empty = asyncio.Event()
         self._empty.set()
@@ -31,7 +31,7 @@ class Drain:
         self.started = True
 
     def stop(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         self.started = False
 
     def enter(self) -> None:
@@ -44,7 +44,7 @@ class Drain:
             self._empty.set()
 
     async def wait(self, seconds: float) -> bool:
-        """Wait until nothing is under way; False: some still is after `seconds`."""
+        """Wait until no response is in progress; False: some still are after `seconds`."""
         try:
             async with asyncio.timeout(seconds):
                 await self._empty.wait()
@@ -55,7 +55,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """One server.
+    """The parts of one server.
 
     Attributes:
         config: as set by the operator.
@@ -64,9 +64,9 @@ class Server:
         texts: tokenizer and chat template.
         generations: starts requests and delivers their output.
         admission: limits of the queue.
-        default_params: sampling parameters of the model's authors, for what a request leaves out.
-        keys: of the callers.
-        drain: whether the server is being stopped.
+        default_params: sampling parameters of the model's authors, used where a request sets none.
+        keys: API keys of the callers.
+        drain: whether the server is stopping, and the responses in progress.
         started: in seconds since 1970.
     """
 
@@ -87,14 +87,14 @@ class Server:
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of prompt and output together."""
+        """Limit on the tokens of prompt and output together."""
         return self.engine.config.scheduler.max_model_len
 
     def served_name(self, model: str | None) -> str:
-        """Return the name of the model in the answer to a request that names `model`.
+        """Return the model name for the response to a request that names `model`.
 
         Raises:
-            HttpError: 404, it is another model than the served one.
+            HttpError: 404, `model` is not the served one.
         """
         if model and self.config.any_model_name:
             return model
@@ -140,11 +140,11 @@ def assemble(
 
 
 def model_names(config: ServerConfig, model: str, path: Path) -> tuple[str, ...]:
-    """Return the names of the model: those of the operator, else its hub id, folder or file name.
+    """Return the names of the model: the operator's, else its hub id, folder or file name.
 
     Args:
-        model: as given by the operator; "" is the bundled one.
-        path: of its files.
+        model: as given by the operator; "" is the bundled model.
+        path: of the model's files.
     """
     if config.served_model_name:
         return tuple(dict.fromkeys(config.served_model_name))

@@ -1,7 +1,8 @@
-"""What a text must be, by the names that APIs have for it.
+"""Constraints on the output text, under the names that APIs use for them.
 
-A request gives `response_format` as OpenAI has it, `structured` (or `structured_outputs`, as vLLM
-calls it), or one of the fields below, which other engines have. All become a `Constraint`.
+A request gives `response_format` as in OpenAI's API, `structured` (vLLM's name:
+`structured_outputs`), or one of the fields below, which other engines use. All become a
+`Constraint`.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ Options = Annotated[list[Source], Meta(max_length=MAX_CHOICES)]
 
 
 class JsonSchemaFormat(Struct, kw_only=True):
-    """A JSON Schema. With `strict`, one that cannot be enforced in all parts is refused."""
+    """A JSON Schema. With `strict`, a schema that cannot be fully enforced is refused."""
 
     schema: Schema | None = None
     strict: bool | None = None
@@ -39,7 +40,7 @@ class JsonSchemaFormat(Struct, kw_only=True):
 
 
 class TypedFormat(Struct, kw_only=True):
-    """The format of an answer. llama.cpp has the schema in `schema`."""
+    """The format of an answer. llama.cpp puts the schema into `schema`."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
@@ -47,7 +48,7 @@ class TypedFormat(Struct, kw_only=True):
 
 
 class TypedGrammar(Struct, kw_only=True):
-    """A constraint as TGI has it."""
+    """A constraint in TGI's format."""
 
     type: Literal["json", "regex"]
     value: Schema
@@ -70,7 +71,7 @@ def _typed_grammar(given: Source | TypedGrammar) -> Constraint | None:
     return (Regex if given.type == "regex" else JsonSchema)(given.value)  # type: ignore[arg-type]
 
 
-# Field -> its type in JSON, and what it asks for. An empty text asks for nothing.
+# Field -> its JSON type, and a function that makes its constraint. An empty text sets none.
 FIELDS: Mapping[str, tuple[Any, Callable[[Any], Constraint | None]]] = {
     "response_format": (TypedFormat, _typed_format),
     "guided_json": (Schema, JsonSchema),
@@ -85,7 +86,7 @@ FIELDS: Mapping[str, tuple[Any, Callable[[Any], Constraint | None]]] = {
 }
 
 
-# The parameter and its other name come first.
+# `structured` and its other name come first.
 READERS: Mapping[str, Callable[[Any], Constraint | None]] = {
     "structured": Structure().checked,
     "structured_outputs": Structure().checked,
@@ -94,10 +95,10 @@ READERS: Mapping[str, Callable[[Any], Constraint | None]] = {
 
 
 def constraint_of(body: object) -> Constraint | None:
-    """Return what a request says of its text.
+    """Return the constraint that a request puts on its output; None without one.
 
     Raises:
-        ParamError: it cannot be read, or two fields say something.
+        ParamError: it cannot be read, or two fields set a constraint.
     """
     name, found = "", None
     for field, read in READERS.items():

@@ -1,4 +1,5 @@
-"""Tokenizer and chat template outside the event loop, in threads and processes with limits."""
+"""Run the tokenizer and chat template outside the event loop, in a limited number of threads and
+processes."""
 
 from __future__ import annotations
 
@@ -31,10 +32,10 @@ log = logging.getLogger(__name__)
 
 
 class FairSemaphore:
-    """Bounds how much work runs at once; tenants that wait take turns.
+    """Limits how many tasks run at once; waiting tenants take turns.
 
-    So a flood by one tenant delays another by one piece of work at most. Within a tenant the order
-    is that of arrival.
+    So a flood by one tenant delays another by at most one task. Within a tenant, tasks run in order
+    of arrival.
     """
 
     def __init__(self, places: int) -> None:
@@ -51,7 +52,7 @@ class FairSemaphore:
             self._release()
 
     async def _take(self, tenant: str) -> None:
-        if self._free:  # so nothing waits
+        if self._free:  # which implies that no task waits
             self._free -= 1
             return
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -59,7 +60,7 @@ class FairSemaphore:
         try:
             await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled():  # it was given in the meantime
+            if place.done() and not place.cancelled():  # the place was granted in the meantime
                 self._release()
             raise
 
@@ -76,9 +77,9 @@ class FairSemaphore:
 
 
 class TextQuota:
-    """Bounds the characters that wait, of one tenant and of all together.
+    """Limits the number of waiting characters, per tenant and in total.
 
-    A tenant with nothing waiting may bring any number, so that no text is refused for ever.
+    A tenant with nothing waiting may add any number, so that no text is refused forever.
     """
 
     def __init__(self, most: int, most_of_tenant: int) -> None:
@@ -88,10 +89,10 @@ class TextQuota:
 
     @contextmanager
     def reserve(self, tenant: str, num_chars: int) -> Iterator[None]:
-        """Count characters until the block ends.
+        """Count characters as waiting until the block ends.
 
         Raises:
-            OverloadError: too many are counted already, of this tenant or of all.
+            OverloadError: too many are waiting already, of this tenant or in total.
         """
         of_tenant, of_all = self._reserved.get(tenant, 0), sum(self._reserved.values())
         if of_tenant and of_tenant + num_chars > self._most_of_tenant:
@@ -111,11 +112,11 @@ WORKERS = 2  # so that a slow rendering does not delay a short one
 
 
 class Templates:
-    """Renders conversations in threads, each with a `ChatTemplate` and its process.
+    """Renders conversations in threads, each with its own `ChatTemplate` and process.
 
     Args:
-        make: makes a `ChatTemplate`. They are made when they are needed, and stay.
-        workers: how many may render at once.
+        make: makes a `ChatTemplate`. Templates are made when needed, and then kept.
+        workers: maximum number of concurrent renderings.
     """
 
     def __init__(self, make: Callable[[], ChatTemplate], workers: int = WORKERS) -> None:
@@ -162,18 +163,19 @@ class Templates:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-INLINE_CHARS = 2048  # tokenised in the event loop: a thread would take longer to wake
+INLINE_CHARS = 2048  # tokenised in the event loop: waking a thread would take longer
 THREADS = 2
-# The longest entries of a vocabulary are runs of spaces or of one character, of about 100 bytes: a
-# text has at least one token for this many bytes.
+# The longest vocabulary entries are runs of spaces or of one character, about 100 bytes long: a
+# text has at least one token per this many bytes.
 MAX_BYTES_PER_TOKEN = 128
-# Usual text has 3 to 5 bytes a token. Of a text with more than this for each token of the context,
-# the beginning is tokenised first.
+# Typical text has 3 to 5 bytes per token. If a text is longer than this many characters per token
+# of the context, its beginning is tokenised first.
 PROBE_BYTES_PER_TOKEN = 8
-# Where a text is cut, its first tokens may differ from those of the whole text.
+# If the beginning of a text is cut off, the first tokens of the rest may differ from the whole
+# text's tokens.
 CUT_TOKENS = 64
 MAX_WAITING_CHARS = 128 << 20  # of all texts that wait for a thread or a template
-MAX_TENANT_CHARS = 64 << 20  # of those of one tenant
+MAX_TENANT_CHARS = 64 << 20  # the same for one tenant
 
 
 class Texts:
@@ -182,11 +184,11 @@ class Texts:
     Args:
         tokenizer: None if the model has none; then prompts must be token ids.
         max_model_len: tokens of prompt and output together.
-        tool_format: one of `TOOL_FORMATS`: that of the model's tool calls.
-        model: for which the texts are; None: one that answers conversations.
+        tool_format: format of the model's tool calls, one of `TOOL_FORMATS`.
+        model: facts about the served model; None: a model that answers conversations.
 
     Raises:
-        ConfigError: there is no such format, or the tokenizer lacks its markers.
+        ConfigError: the format is unknown, or the tokenizer lacks its markers.
     """
 
     def __init__(
@@ -216,7 +218,7 @@ class Texts:
             except ModelError as error:
                 self._no_template = str(error)
         if tokenizer is not None and tool_format == AUTO:
-            # It renders probes, while the engine loads.
+            # This renders probes while the engine loads.
             self._format = self._threads.submit(answer_format, tokenizer)
             self._format.add_done_callback(_tell_format)
         else:
@@ -230,7 +232,7 @@ class Texts:
         return self._format.result()
 
     def of(self, tenant: str) -> Texts:
-        """Return the same for another tenant; tenants share threads and processes fairly."""
+        """Return a copy for another tenant; tenants share threads and processes fairly."""
         other = copy.copy(self)
         other._tenant = tenant
         return other
@@ -262,7 +264,7 @@ class Texts:
     async def _encode_end(
         self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int
     ) -> list[int]:
-        """Return the last token ids of a text, of which no more is tokenised than they may need."""
+        """Return the last token ids of a text; tokenise no more of the text than they need."""
         loop = asyncio.get_running_loop()
         with self._quota.reserve(self._tenant, len(text)):
             async with self._places.acquire(self._tenant):
@@ -293,11 +295,11 @@ class Texts:
         texts: Sequence[str],
         most: int | None = None,
     ) -> PooledInput:
-        """Return a text or a pair of texts to embed or score, as the model reads it.
+        """Return the model's input for a text to embed, or for a pair of texts to score.
 
         Args:
-            make: a function of `text.pooled_inputs`, which takes the tokenizer and the texts.
-            most: tokens that it keeps; None: all, and they must fit into the context.
+            make: a function of `text.pooled_inputs` that takes the tokenizer and the texts.
+            most: number of tokens that `make` keeps; None: all, and they must fit into the context.
 
         Raises:
             ParamError: the texts have certainly more tokens than fit, or there is no tokenizer.
@@ -325,11 +327,12 @@ class Texts:
         tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """Render the prompt of a conversation by the chat template. It has its own BOS.
+        """Render the prompt of a conversation with the chat template, which adds the BOS token
+        itself.
 
         Raises:
-            ParamError: the messages are malformed, the template refuses them, takes too long or
-                fails; or the model has none, or writes no text.
+            ParamError: the messages are malformed, or the template refuses them, takes too long or
+                fails; or the model has no template, or does not generate text.
             OverloadError: too much text waits already.
         """
         if self._model is not None:
@@ -359,14 +362,15 @@ class Texts:
         messages: Sequence[Mapping[str, object]],
         variables: Mapping[str, object] | None = None,
     ) -> str:
-        """Render the prompt up to the end of the last message, for the model to continue that.
+        """Render the prompt up to the end of the last message, which the model then continues.
 
-        White space at its end is left out, as many templates do anyway. The end is found by a
-        random mark: the last words may also be part of what the template appends ("<" in
+        Trailing white space is removed, as many templates do anyway. A random mark locates the end:
+        the message's last characters may also occur in what the template appends ("<" in
         "<|im_end|>").
 
         Raises:
-            ParamError, OverloadError: see `render`; or the template changes the message.
+            ParamError, OverloadError: see `render`; ParamError also if the template changes the
+                message.
         """
         *before, last = messages
         content = str(last["content"]).rstrip()
@@ -385,10 +389,10 @@ class Texts:
         return text[:place]
 
     async def checked(self, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
-        """Check what a text must be; see `GrammarCheck.checked`.
+        """Check the constraint on the output; see `GrammarCheck.checked`.
 
         Raises:
-            ParamError: it cannot be used, or there is no tokenizer.
+            ParamError: the constraint cannot be used, or there is no tokenizer.
             OverloadError: too much text waits already.
         """
         constraint = params.structured

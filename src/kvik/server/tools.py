@@ -1,6 +1,6 @@
-"""Tools that a request brings: for the template, the grammar of the answer and its parser.
+"""Tools of a request, as the template, the answer's grammar and the answer's parser need them.
 
-All APIs make a `ToolUse` of what they are sent.
+All APIs convert the tools that they receive into a `ToolUse`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function as a request describes it.
+    """A function described by a request.
 
     Attributes:
-        parameters: JSON Schema of its arguments; None: it has none.
-        strict: a schema that cannot be enforced in all parts is refused.
+        parameters: JSON Schema of its arguments; None: it takes none.
+        strict: refuse a schema that cannot be fully enforced.
     """
 
     name: str
@@ -38,7 +38,7 @@ class Function:
     strict: bool = False
 
     def described(self) -> dict[str, Any]:
-        """Return it as chat templates take it."""
+        """Return the function in the form that chat templates expect."""
         about: dict[str, Any] = {"name": self.name, "description": self.description}
         about["parameters"] = self.parameters or {"type": "object", "properties": {}}
         return {"type": "function", "function": about}
@@ -49,11 +49,11 @@ class ToolUse:
     """The tools of one request.
 
     Attributes:
-        functions: for the template.
-        tools: that may be called, by name.
-        choice: whether calls may, must or must not come.
-        one: at most one.
-        named: the caller named the function, so the answer is nothing else.
+        functions: all functions, for the template.
+        tools: tools that may be called, by name.
+        choice: whether calls are allowed, required or forbidden.
+        one: allow at most one call.
+        named: the caller named the function, so the answer is only a call of it.
         unenforced: parts of schemas that arguments need not satisfy.
     """
 
@@ -78,12 +78,12 @@ class ToolUse:
     ) -> ToolUse:
         """
         Args:
-            form: of the model's answers.
-            allowed: names of those that may be called; None: all.
+            form: format of the model's answers.
+            allowed: names of functions that may be called; None: all.
 
         Raises:
-            ParamError: there are too many, a name is odd, doubled or not known, a schema cannot be
-                used, or the model writes no calls.
+            ParamError: there are too many functions, a name is invalid, duplicate or unknown, a
+                schema cannot be used, or the model writes no calls.
         """
         if form.tool_format == NO_TOOLS:
             reason = "the chat template of this model writes no tool calls that are known"
@@ -113,11 +113,11 @@ class ToolUse:
     def constraint(
         self, thought: Thought | None = None, text: Constraint | None = None
     ) -> Constraint:
-        """Return what the answer must be.
+        """Return the constraint on the answer.
 
         Args:
-            thought: that may come before; None: nothing does.
-            text: what its text must be; None: any.
+            thought: the thought that may precede the answer; None: no thought.
+            text: constraint on its text; None: any text.
         """
         source = self.form.call_grammar(
             list(self.tools.values()),
@@ -131,18 +131,18 @@ class ToolUse:
         return text.within(source)
 
     def described(self) -> list[dict[str, Any]]:
-        """Return the tools as chat templates take them."""
+        """Return the tools in the form that chat templates expect."""
         return [function.described() for function in self.functions]
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """What an answer may have beside text.
+    """What an answer may contain besides text.
 
     Attributes:
-        use: the tools that may be called; None: there are none.
+        use: the tools that may be called; None: no tools.
         begun: whether the prompt leaves a thought open; None: the answer may begin with one.
-        budget: the most tokens of a thought; None: any.
+        budget: maximum number of tokens of a thought; None: no limit.
     """
 
     use: ToolUse | None = None
@@ -162,14 +162,15 @@ class AnswerForm:
     ) -> AnswerForm:
         """
         Args:
-            prompt: the text of it.
-            anew: the answer begins behind it. If not, it goes on with one, in a thought or not.
+            prompt: the text of the prompt.
+            anew: the answer begins after the prompt. Otherwise it continues one that the prompt
+                contains, inside a thought or not.
         """
         begun = form.begun(prompt)
         return cls(use, form, begun if anew or begun else False, budget)
 
     def parser(self) -> AnswerReader:
-        """Return the parser of one answer."""
+        """Return a parser for one answer."""
         return self.form.parser(self.begun, self._tools)
 
     @property
@@ -178,7 +179,7 @@ class AnswerForm:
 
     @property
     def plain(self) -> bool:
-        """Whether an answer is text alone."""
+        """Whether an answer is only text."""
         return self.use is None and not self._thinks
 
     @property
@@ -187,19 +188,19 @@ class AnswerForm:
 
     @property
     def count_thoughts(self) -> Callable[[Sequence[int]], int] | None:
-        """Counts the tokens of an answer that are a thought; None: they cannot be counted."""
+        """A function that counts the thought tokens of an answer; None: they cannot be counted."""
         if not self._thinks or not self.form.bounded:
             return None
         return lambda token_ids: self.form.num_thought_tokens(token_ids, self.begun)
 
     @property
     def marks(self) -> Mapping[int, str]:
-        """What is written for the tokens of markers."""
+        """The text written for marker tokens."""
         return NO_MARKS if self.plain else self.form.marks(calls=self._tools is not None)
 
     def constrained(self, params: SamplingParams) -> SamplingParams:
-        """Return the parameters of an answer that calls tools as they may be called, and that says
-        what it must behind a thought."""
+        """Return parameters that also constrain tool calls and thoughts. After a thought, the
+        answer must satisfy the constraint of `params`."""
         asked = params.structured
         thought = Thought(self.begun is True, self.budget) if self._thinks else None
         if self.use is not None:
@@ -216,10 +217,10 @@ class AnswerForm:
 
 
 def check_budget(name: str, budget: int | None, form: AnswerFormat) -> None:
-    """Raise `ParamError` if the thoughts of a model cannot be bounded by tokens.
+    """Raise `ParamError` if the length of a model's thoughts cannot be limited.
 
     Args:
-        name: of the field.
+        name: the field of the request.
     """
     if budget is not None and not form.bounded:
         raise ParamError(name, "this model has no thoughts between tokens of their own")
@@ -232,10 +233,10 @@ PLAIN_ANSWER = AnswerForm()
 
 
 def call_arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of an earlier call as templates take them: an object.
+    """Return the arguments of an earlier call in the form that templates expect: an object.
 
     Raises:
-        ParamError: they are none.
+        ParamError: they are not an object.
     """
     try:
         found = json.loads(text) if text.strip() else {}

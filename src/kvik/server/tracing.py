@@ -1,7 +1,7 @@
-"""OpenTelemetry traces: a span for each request, and in it the queue, the prefill and the decode.
+"""OpenTelemetry traces: a span for each request, with child spans for queue, prefill and decode.
 
-Spans are made when a request has ended, from the times that the engine noted, so that a request
-that is being served costs nothing more. They carry counts and parameters, never text.
+Spans are made from the engine's timestamps after a request has ended, so tracing adds no cost while
+a request is served. They carry counts and parameters, never text.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SERVICE = "kvik"
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """Sends spans to a collector over HTTP.
+    """Return an exporter that sends spans to a collector over HTTP.
 
     Args:
         endpoint: for example http://127.0.0.1:4318/v1/traces.
@@ -40,11 +40,11 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
 
 
 class Tracing:
-    """An `Observer`.
+    """An `Observer` that records a trace of each request.
 
     Args:
-        exporter: where spans go, from a thread of its own.
-        model_name: of every span.
+        exporter: sends the spans, from a separate thread.
+        model_name: name of the model in every span.
     """
 
     def __init__(self, exporter: SpanExporter, model_name: str) -> None:
@@ -104,12 +104,12 @@ class Tracing:
         pass
 
     def close(self) -> None:
-        """Send what is left."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
 def _speculation(output: RequestOutput) -> dict[str, int | float]:
-    """Return the attributes of speculation; empty without it."""
+    """Return the span attributes of speculation; empty without speculation."""
     found = output.speculation
     if found is None:
         return {}
@@ -127,7 +127,7 @@ def _speculation(output: RequestOutput) -> dict[str, int | float]:
 
 
 class _WallClock:
-    """Times of `time.monotonic` as nanoseconds since 1970."""
+    """Converts times of `time.monotonic` to nanoseconds since 1970."""
 
     def __init__(self) -> None:
         self.now = time.time_ns()
@@ -138,7 +138,7 @@ class _WallClock:
 
 
 def _parts(output: RequestOutput | None) -> list[tuple[str, float, float]]:
-    """(name, start, end) of the phases of a request."""
+    """Return (name, start, end) of each phase of a request."""
     if output is None:
         return []
     times = output.metrics

@@ -1,12 +1,13 @@
-"""Prompts that one server computes for another one, which decodes.
+"""Moving requests between servers: prefill for another server, and handover on shutdown.
 
-A request with `PREFILL_HEADER` computes the prompt alone. The answer names the pages that are kept
-under a lease, in `SOURCE_HEADER`, and the same request goes to a server that decodes with that
-header. It is signed with the secret of both, so that no client makes a server connect to anything.
+For a request with `PREFILL_HEADER` only the prompt is computed. `SOURCE_HEADER` of the response
+names the pages, which are kept under a lease. The same request is then sent, with that header, to a
+server that decodes. The header is signed with the secret that both servers share, so that no client
+can make a server connect to an arbitrary address.
 
-A server that drains gives requests away that came with `MOVES_HEADER`: the proxy sends the same
-request to another server with what is known of it in `RESUMED_HEADER`, signed likewise. That one
-makes the text of the tokens so far again, sends what the client lacks, and goes on.
+A draining server gives away requests that have `MOVES_HEADER`: the proxy sends the same request to
+another server, with its state in `RESUMED_HEADER`, also signed. That server recreates the text of
+the tokens generated so far, sends what the client lacks, and continues.
 """
 
 from __future__ import annotations
@@ -43,9 +44,9 @@ log = logging.getLogger(__name__)
 
 PREFILL_HEADER, SOURCE_HEADER = "x-kvik-prefill", "x-kvik-kv-from"
 MAX_TICKET = 2048  # characters
-# Of a request: its server may give it away. And of one that another server began.
+# Request headers: the server may give the request away; another server began the request.
 MOVES_HEADER, RESUMED_HEADER = "x-kvik-moves", "x-kvik-resumed"
-# An answer, or the rest of a stream, is in another server: a header, and a comment of the stream.
+# Another server gives the answer or the rest of a stream: a header, and a comment in the stream.
 MOVED_HEADER, MOVED_COMMENT = "x-kvik-moved", b": kvik-moved "
 MOVED_END = b"\n\n"  # of what follows them, which is a `Resumption`
 MAX_MOVED_TOKENS = 8192  # as `moved_size` counts: they go into a header
@@ -55,14 +56,14 @@ _SIGNATURE = 32  # bytes
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """Where a request is computed, beside here.
+    """Which other servers take part in a request.
 
     Attributes:
-        lends: its prompt is computed for another server.
-        source: where its prompt was computed.
-        token: of the servers that share prompts.
-        moves: it may be given away, to go on in another server.
-        resumed: another server began with it.
+        lends: its prompt is computed here for another server.
+        source: where its prompt was computed; None: nowhere else.
+        token: secret of the servers that share prompts.
+        moves: it may be given away, to continue on another server.
+        resumed: its state, if another server began it.
     """
 
     lends: bool = False
@@ -72,7 +73,7 @@ class Transfer:
     resumed: Resumption | None = None
 
     def params(self, params: SamplingParams) -> SamplingParams:
-        """Return what is to be generated here."""
+        """Return the parameters for the part that is generated here."""
         if self.resumed is not None:
             return params.with_changes(max_tokens=self.resumed.max_tokens)
         return params.with_changes(max_tokens=1, min_tokens=0) if self.lends else params
@@ -193,7 +194,7 @@ class Resumption(msgspec.Struct, frozen=True, array_like=True):
         """Return those that go on in the form that the engine takes.
 
         Raises:
-            ValueError: it is damaged.
+            ValueError: the data is damaged.
         """
         return tuple(
             Handover(one.token_ids(), one.seed, one.source, _moved(one.report, now), one.index)
@@ -276,14 +277,14 @@ def _unpacked(data: bytes, tokens: Sequence[int]) -> list[TokenLogprobs]:
 
 
 def _moved(report: RequestReport, by: float) -> RequestReport:
-    """Return a report by another clock."""
+    """Return a report with its times shifted by `by` seconds."""
     names = ("arrival", "first_scheduled", "first_token", "finished")
     times = {name: getattr(report, name) for name in names}
     return replace(report, **{name: time + by for name, time in times.items() if time is not None})
 
 
 def prompt_digest(tokens: Sequence[int]) -> bytes:
-    """Return what tells a prompt from others."""
+    """Return a hash that identifies a prompt."""
     return blake2b(array("I", tokens).tobytes(), digest_size=16).digest()
 
 
@@ -291,11 +292,11 @@ ALONE = Transfer()
 
 
 class Prefilled(msgspec.Struct):
-    """A prompt was computed.
+    """The answer to a request whose prompt was computed for another server.
 
     Attributes:
-        prompt_tokens: of all prompts.
-        kept_tokens: that another server need not compute.
+        prompt_tokens: tokens of all prompts.
+        kept_tokens: tokens that another server need not compute.
     """
 
     prompt_tokens: int
@@ -303,10 +304,11 @@ class Prefilled(msgspec.Struct):
 
 
 def transfer_of(headers: Mapping[str, str], role: str, token: bytes) -> Transfer:
-    """Return what the headers of a request say to a server of this role.
+    """Return what the headers of a request mean to a server of this role.
 
     Raises:
-        HttpError: 400, it computes no prompts for others; 409, it cannot go on with a request.
+        HttpError: 400, the server does not compute prompts for others; 409, it cannot resume the
+            request.
     """
     moves = MOVES_HEADER in headers and bool(token)
     if RESUMED_HEADER in headers:
@@ -332,7 +334,7 @@ def transfer_of(headers: Mapping[str, str], role: str, token: bytes) -> Transfer
 
 
 def cannot_resume(why: str) -> HttpError:
-    """Return the error of a request that another server is to go on with."""
+    """Return the error for a request that cannot be resumed."""
     return HttpError(409, f"{RESUMED_HEADER} {why}", code="cannot_resume")
 
 
@@ -342,17 +344,17 @@ def make_ticket(source: PageSource, token: bytes) -> str:
 
 
 def read_ticket(text: str, token: bytes) -> PageSource | None:
-    """Return what a header names; None: it was not made with this token."""
+    """Return the source that a header names; None: it was not signed with this token."""
     return _read(b"ticket", text[:MAX_TICKET], token, PageSource)
 
 
 def make_resumption(resumption: Resumption, token: bytes) -> str:
-    """Return the header with which another server goes on."""
+    """Return the header with which another server continues a request."""
     return _signed(b"resumed", resumption, token)
 
 
 def read_resumption(text: str, token: bytes) -> Resumption | None:
-    """Return what a header says; None: it was not made with this token."""
+    """Return the resumption in a header; None: it was not signed with this token."""
     return _read(b"resumed", text[:MAX_RESUMPTION], token, Resumption)
 
 

@@ -1,7 +1,7 @@
-"""Fields that are known, are not honoured, and would change the answer: refused by name.
+"""Known fields that are not honoured and would change the answer: they are refused by name.
 
-A table is the one place that knows such a field. It stands with the values that ask for nothing,
-which some clients always send: those are taken.
+Only the tables here list such fields, each with the values that have no effect. Those values are
+accepted, since some clients always send them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvik.core.sampling_params import PARAMETERS, TRUNCATIONS
 from kvik.errors import ParamError
 from kvik.server.structured import READERS
 
-# field -> (values that ask for nothing, beside null; why others are refused)
+# field -> (values that have no effect, besides null; why others are refused)
 Table = Mapping[str, tuple[Sequence[object], str]]
 
 NOTHING: Table = {}
@@ -32,9 +32,9 @@ _ADAPTERS = "there are no adapters"
 _COUNTED = "give max_tokens"
 _FIXED_ORDER = "the order of the samplers is fixed"
 
-# Of other engines (vLLM, SGLang, llama.cpp, TGI, Ollama, text-generation-webui) and their clients,
-# on every route that samples. A parameter that means nothing unless another one switches it on
-# may have the value that it has anyway.
+# Fields of other engines (vLLM, SGLang, llama.cpp, TGI, Ollama, text-generation-webui) and their
+# clients, for every route that samples. A parameter that has no effect unless another one enables
+# it may have its default value.
 SAMPLING: Table = {
     # what the output must look like
     "grammar_lazy": (_OFF, STRUCTURED),
@@ -47,7 +47,7 @@ SAMPLING: Table = {
     "lora_path": (("",), _ADAPTERS),
     "lora_request": (({},), _ADAPTERS),
     "adapter_id": (("",), _ADAPTERS),
-    # which tokens are left, and how likely they are
+    # which tokens can be sampled, and with what probability
     "top_a": (_OFF, _TRUNCATED),
     "tfs": ((1, *_OFF), _TRUNCATED),
     "tfs_z": ((1, *_OFF), _TRUNCATED),
@@ -100,7 +100,7 @@ SAMPLING: Table = {
     "num_beams": ((1, *_OFF), BEAMS),
     "length_penalty": ((1, *_OFF), BEAMS),
     "early_stopping": (_OFF, BEAMS),
-    # where it begins and ends
+    # where the output begins and ends
     "best_of": ((1, *_OFF), "give n"),
     "max_new_tokens": ((), _COUNTED),
     "num_predict": ((), _COUNTED),
@@ -119,7 +119,7 @@ SAMPLING: Table = {
     "token_healing": (_OFF, "the last token of a prompt is not taken back"),
     "kv_transfer_params": (({},), "the KV cache is not transferred"),
     "options": (({},), "give its fields beside the others of the request"),
-    # what is told of it
+    # what is returned
     "n_probs": (_OFF, "give logprobs"),
     "top_n_tokens": (_OFF, "give logprobs"),
     "logprob_token_ids": (([],), "log probabilities are those of the most likely tokens"),
@@ -134,14 +134,14 @@ SAMPLING: Table = {
 
 
 def missing(known: Collection[str]) -> Table:
-    """Sampling parameters of other routes of this server, refused where a request lacks them.
+    """Return the sampling parameters of this server's other routes that this request does not have.
 
     Args:
-        known: fields of that request.
+        known: fields of the request.
     """
     table: dict[str, tuple[Sequence[object], str]] = {}
     for one in PARAMETERS.values():
-        if one.name in known or one.name == "speculation":  # which changes no answer
+        if one.name in known or one.name == "speculation":  # speculation never changes the answer
             continue
         harmless = list(one.default) if isinstance(one.default, tuple) else one.default
         table[one.name] = ((harmless, False), "this route does not take it")
@@ -151,10 +151,10 @@ def missing(known: Collection[str]) -> Table:
 
 
 def refuse(values: Mapping[str, object], table: Table, param: str | None = None) -> None:
-    """Raise `ParamError` if a field of the table asks for something.
+    """Raise `ParamError` if a field of the table has a value with an effect.
 
     Args:
-        values: an object of the request, by field.
+        values: an object of the request: field -> value.
         param: the field of the request that holds it, if it is not the request itself.
     """
     for name, value in values.items():
@@ -169,5 +169,5 @@ def refuse(values: Mapping[str, object], table: Table, param: str | None = None)
 
 
 def _same(value: object, other: object) -> bool:
-    """Return whether values are equal as JSON: true is not 1."""
+    """Return whether two values are equal as JSON, where true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)
