@@ -1,4 +1,4 @@
-"""What responses share: their head, usage, tokens and log probabilities."""
+"""Parts that all responses share: head, usage, tokens and log probabilities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINGERPRINT = f"kvik-{__version__}"
 
 @dataclass(frozen=True, slots=True)
 class ResponseHead:
-    """`id`, `model` and time (in whole seconds since 1970) of a response."""
+    """`id`, `model` and creation time (in whole seconds since 1970) of a response."""
 
     id: str
     model: str
@@ -30,17 +30,16 @@ class ResponseHead:
 
 
 class Speculation(Struct, kw_only=True):
-    """Speculation for an answer, of all its choices together.
+    """Statistics of speculation for an answer, over all its choices.
 
     A check is a step that verified drafts of a choice. The position of a draft is the number of
-    drafts before it, in a tree its depth.
+    drafts before it, or in a tree its depth.
 
     Attributes:
-        checks: how many there were.
-        drafted_per_position: [i] checks with a draft at position i.
-        accepted_per_position: [i] checks in which it and all before it were accepted.
-        mean_accepted_length: tokens that a check yields, the model's own included. null: there
-            was no check.
+        checks: number of checks.
+        drafted_per_position: [i] number of checks with a draft at position i.
+        accepted_per_position: [i] number of checks that accepted that draft and all before it.
+        mean_accepted_length: tokens per check, including the model's own. null: there was no check.
         speedup: how much faster the tokens came than without speculation, estimated from the
             times of steps with and without drafts. null: not known.
     """
@@ -55,7 +54,7 @@ class Speculation(Struct, kw_only=True):
 
 
 def speculation_of(outputs: Sequence[RequestOutput]) -> Speculation | UnsetType:
-    """Return the speculation of finished requests together; unset if there was none."""
+    """Return the statistics of finished requests together; unset without speculation."""
     known = [one for output in outputs if (one := output.speculation) is not None]
     if not known:
         return UNSET
@@ -77,7 +76,7 @@ class PromptDetails(Struct):
 
 
 class CompletionDetails(Struct):
-    """Drafts of speculation, and tokens of thoughts."""
+    """Counts of speculative drafts and of thought tokens."""
 
     accepted_prediction_tokens: int | UnsetType = UNSET
     rejected_prediction_tokens: int | UnsetType = UNSET
@@ -85,7 +84,8 @@ class CompletionDetails(Struct):
 
 
 class Usage(Struct):
-    """`speculation` is not a field of OpenAI; it is present if the engine speculates."""
+    """Token counts. `speculation` is not an OpenAI field; it is present if the engine
+    speculates."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -102,7 +102,7 @@ class TopLogprob(Struct, gc=False):
 
 
 class TokenLogprob(Struct, gc=False):
-    """`bytes` is what the token adds to the text; `token` the same, escaped if it is no UTF-8."""
+    """`bytes` is what the token adds to the text; `token` is the same, escaped if not UTF-8."""
 
     token: str
     logprob: float
@@ -130,7 +130,7 @@ def usage_of(
     """Return the usage of finished requests. A prompt counts once, whatever its `n`.
 
     Args:
-        count_thoughts: of an answer's token ids, those that are a thought; None: there are none.
+        count_thoughts: counts the thought tokens among an answer's token ids; None: no thoughts.
     """
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(output.num_output_tokens for output in outputs)
@@ -155,11 +155,11 @@ def usage_of(
 
 
 class StreamUsage:
-    """The usage in the chunks of a stream, as its `stream_options` ask.
+    """The usage in the chunks of a stream, as `stream_options` requests.
 
     Attributes:
-        final: the last chunk has it, and all others say null.
-        each: all chunks have it.
+        final: the last chunk has the usage; in all others it is null.
+        each: all chunks have the usage.
     """
 
     def __init__(self, options: StreamOptions | None, num_prompt_tokens: int) -> None:
@@ -173,7 +173,7 @@ class StreamUsage:
 
     @property
     def unknown(self) -> UnsetType | None:
-        """What a chunk says that has no usage."""
+        """The value of `usage` in a chunk without usage."""
         return None if self.final else UNSET
 
     @property
@@ -188,18 +188,18 @@ LEAST = -9999.0  # JSON has no minus infinity
 
 
 class TokenNames:
-    """The text of single tokens; without a tokenizer, or `by_id`, their numbers."""
+    """The text of single tokens; their ids without a tokenizer or with `by_id`."""
 
     def __init__(self, tokenizer: Tokenizer | None, *, by_id: bool = False) -> None:
         self.tokenizer = tokenizer
         self._by_id = by_id
 
     def bytes(self, token: int) -> bytes | None:
-        """Return what a token adds to a text."""
+        """Return the bytes that a token adds to a text; None without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.token_bytes(token)
 
     def name(self, token: int, escape: str = "") -> str:
-        """Return a token's text; if it is no UTF-8 by itself, `escape` and its bytes as \\xHH."""
+        """Return a token's text; if it is not UTF-8 by itself, `escape` and its bytes as \\xHH."""
         data = None if self._by_id else self.bytes(token)
         if data is None:
             return f"token_id:{token}"
@@ -209,11 +209,11 @@ class TokenNames:
             return escape + "".join(f"\\x{byte:02x}" for byte in data)
 
     def chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """Show a few output tokens, in order."""
+        """Return the log probabilities of a few output tokens, in order."""
         return ChatLogprobs([self._chat_token(one) for one in logprobs])
 
     def whole_chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
-        """Show all output tokens, made while `encode_in_chunks` encodes them."""
+        """Return those of all output tokens, created while `encode_in_chunks` encodes them."""
         return ChatLogprobs(cast(list[TokenLogprob], LazyList(logprobs, self._chat_token)))
 
     def _chat_token(self, one: TokenLogprobs) -> TokenLogprob:
@@ -229,7 +229,8 @@ class TokenNames:
         return None if data is None else list(data)
 
     def prompt(self, logprobs: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
-        """By token id, the token itself first; made while `encode_in_chunks` encodes it."""
+        """Return them by token id, the prompt's token first; created while `encode_in_chunks`
+        runs."""
         return cast(PromptLogprobs, LazyList(logprobs, self._prompt_token))
 
     def _prompt_token(self, one: TokenLogprobs | None) -> dict[str, PromptLogprob] | None:

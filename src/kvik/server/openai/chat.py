@@ -108,7 +108,7 @@ class AnswerMessage(Struct):
     refusal: None = None
     tool_calls: list[ToolCall] | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET  # the thought before the answer
-    reasoning: str | UnsetType = UNSET  # another name of it
+    reasoning: str | UnsetType = UNSET  # the same under another name
 
 
 class ChatChoice(Struct):
@@ -138,7 +138,7 @@ class FunctionPiece(Struct, omit_defaults=True):
 
 
 class ToolCallPiece(Struct):
-    """A part of a call: its id, type and name come once, then its arguments in pieces."""
+    """A part of a call: first its id, type and name, then its arguments in pieces."""
 
     index: int
     function: FunctionPiece
@@ -164,7 +164,7 @@ class ChunkChoice(Struct):
 
 
 class ChatChunk(Struct, kw_only=True):
-    """`usage`: absent unless the request asks for it; null then in chunks without it."""
+    """A chunk. `usage` is absent unless requested; if requested, null in chunks without it."""
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
@@ -221,10 +221,10 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
 
 
 def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
-    """Return the sampling parameters of a body. Without a limit an answer may fill the context.
+    """Return the sampling parameters of a body. An answer without a limit may fill the context.
 
     Raises:
-        ParamError: a value is impossible, or nothing that the engine honours.
+        ParamError: a value is invalid, or the engine does not honour it.
     """
     check_stream(body)
     if body.top_logprobs and not body.logprobs:
@@ -240,17 +240,17 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
 
 
 def own_limit(defaults: SamplingParams) -> int | None:
-    """Return the limit of tokens in the model's file. The default one is for callers in Python."""
+    """Return the token limit from the model's file. The built-in default is for Python callers."""
     return defaults.max_tokens if defaults.max_tokens != SamplingParams().max_tokens else None
 
 
 def effort_variables(
     effort: Effort, form: AnswerFormat, given: dict[str, Variable] | None
 ) -> dict[str, Variable]:
-    """Return the variables of a template that say how much to think; given ones stay.
+    """Return the template variables that set how much to think; `given` variables take precedence.
 
     Raises:
-        ParamError: the model has no thoughts, and some are asked for.
+        ParamError: the model has no thoughts, and the request asks for some.
     """
     if not form.thinks and effort != "none":
         raise ParamError("reasoning_effort", "this model has no thoughts")
@@ -263,11 +263,11 @@ def effort_variables(
 
 
 class ChatFormat(ResponseFormat):
-    """A chat as a `ResponseFormat`: the role first, then text, then the finish reason.
+    """The `ResponseFormat` of chats: first the role, then text, then the finish reason.
 
     Args:
         prompt: token ids of the whole conversation.
-        answer: what it may have beside text.
+        answer: what the answer may contain besides text.
     """
 
     def __init__(
@@ -369,7 +369,8 @@ class ChatFormat(ResponseFormat):
             )
 
     def _reason(self, reason: str, parser: AnswerReader) -> str:
-        """A named function finishes as a text does, as at OpenAI."""
+        """Return the finish reason; a call of a named function keeps that of a text, as at
+        OpenAI."""
         use = self._answer.use
         called = parser.num_calls > 0 and use is not None and not use.named
         return "tool_calls" if called and reason == "stop" else reason

@@ -76,7 +76,7 @@ COMPLETION: Table = {
 
 
 class CompletionLogprobs(Struct):
-    """One entry for each token; the first of a prompt has no log probability."""
+    """One entry per token; the first token of a prompt has no log probability."""
 
     text_offset: list[int]  # where in `text` each token begins, in characters
     token_logprobs: list[float | None]
@@ -96,7 +96,7 @@ class CompletionChoice(Struct):
 
 
 class Completion(Struct, kw_only=True):
-    """A response, or a chunk of its stream."""
+    """A response, or one chunk of a stream."""
 
     id: str
     object: Literal["text_completion"] = "text_completion"
@@ -144,7 +144,7 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
 
 
 def _echo(server: Server, body: CompletionRequest, prompt: str | Sequence[int]) -> str:
-    """Return the text of a prompt that precedes its completions."""
+    """Return the text of the prompt that is echoed before its completions."""
     if not body.echo:
         return ""
     if isinstance(prompt, str):
@@ -177,16 +177,16 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
         wanted = max(body.logprobs, body.prompt_logprobs or 0)
         changes["prompt_logprobs"] = wanted
     elif asked == 0 and body.prompt_logprobs is None:
-        changes["prompt_logprobs"] = 0  # so that the engine reads the prompt; they are not shown
+        changes["prompt_logprobs"] = 0  # makes the engine process the prompt; not shown
     return defaults.with_changes(**changes)
 
 
 class CompletionFormat(ResponseFormat):
-    """Completions as a `ResponseFormat`; the choices of the first prompt come first.
+    """The `ResponseFormat` of completions; choices are in the order of their prompts.
 
     Args:
-        prompts: token ids of each.
-        echoes: the text of each that precedes its completions; "" unless `echo`.
+        prompts: token ids of each prompt.
+        echoes: the text of each prompt, shown before its completions; "" unless `echo`.
     """
 
     def __init__(
@@ -248,7 +248,7 @@ class CompletionFormat(ResponseFormat):
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
         index = position * self._n + delta.index
-        if delta.prompt_logprobs is not None:  # only the first completion of a prompt brings them
+        if delta.prompt_logprobs is not None:  # only the first completion of a prompt has them
             self._of_prompts[position] = delta.prompt_logprobs
         self._usage.count(len(delta.token_ids))
         if index not in self._templates:
@@ -281,7 +281,7 @@ class CompletionFormat(ResponseFormat):
             )
 
     def _first_choice(self, index: int, position: int) -> CompletionChoice | None:
-        """Return what a stream shows of the prompt before a completion of it, if anything."""
+        """Return the part of the prompt that a stream shows before a completion, if any."""
         echo = self._echoes[position]
         if not (echo or self._echo_logprobs or self._prompt_logprobs or self._token_ids):
             return None
@@ -327,10 +327,10 @@ class CompletionFormat(ResponseFormat):
 
 
 class CompletionTokens:
-    """The tokens of one completion as `CompletionLogprobs`, from first to last.
+    """Builds the `CompletionLogprobs` of one completion, token by token.
 
     Args:
-        num_top: alternatives to show at each position; more may have been computed.
+        num_top: number of alternatives to show at each position; more may have been computed.
         skip_special: whether special tokens are left out of the text.
         prompt_ids: the tokens before the completion.
     """
@@ -352,7 +352,7 @@ class CompletionTokens:
     def show(
         self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
     ) -> CompletionLogprobs:
-        """Show the next tokens; `logprobs` has one entry for each."""
+        """Return the next tokens; `logprobs` has one entry for each."""
         shown = CompletionLogprobs([], [], [], [] if self._num_top else None)
         for token, one in zip(token_ids, logprobs, strict=True):
             shown.text_offset.append(self._offset)
@@ -365,7 +365,8 @@ class CompletionTokens:
         return shown
 
     def _top(self, one: TokenLogprobs) -> dict[str, float]:
-        """Log probabilities by text, of the likelier of two tokens with the same. Has the token."""
+        """Return log probabilities by token text, including the token itself. If several tokens
+        have the same text, the most likely one counts."""
         found: dict[str, float] = {}
         for token, value in one.top[: self._num_top]:
             found.setdefault(self._names.name(token, "bytes:"), finite(value))

@@ -1,4 +1,4 @@
-"""The messages and tools of a chat, and the prompt that the chat template makes of them."""
+"""The messages and tools of a chat, and the prompt that the chat template renders from them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class AllowedTools(Struct, kw_only=True):
 
 
 class ToolChoice(Struct, kw_only=True):
-    """One function that must be called, or some that may be."""
+    """One function that must be called, or several that may be."""
 
     type: Literal["function", "allowed_tools"]
     function: NamedFunction | None = None
@@ -61,13 +61,13 @@ Choices = Literal["none", "auto", "required"] | ToolChoice
 def tool_use(
     tools: Sequence[ToolParam] | None, asked: Choices | None, *, one: bool, texts: Texts
 ) -> ToolUse | None:
-    """Return the tools of a request; None: it has none.
+    """Return the tools of a request; None without tools.
 
     Args:
-        asked: `tool_choice`. one: calls do not come several at a time.
+        asked: `tool_choice`. one: allow at most one call per answer.
 
     Raises:
-        ParamError: they cannot be used, or there is a choice without tools.
+        ParamError: the tools cannot be used, or there is a choice without tools.
     """
     if not tools:
         if asked not in (None, "none", "auto"):
@@ -116,7 +116,7 @@ class ContentPart(Struct, kw_only=True):
 
 
 class CalledFunction(Struct, kw_only=True):
-    """`arguments`: JSON of an object."""
+    """A function and its arguments. `arguments`: a JSON object as text."""
 
     name: str
     arguments: str = ""
@@ -131,7 +131,7 @@ class ToolCall(Struct, kw_only=True):
 
 
 class ChatMessage(Struct, kw_only=True):
-    """A message. The template decides in which order roles may come."""
+    """A message. The template determines the permitted order of roles."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
@@ -152,19 +152,20 @@ MESSAGE: Table = {
 }
 
 
-# Names that a template gets anyway, or that would replace it.
+# Variables that a template gets anyway, or that would replace the template.
 _RESERVED_VARIABLES = ("messages", "tools", "documents", "add_generation_prompt", "chat_template")
 _TEMPLATE_ROLES = {"developer": "system"}  # a newer name, which few templates know
 
 
 class RenderOptions(Protocol):
-    """Fields of a body that say how its conversation becomes a prompt.
+    """Fields of a body that control how its conversation is rendered as a prompt.
 
     Attributes:
         chat_template_kwargs: variables for the template.
-        add_generation_prompt: None is true, unless the final message is continued.
-        continue_final_message: end where the last message does, to continue it.
-        add_special_tokens: in addition to those of the template.
+        add_generation_prompt: None means true, unless the final message is continued.
+        continue_final_message: end the prompt where the last message ends, to continue that
+            message.
+        add_special_tokens: add special tokens to those of the template.
     """
 
     chat_template_kwargs: dict[str, Variable] | None
@@ -174,7 +175,7 @@ class RenderOptions(Protocol):
 
 
 def begins_anew(options: RenderOptions) -> bool:
-    """Return whether the assistant's answer begins behind the prompt."""
+    """Return whether a new answer begins after the prompt."""
     return options.add_generation_prompt is not False and not options.continue_final_message
 
 
@@ -200,7 +201,7 @@ async def conversation_text(
     options: RenderOptions,
     use: ToolUse | None = None,
 ) -> str:
-    """Return the prompt that the chat template makes of a conversation.
+    """Return the prompt that the chat template renders from a conversation.
 
     Raises:
         ParamError: the messages are malformed, or the template refuses them.

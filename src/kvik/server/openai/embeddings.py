@@ -154,7 +154,7 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
 
 
 def _base64(vector: Sequence[float]) -> str:
-    """Little-endian fp32, as clients unpack it."""
+    """Return the vector as little-endian fp32, which clients expect."""
     return b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 

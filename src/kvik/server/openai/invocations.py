@@ -1,4 +1,4 @@
-"""POST /invocations: all endpoints on one path, which is how SageMaker calls a container."""
+"""POST /invocations: all endpoints on one path, as SageMaker requires of a container."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _ENDPOINTS: Mapping[str, Endpoint] = {
 
 
 class Invocation(Struct):
-    """The body of /v1/chat/completions, /v1/completions or /v1/embeddings, recognised by these."""
+    """A body of /v1/chat/completions, /v1/completions or /v1/embeddings, told apart by these
+    fields."""
 
     messages: Any = None
     prompt: Any = None
@@ -35,7 +36,7 @@ class Invocation(Struct):
 
 
 async def invocations(server: Server, request: Request) -> Response:
-    """Do what the body asks for."""
+    """Call the endpoint that the body is meant for."""
     body = await read_chosen(request, _kind)
     (endpoint,) = (one for one in _ENDPOINTS.values() if one.body is type(body))
     return await endpoint.handle(server, request, body)

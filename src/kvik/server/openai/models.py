@@ -1,4 +1,4 @@
-"""GET /v1/models and /v1/models/{id}, for clients of OpenAI and of Anthropic."""
+"""GET /v1/models and /v1/models/{id}, for OpenAI and Anthropic clients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvik.server.server import Server
 
 
 class ModelCard(Struct, kw_only=True):
-    """A served model, in the fields of OpenAI's API and of Anthropic's."""
+    """A served model, with the fields of both the OpenAI and the Anthropic API."""
 
     id: str
     object: Literal["model"] = "model"
@@ -30,7 +30,7 @@ class ModelCard(Struct, kw_only=True):
 
 
 class ModelList(Struct, kw_only=True):
-    """All served models: one page, in the fields of both APIs."""
+    """All served models: one page, with the fields of both APIs."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]

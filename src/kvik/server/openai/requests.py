@@ -36,11 +36,11 @@ from kvik.server.structured import FIELDS, constraint_of
 from kvik.server.texts import Texts
 from kvik.server.tools import PLAIN_ANSWER, AnswerForm
 
-# Fields of requests. Their bounds are what the decoder enforces and what the schema says; those of
+# Fields of requests. The decoder enforces their bounds, and the schema shows them. The bounds of
 # sampling parameters come from `PARAMETERS`.
 
-TO_THE_END = -1  # tokens of output, as llama.cpp counts them
-WHATEVER_FITS = -1  # tokens of a truncated prompt, as vLLM counts them
+TO_THE_END = -1  # number of output tokens; the value is llama.cpp's
+WHATEVER_FITS = -1  # number of tokens of a truncated prompt; the value is vLLM's
 
 Name = Annotated[str, Meta(max_length=512)]
 Count = Annotated[int, Meta(ge=COUNT.low, le=COUNT.high)]
@@ -61,7 +61,7 @@ TokenId = Annotated[int, Meta(ge=TOKEN_ID.low, le=TOKEN_ID.high)]
 TokenIdList = Annotated[list[TokenId], Meta(max_length=MAX_LIST_ENTRIES)]
 Word = Annotated[str, Meta(min_length=1, max_length=MAX_STOP_BYTES)]
 Priority = Annotated[int, Meta(ge=-1000, le=1000, description="smaller is more urgent")]
-# In Python "$" also matches before a line feed at the end.
+# In Python "$" also matches before a trailing line feed.
 CacheSalt = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.:+/=-]{0,128}$(?!\n)")]
 DeadlineMs = Annotated[int, Meta(ge=1, le=86_400_000)]
 Prompt = Annotated[
@@ -71,7 +71,7 @@ Prompt = Annotated[
 
 
 def json_type(kind: Kind) -> Any:
-    """Return the type that a kind of parameter has in JSON, as msgspec decodes it."""
+    """Return the JSON type of a kind of parameter, for msgspec to decode."""
     match kind:
         case Integer(low=low, high=high):
             return Annotated[int, Meta(ge=low, le=high)]
@@ -81,7 +81,7 @@ def json_type(kind: Kind) -> Any:
             return bool
         case TokenIds():
             return TokenIdList
-        case LogitBias():  # JSON has no integers as keys: the ids are strings there
+        case LogitBias():  # JSON keys cannot be integers, so the ids are strings
             return dict[int, Annotated[float, Meta(ge=BIAS.low, le=BIAS.high)]]
         case Words():
             return Annotated[list[Word | TokenIdList], Meta(max_length=MAX_LIST_ENTRIES)]
@@ -92,7 +92,7 @@ def json_type(kind: Kind) -> Any:
     raise TypeError(kind)
 
 
-# Parameters for which a response of one text in a form of its own has no place.
+# Parameters omitted by APIs whose response is a single text in its own format.
 UNSHOWN = (
     *("n", "logprobs", "prompt_logprobs", "prompt_logprobs_start", "logit_bias"),
     *("allowed_token_ids", "bad_words", "skip_special_tokens", "include_stop_str_in_output"),
@@ -100,12 +100,12 @@ UNSHOWN = (
 
 
 def parameters_struct(left_out: Collection[str] = (), base: type[Struct] = Struct) -> Any:
-    """A Struct with a field for each sampling parameter and its alias, null or as `SamplingParams`
-    takes it.
+    """Return a Struct with a field for each sampling parameter and its alias: null, or a value that
+    `SamplingParams` accepts.
 
     Args:
-        left_out: parameters that it lacks.
-        base: of the Struct.
+        left_out: parameters to omit.
+        base: base class of the Struct.
     """
     made: list[tuple[str, Any, None]] = []
     for one in PARAMETERS.values():
@@ -118,7 +118,7 @@ def parameters_struct(left_out: Collection[str] = (), base: type[Struct] = Struc
 
 
 def parameters_of(body: Struct) -> dict[str, Any]:
-    """Return the sampling parameters that a request gives; null gives none.
+    """Return the sampling parameters that a request sets; null sets nothing.
 
     Raises:
         ParamError: a parameter and its alias contradict each other.
@@ -135,22 +135,22 @@ def parameters_of(body: Struct) -> dict[str, Any]:
 
 @cache
 def _parameters_in(kind: type[Struct]) -> tuple[tuple[str, str], ...]:
-    """Names and aliases of the parameters that are fields of a request."""
+    """Return the names and aliases of the parameters that are fields of a request."""
     known = set(kind.__struct_fields__)
     return tuple((one.name, one.facts["alias"]) for one in PARAMETERS.values() if one.name in known)
 
 
 def limit_of(asked: int) -> int | None:
-    """Return a `Limit` as `SamplingParams` has it."""
+    """Convert a `Limit` to the value that `SamplingParams` uses."""
     return None if asked == TO_THE_END else asked
 
 
 class StreamOptions(Struct, kw_only=True):
-    """How a stream tells of its usage."""
+    """How a stream reports its usage."""
 
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None  # with include_usage alone
-    include_obfuscation: bool | None = None  # there is none, with either value
+    continuous_usage_stats: bool | None = None  # only with include_usage
+    include_obfuscation: bool | None = None  # without effect: there is no obfuscation
 
 
 class TreatmentFields(Struct, kw_only=True):
@@ -167,13 +167,13 @@ _PARAMETERS: Any = parameters_struct(("logprobs", "max_tokens"), TreatmentFields
 
 
 class GenerationFields(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
-    """What chats and completions have in common. null is as good as absent."""
+    """The fields that chats and completions share. null means the same as absent."""
 
     model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Limit | None = None
-    n_predict: Limit | None = None  # another name of max_tokens
+    n_predict: Limit | None = None  # another name for max_tokens
     truncate_prompt_tokens: Truncation | None = None
     return_token_ids: (
         Annotated[bool, Meta(description="also return token ids of prompts and answers")] | None
@@ -183,7 +183,7 @@ class GenerationFields(_PARAMETERS, Struct, kw_only=True):  # type: ignore[misc]
     ) = None
     add_special_tokens: bool | None = None
 
-    user: str | None = None  # these change nothing in the answer
+    user: str | None = None  # this and the following fields do not affect the answer
     safety_identifier: str | None = None
     metadata: Any = None
     store: Any = None
@@ -195,7 +195,7 @@ def aliased(body: msgspec.Struct, name: str, other: str) -> Any:
     """Return the value of a field that has two names; None if it has none.
 
     Raises:
-        ParamError: they contradict each other.
+        ParamError: the two values contradict each other.
     """
     value, same = getattr(body, name), getattr(body, other)
     if None not in (value, same) and value != same:
@@ -209,10 +209,10 @@ MAX_CHOICES = 128  # prompts times n, in one request
 
 
 def split_prompts(name: str, given: PromptInput) -> dict[str, SinglePrompt]:
-    """Name prompts as errors do: `name` alone, or `name[0]`, `name[1]`, ... of many.
+    """Return prompts by their names in errors: `name` for one, else `name[0]`, `name[1]`, ...
 
     Raises:
-        ParamError: one is empty, or token ids stand among prompts.
+        ParamError: a prompt is empty, or token ids and prompts are mixed.
     """
     is_ids = isinstance(given, list) and bool(given) and isinstance(given[0], int)
     for i, one in enumerate(given if isinstance(given, list) else ()):
@@ -259,7 +259,7 @@ async def prompt_ids(
     add_special_tokens: bool | None = None,
     most: int | None = None,
 ) -> list[int]:
-    """Return the token ids of a prompt; to a text, special tokens are added unless unwanted.
+    """Return the token ids of a prompt. Special tokens are added to a text, unless disabled.
 
     Args:
         most: tokens to keep, from the end; None: all.
@@ -273,10 +273,10 @@ def kept_tokens(server: Server, asked: int | None, num_output: int | None = None
     """Return how many tokens of a prompt `truncate_prompt_tokens` keeps; None: all.
 
     Args:
-        num_output: tokens of the answer that must fit behind them; None, `TO_THE_END`: one.
+        num_output: tokens of the answer that must fit after the prompt; None, `TO_THE_END`: one.
 
     Raises:
-        ParamError: it keeps none, or more than the context has.
+        ParamError: it would keep no token, or more than fit into the context.
     """
     limit = server.max_model_len
     if asked == WHATEVER_FITS:
@@ -300,7 +300,7 @@ def asked_tokens(body: GenerationFields, newest: int | None = None) -> tuple[str
 
 
 def sampling_changes(body: GenerationFields) -> dict[str, Any]:
-    """Return what the body says of sampling, but for limits and log probabilities of the output."""
+    """Return the body's sampling parameters, except the output's limit and log probabilities."""
     changes = parameters_of(body)
     changes.pop("max_tokens", None)
     changes.pop("logprobs", None)
@@ -312,7 +312,7 @@ def check_stream(body: GenerationFields) -> None:
         raise ParamError("stream_options", "needs stream to be true")
 
 
-# Seconds for which a pinned prompt is kept after each use.
+# How many seconds a pinned prompt is kept after each use.
 RETENTION = {"in_memory": 300.0, "5m": 300.0, "1h": 3600.0, "24h": 3600.0}
 _DEFAULT = "in_memory"
 MAX_LOGPROB_VALUES = 1 << 19
@@ -340,7 +340,7 @@ def generation_request(
 
 
 def _pins(body: TreatmentFields, num_tokens: int) -> tuple[Pin, ...]:
-    """The whole prompt is pinned if the body names a cache key or a long retention."""
+    """Return a pin of the whole prompt if the body sets a cache key or a long retention."""
     retention = body.prompt_cache_retention
     if retention is not None and retention not in RETENTION:
         raise ParamError("prompt_cache_retention", f"must be one of {', '.join(RETENTION)}")
@@ -350,10 +350,10 @@ def _pins(body: TreatmentFields, num_tokens: int) -> tuple[Pin, ...]:
 
 
 def check_output_fits(server: Server, num_prompt: int, asked: int | None, name: str) -> None:
-    """Refuse output that does not fit behind the prompt, where the engine would give less.
+    """Refuse a request whose output does not fit after the prompt; the engine would shorten it.
 
     Raises:
-        ParamError: it does not, though the prompt itself fits.
+        ParamError: the output does not fit, though the prompt does.
     """
     limit = server.max_model_len
     if asked is not None and num_prompt < limit < num_prompt + asked:
@@ -372,13 +372,13 @@ def check_logprobs(
     of_prompt: str,
     of: str,
 ) -> None:
-    """Refuse more log probabilities than a response may have.
+    """Refuse a request for more log probabilities than a response may have.
 
     Args:
-        of_prompt, of: fields that ask for those of the prompts and of the output.
+        of_prompt, of: names of the fields that request them for the prompts and for the output.
 
     Raises:
-        ParamError: they are too many.
+        ParamError: there would be too many.
     """
     limit = server.max_model_len
     most = limit if params.max_tokens is None else params.max_tokens

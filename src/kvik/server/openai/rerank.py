@@ -1,4 +1,4 @@
-"""POST /v1/rerank and /v1/score: how well texts go together, by a reranker."""
+"""POST /v1/rerank and /v1/score: how relevant texts are to each other, by a reranker."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ NUMBERS_EACH = 64  # what a result weighs when it is written, in numbers
 
 
 class PairFields(Struct, kw_only=True):
-    """What every body with pairs of texts may have."""
+    """The optional fields of every body with pairs of texts."""
 
     model: Name | None = None
     instruction: (
@@ -54,7 +54,7 @@ class Document(Struct):
 
 
 class RerankRequest(PairFields, kw_only=True):
-    """A query and the documents to put in order."""
+    """A query and the documents to rank."""
 
     query: str
     documents: Annotated[list[str | Document], Meta(min_length=1)]
@@ -65,7 +65,7 @@ class RerankRequest(PairFields, kw_only=True):
 
 
 class ScoreRequest(PairFields, kw_only=True):
-    """Texts to score: one with each of the others, or each with the one at its place."""
+    """Texts to score: one text with each of the others, or two lists pairwise."""
 
     text_1: str | list[str]
     text_2: str | list[str]
@@ -78,7 +78,7 @@ class RerankResult(Struct):
 
 
 class RerankAnswer(Struct, kw_only=True):
-    """The best first."""
+    """The results, best first."""
 
     id: str
     model: str
@@ -108,7 +108,7 @@ UNHONOURED: Table = {
 
 @post("/v1/rerank", UNHONOURED, answer=RerankAnswer, note="Documents by how well they fit a query.")
 async def rerank(server: Server, request: Request, body: RerankRequest) -> Response:
-    """Return the documents that fit a query best, each with its score."""
+    """Return the documents most relevant to a query, each with its score."""
     return await _rerank(server, request, body)
 
 
@@ -162,7 +162,7 @@ async def _scores(
     """Return the score of each pair.
 
     Args:
-        pairs: by their names in errors. many: the field that they came in.
+        pairs: by their names in error messages. many: the field that holds them.
     """
     server.served_name(body.model)
     pooling = scoring(server.engine.config.model.pooling)

@@ -1,4 +1,4 @@
-"""POST /v1/responses, stateless: the whole conversation comes with each request."""
+"""POST /v1/responses, stateless: each request contains the whole conversation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from kvik.text.tool_grammar import ToolMode
 
 
 class InputItem(Struct, kw_only=True):
-    """A message, a call of a tool, its result, or a thought."""
+    """A message, a tool call, its result, or a thought."""
 
     type: str | None = None  # "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
@@ -58,7 +58,7 @@ class InputItem(Struct, kw_only=True):
 
 
 class ResponseTool(Struct, kw_only=True):
-    """A function, or a custom tool, whose input is a text. Others are left out."""
+    """A function, or a custom tool, whose input is a text. Other tools are ignored."""
 
     type: str
     name: str | None = None
@@ -111,7 +111,7 @@ class ResponsesRequest(TreatmentFields, kw_only=True):
     stream: bool | None = None
     metadata: dict[str, str] | None = None
 
-    client_metadata: Any = None  # these change nothing in the answer
+    client_metadata: Any = None  # this and the following fields do not affect the answer
     include: Any = None
     safety_identifier: Any = None
     service_tier: Any = None
@@ -143,10 +143,10 @@ CUSTOM = {
 
 
 def response_messages(body: ResponsesRequest) -> list[ChatMessage]:
-    """Return the messages of a body, as those of a chat.
+    """Return the messages of a body as chat messages.
 
     Raises:
-        ParamError: an item is not known, or lacks something.
+        ParamError: an item has an unknown type or lacks a field.
     """
     messages = []
     if body.instructions:
@@ -177,7 +177,7 @@ def response_messages(body: ResponsesRequest) -> list[ChatMessage]:
                 text = _text(place, item.output)
                 messages.append(ChatMessage(role="tool", content=text, tool_call_id=item.call_id))
             case "reasoning":
-                continue  # thoughts of earlier turns are not for the model
+                continue  # thoughts of earlier turns are not shown to the model
             case _:
                 raise ParamError(f"{place}.type", f"{str(item.type)[:40]!r} is not supported")
     return messages
@@ -194,10 +194,10 @@ def _text(place: str, content: str | list[ContentPart] | None) -> str:
 
 
 def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None, list[str]]:
-    """Return the tools of a body, None if it has none; and the fields of them that are ignored.
+    """Return the tools of a body (None without tools), and the names of ignored tool fields.
 
     Raises:
-        ParamError: they cannot be used, or there is a choice without tools.
+        ParamError: the tools cannot be used, or there is a choice without tools.
     """
     functions, others = [], []
     for tool in body.tools or ():
@@ -229,10 +229,10 @@ def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None
 
 
 def answer_constraint(body: ResponsesRequest) -> Constraint | None:
-    """Return what the text must be.
+    """Return the constraint on the output text; None without one.
 
     Raises:
-        ParamError: it cannot be used.
+        ParamError: the constraint cannot be used.
     """
     asked = None if body.text is None else body.text.format
     if asked is None or asked.type == "text":
@@ -248,7 +248,7 @@ def answer_constraint(body: ResponsesRequest) -> Constraint | None:
 
 @dataclass(slots=True)
 class OutputItem:
-    """A part of an answer while it comes."""
+    """A part of an answer that is being generated."""
 
     kind: Literal["message", "reasoning", "function_call", "custom_tool_call"]
     id: str
@@ -263,7 +263,7 @@ class OutputItem:
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
     def shown(self, status: str) -> dict[str, Any]:
-        """Return it as the API shows it."""
+        """Return the item in the API's format."""
         text = "".join(self.text)
         content = [self.part(text)] if text else []
         found: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
@@ -281,8 +281,8 @@ MAX_ESCAPE = 6  # characters of a JSON escape
 
 
 def _custom_input(arguments: str) -> str:
-    """The input of a custom tool: the model gives it as the one argument of a function. Of one that
-    was cut off, what there is."""
+    """Return the input of a custom tool, which the model gives as the only argument of a function.
+    If the arguments were cut off, return the part of the input that was generated."""
     cut_off = (arguments[: len(arguments) - cut] + '"}' for cut in range(MAX_ESCAPE))
     for text in (arguments, *cut_off):
         try:
@@ -367,7 +367,7 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
 
 @dataclass(slots=True)
 class Rendering:
-    """How the conversation becomes a prompt; see `RenderOptions`."""
+    """How the conversation is rendered as a prompt; see `RenderOptions`."""
 
     chat_template_kwargs: dict[str, Variable] | None = None
     add_generation_prompt: bool | None = None
@@ -376,7 +376,7 @@ class Rendering:
 
 
 class ResponseEvents(ResponseFormat):
-    """A response as a `ResponseFormat`: items that are opened, grow and are closed."""
+    """The `ResponseFormat` of responses: items that are opened, extended and closed."""
 
     goes_on = False  # its last events repeat the ids of all items
 
@@ -393,7 +393,7 @@ class ResponseEvents(ResponseFormat):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
         (output,) = outputs
-        if not self._items:  # else they came as a stream
+        if not self._items:  # else they were streamed
             for delta in [*self._parser.push(output.text), *self._parser.close()]:
                 for _ in self._item_events(delta):
                     pass
@@ -422,7 +422,7 @@ class ResponseEvents(ResponseFormat):
         return b"".join([*closing, last])
 
     def _item_events(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
-        """Add a delta to the items; yield what a stream tells of it."""
+        """Add a delta to the items; yield the stream events for it."""
         if delta.thought:
             yield from self._open("reasoning", "rs")
             yield from self._add("response.reasoning_text.delta", delta.thought)
@@ -438,7 +438,7 @@ class ResponseEvents(ResponseFormat):
             yield from self._begin_item(item)
         elif delta.arguments and self._items[-1].kind == "function_call":
             yield from self._add("response.function_call_arguments.delta", delta.arguments)
-        elif delta.arguments:  # the input of a custom tool is known when its JSON ends
+        elif delta.arguments:  # the input of a custom tool is known only when its JSON is complete
             self._items[-1].text.append(delta.arguments)
 
     def _open(self, kind: Literal["message", "reasoning"], prefix: str) -> Iterator[dict[str, Any]]:

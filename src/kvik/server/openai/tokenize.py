@@ -62,11 +62,11 @@ class Tokenized(Struct, kw_only=True):
 
 class Detokenized(Struct):
     prompt: str
-    content: str  # the same, as llama.cpp names it
+    content: str  # the same under llama.cpp's name
 
 
 class TokenizerInfo(Struct, kw_only=True):
-    """What a client needs to tokenise and render as this server does."""
+    """The data a client needs to tokenise and render as this server does."""
 
     bos_token: str | None
     eos_token: str | None
@@ -109,7 +109,7 @@ async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> R
 
 @post("/detokenize", answer=Detokenized, note="Text of token ids.")
 async def detokenize(server: Server, request: Request, body: DetokenizeRequest) -> Response:
-    """Return the text of tokens, with special ones."""
+    """Return the text of tokens, including special tokens."""
     server.served_name(body.model)
     limit, vocab_size = server.max_model_len, server.engine.config.model.vocab_size
     if len(body.tokens) > limit:
@@ -123,7 +123,7 @@ async def detokenize(server: Server, request: Request, body: DetokenizeRequest) 
 
 @get("/tokenizer_info", answer=TokenizerInfo, note="Special tokens, chat template and sizes.")
 async def tokenizer_info(server: Server, request: Request) -> Response:
-    """Return what a client needs to tokenise and render as this server does."""
+    """Return the data a client needs to tokenise and render as this server does."""
     tokenizer = server.texts.tokenizer
     if tokenizer is None:
         raise HttpError(404, "this model has no tokenizer", code="no_tokenizer")
