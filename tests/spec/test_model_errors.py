@@ -144,6 +144,15 @@ ATTENDS = {"layer_types": ["attention"] * 4}
 MIXER = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 BAD_FAMILIES: list[tuple[dict[str, Any], str, str]] = [
+    *(
+        (of(name, partial_rotary_factor=0.5), "partial_rotary_factor", "must be 1")
+        for name in ("Cohere", "Ernie4_5")
+    ),
+    (
+        of("Glm4", rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 0.5}),
+        "rope_parameters rope_type",
+        "must not be proportional for this architecture",
+    ),
     (of("Cohere", use_qk_norm="yes"), "use_qk_norm", "true or false"),
     (of("StableLm", qk_layernorm=1), "qk_layernorm", "true or false"),
     (of("OPT", word_embed_proj_dim=0), "word_embed_proj_dim", "[1, 1048576]"),

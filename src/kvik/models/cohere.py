@@ -70,7 +70,7 @@ COHERE = Architecture(
     "cohere",
     "Command R and R+",
     partial(Llama, make_layer=cohere_layer, make_norm=last_norm),
-    layers=partial(turned_layers, fraction=1.0, interleaved=True),
+    layers=partial(turned_layers, interleaved=True),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm="use_qk_norm",

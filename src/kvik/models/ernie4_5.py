@@ -21,7 +21,7 @@ ERNIE4_5 = Architecture(
     "ernie4_5",
     "ERNIE 4.5, dense",
     Llama,
-    layers=partial(turned_layers, fraction=1.0, interleaved=True),
+    layers=partial(turned_layers, interleaved=True),
     qkv_bias="use_bias",
     o_bias="use_bias",
     mlp_bias="use_bias",

@@ -139,7 +139,12 @@ def equal_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec
 
 
 def turned_layers(
-    fields: Fields, layers: int, positions: int, *, fraction: float, interleaved: bool = False
+    fields: Fields,
+    layers: int,
+    positions: int,
+    *,
+    fraction: float | None = None,
+    interleaved: bool = False,
 ) -> tuple[LayerSpec, ...]:
     """Every layer sees all keys; for the arguments see `read_rope`."""
     rope = read_rope(fields, positions, fraction=fraction, interleaved=interleaved)

@@ -131,6 +131,8 @@ def read_rope(
     kind_key = "rope_type" if "rope_type" in rope else "type"
     kind = rope.choice(kind_key, (*ROPE_KINDS, *_OLD_KINDS), "default")
     kind = _OLD_KINDS.get(kind, kind)
+    if kind == "proportional" and interleaved:
+        raise rope.error(kind_key, "must not be proportional for this architecture")
     place = rope if "rope_theta" in rope else config
     theta = place.number("rope_theta", 1.0, 1e12, 10000.0)
     if theta == 1.0:
