@@ -90,7 +90,7 @@ class Client(threading.Thread):
         self.begun = threading.Event()
 
     def run(self) -> None:
-        connection = HTTPConnection("127.0.0.1", self.front.port, timeout=120)
+        connection = HTTPConnection("127.0.0.1", self.front.port, timeout=600)
         try:
             headers = {"content-type": "application/json"}
             connection.request("POST", self.path, json.dumps(self.body), headers)
@@ -172,7 +172,7 @@ def asked(front: Any, *, stream: bool) -> list[Client]:
 
 def answers(clients: list[Client]) -> list[Any]:
     for client in clients:
-        client.join(120)
+        client.join(600)
     return [client.answer for client in clients]
 
 
@@ -238,14 +238,14 @@ def test_what_a_server_runs_that_stops_goes_on_at_another_one(
         clients = asked(front, stream=stream)
         until(lambda: running(first))
         if stream:
-            assert all(client.begun.wait(60) for client in clients)
+            assert all(client.begun.wait(600) for client in clients)
         with held_up(first):  # so that it has not ended all of them before it hears of its end
             counts = ended(first)
             first.process.send_signal(signal.SIGTERM)
         while first.process.poll() is None:
             with suppress(OSError, HTTPException):
                 counts = ended(first)
-        assert first.process.wait(60) == 0
+        assert first.process.wait(600) == 0
         assert answers(clients) == right
         moved = total(front, "kvik_route_moves_total")
         assert 0 < moved <= len(KINDS)
@@ -286,7 +286,7 @@ def test_of_a_server_that_is_killed_while_requests_move_each_ends_once(
         clients = asked(front, stream=stream)
         until(lambda: running(gives))
         if stream:
-            assert all(client.begun.wait(60) for client in clients)
+            assert all(client.begun.wait(600) for client in clients)
         pids = [killed.process.pid, *children(killed.process.pid)]
         with held_up(gives):
             gives.process.send_signal(signal.SIGTERM)
@@ -297,7 +297,7 @@ def test_of_a_server_that_is_killed_while_requests_move_each_ends_once(
         wrong = [c.path for c, r in zip(clients, right, strict=True) if not c.is_right(r)]
         assert not wrong
         if victim == "takes":  # what is given back runs to its end
-            assert gives.process.wait(60) == 0
+            assert gives.process.wait(600) == 0
         else:
             assert {c.error for c in asked(front, stream=stream) if not c.join()} == {""}
             until(lambda: not moves(other)["num_running"] and not moves(other)["kv_usage"])

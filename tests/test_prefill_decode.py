@@ -72,7 +72,16 @@ def texts(front: Any, bodies: list[dict[str, Any]]) -> list[Any]:
 
 
 def moves(server: ServerProcess) -> Any:
-    return json.loads(server.get("/v1/engine")[1])["live"]["stats"]
+    """The statistics of its engine; one that is slow does not answer each time in time."""
+    found: list[Any] = []
+
+    def told() -> bool:
+        live = json.loads(server.get("/v1/engine")[1])["live"]
+        found.extend([] if live is None else [live["stats"]])
+        return bool(found)
+
+    until(told)
+    return found[0]
 
 
 def computed(server: ServerProcess) -> int:
