@@ -1,8 +1,8 @@
-"""The measurements of `kvik calibrate`: limits of a machine, and costs of kvik's kernels on it.
+"""Measurements of `kvik calibrate`: a machine's limits, and the costs of kvik's kernels on it.
 
-No figure belongs to a model: each is the cost of a kind of work (a weight read from memory, a
-weight multiplied with n rows, a key attended to, a call, a step), from which the cost of any model
-is composed.
+No figure is specific to a model. Each is the cost of one kind of work (reading a weight from
+memory, multiplying a weight by n rows, attending to a key, a call, a step). The cost of any model
+is the sum of such costs.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from kvik.config.hardware import Hardware
 from kvik.errors import ConfigError
 from kvik.files import write_whole
 
-SCHEMA = 1  # of the file; other schemas are refused
+SCHEMA = 1  # of the file; files with other schemas are refused
 
-# Working sets, in bytes, whose reads count as from a cache and as from memory.
+# Working sets, in bytes, that count as read from a cache and as read from memory.
 CACHED, STREAMED = 8 << 20, 64 << 20
 
 
@@ -33,7 +33,7 @@ class Machine(msgspec.Struct, frozen=True):
     """The machine that was measured, and when.
 
     Attributes:
-        kernels: the best instruction set of the CPU that there are native kernels for, or "torch".
+        kernels: the CPU's best instruction set with native kernels, or "torch".
         date: ISO 8601.
     """
 
@@ -45,11 +45,11 @@ class Machine(msgspec.Struct, frozen=True):
 
 
 class ReadRate(msgspec.Struct, frozen=True):
-    """The rate at which a working set is read repeatedly; one that fits a cache is read faster.
+    """The rate of reading a working set repeatedly; one that fits into a cache is read faster.
 
     Attributes:
         rate: the median of the samples.
-        low, high: of them; 0: not kept.
+        low, high: the least and greatest sample; 0: not recorded.
     """
 
     bytes: int
@@ -63,16 +63,16 @@ class ReadRate(msgspec.Struct, frozen=True):
 
 
 class LinearCosts(msgspec.Struct, frozen=True):
-    """Costs of multiplying a number of rows with a matrix.
+    """Costs of multiplying a number of rows by a matrix.
 
     Attributes:
-        call: seconds of a call, however small the matrix.
+        call: seconds of a call, whatever the size of the matrix.
         input, output: seconds for each input and each output of all rows.
-        cached, streamed: seconds for each weight that comes from a cache, and from memory however
-            fast that is: what a kernel needs where reading is not the limit.
-        share: of the rate of memory, what is reached where that is the limit. What reading takes
-            beyond `cached` is memory's: it goes with its rate, which differs from moment to moment
-            and from one working set to another.
+        cached, streamed: seconds for each weight read from a cache, and from memory of unlimited
+            speed: the kernel's time when reading is not the limit.
+        share: fraction of the memory's read rate that is reached when reading is the limit. Time
+            beyond `cached` is attributed to memory and scales with its rate, which varies over time
+            and with the working set.
     """
 
     rows: int
@@ -84,27 +84,27 @@ class LinearCosts(msgspec.Struct, frozen=True):
     share: float
 
     def weight(self, working_set: float) -> float:
-        """Return the seconds for each weight, by the working set in bytes."""
+        """Return the seconds per weight for a working set in bytes."""
         return interpolate([(CACHED, self.cached), (STREAMED, self.streamed)], working_set)
 
     def reached(self, working_set: float) -> float:
-        """Return the share of the rate of reading that is reached, by the working set."""
+        """Return the fraction of the read rate that is reached with a working set."""
         return interpolate([(CACHED, 1.0), (STREAMED, self.share)], working_set)
 
 
 class AttentionCosts(msgspec.Struct, frozen=True):
-    """Costs of attention, and of preparing it, with heads of one size.
+    """Costs of attention and of preparing it, for one head size.
 
     Attributes:
-        sequence: seconds for each decoding sequence and layer.
+        sequence: seconds per decoding sequence and layer.
         cached, streamed: seconds for each element of a key and its value, read once for all query
-            heads: as of `LinearCosts`.
+            heads; as in `LinearCosts`.
         share: as of `LinearCosts`.
-        score: seconds for each element of a key and query head, of a decoding query.
-        prefill: operations a second over the visible pairs of a prompt.
-        rotated: seconds for each element of queries and keys that is turned to its position.
-        stored, scattered: seconds for each element of keys and values that is written to the
-            cache: of a prompt, and of tokens that all belong to different sequences.
+        score: seconds for each element of a key and each query head, of a decoding query.
+        prefill: operations per second over the visible pairs of a prompt.
+        rotated: seconds for each element of queries and keys that rotary embedding rotates.
+        stored, scattered: seconds for each element of keys and values written to the cache, for a
+            prompt, and for tokens that all belong to different sequences.
     """
 
     head_dim: int
@@ -123,16 +123,16 @@ class AttentionCosts(msgspec.Struct, frozen=True):
         return interpolate([(CACHED, 1.0), (STREAMED, self.share)], working_set)
 
     def key(self, working_set: float) -> float:
-        """Return the seconds for each element of a key and its value, by the working set."""
+        """Return the seconds for each element of a key and its value, for a working set."""
         return interpolate([(CACHED, self.cached), (STREAMED, self.streamed)], working_set)
 
 
 class HostCost(msgspec.Struct, frozen=True):
-    """Seconds outside the kernels, of a step and of each sequence in it.
+    """Seconds outside the kernels, for a step and for each sequence in it.
 
     Attributes:
-        bytes: that the kernels have read since the last step: they displace the engine's own code
-            and data from the caches.
+        bytes: read by the kernels since the last step; they evict the engine's own code and data
+            from the CPU caches.
     """
 
     bytes: int
@@ -141,7 +141,7 @@ class HostCost(msgspec.Struct, frozen=True):
 
 
 class ExchangeCost(msgspec.Struct, frozen=True):
-    """Seconds of an exchange of processes that share layers and arrive at the same time."""
+    """Seconds of an exchange between processes that share layers and arrive at the same time."""
 
     processes: int
     seconds: float
@@ -150,20 +150,20 @@ class ExchangeCost(msgspec.Struct, frozen=True):
 class Calibration(msgspec.Struct, frozen=True):
     """Attributes:
     reads: by ascending bytes; the last is from memory.
-    peaks: operations a second by arithmetic ("fp32", "bf16", "int8").
+    peaks: operations per second by arithmetic ("fp32", "bf16", "int8").
     linears: by kind of weight ("bf16", "int8", "int8-weight-only", "int4-g128", ...), rows
         ascending.
     attention: head_dim ascending.
     launch: seconds of a small kernel in a step.
-    activation: bytes a second of what norms read and write.
-    logit: seconds for each logit that greedy sampling looks at.
+    activation: bytes per second that norms read and write.
+    logit: seconds for each logit that greedy sampling reads.
     host: by ascending bytes.
-    host_request, host_token: seconds of a request and of each token of its prompt, outside the
-        kernels and beside its steps.
+    host_request, host_token: seconds per request and per token of its prompt, outside both the
+        kernels and the steps.
     exchanges: processes ascending; (): not measured, as with torch's kernels.
-    hop: seconds of a message from one process to another, however small; 0: not measured.
-    hop_rate: bytes a second of a large one.
-    disturbed: other processes took time while it was measured.
+    hop: seconds of a message from one process to another, whatever its size; 0: not measured.
+    hop_rate: bytes per second of a large message.
+    disturbed: other processes used CPU time during the measurement.
     """
 
     machine: Machine
@@ -185,11 +185,11 @@ class Calibration(msgspec.Struct, frozen=True):
 
     @property
     def bandwidth(self) -> float:
-        """Bytes a second from memory."""
+        """Bytes per second read from memory."""
         return self.reads[-1].rate
 
     def read_rate(self, working_set: float) -> float:
-        """Return the bytes a second while each step reads the same `working_set` bytes."""
+        """Return the bytes read per second if each step reads the same `working_set` bytes."""
         return interpolate([(r.bytes, r.rate) for r in self.reads], working_set)
 
     def host_seconds(self, working_set: float, sequences: int) -> float:
@@ -206,19 +206,19 @@ class Calibration(msgspec.Struct, frozen=True):
         return interpolate([(cost.processes, cost.seconds) for cost in self.exchanges], processes)
 
     def hop_seconds(self, hops: int, num_bytes: float) -> float:
-        """Return the seconds of some messages, one after the other; 0 if none was measured."""
+        """Return the seconds of `hops` consecutive messages; 0 if none was measured."""
         return hops * self.hop + num_bytes / self.hop_rate if self.hop_rate else 0.0
 
     def divided(self, cores: float, readers: int) -> Calibration:
-        """Return the part of this machine that has one in `cores` of its cores, while `readers`
-        such parts read memory: what is done by one thread takes as long."""
+        """Return the part of this machine that has 1 / `cores` of its cores, while `readers` such
+        parts read memory. Single-threaded work takes the same time."""
         shared = tuple(name for name in LINEAR_TIMES if name != "call")
         reads = tuple(ReadRate(read.bytes, read.rate / readers) for read in self.reads)
         return msgspec.structs.replace(self._computing(1 / cores, shared), reads=reads)
 
     def at(self, reads: tuple[ReadRate, ...], speed: float) -> Calibration:
-        """Return the same machine at other read rates and another `speed` of its cores (1: the
-        speed at calibration)."""
+        """Return the same machine with other read rates and another core `speed` (1: the speed
+        during calibration)."""
         return msgspec.structs.replace(
             self._computing(speed, LINEAR_TIMES),
             reads=reads,
@@ -229,7 +229,8 @@ class Calibration(msgspec.Struct, frozen=True):
         )
 
     def _computing(self, speed: float, linear_times: tuple[str, ...]) -> Calibration:
-        """Return the same with kernels at another `speed`, of products those times alone."""
+        """Return the same with kernels at another `speed`; for products only `linear_times`
+        change."""
         return msgspec.structs.replace(
             self,
             peaks={name: rate * speed for name, rate in self.peaks.items()},
@@ -248,7 +249,7 @@ class Calibration(msgspec.Struct, frozen=True):
         )
 
 
-# Costs that are longer on slower cores.
+# Costs that increase on slower cores.
 LINEAR_TIMES = ("call", "input", "output", "cached", "streamed")
 ATTENTION_TIMES = ("sequence", "cached", "streamed", "score", "rotated", "stored", "scattered")
 _HOST = ("step", "row")
@@ -261,7 +262,7 @@ def _slower(costs: _Costs, names: tuple[str, ...], speed: float) -> _Costs:
 
 
 def interpolate(points: list[tuple[float, float]], x: float) -> float:
-    """Interpolate between points of ascending x, linearly in log x; constant outside of them."""
+    """Interpolate linearly in log x between points of ascending x; constant outside their range."""
     at = bisect_left(points, x, key=lambda point: point[0])
     if at == 0:
         return points[0][1]
@@ -272,7 +273,7 @@ def interpolate(points: list[tuple[float, float]], x: float) -> float:
 
 
 def this_machine(hardware: Hardware, threads: int | None, version: str) -> Machine:
-    """Return the facts that a calibration of this machine must have, without a date."""
+    """Return the facts that a calibration of this machine must match, without a date."""
     kernels = "torch" if native_reason(hardware) else hardware.native_isa
     return Machine(hardware.cpu_name, threads or hardware.cores, kernels, version)
 
@@ -282,10 +283,10 @@ def calibration_path() -> Path:
 
 
 def save(calibration: Calibration, path: Path) -> None:
-    """Write a calibration, whole or not at all.
+    """Write a calibration atomically.
 
     Raises:
-        ConfigError: it cannot be written there.
+        ConfigError: the file cannot be written.
     """
     text = msgspec.json.format(msgspec.json.encode(calibration), indent=1)
     try:
@@ -299,7 +300,7 @@ def load(path: Path) -> Calibration:
     """Read a saved calibration.
 
     Raises:
-        ConfigError: there is none, or it is damaged or of another version.
+        ConfigError: the file is missing, damaged or of another version.
     """
     try:
         data = path.read_bytes()
@@ -318,7 +319,7 @@ def load(path: Path) -> Calibration:
 
 
 def stale(calibration: Calibration, machine: Machine) -> str | None:
-    """Return why a calibration is not of this machine; None if it is."""
+    """Return why a calibration does not apply to this machine; None if it does."""
     facts: Mapping[str, tuple[object, object]] = {
         "CPU": (calibration.machine.cpu, machine.cpu),
         "number of threads": (calibration.machine.threads, machine.threads),
@@ -335,7 +336,7 @@ def _unusable(path: Path, why: str) -> ConfigError:
 
 
 def _wrong(found: Calibration) -> str | None:
-    """Return what no measurement can have yielded, in words; None if all is plausible."""
+    """Return, in words, which value cannot be a measurement; None if all are plausible."""
     if found.schema != SCHEMA:
         return f"schema {found.schema}, not {SCHEMA}"
     rates = [r.rate for r in found.reads] + [r.bytes for r in found.reads]

@@ -1,4 +1,4 @@
-"""Costs of tokens: devices are paid by the hour, tokens come at the rate of the roofline."""
+"""Costs of tokens: devices are paid by the hour, tokens are generated at the roofline's rate."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 from kvik.errors import ConfigError
 
-# Figures for people: three digits, handy units, columns.
+# Formatting of figures: three digits, readable units, columns.
 
 DIGITS = 3
 
 
 def three(value: float) -> str:
-    """Format with three digits: 12345 -> "12,300", 1.2345 -> "1.23"."""
+    """Format with three significant digits: 12345 -> "12,300", 1.2345 -> "1.23"."""
     if value == 0:
         return "0"
     text = f"{value:.{DIGITS - 1}e}"
@@ -30,7 +30,7 @@ def seconds(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """70553706496 -> "70.6 billion"."""
+    """Format a count: 70553706496 -> "70.6 billion"."""
     for unit, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
         if value >= size:
             return f"{three(value / size)} {unit}"
@@ -42,7 +42,7 @@ def dollars(value: float) -> str:
 
 
 def columns(rows: Sequence[Sequence[str]], align: Sequence[str], indent: int = 2) -> list[str]:
-    """Rows with columns of equal width, "<" or ">" for each."""
+    """Return rows as lines with aligned columns; `align` has "<" or ">" for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         (
@@ -61,11 +61,11 @@ MILLION = 1e6
 
 @dataclass(frozen=True, slots=True)
 class DailyLoad:
-    """Equal requests that arrive all day.
+    """Equal requests that arrive throughout the day.
 
     Attributes:
         requests: per day.
-        prompt, output: tokens of each.
+        prompt, output: tokens of each request.
     """
 
     requests: float
@@ -80,38 +80,38 @@ class DailyLoad:
 
 @dataclass(frozen=True, slots=True)
 class TokenRates:
-    """Tokens a second of one copy of the model.
+    """Tokens per second of one copy of the model.
 
     Attributes:
-        decode: of output, all requests together.
-        prefill: of prompts; None: `decode` was measured while prompts were computed too.
+        decode: output tokens, all requests together.
+        prefill: prompt tokens; None: `decode` was measured while prompts were also computed.
     """
 
     decode: float
     prefill: float | None = None
 
     def seconds(self, prompt: int, output: int) -> float:
-        """Return the share of a request in the time of one copy, which prefills or decodes."""
+        """Return the seconds of one copy's time that a request takes, for prefill and decode."""
         return output / self.decode + (prompt / self.prefill if self.prefill else 0.0)
 
     def output_rate(self, prompt: int, output: int) -> float:
-        """Return the output tokens/s of one copy that computes prompts, too."""
+        """Return the output tokens/s of one copy that also computes prompts."""
         return output / self.seconds(prompt, output)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """US dollars.
+    """Costs in US dollars.
 
     Attributes:
-        price: of an hour of all devices of one copy of the model.
+        price: per hour, for all devices of one copy of the model.
         prompt_tokens, output_tokens: of a request.
-        mixed: of a thousand tokens of such requests, prompt and output.
-        input, output: of a million prompt tokens, and of a million generated tokens; None: the
-            measured rate does not tell them apart.
-        copies: of the model that the load needs; one without a load.
-        busy: share of the time these copies work; None: no load was given.
-        per_hour, per_day, per_month: of these copies, idle time included.
+        mixed: per thousand tokens of such requests, prompt and output together.
+        input, output: per million prompt tokens, and per million generated tokens; None: the
+            measured rate does not distinguish them.
+        copies: copies of the model that the load needs; one without a load.
+        busy: fraction of the time that these copies work; None: no load was given.
+        per_hour, per_day, per_month: cost of these copies, including idle time.
     """
 
     price: float
@@ -129,10 +129,11 @@ class Cost:
 
 
 def parse_load(text: str, prompt: int, output: int) -> DailyLoad:
-    """ "5/s" is requests per second, "50M" or "5e7" tokens per day, prompt and output together.
+    """Parse a load: "5/s" is requests per second, "50M" or "5e7" tokens per day (prompt and
+    output).
 
     Raises:
-        ConfigError: neither of these.
+        ConfigError: the text is neither.
     """
     number, per_second = (text[:-2], True) if text.endswith("/s") else (text, False)
     units = {"k": 1e3, "M": 1e6, "G": 1e9, "B": 1e9}
@@ -155,7 +156,7 @@ def parse_load(text: str, prompt: int, output: int) -> DailyLoad:
 def cost(
     hourly: float, rates: TokenRates, prompt: int, output: int, load: DailyLoad | None = None
 ) -> Cost:
-    """Return the cost of requests at these rates.
+    """Return the cost of requests at the given rates.
 
     Args:
         hourly: US dollars for the devices of one copy of the model.

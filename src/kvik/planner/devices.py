@@ -1,7 +1,8 @@
-"""Devices and their limits: data sheets of known devices, files, and this machine as measured.
+"""Devices and their limits: data sheets of known devices, device files, and this machine as
+measured.
 
-Figures are of dense matrices (data sheets often print those of sparse ones, twice as high), with
-sums in fp32 where a chip is slower then. Memory is what the driver reports.
+Figures are for dense matrices (data sheets often give those for sparse ones, which are twice as
+high), with fp32 accumulation if a chip is slower with it. Memory is what the driver reports.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from kvik.planner.calibration import (
 )
 
 ARITHMETICS = ("fp32", "bf16", "fp16", "int8", "fp8")
-# The arithmetics that replace one that a device lacks, best first.
+# Replacements for an arithmetic that a device lacks, best first.
 STAND_INS: Mapping[str, tuple[str, ...]] = {
     "fp8": ("bf16", "fp16", "fp32"),
     "int8": ("bf16", "fp16", "fp32"),
@@ -44,14 +45,14 @@ class Device:
     Attributes:
         kind: "cpu" or "cuda" (any GPU).
         memory: bytes.
-        bandwidth: bytes a second of memory; None: unknown, and then `rates` is empty too.
-        rates: dense operations a second by arithmetic, of `ARITHMETICS`.
-        link: bytes a second to its siblings in one direction; 0: it has none.
-        price: USD an hour, as the user gives it; None: unknown.
-        source: of the figures.
-        calibration: of a measured machine.
+        bandwidth: bytes per second of memory; None: unknown, in which case `rates` is empty.
+        rates: dense operations per second by arithmetic, one of `ARITHMETICS`.
+        link: bytes per second to other devices in one direction; 0: no link.
+        price: USD per hour, as given by the user; None: unknown.
+        source: source of the figures.
+        calibration: measurements of this machine; None for data sheets.
         unknown: why the speed is unknown, as the end of "this machine: ...".
-        assumed: why its figures are not of this very processor; "": they are.
+        assumed: why the figures are not for exactly this processor; "": they are.
     """
 
     name: str
@@ -68,17 +69,17 @@ class Device:
 
     @property
     def rated(self) -> bool:
-        """Whether its speed is known; without it, rooflines raise ConfigError."""
+        """Whether the speed is known; if not, rooflines raise ConfigError."""
         return self.bandwidth is not None
 
     @property
     def measured(self) -> bool:
-        """Whether its speed was measured rather than read in a data sheet."""
+        """Whether the speed was measured rather than taken from a data sheet."""
         return self.calibration is not None
 
     @property
     def doubt(self) -> str:
-        """Why its figures may be wrong; "" if nothing speaks against them."""
+        """Why the figures may be wrong; "" if there is no reason to doubt them."""
         if self.calibration is None or not self.calibration.disturbed:
             return self.assumed
         return (
@@ -87,7 +88,7 @@ class Device:
         )
 
     def unit(self, arithmetic: str) -> str:
-        """Return the arithmetic that runs here: the one asked for, or the one that replaces it.
+        """Return the arithmetic that the device uses: the requested one, or its replacement.
 
         Raises:
             ConfigError: the device's speed is unknown.
@@ -100,7 +101,7 @@ class Device:
         raise ConfigError("hardware", f"{self.name}: {self.unknown or NOT_CALIBRATED}")
 
     def rate(self, arithmetic: str) -> float:
-        """Return the operations a second of `unit`.
+        """Return the operations per second of `unit`.
 
         Raises:
             ConfigError: as `unit`.
@@ -108,8 +109,8 @@ class Device:
         return self.rates[self.unit(arithmetic)]
 
     def divided(self, cores: float, readers: int) -> Device:
-        """Return the part of a machine that has one in `cores` of its cores, while `readers` such
-        parts read memory."""
+        """Return the part of a machine with 1 / `cores` of its cores, while `readers` such parts
+        read memory."""
         if self.bandwidth is None or (cores == 1 and readers == 1):
             return self
         measured = self.calibration
@@ -121,8 +122,8 @@ class Device:
         )
 
     def read_rate(self, working_set: float) -> float:
-        """Return the bytes a second while each step reads the same `working_set` bytes: a measured
-        machine counts its caches.
+        """Return the bytes read per second if each step reads the same `working_set` bytes. For a
+        measured machine, caches are included.
 
         Raises:
             ConfigError: the device's speed is unknown.
@@ -143,9 +144,9 @@ def _gpu(
     source: str,
 ) -> Device:
     """Args:
-    terabytes: a second, of memory.
-    teras: 10^12 operations a second.
-    gigabytes: a second, to siblings in one direction.
+    terabytes: per second, from memory.
+    teras: 10^12 operations per second.
+    gigabytes: per second, to other devices in one direction.
     """
     rates = {arithmetic: rate * 1e12 for arithmetic, rate in teras.items()}
     memory = mebibytes * MIB
@@ -216,7 +217,7 @@ DEVICES: Mapping[str, Device] = {
     )
 }  # fmt: skip
 
-# As drivers call them.
+# Names that drivers report.
 _DRIVER_NAMES: Mapping[str, str] = {
     "NVIDIA B200": "b200",
     "NVIDIA H200": "h200",
@@ -236,7 +237,7 @@ _DRIVER_NAMES: Mapping[str, str] = {
 
 
 def find_device(name: str) -> Device:
-    """Return a known device by name, or one described in a .toml or .json file.
+    """Return a known device by name, or the device described in a .toml or .json file.
 
     Raises:
         ConfigError: no such device or file, or a file that cannot be used.
@@ -250,7 +251,7 @@ def find_device(name: str) -> Device:
 
 
 def this_device(hardware: Hardware, calibration_file: Path) -> Device:
-    """Return the device that kvik would run on here: the first GPU, else the CPU."""
+    """Return the device that kvik would use on this machine: the first GPU, else the CPU."""
     if hardware.gpus:
         return _this_gpu(hardware.gpus[0])
     machine = this_machine(hardware, None, "")
@@ -282,9 +283,8 @@ def cpu_device(calibration: Calibration, machine: Machine, memory: int) -> Devic
     )
 
 
-# Dense operations of a core in a cycle, as the manuals of the instruction sets give them: two
-# multiply-adds of full width, or the tiles of AMX. What is not multiplied in an arithmetic is
-# widened to fp32.
+# Dense operations per core and cycle, from the manuals of the instruction sets: two full-width
+# multiply-adds, or the tiles of AMX. A type without its own arithmetic is widened to fp32.
 _CYCLE: Mapping[str, Mapping[str, int]] = {
     "amx": {"fp32": 64, "bf16": 2048, "int8": 4096},
     "avx512_bf16": {"fp32": 64, "bf16": 128, "int8": 256},
@@ -293,16 +293,17 @@ _CYCLE: Mapping[str, Mapping[str, int]] = {
     "avx2": {"fp32": 32, "bf16": 32, "int8": 64},
     "portable": {"fp32": 16, "bf16": 16, "int8": 32},
 }
-# What many servers and desktops have at least: cycles a second under load, and bytes a second that
-# one core and all cores together read.
+# What most servers and desktops reach at least: cycles per second under load, and bytes per second
+# read by one core and by all cores together.
 _CLOCK, _CORE_READS, _ALL_READ = 2.5e9, 15e9, 200e9
 
 
 def assumed_cpu(hardware: Hardware, why: str) -> Device:
-    """Return this CPU by its cores and instruction set alone, for advice before a calibration.
+    """Return this CPU with figures estimated only from its cores and instruction set, for advice
+    before a calibration.
 
     Args:
-        why: it is not measured.
+        why: why it has not been measured.
     """
     isa, cores = hardware.native_isa, hardware.cores
     bandwidth = min(cores * _CORE_READS, _ALL_READ)
@@ -395,7 +396,7 @@ def read_device(path: Path) -> Device:
     )
 
 
-# What a plan is made for: a model's formats, its devices, and the work they have.
+# Input of a plan: a model's formats, its devices, and their work.
 
 UTILIZATION = EngineConfig().memory_utilization
 
@@ -403,10 +404,10 @@ UTILIZATION = EngineConfig().memory_utilization
 @dataclass(frozen=True, slots=True)
 class Setting:
     """Attributes:
-    context, batch: tokens of a request, and requests that run together.
-    tp, pp: processes of a CPU, or GPUs, that share each layer; stages of whole layers.
-    utilization: share of the device's memory the engine may plan with.
-    hardware: what is known of a real machine; None: what follows from `device`.
+    context, batch: tokens per request, and requests that run together.
+    tp, pp: number of CPU processes or GPUs that share each layer; number of stages of whole layers.
+    utilization: fraction of the device's memory that the engine may use.
+    hardware: facts about a real machine; None: derived from `device`.
     """
 
     device: Device
@@ -421,26 +422,26 @@ class Setting:
 
     @property
     def exact(self) -> bool:
-        """Whether the model is divided among processes of one CPU, by the exact cut; else it is
-        among GPUs, by the fast one (`planner/parallel.py`)."""
+        """Whether the model is divided by the exact cut among processes of one CPU; otherwise by
+        the fast cut among GPUs (see `planner/parallel.py`)."""
         return self.device.kind == "cpu"
 
     @property
     def parts(self) -> int:
-        """Processes or GPUs that the model is divided among."""
+        """Number of processes or GPUs that share the model."""
         return self.tp * self.pp
 
     @property
     def devices(self) -> int:
-        """Machines or GPUs that have the model."""
+        """Number of machines or GPUs that hold the model."""
         return 1 if self.exact else self.parts
 
     @property
     def group(self) -> int:
-        """Requests in one step: a pipeline is kept full by as many groups as it has stages."""
+        """Requests in one step: to keep a pipeline full, there is one group per stage."""
         return -(-self.batch // self.pp)
 
     @property
     def busy(self) -> int:
-        """Stages that compute at a time."""
+        """Number of stages that compute at the same time."""
         return min(self.pp, self.batch)

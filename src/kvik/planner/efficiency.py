@@ -1,8 +1,8 @@
-"""How close an engine comes to the limits of its machine, and its bottleneck in words.
+"""How close an engine gets to the limits of its machine, and its bottleneck in words.
 
-The engine counts what its steps had to read and compute, and where its time went. With the ceilings
-of the machine this gives the least time the steps can take (the roofline), and so how much of the
-time is explained, and by what.
+The engine counts what its steps had to read and compute, and where its time was spent. Together
+with the machine's ceilings this gives the least time that the steps can take (the roofline), and
+thus how much of the time is explained, and by what.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kvik.planner.formats import arithmetic, weight_format
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import AUTO
 
-MOSTLY = 0.5  # of the time, or of the steps
-POSSIBLE = 1.2  # share of a ceiling that is still believed: ceilings are not known more exactly
+MOSTLY = 0.5  # fraction of the time or of the steps
+POSSIBLE = 1.2  # fraction of a ceiling that is still plausible, given the ceilings' accuracy
 
-# What each bottleneck means, and what helps against it.
+# What each bottleneck means, and how to relieve it.
 WHAT_HELPS: Mapping[str, str] = {
     "load": "the engine could serve more than it is asked for",
     "queue": "more requests at a time would share one reading of the weights",
@@ -44,7 +44,7 @@ WHAT_HELPS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Ceiling:
-    """The limits of a machine: bytes read from memory and operations, a second."""
+    """The limits of a machine: bytes read from memory and operations, both per second."""
 
     bandwidth: float
     compute: float
@@ -55,17 +55,17 @@ class Efficiency:
     """The work of an engine over an interval, and its bottleneck.
 
     Attributes:
-        seconds: of the interval.
-        time: its parts, as the engine counted them.
-        steps, tokens: computed.
-        weight_bytes, kv_bytes: that had to be read (and, of KV and states, written).
-        state_bytes: of `kv_bytes`, those of states; half of them were written.
-        flops: that had to be computed.
+        seconds: length of the interval.
+        time: parts of the interval, as counted by the engine.
+        steps, tokens: number computed.
+        weight_bytes, kv_bytes: bytes that had to be read (for KV and states, also written).
+        state_bytes: the part of `kv_bytes` for states; half of it was written.
+        flops: operations that had to be computed.
         ceiling: None if the machine's speed is unknown.
         floor: the least seconds of these steps; None without a ceiling.
         bottleneck: a key of `WHAT_HELPS`.
         reason: the figure that shows the bottleneck.
-        missing: why there is no ceiling.
+        missing: why there is no ceiling, or "".
     """
 
     seconds: float
@@ -84,12 +84,12 @@ class Efficiency:
 
     @property
     def read_rate(self) -> float:
-        """Bytes read a second, idle time left out."""
+        """Bytes read per second, excluding idle time."""
         return _ratio(self.weight_bytes + self.kv_bytes, self.time.busy)
 
     @property
     def flop_rate(self) -> float:
-        """Operations a second, idle time left out."""
+        """Operations per second, excluding idle time."""
         return _ratio(self.flops, self.time.busy)
 
     @property
@@ -104,7 +104,7 @@ class Efficiency:
 
     @property
     def possible(self) -> bool:
-        """Whether no ceiling was exceeded; otherwise the figures are wrong."""
+        """Whether no ceiling was exceeded; if one was, the figures are wrong."""
         return self.bottleneck != "ceiling"
 
 
@@ -120,7 +120,7 @@ def efficiency(
     """Return the efficiency between two readings of an engine's statistics.
 
     Args:
-        seconds: between them; all of it counts as work if the statistics have no times.
+        seconds: time between them; all of it counts as work if the statistics have no times.
         device: if its speed is unknown, shares are absent and `missing` says why.
     """
     work = after.work.since(before.work)
@@ -167,11 +167,11 @@ class _Kind:
 def _split(
     work: Work, shape: ModelShape, weight_format: str, kv_format: str
 ) -> tuple[_Kind, _Kind]:
-    """Return the totals of pure decoding steps and of steps with a part of a prompt.
+    """Return the totals of steps that only decode and of steps with part of a prompt.
 
     The former are bound by reading, the latter by arithmetic, so each kind has its own floor.
-    Decoding rows of mixed steps are taken to be as long as the others. A row moves its state once;
-    mixed steps have one chunk at least.
+    Decoding rows of mixed steps are assumed to be as long as the others. A row moves its state
+    once; a mixed step has at least one chunk.
     """
     tokens = work.prefill_tokens + work.decode_tokens
     alone = min(work.decode_step_tokens, tokens)
@@ -180,7 +180,7 @@ def _split(
     def kind(
         steps: int, rows: int, sequences: int, logits: int, read: float, pairs: float
     ) -> _Kind:
-        # Routed experts: as if all steps had equally many rows, at which they read the most.
+        # Routed experts: assume that all steps have the same number of rows, which maximises reads.
         weights = shape.read_bytes(weight_format, max(1, round(rows / steps))) if steps else 0.0
         states = sequences * shape.state_traffic(cached=1)
         flops = shape.matmul_flops(rows, logits) + _attention_flops(shape, pairs)
@@ -208,7 +208,7 @@ def _split(
 
 
 def _attention_flops(shape: ModelShape, pairs: float) -> float:
-    """Return the operations of (query, key) pairs over all layers; MLA attends in latent space."""
+    """Return the operations for (query, key) pairs in all layers; MLA attends in latent space."""
     width = shape.head_dim + shape.v_head_dim
     if shape.latent_dim:
         width = shape.caches[0].elements + shape.latent_dim
@@ -216,7 +216,7 @@ def _attention_flops(shape: ModelShape, pairs: float) -> float:
 
 
 def _ceiling(kinds: tuple[_Kind, ...], weight_format: str, device: Device) -> Ceiling:
-    """Raises ConfigError if the device's speed is unknown."""
+    """Return the ceiling. Raises ConfigError if the device's speed is unknown."""
     steps = sum(kind.steps for kind in kinds)
     read = sum(kind.weight_bytes + kind.kv_bytes for kind in kinds)
     return Ceiling(
@@ -226,7 +226,8 @@ def _ceiling(kinds: tuple[_Kind, ...], weight_format: str, device: Device) -> Ce
 
 
 def _needs(kinds: tuple[_Kind, ...], ceiling: Ceiling) -> dict[str, float]:
-    """Return the seconds bound by each resource: the shorter of reading and arithmetic overlaps."""
+    """Return the seconds bound by each resource; reading and arithmetic overlap, so only the longer
+    counts."""
     needs = {"weights bandwidth": 0.0, "KV bandwidth": 0.0, "compute": 0.0}
     for kind in kinds:
         weights, kv = kind.weight_bytes / ceiling.bandwidth, kind.kv_bytes / ceiling.bandwidth
@@ -242,12 +243,12 @@ def _needs(kinds: tuple[_Kind, ...], ceiling: Ceiling) -> dict[str, float]:
 def _bottleneck(
     work: Work, kinds: tuple[_Kind, ...], time: LoopTime, ceiling: Ceiling | None
 ) -> tuple[str, str]:
-    """Return what took most of the time, and the figure that shows it."""
+    """Return the bottleneck, and the figure that shows it."""
     steps = sum(kind.steps for kind in kinds)
     idle = _ratio(time.idle, time.idle + time.busy)
     if not steps:
         return "load", "no step was computed"
-    # Before all else: what is counted or calibrated wrongly tells nothing.
+    # Check this first: nothing follows from wrong counts or a wrong calibration.
     impossible = _impossible(kinds, time, ceiling) if ceiling is not None else ""
     if impossible:
         return "ceiling", impossible
@@ -300,7 +301,7 @@ def _impossible(kinds: tuple[_Kind, ...], time: LoopTime, ceiling: Ceiling) -> s
 
 
 def _queue(work: Work, steps: int) -> str:
-    """Return what requests waited for in most steps, in words; "" if they did not wait."""
+    """Return, in words, what requests waited for in most steps; "" if they did not wait."""
     for short, what in (
         (work.block_short_steps, "KV blocks"),
         (work.slot_short_steps, "one of max_num_seqs places"),
@@ -318,13 +319,13 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole if whole > 0 else 0.0
 
 
-# A model that an engine runs, on the device it runs on, in the planner's words.
+# The planner's description of an engine's model and its device.
 
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
     """Attributes:
-    device: its speed is known if the machine was calibrated.
+    device: the engine's device; its speed is known if the machine was calibrated.
     """
 
     resolved: ResolvedConfig
@@ -340,7 +341,7 @@ class RunningModel:
     @property
     def setting(self) -> Setting:
         runner = self.resolved.runner
-        # Layers may differ in format: that of most of them stands for all.
+        # Layers may differ in format: the most common one represents all.
         specs = (spec for group in self.resolved.cache.groups for spec in group.specs)
         ((stored, _),) = Counter(spec.format for spec in specs).most_common(1)
         return Setting(
@@ -362,7 +363,7 @@ class RunningModel:
 
 
 def running_device(resolved: ResolvedConfig) -> Device:
-    """Return the device of an engine, calibrated with its kernels and number of threads."""
+    """Return an engine's device, with the calibration for its kernels and number of threads."""
     if resolved.runner.device != "cpu":
         return this_device(detect(find_gpus()), calibration_path())
     hardware = detect()

@@ -1,4 +1,4 @@
-"""config.json -> the shape of a model: of what this engine runs and of much that it does not."""
+"""config.json -> the shape of a model, for models that kvik runs and many that it does not."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ from kvik.spec.experts import EXPERT_KEYS
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.kv import STATE_BYTES
 
-# What names of one configuration differ in: owner, maker, and what a model was tuned for.
+# Parts in which names of one configuration differ: owner, maker, and the purpose of tuning.
 _OWNER = re.compile(r".*/|^meta-")
 _TUNED = re.compile(r"-(instruct|chat|base|hf|it)\b")
 
 
 @cache
 def public_configs() -> Mapping[str, Mapping[str, object]]:
-    """Return what each config.json says that costs something, by a short name in lower case."""
+    """Return the cost-relevant fields of each public config.json, by a short lower-case name."""
     text = files("kvik.models").joinpath("public_configs.json").read_text(encoding="utf-8")
     configs: dict[str, dict[str, object]] = json.loads(text)
     return configs
 
 
 def public_name(model: str) -> str | None:
-    """Return the short name of a hub id or of a model as people call it; None: it is not known."""
+    """Return the short name for a hub id or a common name of a model; None: unknown model."""
     name = _TUNED.sub("", _OWNER.sub("", _OWNER.sub("", model.lower())))
     return name if name in public_configs() else None
 
 
-# Keys of layers that are not (only) attention over a cache of all tokens, or that share a cache.
+# Keys of layers that share a cache, or do not (only) attend over a cache of all tokens.
 FOREIGN_KEYS = (
     "attention_chunk_size",
     "attn_layer_period",
@@ -75,7 +75,7 @@ FOREIGN_KEYS = (
 )
 DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
-# Those that write text: encoders and rerankers are not planned for.
+# Architectures that generate text: encoders and rerankers are not supported here.
 ARCHITECTURES = {name: row for name, row in registry.ARCHITECTURES.items() if row.pooled is None}
 
 
@@ -86,7 +86,7 @@ def read_shape(model: str) -> ModelShape:
     Public models that kvik knows need neither a file nor a network.
 
     Raises:
-        ModelError: nothing is found, or what is found cannot be read as a decoder.
+        ModelError: no model is found, or it cannot be read as a decoder.
     """
     known = public_name(model)
     if known is not None and not os.path.exists(os.path.expanduser(model)):
@@ -96,7 +96,7 @@ def read_shape(model: str) -> ModelShape:
     path = find_config(model)
     name = path.parent.name if path.name == CONFIG else path.stem
     if model and not os.path.exists(os.path.expanduser(model)):
-        name = model.rpartition("/")[2]  # the hub's cache calls the folder by its commit
+        name = model.rpartition("/")[2]  # in the hub's cache the folder's name is a commit
     if is_gguf(path):
         return _gguf_shape(read_gguf(path), name)
     shape = shape_from_config(read_json(path), name)
@@ -115,7 +115,7 @@ def _gguf_shape(file: GgufFile, name: str) -> ModelShape:
 
 
 def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
-    """Return the shape a parsed config.json describes.
+    """Return the shape that a parsed config.json describes.
 
     Raises:
         ModelError: a field that is missing or cannot be; the message names it.
@@ -156,7 +156,8 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
 
 
 def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
-    """Return what the engine runs; None if it cannot read how such a checkpoint is quantised."""
+    """Return the engine's spec of a model; None if it does not support the checkpoint's
+    quantisation."""
     try:
         return ModelSpec.from_config(config)
     except ModelError:
@@ -164,7 +165,8 @@ def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
 
 
 def _architecture(fields: Fields) -> str:
-    """The first architecture named that is known; else what model_type says; else the first."""
+    """Return the first known architecture in the file, else that of model_type, else the first
+    named."""
     names = fields.strings("architectures")
     for name in names:
         if name in ARCHITECTURES or name in FAMILIES:
@@ -180,7 +182,7 @@ def _architecture(fields: Fields) -> str:
 
 
 def _assumed(fields: Fields, architecture: str) -> Family:
-    """Llama's row for a decoder that no row names, with experts if it has them."""
+    """Return Llama's row for a decoder without its own row, with experts if it has them."""
     if fields.raw("architectures") and not architecture.endswith(DECODER_ENDINGS):
         raise fields.error("architectures", f"{shown(architecture)} is no decoder of text")
     if fields.boolean("is_encoder_decoder", False):
@@ -200,7 +202,7 @@ def _assumed(fields: Fields, architecture: str) -> Family:
 
 
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
-    """The shape of a model this engine runs, from the facts it runs with."""
+    """Return the shape of a model that kvik runs, from the engine's spec."""
     hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
     latent, declared, apart = spec.latent, spec.declaration, _layers(spec)
     caching, shared = Counter[CacheShape](), Counter[CacheShape]()
@@ -246,10 +248,10 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
 
 
 def windowed(shape: ModelShape, window: int | None, sinks: int) -> ModelShape:
-    """Return a model whose tokens see a window and sinks, as the options of an engine say.
+    """Return a model whose tokens see a window and sinks, as set by an engine's options.
 
     Raises:
-        ConfigError: it cannot be run so, or sinks have no window.
+        ConfigError: the model cannot be run that way, or there are sinks without a window.
     """
     asked = check_config(EngineConfig(window=window, attention_sinks=sinks))
     if window is None:

@@ -1,4 +1,4 @@
-"""What weights and the KV cache can be stored in, what that takes, and which unit multiplies it."""
+"""Storage formats of weights and KV cache, their sizes, and the units that multiply them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kvik.spec.model import SHORT_DTYPES
 
 @dataclass(frozen=True, slots=True)
 class WeightFacts:
-    """A format of weights.
+    """A weight format.
 
     Attributes:
-        units: by kind of device, the unit that multiplies: a key of `Device.rates`.
-        quantization: as `EngineConfig.quantization` calls it; "": not quantised.
-        dtype: of a format that is a plain dtype, which the whole model then has; else "".
-        head: whether checkpoints that are stored in it have the head in it too.
+        units: kind of device -> the unit that multiplies, a key of `Device.rates`.
+        quantization: its name in `EngineConfig.quantization`; "": not quantised.
+        dtype: the dtype of the whole model, if the format is a plain dtype; else "".
+        head: whether checkpoints in this format also store the head in it.
     """
 
     name: str
@@ -37,7 +37,7 @@ WEIGHT_FORMATS: Mapping[str, WeightFacts] = {
         WeightFacts("int8", {"cpu": "int8", "cuda": "int8"}, "int8"),
         WeightFacts("int8-weight-only", {"cpu": "bf16", "cuda": "bf16"}, "int8-weight-only"),
         WeightFacts("fp8", {"cpu": "bf16", "cuda": "fp8"}, "fp8", head=False),
-        # On a CPU activations are rounded to 8 bits for it; on a GPU weights are widened.
+        # On a CPU, activations are rounded to 8 bits; on a GPU, weights are widened.
         WeightFacts("int4", {"cpu": "int8", "cuda": "bf16"}, "int4"),
         WeightFacts("mxfp4", {"cpu": "int8", "cuda": "bf16"}, "mxfp4"),
     )
@@ -65,5 +65,5 @@ def weight_format(dtype: str, quantization: str = "none") -> str:
 
 
 def arithmetic(weight_format: str, device_kind: str) -> str:
-    """Return which unit multiplies weights of a format on a "cpu" or "cuda" device."""
+    """Return the unit that multiplies weights of a format on a "cpu" or "cuda" device."""
     return weight_facts(weight_format).units[device_kind]

@@ -1,7 +1,7 @@
-"""Shapes of decoders that kvik does not run, from a row for each family and config.json.
+"""Shapes of decoders that kvik does not run, from config.json and a table row for each family.
 
-A row says what a family has beyond the sizes in its config.json, with the defaults transformers
-gives absent keys.
+A row describes what config.json does not say about a family, and transformers' defaults for absent
+keys.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from kvik.spec.kv import Window
 from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from kvik.spec.rope import MAX_POSITIONS
 
-LARGEST = 1 << 20  # of any width
+LARGEST = 1 << 20  # limit of any width
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertFields:
-    """Routed experts. How many layers have them `layers.py` reads from config.json.
+    """Keys of routed experts. The number of layers with experts is read from config.json.
 
     Attributes:
-        total, active, width: keys of experts in a layer, of those a token uses, of their width.
-        shared: key of how many experts every token uses.
+        total, active, width: keys for the experts per layer, the experts per token, and their
+            width.
+        shared: key for the number of experts that every token uses.
     """
 
     total: str = "num_experts"
@@ -40,17 +41,17 @@ class ExpertFields:
 @dataclass(frozen=True, slots=True)
 class Family:
     """Attributes:
-    model_types: what config.json calls the family, used when it names no architecture.
-    keys: config.json's own names of keys that usually have another.
-    defaults: values of keys that config.json may leave out.
-    computed: keys whose value follows from others.
-    qkv_bias, o_bias, mlp_bias: a fact, or the key that decides.
+    model_types: the family's names in config.json, used if it names no architecture.
+    keys: usual key -> this family's name for it in config.json.
+    defaults: values of keys that config.json may omit.
+    computed: keys whose value is computed from others.
+    qkv_bias, o_bias, mlp_bias: a constant, or the key that decides.
     gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
-    norms: of the hidden size in a layer.
-    norm_vectors: weights, and biases, of a norm: 1, 2, or 0 for a norm without any.
-    embedding_norm: a norm behind the embedding.
+    norms: number of norms of the hidden size per layer.
+    norm_vectors: 0: norms without parameters; 1: with weights; 2: with weights and biases.
+    embedding_norm: a norm follows the embedding.
     positions: learned positions beyond `max_position_embeddings`; None: rotary or no table.
-    windows: layers have a sliding window where config.json says so.
+    windows: layers may have a sliding window, as set in config.json.
     """
 
     model_types: tuple[str, ...] = ()
@@ -75,7 +76,7 @@ def _integer(fields: Fields, key: str, default: int | None = None) -> int:
 
 
 def _four_times(key: str, hidden: str) -> Callable[[Fields], int]:
-    """The width of an MLP that is four times the hidden size when config.json leaves it out."""
+    """Return a rule for the MLP's width: four times the hidden size if config.json omits it."""
     return lambda fields: _integer(fields, key, 4 * _integer(fields, hidden))
 
 
@@ -107,13 +108,13 @@ _GPT_KEYS: Mapping[str, str] = {
     "max_position_embeddings": "n_positions",
 }
 
-# What a decoder is taken for that no row names.
+# Used for a decoder without its own row.
 LLAMA_LIKE = Family(
     qkv_bias="attention_bias", o_bias="attention_bias", mlp_bias="mlp_bias", windows=True
 )
 
 FAMILIES: Mapping[str, Family] = {
-    # Variants of it that do not run.
+    # Variants that kvik does not run.
     "FalconForCausalLM": Family(
         ("falcon", "RefinedWeb", "RefinedWebModel"),
         keys={"num_key_value_heads": "num_kv_heads"},
@@ -130,7 +131,7 @@ FAMILIES: Mapping[str, Family] = {
         norm_vectors=2,
         tied=True,
     ),
-    # dense, as Llama with small differences
+    # dense, like Llama with small differences
     "InternLMForCausalLM": Family(
         ("internlm",), defaults={"bias": True}, qkv_bias="bias", o_bias="bias"
     ),
@@ -185,7 +186,7 @@ MAX_EXPERTS = 1 << 14
 
 
 class Sizes:
-    """Sizes of a config.json under its family's names, with its defaults."""
+    """Reads sizes from a config.json, using the family's key names and defaults."""
 
     def __init__(self, fields: Fields, family: Family) -> None:
         self.fields = fields
@@ -199,7 +200,7 @@ class Sizes:
         return self.fields.integer(own, low, high, self.family.defaults.get(own, default))
 
     def flag(self, rule: bool | str) -> bool:
-        """Return what a row gives as a fact, or as the key that decides."""
+        """Return a flag that a row gives as a constant or as a key of config.json."""
         if isinstance(rule, bool):
             return rule
         return self.fields.boolean(rule, bool(self.family.defaults.get(rule, False)))
@@ -210,7 +211,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class LayerPart:
-    """One part of the decoder: its matrices, and how many norm weights and biases it has."""
+    """One part of the decoder: its matrices, and its number of norm weights and biases."""
 
     matrices: tuple[MatrixGroup, ...]
     others: int = 0
@@ -237,7 +238,7 @@ def attention_kind(heads: int, kv_heads: int) -> str:
 
 
 def attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> AttentionPart:
-    """Attention over K and V of each KV head."""
+    """Return attention over K and V of each KV head."""
     family = sizes.family
     kv_heads = sizes.integer("num_key_value_heads", MAX_HEADS, heads)
     if heads % kv_heads:
@@ -263,8 +264,9 @@ def attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> AttentionPa
 
 
 def latent_attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> AttentionPart:
-    """MLA (arXiv 2405.04434): K and V of all heads are made from one latent, which is cached with
-    one rotary key. Queries are compressed too, unless q_lora_rank is null (DeepSeek-V2-Lite)."""
+    """Return MLA (arXiv 2405.04434): K and V of all heads are computed from one latent, which is
+    cached with one rotary key. Queries are also compressed, unless q_lora_rank is null
+    (DeepSeek-V2-Lite)."""
     fields = sizes.fields
     latent = fields.integer("kv_lora_rank", 1, MAX_WIDTH)
     rope = fields.integer("qk_rope_head_dim", 1, MAX_WIDTH)
@@ -298,12 +300,12 @@ def latent_attention(sizes: Sizes, layers: int, hidden: int, heads: int) -> Atte
 
 
 def mlp(sizes: Sizes, layers: int, hidden: int) -> tuple[LayerPart, int]:
-    """The MLPs of all layers, and the width that one token goes through."""
+    """Return the MLPs of all layers, and the MLP width that one token uses."""
     experts = sizes.family.experts
     if experts is None:
         inner = sizes.integer("intermediate_size", MAX_WIDTH)
         return _dense(sizes, layers, hidden, inner), inner
-    # files written by newer versions of transformers may use another family's key
+    # newer versions of transformers may write another family's key
     key = next((key for key in (experts.total, *EXPERT_KEYS) if key in sizes.fields), experts.total)
     total = sizes.integer(key, MAX_EXPERTS)
     first = sizes.family.defaults.get("first_k_dense_replace", 0)
@@ -339,7 +341,7 @@ def _dense(sizes: Sizes, layers: int, hidden: int, inner: int) -> LayerPart:
 def _routed(
     sizes: Sizes, experts: ExpertFields, total: int, layers: int, hidden: int
 ) -> tuple[LayerPart, int]:
-    """Router, routed experts, and those that every token uses as one wide MLP."""
+    """Return the router, the routed experts, and the shared experts as one wide MLP."""
     active = sizes.integer(experts.active, total)
     width = sizes.integer(experts.width, MAX_WIDTH)
     matrices = [
@@ -356,7 +358,7 @@ def _routed(
     return LayerPart(tuple(matrices)), active * width + shared
 
 
-# What a quantization_config says of its method, format or bits, and the weight format nearest.
+# Method, format or bits in a quantization_config -> the nearest weight format.
 STORED: Mapping[str | int, str] = {
     "fp8": "fp8",
     "fbgemm_fp8": "fp8",
@@ -372,7 +374,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def uncounted(fields: Fields) -> tuple[str, ...]:
-    """Return a note on the layers that predict further tokens, if there are some."""
+    """Return a note on layers for multi-token prediction, if there are any."""
     extra = fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0)
     return (f"layers for multi-token prediction are not counted: {extra}",) if extra else ()
 
@@ -429,7 +431,7 @@ def read_decoder(fields: Fields, family: Family, name: str, architecture: str) -
 
 
 def stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
-    """The dtype of a checkpoint, the weight format it comes nearest to, and notes on both."""
+    """Return the dtype of a checkpoint, the nearest weight format, and notes on both."""
     key = "dtype" if "dtype" in fields else "torch_dtype"
     dtype = fields.choice(key, tuple(DTYPE_BYTES), "float32")
     plain = weight_format(dtype)
@@ -437,7 +439,7 @@ def stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
         return dtype, plain, () if key in fields else (f"no dtype is given: {dtype} taken",)
     config = fields.inside("quantization_config")
     method = config.raw("quant_method")
-    # compressed-tensors is one method for all, and says in "format" what it made
+    # compressed-tensors has one method name for everything; its "format" tells them apart
     for said in (method, config.raw("format"), config.raw("bits")):
         nearest = STORED.get(said) if isinstance(said, str | int) else None
         if nearest == "fp8":
@@ -448,7 +450,7 @@ def stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
 
 
 def _tables(sizes: Sizes, vocab: int, hidden: int, context: int, tied: bool) -> LayerPart:
-    """Embedding, learned positions, head."""
+    """Return the embedding, learned positions and head."""
     family = sizes.family
     matrices = [MatrixGroup("head", 1, hidden, vocab)]
     if not tied:
@@ -460,7 +462,7 @@ def _tables(sizes: Sizes, vocab: int, hidden: int, context: int, tied: bool) -> 
 
 
 def _windows(sizes: Sizes, layers: int) -> tuple[Window | None, ...]:
-    """Return the sliding window of each layer; None: it sees everything."""
+    """Return the sliding window of each layer; None: no window."""
     fields, family = sizes.fields, sizes.family
     types = fields.strings("layer_types")
     if types and len(types) != layers:

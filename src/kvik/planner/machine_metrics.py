@@ -1,4 +1,4 @@
-"""Metrics of a served model beside what its machine can do, for the server's `/metrics`."""
+"""Metrics that compare a served model with its machine's limits, for the server's `/metrics`."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvik.engine.stats import EngineStats
 from kvik.errors import KvikError
 from kvik.planner.efficiency import WHAT_HELPS, Efficiency, RunningModel
 
-WINDOW_SECONDS = 60.0  # over which rates are compared with the machine's limits
-APART_SECONDS = 5.0  # between readings that are kept for that
+WINDOW_SECONDS = 60.0  # rates over this time are compared with the machine's limits
+APART_SECONDS = 5.0  # minimum time between stored readings
 
 
 class MachineMetrics:
-    """Returns the metrics of an engine's work and of the machine's limits, at each scrape.
+    """Returns metrics of an engine's work and of the machine's limits at each scrape.
 
-    There are none for a model whose shape the planner does not know.
+    Returns none for a model whose shape the planner does not know.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
@@ -47,7 +47,7 @@ class MachineMetrics:
             yield from _limits(recent, model.device.doubt)
 
     def model(self) -> RunningModel | None:
-        """Return the model on its device, read with the first call."""
+        """Return the model on its device, read at the first call."""
         if not self._model_read:
             self._model_read = True
             with suppress(KvikError):
@@ -55,10 +55,11 @@ class MachineMetrics:
         return self._model
 
     def _recent(self, model: RunningModel, stats: EngineStats, now: float) -> Efficiency | None:
-        """Of the last minute, by the readings of earlier scrapes; None before there are two."""
+        """Return the efficiency in the last minute, from the readings of earlier scrapes; None
+        before the second."""
         kept = self._readings
         if kept and stats.steps < kept[-1][1].steps:
-            kept.clear()  # the engine was started again
+            kept.clear()  # the engine was restarted
         while len(kept) > 1 and kept[1][0] <= now - WINDOW_SECONDS:
             kept.popleft()
         found = None
@@ -76,10 +77,10 @@ def _nothing(stats: EngineStats) -> EngineStats:
 
 
 def _limits(recent: Efficiency, doubt: str) -> Iterator[Metric]:
-    """Yield what the last minute reached, compared with what the machine can do.
+    """Yield the rates of the last minute and the machine's limits.
 
     Args:
-        doubt: why its ceilings may be wrong, or "".
+        doubt: why the ceilings may be wrong, or "".
     """
     note = "Bytes read from memory a second of work, in the last minute."
     yield GaugeMetricFamily("memory_bytes_per_second", note, recent.read_rate)
