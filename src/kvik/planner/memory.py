@@ -1,8 +1,8 @@
-"""Memory of the fullest device by part, and what fits.
+"""Memory of the fullest device, itemised, and what fits.
 
-The bytes come from `config.memory.Footprint`, the formula that the engine itself plans with, so a
-plan for this machine equals what an engine here decides for the same options. Processes of a CPU
-that divide a model are planned together, as the engine does, since they have one memory.
+The bytes come from `config.memory.Footprint`, the formula that the engine itself uses, so a plan
+for this machine equals the engine's own decision for the same options. CPU processes that share a
+model are planned together, as in the engine, since they share one memory.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from kvik.spec.model import LinearLayers
 from kvik.spec.rope import RopeSpec
 from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
 
-MOST_REQUESTS = 65_536  # as `max_num_seqs` allows
-_ADVANCED_CPU = frozenset({"avx2", "fma"})  # what the native kernels need at least
+MOST_REQUESTS = 65_536  # the limit of `max_num_seqs`
+_ADVANCED_CPU = frozenset({"avx2", "fma"})  # minimum for the native kernels
 
 
 @dataclass(frozen=True, slots=True)
 class PartMemory:
-    """Bytes of one of the processes of a CPU that divide a model, or of a GPU of each stage.
+    """Bytes of one of the CPU processes that share a model, or of one GPU of each stage.
 
     Attributes:
-        stage, rank: its number among the stages, and of a process among those of its stage.
-        layers: of the stage.
-        weights: with the tables that it has whole.
+        stage, rank: index of the stage, and index of a process within its stage.
+        layers: layers of the stage.
+        weights: including tables that it holds entirely.
     """
 
     stage: int
@@ -70,18 +70,20 @@ class PartMemory:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the fullest device; of a CPU, of all processes together.
+    """Bytes on the fullest device, or of all processes together on a CPU.
 
     Attributes:
-        limit: that the engine may use.
+        limit: bytes that the engine may use.
         activations: peak of one step of `step_tokens` tokens.
-        kv_cache: of all requests at the full context, in whole blocks.
+        kv_cache: for all requests at the full context, in whole blocks.
         runtime: libraries, tables, graphs and the peak of loading.
-        kv_per_token: of one request, not rounded to blocks, before any window is full.
-        kv_per_request: of one request at the full context, in whole blocks.
-        kv_padding: part of `kv_cache` that stays empty when all requests are at their end.
-        largest_batch: requests of the full context that fit; 0: none.
-        longest_context: that fits for this many requests, at most the model's; 0: none.
+        kv_per_token: for one request, not rounded to blocks, before any window is full.
+        kv_per_request: for one request at the full context, in whole blocks.
+        kv_padding: part of `kv_cache` that is still empty when all requests have their full
+            context.
+        largest_batch: number of requests with the full context that fit; 0: none.
+        longest_context: longest context that fits for this many requests, at most the model's; 0:
+            none.
     """
 
     limit: int
@@ -112,15 +114,16 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class KVWaste:
-    """What stays empty of the KV cache: in blocks, and where each request reserves as much as the
-    longest may need. Bytes on the fullest device.
+    """Unused parts of the KV cache: with blocks, and with a contiguous reservation for the longest
+    possible request. Bytes are those on the fullest device.
 
     Attributes:
         block_size: tokens of a block.
-        paged: empty in the last blocks of the batch, on average: half a block of each request.
-        reserved: that the model's whole context takes, of each request.
-        empty: share of that which a request of the plan's context leaves empty.
-        batch: requests that fit so; in blocks it is `Memory.largest_batch`.
+        paged: unused bytes in the last blocks of the batch, on average half a block per request.
+        reserved: bytes that the model's whole context takes, per request.
+        empty: fraction of `reserved` that a request with the plan's context leaves unused.
+        batch: number of requests that fit with reservations; with blocks it is
+            `Memory.largest_batch`.
     """
 
     block_size: int
@@ -132,7 +135,7 @@ class KVWaste:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A model in given formats, as `Footprint` reads it."""
+    """A model in given formats, with the interface that `Footprint` expects."""
 
     vocab_size: int
     hidden_size: int
@@ -147,7 +150,7 @@ class StoredModel:
     shape: ModelShape
     weight_format: str
     kv: tuple[KVCacheSpec | None, ...] = field(repr=False)
-    latent: LatentSpec | None = None  # of what kvik runs
+    latent: LatentSpec | None = None  # only of models that kvik runs
     state_bytes: int = 0
     state_width: int = 0
     query_scales: tuple[object, ...] = ()
@@ -160,10 +163,10 @@ class StoredModel:
     ) -> StoredModel:
         """
         Args:
-            ends: where the layers of each stage end, among `kv`; (): there is one.
+            ends: where the layers of each stage end, as indices into `kv`; (): one stage.
         """
         learned = any(matrix.role == "positions" for matrix in shape.matrices)
-        # MLA gathers its latent in place of K and V.
+        # MLA gathers its latent instead of K and V.
         widest = max((cache.elements for cache in shape.caches), default=0)
         found = cls(
             vocab_size=shape.vocab_size,
@@ -196,11 +199,11 @@ class StoredModel:
         )
 
     def weight_bytes(self, dtype: str) -> int:
-        """As the shape counts them for all of a plan, quantised ones included."""
+        """Return the bytes as the shape counts them, including quantised weights."""
         return self.shape.weight_bytes(self.weight_format)
 
     def linear_layers(self) -> tuple[LinearLayers, ...]:
-        """None that would have to be counted anew."""
+        """Return no layers: `weight_bytes` already counts them."""
         return ()
 
     def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
@@ -208,7 +211,7 @@ class StoredModel:
 
 
 def laid_out(shape: ModelShape, at: Setting) -> ModelShape:
-    """Return the model with quantised weights as the kernels that run there have them.
+    """Return the model with quantised weights in the layout of that device's kernels.
 
     Raises:
         ConfigError: as `memory_of`.
@@ -217,10 +220,10 @@ def laid_out(shape: ModelShape, at: Setting) -> ModelShape:
 
 
 def memory_of(shape: ModelShape, at: Setting) -> Memory:
-    """Return the memory of a setting's requests at their full context, and what would fit.
+    """Return the memory that a setting's requests need at their full context, and what would fit.
 
     Raises:
-        ConfigError: the model cannot be shared by this many devices, or an unknown format.
+        ConfigError: the model cannot be shared by this many devices, or a format is unknown.
     """
     planner = _Planner.of(shape, at)
     part, footprint, limit = planner.part, planner.fit.footprint, planner.fit.limit.size
@@ -246,8 +249,7 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
 
 
 def parts_of(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
-    """Return the memory of each process of a CPU, or of a GPU of each stage; (): the model is not
-    divided.
+    """Return the memory of each CPU process, or of one GPU per stage; (): the model is not divided.
 
     Raises:
         ConfigError: as `memory_of`.
@@ -261,8 +263,7 @@ def parts_of(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
 
 
 def _processes(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemory, ...]:
-    """Return the bytes of each process of a CPU, the engine's last: what others do not have of the
-    plan is its."""
+    """Return the bytes of each CPU process, the engine's last: it has the rest of the plan."""
     shape, footprint = planner.whole, planner.fit.footprint
     planned, groups = planner.planned(size), footprint.groups
     blocks = size.max_num_seqs * planner.blocks_each(size) + RESERVED_BLOCKS
@@ -286,7 +287,7 @@ def _processes(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemo
                     runtime=RANK_BYTES,
                 )
             )
-    last = found.pop(-at.tp)  # the engine's: it is the first of its stage
+    last = found.pop(-at.tp)  # the engine's process is the first of its stage
     others = sum(part.total for part in found)
     engine = replace(last, runtime=0)
     found.insert(
@@ -306,7 +307,7 @@ def _gpus(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
 
 
 def kv_waste(shape: ModelShape, at: Setting) -> KVWaste:
-    """Return what blocks leave empty of the KV cache beside contiguous reservations.
+    """Return the unused parts of the KV cache with blocks and with contiguous reservations.
 
     Raises:
         ConfigError: as `memory_of`.
@@ -331,7 +332,7 @@ def kv_waste(shape: ModelShape, at: Setting) -> KVWaste:
 
 
 def bytes_of(shape: ModelShape, at: Setting) -> tuple[int, int]:
-    """Return `total` and `limit` of `memory_of`, without the search for what would fit.
+    """Return `total` and `limit` of `memory_of`, without searching for what would fit.
 
     Raises:
         ConfigError: as `memory_of`.
@@ -342,12 +343,12 @@ def bytes_of(shape: ModelShape, at: Setting) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    """Plans of a setting's fullest device, for any number of requests of any length.
+    """Plans the memory of a setting's fullest device, for any number of requests of any length.
 
     Attributes:
-        part: of the model, on that device; what all processes of a CPU have together.
-        whole: the model, or the same part of it.
-        runs: layers of the stages of a CPU.
+        part: the part of the model on that device, or on all CPU processes together.
+        whole: the whole model, or the same as `part`.
+        runs: layers of each stage on a CPU.
     """
 
     part: ModelShape
@@ -363,7 +364,7 @@ class _Planner:
 
     @classmethod
     def of_part(cls, part: ModelShape, at: Setting) -> _Planner:
-        """Return the plans of one GPU, or of a CPU's only process."""
+        """Return the planner for one GPU, or for the only process on a CPU."""
         config, hardware, stored, compute = _computing(part, at)
         part = replace(part, kernels=compute.kernels)
         footprint = footprint_of(config, replace(stored, shape=part), hardware, compute)
@@ -373,7 +374,7 @@ class _Planner:
     def _of_processes(cls, shape: ModelShape, at: Setting) -> _Planner:
         """
         Raises:
-            ConfigError: the engine would refuse to divide the model so.
+            ConfigError: the engine would refuse to divide the model this way.
         """
         check_parallel(shape, at.tp, at.pp, exact=True)
         config, hardware, stored, compute = _computing(shape, at)
@@ -406,7 +407,8 @@ class _Planner:
 def _computing(
     shape: ModelShape, at: Setting
 ) -> tuple[EngineConfig, Hardware, StoredModel, Compute]:
-    """Return the options of an engine that runs a part of a model, and how it computes."""
+    """Return the options, hardware, model and compute settings of an engine that runs a part of a
+    model."""
     facts = weight_facts(at.weight_format)
     config = EngineConfig(
         dtype=shape.working_dtype(at.weight_format),
@@ -429,11 +431,11 @@ def _limit(at: Setting) -> Limit:
 def _divided(
     shape: ModelShape, at: Setting, config: EngineConfig, hardware: Hardware, compute: Compute
 ) -> tuple[tuple[range, ...], int]:
-    """Return the layers of each stage, and the bytes of weights that several processes have, but
-    once: as the engine decides for what it runs.
+    """Return the layers of each stage, and the bytes of repeated weights beyond their first copy.
+    For models that kvik runs, these are the engine's decisions.
 
     Raises:
-        ConfigError: it would refuse this.
+        ConfigError: the engine would refuse this division.
     """
     if (spec := shape.spec) is None:
         runs = stage_runs(shape, at.pp, at.weight_format, at.kv_format, at.context)
@@ -451,7 +453,7 @@ def _divided(
 
 
 def hardware_of(device: Device) -> Hardware:
-    """Return a machine of which only the device is known, with a complete installation of kvik."""
+    """Return hardware with only this device, and a complete installation of kvik."""
     memory = int(device.memory)
     gpus = (Gpu(0, device.name, memory, memory, (9, 0)),) if device.kind == "cuda" else ()
     bare = Hardware(device.name, 1, memory, "its memory", _ADVANCED_CPU, gpus)
@@ -461,8 +463,8 @@ def hardware_of(device: Device) -> Hardware:
 def _kv_specs(
     shape: ModelShape, kv_format: str, ends: Sequence[int]
 ) -> tuple[KVCacheSpec | None, ...]:
-    """Return the KV specs, equal layers merged, those of each stage by themselves: blocks stay the
-    same, and planning is faster."""
+    """Return the KV specs with equal layers of a stage merged, which makes planning faster and does
+    not change the blocks."""
     if len(ends) > 1:
         return _specs_by_stage(shape, kv_format, ends)
     merged = math.gcd(*(cache.layers for cache in shape.caches))
@@ -484,7 +486,7 @@ def _specs_by_stage(
 
 
 def _kv_ends(shape: ModelShape, ends: Sequence[int]) -> tuple[int, ...]:
-    """Return where stages end among the specs that `_kv_specs` returns."""
+    """Return where stages end, as indices into the specs that `_kv_specs` returns."""
     return tuple(range(1, len(ends) + 1)) if _merges(shape) else tuple(ends)
 
 

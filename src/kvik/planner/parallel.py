@@ -1,9 +1,10 @@
-"""How processes or devices divide a model: the part of each, and what they send each other.
+"""How processes or devices divide a model: the part of each, and their communication.
 
-On CPUs they are processes of one machine, and the cut is exact (docs/scale-out.md): every matrix is
-cut by its outputs, and all read all activations. On GPUs each layer is cut as Megatron-LM does, the
-fast cut (Shoeybi et al. 2019): the first matrix of a pair by its outputs, the second by its inputs,
-so that a pair ends in one sum over the devices. A pipeline gives each stage whole layers.
+On CPUs the parts run in processes of one machine, and the cut is exact (docs/scale-out.md): every
+matrix is cut by its outputs, and all processes read all activations. On GPUs each layer is cut as
+in Megatron-LM (the fast cut, Shoeybi et al. 2019): the first matrix of a pair by its outputs, the
+second by its inputs, so that each pair ends in one sum over the devices. A pipeline gives each
+stage whole layers.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ from kvik.spec.shares import MAX_RANKS, MAX_STAGES, TILE, HeadShare, share_of, s
 
 MAX_DEVICES = 1024
 
-# Whole on every device of the fast cut: too small to be worth a message, or (the latents of MLA) of
-# no one head.
+# Replicated on every device in the fast cut: too small to be worth a message or, like MLA's
+# latents, not specific to a head.
 REPLICATED = frozenset({"router", "positions", "q_down", "kv_down"})
-# Cut by inputs: the second matrix of each pair. Everything else is cut by outputs.
+# Cut by inputs: the second matrix of each pair. All others are cut by outputs.
 SECOND = frozenset({"o", "down", "expert_down", "shared_down"})
-# Of no layer.
+# Not part of a layer.
 ENDS = frozenset({"embedding", "positions", "head", ""})
-# Products of the exact cut that no other process reads: what is made of latents is of own heads.
+# Products of the exact cut that no other process reads: a process expands latents only for its own
+# heads.
 UNSHARED = frozenset({"kv_up"})
 
 
 def check_parallel(shape: ModelShape, tp: int, pp: int, *, exact: bool = False) -> None:
-    """Raise ConfigError if `tp` processes or devices cannot share a layer, or `pp` stages the
-    layers."""
+    """Raise ConfigError if `tp` processes or devices cannot share a layer, or `pp` stages cannot
+    share the layers."""
     limits = (MAX_RANKS, MAX_STAGES) if exact else (MAX_DEVICES, MAX_DEVICES)
     for name, value, most in (("tp", tp, limits[0]), ("pp", pp, limits[1])):
         if not 1 <= value <= most:
@@ -48,7 +50,7 @@ def check_parallel(shape: ModelShape, tp: int, pp: int, *, exact: bool = False) 
 
 
 def can_share(shape: ModelShape, tp: int, pp: int = 1, *, exact: bool = False) -> bool:
-    """Return whether `check_parallel` accepts it."""
+    """Return whether `check_parallel` accepts this division."""
     try:
         check_parallel(shape, tp, pp, exact=exact)
     except ConfigError:
@@ -57,13 +59,14 @@ def can_share(shape: ModelShape, tp: int, pp: int = 1, *, exact: bool = False) -
 
 
 def share(shape: ModelShape, tp: int, pp: int, weight_format: str = "") -> ModelShape:
-    """Return the part on the fullest device of the fast cut, as a smaller model.
+    """Return the part on the fullest device in the fast cut, as a smaller model.
 
-    K and V of a head are copied where there are more devices than KV heads; the latent of MLA
-    serves all heads and is copied to all. Of states each device has those of its heads.
+    If there are more devices than KV heads, K and V of a head are replicated. MLA's latent serves
+    all heads and is replicated on all devices. Each device holds the states of its own heads.
 
     Args:
-        weight_format: by whose bytes layers are divided among stages; "": the checkpoint's.
+        weight_format: layers are divided among stages by their bytes in this format; "": the
+            checkpoint's.
 
     Raises:
         ConfigError: the model cannot be cut so.
@@ -74,7 +77,7 @@ def share(shape: ModelShape, tp: int, pp: int, weight_format: str = "") -> Model
 
 
 def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[ModelShape, ...]:
-    """Return the part of a device of each stage, as `share` does of the fullest.
+    """Return the part on one device of each stage; see `share`.
 
     Raises:
         ConfigError: the model cannot be cut so.
@@ -103,8 +106,8 @@ def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[Mod
 
 
 def _most_heads(shape: ModelShape, tp: int) -> tuple[int, int]:
-    """Return the heads of queries of the fullest device, and of keys and values. They need not
-    divide: see `HeadShare`."""
+    """Return the query heads and the KV heads of the fullest device. They need not divide evenly:
+    see `HeadShare`."""
     shares = (HeadShare.of(shape.num_heads, shape.num_kv_heads, r, tp).heads for r in range(tp))
     return max(end - first for first, end in shares), -(-shape.num_kv_heads // tp)
 
@@ -128,7 +131,7 @@ def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int) -> MatrixGroup:
 
 
 def _cut_cache(cache: CacheShape, tp: int) -> CacheShape:
-    """Return the cache of one rank of `tp`, each of which has as many KV heads."""
+    """Return the cache of one of `tp` ranks, all of which have the same number of KV heads."""
     kv_heads = max(1, cache.vectors // 2)
     kept = -(-kv_heads // tp)
     return replace(
@@ -144,11 +147,11 @@ def _cut_cache(cache: CacheShape, tp: int) -> CacheShape:
 def stage_runs(
     shape: ModelShape, pp: int, weight_format: str, kv_format: str = "", tokens: int = 0
 ) -> tuple[range, ...]:
-    """Return the layers of each stage, so that the largest has as few bytes as can be: of weights,
-    and of what layers cache of some tokens.
+    """Return the layers of each stage, chosen to minimise the bytes of the largest stage: of
+    weights, and of the cache for some tokens.
 
     Raises:
-        ConfigError: fewer layers can be apart from each other.
+        ConfigError: too many layers must stay in one stage for this many stages.
     """
     check_parallel(shape, 1, pp)
     costs = []
@@ -162,7 +165,7 @@ def stage_runs(
 
 
 def stages(shape: ModelShape, runs: Sequence[range]) -> tuple[ModelShape, ...]:
-    """Return the stages of a pipeline as smaller models. The first one has a tied embedding too."""
+    """Return the stages of a pipeline as smaller models. The first also has a tied embedding."""
     if len(runs) <= 1:
         return (shape,)
     layers, (first, last) = layers_of(shape), _ends(shape)
@@ -202,14 +205,14 @@ def stages(shape: ModelShape, runs: Sequence[range]) -> tuple[ModelShape, ...]:
 
 
 def unevenness(shape: ModelShape, runs: Sequence[range]) -> float:
-    """Return how much longer the stage with the most arithmetic takes than the mean of all."""
+    """Return the time of the stage with the most arithmetic over the mean time of all stages."""
     parts = stages(shape, runs)
     work = [part.active_parameters for part in parts]
     return len(parts) * max(work) / sum(work)
 
 
 def _ends(shape: ModelShape) -> tuple[list[MatrixGroup], list[MatrixGroup]]:
-    """Return what the first and the last stage have beside their layers."""
+    """Return the matrices that the first and the last stage have besides their layers."""
     outside = _outside(shape)
     head = [matrix for matrix in outside if matrix.role == "head"]
     first = [matrix for matrix in outside if matrix.role != "head"]
@@ -219,13 +222,13 @@ def _ends(shape: ModelShape) -> tuple[list[MatrixGroup], list[MatrixGroup]]:
 
 
 def _joined(shape: ModelShape) -> list[tuple[int, int]]:
-    """Return the layers that read what another one caches, each with that one."""
+    """Return (reader, source) for each layer that reads another layer's cache."""
     layers = enumerate(layer.kv_from for layer in shape.layers)
     return [(reader, source) for reader, source in layers if source is not None]
 
 
 def _outside(shape: ModelShape) -> list[MatrixGroup]:
-    """Return the matrices and tables of no layer."""
+    """Return the matrices and tables that are not part of a layer."""
     if not shape.layers:
         return [matrix for matrix in shape.matrices if matrix.role in ENDS]
     inside = {(m.role, m.inputs, m.outputs) for layer in shape.layers for m in layer.matrices}
@@ -233,8 +236,8 @@ def _outside(shape: ModelShape) -> list[MatrixGroup]:
 
 
 def layers_of(shape: ModelShape) -> tuple[LayerShape, ...]:
-    """Return what each layer has; what only some have is spread evenly where it is not known which
-    have it."""
+    """Return the contents of each layer. If it is not known which layers have a part, it is spread
+    evenly over all."""
     count = shape.num_layers
     if shape.layers:
         return shape.layers
@@ -257,8 +260,8 @@ def layers_of(shape: ModelShape) -> tuple[LayerShape, ...]:
 
 
 def together(shape: ModelShape, tp: int) -> ModelShape:
-    """Return the model as all processes of the exact cut compute it together: heads of keys that
-    several have, and all states, are read by each of them."""
+    """Return the model as all processes of the exact cut compute it together: each process reads
+    all states, and the key heads it shares with others."""
     return replace(
         shape,
         caches=tuple(replace(cache, copies=_copies(cache, shape, tp)) for cache in shape.caches),
@@ -268,15 +271,15 @@ def together(shape: ModelShape, tp: int) -> ModelShape:
 
 
 def _copies(cache: CacheShape, shape: ModelShape, tp: int) -> float:
-    """Return how often processes keep what is cached, on average."""
+    """Return how many copies of the cache the processes keep, on average."""
     kv_heads = 1 if shape.latent_dim else cache.vectors // 2
     shares = (HeadShare.of(max(kv_heads, tp), kv_heads, rank, tp).kv_heads for rank in range(tp))
     return sum(end - first for first, end in shares) / kv_heads
 
 
 def own_rows(matrix: MatrixGroup, shape: ModelShape, rank: int, tp: int) -> MatrixGroup:
-    """Return what one process of the exact cut has of a matrix; of a table that is not the head,
-    all."""
+    """Return the part of a matrix that one process of the exact cut has; a table other than the
+    head is whole."""
     if not matrix.multiplied and matrix.role != "head":
         return matrix
     piece = TILE
@@ -288,8 +291,8 @@ def own_rows(matrix: MatrixGroup, shape: ModelShape, rank: int, tp: int) -> Matr
 
 
 def repeated_tables(shape: ModelShape, tp: int, pp: int, weight_format: str) -> int:
-    """Return the bytes of weights that several processes of the exact cut have, without those of
-    one: of tables that are whole in each process, and of a tied embedding in a pipeline."""
+    """Return the bytes of repeated weights in the exact cut, beyond their first copy: tables that
+    each process holds whole, and a tied embedding in a pipeline."""
     first, head = _ends(shape)
     tables = [matrix for matrix in first if not matrix.multiplied and matrix.role != "head"]
     found = (tp - 1) * shape.bytes_of(tables, 0, weight_format)
@@ -298,15 +301,15 @@ def repeated_tables(shape: ModelShape, tp: int, pp: int, weight_format: str) -> 
 
 @dataclass(frozen=True, slots=True)
 class Collectives:
-    """What those that share layers send each other in a step.
+    """The communication in a step among processes or devices that share layers.
 
     Attributes:
-        kind: "exchange": each makes some columns, and all read all; "all-reduce": each has a sum,
-            and all get the sum of these.
-        count: in a step.
-        layer: in a layer, the most of any.
-        numbers: of a token in that layer, all columns or sums together.
-        step_numbers: of a token in all layers.
+        kind: "exchange": each computes some columns, and all read all of them; "all-reduce": each
+            has a partial sum, and all get the total.
+        count: number of collectives in a step.
+        layer: maximum number in a layer.
+        numbers: numbers per token in that layer, all columns or sums together.
+        step_numbers: numbers per token in all layers.
     """
 
     kind: str
@@ -317,10 +320,10 @@ class Collectives:
 
 
 def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
-    """Return the collectives of a step of more than one process or device.
+    """Return the collectives of a step with more than one process or device.
 
-    The exact cut has one behind each product and behind attention, of experts two in a layer, and
-    one behind the vectors of tokens where these are rows of the head; the fast cut two in a layer.
+    The exact cut has one after each product and after attention, two per layer for experts, and one
+    after the token vectors if these are rows of the head. The fast cut has two per layer.
     """
     if not exact:
         layers, each = shape.num_layers, 2 * shape.hidden_size
@@ -335,11 +338,11 @@ def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
         made += sum(_columns(m) * (1 if m.role in SECOND else m.active) for m in routed)
         numbers.append(made + layer.attends * shape.num_heads * shape.v_head_dim)
     outside = sum(m.count for m in _outside(shape) if m.multiplied or m.role == "token_inputs")
-    outside += shape.tied  # vectors of tokens are rows of a matrix that is cut
+    outside += shape.tied  # token vectors are rows of a matrix that is cut
     count = sum(counts) + outside
     return Collectives("exchange", count, max(counts), max(numbers), sum(numbers))
 
 
 def _columns(matrix: MatrixGroup) -> int:
-    """Return the columns of a product; gate and up are multiplied with each other first."""
+    """Return the columns of a product; gate and up are first multiplied with each other."""
     return matrix.outputs // (2 if matrix.role.endswith("gate_up") else 1)

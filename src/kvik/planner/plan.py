@@ -1,4 +1,4 @@
-"""`kvik plan`: the memory, speed and cost of a model on some hardware, before it runs."""
+"""`kvik plan`: predicts the memory, speed and cost of a model on given hardware."""
 
 from __future__ import annotations
 
@@ -58,19 +58,19 @@ from kvik.spec.rope import MAX_POSITIONS
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """A model on several processes of a CPU, or on several GPUs.
+    """A model divided among several CPU processes or several GPUs.
 
     Attributes:
         cut: "exact" or "fast" (see `planner/parallel.py`).
         collectives: None: no layer is shared.
-        layer_bytes: of a token, that collectives carry in a layer.
-        exact: of GPUs, the collectives of the other cut; None: of a CPU, or no layer is shared.
-        hop_bytes: of a token, from a stage to the next.
-        exchange, hop: seconds of one, as measured; None: not measured, or not of a CPU.
-        step: seconds that all of them add to a decoding step; None: the speed is unknown.
-        rate: tokens/s of decoding, as expected; None: the speed is unknown.
-        rate_of_one: the same with one stage on this machine; None: each stage has a memory of its
-            own, there is one, or the speed is unknown.
+        layer_bytes: bytes per token that collectives carry in a layer.
+        exact: on GPUs, the collectives of the exact cut; None: on a CPU, or no layer is shared.
+        hop_bytes: bytes per token from one stage to the next.
+        exchange, hop: measured seconds of one exchange or hop; None: not measured, or not on a CPU.
+        step: seconds that communication adds to a decoding step; None: the speed is unknown.
+        rate: expected decoding tokens/s; None: the speed is unknown.
+        rate_of_one: the same with one stage on this machine; None: each stage has its own memory,
+            there is only one stage, or the speed is unknown.
     """
 
     cut: str
@@ -86,7 +86,7 @@ class Division:
 
 
 def division_of(shape: ModelShape, at: Setting) -> Division | None:
-    """Return what the division costs; None: there is none."""
+    """Return the costs of the division; None: the model is not divided."""
     if at.parts == 1:
         return None
     found = collectives(shape, exact=at.exact) if at.tp > 1 else None
@@ -112,10 +112,10 @@ def division_of(shape: ModelShape, at: Setting) -> Division | None:
     )
 
 
-# The question that `kvik plan` answers, checked.
+# The question to `kvik plan`, and its checks.
 
-USUAL_CONTEXT = 8192  # of a question that names none
-OUTPUT_SHARE = 4  # context of a request over its generated tokens
+USUAL_CONTEXT = 8192  # default context of a question
+OUTPUT_SHARE = 4  # ratio of a request's context to its generated tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,13 +184,13 @@ def check_question(question: Question, shape: ModelShape, *, exact: bool = False
     """Check a question about a model.
 
     Args:
-        exact: it would be divided by the exact cut (see `planner/parallel.py`).
+        exact: the model would be divided by the exact cut (see `planner/parallel.py`).
 
     Returns:
-        The same question, with one name for each format.
+        The same question with canonical names of formats.
 
     Raises:
-        ConfigError: a field is out of range, or makes no sense for this model.
+        ConfigError: a field is out of range or does not apply to this model.
     """
     question = replace(question, **normalised(question, ConfigError))
     most = shape.max_context
@@ -213,32 +213,33 @@ def check_question(question: Question, shape: ModelShape, *, exact: bool = False
 
 
 def context_of(question: Question, shape: ModelShape) -> int:
-    """Tokens of a request."""
+    """Return the tokens of a request."""
     return question.context or min(shape.max_context, USUAL_CONTEXT)
 
 
 def request_of(question: Question, context: int) -> tuple[int, int]:
-    """Tokens of a request's prompt and of its output; of a context of 1 the one is the prompt."""
+    """Return the tokens of a request's prompt and of its output; a context of 1 is only a
+    prompt."""
     output = question.output_tokens or context // OUTPUT_SHARE
     return context - output, output
 
 
 def load_of(question: Question, context: int) -> DailyLoad | None:
-    """Raises ConfigError for a load that is none."""
+    """Return the daily load, if one is given. Raises ConfigError if it cannot be parsed."""
     if question.load is None:
         return None
     return parse_load(question.load, *request_of(question, context))
 
 
-# How fast a setting is at most, and what its tokens cost: everything that needs rooflines.
+# Maximum speed of a setting, and the cost of its tokens: everything that needs rooflines.
 
 SHORTEST_PROMPT, PROMPT_STEP = 128, 4  # rows of the prefill table: 128, 512, 2048, ...
-WIDEST_BATCH = 1024  # of the decode table, unless more is asked for
+WIDEST_BATCH = 1024  # largest in the decode table, unless more is asked for
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillSpeed:
-    """One prompt. `floor`, `expected`: seconds; the same where nothing was measured."""
+    """The time of one prompt. `floor`, `expected`: seconds, equal if nothing was measured."""
 
     tokens: int
     floor: float
@@ -250,9 +251,8 @@ class PrefillSpeed:
 class DecodeSpeed:
     """Attributes:
     ceiling, expected: tokens/s of all requests together.
-    floor: seconds of a step, and so between two tokens of a request.
-    reading, computing: tokens/s if only the reading of memory took time, and if only arithmetic
-        did.
+    floor: least seconds of a step, and thus between two tokens of a request.
+    reading, computing: tokens/s if only reading memory took time, and if only arithmetic did.
     """
 
     batch: int
@@ -267,11 +267,11 @@ class DecodeSpeed:
 
 @dataclass(frozen=True, slots=True)
 class PlannedSpeed:
-    """What needs the speed of the device.
+    """The results that need the device's speed.
 
     Attributes:
-        compute_bound_batch: where decode at this context has more to compute than to read; None:
-            nowhere.
+        compute_bound_batch: smallest batch at which decode with this context is bound by
+            arithmetic; None: no such batch.
     """
 
     prefill: tuple[PrefillSpeed, ...]
@@ -281,7 +281,7 @@ class PlannedSpeed:
 
 
 def speed_of(shape: ModelShape, at: Setting, question: Question, memory: Memory) -> PlannedSpeed:
-    """Rooflines, costs and the gain of speculation.
+    """Return the rooflines, costs and gain from speculation.
 
     Raises:
         ConfigError: `tp` devices cannot share this model's layers, or have no link.
@@ -307,7 +307,7 @@ def _prompts(context: int) -> list[int]:
 
 
 def _batches(at: Setting, memory: Memory) -> list[int]:
-    """Powers of two as far as they fit, what is asked for, and the largest that fits."""
+    """Return the powers of two that fit, the requested batch, and the largest batch that fits."""
     most = max(at.batch, min(memory.largest_batch, WIDEST_BATCH))
     batches = {at.batch, most} | {1 << power for power in range(most.bit_length())}
     return sorted(batch for batch in batches if batch <= most)
@@ -315,7 +315,7 @@ def _batches(at: Setting, memory: Memory) -> list[int]:
 
 def _prefill(shape: ModelShape, at: Setting, tokens: int, chunk: int) -> PrefillSpeed:
     """Args:
-    chunk: tokens of a step; the stages of a pipeline compute chunks of a prompt at a time.
+    chunk: tokens per step; the stages of a pipeline compute different chunks of a prompt at once.
     """
     chunks = -(-tokens // chunk)
     time = step_time(shape, replace(at, batch=chunks), prefill(tokens))
@@ -340,7 +340,7 @@ def _decode(shape: ModelShape, at: Setting, batch: int, memory: Memory) -> Decod
 
 
 def cost_of(at: Setting, question: Question, rates: TokenRates | None) -> Cost | None:
-    """Return what requests cost; None: there is no price, or neither a rate nor a roofline.
+    """Return the cost of requests; None: no price, or neither a rate nor a roofline.
 
     Raises:
         ConfigError: a measured rate without a price.
@@ -357,8 +357,8 @@ def cost_of(at: Setting, question: Question, rates: TokenRates | None) -> Cost |
 def rates_of(
     shape: ModelShape, at: Setting, question: Question, memory: Memory
 ) -> TokenRates | None:
-    """As measured; else of the asked batch, or of the largest that fits if that is smaller, its
-    prompts together in a step and its outputs half done."""
+    """Return the measured rates; otherwise those of the requested batch, or of the largest that
+    fits if smaller, with all prompts in one step and outputs half generated."""
     if question.tokens_per_second is not None:
         return TokenRates(question.tokens_per_second)
     batch = min(at.batch, memory.largest_batch)
@@ -380,7 +380,8 @@ def _speculation(
 
 
 def _draft_cost(shape: ModelShape, at: Setting, question: Question) -> float:
-    """As asked, or by the rooflines of both models, the draft alone on one device."""
+    """Return the given cost, or that by the rooflines of both models, with the draft on one
+    device."""
     if question.draft_cost is not None or question.draft is None:
         return question.draft_cost or 0.0
     draft = replace(read_shape(question.draft), kernels=shape.kernels)
@@ -389,9 +390,9 @@ def _draft_cost(shape: ModelShape, at: Setting, question: Question) -> float:
     return step_time(draft, replace(at, tp=1, pp=1), step).expected / target.expected
 
 
-# What to change about a plan that does not fit.
+# Changes for a plan that does not fit.
 
-MAX_TP = 8  # devices of one machine, between which layers can be shared at speed
+MAX_TP = 8  # devices of one machine, which are fast enough to share layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -399,8 +400,8 @@ class Remedy:
     """A change after which the plan fits.
 
     Attributes:
-        flags: of `kvik plan`.
-        total: bytes on the fullest device then.
+        flags: flags of `kvik plan`.
+        total: bytes on the fullest device after the change.
     """
 
     flags: str
@@ -409,8 +410,8 @@ class Remedy:
 
 def remedies(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Remedy, ...]:
     """Return the smallest change of each kind that makes the plan fit: fewer requests, a shorter
-    context, a smaller KV or weight format, more devices; where only devices help, also the smallest
-    formats on fewer devices. Empty: nothing helps."""
+    context, a smaller KV or weight format, more devices. If only more devices help, also the
+    smallest formats on fewer devices. Empty: nothing helps."""
     changed = [
         *_work(at, memory),
         *_first(shape, _kv_formats(shape, at)),
@@ -423,7 +424,7 @@ def remedies(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Remedy, ..
 
 
 def _smaller_on_fewer(shape: ModelShape, at: Setting, enough: list[Setting]) -> Iterator[Setting]:
-    """Yield the smallest formats on fewer devices than are `enough` without them."""
+    """Yield the smallest formats on fewer devices than `enough` has with the current formats."""
     weights = min(WEIGHT_FORMATS, key=shape.weight_bytes)
     kv = min(KV_FORMATS, key=shape.kv_bytes_per_token)
     limit = min((setting.devices for setting in enough), default=MAX_DEVICES + 1)
@@ -453,7 +454,8 @@ def _weight_formats(shape: ModelShape, at: Setting) -> Iterator[Setting]:
 
 
 def _more_devices(shape: ModelShape, at: Setting) -> Iterator[Setting]:
-    """Yield doubled numbers of devices: they share layers while the heads allow it, then stages."""
+    """Yield doubled numbers of devices, which share layers while the heads allow it, then form
+    stages."""
     if at.exact or at.device.link == 0:
         return
     tp, pp = at.tp, at.pp
@@ -468,7 +470,7 @@ def _more_devices(shape: ModelShape, at: Setting) -> Iterator[Setting]:
 
 
 def _first(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[Setting]:
-    """Yield the first setting that fits and is possible, if any is."""
+    """Yield the first setting that is possible and fits, if any."""
     for setting in settings:
         try:
             needed, limit = bytes_of(shape, setting)
@@ -496,14 +498,14 @@ def _remedy(shape: ModelShape, asked: Setting, changed: Setting) -> Remedy:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """Attributes:
-    shape: the model, its weights as the kernels of the device store them.
-    at: formats, devices and work that were asked for, defaults filled in.
-    parts, division: (), None: the model is on one device, in one process.
-    remedies: what would fit, if this does not.
-    request: tokens of its prompt and of its output.
+    shape: the model, with weights in the layout of the device's kernels.
+    at: requested formats, devices and work, with defaults filled in.
+    parts, division: () and None if the model is on one device, in one process.
+    remedies: changes that would make the plan fit, if it does not.
+    request: tokens of a request's prompt and of its output.
     speed: None: the device's speed is unknown.
-    rates: of requests; None: nothing fits, or the speed is unknown.
-    measured_rate: output tokens/s that the cost is of; None: the roofline's.
+    rates: token rates of requests; None: nothing fits, or the speed is unknown.
+    measured_rate: measured output tokens/s on which the cost is based; None: the roofline's.
     cost: None: there is no price, or no rate.
     """
 
@@ -527,29 +529,29 @@ class Plan:
 
     @property
     def weight_bytes(self) -> int:
-        """Of the whole model."""
+        """Weight bytes of the whole model."""
         return self.shape.weight_bytes(self.at.weight_format)
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Of the whole model, windows not yet full."""
+        """KV bytes per token of the whole model, before windows are full."""
         return self.shape.kv_bytes_per_token(self.at.kv_format)
 
     @property
     def flops_per_token(self) -> float:
-        """Operations of one token behind a full context."""
+        """Operations for one token after a full context."""
         return self.shape.matmul_flops(1, 1) + self.shape.attention_flops(1, self.at.context)
 
     @property
     def arithmetic(self) -> str:
-        """The unit that multiplies, or would, where the device's speed is unknown."""
+        """The unit that multiplies; if the device's speed is unknown, the preferred one."""
         device = self.at.device
         unit = arithmetic(self.at.weight_format, device.kind)
         return device.unit(unit) if device.rated else unit
 
     @property
     def source(self) -> str:
-        """Of the device's figures; of a machine without any, the name of its processor."""
+        """The source of the device's figures; without figures, the name of the processor."""
         device, hardware = self.at.device, self.at.hardware
         if device.source or hardware is None:
             return device.source
@@ -560,7 +562,7 @@ def plan(question: Question) -> Plan:
     """Return the plan that answers a question.
 
     Raises:
-        ConfigError: a field that is out of range or contradicts model or device.
+        ConfigError: a field is out of range, or contradicts the model or device.
         ModelError: the model is not found or cannot be read.
     """
     shape = windowed(read_shape(question.model), question.window, question.attention_sinks)
@@ -571,7 +573,7 @@ def plan(question: Question) -> Plan:
 def plan_shape(
     shape: ModelShape, device: Device, question: Question, hardware: Hardware | None = None
 ) -> Plan:
-    """Return the plan of a model that is already read, on a device that is already found.
+    """Return the plan for a model that has been read, on a device that has been found.
 
     Args:
         hardware: of this machine; None: the device is another one.
@@ -603,7 +605,7 @@ def plan_shape(
 
 
 def find_machine(name: str) -> tuple[Device, Hardware | None]:
-    """Return a device by name, and the hardware if it is this machine.
+    """Return a device by name, and the hardware if the device is this machine.
 
     Raises:
         ConfigError: no such device or file, or a file that cannot be used.
@@ -612,7 +614,7 @@ def find_machine(name: str) -> tuple[Device, Hardware | None]:
         return find_device(name), None
     hardware = detect(find_gpus())
     device = this_device(hardware, calibration_path())
-    if hardware.gpus:  # what others took of it is not there to plan with
+    if hardware.gpus:  # plan without the memory that other processes use
         device = replace(device, memory=hardware.gpus[0].free_memory)
     return device, hardware
 
@@ -620,7 +622,7 @@ def find_machine(name: str) -> tuple[Device, Hardware | None]:
 def setting_of(
     shape: ModelShape, device: Device, question: Question, hardware: Hardware | None
 ) -> Setting:
-    """Return the setting of a question, defaults filled in."""
+    """Return the setting of a question, with defaults filled in."""
     weights = question.dtype or _usual_format(shape, device, question, hardware)
     computed = shape.working_dtype(weights)
     return Setting(

@@ -1,8 +1,8 @@
-"""The time of one step: the least by its bytes and operations, and the expected on this machine.
+"""The time of one step: the minimum by bytes and operations, and the expected on this machine.
 
-The roofline (Williams et al. 2009): a part of a step takes no less than its bytes take to be read
-and no less than its operations take to be computed. A calibration adds the cost of calls, and how
-near kvik's kernels come to either limit.
+The roofline (Williams et al. 2009): a part of a step takes at least the time to read its bytes, and
+at least the time to compute its operations. A calibration adds the cost of calls, and how close
+kvik's kernels come to either limit.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from kvik.planner.shape import MatrixGroup, ModelShape
 from kvik.spec.weight_kind import WeightKind
 
 # Costs of one matrix, of attention and of the other kernels, from a calibration. Without one they
-# are 0, and the roofline's floor remains.
+# are 0, which leaves the roofline's floor.
 
-# Small kernels of a layer: two norms, rotary positions, storing K and V, and attention's own call;
-# of a step: token and position vectors, the last norm, the rows that are sampled, their largest.
+# Small kernels per layer: two norms, rotary positions, storing K and V, and the call of attention;
+# per step: token and position vectors, the last norm, selecting the sampled rows, their maximum.
 LAYER_CALLS, STEP_CALLS = 5, 5
 
 
@@ -45,17 +45,17 @@ class MemoryReads:
 
 @dataclass(frozen=True, slots=True)
 class ProductCost:
-    """The cost of products with matrices of one kind; without costs it is that of reading."""
+    """The cost of products with matrices of one kind; without measured costs, that of reading."""
 
     costs: tuple[LinearCosts, ...]
 
     @staticmethod
     def of(device: Device, kind: str) -> ProductCost:
-        """Return the costs of a kind, as `linear_kind` names it."""
+        """Return the costs of a kind, named by `linear_kind`."""
         measured = device.calibration
         if measured is None:
             return ProductCost(())
-        # a quick calibration leaves kinds out: groups of another size cost about the same
+        # A quick calibration omits some kinds: other group sizes cost about the same.
         alike = [k for k in measured.linears if k.partition("-g")[0] == kind.partition("-g")[0]]
         found = kind if kind in measured.linears else next(iter(alike), "")
         return ProductCost(measured.linears.get(found, ()))
@@ -71,8 +71,8 @@ class ProductCost:
         """Return the seconds of one product.
 
         Args:
-            num_bytes: of the matrix, and of its outputs that go to memory.
-            processes: that share it, each of which prepares all inputs.
+            num_bytes: bytes of the matrix and of those outputs that are written to memory.
+            processes: number of processes that share it; each prepares all inputs.
         """
         if not self.costs:
             return 0.0
@@ -85,7 +85,7 @@ class ProductCost:
 
 
 def linear_kind(kind: WeightKind | None, weight_format: str) -> str:
-    """Return the name by which a calibration knows the matrices of a kind; None: floats."""
+    """Return the name that a calibration uses for a kind of matrix; None: floats."""
     if kind is None:
         return "bf16" if WEIGHT_FORMATS[weight_format].quantization else weight_format
     if kind.group:
@@ -98,8 +98,8 @@ def linear_kind(kind: WeightKind | None, weight_format: str) -> str:
 def costs_at(costs: tuple[LinearCosts, ...], rows: float) -> LinearCosts:
     """Return the costs at a number of rows.
 
-    Between measured numbers of rows they are straight lines in log-log, which fits both what grows
-    with the rows and what does not; beyond the last they grow with the rows.
+    Between measured numbers of rows the costs are interpolated linearly in log-log, which fits both
+    costs that grow with the rows and costs that do not. Beyond the last they grow with the rows.
     """
     last = costs[-1]
     if rows >= last.rows:
@@ -145,11 +145,11 @@ def small_seconds(
     decoded: int,
     processes: int = 1,
 ) -> float:
-    """Return the seconds of the kernels of a step that are neither products nor attention.
+    """Return the seconds of a step's kernels other than products and attention.
 
     Args:
-        prompted, decoded: rows that are neighbours in a sequence, and rows that are not.
-        processes: that share layers, each of which normalises all rows.
+        prompted, decoded: rows that are adjacent in a sequence, and rows that are not.
+        processes: number of processes that share layers; each normalises all rows.
     """
     keys = sum(cache.layers * cache.elements * cache.copies for cache in shape.caches)  # K and V
     queries = shape.num_layers * shape.num_heads * shape.head_dim
@@ -162,7 +162,7 @@ def small_seconds(
 
 MOST_ROWS = 1 << 20  # end of the search for a compute-bound batch
 LOGIT_BYTES = 4
-ACTIVATION_BYTES = 2  # of each number that devices send each other
+ACTIVATION_BYTES = 2  # per number that devices send each other
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,11 +170,11 @@ class StepPart:
     """One part of a step, on one of the devices that share it.
 
     Attributes:
-        bytes, flops: read and computed.
+        bytes, flops: bytes read and operations computed.
         floor: seconds at peak figures.
-        expected: seconds by the calibration; the floor without one.
+        expected: seconds by the calibration; without one, the floor.
         bound: "bandwidth", "compute", "host" or "links".
-        reading, computing: seconds of its bytes alone, and of its operations alone.
+        reading, computing: seconds of only reading its bytes, and of only computing its operations.
     """
 
     name: str
@@ -191,7 +191,8 @@ class StepPart:
 class StepTime:
     """Attributes:
     parts: "weights", "head", "kv cache" (of decoding), "attention" (of prompts), "states",
-        "small kernels", "sampling", "host", "links", "exchanges", "hops"; those that take any time.
+        "small kernels", "sampling", "host", "links", "exchanges", "hops"; only those that take
+        time.
     """
 
     parts: tuple[StepPart, ...]
@@ -206,7 +207,7 @@ class StepTime:
 
     @property
     def reading(self) -> float:
-        """Seconds if only the reading of memory took time."""
+        """Seconds if only reading memory took time."""
         return sum(part.reading for part in self.parts)
 
     @property
@@ -216,7 +217,8 @@ class StepTime:
 
     @property
     def bound(self) -> str:
-        """What binds most of the expected time: "bandwidth", "compute", "host" or "links"."""
+        """The limit that accounts for most of the expected time: "bandwidth", "compute", "host" or
+        "links"."""
         seconds: dict[str, float] = {}
         for part in self.parts:
             seconds[part.bound] = seconds.get(part.bound, 0.0) + part.expected
@@ -229,7 +231,7 @@ class PlannedStep:
 
     Attributes:
         runs: equal sequences, as (number of sequences, new tokens, cached tokens before them).
-        drafted: drafts among the new tokens, whose logits are computed too.
+        drafted: drafts among the new tokens, whose logits are also computed.
     """
 
     runs: tuple[tuple[int, int, int], ...]
@@ -245,28 +247,30 @@ class PlannedStep:
 
     @property
     def sampled(self) -> int:
-        """Rows whose logits are computed."""
+        """Number of rows whose logits are computed."""
         return self.sequences + self.drafted
 
 
 def decode(batch: int, context: int) -> PlannedStep:
-    """Return a step of one token for each of `batch` sequences, then `context` tokens long."""
+    """Return a step of one token for each of `batch` sequences, which then have `context`
+    tokens."""
     return PlannedStep(((batch, 1, context - 1),))
 
 
 def verify(batch: int, context: int, drafts: int) -> PlannedStep:
-    """Return `decode` with `drafts` more tokens for each sequence."""
+    """Return `decode` with `drafts` more tokens per sequence."""
     return PlannedStep(((batch, 1 + drafts, context - 1),), drafted=batch * drafts)
 
 
 def prefill(tokens: int, cached: int = 0) -> PlannedStep:
-    """Return the prompt of one sequence, of which `cached` more tokens are in the cache."""
+    """Return a step with `tokens` prompt tokens of one sequence, after `cached` tokens in the
+    cache."""
     return PlannedStep(((1, tokens, cached),))
 
 
 def step_time(shape: ModelShape, at: Setting, step: PlannedStep) -> StepTime:
-    """Return the latency of one step: the stages of a pipeline run one after the other. Those of a
-    CPU have some of its cores each, and share its memory with the stages that are busy beside.
+    """Return the latency of one step. The stages of a pipeline run one after another. On a CPU each
+    stage has a part of the cores, and shares the memory with other busy stages.
 
     Raises:
         ConfigError: the device's speed is unknown (`Device.rated`), it has no link, or `at.tp`
@@ -287,14 +291,14 @@ def step_time(shape: ModelShape, at: Setting, step: PlannedStep) -> StepTime:
 
 
 def decode_rate(shape: ModelShape, at: Setting) -> tuple[float, float]:
-    """Return the tokens a second of all requests together: ceiling, expected."""
+    """Return (ceiling, expected) tokens per second of all requests together."""
     time = step_time(shape, at, decode(at.group, at.context))
     return at.batch / time.floor, at.batch / time.expected
 
 
 def prefill_rate(shape: ModelShape, at: Setting, prompt: int) -> tuple[float, float]:
-    """Return the prompt tokens a second while all requests compute prompts of this length:
-    ceiling, expected."""
+    """Return (ceiling, expected) prompt tokens per second while all requests compute prompts of
+    this length."""
     time = step_time(shape, at, PlannedStep(((at.group, prompt, 0),)))
     return at.batch * prompt / time.floor, at.batch * prompt / time.expected
 
@@ -315,9 +319,9 @@ class _Work:
     """A step on one device.
 
     Attributes:
-        working_set: bytes that every step reads: all of it stays in the cache or none.
-        read_rate: bytes a second at which it is read.
-        processes: of a CPU, that share each layer.
+        working_set: bytes that every step reads; assumed to be entirely cached or not at all.
+        read_rate: bytes per second at which the working set is read.
+        processes: number of CPU processes that share each layer.
     """
 
     shape: ModelShape
@@ -370,13 +374,13 @@ class _Work:
         return parts
 
     def _runs(self, *, decoding: bool) -> list[tuple[int, int, int]]:
-        """Return the sequences that decode, drafts included, or those with a prompt."""
+        """Return the sequences that decode (drafts included), or those with a prompt."""
         drafts = self.step.drafted > 0
         return [run for run in self.step.runs if (run[1] == 1 or drafts) == decoding]
 
     def _products(self, name: str, matrices: list[MatrixGroup], rows: int, item: int) -> StepPart:
         """Args:
-        item: bytes of an output that go to memory; 0: outputs stay in the cache.
+        item: bytes per output that are written to memory; 0: outputs stay in the cache.
         """
         rate = self.read_rate
         reading = MemoryReads(self.working_set, rate)
@@ -435,7 +439,8 @@ class _Work:
         return self._attention("attention", num_bytes, flops, expected)
 
     def _states(self) -> StepPart:
-        """Return the states of all sequences. Kernels hold one while they go through its tokens."""
+        """Return the states of all sequences. Kernels hold a state while they process its
+        tokens."""
         shape, runs = self.shape, self.step.runs
         num_bytes = float(sum(n * shape.state_traffic(cached) for n, _, cached in runs))
         flops = float(self.step.rows * shape.state_flops)
@@ -458,9 +463,9 @@ def _part(
 
 
 def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPart]:
-    """Return what processes or devices send each other in a step: GPUs two sums in each layer, in a
-    ring, and one message between stages, in the time that their bytes take; processes of a CPU
-    exchanges and hops, in the time that a calibration has measured.
+    """Return the communication of a step. GPUs have two ring all-reduces per layer and one message
+    between stages, timed by their bytes. CPU processes have exchanges and hops, timed by the
+    calibration.
 
     Raises:
         ConfigError: the device has no link.
@@ -478,7 +483,7 @@ def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPar
         if tp > 1:
             seconds = found.count * measured.exchange_seconds(tp)
             parts.append(StepPart("exchanges", float(made), 0.0, 0.0, seconds, "links"))
-        # Stages are told of a step, and each tells its processes and sends on what it computed.
+        # Each stage is notified of a step, notifies its processes, and sends its result on.
         hops = (pp > 1) + (pp - 1) + pp * (tp > 1)
         seconds = measured.hop_seconds(hops, (pp - 1) * message)
         return [*parts, StepPart("hops", float((pp - 1) * message), 0.0, 0.0, seconds, "links")]

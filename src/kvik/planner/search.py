@@ -1,4 +1,4 @@
-"""Searches for the border between numbers that are good and numbers that are not."""
+"""Searches for the threshold between good and bad numbers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ from collections.abc import Callable
 
 
 def largest(good: Callable[[int], bool], most: int) -> int:
-    """Return the largest number up to `most` that is good, by doubling and bisection; 0 if 1 is
-    not good.
+    """Return the largest good number up to `most`, by doubling and bisection; 0 if 1 is not good.
 
-    A predicate that is true of fewer numbers never finds a larger one, whatever it is.
+    A stricter predicate never yields a larger number, even if it is not monotonic.
 
     Args:
-        good: true up to the border and false above it.
+        good: true up to the threshold and false above it.
     """
     low, high = 0, 1
     while high <= most and good(high):
@@ -25,10 +24,10 @@ def largest(good: Callable[[int], bool], most: int) -> int:
 
 
 def least(good: Callable[[int], bool], most: int) -> int | None:
-    """Return the smallest number from 1 to `most` that is good; None if `most` is not.
+    """Return the smallest good number from 1 to `most`; None if `most` is not good.
 
     Args:
-        good: false below the border and true from it on.
+        good: false below the threshold and true from it on.
     """
     if not good(most):
         return None
