@@ -65,7 +65,7 @@ def test_an_output_that_exists_is_replaced_by_force_alone(
         (["-o", "there", "--verify", "here"], "--output: say where to with -o"),
         (["--verify", "nowhere"], "--verify: 'nowhere' is no engine folder"),
         (["-o", "x", "--quantization", "int2"], "--quantization: must be one of none, "),
-        (["-o", "x", "--max-num-seqs", "3"], "arguments: --max-num-seqs is no flag of kvik "),
+        (["-o", "x", "--max-num-seqs", "3"], "arguments: --max-num-seqs is not a flag of kvik "),
     ],
 )
 def test_what_is_refused(

@@ -228,8 +228,8 @@ def test_ctrl_c_at_the_prompt_only_gives_a_hint(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--n", "2"], "arguments: --n is no flag of kvik chat"),
-        (["--prompt-logprobs", "1"], "arguments: --prompt-logprobs is no flag of kvik chat"),
+        (["--n", "2"], "arguments: --n is not a flag of kvik chat"),
+        (["--prompt-logprobs", "1"], "arguments: --prompt-logprobs is not a flag of kvik chat"),
         (["--top-k", "-5"], "--top-k: must be an integer in [-1, "),
         (["/no/such"], "model: there is no folder"),
         (["one", "two"], "arguments: 'two' is too much; it is kvik chat [options]"),

@@ -76,7 +76,7 @@ def test_the_report_lists_what_was_done(capsys: pytest.CaptureFixture[str]) -> N
         (("--data", "none.txt"), "--data: none.txt cannot be read"),
         (("--quantization", "int3"), "--quantization: must be one of"),
         (("--reference", "/no/model"), "model: "),
-        (("--max-num-seqs", "4"), "arguments: --max-num-seqs is no flag of kvik "),
+        (("--max-num-seqs", "4"), "arguments: --max-num-seqs is not a flag of kvik "),
     ],
 )
 def test_an_error_is_one_line(

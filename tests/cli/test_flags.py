@@ -154,17 +154,17 @@ def test_nothing_given_is_nothing() -> None:
         (
             ["--temprature", "1"],
             "arguments",
-            "--temprature is no flag of kvik test (did you mean --temperature?)",
+            "--temprature is not a flag of kvik test (did you mean --temperature?)",
         ),
         (
             ["--temp", "1"],
             "arguments",
-            "--temp is no flag of kvik test (did you mean --temperature?)",
+            "--temp is not a flag of kvik test (did you mean --temperature?)",
         ),
         (
             ["--xyz", "1"],
             "arguments",
-            "--xyz is no flag of kvik test (kvik test --help lists them)",
+            "--xyz is not a flag of kvik test (kvik test --help lists them)",
         ),
     ],
 )

@@ -163,4 +163,4 @@ def test_what_is_no_recording(tmp_path, capsys):
     assert "cannot be read" in capsys.readouterr().err
     (tmp_path / "text").write_text("hello")
     assert main(["replay", str(tmp_path / "text")]) == 2
-    assert "is none" in capsys.readouterr().err
+    assert "is not a recording" in capsys.readouterr().err

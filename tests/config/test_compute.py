@@ -189,7 +189,7 @@ def latent(**changes: object) -> ModelSpec:
         (latent(), "triton", "auto", "auto", "triton+sdpa", "prompts of 1024 tokens and more"),
         (latent(v_head_dim=264), "triton", "auto", "auto", "triton", "in place"),
         (latent(v_head_dim=264), "triton", "auto", "triton+sdpa", ConfigError, "no heads of 264"),
-        (latent(), "triton", "int8", "auto", "sdpa", "stored in bfloat16 alone"),
+        (latent(), "triton", "int8", "auto", "sdpa", "stored in bfloat16 only"),
         (latent(), "triton", "auto", "triton+sdpa", "triton+sdpa", "as asked"),
     ],
 )

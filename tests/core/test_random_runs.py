@@ -100,7 +100,8 @@ def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:
         reasons |= {delta.finish_reason for delta in sim.ended.values()}
         preemptions += sim.scheduler.counters.preemptions
         hits += sim.scheduler.counters.prefix_hits
-    assert reasons == set(FinishReason)  # the runs reach what they are meant to reach
+    # the runs reach what they are meant to reach; nothing moves here
+    assert reasons == set(FinishReason) - {FinishReason.MOVED}
     assert preemptions > 0 and hits > 0
 
 
