@@ -12,7 +12,7 @@ VERBS = {
     "bench serve": ("kvik_bench.cli.serve", "load a server, given by its URL"),
     "bench startup": ("kvik_bench.inprocess.startup", "seconds to the first token, by part"),
     "bench batching": ("kvik_bench.inprocess.batching", "static, dynamic and continuous batching"),
-    "bench compare": ("kvik_bench.peers.compare", "compare kvik with other engines"),
+    "bench compare": ("kvik_bench.peers.compare", "kvik and other engines side by side"),
     "bench attention": (
         "kvik_bench.inprocess.attention",
         "time a prompt's attention in tiles and with all scores",
