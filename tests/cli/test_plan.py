@@ -221,7 +221,10 @@ def test_this_machine_without_a_calibration(
         (["--draft", "/no/such", "--hardware", "t4"], "model: there is no folder '/no/such'"),
         (["--memory-utilization", "2"], "--memory-utilization: must be a number in [0.01, 1]"),
         (["--price"], "--price: expected one argument"),
-        (["--bogus"], "arguments: --bogus is not a flag of kvik plan (kvik plan --help lists them)"),
+        (
+            ["--bogus"],
+            "arguments: --bogus is not a flag of kvik plan (kvik plan --help lists them)",
+        ),
     ],
 )
 def test_bad_input(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -272,10 +272,18 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
         ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
         ("LlamaForCausalLM", {"rope_scaling": YARN | {"mscale": 1.0}}, "no words for yarn"),
         ("LlamaForCausalLM", {"rope_scaling": YARN | {"truncate": False}}, "llama files imply"),
-        ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, 1]}, "rope_parameters: .* smollm3 files imply"),
+        (
+            "SmolLM3ForCausalLM",
+            {"no_rope_layers": [1, 0, 1]},
+            "rope_parameters: .* smollm3 files imply",
+        ),
         ("GPTNeoXForCausalLM", {"num_key_value_heads": 4, "hidden_act": "gelu_new"}, "hidden_act"),
         ("Gemma3ForCausalLM", {"query_pre_attn_scalar": 64}, "gemma3 files imply"),
-        ("Qwen3MoeForCausalLM", QWEN3_MOE | {"norm_topk_prob": False}, "experts .* qwen3moe files imply"),
+        (
+            "Qwen3MoeForCausalLM",
+            QWEN3_MOE | {"norm_topk_prob": False},
+            "experts .* qwen3moe files imply",
+        ),
         (
             "Qwen3MoeForCausalLM",
             QWEN3_MOE | {"decoder_sparse_step": 2},
@@ -288,10 +296,18 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
             LATENT | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
             "no words for yarn",
         ),
-        ("Lfm2ForCausalLM", {"conv_bias": True, "full_attn_idxs": [1]}, "layer_types: .* lfm2 files im"),
+        (
+            "Lfm2ForCausalLM",
+            {"conv_bias": True, "full_attn_idxs": [1]},
+            "layer_types: .* lfm2 files im",
+        ),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": None}, "gemma2 files imply"),
         ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 99}, "gemma2 files imply"),
-        ("Gemma4ForCausalLM", GEMMA4 | {"attention_bias": True}, "attention_bias: .* gemma4 files imply"),
+        (
+            "Gemma4ForCausalLM",
+            GEMMA4 | {"attention_bias": True},
+            "attention_bias: .* gemma4 files imply",
+        ),
         ("Gemma4ForCausalLM", {"num_hidden_layers": 1}, "layer_types: must hold both kinds for g"),
         (
             "Gemma4ForCausalLM",

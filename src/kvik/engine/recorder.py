@@ -205,7 +205,9 @@ class RecordReader:
         self._file, self._name = file, name
         self.cut = 0
         if file.read(len(MAGIC)) != MAGIC:
-            raise RecordError("recording", f"{name} is not a recording, or is one of another version of kvik")
+            raise RecordError(
+                "recording", f"{name} is not a recording, or is one of another version of kvik"
+            )
         self._at, self._checksum = len(MAGIC), crc32(MAGIC)
         body = self._frame()
         if body is None:
