@@ -249,6 +249,7 @@ def test_a_request_goes_on_in_another_engine_with_the_same_bits(
     assert then[-1].report.num_output_tokens == len(tokens_of(right))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("steps", [1, 5])
 def test_siblings_go_on_by_themselves_with_the_same_bits(
     prefiller: EngineLoop, decoder: EngineLoop, steps: int

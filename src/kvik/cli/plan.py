@@ -371,7 +371,7 @@ def _speculation(plan: Plan, curve: SpeculationCurve) -> str:
         best = f"{row.best:.2f} with {row.best_drafts}" if row.best_drafts else "none"
         gains = [f"{row.speed_ups[i]:.2f}" for i in shown]
         rows.append([f"{row.acceptance:.0%} accepted", *gains, best])
-    cost = "drafts cost nothing (n-grams of the prompt, for example)"
+    cost = "drafts cost nothing (such as n-grams of the prompt)"
     if curve.draft_cost:
         cost = f"a draft costs {three(curve.draft_cost)} of a step"
     checks = [f"{curve.verify_costs[i]:.2f}" for i in shown]
