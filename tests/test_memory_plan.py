@@ -34,7 +34,7 @@ from kvik.config.memory import (
     TURNED_LOADING_BYTES,
 )
 from kvik.config.units import GIB, MIB
-from kvik.kernels.rounding import PIECE
+from kvik.kernels.fp8 import PIECE
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.checkpoint import RUN_BYTES, SINGLE, TURNED_BYTES
 from kvik.nn.loader import RANDOM_DRAWS

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Sequence
 
 GRACE_SECONDS = 2.0  # between the end of the parent and the end of the child, even a busy one
 # Poll event of a socket whose peer has closed; without it, a local peer's end is still reported.
@@ -101,3 +102,16 @@ def _end_with_parent(fd: int) -> None:
     poll.poll()
     time.sleep(GRACE_SECONDS)
     os._exit(1)
+
+
+def cores_of(size: int, among: Sequence[int] = ()) -> list[list[int]]:
+    """Divide cores among `size` processes; [] each if there are too few, or the system does not
+    say.
+
+    Args:
+        among: the cores to divide; (): those that this process may use.
+    """
+    cores = sorted(among or os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    if len(cores) < size:
+        return [[] for _ in range(size)]
+    return [cores[len(cores) * r // size : len(cores) * (r + 1) // size] for r in range(size)]

@@ -15,11 +15,10 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from mmap import mmap
 from pathlib import Path
 
-from kvik.child_process import live_with_parent, python_command
+from kvik.child_process import cores_of, live_with_parent, python_command
 from kvik.config.config import ResolvedConfig
 from kvik.core.types import derive_seed
 from kvik.engine.host import host_engine
@@ -56,9 +55,9 @@ def engine_in_process(
 
     token = token or secrets.token_bytes(32)  # shared by the replicas
     clients = []
-    for i, cores in enumerate(_cores(count)):
+    for i, cores in enumerate(cores_of(count)):
         file = None if record is None else str(record.with_name(f"{record.name}.{i}"))
-        start = EngineStart(_replica(resolved, i), file, cores, True, token)
+        start = EngineStart(_replica(resolved, i), file, tuple(cores), True, token)
         source = Supervisor(command, start, policy, relay)
         clients.append(RemoteClient(start.config, source, name=f"replica {i}"))
     return Replicas(resolved, clients)
@@ -70,15 +69,6 @@ def _replica(resolved: ResolvedConfig, number: int) -> ResolvedConfig:
     device = runner.device_of(number * runner.ranks)
     seed = derive_seed(resolved.seed, number)
     return replace(resolved, seed=seed, runner=replace(runner, device=device))
-
-
-def _cores(count: int) -> list[tuple[int, ...]]:
-    """Return the cores of each replica; () if there are too few, or the system does not say."""
-    cores = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
-    if len(cores) < count:
-        return [()] * count
-    edges = [len(cores) * i // count for i in range(count + 1)]
-    return [tuple(cores[low:high]) for low, high in pairwise(edges)]
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -34,6 +34,7 @@ from kvik.child_process import (
     LOOK_SECONDS,
     Pulse,
     Stillness,
+    cores_of,
     die_with_parent,
     live_with_parent,
     python_command,
@@ -352,19 +353,6 @@ def exit_told(child: Process) -> str:
 def on_cores(cores: Sequence[int]) -> str:
     """Return where a process runs, in words that follow others; "": it cannot be said."""
     return f", cores {', '.join(map(str, cores))}" if cores else ""
-
-
-def cores_of(size: int, among: Sequence[int] = ()) -> list[list[int]]:
-    """Divide cores among `size` processes; [] each if there are too few, or the system does not
-    say.
-
-    Args:
-        among: the cores to divide; (): those that this process may use.
-    """
-    cores = sorted(among or os.sched_getaffinity(0)) if sys.platform == "linux" else []
-    if len(cores) < size:
-        return [[] for _ in range(size)]
-    return [cores[len(cores) * r // size : len(cores) * (r + 1) // size] for r in range(size)]
 
 
 def main(arguments: Sequence[str]) -> int:

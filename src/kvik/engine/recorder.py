@@ -23,6 +23,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, Moved, SchedulerOutput
 from kvik.core.types import EngineRequest, FinishReason
 from kvik.engine.loop import LoopObserver
+from kvik.engine.wire import MAX_FRAME
 from kvik.errors import ConfigError, KvikError
 
 # The format of the file: a line of text, then frames: 4 bytes length, 4 bytes checksum, and an
@@ -30,7 +31,6 @@ from kvik.errors import ConfigError, KvikError
 # are found. A crash may cut off the last frame.
 
 MAGIC = b"kvik flight recording, format 1\n"
-MAX_FRAME = 256 << 20  # bytes
 _HEAD = struct.Struct("<II")
 
 

@@ -23,7 +23,7 @@ WHOLE: Block = (0, 0)
 ROW: Block = (1, 0)  # a channel of a weight, a token of activations
 SQUARE: Block = (128, 128)
 
-PIECE = 1 << 19  # numbers in fp32 at a time; a few copies exist at once
+PIECE = 1 << 19  # numbers converted to fp32 at a time; a few copies exist at once
 
 
 def fp8_scales(values: Tensor, dtype: torch.dtype, block: Block) -> Tensor:

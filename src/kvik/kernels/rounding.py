@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from kvik.kernels.fp8 import ROW, fp8_scales, round_fp8
+from kvik.kernels.fp8 import PIECE, ROW, fp8_scales, round_fp8
 from kvik.kernels.weights import (
     E2M1,
     SYMMETRIC_ZERO,
@@ -22,7 +22,6 @@ from kvik.kernels.weights import (
 )
 from kvik.spec.weight_kind import MX_GROUP
 
-PIECE = 1 << 19  # weights in fp32 at a time; a few copies exist at once
 INT8_MAX = 127
 INT4_MAX = 15
 INT4_SYMMETRIC_MAX = 7

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvik.kernels.fp8 import PIECE
 from kvik.kernels.ops import DeltaHeads, Draws, Ops, Sequences, Truncation
 from kvik.kernels.reference.draw import probabilities
 from kvik.kernels.reference.experts import experts_by
@@ -27,7 +28,6 @@ from kvik.kernels.reference.ops import (
     stored_weight,
 )
 from kvik.kernels.reference.states import delta_inputs, each_sequence
-from kvik.kernels.rounding import PIECE
 from kvik.kernels.weights import PAIRED, Activation, Matrix, Weight
 
 

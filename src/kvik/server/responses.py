@@ -470,16 +470,17 @@ def _watched(receive: Receive, generations: Sequence[Generation]) -> Iterator[as
 
 def _num_logprobs(output: RequestOutput) -> int:
     """Count the log probabilities in the response to a finished request."""
-    rows: list[Sequence[TokenLogprobs | None]] = [one.logprobs or () for one in output.outputs]
-    rows.append(output.prompt_logprobs or ())
-    # The last entry is as wide as all others; the first of a prompt is None.
-    return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row and row[-1] is not None)
+    return _count([*(one.logprobs or () for one in output.outputs), output.prompt_logprobs or ()])
 
 
 def _num_of_prompt(deltas: Sequence[TextDelta]) -> int:
     """Count the prompt log probabilities in deltas. The rest of a delta is small."""
-    rows = [delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs]
-    return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row[-1] is not None)
+    return _count([delta.prompt_logprobs or () for delta in deltas])
+
+
+def _count(rows: Iterable[Sequence[TokenLogprobs | None]]) -> int:
+    # The last entry is as wide as all others; the first of a prompt is None.
+    return sum(len(row) * (1 + len(row[-1].top)) for row in rows if row and row[-1] is not None)
 
 
 def headers_of(generations: Sequence[Generation]) -> dict[str, str]:

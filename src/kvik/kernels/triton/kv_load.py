@@ -16,10 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.words import plus
-
-# Triton's interpreter keeps bf16 as words, of which it cannot take products.
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+from kvik.kernels.triton.words import INTERPRETED, plus
 
 KINDS: Mapping[torch.dtype, str] = {
     torch.float32: "float",
