@@ -47,7 +47,7 @@ def in_threads(work: Callable[[int], object], count: int = THREADS) -> list[obje
         return [done.result(120) for done in [pool.submit(work, i) for i in range(count)]]
 
 
-@pytest.mark.parametrize("calls", [20, pytest.param(200, marks=pytest.mark.full)])
+@pytest.mark.parametrize("calls", [20, pytest.param(200, marks=pytest.mark.nightly)])
 def test_calls_of_many_threads_give_the_outputs_of_one(llm: LLM, calls: int) -> None:
     """Whole batches, streams, embeddings, streams that are given up, and bad calls, all at once."""
     jobs = [(prompt, params) for prompt in PROMPTS for params in KINDS]

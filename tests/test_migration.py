@@ -214,7 +214,7 @@ def ended(server: ServerProcess) -> dict[str, int]:
     ("tier", "stream", "sizes"),
     [
         (TIER, True, ((), ())),
-        (TIER, False, ((), ())),
+        pytest.param(TIER, False, ((), ()), marks=pytest.mark.nightly),
         ((), True, ((), ())),
         pytest.param(TIER, True, (TWO, ()), marks=needs_native),
         pytest.param(TIER, False, ((), TWO), marks=needs_native),
@@ -262,9 +262,9 @@ def test_what_a_server_runs_that_stops_goes_on_at_another_one(
     ("victim", "seconds", "stream"),
     [
         ("gives", 0.0, True),
-        ("gives", 0.03, False),
+        pytest.param("gives", 0.03, False, marks=pytest.mark.nightly),
         ("takes", 0.0, False),
-        ("takes", 0.03, True),
+        pytest.param("takes", 0.03, True, marks=pytest.mark.nightly),
     ],
 )
 def test_of_a_server_that_is_killed_while_requests_move_each_ends_once(

@@ -132,8 +132,15 @@ def test_servers_that_do_not_fit_answer_all_the_same(
         assert computed(decode) > 300
 
 
-@pytest.mark.parametrize("role", ["prefill", "decode"])
-@pytest.mark.parametrize("what", ["server", "engine"])
+@pytest.mark.parametrize(
+    ("what", "role"),
+    [
+        ("server", "prefill"),
+        ("engine", "decode"),
+        pytest.param("server", "decode", marks=pytest.mark.nightly),
+        pytest.param("engine", "prefill", marks=pytest.mark.nightly),
+    ],
+)
 def test_of_a_side_that_is_killed_each_request_ends_once(role: str, what: str, token: None) -> None:
     bodies = [body(i) for i in range(12)]
     with server_process(*COMMON) as alone:
