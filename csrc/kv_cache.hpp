@@ -32,20 +32,38 @@ inline void write_head(void* to, int64_t index, const float* from, int64_t head_
     }
 }
 
+// Writes one head of one token, encoded, into a strip at place t.
+template <class Stored>
+void write_key(Stored* strip, int64_t t, const Stored* stored, int64_t head_dim) {
+    constexpr int P = kPair<Stored>;
+    for (int64_t d = 0; d < head_dim; d += P) std::memcpy(strip + key_place<P>(t, d), stored + d, P * sizeof(Stored));
+}
+template <class Stored>
+void write_value(Stored* strip, int64_t t, const Stored* stored, int64_t head_dim) {
+    for (int64_t d = 0; d < head_dim; d++) strip[value_place<kPair<Stored>>(t, d, head_dim)] = stored[d];
+}
+// The values of two consecutive tokens, the first at an even place: they share words.
+inline void write_values(bf16* strip, int64_t t, const bf16* even, const bf16* odd, int64_t head_dim) {
+    bf16* to = strip + value_place<2>(t, 0, head_dim);
+    for (int64_t d = 0; d < head_dim; d++) {
+        const uint32_t word = even[d] | uint32_t(odd[d]) << 16;
+        std::memcpy(to + 2 * d, &word, sizeof(word));
+    }
+}
+
 // Writes one head of one token into a strip, at place t: stored numbers, or bytes of them. Scaled
 // types also have a scale word.
 template <class Stored>
 void put_key(Stored* strip, int64_t t, const float* from, int64_t head_dim, uint16_t* word) {
-    constexpr int P = kPair<Stored>;
     alignas(64) Stored stored[kMaxHeadDim];
     encode(stored, from, head_dim, word);
-    for (int64_t d = 0; d < head_dim; d += P) std::memcpy(strip + key_place<P>(t, d), stored + d, P * sizeof(Stored));
+    write_key(strip, t, stored, head_dim);
 }
 template <class Stored>
 void put_value(Stored* strip, int64_t t, const float* from, int64_t head_dim, uint16_t* word) {
     alignas(64) Stored stored[kMaxHeadDim];
     encode(stored, from, head_dim, word);
-    for (int64_t d = 0; d < head_dim; d++) strip[value_place<kPair<Stored>>(t, d, head_dim)] = stored[d];
+    write_value(strip, t, stored, head_dim);
 }
 inline void put_key(Int4s* strip, int64_t t, const float* from, int64_t head_dim, uint16_t* word) {
     alignas(64) uint8_t stored[kMaxHeadDim];
@@ -59,21 +77,6 @@ inline void put_value(Int4s* strip, int64_t t, const float* from, int64_t head_d
     for (int64_t first = 0; first < head_dim; first += 16)
         for (int64_t d = first; d < first + 8; d++)
             strip[value_byte(t, d, head_dim)].bits = uint8_t(stored[d] | stored[d + 8] << 4);
-}
-
-// bf16 as it is. Values of two tokens that follow each other share words.
-inline void put_key(bf16* strip, int64_t t, const bf16* from, int64_t head_dim) {
-    for (int64_t d = 0; d < head_dim; d += 2) std::memcpy(strip + key_place<2>(t, d), from + d, 2 * sizeof(bf16));
-}
-inline void put_value(bf16* strip, int64_t t, const bf16* from, int64_t head_dim) {
-    for (int64_t d = 0; d < head_dim; d++) strip[value_place<2>(t, d, head_dim)] = from[d];
-}
-inline void put_values(bf16* strip, int64_t t, const bf16* even, const bf16* odd, int64_t head_dim) {
-    bf16* to = strip + value_place<2>(t, 0, head_dim);
-    for (int64_t d = 0; d < head_dim; d++) {
-        const uint32_t word = even[d] | uint32_t(odd[d]) << 16;
-        std::memcpy(to + 2 * d, &word, sizeof(word));
-    }
 }
 
 // And back: column d.
@@ -116,11 +119,11 @@ void store_bf16(const store_kv_args& a, Team& team) {
         const bf16* k = static_cast<const bf16*>(a.k) + row * a.k_stride + head * a.head_dim;
         const bf16* v = static_cast<const bf16*>(a.v) + row * a.v_stride + head * a.head_dim;
         bf16* values = static_cast<bf16*>(a.v_cache) + strip;
-        put_key(static_cast<bf16*>(a.k_cache) + strip, t, k, a.head_dim);
+        write_key(static_cast<bf16*>(a.k_cache) + strip, t, k, a.head_dim);
         if (t % 2 == 0 && row + 1 < a.rows && slots[row + 1] == slots[row] + 1)
-            put_values(values, t, v, v + a.v_stride, a.head_dim);
+            write_values(values, t, v, v + a.v_stride, a.head_dim);
         else if (t % 2 == 0 || row == 0 || slots[row - 1] != slots[row] - 1)
-            put_value(values, t, v, a.head_dim);
+            write_value(values, t, v, a.head_dim);
     });
 }
 

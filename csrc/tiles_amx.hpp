@@ -227,8 +227,8 @@ void multiply_groups_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
 // 1.5 times for one row, 1.3 for eight, 1.04 for 16 (from memory; two threads of a Xeon, 2026-11-26).
 constexpr int64_t kFewRows = 8;
 
-// Up to so many outputs a copy of x whose rows are spread costs more than it gains: of rows of 3,072 numbers, it loses
-// 6 % of the speed with 768 outputs and 2,048 rows, and gains 3 to 7 % with 2,048 and more (2026-11-27).
+// Up to this many outputs, copying an x whose rows are spread costs more than it gains: of rows of 3,072 numbers, it
+// loses 6 % of the speed with 768 outputs and 2,048 rows, and gains 3 to 7 % with 2,048 outputs and more (2026-11-27).
 constexpr int64_t kFewOutputs = 1024;
 
 // The kinds as the registers multiply them; floats of 32 bits and those in groups are left to the vectors, and

@@ -240,8 +240,8 @@ def test_parts_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_parts_of_experts_in_one_tensor(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where these have inputs first, and their rows are columns of the file; of a large one
-    only so many are read at once."""
+    """Also where these have inputs first, and their rows are columns of the file; a large one is
+    read in parts."""
     monkeypatch.setattr(checkpoint, "TURNED_BYTES", most)
     scope = "model.layers.0.feed_forward.experts"
     gate_up, down = torch.randn(3, 5, 160), torch.randn(3, 80, 5)

@@ -215,7 +215,7 @@ def test_one_that_says_nothing_delays_no_other_one(
     with ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(where)) for _ in range(8)]
         assert fetched(peers, memory, source(lender)) == [True] * 12
-        for stranger in strangers:  # nobody had to be turned away before
+        for stranger in strangers:  # none was turned away before
             assert stranger.recv(NONCE)
             stranger.setblocking(False)
             with pytest.raises(BlockingIOError):

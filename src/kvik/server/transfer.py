@@ -213,11 +213,11 @@ class Resumption(msgspec.Struct, frozen=True, array_like=True):
 
 
 def moved_size(n: int, num_tokens: int, logprobs: int | None) -> int:
-    """Return about how much room a `Resumption` takes, in tokens that are told.
+    """Return the approximate size of a `Resumption`, in token ids.
 
     Args:
-        num_tokens: of all n outputs.
-        logprobs: that are told beside each; None: none.
+        num_tokens: tokens of all n outputs.
+        logprobs: log probabilities sent with each token; None: none.
     """
     return (n - 1) * 100 + num_tokens * (1 if logprobs is None else 2 + 2 * logprobs)
 
