@@ -55,6 +55,17 @@ def test_captured_steps_are_planned(max_num_seqs: int) -> None:
     assert more < 3 * logits + len(captured) * graph_bytes(16) + POOL_BYTES + (65 << 20)
 
 
+def test_groups_capture_the_same_steps() -> None:
+    """Each process has a GPU, for which the plan is made."""
+    cards = replace(GPU, gpus=(CARD, replace(CARD, index=1)), native=True)
+    one, two = (
+        resolve(EngineConfig(max_num_seqs=16, tensor_parallel_size=n), SPEC, cards, "")
+        for n in (1, 2)
+    )
+    assert two.runner.graph_sizes == one.runner.graph_sizes == decoding_sizes(16)
+    assert two.runner.graph_memory == one.runner.graph_memory
+
+
 @pytest.mark.parametrize(
     ("asked", "told"),
     [(0, ("none", "as asked")), (3 * GIB, ("requests", "3.0 GiB were asked for"))],

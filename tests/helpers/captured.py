@@ -12,14 +12,19 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import Attend, AttentionBackend, AttentionMetadata, LayerKV, StepLayout
+from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import Window
 from kvik.worker import platforms
-from kvik.worker.captures import Captured, GraphMemory
+from kvik.worker.captures import NO_PEERS, Captured, GraphMemory, NotCaptured, Peers
 from kvik.worker.cuda_graphs import DecodeGraphs
-from kvik.worker.graphs import CapturedRows, EngineNetwork, RowFunction, RowGraph
-from kvik.worker.platforms import NativePlatform
-from kvik.worker.step_inputs import DeviceInputs, StepSizes
+from kvik.worker.graphs import CapturedRows, EngineNetwork, Graph, RowFunction, RowGraph
+from kvik.worker.group import Seat
+from kvik.worker.joined import Joined
+from kvik.worker.platforms import NativePlatform, TorchPlatform
+from kvik.worker.step_inputs import DeviceInputs, StepInputs, StepSizes
+from kvik.worker.warm_up import NoWarmUps, WarmUp, forwards
 
 CPU = torch.device("cpu")
 ROOMY = 1 << 40
@@ -27,13 +32,20 @@ ROOMY = 1 << 40
 
 @dataclass
 class Again:
-    """Captures by remembering what to call."""
+    """A capturer whose replays call the captured function again.
+
+    Attributes:
+        fails: it cannot record, so no process of the group captures.
+    """
 
     replayed: int = 0
     captured: list[Callable[[], None]] = field(default_factory=list)
+    fails: bool = False
 
-    def capture(self, call: Callable[[], None]) -> Captured:
+    def capture(self, call: Callable[[], None], peers: Peers = NO_PEERS) -> Captured:
         call()
+        if not peers.agree(not self.fails):
+            raise NotCaptured
         self.captured.append(call)
 
         def replay() -> None:
@@ -70,7 +82,7 @@ class ByTensors:
         assert len(queries) == len(lens) == len(layout.num_scheduled)
         assert all(0 < a <= b for a, b in zip(queries, layout.num_scheduled, strict=True))
         assert starts[-1] <= len(layout.slot_mapping), "padding has room"
-        if not rows:
+        if not rows or (layout.slot_mapping[:tokens] == -1).all():  # nothing to store, or a warm-up
             return Planned(layout, window, AttentionMetadata(layout, window), 0, starts[-1])
         tree = None if layout.tree is None else layout.tree[:tokens]
         assert tree is None or not layout.tree[tokens:].any(), "padding is no tree"
@@ -174,4 +186,67 @@ def captured_steps(
         patch.setattr(platforms, "select_backend", lambda *facts: ByTensors(select(*facts)))
         patch.setattr(NativePlatform, "graph", graph)
         patch.setattr(NativePlatform, "rows", rows_graph)
+        yield made
+
+
+class _ForwardWarmUps(NoWarmUps):
+    """Warm-ups of a group that run the forward for a few lengths."""
+
+    def __init__(self, joined: Joined) -> None:
+        self._joined = joined
+
+    def steps(
+        self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
+    ) -> WarmUp:
+        calls = forwards(network, (8, 1), 1, network.kv.layers[0].k.shape[1], spec.max_context)
+        return WarmUp(calls, self._joined.warming_up)
+
+
+@contextmanager
+def captured_groups(
+    *rows: int, max_context: int, failing: int | None = None
+) -> Iterator[list[tuple[DecodeGraphs, Again]]]:
+    """Capture decoding steps of torch's kernels in all processes of the groups that are made in the
+    context, which must be threads of this process.
+
+    Args:
+        rows: requests of the steps.
+        failing: number of the process, in the order in which they load, that cannot capture.
+
+    Yields:
+        The graphs and the capturer of each process.
+    """
+    made: list[tuple[DecodeGraphs, Again]] = []
+    make = TorchPlatform.__init__
+
+    def init(self: TorchPlatform, config: ResolvedConfig, seat: Seat | None = None) -> None:
+        make(self, config, seat)
+        if self.joined is not None:
+            self.parts = replace(self.parts, warm_ups=_ForwardWarmUps(self.joined))
+
+    def graph(
+        self: TorchPlatform,
+        network: EngineNetwork,
+        most: StepSizes,
+        *,
+        trees: bool = False,
+        drafts: bool = False,
+    ) -> tuple[Graph, StepInputs]:
+        assert self.joined is not None
+        again, sizes = Again(fails=len(made) == failing), [GraphSize(n, n, 1, n) for n in rows]
+        block_size = network.kv.layers[0].k.shape[1]
+        blocks = -(-max_context // block_size)
+        inputs = DeviceInputs(most, len(network.groups), blocks, CPU, sizes, trees=trees)
+        memory = GraphMemory(ROOMY, 0)
+        graphs = DecodeGraphs(
+            network, inputs, again, sizes, block_size, max_context, lambda: 0.0, memory, self.joined
+        )
+        made.append((graphs, again))
+        return self.joined.steps(graphs, inputs)
+
+    select = platforms.select_backend
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(platforms, "select_backend", lambda *facts: ByTensors(select(*facts)))
+        patch.setattr(TorchPlatform, "__init__", init)
+        patch.setattr(TorchPlatform, "graph", graph)
         yield made

@@ -1,26 +1,23 @@
-"""Several steps in flight on a CPU, where what a step found is kept from the host for a while."""
+"""Several steps in flight on a CPU: the results of a step reach the host late."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import torch
 from torch import Tensor
 
-from kvik import launch
-from kvik.config.config import ResolvedConfig
 from kvik.worker.request_table import Expected, RequestTable
-from kvik.worker.worker import Worker
 
-POISON = -(10**6)  # no token; whoever reads it early computes it, and fails
+POISON = -(10**6)  # no token: a forward that reads it fails
 
 
 class LateCopies:
-    """What a step found can be read once it is waited for, and not before. Its own tensors may be
-    overwritten by then, as those of a device are."""
+    """Copies that the host reads when it waits for them; the tensors of the step may be
+    overwritten by then, as on a GPU."""
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
@@ -44,20 +41,16 @@ class Late:
 
 @contextmanager
 def steps_in_flight(depth: int) -> Iterator[list[LateCopies]]:
-    """Engines that are made within have so many, with the copies of each; 1 is what they are."""
+    """Let engines that are made in the context have `depth` steps in flight; yields the copies of
+    each engine, none if depth is 1."""
     made: list[LateCopies] = []
     if depth == 1:
         yield made
         return
 
-    def load(
-        resolved: ResolvedConfig,
-        clock: Callable[[], float] = time.monotonic,
-        ahead: object = None,
-        token: bytes = b"",
-    ) -> Worker:
+    def copies(device: torch.device) -> LateCopies:
         made.append(LateCopies(depth))
-        return Worker(resolved, clock, made[-1], grammars=launch.grammars_of(resolved))
+        return made[-1]
 
     expect = RequestTable.expect
 
@@ -67,6 +60,6 @@ def steps_in_flight(depth: int) -> Iterator[list[LateCopies]]:
         return found
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "load_worker", load)
+        patch.setattr("kvik.worker.worker.best_copies", copies)
         patch.setattr(RequestTable, "expect", poisoned)
         yield made

@@ -12,6 +12,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 from helpers.calibrated import FAMILIES as CALIBRATED
+from helpers.captured import captured_groups
 from helpers.matrix import (
     CONTEXT,
     DISK_TIER,
@@ -33,6 +34,7 @@ from helpers.tiny_models import save_tiny, tokens
 from kvik import LLM, SamplingParams
 from kvik.config.model_source import BUNDLED
 from kvik.engine.output import RequestOutput
+from kvik.worker.captures import MIN_MISSES
 
 pytestmark = needs_native  # whose module has the beats
 
@@ -101,6 +103,57 @@ def test_processes_say_what_one_says(name, tmp_path) -> None:
 def test_tokens_are_those_of_one(name, column, tmp_path, monkeypatch) -> None:
     use_threads(monkeypatch)
     compare(name, column, tmp_path)
+
+
+REPLAYED = [
+    *CASES[:1],
+    ("bundled", BY_NAME["fast"]),
+    ("bundled", BY_NAME["fast, three"]),
+    ("bundled", BY_NAME["fast, two steps in flight"]),
+    ("bundled", BY_NAME["fast, preemption, chunks"]),
+    ("windowed", BY_NAME["fast"]),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("name", "column"), [pytest.param(*case, id=f"{case[0]}, {case[1].name}") for case in REPLAYED]
+)
+def test_replayed_steps_of_all_processes(name, column, tmp_path, monkeypatch) -> None:
+    alone_of(name)  # is not captured
+    use_threads(monkeypatch)
+    with captured_groups(1, 2, 4, 8, 16, max_context=CONTEXT) as made:
+        compare(name, column, tmp_path)
+    assert len(made) == column.config["tensor_parallel_size"]
+    assert len({(*graphs.captured, again.replayed) for graphs, again in made}) == 1
+    assert all(again.replayed > MIN_MISSES and graphs.captured for graphs, again in made)
+
+
+def batch_on_torch(**options: object) -> list[list[int]]:
+    common = {"device": "cpu", "max_model_len": CONTEXT, "max_num_seqs": 4, **TORCH}
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    with LLM(str(BUNDLED), **{**common, **options}) as llm:
+        loop = llm._client._loop
+        while loop.rest():
+            pass
+        outputs = llm.generate([tokens(24, seed) for seed in range(4)], params)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@pytest.mark.parametrize("failing", [None, 0, 1])
+def test_a_size_is_captured_by_all_processes_or_by_none(failing, monkeypatch, caplog) -> None:
+    """While the engine is idle, after all processes have made the calls of the warm-up."""
+    expected = batch_on_torch(threads=1)
+    use_threads(monkeypatch)
+    with captured_groups(1, 4, max_context=CONTEXT, failing=failing) as made:
+        assert batch_on_torch(**FAST) == expected
+    captured = [{size.rows for size in graphs.captured} for graphs, _ in made]
+    replays = {again.replayed for _, again in made}
+    if failing is None:
+        assert captured == [{1, 4}, {1, 4}] and len(replays) == 1 and min(replays) > MIN_MISSES
+    else:
+        assert captured == [set(), set()] and replays == {0}
+        assert "not all steps can be captured" in caplog.text
 
 
 @cache

@@ -36,9 +36,8 @@ from kvik.config.graph_sizes import GraphSize
 from kvik.core.plan import GraphCounts
 from kvik.launch import resolve_config
 from kvik.worker import platforms, triton_warm_ups
-from kvik.worker.captures import Captured
-from kvik.worker.graphs import Eager, EngineNetwork, Graph
-from kvik.worker.input_batch import InputBatch
+from kvik.worker.captures import NO_PEERS, Captured, Peers
+from kvik.worker.graphs import Eager, EngineNetwork, Graph, StepOutput
 from kvik.worker.warm_up import WarmUp
 
 pytestmark = INTERPRETED_ONLY
@@ -92,7 +91,7 @@ def captured(*sizes: GraphSize, capturer: Again | None = None) -> Iterator[Again
         interpret_engines(patch)
         patch.setattr("kvik.worker.worker.platform", platform)
         patch.setattr(platforms, "CudaCapturer", lambda device: again)
-        patch.setattr(triton_warm_ups, "forwards", lambda *args: WarmUp(()))  # tests of its own
+        patch.setattr(triton_warm_ups, "forwards", lambda *args: [])  # tests of its own
         patch.setattr(triton_warm_ups, "rules", lambda *args: WarmUp(()))
         yield again
     assert len(again.captured) == len(sizes)
@@ -131,27 +130,32 @@ def test_steps_with_drafts_say_the_same(tree, model, monkeypatch) -> None:
     options |= {"speculative_config": {"adaptive": False}, "max_num_batched_tokens": 4 + 2 * ROOM}
     options |= {"spec_model": str(model)} if tree else {}
     judging = GraphSize(4, 4 + ROOM, 1 + drafts, 4 + ROOM, tree)
-    eager: list[InputBatch] = []
-    run = Eager.run
-    monkeypatch.setattr(Eager, "run", lambda self, batch: eager.append(batch) or run(self, batch))
+    eager: list[bool] = []  # each eager step, and whether it has drafts
+    forward = Eager.forward
+
+    def noted(self: Eager, ids: object, at: object, layouts: Any, samples: Any) -> StepOutput:
+        eager.append(len(samples) > len(layouts[0].num_scheduled))
+        return forward(self, ids, at, layouts, samples)
+
+    monkeypatch.setattr(Eager, "forward", noted)
     with captured(DECODING, judging) as again, steps_in_flight(2):
         assert tokens(model, 2, **options) == expected
     assert again.replayed >= 3
-    assert all(batch.num_drafts is None for batch in eager)
+    assert eager and not any(eager)
 
 
 class Called(Again):
     """As a GPU captures: what is replayed holds on to nothing of Python's."""
 
-    def capture(self, call: Callable[[], None]) -> Captured:
+    def capture(self, call: Callable[[], None], peers: Peers = NO_PEERS) -> Captured:
         call()
         self.captured.append(lambda: None)
         return Captured(lambda: None, 1, 1)
 
 
 def test_all_that_an_engine_captures_shares_memory(monkeypatch) -> None:
-    """The model, the draft model and heads replay one after another, and nobody looks at what lies
-    in the memory between."""
+    """The model, the draft model and heads replay one after another, and no one reads intermediate
+    results after a replay."""
     made: list[Again] = []
     monkeypatch.setattr(platforms, "CudaCapturer", lambda device: made.append(Again()) or made[-1])
     config = resolve_config(EngineConfig(device="cpu", max_model_len=32))
@@ -163,7 +167,11 @@ def test_all_that_an_engine_captures_shares_memory(monkeypatch) -> None:
         graph_memory=5,
     )
     platform = platforms.TritonPlatform(replace(config, runner=runner))
-    heads = [platform.rows(torch.neg, [torch.zeros(1, 2)]) for _ in range(2)]
+    assert platform.alone() is platform
+    monkeypatch.setattr(platform, "joined", object())  # a group, of which one process drafts
+    alone = platform.alone()
+    assert alone.parts.kv_zeros is platform.parts.kv_zeros
+    heads = [each.rows(torch.neg, [torch.zeros(1, 2)]) for each in (platform, alone)]
     assert [graph.rest() for graph in heads] == [False, False]
     assert len(made) == 1 and len(made[0].captured) == 2
     assert platform.graph_memory is not None

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvik.worker.captures import CudaCapturer
+from kvik.worker.captures import CudaCapturer, NoPeers, NotCaptured
 
 USUAL, ASIDE = "usual", "aside"
 GPU = torch.device("cuda", 1)
@@ -166,15 +166,34 @@ def test_a_capture_that_fails_leaves_nothing_behind(
     capturer = CudaCapturer(GPU)
     kept = [capturer.capture(device.call) for _ in range(before)]
     device.breaks = breaks
-    with pytest.raises((RuntimeError, ValueError)) as error:
+    with pytest.raises((NotCaptured, RuntimeError)) as error:
         capturer.capture(device.call)
-    wanted = ValueError if breaks in ("call", "invalid") else RuntimeError
-    assert type(error.value) is wanted, "what was wrong is told, not what came of it"
+    if breaks == "replay":
+        assert type(error.value) is RuntimeError
+    else:
+        wanted = ValueError if breaks in ("call", "invalid") else RuntimeError
+        assert type(error.value.__cause__) is wanted, "the cause, not its consequences"
     assert device.underway == set() and device.drawing and device.now.name == USUAL
     assert list(device.pools.values()) == [before]
     device.breaks = ""
     kept.append(capturer.capture(device.call))
     assert sum(device.pools.values()) == len(kept) and device.underway == set()
+
+
+def test_nothing_is_replayed_if_another_process_cannot_capture(device: Device) -> None:
+    class Peers(NoPeers):
+        def agree(self, done: bool) -> bool:
+            device.told.append(f"agree {done}")
+            return False
+
+    with pytest.raises(NotCaptured, match="another process"):
+        CudaCapturer(GPU).capture(device.call, Peers())
+    assert device.told[-2:] == ["usual waits for aside", "agree True"]
+    assert device.underway == set() and list(device.pools.values()) == [0]
+    device.breaks = "call"
+    with pytest.raises(NotCaptured):
+        CudaCapturer(GPU).capture(device.call, Peers())
+    assert device.told[-1] == "agree False"
 
 
 def test_an_interrupt_is_not_taken_for_a_failure(device: Device) -> None:

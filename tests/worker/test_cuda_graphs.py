@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,10 +30,16 @@ from kvik.config.model_source import BUNDLED as STORIES
 from kvik.core.plan import GraphCounts
 from kvik.model_files import model_files
 from kvik.spec.kv import Budget, KVCacheSpec, group_layers
-from kvik.worker.captures import MIN_MISSES, TIME_SHARE, Captured, GraphMemory
+from kvik.worker.captures import (
+    MIN_MISSES,
+    NO_PEERS,
+    TIME_SHARE,
+    Captured,
+    GraphMemory,
+    Peers,
+)
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager, StepOutput
-from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import DeviceInputs, FreshInputs, StepSizes
 
 CPU = torch.device("cpu")
@@ -99,13 +106,13 @@ def test_steps_with_drafts_are_replayed(drafter, monkeypatch) -> None:
     sampling, model = params_with_logprobs(), {"model": BUNDLED}
     right = run_column(column, sampling, model, **REFERENCE)
     eager: list[tuple[Eager, int]] = []  # and most tokens of a request
-    run = Eager.run
+    forward = Eager.forward
 
-    def noted(self: Eager, batch: InputBatch) -> StepOutput:
-        eager.append((self, int(np.diff(batch.starts).max())))
-        return run(self, batch)
+    def noted(self: Eager, ids: object, at: object, layouts: Any, rows: object) -> StepOutput:
+        eager.append((self, max(layouts[0].num_scheduled)))
+        return forward(self, ids, at, layouts, rows)
 
-    monkeypatch.setattr(Eager, "run", noted)
+    monkeypatch.setattr(Eager, "forward", noted)
     heads: list[Again] = []
     with captured_steps(1, 2, 4, 8, drafts=3, heads=heads) as made:
         found = run_column(column, sampling, model, **options)
@@ -155,7 +162,7 @@ class Taking:
         self.replays = 0
         self.size = self.left = 1
 
-    def capture(self, call: Callable[[], None]) -> Captured:
+    def capture(self, call: Callable[[], None], peers: Peers = NO_PEERS) -> Captured:
         if self.fails:
             raise RuntimeError("no room for a graph")
         call()
@@ -340,7 +347,8 @@ def test_a_graph_that_is_far_too_large_is_not_kept(caplog, left: int, kept) -> N
 def test_memory_of_graphs_is_reported_once_after_each_change() -> None:
     memory = GraphMemory(100, 0)
     assert memory.changes() == GraphCounts(0, 0, 100) and memory.changes() is None
-    assert memory.keep(30, 0) and memory.keep(0, 0)
+    memory.keep(30)
+    memory.keep(0)
     assert memory.changes() == GraphCounts(2, 30, 100) and memory.changes() is None
     memory.share(5)
     assert memory.changes() == GraphCounts(2, 35, 100) and memory.changes() is None

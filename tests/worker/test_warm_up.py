@@ -75,7 +75,7 @@ class Network:
 
 def test_a_step_for_each_length_fresh_and_behind_others() -> None:
     network = Network()
-    warm_up = forwards(network, (30, 8), SAMPLES, 4, 30, (5,))
+    warm_up = WarmUp(forwards(network, (30, 8), SAMPLES, 4, 30, (5,)))
     assert [warm_up.rest() for _ in range(7)] == [True] * 5 + [False] * 2
     fresh_and_behind = [(8, 8, False), (8, 30, False), (5, 5, True), (5, 30, True)]
     assert network.steps == [(30, 30, False), *fresh_and_behind]

@@ -620,8 +620,7 @@ class Footprint:
     @property
     def _captured_steps(self) -> bool:
         """Whether forwards are captured; other attention backends need the host in each step."""
-        triton = self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
-        return triton and self.ranks == 1
+        return self.kernels == "triton" and self.attention_backend in TRITON_BACKENDS
 
     def graph_sizes(self, size: StepSize) -> tuple[GraphSize, ...]:
         """Sizes of the forwards that may be captured."""

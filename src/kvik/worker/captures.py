@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
@@ -67,9 +67,9 @@ class GraphMemory:
             self._close(expected)
         return not self._full
 
-    def keep(self, size: int, left: int) -> bool:
-        """Count a captured graph, and return whether it can be kept. A graph that exceeds the plan
-        is kept only if enough memory for a step is left.
+    def allows(self, size: int, left: int) -> bool:
+        """Return whether a captured graph can be kept. A graph that exceeds the plan is kept only
+        if enough memory for a step is left.
 
         Args:
             size: bytes that it took. left: free bytes of the device.
@@ -77,12 +77,15 @@ class GraphMemory:
         if self.taken + size > self.planned and left < self._step:
             self._close(size)
             return False
+        return True
+
+    def keep(self, size: int) -> None:
+        """Count a captured graph of so many bytes."""
         if not self.graphs:
             self._shared += size
         self.graphs += 1
         self.taken += size
         self._reported = False
-        return True
 
     def _close(self, next_size: int) -> None:
         """next_size: bytes of the graph that is not captured; 0: unknown."""
@@ -121,17 +124,50 @@ class Captured:
     left: int
 
 
+class NotCaptured(Exception):
+    """A function cannot be captured; others may be. In a group no process has captured it."""
+
+
+class Peers(Protocol):
+    """The processes of a group, which capture and replay the same sizes."""
+
+    def capturing(self, number: int) -> AbstractContextManager[None]:
+        """Return a context in which this process captures the size of this number, and the others
+        do too."""
+        ...
+
+    def agree(self, done: bool) -> bool:
+        """Return whether `done` holds in all processes, which all call this."""
+        ...
+
+
+class NoPeers:
+    """A process without a group."""
+
+    def capturing(self, number: int) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def agree(self, done: bool) -> bool:
+        return done
+
+
+NO_PEERS = NoPeers()
+
+
 class Capturer(Protocol):
     """Records the kernels that a function launches."""
 
-    def capture(self, call: Callable[[], None]) -> Captured:
+    def capture(self, call: Callable[[], None], peers: Peers = NO_PEERS) -> Captured:
         """Call the function at least once and record it; may also replay it.
 
         Args:
             call: launches kernels on memory that is never moved, and waits for none of them.
+            peers: they capture the same function. A recording has no effect on others, but calls
+                and replays exchange data: there is a replay only if all have recorded.
 
         Raises:
-            Exception: this function cannot be captured; others may be.
+            NotCaptured: the function cannot be captured.
+            Exception: a call or a replay failed.
         """
         ...
 
@@ -157,7 +193,7 @@ class CudaCapturer:
         self._pool: torch.cuda._POOL_HANDLE | None = None
         self._broken: list[torch.cuda.CUDAGraph] = []
 
-    def capture(self, call: Callable[[], None]) -> Captured:
+    def capture(self, call: Callable[[], None], peers: Peers = NO_PEERS) -> Captured:
         call()  # compiles kernels and initialises libraries, which cannot be captured
         before = torch.cuda.current_stream()
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -166,10 +202,16 @@ class CudaCapturer:
         self._stream.wait_stream(before)
         graph = torch.cuda.CUDAGraph()
         try:
-            # Destroying an old graph, event or kernel module during a capture breaks it.
-            with uncollected(), torch.cuda.stream(self._stream):
-                self._record(graph, call, self._pool)
+            try:
+                # Destroying an old graph, event or kernel module during a capture breaks it.
+                with uncollected(), torch.cuda.stream(self._stream):
+                    self._record(graph, call, self._pool)
+            except Exception as error:
+                peers.agree(False)
+                raise NotCaptured("an operation cannot be captured") from error
             before.wait_stream(self._stream)
+            if not peers.agree(True):
+                raise NotCaptured("another process cannot capture it")
             graph.replay()
             left, _ = torch.cuda.mem_get_info(self._device)
         except BaseException:
@@ -228,12 +270,15 @@ class Captures(Generic[Size]):
         call_of: Callable[[Size], Callable[[], None]],
         clock: Callable[[], float],
         memory: GraphMemory,
+        peers: Peers = NO_PEERS,
     ) -> None:
         """
         Args:
             sizes: ascending.
             call_of: returns the function to capture for a size; called right before its capture.
             memory: of all captures of the engine.
+            peers: other processes, which have the same `sizes`. The first process decides what is
+                captured; a size is kept in all processes or in none.
         """
         self.captured: dict[Size, Callable[[], None]] = {}
         self.sizes = list(sizes)
@@ -241,6 +286,7 @@ class Captures(Generic[Size]):
         self._call_of = call_of
         self._clock = clock
         self._memory = memory
+        self._peers = peers
         self._missed: Counter[Size] = Counter()
         self._finished = False  # nothing more can be captured
         self._next = float("-inf")  # time of the next capture at the earliest
@@ -258,7 +304,7 @@ class Captures(Generic[Size]):
         started = self._clock()
         if times < MIN_MISSES or started < self._next:
             return
-        self._capture(size)
+        self._try(size)
         now = self._clock()
         self._next = now + (now - started) / TIME_SHARE
 
@@ -272,24 +318,38 @@ class Captures(Generic[Size]):
             size = missing[-1]  # the largest, whose memory all others share
         else:
             size = self._missed.most_common(1)[0][0] if self._missed else missing[0]
-        self._capture(size)
+        self._try(size)
         return len(missing) > 1 and not self._finished
 
-    def _capture(self, size: Size) -> None:
-        if not self._memory.has_room():
+    def _try(self, size: Size) -> None:
+        captured = False
+        if self._memory.has_room():
+            try:
+                with self._peers.capturing(self.sizes.index(size)):
+                    captured = self.capture(size)
+            except Exception:
+                log.warning("not all steps can be captured; others run eagerly", exc_info=True)
+        if not captured:
             self._stop()
-            return
+
+    def capture(self, size: Size) -> bool:
+        """Capture a size, and return whether it is kept.
+
+        Raises:
+            Exception: a call or a replay failed.
+        """
+        found: Captured | None = None
         try:
-            found = self._capturer.capture(self._call_of(size))
-        except Exception:
-            self._stop()
-            log.warning("not all steps can be captured; others run eagerly", exc_info=True)
-            return
-        if not self._memory.keep(found.size, found.left):
-            self._stop()
-            return
+            found = self._capturer.capture(self._call_of(size), self._peers)
+        except NotCaptured as error:
+            log.warning("not all steps can be captured; others run eagerly", exc_info=error)
+        allowed = found is not None and self._memory.allows(found.size, found.left)
+        if not self._peers.agree(allowed) or found is None:
+            return False
+        self._memory.keep(found.size)
         self.captured[size] = found.replay
         del self._missed[size]
+        return True
 
     def _stop(self) -> None:
         """Capture no more sizes; the captured ones stay in use."""

@@ -22,7 +22,14 @@ from torch import Tensor
 
 from kvik.attention.base import StepLayout
 from kvik.config.graph_sizes import GraphSize
-from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
+from kvik.worker.captures import (
+    MAX_PADDING,
+    NO_PEERS,
+    Capturer,
+    Captures,
+    GraphMemory,
+    Peers,
+)
 from kvik.worker.graphs import Eager, EngineNetwork, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import DeviceInputs
@@ -39,18 +46,19 @@ class DecodeGraphs:
         max_context: int,
         clock: Callable[[], float],
         memory: GraphMemory,
+        peers: Peers = NO_PEERS,
     ) -> None:
         """
         Args:
             inputs: memory of the batches, padded to the largest size.
             sizes: sizes that may be captured.
             max_context: most keys of a request.
-            memory: see `Captures`.
+            memory, peers: see `Captures`.
         """
         self.network = network
         self.inputs = inputs
         ordered = sorted(sizes, key=_by_tokens)
-        self._captures = Captures(capturer, ordered, self._laid_out, clock, memory)
+        self._captures = Captures(capturer, ordered, self._laid_out, clock, memory, peers)
         self._memory = memory
         self._most_tokens = max(size.tokens for size in sizes)
         self._most_samples = max(size.samples for size in sizes)
@@ -70,26 +78,44 @@ class DecodeGraphs:
     def rest(self) -> bool:
         return self._captures.rest()
 
+    def capture(self, number: int) -> None:
+        """Capture the size of this number, as the first process of the group does.
+
+        Raises:
+            Exception: a call or a replay failed.
+        """
+        self._captures.capture(self._captures.sizes[number])
+
     def run(self, batch: InputBatch) -> StepOutput:
-        size, output = self._size_of(batch), self._output
+        return self.forward(batch.input_ids, batch.positions, batch.layouts, batch.logits_indices)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        layouts: Sequence[StepLayout],
+        logits_indices: Tensor,
+    ) -> StepOutput:
+        """Run the forward of a step, whose inputs are in `inputs`; see `EngineNetwork.forward`. All
+        processes of a group choose the same size, because they have captured the same ones."""
+        samples, output = len(logits_indices), self._output
+        size = self._size_of(layouts[0], samples)
         if size is None or output is None:
-            return self._eager.run(batch)
+            return self._eager.forward(input_ids, positions, layouts, logits_indices)
         self.captured[size]()
-        samples = len(batch.logits_indices)
         return StepOutput(
-            output.hidden[: len(batch.input_ids)],
+            output.hidden[: len(input_ids)],
             output.logits[:samples],
             output.top[:samples],
             output.top_ids[:samples],
         )
 
-    def _size_of(self, batch: InputBatch) -> GraphSize | None:
-        """Return the captured size that fits a batch; None: there is none."""
-        rows, tokens, layout = len(batch.slots), len(batch.input_ids), batch.layouts[0]
+    def _size_of(self, layout: StepLayout, samples: int) -> GraphSize | None:
+        """Return the captured size that fits a step; None: there is none."""
+        rows, tokens = len(layout.num_scheduled), sum(layout.num_scheduled)
         if tokens > self._most_tokens:
             return None
-        longest = 1 if tokens == rows else max(layout.num_scheduled)
-        samples, tree = len(batch.logits_indices), layout.tree is not None
+        longest, tree = max(layout.num_scheduled), layout.tree is not None
         best: GraphSize | None = None
         found: GraphSize | None = None
         sizes = self._captures.sizes

@@ -302,6 +302,14 @@ class Eager:
         return False
 
     def run(self, batch: InputBatch) -> StepOutput:
-        return self.network.forward(
-            batch.input_ids, batch.positions, batch.layouts, batch.logits_indices
-        )
+        return self.forward(batch.input_ids, batch.positions, batch.layouts, batch.logits_indices)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        layouts: Sequence[StepLayout],
+        logits_indices: Tensor,
+    ) -> StepOutput:
+        """See `EngineNetwork.forward`."""
+        return self.network.forward(input_ids, positions, layouts, logits_indices)

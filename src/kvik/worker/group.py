@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,8 +30,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class StageStep:
-    """Run the forward of a stage's layers or, in a group whose steps are not recorded, of all
-    layers.
+    """Run the forward of a stage's layers.
 
     Attributes:
         inputs: of the step: name -> (shape, bytes).
@@ -41,6 +40,29 @@ class StageStep:
     inputs: dict[str, tuple[list[int], bytes]]
     block_copies: list[tuple[int, int]]
     state_copies: list[tuple[int, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class JoinedStep:
+    """Run the forward in a group that torch.distributed connects.
+
+    Attributes:
+        inputs: see `StageStep`.
+    """
+
+    inputs: dict[str, tuple[list[int], bytes]]
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureStep:
+    """Capture steps of a size in such a group; see `DecodeGraphs.capture`."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class WarmUpStep:
+    """Make the next call of the warm-up in such a group."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +141,9 @@ class CopyPages:
 Message = (
     RunStep
     | StageStep
+    | JoinedStep
+    | CaptureStep
+    | WarmUpStep
     | CopyBlocks
     | CopyStates
     | MoveTokens
@@ -128,19 +153,7 @@ Message = (
     | OpenPages
     | CopyPages
 )
-_KINDS: tuple[type[Any], ...] = (
-    RunStep,
-    StageStep,
-    CopyBlocks,
-    CopyStates,
-    MoveTokens,
-    ReadLogits,
-    Enter,
-    GiveBack,
-    OpenPages,
-    CopyPages,
-)
-MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in _KINDS}
+MESSAGES: Mapping[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 class GroupMember(Protocol):

@@ -4,6 +4,7 @@ exchanges data. The first process sends the inputs of each step, and all run it 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -17,7 +18,7 @@ from kvik.errors import ConfigError
 from kvik.kernels.cut_ops import cut_ops
 from kvik.kernels.ops import Ops
 from kvik.worker.graphs import Graph, StepOutput
-from kvik.worker.group import Others, Seat, StageStep
+from kvik.worker.group import CaptureStep, JoinedStep, Message, Others, Seat, WarmUpStep
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import StepInputs
 
@@ -41,7 +42,7 @@ class Joined:
         device = torch.device(runner.device)
         if device.type != "cpu" and not torch.distributed.is_nccl_available():
             raise ConfigError("tensor_parallel_size", "must be 1 on GPUs: this torch has no NCCL")
-        self._fast, self._others = runner.fast_cut, others
+        self._fast, self._others, self._device = runner.fast_cut, others, device
         self.group = connect(
             device, seat.file, seat.rank, seat.size, lambda: others is not None and others.lost
         )
@@ -60,11 +61,28 @@ class Joined:
         if self._others is None:
             return graph, inputs
         self._others.meet(self.group)
-        told = ToldInputs(inputs)
-        return ToldSteps(graph, told, self._others, self.group), told
+        sent = SentInputs(inputs)
+        return SentSteps(graph, sent, self._others, self.group), sent
+
+    # What only the first process decides, and all do; see `captures.Peers`.
+
+    def capturing(self, number: int) -> AbstractContextManager[None]:
+        return self._together(CaptureStep(number))
+
+    def agree(self, done: bool) -> bool:
+        own = torch.tensor([done], dtype=torch.uint8, device=self._device)
+        return bool(self.group.gather(own).all())
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        """Return a context in which this process makes its next call of the warm-up, and the others
+        do too."""
+        return self._together(WarmUpStep())
+
+    def _together(self, message: Message) -> AbstractContextManager[None]:
+        return nullcontext() if self._others is None else self._others.together(message)
 
 
-class ToldInputs:
+class SentInputs:
     """Inputs of the first process, kept to send them to the others."""
 
     def __init__(self, inputs: StepInputs) -> None:
@@ -81,16 +99,15 @@ class ToldInputs:
         self._sent, self._putting = self._putting, {}
         self._inputs.send()
 
-    def step(self) -> StageStep:
+    def step(self) -> JoinedStep:
         """Return the step whose inputs were sent last."""
-        inputs = {name: (list(a.shape), a.tobytes()) for name, a in self._sent.items()}
-        return StageStep(inputs, [], [])
+        return JoinedStep({name: (list(a.shape), a.tobytes()) for name, a in self._sent.items()})
 
 
-class ToldSteps:
+class SentSteps:
     """Steps of the first process, which all processes compute together."""
 
-    def __init__(self, graph: Graph, inputs: ToldInputs, others: Others, group: TorchGroup) -> None:
+    def __init__(self, graph: Graph, inputs: SentInputs, others: Others, group: TorchGroup) -> None:
         self._graph, self._inputs, self._others, self._group = graph, inputs, others, group
 
     def prepare(self) -> None:

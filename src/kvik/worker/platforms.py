@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from itertools import groupby
 from math import prod
 from types import TracebackType
@@ -28,7 +28,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.packing import PLAIN, Packing
 from kvik.kernels.torch_ops import select as select_ops
 from kvik.nn.kv_formats import Zeros
-from kvik.worker.captures import Capturer, CudaCapturer, GraphMemory
+from kvik.worker.captures import NO_PEERS, Capturer, CudaCapturer, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import (
     CapturedRows,
@@ -166,6 +166,11 @@ class Platform(Protocol):
         """
         ...
 
+    def alone(self) -> Platform:
+        """Return the platform of drafts, which only the first process of a group computes; this one
+        if there is no group."""
+        ...
+
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         """Return how draft heads run.
 
@@ -208,13 +213,16 @@ class TorchPlatform:
         if self.joined is not None:
             backend = self.joined.attention(backend)
         self.parts = PlatformParts(device, dtype, ops, PLAIN, DRAW_BYTES, backend, torch.zeros)
-        self._vocab_size = config.model.vocab_size
+        self._config = config
 
     def graph(
         self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         eager = Eager(network), FreshInputs(self.parts.device)
         return eager if self.joined is None else self.joined.steps(*eager)
+
+    def alone(self) -> Platform:
+        return self if self.joined is None else TorchPlatform(self._config)
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
@@ -238,7 +246,7 @@ class TransformersPlatform(TorchPlatform):
 
         model = network.model
         assert isinstance(model, TransformersModel)
-        steps = TransformersSteps(model, self._vocab_size, self.parts.ops)
+        steps = TransformersSteps(model, self._config.model.vocab_size, self.parts.ops)
         return steps, FreshInputs(self.parts.device)
 
 
@@ -282,6 +290,7 @@ class NativePlatform:
             packing = group_packing(self.native, self.group)
             backend = GroupAttention(backend, ops, self.group)
         self.parts = PlatformParts(device, dtype, ops, packing, NATIVE_DRAW_BYTES, backend, zeros)
+        self._config = config
         self._block_size = cache.block_size
         self._max_blocks = -(-scheduler.max_model_len // cache.block_size)
         self._hidden_size = config.model.hidden_size
@@ -326,6 +335,9 @@ class NativePlatform:
         inputs = FixedInputs(sizes, groups, blocks, trees=trees, zeros=zeros, entered=entered)
         return CpuTape.capture(self.native, network, inputs, self._block_size)
 
+    def alone(self) -> Platform:
+        return self if self.group is None else NativePlatform(self._config)
+
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         return EagerRows(function)
 
@@ -343,12 +355,38 @@ class NativePlatform:
         release_freed()
 
 
+class GpuMemory:
+    """The memory of a GPU that the model and its drafts share: of caches and of captured forwards.
+
+    Attributes:
+        pool: of caches.
+        graphs: of captured forwards.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.pool = KVPool(config.memory.kv_cache)
+        self.graphs = GraphMemory(config.runner.graph_memory, config.memory.activations)
+        self._device = torch.device(config.runner.device)
+
+    @cached_property
+    def capturer(self) -> Capturer:
+        """Captures forwards of the model, of the draft model and of draft heads."""
+        return CudaCapturer(self._device)
+
+
 class TritonPlatform:
     """Triton's kernels on a GPU."""
 
     team: Team | None = None
 
-    def __init__(self, config: ResolvedConfig, seat: Seat | None = None) -> None:
+    def __init__(
+        self, config: ResolvedConfig, seat: Seat | None = None, memory: GpuMemory | None = None
+    ) -> None:
+        """
+        Args:
+            memory: to share; None: this platform is the first.
+        """
+        from kvik.attention.triton import TritonAttention
         from kvik.kernels.triton.ops import triton_ops
         from kvik.kernels.triton.packed import GPU
         from kvik.worker.triton_warm_ups import TritonWarmUps
@@ -362,34 +400,35 @@ class TritonPlatform:
         backend = select_backend(
             runner.attention_backend, ops, device, dtype, torch_prompts=runner.torch_prompts
         )
+        # Other backends plan each step on the host.
+        self._plans_on_device = isinstance(backend, TritonAttention)
+        warm_ups = TritonWarmUps(config, ops, backend, device, self.joined)
         if self.joined is not None:
             backend = self.joined.attention(backend)
-        pool = KVPool(config.memory.kv_cache)
-        warm_ups = TritonWarmUps(config, ops, device, backend)
+        self._memory = memory or GpuMemory(config)
         self.parts = PlatformParts(
-            device, dtype, ops, GPU, TRITON_DRAW_BYTES, backend, pool, warm_ups
+            device, dtype, ops, GPU, TRITON_DRAW_BYTES, backend, self._memory.pool, warm_ups
         )
         self._config = config
-        self._graph_memory = GraphMemory(runner.graph_memory, config.memory.activations)
-        self._capturer: Capturer | None = None
 
     @property
     def graph_memory(self) -> GraphMemory | None:
         runner = self._config.runner
-        return self._graph_memory if runner.graph_sizes or runner.draft_graph_sizes else None
+        return self._memory.graphs if runner.graph_sizes or runner.draft_graph_sizes else None
 
     def graph(
         self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
-        from kvik.attention.triton import TritonAttention
+        graph, inputs = self._own_steps(network, sizes, trees=trees, drafts=drafts)
+        return (graph, inputs) if self.joined is None else self.joined.steps(graph, inputs)
 
+    def _own_steps(
+        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool, drafts: bool
+    ) -> tuple[Graph, StepInputs]:
         config, device = self._config, self.parts.device
-        if self.joined is not None:
-            return self.joined.steps(Eager(network), FreshInputs(device))
         context, block_size = config.scheduler.max_model_len, config.cache.block_size
         captured = config.runner.draft_graph_sizes if drafts else config.runner.graph_sizes
-        if not isinstance(self.parts.backend, TritonAttention):
-            # Other backends plan each step on the host.
+        if not self._plans_on_device:
             return Eager(network), FreshInputs(device)
         inputs = DeviceInputs(
             sizes, len(network.groups), -(-context // block_size), device, captured, trees=trees
@@ -399,27 +438,25 @@ class TritonPlatform:
         graphs = DecodeGraphs(
             network,
             inputs,
-            self._one_capturer(),
+            self._memory.capturer,
             captured,
             block_size,
             context,
             time.monotonic,
-            self._graph_memory,
+            self._memory.graphs,
+            self.joined or NO_PEERS,
         )
         return graphs, inputs
+
+    def alone(self) -> Platform:
+        return self if self.joined is None else TritonPlatform(self._config, memory=self._memory)
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         sizes = [size.rows for size in self._config.runner.draft_graph_sizes]
         if not sizes:
             return EagerRows(function)
-        capturer, memory = self._one_capturer(), self._graph_memory
-        return CapturedRows(function, like, sizes, capturer, time.monotonic, memory)
-
-    def _one_capturer(self) -> Capturer:
-        """Return the capturer shared by the model, drafts and heads, so that they share memory."""
-        if self._capturer is None:
-            self._capturer = CudaCapturer(self.parts.device)
-        return self._capturer
+        memory = self._memory
+        return CapturedRows(function, like, sizes, memory.capturer, time.monotonic, memory.graphs)
 
     @staticmethod
     def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:

@@ -18,13 +18,16 @@ from kvik.config.config import ResolvedConfig
 from kvik.kernels.upload import upload
 from kvik.spec.declare import ForwardContext
 from kvik.spec.shares import PipelineStage
-from kvik.worker.graphs import EngineNetwork
+from kvik.worker.cuda_graphs import DecodeGraphs
+from kvik.worker.graphs import Eager, EngineNetwork
 from kvik.worker.group import (
+    CaptureStep,
     CopyBlocks,
     CopyPages,
     CopyStates,
     Enter,
     GiveBack,
+    JoinedStep,
     Message,
     MoveTokens,
     OpenPages,
@@ -32,6 +35,7 @@ from kvik.worker.group import (
     RunStep,
     Seat,
     StageStep,
+    WarmUpStep,
 )
 from kvik.worker.group_pages import PageShare
 from kvik.worker.loading import load_share
@@ -44,7 +48,7 @@ from kvik.worker.platforms import (
     on_device,
     platform,
 )
-from kvik.worker.step_inputs import FixedInputs, FreshInputs, StepSizes
+from kvik.worker.step_inputs import FixedInputs, StepSizes
 
 
 class Member(Protocol):
@@ -221,7 +225,14 @@ class TorchRank:
             assert chosen.joined is not None
             self._group = chosen.joined.group
             self._network = load_share(config, chosen, seat, None)
-        self._inputs = FreshInputs(device)
+            sizes, speculation = StepSizes.of_engine(config), config.speculation
+            trees = speculation is not None and speculation.trees
+            graph, self._inputs = chosen.graph(self._network, sizes, trees=trees)
+            self._warm_up = chosen.parts.warm_ups.steps(
+                self._network, config.model, sizes, trees=trees
+            )
+        assert isinstance(graph, Eager | DecodeGraphs)
+        self._graph = graph
         self._device, self._block_size = device, config.cache.block_size
         self._hidden = config.model.hidden_size, chosen.parts.dtype
         self._pages = PageShare(config, self._network, seat, None)
@@ -240,8 +251,13 @@ class TorchRank:
 
     def _do(self, message: Message) -> None:
         match message:
-            case StageStep(inputs):
+            case JoinedStep(inputs):
                 self._run(inputs)
+            case CaptureStep(number):
+                assert isinstance(self._graph, DecodeGraphs)
+                self._graph.capture(number)
+            case WarmUpStep():
+                self._warm_up.next()
             case CopyBlocks() | CopyStates() | MoveTokens():
                 _change_caches(self._network, message)
             case ReadLogits(rows):
@@ -262,6 +278,7 @@ class TorchRank:
             for name, (shape, data) in inputs.items()
         }
         there = {name: self._inputs.put(name, array) for name, array in arrays.items()}
+        self._inputs.send()
         layouts = tuple(
             StepLayout(
                 query_start_loc=there["query_start_loc"],
@@ -278,7 +295,7 @@ class TorchRank:
             for group in range(len(self._network.groups))
         )
         ids = self._group.spread(there["input_ids"])
-        self._network.forward(ids, there["positions"], layouts, there["logits_indices"])
+        self._graph.forward(ids, there["positions"], layouts, there["logits_indices"])
 
 
 def _change_caches(network: EngineNetwork, message: CopyBlocks | CopyStates | MoveTokens) -> None:

@@ -6,6 +6,7 @@ Separate from `warm_up.py` because this imports Triton, which only machines with
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -19,24 +20,35 @@ from kvik.kernels.triton.attention_shapes import SHORT, lengths
 from kvik.kernels.triton.matrix_shapes import tokens_of_experts
 from kvik.models.model_spec import ModelSpec
 from kvik.worker.graphs import EngineNetwork, RowFunction
+from kvik.worker.joined import Joined
 from kvik.worker.step_inputs import StepSizes
-from kvik.worker.warm_up import NOTHING, Resting, forwards, heads, rules
+from kvik.worker.warm_up import NOTHING, Resting, WarmUp, forwards, heads, rules
 
 
 class TritonWarmUps:
     """`WarmUps` that compile the kernels for the lengths, heads and rules of a configuration."""
 
     def __init__(
-        self, config: ResolvedConfig, ops: Ops, device: torch.device, backend: AttentionBackend
+        self,
+        config: ResolvedConfig,
+        ops: Ops,
+        backend: AttentionBackend,
+        device: torch.device,
+        joined: Joined | None,
     ) -> None:
+        """
+        Args:
+            joined: the group, whose processes make the calls of `steps` together.
+        """
         self._config = config
         self._ops = ops
-        self._device = device
         self._backend = backend
+        self._device = device
+        self._together = nullcontext if joined is None else joined.warming_up
 
     def steps(
         self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> Resting:
+    ) -> WarmUp:
         if not isinstance(self._backend, TritonAttention):
             return NOTHING  # other backends plan each step on the host
         context, block_size = self._config.scheduler.max_model_len, self._config.cache.block_size
@@ -46,7 +58,8 @@ class TritonWarmUps:
         kv_heads = {spec.heads(layer)[0] for layer in spec.layers if layer.state is None}
         classes = lengths(spec.num_heads, kv_heads, most, set().union(*by_expert))
         nodes = [length for length in classes if trees and length <= SHORT]
-        return forwards(network, classes, sizes.samples, block_size, context, nodes)
+        calls = forwards(network, classes, sizes.samples, block_size, context, nodes)
+        return WarmUp(calls, self._together)
 
     def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
         if self._config.runner.draft_graph_sizes:

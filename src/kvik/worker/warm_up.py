@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import combinations
@@ -48,13 +49,27 @@ class Resting(Protocol):
 class WarmUp:
     """Calls that an idle engine makes, one at a time."""
 
-    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+    def __init__(
+        self,
+        calls: Sequence[Callable[[], object]],
+        together: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        """
+        Args:
+            together: returns a context in which the other processes of a group make the same call.
+        """
         self._calls = deque(calls)
+        self._together = together
+
+    def next(self) -> None:
+        """Make the next call."""
+        self._calls.popleft()()
 
     def rest(self) -> bool:
         if self._calls:
             try:
-                self._calls.popleft()()
+                with self._together():
+                    self.next()
             except Exception:  # nothing depends on it; a request that fails reports the cause
                 self._calls.clear()
                 log.warning("kernels are compiled when they are first needed", exc_info=True)
@@ -69,7 +84,7 @@ class WarmUps(Protocol):
 
     def steps(
         self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> Resting:
+    ) -> WarmUp:
         """Return the warm-up of a network's forwards; it runs before `Graph.rest`.
 
         Args:
@@ -91,7 +106,7 @@ class NoWarmUps:
 
     def steps(
         self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> Resting:
+    ) -> WarmUp:
         return NOTHING
 
     def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
@@ -108,7 +123,7 @@ def forwards(
     block_size: int,
     max_context: int,
     trees: Sequence[int] = (),
-) -> WarmUp:
+) -> list[Callable[[], object]]:
     """Return calls that run steps of one request, without cached tokens and after as many cached
     tokens as possible, since the choice of kernels depends on that. The last call copies blocks.
 
@@ -118,16 +133,14 @@ def forwards(
         trees: lengths of requests in steps that hold trees of drafts.
     """
     steps = [(length, False) for length in lengths] + [(length, True) for length in trees]
-    return WarmUp(
-        [
-            *(
-                partial(_forward, network, length, samples, block_size, context, max_context, tree)
-                for length, tree in steps
-                for context in sorted({length, max_context})
-            ),
-            partial(_copy_blocks, network),
-        ]
-    )
+    return [
+        *(
+            partial(_forward, network, length, samples, block_size, context, max_context, tree)
+            for length, tree in steps
+            for context in sorted({length, max_context})
+        ),
+        partial(_copy_blocks, network),
+    ]
 
 
 def _forward(

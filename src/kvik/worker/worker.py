@@ -151,8 +151,7 @@ class Worker:
         compiled = chosen.parts.warm_ups.steps(network, config.model, sizes, trees=trees)
         self._resting: tuple[Resting, ...] = (compiled, graph)
         if speculation is not None:
-            alone = chosen if seat is None else platform(config)  # drafts use only this process
-            parts = DrafterParts(speculation, config, table, sampling, network, alone)
+            parts = DrafterParts(speculation, config, table, sampling, network, chosen.alone())
             drafter = build_drafter(parts)
             self._resting += tuple(parts.resting)
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
