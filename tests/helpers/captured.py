@@ -17,7 +17,7 @@ from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import Window
 from kvik.worker import platforms
-from kvik.worker.captures import NO_PEERS, Captured, GraphMemory, NotCaptured, Peers
+from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers, GraphMemory, NotCaptured
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import CapturedRows, EngineNetwork, Graph, RowFunction, RowGraph
 from kvik.worker.group import Seat
@@ -42,7 +42,7 @@ class Again:
     captured: list[Callable[[], None]] = field(default_factory=list)
     fails: bool = False
 
-    def capture(self, call: Callable[[], None], peers: Peers = NO_PEERS) -> Captured:
+    def capture(self, call: Callable[[], None], peers: CapturePeers = NO_CAPTURE_PEERS) -> Captured:
         call()
         if not peers.agree(not self.fails):
             raise NotCaptured

@@ -36,7 +36,7 @@ from kvik.config.graph_sizes import GraphSize
 from kvik.core.plan import GraphCounts
 from kvik.launch import resolve_config
 from kvik.worker import platforms, triton_warm_ups
-from kvik.worker.captures import NO_PEERS, Captured, Peers
+from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers
 from kvik.worker.graphs import Eager, EngineNetwork, Graph, StepOutput
 from kvik.worker.warm_up import WarmUp
 
@@ -147,7 +147,7 @@ def test_steps_with_drafts_say_the_same(tree, model, monkeypatch) -> None:
 class Called(Again):
     """As a GPU captures: what is replayed holds on to nothing of Python's."""
 
-    def capture(self, call: Callable[[], None], peers: Peers = NO_PEERS) -> Captured:
+    def capture(self, call: Callable[[], None], peers: CapturePeers = NO_CAPTURE_PEERS) -> Captured:
         call()
         self.captured.append(lambda: None)
         return Captured(lambda: None, 1, 1)

@@ -32,11 +32,11 @@ from kvik.model_files import model_files
 from kvik.spec.kv import Budget, KVCacheSpec, group_layers
 from kvik.worker.captures import (
     MIN_MISSES,
-    NO_PEERS,
+    NO_CAPTURE_PEERS,
     TIME_SHARE,
     Captured,
+    CapturePeers,
     GraphMemory,
-    Peers,
 )
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager, StepOutput
@@ -162,7 +162,7 @@ class Taking:
         self.replays = 0
         self.size = self.left = 1
 
-    def capture(self, call: Callable[[], None], peers: Peers = NO_PEERS) -> Captured:
+    def capture(self, call: Callable[[], None], peers: CapturePeers = NO_CAPTURE_PEERS) -> Captured:
         if self.fails:
             raise RuntimeError("no room for a graph")
         call()

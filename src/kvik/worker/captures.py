@@ -128,7 +128,7 @@ class NotCaptured(Exception):
     """A function cannot be captured; others may be. In a group no process has captured it."""
 
 
-class Peers(Protocol):
+class CapturePeers(Protocol):
     """The processes of a group, which capture and replay the same sizes."""
 
     def capturing(self, number: int) -> AbstractContextManager[None]:
@@ -141,7 +141,7 @@ class Peers(Protocol):
         ...
 
 
-class NoPeers:
+class NoCapturePeers:
     """A process without a group."""
 
     def capturing(self, number: int) -> AbstractContextManager[None]:
@@ -151,13 +151,13 @@ class NoPeers:
         return done
 
 
-NO_PEERS = NoPeers()
+NO_CAPTURE_PEERS = NoCapturePeers()
 
 
 class Capturer(Protocol):
     """Records the kernels that a function launches."""
 
-    def capture(self, call: Callable[[], None], peers: Peers = NO_PEERS) -> Captured:
+    def capture(self, call: Callable[[], None], peers: CapturePeers = NO_CAPTURE_PEERS) -> Captured:
         """Call the function at least once and record it; may also replay it.
 
         Args:
@@ -193,7 +193,7 @@ class CudaCapturer:
         self._pool: torch.cuda._POOL_HANDLE | None = None
         self._broken: list[torch.cuda.CUDAGraph] = []
 
-    def capture(self, call: Callable[[], None], peers: Peers = NO_PEERS) -> Captured:
+    def capture(self, call: Callable[[], None], peers: CapturePeers = NO_CAPTURE_PEERS) -> Captured:
         call()  # compiles kernels and initialises libraries, which cannot be captured
         before = torch.cuda.current_stream()
         free, _ = torch.cuda.mem_get_info(self._device)
@@ -270,7 +270,7 @@ class Captures(Generic[Size]):
         call_of: Callable[[Size], Callable[[], None]],
         clock: Callable[[], float],
         memory: GraphMemory,
-        peers: Peers = NO_PEERS,
+        peers: CapturePeers = NO_CAPTURE_PEERS,
     ) -> None:
         """
         Args:

@@ -24,11 +24,11 @@ from kvik.attention.base import StepLayout
 from kvik.config.graph_sizes import GraphSize
 from kvik.worker.captures import (
     MAX_PADDING,
-    NO_PEERS,
+    NO_CAPTURE_PEERS,
+    CapturePeers,
     Capturer,
     Captures,
     GraphMemory,
-    Peers,
 )
 from kvik.worker.graphs import Eager, EngineNetwork, StepOutput
 from kvik.worker.input_batch import InputBatch
@@ -46,7 +46,7 @@ class DecodeGraphs:
         max_context: int,
         clock: Callable[[], float],
         memory: GraphMemory,
-        peers: Peers = NO_PEERS,
+        peers: CapturePeers = NO_CAPTURE_PEERS,
     ) -> None:
         """
         Args:

@@ -28,7 +28,7 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.packing import PLAIN, Packing
 from kvik.kernels.torch_ops import select as select_ops
 from kvik.nn.kv_formats import Zeros
-from kvik.worker.captures import NO_PEERS, Capturer, CudaCapturer, GraphMemory
+from kvik.worker.captures import NO_CAPTURE_PEERS, Capturer, CudaCapturer, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import (
     CapturedRows,
@@ -444,7 +444,7 @@ class TritonPlatform:
             context,
             time.monotonic,
             self._memory.graphs,
-            self.joined or NO_PEERS,
+            self.joined or NO_CAPTURE_PEERS,
         )
         return graphs, inputs
 
