@@ -278,8 +278,9 @@ class StageProcesses:
         """
         hops: dict[int, Address | None] = {len(self._processes): self._listener.address}
         roles: dict[str, dict[int, Connection]] = {"line": {}, "beat": {}}
-        while any(len(found) < len(self._processes) for found in roles.values()):
-            hello, line = self._accept(*roles)
+        stages = set(range(len(self._processes)))
+        while missing := {stage for found in roles.values() for stage in stages - found.keys()}:
+            hello, line = self._accept(min(missing), *roles)
             roles[hello.role][hello.stage] = line
             hops.setdefault(hello.stage, hello.hop)
         self._lines, self._beats = ([found[i] for i in sorted(found)] for found in roles.values())
@@ -328,10 +329,13 @@ class StageProcesses:
             layers, where = runner.stages[stage].layers, on_cores(self._cores[stage])
             told = f"layers {layers.start} to {layers.stop - 1}, at {host_of(line)}{where}"
             log.info("stage %d of %d: %s", stage, len(runner.stages), told)
-        self._hop = Hop(self._accept("hop")[1])
+        self._hop = Hop(self._accept(len(self._processes) - 1, "hop")[1])
 
-    def _accept(self, *roles: str) -> tuple[Hello, Connection]:
+    def _accept(self, missing: int, *roles: str) -> tuple[Hello, Connection]:
         """Return the next connection in one of some roles.
+
+        Args:
+            missing: a stage that has not connected yet.
 
         Raises:
             LinkError: a stage has ended, or did not connect in time.
@@ -350,7 +354,7 @@ class StageProcesses:
                 if hello.role in roles and hello.stage < len(self._processes):
                     return hello, line
                 line.close()
-        raise LinkError(f"a stage has not connected within {JOIN_SECONDS:.0f} seconds")
+        raise LinkError(f"stage {missing} has not connected within {JOIN_SECONDS:.0f} seconds")
 
     def _watch(self) -> None:
         while not self._closed:

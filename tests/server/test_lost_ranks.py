@@ -410,7 +410,7 @@ def lose_while_it_loads(
             _, told = process.communicate(timeout=60)
             assert process.returncode == (0 if ready else 1), told
             if not ready:  # one error
-                why = re.findall("while it loaded|before it could load", told)
+                why = re.findall("while it loaded|before it could load|not connected within", told)
                 assert one.rank == 1 and len(why) == 1, told
         finally:
             process.kill()
