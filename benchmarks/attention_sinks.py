@@ -197,7 +197,7 @@ def decode_behind(
     """
     (group,), block = resolved.cache.groups, resolved.cache.block_size
     blocks = range(-(-(context + WARM + STEPS) // block))
-    hidden = group.spec.hidden_blocks(context, block)
+    hidden = group.visible.hidden_blocks(context, block)
     free = iter(range(1, resolved.cache.pool_size))
     table = [0 if i in hidden else next(free) for i in blocks]
     text, seconds = [5 + i % 1000 for i in range(context)], []

@@ -25,7 +25,7 @@ from kvik.attention.reference import ReferenceAttention
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton.ops import triton_ops
-from kvik.spec.kv import Window
+from kvik.spec.visible_keys import Window
 from kvik_bench.kernel_cases import CASES, Case, arguments, outputs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -27,8 +27,8 @@ ALLOWED: dict[str, set[str]] = {
     "engine": {"config", "core", "text", "child_process"},
     "gguf": {*GROUND, "models", "core.sampling_params"},
     # compute
-    "kernels": {"spec.experts", "spec.kv", "spec.shares", "spec.weight_kind"},
-    "attention": {"errors", "frozen", "spec.kv", "spec.shares", "kernels"},
+    "kernels": {"spec.experts", "spec.kv", "spec.shares", "spec.visible_keys", "spec.weight_kind"},
+    "attention": {"errors", "frozen", "spec.kv", "spec.shares", "spec.visible_keys", "kernels"},
     "nn": {*GROUND, "models", "gguf", "kernels", "attention"},
     # Declarations of networks: run by the builder of nn, or described without torch.
     "models": {*GROUND},

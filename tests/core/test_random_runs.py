@@ -27,7 +27,7 @@ from kvik.core.config import POLICIES
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import NEVER, FinishReason, Request
-from kvik.spec.kv import Budget, KVCacheSpec
+from kvik.spec.visible_keys import Budget, Window
 
 WINDOWS: list[tuple[Seen, ...]] = [
     (None,),
@@ -141,14 +141,12 @@ def breaks_salts(patch: pytest.MonkeyPatch) -> None:
 
 
 def breaks_windows(patch: pytest.MonkeyPatch) -> None:
-    hidden_blocks = KVCacheSpec.hidden_blocks
+    first_key = Window.first_key
 
-    def one_short(
-        spec: KVCacheSpec, position: int, block_size: int, prompt: int | None = None
-    ) -> range:
-        return hidden_blocks(spec, position + 1, block_size, prompt)
+    def one_short(window: Window, position: int, prompt: int | None = None) -> int:
+        return first_key(window, position + 1, prompt)
 
-    patch.setattr(KVCacheSpec, "hidden_blocks", one_short)
+    patch.setattr(Window, "first_key", one_short)
 
 
 def publishes_promises(patch: pytest.MonkeyPatch) -> None:

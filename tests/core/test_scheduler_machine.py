@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from kvik.core.config import POLICIES
 from kvik.core.types import FinishReason, PageSource, Pin
-from kvik.spec.kv import Budget
+from kvik.spec.visible_keys import Budget
 
 LONGEST = 24  # tokens of a request at most
 

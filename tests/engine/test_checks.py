@@ -12,7 +12,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore, check_request, max_length
 from kvik.errors import CapacityError, KvikError
-from kvik.spec.kv import Window
+from kvik.spec.visible_keys import Window
 
 
 def request(prompt=(1, 2, 3), pooling=None, **params: object) -> EngineRequest:

@@ -36,10 +36,10 @@ from kvik.gguf.types import BLOCK_TYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.declare import APART
-from kvik.spec.kv import Window
 from kvik.spec.layers import LatentSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import BLOCK_LAYOUTS
+from kvik.spec.visible_keys import Window
 from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import loaded_kind
 

@@ -15,7 +15,7 @@ from kvik.attention.base import Attend, AttentionBackend, AttentionMetadata, Lay
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import GraphSize, catching_up_sizes, drafting_sizes
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import Window
+from kvik.spec.visible_keys import Window
 from kvik.worker import platforms
 from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers, GraphMemory, NotCaptured
 from kvik.worker.cuda_graphs import DecodeGraphs

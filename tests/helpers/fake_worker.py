@@ -27,7 +27,7 @@ from kvik.core.plan import (
     SchedulerOutput,
 )
 from kvik.core.types import TokenLogprobs
-from kvik.spec.kv import Budget
+from kvik.spec.visible_keys import Budget
 
 EOS = 7
 Cell = tuple[int, int]  # KV group, identity of the sequence up to the token

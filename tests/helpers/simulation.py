@@ -21,7 +21,8 @@ from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import FinishReason, PageSource, Pin, Request, RequestDelta
-from kvik.spec.kv import Budget, KVCacheSpec, group_layers
+from kvik.spec.kv import KVCacheSpec, group_layers
+from kvik.spec.visible_keys import Budget
 
 
 def kv_spec(window: Seen = None, readers: int = 1) -> KVCacheSpec:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvik.spec.kv import Budget, Window
+from kvik.spec.visible_keys import Budget, Window
 
 Seen = Window | Budget | int | None  # a number: of the last keys; None: all
 

@@ -31,7 +31,7 @@ from kvik.config.kv_budget import KVBudgets, fingerprint_of, save_budgets
 from kvik.config.model_source import BUNDLED
 from kvik.engine.output import RequestOutput
 from kvik.model_files import model_files
-from kvik.spec.kv import Budget
+from kvik.spec.visible_keys import Budget
 
 TOKENS = (36, 36, 40, 40, 44, 44)  # of each layer: three KV groups
 EVERY = 6  # further tokens, so that each request drops some, and most several times

@@ -21,7 +21,7 @@ from kvik import LLM, SamplingParams
 from kvik.config import resolve
 from kvik.config.kv_budget import KVBudgets, fingerprint_of, save_budgets
 from kvik.model_files import model_files
-from kvik.spec.kv import Budget
+from kvik.spec.visible_keys import Budget
 
 pytestmark = INTERPRETED_ONLY
 

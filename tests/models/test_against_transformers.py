@@ -29,7 +29,8 @@ from kvik.attention.base import AttentionBackend
 from kvik.attention.sdpa import SdpaAttention
 from kvik.config.compute import LANES
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.models.llama import LLAMA, Llama, LlamaAttention, LlamaLayer
+from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer
+from kvik.models.llama import LLAMA
 from kvik.models.model_spec import read_model_spec
 from kvik.models.registry import ARCHITECTURES
 
@@ -809,8 +810,8 @@ def test_a_sharded_checkpoint_is_the_same_model(family: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_learned_sinks(kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a Llama that has the attention of gpt-oss."""
-    attention = partial(LlamaAttention, sinks=True)
-    make = partial(Llama, make_layer=partial(LlamaLayer, attention=attention))
+    attention = partial(GroupedQueryAttention, sinks=True)
+    make = partial(Decoder, make_layer=partial(PreNormLayer, attention=attention))
     row = replace(LLAMA, name="SinkLlamaForCausalLM", make=make)
     monkeypatch.setitem(cast(dict, ARCHITECTURES), row.name, row)
     reference = save_tiny(tmp_path, "Llama", head_dim=16)

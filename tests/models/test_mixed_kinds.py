@@ -21,9 +21,10 @@ from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.experts import ExpertsSpec, Router
-from kvik.spec.kv import StateSpec, Window, block_bytes, group_layers
+from kvik.spec.kv import StateSpec, block_bytes, group_layers
 from kvik.spec.layers import LayerSpec
 from kvik.spec.rope import RopeSpec
+from kvik.spec.visible_keys import Window
 
 HIDDEN, BLOCK = 32, 16
 SEEN = st.sampled_from([None, None, Window(5), Window(40), chunks(7)])

@@ -7,13 +7,7 @@ import torch
 from helpers.windows import as_window
 
 from kvik.nn.kv_formats import KVCache, allocate_kv
-from kvik.spec.kv import (
-    KV_FORMATS,
-    KVCacheSpec,
-    block_bytes,
-    group_layers,
-    stored_as,
-)
+from kvik.spec.kv import KV_FORMATS, KVCacheSpec, block_bytes, group_layers, stored_as
 
 CPU = torch.device("cpu")
 BF16 = torch.bfloat16

@@ -30,8 +30,8 @@ from kvik.planner.families import FOREIGN_KEYS, public_name, read_shape, shape_f
 from kvik.planner.formats import weight_format
 from kvik.planner.layers import FAMILIES
 from kvik.planner.shape import CacheShape, ModelShape
-from kvik.spec.kv import Window
 from kvik.spec.model import DTYPE_BYTES
+from kvik.spec.visible_keys import Window
 from kvik.spec.weights import SCHEMES, weight_bytes
 
 PUBLISHED = facts("published.json")

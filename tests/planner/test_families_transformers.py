@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from kvik.planner.families import shape_from_config
 from kvik.planner.layers import FAMILIES
-from kvik.spec.kv import Window
+from kvik.spec.visible_keys import Window
 
 pytestmark = pytest.mark.full  # transformers is imported, and a module made for each config
 

@@ -10,7 +10,7 @@ from helpers.public_configs import config
 
 from kvik.planner.families import shape_from_config
 from kvik.planner.shape import MatrixGroup, ModelShape
-from kvik.spec.kv import visible_pairs
+from kvik.spec.visible_keys import ALL_KEYS
 
 
 def shape(name: str) -> ModelShape:
@@ -179,5 +179,5 @@ def test_latent_attention_decodes_absorbed_and_prefills_expanded() -> None:
     assert v3.attention_flops(1, 1000) == 61 * 2 * 128 * (576 + 512) * 1000
     assert v3.attention_flops(512, 512) == 61 * 2 * 128 * (192 + 128) * (512 * 513 // 2)
     # a chunk behind a long cached prompt: K and V of the cached part are made again
-    expanded = 61 * 2 * 128 * ((192 + 128) * visible_pairs(3584, 4096, None) + 512 * 256 * 3584)
+    expanded = 61 * 2 * 128 * ((192 + 128) * ALL_KEYS.pairs(3584, 4096, 0) + 512 * 256 * 3584)
     assert v3.attention_flops(512, 4096) == expanded

@@ -6,7 +6,7 @@ from helpers.windows import Seen, as_window, chunks, num_sinks, seen, sinks
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvik.spec.kv import KVCacheSpec, group_layers, keys_read, visible_pairs
+from kvik.spec.kv import KVCacheSpec, group_layers
 
 sizes = st.integers(1, 20)
 windows = st.one_of(
@@ -27,7 +27,7 @@ def blocks_seen(position: int, window: Seen, block_size: int) -> set[int]:
 
 @given(windows, st.integers(0, 80), block_sizes)
 def test_hidden_blocks_hold_no_visible_key(window: Seen, position: int, block_size: int) -> None:
-    hidden = spec(window).hidden_blocks(position, block_size)
+    hidden = spec(window).visible.hidden_blocks(position, block_size)
     shown = blocks_seen(position, window, block_size)
     assert set(hidden) == set(range(position // block_size + 1)) - shown
 
@@ -35,9 +35,9 @@ def test_hidden_blocks_hold_no_visible_key(window: Seen, position: int, block_si
 @given(windows, st.integers(0, 60), st.integers(0, 40))
 def test_pairs_are_those_a_mask_leaves(window: Seen, first: int, new: int) -> None:
     masks = [seen(q, window) for q in range(first, first + new)]
-    assert visible_pairs(first, first + new, as_window(window)) == sum(map(len, masks))
+    assert spec(window).visible.pairs(first, first + new, 0) == sum(map(len, masks))
     if new:
-        assert keys_read(first, first + new, as_window(window)) == len(set().union(*masks))
+        assert spec(window).visible.keys_read(first, first + new, 0) == len(set().union(*masks))
 
 
 @given(windows, st.integers(1, 60), st.integers(1, 20), block_sizes)
@@ -48,10 +48,10 @@ def test_the_most_blocks_are_what_the_worst_step_holds(
     planned with a block more than any step needs, and sinks with a block of their own."""
     held = max(
         -(-min(num_tokens, begin + chunk) // block_size)
-        - len(spec(window).hidden_blocks(begin, block_size))
+        - len(spec(window).visible.hidden_blocks(begin, block_size))
         for begin in range(num_tokens)
     )
-    found = spec(window).max_blocks(num_tokens, chunk, block_size)
+    found = spec(window).visible.max_blocks(num_tokens, chunk, block_size)
     of = as_window(window)
     more = 0 if of is None or of.chunked else 2 if of.sinks else 1
     assert held <= found <= held + more
@@ -66,7 +66,7 @@ def test_a_hit_is_the_longest_prefix_of_which_all_that_is_seen_is_cached(
         return all(cached[i] for i in needed if i < length)
 
     longest = max(length for length in range(len(cached) + 1) if is_hit(length))
-    found = spec(window).hit_length(cached.__getitem__, len(cached), block_size)
+    found = spec(window).visible.hit_length(cached.__getitem__, len(cached), block_size)
     assert found == longest
 
 

@@ -11,8 +11,9 @@ from helpers.windows import as_window
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.kv import Window, group_layers
+from kvik.spec.kv import group_layers
 from kvik.spec.rope import RopeSpec
+from kvik.spec.visible_keys import Window
 
 
 @pytest.mark.parametrize(

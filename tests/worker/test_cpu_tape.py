@@ -21,7 +21,7 @@ from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.launch import resolve_config
 from kvik.models import registry
-from kvik.models.llama import Llama
+from kvik.models.decoder import Decoder
 from kvik.nn.builder import Builder
 from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.nn.loader import load_model
@@ -395,7 +395,7 @@ def llama(tmp_path: Path) -> dict[str, object]:
     return {"model": save(tmp_path, "llama"), "dtype": "float32", **common}
 
 
-class Doubling(Llama):
+class Doubling(Decoder):
     """It multiplies by a torch operation of its own."""
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:

@@ -29,7 +29,8 @@ from kvik.config.kv_budget import KVBudgets, fingerprint_of, save_budgets
 from kvik.config.model_source import BUNDLED as STORIES
 from kvik.core.plan import GraphCounts
 from kvik.model_files import model_files
-from kvik.spec.kv import Budget, KVCacheSpec, group_layers
+from kvik.spec.kv import KVCacheSpec, group_layers
+from kvik.spec.visible_keys import Budget
 from kvik.worker.captures import (
     MIN_MISSES,
     NO_CAPTURE_PEERS,

@@ -17,7 +17,8 @@ from helpers.untrained_heads import eagle, medusa
 from torch import Tensor
 
 from kvik import LLM, SamplingParams
-from kvik.spec.kv import Budget, KVCacheSpec, group_layers
+from kvik.spec.kv import KVCacheSpec, group_layers
+from kvik.spec.visible_keys import Budget
 from kvik.worker.warm_up import WarmUp, forwards
 
 CONFIG = {

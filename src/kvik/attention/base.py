@@ -13,7 +13,7 @@ from kvik.frozen import frozen
 from kvik.kernels.kv_rounding import movable, round_vectors, unround_vectors
 from kvik.kernels.ops import Ops, Sequences
 from kvik.kernels.weights import Matrix
-from kvik.spec.kv import Window
+from kvik.spec.visible_keys import Window
 
 
 @frozen

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
-from kvik.spec.kv import Budget
+from kvik.spec.visible_keys import Budget
 
 NEIGHBOURS = 5  # keys whose weights are averaged
 

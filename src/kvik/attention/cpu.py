@@ -21,7 +21,7 @@ from kvik.attention.base import (
 )
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
 from kvik.kernels.ops import Ops
-from kvik.spec.kv import Window
+from kvik.spec.visible_keys import Window
 
 
 class CpuAttention:

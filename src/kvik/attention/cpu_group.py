@@ -17,8 +17,8 @@ from kvik.attention.cpu import CpuAttention
 from kvik.attention.group import own_heads
 from kvik.kernels.cpu.group import Group
 from kvik.kernels.ops import Ops
-from kvik.spec.kv import Window
 from kvik.spec.shares import HeadShare, share_of
+from kvik.spec.visible_keys import Window
 
 
 class GroupAttention:

@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvik.attention.base import AttendLatent, AttentionSpec, StepLayout
 from kvik.kernels.reference.ops import stored_weight
-from kvik.spec.kv import Window, first_visible
+from kvik.spec.visible_keys import Window, first_visible
 
 PADDED = 1024  # lengths are multiples of this
 # Kernels that do not store all scores at once, in torch's order.

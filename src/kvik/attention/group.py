@@ -15,8 +15,8 @@ from kvik.attention.base import (
     LayerKV,
     StepLayout,
 )
-from kvik.spec.kv import Window
 from kvik.spec.shares import HeadShare, share_of
+from kvik.spec.visible_keys import Window
 
 if TYPE_CHECKING:
     from kvik.kernels.torch_group import TorchGroup

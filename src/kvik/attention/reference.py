@@ -29,7 +29,7 @@ from kvik.attention.base import (
     read_both,
 )
 from kvik.kernels.ops import Ops
-from kvik.spec.kv import Window, first_visible
+from kvik.spec.visible_keys import Window, first_visible
 
 
 class ReferenceAttention:

@@ -39,7 +39,7 @@ from kvik.attention.base import (
 from kvik.attention.reference import ReferenceAttention, near
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
-from kvik.spec.kv import Window, first_visible
+from kvik.spec.visible_keys import Window, first_visible
 
 # Batches of decoding rows with a common padded width, such that padding costs little.
 

@@ -37,7 +37,7 @@ from kvik.kernels.triton.attention_paged import (
     runs_of,
 )
 from kvik.kernels.triton.rotary import keep_queries, rotate_and_store
-from kvik.spec.kv import Window
+from kvik.spec.visible_keys import Window
 
 
 @dataclass(frozen=True, slots=True)

@@ -502,7 +502,7 @@ def with_drafter(
 def _shared_group(groups: tuple[KVGroup, ...]) -> int:
     """Return the index of the target's KV group without a window."""
     for index, group in enumerate(groups):
-        if not group.spec.windowed:
+        if not group.visible.slides:
             return index
     raise ConfigError(
         "spec_method",

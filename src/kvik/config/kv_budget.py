@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from kvik.errors import ConfigError, shown
 from kvik.files import write_whole
 from kvik.options import Integer, Number, OneOf, option
-from kvik.spec.kv import Budget
+from kvik.spec.visible_keys import Budget
 
 if TYPE_CHECKING:
     from kvik.models.model_spec import ModelSpec

@@ -30,14 +30,7 @@ from kvik.config.graph_sizes import (
 )
 from kvik.config.units import MIB
 from kvik.core.config import RESERVED_BLOCKS
-from kvik.spec.kv import (
-    AUTO,
-    KVCacheSpec,
-    KVGroup,
-    block_bytes,
-    group_layers,
-    stored_as,
-)
+from kvik.spec.kv import AUTO, KVCacheSpec, KVGroup, block_bytes, group_layers, stored_as
 from kvik.spec.layers import LatentSpec
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.rope import RopeSpec
@@ -547,7 +540,7 @@ class Footprint:
 
     def blocks_per_request(self, num_tokens: int, chunk: int) -> int:
         """Most blocks one request of `num_tokens` holds when a step adds at most `chunk`."""
-        return sum(g.spec.max_blocks(num_tokens, chunk, self.block_size) for g in self.groups)
+        return sum(g.visible.max_blocks(num_tokens, chunk, self.block_size) for g in self.groups)
 
     @property
     def _item(self) -> int:

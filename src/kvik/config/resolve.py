@@ -45,7 +45,8 @@ from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, Budget, KVGroup, Window
+from kvik.spec.kv import AUTO, PAGE_HEAD_BYTES, KVGroup
+from kvik.spec.visible_keys import Budget, Window
 from kvik.spec.weights import SCHEMES
 
 TIERS = "kv_tiers"

@@ -65,8 +65,7 @@ class CacheConfig:
     def salt(self) -> str:
         """What keys and values of a block depend on in addition to its tokens and those before it:
         which keys layers see. Hashes of blocks cover it."""
-        windows = (group.spec.window for group in self.groups)
-        return "".join(f"{w.sinks}+{w.keys} " for w in windows if w is not None and w.sinks)
+        return "".join(group.visible.salt for group in self.groups)
 
     @property
     def pool_size(self) -> int:
@@ -76,7 +75,7 @@ class CacheConfig:
     def max_blocks(self, num_tokens: int, chunk: int) -> int:
         """Most blocks a request of `num_tokens` holds at once when a step adds at most `chunk`."""
         size = self.block_size
-        return sum(group.spec.max_blocks(num_tokens, chunk, size) for group in self.groups)
+        return sum(group.visible.max_blocks(num_tokens, chunk, size) for group in self.groups)
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
         at = r.num_written_tokens // block_size
         for group, ids in zip(scheduler.kv.groups, r.block_ids, strict=True):
             prompt = r.num_prompt_tokens
-            hidden = group.spec.hidden_blocks(r.num_written_tokens, block_size, prompt)
+            hidden = group.visible.hidden_blocks(r.num_written_tokens, block_size, prompt)
             there = all(i in hidden for i, block in enumerate(ids) if block == NULL_BLOCK)
             _require(there, f"{r.key} lacks a block that it sees")
             # what is yet to be written must not be seen by anybody else
@@ -245,18 +245,17 @@ def _check_budgets(scheduler: Scheduler) -> None:
         if not r.num_cut_tokens:
             continue
         for group, ids in zip(kv.groups, r.block_ids, strict=True):
-            budget, prompt = group.spec.budget, r.num_prompt_tokens
-            _require(budget is not None, f"{r.key} drops tokens that all layers keep")
-            hidden = group.spec.hidden_blocks(r.num_cut_tokens, kv.block_size, prompt)
+            visible, prompt = group.visible, r.num_prompt_tokens
+            hidden = visible.hidden_blocks(r.num_cut_tokens, kv.block_size, prompt)
             gone = all(ids[i] == NULL_BLOCK for i in hidden)
             _require(gone, f"{r.key} holds blocks of what it dropped")
-            if budget is None or budget.first_key(r.num_cut_tokens, prompt) == 0:
+            if visible.first_key(r.num_cut_tokens, prompt) == 0:
                 continue
             own = [ids[i] for i in range(hidden.stop, len(ids))]
             alone = all(kv.pool.ref_counts[block] == 1 for block in own)
             _require(alone, f"{r.key} shares blocks of what it keeps")
             _require(public.isdisjoint(own), f"{r.key}: what it keeps can be matched")
-        first = min(g.spec.budget.first_cut(prompt) for g in kv.groups if g.spec.budget)
+        first = kv.cut_after(r, 0)
         for ids in r.block_ids:
             later = ids[first // kv.block_size :]
             _require(public.isdisjoint(later), f"{r.key}: what it made of the kept can be matched")

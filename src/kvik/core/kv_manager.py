@@ -18,8 +18,8 @@ from kvik.core.checkpoints import CheckpointTable
 from kvik.core.config import CacheConfig
 from kvik.core.pins import PinTable
 from kvik.core.plan import BudgetCut
-from kvik.core.types import NEVER, Request, RequestStatus
-from kvik.spec.kv import Budget, KVCacheSpec
+from kvik.core.types import Request, RequestStatus
+from kvik.spec.visible_keys import NEVER, VisibleKeys
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +59,11 @@ class KVCacheManager:
         self.checkpoints: CheckpointTable | None = None
         if config.checkpoints is not None:
             self.checkpoints = CheckpointTable(config.checkpoints, config.block_size)
-        self._windowed = any(g.spec.windowed for g in config.groups)
-        budgets = [g.spec.budget for g in config.groups]
-        # One per group; empty if all layers keep all tokens.
-        self._budgets = [b for b in budgets if b is not None]
-        assert len(self._budgets) in (0, len(budgets))
+        self._visible = [group.visible for group in config.groups]
+        self._slides = any(visible.slides for visible in self._visible)
         self._cuts: list[BudgetCut] = []  # since they were taken
-        # If all layers have the same window, the blocks of a token are released together.
-        self._releases_tokens = len({g.spec.window for g in config.groups}) == 1 and self._windowed
+        # If all layers see the same keys, the blocks of a token are released together.
+        self._releases_tokens = len(set(self._visible)) == 1 and self._slides
 
     @property
     def usage(self) -> float:
@@ -97,11 +94,8 @@ class KVCacheManager:
 
     def num_cacheable(self, request: Request) -> int:
         """Return the known tokens of a request that may come from the prefix cache."""
-        most = request.num_cacheable_tokens
-        for budget in self._budgets:
-            # The last queries before the first cut choose what is kept, so they are computed.
-            most = min(most, max(0, budget.first_cut(request.num_prompt_tokens) - budget.last))
-        return most
+        reusable = [visible.reusable(request.num_prompt_tokens) for visible in self._visible]
+        return min([request.num_cacheable_tokens, *reusable])
 
     def demand(self, match: PrefixMatch, num_tokens: int, chunk: int) -> int:
         """Return how many free blocks a request with this match takes for `num_tokens` tokens."""
@@ -121,22 +115,22 @@ class KVCacheManager:
         """Return how many blocks `extend` would allocate."""
         missing = -(-num_tokens // self.block_size) - len(request.block_ids[0])
         return max(0, missing) * len(self.groups) + sum(
-            len(budget.cut_blocks(request.num_computed_tokens, self.block_size))
-            for _, budget in self._due(request)
+            len(self._visible[group].cut_blocks(request.num_computed_tokens, self.block_size))
+            for group in self._due(request)
         )
 
     def num_held(self, request: Request) -> int:
         """Return how many blocks a running request holds, shared ones included."""
-        if not (self._windowed or request.num_cut_tokens):
+        if not (self._slides or request.num_cut_tokens):
             return len(self.groups) * len(request.block_ids[0])
         return sum(
-            len(ids) - self._num_released(group.spec, ids)
-            for group, ids in zip(self.groups, request.block_ids, strict=True)
+            len(ids) - self._num_released(visible, ids)
+            for visible, ids in zip(self._visible, request.block_ids, strict=True)
         )
 
-    def _num_released(self, spec: KVCacheSpec, ids: list[int]) -> int:
+    def _num_released(self, visible: VisibleKeys, ids: list[int]) -> int:
         """Return the number of null blocks of a table, by binary search: they are contiguous."""
-        first = spec.hidden_blocks(0, self.block_size).start
+        first = visible.hidden_blocks(0, self.block_size).start
         return max(0, bisect(ids, False, first, key=lambda block: block != NULL_BLOCK) - first)
 
     def tokens(self, running: Iterable[Request]) -> tuple[int, int]:
@@ -189,7 +183,7 @@ class KVCacheManager:
 
         Where a budget drops tokens, first move those that it keeps (`take_cuts`).
         """
-        if self._windowed:
+        if self._slides:
             self._release_unseen(request)
         if self.num_missing(request, num_tokens) > self.pool.num_free:
             return None
@@ -219,7 +213,7 @@ class KVCacheManager:
             if self.committed is not None:
                 self.committed += self._new_contents(request, first, public)
         request.num_committed_blocks = max(first, full)
-        if self._windowed:
+        if self._slides:
             self._release_unseen(request)
 
     def use_pins(self, request: Request, now: float) -> None:
@@ -270,17 +264,18 @@ class KVCacheManager:
         request.num_committed_blocks = 0
         request.num_computed_tokens = request.num_written_tokens = 0
 
-    # Budgets: where layers drop tokens.
+    # Cuts: where layers drop tokens that queries have seen.
     #
-    # Each group has its own budget, so groups drop tokens at different times. The kept tokens of a
-    # request move to private blocks, whose table entries are the last before the next token. So
-    # later tokens still have their positions as places, and tables of all groups have the same
-    # length. Blocks that others may share are read, and never written.
+    # Groups drop tokens at different times. The kept tokens of a request move to private blocks,
+    # whose table entries are the last before the next token. So later tokens still have their
+    # positions as places, and tables of all groups have the same length. Blocks that others may
+    # share are read, and never written.
 
     def cut_after(self, request: Request, num_tokens: int) -> int:
         """Return after how many tokens, at least `num_tokens`, a group next drops some."""
         prompt = request.num_prompt_tokens
-        return min((b.next_cut(num_tokens, prompt) for b in self._budgets), default=NEVER)
+        cuts = (visible.next_cut(num_tokens, prompt) for visible in self._visible)
+        return min(cuts, default=NEVER)
 
     def take_cuts(self) -> list[BudgetCut]:
         """Return the cuts since the last call, which the worker makes before the next forward."""
@@ -290,25 +285,24 @@ class KVCacheManager:
     def num_public(self, request: Request, blocks: int) -> int:
         """Return how many of the first `blocks` blocks others may share once they are computed.
         Blocks after the first cut depend on what was kept, so they cannot be shared."""
-        prompt = request.num_prompt_tokens
-        return min([blocks, *(b.first_cut(prompt) // self.block_size for b in self._budgets)])
+        return min(blocks, self.cut_after(request, 0) // self.block_size)
 
-    def _due(self, request: Request) -> list[tuple[int, Budget]]:
-        """Return the groups that drop tokens before the next one, and their budgets."""
-        at = request.num_computed_tokens
+    def _due(self, request: Request) -> list[int]:
+        """Return the groups that drop tokens before the next one."""
+        at, prompt = request.num_computed_tokens, request.num_prompt_tokens
         if request.next_cut != at:
             return []
-        prompt = request.num_prompt_tokens
-        return [(g, b) for g, b in enumerate(self._budgets) if b.next_cut(at, prompt) == at]
+        return [g for g, kind in enumerate(self._visible) if kind.next_cut(at, prompt) == at]
 
     def _cut(self, request: Request) -> None:
         """Allocate blocks for what the due groups keep, and release those that they had."""
         end = request.num_computed_tokens
         released: list[int] = []
-        for group, budget in self._due(request):
-            ids, where = request.block_ids[group], budget.cut_blocks(end, self.block_size)
+        for group in self._due(request):
+            ids, visible = request.block_ids[group], self._visible[group]
+            where = visible.cut_blocks(end, self.block_size)
             new = self._allocate(len(where))
-            first_key = end - budget.tokens
+            first_key = visible.first_key(end, request.num_prompt_tokens)
             self._cuts.append(BudgetCut(request.slot, group, end, first_key, new))
             released += [block for block in reversed(ids[: where.stop]) if block != NULL_BLOCK]
             kept = ids[where.stop :]  # places for future tokens
@@ -390,8 +384,8 @@ class KVCacheManager:
             while length != (hit := self.checkpoints.hit_length(hashes, length)):
                 length = self._cached_length(hashes, hit)
         tables = []
-        for g, group in enumerate(self.groups):
-            hidden = group.spec.hidden_blocks(length * self.block_size, self.block_size)
+        for g, visible in enumerate(self._visible):
+            hidden = visible.hidden_blocks(length * self.block_size, self.block_size)
             found = (
                 NULL_BLOCK if i in hidden else self.pool.lookup((g, hashes[i]))
                 for i in range(length)
@@ -409,13 +403,13 @@ class KVCacheManager:
         before = -1
         while length != before:  # where one group stops short, others may see what they lack
             before = length
-            for g, group in enumerate(self.groups):
-                length = group.spec.hit_length(
+            for g, visible in enumerate(self._visible):
+                length = visible.hit_length(
                     lambda block, g=g: is_there((g, hashes[block])),  # type: ignore[misc]
                     length,
                     self.block_size,
                 )
-            if not self._windowed:
+            if not self._slides:
                 break
         return length
 
@@ -439,8 +433,8 @@ class KVCacheManager:
             return None
         blocks = -(-length // self.block_size)
         tables = [list(ids[:blocks]) for ids in leader.block_ids]
-        for group, ids in zip(self.groups, tables, strict=True):
-            hidden = group.spec.hidden_blocks(length, self.block_size)
+        for visible, ids in zip(self._visible, tables, strict=True):
+            hidden = visible.hidden_blocks(length, self.block_size)
             for i, block in enumerate(ids):
                 if i in hidden:
                     ids[i] = NULL_BLOCK
@@ -451,9 +445,9 @@ class KVCacheManager:
     def _release_unseen(self, request: Request) -> None:
         """Release blocks that slid out of the window of the first query that may still come."""
         position = request.num_written_tokens
-        for group, ids in zip(self.groups, request.block_ids, strict=True):
+        for visible, ids in zip(self._visible, request.block_ids, strict=True):
             unseen = []
-            for gone in reversed(group.spec.hidden_blocks(position, self.block_size)):
+            for gone in reversed(visible.hidden_blocks(position, self.block_size)):
                 if ids[gone] == NULL_BLOCK:
                     break
                 unseen.append(ids[gone])
@@ -465,7 +459,7 @@ class KVCacheManager:
     def _forget_hashes(self, request: Request, count: int) -> None:
         """Forget the hashes of the last `count` released blocks, those of the output only: they are
         not needed until the request starts again."""
-        gone = self.groups[0].spec.hidden_blocks(request.num_written_tokens, self.block_size)
+        gone = self._visible[0].hidden_blocks(request.num_written_tokens, self.block_size)
         first = max(gone.stop - count, request.num_prompt_tokens // self.block_size)
         for i in range(first, min(gone.stop, len(request.block_hashes) - 1)):
             request.block_hashes[i] = b""

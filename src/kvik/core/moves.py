@@ -456,7 +456,7 @@ class Moves:
     def _visible(self, hashes: Sequence[bytes], num_tokens: int) -> list[PageKey]:
         """Return the pages of full blocks that a request with `num_tokens` tokens sees."""
         size = self.kv.block_size
-        hidden = [group.spec.hidden_blocks(num_tokens, size) for group in self.kv.groups]
+        hidden = [group.visible.hidden_blocks(num_tokens, size) for group in self.kv.groups]
         return [
             (group, key)
             for i, key in enumerate(hashes)

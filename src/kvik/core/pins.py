@@ -70,9 +70,9 @@ class PinTable:
         self.tenants: dict[str, TenantPins] = {}
         self.by_use: OrderedDict[PinnedPrefix, None] = OrderedDict()  # of all tenants, oldest first
         self._block_size = config.block_size
-        specs = [group.spec for group in config.groups]
-        self._full = [g for g, spec in enumerate(specs) if not spec.windowed]
-        self._windowed = [(g, spec) for g, spec in enumerate(specs) if spec.windowed]
+        kinds = [(g, group.visible) for g, group in enumerate(config.groups)]
+        self._full = [g for g, visible in kinds if not visible.slides]
+        self._sliding = [(g, visible) for g, visible in kinds if visible.slides]
         # The earliest time at which each pin may end: it may have been used since.
         self._ends: list[tuple[float, int, PinnedPrefix]] = []
         self._num_made = 0
@@ -174,8 +174,8 @@ class PinTable:
         """Return the blocks that the query after the prefix sees through windows; None if one is
         gone."""
         found = []
-        for g, spec in self._windowed:
-            hidden = spec.hidden_blocks(len(hashes) * self._block_size, self._block_size)
+        for g, visible in self._sliding:
+            hidden = visible.hidden_blocks(len(hashes) * self._block_size, self._block_size)
             found += [self.pool.lookup((g, key)) for i, key in enumerate(hashes) if i not in hidden]
         blocks = tuple(block for block in found if block is not None)
         return blocks if len(blocks) == len(found) else None

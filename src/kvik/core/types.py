@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from itertools import zip_longest
 
 from kvik.core.sampling_params import SamplingParams
+from kvik.spec.visible_keys import NEVER
 
 # Seeds of requests that have none: siblings, and requests that do not give one.
 
@@ -44,7 +44,6 @@ def finish_reason(request: Request, token: int) -> FinishReason | None:
 
 
 MAX_SIZES = 32
-NEVER = sys.maxsize  # a number of tokens that no request has
 
 
 @dataclass(slots=True)

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 
 from kvik.core.types import Request
-from kvik.spec.kv import Budget, KVGroup, Window, keys_read, visible_pairs
+from kvik.spec.kv import KVGroup
+from kvik.spec.visible_keys import VisibleKeys
 
 
 @dataclass(slots=True)
@@ -61,13 +62,12 @@ class WorkMeter:
 
     def __init__(self, groups: Iterable[KVGroup]) -> None:
         self.total = Work()
-        by_sight: dict[Window | Budget | None, tuple[int, int]] = {}
+        kinds: dict[VisibleKeys, tuple[int, int]] = {}
         for group in groups:
-            sight = group.spec.budget or group.spec.window
-            layers, size = by_sight.get(sight, (0, 0))
-            by_sight[sight] = layers + group.readers, size + group.read_bytes_per_token
+            layers, size = kinds.get(group.visible, (0, 0))
+            kinds[group.visible] = layers + group.readers, size + group.read_bytes_per_token
         # Which keys queries see, number of layers with it, bytes per token that they all read.
-        self._kinds = [(sight, *sums) for sight, sums in by_sight.items()]
+        self._kinds = [(visible, *sums) for visible, sums in kinds.items()]
 
     def start(self, request: Request) -> None:
         """Note that a request starts or resumes, perhaps with a cached prefix."""
@@ -84,18 +84,20 @@ class WorkMeter:
             last = min(first + tokens, request.num_prompt_tokens - 1)
             scored = max(first, request.params.prompt_logprobs_start - 1)
             self.total.logit_rows += max(0, last - scored)
-        for sight, layers, size in self._kinds:
-            self.total.prefill_pairs += layers * _pairs(request, first, first + tokens, sight)
-            self.total.prefill_kv_bytes += size * _read(request, first, first + tokens, sight)
+        span = first, first + tokens, request.num_prompt_tokens
+        for visible, layers, size in self._kinds:
+            self.total.prefill_pairs += layers * visible.pairs(*span)
+            self.total.prefill_kv_bytes += size * visible.keys_read(*span)
 
     def drafts(self, request: Request, tokens: int) -> None:
         """Count a row of one known token and its drafts, already in `num_computed_tokens`."""
         first = self._begin(request, tokens)
         self.total.decode_tokens += tokens
         self.total.logit_rows += tokens - 1
-        for sight, layers, size in self._kinds:
-            self.total.decode_pairs += layers * _pairs(request, first, first + tokens, sight)
-            self.total.decode_kv_bytes += size * _read(request, first, first + tokens, sight)
+        span = first, first + tokens, request.num_prompt_tokens
+        for visible, layers, size in self._kinds:
+            self.total.decode_pairs += layers * visible.pairs(*span)
+            self.total.decode_kv_bytes += size * visible.keys_read(*span)
 
     def step(self, tokens: int, chunks: int, samples: list[bool]) -> None:
         """Count a step whose rows are complete."""
@@ -153,25 +155,10 @@ class WorkMeter:
         total.prefill_tokens += middle - first
         total.recomputed_tokens += max(0, min(end, lost) - first)
         total.decode_tokens += end - middle
-        for sight, layers, size in self._kinds:
-            prompt = _pairs(request, first, middle, sight)
-            output = _pairs(request, middle, end, sight)
+        for visible, layers, size in self._kinds:
+            prompt = visible.pairs(first, middle, request.num_prompt_tokens)
+            output = visible.pairs(middle, end, request.num_prompt_tokens)
             total.prefill_pairs += layers * prompt
             total.prefill_kv_bytes += size * prompt
             total.decode_pairs += layers * output
             total.decode_kv_bytes += size * output
-
-
-def _pairs(request: Request, first: int, end: int, sight: Window | Budget | None) -> int:
-    """Return how many (query, visible key) pairs the queries at positions first .. end - 1 have."""
-    if isinstance(sight, Budget):
-        prompt = request.num_prompt_tokens
-        return sight.pairs(end, prompt) - sight.pairs(first, prompt)
-    return visible_pairs(first, end, sight)
-
-
-def _read(request: Request, first: int, end: int, sight: Window | Budget | None) -> int:
-    """Return how many keys at least one of these queries sees."""
-    if isinstance(sight, Budget):
-        return end - sight.first_key(first, request.num_prompt_tokens)
-    return keys_read(first, end, sight)

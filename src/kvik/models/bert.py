@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama
+from kvik.models.decoder import Decoder, GroupedQueryAttention, NormedSumLayer, plain_mlp
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, PositionTable
 from kvik.spec.fields import Fields
 from kvik.spec.layers import encoder_layers
@@ -27,38 +27,20 @@ from kvik.spec.pooling import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-
-class BertLayer:
-    """Attention and MLP; each adds to the residual stream, and the sum is normalised."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, eps, dim = spec.hidden_size, spec.norm_eps, spec.head_dim
-        attention = builder.at("attention")
-        inner = attention.at("self")
-        heads = (spec.num_heads,) * 3
-        self.qkv = inner.heads(("query", "key", "value"), hidden, heads, dim, bias=True)
-        self.attend = inner.attention(layer, dim, bidirectional=spec.layers[layer].bidirectional)
-        behind = attention.at("output")
-        self.o = behind.linear("dense", hidden, hidden, bias=True, role="o")
-        self.attention_norm = behind.layer_norm("LayerNorm", hidden, eps)
-        self.mlp = builder.mlp(
-            "intermediate.dense",
-            "output.dense",
-            hidden,
-            spec.intermediate_size,
-            bias=True,
-            activation=spec.activation,
-        )
-        self.mlp_norm = builder.layer_norm("output.LayerNorm", hidden, eps)
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """x [tokens, hidden] -> the same, one layer later."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads, head_dim]
-        x = self.attention_norm(self.o(self.attend(q, k, v, ctx), ctx, x))
-        return self.mlp_norm(self.mlp(x, ctx, x))
+BertLayer = partial(
+    NormedSumLayer,
+    attention=partial(
+        GroupedQueryAttention,
+        scope="attention",
+        qkv=("self.query", "self.key", "self.value"),
+        o="output.dense",
+    ),
+    feed=partial(plain_mlp, up="intermediate.dense", down="output.dense", scope=""),
+    norms=("attention.output.LayerNorm", "output.LayerNorm"),
+)
 
 
-class Bert(Llama):
+class Bert(Decoder):
     """The encoder.
 
     Args:

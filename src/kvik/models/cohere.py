@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Layer, Llama, LlamaAttention, ParallelLayer
+from kvik.models.decoder import Decoder, GroupedQueryAttention, Layer, ParallelLayer
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import mixed_layers, turned_layers
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class HeadNormAttention(LlamaAttention):
+class HeadNormAttention(GroupedQueryAttention):
     """Llama's attention with LayerNorm on each head of q and k, with separate gains per head.
 
     Args:
@@ -50,7 +50,7 @@ class HeadNormAttention(LlamaAttention):
 
 
 def cohere_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
-    attention = HeadNormAttention if spec.qk_norm else LlamaAttention
+    attention = HeadNormAttention if spec.qk_norm else GroupedQueryAttention
     return ParallelLayer(spec, builder, layer, attention, norm_bias=False)
 
 
@@ -69,7 +69,7 @@ COHERE = Architecture(
     "CohereForCausalLM",
     "cohere",
     "Command R and R+",
-    partial(Llama, make_layer=cohere_layer, make_norm=last_norm),
+    partial(Decoder, make_layer=cohere_layer, make_norm=last_norm),
     layers=partial(turned_layers, interleaved=True),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -87,7 +87,7 @@ COHERE2 = Architecture(
     "Cohere2ForCausalLM",
     "cohere2",
     "Command R7B and A",
-    partial(Llama, make_layer=cohere_layer, make_norm=last_norm),
+    partial(Decoder, make_layer=cohere_layer, make_norm=last_norm),
     layers=partial(mixed_layers, every=4, full_turns=False, interleaved=True),
     qkv_bias="attention_bias",
     o_bias="attention_bias",

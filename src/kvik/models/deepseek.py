@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import LlamaLayer, beside_predictors
+from kvik.models.decoder import PreNormLayer, beside_predictors
 from kvik.spec.declare import (
     APART,
     Architecture,
@@ -147,7 +147,7 @@ def deepseek2_implied(fields: Fields) -> dict[str, object]:
     return {"topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
-deepseek = partial(beside_predictors, make_layer=partial(LlamaLayer, attention=DeepseekAttention))
+deepseek = partial(beside_predictors, make_layer=partial(PreNormLayer, attention=DeepseekAttention))
 
 
 DEEPSEEK2 = Architecture(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvik.models.llama import Llama, LlamaLayer, feed_forward
+from kvik.models.decoder import Decoder, PreNormLayer, feed_forward
 from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
 from kvik.spec.fields import Fields
@@ -20,7 +20,7 @@ ERNIE4_5 = Architecture(
     "Ernie4_5ForCausalLM",
     "ernie4_5",
     "ERNIE 4.5, dense",
-    Llama,
+    Decoder,
     layers=partial(turned_layers, interleaved=True),
     qkv_bias="use_bias",
     o_bias="use_bias",
@@ -33,11 +33,11 @@ ERNIE4_5 = Architecture(
 )
 
 
-def ernie_moe(spec: ModelFacts, builder: LayerBuilder) -> Llama:
+def ernie_moe(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
     for scope in PREDICTOR:
         builder.skip(f"model.{scope}")
     feed = partial(feed_forward, names=NAMES)
-    return Llama(spec, builder, partial(LlamaLayer, feed=feed))
+    return Decoder(spec, builder, partial(PreNormLayer, feed=feed))
 
 
 def ernie_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvik.models.decoder import Decoder, Layer, ParallelLayer
 from kvik.models.gpt_neox import HEAD_BY_HEAD, NEOX_MLP
-from kvik.models.llama import Layer, Llama, ParallelLayer
 from kvik.spec.declare import APART, Architecture, FilePart, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.model import MAX_HEADS, ModelFacts
@@ -47,7 +47,7 @@ FALCON = Architecture(
     "falcon",
     "Falcon and Falcon 2, except models with ALiBi",
     partial(
-        Llama,
+        Decoder,
         make_layer=falcon_layer,
         scopes=("transformer", ""),
         names=("word_embeddings", "h", "ln_f", "lm_head"),

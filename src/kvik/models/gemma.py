@@ -13,10 +13,10 @@ import math
 from dataclasses import replace
 from functools import partial
 
-from kvik.models.llama import (
-    Llama,
-    LlamaAttention,
-    LlamaLayer,
+from kvik.models.decoder import (
+    Decoder,
+    GroupedQueryAttention,
+    PreNormLayer,
     SandwichLayer,
     beside_images,
     feed_forward,
@@ -32,10 +32,10 @@ GEGLU = "gelu_tanh_and_mul"
 
 
 geglu = partial(feed_forward, activation=GEGLU)
-GemmaLayer = partial(LlamaLayer, feed=geglu, offset=1.0)
+GemmaLayer = partial(PreNormLayer, feed=geglu, offset=1.0)
 Gemma2Layer = partial(SandwichLayer, feed=geglu, offset=1.0)
 Gemma3Layer = partial(
-    Gemma2Layer, attention=partial(LlamaAttention, norms=("q_norm", "k_norm"), offset=1.0)
+    Gemma2Layer, attention=partial(GroupedQueryAttention, norms=("q_norm", "k_norm"), offset=1.0)
 )
 
 
@@ -132,7 +132,7 @@ GEMMA = Architecture(
     "GemmaForCausalLM",
     "gemma",
     "Gemma",
-    partial(Llama, make_layer=GemmaLayer, make_norm=last_norm),
+    partial(Decoder, make_layer=GemmaLayer, make_norm=last_norm),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     activations=("gelu_pytorch_tanh", "gelu"),
@@ -146,7 +146,7 @@ GEMMA2 = Architecture(
     "Gemma2ForCausalLM",
     "gemma2",
     "Gemma 2",
-    partial(Llama, make_layer=Gemma2Layer, make_norm=last_norm),
+    partial(Decoder, make_layer=Gemma2Layer, make_norm=last_norm),
     layers=gemma2_layers,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -166,7 +166,7 @@ GEMMA3 = Architecture(
     "Gemma3ForCausalLM",
     "gemma3_text",
     "Gemma 3, text-only models",
-    partial(Llama, make_layer=Gemma3Layer, make_norm=last_norm),
+    partial(Decoder, make_layer=Gemma3Layer, make_norm=last_norm),
     layers=gemma3_layers,
     qkv_bias="attention_bias",
     o_bias="attention_bias",

@@ -14,8 +14,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvik.errors import shown
+from kvik.models.decoder import Decoder
 from kvik.models.gemma import GEGLU, GGUF_NAMES, gemma_scales, softcap
-from kvik.models.llama import Llama
 from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
 from kvik.spec.fields import Fields
@@ -144,7 +144,7 @@ class TokenInputs:
         return self.norm.add(projected, self.table(ids)).view(-1, *self.sizes)
 
 
-class Gemma4(Llama):
+class Gemma4(Decoder):
     """The language model; image and audio encoders are not read."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:

@@ -7,11 +7,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvik.models.llama import (
+from kvik.models.decoder import (
     AttentionBlock,
-    Llama,
-    LlamaAttention,
-    LlamaLayer,
+    Decoder,
+    GroupedQueryAttention,
+    PreNormLayer,
     SandwichLayer,
     beside_predictors,
     feed_forward,
@@ -38,7 +38,7 @@ GLM4 = Architecture(
     "Glm4ForCausalLM",
     "glm4",
     "GLM-4-0414",
-    partial(Llama, make_layer=Glm4Layer),
+    partial(Decoder, make_layer=Glm4Layer),
     layers=partial(turned_layers, fraction=0.5, interleaved=True),
     qkv_bias="attention_bias",
     head_dim=128,
@@ -57,7 +57,7 @@ GLM = replace(
     name="GlmForCausalLM",
     model_type="glm",
     models="GLM-4 and GLM-Edge",
-    make=partial(Llama, make_layer=partial(LlamaLayer, feed=glm_feed)),
+    make=partial(Decoder, make_layer=partial(PreNormLayer, feed=glm_feed)),
     gguf=None,
     gguf_names={},
 )
@@ -65,7 +65,7 @@ GLM = replace(
 
 def glm4_moe_attention(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
     """Heads of q and k are normalised only in the larger models."""
-    make = Qwen3Attention if spec.qk_norm else LlamaAttention
+    make = Qwen3Attention if spec.qk_norm else GroupedQueryAttention
     return make(spec, builder, layer)
 
 
@@ -74,7 +74,7 @@ GLM4_MOE = Architecture(
     "Glm4MoeForCausalLM",
     "glm4_moe",
     "GLM-4.5 to 4.7, with experts",
-    partial(beside_predictors, make_layer=partial(LlamaLayer, attention=glm4_moe_attention)),
+    partial(beside_predictors, make_layer=partial(PreNormLayer, attention=glm4_moe_attention)),
     layers=partial(turned_layers, fraction=0.5),
     experts=partial(
         read_experts, router=corrected_router, shared="n_shared_experts", first_dense=1

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaLayer
+from kvik.models.decoder import Decoder, PreNormLayer
 from kvik.spec.declare import (
     APART,
     Architecture,
@@ -68,8 +68,8 @@ def learned_positions(
 
 NORMS = ("ln_1", "ln_2")
 GPT2 = partial(
-    Llama,
-    make_layer=partial(LlamaLayer, attention=GPT2Attention, feed=gpt2_feed, norms=NORMS),
+    Decoder,
+    make_layer=partial(PreNormLayer, attention=GPT2Attention, feed=gpt2_feed, norms=NORMS),
     scopes=("transformer", ""),
     names=("wte", "h", "ln_f", "lm_head"),
     make_positions=learned_positions,

@@ -14,17 +14,23 @@ from __future__ import annotations
 
 from functools import partial
 
+from kvik.models.decoder import (
+    Decoder,
+    GroupedQueryAttention,
+    ParallelLayer,
+    PreNormLayer,
+    plain_mlp,
+)
 from kvik.models.gpt2 import GPT2, NORMS
-from kvik.models.llama import Llama, LlamaAttention, LlamaLayer, ParallelLayer, plain_mlp
 from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
-from kvik.spec.kv import Window
 from kvik.spec.layers import LayerSpec, turned_layers
 from kvik.spec.model import MAX_HEADS, MAX_WIDTH, ModelScales
 from kvik.spec.rope import MAX_POSITIONS, read_rope
+from kvik.spec.visible_keys import Window
 
 # Falcon's matrices have the same names.
-HEAD_BY_HEAD = partial(LlamaAttention, qkv=("query_key_value",), o="dense", by_head=True)
+HEAD_BY_HEAD = partial(GroupedQueryAttention, qkv=("query_key_value",), o="dense", by_head=True)
 NEOX_MLP = partial(plain_mlp, up="dense_h_to_4h", down="dense_4h_to_h")
 NeoXLayer = partial(
     ParallelLayer,
@@ -47,7 +53,7 @@ GPT_NEOX = Architecture(
     "gpt_neox",
     "GPT-NeoX and Pythia",
     partial(
-        Llama,
+        Decoder,
         make_layer=NeoXLayer,
         scopes=("gpt_neox", ""),
         names=("embed_in", "layers", "final_layer_norm", "embed_out"),
@@ -79,7 +85,7 @@ GPT_NEOX = Architecture(
 
 GPTJLayer = partial(
     ParallelLayer,
-    attention=partial(LlamaAttention, scope="attn", o="out_proj"),
+    attention=partial(GroupedQueryAttention, scope="attn", o="out_proj"),
     feed=partial(plain_mlp, up="fc_in", down="fc_out"),
     norms=("ln_1",),
 )
@@ -98,7 +104,7 @@ GPTJ = Architecture(
     "gptj",
     "GPT-J",
     partial(
-        Llama,
+        Decoder,
         make_layer=GPTJLayer,
         scopes=("transformer", ""),
         names=("wte", "h", "ln_f", "lm_head"),
@@ -126,8 +132,8 @@ GLOBAL, LOCAL = "global", "local"
 
 
 GPTNeoLayer = partial(
-    LlamaLayer,
-    attention=partial(LlamaAttention, scope="attn.attention", o="out_proj"),
+    PreNormLayer,
+    attention=partial(GroupedQueryAttention, scope="attn.attention", o="out_proj"),
     feed=partial(plain_mlp, up="c_fc", down="c_proj"),
     norms=NORMS,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvik.models.llama import Llama, LlamaAttention, LlamaLayer
+from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer
 from kvik.spec.declare import (
     APART,
     Architecture,
@@ -75,8 +75,10 @@ GPT_OSS = Architecture(
     "gpt_oss",
     "gpt-oss",
     partial(
-        Llama,
-        make_layer=partial(LlamaLayer, attention=partial(LlamaAttention, sinks=True), feed=experts),
+        Decoder,
+        make_layer=partial(
+            PreNormLayer, attention=partial(GroupedQueryAttention, sinks=True), feed=experts
+        ),
     ),
     layers=gpt_oss_layers,
     experts=partial(read_experts, inner="intermediate_size", router=normalised_router),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention, MakeFeedForward, feed_forward
+from kvik.models.decoder import Decoder, GroupedQueryAttention, MakeFeedForward, feed_forward
 from kvik.spec.declare import (
     APART,
     Architecture,
@@ -77,7 +77,7 @@ class GraniteLayer:
     ) -> None:
         hidden, eps = spec.hidden_size, spec.norm_eps
         self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
-        self.attention = LlamaAttention(spec, builder, layer)
+        self.attention = GroupedQueryAttention(spec, builder, layer)
         self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
         self.mlp = feed(spec, builder, layer)
         self.add = builder.scaled_sum(spec.scales.residual)
@@ -114,7 +114,7 @@ GRANITE = Architecture(
     "GraniteForCausalLM",
     "granite",
     "Granite 3",
-    partial(Llama, make_layer=GraniteLayer),
+    partial(Decoder, make_layer=GraniteLayer),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     mlp_bias="mlp_bias",
@@ -174,7 +174,7 @@ GRANITE4 = replace(
     name="GraniteMoeHybridForCausalLM",
     model_type="granitemoehybrid",
     models="Granite 4 whose layers all attend",
-    make=partial(Llama, make_layer=partial(GraniteLayer, feed=shared_feed)),
+    make=partial(Decoder, make_layer=partial(GraniteLayer, feed=shared_feed)),
     layers=attending_layers,
     experts=experts_and_shared,
     inner=shared_width,

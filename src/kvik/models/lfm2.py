@@ -8,7 +8,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import AttentionBlock, Llama, LlamaAttention, LlamaLayer, feed_forward
+from kvik.models.decoder import (
+    AttentionBlock,
+    Decoder,
+    GroupedQueryAttention,
+    PreNormLayer,
+    feed_forward,
+)
 from kvik.spec.declare import (
     Architecture,
     ExpertNames,
@@ -58,11 +64,13 @@ def lfm2_mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Attention
     state = spec.layers[layer].state
     if state is not None:
         return ShortConvolution(spec, builder.at(CONV), layer, state)
-    return LlamaAttention(spec, builder, layer, o="out_proj", norms=("q_layernorm", "k_layernorm"))
+    return GroupedQueryAttention(
+        spec, builder, layer, o="out_proj", norms=("q_layernorm", "k_layernorm")
+    )
 
 
 Lfm2Layer = partial(
-    LlamaLayer,
+    PreNormLayer,
     attention=lfm2_mixer,
     feed=partial(feed_forward, scope="feed_forward", names=NAMES, gate_up=("w1", "w3"), down="w2"),
     norms=("operator_norm", "ffn_norm"),
@@ -104,7 +112,7 @@ LFM2 = Architecture(
     "lfm2",
     "LFM2, dense",
     partial(
-        Llama, make_layer=Lfm2Layer, names=("embed_tokens", "layers", "embedding_norm", "lm_head")
+        Decoder, make_layer=Lfm2Layer, names=("embed_tokens", "layers", "embedding_norm", "lm_head")
     ),
     layers=lfm2_layers,
     inner=lfm2_inner,

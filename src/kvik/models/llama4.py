@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaLayer, beside_images, feed_forward
+from kvik.models.decoder import Decoder, PreNormLayer, beside_images, feed_forward
 from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
 from kvik.spec.fields import Fields
-from kvik.spec.kv import Window
 from kvik.spec.layers import CHUNKED, FULL, LayerSpec, QueryScale, layer_types, turning
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import MAX_POSITIONS, read_rope
+from kvik.spec.visible_keys import Window
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +66,7 @@ class Llama4Attention:
 
 
 Llama4Layer = partial(
-    LlamaLayer,
+    PreNormLayer,
     attention=Llama4Attention,
     feed=partial(feed_forward, scope="feed_forward", names=NAMES),
 )
@@ -122,7 +122,7 @@ LLAMA4 = Architecture(
     "Llama4ForCausalLM",
     "llama4_text",
     "Llama 4, text-only models",
-    partial(Llama, make_layer=Llama4Layer),
+    partial(Decoder, make_layer=Llama4Layer),
     layers=llama4_layers,
     experts=llama4_experts,
     qkv_bias="attention_bias",

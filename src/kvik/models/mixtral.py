@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvik.models.llama import Llama, LlamaLayer, feed_forward
+from kvik.models.decoder import Decoder, PreNormLayer, feed_forward
 from kvik.models.olmo2 import Olmo2Attention
 from kvik.spec.declare import Architecture, ExpertNames
 from kvik.spec.experts import (
@@ -34,7 +34,7 @@ MIXTRAL = Architecture(
     "MixtralForCausalLM",
     "mixtral",
     "Mixtral",
-    partial(Llama, make_layer=partial(LlamaLayer, feed=experts)),
+    partial(Decoder, make_layer=partial(PreNormLayer, feed=experts)),
     layers=windowed_layers,
     experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": None},
@@ -58,7 +58,7 @@ MINIMAX_M2 = Architecture(
     "MiniMaxM2ForCausalLM",
     "minimax_m2",
     "MiniMax-M2",
-    partial(Llama, make_layer=partial(LlamaLayer, attention=Olmo2Attention, feed=experts)),
+    partial(Decoder, make_layer=partial(PreNormLayer, attention=Olmo2Attention, feed=experts)),
     layers=minimax_layers,
     experts=partial(read_experts, inner="intermediate_size", router=corrected_router),
     head_dim=128,

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaAttention, feed_forward
+from kvik.models.decoder import Decoder, GroupedQueryAttention, feed_forward
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types
@@ -41,7 +41,7 @@ class ModernBertLayer:
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         norm = plain_norms(spec, builder)
         self.attention_norm = norm("attn_norm", before="qkv") if layer > 0 else None
-        self.attention = LlamaAttention(spec, builder, layer, "attn", qkv=("Wqkv",), o="Wo")
+        self.attention = GroupedQueryAttention(spec, builder, layer, "attn", qkv=("Wqkv",), o="Wo")
         self.mlp_norm = norm("mlp_norm", before="gate_up")
         self.mlp = feed_forward(
             spec, builder, layer, gate_up=("Wi",), down="Wo", activation="gelu_and_mul"
@@ -54,7 +54,7 @@ class ModernBertLayer:
         return self.mlp(self.mlp_norm(x), ctx, x)
 
 
-class ModernBert(Llama):
+class ModernBert(Decoder):
     """The encoder."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:

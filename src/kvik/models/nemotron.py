@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvik.models.llama import Llama, LlamaLayer, plain_mlp
+from kvik.models.decoder import Decoder, PreNormLayer, plain_mlp
 from kvik.spec.declare import Architecture, LayerBuilder, Norm
 from kvik.spec.layers import turned_layers
 from kvik.spec.model import ModelFacts
@@ -25,8 +25,8 @@ NEMOTRON = Architecture(
     "nemotron",
     "Nemotron-4 and Minitron",
     partial(
-        Llama,
-        make_layer=partial(LlamaLayer, feed=squared_relu, offset=1.0),
+        Decoder,
+        make_layer=partial(PreNormLayer, feed=squared_relu, offset=1.0),
         make_norm=last_norm,
     ),
     layers=partial(turned_layers, fraction=0.5),
@@ -44,7 +44,7 @@ ARCEE = Architecture(
     "ArceeForCausalLM",
     "arcee",
     "AFM of Arcee",
-    partial(Llama, make_layer=partial(LlamaLayer, feed=squared_relu)),
+    partial(Decoder, make_layer=partial(PreNormLayer, feed=squared_relu)),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     mlp_bias="mlp_bias",

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.llama import Llama, LlamaLayer, MakeAttention
+from kvik.models.decoder import Decoder, PostNormLayer, PreNormLayer
 from kvik.models.qwen3 import Qwen3Attention
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.experts import read_experts, softmax_router
@@ -63,28 +63,6 @@ class Olmo2Attention:
         return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
-class Olmo2Layer:
-    """Attention, then MLP; the output of each is normalised and added to the residual stream."""
-
-    def __init__(
-        self,
-        spec: ModelFacts,
-        builder: LayerBuilder,
-        layer: int,
-        attention: MakeAttention = Olmo2Attention,
-    ) -> None:
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        self.attention = attention(spec, builder, layer)
-        self.attention_norm = builder.rms_norm("post_attention_layernorm", hidden, eps)
-        self.mlp = builder.at("mlp").gated_mlp(hidden, spec.intermediate_size, bias=spec.mlp_bias)
-        self.mlp_norm = builder.rms_norm("post_feedforward_layernorm", hidden, eps)
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attention_norm.add(self.attention(x, None, rotation, ctx), x)
-        return self.mlp_norm.add(self.mlp(x, ctx), x)
-
-
 POST_NORMS: Mapping[str, str] = {
     "post_attention_norm": "post_attention_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
@@ -93,7 +71,7 @@ OLMO2 = Architecture(
     "Olmo2ForCausalLM",
     "olmo2",
     "OLMo 2",
-    partial(Llama, make_layer=Olmo2Layer),
+    partial(Decoder, make_layer=partial(PostNormLayer, attention=Olmo2Attention)),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     eos_token_ids=(50279,),
@@ -120,7 +98,7 @@ OLMO3 = Architecture(
     "Olmo3ForCausalLM",
     "olmo3",
     "OLMo 3",
-    partial(Llama, make_layer=Olmo2Layer),
+    partial(Decoder, make_layer=partial(PostNormLayer, attention=Olmo2Attention)),
     layers=olmo3_layers,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
@@ -135,7 +113,7 @@ EXAONE4 = Architecture(
     "Exaone4ForCausalLM",
     "exaone4",
     "EXAONE 4",
-    partial(Llama, make_layer=partial(Olmo2Layer, attention=Qwen3Attention)),
+    partial(Decoder, make_layer=partial(PostNormLayer, attention=Qwen3Attention)),
     layers=partial(mixed_layers, every=4, full_turns=False),
     qk_norm=True,
     eos_token_ids=(2,),
@@ -156,7 +134,7 @@ OLMOE = Architecture(
     "OlmoeForCausalLM",
     "olmoe",
     "OLMoE",
-    partial(Llama, make_layer=partial(LlamaLayer, attention=Olmo2Attention)),
+    partial(Decoder, make_layer=partial(PreNormLayer, attention=Olmo2Attention)),
     layers=olmoe_layers,
     experts=partial(read_experts, inner="intermediate_size", router=softmax_router),
     qkv_bias="attention_bias",

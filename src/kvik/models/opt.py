@@ -7,8 +7,14 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvik.models.decoder import (
+    Decoder,
+    GroupedQueryAttention,
+    NormedSumLayer,
+    PreNormLayer,
+    plain_mlp,
+)
 from kvik.models.gpt2 import learned_positions
-from kvik.models.llama import Llama, LlamaAttention, LlamaLayer, layer_norms, plain_mlp
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, LinearLayer
 from kvik.spec.fields import Fields
 from kvik.spec.layers import unturned_layers
@@ -18,27 +24,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POST_NORM = "post-norm"
-OPT_ATTENTION = partial(LlamaAttention, o="out_proj")
-OPT_MLP = partial(plain_mlp, up="fc1", down="fc2", scope="")
-NORMS = ("self_attn_layer_norm", "final_layer_norm")
-PreNormLayer = partial(LlamaLayer, attention=OPT_ATTENTION, feed=OPT_MLP, norms=NORMS)
 
 
-class PostNormLayer:
-    """Attention, then MLP; each adds to the residual stream and normalises the sum."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        self.attention = OPT_ATTENTION(spec, builder, layer)
-        self.mlp = OPT_MLP(spec, builder, layer)
-        self.attention_norm, self.mlp_norm = map(layer_norms(spec, builder), NORMS)
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attention_norm(self.attention(x, x, rotation, ctx))
-        return self.mlp_norm(self.mlp(x, ctx, x))
-
-
-class OPTModel(Llama):
+class OPTModel(Decoder):
     """The language model."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder) -> None:
@@ -46,7 +34,12 @@ class OPTModel(Llama):
         super().__init__(
             spec,
             builder,
-            PostNormLayer if post else PreNormLayer,
+            partial(
+                NormedSumLayer if post else PreNormLayer,
+                attention=partial(GroupedQueryAttention, o="out_proj"),
+                feed=partial(plain_mlp, up="fc1", down="fc2", scope=""),
+                norms=("self_attn_layer_norm", "final_layer_norm"),
+            ),
             scopes=scopes,
             names=("embed_tokens", "layers", "" if post else "final_layer_norm", "lm_head"),
             make_positions=partial(learned_positions, name="embed_positions", skipped=2),

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvik.models.llama import (
-    Llama,
-    LlamaAttention,
-    LlamaLayer,
+from kvik.models.decoder import (
+    Decoder,
+    GroupedQueryAttention,
     ParallelLayer,
+    PreNormLayer,
     feed_forward,
     plain_mlp,
 )
@@ -32,7 +32,7 @@ from kvik.spec.rope import read_rope
 
 PhiLayer = partial(
     ParallelLayer,
-    attention=partial(LlamaAttention, o="dense"),
+    attention=partial(GroupedQueryAttention, o="dense"),
     feed=partial(plain_mlp, up="fc1", down="fc2"),
 )
 PHI = Architecture(
@@ -40,7 +40,7 @@ PHI = Architecture(
     "phi",
     "Phi-1.5 and Phi-2",
     partial(
-        Llama,
+        Decoder,
         make_layer=PhiLayer,
         names=("embed_tokens", "layers", "final_layernorm", "lm_head"),
     ),
@@ -66,8 +66,8 @@ PHI = Architecture(
 
 
 Phi3Layer = partial(
-    LlamaLayer,
-    attention=partial(LlamaAttention, qkv=("qkv_proj",)),
+    PreNormLayer,
+    attention=partial(GroupedQueryAttention, qkv=("qkv_proj",)),
     feed=partial(feed_forward, gate_up=("gate_up_proj",)),
 )
 
@@ -82,7 +82,7 @@ PHI3 = Architecture(
     "Phi3ForCausalLM",
     "phi3",
     "Phi-3 and 3.5 mini, Phi-4 and 4-mini",
-    partial(Llama, make_layer=Phi3Layer),
+    partial(Decoder, make_layer=Phi3Layer),
     layers=phi3_layers,
     eos_token_ids=(32000,),
     gguf="phi3",

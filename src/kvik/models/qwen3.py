@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvik.models.llama import Llama, LlamaAttention, LlamaLayer, feed_forward
+from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, feed_forward
 from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
 from kvik.spec.experts import read_experts, softmax_router
 from kvik.spec.fields import Fields
@@ -16,11 +16,11 @@ from kvik.spec.pooling import PooledLayer, PoolingSpec, one_label, score_functio
 from kvik.spec.rope import MAX_POSITIONS
 
 # RMSNorm on each head of q and k.
-Qwen3Attention = partial(LlamaAttention, norms=("q_norm", "k_norm"))
+Qwen3Attention = partial(GroupedQueryAttention, norms=("q_norm", "k_norm"))
 
 
-def qwen3(spec: ModelFacts, builder: LayerBuilder) -> Llama:
-    return Llama(spec, builder, partial(LlamaLayer, attention=Qwen3Attention))
+def qwen3(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
+    return Decoder(spec, builder, partial(PreNormLayer, attention=Qwen3Attention))
 
 
 # Qwen3 with routed experts (Yang et al. 2025, section 2).
@@ -52,7 +52,7 @@ QWEN3 = Architecture(
 )
 
 
-def trunk(spec: ModelFacts, builder: LayerBuilder) -> Llama:
+def trunk(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
     """Return the network of a classifier, which has no LM head."""
     return qwen3(replace(spec, tie_word_embeddings=True), builder)
 
@@ -101,7 +101,7 @@ QWEN2_MOE = Architecture(
     "Qwen2MoeForCausalLM",
     "qwen2_moe",
     "Qwen 1.5 and 2 with experts",
-    partial(Llama, make_layer=partial(LlamaLayer, feed=shared_experts)),
+    partial(Decoder, make_layer=partial(PreNormLayer, feed=shared_experts)),
     qkv_bias=True,
     layers=qwen2_moe_layers,
     experts=partial(

@@ -10,8 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+from kvik.models.decoder import AttentionBlock, Decoder, PreNormLayer
 from kvik.models.gemma import last_norm
-from kvik.models.llama import AttentionBlock, Llama, LlamaLayer
 from kvik.models.qwen3 import SHARED_NAMES, shared_experts
 from kvik.spec.declare import (
     APART,
@@ -212,13 +212,13 @@ def mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock
     return GatedAttention(spec, builder.at("self_attn"), layer)
 
 
-Qwen35Layer = partial(LlamaLayer, attention=mixer, feed=shared_experts, offset=1.0)
+Qwen35Layer = partial(PreNormLayer, attention=mixer, feed=shared_experts, offset=1.0)
 
 
-def qwen3_5(spec: ModelFacts, builder: LayerBuilder) -> Llama:
+def qwen3_5(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
     """Return the text model; draft layers and the image encoder are not read."""
     builder.skip("mtp", "visual", "model.visual")
-    return Llama(spec, builder, Qwen35Layer, last_norm, ("model.language_model", "model"))
+    return Decoder(spec, builder, Qwen35Layer, last_norm, ("model.language_model", "model"))
 
 
 def qwen3_5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

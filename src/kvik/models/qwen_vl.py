@@ -7,7 +7,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvik.models.llama import QWEN2, LlamaLayer, beside_images
+from kvik.models.decoder import PreNormLayer, beside_images
+from kvik.models.llama import QWEN2
 from kvik.models.qwen3 import QWEN3, Qwen3Attention
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, switched_layers
@@ -17,7 +18,7 @@ QWEN3_VL = replace(
     name="Qwen3VLForConditionalGeneration",
     model_type="qwen3_vl",
     models="Qwen3-VL, dense, text alone",
-    make=partial(beside_images, make_layer=partial(LlamaLayer, attention=Qwen3Attention)),
+    make=partial(beside_images, make_layer=partial(PreNormLayer, attention=Qwen3Attention)),
     inside="text_config",
     gguf=None,
 )

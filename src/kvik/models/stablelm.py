@@ -6,13 +6,13 @@ from __future__ import annotations
 from functools import partial
 
 from kvik.models.cohere import HeadNormAttention
-from kvik.models.llama import (
+from kvik.models.decoder import (
     AttentionBlock,
+    Decoder,
+    GroupedQueryAttention,
     Layer,
-    Llama,
-    LlamaAttention,
-    LlamaLayer,
     ParallelLayer,
+    PreNormLayer,
 )
 from kvik.spec.declare import Architecture, LayerBuilder
 from kvik.spec.fields import Fields
@@ -26,12 +26,12 @@ NORMS = ("q_layernorm.norms.{}", "k_layernorm.norms.{}")
 def stablelm_attention(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
     """Heads of q and k are normalised only in the 12B."""
     if not spec.qk_norm:
-        return LlamaAttention(spec, builder, layer)
+        return GroupedQueryAttention(spec, builder, layer)
     return HeadNormAttention(spec, builder, layer, NORMS)
 
 
 def stablelm_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
-    make = ParallelLayer if spec.wiring == PARALLEL else LlamaLayer
+    make = ParallelLayer if spec.wiring == PARALLEL else PreNormLayer
     return make(spec, builder, layer, stablelm_attention)
 
 
@@ -43,7 +43,7 @@ STABLELM = Architecture(
     "StableLmForCausalLM",
     "stablelm",
     "StableLM 2",
-    partial(Llama, make_layer=stablelm_layer),
+    partial(Decoder, make_layer=stablelm_layer),
     layers=partial(turned_layers, fraction=0.25),
     qkv_bias="use_qkv_bias",
     qk_norm="qk_layernorm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvik.models.llama import Llama, LlamaLayer, plain_mlp
+from kvik.models.decoder import Decoder, PreNormLayer, plain_mlp
 from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, read_window
@@ -23,8 +23,8 @@ STARCODER2 = Architecture(
     "starcoder2",
     "StarCoder 2",
     partial(
-        Llama,
-        make_layer=partial(LlamaLayer, feed=partial(plain_mlp, up="c_fc", down="c_proj")),
+        Decoder,
+        make_layer=partial(PreNormLayer, feed=partial(plain_mlp, up="c_fc", down="c_proj")),
     ),
     layers=starcoder2_layers,
     qkv_bias="use_bias",

@@ -15,9 +15,9 @@ from kvik.planner.formats import weight_format
 from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
 from kvik.spec.experts import EXPERT_KEYS, sparse_layers
 from kvik.spec.fields import Fields
-from kvik.spec.kv import Window
 from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH
 from kvik.spec.rope import MAX_POSITIONS
+from kvik.spec.visible_keys import Window
 
 LARGEST = 1 << 20  # limit of any width
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from kvik.models.model_spec import ModelSpec
 from kvik.planner.formats import kv_facts, weight_facts
 from kvik.spec.declare import UNQUANTISED
-from kvik.spec.kv import Window, visible_pairs
 from kvik.spec.model import DTYPE_BYTES
+from kvik.spec.visible_keys import ALL_KEYS, Window
 from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import layer_kind
 
@@ -277,7 +277,7 @@ class ModelShape:
         cached = context - new_tokens
         total = 0.0
         for cache in self.caches:
-            pairs = visible_pairs(cached, context, cache.window)
+            pairs = (cache.window or ALL_KEYS).pairs(cached, context, context)
             width = self.head_dim + self.v_head_dim
             if not self.latent_dim:  # which may differ by layer
                 width = 2 * cache.elements // cache.vectors

@@ -13,7 +13,6 @@ from typing import Protocol
 
 from kvik.core.sampling_params import NOTHING_ALLOWED, PARAMETERS, SamplingParams
 from kvik.core.types import (
-    NEVER,
     EngineRequest,
     FinishReason,
     Handover,
@@ -49,6 +48,7 @@ from kvik.server.transfer import (
     prompt_digest,
     transfer_of,
 )
+from kvik.spec.visible_keys import NEVER
 from kvik.text.detokenizer import NO_MARKS
 from kvik.text.tokenizer import spelled
 

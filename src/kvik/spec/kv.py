@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
-from math import gcd
-from typing import TYPE_CHECKING, overload
 
-if TYPE_CHECKING:
-    from torch import Tensor
+from kvik.spec.visible_keys import ALL_KEYS, Budget, VisibleKeys, Window
 
 MAX_TAPS = 8  # largest width of a short convolution in the kernels
 STATE_BYTES = 4  # per number: states are fp32, because every token adds to them
@@ -113,138 +109,6 @@ KV_FORMATS: Mapping[str, KVFacts] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
-    """Which keys the queries of a layer see, if not all.
-
-    Attributes:
-        keys: the largest number that a query sees, including its own.
-        chunked: a query sees keys from the last multiple of `keys` (Llama 4); else the last `keys`
-            ones.
-        sinks: number of first keys of the sequence that a query also sees, at positions just before
-            the window ("attention sinks"; StreamingLLM, Xiao et al. 2023, section 3.2). Not with
-            `chunked`.
-    """
-
-    keys: int
-    chunked: bool = False
-    sinks: int = 0
-
-    @property
-    def most(self) -> int:
-        """The largest number of keys that a query sees."""
-        return self.keys + self.sinks
-
-    @overload
-    def first(self, position: int) -> int: ...
-    @overload
-    def first(self, position: Tensor) -> Tensor: ...
-    def first(self, position: int | Tensor) -> int | Tensor:
-        """Return the first key that the query at `position` sees, except sinks; below 0: it sees
-        all."""
-        return position - (position % self.keys if self.chunked else self.keys - 1)
-
-    def pairs(self, end: int) -> int:
-        """Return the total number of keys that the queries at positions 0 .. end - 1 see."""
-        if self.chunked:
-            chunks, rest = divmod(end, self.keys)
-            return chunks * _triangle(self.keys) + _triangle(rest)
-        return _triangle(min(end, self.most)) + max(0, end - self.most) * self.most
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """How many tokens of a request a layer keeps, if not all.
-
-    A prompt is computed whole. At the end of a prompt that exceeds the budget, and again after each
-    `every` further tokens, the layer keeps `tokens` of its tokens: the first, the last, and of the
-    others the ones that the last queries attend to most (SnapKV, Li et al. 2024, arXiv 2404.14469,
-    section 4). They move to the places directly before the next token, and no query sees anything
-    before them. The positions of these cuts depend only on the length of the prompt.
-
-    Attributes:
-        tokens: number of kept tokens.
-        first, last: numbers of tokens that are always kept; the `last` queries choose the others.
-        every: number of further tokens before the next cut.
-    """
-
-    tokens: int
-    first: int = 4
-    last: int = 32
-    every: int = 256
-
-    @property
-    def least(self) -> int:
-        """The smallest allowed `tokens`."""
-        return self.first + self.last
-
-    def first_cut(self, prompt: int) -> int:
-        """Return the number of tokens after which the first cut happens.
-
-        Args:
-            prompt: length of the prompt.
-        """
-        return prompt if prompt > self.tokens else self.tokens + self.every
-
-    def next_cut(self, position: int, prompt: int) -> int:
-        """Return the number of tokens, at least `position`, after which the next cut happens."""
-        first = self.first_cut(prompt)
-        return first + max(0, -(-(position - first) // self.every)) * self.every
-
-    def first_key(self, position: int, prompt: int) -> int:
-        """Return the position of the first key that the query at `position` sees."""
-        first = self.first_cut(prompt)
-        if position < first:
-            return 0
-        return position - (position - first) % self.every - self.tokens
-
-    def cut_blocks(self, end: int, block_size: int) -> range:
-        """Return the blocks to which the kept tokens move in the cut after `end` tokens."""
-        return range((end - self.tokens) // block_size, -(-end // block_size))
-
-    def most_blocks(self, block_size: int) -> int:
-        """Return the largest number of `cut_blocks`."""
-        return -(-(self.tokens - 1) // block_size) + 1
-
-    def pairs(self, end: int, prompt: int) -> int:
-        """Return the total number of keys that the queries at positions 0 .. end - 1 see."""
-        first = self.first_cut(prompt)
-        total = _triangle(min(end, first))
-        whole, rest = divmod(max(0, end - first), self.every)
-        total += whole * (_triangle(self.every) + self.tokens * self.every)
-        return total + _triangle(rest) + self.tokens * rest
-
-
-def first_visible(position: int, window: Window | None) -> int:
-    """Return the first key that the query at `position` sees, except sinks.
-
-    Args:
-        window: None: it sees all.
-    """
-    return 0 if window is None else max(0, window.first(position))
-
-
-def keys_read(first: int, end: int, window: Window | None) -> int:
-    """Return the number of keys that at least one query at positions first .. end - 1 sees."""
-    seen = first_visible(first, window)
-    return end - seen + (0 if window is None else min(seen, window.sinks))
-
-
-def visible_pairs(first: int, end: int, window: Window | None) -> int:
-    """Return the total number of keys that the queries at positions first .. end - 1 see.
-
-    Args:
-        window: None: each sees all up to its own.
-    """
-    if window is None:
-        return _triangle(end) - _triangle(first)
-    return window.pairs(end) - window.pairs(first)
-
-
-def _triangle(n: int) -> int:
-    return n * (n + 1) // 2
-
-
-@dataclass(frozen=True, slots=True)
 class KVCacheSpec:
     """What one layer stores per token, and how long it stays visible.
 
@@ -283,61 +147,9 @@ class KVCacheSpec:
         return self.vectors * KV_FORMATS[self.format].scale_bytes if self.format != AUTO else 0
 
     @property
-    def windowed(self) -> bool:
-        """Whether blocks become invisible as a request grows."""
-        return self.window is not None
-
-    def hidden_blocks(self, position: int, block_size: int, prompt: int | None = None) -> range:
-        """Return the blocks before `position` that hold no key visible to its query. No later query
-        sees them either; the start of the range never changes.
-
-        Args:
-            prompt: length of the prompt, which decides the cuts of a budget; None: before any cut.
-        """
-        if self.budget is not None and prompt is not None:
-            return range(self.budget.first_key(position, prompt) // block_size)
-        sinks = 0 if self.window is None else -(-self.window.sinks // block_size)
-        return range(sinks, first_visible(position, self.window) // block_size)
-
-    def max_blocks(self, num_tokens: int, chunk: int, block_size: int) -> int:
-        """Return the largest number of blocks that a request of `num_tokens` holds, if a step adds
-        at most `chunk` tokens."""
-        blocks, window = -(-num_tokens // block_size), self.window
-        if self.budget is not None and num_tokens > self.budget.tokens:
-            # A prompt is computed whole, and kept tokens are copied before the rest is freed.
-            return blocks + self.budget.most_blocks(block_size)
-        if window is None:
-            return blocks
-        if not window.chunked:
-            # keys - 1 earlier keys and the step's own, with partial blocks at both ends
-            seen = -(-(window.keys - 1 + chunk) // block_size) + 1
-            return min(blocks, -(-window.sinks // block_size) + seen)
-        # The worst case is a step that begins with the last query of a chunk. The alignment of
-        # chunks and blocks repeats after a few chunks.
-        most, apart = 0, block_size // gcd(window.keys, block_size)
-        for first in range(0, num_tokens, window.keys)[:apart]:
-            end = min(num_tokens, first + window.keys - 1 + chunk)
-            most = max(most, -(-end // block_size) - first // block_size)
-        return most
-
-    def hit_length(self, cached: Callable[[int], bool], length: int, block_size: int) -> int:
-        """Return the largest number of blocks, up to `length`, that a request can take from the
-        prefix cache: every block that its next query sees must be cached.
-
-        Args:
-            cached: whether block i of the prefix is cached.
-        """
-        if self.window is None:
-            return next((i for i in range(length) if not cached(i)), length)
-        while length:
-            hidden = self.hidden_blocks(length * block_size, block_size)
-            sinks = range(min(hidden.start, length))
-            seen = chain(reversed(range(max(len(sinks), hidden.stop), length)), reversed(sinks))
-            missing = next((i for i in seen if not cached(i)), None)
-            if missing is None:
-                break
-            length = missing  # every longer prefix up to here needs this block
-        return length
+    def visible(self) -> VisibleKeys:
+        """Which keys a query sees."""
+        return self.budget or self.window or ALL_KEYS
 
 
 def stored_as(
@@ -379,6 +191,11 @@ class KVGroup:
     def spec(self) -> KVCacheSpec:
         """What the layers have in common: everything but the format and its bytes."""
         return self.specs[0]
+
+    @property
+    def visible(self) -> VisibleKeys:
+        """Which keys a query sees."""
+        return self.spec.visible
 
     @property
     def bytes_per_token(self) -> int:

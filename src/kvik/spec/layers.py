@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from kvik.errors import shown
 from kvik.spec.experts import ExpertsSpec
 from kvik.spec.fields import Fields
-from kvik.spec.kv import Budget, StateSpec, Window
+from kvik.spec.kv import StateSpec
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
+from kvik.spec.visible_keys import Budget, Window
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 # Attention over keys that another network chooses, or over summaries of several, as `layer_types`,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvik.spec.engine_folder import Built
-from kvik.spec.kv import STATE_BYTES, KVCacheSpec, StateSpec, Window
+from kvik.spec.kv import STATE_BYTES, KVCacheSpec, StateSpec
 from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
@@ -16,6 +16,7 @@ from kvik.spec.stored_weights import (
     StoredQuantization,
     StoredScheme,
 )
+from kvik.spec.visible_keys import Window
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}

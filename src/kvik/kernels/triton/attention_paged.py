@@ -32,7 +32,7 @@ from kvik.kernels.triton.attention_shapes import (
 from kvik.kernels.triton.attention_tile import CHUNK, LAST, LAST_AND_SINKS, LOG2_E
 from kvik.kernels.triton.kv_load import kind_of, stored
 from kvik.kernels.triton.launch import ceil_div, power_of_two
-from kvik.spec.kv import Window
+from kvik.spec.visible_keys import Window
 
 MAX_HEAD_DIM = 512
 

@@ -1,0 +1,421 @@
+"""The parts of most decoders: grouped-query attention, an MLP or experts, layers that combine them
+in five ways, and the language model.
+
+Many models are this network with other names, another attention or other `ModelFacts`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from kvik.spec.declare import (
+    ALL,
+    EXPERT_NAMES,
+    GATE_UP,
+    ExpertNames,
+    FeedForward,
+    ForwardContext,
+    LayerBuilder,
+    LinearLayer,
+    Norm,
+    PositionTable,
+    Role,
+)
+from kvik.spec.model import ModelFacts
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+QKV = ("q_proj", "k_proj", "v_proj")
+
+
+class GroupedQueryAttention:
+    """Grouped-query attention (Ainslie et al. 2023), with rotary positions or none.
+
+    Args:
+        scope: of its names.
+        qkv: names of the projections of queries, keys and values, or of one for all three.
+        o: name of the output projection.
+        norms: names of the RMSNorm on each head of q and of k, before the rotation; (): none.
+        offset: of the norms' gains.
+        by_head: as in `LayerBuilder.heads`.
+        sinks: each head has a learned score in the softmax without a key or value.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        scope: str = "self_attn",
+        qkv: tuple[str, ...] = QKV,
+        o: str = "o_proj",
+        norms: tuple[str, ...] = (),
+        offset: float = 0.0,
+        by_head: bool = False,
+        sinks: bool = False,
+    ) -> None:
+        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        hidden, facts, inner = spec.hidden_size, spec.layers[layer], builder.at(scope)
+        counts = (heads, kv_heads, kv_heads)
+        self.qkv = inner.heads(
+            qkv, hidden, counts, dim, bias=spec.qkv_bias, rope=facts.rope, by_head=by_head
+        )
+        norm = partial(inner.rms_norm, dim=dim, eps=spec.norm_eps, offset=offset, rope=facts.rope)
+        self.attend = inner.attention(
+            layer,
+            dim,
+            spec.scales.attention,
+            norms=(norm(norms[0]), norm(norms[1])) if norms else None,
+            softcap=spec.scales.attention_cap,
+            sinks=heads if sinks else 0,
+            rope=facts.rope,
+            bidirectional=facts.bidirectional,
+        )
+        self.o = inner.linear(o, heads * dim, hidden, bias=spec.o_bias, role="o")
+        # Some old checkpoints contain frequencies and causal masks.
+        inner.ignore("rotary_emb.inv_freq", "bias", "masked_bias")
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
+        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
+        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
+
+
+class AttentionBlock(Protocol):
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
+    ) -> Tensor:
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
+        ...
+
+
+class Layer(Protocol):
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        ...
+
+
+# Each makes a part of the model in the scope of the builder.
+MakeAttention = Callable[[ModelFacts, LayerBuilder, int], AttentionBlock]
+MakeFeedForward = Callable[[ModelFacts, LayerBuilder, int], FeedForward]
+MakeLayer = Callable[[ModelFacts, LayerBuilder, int], Layer]
+MakeNorm = Callable[[ModelFacts, LayerBuilder], Norm]
+MakePositions = Callable[[ModelFacts, LayerBuilder], PositionTable]
+
+
+def feed_forward(
+    spec: ModelFacts,
+    builder: LayerBuilder,
+    layer: int,
+    scope: str = "mlp",
+    names: ExpertNames = EXPERT_NAMES,
+    gate_up: tuple[str, ...] = GATE_UP,
+    down: str = "down_proj",
+    activation: str = "silu_and_mul",
+) -> FeedForward:
+    """Return the MLP of a layer, or its routed experts.
+
+    Args:
+        scope: of the MLP or the experts.
+        names: of the experts in it.
+        gate_up, down, activation: of the MLP, as in `LayerBuilder.gated_mlp`.
+    """
+    experts, inside = spec.layers[layer].experts, builder.at(scope)
+    if experts is not None:
+        return inside.experts(spec.hidden_size, experts, names)
+    inner, bias = spec.inner(spec.layers[layer]), spec.mlp_bias
+    return inside.gated_mlp(
+        spec.hidden_size, inner, bias=bias, names=gate_up, down=down, activation=activation
+    )
+
+
+def plain_mlp(
+    spec: ModelFacts, builder: LayerBuilder, layer: int, up: str, down: str, scope: str = "mlp"
+) -> FeedForward:
+    """Return an MLP without a gate, by the names of its matrices and their scope."""
+    hidden, inner, bias = spec.hidden_size, spec.intermediate_size, spec.mlp_bias
+    return builder.at(scope).mlp(up, down, hidden, inner, bias=bias, activation=spec.activation)
+
+
+def layer_norms(
+    spec: ModelFacts, builder: LayerBuilder, offset: float = 0.0
+) -> Callable[..., Norm]:
+    """Return a function that makes norms of the model's kind over the residual stream, by name."""
+    make = builder.rms_norm if spec.rms_norm else builder.layer_norm
+    return partial(make, dim=spec.hidden_size, eps=spec.norm_eps, offset=offset)
+
+
+def first_of_mlp(spec: ModelFacts) -> Role:
+    """Return the role of the matrices that read the input of an MLP."""
+    return "gate_up" if spec.gated_mlp else "up"
+
+
+class PreNormLayer:
+    """Attention, then MLP or experts; each reads the normalised residual stream and adds to it.
+
+    Args:
+        norms: names of the norms before each.
+        offset: of the norms' gains.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        attention: MakeAttention = GroupedQueryAttention,
+        feed: MakeFeedForward = feed_forward,
+        norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+        offset: float = 0.0,
+    ) -> None:
+        norm = layer_norms(spec, builder, offset)
+        self.attention_norm = norm(norms[0], before="qkv")
+        self.attention = attention(spec, builder, layer)
+        self.mlp_norm = norm(norms[1], before=first_of_mlp(spec))
+        self.mlp = feed(spec, builder, layer)
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = self.attention(self.attention_norm(x), x, rotation, ctx)
+        return self.mlp(self.mlp_norm(x), ctx, x)
+
+
+class ParallelLayer:
+    """Attention and MLP in parallel; both read the residual stream, normalised by LayerNorm, and
+    add to it.
+
+    Args:
+        norms: names of one norm for both, or of one for each.
+        norm_bias: norms have a bias.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        attention: MakeAttention = GroupedQueryAttention,
+        feed: MakeFeedForward = feed_forward,
+        norms: tuple[str, ...] = ("input_layernorm",),
+        norm_bias: bool = True,
+    ) -> None:
+        norm = partial(builder.layer_norm, dim=spec.hidden_size, eps=spec.norm_eps, bias=norm_bias)
+        if len(norms) == 1:
+            self.attention_norm = self.mlp_norm = norm(norms[0])
+        else:
+            self.attention_norm = norm(norms[0], before="qkv")
+            self.mlp_norm = norm(norms[1], before=first_of_mlp(spec))
+        self.attention = attention(spec, builder, layer)
+        self.mlp = feed(spec, builder, layer)
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        normed = self.attention_norm(x)
+        fed = normed if self.mlp_norm is self.attention_norm else self.mlp_norm(x)
+        return self.mlp(fed, ctx, self.attention(normed, x, rotation, ctx))
+
+
+class PostNormLayer:
+    """Attention, then MLP; each reads the residual stream, and its output is normalised and added
+    to the stream.
+
+    Args:
+        norms: names of the norms after each.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        attention: MakeAttention = GroupedQueryAttention,
+        feed: MakeFeedForward = feed_forward,
+        norms: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ) -> None:
+        norm = layer_norms(spec, builder)
+        self.attention = attention(spec, builder, layer)
+        self.attention_norm = norm(norms[0])
+        self.mlp = feed(spec, builder, layer)
+        self.mlp_norm = norm(norms[1])
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = self.attention_norm.add(self.attention(x, None, rotation, ctx), x)
+        return self.mlp_norm.add(self.mlp(x, ctx), x)
+
+
+class NormedSumLayer:
+    """Attention, then MLP; each adds to the residual stream, and the sum is normalised (Vaswani et
+    al. 2017, section 3.1).
+
+    Args:
+        norms: names of the norms after each.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        attention: MakeAttention,
+        feed: MakeFeedForward,
+        norms: tuple[str, str],
+    ) -> None:
+        self.attention = attention(spec, builder, layer)
+        self.mlp = feed(spec, builder, layer)
+        self.attention_norm, self.mlp_norm = map(layer_norms(spec, builder), norms)
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = self.attention_norm(self.attention(x, x, rotation, ctx))
+        return self.mlp_norm(self.mlp(x, ctx, x))
+
+
+class SandwichLayer:
+    """Attention, then MLP; each reads the normalised residual stream, and its output is normalised
+    and added to the stream.
+
+    Args:
+        norms: names of the norms before and after attention, and before and after the MLP.
+        offset: of the norms' gains.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        layer: int,
+        attention: MakeAttention = GroupedQueryAttention,
+        feed: MakeFeedForward = feed_forward,
+        norms: tuple[str, str, str, str] = (
+            "input_layernorm",
+            "post_attention_layernorm",
+            "pre_feedforward_layernorm",
+            "post_feedforward_layernorm",
+        ),
+        offset: float = 0.0,
+    ) -> None:
+        norm = layer_norms(spec, builder, offset)
+        self.attention_norm = norm(norms[0], before="qkv")
+        self.attention = attention(spec, builder, layer)
+        self.attended_norm = norm(norms[1])
+        self.mlp_norm = norm(norms[2], before=first_of_mlp(spec))
+        self.mlp = feed(spec, builder, layer)
+        self.fed_norm = norm(norms[3])
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        x = self.attended_norm.add(self.attention(self.attention_norm(x), None, rotation, ctx), x)
+        return self.fed_norm.add(self.mlp(self.mlp_norm(x), ctx), x)
+
+
+class Decoder:
+    """The language model.
+
+    Args:
+        make_layer: makes a layer in the scope of its names.
+        make_norm: makes the norm after the last layer; None: like the model's other norms.
+        scopes: of all but the head; the first one in the checkpoint is taken.
+        names: of the embedding, the layers, the last norm and the head; "": no such norm or head.
+        make_positions: makes the table of learned positions; None: none.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        make_layer: MakeLayer = PreNormLayer,
+        make_norm: MakeNorm | None = None,
+        scopes: tuple[str, ...] = ("model", ""),
+        names: tuple[str, str, str, str] = ("embed_tokens", "layers", "norm", "lm_head"),
+        make_positions: MakePositions | None = None,
+    ) -> None:
+        embed, layers, last, head = names
+        trunk = builder.at(*scopes)
+        self.embed = trunk.token_embedding(
+            embed,
+            spec.vocab_size,
+            spec.embedding_size,
+            tied=spec.tie_word_embeddings and head != "",
+            scale=spec.scales.embedding,
+        )
+        self.positions = None if make_positions is None else make_positions(spec, trunk)
+        self.ropes = [builder.rope(rope, width) for rope, width in spec.rotations]
+        pairs = [spec.rotation(layer) for layer in spec.layers]
+        self.turned = [None if pair is None else spec.rotations.index(pair) for pair in pairs]
+        self.layers = [
+            make_layer(spec, trunk.at(layers).at(layer), layer) for layer in range(spec.num_layers)
+        ]
+        self.norm: Norm | None = None
+        if make_norm is not None:
+            self.norm = make_norm(spec, trunk)
+        elif last:
+            norm = trunk.rms_norm if spec.rms_norm else trunk.layer_norm
+            self.norm = norm(last, spec.hidden_size, spec.norm_eps, scale=spec.scales.logits)
+        self.lm_head: LinearLayer | None = None
+        if head:
+            self.lm_head = builder.lm_head(
+                head, self.embed, bias=spec.head_bias, softcap=spec.scales.logits_cap
+            )
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> hidden [tokens, hidden]."""
+        x = self.enter(ids, ctx)
+        inputs = self.token_inputs(ids, x, ctx)
+        return self.leave(
+            self.blocks(x, ctx if inputs is None else replace(ctx, token_inputs=inputs))
+        )
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
+        x = self.embed(ids)
+        return x if self.positions is None else self.positions.add(ctx.positions, x)
+
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
+        """Return additional inputs of the layers, computed from token ids; here None."""
+        return None
+
+    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same after the last layer."""
+        rotations = [rope.at(ctx.positions) for rope in self.ropes]
+        for layer, rope in zip(self.layers[span], self.turned[span], strict=True):
+            x = layer(x, None if rope is None else rotations[rope], ctx)
+        return x
+
+    def leave(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] after the last layer -> normalised, if there is a norm."""
+        return x if self.norm is None else self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] fp32; an encoder has none."""
+        assert self.lm_head is not None
+        return self.lm_head(hidden)
+
+
+def beside_images(
+    spec: ModelFacts,
+    builder: LayerBuilder,
+    make_layer: MakeLayer = PreNormLayer,
+    make_norm: MakeNorm | None = None,
+) -> Decoder:
+    """Return the text model of a checkpoint that also reads images."""
+    for scope in ("vision_tower", "vision_model", "multi_modal_projector", "visual"):
+        builder.skip(scope, f"model.{scope}")
+    inner = builder.at("language_model", "")
+    return Decoder(spec, inner, make_layer, make_norm, ("model.language_model", "model"))
+
+
+MAX_PREDICTORS = 8  # multi-token-prediction layers after the last one
+
+
+def beside_predictors(spec: ModelFacts, builder: LayerBuilder, make_layer: MakeLayer) -> Decoder:
+    """Return the model of a checkpoint with multi-token-prediction layers, which are skipped."""
+    for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
+        builder.skip(f"model.layers.{layer}")
+    return Decoder(spec, builder, make_layer)
