@@ -21,7 +21,7 @@ from kvik import LLM, SamplingParams, stage_process
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
 from kvik.core.types import EngineRequest
-from kvik.errors import PLACES_LOG, ConfigError, GroupLost
+from kvik.errors import NOTES_LOG, ConfigError, GroupLost
 from kvik.launch import launch
 
 pytestmark = pytest.mark.full  # processes that import torch
@@ -177,8 +177,8 @@ def test_an_engine_that_cannot_be_reached_is_one_error(monkeypatch) -> None:
 def test_the_start_says_where_each_process_runs(caplog) -> None:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
     options = {"threads": 4, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
-    with caplog.at_level(logging.INFO, PLACES_LOG), LLM(**{**COMMON, **options}):
-        told = sorted(one.getMessage() for one in caplog.records if one.name == PLACES_LOG)
+    with caplog.at_level(logging.INFO, NOTES_LOG), LLM(**{**COMMON, **options}):
+        told = sorted(one.getMessage() for one in caplog.records if one.name == NOTES_LOG)
     assert [line.partition(",")[0] for line in told] == [
         *("rank 0 of 2: cpu", "rank 1 of 2: cpu", "stage 0 of 2: layers 0 to 2")
     ]

@@ -25,7 +25,7 @@ from kvik.engine.host import host_engine
 from kvik.engine.remote import EngineClient, RemoteClient
 from kvik.engine.sources import Supervisor, restart_policy
 from kvik.engine.wire import EngineStart, HostSocket, to_start
-from kvik.errors import PLACES_LOG
+from kvik.errors import NOTES_LOG
 from kvik.launch import load_loop
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str]) -> int:
     sock = socket.socket(fileno=int(arguments[0]))
     sock.set_inheritable(False)
     live_with_parent(sock.fileno())
-    logging.getLogger(PLACES_LOG).setLevel(logging.INFO)
+    logging.getLogger(NOTES_LOG).setLevel(logging.INFO)
     _beating = [beat(int(file)) for file in arguments[1:]]  # without one, for nobody
     line = HostSocket(sock)
     try:

@@ -18,8 +18,8 @@ def shown(value: object) -> str:
 
 # Logger of the messages that a user sees while an engine starts.
 START_LOG = "kvik.start"
-# Of where processes run that compute one model together, which an engine's process tells, too.
-PLACES_LOG = f"{START_LOG}.places"
+# Messages that an engine process logs, too: where the processes of a model run, what is not loaded.
+NOTES_LOG = f"{START_LOG}.notes"
 
 
 class KvikError(ValueError):

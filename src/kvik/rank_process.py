@@ -41,7 +41,7 @@ from kvik.child_process import (
 )
 from kvik.config.config import ResolvedConfig
 from kvik.config.parallel import OPTION
-from kvik.errors import PLACES_LOG, ConfigError, GroupLost, KvikError
+from kvik.errors import NOTES_LOG, ConfigError, GroupLost, KvikError
 from kvik.files import shared_memory
 from kvik.kernels.cpu.meeting import MEETING_BYTES, BrokenGroup, Meeting
 from kvik.spec.shares import PipelineStage
@@ -64,7 +64,7 @@ MEMORY = 4
 LEAST_MEMORY = 1 << 28
 
 
-log = logging.getLogger(PLACES_LOG)
+log = logging.getLogger(NOTES_LOG)
 
 
 class RankStart(msgspec.Struct, frozen=True, array_like=True):

@@ -38,7 +38,7 @@ from kvik.child_process import (
 )
 from kvik.config.config import ResolvedConfig
 from kvik.config.hardware import detect
-from kvik.errors import PLACES_LOG, ConfigError, GroupLost
+from kvik.errors import NOTES_LOG, ConfigError, GroupLost
 from kvik.kernels.cpu._native import Heartbeat
 from kvik.links import Address, Hello, LinkError, LinkListener, connect, hang_up, host_of
 from kvik.rank_process import (
@@ -56,7 +56,7 @@ from kvik.worker.group import Message
 
 OPTION = "pipeline_parallel_size"
 JOIN_SECONDS = 60.0  # that a stage may take to start and to connect
-log = logging.getLogger(PLACES_LOG)
+log = logging.getLogger(NOTES_LOG)
 NOT_CONNECTED = 3  # exit code of a stage that cannot connect to the engine
 
 

@@ -10,7 +10,7 @@ from zlib import crc32
 
 import torch
 
-from kvik.errors import START_LOG, ModelError, shown
+from kvik.errors import NOTES_LOG, START_LOG, ModelError, shown
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, Declarations, DeclaredTensor
 from kvik.nn.checkpoint import Checkpoint, selected_bytes
@@ -114,7 +114,8 @@ def check_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
         found = [scope for scope in skipped if any(name.startswith(scope) for name in left)]
         parts = _listed(scope.removesuffix(".") for scope in found)
         count = len(left) - len(extra)
-        log.info("%d tensors are not read, as they are not of the text model: %s", count, parts)
+        told = "%d tensors are not read, as they are not of the text model: %s"
+        logging.getLogger(NOTES_LOG).info(told, count, parts)
     if extra:
         raise ModelError("model", f"its weights hold {_listed(extra)}, unknown to the architecture")
     for name, tensor in wanted.items():
