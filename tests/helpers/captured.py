@@ -145,7 +145,6 @@ def captured_steps(
         network: EngineNetwork,
         most: StepSizes,
         *,
-        trees: bool = False,
         drafts: bool = False,
     ) -> tuple[DecodeGraphs, DeviceInputs]:
         again, seqs = Again(), max(rows)
@@ -153,9 +152,9 @@ def captured_steps(
         if drafts:
             sizes += catching_up_sizes(seqs, most.tokens)
         elif judged:
-            sizes += drafting_sizes(seqs, judged, most.samples - most.seqs, tree=trees)
+            sizes += drafting_sizes(seqs, judged, most.samples - most.seqs, tree=most.trees)
         sizes = [size for size in sizes if size.rows <= most.seqs and size.tokens <= most.tokens]
-        inputs = DeviceInputs(most, len(network.groups), self._max_blocks, CPU, sizes, trees=trees)
+        inputs = DeviceInputs(most, len(network.groups), self._max_blocks, CPU, sizes)
         context = self._max_blocks * self._block_size
         graphs = DecodeGraphs(
             network,
@@ -195,9 +194,7 @@ class _ForwardWarmUps(NoWarmUps):
     def __init__(self, joined: Joined) -> None:
         self._joined = joined
 
-    def steps(
-        self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> WarmUp:
+    def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
         calls = forwards(network, (8, 1), 1, network.kv.layers[0].k.shape[1], spec.max_context)
         return WarmUp(calls, self._joined.warming_up)
 
@@ -229,14 +226,13 @@ def captured_groups(
         network: EngineNetwork,
         most: StepSizes,
         *,
-        trees: bool = False,
         drafts: bool = False,
     ) -> tuple[Graph, StepInputs]:
         assert self.joined is not None
         again, sizes = Again(fails=len(made) == failing), [GraphSize(n, n, 1, n) for n in rows]
         block_size = network.kv.layers[0].k.shape[1]
         blocks = -(-max_context // block_size)
-        inputs = DeviceInputs(most, len(network.groups), blocks, CPU, sizes, trees=trees)
+        inputs = DeviceInputs(most, len(network.groups), blocks, CPU, sizes)
         memory = GraphMemory(ROOMY, 0)
         graphs = DecodeGraphs(
             network, inputs, again, sizes, block_size, max_context, lambda: 0.0, memory, self.joined

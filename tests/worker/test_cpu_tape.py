@@ -252,16 +252,7 @@ class Twins:
                 )
                 for _ in range(2)
             )
-            speculation = config.speculation
-            self.graph, self.inputs = native.graph(
-                self.taped,
-                StepSizes.of(
-                    scheduler.max_num_batched_tokens,
-                    scheduler.max_num_seqs,
-                    speculation.max_draft_rows if speculation else 0,
-                ),
-                trees=speculation is not None and speculation.trees,
-            )
+            self.graph, self.inputs = native.graph(self.taped, StepSizes.of_engine(config))
         assert isinstance(self.inputs, FixedInputs)
         self.table = RequestTable(
             scheduler.max_num_seqs,
@@ -474,8 +465,8 @@ def test_close_frees_weights_cache_and_tape(
     kept: list[weakref.ref] = []
     graph = NativePlatform.graph
 
-    def watch(self, network, sizes, *, trees=False):
-        tape, inputs = graph(self, network, sizes, trees=trees)
+    def watch(self, network, sizes):
+        tape, inputs = graph(self, network, sizes)
         weights = network.model.layers[0].mlp.down.matrix.data.weight
         for thing in (
             network.kv.layers[0].k,

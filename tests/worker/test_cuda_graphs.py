@@ -385,7 +385,7 @@ def test_the_ladder_ends_with_the_largest_step(most: int, expected: tuple[int, .
 
 def test_inputs_are_sent_together_and_padded() -> None:
     captured = [GraphSize(4, 4, 1, 4), GraphSize(2, 6, 3, 5, tree=True)]
-    inputs = DeviceInputs(StepSizes(12, 5, 6), 2, 4, CPU, captured, trees=True)
+    inputs = DeviceInputs(StepSizes(12, 5, 6, trees=True), 2, 4, CPU, captured)
     fresh = FreshInputs(CPU)
     arrays = {
         "query_start_loc": np.array([0, 1, 2], np.int32),

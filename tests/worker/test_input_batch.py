@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -100,7 +101,7 @@ def test_drafts_follow_the_known_tokens(tree: DraftTree | None, fixed: bool) -> 
     inputs: StepInputs = FreshInputs(CPU)
     if fixed:
         sizes = StepSizes(SLOTS * LENGTH, SLOTS, SLOTS + 1)
-        inputs = FixedInputs(sizes, 1, LENGTH, trees=True)
+        inputs = FixedInputs(replace(sizes, trees=True), 1, LENGTH)
     table.draft_tree = tree
     batch = build_input_batch(plan, table, inputs)
     ids = [2, 3, 4, 104, 206, 50, 51, 52, 53, 302, 60, 61]

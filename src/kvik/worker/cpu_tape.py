@@ -54,7 +54,7 @@ class CpuTape:
                 num_scheduled=(),  # known only in a replay
                 contexts=(),
                 block_size=block_size,
-                tree=inputs.whole("tree") if inputs.trees else None,
+                tree=inputs.whole("tree") if inputs.sizes.trees else None,
                 state_rows=inputs.whole("state_rows"),
                 first_keys=inputs.whole(f"first_keys {group}") if of.budgeted else None,
             )
@@ -94,7 +94,7 @@ class CpuTape:
 
     def plant(self, planted: bool) -> None:
         """Clear trees that an earlier step left in the inputs, if this step has none."""
-        if self.inputs.trees:
+        if self.inputs.sizes.trees:
             if self._planted and not planted:
                 self.inputs.whole("tree").zero_()
             self._planted = planted

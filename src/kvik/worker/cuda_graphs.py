@@ -17,7 +17,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 from kvik.attention.base import StepLayout
@@ -30,7 +29,7 @@ from kvik.worker.captures import (
     Captures,
     GraphMemory,
 )
-from kvik.worker.graphs import Eager, EngineNetwork, StepOutput
+from kvik.worker.graphs import Eager, EngineNetwork, StepOutput, zero_rows
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import DeviceInputs
 
@@ -165,13 +164,13 @@ class DecodeGraphs:
             layouts,
             inputs.whole("logits_indices", size.samples),
         )
-        if self._output is None:
+        if self._output is None:  # one for all sizes: it is read before the next step
             samples = self._most_samples
             self._output = output = StepOutput(
-                hidden=_rows(self._most_tokens, found.hidden),
-                logits=_rows(samples, found.logits),
-                top=_rows(samples, found.top),
-                top_ids=_rows(samples, found.top_ids),
+                hidden=zero_rows(self._most_tokens, found.hidden),
+                logits=zero_rows(samples, found.logits),
+                top=zero_rows(samples, found.top),
+                top_ids=zero_rows(samples, found.top_ids),
             )
             every = (output.hidden, output.logits, output.top, output.top_ids)
             self._memory.share(sum(tensor.nbytes for tensor in every))
@@ -187,9 +186,3 @@ class DecodeGraphs:
 
 def _by_tokens(size: GraphSize) -> tuple[int, int, int]:
     return size.tokens, size.longest, size.rows
-
-
-def _rows(count: int, like: Tensor) -> Tensor:
-    """Return zeros [count, ...]. All sizes share them, because the output of a step is read before
-    the next step."""
-    return torch.zeros(count, *like.shape[1:], dtype=like.dtype, device=like.device)

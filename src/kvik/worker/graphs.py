@@ -85,7 +85,7 @@ class CapturedRows:
             memory: see `Captures`.
         """
         self._function = function
-        self._inputs = [_rows(sizes[-1], tensor) for tensor in like]
+        self._inputs = [zero_rows(sizes[-1], tensor) for tensor in like]
         self._output: Tensor | None = None  # of every size, in the first rows
         self._captures = Captures(
             capturer, sizes, lambda size: lambda: self._call(size), clock, memory
@@ -124,11 +124,12 @@ class CapturedRows:
     def _call(self, size: int) -> None:
         found = self._function(*(tensor[:size] for tensor in self._inputs))
         if self._output is None:
-            self._output = _rows(self._captures.sizes[-1], found)
+            self._output = zero_rows(self._captures.sizes[-1], found)
         self._output[:size].copy_(found)
 
 
-def _rows(count: int, like: Tensor) -> Tensor:
+def zero_rows(count: int, like: Tensor) -> Tensor:
+    """Return zeros [count, ...] of the shape and dtype of the rows of a tensor."""
     return torch.zeros(count, *like.shape[1:], dtype=like.dtype, device=like.device)
 
 

@@ -155,13 +155,12 @@ class Platform(Protocol):
         ...
 
     def graph(
-        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
+        self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         """Return how steps run, and where their inputs are put.
 
         Args:
             sizes: of the largest step.
-            trees: whether a step may hold trees of drafts.
             drafts: the network is the draft model.
         """
         ...
@@ -216,7 +215,7 @@ class TorchPlatform:
         self._config = config
 
     def graph(
-        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
+        self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         eager = Eager(network), FreshInputs(self.parts.device)
         return eager if self.joined is None else self.joined.steps(*eager)
@@ -240,7 +239,7 @@ class TransformersPlatform(TorchPlatform):
     """torch's own kernels, with forwards by transformers."""
 
     def graph(
-        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
+        self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         from kvik.worker.transformers_model import TransformersModel, TransformersSteps
 
@@ -296,7 +295,7 @@ class NativePlatform:
         self._hidden_size = config.model.hidden_size
 
     def graph(
-        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
+        self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
         from kvik.attention.cpu import CpuAttention
         from kvik.kernels.cpu.recording import CaptureError
@@ -306,7 +305,7 @@ class NativePlatform:
         if self.group is None and not isinstance(self.parts.backend, CpuAttention):
             return eager  # attention uses torch's operations, as configured
         try:
-            tape = self.tape(network, sizes, trees=trees)
+            tape = self.tape(network, sizes)
         except CaptureError as error:
             if self.group is not None:
                 raise ConfigError("tensor_parallel_size", f"must be 1: {error}") from None
@@ -319,7 +318,7 @@ class NativePlatform:
         self._others.meet(self.group)
         return GroupTape(tape, self._others), tape.inputs
 
-    def tape(self, network: EngineNetwork, sizes: StepSizes, *, trees: bool) -> CpuTape:
+    def tape(self, network: EngineNetwork, sizes: StepSizes) -> CpuTape:
         """Record a forward of the largest step.
 
         Raises:
@@ -332,7 +331,7 @@ class NativePlatform:
         entered = None
         if network.stage is not None and not network.stage.first:
             entered = self._hidden_size, self.parts.dtype
-        inputs = FixedInputs(sizes, groups, blocks, trees=trees, zeros=zeros, entered=entered)
+        inputs = FixedInputs(sizes, groups, blocks, zeros=zeros, entered=entered)
         return CpuTape.capture(self.native, network, inputs, self._block_size)
 
     def alone(self) -> Platform:
@@ -417,13 +416,13 @@ class TritonPlatform:
         return self._memory.graphs if runner.graph_sizes or runner.draft_graph_sizes else None
 
     def graph(
-        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool = False, drafts: bool = False
+        self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool = False
     ) -> tuple[Graph, StepInputs]:
-        graph, inputs = self._own_steps(network, sizes, trees=trees, drafts=drafts)
+        graph, inputs = self._own_steps(network, sizes, drafts=drafts)
         return (graph, inputs) if self.joined is None else self.joined.steps(graph, inputs)
 
     def _own_steps(
-        self, network: EngineNetwork, sizes: StepSizes, *, trees: bool, drafts: bool
+        self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool
     ) -> tuple[Graph, StepInputs]:
         config, device = self._config, self.parts.device
         context, block_size = config.scheduler.max_model_len, config.cache.block_size
@@ -431,7 +430,7 @@ class TritonPlatform:
         if not self._plans_on_device:
             return Eager(network), FreshInputs(device)
         inputs = DeviceInputs(
-            sizes, len(network.groups), -(-context // block_size), device, captured, trees=trees
+            sizes, len(network.groups), -(-context // block_size), device, captured
         )
         if not captured:
             return Eager(network), inputs

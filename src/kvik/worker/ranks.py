@@ -98,8 +98,7 @@ class Rank:
         torch.set_num_threads(1)
         self._platform = NativePlatform(config, memory, seat)
         self._network: EngineNetwork = load_share(config, self._platform, seat, stage)
-        trees = config.speculation is not None and config.speculation.trees
-        self._tape = self._platform.tape(self._network, StepSizes.of_engine(config), trees=trees)
+        self._tape = self._platform.tape(self._network, StepSizes.of_engine(config))
         assert self._platform.group is not None
         self._group = self._platform.group
         self._hidden = config.model.hidden_size, self._platform.parts.dtype
@@ -152,9 +151,8 @@ class LeadingRank:
         torch.set_num_threads(1)
         self._platform = NativePlatform(config, seat=seat)
         self._network: EngineNetwork = load_share(config, self._platform, seat, stage)
-        trees = config.speculation is not None and config.speculation.trees
         sizes = StepSizes.of_engine(config)
-        graph, inputs = self._platform.graph(self._network, sizes, trees=trees)
+        graph, inputs = self._platform.graph(self._network, sizes)
         assert isinstance(graph, Tape) and isinstance(inputs, FixedInputs)
         self._tape = StageTape(graph, inputs)
         self._pages = PageShare(config, self._network, seat, stage)
@@ -225,12 +223,9 @@ class TorchRank:
             assert chosen.joined is not None
             self._group = chosen.joined.group
             self._network = load_share(config, chosen, seat, None)
-            sizes, speculation = StepSizes.of_engine(config), config.speculation
-            trees = speculation is not None and speculation.trees
-            graph, self._inputs = chosen.graph(self._network, sizes, trees=trees)
-            self._warm_up = chosen.parts.warm_ups.steps(
-                self._network, config.model, sizes, trees=trees
-            )
+            sizes = StepSizes.of_engine(config)
+            graph, self._inputs = chosen.graph(self._network, sizes)
+            self._warm_up = chosen.parts.warm_ups.steps(self._network, config.model, sizes)
         assert isinstance(graph, Eager | DecodeGraphs)
         self._graph = graph
         self._device, self._block_size = device, config.cache.block_size

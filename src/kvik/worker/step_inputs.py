@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -113,16 +113,12 @@ class DeviceInputs:
         max_blocks: int,
         device: torch.device,
         captured: Sequence[GraphSize] = (),
-        *,
-        trees: bool = False,
     ) -> None:
         """
         Args:
             captured: forwards that read from here; none is larger than `sizes`.
-            trees: whether a step may hold trees of drafts.
         """
         self.groups = range(num_groups)
-        self.trees = trees
         rows = max((size.rows for size in captured), default=0)
         tokens = max((size.tokens for size in captured), default=0)
         samples = max((size.samples for size in captured), default=0)
@@ -134,7 +130,7 @@ class DeviceInputs:
             "seq_lens": (sizes.seqs, np.int32),
             "state_rows": (sizes.seqs, np.int32),
         }
-        if trees:
+        if sizes.trees:
             counts["tree"] = (sizes.tokens, np.int64)
         padded = {
             "seq_lens": rows,
@@ -296,6 +292,7 @@ class StepSizes:
     tokens: int
     seqs: int
     samples: int  # rows of logits: one for each row that samples, and one for each draft
+    trees: bool = False  # a step may hold trees of drafts
 
     @staticmethod
     def of(max_num_batched_tokens: int, max_num_seqs: int, max_draft_rows: int = 0) -> StepSizes:
@@ -309,11 +306,11 @@ class StepSizes:
     def of_engine(config: ResolvedConfig) -> StepSizes:
         """Return the sizes of steps of the served model."""
         scheduler, speculation = config.scheduler, config.speculation
-        return StepSizes.of(
-            scheduler.max_num_batched_tokens,
-            scheduler.max_num_seqs,
-            speculation.max_draft_rows if speculation else 0,
-        )
+        tokens, seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+        if speculation is None:
+            return StepSizes.of(tokens, seqs)
+        sizes = StepSizes.of(tokens, seqs, speculation.max_draft_rows)
+        return replace(sizes, trees=speculation.trees)
 
 
 PARTS = 64  # views of an input that are cached
@@ -330,19 +327,16 @@ class FixedInputs:
         num_groups: int,
         max_blocks: int,
         *,
-        trees: bool = False,
         zeros: Callable[[tuple[int, ...], type], np.ndarray] = np.zeros,
         entered: tuple[int, torch.dtype] | None = None,
     ) -> None:
         """
         Args:
-            trees: whether a step may hold trees of drafts.
             zeros: where the memory comes from.
             entered: width and dtype of an earlier stage's result per token; None: there is no
                 earlier stage.
         """
         self.sizes = sizes
-        self.trees = trees
         self._arrays: dict[str, np.ndarray] = {
             "input_ids": zeros((sizes.tokens,), np.int64),
             "positions": zeros((sizes.tokens,), np.int64),
@@ -351,7 +345,7 @@ class FixedInputs:
             "state_rows": zeros((sizes.seqs,), np.int32),
             "logits_indices": zeros((sizes.samples,), np.int64),
         }
-        if trees:
+        if sizes.trees:
             self._arrays["tree"] = zeros((sizes.tokens,), np.int64)
         for group in range(num_groups):
             self._arrays[f"slot_mapping {group}"] = zeros((sizes.tokens,), np.int64)

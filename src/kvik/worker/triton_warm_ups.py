@@ -46,9 +46,7 @@ class TritonWarmUps:
         self._device = device
         self._together = nullcontext if joined is None else joined.warming_up
 
-    def steps(
-        self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> WarmUp:
+    def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
         if not isinstance(self._backend, TritonAttention):
             return NOTHING  # other backends plan each step on the host
         context, block_size = self._config.scheduler.max_model_len, self._config.cache.block_size
@@ -57,7 +55,7 @@ class TritonWarmUps:
         by_expert = (tokens_of_experts(each.experts, each.active) for each in routers)
         kv_heads = {spec.heads(layer)[0] for layer in spec.layers if layer.state is None}
         classes = lengths(spec.num_heads, kv_heads, most, set().union(*by_expert))
-        nodes = [length for length in classes if trees and length <= SHORT]
+        nodes = [length for length in classes if sizes.trees and length <= SHORT]
         calls = forwards(network, classes, sizes.samples, block_size, context, nodes)
         return WarmUp(calls, self._together)
 

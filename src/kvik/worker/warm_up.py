@@ -82,13 +82,11 @@ NOTHING = WarmUp(())
 class WarmUps(Protocol):
     """Makes the warm-ups that the kernels of a platform need."""
 
-    def steps(
-        self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> WarmUp:
+    def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
         """Return the warm-up of a network's forwards; it runs before `Graph.rest`.
 
         Args:
-            sizes, trees: see `Platform.graph`.
+            sizes: see `Platform.graph`.
         """
         ...
 
@@ -104,9 +102,7 @@ class WarmUps(Protocol):
 class NoWarmUps:
     """For kernels that are compiled ahead of time."""
 
-    def steps(
-        self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes, *, trees: bool = False
-    ) -> WarmUp:
+    def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
         return NOTHING
 
     def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:

@@ -123,8 +123,7 @@ class Worker:
         network = load_share(config, chosen, seat, runner.stages[-1] if stages else None)
         speculation = config.speculation
         sizes = StepSizes.of_engine(config)
-        trees = speculation is not None and speculation.trees
-        graph, inputs = chosen.graph(network, sizes, trees=trees)
+        graph, inputs = chosen.graph(network, sizes)
         pipeline = None
         if stages is not None:
             assert isinstance(graph, Tape) and isinstance(inputs, FixedInputs)
@@ -148,7 +147,7 @@ class Worker:
             scheduler.max_num_seqs, vocab_size, device, draw_bytes, self._grammars
         )
         speculator: Speculator | None = None
-        compiled = chosen.parts.warm_ups.steps(network, config.model, sizes, trees=trees)
+        compiled = chosen.parts.warm_ups.steps(network, config.model, sizes)
         self._resting: tuple[Resting, ...] = (compiled, graph)
         if speculation is not None:
             parts = DrafterParts(speculation, config, table, sampling, network, chosen.alone())
