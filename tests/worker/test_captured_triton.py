@@ -4,8 +4,9 @@ interpreter, so few and small."""
 from __future__ import annotations
 
 import json
+import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,10 @@ from helpers.drafters import (
     with_probability,
 )
 from helpers.interpreted_engine import interpret_engines
+from helpers.optional_native import needs_native
 from helpers.overlapping import steps_in_flight
+from helpers.thread_ranks import use_threads
+from triton.runtime.interpreter import GridExecutor
 
 from kvik import LLM, SamplingParams
 from kvik.config.config import EngineConfig, ResolvedConfig
@@ -38,6 +42,7 @@ from kvik.launch import resolve_config
 from kvik.worker import platforms, triton_warm_ups
 from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers
 from kvik.worker.graphs import Eager, EngineNetwork, Graph, StepOutput
+from kvik.worker.group import Seat
 from kvik.worker.warm_up import WarmUp
 
 pytestmark = INTERPRETED_ONLY
@@ -60,7 +65,7 @@ DECODING = GraphSize(4, 4, 1, 4)
 def tokens(model: Path, graphs: int | None = None, **options: Any) -> list[list[int]]:
     """With all that may be captured before the first request, which is so much."""
     limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8, **options}
-    with LLM(str(model), **COMMON, **limits) as llm:
+    with LLM(str(model), **{**COMMON, **limits}) as llm:
         loop = llm._client._loop
         while loop.rest():
             pass
@@ -76,25 +81,35 @@ def tokens(model: Path, graphs: int | None = None, **options: Any) -> list[list[
 
 
 @contextmanager
-def captured(*sizes: GraphSize, capturer: Again | None = None) -> Iterator[Again]:
-    """Engines that are made within replay steps of these sizes."""
-    again = capturer or Again()
+def captured(*sizes: GraphSize, by: Sequence[Again] = ()) -> Iterator[Sequence[Again]]:
+    """Let an engine that is made in the context replay steps of some sizes.
+
+    Args:
+        by: the capturer of each of its processes; (): of one process, a new one.
+
+    Yields:
+        The capturers.
+    """
+    by = by or [Again()]
+    unused = list(by)
 
     def platform(
-        config: ResolvedConfig, memory: object = None, seat: object = None
+        config: ResolvedConfig, memory: object = None, seat: Seat | None = None
     ) -> platforms.Platform:
         choice: dict[str, Any] = {"kernels": "triton", "attention_backend": "triton"}
         choice |= {"graph_sizes": sizes, "graph_memory": ROOMY}
-        return platforms.TritonPlatform(replace(config, runner=replace(config.runner, **choice)))
+        config = replace(config, runner=replace(config.runner, **choice))
+        return platforms.TritonPlatform(config, seat)
 
     with pytest.MonkeyPatch.context() as patch:
         interpret_engines(patch)
         patch.setattr("kvik.worker.worker.platform", platform)
-        patch.setattr(platforms, "CudaCapturer", lambda device: again)
-        patch.setattr(triton_warm_ups, "forwards", lambda *args: [])  # tests of its own
+        patch.setattr("kvik.worker.ranks.platform", platform)
+        patch.setattr(platforms, "CudaCapturer", lambda device: unused.pop())
+        patch.setattr(triton_warm_ups, "forwards", lambda *args: [])  # has tests of its own
         patch.setattr(triton_warm_ups, "rules", lambda *args: WarmUp(()))
-        yield again
-    assert len(again.captured) == len(sizes)
+        yield by
+    assert {len(again.captured) for again in by} == {len(sizes)}
 
 
 @pytest.fixture
@@ -107,9 +122,28 @@ def model(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("kv", ["auto", "int8"])
 def test_padded_steps_say_the_same(kv, model) -> None:
     expected = tokens(model, attention_backend="reference", kv_cache_dtype=kv)
-    with captured(DECODING) as again, steps_in_flight(2):
+    with captured(DECODING) as (again,), steps_in_flight(2):
         assert tokens(model, 1, kv_cache_dtype=kv) == expected
     assert again.replayed >= 3
+
+
+@pytest.mark.full
+@needs_native
+@pytest.mark.parametrize("cut", ["exact", "fast"])
+def test_groups_replay_padded_steps(cut, model, monkeypatch) -> None:
+    expected = tokens(model, attention_backend="reference")
+    use_threads(monkeypatch)
+    launch, alone = GridExecutor.__call__, threading.Lock()  # the interpreter has global state
+
+    def launch_alone(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        with alone:
+            launch(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch_alone)
+    group = {"tensor_parallel_size": 2, "tensor_parallel_cut": cut, "threads": 2}
+    with captured(DECODING, by=[Again(), Again()]) as by, steps_in_flight(2):
+        assert tokens(model, 1, **group) == expected
+    assert by[0].replayed == by[1].replayed >= 3
 
 
 # Tokens of no request are computed from whatever was in memory, and nobody looks at them.
@@ -138,7 +172,7 @@ def test_steps_with_drafts_say_the_same(tree, model, monkeypatch) -> None:
         return forward(self, ids, at, layouts, samples)
 
     monkeypatch.setattr(Eager, "forward", noted)
-    with captured(DECODING, judging) as again, steps_in_flight(2):
+    with captured(DECODING, judging) as (again,), steps_in_flight(2):
         assert tokens(model, 2, **options) == expected
     assert again.replayed >= 3
     assert eager and not any(eager)
@@ -200,7 +234,7 @@ def test_close_gives_weights_and_cache_back(model, monkeypatch) -> None:
         lambda: alive.append([ref() is not None for ref in kept]) or emptied(),
     )
     limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8}
-    with captured(DECODING, capturer=Called()), LLM(str(model), **COMMON, **limits) as llm:
+    with captured(DECODING, by=[Called()]), LLM(str(model), **COMMON, **limits) as llm:
         while llm._client._loop.rest():
             pass
         assert all(ref() is not None for ref in kept)
