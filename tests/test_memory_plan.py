@@ -59,7 +59,7 @@ SMALL = {
     "tie_word_embeddings": True,
     "dtype": "bfloat16",
 }
-LLAMA_1B = PUBLIC["Llama-3.2-1B"]
+LLAMA_1B = PUBLIC["llama-3.2-1b"]
 
 # Everything that takes memory: all blocks of the cache in use at once, a step of all the tokens it
 # may have, sampling with every rule on, and the logprobs of a prompt.

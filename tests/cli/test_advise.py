@@ -33,7 +33,7 @@ def machine(tmp_path: Path) -> str:
 @pytest.fixture
 def llama(tmp_path: Path) -> str:
     path = tmp_path / "Llama-3-8B.json"
-    path.write_text(json.dumps(PUBLIC["Llama-3-8B"]))
+    path.write_text(json.dumps(PUBLIC["llama-3-8b"]))
     return str(path)
 
 
@@ -85,7 +85,7 @@ def test_what_fits_nowhere_has_no_command(
     llama: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     big = tmp_path / "Llama-3-70B.json"
-    big.write_text(json.dumps(PUBLIC["Llama-3-70B"]))
+    big.write_text(json.dumps(PUBLIC["llama-3-70b"]))
     assert main(["advise", str(big), "--hardware", "rtx4090"]) == 0
     text = capsys.readouterr().out
     assert "Llama-3-70B does not fit one rtx4090" in " ".join(text.split())

@@ -117,7 +117,7 @@ def test_latent_layers_and_values_made_of_keys(
     for config, words in (
         (small(**latent), "4 see all tokens by latent vectors of 576, rotary positions"),
         (
-            PUBLIC["Gemma-4-31B"],
+            PUBLIC["gemma-4-31b"],
             "10 see all tokens by 4 key/value heads of 512, values made of keys, rotary positions "
             "of base 1,000,000 in 25% of each head, proportional\n",
         ),

@@ -20,7 +20,7 @@ from kvik.models.model_spec import ModelSpec
 GIB = 1 << 30
 CARD = Gpu(0, "H100", 80 * GIB, 78 * GIB, (9, 0))
 GPU = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset(), gpus=(CARD,), triton=True)
-SPEC = ModelSpec.from_config(PUBLIC["Llama-3.2-1B"])
+SPEC = ModelSpec.from_config(PUBLIC["llama-3.2-1b"])
 
 
 def plan(**options: Any) -> ResolvedConfig:

@@ -31,7 +31,7 @@ from kvik.config.kv_budget import (
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
 
-SPEC = ModelSpec.from_config(PUBLIC["Llama-3.2-1B"])
+SPEC = ModelSpec.from_config(PUBLIC["llama-3.2-1b"])
 LAYERS = SPEC.num_layers
 MADE = KVBudgets(
     architecture=SPEC.architecture,
@@ -137,9 +137,9 @@ def test_another_shape_is_another_model():
 @pytest.mark.parametrize(
     "facts",
     [
-        *(PUBLIC[name] for name in ("Mistral-7B-v0.1", "Qwen3.5-9B", "Gemma-2-2B", "Gemma-4-E2B")),
+        *(PUBLIC[name] for name in ("mistral-7b-v0.1", "Qwen3.5-9B", "Gemma-2-2B", "gemma-4-e2b")),
         {
-            **PUBLIC["Llama-2-7B"],
+            **PUBLIC["llama-2-7b"],
             "architectures": ["DeepseekV3ForCausalLM"],
             "first_k_dense_replace": 32,
         },

@@ -32,7 +32,7 @@ SERVER = replace(PC, gpus=(H100,))
 
 def llama(**changes: object) -> ModelSpec:
     """Llama-3.2-1B, or something like it."""
-    return ModelSpec.from_config(PUBLIC["Llama-3.2-1B"] | changes)
+    return ModelSpec.from_config(PUBLIC["llama-3.2-1b"] | changes)
 
 
 TINY = llama(
@@ -487,7 +487,7 @@ def test_contradictions(options: dict[str, Any], field: str, part: str) -> None:
 # What cannot see a window that the options ask for.
 UNFIT = {
     "latent vectors": {
-        **PUBLIC["Llama-2-7B"],
+        **PUBLIC["llama-2-7b"],
         "architectures": ["DeepseekV3ForCausalLM"],
         "first_k_dense_replace": 32,
     },

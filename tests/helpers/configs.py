@@ -1,8 +1,11 @@
-"""Contents of config.json files: of public models, and of a small valid one to spoil."""
+"""Contents of config.json files: of public models, those of `kvik plan` and others, and of a
+small valid one to spoil."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from kvik.planner.families import public_configs
 
 LLAMA3_SCALING = {
     "factor": 32.0,
@@ -41,55 +44,7 @@ def config(
 
 
 PUBLIC: dict[str, dict[str, Any]] = {
-    "Llama-2-7B": config(
-        "LlamaForCausalLM",
-        vocab=32000, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32,
-    ),
-    "Llama-2-70B": config(
-        "LlamaForCausalLM",
-        vocab=32000, hidden=8192, inner=28672, layers=80, heads=64, kv_heads=8,
-    ),
-    "Llama-3-8B": config(
-        "LlamaForCausalLM",
-        vocab=128256, hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8,
-        rope_theta=500000.0,
-    ),
-    "Llama-3-70B": config(
-        "LlamaForCausalLM",
-        vocab=128256, hidden=8192, inner=28672, layers=80, heads=64, kv_heads=8,
-        rope_theta=500000.0,
-    ),
-    "Llama-3.2-1B": config(
-        "LlamaForCausalLM",
-        vocab=128256, hidden=2048, inner=8192, layers=16, heads=32, kv_heads=8, head_dim=64,
-        positions=131072, rope_theta=500000.0, rope_scaling=LLAMA3_SCALING,
-        tie_word_embeddings=True,
-    ),
-    "Mistral-7B-v0.1": config(
-        "MistralForCausalLM",
-        vocab=32000, hidden=4096, inner=14336, layers=32, heads=32, kv_heads=8,
-        positions=32768, sliding_window=4096,
-    ),
-    "Qwen2.5-0.5B": config(
-        "Qwen2ForCausalLM",
-        vocab=151936, hidden=896, inner=4864, layers=24, heads=14, kv_heads=2,
-        positions=32768, tie_word_embeddings=True, sliding_window=32768,
-        max_window_layers=24, use_sliding_window=False,
-    ),
-    "Qwen2.5-7B": config(
-        "Qwen2ForCausalLM",
-        vocab=152064, hidden=3584, inner=18944, layers=28, heads=28, kv_heads=4,
-        positions=131072, use_sliding_window=False,
-    ),
-    "Qwen3-0.6B": config(
-        "Qwen3ForCausalLM",
-        vocab=151936, hidden=1024, inner=3072, layers=28, heads=16, kv_heads=8, head_dim=128,
-        positions=40960, tie_word_embeddings=True,
-    ),
-    "OLMo-2-7B": config(
-        "Olmo2ForCausalLM",
-        vocab=100352, hidden=4096, inner=11008, layers=32, heads=32, kv_heads=32,
-    ),
+    **{name: dict(fields) for name, fields in public_configs().items()},
     "SmolLM3-3B": config(
         "SmolLM3ForCausalLM",
         vocab=128256, hidden=2048, inner=11008, layers=36, heads=16, kv_heads=4,
@@ -129,27 +84,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "Gemma3ForCausalLM",
         vocab=262144, hidden=1152, inner=6912, layers=26, heads=4, kv_heads=1, head_dim=256,
         positions=32768, sliding_window=512,
-    ),
-    "Gemma-4-E2B": config(
-        "Gemma4ForCausalLM",
-        vocab=262144, hidden=1536, inner=6144, layers=35, heads=8, kv_heads=1, head_dim=256,
-        positions=131072, num_kv_shared_layers=20, use_double_wide_mlp=True,
-        layer_types=(["sliding_attention"] * 4 + ["full_attention"]) * 7,
-    ),
-    "Gemma-4-26B-A4B": config(
-        "Gemma4ForCausalLM",
-        vocab=262144, hidden=2816, inner=2112, layers=30, heads=16, kv_heads=8, head_dim=256,
-        positions=262144, num_global_key_value_heads=2, attention_k_eq_v=True,
-        enable_moe_block=True, num_experts=128, top_k_experts=8, moe_intermediate_size=704,
-        hidden_size_per_layer_input=0,
-    ),
-    "Gemma-4-31B": config(
-        "Gemma4ForCausalLM",
-        vocab=262144, hidden=5376, inner=21504, layers=60, heads=32, kv_heads=16, head_dim=256,
-        positions=262144, attention_k_eq_v=True, hidden_size_per_layer_input=0,
-        per_layer_config={
-            f"{layer:02}": {"head_dim": 512, "num_key_value_heads": 4} for layer in range(5, 60, 6)
-        },
     ),
     "LFM2-1.2B": config(
         "Lfm2ForCausalLM",
@@ -299,42 +233,6 @@ PUBLIC: dict[str, dict[str, Any]] = {
         "num_heads": 12,
         "max_position_embeddings": 2048,
         "attention_layers": ["global", "local"] * 6,
-    },
-    "GPT-J-6B": {
-        "architectures": ["GPTJForCausalLM"],
-        "vocab_size": 50400,
-        "n_embd": 4096,
-        "n_layer": 28,
-        "n_head": 16,
-        "n_positions": 2048,
-        "rotary_dim": 64,
-    },
-    "Falcon-7B": {
-        "architectures": ["FalconForCausalLM"],
-        "vocab_size": 65024,
-        "hidden_size": 4544,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 71,
-        "torch_dtype": "bfloat16",
-    },
-    "Falcon-40B": {
-        "architectures": ["FalconForCausalLM"],
-        "vocab_size": 65024,
-        "hidden_size": 8192,
-        "num_hidden_layers": 60,
-        "num_attention_heads": 128,
-        "num_kv_heads": 8,
-        "new_decoder_architecture": True,
-        "torch_dtype": "bfloat16",
-    },
-    "GPT-2": {
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 50257,
-        "n_embd": 768,
-        "n_layer": 12,
-        "n_head": 12,
-        "n_positions": 1024,
-        "layer_norm_epsilon": 1e-5,
     },
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from kvik.spec.stored_weights import StoredQuantization, read_stored_quantizatio
 
 LAYERS = tuple(
     name
-    for linear in ModelSpec.from_config(PUBLIC["Llama-2-7B"]).declaration.linears
+    for linear in ModelSpec.from_config(PUBLIC["llama-2-7b"]).declaration.linears
     for name in linear.names
 )
 GOLDEN = Path(__file__).parents[1] / "nn/formats/golden/golden.safetensors"

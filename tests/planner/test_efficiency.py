@@ -19,7 +19,7 @@ from kvik.planner.devices import Device
 from kvik.planner.efficiency import WHAT_HELPS, Efficiency, efficiency, running_device
 from kvik.planner.families import read_shape, shape_from_config
 
-SHAPE = shape_from_config(PUBLIC["Llama-3-8B"], "Llama-3-8B")
+SHAPE = shape_from_config(PUBLIC["llama-3-8b"], "llama-3-8b")
 DEVICE = Device("test", "cuda", 80 << 30, 2e12, {"bf16": 500e12})
 START = EngineStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0)
 LAYERS, KV = 32, 131_072  # of the model; bytes of a token in bf16

@@ -35,7 +35,7 @@ from kvik.planner.serving import (
 )
 from kvik.spec.kv import KVCacheSpec, group_layers
 
-SHAPE = shape_from_config(PUBLIC["Llama-3-8B"], "Llama-3-8B")
+SHAPE = shape_from_config(PUBLIC["llama-3-8b"], "llama-3-8b")
 DEVICE = Device("test", "cuda", 80 << 30, 2e12, {"bf16": 400e12, "int8": 800e12}, link=300e9)
 TRAFFIC = Traffic(512, 128)
 
@@ -342,7 +342,7 @@ def test_drafts_take_their_part_of_a_step() -> None:
 
 def test_an_unknown_machine_is_an_error() -> None:
     unknown = Device("this", "cpu", 8 << 30, None, {}, unknown="run `kvik calibrate`")
-    small = shape_from_config(PUBLIC["Qwen2.5-0.5B"], "small")
+    small = shape_from_config(PUBLIC["qwen2.5-0.5b"], "small")
     served = set_up(small, Setting(unknown, "bf16", "bf16"), TRAFFIC, 256, 2048)
     with pytest.raises(ConfigError, match="kvik calibrate"):
         predict(served, TRAFFIC, 1)

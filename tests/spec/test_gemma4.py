@@ -45,8 +45,8 @@ def test_the_last_layer_sees_all_keys() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes", "shares"),
     [
-        ("Gemma-4-E2B", (3, 6, 6), {SLIDING: 2, FULL: 1}),
-        ("Gemma-4-31B", (10, *(5,) * 10), {SLIDING: 1, FULL: 2}),
+        ("gemma-4-e2b", (3, 6, 6), {SLIDING: 2, FULL: 1}),
+        ("gemma-4-31b", (10, *(5,) * 10), {SLIDING: 1, FULL: 2}),
     ],
 )
 def test_blocks_of_both_kinds_are_equally_large(name, sizes, shares) -> None:

@@ -19,16 +19,7 @@ from kvik.spec.visible_keys import Window
 @pytest.mark.parametrize(
     ("name", "count"),
     [
-        ("Llama-2-7B", 6_738_415_616),
-        ("Llama-2-70B", 68_976_648_192),
-        ("Llama-3-8B", 8_030_261_248),
-        ("Llama-3-70B", 70_553_706_496),
-        ("Llama-3.2-1B", 1_235_814_400),
-        ("Mistral-7B-v0.1", 7_241_732_096),
-        ("Qwen2.5-0.5B", 494_032_768),
-        ("Qwen2.5-7B", 7_615_616_512),
-        ("Qwen3-0.6B", 596_049_920),
-        ("OLMo-2-7B", 7_298_617_344),
+        ("llama-2-70b", 68_976_648_192),
         ("SmolLM3-3B", 3_075_098_624),
         ("GLM-4-9B-0414", 9_400_279_040),
         ("OLMo-3-7B", 7_298_011_136),
@@ -37,12 +28,12 @@ from kvik.spec.visible_keys import Window
         ("Gemma-2B", 2_506_172_416),
         ("Gemma-2-2B", 2_614_341_888),
         ("Gemma-3-1B", 999_885_952),
-        ("Gemma-4-E2B", 4_628_569_379),
-        ("Gemma-4-26B-A4B", 25_233_141_790),
-        ("Gemma-4-31B", 30_697_345_340),
+        ("gemma-4-e2b", 4_628_569_379),
+        ("gemma-4-26b-a4b", 25_233_141_790),
+        ("gemma-4-31b", 30_697_345_340),
         ("Granite-3.1-2B", 2_533_531_648),
-        ("Falcon-7B", 6_921_720_704),
-        ("Falcon-40B", 41_303_293_952),
+        ("falcon-7b", 6_921_720_704),
+        ("falcon-40b", 41_303_293_952),
         ("LFM2-1.2B", 1_170_340_608),
         ("Qwen3.5-9B", 8_953_803_264),
         ("Llama-4-Scout", 107_769_861_120),
@@ -67,8 +58,7 @@ from kvik.spec.visible_keys import Window
         ("GLM-4-9B-chat", 9_399_951_360),
         ("Qwen2.5-VL-3B", 3_085_938_688),
         ("GPT-Neo-125M", 125_198_592),
-        ("GPT-J-6B", 6_050_882_784),
-        ("GPT-2", 124_439_808),
+        ("gpt-j-6b", 6_050_882_784),
     ],
 )
 def test_parameter_counts_of_public_models(name: str, count: int) -> None:
@@ -81,15 +71,15 @@ def test_parameter_counts_of_public_models(name: str, count: int) -> None:
 @pytest.mark.parametrize(
     ("name", "size"),
     [
-        ("Llama-2-7B", 524_288),
-        ("Llama-2-70B", 327_680),
-        ("Llama-3-70B", 327_680),
-        ("Llama-3-8B", 131_072),
-        ("Mistral-7B-v0.1", 131_072),
-        ("Qwen2.5-7B", 57_344),
-        ("Gemma-4-E2B", (12 * 256 + 3 * 512) * 2 * 2),
-        ("Gemma-4-26B-A4B", (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2),
-        ("Gemma-4-31B", (50 * 16 * 256 + 10 * 4 * 512) * 2 * 2),
+        ("llama-2-7b", 524_288),
+        ("llama-2-70b", 327_680),
+        ("llama-3-70b", 327_680),
+        ("llama-3-8b", 131_072),
+        ("mistral-7b-v0.1", 131_072),
+        ("qwen2.5-7b", 57_344),
+        ("gemma-4-e2b", (12 * 256 + 3 * 512) * 2 * 2),
+        ("gemma-4-26b-a4b", (25 * 8 * 256 + 5 * 2 * 512) * 2 * 2),
+        ("gemma-4-31b", (50 * 16 * 256 + 10 * 4 * 512) * 2 * 2),
         ("LFM2-1.2B", 6 * 2 * 8 * 64 * 2),
         ("Qwen3.5-9B", 8 * 2 * 4 * 256 * 2),
         ("Qwen3-Next-80B-A3B", 12 * 2 * 2 * 256 * 2),
@@ -110,7 +100,7 @@ def test_state_bytes_of_a_request() -> None:
 
 
 def test_a_declaration_lists_the_tensors_of_a_checkpoint() -> None:
-    spec = ModelSpec.from_config(PUBLIC["Qwen2.5-0.5B"])
+    spec = ModelSpec.from_config(PUBLIC["qwen2.5-0.5b"])
     declaration = spec.declaration
     block = {linear.role: linear for linear in declaration.of_block(3)}
     assert block["qkv"].names[2] == "model.layers.3.self_attn.v_proj"
@@ -123,15 +113,15 @@ def test_a_declaration_lists_the_tensors_of_a_checkpoint() -> None:
 
 
 def test_mistral_is_one_group_of_windows() -> None:
-    specs = ModelSpec.from_config(PUBLIC["Mistral-7B-v0.1"]).kv_specs(2)
+    specs = ModelSpec.from_config(PUBLIC["mistral-7b-v0.1"]).kv_specs(2)
     assert {(s.window, s.bytes_per_token) for s in specs} == {(Window(4096), 4096)}
     assert len(group_layers(specs)) == 1
 
 
 def test_head_dim_is_hidden_over_query_heads() -> None:
-    spec = ModelSpec.from_config(PUBLIC["Llama-3-8B"])
+    spec = ModelSpec.from_config(PUBLIC["llama-3-8b"])
     assert spec.head_dim == 128
-    assert ModelSpec.from_config(PUBLIC["Qwen3-0.6B"]).head_dim == 128  # not 1024 / 16
+    assert ModelSpec.from_config(PUBLIC["qwen3-0.6b"]).head_dim == 128  # not 1024 / 16
     qwen3 = small(architectures=["Qwen3ForCausalLM"])
     assert ModelSpec.from_config(qwen3).head_dim == 128  # the family's own default
 
@@ -257,7 +247,7 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
     assert spec.eos_token_ids == (2,)
     assert ModelSpec.from_config(small(eos_token_id=None)).eos_token_ids == ()
     assert ModelSpec.from_config(small_qwen()).eos_token_ids == ()
-    gpt2 = ModelSpec.from_config(PUBLIC["GPT-2"])
+    gpt2 = ModelSpec.from_config(PUBLIC["gpt2"])
     assert (gpt2.intermediate_size, gpt2.activation, gpt2.ropes) == (3072, "gelu_new", ())
     assert gpt2.tie_word_embeddings and gpt2.eos_token_ids == (50256,)
 
@@ -279,8 +269,8 @@ SHARED = {"shared_expert_intermediate_size": 16}
 
 # Keys that some architectures need beside those of the others.
 OWN_KEYS: dict[str, dict[str, Any]] = {
-    "GPT2LMHeadModel": PUBLIC["GPT-2"],
-    "GPTJForCausalLM": PUBLIC["GPT-2"],
+    "GPT2LMHeadModel": PUBLIC["gpt2"],
+    "GPTJForCausalLM": PUBLIC["gpt2"],
     "GPTNeoForCausalLM": {"num_layers": 2, "num_heads": 4, "attention_layers": ["global"] * 2},
     "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 4},
     "Ernie4_5_MoeForCausalLM": {"moe_k": 2},
@@ -345,7 +335,7 @@ def test_experts_that_cannot_be(changes: dict[str, Any], message: str) -> None:
 
 
 def test_the_widest_feed_forward_part_is_an_mlp_or_the_experts_beside_it() -> None:
-    config = PUBLIC["Gemma-4-26B-A4B"]
+    config = PUBLIC["gemma-4-26b-a4b"]["text_config"]
     assert ModelSpec.from_config(config).inner_width == 8 * 704
     wide = ModelSpec.from_config({**config, "intermediate_size": 21_504})
     assert wide.inner_width == 21_504

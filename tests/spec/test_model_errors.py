@@ -248,10 +248,10 @@ BAD_LLAMA4: list[tuple[dict[str, Any], str, str]] = [
         for changes, field, allowed in BAD_LLAMA4
     ]
     + [
-        ({**PUBLIC["GPT-2"], "n_embd": 100}, "n_head", "divide the hidden size 100"),
-        ({**PUBLIC["GPT-2"], "activation_function": "relu"}, "activation_function", "gelu_new"),
-        ({**PUBLIC["GPT-2"], "n_inner": 0}, "n_inner", "integer"),
-        ({**PUBLIC["GPT-2"], "scale_attn_weights": False}, "scale_attn_weights", "must be true"),
+        ({**PUBLIC["gpt2"], "n_embd": 100}, "n_head", "divide the hidden size 100"),
+        ({**PUBLIC["gpt2"], "activation_function": "relu"}, "activation_function", "gelu_new"),
+        ({**PUBLIC["gpt2"], "n_inner": 0}, "n_inner", "integer"),
+        ({**PUBLIC["gpt2"], "scale_attn_weights": False}, "scale_attn_weights", "must be true"),
     ],
 )
 def test_nonsense_names_its_field(values: dict[str, Any], field: str, allowed: str) -> None:
@@ -290,7 +290,7 @@ ROPE_KEYS = ["type", "factor", "rope_theta", "beta_fast", "mscale", "low_freq_fa
 def test_any_json_is_a_spec_or_a_clear_error(
     name: str, values: dict[str, Any], scaling: dict[str, Any] | None, kind: str
 ) -> None:
-    base = PUBLIC["GPT-2"] if name == "GPT2LMHeadModel" else small()
+    base = PUBLIC["gpt2"] if name == "GPT2LMHeadModel" else small()
     rope = None if scaling is None else {"rope_type": kind, **scaling}
     try:
         spec = ModelSpec.from_config(

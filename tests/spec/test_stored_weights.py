@@ -394,8 +394,8 @@ def test_the_plan_reserves_memory_to_load_whole_tensors() -> None:
     ("config", "numbers"),
     [
         (LLAMA, 0),
-        (PUBLIC["Falcon-7B"], 0),  # two matrices, and neither is transposed
-        (PUBLIC["GPT-2"], 768 * 3072),
+        (PUBLIC["falcon-7b"], 0),  # two matrices, and neither is transposed
+        (PUBLIC["gpt2"], 768 * 3072),
         (GPT_OSS, 128 * 2 * 256),  # gate and up of an expert
         (GPT_OSS | {"quantization_config": {"quant_method": "mxfp4"}}, 0),
     ],

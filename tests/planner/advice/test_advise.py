@@ -54,7 +54,7 @@ def parsed(flags: tuple[str, ...]) -> EngineConfig:
 
 CASES = [
     (model, device, wish)
-    for model in ("Llama-2-7B", "Llama-3-8B", "Mistral-7B-v0.1")
+    for model in ("llama-2-7b", "llama-3-8b", "mistral-7b-v0.1")
     for device in (H100, CPU)
     for wish in (
         Wish(),
@@ -99,7 +99,7 @@ def test_no_advice_makes_it_worse_or_needs_what_is_not_there(
 
 @pytest.mark.parametrize("wish", [Wish(), Wish(slo=PROMISE)])
 @pytest.mark.parametrize("device", [H100, DEVICES["rtx4090"], DEVICES["l4"], CPU])
-@pytest.mark.parametrize("model", ["Llama-3-8B", "Llama-3-70B"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
 def test_the_engine_takes_what_is_advised(model: str, device: Device, wish: Wish) -> None:
     """On a machine with that device, and decides as foretold."""
     found = report(model, device, wish)
@@ -116,7 +116,7 @@ def test_the_engine_takes_what_is_advised(model: str, device: Device, wish: Wish
 
 
 def test_what_this_version_lacks_stands_apart() -> None:
-    found = report("Llama-3-8B", H100, Wish())
+    found = report("llama-3-8b", H100, Wish())
     lacking = [topic for topic in ORDER if not advise.available(topic, H100)]
     assert [a.topic for a in found.later] == lacking and "parallelism" in lacking
     assert not any(a.flags for a in found.later)
@@ -132,10 +132,10 @@ def test_every_such_option_of_the_engine_is_a_lever() -> None:
 
 
 def test_quantisation_helps_what_reads_and_not_what_computes() -> None:
-    reading = advice(report("Llama-3-8B", H100, Wish(concurrency=4)), "quantisation")
+    reading = advice(report("llama-3-8b", H100, Wish(concurrency=4)), "quantisation")
     assert reading.verdict == "do" and reading.flags[0].startswith("--quantization")
     narrow = replace(H100, bandwidth=1e15, rates=dict.fromkeys(H100.rates, 1e14))
-    computing = advice(report("Llama-3-8B", narrow, Wish(concurrency=64)), "quantisation")
+    computing = advice(report("llama-3-8b", narrow, Wish(concurrency=64)), "quantisation")
     assert computing.verdict == "no use" and "bound by arithmetic" in computing.reason
 
 
@@ -152,7 +152,7 @@ def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
 ) -> None:
     """int4 reads the least, but its products run in bf16: under long prompts int8 serves more."""
     device = replace(H100, rates={"fp32": 67e12, "bf16": 989e12, "int8": int8_rate})
-    found = advice(report("Llama-3-8B", device, load), "quantisation")
+    found = advice(report("llama-3-8b", device, load), "quantisation")
     assert found.change == best
     told = re.findall(r"(int\d) computes prompts \(in (\w+)\) at ([\d.]+) times", found.reason)
     units = {name: unit for name, unit, _ in told}
@@ -162,7 +162,7 @@ def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
     assert units == {"int8": "int8", "int4": "bf16"}
     at = Setting(device, "int8", "bf16")
     seconds = {
-        name: step_time(SHAPES["Llama-3-8B"], replace(at, weight_format=name), prefill(4000)).floor
+        name: step_time(SHAPES["llama-3-8b"], replace(at, weight_format=name), prefill(4000)).floor
         for name in ("bf16", "int8", "int4")
     }
     for name, _, times in told:
@@ -175,16 +175,16 @@ def test_a_unit_that_a_device_lacks_is_not_named() -> None:
     """Without bfloat16 and small integers all weights are multiplied in fp16."""
     plain = replace(H100, rates={name: H100.rates[name] for name in ("fp32", "fp16")})
     load = Wish(prompt_tokens=500, output_tokens=200, concurrency=16)
-    reason = advice(report("Llama-3-8B", plain, load), "quantisation").reason
+    reason = advice(report("llama-3-8b", plain, load), "quantisation").reason
     assert set(re.findall(r"\(in (\w+)\)", reason)) == {"fp16"}
 
 
 def test_a_smaller_kv_format_helps_long_contexts_only() -> None:
     short = Wish(prompt_tokens=16, output_tokens=16, concurrency=1)
-    found = advice(report("Llama-3-8B", H100, short), "KV format")
+    found = advice(report("llama-3-8b", H100, short), "KV format")
     assert found.verdict == "no use" and "0% to the KV cache" in found.reason
     long = Wish(prompt_tokens=3500, output_tokens=500, concurrency=40)
-    found = advice(report("Llama-2-7B", H100, long), "KV format")
+    found = advice(report("llama-2-7b", H100, long), "KV format")
     assert found.verdict == "do" and found.flags[0].startswith("--kv-cache-dtype")
     assert found.before and found.after
     assert found.before.load and found.after.load
@@ -195,18 +195,18 @@ def test_speculation_does_not_help_a_machine_that_computes() -> None:
     narrow = replace(H100, bandwidth=1e15)
     for acceptance in (None, 1.0):
         wish = Wish(concurrency=64, acceptance=acceptance)
-        found = advice(report("Llama-3-8B", narrow, wish), "speculation")
+        found = advice(report("llama-3-8b", narrow, wish), "speculation")
         assert found.verdict == "no use" and "checking 1 draft " in found.reason
-    found = advice(report("Llama-3-8B", H100, Wish(concurrency=1, acceptance=0.7)), "speculation")
+    found = advice(report("llama-3-8b", H100, Wish(concurrency=1, acceptance=0.7)), "speculation")
     assert found.verdict == "do" and found.flags[0] == "--spec-method ngram"
     assert "supposing that 70% of the drafts are right (--acceptance)" in found.reason
-    useless = advice(report("Llama-3-8B", H100, Wish(acceptance=0.0)), "speculation")
+    useless = advice(report("llama-3-8b", H100, Wish(acceptance=0.0)), "speculation")
     assert useless.verdict == "no use"
 
 
 def test_without_an_acceptance_the_needed_one_is_named() -> None:
     """At that share the prediction gains, below it does not; and no figure counts on it."""
-    found = report("Llama-3-8B", H100, Wish(concurrency=32))
+    found = report("llama-3-8b", H100, Wish(concurrency=32))
     lever = advice(found, "speculation")
     assert (lever.verdict, lever.before, lever.after) == ("depends", None, None)
     assert lever.flags == ("--spec-method ngram",)
@@ -216,7 +216,7 @@ def test_without_an_acceptance_the_needed_one_is_named() -> None:
 
     def verdict(percent: int) -> str:
         wish = Wish(concurrency=32, acceptance=percent / 100)
-        return advice(report("Llama-3-8B", H100, wish), "speculation").verdict
+        return advice(report("llama-3-8b", H100, wish), "speculation").verdict
 
     assert (verdict(int(told[1]) - 1), verdict(int(told[1]))) == ("no use", "do")
 
@@ -224,34 +224,34 @@ def test_without_an_acceptance_the_needed_one_is_named() -> None:
 def test_a_dear_draft_model_must_be_right_more_often() -> None:
     def needed(draft: str | None) -> int:
         shape = SHAPES[draft] if draft else None
-        found = advise_shape(SHAPES["Llama-3-8B"], H100, Wish(concurrency=1), draft=shape)
+        found = advise_shape(SHAPES["llama-3-8b"], H100, Wish(concurrency=1), draft=shape)
         told = re.search(r"from (\d+)% of right", advice(found, "speculation").reason)
         assert told is not None
         return int(told[1])
 
-    assert needed(None) < needed("Qwen2.5-0.5B") < needed("Llama-3.2-1B")
+    assert needed(None) < needed("qwen2.5-0.5b") < needed("llama-3.2-1b")
 
 
 def test_a_draft_model_takes_its_time() -> None:
     wish = Wish(concurrency=1, acceptance=0.7)
-    free = report("Llama-3-8B", H100, wish)
-    draft = SHAPES["Qwen2.5-0.5B"]
-    paid = advise_shape(SHAPES["Llama-3-8B"], H100, wish, draft=draft)
+    free = report("llama-3-8b", H100, wish)
+    draft = SHAPES["qwen2.5-0.5b"]
+    paid = advise_shape(SHAPES["llama-3-8b"], H100, wish, draft=draft)
     asked = advice(paid, "speculation").flags
-    assert asked[:2] == ("--spec-method draft_model", "--spec-model Qwen2.5-0.5B")
+    assert asked[:2] == ("--spec-method draft_model", "--spec-model qwen2.5-0.5b")
     pair = [advice(found, "speculation").after for found in (free, paid)]
     assert pair[0] and pair[1] and pair[0].load and pair[1].load
     assert pair[1].load.tpot > pair[0].load.tpot
 
 
 def test_parallelism_needs_a_link() -> None:
-    found = advice(report("Llama-3-8B", replace(H100, link=0.0), Wish()), "parallelism")
+    found = advice(report("llama-3-8b", replace(H100, link=0.0), Wish()), "parallelism")
     assert found.verdict == "no use" and "no link" in found.reason
 
 
 def test_processes_of_one_memory_are_never_advised() -> None:
     """They would all wait for it; and nothing of theirs stands among what a version lacks."""
-    found = report("Llama-3-8B", CPU, Wish())
+    found = report("llama-3-8b", CPU, Wish())
     parallel = advice(found, "parallelism")
     assert parallel in found.advice and not found.later
     assert parallel.verdict == "no use" and not parallel.flags
@@ -268,14 +268,14 @@ def test_processes_of_one_memory_are_never_advised() -> None:
 )
 def test_what_the_engine_refuses_is_not_even_compared(change: dict[str, object], why: str) -> None:
     hardware = replace(hardware_of(CPU), **{"cores": 4, **change})
-    found = advise_shape(SHAPES["Llama-3-8B"], CPU, Wish(), hardware)
+    found = advise_shape(SHAPES["llama-3-8b"], CPU, Wish(), hardware)
     parallel = advice(found, "parallelism")
     assert (parallel.verdict, parallel.flags) == ("no use", ())
     assert parallel.reason.startswith(f"one process: {why}")
 
 
 def test_half_the_dtype_is_the_first_advice() -> None:
-    shape = replace(SHAPES["Qwen2.5-0.5B"], dtype="float32", stored="fp32", spec=None)
+    shape = replace(SHAPES["qwen2.5-0.5b"], dtype="float32", stored="fp32", spec=None)
     found = advise_shape(shape, H100, Wish())
     first = found.advice[0]
     assert (first.topic, first.flags) == ("precision", ("--dtype bfloat16",))
@@ -284,14 +284,14 @@ def test_half_the_dtype_is_the_first_advice() -> None:
 
 
 def test_what_is_stored_so_needs_no_flag() -> None:
-    shape = replace(SHAPES["Llama-3-8B"], stored="int4")
+    shape = replace(SHAPES["llama-3-8b"], stored="int4")
     found = advise_shape(shape, H100, Wish(slo=PROMISE))
     assert not any("--quantization" in flag for flag in found.flags)
 
 
 def test_the_default_step_size_needs_no_flag() -> None:
     """It follows the memory that a format leaves: 64 tokens where weights leave next to none."""
-    found = report("Llama-3-70B", H100, Wish(concurrency=1, prompt_tokens=512))
+    found = report("llama-3-70b", H100, Wish(concurrency=1, prompt_tokens=512))
     assert found.usual.budget < 256 and not found.usual.room
     assert found.advised.at.weight_format == "int4" and found.advised.usual_budget == 8192
     assert not any("--max-num-batched-tokens" in flag for flag in found.flags)
@@ -304,14 +304,14 @@ def test_the_default_step_size_needs_no_flag() -> None:
 
 
 def test_reasons_quote_the_roofline() -> None:
-    found = report("Llama-3-8B", H100, Wish(concurrency=4, prompt_tokens=512, output_tokens=128))
-    time = step_time(SHAPES["Llama-3-8B"], Setting(H100, "bf16", "bf16"), decode(4, 512 + 64 + 1))
+    found = report("llama-3-8b", H100, Wish(concurrency=4, prompt_tokens=512, output_tokens=128))
+    time = step_time(SHAPES["llama-3-8b"], Setting(H100, "bf16", "bf16"), decode(4, 512 + 64 + 1))
     share = sum(p.expected for p in time.parts if p.name in ("weights", "head")) / time.expected
     assert f"{share:.0%} goes to the weights" in advice(found, "quantisation").reason
 
 
 def test_it_starts_with_what_fits() -> None:
-    found = report("Llama-3-8B", replace(H100, memory=12 << 30), Wish(concurrency=1))
+    found = report("llama-3-8b", replace(H100, memory=12 << 30), Wish(concurrency=1))
     first = found.advice[0]
     assert found.start is None and not found.obstacle
     assert (first.topic, first.flags) == ("room", ("--quantization int8",))
@@ -320,16 +320,16 @@ def test_it_starts_with_what_fits() -> None:
 
 
 def test_what_fits_no_single_device_is_planned_for_several() -> None:
-    found = report("Llama-3-70B", DEVICES["rtx4090"], Wish())
+    found = report("llama-3-70b", DEVICES["rtx4090"], Wish())
     assert found.obstacle.startswith("does not fit one rtx4090")
     assert parsed(found.flags).quantization == "int4"  # and nothing of the devices
     assert found.advised.at.tp == 2 and found.advised.at.weight_format == "int4"
     with pytest.raises(CapacityError, match="does not fit cpu"):
-        report("Llama-3-70B", replace(CPU, memory=16 << 30), Wish())
+        report("llama-3-70b", replace(CPU, memory=16 << 30), Wish())
 
 
 def test_a_promise_that_nothing_keeps() -> None:
-    found = report("Llama-3-8B", CPU, Wish(slo=Slo(tpot=1e-3)))
+    found = report("llama-3-8b", CPU, Wish(slo=Slo(tpot=1e-3)))
     assert found.end.largest is None and found.end.single is not None
     excess = found.end.single.tpot / 1e-3
     assert f"missed {excess:.2f} times over (TPOT {seconds(found.end.single.tpot)} of 1.00 ms)" in (
@@ -339,27 +339,27 @@ def test_a_promise_that_nothing_keeps() -> None:
 
 
 def test_a_promise_that_only_later_versions_keep() -> None:
-    found = report("Llama-2-70B", DEVICES["h200"], Wish(slo=Slo(tpot=5e-3), acceptance=0.0))
+    found = report("llama-2-70b", DEVICES["h200"], Wish(slo=Slo(tpot=5e-3), acceptance=0.0))
     assert found.end.largest is None
     assert "with all that is not in this version they would be kept" in found.promise
 
 
 def test_a_promise_at_the_load_asked_for() -> None:
-    kept = report("Llama-3-8B", H100, Wish(slo=PROMISE, concurrency=16))
+    kept = report("llama-3-8b", H100, Wish(slo=PROMISE, concurrency=16))
     assert "at the load asked for the limits are kept" in kept.promise
     assert kept.end.largest is not None and kept.end.largest.concurrency > 16
-    missed = report("Llama-3-8B", CPU, Wish(slo=Slo(0.5, 0.3), concurrency=200, prompt_tokens=16))
+    missed = report("llama-3-8b", CPU, Wish(slo=Slo(0.5, 0.3), concurrency=200, prompt_tokens=16))
     assert "at the load asked for the limits are missed" in missed.promise
     assert missed.end.largest is not None
     flag = f"--max-num-seqs {missed.end.largest.concurrency}"
     assert flag in missed.flags  # who keeps the promise must not be dragged along
-    fast = report("Llama-3-8B", CPU, Wish(slo=PROMISE, rate=1e6))
+    fast = report("llama-3-8b", CPU, Wish(slo=PROMISE, rate=1e6))
     assert "comes faster than it can be served" in fast.promise
 
 
 def test_steps_towards_a_load_that_no_single_one_can_serve() -> None:
     found = report(
-        "Llama-3-8B", DEVICES["rtx4090"], Wish(rate=100.0, prompt_tokens=2000, output_tokens=300)
+        "llama-3-8b", DEVICES["rtx4090"], Wish(rate=100.0, prompt_tokens=2000, output_tokens=300)
     )
     assert found.start is not None and found.start.full is not None and found.end.full is not None
     assert found.start.load is None and found.end.load is None
@@ -373,7 +373,7 @@ def test_a_tighter_promise_never_bears_more(device: Device) -> None:
     loads = []
     for scale in (4.0, 1.0, 0.25, 0.02):
         limits = Slo(ttft=0.4 * scale, tpot=0.04 * scale)
-        end = report("Qwen2.5-0.5B", device, Wish(slo=limits, prompt_tokens=64)).end
+        end = report("qwen2.5-0.5b", device, Wish(slo=limits, prompt_tokens=64)).end
         loads.append(end.largest.rate if end.largest else 0.0)
     assert all(tight <= 1.02 * wide for wide, tight in pairwise(loads)), loads
     assert loads[0] > loads[-1]
@@ -382,17 +382,17 @@ def test_a_tighter_promise_never_bears_more(device: Device) -> None:
 def test_a_faster_memory_never_lowers_the_rate() -> None:
     rates = []
     for bandwidth in (0.5e12, 1e12, 2e12, 4e12):
-        end = report("Llama-3-8B", replace(H100, bandwidth=bandwidth), Wish(concurrency=16)).end
+        end = report("llama-3-8b", replace(H100, bandwidth=bandwidth), Wish(concurrency=16)).end
         assert end.load is not None
         rates.append(end.load.output_rate)
     assert rates == sorted(rates)
 
 
 def test_a_known_prefix_is_listed_with_its_effect() -> None:
-    found = advice(report("Llama-3-8B", H100, Wish(shared=400)), "prefix cache")
+    found = advice(report("llama-3-8b", H100, Wish(shared=400)), "prefix cache")
     assert found.before and found.after and found.before.single and found.after.single
     assert found.after.single.ttft < 0.6 * found.before.single.ttft
-    unknown = advice(report("Llama-3-8B", H100, Wish()), "prefix cache")
+    unknown = advice(report("llama-3-8b", H100, Wish()), "prefix cache")
     assert unknown.before is None and "--shared" in unknown.reason
 
 
@@ -412,12 +412,12 @@ def test_a_known_prefix_is_listed_with_its_effect() -> None:
 )
 def test_questions_that_make_no_sense(wish: Wish, field: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        report("Llama-2-7B", H100, wish)
+        report("llama-2-7b", H100, wish)
     assert raised.value.field == field
 
 
 def test_the_usual_request_is_cut_to_the_context() -> None:
-    tiny = replace(SHAPES["Llama-3-8B"], max_context=20)
+    tiny = replace(SHAPES["llama-3-8b"], max_context=20)
     found = advise_shape(tiny, H100, Wish())
     assert found.traffic.context <= 20 and found.traffic.prompt >= 1
     assert found.assumed[0].startswith("--prompt")
