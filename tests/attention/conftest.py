@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from helpers.attention_backends import NAMES, make_backend
+from helpers.attention_backends import NAMES, make_backend, one_sequence
 from helpers.windows import Seen, as_window, num_sinks, seen
 from torch import Tensor
 
@@ -40,6 +40,9 @@ class Step:
     def run(self, backend: AttentionBackend, window: Seen = None) -> Tensor:
         """On a copy of the cache, so that a step can be run many times."""
         return backend.run(replace(self.attend(backend, window), kv=copied(self.kv)))
+
+    def check(self, found: Tensor, window: Seen = None, atol: float = 2e-6) -> None:
+        torch.testing.assert_close(found.double(), self.expected(window), rtol=1e-4, atol=atol)
 
     def attend(self, backend: AttentionBackend, window: Seen = None) -> Attend:
         metadata = backend.plan(self.layout, as_window(window))
@@ -219,15 +222,7 @@ def _store(
     cached = len(slots)
     if not cached:
         return
-    layout = StepLayout(
-        query_start_loc=torch.tensor([0, cached], dtype=torch.int32),
-        seq_lens=torch.tensor([cached], dtype=torch.int32),
-        block_table=table.int(),
-        slot_mapping=slots,
-        num_scheduled=(cached,),
-        contexts=(cached,),
-        block_size=kv.k.shape[1],
-    )
+    layout = one_sequence(table.int(), slots, cached, kv.k.shape[1])
     k, v = keys[:cached], values[:cached]
     backend.run(
         Attend(torch.zeros_like(k), k, v, kv, backend.plan(layout, None), AttentionSpec(1.0))

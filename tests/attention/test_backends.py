@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_backends import NAMES, OPTIONS, STEPS
+from helpers.attention_backends import NAMES, OPTIONS, STEPS, one_sequence
 from helpers.tiers import examples
 from helpers.windows import as_window, chunks, first_seen
 
@@ -43,15 +43,13 @@ def with_dtypes(*dtypes: torch.dtype) -> list:
 @pytest.mark.parametrize("name", STEPS)
 def test_matches_the_definition(backend, make_step, name, block_size, window):
     step = make_step(STEPS[name], block_size)
-    torch.testing.assert_close(
-        step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
-    )
+    step.check(step.run(backend, window), window)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (6, 6), (6, 3), (6, 2), (5, 1)])
 def test_query_heads_of_a_group_share_their_kv_head(backend, make_step, heads, kv_heads):
     step = make_step(STEPS["mixed"], 16, heads, kv_heads)
-    torch.testing.assert_close(step.run(backend).double(), step.expected(), rtol=1e-4, atol=2e-6)
+    step.check(step.run(backend))
 
 
 @pytest.mark.parametrize(
@@ -59,7 +57,7 @@ def test_query_heads_of_a_group_share_their_kv_head(backend, make_step, heads, k
 )
 def test_head_dims(backend, make_step, dim):
     step = make_step(STEPS["mixed"], dim=dim)
-    torch.testing.assert_close(step.run(backend).double(), step.expected(), rtol=1e-4, atol=5e-6)
+    step.check(step.run(backend), atol=5e-6)
 
 
 @pytest.mark.parametrize("window", [None, 17])
@@ -67,9 +65,7 @@ def test_head_dims(backend, make_step, dim):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_capped_scores_and_sinks(backend, make_step, options, name, window):
     step = replace(make_step(STEPS[name]), spec=AttentionSpec(0.3, **options))
-    torch.testing.assert_close(
-        step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
-    )
+    step.check(step.run(backend, window), window)
 
 
 def test_options_that_a_backend_lacks_are_refused():
@@ -164,25 +160,11 @@ def test_chunked_prefill_equals_one_prefill(backend, make_step, chunk, window):
     kv = LayerKV(whole.kv.k.clone(), whole.kv.v.clone())
     for start in range(0, total, chunk):
         end = min(start + chunk, total)
-        layout = replace(
-            whole.layout,
-            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
-            seq_lens=torch.tensor([end], dtype=torch.int32),
-            slot_mapping=whole.layout.slot_mapping[start:end],
-            num_scheduled=(end - start,),
-            contexts=(end,),
-        )
         part = slice(start, end)
-        found = backend.run(
-            Attend(
-                whole.q[part],
-                whole.k[part],
-                whole.v[part],
-                kv,
-                backend.plan(layout, as_window(window)),
-                whole.spec,
-            )
-        )
+        layout = one_sequence(whole.layout.block_table, whole.layout.slot_mapping[part], end)
+        rows = whole.q[part], whole.k[part], whole.v[part]
+        plan = backend.plan(layout, as_window(window))
+        found = backend.run(Attend(*rows, kv, plan, whole.spec))
         torch.testing.assert_close(found, expected[part], rtol=1e-4, atol=2e-6)
 
 
@@ -214,8 +196,7 @@ def test_one_plan_serves_layers_of_any_content(backend, make_step):
         layer = make_step(STEPS["mixed"], seed=seed)
         layer = replace(layer, layout=step.layout, kv=_moved(layer, step))
         kv = LayerKV(layer.kv.k.clone(), layer.kv.v.clone())
-        found = backend.run(Attend(layer.q, layer.k, layer.v, kv, metadata, step.spec))
-        torch.testing.assert_close(found.double(), layer.expected(), rtol=1e-4, atol=2e-6)
+        layer.check(backend.run(Attend(layer.q, layer.k, layer.v, kv, metadata, step.spec)))
 
 
 def _moved(step, target):
@@ -239,6 +220,4 @@ def test_random_steps(backend, make_step):
         window = rng.choice([None, rng.randint(1, 50)])
         sizes = [16, 32, 64] if backend.caps.name == "cpu" else [1, 8, 16, 64]
         step = make_step(sequences, rng.choice(sizes), seed=seed)
-        torch.testing.assert_close(
-            step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
-        )
+        step.check(step.run(backend, window), window)

@@ -10,7 +10,7 @@ from helpers.optional_triton import NO_TRITON
 pytest.importorskip("triton", reason=NO_TRITON)
 
 import torch
-from helpers.attention_backends import OPTIONS, make_backend
+from helpers.attention_backends import OPTIONS, make_backend, one_sequence
 from helpers.optional_triton import INTERPRETED_ONLY
 
 from kvik.attention.base import Attend, AttentionBackend, AttentionSpec, LayerKV, StepLayout
@@ -62,15 +62,14 @@ STEPS = {
 def test_matches_the_definition(make_step, sequences, taken, dim):
     attention, prompts = mixed()
     step = make_step(sequences, dim=dim)
-    torch.testing.assert_close(step.run(attention).double(), step.expected(), rtol=1e-4, atol=2e-6)
+    step.check(step.run(attention))
     assert prompts.taken == taken
 
 
 def test_prompts_longer_than_the_window_are_left_to_triton(make_step):
     attention, prompts = mixed()
     step = make_step([(0, 12), (3, 1), (0, 17), (0, 18)])
-    found = step.run(attention, 17).double()
-    torch.testing.assert_close(found, step.expected(17), rtol=1e-4, atol=2e-6)
+    step.check(step.run(attention, 17), 17)
     assert prompts.taken == [12, 17]
 
 
@@ -82,9 +81,8 @@ def test_layers_that_torch_cannot_do_are_left_to_triton(make_step, options):
     special = replace(step, spec=AttentionSpec(0.3, **options))
     attend = special.attend(attention)
     plain = replace(attend, spec=step.spec, kv=LayerKV(step.kv.k.clone(), step.kv.v.clone()))
-    torch.testing.assert_close(attention.run(plain).double(), step.expected(), rtol=1e-4, atol=2e-6)
-    found = attention.run(attend).double()
-    torch.testing.assert_close(found, special.expected(), rtol=1e-4, atol=2e-6)
+    step.check(attention.run(plain))
+    special.check(attention.run(attend))
     assert prompts.taken == [11]
 
 
@@ -93,8 +91,7 @@ def test_heads_too_wide_for_torch_are_left_to_triton(make_step):
     for dim, taken in ((256, [11]), (264, [])):
         prompts.taken.clear()
         step = make_step([(0, 11), (3, 1)], dim=dim)
-        found = step.run(attention).double()
-        torch.testing.assert_close(found, step.expected(), rtol=1e-4, atol=2e-5)
+        step.check(step.run(attention), atol=2e-5)
         assert prompts.taken == taken
 
 
@@ -103,7 +100,7 @@ def test_trees_are_no_prompts(make_step):
     step = make_step([(0, 3), (0, 2)])
     words = (0b1, 0b11, 0b101, 0, 0)
     step.layout = replace(step.layout, tree=torch.tensor(words), tree_words=words)
-    torch.testing.assert_close(step.run(attention).double(), step.expected(), rtol=1e-4, atol=2e-6)
+    step.check(step.run(attention))
     assert prompts.taken == [2]
 
 
@@ -147,12 +144,5 @@ def test_prompts_of_any_length_have_few_shapes():
 def fresh(length: int) -> StepLayout:
     """A step of one prompt."""
     blocks = -(-length // 16)
-    return StepLayout(
-        query_start_loc=torch.tensor([0, length], dtype=torch.int32),
-        seq_lens=torch.tensor([length], dtype=torch.int32),
-        block_table=torch.arange(blocks, dtype=torch.int32)[None],
-        slot_mapping=torch.arange(length),
-        num_scheduled=(length,),
-        contexts=(length,),
-        block_size=16,
-    )
+    table = torch.arange(blocks, dtype=torch.int32)[None]
+    return one_sequence(table, torch.arange(length), length)

@@ -36,8 +36,7 @@ def test_attends_over_rounded_keys_and_values(backend, make_step, name, format, 
         keys=[kept(x, FORMATS[format]) for x in step.keys],
         values=[kept(x, FORMATS[format]) for x in step.values],
     )
-    found = step.run(backend, window).double()
-    torch.testing.assert_close(found, stored.expected(window), rtol=1e-4, atol=4e-6)
+    stored.check(step.run(backend, window), window, atol=4e-6)
 
 
 @formats

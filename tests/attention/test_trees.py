@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 from helpers.attention_backends import KV_FORMATS as FORMATS
-from helpers.attention_backends import NAMES
+from helpers.attention_backends import NAMES, PARENTS, one_sequence, tree_words
 from helpers.windows import as_window, chunks
 
 from kvik.attention.base import Attend, LayerKV
 
-# Parents of each node; the paths to the last nodes lie scattered.
-PARENTS = (-1, 0, 0, 1, 1, 3, 2, 0, 6, 5, 9, 4)
 formats = pytest.mark.parametrize("format", FORMATS)
 windows = pytest.mark.parametrize("window", [None, 1, 3, 20, chunks(3), chunks(64)])
 
 
-def words(parents: tuple[int, ...]) -> tuple[int, ...]:
-    found: list[int] = []
-    for node, parent in enumerate(parents):
-        found.append(1 << node | (found[parent] if node else 0))
-    return tuple(found)
-
-
-TREE = words(PARENTS)
+TREE = tree_words(PARENTS)
 
 
 def paths() -> list[list[int]]:
@@ -43,14 +32,13 @@ def test_a_node_sees_its_path(backend, make_step, cached, window):
     plain = [(12, 1), (30, 20)]
     step = make_step([plain[0], (cached, len(TREE)), plain[1]])
     step = step.with_trees((), TREE, ())
-    found = step.run(backend, window)
-    torch.testing.assert_close(found.double(), step.expected(window), rtol=1e-4, atol=2e-6)
+    step.check(step.run(backend, window), window)
 
 
 def test_several_trees_of_different_sizes(backend, make_step):
     sequences = [(40, 1), (7, 12), (33, 5), (90, 3)]
     step = make_step(sequences).with_trees((1,), TREE, TREE[:5], (1, 3, 5))
-    torch.testing.assert_close(step.run(backend).double(), step.expected(), rtol=1e-4, atol=2e-6)
+    step.check(step.run(backend))
 
 
 def decode_of(make_step, step, path, cached, dtype, kv_dtype, backend):
@@ -59,14 +47,8 @@ def decode_of(make_step, step, path, cached, dtype, kv_dtype, backend):
     kv, found = alone.kv, None
     for depth, node in enumerate(path):
         end = cached + depth + 1
-        layout = replace(
-            alone.layout,
-            query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-            seq_lens=torch.tensor([end], dtype=torch.int32),
-            slot_mapping=alone.layout.slot_mapping[depth : depth + 1],
-            num_scheduled=(1,),
-            contexts=(end,),
-        )
+        slots = alone.layout.slot_mapping[depth : depth + 1]
+        layout = one_sequence(alone.layout.block_table, slots, end)
         q, k, v = (x[node : node + 1] for x in (alone.q, alone.k, alone.v))
         found = backend.run(Attend(q, k, v, kv, backend.plan(layout, as_window(step)), alone.spec))
     return found, alone
@@ -101,16 +83,7 @@ def test_a_moved_path_equals_the_cache_of_single_decodes(backend, make_step, for
 
     # A decode behind the path, on either cache.
     end = cached + len(path) + 1
-    layout = replace(
-        step.layout,
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-        seq_lens=torch.tensor([end], dtype=torch.int32),
-        slot_mapping=slots[len(path) : len(path) + 1],
-        num_scheduled=(1,),
-        contexts=(end,),
-        tree=None,
-        tree_words=(),
-    )
+    layout = one_sequence(step.layout.block_table, slots[len(path) : len(path) + 1], end)
     results = [
         backend.run(Attend(x.q[-1:], x.k[-1:], x.v[-1:], x.kv, backend.plan(layout, None), x.spec))
         for x in (step, alone)
@@ -153,12 +126,11 @@ def test_the_largest_trees_over_the_borders_of_splits(backend, make_step, thread
     backend = type(backend)(native, native_ops(native))
     for seed, (heads, kv_heads) in enumerate([(8, 1), (2, 2)]):
         nodes = 63 if seed % 2 else 7
-        tree = words(random_tree(nodes, seed + 1))
+        tree = tree_words(random_tree(nodes, seed + 1))
         sequences = [(cached, nodes), (70, 1), (cached + 5, nodes), (3, 40)]
         step = make_step(sequences, block_size=32, heads=heads, kv_heads=kv_heads, seed=seed)
         step = step.with_trees(tree, (), tree, ())
-        found = step.run(backend, window)
-        torch.testing.assert_close(found.double(), step.expected(window), rtol=1e-4, atol=4e-6)
+        step.check(step.run(backend, window), window, atol=4e-6)
 
 
 @formats
@@ -176,14 +148,7 @@ def test_a_move_within_a_block_whose_places_overlap(backend, make_step, format):
         kept[place] = token
     k, v = (x[kept] for x in (other.k, other.v))
     backend.run(Attend(other.q, k, v, other.kv, backend.plan(other.layout, None), other.spec))
-    end = replace(
-        step.layout,
-        query_start_loc=torch.tensor([0, 1], dtype=torch.int32),
-        seq_lens=torch.tensor([40], dtype=torch.int32),
-        slot_mapping=slots[-1:],
-        num_scheduled=(1,),
-        contexts=(40,),
-    )
+    end = one_sequence(step.layout.block_table, slots[-1:], 40)
     results = [
         backend.run(
             Attend(step.q[:1], step.k[:1], step.v[:1], kv, backend.plan(end, None), step.spec)

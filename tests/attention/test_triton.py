@@ -14,7 +14,7 @@ from helpers.optional_triton import NO_TRITON
 pytest.importorskip("triton", reason=NO_TRITON)
 
 import torch
-from helpers.attention_backends import OPTIONS, make_backend
+from helpers.attention_backends import OPTIONS, PARENTS, make_backend, tree_words
 from helpers.optional_triton import device
 from helpers.windows import Seen, as_window, chunks, sinks
 from torch import Tensor
@@ -33,8 +33,7 @@ FORMATS = {
 }
 formats = pytest.mark.parametrize("format", FORMATS)
 windows = pytest.mark.parametrize("window", [None, 17, chunks(13)])
-# parents -1 0 0 1 1 3 2 0: each node's word holds itself and its ancestors
-TREE = (0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011, 0b1000101, 0b10000001)
+TREE = tree_words(PARENTS[:8])
 
 
 @pytest.fixture
@@ -83,15 +82,13 @@ def _tensors(kv: LayerKV) -> tuple[Tensor | None, ...]:
 @windows
 def test_matches_the_definition(kernel, make_step, window):
     step = make_step([(12, 1), (0, 9), (33, 1), (0, 1), (50, 18)])
-    found = attend(step, window).double()
-    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+    step.check(attend(step, window), window)
 
 
 @pytest.mark.parametrize("window", [1, 64, chunks(1), chunks(64), chunks(75)])
 def test_windows_across_tiles(kernel, make_step, window):
     step = make_step([(70, 20), (130, 1)], 16, 1, 1)
-    found = attend(step, window).double()
-    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+    step.check(attend(step, window), window)
 
 
 @pytest.mark.parametrize(
@@ -102,23 +99,20 @@ def test_sinks_of_a_window_meet_queries_of_their_own(kernel, make_step, window):
     sequences = [(12, 1), (0, 9), (93, 1), (0, 1), (50, 18), (0, 80)]
     step = make_step(sequences, 16, 2, 1).with_rotation()
     for each in (step, replace(step, sink_rotation=None)):
-        found = attend(each, window).double()
-        torch.testing.assert_close(found, each.expected(window), rtol=1e-4, atol=2e-6)
+        each.check(attend(each, window), window)
 
 
 @pytest.mark.parametrize("window", [sinks(4, 252), sinks(300, 30)], ids=str)
 def test_sinks_beside_several_splits(kernel, make_step, window):
     step = make_step([(700, 1), (300, 40)], 16, 2, 1).with_rotation()
-    found = attend(step, window).double()
-    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+    step.check(attend(step, window), window)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_sinks_of_a_window_beside_other_options(kernel, make_step, options):
     spec = AttentionSpec(0.3, **options)
     step = replace(make_step([(70, 9), (300, 1)]), spec=spec).with_rotation()
-    found, window = attend(step, sinks(4, 20)).double(), sinks(4, 20)
-    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+    step.check(attend(step, sinks(4, 20)), sinks(4, 20))
 
 
 @formats
@@ -148,19 +142,19 @@ def test_capped_scores_and_sinks(kernel, make_step, options):
     """In one split and in several, and in tiles that every row sees."""
     spec = AttentionSpec(0.3, **options)
     step = replace(make_step([(12, 1), (70, 9), (0, 3), (300, 1)]), spec=spec)
-    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=2e-6)
+    step.check(attend(step))
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (18, 1)])
 def test_groups_of_any_size_share_a_tile(kernel, make_step, heads, kv_heads):
     step = make_step([(12, 1), (33, 9)], 16, heads, kv_heads)
-    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=2e-6)
+    step.check(attend(step))
 
 
 @pytest.mark.parametrize("dim", [5, 80])
 def test_head_dims(kernel, make_step, dim):
     step = make_step([(12, 1), (33, 9)], 16, 2, 1, dim)
-    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=5e-6)
+    step.check(attend(step), atol=5e-6)
 
 
 @pytest.mark.parametrize("window", [None, 17, sinks(4, 20)], ids=str)
@@ -168,9 +162,7 @@ def test_heads_of_512(kernel, make_step, window):
     """As Gemma 4 has, in tiles of their own; several of these, and several splits."""
     step = make_step([(140, 1), (3, 20)], 16, 2, 1, 512)
     step = step.with_rotation() if isinstance(window, tuple) else step
-    torch.testing.assert_close(
-        attend(step, window).double(), step.expected(window), rtol=1e-4, atol=2e-5
-    )
+    step.check(attend(step, window), window, atol=2e-5)
 
 
 @formats
@@ -182,7 +174,7 @@ def test_heads_of_512_in_few_bits(kernel, make_step, format):
 
 def test_a_tree_of_heads_of_512(make_step):
     step = make_step([(12, 1), (33, len(TREE))], 16, 4, 1, 512).with_trees((), TREE)
-    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=2e-5)
+    step.check(attend(step), atol=2e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -215,9 +207,7 @@ def test_small_values_in_fp16(make_step, format):
 def test_long_contexts_are_split_and_merged(make_step, window):
     """Into three splits, of a step whose other sequence has one."""
     step = make_step([(300, 1), (20, 3)], 16, 4, 1)
-    torch.testing.assert_close(
-        attend(step, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
-    )
+    step.check(attend(step, window), window)
 
 
 @pytest.mark.full
@@ -266,8 +256,7 @@ def test_garbage_between_sinks_and_window_is_never_read(kernel, make_step):
 def test_a_node_sees_sinks_also_where_nodes_are_some(make_step, cached, window):
     step = make_step([(12, 1), (cached, len(TREE)), (30, 3)])
     step = step.with_trees((), TREE, ()).with_rotation()
-    found = attend(step, window).double()
-    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+    step.check(attend(step, window), window)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -275,8 +264,7 @@ def test_a_node_sees_its_path(make_step, window):
     """Among plain sequences, which see what they always see."""
     step = make_step([(12, 1), (33, len(TREE)), (30, 3), (0, 4)])
     step = step.with_trees((), TREE, (), TREE[:4])
-    found = attend(step, window).double()
-    torch.testing.assert_close(found, step.expected(window), rtol=1e-4, atol=2e-6)
+    step.check(attend(step, window), window)
 
 
 @pytest.mark.full
@@ -285,7 +273,7 @@ def test_the_largest_tree_over_a_border_of_splits(make_step):
     for parent in range(62):
         nodes.append(nodes[parent // 2] | 1 << (parent + 1))
     step = make_step([(100, 63)], 16, 1, 1).with_trees(tuple(nodes))
-    torch.testing.assert_close(attend(step).double(), step.expected(), rtol=1e-4, atol=2e-6)
+    step.check(attend(step))
 
 
 def test_a_captured_step_serves_any_lengths(make_step):

@@ -6,7 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_backends import KV_FORMATS, NAMES, OPTIONS, STEPS
+from helpers.attention_backends import (
+    KV_FORMATS,
+    NAMES,
+    OPTIONS,
+    PARENTS,
+    STEPS,
+    one_sequence,
+    tree_words,
+)
 from helpers.windows import as_window, seen, sinks
 
 from kvik.attention.base import Attend, AttentionSpec, HeadNorms, LayerKV
@@ -14,14 +22,6 @@ from kvik.attention.base import Attend, AttentionSpec, HeadNorms, LayerKV
 WINDOWS = [
     sinks(*pair) for pair in ((1, 1), (4, 20), (15, 2), (16, 16), (17, 40), (70, 9), (3, 600))
 ]
-PARENTS = (-1, 0, 0, 1, 1, 3, 2, 0, 6, 5, 9, 4)
-
-
-def tree() -> tuple[int, ...]:
-    found: list[int] = []
-    for node, parent in enumerate(PARENTS):
-        found.append(1 << node | (found[parent] if node else 0))
-    return tuple(found)
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
@@ -29,27 +29,21 @@ def tree() -> tuple[int, ...]:
 def test_matches_the_definition(backend, make_step, name, window):
     step = make_step(STEPS[name]).with_rotation()
     for each in (step, replace(step, sink_rotation=None)):
-        torch.testing.assert_close(
-            each.run(backend, window).double(), each.expected(window), rtol=1e-4, atol=2e-6
-        )
+        each.check(each.run(backend, window), window)
 
 
 @pytest.mark.parametrize(("cached", "new"), [(0, 1), (0, 640), (1023, 1), (1500, 40), (1090, 3)])
 @pytest.mark.parametrize("window", [sinks(4, 252), sinks(600, 30), sinks(520, 520)], ids=str)
 def test_many_splits(backend, make_step, cached, new, window):
     step = make_step([(cached, new)], heads=2, kv_heads=1).with_rotation()
-    torch.testing.assert_close(
-        step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
-    )
+    step.check(step.run(backend, window), window)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_with_capped_scores_and_learned_sinks(backend, make_step, options):
     step = replace(make_step(STEPS["mixed"]), spec=AttentionSpec(0.3, **options)).with_rotation()
     window = sinks(4, 17)
-    torch.testing.assert_close(
-        step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
-    )
+    step.check(step.run(backend, window), window)
 
 
 def test_queries_are_normalised_before_they_turn_for_sinks(backend, make_step):
@@ -109,15 +103,8 @@ def test_chunks_are_one_prefill_to_the_bit(make_step, backend, window, kv_format
         )
         for start in range(0, total, chunk):
             end = min(start + chunk, total)
-            layout = replace(
-                whole.layout,
-                query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
-                seq_lens=torch.tensor([end], dtype=torch.int32),
-                slot_mapping=whole.layout.slot_mapping[start:end],
-                num_scheduled=(end - start,),
-                contexts=(end,),
-            )
             part = slice(start, end)
+            layout = one_sequence(whole.layout.block_table, whole.layout.slot_mapping[part], end)
             of = whole.q[part].clone(), whole.k[part].clone(), whole.v[part]
             metadata = backend.plan(layout, as_window(window))
             rotation = whole.sink_rotation[part].contiguous()
@@ -131,10 +118,8 @@ def test_chunks_are_one_prefill_to_the_bit(make_step, backend, window, kv_format
 @pytest.mark.parametrize("cached", [0, 2, 5, 60, 300])
 def test_a_node_of_a_tree_sees_its_path(backend, make_step, cached, window):
     step = make_step([(12, 1), (cached, len(PARENTS)), (30, 20)])
-    step = step.with_trees((), tree(), ()).with_rotation()
-    torch.testing.assert_close(
-        step.run(backend, window).double(), step.expected(window), rtol=1e-4, atol=2e-6
-    )
+    step = step.with_trees((), tree_words(PARENTS), ()).with_rotation()
+    step.check(step.run(backend, window), window)
 
 
 @pytest.mark.parametrize("backend", [n for n in NAMES if n == "cpu"], indirect=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from helpers.optional_native import NATIVE
 
-from kvik.attention.base import AttentionBackend
+from kvik.attention.base import AttentionBackend, StepLayout
 from kvik.attention.reference import ReferenceAttention
 from kvik.attention.sdpa import SdpaAttention
 from kvik.kernels.reference.ops import REFERENCE
@@ -34,6 +34,21 @@ def make_backend(name: str) -> AttentionBackend:
     return ReferenceAttention(REFERENCE) if name == "reference" else SdpaAttention(TORCH)
 
 
+def one_sequence(
+    block_table: torch.Tensor, slots: torch.Tensor, context: int, block_size: int = 16
+) -> StepLayout:
+    """The layout of a step of one sequence, which stores its newest tokens at `slots`."""
+    return StepLayout(
+        query_start_loc=torch.tensor([0, len(slots)], dtype=torch.int32),
+        seq_lens=torch.tensor([context], dtype=torch.int32),
+        block_table=block_table,
+        slot_mapping=slots,
+        num_scheduled=(len(slots),),
+        contexts=(context,),
+        block_size=block_size,
+    )
+
+
 # (cached, new) tokens of each sequence of a step
 STEPS = {
     "one token": [(0, 1)],
@@ -45,6 +60,18 @@ STEPS = {
     "chunk behind a prefix": [(30, 20)],
     "mixed": [(12, 1), (0, 9), (33, 1), (16, 16), (50, 2)],
 }
+
+# Parents of the nodes of a tree; the paths to the last nodes lie scattered.
+PARENTS = (-1, 0, 0, 1, 1, 3, 2, 0, 6, 5, 9, 4)
+
+
+def tree_words(parents: tuple[int, ...]) -> tuple[int, ...]:
+    """Each node's word holds itself and its ancestors."""
+    found: list[int] = []
+    for node, parent in enumerate(parents):
+        found.append(1 << node | (found[parent] if node else 0))
+    return tuple(found)
+
 
 # Of an `AttentionSpec` for four heads and scores of about 1: capped at both ends and near 0, and
 # sinks above and below all of them.
