@@ -38,6 +38,12 @@ def large(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
+def decided(capsys: pytest.CaptureFixture[str], *words: str) -> set[tuple[str, str]]:
+    """Each decision and its value."""
+    assert main(["info", "--json", *words]) == 0
+    return {(d["name"], d["value"]) for d in json.loads(capsys.readouterr().out)["decisions"]}
+
+
 def test_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--device", "cpu"]) == 0
     out = capsys.readouterr().out
@@ -51,28 +57,16 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     facts = json.loads(capsys.readouterr().out)
     assert facts["fits"] is True
     assert facts["parameters"] == read_model_spec(BUNDLED).num_parameters
-    decided = {d["name"]: (d["value"], d["reason"]) for d in facts["decisions"]}
-    assert decided["num_blocks"] == ("9", "as asked")
+    assert ("num_blocks", "9") in {(d["name"], d["value"]) for d in facts["decisions"]}
     memory = facts["memory"]
     parts = ("weights", "activations", "kv_cache", "overhead")
     assert memory["total"] == sum(memory[part] for part in parts) <= memory["limit"]
-
-
-def test_experts_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
-    values = small(architectures=["Glm4MoeForCausalLM"], num_hidden_layers=3, **experts)
-    (tmp_path / "config.json").write_text(json.dumps({**values, "n_shared_experts": 2}))
-    assert main(["info", str(tmp_path), "--device", "cpu"]) == 0
-    out = capsys.readouterr().out
-    assert "3 of 8 experts of width 24, and one of 48 for all tokens\n" in out
 
 
 def test_chunks_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = small(architectures=["Llama4ForCausalLM"], head_dim=16, attention_chunk_size=64)
     (tmp_path / "config.json").write_text(json.dumps(model))
     words = ["info", str(tmp_path), "--device", "cpu", "--max-model-len", "1024"]
-    assert main(words) == 0
-    assert "3 see chunks of 64 tokens, rotary positions" in capsys.readouterr().out
     assert main([*words, "--json"]) == 0
     layers = json.loads(capsys.readouterr().out)["layers"]
     found = [(kind["count"], kind["window"], kind["chunked"]) for kind in layers]
@@ -82,10 +76,6 @@ def test_chunks_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC["Gemma-3-1B"]))
     words = ["info", str(tmp_path), "--device", "cpu", "--max-model-len", "1024"]
-    assert main(words) == 0
-    out = capsys.readouterr().out
-    assert "22 see 512 tokens, rotary positions of base 10,000\n" in out
-    assert "4 see all tokens, rotary positions of base 1,000,000\n" in out
     assert main([*words, "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     layers = facts["layers"]
@@ -95,63 +85,25 @@ def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert sum(tokens) == facts["kv_bytes_per_token"] and tokens[0] * 4 == tokens[1] * 22
     kept = [kind["kv_bytes_per_request"] for kind in layers]
     assert kept == [tokens[0] * 512, tokens[1] * 1024]
-    for count, bytes, seen in zip((22, 4), tokens, ("512 tokens", "all tokens"), strict=True):
-        assert f"{bytes:,} in {count} that see {seen}, at most " in out
-
-
-def test_what_reads_images_reads_text_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text = small(architectures=["Gemma3ForConditionalGeneration"], hidden_act=None)
-    facts = {"architectures": text.pop("architectures"), "text_config": text}
-    (tmp_path / "config.json").write_text(json.dumps(facts))
-    assert main(["info", str(tmp_path), "--device", "cpu"]) == 0
-    assert "text alone: its parts for images are left out" in capsys.readouterr().out
-
-
-def test_latent_layers_and_values_made_of_keys(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    latent = {"architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 4}
-    latent |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
-    for config, words in (
-        (small(**latent), "4 see all tokens by latent vectors of 576, rotary positions"),
-        (
-            PUBLIC["gemma-4-31b"],
-            "10 see all tokens by 4 key/value heads of 512, values made of keys, rotary positions "
-            "of base 1,000,000 in 25% of each head, proportional\n",
-        ),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        assert main(["info", str(tmp_path), "--device", "cpu"]) == 0
-        assert words in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("words", "kernels", "attention"),
     [
-        ([], ("native", "C++"), ("cpu", "native kernels on a cache")),
-        (["--block-size", "8"], ("native", "C++"), ("sdpa", "not cpu, as block_size 8")),
-        (["--kernels", "torch"], ("torch", "as asked"), ("sdpa", "the fastest of torch")),
-        (["--dtype", "float16"], ("torch", "have no float16"), ("sdpa", "the fastest of torch")),
+        ([], "native", "cpu"),
+        (["--block-size", "8"], "native", "sdpa"),
+        (["--kernels", "torch"], "torch", "sdpa"),
+        (["--dtype", "float16"], "torch", "sdpa"),
     ],
 )
 @needs_native
-def test_kernels_and_why(
-    words: list[str],
-    kernels: tuple[str, str],
-    attention: tuple[str, str],
-    capsys: pytest.CaptureFixture[str],
+def test_kernels(
+    words: list[str], kernels: str, attention: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["info", "--device", "cpu", *words]) == 0
-    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-    for name, (value, reason) in (("kernels", kernels), ("attention_backend", attention)):
-        (line,) = (line for line in lines if line[:1] == [name])
-        assert line[1] == value and reason in line[2]
-    assert main(["info", "--device", "cpu", "--json", *words]) == 0
-    decisions = json.loads(capsys.readouterr().out)["decisions"]
-    (decision,) = (d for d in decisions if d["name"] == "kernels")
-    assert decision["value"] == kernels[0] and kernels[1] in decision["reason"]
+    assert decided(capsys, "--device", "cpu", *words) >= {
+        ("kernels", kernels),
+        ("attention_backend", attention),
+    }
 
 
 def test_missing_native_kernels_are_reported(
@@ -159,11 +111,9 @@ def test_missing_native_kernels_are_reported(
 ) -> None:
     bare = replace(detect(), native=False)
     monkeypatch.setattr("kvik.cli.info.detect", lambda gpus: bare)
-    assert main(["info", "--device", "cpu"]) == 0
-    (line,) = (x for x in capsys.readouterr().out.splitlines() if x.startswith("  kernels"))
-    assert line.split()[1] == "torch" and "installed without its native kernels" in line
+    assert ("kernels", "torch") in decided(capsys, "--device", "cpu")
     assert main(["info", "--device", "cpu", "--kernels", "native"]) == 2
-    assert "--kernels: native: kvik was installed without" in capsys.readouterr().err
+    assert "--kernels: native: " in capsys.readouterr().err
 
 
 def test_on_a_gpu_the_report_names_triton(
@@ -172,25 +122,16 @@ def test_on_a_gpu_the_report_names_triton(
     gpu = Gpu(0, "NVIDIA H200", 140 << 30, 139 << 30, (9, 0))
     server = replace(detect(), gpus=(gpu,), triton=True)
     monkeypatch.setattr("kvik.cli.info.detect", lambda gpus: server)
-    assert main(["info"]) == 0
-    lines = [line.split(maxsplit=2) for line in capsys.readouterr().out.splitlines()]
-    decided = {line[0]: line[1:] for line in lines if len(line) == 3}
-    assert decided["kernels"] == ["triton", "compiled for this GPU when they first run"]
-    assert decided["attention_backend"][0] == "triton"
+    assert decided(capsys) >= {("kernels", "triton"), ("attention_backend", "triton")}
     assert main(["info", "--device", "cpu", "--kernels", "triton"]) == 2
-    error = capsys.readouterr().err
-    assert (
-        "--kernels: triton: Triton's kernels are for GPUs; must be auto, native or torch" in error
-    )
+    assert "--kernels: triton: " in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_still_described(
     large: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["info", large, "--memory-utilization", "0.01"]) == 0
-    out = capsys.readouterr().out
-    assert "405,853,388,800" in out
-    assert "does not fit: memory: " in out
+    assert "405,853,388,800" in capsys.readouterr().out
     assert main(["info", large, "--memory-utilization", "0.01", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["fits"] is False
@@ -199,16 +140,11 @@ def test_what_does_not_fit_is_still_described(
 
 
 def test_the_cache_in_fewer_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["info", "--device", "cpu", "--kv-cache-dtype", "int8", "--dtype", "bfloat16"]
-    assert main(words) == 0
-    out = capsys.readouterr().out
-    assert f"{6 * 2 * 4 * (32 + 2):,} bytes per token in int8" in out
-    assert "a scale for each token and head" in out
-    assert main([*words, "--kv-cache-dtype-skip-layers", "0,5"]) == 0
-    size = 4 * 2 * 4 * (32 + 2) + 2 * 2 * 4 * 64
-    assert f"{size:,} bytes per token in bfloat16 and int8" in capsys.readouterr().out
-    assert main([*words, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 6 * 2 * 4 * (32 + 2)
+    words = ["info", "--device", "cpu", "--kv-cache-dtype", "int8", "--dtype", "bfloat16", "--json"]
+    for skipped, size in (((), 6 * (32 + 2)), (("0,5",), 4 * (32 + 2) + 2 * 64)):
+        layers = ["--kv-cache-dtype-skip-layers", *skipped] if skipped else []
+        assert main([*words, *layers]) == 0
+        assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 2 * 4 * size
 
 
 @pytest.mark.parametrize(
@@ -232,8 +168,7 @@ def test_the_environment_counts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVIK_NUM_BLOCKS", "12")
-    assert main(["info"]) == 0
-    assert "12          as asked" in capsys.readouterr().out
+    assert ("num_blocks", "12") in decided(capsys)
     monkeypatch.setenv("KVIK_NUM_BLOCKS", "many")
     assert main(["info"]) == 2
     assert "KVIK_NUM_BLOCKS: must be an integer or none" in capsys.readouterr().err
@@ -266,5 +201,3 @@ def test_a_window_with_sinks(capsys: pytest.CaptureFixture[str]) -> None:
     (layers,) = json.loads(capsys.readouterr().out)["layers"]
     assert (layers["window"], layers["sinks"]) == (252, 4)
     assert layers["kv_bytes_per_request"] == 256 * layers["kv_bytes_per_token"]
-    assert main(["info", *words]) == 0
-    assert "see the first 4 and the last 252 tokens" in capsys.readouterr().out

@@ -16,8 +16,6 @@ from kvik.config.model_source import BUNDLED, CONFIG
 from kvik.nn.checkpoint import SINGLE
 from kvik.quantize.save import REPORT
 from kvik.spec.engine_folder import MANIFEST
-from kvik_bench.inprocess.models import DecodingSpeed
-from kvik_bench.report.result import Figure
 
 CPU = ("--device", "cpu")
 FAST = ("--eval", "none", "--no-speed", *CPU)
@@ -51,23 +49,6 @@ def test_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         assert llm.generate(["Once upon a time"], GREEDY)[0].outputs[0].text
     assert main(["info", str(out), "--device", "cpu"]) == 0
     assert "compressed-tensors: 8 bits, in groups of 64" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("ratios", "text"),
-    [
-        ((1.2, 6.633, 0.8), "1.20 (0.80 to 6.63) times: no difference beyond that of the rounds"),
-        ((1.3, 1.25, 1.4), "1.30 (1.25 to 1.40) times"),
-    ],
-)
-def test_a_speed_up_is_shown_with_its_range(ratios: tuple[float, ...], text: str) -> None:
-    before = Figure("decode", "tokens/s", (100.0, 80.0, 130.0))
-    speed = DecodingSpeed(before, before, Figure("ratio", "x", ratios), ("Warning: busy.",))
-    assert list(speed.rows()) == [
-        ("tokens/s", "100 (80 to 130) -> 100 (80 to 130), one request, 3 rounds"),
-        ("speed-up", text),
-        ("", "Warning: busy."),
-    ]
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
-"""What a request's figures look like."""
+"""Figures of a request as JSON."""
 
 from __future__ import annotations
 
-from kvik.cli.report import as_json, stats_line
+from kvik.cli.report import as_json
 from kvik.core.types import DraftCounts, RequestSpeculation
 from kvik.engine.output import CompletionOutput, RequestMetrics, RequestOutput
 
@@ -12,16 +12,6 @@ GUESSED = RequestSpeculation(DraftCounts(4, 10, 6, [4, 3, 3], [3, 2, 1]), 2.0, 3
 def output(*guessed: RequestSpeculation | None) -> RequestOutput:
     done = [CompletionOutput(i, "", [1, 2], "stop", speculation=g) for i, g in enumerate(guessed)]
     return RequestOutput("r", None, [1], done, 0, 0, None, RequestMetrics(0.0, 0.0, 1.0, 2.0))
-
-
-def test_drafts_are_in_the_line_if_there_were_any() -> None:
-    line = stats_line(output(GUESSED, GUESSED))
-    told = "12 of 20 drafts right, 2.50 tokens a check, speed-up by drafts 1.50 (estimated)"
-    assert line.endswith(f"prefix-cache hit 0%, {told}")
-    unknown = RequestSpeculation(GUESSED.drafts)
-    assert stats_line(output(unknown)).endswith("2.50 tokens a check")
-    for nothing in (None, RequestSpeculation()):
-        assert stats_line(output(nothing)).endswith("prefix-cache hit 0%")
 
 
 def test_json_tells_them_of_each_completion() -> None:

@@ -92,15 +92,6 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
         write_plots(sample_result(), tmp_path / "file" / "folder")
 
 
-def test_a_wide_range_has_plain_numbers_on_a_logarithmic_axis() -> None:
-    rows = (Row("wide", (), {}, {"ITL, ms": tuple(10.0**i for i in range(5))}),)
-    chart = Chart("ecdf", "Wide", "ITL, ms")
-    drawing = plots.svg(Result("x", {}, rows, (), (chart,)), chart, "")
-    assert "mathdefault" not in drawing
-    for number in ("1", "10", "100", "1000", "10000"):
-        assert f">{number}</text>" in drawing
-
-
 def test_points_of_a_measured_curve_have_names_and_the_order_of_the_loads() -> None:
     """Past the knee a higher load has less throughput: a line in the order of x would lie."""
     loads = {"concurrency 1": 30.0, "concurrency 2": 70.0, "concurrency 4": 50.0}
@@ -195,28 +186,8 @@ def test_ids_are_unique_and_references_resolve(page: Page) -> None:
     assert wanted <= set(ids)
 
 
-def test_each_chart_has_a_description_and_a_table(page: Page) -> None:
-    labels = [v for tag, name, v in page.attributes if tag == "svg" and name == "aria-label"]
-    assert len(labels) == 4  # the fifth has no data
-    assert labels[0].startswith("Output by batch size. output over batch")
-    assert page.tags.count("details") == 4
-    assert page.tags.count("table") == 5
-
-
-def test_figures_stand_with_their_spread(page: Page) -> None:
-    assert "81.0 (72.9 to 89.1)" in page.text
-    assert "Medians of 3 rounds, in brackets the lowest and the highest." in page.text
-
-
 def test_the_drawings_are_valid_xml() -> None:
     text = as_html(sample_result())
     for piece in text.split("<svg")[1:]:
         drawing = "<svg" + piece.partition("</svg>")[0] + "</svg>"
         ElementTree.fromstring(drawing)
-
-
-def test_a_result_without_charts_or_remarks_has_no_such_headings() -> None:
-    text = as_html(replace(sample_result(repeats=1), charts=(), remarks=()))
-    assert "<h2>Charts</h2>" not in text
-    assert "<h2>Remarks</h2>" not in text
-    assert "Medians of" not in text  # each figure was measured once
