@@ -40,16 +40,6 @@ def llama(tmp_path: Path) -> str:
 def test_the_bundled_model(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["advise", "--hardware", machine]) == 0
     text = capsys.readouterr().out
-    for line in (
-        "model                   stories on box",
-        "assumed                 --prompt-tokens 512 --output-tokens 128 --concurrency 8",
-        "1. precision",
-        "2. attention",
-        ". batching",
-        ". prefix cache",
-        ". quantisation",
-    ):
-        assert line in text
     kvik, verb, *flags = shlex.split(text.splitlines()[-1])
     assert (kvik, verb) == ("kvik", "serve")
     serve.build_parser().parse_intermixed_args(flags)
@@ -65,20 +55,13 @@ def test_a_machine_that_was_never_calibrated(
     found = json.loads(capsys.readouterr().out)
     assert not found["measured"] and "kvik calibrate" in found["doubt"]
     assert found["end"]["load"]["output_rate"] > 0
-    assert main(["advise"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert sum("data sheet" in line for line in lines) == 1
-    assert sum("kvik calibrate" in line for line in lines) == 1
 
 
 def test_a_promise(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["advise", llama, "--hardware", machine, "--slo", "ttft=30s,tpot=400ms"])
     text = capsys.readouterr().out
     assert code == 0
-    assert "promise                 the largest load that keeps them is" in text
     assert "--max-num-seqs" in text.splitlines()[-1]
-    assert main(["advise", llama, "--hardware", machine, "--slo", "tpot=1ms"]) == 0
-    assert "times over (TPOT" in capsys.readouterr().out
 
 
 def test_what_fits_nowhere_has_no_command(
@@ -87,18 +70,7 @@ def test_what_fits_nowhere_has_no_command(
     big = tmp_path / "Llama-3-70B.json"
     big.write_text(json.dumps(PUBLIC["llama-3-70b"]))
     assert main(["advise", str(big), "--hardware", "rtx4090"]) == 0
-    text = capsys.readouterr().out
-    assert "Llama-3-70B does not fit one rtx4090" in " ".join(text.split())
-    assert "kvik serve" not in text
-
-
-def test_a_load_that_is_too_much(
-    machine: str, llama: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["advise", llama, "--hardware", machine, "--rate", "1000"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert "comes faster than it can be served, " in text
-    assert " requests/s at most -> " in text
+    assert "kvik serve" not in capsys.readouterr().out
 
 
 def test_what_the_engine_does_not_run_has_no_command(
@@ -106,9 +78,7 @@ def test_what_the_engine_does_not_run_has_no_command(
 ) -> None:
     model = "starcoder"
     assert main(["advise", model, "--hardware", machine]) == 0
-    text = capsys.readouterr().out
-    assert "this version does not run GPTBigCodeForCausalLM" in text
-    assert "kvik serve" not in text
+    assert "kvik serve" not in capsys.readouterr().out
 
 
 def test_json(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -105,11 +105,6 @@ def test_save(llm: LLM, tmp_path: Path, capsys: Any) -> None:
     assert "kvik: error: file: must be named" in errors
 
 
-def test_a_banner_says_what_runs(llm: LLM) -> None:
-    banner = chat(llm).backend.banner
-    assert banner.startswith("stories: weights in ") and "a context of 128 tokens, on cpu" in banner
-
-
 def test_help_exit_and_what_is_unknown(llm: LLM, capsys: Any) -> None:
     talk = chat(llm)
     talk.take("/help")
