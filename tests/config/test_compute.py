@@ -365,31 +365,20 @@ def test_the_decision_mentions_unneeded_calibrated_scales(format: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "field", "part"),
+    ("options", "field"),
     [
         (
             {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (0, 32)},
             "kv_cache_dtype_skip_layers",
-            "layers from 0 to 31, not 32",
         ),
-        (
-            {"kv_cache_dtype_skip_layers": (0,)},
-            "kv_cache_dtype_skip_layers",
-            "needs a kv_cache_dtype",
-        ),
-        (
-            {"kv_cache_dtype": "fp16", "attention_backend": "cpu"},
-            "attention_backend",
-            "cpu: its cache has no fp16",
-        ),
+        ({"kv_cache_dtype_skip_layers": (0,)}, "kv_cache_dtype_skip_layers"),
+        ({"kv_cache_dtype": "fp16", "attention_backend": "cpu"}, "attention_backend"),
     ],
 )
-def test_impossible_kv_formats_are_refused(
-    options: dict[str, object], field: str, part: str
-) -> None:
+def test_impossible_kv_formats_are_refused(options: dict[str, object], field: str) -> None:
     with pytest.raises(ConfigError) as error:
         plan(**options)
-    assert error.value.field == field and part in error.value.message
+    assert error.value.field == field
 
 
 def test_four_bits_need_pairs() -> None:

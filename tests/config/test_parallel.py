@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -91,25 +92,35 @@ def test_a_model_on_several_machines_is_planned_for_one_of_them() -> None:
     assert 15 << 30 < memory.weights < 20 << 30 and memory.total < 32 << 30
 
 
+BY_FIELD: dict[str, dict[str, Any]] = {  # usual options of what a field divides
+    "tensor_parallel_size": {"tensor_parallel_size": 2},
+    "pipeline_parallel_size": {"pipeline_parallel_size": 2},
+    "expert_parallel": {"tensor_parallel_size": 2, "expert_parallel": True},
+}
+
+
 @pytest.mark.parametrize(
-    ("model", "options", "message"),
+    ("field", "model", "options"),
     [
-        (
-            "llama-3.2-1b",
-            {"attention_backend": "sdpa"},
-            "must be 1 with native kernels with sdpa attention",
-        ),
-        ("llama-3.2-1b", {"tensor_parallel_size": 33}, "at most 32, its heads of queries"),
-        ("llama-3.2-1b", {"threads": 1}, "at most 1, as there are 1 threads"),
-        ("llama-3.2-1b", {"tensor_parallel_size": 0}, "must be an integer in"),
+        ("tensor_parallel_size", "llama-3.2-1b", {"attention_backend": "sdpa"}),
+        ("tensor_parallel_size", "llama-3.2-1b", {"tensor_parallel_size": 33}),
+        ("tensor_parallel_size", "llama-3.2-1b", {"threads": 1}),
+        ("tensor_parallel_size", "llama-3.2-1b", {"tensor_parallel_size": 0}),
+        ("pipeline_parallel_size", "llama-3.2-1b", {"kernels": "torch"}),
+        ("pipeline_parallel_size", "llama-3.2-1b", {"pipeline_parallel_size": 17}),
+        ("pipeline_parallel_size", "llama-3.2-1b", {"threads": 1}),
+        ("pipeline_parallel_size", "llama-3.2-1b", {"threads": 3, "tensor_parallel_size": 2}),
+        ("pipeline_parallel_size", "llama-3.2-1b", {"spec_method": "eagle"}),
+        ("expert_parallel", "olmoe-1b-7b", {"tensor_parallel_size": 1}),
+        ("expert_parallel", "llama-3.2-1b", {}),
+        ("expert_parallel", "mixtral-8x7b-v0.1", {"tensor_parallel_size": 9}),
     ],
 )
-def test_refusals_of_a_group(model, options, message) -> None:
-    config = EngineConfig(**{"device": "cpu", "tensor_parallel_size": 2, "threads": 64, **options})
-    with pytest.raises(ConfigError, match=message) as caught:
-        spec = ModelSpec.from_config(public_configs()[model])
-        resolve(config, spec, MACHINE, "")
-    assert caught.value.field == "tensor_parallel_size"
+def test_what_processes_cannot_share(field, model, options) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config = EngineConfig(**{"device": "cpu", "threads": 64, **BY_FIELD[field], **options})
+        resolve(config, ModelSpec.from_config(public_configs()[model]), MACHINE, "")
+    assert caught.value.field == field
 
 
 def test_an_engine_folder_for_other_kernels() -> None:
@@ -126,32 +137,26 @@ GPUS = (H100, replace(H100, index=1, free_memory=70_000_000_000))
 
 
 @pytest.mark.parametrize(
-    ("hardware", "options", "field", "message"),
+    ("hardware", "options", "field"),
     [
-        ({"native": False}, {}, "tensor_parallel_size", "without its native module"),
-        ({}, {"engine_cache": "/tmp"}, "engine_cache", "left out with torch kernels"),
-        ({}, {"tensor_parallel_size": 33}, "tensor_parallel_size", "at most 32, its heads"),
-        ({}, {"kernels": "native", "tensor_parallel_cut": "fast"}, "tensor_parallel_cut", "exact"),
-        ({}, {"tensor_parallel_cut": "half"}, "tensor_parallel_cut", "exact"),
-        (
-            {"gpus": GPUS[:1]},
-            {"device": "cuda"},
-            "tensor_parallel_size",
-            r"a GPU for each of 2 processes, and cuda:1 is not there \(CUDA devices: cuda:0\)",
-        ),
-        ({"gpus": GPUS}, {"device": "cuda:1"}, "tensor_parallel_size", "and cuda:2 is not there"),
+        ({"native": False}, {}, "tensor_parallel_size"),
+        ({}, {"engine_cache": "/tmp"}, "engine_cache"),
+        ({}, {"tensor_parallel_size": 33}, "tensor_parallel_size"),
+        ({}, {"kernels": "native", "tensor_parallel_cut": "fast"}, "tensor_parallel_cut"),
+        ({}, {"tensor_parallel_cut": "half"}, "tensor_parallel_cut"),
+        ({"gpus": GPUS[:1]}, {"device": "cuda"}, "tensor_parallel_size"),
+        ({"gpus": GPUS}, {"device": "cuda:1"}, "tensor_parallel_size"),
         (
             {"gpus": (GPUS[0], replace(GPUS[1], name="A100"))},
             {"device": "cuda"},
             "tensor_parallel_size",
-            "GPUs of one kind, not A100 and NVIDIA H100",
         ),
     ],
 )
-def test_refusals_of_a_group_that_torch_joins(hardware, options, field, message) -> None:
+def test_refusals_of_a_group_that_torch_joins(hardware, options, field) -> None:
     common = {"device": "cpu", "kernels": "torch", "threads": 64, "tensor_parallel_size": 2}
     spec = ModelSpec.from_config(public_configs()["llama-3.2-1b"])
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError) as caught:
         resolve(EngineConfig(**{**common, **options}), spec, replace(MACHINE, **hardware), "")
     assert caught.value.field == field
 
@@ -181,41 +186,3 @@ def test_each_gpu_of_a_group_is_planned_for_its_share() -> None:
     assert not two.runner.graph_sizes
     with pytest.raises(ConfigError, match="must be 2, as when it was recorded"):
         with_ranks(two, 1)
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        ("llama-3.2-1b", {"kernels": "torch"}, "must be 1 with torch kernels"),
-        ("llama-3.2-1b", {"pipeline_parallel_size": 17}, "16 layers cannot be divided into 17"),
-        ("llama-3.2-1b", {"threads": 1}, "at most 1, as there are 1 threads, not 2"),
-        (
-            "llama-3.2-1b",
-            {"threads": 3, "tensor_parallel_size": 2},
-            "at most 1, as there are 3 threads, 2 for each stage, not 2",
-        ),
-        ("llama-3.2-1b", {"spec_method": "eagle"}, "must be 1 with eagle"),
-    ],
-)
-def test_refusals_of_a_pipeline(model, options, message) -> None:
-    common = {"device": "cpu", "pipeline_parallel_size": 2, "threads": 64}
-    with pytest.raises(ConfigError, match=message) as caught:
-        spec = ModelSpec.from_config(public_configs()[model])
-        resolve(EngineConfig(**{**common, **options}), spec, MACHINE, "")
-    assert caught.value.field == "pipeline_parallel_size"
-
-
-@pytest.mark.parametrize(
-    ("model", "options", "message"),
-    [
-        ("olmoe-1b-7b", {"tensor_parallel_size": 1}, "only with tensor_parallel_size of 2 or more"),
-        ("llama-3.2-1b", {}, "LlamaForCausalLM has no experts"),
-        ("mixtral-8x7b-v0.1", {"tensor_parallel_size": 9}, "9 processes cannot share 8 experts"),
-    ],
-)
-def test_refusals_of_whole_experts(model, options, message) -> None:
-    common = {"device": "cpu", "tensor_parallel_size": 2, "threads": 64, "expert_parallel": True}
-    with pytest.raises(ConfigError, match=message) as caught:
-        spec = ModelSpec.from_config(public_configs()[model])
-        resolve(EngineConfig(**{**common, **options}), spec, MACHINE, "")
-    assert caught.value.field == "expert_parallel"

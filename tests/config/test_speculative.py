@@ -39,27 +39,18 @@ def test_flags_win_over_the_object() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "field", "part"),
+    ("options", "field"),
     [
-        (
-            {"spec_tokens": 4},
-            "spec_method",
-            "forced, off beside spec_tokens; it is not given",
-        ),
-        (
-            {"speculative_config": {"ngram_max": 3, "model": "x"}, "spec_model": "y"},
-            "spec_method",
-            "beside ngram_max of speculative_config, spec_model;",
-        ),
-        ({"spec_method": "draft_model"}, "spec_model", "must name a draft model"),
-        ({"spec_method": "ngram", "spec_model": "x"}, "spec_model", "must be left out"),
+        ({"spec_tokens": 4}, "spec_method"),
+        ({"speculative_config": {"ngram_max": 3, "model": "x"}, "spec_model": "y"}, "spec_method"),
+        ({"spec_method": "draft_model"}, "spec_model"),
+        ({"spec_method": "ngram", "spec_model": "x"}, "spec_model"),
     ],
 )
-def test_options_that_contradict_the_method_are_named(options, field, part) -> None:
+def test_options_that_contradict_the_method_are_named(options, field) -> None:
     with pytest.raises(ConfigError) as error:
         wish(**options)
     assert error.value.field == field
-    assert part in error.value.message
 
 
 @pytest.mark.parametrize(

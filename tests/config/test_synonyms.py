@@ -53,24 +53,18 @@ def test_what_means_nothing_here_is_said_once(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "message"),
+    ("given", "field"),
     [
-        ({"data_parallel_size": 2}, "data_parallel_size", "kvik serve"),
-        ({"cpu_offload_gb": 10}, "cpu_offload_gb", "quantization"),
-        ({"enable_lora": True}, "enable_lora", "merge"),
-        (
-            {"gpu_memory_utilization": 0.5, "memory_utilization": 0.6},
-            "gpu_memory_utilization",
-            "memory_utilization here",
-        ),
-        ({"gpu_mem_utilization": 0.5}, "gpu_mem_utilization", "gpu_memory_utilization"),
-        ({"quantization": "awq"}, "quantization", "plain floats"),
+        ({"data_parallel_size": 2}, "data_parallel_size"),
+        ({"cpu_offload_gb": 10}, "cpu_offload_gb"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"gpu_memory_utilization": 0.5, "memory_utilization": 0.6}, "gpu_memory_utilization"),
+        ({"gpu_mem_utilization": 0.5}, "gpu_mem_utilization"),
+        ({"quantization": "awq"}, "quantization"),
     ],
 )
-def test_what_kvik_does_not_have_is_one_error(
-    given: dict[str, Any], field: str, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
+def test_what_kvik_does_not_have_is_one_error(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as error:
         LLM("", device="cpu", **given)
     assert error.value.field == field
 

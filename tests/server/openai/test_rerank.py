@@ -100,40 +100,22 @@ def test_scores_of_pairs(http: httpx2.Client, scores: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "param", "message"),
+    ("path", "body", "param"),
     [
-        ("/v1/rerank", {"query": "w1", "documents": []}, "documents", ">= 1"),
-        ("/v1/rerank", {"query": "w1", "documents": ["w1"] * 2049}, "documents", "at most 2048"),
-        (
-            "/v1/rerank",
-            {"query": "w1", "documents": ["w2", words(200)]},
-            "documents[1]",
-            "context length is 128",
-        ),
-        (
-            "/v1/rerank",
-            {"query": "w1", "documents": ["w2"], "instruction": "w3"},
-            "instruction",
-            "must be left out",
-        ),
-        ("/v1/score", {"text_1": ["w1"] * 2, "text_2": ["w1"] * 3}, "text_2", "as many texts"),
-        ("/v1/embeddings", {"input": "w1"}, "model", "no vectors"),
-        ("/v1/completions", {"prompt": "w1"}, "model", "is an encoder"),
-        (
-            "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "w1"}]},
-            "model",
-            "is an encoder",
-        ),
+        ("/v1/rerank", {"query": "w1", "documents": []}, "documents"),
+        ("/v1/rerank", {"query": "w1", "documents": ["w1"] * 2049}, "documents"),
+        ("/v1/rerank", {"query": "w1", "documents": ["w2", words(200)]}, "documents[1]"),
+        ("/v1/rerank", {"query": "w1", "documents": ["w2"], "instruction": "w3"}, "instruction"),
+        ("/v1/score", {"text_1": ["w1"] * 2, "text_2": ["w1"] * 3}, "text_2"),
+        ("/v1/embeddings", {"input": "w1"}, "model"),
+        ("/v1/completions", {"prompt": "w1"}, "model"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "w1"}]}, "model"),
     ],
 )
-def test_what_is_refused(
-    http: httpx2.Client, path: str, body: dict[str, Any], param: str, message: str
-) -> None:
+def test_what_is_refused(http: httpx2.Client, path: str, body: dict[str, Any], param: str) -> None:
     answer = http.post(path, json=body)
     assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert (error["param"], message in error["message"]) == (param, True), error
+    assert answer.json()["error"]["param"] == param
 
 
 def test_vectors_of_an_encoder(vectors: httpx2.Client, embedder: Path) -> None:
