@@ -16,8 +16,6 @@ from kvik.config.resolve import resolve
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.spec.engine_folder import Built
-from kvik.spec.kv import KV_FORMATS
-from kvik.spec.stored_weights import StoredQuantization
 
 AVX2 = frozenset(("avx2", "fma"))
 LAPTOP = Hardware("CPU", 4, 1 << 34, "RAM", isa=AVX2, native=True)
@@ -334,16 +332,6 @@ def test_skipped_layers_count_in_full() -> None:
     assert every.memory.kv_cache == plan(num_blocks=1000).memory.kv_cache
 
 
-@pytest.mark.parametrize("format", KV_FORMATS)
-def test_the_decision_names_the_requested_kv_format(format: str) -> None:
-    value, reason = decision(plan(kv_cache_dtype=format), "kv_cache_dtype")
-    assert value == format and reason.startswith("as asked: keys and values")
-    layers = (3, 0, 3)
-    resolved = plan(kv_cache_dtype=format, kv_cache_dtype_skip_layers=layers)
-    _, reason = decision(resolved, "kv_cache_dtype")
-    assert reason.endswith("; layers 0, 3 in bfloat16")
-
-
 @pytest.mark.parametrize(("name", "known"), [("fp8_e4m3", "fp8"), ("bfloat16", "bf16")])
 def test_names_of_other_engines(name: str, known: str) -> None:
     found, same = plan(kv_cache_dtype=name), plan(kv_cache_dtype=known)
@@ -353,15 +341,6 @@ def test_names_of_other_engines(name: str, known: str) -> None:
 
 def test_the_default_is_the_models() -> None:
     assert decision(plan(), "kv_cache_dtype") == ("bfloat16", "the model's")
-
-
-@pytest.mark.parametrize("format", ["auto", "fp8"])
-def test_the_decision_mentions_unneeded_calibrated_scales(format: str) -> None:
-    spec = replace(llama(), quantization=StoredQuantization("fp8", (), kv_scales=True))
-    _, reason = decision(plan(spec, kv_cache_dtype=format), "kv_cache_dtype")
-    assert reason.endswith(
-        "the checkpoint's calibrated scales are not needed: each vector has its own"
-    )
 
 
 @pytest.mark.parametrize(

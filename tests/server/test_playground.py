@@ -7,13 +7,10 @@ import sys
 import time
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from helpers import chromium
 from helpers.story_site import Site, story_site
 
-from kvik.core.moves import MoveCounters
-from kvik.engine.stats import MoveStats, TierStats
 from kvik.server.access import read_keys
 from kvik.server.app import all_routes
 from kvik.server.metrics import RequestMetricsObserver
@@ -459,26 +456,6 @@ def test_the_engine_is_shown_live(browser: chromium.Browser, site: Site) -> None
     browser.evaluate("document.querySelector('#requests-numbers').open = true")
     browser.wait("document.querySelectorAll('#requests-table tr').length > 0")
     at_peace(browser, site)
-
-
-def test_tiers_are_told_as_in_the_terminal(browser: chromium.Browser, site: Site) -> None:
-    opened(browser, site)
-    memory = TierStats("memory", 2, 1 << 30, 4 << 30, 3, 2, 0, 1, 2.5e9)
-    disk = TierStats("disk", 2, 5 << 20, 2 << 40, 3, 2, 0, 1, None)
-    peer = TierStats("peer", 0, 0, 0, 0, 12, 0, 0, None)
-    totals = MoveCounters(loaded_tokens=1234, load_choices=5, swapped_in=7)
-    told = json.dumps(msgspec.to_builtins(MoveStats((memory, disk, peer), totals, "<no space>")))
-    words = browser.evaluate(
-        "(async () => { const { tierWords } = await import('/ui/engine.js');"
-        f" return [tierWords(null), tierWords({told})] }})()"
-    )
-    assert words == [
-        "",
-        "Tiers: memory 1.0 GiB of 4.0 GiB at 2.5 GB/s, disk 5.0 MiB of 2048.0 GiB, "
-        "peer 12 pages, disk off: <no space>; 1,234 tokens loaded, load or compute 5/0, "
-        "swapped out 0, in 7",
-    ]
-    assert browser.evaluate("document.querySelector('#tiers').hidden")
 
 
 def test_the_map_shows_the_blocks_that_are_used(browser: chromium.Browser, site: Site) -> None:

@@ -15,7 +15,7 @@ import kvik_bench.machine.calibrate
 from kvik.cli.main import main
 from kvik.config.hardware import Gpu, Hardware, detect
 from kvik.config.hardware import load_thresholds as load_prompts
-from kvik.planner.calibration import ReadRate, calibration_path, load, save, this_machine
+from kvik.planner.calibration import calibration_path, load, save, this_machine
 from kvik_bench.cli import calibrate
 from kvik_bench.machine.stage import FULL, QUICK, Effort
 
@@ -144,19 +144,6 @@ def test_other_threads_are_warned_of(
 def test_threads_out_of_range(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "--threads", threads]) == 2
     assert "--threads: must be an integer in [1, 1024]" in capsys.readouterr().err
-
-
-def test_the_range_of_read_rates_is_shown() -> None:
-    found = calibration()
-    rates = (*found.reads[:-1], ReadRate.of(512 << 20, [8e9, 12.34e9, 5.5e9]))
-    assert "8.00 (5.50 to 12.34) GB/s" in calibrate.as_text(replace(found, reads=rates))
-
-
-def test_a_pace_bound_by_memory_is_shown_as_such() -> None:
-    found = calibration()
-    (first, *rest) = found.attention
-    text = calibrate.as_text(replace(found, attention=(replace(first, streamed=0.0), *rest)))
-    assert "as memory" in text
 
 
 class TestGpu:
