@@ -454,3 +454,33 @@ def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:
         else one.with_changes(logprobs=3, prompt_logprobs=2, prompt_logprobs_start=i)
         for i, one in enumerate(params(siblings))
     ]
+
+
+def reference_outputs(model: dict[str, object]) -> list[RequestOutput]:
+    """Outputs with logprobs of native kernels, one request at a time."""
+    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT}
+    with LLM(**model, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
+        runner = llm.resolved.runner
+        assert (runner.kernels, runner.attention_backend) == ("native", "cpu")
+        return run(llm, Column("reference", alone=True), possible(params_with_logprobs(), model))
+
+
+def check_tokens(outputs: list[RequestOutput], expected: list[list[int]]) -> None:
+    """Those of greedy siblings are all the same."""
+    for i, (output, right, sampling) in enumerate(zip(outputs, expected, params(), strict=True)):
+        found = [completion.token_ids for completion in output.outputs]
+        assert found[0] == right, f"prompt {i}"
+        if sampling.greedy:
+            assert all(tokens == right for tokens in found), f"siblings of prompt {i}"
+        else:
+            assert len(set(map(tuple, found))) == len(found), "siblings drew the same"
+
+
+def check_bits(outputs: list[RequestOutput], alone: list[RequestOutput]) -> None:
+    """Log probabilities are those of a request alone; siblings draw with seeds of their own."""
+    for i, (output, right, sampling) in enumerate(zip(outputs, alone, params(), strict=True)):
+        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
+        for completion in output.outputs if sampling.greedy else output.outputs[:1]:
+            assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
+            assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
+            assert completion.logprobs is not None and len(completion.logprobs) == NUM_TOKENS

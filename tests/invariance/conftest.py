@@ -8,19 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.matrix import (
-    CONTEXT,
     FORMATS,
     MODELS,
-    Column,
     make_model,
-    params_with_logprobs,
-    possible,
+    reference_outputs,
     reference_tokens,
-    run,
 )
 from helpers.warm_processes import warm_process
 
-from kvik import LLM
 from kvik.engine.output import RequestOutput
 
 
@@ -55,22 +50,12 @@ def weights(request) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def one_at_a_time(model, weights) -> Iterator[list[RequestOutput]]:
-    """Reference outputs with logprobs: native kernels, one request at a time."""
-    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT}
-    with LLM(**model, **weights, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        runner = llm.resolved.runner
-        assert (runner.kernels, runner.attention_backend) == ("native", "cpu")
-        sampling = possible(params_with_logprobs(), model)
-        yield run(llm, Column("reference", alone=True), sampling)
+def one_at_a_time(model, weights) -> list[RequestOutput]:
+    return reference_outputs({**model, **weights})
 
 
 @pytest.fixture(scope="module", params=[{"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}], ids=str)
 def latent_alone(request, tmp_path_factory) -> tuple[dict[str, object], list[RequestOutput]]:
     """A model that attends over latent vectors, and its outputs one request at a time."""
     model = {**make_model("latent", tmp_path_factory.mktemp("latent")), **request.param}
-    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT}
-    with LLM(**model, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        assert llm.resolved.runner.attention_backend == "cpu"
-        sampling = possible(params_with_logprobs(), model)
-        return model, run(llm, Column("reference", alone=True), sampling)
+    return model, reference_outputs(model)

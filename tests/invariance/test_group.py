@@ -16,10 +16,10 @@ from helpers.matrix import (
     SQUEEZED,
     TIGHT,
     Column,
+    check_bits,
     make_model,
     params_with_logprobs,
-    possible,
-    run,
+    reference_outputs,
     run_column,
 )
 from helpers.optional_native import needs_native
@@ -39,7 +39,6 @@ from kvik.spec.weights import SCHEMES
 
 pytestmark = [needs_native, pytest.mark.usefixtures("forked")]
 
-ALONE = Column("reference", alone=True)
 TWO = {"tensor_parallel_size": 2, "threads": 2}
 FOUR = {"tensor_parallel_size": 4, "threads": 4}
 STAGES = {"pipeline_parallel_size": 2, "threads": 2}
@@ -116,10 +115,7 @@ CASES += [
 def alone_of(name: str, weights: str) -> list[RequestOutput]:
     """Outputs of one process, one request at a time."""
     with TemporaryDirectory() as folder:
-        model = {**make_model(name, Path(folder)), **FORMATS[weights]}
-        common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, "max_num_seqs": 1}
-        with LLM(**model, **common) as llm:
-            return run(llm, ALONE, possible(params_with_logprobs(), model))
+        return reference_outputs({**make_model(name, Path(folder)), **FORMATS[weights]})
 
 
 @pytest.mark.parametrize(
@@ -139,11 +135,7 @@ def test_logprobs_are_those_of_one_process(name, weights, column, tmp_path, capl
     sampling = params_with_logprobs(column.siblings)
     found = run_column(column, sampling, model)
     assert not caplog.records  # every step was replayed
-    for i, (output, right) in enumerate(zip(found, alone, strict=True)):
-        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
-        for completion in output.outputs if sampling[i].greedy else output.outputs[:1]:
-            assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
-            assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
+    check_bits(found, alone)
 
 
 # Each a way in which layers differ.

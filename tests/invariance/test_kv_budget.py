@@ -17,15 +17,16 @@ from helpers.matrix import (
     FORMATS,
     SERVED,
     Column,
+    check_bits,
+    check_tokens,
     params,
     params_with_logprobs,
+    reference_outputs,
     reference_tokens,
-    run,
     run_column,
 )
 from helpers.optional_native import needs_native
 
-from kvik import LLM
 from kvik.config import resolve
 from kvik.config.kv_budget import KVBudgets, fingerprint_of, save_budgets
 from kvik.config.model_source import BUNDLED
@@ -78,13 +79,8 @@ def expected(model) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(model) -> dict[str, list[RequestOutput]]:
     """Outputs with logprobs of one request at a time, in each of some formats."""
-    found: dict[str, list[RequestOutput]] = {}
-    for name in ("bfloat16", "KV in int8", "KV in int4"):
-        common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, **FORMATS[name]}
-        with LLM(**model, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
-            assert llm.resolved.runner.attention_backend == "cpu"
-            found[name] = run(llm, Column("reference", alone=True), params_with_logprobs())
-    return found
+    names = ("bfloat16", "KV in int8", "KV in int4")
+    return {name: reference_outputs({**model, **FORMATS[name]}) for name in names}
 
 
 def test_what_is_dropped_changes_answers(expected):
@@ -98,10 +94,7 @@ def test_what_is_dropped_changes_answers(expected):
 )
 def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     outputs = run_column(column, params(column.siblings), model, dtype="float32")
-    for output, right, sampling in zip(outputs, expected, params(), strict=True):
-        tokens = [completion.token_ids for completion in output.outputs]
-        assert tokens[0] == right
-        assert not sampling.greedy or all(one == right for one in tokens)
+    check_tokens(outputs, expected)
 
 
 BIT_COLUMNS = [c for c in ALL if c.name in {b.name for b in BITS}]
@@ -115,9 +108,5 @@ CASES += [(c, name) for c in SOME for name in ("KV in int8", "KV in int4")]
 def test_native_logprobs_are_the_same_to_the_bit(model, alone, column, weights, caplog):
     sampling = params_with_logprobs(column.siblings)
     found = run_column(column, sampling, model, **FORMATS[weights])
-    for i, (output, right) in enumerate(zip(found, alone[weights], strict=True)):
-        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
-        for completion in output.outputs if sampling[i].greedy else output.outputs[:1]:
-            assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
-            assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
+    check_bits(found, alone[weights])
     assert not [r for r in caplog.records if "lossy" not in r.getMessage()]  # all were replayed

@@ -16,8 +16,9 @@ from helpers.matrix import (
     BITS,
     COLUMNS,
     LATENT_COLUMNS,
-    NUM_TOKENS,
     SERVED,
+    check_bits,
+    check_tokens,
     params,
     params_with_logprobs,
     run_column,
@@ -28,13 +29,7 @@ from helpers.optional_native import needs_native
 @pytest.mark.parametrize("column", [*COLUMNS, *SERVED, ALL_OF_IT], ids=lambda column: column.name)
 def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     outputs = run_column(column, params(column.siblings), model, dtype="float32")
-    found = [[c.token_ids for c in output.outputs] for output in outputs]
-    for i, sampling in enumerate(params()):
-        assert found[i][0] == expected[i], f"prompt {i}"
-        if sampling.greedy:
-            assert all(tokens == expected[i] for tokens in found[i]), f"siblings of prompt {i}"
-        else:
-            assert len(set(map(tuple, found[i]))) == column.siblings, "siblings drew the same"
+    check_tokens(outputs, expected)
 
 
 @needs_native
@@ -43,13 +38,7 @@ def test_native_logprobs_are_the_same_to_the_bit(model, weights, one_at_a_time, 
     sampling = params_with_logprobs(column.siblings)
     found = run_column(column, sampling, model, **weights)
     assert not caplog.records  # every step was replayed
-    for i, (output, right) in enumerate(zip(found, one_at_a_time, strict=True)):
-        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
-        # Siblings draw with seeds of their own.
-        for completion in output.outputs if sampling[i].greedy else output.outputs[:1]:
-            assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
-            assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
-            assert len(completion.logprobs) == NUM_TOKENS
+    check_bits(found, one_at_a_time)
 
 
 @needs_native
@@ -58,7 +47,4 @@ def test_no_bit_of_latent_attention_depends_on_it_either(latent_alone, column, c
     model, alone = latent_alone
     found = run_column(column, params_with_logprobs(), model)
     assert not caplog.records  # every step was replayed
-    for i, (output, right) in enumerate(zip(found, alone, strict=True)):
-        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
-        assert output.outputs[0].token_ids == right.outputs[0].token_ids, f"prompt {i}"
-        assert output.outputs[0].logprobs == right.outputs[0].logprobs, f"prompt {i}"
+    check_bits(found, alone)

@@ -24,8 +24,9 @@ from helpers.matrix import (
     BITS,
     COLUMNS,
     CONTEXT,
-    NUM_TOKENS,
     Column,
+    check_bits,
+    check_tokens,
     params,
     params_with_logprobs,
     prompts,
@@ -35,7 +36,6 @@ from helpers.optional_native import needs_native
 
 from kvik import LLM
 from kvik.config.model_source import BUNDLED
-from kvik.engine.output import RequestOutput
 from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.registry import DrafterParts
 
@@ -88,14 +88,6 @@ def texts(model, expected) -> list[list[int]]:
     with LLM(**model, device="cpu", threads=1, max_model_len=CONTEXT) as llm:
         vocab_size = llm.resolved.model.vocab_size
     return [[*p, *tokens] for p, tokens in zip(prompts(vocab_size), expected, strict=True)]
-
-
-def check_tokens(outputs: list[RequestOutput], expected: list[list[int]]) -> None:
-    for i, (output, sampling) in enumerate(zip(outputs, params(), strict=True)):
-        tokens = [c.token_ids for c in output.outputs]
-        assert tokens[0] == expected[i], f"prompt {i}"
-        if sampling.greedy:
-            assert all(others == expected[i] for others in tokens), f"siblings of prompt {i}"
 
 
 @pytest.mark.parametrize("drafter", EVERYWHERE)
@@ -201,8 +193,4 @@ def test_native_logprobs_have_the_same_bits_with_drafts(
     found = run_column(with_room(column), sampling, model, **weights, **options)
     assert not caplog.records  # every step was replayed
     assert sum(output.num_accepted_tokens for output in found) > 0
-    for i, (output, right) in enumerate(zip(found, one_at_a_time, strict=True)):
-        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
-        assert output.outputs[0].token_ids == right.outputs[0].token_ids, f"prompt {i}"
-        assert output.outputs[0].logprobs == right.outputs[0].logprobs, f"prompt {i}"
-        assert len(output.outputs[0].logprobs) == NUM_TOKENS
+    check_bits(found, one_at_a_time)

@@ -4,7 +4,6 @@ that lost its blocks. Log probabilities are the same to the bit."""
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -12,19 +11,18 @@ from helpers.matrix import (
     ALL_OF_IT,
     BITS,
     COLUMNS,
-    CONTEXT,
     SERVED,
     Column,
+    check_bits,
+    check_tokens,
     params,
     params_with_logprobs,
-    possible,
+    reference_outputs,
     reference_tokens,
-    run,
     run_column,
 )
 from helpers.optional_native import needs_native
 
-from kvik import LLM
 from kvik.engine.output import RequestOutput
 
 STATES = {  # a delta net, attention, a delta net
@@ -76,20 +74,14 @@ def expected(model) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def one_at_a_time(model) -> Iterator[list[RequestOutput]]:
-    common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, "dtype": "bfloat16"}
-    with LLM(**model, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
-        sampling = possible(params_with_logprobs(), model)
-        yield run(llm, Column("reference", alone=True), sampling)
+def one_at_a_time(model) -> list[RequestOutput]:
+    return reference_outputs({**model, "dtype": "bfloat16"})
 
 
 @pytest.mark.parametrize("column", EVERY, ids=lambda column: column.name)
 def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
     outputs = run_column(column, params(column.siblings), model, dtype="float32")
-    for output, right, sampling in zip(outputs, expected, params(), strict=True):
-        tokens = [completion.token_ids for completion in output.outputs]
-        assert tokens[0] == right
-        assert not sampling.greedy or all(one == right for one in tokens)
+    check_tokens(outputs, expected)
 
 
 @needs_native
@@ -100,7 +92,4 @@ def test_native_logprobs_are_the_same_to_the_bit(model, one_at_a_time, column, c
     sampling = params_with_logprobs(column.siblings)
     found = run_column(column, sampling, model, dtype="bfloat16")
     assert not caplog.records  # every step was replayed
-    for i, (output, right) in enumerate(zip(found, one_at_a_time, strict=True)):
-        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
-        assert output.outputs[0].token_ids == right.outputs[0].token_ids, f"prompt {i}"
-        assert output.outputs[0].logprobs == right.outputs[0].logprobs, f"prompt {i}"
+    check_bits(found, one_at_a_time)

@@ -3,7 +3,6 @@ Log probabilities are the same to the bit, also with drafts and with keys and va
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -11,19 +10,19 @@ from helpers.matrix import (
     ALL_OF_IT,
     BITS,
     COLUMNS,
-    CONTEXT,
     FORMATS,
     SERVED,
     Column,
+    check_bits,
+    check_tokens,
     params,
     params_with_logprobs,
+    reference_outputs,
     reference_tokens,
-    run,
     run_column,
 )
 from helpers.optional_native import needs_native
 
-from kvik import LLM
 from kvik.config.model_source import BUNDLED
 from kvik.engine.output import RequestOutput
 
@@ -57,15 +56,10 @@ def expected() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> Iterator[dict[str, list[RequestOutput]]]:
+def alone() -> dict[str, list[RequestOutput]]:
     """Outputs with logprobs of one request at a time, in each of some formats."""
-    found: dict[str, list[RequestOutput]] = {}
-    for name in ("bfloat16", "KV in int8", "KV in int4", "KV in fp8"):
-        common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT, **FORMATS[name]}
-        with LLM(**MODEL, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
-            assert llm.resolved.runner.attention_backend == "cpu"
-            found[name] = run(llm, Column("reference", alone=True), params_with_logprobs())
-    yield found
+    names = ("bfloat16", "KV in int8", "KV in int4", "KV in fp8")
+    return {name: reference_outputs({**MODEL, **FORMATS[name]}) for name in names}
 
 
 @pytest.mark.parametrize(
@@ -75,20 +69,12 @@ def alone() -> Iterator[dict[str, list[RequestOutput]]]:
 )
 def test_tokens_do_not_depend_on_how_they_are_made(expected, column):
     outputs = run_column(column, params(column.siblings), MODEL, dtype="float32")
-    for output, right, sampling in zip(outputs, expected, params(), strict=True):
-        tokens = [completion.token_ids for completion in output.outputs]
-        assert tokens[0] == right
-        assert not sampling.greedy or all(one == right for one in tokens)
+    check_tokens(outputs, expected)
 
 
-def check_bits(column, alone, **options):
-    sampling = params_with_logprobs(column.siblings)
-    found = run_column(column, sampling, MODEL, **options)
-    for i, (output, right) in enumerate(zip(found, alone, strict=True)):
-        assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
-        for completion in output.outputs if sampling[i].greedy else output.outputs[:1]:
-            assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
-            assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
+def checked(column, alone, **options):
+    found = run_column(column, params_with_logprobs(column.siblings), MODEL, **options)
+    check_bits(found, alone)
     return found
 
 
@@ -101,7 +87,7 @@ CASES += [(c, name) for c in SOME for name in ("KV in int8", "KV in int4", "KV i
 @pytest.mark.full
 @pytest.mark.parametrize(("column", "weights"), CASES, ids=lambda c: getattr(c, "name", c))
 def test_native_logprobs_are_the_same_to_the_bit(alone, column, weights, caplog):
-    check_bits(column, alone[weights], **FORMATS[weights])
+    checked(column, alone[weights], **FORMATS[weights])
     assert not caplog.records  # every step was replayed
 
 
@@ -112,7 +98,7 @@ def test_native_logprobs_are_the_same_to_the_bit(alone, column, weights, caplog)
     "options", [{**EAGER, "spec_method": "ngram"}, MEDUSA], ids=["ngram", "medusa"]
 )
 def test_native_logprobs_have_the_same_bits_with_drafts(alone, column, options, caplog):
-    found = check_bits(roomy(column), alone["bfloat16"], dtype="bfloat16", **options)
+    found = checked(roomy(column), alone["bfloat16"], dtype="bfloat16", **options)
     assert not caplog.records
     assert sum(output.num_drafted_tokens for output in found)
 
@@ -132,5 +118,5 @@ def roomy(column: Column) -> Column:
 def test_native_logprobs_have_the_same_bits_in_several_processes(alone, processes, caplog):
     (column,) = (c for c in EVERY if c.name == "preemption, chunks")
     found = replace(column, config={**column.config, **processes})
-    check_bits(found, alone["KV in int8"], **FORMATS["KV in int8"])
+    checked(found, alone["KV in int8"], **FORMATS["KV in int8"])
     assert not caplog.records
