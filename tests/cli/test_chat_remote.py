@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from helpers.fake_server import DONE, FakeServer, Received, Reply, delta, event, models, usage
 from helpers.on_terminal import OnTerminal
-from helpers.story_site import Site, story_site
+from helpers.story_site import Site, site_fixture
 
 from kvik.cli.chat import Chat
 from kvik.cli.chat_backends import RemoteBackend, first_model
@@ -31,11 +31,7 @@ END = event(choices=[], usage=usage(7, 2, prompt_tokens_details={"cached_tokens"
 HELLO = Reply([delta("Hel"), delta("lo", "stop"), END])
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with story_site(openai_routes, read_keys(["right"])) as made:
-        yield made
-        made.at_rest()
+site = site_fixture(openai_routes, read_keys(["right"]))
 
 
 def answering(reply: Reply) -> FakeServer:

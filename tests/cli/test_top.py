@@ -6,7 +6,6 @@ import argparse
 import io
 import json
 import socket
-from collections.abc import Iterator
 from io import StringIO
 from itertools import islice
 from types import SimpleNamespace
@@ -17,7 +16,7 @@ import pytest
 from helpers.engine_frames import engine_frame, live_request
 from helpers.fake_server import FakeServer, Received, Reply
 from helpers.http_server import ask
-from helpers.story_site import Site, story_site
+from helpers.story_site import Site, site_fixture, story_site
 from rich.console import Console, RenderableType
 
 from kvik.cli import top
@@ -45,10 +44,7 @@ def routes(parts: Server) -> list[Route]:
     return [*engine_view.routes(parts), *native.routes(parts)]
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with story_site(routes) as made:
-        yield made
+site = site_fixture(routes)
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:

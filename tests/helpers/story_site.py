@@ -6,15 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pytest
 from helpers.http_server import HttpServer, http_server
 from helpers.served_engine import ServedEngine, bundled, make_engine
 
 from kvik.config.server_config import ServerConfig
 from kvik.model_files import model_files
 from kvik.server.access import Keys
-from kvik.server.app import App, make_app
+from kvik.server.app import App, all_routes, make_app
 from kvik.server.generation import Observer
+from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.route import Route
 from kvik.server.server import Server, assemble
 from kvik.server.texts import Texts
@@ -22,6 +25,10 @@ from kvik.server.texts import Texts
 NAMES = ("stories", "org/stories")
 MAX_MODEL_LEN = 512
 NO_KEYS = Keys()
+
+
+def every_route(parts: Server) -> list[Route]:
+    return all_routes(parts, RequestMetricsObserver())
 
 
 @dataclass
@@ -85,3 +92,17 @@ def story_site(
 
     with http_server(make, close=close) as server:
         yield Site(server, engine, made[0])
+
+
+def site_fixture(
+    routes: Callable[[Server], Sequence[Route]], keys: Keys = NO_KEYS, **how: Any
+) -> Any:
+    """A fixture of a module: a site that is at rest when its tests are done. See `story_site`."""
+
+    @pytest.fixture(scope="module")
+    def site() -> Iterator[Site]:
+        with story_site(routes, keys, **how) as made:
+            yield made
+            made.at_rest()
+
+    return site

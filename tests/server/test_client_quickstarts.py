@@ -10,11 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
-from helpers.story_site import NAMES, Site, story_site
+from helpers.story_site import NAMES, Site, every_route, site_fixture
 from openai import AsyncOpenAI, OpenAI
-
-from kvik.server.app import all_routes
-from kvik.server.metrics import RequestMetricsObserver
 
 # The scripts never close their clients, whose sockets the collector finds.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
@@ -22,11 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 MODEL = NAMES[0]
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with story_site(lambda parts: all_routes(parts, RequestMetricsObserver())) as made:
-        yield made
-        made.at_rest()
+site = site_fixture(every_route)
 
 
 @pytest.fixture(autouse=True)

@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from helpers.http_server import ask
-from helpers.story_site import NAMES, Site, story_site
+from helpers.story_site import NAMES, Site, every_route, site_fixture
 
 from kvik.server.access import read_keys
-from kvik.server.app import all_routes
-from kvik.server.metrics import RequestMetricsObserver
 
 KEY = {"authorization": "Bearer right"}
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    keys = read_keys(["right"])
-    with story_site(lambda parts: all_routes(parts, RequestMetricsObserver()), keys) as made:
-        yield made
-        made.at_rest()
+site = site_fixture(every_route, read_keys(["right"]))
 
 
 HOSTILE = [

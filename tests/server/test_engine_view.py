@@ -12,17 +12,14 @@ from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from typing import Any
 
-import pytest
 from helpers.http_server import ask
 from helpers.served_engine import engine_in_thread
-from helpers.story_site import Site, story_site
+from helpers.story_site import Site, every_route, site_fixture, story_site
 
 from kvik.engine.remote import EngineState
 from kvik.server import native
 from kvik.server.access import read_keys
-from kvik.server.app import all_routes
 from kvik.server.engine_view import EngineFeed, EngineView
-from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.route import Route
 from kvik.server.server import Server
 
@@ -46,18 +43,11 @@ def routes(parts: Server) -> list[Route]:
     ]
 
 
-def every_route(parts: Server) -> list[Route]:
-    return all_routes(parts, RequestMetricsObserver())
-
-
 async def drain(site: Site) -> None:
     site.parts.drain.start()
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with story_site(routes) as made:
-        yield made
+site = site_fixture(routes)
 
 
 @contextmanager

@@ -9,11 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 from helpers import chromium
-from helpers.story_site import Site, story_site
+from helpers.story_site import Site, every_route, site_fixture, story_site
 
 from kvik.server.access import read_keys
-from kvik.server.app import all_routes
-from kvik.server.metrics import RequestMetricsObserver
 
 pytestmark = [
     pytest.mark.full,
@@ -34,10 +32,7 @@ NO_STORAGE = {
 }
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with story_site(lambda parts: all_routes(parts, RequestMetricsObserver())) as found:
-        yield found
+site = site_fixture(every_route)
 
 
 @pytest.fixture
@@ -416,7 +411,7 @@ def test_what_is_kept_is_bounded(browser: chromium.Browser, site: Site) -> None:
 
 def test_a_key_opens_it_and_is_not_kept(browser: chromium.Browser) -> None:
     keys = read_keys(("secret-of-mine",))
-    with story_site(lambda parts: all_routes(parts, RequestMetricsObserver()), keys) as site:
+    with story_site(every_route, keys) as site:
         browser.go(site.url + "/")
         browser.type("#say", "Hello")
         browser.click("#send")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 from helpers.http_server import ask
-from helpers.story_site import story_site
+from helpers.story_site import every_route, story_site
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
@@ -18,9 +18,7 @@ from kvik.core.types import DraftCounts, RequestSpeculation
 from kvik.engine.output import CompletionOutput, RequestOutput
 from kvik.engine.output import RequestMetrics as Times
 from kvik.errors import ConfigError
-from kvik.server.app import all_routes
 from kvik.server.generation import GenerationRecord, Observer
-from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.tracing import Tracing, otlp_exporter
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -150,9 +148,7 @@ def test_it_joins_the_callers_trace_on_every_route() -> None:
         ("/v1/messages", {**said, "model": "stories"}),
         ("/invocations", said),
     ]
-    with story_site(
-        lambda parts: all_routes(parts, RequestMetricsObserver()), observers=[tracing]
-    ) as site:
+    with story_site(every_route, observers=[tracing]) as site:
         for number, (path, body) in enumerate(asked):
             header = f"00-{TRACE}-{number + 1:016x}-01"
             assert ask(site.server, "POST", path, body, traceparent=header).status == 200

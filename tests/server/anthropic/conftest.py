@@ -7,16 +7,11 @@ from collections.abc import Iterator
 import anthropic
 import pytest
 from helpers.http_server import HttpServer
-from helpers.story_site import Site, story_site
+from helpers.story_site import Site, site_fixture
 
 from kvik.server.anthropic import routes
 
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with story_site(routes) as made:
-        yield made
-        made.at_rest()
+site = site_fixture(routes)
 
 
 @pytest.fixture(scope="module")

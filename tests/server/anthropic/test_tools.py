@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx2
 import pytest
-from helpers.story_site import Site, story_site
+from helpers.story_site import Site, site_fixture
 from helpers.tools import TEMPLATE, WEATHER
 from jsonschema import validate
 
@@ -25,17 +24,7 @@ GREEDY = {"temperature": 0}
 ONE = {"type": "any", "disable_parallel_tool_use": True}
 
 
-@pytest.fixture(scope="module")
-def tooled() -> Iterator[Site]:
-    with story_site(routes, template=TEMPLATE) as made:
-        yield made
-        made.at_rest()
-
-
-@pytest.fixture(scope="module")
-def agent(tooled: Site) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=tooled.url, api_key="none", max_retries=0) as made:
-        yield made
+site = site_fixture(routes, template=TEMPLATE)
 
 
 def asked(**changes: Any) -> dict[str, Any]:
@@ -54,10 +43,10 @@ def asked(**changes: Any) -> dict[str, Any]:
     ids=["any", "tool"],
 )
 def test_a_call_that_must_come_is_valid(
-    agent: anthropic.Anthropic, choice: Any, names: set[str]
+    client: anthropic.Anthropic, choice: Any, names: set[str]
 ) -> None:
     for _ in range(3):
-        answer = agent.messages.create(**asked(tool_choice=choice))
+        answer = client.messages.create(**asked(tool_choice=choice))
         (block,) = answer.content
         assert block.type == "tool_use" and block.id.startswith("toolu_")
         assert answer.stop_reason == "tool_use" and block.name in names
@@ -66,18 +55,18 @@ def test_a_call_that_must_come_is_valid(
 
 
 @pytest.mark.parametrize("kind", ["auto", "none"])
-def test_text_is_text(agent: anthropic.Anthropic, kind: str) -> None:
-    answer = agent.messages.create(**asked(tool_choice={"type": kind}, extra_body=GREEDY))
+def test_text_is_text(client: anthropic.Anthropic, kind: str) -> None:
+    answer = client.messages.create(**asked(tool_choice={"type": kind}, extra_body=GREEDY))
     assert [block.type for block in answer.content] == ["text"]
     assert answer.stop_reason in ("end_turn", "max_tokens")
-    with agent.messages.stream(**asked(tool_choice={"type": kind}, extra_body=GREEDY)) as stream:
+    with client.messages.stream(**asked(tool_choice={"type": kind}, extra_body=GREEDY)) as stream:
         assert stream.get_final_message().content[0].text == answer.content[0].text
 
 
-def test_a_stream_builds_the_same_blocks(agent: anthropic.Anthropic) -> None:
+def test_a_stream_builds_the_same_blocks(client: anthropic.Anthropic) -> None:
     body = asked(tool_choice=ONE, extra_body=GREEDY)
-    whole = agent.messages.create(**body)
-    with agent.messages.stream(**body) as stream:
+    whole = client.messages.create(**body)
+    with client.messages.stream(**body) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
     assert final.stop_reason == whole.stop_reason == "tool_use"
@@ -85,8 +74,8 @@ def test_a_stream_builds_the_same_blocks(agent: anthropic.Anthropic) -> None:
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
 
 
-def test_an_agent_goes_on_with_results(agent: anthropic.Anthropic) -> None:
-    first = agent.messages.create(**asked(tool_choice=ONE))
+def test_an_agent_goes_on_with_results(client: anthropic.Anthropic) -> None:
+    first = client.messages.create(**asked(tool_choice=ONE))
     (call,) = first.content
     result = {
         "type": "tool_result",
@@ -101,21 +90,21 @@ def test_an_agent_goes_on_with_results(agent: anthropic.Anthropic) -> None:
         {"role": "user", "content": [result, {"type": "text", "text": "So?"}]},
     ]
     body = asked(messages=messages, tool_choice={"type": "none"}, max_tokens=8)
-    assert agent.messages.create(**body).content[0].type == "text"
+    assert client.messages.create(**body).content[0].type == "text"
     del body["max_tokens"]
-    counted = agent.messages.count_tokens(**body).input_tokens
+    counted = client.messages.count_tokens(**body).input_tokens
     del body["tools"], body["tool_choice"]
-    assert counted > agent.messages.count_tokens(**body).input_tokens
+    assert counted > client.messages.count_tokens(**body).input_tokens
 
 
-def test_tools_of_the_host_are_left_out_and_told(agent: anthropic.Anthropic) -> None:
+def test_tools_of_the_host_are_left_out_and_told(client: anthropic.Anthropic) -> None:
     asked: Any = [{"role": "user", "content": "Is it warm?"}]
     search: Any = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
     body: dict[str, Any] = {"model": "stories", "max_tokens": 4, "messages": asked}
-    raw = agent.messages.with_raw_response.create(**body, tools=[search])
+    raw = client.messages.with_raw_response.create(**body, tools=[search])
     assert raw.headers["x-kvik-ignored-fields"] == "tools.web_search_20250305"
     used, counted = (
-        agent.messages.count_tokens(model="stories", messages=asked, tools=tools).input_tokens
+        client.messages.count_tokens(model="stories", messages=asked, tools=tools).input_tokens
         for tools in ([*TOOLS, search], TOOLS)
     )
     assert used == counted
@@ -133,14 +122,14 @@ def test_tools_of_the_host_are_left_out_and_told(agent: anthropic.Anthropic) -> 
     ],
     ids=str,
 )
-def test_bad_input_names_its_field(tooled: Site, changes: dict[str, Any], word: str) -> None:
+def test_bad_input_names_its_field(site: Site, changes: dict[str, Any], word: str) -> None:
     body = {**asked(tool_choice=ONE), **changes}
-    answer = httpx2.post(f"{tooled.url}/v1/messages", json=body, timeout=60)
+    answer = httpx2.post(f"{site.url}/v1/messages", json=body, timeout=60)
     assert answer.status_code == 400 and word in answer.json()["error"]["message"]
 
 
-def test_an_answer_satisfies_a_schema(agent: anthropic.Anthropic) -> None:
-    answer = agent.messages.create(
+def test_an_answer_satisfies_a_schema(client: anthropic.Anthropic) -> None:
+    answer = client.messages.create(
         model=MODEL,
         messages=[USER],
         max_tokens=90,

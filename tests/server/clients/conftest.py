@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import pytest
-from helpers.story_site import Site, story_site
+from helpers.story_site import every_route, site_fixture
 
-from kvik.server.app import all_routes
-from kvik.server.metrics import RequestMetricsObserver
-
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with story_site(lambda parts: all_routes(parts, RequestMetricsObserver())) as made:
-        yield made
-        made.at_rest()
+site = site_fixture(every_route)
 
 
 @pytest.fixture

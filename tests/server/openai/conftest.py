@@ -7,17 +7,12 @@ from collections.abc import Iterator
 import httpx2
 import openai
 import pytest
-from helpers.story_site import MAX_MODEL_LEN, Site, story_site
+from helpers.story_site import MAX_MODEL_LEN, Site, site_fixture
 
 from kvik.llm import LLM
 from kvik.server.app import openai_routes
 
-
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with story_site(openai_routes) as made:
-        yield made
-        made.at_rest()
+site = site_fixture(openai_routes)
 
 
 @pytest.fixture(scope="module")

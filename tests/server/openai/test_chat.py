@@ -332,3 +332,11 @@ def test_the_end_of_a_conversation_is_kept(http: httpx2.Client, llm: LLM) -> Non
         body["truncate_prompt_tokens"] = asked
         answer = http.post("/v1/chat/completions", json=body).json()
         assert answer["prompt_token_ids"] == prompt[-kept:]
+
+
+def test_a_template_without_tools_refuses_them(client: openai.OpenAI) -> None:
+    tool: Any = {"type": "function", "function": {"name": "now"}}
+    with pytest.raises(openai.BadRequestError, match="writes no tool calls that are known"):
+        client.chat.completions.create(
+            model="stories", messages=[{"role": "user", "content": "When?"}], tools=[tool]
+        )

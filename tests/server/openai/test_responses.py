@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import openai
 import pytest
-from helpers.story_site import Site, story_site
+from helpers.story_site import Site, site_fixture, story_site
 from helpers.tools import MESSAGES, WEATHER
 from jsonschema import validate
 
@@ -25,35 +24,25 @@ NOTE: dict[str, Any] = {"type": "custom", "name": "note", "description": "Keep a
 ASKED = "Is it warm?"
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    with story_site(openai_routes, template=TEMPLATE) as made:
-        yield made
-        made.at_rest()
+site = site_fixture(openai_routes, template=TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def agent(site: Site) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-def ask(agent: openai.OpenAI, **changes: Any) -> Any:
+def ask(client: openai.OpenAI, **changes: Any) -> Any:
     body = {"input": ASKED, "max_output_tokens": 60, **changes}
     more = body.pop("extra_body", {}) | {"seed": 1}
-    return agent.responses.create(model="stories", extra_body=more, **body)
+    return client.responses.create(model="stories", extra_body=more, **body)
 
 
-def streamed(agent: openai.OpenAI, **changes: Any) -> tuple[list[Any], Any]:
+def streamed(client: openai.OpenAI, **changes: Any) -> tuple[list[Any], Any]:
     """Return the events of a stream, and the response that its last one holds."""
-    events = list(ask(agent, stream=True, **changes))
+    events = list(ask(client, stream=True, **changes))
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [event.type for event in events[:2]] == ["response.created", "response.in_progress"]
     return events, events[-1].response
 
 
-def test_a_text(agent: openai.OpenAI) -> None:
-    answer = ask(agent, temperature=0, instructions="Be brief.", metadata={"run": "7"})
+def test_a_text(client: openai.OpenAI) -> None:
+    answer = ask(client, temperature=0, instructions="Be brief.", metadata={"run": "7"})
     (message,) = answer.output
     assert message.type == "message" and message.role == "assistant"
     assert answer.output_text and answer.metadata == {"run": "7"}
@@ -66,7 +55,7 @@ def test_a_text(agent: openai.OpenAI) -> None:
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": ASKED},
     ]
-    chat = agent.chat.completions.create(
+    chat = client.chat.completions.create(
         model="stories",
         messages=messages,
         max_tokens=60,
@@ -76,9 +65,9 @@ def test_a_text(agent: openai.OpenAI) -> None:
     assert chat.choices[0].message.content == answer.output_text
 
 
-def test_a_stream_says_the_same(agent: openai.OpenAI) -> None:
-    events, last = streamed(agent, temperature=0)
-    whole = ask(agent, temperature=0)
+def test_a_stream_says_the_same(client: openai.OpenAI) -> None:
+    events, last = streamed(client, temperature=0)
+    whole = ask(client, temperature=0)
     assert last.output_text == whole.output_text
     pieces = [event.delta for event in events if event.type == "response.output_text.delta"]
     assert "".join(pieces) == whole.output_text and len(pieces) > 5
@@ -94,9 +83,9 @@ def test_a_stream_says_the_same(agent: openai.OpenAI) -> None:
     ]
 
 
-def test_the_client_gathers_a_stream(agent: openai.OpenAI) -> None:
+def test_the_client_gathers_a_stream(client: openai.OpenAI) -> None:
     tools: list[Any] = [FUNCTION]
-    with agent.responses.stream(
+    with client.responses.stream(
         model="stories",
         input=ASKED,
         tools=tools,
@@ -112,7 +101,7 @@ def test_the_client_gathers_a_stream(agent: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_functions_and_custom_tools(agent: openai.OpenAI, stream: bool) -> None:
+def test_functions_and_custom_tools(client: openai.OpenAI, stream: bool) -> None:
     body: dict[str, Any] = {"max_output_tokens": 150}
     for tool, choice in (
         (FUNCTION, {"type": "function", "name": "get_weather"}),
@@ -120,11 +109,11 @@ def test_functions_and_custom_tools(agent: openai.OpenAI, stream: bool) -> None:
     ):
         body |= {"tools": [FUNCTION, NOTE], "tool_choice": choice}
         if stream:
-            events, answer = streamed(agent, **body)
+            events, answer = streamed(client, **body)
             done = [one for one in events if one.type == "response.output_item.done"]
             assert [one.item for one in done] == answer.output
         else:
-            answer = ask(agent, **body)
+            answer = ask(client, **body)
         (call,) = answer.output
         assert call.name == tool["name"] and call.call_id and call.id != call.call_id
         if tool is FUNCTION:
@@ -134,9 +123,9 @@ def test_functions_and_custom_tools(agent: openai.OpenAI, stream: bool) -> None:
             assert call.type == "custom_tool_call" and call.input
 
 
-def test_a_conversation_with_calls_and_thoughts(site: Site, agent: openai.OpenAI) -> None:
+def test_a_conversation_with_calls_and_thoughts(site: Site, client: openai.OpenAI) -> None:
     answer = ask(
-        agent,
+        client,
         temperature=0,
         max_output_tokens=30,
         tools=[FUNCTION, NOTE],
@@ -186,7 +175,7 @@ def test_a_conversation_with_calls_and_thoughts(site: Site, agent: openai.OpenAI
             },
         },
     ]
-    chat = agent.chat.completions.create(
+    chat = client.chat.completions.create(
         model="stories", messages=messages, tools=tools, tool_choice="none", temperature=0,
         max_tokens=30, extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )  # fmt: skip
@@ -202,9 +191,9 @@ def test_a_conversation_with_calls_and_thoughts(site: Site, agent: openai.OpenAI
     assert chat.choices[0].message.content == answer.output_text
 
 
-def test_a_thought_is_an_item(agent: openai.OpenAI) -> None:
-    events, streaming = streamed(agent, reasoning={"effort": "low"}, temperature=0)
-    answer = ask(agent, reasoning={"effort": "low"}, temperature=0)
+def test_a_thought_is_an_item(client: openai.OpenAI) -> None:
+    events, streaming = streamed(client, reasoning={"effort": "low"}, temperature=0)
+    answer = ask(client, reasoning={"effort": "low"}, temperature=0)
     for one in (answer, streaming):
         (thought,) = one.output
         assert thought.type == "reasoning" and thought.content[0].text
@@ -212,14 +201,14 @@ def test_a_thought_is_an_item(agent: openai.OpenAI) -> None:
     assert "".join(pieces) == answer.output[0].content[0].text
 
 
-def test_a_schema(agent: openai.OpenAI) -> None:
+def test_a_schema(client: openai.OpenAI) -> None:
     form: dict[str, Any] = {
         "type": "json_schema",
         "name": "place",
         "schema": WEATHER,
         "strict": True,
     }
-    answer = ask(agent, text={"format": form})
+    answer = ask(client, text={"format": form})
     assert answer.status == "completed"
     validate(json.loads(answer.output_text), WEATHER)
     assert answer.text.format.type == "json_schema"
@@ -242,9 +231,9 @@ def test_a_schema(agent: openai.OpenAI) -> None:
         ({"guided_regex": "a+"}, "guided_regex"),
     ],
 )
-def test_what_is_refused(agent: openai.OpenAI, body: dict[str, Any], param: str) -> None:
+def test_what_is_refused(client: openai.OpenAI, body: dict[str, Any], param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(agent, extra_body=body)
+        ask(client, extra_body=body)
     assert caught.value.param == param
 
 
@@ -267,10 +256,10 @@ def test_an_effort_is_told_where_there_are_no_thoughts() -> None:
     assert answer.headers["x-kvik-ignored-fields"] == "reasoning.effort"
 
 
-def test_tools_of_the_host_are_left_out_and_told(agent: openai.OpenAI) -> None:
+def test_tools_of_the_host_are_left_out_and_told(client: openai.OpenAI) -> None:
     tools: list[Any] = [{"type": "web_search"}, {"type": "file_search", "vector_store_ids": []}]
     tools += [{"type": "a\r\nset-cookie: é\0"}, *({"type": f"t{i}"} for i in range(50))]
-    raw = agent.responses.with_raw_response.create(
+    raw = client.responses.with_raw_response.create(
         model="stories", input=ASKED, tools=tools, max_output_tokens=4
     )
     ignored = raw.headers["x-kvik-ignored-fields"]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
-from helpers.story_site import Site, story_site
+from helpers.story_site import site_fixture
 from helpers.tools import TEMPLATE, WEATHER
 from jsonschema import validate
 
@@ -31,22 +30,12 @@ ONLY_WEATHER = {"type": "function", "function": {"name": "get_weather"}}
 ALLOWED = {"mode": "required", "tools": [ONLY_WEATHER]}
 
 
-@pytest.fixture(scope="module")
-def tooled() -> Iterator[Site]:
-    with story_site(openai_routes, template=TEMPLATE) as made:
-        yield made
-        made.at_rest()
+site = site_fixture(openai_routes, template=TEMPLATE)
 
 
-@pytest.fixture(scope="module")
-def agent(tooled: Site) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{tooled.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
-
-
-def ask(agent: openai.OpenAI, **changes: Any) -> Any:
+def ask(client: openai.OpenAI, **changes: Any) -> Any:
     body = {"messages": ASKED, "tools": TOOLS, "max_tokens": 120, "seed": 1, **changes}
-    return agent.chat.completions.create(model="stories", **body)
+    return client.chat.completions.create(model="stories", **body)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +55,10 @@ def ask(agent: openai.OpenAI, **changes: Any) -> Any:
     ids=["required", "named", "allowed"],
 )
 def test_a_call_that_must_come_is_valid(
-    agent: openai.OpenAI, choice: Any, names: set[str], reason: str
+    client: openai.OpenAI, choice: Any, names: set[str], reason: str
 ) -> None:
     for seed in range(4):
-        answer = ask(agent, tool_choice=choice, parallel_tool_calls=False, seed=seed, n=2)
+        answer = ask(client, tool_choice=choice, parallel_tool_calls=False, seed=seed, n=2)
         for one in answer.choices:
             (call,) = one.message.tool_calls
             assert one.message.content is None and one.finish_reason == reason
@@ -78,18 +67,18 @@ def test_a_call_that_must_come_is_valid(
 
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
-def test_text_is_text(agent: openai.OpenAI, choice: str) -> None:
-    answer = ask(agent, tool_choice=choice, temperature=0).choices[0]
+def test_text_is_text(client: openai.OpenAI, choice: str) -> None:
+    answer = ask(client, tool_choice=choice, temperature=0).choices[0]
     assert answer.message.content and not answer.message.tool_calls
     assert answer.finish_reason in ("stop", "length")
 
 
-def test_a_stream_tells_a_call_once_and_then_its_arguments(agent: openai.OpenAI) -> None:
+def test_a_stream_tells_a_call_once_and_then_its_arguments(client: openai.OpenAI) -> None:
     asked = {"tool_choice": "required", "parallel_tool_calls": False, "seed": 5}
-    whole = ask(agent, **asked).choices[0].message.tool_calls[0].function
+    whole = ask(client, **asked).choices[0].message.tool_calls[0].function
     pieces = [
         piece
-        for chunk in ask(agent, stream=True, **asked)
+        for chunk in ask(client, stream=True, **asked)
         for choice in chunk.choices
         for piece in choice.delta.tool_calls or ()
     ]
@@ -98,7 +87,7 @@ def test_a_stream_tells_a_call_once_and_then_its_arguments(agent: openai.OpenAI)
     assert (first.function.name, first.function.arguments) == (whole.name, "")
     assert all(one.id is None and one.function.name is None for one in rest)
     assert "".join(one.function.arguments for one in rest) == whole.arguments
-    with agent.chat.completions.stream(
+    with client.chat.completions.stream(
         model="stories", messages=ASKED, tools=TOOLS, max_tokens=120, **asked
     ) as stream:
         final = stream.get_final_completion().choices[0]
@@ -106,11 +95,11 @@ def test_a_stream_tells_a_call_once_and_then_its_arguments(agent: openai.OpenAI)
     assert final.message.tool_calls[0].function.arguments == whole.arguments
 
 
-def test_an_agent_goes_on_with_results(agent: openai.OpenAI) -> None:
+def test_an_agent_goes_on_with_results(client: openai.OpenAI) -> None:
     messages = list(ASKED)
     for turn in range(2):
         answer = ask(
-            agent,
+            client,
             messages=messages,
             tool_choice="required",
             parallel_tool_calls=False,
@@ -120,27 +109,27 @@ def test_an_agent_goes_on_with_results(agent: openai.OpenAI) -> None:
         call = answer.choices[0].message.tool_calls[0]
         messages.append(answer.choices[0].message)
         messages.append({"role": "tool", "tool_call_id": call.id, "content": "It is."})
-    last = ask(agent, messages=messages, tool_choice="none", max_tokens=10)
+    last = ask(client, messages=messages, tool_choice="none", max_tokens=10)
     assert last.choices[0].message.content
 
 
-def test_a_text_beside_tools_satisfies_a_schema(agent: openai.OpenAI) -> None:
+def test_a_text_beside_tools_satisfies_a_schema(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     for choice in ("auto", "none"):
-        answer = ask(agent, response_format=form, tool_choice=choice, n=4, temperature=1.5)
+        answer = ask(client, response_format=form, tool_choice=choice, n=4, temperature=1.5)
         for one in answer.choices:
             if one.finish_reason != "length":
                 assert bool(one.message.content) != bool(one.message.tool_calls)
             if one.finish_reason == "stop":
                 validate(json.loads(one.message.content), schema)
-    answer = ask(agent, response_format=form, tool_choice="required", parallel_tool_calls=False)
+    answer = ask(client, response_format=form, tool_choice="required", parallel_tool_calls=False)
     assert answer.choices[0].message.tool_calls and not answer.choices[0].message.content
 
 
-def test_what_is_not_enforced_is_told(agent: openai.OpenAI) -> None:
+def test_what_is_not_enforced_is_told(client: openai.OpenAI) -> None:
     tool = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
-    raw = agent.chat.completions.with_raw_response.create(
+    raw = client.chat.completions.with_raw_response.create(
         model="stories",
         messages=ASKED,
         tools=[{"type": "function", "function": tool}],  # type: ignore[list-item]
@@ -181,12 +170,7 @@ CALLED = {
     ],
     ids=str,
 )
-def test_bad_input_names_its_field(agent: openai.OpenAI, changes: Any, param: str) -> None:
+def test_bad_input_names_its_field(client: openai.OpenAI, changes: Any, param: str) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
-        ask(agent, **changes)
+        ask(client, **changes)
     assert caught.value.param == param
-
-
-def test_a_template_without_tools_refuses_them(client: openai.OpenAI) -> None:
-    with pytest.raises(openai.BadRequestError, match="writes no tool calls that are known"):
-        ask(client)
