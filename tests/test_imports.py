@@ -23,6 +23,11 @@ import kvik.llm, kvik.launch, kvik.worker.worker
 BUDGETS = {
     "import kvik": (set[str](), 3),
     "import kvik.cli.main as m; m._help(m.VERBS)": (set[str](), 12),
+    "from kvik.cli.main import main; main(['info'])": ({"tokenizers"}, 126),
+    "from kvik.cli.main import main; main(['plan', 'llama-3-70b', '--hardware', 'h200'])": (
+        {"msgspec", "typing_extensions"},
+        129,
+    ),
     "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 85),
     "import kvik.launch": ({"tokenizers"}, 115),
     "import kvik.llm": ({"tokenizers"}, 120),

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.configs import PUBLIC
+from helpers.refusals import refused
 
 from kvik.cli import serve
 from kvik.cli.main import main
@@ -112,6 +113,4 @@ def test_json(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_a_bad_question_is_one_line(
     arguments: list[str], field: str, machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["advise", "--hardware", machine, *arguments]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"kvik: error: --{field}: ") and error.count("\n") == 1
+    assert refused(capsys, "advise", "--hardware", machine, *arguments).startswith(f"--{field}: ")

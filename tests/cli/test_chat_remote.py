@@ -287,25 +287,6 @@ def test_a_server_that_lists_no_model(body: bytes) -> None:
         first_model(RemoteServer.at(server.url))
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--url", "ftp://here"], "--url: must be like http://127.0.0.1:8000, not 'ftp://here'"),
-        (["--url", ""], "--url: must be like"),
-        (["--url", "http://a..b"], "--url: http://a..b cannot be reached: "),
-        (["--url", "here", "--api-key", "a\nb"], "--api-key: must be "),
-        (["--url", "here", "--max-num-seqs", "4"], "--max-num-seqs: is for an engine here"),
-        (["--url", "here", "--top-k", "-5"], "--top-k: must be an integer in [-1, "),
-        (["--api-key", "mine"], "--api-key: goes with --url"),
-    ],
-)
-def test_bad_input_is_one_line(words: list[str], line: str, capsys: Any) -> None:
-    assert main(["chat", *words]) == 2
-    errors = capsys.readouterr().err
-    assert errors.startswith(f"kvik: error: {line}")
-    assert errors.count("\n") == 1
-
-
 CONTROLS = ["\x1b]0;ti", "tle\x07", "\x9b2J", "\x7f", "a\rb", "\tc\nd\r\n"]
 
 

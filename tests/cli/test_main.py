@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from helpers.refusals import refused
 
 from kvik import __version__
 from kvik.cli import main as cli
@@ -99,12 +100,7 @@ def test_every_verb_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_an_unknown_verb_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["serv"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith("kvik: error: command: must be one of generate, ")
-    assert captured.err.endswith("not 'serv'; did you mean serve?\n")
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
+    assert refused(capsys, "serv").endswith("did you mean serve?")
 
 
 def test_an_error_of_the_user_is_one_line(
@@ -193,9 +189,7 @@ def test_trouble_of_the_machine_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     verb(monkeypatch, error)
-    assert cli.main(["info"]) == 2
-    captured = capsys.readouterr()
-    assert captured.err.startswith(f"kvik: error: {line}") and captured.err.count("\n") == 1
+    assert refused(capsys, "info").startswith(line)
 
 
 @pytest.mark.parametrize("bug", [RuntimeError("a bug"), ImportError("no module named x")])

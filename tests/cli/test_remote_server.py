@@ -6,6 +6,7 @@ from http.client import HTTPSConnection
 from pathlib import Path
 
 import pytest
+from helpers.refusals import refused
 
 from kvik.cli.main import main
 from kvik.errors import ConfigError
@@ -50,8 +51,7 @@ def test_what_is_no_address(
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 @pytest.mark.parametrize("key", ["a\nb", "a b", "@/no/such/file", "@"])
 def test_what_is_no_key(command: list[str], key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*command, "--url", "here", "--api-key", key]) == 2
-    assert capsys.readouterr().err.startswith("kvik: error: --api-key: ")
+    assert refused(capsys, *command, "--url", "here", "--api-key", key).startswith("--api-key: ")
 
 
 def test_a_key_may_lie_in_a_file(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ import pytest
 from helpers.engine_frames import engine_frame, live_request
 from helpers.fake_server import FakeServer, Received, Reply
 from helpers.http_server import ask
+from helpers.refusals import refused
 from helpers.story_site import Site, site_fixture, story_site
 from rich.console import Console, RenderableType
 
@@ -47,14 +48,6 @@ def routes(parts: Server) -> list[Route]:
 site = site_fixture(routes)
 
 
-def error_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    """The one line that it says, and nothing else."""
-    assert main(["top", *words]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
-    return captured.err.removeprefix("kvik: error: ").rstrip("\n")
-
-
 @pytest.mark.full
 def test_a_real_server(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     reply = ask(site.server, "POST", "/v1/generate", {"prompt": "Once"})
@@ -80,9 +73,9 @@ def test_the_only_key_of_a_server(
         url = ("--url", site.url, "--once")
         assert main(["top", *url]) == 0
         assert "ready" in capsys.readouterr().out
-        assert error_of(capsys, *url, "--api-key", "wrong").startswith("--api-key: ")
+        assert refused(capsys, "top", *url, "--api-key", "wrong").startswith("--api-key: ")
         monkeypatch.delenv("KVIK_API_KEY")
-        assert error_of(capsys, *url).startswith("--api-key: ")
+        assert refused(capsys, "top", *url).startswith("--api-key: ")
         assert main(["top", *url, "--api-key", "sesame"]) == 0
 
 
@@ -91,9 +84,9 @@ def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
     file.write_text("operator: boss admin\nuser: common\n")
     with story_site(routes, read_keys([], str(file))) as site:
         url = ("--url", site.url, "--once")
-        assert error_of(capsys, *url).startswith("--api-key: ")
-        assert error_of(capsys, *url, "--api-key", "wrong").startswith("--api-key: ")
-        error = error_of(capsys, *url, "--api-key", "common")
+        assert refused(capsys, "top", *url).startswith("--api-key: ")
+        assert refused(capsys, "top", *url, "--api-key", "wrong").startswith("--api-key: ")
+        error = refused(capsys, "top", *url, "--api-key", "common")
         assert error == "--api-key: the key of an administrator is needed"
         assert main(["top", *url, "--api-key", "boss"]) == 0
     assert "ready" in capsys.readouterr().out
@@ -116,15 +109,15 @@ def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
 def test_an_error_is_in_one_line(
     words: list[str], part: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert part in error_of(capsys, *words, "--once")
+    assert part in refused(capsys, "top", *words, "--once")
 
 
 def test_no_server_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as taken:  # bound, and it does not listen
         taken.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"no server answers at http://{where}" in error_of(
-            capsys, "--url", f"http://{where}"
+        assert f"no server answers at http://{where}" in refused(
+            capsys, "top", "--url", f"http://{where}"
         )
 
 
@@ -133,7 +126,7 @@ def test_another_program_at_the_address(capsys: pytest.CaptureFixture[str]) -> N
         return Reply([b"<html>\x1b[2J"])
 
     with FakeServer(reply) as fake:
-        assert "is not a server of kvik" in error_of(capsys, "--url", fake.url)
+        assert "is not a server of kvik" in refused(capsys, "top", "--url", fake.url)
 
 
 @pytest.mark.parametrize(

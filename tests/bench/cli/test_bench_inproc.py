@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.calibrations import calibration
+from helpers.refusals import refused
 from msgspec.structs import replace
 
 from kvik.cli.main import main
@@ -170,5 +171,4 @@ def test_startup(tmp_path: Path) -> None:
 def test_invalid_options_are_refused(
     arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", *arguments, *ENGINE]) == 2
-    assert capsys.readouterr().err.startswith(f"kvik: error: {message}")
+    assert refused(capsys, "bench", *arguments, *ENGINE).startswith(message)

@@ -24,6 +24,7 @@ from helpers.fake_server import (
     text,
     usage,
 )
+from helpers.refusals import refused
 
 from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED
@@ -285,9 +286,8 @@ def test_progress_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
 def test_invalid_options_are_refused(
     words: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["bench", "serve", "--url", "http://127.0.0.1:9", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"kvik: error: {message}") and error.count("\n") == 1
+    error = refused(capsys, "bench", "serve", "--url", "http://127.0.0.1:9", *words)
+    assert error.startswith(message)
 
 
 def test_a_missing_aiohttp_names_the_extra_to_install(

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.refusals import refused
 
 from kvik.cli.main import main
 
@@ -61,5 +62,4 @@ def test_markdown_and_the_default_method(capsys: pytest.CaptureFixture[str]) -> 
 def test_invalid_options_are_refused(
     flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["spec-report", *ENGINE, *flags]) == 2
-    assert capsys.readouterr().err.startswith(f"kvik: error: {message}")
+    assert refused(capsys, "spec-report", *ENGINE, *flags).startswith(message)
