@@ -447,7 +447,7 @@ def test_options_that_do_not_fit_name_what_would(
         (
             12 * GIB,
             {"max_num_seqs": 8192, "max_num_batched_tokens": 16_384},
-            "quantization=int8, max_num_seqs=1 with max_num_batched_tokens=",
+            "quantization=int8, max_num_seqs=1",
         ),
         (24 * GIB, {"dtype": "float32"}, "dtype=bfloat16 would fit"),
         (

@@ -84,17 +84,11 @@ def test_adapters_do_not_shadow_the_engines_they_import(tmp_path: Path, job: Job
         ("raise SystemExit('gave up')", "ended without an answer (exit code 1: gave up)"),
         ("import os; os._exit(0)", "ended without an answer (exit code 0)"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
-        (
-            "import os, signal; os.kill(os.getpid(), signal.SIGKILL)",
-            "ended by SIGKILL: out of memory?",
-        ),
-        (
-            "import sys; open(sys.argv[3], 'w').write('{]'); sys.exit()",
-            "its answer cannot be read (JSON is malformed",
-        ),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL"),
+        ("import sys; open(sys.argv[3], 'w').write('{]'); sys.exit()", "its answer cannot be read"),
         (
             'import sys; open(sys.argv[3], "w").write(\'{"start": "soon"}\'); sys.exit()',
-            "its answer cannot be read (Expected `float`, got `str` - at `$.start`)",
+            "`$.start`",
         ),
         (GOOD.replace("[100.0 * n", "[0.0 * n"), "its answer has rates [0.0, 0.0] for b2"),
         (GOOD.replace("100.0 * n", "float('inf')"), "its answer cannot be read"),

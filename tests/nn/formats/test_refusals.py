@@ -69,40 +69,39 @@ def nan_in(source: Path, name: str, value: float = float("nan")) -> dict[str, Te
     ("case", "changes", "message"),
     [
         # another number of bits or another group than the tensors have
-        ("gptq", {"bits": 8}, "qweight' must have shape [16, 64] by config.json "
-         "(8 bits in groups of 32), not [8, 64]"),
-        ("gptq", {"group_size": 16}, "must have shape [4, 8] by config.json (4 bits in groups of "
-         "16), not [2, 8]"),
+        ("gptq", {"bits": 8}, "qweight' must have shape [16, 64]"),
+        ("gptq", {"group_size": 16}, "must have shape [4, 8]"),
         ("awq", {"group_size": 16}, "(4 bits in groups of 16)"),
-        ("awq", {"group_size": 48}, "groups of 48 do not divide its 64 inputs; quantization_config "
-         "says 4 bits, in groups of 48, zero points"),
+        ("awq", {"group_size": 48}, "groups of 48 do not divide its 64 inputs"),
         ("packed", {"group_0": {"num_bits": 8}}, "weight_packed' must have shape [64, 16]"),
-        ("blocks", {"weight_block_size": [16, 32]}, "weight_scale_inv' must have shape [4, 2] by "
-         "config.json (fp8 in blocks of 16 x 32), not [2, 2]"),
+        ("blocks", {"weight_block_size": [16, 32]}, "weight_scale_inv' must have shape [4, 2]"),
         ("e5m2", {"fmt": "e4m3"}, "weight' must be F8_E4M3, not F8_E5M2"),
-        ("static", {"activation_scheme": "dynamic"}, "it has an input_scale, and its activations "
-         "have no static scale; quantization_config says fp8, one scale, activations in fp8"),
-        ("blocks", {"activation_scheme": "static"}, "is stored as weight, weight_scale_inv; by "
-         "config.json quantization_config it must be weight, weight_scale_inv, input_scale (fp8)"),
+        ("static", {"activation_scheme": "dynamic"}, "it has an input_scale, and its activations"),
+        ("blocks", {"activation_scheme": "static"}, "is stored as weight, weight_scale_inv;"),
         # tensors that the config wants, or does not
-        ("packed-order", {"group_0": {"symmetric": False}}, "is stored as weight_g_idx, "
-         "weight_packed, weight_scale, weight_shape; by config.json quantization_config it must be "
-         "weight_packed, weight_scale, weight_shape, weight_zero_point, weight_g_idx"),
+        (
+            "packed-order",
+            {"group_0": {"symmetric": False}},
+            "is stored as weight_g_idx, weight_packed, weight_scale, weight_shape;",
+        ),
         ("awq", {"quant_method": "gptq"}, "qweight' must have shape [8, 64]"),
         ("awq", {"quant_method": "fp8"}, "it must be weight, weight_scale (fp8)"),
-        ("int8", {"ignore": ["lm_head", Q]}, f"layer '{Q}' is stored as weight, weight_scale; by "
-         "config.json quantization_config it must be weight"),
-        ("plain", awq_config(), "is stored as weight; by config.json quantization_config it must "
-         "be qweight, qzeros, scales (awq)"),
-        ("int8", {"format": "float-quantized", "group_0": {"type": "float"}},
-         "weight' must be F8_E4M3, not I8"),
-        ("fp8", {"format": "int-quantized", "group_0": {"type": "int"}},
-         "weight' must be I8, not F8_E4M3"),
-        ("order", {"desc_act": False}, "g_idx' must count up, because desc_act is false"),
-        ("packed-order", {"group_0": {"actorder": "weight"}}, "weight_g_idx' must count up, "
-         "because actorder is not group"),
+        ("int8", {"ignore": ["lm_head", Q]}, f"layer '{Q}' is stored as weight, weight_scale"),
+        ("plain", awq_config(), "is stored as weight;"),
+        (
+            "int8",
+            {"format": "float-quantized", "group_0": {"type": "float"}},
+            "weight' must be F8_E4M3, not I8",
+        ),
+        (
+            "fp8",
+            {"format": "int-quantized", "group_0": {"type": "int"}},
+            "weight' must be I8, not F8_E4M3",
+        ),
+        ("order", {"desc_act": False}, "g_idx' must count up"),
+        ("packed-order", {"group_0": {"actorder": "weight"}}, "weight_g_idx' must count up"),
     ],
-)  # fmt: skip
+)
 def test_configs_that_do_not_match_the_tensors_are_refused(
     case: str,
     changes: dict[str, Any],
