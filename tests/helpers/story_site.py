@@ -95,13 +95,19 @@ def story_site(
 
 
 def site_fixture(
-    routes: Callable[[Server], Sequence[Route]], keys: Keys = NO_KEYS, **how: Any
+    routes: Callable[[Server], Sequence[Route]] | None = None, keys: Keys = NO_KEYS, **how: Any
 ) -> Any:
-    """A fixture of a module: a site that is at rest when its tests are done. See `story_site`."""
+    """A fixture of a module: a site that is at rest when its tests are done. See `story_site`.
+
+    Args:
+        routes: None: all of the main port, whose metrics count the requests.
+    """
 
     @pytest.fixture(scope="module")
     def site() -> Iterator[Site]:
-        with story_site(routes, keys, **how) as made:
+        requests = RequestMetricsObserver()
+        table = routes or (lambda parts: all_routes(parts, requests))
+        with story_site(table, keys, observers=[requests], **how) as made:
             yield made
             made.at_rest()
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from anthropic import Anthropic, AsyncAnthropic
-from helpers.story_site import NAMES, Site, every_route, site_fixture
+from helpers.story_site import NAMES, Site, site_fixture
 from openai import AsyncOpenAI, OpenAI
 
 # The scripts never close their clients, whose sockets the collector finds.
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
 MODEL = NAMES[0]
 
 
-site = site_fixture(every_route)
+site = site_fixture()
 
 
 @pytest.fixture(autouse=True)

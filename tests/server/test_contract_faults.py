@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,12 +21,10 @@ from helpers.raw_http import connect, post, read_all, read_until
 from helpers.served_engine import FakeExecutor
 from helpers.server_process import ServerProcess, server_process
 from helpers.serving import served
-from helpers.story_site import Site, story_site
+from helpers.story_site import Site, site_fixture
 
 from kvik.server import health
-from kvik.server.app import all_routes
 from kvik.server.app import openai_routes as openai
-from kvik.server.metrics import RequestMetricsObserver
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
@@ -35,12 +33,7 @@ SHORT = {"prompt": "The fox", "max_tokens": 8, "temperature": 0, "seed": 1}
 RETRY = "x-should-retry"
 
 
-@pytest.fixture(scope="module")
-def site() -> Iterator[Site]:
-    requests = RequestMetricsObserver()
-    with story_site(lambda parts: all_routes(parts, requests), observers=[requests]) as made:
-        yield made
-        made.at_rest()
+site = site_fixture()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from helpers.http_server import ask
-from helpers.story_site import NAMES, Site, every_route, site_fixture
+from helpers.story_site import NAMES, Site, site_fixture
 
 from kvik.server.access import read_keys
 
 KEY = {"authorization": "Bearer right"}
 
 
-site = site_fixture(every_route, read_keys(["right"]))
+site = site_fixture(keys=read_keys(["right"]))
 
 
 HOSTILE = [

@@ -32,7 +32,7 @@ NO_STORAGE = {
 }
 
 
-site = site_fixture(every_route)
+site = site_fixture()
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import os
 from collections.abc import Mapping
 
 import pytest
-from helpers.story_site import every_route, site_fixture
+from helpers.story_site import site_fixture
 
-site = site_fixture(every_route)
+site = site_fixture()
 
 
 @pytest.fixture

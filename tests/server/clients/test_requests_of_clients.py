@@ -7,35 +7,20 @@ that is easily had, it runs itself in another test.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from helpers.http_server import Reply, ask
-from helpers.story_site import Site, story_site
+from helpers.story_site import Site, site_fixture
 from helpers.tools import TEMPLATE, WEATHER
 
 from kvik.server.access import read_keys
-from kvik.server.app import all_routes
-from kvik.server.metrics import RequestMetricsObserver
-from kvik.server.route import Route
-from kvik.server.server import Server
 
 KEY = {"authorization": "Bearer right"}
 CHAT, TEXT, VECTORS = "/v1/chat/completions", "/v1/completions", "/v1/embeddings"
 
 
-@pytest.fixture(scope="module")
-def locked() -> Iterator[Site]:
-    """As people run it: with a key."""
-    requests = RequestMetricsObserver()
-
-    def routes(parts: Server) -> list[Route]:
-        return all_routes(parts, requests)
-
-    with story_site(routes, read_keys(["right"]), observers=[requests]) as made:
-        yield made
-        made.at_rest()
+locked = site_fixture(keys=read_keys(["right"]))  # as people run it
 
 
 def said(text: str, role: str = "user") -> dict[str, Any]:
@@ -334,16 +319,7 @@ AGENTS: list[tuple[str, str, dict[str, Any], str]] = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def tooled() -> Iterator[Site]:
-    requests = RequestMetricsObserver()
-
-    def routes(parts: Server) -> list[Route]:
-        return all_routes(parts, requests)
-
-    with story_site(routes, observers=[requests], template=TEMPLATE) as made:
-        yield made
-        made.at_rest()
+tooled = site_fixture(template=TEMPLATE)
 
 
 @pytest.mark.parametrize(
