@@ -54,7 +54,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         calibration = args.calibration or Path(folder) / "calibration.json"
         if not args.calibration:
-            calibrate(args.threads, calibration)
+            from kvik_bench.machine.calibrate import calibrate_into
+
+            calibrate_into(calibration, args.threads)
         for _ in range(args.rounds):
             for model in args.models:
                 for quantization in args.quantization:
@@ -73,18 +75,6 @@ def main() -> None:
         if args.json:
             facts = json.loads(calibration.read_text())
             args.json.write_text(json.dumps({"calibration": facts, "samples": found}, indent=1))
-
-
-def calibrate(threads: int | None, path: Path) -> None:
-    from kvik.config.hardware import detect
-    from kvik.planner.calibration import save
-    from kvik_bench.machine.calibrate import calibrate
-    from kvik_bench.machine.stage import FULL
-
-    hardware = detect()
-    found, remarks = calibrate(hardware, threads or hardware.cores, FULL, lambda share, what: None)
-    print(f"calibrated: {found.bandwidth / 1e9:.1f} GB/s", *remarks, sep="\n  ", flush=True)
-    save(found, path)
 
 
 def report(found: dict[str, list[dict[str, float]]]) -> None:
@@ -115,7 +105,7 @@ def measure(
     from kvik.planner.formats import weight_format
     from kvik.planner.roofline import decode, prefill, step_time
     from kvik_bench.inprocess.rounds import OTHERS, Watch
-    from kvik_bench.machine.calibrate import make_stage
+    from kvik_bench.machine.calibrate import make_stage, speeds_now
     from kvik_bench.machine.stage import FULL
 
     facts = load(calibration)
@@ -145,19 +135,16 @@ def measure(
         llm.generate(prompts, params, progress=False)
         return time.perf_counter() - begun
 
-    def speeds() -> list[float]:
-        """Return the read rates, and the cores' speed."""
-        peak = sum(limits.peak("bf16") for _ in range(3)) / 3
-        return [*(limits.read_rate(r.bytes) for r in facts.reads), peak / facts.peaks["bf16"]]
-
     def sample(tokens, workload, step) -> dict[str, float]:
         """Args: workload() -> seconds of one step."""
         for _ in range(ATTEMPTS):
-            before, watch = speeds(), Watch()
+            before, watch = speeds_now(limits, facts), Watch()
             taken, others = workload(), watch.others()
             if others < OTHERS:
                 break
-        *rates, speed = (sum(pair) / 2 for pair in zip(before, speeds(), strict=True))
+        *rates, speed = (
+            sum(pair) / 2 for pair in zip(before, speeds_now(limits, facts), strict=True)
+        )
 
         def predicted(device: Device) -> float:
             return tokens / step_time(shape, Setting(device, form, "bf16"), step).expected

@@ -83,7 +83,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as work:
         calibration = args.calibration or Path(work) / "calibration.json"
         if not args.calibration:
-            calibrate(args.threads, calibration)
+            from kvik_bench.machine.calibrate import calibrate_into
+
+            calibrate_into(calibration, args.threads)
         for _ in range(args.rounds):
             for scaling in args.scalings:
                 folder = Path(work) / scaling
@@ -103,18 +105,6 @@ def main() -> None:
                 report(f"{scaling}, medians of {args.rounds} rounds", medians(rows))
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
-
-
-def calibrate(threads: int | None, path: Path) -> None:
-    from kvik.config.hardware import detect
-    from kvik.planner.calibration import save
-    from kvik_bench.machine.calibrate import calibrate
-    from kvik_bench.machine.stage import FULL
-
-    hardware = detect()
-    found, remarks = calibrate(hardware, threads or hardware.cores, FULL, lambda share, what: None)
-    print(f"calibrated: {found.bandwidth / 1e9:.1f} GB/s", *remarks, sep="\n  ", flush=True)
-    save(found, path)
 
 
 def medians(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -153,7 +143,7 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
     from kvik.planner.formats import weight_format
     from kvik.planner.roofline import decode, prefill, step_time
     from kvik_bench.inprocess.rounds import Watch
-    from kvik_bench.machine.calibrate import make_stage
+    from kvik_bench.machine.calibrate import make_stage, speeds_now
     from kvik_bench.machine.stage import FULL
 
     facts = load(calibration)
@@ -194,22 +184,19 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
         while loop.has_work:
             loop.step()
 
-    def speeds() -> list[float]:
-        """Return the read rates, and the cores' speed."""
-        peak = sum(limits.peak("bf16") for _ in range(3)) / 3
-        return [*(limits.read_rate(r.bytes) for r in facts.reads), peak / facts.peaks["bf16"]]
-
     run(256, 8)
-    speeds()
+    speeds_now(limits, facts)
     rows = []
     each = sum(group.bytes_per_token for group in resolved.cache.groups)
     for context in contexts:
         Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         steps.clear()
-        before, watch = speeds(), Watch()
+        before, watch = speeds_now(limits, facts), Watch()
         run(context, STEPS + 1)
         others = watch.others()
-        *rates, speed = (sum(pair) / 2 for pair in zip(before, speeds(), strict=True))
+        *rates, speed = (
+            sum(pair) / 2 for pair in zip(before, speeds_now(limits, facts), strict=True)
+        )
         reads = tuple(ReadRate(r.bytes, rate) for r, rate in zip(facts.reads, rates, strict=True))
         at = Setting(cpu_device(facts.at(reads, speed), facts.machine, 0), form, "bf16")
         chunks = [step for step in steps if step[0] > 1]

@@ -110,10 +110,6 @@ class Browser:
                 "Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1
             )
 
-    def hover(self, selector: str) -> None:
-        x, y = self._middle(selector)
-        self.command("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-
     def resize(self, width: int, height: int, scale: float = 1.0, *, phone: bool = False) -> None:
         self.command(
             "Emulation.setDeviceMetricsOverride",

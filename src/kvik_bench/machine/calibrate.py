@@ -29,7 +29,7 @@ from kvik import __version__
 from kvik.child_process import live_with_parent, python_command
 from kvik.config.compute import native_reason
 from kvik.config.config import EngineConfig
-from kvik.config.hardware import Hardware
+from kvik.config.hardware import Hardware, detect
 from kvik.config.model_source import find_model
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
@@ -41,6 +41,7 @@ from kvik.planner.calibration import (
     HostCost,
     Machine,
     ReadRate,
+    save,
     this_machine,
 )
 from kvik.planner.devices import Device, Setting
@@ -54,7 +55,7 @@ from kvik_bench.machine.kernels import (
     measure_linears,
     measure_small,
 )
-from kvik_bench.machine.stage import Effort, Limits, Stage, TorchStage
+from kvik_bench.machine.stage import FULL, Effort, Limits, Stage, TorchStage
 
 EXCHANGES = 1000  # consecutive exchanges in a sample
 MESSAGES = 200
@@ -360,6 +361,20 @@ def calibrate(
     found = replace(found, disturbed=others > OTHERS)
     tell("", 1.0)
     return found, remarks(others, readings.rates)
+
+
+def calibrate_into(path: Path, threads: int | None = None) -> None:
+    """Measure everything and save the calibration, for the programs in benchmarks/."""
+    hardware = detect()
+    found, doubts = calibrate(hardware, threads or hardware.cores, FULL, lambda what, share: None)
+    print(f"calibrated: {found.bandwidth / 1e9:.1f} GB/s", *doubts, sep="\n  ", flush=True)
+    save(found, path)
+
+
+def speeds_now(limits: Limits, facts: Calibration) -> list[float]:
+    """Return the current read rates, and the cores' speed relative to a calibration."""
+    peak = sum(limits.peak("bf16") for _ in range(3)) / 3
+    return [*(limits.read_rate(r.bytes) for r in facts.reads), peak / facts.peaks["bf16"]]
 
 
 def remarks(others: float, rates: list[float]) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from functools import partial
 from typing import Any
@@ -215,24 +214,6 @@ def test_a_reader_who_goes_away_frees_everything(site: Site) -> None:
         next(iter(stream))
         stream.close()
     site.at_rest()
-
-
-def test_many_at_once_through_the_async_client(site: Site) -> None:
-    async def ask() -> list[str]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{site.url}/v1", api_key="none", max_retries=0
-        ) as client:
-
-            async def one(seed: int) -> str:
-                answer = await client.completions.create(
-                    model=MODEL, prompt=TEXT, seed=seed % 4, max_tokens=12
-                )
-                return answer.choices[0].text
-
-            return await asyncio.gather(*(one(seed) for seed in range(16)))
-
-    texts = asyncio.run(ask())
-    assert texts[:4] == texts[4:8] == texts[8:12] == texts[12:]
 
 
 def test_prompt_logprobs(http: httpx2.Client) -> None:

@@ -35,7 +35,7 @@ class Mxfp4Packed:
     """weight_packed [outputs, inputs / 2] uint8, the even input in the low half of a byte, and
     weight_scale [outputs, inputs / 32] uint8."""
 
-    unread = ACTIVATIONS
+    unread: tuple[str, ...] = ACTIVATIONS
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
@@ -58,21 +58,11 @@ class Mxfp4Packed:
         return mxfp4_weight(tensors[PACKED][rows], powers_of_two(SCALE, tensors[SCALE][rows]))
 
 
-class Mxfp4Blocks:
+class Mxfp4Blocks(Mxfp4Packed):
     """An expert of gpt-oss: blocks [outputs, inputs / 32, 16] uint8, the even input in the low half
     of a byte, and scales [outputs, inputs / 32] uint8."""
 
     unread = ()
-
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        """
-        Raises:
-            ValueError: the layer cannot be stored like this.
-        """
-        self.scheme, self.shape = scheme, shape
-        self.groups = check_group(scheme, shape)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         def stored(*rest: int) -> StoredTensor:
