@@ -10,10 +10,10 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
@@ -61,17 +61,6 @@ def _ignore(report: ReplicaReport) -> None:
 
 def _nothing() -> None:
     """Do nothing: there is no router."""
-
-
-def give(sinks: Sequence[Sink], deltas: list[RequestDelta]) -> None:
-    """Hand deltas to all sinks."""
-    if not deltas:
-        return
-    for sink in sinks:
-        try:
-            sink(deltas)
-        except Exception:  # requests of other sinks continue
-            log.exception("deltas were not taken")
 
 
 class EngineState(StrEnum):
@@ -267,7 +256,73 @@ class ResendQueue:
             timer.cancel()
 
 
-class RemoteClient:
+R = TypeVar("R", bound=SentRequest)
+
+
+class RequestClient(Generic[R]):
+    """The requests of a client whose last deltas have not come, and the sinks that get deltas.
+
+    Args:
+        config: of every engine.
+        clock: of the engines.
+    """
+
+    def __init__(self, config: ResolvedConfig, clock: Callable[[], float]) -> None:
+        self._config = config
+        self._clock = clock
+        self._sinks: list[Sink] = []
+        self._changed = asyncio.Event()  # the state
+        self._unfinished: dict[str, R] = {}  # in an engine
+        self._waiting = ResendQueue(clock, self._give)
+
+    @property
+    def config(self) -> ResolvedConfig:
+        return self._config
+
+    @property
+    def state(self) -> EngineState:
+        raise NotImplementedError
+
+    @property
+    def reason(self) -> str:
+        """Why no engine is ready, as a message for users; "" if one is."""
+        raise NotImplementedError
+
+    def add_sink(self, sink: Sink) -> None:
+        """Hand all deltas to this sink too; it must ignore requests that it does not know."""
+        self._sinks.append(sink)
+
+    async def ready(self) -> None:
+        """Wait until an engine takes requests.
+
+        Raises:
+            UnavailableError: none ever will.
+        """
+        while (state := self.state) is not EngineState.READY:
+            if state in (EngineState.FAILED, EngineState.CLOSED):
+                raise UnavailableError("engine", self.reason)
+            self._changed.clear()
+            await self._changed.wait()
+
+    def check(self, request: EngineRequest) -> None:
+        """Raise `ParamError` or `CapacityError` if the request can never be served."""
+        self._check_id(request)
+        check_request(self._config, request)
+
+    def _check_id(self, request: EngineRequest) -> None:
+        if request.request_id in self._unfinished or request.request_id in self._waiting:
+            raise ParamError("request_id", f"{request.request_id!r} is already being served")
+
+    def _give(self, deltas: list[RequestDelta]) -> None:
+        """Hand deltas to all sinks."""
+        for sink in self._sinks if deltas else ():
+            try:
+                sink(deltas)
+            except Exception:  # requests of other sinks continue
+                log.exception("deltas were not taken")
+
+
+class RemoteClient(RequestClient[SentRequest]):
     """Takes requests and hands their deltas to its sinks. No method blocks.
 
     Every request added ends with exactly one last delta for each sibling, whatever happens to the
@@ -291,17 +346,12 @@ class RemoteClient:
         clock: Callable[[], float] = time.monotonic,
         name: str = "",
     ) -> None:
-        self._config = config
+        super().__init__(config, clock)
         self.source = source
-        self._clock = clock
         self.name = name
         self._told: Callable[[ReplicaReport], None] = _ignore
         self._state_changed: Callable[[], None] = _nothing
-        self._sinks: list[Sink] = []
-        self._changed = asyncio.Event()  # the state
         self._state, self._reason = EngineState.STARTING, "the engine has not been started"
-        self._unfinished: dict[str, SentRequest] = {}  # in the engine
-        self._waiting = ResendQueue(clock, self._give)
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._num_asked = 0
         self._stats = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks, 0, 0, 0, 0, 0, 0, 0)
@@ -312,10 +362,6 @@ class RemoteClient:
         self._step_limit: float | None = None
 
     # -- for the server --------------------------------------------------------------------------
-
-    @property
-    def config(self) -> ResolvedConfig:
-        return self._config
 
     @property
     def state(self) -> EngineState:
@@ -337,32 +383,11 @@ class RemoteClient:
         self._reason = "the engine is being started"
         self.source.start(self)
 
-    def add_sink(self, sink: Sink) -> None:
-        """Hand all deltas to this sink too; it must ignore requests that it does not know."""
-        self._sinks.append(sink)
-
     def watch(
         self, told: Callable[[ReplicaReport], None], state_changed: Callable[[], None]
     ) -> None:
         """Set callbacks for reports and for changes of the state. Neither may raise."""
         self._told, self._state_changed = told, state_changed
-
-    async def ready(self) -> None:
-        """Wait until the engine takes requests.
-
-        Raises:
-            UnavailableError: it never will.
-        """
-        while self._state is not EngineState.READY:
-            if self._state in (EngineState.FAILED, EngineState.CLOSED):
-                raise UnavailableError("engine", self._reason)
-            self._changed.clear()
-            await self._changed.wait()
-
-    def check(self, request: EngineRequest) -> None:
-        """Raise `ParamError` or `CapacityError` if the request can never be served."""
-        self._check_id(request)
-        check_request(self._config, request)
 
     def add(self, request: EngineRequest) -> None:
         """Send a request that passed `check`.
@@ -499,10 +524,6 @@ class RemoteClient:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _check_id(self, request: EngineRequest) -> None:
-        if request.request_id in self._unfinished or request.request_id in self._waiting:
-            raise ParamError("request_id", f"{request.request_id!r} is already being served")
-
     async def _ask(self, question: str, kind: type[T]) -> T:
         if self._socket is None or self._state is not EngineState.READY:
             raise UnavailableError("engine", self._reason)
@@ -612,6 +633,3 @@ class RemoteClient:
             for request in lost
             for delta in request.last_deltas(request.indexes, now, FinishReason.ERROR, error)
         ]
-
-    def _give(self, deltas: list[RequestDelta]) -> None:
-        give(self._sinks, deltas)

@@ -19,9 +19,8 @@ from kvik.config.config import ResolvedConfig
 from kvik.core.block_pool import extend_hashes
 from kvik.core.routing import ReplicaReport, ReplicaRouter
 from kvik.core.types import EngineRequest, FinishReason, Handover, RequestDelta
-from kvik.engine.core import check_request
 from kvik.engine.live import LiveView, ReplicaView, merge_views
-from kvik.engine.remote import EngineState, RemoteClient, ResendQueue, SentRequest, Sink, give
+from kvik.engine.remote import EngineState, RemoteClient, RequestClient, SentRequest, Sink
 from kvik.engine.stats import EngineStats, sum_stats
 from kvik.errors import ParamError, UnavailableError
 
@@ -64,7 +63,7 @@ class RoutedRequest(SentRequest):
         return not self.endings.keys() >= self.indexes
 
 
-class Replicas:
+class Replicas(RequestClient[RoutedRequest]):
     """Takes requests and hands their deltas to its sinks, as a `RemoteClient` does.
 
     It is ready if at least one replica is. The server enforces limits of queues and rates, so they
@@ -83,17 +82,12 @@ class Replicas:
         clients: Sequence[RemoteClient],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config = config
+        super().__init__(config, clock)
         self._clients = tuple(clients)
-        self._clock = clock
         self._block_size = config.cache.block_size
         self._router = ReplicaRouter(
             [client.name for client in clients], self._block_size, config.scheduler.max_num_seqs
         )
-        self._sinks: list[Sink] = []
-        self._changed = asyncio.Event()
-        self._unfinished: dict[str, RoutedRequest] = {}
-        self._waiting = ResendQueue(clock, self._give)
         self._draining: set[int] = set()
         self._served = [Counter[str]() for _ in clients]  # since the last credit
         self._crediting: asyncio.Task[None] | None = None
@@ -103,10 +97,6 @@ class Replicas:
             client.watch(partial(self._told, i), partial(self._state_changed, i))
 
     # -- for the server --------------------------------------------------------------------------
-
-    @property
-    def config(self) -> ResolvedConfig:
-        return self._config
 
     @property
     def state(self) -> EngineState:
@@ -140,27 +130,6 @@ class Replicas:
         self._crediting = asyncio.get_running_loop().create_task(self._credit())
         for i, client in enumerate(self._clients):
             client.start(partial(self._take, i))
-
-    def add_sink(self, sink: Sink) -> None:
-        """See `RemoteClient.add_sink`."""
-        self._sinks.append(sink)
-
-    async def ready(self) -> None:
-        """Wait until a replica takes requests.
-
-        Raises:
-            UnavailableError: none ever will.
-        """
-        while (state := self.state) is not EngineState.READY:
-            if state in (EngineState.FAILED, EngineState.CLOSED):
-                raise UnavailableError("engine", self.reason)
-            self._changed.clear()
-            await self._changed.wait()
-
-    def check(self, request: EngineRequest) -> None:
-        """Raise `ParamError` or `CapacityError` if the request can never be served."""
-        self._check_id(request)
-        check_request(self._config, request)
 
     def add(self, request: EngineRequest) -> None:
         """Send a request that passed `check` to the replica with the lowest cost.
@@ -260,10 +229,6 @@ class Replicas:
         await asyncio.gather(*(client.close() for client in self._clients))
 
     # -- inside ----------------------------------------------------------------------------------
-
-    def _check_id(self, request: EngineRequest) -> None:
-        if request.request_id in self._unfinished or request.request_id in self._waiting:
-            raise ParamError("request_id", f"{request.request_id!r} is already being served")
 
     def _hashes(self, request: EngineRequest) -> list[bytes]:
         """Return the hashes of a prompt's blocks, as engines compute them."""
@@ -412,6 +377,3 @@ class Replicas:
                 others = total - own
                 if others:
                     client.credit(dict(others))
-
-    def _give(self, deltas: list[RequestDelta]) -> None:
-        give(self._sinks, deltas)
