@@ -80,12 +80,6 @@ def test_numbers_of_a_distribution() -> None:
     assert table.lines[0] == ("batch 1", "2", "9", "15.1", "17", "17", "100")
 
 
-def test_a_missing_matplotlib_names_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plots, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"kvik\[bench\]"):
-        plots.require_matplotlib()
-
-
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="plot"):
