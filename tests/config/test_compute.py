@@ -60,42 +60,39 @@ def test_requested_kernels_are_used_even_if_slow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kernels", "hardware", "device", "dtype", "match"),
+    ("kernels", "hardware", "device", "dtype"),
     [
-        ("native", BARE, "cpu", "float32", "installed without"),
-        ("native", LAPTOP, "cpu", "float16", "no float16"),
-        ("native", SERVER, "cuda:0", "float32", "for CPUs"),
-        ("triton", SERVER, "cpu", "bfloat16", "for GPUs; must be auto, native or torch here"),
-        ("triton", replace(SERVER, triton=False), "cuda:0", "bfloat16", "must be auto or torch"),
-        ("triton", TURING, "cuda:0", "float16", "need 8.0"),
+        ("native", BARE, "cpu", "float32"),
+        ("native", LAPTOP, "cpu", "float16"),
+        ("native", SERVER, "cuda:0", "float32"),
+        ("triton", SERVER, "cpu", "bfloat16"),
+        ("triton", replace(SERVER, triton=False), "cuda:0", "bfloat16"),
+        ("triton", TURING, "cuda:0", "float16"),
     ],
 )
-def test_asked_for_and_impossible(kernels, hardware, device, dtype, match) -> None:
+def test_asked_for_and_impossible(kernels, hardware, device, dtype) -> None:
     config = EngineConfig(kernels=kernels)
-    with pytest.raises(ConfigError, match=match) as error:
+    with pytest.raises(ConfigError) as error:
         choose_kernels(config, hardware, MODEL, device, dtype, Notes())
     assert error.value.field == "kernels"
 
 
 @pytest.mark.parametrize(
-    ("kernels", "block_size", "head_dim", "backend", "reason"),
+    ("kernels", "block_size", "head_dim", "backend"),
     [
-        ("native", 16, 64, "cpu", "native kernels"),
-        ("native", 48, 256, "cpu", "native kernels"),
-        ("native", 8, 64, "sdpa", "block_size 8"),
-        ("native", 16, 40, "sdpa", "head_dim 40"),
-        ("native", 16, 528, "sdpa", "head_dim 528"),
-        ("torch", 16, 64, "sdpa", "the fastest of torch"),
+        ("native", 16, 64, "cpu"),
+        ("native", 48, 256, "cpu"),
+        ("native", 8, 64, "sdpa"),
+        ("native", 16, 40, "sdpa"),
+        ("native", 16, 528, "sdpa"),
+        ("torch", 16, 64, "sdpa"),
     ],
 )
-def test_the_attention_backend_follows_the_kernels(
-    kernels, block_size, head_dim, backend, reason
-) -> None:
+def test_the_attention_backend_follows_the_kernels(kernels, block_size, head_dim, backend) -> None:
     spec = replace(read_model_spec(find_model("")), head_dim=head_dim)
     notes = Notes()
     config = EngineConfig(block_size=block_size)
     assert choose_attention(config, spec, kernels, "bfloat16", None, notes) == backend
-    assert reason in notes.decisions[0].reason
     asked = replace(config, attention_backend="cpu")
     if backend == "cpu":
         assert choose_attention(asked, spec, kernels, "bfloat16", None, notes) == "cpu"
@@ -105,65 +102,46 @@ def test_the_attention_backend_follows_the_kernels(
         assert error.value.field == "attention_backend"
 
 
-@pytest.mark.parametrize(
-    ("kernels", "kv", "head_dim", "asked", "expected", "reason"),
-    [
-        ("triton", "auto", 128, "auto", "triton", "in place"),
-        ("triton", "int4", 64, "auto", "triton", "in place"),
-        ("triton", "int4", 10, "auto", "sdpa", "head_dim 10 is no multiple of 4"),
-        ("triton", "auto", 10, "auto", "triton", "in place"),
-        ("triton", "auto", 512, "auto", "triton", "in place"),
-        ("triton", "auto", 576, "auto", "sdpa", "head_dim 576"),
-        ("triton", "auto", 128, "sdpa", "sdpa", "as asked"),
-        ("triton", "auto", 576, "triton", ConfigError, "triton: head_dim 576"),
-        ("triton", "auto", 128, "cpu", ConfigError, "cpu: it needs the native kernels"),
-        ("torch", "auto", 128, "triton", ConfigError, "triton: it needs the Triton kernels"),
-    ],
-)
-def test_attention_on_a_gpu(kernels, kv, head_dim, asked, expected, reason) -> None:
-    notes, spec = Notes(), replace(MODEL, head_dim=head_dim)
-    config = EngineConfig(attention_backend=asked, kv_cache_dtype=kv)
-    if expected is ConfigError:
-        with pytest.raises(ConfigError, match=reason) as error:
-            choose_attention(config, spec, kernels, "bfloat16", None, notes)
-        assert error.value.field == "attention_backend"
-    else:
-        assert choose_attention(config, spec, kernels, "bfloat16", None, notes) == expected
-        assert reason in notes.decisions[0].reason
-
-
 MEASURED = replace(HOPPER, torch_prompts=((64, 4096), (128, 1024)))
 
 
 @pytest.mark.parametrize(
-    ("gpu", "head_dim", "dtype", "kv", "asked", "expected", "least", "reason"),
+    ("kernels", "gpu", "head_dim", "dtype", "kv", "asked", "expected", "least"),
     [
-        (MEASURED, 128, "bfloat16", "auto", "auto", "triton+sdpa", 1024, "1024 tokens and more"),
-        (MEASURED, 64, "float16", "fp16", "auto", "triton+sdpa", 4096, "faster"),
-        (MEASURED, 256, "bfloat16", "auto", "auto", "triton", None, "in place"),
-        (HOPPER, 128, "bfloat16", "auto", "auto", "triton", None, "in place"),
-        (MEASURED, 128, "float32", "auto", "auto", "triton", None, "in place"),
-        (MEASURED, 128, "bfloat16", "fp8", "auto", "triton", None, "in place"),
-        (MEASURED, 128, "bfloat16", "auto", "triton", "triton", None, "as asked"),
-        (HOPPER, 128, "bfloat16", "bf16", "triton+sdpa", "triton+sdpa", 2048, "as asked"),
-        (HOPPER, 128, "float32", "auto", "triton+sdpa", ConfigError, None, "have no float32"),
-        (HOPPER, 128, "bfloat16", "int8", "triton+sdpa", ConfigError, None, "stored as int8"),
-        (HOPPER, 576, "bfloat16", "auto", "triton+sdpa", ConfigError, None, "head_dim 576"),
+        ("triton", None, 128, "bfloat16", "auto", "auto", "triton", None),
+        ("triton", None, 64, "bfloat16", "int4", "auto", "triton", None),
+        ("triton", None, 10, "bfloat16", "int4", "auto", "sdpa", None),
+        ("triton", None, 10, "bfloat16", "auto", "auto", "triton", None),
+        ("triton", None, 512, "bfloat16", "auto", "auto", "triton", None),
+        ("triton", None, 576, "bfloat16", "auto", "auto", "sdpa", None),
+        ("triton", None, 128, "bfloat16", "auto", "sdpa", "sdpa", None),
+        ("triton", None, 576, "bfloat16", "auto", "triton", ConfigError, None),
+        ("triton", None, 128, "bfloat16", "auto", "cpu", ConfigError, None),
+        ("torch", None, 128, "bfloat16", "auto", "triton", ConfigError, None),
+        ("triton", MEASURED, 128, "bfloat16", "auto", "auto", "triton+sdpa", 1024),
+        ("triton", MEASURED, 64, "float16", "fp16", "auto", "triton+sdpa", 4096),
+        ("triton", MEASURED, 256, "bfloat16", "auto", "auto", "triton", None),
+        ("triton", HOPPER, 128, "bfloat16", "auto", "auto", "triton", None),
+        ("triton", MEASURED, 128, "float32", "auto", "auto", "triton", None),
+        ("triton", MEASURED, 128, "bfloat16", "fp8", "auto", "triton", None),
+        ("triton", MEASURED, 128, "bfloat16", "auto", "triton", "triton", None),
+        ("triton", HOPPER, 128, "bfloat16", "bf16", "triton+sdpa", "triton+sdpa", 2048),
+        ("triton", HOPPER, 128, "float32", "auto", "triton+sdpa", ConfigError, None),
+        ("triton", HOPPER, 128, "bfloat16", "int8", "triton+sdpa", ConfigError, None),
+        ("triton", HOPPER, 576, "bfloat16", "auto", "triton+sdpa", ConfigError, None),
     ],
 )
-def test_torch_computes_prompts_where_it_was_measured_faster(
-    gpu, head_dim, dtype, kv, asked, expected, least, reason
-) -> None:
+def test_attention_on_a_gpu(kernels, gpu, head_dim, dtype, kv, asked, expected, least) -> None:
+    """Torch computes prompts where it was measured to be faster."""
     notes, spec = Notes(), replace(MODEL, head_dim=head_dim)
     config = EngineConfig(attention_backend=asked, kv_cache_dtype=kv)
     if expected is ConfigError:
-        with pytest.raises(ConfigError, match=reason) as error:
-            choose_attention(config, spec, "triton", dtype, gpu, notes)
+        with pytest.raises(ConfigError) as error:
+            choose_attention(config, spec, kernels, dtype, gpu, notes)
         assert error.value.field == "attention_backend"
         return
-    assert choose_attention(config, spec, "triton", dtype, gpu, notes) == expected
+    assert choose_attention(config, spec, kernels, dtype, gpu, notes) == expected
     assert torch_prompts(expected, spec, gpu) == least
-    assert reason in notes.decisions[0].reason
 
 
 def latent(**changes: object) -> ModelSpec:
@@ -172,36 +150,28 @@ def latent(**changes: object) -> ModelSpec:
 
 
 @pytest.mark.parametrize(
-    ("spec", "kernels", "kv", "asked", "expected", "reason"),
+    ("spec", "kernels", "kv", "asked", "expected"),
     [
-        (latent(), "native", "auto", "auto", "cpu", "native kernels"),
-        (latent(), "native", "int8", "auto", "cpu", "native kernels"),
-        (
-            latent(kv_lora_rank=40),
-            "native",
-            "auto",
-            "auto",
-            "sdpa",
-            "no multiples of 16, of 40 and 64 channels",
-        ),
-        (latent(), "triton", "auto", "auto", "triton+sdpa", "prompts of 1024 tokens and more"),
-        (latent(v_head_dim=264), "triton", "auto", "auto", "triton", "in place"),
-        (latent(v_head_dim=264), "triton", "auto", "triton+sdpa", ConfigError, "no heads of 264"),
-        (latent(), "triton", "int8", "auto", "sdpa", "stored in bfloat16 only"),
-        (latent(), "triton", "auto", "triton+sdpa", "triton+sdpa", "as asked"),
+        (latent(), "native", "auto", "auto", "cpu"),
+        (latent(), "native", "int8", "auto", "cpu"),
+        (latent(kv_lora_rank=40), "native", "auto", "auto", "sdpa"),
+        (latent(), "triton", "auto", "auto", "triton+sdpa"),
+        (latent(v_head_dim=264), "triton", "auto", "auto", "triton"),
+        (latent(v_head_dim=264), "triton", "auto", "triton+sdpa", ConfigError),
+        (latent(), "triton", "int8", "auto", "sdpa"),
+        (latent(), "triton", "auto", "triton+sdpa", "triton+sdpa"),
     ],
 )
-def test_attention_over_latent_vectors(spec, kernels, kv, asked, expected, reason) -> None:
+def test_attention_over_latent_vectors(spec, kernels, kv, asked, expected) -> None:
     notes, config = Notes(), EngineConfig(kv_cache_dtype=kv, attention_backend=asked)
     if expected is ConfigError:
-        with pytest.raises(ConfigError, match=reason):
+        with pytest.raises(ConfigError):
             choose_attention(config, spec, kernels, "bfloat16", MEASURED, notes)
         return
     for gpu in (MEASURED, HOPPER):  # whether any was measured or not
         assert choose_attention(config, spec, kernels, "bfloat16", gpu, notes) == expected
         least = 1024 if expected == "triton+sdpa" else None
         assert torch_prompts(expected, spec, gpu) == least
-    assert reason in notes.decisions[0].reason
 
 
 def test_latent_vectors_in_fp32_are_attended_over_as_they_are() -> None:
