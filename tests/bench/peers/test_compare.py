@@ -230,16 +230,6 @@ def test_answers_are_compared_token_by_token() -> None:
     assert [r for r in result.remarks if "in its own way" in r]
 
 
-def test_exact_formats_that_part_are_pointed_at() -> None:
-    rates = {"prefill": [1.0], "b1": [1.0]}
-    engines = {"k": Engine(rates, {"prefill": [[1]]}), "a": Engine(rates, {"prefill": [[2]]})}
-    entries = {"k": entry("k", "kvik", "fp32"), "a": entry("a", "vllm", "fp32")}
-    result, _ = compare(entries, 1, engines)
-    assert (
-        "fp32: engines should agree but for ties of two tokens; look where not." in result.remarks
-    )
-
-
 def test_an_interrupted_comparison_keeps_what_it_has() -> None:
     entries = {"k": entry("k", "kvik"), "a": entry("a", "vllm")}
     what, found = comparison(entries, 2), Found()
