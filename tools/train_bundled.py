@@ -22,15 +22,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from story_data import (
-    END,
-    END_OF_TEXT,
-    SPECIAL_TOKENS,
-    Rows,
-    Story,
-    load_stories,
-    train_tokenizer,
-)
+from story_data import END, END_OF_TEXT, SPECIAL_TOKENS, Rows, Story, load_stories, train_tokenizer
 from story_measures import accepted_share, held_out_loss, samples
 from story_model import DRAFT, TARGET, Llama, ModelConfig
 from tokenizers import Tokenizer

@@ -18,13 +18,7 @@ from torch import Tensor
 
 from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8
 from kvik.kernels.triton.ops import triton_ops
-from kvik.kernels.weights import (
-    Activation,
-    Matrix,
-    Weight,
-    float_weight,
-    fp8_weight,
-)
+from kvik.kernels.weights import Activation, Matrix, Weight, float_weight, fp8_weight
 from kvik_bench.kernel_cases import filled_matrix
 
 LAYER: tuple[tuple[int, int, Activation | None], ...] = sized(

@@ -8,12 +8,7 @@ from functools import partial
 from notes import Notes
 from place import DEVICE, sized
 
-from kvik_bench.machine.prompt_attention import (
-    HEAD_DIMS,
-    LENGTHS,
-    measure_prompts,
-    thresholds,
-)
+from kvik_bench.machine.prompt_attention import HEAD_DIMS, LENGTHS, measure_prompts, thresholds
 
 DIMS, TOKENS, WIDTH = sized((HEAD_DIMS, LENGTHS, 4096), ((16,), (20,), 64))
 

@@ -37,13 +37,7 @@ from kvik.engine.stats import EngineStats
 from kvik.engine.thread import LOOKAHEAD
 from kvik.engine_process import engine_in_process
 from kvik.errors import ConfigError, OverloadError, ParamError, shown
-from kvik.launch import (
-    check_no_role,
-    check_one_engine,
-    load_loop,
-    load_tokenizer,
-    resolve_config,
-)
+from kvik.launch import check_no_role, check_one_engine, load_loop, load_tokenizer, resolve_config
 from kvik.llm import (
     Message,
     Prompt,

@@ -22,15 +22,7 @@ from rich.console import Console, RenderableType
 
 from kvik.cli import top
 from kvik.cli.main import main
-from kvik.cli.top import (
-    BAR_WIDTH,
-    frames,
-    header,
-    picture,
-    plain,
-    read,
-    waterfall,
-)
+from kvik.cli.top import BAR_WIDTH, frames, header, picture, plain, read, waterfall
 from kvik.config.env import server_environment
 from kvik.core.moves import MoveCounters
 from kvik.engine.stats import MoveStats, TierStats

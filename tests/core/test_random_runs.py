@@ -17,12 +17,7 @@ from helpers.tiers import runs
 from helpers.windows import Seen, chunks
 
 from kvik.core import kv_manager
-from kvik.core.block_pool import (
-    BlockPool,
-    block_hash,
-    extend_hashes,
-    root_hash,
-)
+from kvik.core.block_pool import BlockPool, block_hash, extend_hashes, root_hash
 from kvik.core.config import POLICIES
 from kvik.core.kv_manager import KVCacheManager
 from kvik.core.scheduler import Scheduler

@@ -13,13 +13,7 @@ from kvik.core.kv_manager import KVCacheManager
 from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
-from kvik.core.types import (
-    FinishReason,
-    Pin,
-    Request,
-    RequestStatus,
-    TokenLogprobs,
-)
+from kvik.core.types import FinishReason, Pin, Request, RequestStatus, TokenLogprobs
 from kvik.errors import CapacityError
 
 NO_STOP: frozenset[int] = frozenset()

@@ -31,17 +31,7 @@ from kvik.engine.live import LiveView
 from kvik.engine.loop import EngineLoop, LoopObserver
 from kvik.engine.memory_watch import MemoryReading, MemoryWatch
 from kvik.engine.stats import EngineStats
-from kvik.engine.wire import (
-    Add,
-    End,
-    FrameReader,
-    HostSocket,
-    Lost,
-    Query,
-    Ready,
-    Reply,
-    Stepped,
-)
+from kvik.engine.wire import Add, End, FrameReader, HostSocket, Lost, Query, Ready, Reply, Stepped
 from kvik.errors import GroupLost
 
 

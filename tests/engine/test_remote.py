@@ -22,17 +22,7 @@ from kvik.engine import remote as module
 from kvik.engine import wire
 from kvik.engine.live import LiveView
 from kvik.engine.remote import EngineState
-from kvik.engine.wire import (
-    Add,
-    End,
-    EngineStart,
-    Lost,
-    Query,
-    Ready,
-    Reply,
-    Unusable,
-    stepped,
-)
+from kvik.engine.wire import Add, End, EngineStart, Lost, Query, Ready, Reply, Unusable, stepped
 from kvik.errors import ParamError, UnavailableError
 
 

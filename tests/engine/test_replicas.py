@@ -24,17 +24,7 @@ from kvik.engine.host import Reporter
 from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.replicas import Replicas
 from kvik.engine.sources import RestartPolicy, Supervisor
-from kvik.engine.wire import (
-    Add,
-    Credit,
-    End,
-    EngineStart,
-    HandOver,
-    Query,
-    Ready,
-    Told,
-    Unusable,
-)
+from kvik.engine.wire import Add, Credit, End, EngineStart, HandOver, Query, Ready, Told, Unusable
 from kvik.engine.wire import engine_request as engine_request_of
 from kvik.errors import ParamError, UnavailableError
 

@@ -7,13 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from helpers.stored_layers import (
-    awq_config,
-    compressed_config,
-    fp8_config,
-    gptq_config,
-    read,
-)
+from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config, read
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

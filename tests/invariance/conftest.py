@@ -7,13 +7,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-from helpers.matrix import (
-    FORMATS,
-    MODELS,
-    make_model,
-    reference_outputs,
-    reference_tokens,
-)
+from helpers.matrix import FORMATS, MODELS, make_model, reference_outputs, reference_tokens
 from helpers.warm_processes import warm_process
 
 from kvik.engine.output import RequestOutput

@@ -9,12 +9,7 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from kvik.gguf.types import BLOCK_TYPES
-from kvik.nn.gguf_blocks import (
-    dequantize,
-    permute_rotary,
-    take_apart,
-    unpermute_rotary,
-)
+from kvik.nn.gguf_blocks import dequantize, permute_rotary, take_apart, unpermute_rotary
 
 WIDTH = 768  # three of the largest blocks
 

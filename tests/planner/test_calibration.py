@@ -14,14 +14,7 @@ from msgspec.structs import replace
 
 from kvik.config.hardware import Hardware
 from kvik.errors import ConfigError
-from kvik.planner.calibration import (
-    ExchangeCost,
-    interpolate,
-    load,
-    save,
-    stale,
-    this_machine,
-)
+from kvik.planner.calibration import ExchangeCost, interpolate, load, save, stale, this_machine
 
 HARDWARE = Hardware(
     "Some CPU", 2, 1 << 34, "RAM available", frozenset(("avx2", "fma")), native=True

@@ -5,12 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvik.errors import ConfigError
-from kvik.planner.cost import (
-    DailyLoad,
-    TokenRates,
-    cost,
-    parse_load,
-)
+from kvik.planner.cost import DailyLoad, TokenRates, cost, parse_load
 
 
 def test_a_million_tokens() -> None:

@@ -5,13 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvik.errors import ConfigError
-from kvik.planner.formats import (
-    WEIGHT_FORMATS,
-    arithmetic,
-    kv_facts,
-    weight_facts,
-    weight_format,
-)
+from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weights import SCHEMES

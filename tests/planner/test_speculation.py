@@ -9,12 +9,7 @@ from helpers.public_configs import config
 
 from kvik.planner.devices import Device, Setting
 from kvik.planner.families import shape_from_config
-from kvik.planner.speculation import (
-    expected_tokens,
-    speculation_curve,
-    speed_up,
-    verify_cost,
-)
+from kvik.planner.speculation import expected_tokens, speculation_curve, speed_up, verify_cost
 
 # Leviathan et al., arXiv 2211.17192, table 1: acceptance, drafts, tokens per step
 PAPER = [

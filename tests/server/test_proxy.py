@@ -26,14 +26,7 @@ from starlette.types import Receive, Scope, Send
 from kvik.cli.main import main
 from kvik.server import health, proxy
 from kvik.server.app import openai_routes
-from kvik.server.proxy import (
-    MovedMark,
-    Proxy,
-    cached_share,
-    passed_on,
-    piece_hashes,
-    rendered,
-)
+from kvik.server.proxy import MovedMark, Proxy, cached_share, passed_on, piece_hashes, rendered
 from kvik.server.transfer import (
     MOVED_HEADER,
     MOVES_HEADER,

@@ -6,13 +6,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvik.attention.base import (
-    Attend,
-    AttendLatent,
-    AttentionMetadata,
-    LayerKV,
-    StepLayout,
-)
+from kvik.attention.base import Attend, AttendLatent, AttentionMetadata, LayerKV, StepLayout
 from kvik.attention.cpu import CpuAttention
 from kvik.attention.group import own_heads
 from kvik.kernels.cpu.group import Group

@@ -6,13 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from kvik.config.compute import (
-    LANES,
-    MAX_HEAD_DIM,
-    TRANSFORMERS,
-    Compute,
-    check_draft,
-)
+from kvik.config.compute import LANES, MAX_HEAD_DIM, TRANSFORMERS, Compute, check_draft
 from kvik.config.config import ASKED, EngineConfig, Notes, requested_speculation
 from kvik.config.hardware import Hardware
 from kvik.config.memory import (

@@ -9,13 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvik.attention.base import (
-    Attend,
-    AttendLatent,
-    AttentionBackend,
-    AttentionSpec,
-    LatentUp,
-)
+from kvik.attention.base import Attend, AttendLatent, AttentionBackend, AttentionSpec, LatentUp
 from kvik.kernels.ops import DeltaHeads, Gate, Ops
 from kvik.kernels.weights import Activation, ExpertSet, Matrix
 from kvik.nn.rope import Rope

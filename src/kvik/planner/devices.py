@@ -19,13 +19,7 @@ from kvik.config.config import EngineConfig
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.units import MIB
 from kvik.errors import ConfigError
-from kvik.planner.calibration import (
-    Calibration,
-    Machine,
-    load,
-    stale,
-    this_machine,
-)
+from kvik.planner.calibration import Calibration, Machine, load, stale, this_machine
 
 ARITHMETICS = ("fp32", "bf16", "fp16", "int8", "fp8")
 # Replacements for an arithmetic that a device lacks, best first.

@@ -21,14 +21,7 @@ from torch import Tensor
 from kvik.errors import ConfigError, ModelError, shown
 from kvik.files import DRAFT, writing_whole
 from kvik.models.model_spec import ModelSpec
-from kvik.quantize.block import (
-    WEIGHT,
-    Block,
-    BlockInputs,
-    BlockLinear,
-    Watch,
-    unwatched,
-)
+from kvik.quantize.block import WEIGHT, Block, BlockInputs, BlockLinear, Watch, unwatched
 from kvik.quantize.factors import (
     Folded,
     InputStatistics,
@@ -40,12 +33,7 @@ from kvik.quantize.methods import Given, as_given, output_error, quantise_layers
 from kvik.quantize.model_blocks import ModelBlocks, open_blocks
 from kvik.quantize.quantised import BlockResult, LayerResult, Progress, recipe_grid
 from kvik.quantize.recipe import Recipe, check_groups
-from kvik.quantize.source import (
-    Fold,
-    folds,
-    keeping_floats,
-    unclipped_rows,
-)
+from kvik.quantize.source import Fold, folds, keeping_floats, unclipped_rows
 from kvik.text.tokenizer import Tokenizer
 
 # The inputs of blocks for all calibration windows are in files, not in memory.

@@ -8,14 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvik.kernels.fp8 import (
-    Block,
-    fp8_scale,
-    fp8_scales,
-    round_activations,
-    round_fp8,
-    unround_fp8,
-)
+from kvik.kernels.fp8 import Block, fp8_scale, fp8_scales, round_activations, round_fp8, unround_fp8
 from kvik.kernels.weights import Weight
 from kvik.nn.formats.integers import Codes, weight_of
 from kvik.quantize.recipe import ROW, TENSOR, Recipe

@@ -27,13 +27,7 @@ from kvik.server.openai.requests import (
     prompt_ids,
     split_prompts,
 )
-from kvik.server.responses import (
-    HOLE,
-    ResponseFormat,
-    Template,
-    generation_response,
-    json_event,
-)
+from kvik.server.responses import HOLE, ResponseFormat, Template, generation_response, json_event
 from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing

@@ -23,11 +23,7 @@ from kvik.frozen import frozen
 from kvik.kernels.ops import Draws, Ops
 from kvik.kernels.upload import upload
 from kvik.worker.rejection import coupled, typical
-from kvik.worker.sampling_batch import (
-    GuessedRows,
-    SamplingBatch,
-    TypicalRows,
-)
+from kvik.worker.sampling_batch import GuessedRows, SamplingBatch, TypicalRows
 
 # Log probabilities of tokens, with those of the most likely tokens.
 

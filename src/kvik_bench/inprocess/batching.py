@@ -14,11 +14,7 @@ from kvik.core.policy import batch_wait
 from kvik.engine.loop import Engine
 from kvik.errors import ParamError
 from kvik.launch import reschedule, resolve_config
-from kvik_bench.cli.output import (
-    check_output,
-    engine_parser,
-    write_out,
-)
+from kvik_bench.cli.output import check_output, engine_parser, write_out
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, refuse_varied

@@ -11,12 +11,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.engine.loop import Engine
 from kvik.errors import ParamError
 from kvik.launch import resolve_config
-from kvik_bench.cli.output import (
-    check_output,
-    engine_parser,
-    integers,
-    write_out,
-)
+from kvik_bench.cli.output import check_output, engine_parser, integers, write_out
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed

@@ -23,12 +23,7 @@ from kvik.engine.stats import SpeculationStats
 from kvik.errors import ConfigError, ParamError
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.planner.speculation import expected_tokens
-from kvik_bench.cli.output import (
-    check_output,
-    engine_parser,
-    integers,
-    write_out,
-)
+from kvik_bench.cli.output import check_output, engine_parser, integers, write_out
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import RandomPieces, TextPieces, check_context, refuse_varied
 from kvik_bench.inprocess.measures import DECODE, OUTPUT, Measure, decode_seconds, figures, ratios

@@ -17,11 +17,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.errors import KvikError
 from kvik.launch import resolve_config
 from kvik.planner.efficiency import POSSIBLE, running_device
-from kvik_bench.cli.output import (
-    check_output,
-    engine_parser,
-    write_out,
-)
+from kvik_bench.cli.output import check_output, engine_parser, write_out
 from kvik_bench.inprocess.ceilings import ceiling_notes
 from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.rounds import Rounds

@@ -21,11 +21,7 @@ from kvik.errors import KvikError, ParamError
 from kvik.launch import reschedule, resolve_config
 from kvik.planner.serving import Traffic
 from kvik.spec.kv import block_bytes
-from kvik_bench.cli.output import (
-    check_output,
-    engine_parser,
-    write_out,
-)
+from kvik_bench.cli.output import check_output, engine_parser, write_out
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed, refuse_varied

@@ -11,11 +11,7 @@ from kvik.config.config import EngineConfig
 from kvik.engine.loop import Engine
 from kvik.errors import ConfigError
 from kvik.launch import resolve_config
-from kvik_bench.cli.output import (
-    check_output,
-    engine_parser,
-    write_out,
-)
+from kvik_bench.cli.output import check_output, engine_parser, write_out
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests
@@ -35,13 +31,7 @@ from kvik_bench.inprocess.measures import (
 )
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.load.metrics import e2es, ttfts
-from kvik_bench.load.workload import (
-    DrawnLengths,
-    Lengths,
-    TraceLengths,
-    parse_length,
-    read_trace,
-)
+from kvik_bench.load.workload import DrawnLengths, Lengths, TraceLengths, parse_length, read_trace
 from kvik_bench.report.result import Chart, Result, Row, engine_facts, peak_memory, run_facts
 
 MEASURES = (

@@ -49,12 +49,7 @@ from kvik.planner.families import read_shape
 from kvik.planner.roofline import PlannedStep, decode, prefill, step_time
 from kvik.spec.shares import MAX_RANKS
 from kvik_bench.inprocess.rounds import OTHERS, Watch, disturbance, undisturbed
-from kvik_bench.machine.kernels import (
-    Readings,
-    measure_attention,
-    measure_linears,
-    measure_small,
-)
+from kvik_bench.machine.kernels import Readings, measure_attention, measure_linears, measure_small
 from kvik_bench.machine.stage import FULL, Effort, Limits, Stage, TorchStage
 
 EXCHANGES = 1000  # consecutive exchanges in a sample

@@ -30,13 +30,7 @@ from kvik_bench.machine.calibrate import (
     measure_exchanges,
     remarks,
 )
-from kvik_bench.machine.kernels import (
-    SMALL,
-    Readings,
-    _inputs,
-    measure_attention,
-    nonnegative_fit,
-)
+from kvik_bench.machine.kernels import SMALL, Readings, _inputs, measure_attention, nonnegative_fit
 from kvik_bench.machine.stage import FULL, KINDS, QUICK, Attended, TorchStage
 
 MIB = 1 << 20

@@ -6,15 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.native import Runtime, normal, runtimes
-from helpers.native_matrix import (
-    I8,
-    ONE_OF_EACH,
-    NativeMatrix,
-    Values,
-    linear,
-    pack,
-    random_matrix,
-)
+from helpers.native_matrix import I8, ONE_OF_EACH, NativeMatrix, Values, linear, pack, random_matrix
 from torch import Tensor
 
 _native = pytest.importorskip("kvik.kernels.cpu._native")

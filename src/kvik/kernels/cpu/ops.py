@@ -10,16 +10,7 @@ from torch import Tensor
 from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import CpuMatrices
 from kvik.kernels.cpu.native import DTYPES, Native, pointer
-from kvik.kernels.ops import (
-    DeltaHeads,
-    Draws,
-    Gate,
-    Masks,
-    Ops,
-    Penalties,
-    Sequences,
-    Truncation,
-)
+from kvik.kernels.ops import DeltaHeads, Draws, Gate, Masks, Ops, Penalties, Sequences, Truncation
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 

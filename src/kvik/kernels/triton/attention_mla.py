@@ -17,13 +17,7 @@ from torch import Tensor
 
 from kvik.kernels.triton.attention_decode import attention_merge_kernel, nodes_at, sequence_of
 from kvik.kernels.triton.attention_paged import PagedStep, SequenceRun, joined
-from kvik.kernels.triton.attention_shapes import (
-    LAUNCHED,
-    SPREAD,
-    STAGES,
-    WORKSPACE,
-    most_splits,
-)
+from kvik.kernels.triton.attention_shapes import LAUNCHED, SPREAD, STAGES, WORKSPACE, most_splits
 from kvik.kernels.triton.attention_tile import (
     LOG2_E,
     begin,
