@@ -256,7 +256,7 @@ def _products() -> list[Case]:
         ("int4-32", random_int4(32, zeros=True), ((1, 96, 7), (5, 288, 64))),
         ("int4-128", random_int4(128, zeros=True), ((3, 256, 33),)),
         ("int4-symmetric", random_int4(64, zeros=False), ((3, 192, 33),)),
-        ("int4-min", random_int4_min(32), ((1, 96, 7), (5, 288, 64))),
+        ("int4-min", random_int4_min, ((1, 96, 7), (5, 288, 64))),
         ("mxfp4", random_mxfp4, ((1, 96, 7), (5, 288, 64))),
         ("fp8", random_fp8(0), ((1, 33, 7), (5, 257, 64))),
         ("fp8-128", random_fp8(128), ((1, 33, 7), (5, 257, 64))),
@@ -347,16 +347,12 @@ def random_int4(group: int, *, zeros: bool) -> MakeWeight:
     return make
 
 
-def random_int4_min(group: int) -> MakeWeight:
-    """Return a maker of 4-bit weights in groups with minima."""
-
-    def make(m: Maker, outputs: int, inputs: int) -> Weight:
-        values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
-        scales = _scales(m, outputs, inputs, group, 10)
-        minima = _scales(m, outputs, inputs, group, 2)
-        return int4_min_weight(values, scales, minima, group)
-
-    return make
+def random_int4_min(m: Maker, outputs: int, inputs: int) -> Weight:
+    """Return a weight [outputs, inputs] in four bits, in groups of 32 with minima."""
+    values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
+    scales = _scales(m, outputs, inputs, 32, 10)
+    minima = _scales(m, outputs, inputs, 32, 2)
+    return int4_min_weight(values, scales, minima, 32)
 
 
 def random_mxfp4(m: Maker, outputs: int, inputs: int) -> Weight:

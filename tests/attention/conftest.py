@@ -59,10 +59,10 @@ class Step:
         layout = replace(self.layout, tree=torch.tensor(every), tree_words=tuple(every))
         return replace(self, layout=layout)
 
-    def with_rotation(self, seed: int = 5) -> Step:
+    def with_rotation(self) -> Step:
         """Return the step with a random angle of each token and pair for sinks."""
         tokens, _, dim = self.q.shape
-        angles = torch.rand(tokens, dim // 2, generator=torch.Generator().manual_seed(seed)) * 6
+        angles = torch.rand(tokens, dim // 2, generator=torch.Generator().manual_seed(5)) * 6
         return replace(self, sink_rotation=torch.cat((angles.cos(), angles.sin()), 1))
 
     @property

@@ -97,13 +97,11 @@ def test_a_flood_moves_the_first_token_of_another_by_one_step_at_most(
             sim.step()
 
 
-def keep_asking(
-    sim: Simulation, steps: int, tenants: dict[str, tuple[int, int]], backlog: int = 6
-) -> None:
+def keep_asking(sim: Simulation, steps: int, tenants: dict[str, tuple[int, int]]) -> None:
     """Tenants that always have work waiting: the lengths of prompt and output of each."""
     for _ in range(steps):
         for tenant, (length, max_tokens) in tenants.items():
-            while len(sim.scheduler.waiting.by_tenant.get(tenant, ())) < backlog:
+            while len(sim.scheduler.waiting.by_tenant.get(tenant, ())) < 6:
                 ask(sim, tenant, length, max_tokens)
         sim.step()
         sim.now += 1.0

@@ -154,9 +154,8 @@ def save_multiplied_out(folder: Path, results: Iterable[BlockResult], to: Path) 
     save_file(tensors, to / "model.safetensors", metadata={"format": "pt"})
 
 
-def random_windows(windows: int, tokens: int, vocab: int = 96, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, vocab, (windows, tokens), generator=generator)
+def random_windows(windows: int, tokens: int) -> Tensor:
+    return torch.randint(0, 96, (windows, tokens), generator=torch.Generator().manual_seed(0))
 
 
 def relative_error(w: Tensor, rounded: Tensor, hessian: Tensor) -> float:

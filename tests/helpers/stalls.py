@@ -22,8 +22,8 @@ def longest_stall(work: Callable[[], object]) -> float:
     return asyncio.run(run())
 
 
-def assert_turns(work: Callable[[], object], seconds: float = 0.1) -> None:
-    """An event loop has its turn while `work` is done beside it, after `seconds` at the latest.
+def assert_turns(work: Callable[[], object]) -> None:
+    """An event loop has its turn while `work` is done beside it, after 0.1 s at the latest.
 
     Other processes hold up all threads alike: how much is told by work that gives way at once, and
     the best of a few tries counts.
@@ -32,7 +32,7 @@ def assert_turns(work: Callable[[], object], seconds: float = 0.1) -> None:
     stalls = []
     for _ in range(5):
         stalls.append(longest_stall(work))
-        if stalls[-1] < seconds + 2 * noise:
+        if stalls[-1] < 0.1 + 2 * noise:
             return
     raise AssertionError(f"nobody else had a turn for {stalls} s, beside noise of {noise} s")
 

@@ -78,18 +78,11 @@ def save_encoder(folder: Path, name: str, *, seed: int = 0, **options: Any) -> A
     return model
 
 
-def hidden_states(model: Any, ids: list[int], second: int = 0) -> torch.Tensor:
-    """The last hidden states of transformers, [tokens, hidden].
-
-    Args:
-        second: where the second text begins; 0: there is one text.
-    """
-    types = torch.zeros(1, len(ids), dtype=torch.long)
-    types[:, second or len(ids) :] = 1
-    more = {"token_type_ids": types} if second else {}
+def hidden_states(model: Any, ids: list[int]) -> torch.Tensor:
+    """The last hidden states of transformers, [tokens, hidden]."""
     mask = torch.ones(1, len(ids), dtype=torch.long)
     with torch.inference_mode():
-        found = model.base_model(torch.tensor([ids]), attention_mask=mask, **more)
+        found = model.base_model(torch.tensor([ids]), attention_mask=mask)
     return found.last_hidden_state[0]
 
 

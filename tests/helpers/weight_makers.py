@@ -21,7 +21,7 @@ WEIGHT_MAKERS: dict[str, MakeWeight] = {
     "w8a8-32": random_int8(32, activations=True),
     "int4-32": random_int4(32, zeros=False),
     "int4-32-zeros": random_int4(32, zeros=True),
-    "int4-min": random_int4_min(32),
+    "int4-min": random_int4_min,
     "mxfp4": random_mxfp4,
     "fp8": random_fp8(0),
     "fp8-32-group": random_fp8(32, "group"),

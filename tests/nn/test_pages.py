@@ -20,8 +20,8 @@ ALONE = PagePart(16)
 NAME = PageName(b"f" * 16, 1, b"h" * 16)
 
 
-def page_of(size: int = 300) -> np.ndarray:
-    page = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+def page_of() -> np.ndarray:
+    page = np.random.default_rng(0).integers(0, 256, 300, dtype=np.uint8)
     seal(page, NAME, b"p" * 16)
     return page
 

@@ -38,12 +38,10 @@ from kvik.quantize.recipe import ROW, TENSOR
 from kvik.quantize.source import Fold, folds
 
 
-def one_block(
-    folder: Path, dtype: torch.dtype = torch.float32, index: int = 0
-) -> tuple[ModelSpec, Block, BlockInputs]:
+def one_block(folder: Path, index: int = 0) -> tuple[ModelSpec, Block, BlockInputs]:
     """The spec, a block, and what it reads."""
     spec = read_model_spec(folder)
-    model = model_blocks(folder, 9, dtype)
+    model = model_blocks(folder, 9, torch.float32)
     block, inputs, _ = next(islice(walk(model, random_windows(4, 9)), index, None))
     return spec, block, inputs
 

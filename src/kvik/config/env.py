@@ -49,19 +49,19 @@ def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, An
     return _options(ServerConfig, environ)
 
 
-def set_variable(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+def set_variable(name: str) -> str | None:
     """Return the variable of an option, if it is set."""
     variable = PREFIX + name.upper()
-    return variable if variable in (os.environ if environ is None else environ) else None
+    return variable if variable in os.environ else None
 
 
-def client_key(environ: Mapping[str, str] | None = None) -> str:
+def client_key() -> str:
     """Return the API key that a command sends to a server: the first of KVIK_API_KEY, or "".
 
     Raises:
         ConfigError: as `environment_options`.
     """
-    keys: tuple[str, ...] = server_environment(environ).get("api_key", ("",))
+    keys: tuple[str, ...] = server_environment().get("api_key", ("",))
     return keys[0]
 
 
@@ -165,10 +165,9 @@ def visible_gpus(environ: Mapping[str, str] | None = None) -> tuple[int, ...] | 
     return tuple(numbers)
 
 
-def wants_colour(environ: Mapping[str, str] | None = None) -> bool:
+def wants_colour() -> bool:
     """Return whether to print colours: not with NO_COLOR (no-color.org), nor on a dumb terminal."""
-    values = os.environ if environ is None else environ
-    return not values.get("NO_COLOR") and values.get("TERM") != "dumb"
+    return not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def draw_seed() -> int:

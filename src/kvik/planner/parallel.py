@@ -49,10 +49,10 @@ def check_parallel(shape: ModelShape, tp: int, pp: int, *, exact: bool = False) 
             raise ConfigError("pp", f"cannot be {pp}: {error}") from None
 
 
-def can_share(shape: ModelShape, tp: int, pp: int = 1, *, exact: bool = False) -> bool:
+def can_share(shape: ModelShape, tp: int, pp: int = 1) -> bool:
     """Return whether `check_parallel` accepts this division."""
     try:
-        check_parallel(shape, tp, pp, exact=exact)
+        check_parallel(shape, tp, pp)
     except ConfigError:
         return False
     return True

@@ -145,7 +145,7 @@ class AppConfig:
     kv_token: bytes = b""
 
 
-def make_app(server: Server, routes: Sequence[Route], limits: BodyLimits = DEFAULT_LIMITS) -> App:
+def make_app(server: Server, routes: Sequence[Route]) -> App:
     """Return the application on the main port."""
     config = server.config
     # Web pages cannot reach a Unix socket, and a proxy in front of it may forward any Host.
@@ -155,7 +155,6 @@ def make_app(server: Server, routes: Sequence[Route], limits: BodyLimits = DEFAU
         allowed,
         config.cors_origin,
         root_path=config.root_path,
-        limits=limits,
         kv_token=(config.kv_token or "").encode(),
     )
     return App(routes, server.keys, server.drain, app_config)

@@ -307,7 +307,7 @@ class Proxy:
     ) -> ReplicaChoice | None:
         """Choose a server for a prompt of `size` characters; None if there is none. A prefill
         server is chosen only if there is no other."""
-        now, prefill = self._clock(), self._with_role("prefill")
+        now, prefill = self._clock(), self._prefill_servers()
         choice = self._router.choose(hashes, size, now, session, {*avoid, *prefill})
         if choice is None and prefill:
             choice = self._router.choose(hashes, size, now, session, avoid)
@@ -321,7 +321,7 @@ class Proxy:
         missing = len(hashes) - choice.hit
         if self.upstreams[choice.replica].role != "decode" or missing < LEAST_MISSING:
             return None
-        others = set(range(len(self.upstreams))) - self._with_role("prefill")
+        others = set(range(len(self.upstreams))) - self._prefill_servers()
         return self._router.choose(hashes, size, self._clock(), avoid=others)
 
     def sent(self, name: str, choice: ReplicaChoice, hashes: Sequence[bytes], size: int) -> None:
@@ -357,8 +357,8 @@ class Proxy:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _with_role(self, role: str) -> set[int]:
-        return {i for i, one in enumerate(self.upstreams) if one.role == role}
+    def _prefill_servers(self) -> set[int]:
+        return {i for i, one in enumerate(self.upstreams) if one.role == "prefill"}
 
     def _reasons(self) -> str:
         return "; ".join(f"{one.url}: {one.reason or 'it failed'}" for one in self.upstreams)

@@ -325,11 +325,9 @@ def layer_types(
     return types
 
 
-def typed_windows(
-    fields: Fields, layers: int, window: Window | None, every: int = 0
-) -> tuple[Window | None, ...]:
+def typed_windows(fields: Fields, layers: int, window: Window | None) -> tuple[Window | None, ...]:
     """Return the window of each layer; see `layer_types`."""
-    types = layer_types(fields, layers, every)
+    types = layer_types(fields, layers)
     if window is None and SLIDING in types:
         raise fields.error("layer_types", f"has {SLIDING}, but no sliding_window is in use")
     return tuple(window if kind == SLIDING else None for kind in types)

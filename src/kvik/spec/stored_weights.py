@@ -68,8 +68,8 @@ _Part = re.Pattern[str] | _Choice | _Repeat | _Look
 class Matcher:
     """Matches patterns within a budget of steps."""
 
-    def __init__(self, max_steps: int = MAX_STEPS) -> None:
-        self._left = max_steps
+    def __init__(self) -> None:
+        self._left = MAX_STEPS
 
     def matching(self, pattern: str, texts: Iterable[str]) -> list[str]:
         """Return the texts that `re.match` would match.

@@ -92,9 +92,9 @@ def as_markdown(result: Result) -> str:
     return "\n".join(lines)
 
 
-def print_tables(result: Result, console: Console | None = None) -> None:
+def print_tables(result: Result) -> None:
     """Print to standard output, in the width of the terminal, or without one as wide as needed."""
-    console = console or Console()
+    console = Console()
     table = grid(result)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(table.header):

@@ -234,7 +234,7 @@ def test_after_an_error_the_next_request_is_fine() -> None:
     assert len(found[0][0].detail) <= 200
 
 
-def negotiated(refuses: Callable[[dict], str | None], endpoint: str = "chat") -> Dialect:
+def negotiated(refuses: Callable[[dict], str | None]) -> Dialect:
     """What remains when a server refuses bodies with these words."""
 
     def reply(request: Received) -> Reply:
@@ -242,7 +242,7 @@ def negotiated(refuses: Callable[[dict], str | None], endpoint: str = "chat") ->
         return stream(2) if words is None else json_reply(400, words.encode())
 
     async def main(url: str) -> Dialect:
-        server = TargetServer(url, endpoint, "m")
+        server = TargetServer(url, "chat", "m")
         async with connected(server) as session:
             return (await accepted(server, session, ASK)).dialect
 
