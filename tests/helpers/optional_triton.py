@@ -6,8 +6,12 @@ A file that imports kvik.kernels.triton starts with
 
 from __future__ import annotations
 
+import math
 import os
+import sys
+from functools import cache
 from importlib.util import find_spec
+from inspect import getmembers
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,6 +36,7 @@ def interpret_without_gpu() -> None:
         if TRITON:
             _take_scalars_as_bounds()
             _patch_once_a_launch()
+            _remember_types()
 
 
 def _take_scalars_as_bounds() -> None:
@@ -51,25 +56,94 @@ def _take_scalars_as_bounds() -> None:
 def _patch_once_a_launch() -> None:
     """The interpreter replaces Triton's functions when a kernel is launched, and again whenever a
     kernel calls a function: to look through all of them took most of a test's time. Here it does so
-    once for each module whose functions a launch calls."""
+    once for each language module that a launch uses, and looks through its names once for all."""
+    from triton import language
     from triton.runtime import interpreter
 
     launch = interpreter.GridExecutor.__call__
-    done: set[int] = set()
+    done: set[tuple[bool, ...]] = set()
+
+    @cache
+    def used(module: str) -> tuple[bool, ...]:
+        names = vars(sys.modules[module]).values()
+        return tuple(any(name is it for name in names) for it in (language, language.core))
+
+    @cache
+    def builtins(owner: Any) -> list[str]:
+        return [name for name, it in getmembers(owner) if language.core.is_builtin(it)]
+
+    def patch(owner: Any, builder: Any, scope: Any) -> None:
+        for name in builtins(owner):
+            member = getattr(owner, name)
+            if language.core.is_builtin(member):
+                interpreter._patch_attr(owner, name, member, builder, scope)
 
     def begin(self: Any, *args: Any, **kwargs: Any) -> None:
         done.clear()
         launch(self, *args, **kwargs)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        module = id(self.fn.__globals__)
-        if module not in done:
+        uses = used(self.fn.__module__)
+        if uses not in done:
             interpreter._patch_lang(self.fn)
-            done.add(module)
+            done.add(uses)
         return self.rewrite()(*args, **kwargs)
 
+    interpreter._patch_builtin = patch
     interpreter.GridExecutor.__call__ = begin
     interpreter.InterpretedFunction.__call__ = call
+
+
+def _remember_types() -> None:
+    """For each operation, the interpreter made the types of blocks and the tuples of their shapes
+    anew, a table of types, and a check for overflow without effect (it asserts in debug mode only):
+    two thirds of a kernel's time."""
+    from triton.language import core, semantic
+    from triton.runtime import interpreter
+
+    begin_block = core.block_type.__init__
+
+    @cache
+    def shape_of_block(sizes: tuple[int, ...]) -> tuple[Any, int, str]:
+        made = core.block_type.__new__(core.block_type)
+        begin_block(made, core.int1, list(sizes))
+        return made.shape, made.numel, str(made.shape)
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        sizes = tuple(getattr(size, "value", size) for size in shape)
+        self.element_ty = element_ty
+        self.shape, self.numel, shown = shape_of_block(sizes)
+        self.name = f"<{shown}, {element_ty}>"
+
+    @cache
+    def shape_of_tensor(sizes: tuple[int, ...]) -> tuple[Any, Any]:
+        shape = core.tuple([core.constexpr(size) for size in sizes])
+        return shape, core.constexpr(math.prod(sizes))
+
+    def tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        self.shape, self.numel = shape_of_tensor(sizes)
+
+    numpy_type = cache(interpreter._get_np_dtype)
+    pointer = numpy_type(core.uint64)
+
+    core.block_type.__init__, core.tensor.__init__ = block, tensor
+    broadcast = semantic.TritonSemantic.broadcast_impl_value
+
+    def broadcast_unlike(self: Any, left: Any, right: Any) -> Any:
+        alike = left.type.is_block() and right.type.is_block()
+        if alike and left.type.shape is right.type.shape:
+            return left, right
+        return broadcast(self, left, right)
+
+    semantic.TritonSemantic.broadcast_impl_value = broadcast_unlike
+    interpreter._get_np_dtype = lambda of: (
+        pointer if of.scalar.is_ptr() else numpy_type(of.scalar)  # pointers have no hash
+    )
+    interpreter.interpreter_builder.options = interpreter.InterpreterOptions(
+        sanitize_overflow=False
+    )
 
 
 def device() -> torch.device:
