@@ -21,7 +21,7 @@ from kvik.planner.devices import Setting, cpu_device
 from kvik.planner.families import read_shape
 from kvik.planner.roofline import decode, prefill, step_time
 from kvik.spec.weights import layer_kind
-from kvik_bench.machine import kernels
+from kvik_bench.machine import kernels, stage
 from kvik_bench.machine.calibrate import (
     calibrate,
     hop_seconds,
@@ -47,6 +47,12 @@ TINY = replace(
     flushed=(0, MIB),
 )
 HARDWARE = detect()
+
+
+@pytest.fixture(autouse=True)
+def small_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch takes seconds for a large one in few bits on a CPU without instructions for it."""
+    monkeypatch.setattr(stage, "MATRIX", 128)
 
 
 def without_native(hardware: Hardware) -> Hardware:
