@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from copy import deepcopy
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from kvik.planner.families import public_configs
+from kvik.planner.families import public_configs, shape_from_config
+from kvik.planner.shape import ModelShape
 
 FOLDER = Path(__file__).parents[1] / "planner"
 NAMES = tuple(sorted(public_configs()))
@@ -16,6 +18,12 @@ NAMES = tuple(sorted(public_configs()))
 def config(name: str) -> dict[str, Any]:
     """The config.json of a public model."""
     return deepcopy(dict(public_configs()[name]))
+
+
+@cache
+def public_shape(name: str) -> ModelShape:
+    """The shape of a public model; with many experts it takes up to half a second to read."""
+    return shape_from_config(config(name), name)
 
 
 def facts(file: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import asdict, replace
 import pytest
 from helpers.calibrations import calibration
 from helpers.configs import PUBLIC
-from helpers.public_configs import config
+from helpers.public_configs import public_shape
 
 from kvik import LLM, SamplingParams
 from kvik.config.config import EngineConfig
@@ -80,7 +80,7 @@ def test_bytes_and_operations_of_decoding() -> None:
 
 def test_mla_attends_in_the_latent_space() -> None:
     """DeepSeek-V3: 128 heads score 576 numbers of a key and add up 512 of them."""
-    shape = shape_from_config(config("deepseek-v3"), "deepseek-v3")
+    shape = public_shape("deepseek-v3")
     work = Work(decode_steps=1, decode_step_tokens=1, decode_tokens=1, decode_pairs=61 * 1000)
     after = replace(START, work=work, time=LoopTime(executor=1.0))
     device = replace(DEVICE, rates={"bf16": 500e12, "fp8": 1e15})

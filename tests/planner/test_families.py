@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import huggingface_hub
 import pytest
 from helpers.public_configs import NAMES, config, facts
+from helpers.public_configs import public_shape as shape
 from helpers.tiers import examples
 from helpers.windows import as_window
 from huggingface_hub.errors import LocalEntryNotFoundError
@@ -27,7 +27,7 @@ from kvik.models.registry import ARCHITECTURES
 from kvik.planner.families import FOREIGN_KEYS, public_name, read_shape, shape_from_config
 from kvik.planner.formats import weight_format
 from kvik.planner.layers import FAMILIES
-from kvik.planner.shape import CacheShape, ModelShape
+from kvik.planner.shape import CacheShape
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.visible_keys import Window
 from kvik.spec.weights import SCHEMES, weight_bytes
@@ -37,11 +37,6 @@ KV = facts("kv_reference.json")
 RUN_HERE = [name for name in NAMES if config(name)["architectures"][0] in ARCHITECTURES]
 
 UNRUN = {"architectures": ["UnknownForCausalLM"]}  # planned from its sizes alone
-
-
-@cache
-def shape(name: str) -> ModelShape:
-    return shape_from_config(config(name), name)
 
 
 def changed(name: str, **changes: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.public_configs import config
+from helpers.public_configs import public_shape
 
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import Gpu, Hardware
@@ -14,7 +14,7 @@ from kvik.config.resolve import resolve
 from kvik.config.units import GIB
 from kvik.errors import ConfigError
 from kvik.planner.devices import Device, Setting, find_device
-from kvik.planner.families import read_shape, shape_from_config
+from kvik.planner.families import read_shape
 from kvik.planner.memory import Memory, StoredModel, bytes_of, kv_waste, memory_of, parts_of
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec, block_bytes, group_layers
@@ -33,7 +33,7 @@ H200 = find_device("h200")
 
 
 def shape(name: str) -> ModelShape:
-    return read_shape("") if name == "bundled" else shape_from_config(config(name), name)
+    return read_shape("") if name == "bundled" else public_shape(name)
 
 
 def device_of(hardware: Hardware) -> Device:

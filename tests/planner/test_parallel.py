@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from helpers.public_configs import config
+from helpers.public_configs import public_shape as shape
 
 from kvik.errors import ConfigError
-from kvik.planner.families import shape_from_config
 from kvik.planner.parallel import (
     can_share,
     check_parallel,
@@ -20,10 +19,6 @@ from kvik.planner.parallel import (
     unevenness,
 )
 from kvik.planner.shape import ModelShape
-
-
-def shape(name: str) -> ModelShape:
-    return shape_from_config(config(name), name)
 
 
 def size(part: ModelShape, role: str) -> tuple[int, int, int]:

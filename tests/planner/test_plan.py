@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.public_configs import config
+from helpers.public_configs import config, public_shape
 
 from kvik.cli.plan import as_object, build_parser, question_of
 from kvik.config.hardware import Gpu, Hardware
@@ -32,7 +32,7 @@ TOY = Device("toy", "cuda", 1 << 37, 1e12, {"bf16": 1e14, "fp32": 1e13, "int8": 
 
 
 def answer(name: str, device: Device, question: Question) -> Plan:
-    return plan_shape(shape_from_config(config(name), name), device, question)
+    return plan_shape(public_shape(name), device, question)
 
 
 @pytest.mark.parametrize("weights", [*WEIGHT_FORMATS])
@@ -99,7 +99,7 @@ def test_llama_3_70b_on_four_h100() -> None:
 def test_deepseek_v3_reads_what_a_batch_wakes() -> None:
     """61 layers: three dense, 58 with 256 experts of 3 x 7168 x 2048, of which 8 and a shared one
     serve a token. In fp8; router, head and what meets latent vectors in bf16."""
-    shape = shape_from_config(config("deepseek-v3"), "deepseek-v3")
+    shape = public_shape("deepseek-v3")
     attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 128 * 128 * 7168
     expert, dense = 3 * 7168 * 2048, 3 * 7168 * 18432
     always = 61 * attention + 3 * dense + 58 * expert
@@ -124,7 +124,7 @@ def test_decode_never_beats_what_must_be_read(weights: str) -> None:
 
 
 def test_operations_are_of_parameters_not_of_bytes() -> None:
-    shape = shape_from_config(config("llama-3-8b"), "llama-3-8b")
+    shape = public_shape("llama-3-8b")
     multiplied = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # without embedding and norms
     by_hand = 2 * multiplied + 4 * 32 * 32 * 128 * 5000
     for weights in ("fp32", "bf16", "int4"):
@@ -329,7 +329,7 @@ def test_gaps_of_a_question_are_filled() -> None:
 
 def offers(name: str, hardware: str, question: Question) -> dict[str, int]:
     """Flags -> bytes. Each is asked for as a user would, and must fit with just these bytes."""
-    shape, device = shape_from_config(config(name), name), find_device(hardware)
+    shape, device = public_shape(name), find_device(hardware)
     answer = plan_shape(shape, device, question)
     assert not answer.memory.fits
     asked = [
@@ -373,7 +373,7 @@ def test_beyond_one_machine_stages_come() -> None:
 
 
 def test_nothing_helps_a_device_without_siblings() -> None:
-    shape = shape_from_config(config("deepseek-v3"), "deepseek-v3")
+    shape = public_shape("deepseek-v3")
     alone = replace(find_device("t4"), link=0.0)
     assert plan_shape(shape, alone, Question()).remedies == ()
 

@@ -6,16 +6,10 @@ from dataclasses import replace
 from itertools import combinations
 
 import pytest
-from helpers.public_configs import config
+from helpers.public_configs import public_shape as shape
 
-from kvik.planner.families import shape_from_config
 from kvik.planner.shape import MatrixGroup, ModelShape
 from kvik.spec.visible_keys import ALL_KEYS
-
-
-def shape(name: str) -> ModelShape:
-    return shape_from_config(config(name), name)
-
 
 # Windows
 

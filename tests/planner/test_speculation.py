@@ -5,10 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from helpers.public_configs import config
+from helpers.public_configs import public_shape
 
 from kvik.planner.devices import Device, Setting
-from kvik.planner.families import shape_from_config
 from kvik.planner.speculation import expected_tokens, speculation_curve, speed_up, verify_cost
 
 # Leviathan et al., arXiv 2211.17192, table 1: acceptance, drafts, tokens per step
@@ -64,7 +63,7 @@ def test_the_best_number_of_drafts() -> None:
 
 
 def test_checking_is_free_only_while_reading_takes_longest() -> None:
-    shape = shape_from_config(config("llama-3-8b"), "llama-3-8b")
+    shape = public_shape("llama-3-8b")
 
     def cost(batch: int, drafts: int) -> float:
         return verify_cost(shape, Setting(BIG, "bf16", "bf16", batch=batch), drafts)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.public_configs import config
+from helpers.public_configs import public_shape as shape
 
 from kvik.planner.devices import Device, Setting, find_device
-from kvik.planner.families import shape_from_config
 from kvik.planner.memory import memory_of
 from kvik.planner.roofline import decode, prefill, step_time
-from kvik.planner.shape import ModelShape
 from kvik.planner.variants import (
     attention_matrices,
     attention_variants,
@@ -22,10 +20,6 @@ from kvik.planner.variants import (
 
 A100 = find_device("a100-80g")
 AT = Setting(A100, "bf16", "bf16", context=4096, batch=8)
-
-
-def shape(name: str) -> ModelShape:
-    return shape_from_config(config(name), name)
 
 
 def test_llama_3_8b_with_other_heads() -> None:

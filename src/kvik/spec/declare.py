@@ -709,12 +709,12 @@ class LayerBuilder:
             self._other(names.scales, router.experts)
         widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
         kinds: tuple[tuple[Role, tuple[str, ...], int, tuple[int, ...]], ...] = (
-            ("expert_gate_up", names.gate_up, hidden, widths),
-            ("expert_down", (names.down,), inner, (hidden,)),
+            ("expert_gate_up", tuple(map(self._name, names.gate_up)), hidden, widths),
+            ("expert_down", (self._name(names.down),), inner, (hidden,)),
         )
         for expert in range(router.experts):
             for role, parts, inputs, outputs in kinds:
-                full = tuple(self._name(part.format(expert)) for part in parts)
+                full = tuple([part.format(expert) for part in parts])
                 linear = DeclaredLinear(
                     self._layer, role, full, inputs, outputs, bias, router=router, mixed=names.mixed
                 )
