@@ -268,7 +268,11 @@ def test_rows_that_are_longer_than_a_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert runs == [(i, [[3.0 * i, 3.0 * i + 1, 3.0 * i + 2]]) for i in range(4)]
 
 
-def test_a_file_that_got_shorter(tmp_path: Path) -> None:
+@pytest.mark.parametrize("most", [1 << 20, 1 << 10], ids=["at once", "by a thread"])
+def test_a_file_that_got_shorter(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "RUN_BYTES", most)
     save_file({"a": torch.ones(1000)}, tmp_path / SINGLE)
     found = open_checkpoint(tmp_path)
     with (tmp_path / SINGLE).open("r+b") as file:

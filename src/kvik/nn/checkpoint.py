@@ -52,20 +52,23 @@ def read_ahead(path: Path, reads: Sequence[Spans]) -> Iterator[Tensor]:
     Raises:
         ModelError: the file cannot be read or has become shorter.
     """
-    largest = max((spans.size for spans in reads), default=0)
+    sizes = [spans.size for spans in reads]
+    largest = max(sizes, default=0)
     buffers = cycle([np.empty(largest, np.uint8), np.empty(largest, np.uint8)])
     try:
-        with (
-            open(path, "rb", buffering=0, opener=regular) as file,
-            ThreadPoolExecutor(1) as reader,
-        ):
-            begun = deque[Future[np.ndarray]]()
-            for spans in reads:
-                begun.append(reader.submit(_read, file, spans, next(buffers)))
-                if len(begun) == 2:
-                    yield torch.from_numpy(begun.popleft().result())
-            for last in begun:
-                yield torch.from_numpy(last.result())
+        with open(path, "rb", buffering=0, opener=regular) as file:
+            if sum(sizes) <= RUN_BYTES:  # to start a thread and wait for it would take longer
+                for spans in reads:
+                    yield torch.from_numpy(_read(file, spans, next(buffers)))
+                return
+            with ThreadPoolExecutor(1) as reader:
+                begun = deque[Future[np.ndarray]]()
+                for spans in reads:
+                    begun.append(reader.submit(_read, file, spans, next(buffers)))
+                    if len(begun) == 2:
+                        yield torch.from_numpy(begun.popleft().result())
+                for last in begun:
+                    yield torch.from_numpy(last.result())
     except OSError as error:
         raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
     except EOFError:
