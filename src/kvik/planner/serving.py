@@ -1,10 +1,9 @@
-"""Predictions of serving: latencies of requests from the times of steps, and the largest load that
-keeps an SLO.
+"""Predict serving: request latencies from step times, and the largest load that keeps an SLO.
 
-The model is a closed loop in its steady state: a fixed number of requests is in the system, and a
-request that ends is followed by the next. Each step decodes every running request once and gives
-the rest of its token budget to prompts, as the scheduler does. Prompts arrive one by one while
-there are enough steps for that; beyond, they queue, and every step carries a chunk of prompts.
+The model is a closed loop in steady state: the number of requests in the system is fixed, and each
+finished request is replaced by the next. Each step decodes every running request once and gives
+the rest of its token budget to prompts, as the scheduler does. While there are steps enough, each
+prompt is computed in steps of its own; beyond that, prompts queue and every step carries a chunk.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from kvik.planner.speculation import expected_tokens
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """Limits on the latencies of a request, in seconds; None: no limit."""
+    """Latency limits of a request, in seconds; None: no limit."""
 
     ttft: float | None = None
     tpot: float | None = None
     e2e: float | None = None
 
     def excess(self, ttft: float | None, tpot: float | None, e2e: float | None) -> float:
-        """Return the largest ratio of a time to its limit; at most 1 if all limits are kept. A time
-        that is None, as the TPOT of a single token, keeps its limit."""
+        """Return the largest ratio of a time to its limit; at most 1 if all limits are kept.
+
+        A time of None, such as the TPOT of a single token, is ignored."""
         pairs = ((ttft, self.ttft), (tpot, self.tpot), (e2e, self.e2e))
         return max(
             (time / limit for time, limit in pairs if time is not None and limit is not None),
@@ -46,7 +46,7 @@ class Slo:
 
 
 class SloText(Kind):
-    """Limits, written as `parse_slo` reads them."""
+    """An SLO in the syntax of `parse_slo`."""
 
     metavar = "SLO"
 
@@ -60,10 +60,10 @@ class SloText(Kind):
 
 
 def parse_slo(text: str) -> Slo:
-    """ "ttft=300ms,tpot=50ms,e2e=5s" -> Slo.
+    """Parse limits such as "ttft=300ms,tpot=50ms,e2e=5s".
 
     Raises:
-        ParamError: an unknown name, a name twice, or no positive time with unit s or ms.
+        ParamError: a name is unknown or repeated, or a time is invalid.
     """
     limits: dict[str, float] = {}
     for part in text.split(","):
@@ -75,10 +75,10 @@ def parse_slo(text: str) -> Slo:
 
 
 def parse_seconds(field: str, text: str) -> float:
-    """ "300ms", "5s" or "2m" -> seconds.
+    """Parse a time such as "300ms", "5s" or "2m" into seconds.
 
     Raises:
-        ParamError: anything else, zero and infinity included.
+        ParamError: anything else, including zero and infinity.
     """
     units = {"ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
     number = text.rstrip("smh")
@@ -91,7 +91,7 @@ def parse_seconds(field: str, text: str) -> float:
     return seconds
 
 
-SMALLEST_BUDGET = 256  # tokens of a step: with fewer, weights are read for too few tokens
+SMALLEST_BUDGET = 256  # tokens per step; below it, reading the weights dominates
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +99,8 @@ class Traffic:
     """A load of equal requests.
 
     Attributes:
-        prompt, output: tokens of a request.
-        shared: leading tokens of the prompt that are found in the prefix cache.
+        prompt, output: tokens per request.
+        shared: leading prompt tokens found in the prefix cache.
     """
 
     prompt: int
@@ -113,7 +113,7 @@ class Traffic:
 
     @property
     def halfway(self) -> int:
-        """The context of a request that has half of its output."""
+        """Context length of a request with half of its output."""
         return self.prompt + self.output // 2 + 1
 
 
@@ -122,10 +122,10 @@ class Drafting:
     """Speculative decoding.
 
     Attributes:
-        drafts: tokens drafted for each request in each step.
-        acceptance: probability that a draft is accepted.
-        seconds: of drafting for all requests in a step.
-        model: that drafts; "": prompt lookup.
+        drafts: tokens drafted per request and step.
+        acceptance: probability that a drafted token is accepted.
+        seconds: time per step to draft for all requests.
+        model: name of the draft model; "": prompt lookup.
     """
 
     drafts: int
@@ -136,8 +136,8 @@ class Drafting:
 
 @dataclass(slots=True)
 class Memo:
-    """Step times and memory of one model on one machine, by all else that they depend on: advice
-    asks for the same ones again and again."""
+    """Cached step times and memory of one model on one machine, since `advise` needs the same
+    values many times. Keys hold everything else they depend on."""
 
     steps: dict[Hashable, float] = field(default_factory=dict)
     memory: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
@@ -150,8 +150,8 @@ class Serving:
     Attributes:
         room: requests of the full context that fit in memory.
         seqs, budget: `max_num_seqs` and `max_num_batched_tokens`.
-        usual_budget: `max_num_batched_tokens` as the engine chooses it in this memory.
-        memo: shared by the settings of this model on this machine.
+        usual_budget: the engine's default `max_num_batched_tokens` for this memory.
+        memo: shared by all settings of this model on this machine.
     """
 
     shape: ModelShape
@@ -176,7 +176,7 @@ class Serving:
         return self.memo.steps[key]
 
     def memory(self, batch: int) -> tuple[int, int]:
-        """Return the bytes that `batch` requests need on the fullest device, and its limit."""
+        """Return the bytes that `batch` requests need on the fullest device, and the limit."""
         at = self.at
         key = (at.weight_format, at.kv_format, at.tp, at.pp, at.context, batch, at.utilization)
         if key not in self.memo.memory:
@@ -185,25 +185,24 @@ class Serving:
 
     @property
     def most(self) -> int:
-        """The largest number of requests that run at a time."""
+        """Largest number of requests that can run at a time."""
         return min(self.room, self.seqs, self.budget // self.rows)
 
     @property
     def rows(self) -> int:
-        """Tokens of a step for each decoding request: its own and its drafts."""
+        """Tokens per step of each decoding request: its last token and its drafts."""
         return 1 + (self.drafting.drafts if self.drafting else 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Latencies and rates of a load.
+    """Predicted mean latencies and rates of a load.
 
     Attributes:
         concurrency: requests in the system, running or waiting.
-        ttft, tpot: seconds, of the mean request.
-        e2e: seconds.
-        rate: requests a second.
-        output_rate: generated tokens a second.
+        ttft, tpot, e2e: seconds.
+        rate: requests per second.
+        output_rate: generated tokens per second.
     """
 
     concurrency: int
@@ -221,10 +220,11 @@ class Prediction:
 def set_up(
     shape: ModelShape, at: Setting, traffic: Traffic, seqs: int, budget: int | None = None
 ) -> Serving:
-    """Return the serving setting with the memory that is left for requests of the traffic.
+    """Return the serving setting, with its memory planned for requests of `traffic`.
 
     Args:
-        seqs, budget: `max_num_seqs`, and `max_num_batched_tokens` or None for the engine's choice.
+        seqs: `max_num_seqs`.
+        budget: `max_num_batched_tokens`; None: the engine's default.
 
     Raises:
         ConfigError: the model cannot be shared by this many devices.
@@ -236,7 +236,7 @@ def set_up(
 
 
 def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction | None:
-    """Predict latencies and rates of a closed loop; None if not one request fits in memory.
+    """Predict latencies and rates of a closed loop; None if no request fits in memory.
 
     Raises:
         ConfigError: the machine's speed is unknown, or it has no link to siblings.
@@ -248,13 +248,11 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
     gain = expected_tokens(drafting.acceptance, drafting.drafts) if drafting else 1.0
     rounds = (traffic.output - 1) / gain  # decoding steps of one request
     fresh = max(1, traffic.prompt - traffic.shared)
-    # Steps from one request of a slot to the next: all their tokens must pass through the budget.
+    # Steps between successive requests in a slot; all their tokens must fit the budget.
     steps = max(rounds + 1.0, running * (fresh + rounds * serving.rows) / serving.budget)
     decoding = min(running - 1, round(running * rounds / steps))
-    room = max(
-        1, serving.budget - decoding * serving.rows
-    )  # tokens of a step that prompts may have
-    chunks = -(-fresh // room)  # steps of one prompt that has them to itself
+    room = max(1, serving.budget - decoding * serving.rows)  # prompt tokens per step
+    chunks = -(-fresh // room)  # steps of a prompt that shares none with other prompts
     steps = max(steps, rounds + chunks)
     if running * chunks <= rounds:
         mixed = mixed_seconds(serving, traffic, decoding, fresh / chunks, fresh)
@@ -264,7 +262,7 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
         ) / rounds
     else:
         each = mixed_seconds(serving, traffic, decoding, running * fresh / steps, fresh)
-    # Some prompts share a step with this one, others come before it.
+    # Some prompts share a step with this one; others are ahead of it in the queue.
     beside = min(room, fresh / chunks * (1.0 + (running - 1) / (rounds + chunks)))
     waited = max(chunks, _with_queue(fresh / room, rounds, running))
     first = waited * mixed_seconds(serving, traffic, decoding, beside, fresh)
@@ -281,8 +279,9 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
 
 
 def largest_load(serving: Serving, traffic: Traffic, slo: Slo) -> Prediction | None:
-    """Predict the largest concurrency that keeps the SLO while no request waits for a slot; None
-    if a single request does not keep it.
+    """Predict the largest load that keeps the SLO with no request waiting for a slot.
+
+    Returns None if even a single request misses the SLO.
 
     Raises:
         ConfigError: as `predict`.
@@ -297,7 +296,7 @@ def largest_load(serving: Serving, traffic: Traffic, slo: Slo) -> Prediction | N
 
 
 def budgets(serving: Serving) -> tuple[int, ...]:
-    """Return the token budgets worth trying: the current one, halved repeatedly."""
+    """Return the token budgets to try: the current one, halved repeatedly."""
     found = []
     budget = serving.budget
     while budget >= SMALLEST_BUDGET:
@@ -307,11 +306,11 @@ def budgets(serving: Serving) -> tuple[int, ...]:
 
 
 def _with_queue(service: float, away: float, count: int) -> float:
-    """Return the steps that a customer spends at a station with one server, queueing included.
+    """Return the steps that a customer spends at a station with one server, including the queue.
 
-    `count` customers alternate between the station and `away` steps elsewhere: mean-value analysis
-    (Reiser and Lavenberg 1980) with equal service times, where an arrival finds half of a service
-    left on average.
+    `count` customers alternate between the station and `away` steps elsewhere. This is mean-value
+    analysis (Reiser and Lavenberg 1980) with constant service times: an arrival at a busy server
+    finds half a service left on average.
     """
     queue = busy = 0.0
     steps = service
@@ -319,7 +318,7 @@ def _with_queue(service: float, away: float, count: int) -> float:
         steps = service * (1.0 + queue - busy / 2.0)
         rate = customers / (steps + away)
         queue, busy = rate * steps, min(1.0, rate * service)
-        if busy > 0.999:  # each further customer waits for one more service
+        if busy > 0.999:  # each further customer adds one service to the wait
             return steps + (count - customers) * service
     return steps
 
@@ -330,9 +329,9 @@ def mixed_seconds(
     """Return the seconds of a step that decodes and computes a chunk of prompts.
 
     Args:
-        decoding: requests that decode.
-        chunk: tokens of prompts; the chunk lies in the middle of a prompt.
-        fresh: tokens of a prompt that are not cached.
+        decoding: number of decoding requests.
+        chunk: prompt tokens in the step; a partial chunk lies in the middle of its prompt.
+        fresh: uncached tokens per prompt.
     """
     tokens = max(1, math.ceil(chunk))
     cached = traffic.shared + max(0, fresh - tokens) // 2
@@ -347,11 +346,11 @@ def mixed_seconds(
 def step_seconds(
     serving: Serving, traffic: Traffic, decoding: int, prompts: Sequence[tuple[int, int, int]] = ()
 ) -> float:
-    """Return the seconds of a step over prompts and decoding requests, drafting included.
+    """Return the seconds of a step over prompts and decoding requests, including drafting.
 
     Args:
-        decoding: requests that decode, halfway through their output.
-        prompts: runs of `PlannedStep`.
+        decoding: number of decoding requests, each halfway through its output.
+        prompts: runs of a `PlannedStep`.
     """
     if not decoding:
         return serving.expected_seconds(PlannedStep(tuple(prompts)))
@@ -364,30 +363,29 @@ def step_seconds(
     return seconds + drafting.seconds + checking - serving.expected_seconds(plain)
 
 
-# Requests that arrive at random, in an open loop.
+# An open loop: requests arrive at random.
 #
-# A step takes in all prompts that arrived during the one before, as far as its budget goes: service
-# in bulk (Bailey 1954). The wait of a request has three parts.
+# A step takes all prompts that arrived during the previous step, up to its budget (bulk service,
+# Bailey 1954). The wait of a request has three parts:
 #
-# - The rest of the step that runs when it arrives. An arrival meets a long step more often than a
-#   short one: a step of E[s^2] / E[s], of which half is left.
+# - The rest of the step that runs when it arrives. Arrivals see long steps more often than short
+#   ones: the mean length is E[s^2] / E[s], of which half is left.
 # - Its own step, which also computes the prompts that arrived with it.
-# - Steps that are full before its turn. Bulk service of c prompts in steps of equal length leaves
-#   as many behind as a queue with c servers does (Crommelin 1932), whose wait with equal services
-#   is about half of Erlang's. With prompts that fill a step, c = 1, that is the formula of
-#   Pollaczek and Khinchine. The same holds for places: `most` servers, each busy for a whole
-#   request.
+# - Full steps ahead of it. Bulk service of c prompts per step of constant length leaves the same
+#   queue as c servers (M/D/c, Crommelin 1932), whose wait is about half of Erlang's for M/M/c. If
+#   one prompt fills a step (c = 1), this is the Pollaczek-Khinchine formula. Slots are treated
+#   likewise: `most` servers, each busy for a whole request.
 #
-# The number of prompts in a step follows from the length of the step before. Its mean and variance
-# are iterated, each time over two values that have both.
+# The number of prompts in a step depends on the length of the previous step. Its mean and variance
+# are found by iteration, with a two-point distribution that has both.
 
-FULL = 0.999  # utilisation from which on the wait counts as infinite
-ITERATIONS = 12  # until the lengths of steps have settled to a percent
+FULL = 0.999  # utilisation from which the wait counts as infinite
+ITERATIONS = 12  # step lengths converge to 1 %
 
 
 def predict_rate(serving: Serving, traffic: Traffic, rate: float) -> Prediction | None:
-    """Predict random arrivals at `rate` requests a second: the concurrency that completes as many,
-    and how long requests wait. None if they arrive as fast as they can be served, or faster.
+    """Predict random arrivals at `rate` requests per second: the concurrency with that throughput,
+    and how long requests wait. None if the rate reaches the highest throughput.
 
     Raises:
         ConfigError: as `predict`.
@@ -422,13 +420,13 @@ def predict_rate(serving: Serving, traffic: Traffic, rate: float) -> Prediction 
 
 @dataclass(frozen=True, slots=True)
 class _Steps:
-    """Steps that decode a number of requests and take in prompts.
+    """Steps that decode a fixed number of requests and compute prompts.
 
     Attributes:
-        chunks: steps of one prompt.
-        share: whole prompts that a step takes in at most; 1 where a prompt fills one or more steps.
-        full: seconds of full steps for each prompt in them.
-        seconds: of a step, by the number of prompts, or chunks of them, in it.
+        chunks: steps per prompt.
+        share: most whole prompts per step; 1 where a prompt fills one or more steps.
+        full: seconds per prompt in full steps.
+        seconds: length of a step, by the number of prompts or chunks in it.
     """
 
     chunks: int
@@ -447,7 +445,7 @@ class _Steps:
         full = fresh / room * mixed_seconds(serving, traffic, decoding, room, fresh)
 
         def seconds(prompts: float) -> float:
-            if prompts < 1.0:  # of some steps
+            if prompts < 1.0:  # only some steps have a prompt
                 return none + (one - none) * prompts
             tokens = min(prompts, share) * fresh / chunks
             return mixed_seconds(serving, traffic, decoding, tokens, fresh)
@@ -455,12 +453,12 @@ class _Steps:
         return _Steps(chunks, share, full, seconds)
 
     def first(self, rate: float, found: Prediction) -> float | None:
-        """Return the seconds to the first token of requests that find a slot; None: infinite."""
+        """Return the seconds to the first token once a slot is free; None: infinite."""
         queued = _queue(self.share, rate * self.full, self.full * self.share)
         if queued is None:
             return None
         busy = 1.0 - math.exp(-rate * found.e2e)  # probability that a request is in the system
-        if self.share == 1:  # the queue's formula has the rest of a step with a prompt in it
+        if self.share == 1:  # `queued` already includes the rest of a step with a prompt
             plain = 1.0 - rate * self.full  # share of steps without prompts
             rest = plain * busy * self.seconds(0.0) / 2.0 if found.tpot else 0.0
             return rest + queued + self.chunks * self.seconds(1.0)
@@ -470,12 +468,12 @@ class _Steps:
         return busy * met / 2.0 + queued + own
 
     def _met(self, rate: float) -> float:
-        """Return the seconds of the step that an arrival meets: E[s^2] / E[s]."""
+        """Return the mean seconds of the step that runs when a request arrives: E[s^2] / E[s]."""
         mean = self.seconds(0.0)
         square = mean * mean
         for _ in range(ITERATIONS):
             count = min(float(self.share), rate * mean)
-            # Poisson over a time that varies itself, bounded by the variance of [0, share].
+            # Poisson over a step of varying length, at most the variance of values in [0, share].
             variance = min(count + rate * rate * (square - mean * mean), self.share**2 / 4.0)
             mean = _mean(self.seconds, count, variance)
             square = _mean(lambda prompts: self.seconds(prompts) ** 2, count, variance)
@@ -483,8 +481,8 @@ class _Steps:
 
 
 def _mean(of: Callable[[float], float], mean: float, variance: float) -> float:
-    """Return the mean of a function of a number of at least 0, over two values that have the
-    number's mean and variance."""
+    """Return the mean of `of` over a two-point distribution on [0, inf) with this mean and
+    variance."""
     low = max(0.0, mean - math.sqrt(variance))
     below = mean - low
     if below <= 0.0:
@@ -494,12 +492,12 @@ def _mean(of: Callable[[float], float], mean: float, variance: float) -> float:
 
 
 def _queue(servers: int, load: float, service: float) -> float | None:
-    """Return the seconds in the queue of M/D/c, half of those of M/M/c; None: infinite."""
+    """Return the mean wait in an M/D/c queue, taken as half that of M/M/c; None: infinite."""
     if load >= FULL:
         return None
-    blocked = 1.0  # Erlang's B formula, one server more at a time
+    blocked = 1.0  # Erlang B formula, by recursion over the number of servers
     for count in range(1, servers + 1):
         offered = load * servers * blocked
         blocked = offered / (count + offered)
-    waits = blocked / (1.0 - load * (1.0 - blocked))  # Erlang's C formula
+    waits = blocked / (1.0 - load * (1.0 - blocked))  # Erlang C formula
     return waits * service / (servers * (1.0 - load)) / 2.0

@@ -1,7 +1,7 @@
-"""The shape of a decoder: its matrices and what it caches, and what follows from them alone.
+"""The shape of a decoder, its matrices and caches, and the costs that follow from it.
 
-Everything here is counted, nothing measured. Formulae are of the dense transformer; MLA follows
-DeepSeek-V2 (arXiv 2405.04434), routed experts are taken as drawn evenly and independently.
+All figures are counted, not measured. MLA follows DeepSeek-V2 (arXiv 2405.04434); experts are
+assumed to be chosen uniformly and independently.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from kvik.spec.visible_keys import ALL_KEYS, Window
 from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import layer_kind
 
-# What quantised checkpoints leave in the model's dtype: also tables that are looked up.
+# Roles that quantised checkpoints leave in the model's dtype, including lookup tables.
 UNQUANTIZED_ROLES: frozenset[str] = UNQUANTISED | {"embedding", "positions"}
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixGroup:
-    """Equal weight matrices of one kind. Of a table, `inputs` is its width, `outputs` its rows.
+    """Equal weight matrices of one role. For a table, `inputs` is its width, `outputs` its rows.
 
     Attributes:
         role: "embedding", "positions", "qkv", "o", "gate_up", "down", "head"; with experts
             "router", "expert_gate_up", "expert_down", and "shared_gate_up", "shared_down" with
             their "shared_gate"; with MLA "q_down", "q_up", "kv_down", "kv_up"; with gated delta
-            nets "gates"; "up" where the MLP has no gate; "" where an embedding is narrower than a
-            layer, between the two.
-        count: how many in the whole model: layers, times experts where routed.
-        experts: of a layer, of which `active` serve a token; 0: every token uses the matrix.
-        multiplied: False: a table that is looked up.
+            nets "gates"; "up" where the MLP has no gate; "" for the projection between layers and
+            an embedding that is narrower.
+        count: matrices in the whole model: layers, times experts where routed.
+        experts: per layer, `active` of them per token; 0: every token uses the matrix.
+        multiplied: False for a lookup table.
     """
 
     role: str
@@ -50,15 +50,15 @@ class MatrixGroup:
 
     @property
     def active_parameters(self) -> int:
-        """That one token is multiplied with."""
+        """Parameters that one token is multiplied with."""
         if not self.multiplied:
             return 0
         share = self.count // self.experts * self.active if self.experts else self.count
         return share * self.inputs * self.outputs
 
     def touched(self, rows: int) -> float:
-        """Return how many of them a step with `rows` tokens reads: all, or the experts that are
-        hit."""
+        """Return how many matrices a step of `rows` tokens reads: all, or those of the experts
+        expected to be chosen."""
         if not self.experts:
             return float(self.count)
         missed = (1 - self.active / self.experts) ** rows
@@ -67,17 +67,17 @@ class MatrixGroup:
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
-    """What equal layers cache of a token.
+    """The KV cache of equal layers.
 
     Attributes:
-        layers: how many layers cache this.
-        elements: numbers per token and layer: K and V of all KV heads, or MLA's latent and its
-            rotary key, which all heads share.
-        vectors: that these are, each with a scale where the format has them: one for each K and
-            each V of a head; one for MLA.
-        window: which keys a query sees; None: all.
-        shared_by: further layers, which read what these cache.
-        copies: that processes have of it, on average.
+        layers: number of layers with this cache.
+        elements: numbers per token and layer: K and V of all KV heads, or MLA's latent and rotary
+            key, shared by all heads.
+        vectors: number of vectors in `elements`, each with a scale in formats that have scales: a
+            K and a V per KV head; one for MLA.
+        window: keys that a query sees; None: all.
+        shared_by: further layers that read these caches.
+        copies: mean number of processes that store each element.
     """
 
     layers: int
@@ -89,26 +89,26 @@ class CacheShape:
 
     @property
     def readers(self) -> int:
-        """All layers that read it."""
+        """Number of layers that read this cache."""
         return self.layers + self.shared_by
 
     def most_keys(self, context: int) -> int:
-        """Return the most keys that the last query of a `context` sees."""
+        """Return how many keys the last query of a `context` sees at most."""
         return context if self.window is None else min(context, self.window.most)
 
     def token_bytes(self, kv_format: str) -> int:
-        """Return bytes of one token in one of the layers, scales and all copies included."""
+        """Return bytes per token and layer, including scales and all copies."""
         once = self.vectors * kv_facts(kv_format).vector_bytes(self.elements // self.vectors)
         return round(self.copies * once)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What one layer has.
+    """The shape of one layer.
 
     Attributes:
         other_parameters, state_bytes, state_flops: see `ModelShape`.
-        cache: None: it keeps a state, or reads what the layer `kv_from` caches.
+        cache: None: the layer has a state, or reads the cache of layer `kv_from`.
     """
 
     matrices: tuple[MatrixGroup, ...]
@@ -128,24 +128,24 @@ class ModelShape:
     """A decoder, as far as its cost depends on it.
 
     Attributes:
-        name: what the user called it, shortened to a word.
+        name: the user's name for it, shortened to a word.
         attention: "MHA", "GQA", "MQA" or "MLA".
-        intermediate_size: width of the MLP a token goes through; with experts, of the active and
-            shared ones together.
+        intermediate_size: MLP width per token; with experts, of the active and shared ones
+            together.
         head_dim: of queries and keys; `v_head_dim` of values.
-        latent_dim: MLA: the width of the compressed K and V; else 0.
-        state_bytes: that layers keep of a request in place of K and V, however long it is.
-        state_width: numbers of a token that such a layer holds during a step.
-        state_flops: operations of a token on all states.
+        latent_dim: with MLA, the width of the compressed K and V; else 0.
+        state_bytes: bytes per request, of any length, that layers keep in place of K and V.
+        state_width: numbers per token that such a layer holds during a step.
+        state_flops: operations per token on all states.
         dtype: of the checkpoint's unquantised parts: "bfloat16", "float16" or "float32".
-        stored: the weight format of the checkpoint: "bf16", "fp8", ...
-        tied: the head is the embedding; it then counts once, as the head.
-        other_parameters: norms and biases, which stay in the dtype.
-        layers: what each has; (): it is not known which have what only some have.
-        kernels: whose layout quantised weights have: "torch", "native" or "triton" (`laid_out` in
+        stored: weight format of the checkpoint: "bf16", "fp8", ...
+        tied: the head is the embedding, which then counts once, as the head.
+        other_parameters: norms and biases, which keep the dtype.
+        layers: shape of each layer; () if layers differ and it is not known which is which.
+        kernels: the layout of quantised weights: "torch", "native" or "triton" (`laid_out` in
             `memory.py` sets it for a machine).
-        spec: set when this engine runs the model.
-        notes: what was assumed while the config was read.
+        spec: set if this engine runs the model.
+        notes: assumptions made while reading the config.
     """
 
     name: str
@@ -181,79 +181,80 @@ class ModelShape:
 
     @property
     def active_parameters(self) -> int:
-        """That one token is computed with; embedding lookups are not counted."""
+        """Parameters that one token is computed with, without embedding lookups."""
         return self.other_parameters + sum(m.active_parameters for m in self.matrices)
 
     def working_dtype(self, weight_format: str) -> str:
-        """Return the dtype the model computes in with such weights, which is also that of what is
-        not quantised: float32, bfloat16 or float16."""
+        """Return the dtype of computation and of unquantised weights with this weight format:
+        float32, bfloat16 or float16."""
         asked = weight_facts(weight_format).dtype
         if asked:
             return asked
         return "float16" if self.dtype == "float16" else "bfloat16"
 
     def kind_of(self, matrix: MatrixGroup, weight_format: str) -> WeightKind | None:
-        """Return how a matrix is stored; None: as floats. What quantised checkpoints leave in the
-        model's dtype keeps it, and so does the head where the format has none."""
+        """Return how a matrix is stored; None: in the model's dtype, as quantised checkpoints store
+        some roles, and the head if the format does not quantise it."""
         facts, role = weight_facts(weight_format), matrix.role
         spared = role == "head" and not facts.head and facts.name == self.stored
         if spared or role in UNQUANTIZED_ROLES:
             return None
-        fine = role in ("head", "token_inputs")  # keeps eight bits
+        fine = role in ("head", "token_inputs")  # stored in 8 bits
         return layer_kind(facts.quantization or "none", matrix.inputs, head=fine)
 
     def weight_bytes(self, weight_format: str) -> int:
         """Return bytes of all weights.
 
         Args:
-            weight_format: of the linear layers, as `formats` names it.
+            weight_format: of the linear layers; a name in `formats`.
         """
         return self.bytes_of(self.matrices, self.other_parameters, weight_format)
 
     def bytes_of(
         self, matrices: Sequence[MatrixGroup], other_parameters: int, weight_format: str
     ) -> int:
-        """Return bytes of some of its weights."""
+        """Return bytes of some of the weights."""
         found = sum(m.count * self._matrix_bytes(m, weight_format) for m in matrices)
         return found + other_parameters * self._item(weight_format)
 
     def read_bytes(self, weight_format: str, rows: int) -> float:
-        """Return bytes of weights that one step with `rows` tokens reads.
+        """Return bytes of weights that a step of `rows` tokens reads.
 
-        Each matrix once, of routed experts those that at least one token is expected to choose,
-        of tables the rows looked up.
+        These are each matrix once, routed experts as often as they are expected to be chosen at
+        all, and the rows looked up in tables.
         """
         total = float(self.other_parameters * self._item(weight_format))
         return total + sum(self.read_of(m, weight_format, rows) for m in self.matrices)
 
     def read_of(self, matrix: MatrixGroup, weight_format: str, rows: int) -> float:
-        """Return what `read_bytes` counts for the matrices of one kind."""
+        """Return the share of one group of matrices in `read_bytes`."""
         if matrix.multiplied:
             return matrix.touched(rows) * self._matrix_bytes(matrix, weight_format)
         return float(min(rows, matrix.outputs) * matrix.inputs * self._item(weight_format))
 
     def kv_bytes_per_token(self, kv_format: str) -> int:
-        """Return bytes one token adds to the cache, all layers together, windows not yet full."""
+        """Return bytes that one token adds to the cache of all layers, while windows are not
+        full."""
         return self.kv_bytes(1, kv_format)
 
     def kv_bytes(self, context: int, kv_format: str) -> int:
-        """Return bytes the cache of one sequence holds; a window keeps its own tokens only."""
+        """Return bytes of the cache of one sequence; a window keeps only its own tokens."""
         return sum(
             cache.layers * cache.token_bytes(kv_format) * cache.most_keys(context)
             for cache in self.caches
         )
 
     def state_traffic(self, cached: int) -> int:
-        """Return bytes of a sequence's states that a step reads and writes, once each, however many
-        tokens it computes; a sequence of which nothing is cached begins with zeros."""
+        """Return bytes of a sequence's states that a step reads and writes, once each for any
+        number of tokens. With nothing cached, states start as zeros and are only written."""
         return self.state_bytes * (2 if cached else 1)
 
     def matmul_flops(self, rows: int, sampled: int) -> float:
-        """Operations of the matrix products of a step: 2 for each parameter and row.
+        """Return the operations of a step's matrix products: 2 per parameter and row.
 
         Args:
-            rows: tokens of the step.
-            sampled: rows the head is computed for.
+            rows: tokens in the step.
+            sampled: rows for which the head is computed.
         """
         total = 0
         for matrix in self.matrices:
@@ -261,30 +262,30 @@ class ModelShape:
         return 2.0 * total
 
     def kv_read_bytes(self, context: int, kv_format: str) -> int:
-        """Return bytes that the layers read of the cache of one sequence for its next token."""
+        """Return bytes of cache that all layers read for the next token of one sequence."""
         return sum(
             cache.readers * cache.token_bytes(kv_format) * cache.most_keys(context)
             for cache in self.caches
         )
 
     def attention_flops(self, new_tokens: int, context: int) -> float:
-        """Operations of attention over the cache for one sequence.
+        """Return the operations of attention for one sequence.
 
         Args:
-            new_tokens: computed in this step.
-            context: keys the last of them sees, its own included.
+            new_tokens: tokens computed in this step.
+            context: keys that the last of them sees, including its own.
         """
         cached = context - new_tokens
         total = 0.0
         for cache in self.caches:
             pairs = (cache.window or ALL_KEYS).pairs(cached, context, context)
             width = self.head_dim + self.v_head_dim
-            if not self.latent_dim:  # which may differ by layer
+            if not self.latent_dim:  # head sizes may differ by layer
                 width = 2 * cache.elements // cache.vectors
             layer = 2.0 * self.num_heads * width * pairs
             if self.latent_dim:
-                # K and V of what is cached made again from the latent, or attention in the latent
-                # space ("absorbed"), whichever is less work.
+                # Either expand cached latents to K and V, or attend in the latent space
+                # ("absorbed"), whichever is less work.
                 per_key = self.latent_dim * (width - (cache.elements - self.latent_dim))
                 expanded = layer + 2.0 * self.num_heads * per_key * cached
                 absorbed = 2.0 * self.num_heads * (cache.elements + self.latent_dim) * pairs

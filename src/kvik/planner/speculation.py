@@ -1,9 +1,9 @@
-"""The gain of speculative decoding: a draft proposes K tokens, one step of the target checks them.
+"""The gain of speculative decoding, where one step of the target checks K drafted tokens.
 
-Leviathan et al. 2023 (2211.17192): with acceptance rate a the target emits (1 - a^(K+1)) / (1 - a)
-tokens a step on average. Their speed-up (theorem 3.8) takes the check of K + 1 rows to cost what
-one row does, which holds while reading the weights takes longest; here the roofline says what it
-costs.
+With acceptance rate a, the target emits (1 - a^(K+1)) / (1 - a) tokens per step on average
+(Leviathan et al. 2023, arXiv 2211.17192). Their speed-up (theorem 3.8) assumes that checking K + 1
+rows costs as much as one row, which holds while a step is bound by reading weights; here the
+roofline gives the cost.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ DRAFTS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16)
 
 @dataclass(frozen=True, slots=True)
 class SpeculationRow:
-    """One acceptance rate.
+    """The gain at one acceptance rate.
 
     Attributes:
-        tokens: expected tokens of a step, for each number of drafts of the curve.
-        speed_ups: tokens/s with it over tokens/s without, likewise.
-        best_drafts: the number of drafts with the largest speed-up; 0: none gains anything.
-        best: that speed-up; 1 if none gains.
+        tokens: expected tokens per step, for each number of drafts of the curve.
+        speed_ups: tokens/s with speculation over tokens/s without, likewise.
+        best_drafts: number of drafts with the largest speed-up; 0 if none is above 1.
+        best: that speed-up; 1 if none is above 1.
     """
 
     acceptance: float
@@ -39,11 +39,13 @@ class SpeculationRow:
 
 @dataclass(frozen=True, slots=True)
 class SpeculationCurve:
-    """Attributes:
-    batch: requests that decode together.
-    drafts: the numbers of drafts (K) that the columns stand for.
-    draft_cost: time of one step of the draft over that of one of the target.
-    verify_costs: time of a step over K + 1 rows a request, over that of one row.
+    """The gain by acceptance rate (rows) and number of drafts (columns).
+
+    Attributes:
+        batch: requests that decode together.
+        drafts: number of drafts (K) of each column.
+        draft_cost: time of a draft step over that of a target step.
+        verify_costs: time of a step with K + 1 rows per request over that with one row.
     """
 
     batch: int
@@ -54,19 +56,19 @@ class SpeculationCurve:
 
 
 def expected_tokens(acceptance: float, drafts: int) -> float:
-    """Return the tokens that a step of the target emits: accepted drafts and one of its own."""
+    """Return the expected tokens per target step: accepted drafts and one of its own."""
     if acceptance == 1.0:
         return drafts + 1.0
     return (1.0 - acceptance ** (drafts + 1)) / (1.0 - acceptance)
 
 
 def speed_up(acceptance: float, drafts: int, draft_cost: float, verify_cost: float = 1.0) -> float:
-    """Return the speed-up over one token a step. Costs are in steps of one row of the target."""
+    """Return the speed-up over one token per step. Costs are in target steps of one row."""
     return expected_tokens(acceptance, drafts) / (verify_cost + drafts * draft_cost)
 
 
 def verify_cost(shape: ModelShape, at: Setting, drafts: int) -> float:
-    """Return the time of a step with `drafts` + 1 rows of each request, over that of one row."""
+    """Return the time of a step with `drafts` + 1 rows per request over that with one row."""
 
     def seconds(count: int) -> float:
         return step_time(shape, at, verify(at.group, at.context, count)).expected
@@ -84,7 +86,7 @@ def speculation_curve(
     """Return the table of speed-ups.
 
     Args:
-        check: from K to the cost of checking K drafts.
+        check: maps K to the cost of checking K drafts.
     """
     costs = tuple(check(count) for count in drafts)
     rows = []

@@ -1,6 +1,5 @@
-"""The same model with other attention heads, in other weight formats, with other KV formats, and
-with the tokens of a request on several GPUs; and what a prompt's attention moves with and without
-the matrix of all scores."""
+"""Variants of a model: other attention heads, weight formats and KV formats, and context
+parallelism; and the traffic of prompt attention with and without the score matrix."""
 
 from __future__ import annotations
 
@@ -17,18 +16,20 @@ from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import DTYPE_BYTES
 
-GROUPED_HEADS = 8  # KV heads of the GQA row of a model that has none; most models with GQA have 8
+GROUPED_HEADS = 8  # KV heads of the GQA row of a model without GQA; 8 is most common
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionRow:
-    """Attributes:
-    kv_heads: 0: a latent serves all heads.
-    kv_per_token, kv_total: bytes, of a token and of the whole batch at its context; the model's,
-        not a device's.
-    ceiling: tokens/s of decode, all requests together; None: the device's speed is unknown in
-        this format, or these heads cannot be shared by this many.
-    own: this is what the model has.
+    """The model with one kind of attention.
+
+    Attributes:
+        kv_heads: 0: one latent for all heads.
+        kv_per_token, kv_total: bytes per token and of the whole batch at its context, over all
+            devices.
+        ceiling: decode tokens/s of all requests together; None: the device's speed in this format
+            is unknown, or the heads cannot be divided among the devices.
+        own: the model has this attention.
     """
 
     attention: str
@@ -41,12 +42,14 @@ class AttentionRow:
 
 @dataclass(frozen=True, slots=True)
 class WeightRow:
-    """Attributes:
-    bytes: of the whole model.
-    bits: per parameter, with scales and with what is not quantised.
-    single, ceiling: tokens/s of decode, of one request and of the batch.
-    fits: the batch at its context.
-    largest_batch: of that context.
+    """The model in one weight format.
+
+    Attributes:
+        bytes: of the whole model.
+        bits: mean per parameter, including scales and unquantised parts.
+        single, ceiling: decode tokens/s of one request and of the batch.
+        fits: whether the batch fits at its context.
+        largest_batch: that fits at this context.
     """
 
     format: str
@@ -60,7 +63,7 @@ class WeightRow:
 
 @dataclass(frozen=True, slots=True)
 class KVRow:
-    """As `WeightRow`, of a format of the KV cache."""
+    """As `WeightRow`, for one KV format."""
 
     format: str
     per_token: int
@@ -73,8 +76,8 @@ class KVRow:
 def attention_variants(shape: ModelShape, at: Setting) -> tuple[AttentionRow, ...]:
     """Return the model with the caches of MHA, GQA, MQA and MLA.
 
-    Only the cache differs: the projections, whose sizes would change too, are left as they are, so
-    that the rows differ by the cache alone.
+    The projections, whose sizes would change too, stay as they are, so that rows differ only by
+    the cache.
     """
     rows = []
     for attention, kv_heads, variant in _attentions(shape):
@@ -93,7 +96,7 @@ def attention_variants(shape: ModelShape, at: Setting) -> tuple[AttentionRow, ..
 
 
 def weight_formats(shape: ModelShape, at: Setting) -> tuple[WeightRow, ...]:
-    """Return the model in each format in which it can be divided so."""
+    """Return the model in each weight format in which it can be divided among the devices."""
     rows = []
     for name in WEIGHT_FORMATS:
         stored = replace(at, weight_format=name)
@@ -136,13 +139,14 @@ def kv_formats(shape: ModelShape, at: Setting) -> tuple[KVRow, ...]:
 
 @dataclass(frozen=True, slots=True)
 class MatrixRow:
-    """The attention of one prompt, which FlashAttention (arXiv 2205.14135) computes in tiles.
+    """The attention of one prompt with the score matrix and in tiles (FlashAttention, arXiv
+    2205.14135).
 
     Attributes:
-        matrix: bytes of the scores of one layer, of all heads, in the dtype that is computed in.
+        matrix: bytes of the scores of all heads of a layer, in the dtype of computation.
         moved, tiled: bytes read and written in all layers, with the matrix and in tiles.
-        seconds, tiled_seconds: of moving them on the devices that share a layer; None: the speed
-            is unknown.
+        seconds, tiled_seconds: time to move them on the devices that share a layer; None if the
+            speed is unknown.
     """
 
     prompt: int
@@ -156,10 +160,10 @@ class MatrixRow:
 def attention_matrices(
     shape: ModelShape, at: Setting, prompts: Iterable[int]
 ) -> tuple[MatrixRow, ...]:
-    """Return what attention moves for each length of a prompt.
+    """Return the traffic of attention for each prompt length.
 
-    With the matrix, scores are written, read by the softmax, and its weights written and read
-    again. In tiles, queries, keys, values and results are moved once, which is the least.
+    With the matrix, scores are written, read by the softmax, and its weights are written and read.
+    In tiles, queries, keys, values and results move once, which is the minimum.
     """
     item = DTYPE_BYTES[shape.working_dtype(at.weight_format)]
     sharing = 1 if at.exact else at.tp
@@ -176,24 +180,24 @@ def attention_matrices(
     return tuple(rows)
 
 
-PARTS_OF_CONTEXT = (1, 2, 4, 8)  # rows of the table
-PARTIAL_BYTES = 4  # of a number of a result that is not whole yet
+PARTS_OF_CONTEXT = (1, 2, 4, 8)
+PARTIAL_BYTES = 4  # per number of a partial result
 
 
 @dataclass(frozen=True, slots=True)
 class ContextRow:
-    """Context parallelism: each part of every request's tokens is on GPUs of its own, which all
-    have the weights. kvik does not run it.
+    """Context parallelism: the tokens of every request are divided among GPUs that all have the
+    weights. kvik does not run it.
 
     Attributes:
         parts: of the tokens; 1: the plan itself.
-        kv_cache: bytes on each GPU, of all requests at their full context.
-        fits: beside what else a GPU holds.
-        prefill: seconds of one prompt of the context. sending: of these, those that keys and values
-            of other parts take to arrive beyond the arithmetic that goes on meanwhile.
+        kv_cache: bytes per GPU, of all requests at their full context.
+        fits: whether it fits beside everything else on a GPU.
+        prefill: seconds of a prompt that fills the context.
+        sending: part of `prefill` in which arithmetic waits for keys and values of other parts.
         decode: seconds of a step.
-        wider_prefill, wider_decode: the same where as many GPUs share each layer; None: they
-            cannot.
+        wider_prefill, wider_decode: the same if that many GPUs share each layer instead; None:
+            they cannot.
     """
 
     parts: int
@@ -207,15 +211,14 @@ class ContextRow:
 
 
 def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[ContextRow, ...]:
-    """Return the least times of requests whose tokens are divided among GPUs; (): of a CPU, of
-    stages, of states, which go through all tokens in turn, and where a link or the speed is
-    unknown.
+    """Return the minimum times of requests whose tokens are divided among GPUs. Empty for CPUs, for
+    pipelines, for states (which process tokens in order), and if the link or speed is unknown.
 
-    Prompts are computed as by Ring Attention (Liu et al. 2023, arXiv 2310.01889), with rows dealt
-    out so that all have as many keys to see (Striped Attention, Brandon et al. 2023, arXiv
-    2311.09431): keys and values of the others come by while attention to those at hand is computed.
-    A step that decodes reads the keys of each part where they are, and then joins results by their
-    largest scores and sums (as Tree Attention, Shyam et al. 2024, arXiv 2408.04093).
+    Prompts use Ring Attention (Liu et al. 2023, arXiv 2310.01889), with rows interleaved so that
+    all GPUs see equally many keys (Striped Attention, Brandon et al. 2023, arXiv 2311.09431): keys
+    and values of other parts arrive while attention to those at hand is computed. A decode step
+    reads the keys of each part where they are, then merges partial results by their largest scores
+    and sums (as Tree Attention, Shyam et al. 2024, arXiv 2408.04093).
     """
     device = at.device
     if at.exact or at.pp > 1 or shape.state_bytes or not (device.rated and device.link):
@@ -251,7 +254,7 @@ def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Conte
 
 
 def _apart(shape: ModelShape, at: Setting, step: PlannedStep, name: str) -> tuple[float, float]:
-    """Return the least seconds of one part of a step, and of the others."""
+    """Return the minimum seconds of the named part of a step, and of all other parts."""
     parts = step_time(shape, at, step).parts
     one = sum(part.floor for part in parts if part.name == name)
     return one, sum(part.floor for part in parts) - one
@@ -266,7 +269,7 @@ def _ceiling(shape: ModelShape, at: Setting) -> float | None:
 
 
 def _attentions(shape: ModelShape) -> Iterator[tuple[str, int, ModelShape]]:
-    """Yield name, KV heads (0: a latent) and the model with that attention, its own unchanged."""
+    """Yield name, KV heads (0: a latent) and the model with each attention; its own is `shape`."""
     grouped = max(n for n in range(1, GROUPED_HEADS + 1) if shape.num_heads % n == 0)
     for attention, kv_heads in (("MHA", shape.num_heads), ("GQA", grouped), ("MQA", 1)):
         if attention == shape.attention:
@@ -285,7 +288,7 @@ def _with_heads(shape: ModelShape, attention: str, kv_heads: int) -> ModelShape:
 
 
 def _with_latent(shape: ModelShape) -> ModelShape:
-    """Return a latent of four heads' width and a rotary key of half a head's, in the proportion of
+    """Return the model with MLA: a latent of four heads and a rotary key of half a head, as in
     DeepSeek-V2 (arXiv 2405.04434, section 2.1.4)."""
     latent, rotary = 4 * shape.head_dim, shape.head_dim // 2
     return _with_cache(shape, "MLA", latent + rotary, 1, latent)

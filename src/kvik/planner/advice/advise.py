@@ -1,8 +1,7 @@
 """`kvik advise`: an ordered list of changes to how a model is served, each with its effect.
 
-Every figure is predicted by the roofline and the memory plan for this model, machine and load. A
-change whose effect is below the accuracy of these predictions is not advised, and the list says
-why.
+The roofline and the memory plan predict every figure for this model, machine and load. A change
+whose effect is below their accuracy is not advised, and the list says why.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import DTYPE_BYTES
 
-# The levers: their positions, and the engine's options that set them. A lever does not know its
-# effect; `_Adviser` predicts it. Whether this engine has the options is looked up.
+# The levers, with the engine options that set them. A lever yields positions; `_Adviser` predicts
+# their effects.
 OPTIONS: Mapping[str, tuple[str, ...]] = {
     "precision": ("dtype",),
     "KV format": ("kv_cache_dtype",),
@@ -56,18 +55,18 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
         "data_parallel_size",
     ),
 }
-NOT_ON_GPUS = frozenset({"parallelism"})  # where groups have not run yet, and there are no stages
+NOT_ON_GPUS = frozenset({"parallelism"})  # groups have not run on GPUs, and stages are missing
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
 MOST_SEQS = 1024  # requests at a time
-MOST_DEVICES = 32  # that share layers
+MOST_DEVICES = 32  # per layer
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A lever in one position.
+    """One position of a lever.
 
     Attributes:
-        name: the position in words, as after "with".
+        name: the position in words, to follow "with".
     """
 
     name: str
@@ -75,19 +74,19 @@ class Position:
 
 
 def available(topic: str, device: Device) -> bool:
-    """Return whether this engine has the options of a lever, for such a device."""
+    """Return whether this engine has the options of a lever on such a device."""
     known = {option.name for option in options_of(EngineConfig)}
     divided = device.kind == "cpu" or topic not in NOT_ON_GPUS
     return divided and known.issuperset(OPTIONS.get(topic, ()))
 
 
 def flag(option: str, value: object) -> str:
-    """Return an option as on the command line."""
+    """Return an option and its value as command line text."""
     return f"--{option.replace('_', '-')} {value}"
 
 
 def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
-    """Return the flags from the usual setting to this one, as far as this engine has them."""
+    """Return the flags that change the usual setting to this one, of those this engine has."""
     at, was = serving.at, usual.at
     made, other = weight_facts(at.weight_format), at.weight_format != was.weight_format
     drafting = serving.drafting
@@ -115,7 +114,7 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
 
 
 def precisions(serving: Serving, traffic: Traffic) -> Iterator[Position]:
-    """Yield the dtypes of fewer bits than the weights have now."""
+    """Yield the dtypes with fewer bits than the current weights."""
     now = weight_facts(serving.at.weight_format)
     for facts in WEIGHT_FORMATS.values():
         if now.dtype and facts.dtype and DTYPE_BYTES[facts.dtype] < DTYPE_BYTES[now.dtype]:
@@ -133,25 +132,25 @@ def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
 
 
 def drafting_flags(drafting: Drafting) -> tuple[str, ...]:
-    """Return the flags that turn speculation on; the engine itself adapts the number of drafts."""
+    """Return the flags that turn speculation on; the engine adapts the number of drafts."""
     if not drafting.model:
         return (flag("spec_method", "ngram"),)
     return flag("spec_method", "draft_model"), flag("spec_model", drafting.model)
 
 
 def quantisations(serving: Serving, traffic: Traffic) -> Iterator[Position]:
-    """Yield the smaller formats that this engine makes from a checkpoint."""
+    """Yield the smaller formats to which this engine can quantise a checkpoint."""
     for name in made_formats(serving):
         yield Position(name, with_weights(serving, traffic, name))
 
 
 def widened(serving: Serving) -> Serving:
-    """Return the setting with as many requests at a time as memory holds."""
+    """Return the setting with as many concurrent requests as fit in memory."""
     return replace(serving, seqs=max(serving.seqs, min(serving.room, MOST_SEQS)))
 
 
 def batchings(serving: Serving) -> Iterator[Position]:
-    """Yield the smaller token budgets of a step."""
+    """Yield smaller token budgets per step."""
     for budget in budgets(serving)[1:]:
         yield Position(f"{budget} tokens a step", replace(serving, budget=budget))
 
@@ -162,7 +161,7 @@ def speculations(
     draft: ModelShape | None,
     batch: int,
 ) -> Iterator[Position]:
-    """Yield numbers of drafts a step, by a draft model or else by free prompt lookup."""
+    """Yield numbers of drafts per step, by a draft model or else by prompt lookup at no cost."""
     seconds, model = 0.0, ""
     if draft is not None:
         model = draft.name
@@ -177,7 +176,7 @@ def speculations(
 
 
 def made_formats(serving: Serving) -> tuple[str, ...]:
-    """Return the smaller formats that this engine makes, the largest first."""
+    """Return the smaller formats to which this engine can quantise, the largest first."""
     size = {f.name: serving.shape.weight_bytes(f.name) for f in WEIGHT_FORMATS.values()}
     made = [f.name for f in WEIGHT_FORMATS.values() if f.quantization]
     smaller = [name for name in made if size[name] < size[serving.at.weight_format]]
@@ -185,7 +184,8 @@ def made_formats(serving: Serving) -> tuple[str, ...]:
 
 
 def device_counts(serving: Serving) -> Iterator[int]:
-    """Yield the numbers of devices that can share the model; processes of a CPU are no devices."""
+    """Yield the numbers of devices that can share the model; on a CPU only 1, since its processes
+    share one memory."""
     if serving.at.exact:
         yield 1
         return
@@ -205,8 +205,8 @@ def parallelisms(serving: Serving, traffic: Traffic) -> Iterator[Position]:
 
 
 def with_weights(serving: Serving, traffic: Traffic, name: str) -> Serving:
-    """Return the setting in another weight format; the KV format follows the computing dtype,
-    unless a smaller one was chosen."""
+    """Return the setting in another weight format. A KV format at its default follows the dtype of
+    computation."""
     shape, at = serving.shape, serving.at
     changed = replace(at, weight_format=name)
     if at.kv_format == _kv_of(shape, at):
@@ -215,7 +215,7 @@ def with_weights(serving: Serving, traffic: Traffic, name: str) -> Serving:
 
 
 def _kv_of(shape: ModelShape, at: Setting) -> str:
-    """Return the default KV format."""
+    """Return the default KV format, the dtype of computation."""
     return weight_format(shape.working_dtype(at.weight_format))
 
 
@@ -240,15 +240,15 @@ ORDER = (
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """One lever.
+    """Advice on one lever.
 
     Attributes:
-        verdict: "do", "keep" (good as it is), "depends" (on what the wish leaves open: not part of
-            what is advised), "no use" or "not in this version".
-        change: the advised position, in words; "" if it stays.
-        flags: for that position.
-        before, after: predictions; None: nothing changes.
+        verdict: "do", "keep" (good as it is), "depends" (on a figure that the wish does not give;
+            not counted in what is advised), "no use" or "not in this version".
         reason: in words, with figures.
+        change: the advised position in words; "" for no change.
+        flags: that set this position.
+        before, after: predictions; None if nothing changes.
     """
 
     topic: str
@@ -262,15 +262,17 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class AdviceReport:
-    """Attributes:
-    assumed: flags for what the wish leaves open.
-    obstacle: why no setting of this version fits, and what the figures are for instead; or "".
-    usual, advised: the setting without flags, and with all advice.
-    start, end: their figures; `start` is None if the usual setting does not fit.
-    flags: of all advice.
-    advice: in order, each on top of the ones before.
-    later: levers without a flag in this version, each alone on top of all advice.
-    promise: whether the limits can be kept, and by what margin; "" without limits.
+    """All advice for a wish.
+
+    Attributes:
+        assumed: flags that stand for the defaults of the wish.
+        obstacle: why no setting of this version fits, and the setting assumed instead; else "".
+        usual, advised: the setting without flags, and with all advice.
+        start, end: their figures; `start` is None if the usual setting does not fit.
+        flags: of all advice.
+        advice: in order, each on top of the previous ones.
+        later: levers without a flag in this version, each alone on top of all advice.
+        promise: whether the limits can be kept, and by what margin; "" without limits.
     """
 
     wish: Wish
@@ -291,9 +293,9 @@ def advise(wish: Wish) -> AdviceReport:
     """Return the advice for a wish.
 
     Raises:
-        ConfigError: a field that makes no sense, or a GPU whose speed is unknown.
+        ConfigError: a field is invalid, or the speed of the GPU is unknown.
         ModelError: the model is not found or cannot be read.
-        CapacityError: the model fits this machine in no setting.
+        CapacityError: no setting of the model fits this machine.
     """
     shape = read_shape(wish.model)
     device, hardware = find_machine(wish.hardware)
@@ -310,11 +312,11 @@ def advise_shape(
     hardware: Hardware | None = None,
     draft: ModelShape | None = None,
 ) -> AdviceReport:
-    """Return the advice for a model that is already read, on a device that is already found.
+    """Return the advice for a model and device that are already known.
 
     Args:
-        hardware: of this machine; None: the device is another one.
-        draft: of speculation.
+        hardware: of this machine; None if the device is of another one.
+        draft: the draft model of speculation.
     """
     check_wish(wish, shape)
     traffic = traffic_of(wish, shape)
@@ -328,7 +330,7 @@ def advise_shape(
 
 @dataclass(frozen=True, slots=True)
 class _Point:
-    """A setting, its figures, and the position of the lever that leads to it."""
+    """A setting, its figures, and the name of the lever position that led to it."""
 
     serving: Serving
     figures: Figures
@@ -391,7 +393,8 @@ class _Adviser:
         return improvement(before.figures, after.figures, self.wish)
 
     def _first_that_fits(self, start: _Point) -> tuple[_Point, str]:
-        """Return the usual setting, else a smaller format, else more devices; and the obstacle.
+        """Return the first setting that fits, and the obstacle: the usual one, else in a smaller
+        format, else on more devices.
 
         Raises:
             CapacityError: nothing fits.
@@ -417,7 +420,7 @@ class _Adviser:
         return Advice("room", "do", reason, serving.at.weight_format, flags, after=now.figures)
 
     def _prefix_cache(self, now: Serving) -> Advice:
-        """Compare with the prefix cache off: it is on without a flag."""
+        """Compare with the prefix cache off; it is on by default."""
         shared = self.traffic.shared
         supposed = replace(self.traffic, shared=shared or self.traffic.prompt // 2)
         without = figures_of(now, replace(self.traffic, shared=0), self.wish)
@@ -428,7 +431,7 @@ class _Adviser:
         return Advice("prefix cache", "keep", reason, before=without, after=served)
 
     def _speculation(self, now: _Point) -> Advice:
-        """Find the acceptance from which speculation gains, where the wish gives none."""
+        """Find the acceptance from which speculation gains, if the wish gives none."""
         topic = "speculation"
 
         def gains(percent: int) -> _Point | None:
@@ -456,8 +459,8 @@ class _Adviser:
         return Advice("batching", "do", reason, change, made, now.figures, then.figures), then
 
     def _pull(self, topic: str, now: _Point) -> tuple[Advice, _Point]:
-        """Try a lever's positions. Return the advice, and the setting that follows from it."""
-        # Once batching is decided, it is decided anew for each setting.
+        """Try a lever's positions. Return the advice, and the setting that follows it."""
+        # Levers after batching change what batching is best.
         later = ORDER.index(topic) > ORDER.index("batching") or not self._available(topic)
         best = self._best(topic, now)
         then = best
@@ -476,12 +479,12 @@ class _Adviser:
             reason += "; answers change a little, so compare them"
         made, undone = self._changes(now, then)
         if undone:
-            reason += f"; {' and '.join(undone)} is then not needed"
+            reason += f"; no longer needed: {' and '.join(undone)}"
         return Advice(topic, "do", reason, then.name, made, now.figures, then.figures), then
 
     def _best(self, topic: str, now: _Point) -> _Point:
-        """Return the best position with as many requests as memory holds, the first among equals;
-        of numbers of devices, the smallest that keeps the limits."""
+        """Return the best position with as many requests as fit in memory, the first among equals;
+        for parallelism, the fewest devices that keep the limits."""
         best: _Point | None = None
         for position in self._positions(topic, now):
             point = self._at(widened(position.serving), position.name)
@@ -505,14 +508,14 @@ class _Adviser:
         return parallelisms(serving, self.traffic)
 
     def _tuned(self, serving: Serving, name: str = "") -> _Point:
-        """Return the setting with the best token budget, and no more requests at a time than
-        keep the limits or than the load needs."""
+        """Return the setting with the best token budget, and only as many concurrent requests as
+        keep the limits or as the load needs."""
         usual, slo = self.usual, self.wish.slo
         base = self._at(replace(serving, seqs=usual.seqs, budget=serving.usual_budget), name)
         best = base
         for position in batchings(base.serving):
             point = self._at(position.serving, name)
-            # Small losses of several steps would add up.
+            # Compared with `base` too, because small losses of several rounds would add up.
             if self._improvement(best, point) > 0.0 <= self._improvement(base, point):
                 best = point
         wide = self._at(widened(best.serving), name)
@@ -527,7 +530,7 @@ class _Adviser:
         return self._at(replace(best.serving, seqs=usual.seqs), name)
 
     def _changes(self, now: _Point, then: _Point) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the new flags, and the options that are dropped without replacement."""
+        """Return the new flags, and the options dropped without replacement."""
         old = serving_flags(now.serving, self.usual)
         new = serving_flags(then.serving, self.usual)
         options = {flag.split()[0] for flag in new}
@@ -538,7 +541,7 @@ class _Adviser:
         return self.wish.slo is None or point.figures.largest is not None
 
     def _batch(self, now: _Point) -> int:
-        """Return the requests that run at a time under the load of the figures."""
+        """Return the number of requests that run at a time under the load of the figures."""
         load, most = now.figures.load, now.serving.most
         return max(1, min(load.concurrency if load else most, most))
 
@@ -568,7 +571,7 @@ class _Adviser:
         said = reasons.promise(now.figures, slo, asked=self.wish.load_named)
         if self._kept(now) or not absent:
             return said
-        for topic in absent:  # all levers that this version lacks, on top of each other
+        for topic in absent:  # on top of each other
             best = self._best(topic, now)
             if self._improvement(now, best) > 0.0:
                 now = best

@@ -1,4 +1,4 @@
-"""Figures of a plan, and the reasons why a lever helps or not, in words with them."""
+"""The predicted figures of a setting, and sentences with them on why a lever helps or not."""
 
 from __future__ import annotations
 
@@ -27,22 +27,20 @@ from kvik.planner.serving import (
 from kvik.planner.shape import ModelShape
 from kvik.planner.variants import attention_variants
 
-# The question that `kvik advise` answers: a model, a machine, a load, targets of latency.
-
-USUAL_PROMPT, USUAL_OUTPUT, USUAL_CONCURRENCY = 512, 128, 8  # of a wish that names none
+USUAL_PROMPT, USUAL_OUTPUT, USUAL_CONCURRENCY = 512, 128, 8  # defaults of a wish
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """A question to `kvik advise`."""
+    """The question to `kvik advise`: a model, a machine, a load and latency limits."""
 
     model: str = option("", Text("a folder or a hub id"), "a folder, hub id or config.json")
     hardware: str = option("this", Text(), "h200, a100-80g, rtx4090, ..., this, or a file")
     slo: Slo | None = option(  # noqa: RUF009  # a field, which ruff cannot see
         None,
         SloText(),
-        "what the mean request may take, such as ttft=300ms,tpot=50ms,e2e=5s; None: throughput "
-        "counts",
+        "limits on the mean request, such as ttft=300ms,tpot=50ms,e2e=5s; None: maximise "
+        "throughput",
     )
     prompt_tokens: int | None = option(
         None,
@@ -56,21 +54,19 @@ class Wish:
         f"tokens of its output; None: {USUAL_OUTPUT}, or less",
         {FORMERLY: "output"},
     )
-    shared: int = option(0, Integer(0, 1 << 24), "tokens of the prompt that all begin with")
+    shared: int = option(0, Integer(0, 1 << 24), "leading prompt tokens that all requests share")
     concurrency: int | None = option(
         None,
         Integer(1, 1 << 24),
         f"requests at a time; None: {USUAL_CONCURRENCY}, or what keeps the SLO",
     )
     rate: float | None = option(
-        None, Number(0, 1e9, above=True), "requests a second, at random, in place of concurrency"
+        None, Number(0, 1e9, above=True), "random arrivals per second, in place of concurrency"
     )
     acceptance: float | None = option(
-        None, Number(0, 1), "share of drafts that are right; None: says what is needed"
+        None, Number(0, 1), "share of drafts that are accepted; None: finds the least that gains"
     )
-    draft: str | None = option(
-        None, Text(), "model that makes them; None: they are looked up, for nothing"
-    )
+    draft: str | None = option(None, Text(), "draft model; None: prompt lookup, at no cost")
 
     @property
     def load_named(self) -> bool:
@@ -78,7 +74,7 @@ class Wish:
 
 
 def check_wish(wish: Wish, shape: ModelShape) -> None:
-    """Raise ConfigError for the first field that makes no sense for this model."""
+    """Raise ConfigError for the first field that is invalid for this model."""
     normalised(wish, ConfigError)
     if wish.rate is not None and wish.concurrency is not None:
         raise ConfigError("rate", "cannot be given together with concurrency")
@@ -96,7 +92,7 @@ def check_wish(wish: Wish, shape: ModelShape) -> None:
 
 
 def traffic_of(wish: Wish, shape: ModelShape) -> Traffic:
-    """Return the requests of a wish, with defaults for what it leaves open."""
+    """Return the requests of a wish, with defaults for fields that are None."""
     context = shape.max_context
     output = wish.output_tokens or min(
         USUAL_OUTPUT, max(1, (context - (wish.prompt_tokens or 1)) // 2)
@@ -106,7 +102,7 @@ def traffic_of(wish: Wish, shape: ModelShape) -> Traffic:
 
 
 def assumed(wish: Wish, traffic: Traffic) -> tuple[str, ...]:
-    """Return flags for what the wish leaves open."""
+    """Return flags that stand for the defaults of the wish."""
     found = []
     if wish.prompt_tokens is None:
         found.append(f"--prompt-tokens {traffic.prompt}")
@@ -117,7 +113,7 @@ def assumed(wish: Wish, traffic: Traffic) -> tuple[str, ...]:
     return tuple(found)
 
 
-WORTHWHILE = 0.02  # relative change of a figure; a smaller one is within the predictions' error
+WORTHWHILE = 0.02  # relative change of a figure; smaller changes are within the prediction error
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +121,12 @@ class Figures:
     """Predictions of a setting.
 
     Attributes:
-        load: at the load of the wish; with limits and no load, at the largest that keeps them, or
-            of a single request. None: requests arrive faster than they can be served.
-        single: of one request alone.
-        full: of as many requests as may run: the highest throughput.
-        largest: the largest load that keeps the limits; None: there is none, or no limits.
-        memory, memory_limit: bytes needed on the fullest device, and bytes that may be used.
+        load: at the load of the wish; with limits and no load, at the largest load that keeps them,
+            else of a single request. None: requests arrive faster than they can be served.
+        single: one request alone.
+        full: as many requests as can run, which gives the highest throughput.
+        largest: the largest load that keeps the limits; None if there is none, or no limits.
+        memory, memory_limit: bytes needed on the fullest device, and bytes usable.
     """
 
     load: Prediction | None
@@ -189,7 +185,7 @@ _BOUNDS: Mapping[str, str] = {"bandwidth": "reading", "compute": "arithmetic", "
 
 
 def too_large(usual: Serving, now: Serving) -> str:
-    """The usual format does not fit, another one does."""
+    """Say that the usual format does not fit and another one does."""
     at = usual.at
     needed, limit = bytes_of(usual.shape, at)
     smaller, _ = bytes_of(now.shape, now.at)
@@ -200,7 +196,7 @@ def too_large(usual: Serving, now: Serving) -> str:
 
 
 def obstacle(usual: Serving, now: Serving, formats: tuple[str, ...]) -> str:
-    """Nothing fits one device; the figures are for several."""
+    """Say that nothing fits one device, so that the figures are for several."""
     needed = min(usual.shape.weight_bytes(name) for name in formats)
     _, limit = bytes_of(usual.shape, usual.at)
     return (
@@ -211,7 +207,7 @@ def obstacle(usual: Serving, now: Serving, formats: tuple[str, ...]) -> str:
 
 
 def attention(serving: Serving, batch: int) -> str:
-    """Return the cache of the model's attention, beside that of other kinds of attention."""
+    """Compare the cache of the model's attention with that of other kinds."""
     rows = attention_variants(serving.shape, replace(serving.at, batch=batch))
     own = next(row for row in rows if row.own)
     others = [
@@ -225,7 +221,7 @@ def attention(serving: Serving, batch: int) -> str:
 
 
 def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
-    """Return the share of prompts in the time of a request, and the parts of a decoding step."""
+    """Describe the share of prompts in the time of a request, and the parts of a decode step."""
     time = _decoding(serving, traffic, batch)
     weights = sum(p.expected for p in time.parts if p.name in ("weights", "head"))
     cache, states = (
@@ -252,8 +248,8 @@ def _prompted(serving: Serving, traffic: Traffic, batch: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _FormatRates:
-    """Tokens a second with weights in a format, of prompts and of decoding requests, and the
-    arithmetic of its products."""
+    """Prompt and decode tokens per second in one weight format, and the unit that computes its
+    products."""
 
     format: str
     unit: str
@@ -264,7 +260,7 @@ class _FormatRates:
     def of(serving: Serving, traffic: Traffic, batch: int) -> _FormatRates:
         at = serving.at
         fresh = max(1, traffic.prompt - traffic.shared)
-        # under load a step has the prompts of all requests that came since the last one
+        # Under load, a step has the prompts of all requests that arrived during the previous step.
         tokens = min(serving.budget, max(fresh, batch * fresh // traffic.output))
         seconds = mixed_seconds(serving, traffic, 0, tokens, fresh)
         return _FormatRates(
@@ -284,10 +280,10 @@ class _FormatRates:
 def formats(
     now: Serving, others: Sequence[Serving], best: Serving, traffic: Traffic, batch: int
 ) -> str:
-    """Compare the weight formats by the rates of prompts and of decoding.
+    """Compare the weight formats by prompt and decode rates.
 
     Args:
-        others: settings in other formats, `best` among them: the one that serves the load best.
+        others: settings in other formats, including `best`, which serves the load best.
     """
     rates = _FormatRates.of(now, traffic, batch)
     every = [_FormatRates.of(other, traffic, batch) for other in others]
@@ -304,7 +300,7 @@ def formats(
 
 
 def processes(serving: Serving, traffic: Traffic, batch: int) -> str:
-    """Compare two processes of this machine with one."""
+    """Compare two processes on this machine with one."""
     shape, at = serving.shape, replace(serving.at, batch=batch)
     two = replace(at, tp=2)
     try:
@@ -321,7 +317,7 @@ def processes(serving: Serving, traffic: Traffic, batch: int) -> str:
 
 
 def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str:
-    """Return the cost of checking drafts."""
+    """Describe the cost of checking drafts."""
     step = verify(batch, traffic.halfway, drafts)
     time = step_time(serving.shape, serving.at, step)
     cost = time.expected / _decoding(serving, traffic, batch).expected
@@ -330,28 +326,28 @@ def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str
 
 
 def supposed(acceptance: float, draft: bool) -> str:
-    """Return what the wish supposes of drafts."""
+    """State the acceptance that the wish gives."""
     return f"supposing that {acceptance:.0%} of the drafts are right (--acceptance), {_cost(draft)}"
 
 
 def worthwhile(percent: int | None, draft: bool) -> str:
-    """Return the acceptance from which drafts gain, where the wish gives none."""
+    """State the acceptance from which drafts gain, if the wish gives none."""
     return (
         f"it gains from {percent}% of right drafts on, {_cost(draft)}. How many are right depends "
-        "on the texts: `kvik spec-report --data` measures it, --acceptance predicts with it. Not "
+        "on the texts: `kvik spec-report --data` measures the share, --acceptance takes it. Not "
         "counted below"
     )
 
 
 def _cost(draft: bool) -> str:
-    return "which the draft model makes" if draft else "which are looked up for nothing"
+    return "made by the draft model" if draft else "found by prompt lookup at no cost"
 
 
 def nothing(topic: str, serving: Serving) -> str:
-    """Why a lever has no other position."""
+    """Say why a lever has no other position."""
     facts = weight_facts(serving.at.weight_format)
     if topic == "precision" and not facts.dtype:
-        return f"the weights are {facts.name}; a dtype would take more"
+        return f"the weights are {facts.name}; any dtype would need more"
     if topic in ("precision", "quantisation"):
         return f"{facts.name} already; no smaller format of this kind is known"
     if topic == "parallelism" and not serving.at.device.link:
@@ -360,7 +356,7 @@ def nothing(topic: str, serving: Serving) -> str:
 
 
 def hopeless(usual: Serving, formats: tuple[str, ...]) -> str:
-    """Nothing fits, however many devices."""
+    """Say that no number of devices suffices."""
     needed = min(usual.shape.weight_bytes(name) for name in formats)
     _, limit = bytes_of(usual.shape, usual.at)
     return (
@@ -372,41 +368,43 @@ def hopeless(usual: Serving, formats: tuple[str, ...]) -> str:
 def batching(
     now: Serving, tuned: Serving, traffic: Traffic, after: Figures, slo: Slo | None
 ) -> str:
-    """Describe the effect of more or fewer requests and tokens in a step."""
+    """Describe the effect of more or fewer requests and tokens per step."""
     full = predict(now, traffic, max(1, now.most))
     if slo is None:
         if full is None or after.load is None:
-            return f"requests come faster than they can be served, {most_served(after)}"
+            return f"requests arrive faster than they can be served, {most_served(after)}"
         return (
-            f"requests join and leave at every step; {now.most} at a time, as many as may, would "
-            f"give {full.output_rate:,.0f} tokens/s at a TPOT of {seconds(full.tpot)}"
+            f"requests join and leave at every step; {now.most} at a time, the most that can run, "
+            f"would give {full.output_rate:,.0f} tokens/s at a TPOT of {seconds(full.tpot)}"
         )
     if after.largest is None:
-        return "no number of requests, not even one, keeps the limits"
+        return "not even a single request keeps the limits"
     text = f"{after.largest.concurrency} at a time are the most that keep the limits"
     if full is not None and full.excess(slo) > 1.0:
-        text += f"; {full.concurrency}, as many as may, would be {_kept(full, slo)}"
+        text += (
+            f"; with {full.concurrency}, the most that can run, they would be {_kept(full, slo)}"
+        )
     elif tuned == now:
-        text += ", and as many as may run"
+        text += ", and the most that can run"
     return text
 
 
 def prefix(traffic: Traffic, served: Figures, without: Figures, *, known: bool) -> str:
-    """Describe the effect of prompts that begin alike."""
+    """Describe the effect of shared prefixes."""
     pair = (without.single, served.single)
     if pair[0] is None or pair[1] is None:
-        return "on already"
-    saved = f"a TTFT of {seconds(pair[1].ttft)} in place of {seconds(pair[0].ttft)} for one"
+        return "on by default"
+    saved = f"TTFT of one request {seconds(pair[1].ttft)} in place of {seconds(pair[0].ttft)}"
     if known:
-        return f"on already: {traffic.shared} shared tokens of the prompt are not computed, {saved}"
+        return f"on by default: {traffic.shared} shared prompt tokens are not computed, {saved}"
     return (
-        f"on already; it helps when prompts begin alike (--shared): with half of the prompt in "
-        f"common {saved}"
+        f"on by default; it helps if prompts share a prefix (--shared): with half of the prompt "
+        f"shared, {saved}"
     )
 
 
 def promise(figures: Figures, slo: Slo, *, asked: bool) -> str:
-    """Return whether the limits are kept, and by what margin."""
+    """State whether the limits are kept, and by what margin."""
     parts = []
     if asked:
         if figures.load is None:
@@ -419,23 +417,23 @@ def promise(figures: Figures, slo: Slo, *, asked: bool) -> str:
             f"time, {three(figures.largest.rate)} requests/s"
         )
     elif figures.single is not None:
-        parts.append(f"already for a single request they are {_kept(figures.single, slo)}")
+        parts.append(f"even for a single request they are {_kept(figures.single, slo)}")
     return "; ".join(parts)
 
 
 def most_served(figures: Figures) -> str:
-    """Return the highest throughput, for a load beyond it."""
+    """State the highest throughput, for a load above it."""
     rate = figures.full.rate if figures.full else 0.0
     return f"{three(rate)} requests/s at most"
 
 
 def beyond(best: Figures, slo: Slo) -> str:
-    """Return whether all levers that this version lacks would together keep the limits."""
+    """State whether all levers that this version lacks would together keep the limits."""
     if best.largest is not None:
         count = best.largest.concurrency
         return f"with all that is not in this version they would be kept, up to {count} at a time"
     if best.single is None:
-        return "nothing known here keeps them"
+        return "no known setting keeps them"
     return f"with all that is not in this version they would be {_kept(best.single, slo)}"
 
 
