@@ -1,16 +1,16 @@
-// The server's API: JSON requests, and answers that come as server-sent events.
+// The server's API: JSON requests and server-sent events.
 
 export class ApiError extends Error {}
 
 export class Api {
-  key = ""; // in memory only
+  key = ""; // never stored
 
   async get(path, signal) {
     const response = await this.#ask(path, { signal });
     return response.json();
   }
 
-  // The data of each event, parsed; ends at [DONE] or when the server closes.
+  // Yields the parsed data of each event, until [DONE] or the end of the stream.
   async *stream(path, body, signal) {
     const options = { signal };
     if (body !== undefined) {
@@ -42,7 +42,7 @@ export class Api {
   }
 }
 
-// The data of server-sent events, however the bytes are cut.
+// Yields the data of server-sent events. An event may span several chunks of the body.
 export async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";

@@ -1,24 +1,24 @@
-// The KV cache: above, a bar of the whole; below, a map of the blocks that were used so far, a cell for
-// each, coloured by the request that holds it.
+// The KV cache: a bar of the whole, and below it a map of the blocks used so far. Cells have the colour
+// of the request that holds the block.
 
 import { Picture, count, legend } from "./canvas.js";
 import { byId, setText } from "./dom.js";
 
 const STATES = ["free", "cached", "shared", "pinned"];
-const MEANINGS = ["free", "free, its content can be matched", "held by several requests", "pinned"];
-const OWNED = STATES.length; // cells from here on belong to one request
-const HEIGHT = 150; // pixels that the cells aim at
-const [SMALLEST, LARGEST] = [4, 16]; // pixels of a cell's side
-const FEWEST = 96; // cells that are shown
+const MEANINGS = ["free", "free, cached content can be reused", "used by several requests", "pinned"];
+const OWNED = STATES.length; // first value of cells that belong to one request
+const HEIGHT = 150; // target height of the map, in pixels
+const [SMALLEST, LARGEST] = [4, 16]; // side of a cell, in pixels
+const FEWEST = 96; // cells shown at least
 const [BAR, GAP] = [10, 8]; // pixels
 
 export class Blocks {
   #map = null;
   #cells = new Uint16Array();
-  #used = 0; // cells up to the last that was ever seen in use
+  #used = 0; // cells up to the last one ever in use
   #owners = [];
 
-  // `colours`: of the running requests.
+  // `colours`: RequestColours of the running requests.
   constructor(colours) {
     this.colours = colours;
     this.picture = new Picture(byId("blocks"), {
@@ -44,14 +44,14 @@ export class Blocks {
     this.#used = Math.max(this.#used, this.#cells.findLastIndex((cell) => cell !== 0) + 1);
     const { num_blocks: all, num_free: free, num_cached: cached } = view.blocks;
     const held = all - free;
-    const words = `${count(held)} of ${count(all)} blocks held (${((100 * held) / all).toFixed(0)} %), ${count(cached)} with content to match`;
+    const words = `${count(held)} of ${count(all)} blocks used (${((100 * held) / all).toFixed(0)} %), ${count(cached)} cached`;
     setText(byId("blocks-words"), words);
     this.picture.say(`Map of KV blocks: ${words}`);
     this.picture.paint();
     this.#tell();
   }
 
-  // The side of a cell, and how many are shown: those used, and some more to see where they end.
+  // The side of a cell and how many are shown: those used, and 10 % more to show where they end.
   #grid(width) {
     const wanted = Math.min(this.#cells.length, Math.max(FEWEST, Math.ceil(this.#used * 1.1)));
     const side = Math.sqrt((width * HEIGHT) / Math.max(1, wanted));
@@ -76,7 +76,7 @@ export class Blocks {
     }
   }
 
-  // The whole cache: how much of it has which colour.
+  // Draws the share of each colour in the whole cache.
   #bar(pen, width, colour) {
     const counts = new Map();
     for (const cell of this.#cells) {
@@ -111,13 +111,13 @@ export class Blocks {
     return `${name}: ${cell < OWNED ? MEANINGS[cell] : `request ${this.#owners[cell - OWNED]}`}`;
   }
 
-  // What the map shows, and what its colours mean.
+  // Describes the part of the cache that is shown, and the colours.
   #tell() {
     const { num_blocks: all, blocks_per_cell: each } = this.#map;
     const { shown } = this.#grid(this.picture.canvas.clientWidth);
     const parts = [];
-    if (shown < this.#cells.length) parts.push(`The first ${count(shown * each)} of ${count(all)} blocks; the rest is unused so far.`);
-    if (each > 1) parts.push(`A cell is ${each} blocks.`);
+    if (shown < this.#cells.length) parts.push(`The first ${count(shown * each)} of ${count(all)} blocks; the rest has not been used yet.`);
+    if (each > 1) parts.push(`Each cell is ${each} blocks.`);
     setText(byId("blocks-part"), parts.join(" "));
     const named = this.#owners.filter((number) => this.colours.of(number) !== "others");
     const others = this.#owners.length - named.length;

@@ -1,9 +1,9 @@
-// What all drawings share: sharp pixels, the page's colours, tooltips, and how figures are written.
+// Shared by all drawings: device pixels, the page's colours, tooltips, and number formats.
 
 import { make } from "./dom.js";
 
 export class Picture {
-  // `draw(pen, width, colours)` paints; `at(x, y)` says what the tooltip shows there, or null.
+  // `draw(pen, width, colours)` paints; `at(x, y)` returns the text of the tooltip, or null.
   constructor(canvas, { height, draw, at = () => null }) {
     this.canvas = canvas;
     this.height = height;
@@ -62,10 +62,10 @@ export function colours() {
   return Object.fromEntries(NAMES.map((name) => [name, style.getPropertyValue(`--${name}`).trim()]));
 }
 
-// The names of running requests' colours. A request keeps its colour while it runs; once all
-// colours are taken, the others share one.
+// Assigns colour names to running requests. A request keeps its colour while it runs; when all are
+// taken, the other requests share one.
 export class RequestColours {
-  #numbers = new Array(6).fill(null); // of the requests that have request0, request1, ...
+  #numbers = new Array(6).fill(null); // requests with colours request0, request1, ...
 
   update(running) {
     const present = new Set(running.map((request) => request.number));
@@ -83,7 +83,7 @@ export class RequestColours {
   }
 }
 
-// Shows what colours mean: [name of the colour, label].
+// Fills a legend with [name of the colour, label] entries.
 export function legend(list, entries) {
   const key = JSON.stringify(entries);
   if (list.dataset.key === key) return;
@@ -97,13 +97,13 @@ export function legend(list, entries) {
   );
 }
 
-// The pixels that the labels of an axis take at its left.
+// The width of the labels left of an axis, in pixels.
 export function margin(pen, labels) {
   return Math.ceil(Math.max(...labels.map((label) => pen.measureText(label).width))) + 8;
 }
 
 export function nice(limit) {
-  // The next of 1, 2, 5, 10, 20, ... that is not below `limit`.
+  // The least of 1, 2, 5, 10, 20, ... that is at least `limit`.
   const power = 10 ** Math.floor(Math.log10(limit));
   return [1, 2, 5, 10].map((step) => step * power).find((value) => value >= limit * 0.9999);
 }

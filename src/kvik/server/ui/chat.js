@@ -1,5 +1,5 @@
-// The chat: which conversation is shown, what is asked in it, and how answers grow. Each
-// conversation may have one answer running, seen or not.
+// The chat: shows a conversation, sends messages and streams answers. Each conversation, shown or not,
+// may have one running generation.
 
 import { Conversation } from "./conversation.js";
 import { byId, fit, sends, setText } from "./dom.js";
@@ -7,17 +7,17 @@ import { ENDS, Generation } from "./generation.js";
 import { MessageView, grow, partsOf } from "./message.js";
 import { tokensOf } from "./tokens.js";
 
-const NEAR = 40; // pixels from the end of the log that still count as its end
+const NEAR = 40; // a log scrolled to within this many pixels of its end follows the answer
 
 export class Chat {
   #conversation = new Conversation();
-  #views = new Map(); // message -> MessageView, of the conversation shown
+  #views = new Map(); // message -> MessageView, for the conversation shown
   #tokens = new WeakMap(); // message -> tokens with their probabilities
   #running = new Map(); // conversation id -> { conversation, asked, generation, answers, ... }
   #log = byId("log");
   #say = byId("say");
 
-  // `kept(conversation, kept)`: it has changed, and will be there after a reload or not.
+  // `kept(conversation, saved)` is called after a change; `saved`: it survives a reload.
   constructor({ api, params, store, model, kept }) {
     Object.assign(this, { api, params, store, model, kept });
     byId("chat-form").addEventListener("submit", (event) => {
@@ -41,7 +41,7 @@ export class Chat {
     return this.#running.has(this.id);
   }
 
-  // Shows a conversation, or a new one.
+  // Shows a conversation, by default a new one.
   open(conversation = new Conversation()) {
     this.#conversation = conversation;
     this.#views.clear();
@@ -57,7 +57,7 @@ export class Chat {
     return Boolean(running);
   }
 
-  // Ends the answer of a conversation that is deleted.
+  // Stops the generation of a deleted conversation.
   forget(id) {
     const running = this.#running.get(id);
     if (!running) return;
@@ -70,21 +70,21 @@ export class Chat {
     setText(byId("error"), text);
   }
 
-  // -- what is asked -----------------------------------------------------------------------------
+  // -- sending -----------------------------------------------------------------------------------
 
   #send() {
     const text = this.#say.value.trim();
     if (!text || this.running) return;
     const conversation = this.#conversation;
     const { last } = conversation;
-    // An answer is missing if its page was closed before any of it came.
+    // The last message has no answer if the page was closed before the first token.
     const parent = last.role === "user" ? conversation.parentOf(last) : last;
     if (!this.#ask(parent, text)) return;
     this.#say.value = "";
     this.#compose();
   }
 
-  // Adds a message after `parent` and has it answered. If nothing comes, the message is given back.
+  // Adds a message after `parent` and requests answers. Without any, moves its text back to the input.
   #ask(parent, text) {
     const fields = this.params.read("chat");
     if (!fields) return false;
@@ -106,12 +106,12 @@ export class Chat {
     if (fields && !this.running) this.#answer(this.#conversation.parentOf(answer), fields);
   }
 
-  // Streams the answers to a message; returns whether it has any.
+  // Streams the answers to a message; returns whether there are any.
   async #answer(asked, fields) {
     const conversation = this.#conversation;
     const { shown } = asked;
     const generation = this.#generation(asked, fields);
-    const answers = new Map([[0, conversation.add(asked, "assistant")]]); // by the index of their choice
+    const answers = new Map([[0, conversation.add(asked, "assistant")]]); // by choice index
     const running = { conversation, asked, generation, answers };
     this.#running.set(conversation.id, running);
     this.fail("");
@@ -162,11 +162,11 @@ export class Chat {
     const tokens = tokensOf(choice);
     if (tokens.length && !this.#tokens.has(answer)) {
       this.#tokens.set(answer, []);
-      this.#views.delete(answer); // it shows tokens from now on
+      this.#views.delete(answer); // the new view shows tokens
     }
     this.#tokens.get(answer)?.push(...tokens);
     if (running.painting) return;
-    running.painting = true; // once a frame, however many tokens come
+    running.painting = true; // at most once per frame
     requestAnimationFrame(() => {
       running.painting = false;
       if (conversation === this.#conversation && this.running) this.#paint(answers);
@@ -181,9 +181,9 @@ export class Chat {
     }
   }
 
-  // -- what is shown -----------------------------------------------------------------------------
+  // -- display -----------------------------------------------------------------------------------
 
-  // The messages of the conversation, with views made before where there are any.
+  // Shows the messages of the conversation, reusing existing views.
   #show() {
     const conversation = this.#conversation;
     const running = this.#running.get(conversation.id);
@@ -202,7 +202,7 @@ export class Chat {
       list.replaceChildren(...elements);
     }
     byId("welcome").hidden = path.length > 0;
-    list.setAttribute("aria-busy", String(Boolean(running))); // read out when it is whole
+    list.setAttribute("aria-busy", String(Boolean(running))); // screen readers read complete answers
     this.#compose();
     this.#place();
   }
@@ -247,7 +247,7 @@ export class Chat {
     byId("stop-chat").hidden = !running;
   }
 
-  // Changes the log. A reader who was at its end stays there; one who scrolled up is not moved.
+  // Changes the log, and scrolls to its end only if it was there before.
   #following(change) {
     const follow = this.#fromEnd < NEAR;
     change();

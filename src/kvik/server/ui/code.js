@@ -1,7 +1,7 @@
-// Code in colours, as plain data like markdown.js: comments, strings, numbers and keywords. Languages
-// come in families that agree on these; code of another language stays as it is.
+// Highlights comments, strings, numbers and keywords, as plain data like markdown.js. Languages with the
+// same syntax for these form a family; code in other languages is unchanged.
 
-const MAX_CHARACTERS = 50_000; // longer code stays as it is: it is read again with each frame of a stream
+const MAX_CHARACTERS = 50_000; // longer code is not highlighted, as every frame of a stream parses it again
 
 const NUMBER = /(?<number>\b\d[\w.]*)/;
 const WORD = /(?<word>[A-Za-z_]\w*)/;
@@ -12,7 +12,7 @@ const DOUBLE = /"(?:\\.|[^"\\\n])*"?/;
 const SINGLE = /'(?:\\.|[^'\\\n])*'?/;
 const TRIPLE = /"""[^]*?(?:"""|$)|'''[^]*?(?:'''|$)/;
 const TEMPLATE = /`(?:\\[^]|[^`\\])*`?/;
-const CHARACTER = /'(?:\\[^'\n]{1,10}|\\'|[^'\\\n])'/; // not a lifetime of Rust
+const CHARACTER = /'(?:\\[^'\n]{1,10}|\\'|[^'\\\n])'/; // not a Rust lifetime
 
 const BRACES =
   "abstract as async auto await bool break case catch char class const constexpr continue default defer delete do " +
@@ -21,8 +21,8 @@ const BRACES =
   "private protected pub public return self short sizeof static struct super switch template this throw trait true " +
   "try type typedef typename undefined union unsafe unsigned use using var virtual void where while yield";
 
-// What is opened and not closed goes on to the end or the end of the line, so that no pattern is tried
-// in vain.
+// Unclosed strings and comments extend to the end of the line or text, so that patterns do not
+// backtrack.
 const FAMILIES = [
   family({
     languages:
@@ -67,7 +67,7 @@ function family({ languages, comment, strings, keywords, anyCase = false }) {
   };
 }
 
-// The children of a <code>: texts and trees.
+// The children of a <code> element: texts and trees.
 export function colouredCode(language, code) {
   const found = FAMILIES.find(({ languages }) => languages.has(language.toLowerCase()));
   if (!found || code.length > MAX_CHARACTERS) return [code];

@@ -1,4 +1,4 @@
-// Completion: a prompt, and the texts that go on from it.
+// Completion: a prompt and its continuations.
 
 import { byId, make, sends, setText } from "./dom.js";
 import { ENDS, Generation } from "./generation.js";
@@ -62,7 +62,7 @@ export class Completion {
   }
 
   #busy(on) {
-    byId("completions").setAttribute("aria-busy", String(on)); // read out when it is whole
+    byId("completions").setAttribute("aria-busy", String(on)); // screen readers read complete answers
     byId("complete").disabled = on;
     byId("stop-completion").disabled = !on;
     if (on) this.#fail("");

@@ -1,6 +1,6 @@
-// A conversation as a tree: an edited message and another answer are siblings of the first, and one of
+// A conversation is a tree: edited messages and further answers are siblings of the first, and one of
 // them is shown. A message is { role, text, end, figures, next, shown }: `end` says why an answer ended early,
-// `next` are the messages that follow it, `shown` is the index of one of those.
+// `next` holds the messages that follow, and `shown` is the index of the one shown.
 
 const TITLE = 60; // characters
 
@@ -11,7 +11,7 @@ export class Conversation {
     Object.assign(this, { id, at, root });
   }
 
-  // From what `toJSON` made; null if it is something else.
+  // Returns the conversation that `toJSON` wrote, or null if `json` is invalid.
   static read(json) {
     try {
       const { id, at, root } = JSON.parse(json);
@@ -30,7 +30,7 @@ export class Conversation {
     return text.length > TITLE ? `${text.slice(0, TITLE - 1)}…` : text;
   }
 
-  // The messages that are shown, first to last.
+  // The shown messages, first to last.
   path() {
     const shown = [];
     let last = this.root;
@@ -38,7 +38,7 @@ export class Conversation {
     return shown;
   }
 
-  // What is shown before a message.
+  // The shown messages before one.
   before(wanted) {
     const path = this.path();
     return path.slice(0, path.indexOf(wanted));
@@ -60,7 +60,7 @@ export class Conversation {
     return added;
   }
 
-  // Removes a message; the one at index `shown` is shown again.
+  // Removes a message, and shows the one at index `shown` of the rest.
   remove(parent, removed, shown) {
     parent.next = parent.next.filter((one) => one !== removed);
     parent.shown = Math.max(0, Math.min(shown, parent.next.length - 1));
@@ -74,5 +74,5 @@ function restored({ role, text, end, figures, next, shown }, wanted) {
   return { role, text, end, figures, next: messages, shown: messages[shown] ? shown : 0 };
 }
 
-// Not crypto.randomUUID: pages served over plain HTTP on a network do not have it.
+// Browsers offer crypto.randomUUID only over HTTPS and on localhost.
 const newId = () => Date.now().toString(36) + Math.random().toString(36).slice(2, 8);

@@ -1,26 +1,26 @@
-// TTFT and TPOT of each request and the throughput, as this page has seen them.
+// TTFT and TPOT of each request, and the throughput, since the page was opened.
 
 import { Picture, count, margin, nice, seconds } from "./canvas.js";
 import { byId, setText } from "./dom.js";
 import { tpotOf } from "./requests.js";
 
 const HEIGHT = 92;
-const BOTTOM = 16; // pixels for the axis of time
+const BOTTOM = 16; // height of the time axis, in pixels
 const SPAN = 120; // seconds
 
 export class Curves {
   #now = 0;
-  #told = new Set(); // requests whose TTFT is known
-  #before = null; // the view before
+  #plotted = new Set(); // requests whose TTFT has a point
+  #before = null; // the previous view
 
   constructor() {
     this.ttft = new Curve("ttft", "Time to first token", "prefill", seconds);
     this.tpot = new Curve("tpot", "Time per output token", "decode", seconds);
-    this.throughput = new Curve("throughput", "Output tokens a second", "decode", count, true);
+    this.throughput = new Curve("throughput", "Output tokens per second", "decode", count, true);
   }
 
   clear() {
-    this.#told.clear();
+    this.#plotted.clear();
     this.#before = null;
     for (const curve of [this.ttft, this.tpot, this.throughput]) curve.points = [];
   }
@@ -28,8 +28,8 @@ export class Curves {
   show(view) {
     this.#now = view.now;
     for (const r of [...view.finished, ...view.running]) {
-      if (r.first_token === null || this.#told.has(r.number)) continue;
-      this.#told.add(r.number);
+      if (r.first_token === null || this.#plotted.has(r.number)) continue;
+      this.#plotted.add(r.number);
       this.ttft.points.push([r.first_token, r.first_token - r.arrival]);
     }
     for (const r of view.finished) {
@@ -43,14 +43,14 @@ export class Curves {
     }
     this.#before = view;
     for (const curve of [this.ttft, this.tpot, this.throughput]) curve.show(this.#now);
-    if (this.#told.size > 5000) this.#told = new Set([...this.#told].slice(-1000));
+    if (this.#plotted.size > 5000) this.#plotted = new Set([...this.#plotted].slice(-1000));
   }
 }
 
 class Curve {
   points = []; // [time, value]
   #now = 0;
-  #left = 0; // where the axis of time begins, in pixels
+  #left = 0; // start of the time axis, in pixels
 
   constructor(id, title, colour, write, joined = false) {
     Object.assign(this, { id, title, colour, write, joined });

@@ -1,4 +1,4 @@
-// Elements by id, and new ones; the clipboard, and text areas that grow.
+// Helpers for elements, the clipboard, and text areas that grow.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -8,7 +8,7 @@ export function make(tag, properties = {}, ...children) {
   return element;
 }
 
-// A button that shows a symbol of icons.svg alone, and says `label`.
+// A button with a symbol of icons.svg, named `label` for screen readers.
 export function iconButton(symbol, label, clicked) {
   const button = make("button", { type: "button", className: "icon", title: label, ariaLabel: label }, icon(symbol));
   button.addEventListener("click", clicked);
@@ -26,8 +26,8 @@ export function setText(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
-// Returns whether the text is on the clipboard now. Pages served over plain HTTP on a network have
-// no navigator.clipboard.
+// Copies a text and returns whether this worked. Browsers offer navigator.clipboard only over HTTPS and
+// on localhost.
 export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
@@ -42,13 +42,13 @@ export async function copyText(text) {
   }
 }
 
-// Lets a text area be as high as its text; style.css bounds it.
+// Makes a text area as high as its text; style.css limits it.
 export function fit(area) {
   area.style.height = "auto";
   area.style.height = `${area.scrollHeight + area.offsetHeight - area.clientHeight}px`;
 }
 
-// Enter in this area does what `send` does if `when(event)`; not while a word is being composed.
+// Calls `send` on Enter if `when(event)`, but not while an input method composes a word.
 export function sends(area, when, send) {
   area.addEventListener("keydown", (event) => {
     if (event.key !== "Enter" || event.isComposing || !when(event)) return;

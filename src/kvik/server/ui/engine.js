@@ -1,4 +1,4 @@
-// The engine, live: follows the server's events while the page is seen, and hands views to pictures.
+// The live engine: follows the server's events while the page is visible, and updates the drawings.
 
 import { Blocks } from "./blocks.js";
 import { RequestColours, count, seconds } from "./canvas.js";
@@ -7,7 +7,7 @@ import { byId, make, setText } from "./dom.js";
 import { Requests } from "./requests.js";
 import { Steps } from "./steps.js";
 
-const PAUSE = 2000; // milliseconds before another try
+const PAUSE = 2000; // milliseconds between attempts
 
 export class Engine {
   #api;
@@ -21,7 +21,7 @@ export class Engine {
     document.addEventListener("visibilitychange", () => this.restart());
   }
 
-  // Anew: the key was changed, or the page is seen again. A page that nobody sees asks for nothing.
+  // Reconnects after a change of the key or of visibility. A hidden page sends no requests.
   restart() {
     this.#following?.abort();
     this.#following = null;
@@ -35,7 +35,7 @@ export class Engine {
         for await (const frame of this.#api.stream("v1/engine/live", undefined, running.signal)) this.#take(frame);
       } catch (error) {
         if (running.signal.aborted) return;
-        this.#state("no view", "bad");
+        this.#state("not connected", "bad");
         this.#note(error.message);
       }
       await new Promise((done) => setTimeout(done, PAUSE));
@@ -47,7 +47,7 @@ export class Engine {
     this.#note(reason);
     table(replicas ?? []);
     if (!view) return;
-    if (view.stats.steps < this.#steps) for (const picture of this.#pictures) picture.clear?.(); // started anew
+    if (view.stats.steps < this.#steps) for (const picture of this.#pictures) picture.clear?.(); // the engine restarted
     this.#steps = view.stats.steps;
     gauges(view);
     const words = tierWords(view.stats.moves);
@@ -79,13 +79,13 @@ function gauges(view) {
     ["prefill tok/s", count(rates.prefill_tokens)],
     ["running", count(stats.num_running)],
     ["waiting", count(stats.num_waiting)],
-    ["KV held", `${(100 * stats.kv_usage).toFixed(0)} %`],
+    ["KV used", `${(100 * stats.kv_usage).toFixed(0)} %`],
     ["prefix hits", `${(100 * hits).toFixed(0)} %`],
     ["preempted", count(stats.preemptions)],
   ];
   if (stats.speculation) {
     const { drafts, accepted } = stats.speculation.drafts;
-    shown.push(["drafts right", drafts ? `${((100 * accepted) / drafts).toFixed(0)} %` : "–"]);
+    shown.push(["drafts accepted", drafts ? `${((100 * accepted) / drafts).toFixed(0)} %` : "–"]);
   }
   const list = byId("gauges");
   if (list.children.length !== shown.length) {
@@ -95,13 +95,13 @@ function gauges(view) {
   if (step !== undefined) list.title = `the last step took ${seconds(step)}`;
 }
 
-// What the tiers of the KV cache have and did; "" if there are none.
+// Describes the contents and transfers of the KV cache's tiers; "" if there are none.
 export function tierWords(moves) {
   if (!moves) return "";
   const { tiers, totals, off } = moves;
   const each = tiers.map(({ name, bytes, capacity, loaded, bytes_per_second: rate }) => {
     const speed = rate ? ` at ${(rate / 1e9).toFixed(1)} GB/s` : "";
-    const held = capacity ? `${size(bytes)} of ${size(capacity)}` : `${count(loaded)} pages`; // of other engines
+    const held = capacity ? `${size(bytes)} of ${size(capacity)}` : `${count(loaded)} pages`; // loaded from peers
     return `${name} ${held}${speed}`;
   });
   if (off) each.push(`disk off: ${off}`);
@@ -117,7 +117,7 @@ function size(bytes) {
   return bytes >= 2 ** 30 ? `${(bytes / 2 ** 30).toFixed(1)} GiB` : `${(bytes / 2 ** 20).toFixed(1)} MiB`;
 }
 
-// A row for each of several engines.
+// Shows a row per replica, if there are several.
 function table(replicas) {
   const shown = byId("replicas");
   shown.hidden = !replicas.length;
@@ -131,6 +131,6 @@ function table(replicas) {
     return [...cells, count(stats.num_running), count(stats.num_waiting), held, hits, ...paces];
   };
   const cells = (tag, texts) => make("tr", {}, ...texts.map((textContent) => make(tag, { textContent })));
-  const titles = ["replica", "state", "running", "waiting", "KV held", "hits", "decode tok/s", "prefill tok/s"];
+  const titles = ["replica", "state", "running", "waiting", "KV used", "hits", "decode tok/s", "prefill tok/s"];
   shown.replaceChildren(cells("th", titles), ...replicas.map((one) => cells("td", row(one))));
 }

@@ -1,16 +1,16 @@
-// One request that is streamed: its choices as they come, and what it took.
+// A streamed request: its choices, and its figures.
 
 export class Generation {
   #stop = new AbortController();
   #began = performance.now();
-  #first = null; // when the first choice with content came
+  #first = null; // time of the first choice with content
   #usage = null;
 
   constructor(api, path, body) {
     Object.assign(this, { api, path, body });
   }
 
-  // Ends with an error if the server refuses, or the stream is stopped.
+  // Yields choices; throws if the server refuses the request or `stop` is called.
   async *choices() {
     const body = { stream: true, stream_options: { include_usage: true }, ...this.body };
     for await (const event of this.api.stream(this.path, body, this.#stop.signal)) {
@@ -30,7 +30,7 @@ export class Generation {
     return this.#stop.signal.aborted;
   }
 
-  // `context`: the tokens that the model can take, if known.
+  // `context`: the model's context length, or 0 if unknown.
   figures(context) {
     const parts = [];
     const { prompt_tokens: prompt, completion_tokens: output, prompt_tokens_details: details } = this.#usage ?? {};
@@ -46,5 +46,5 @@ export class Generation {
   }
 }
 
-// How an answer ended, for people; "stop" is how answers should end.
+// Labels of finish reasons; "stop", the normal end, has none.
 export const ENDS = { length: "Cut at the length limit", stopped: "Stopped" };

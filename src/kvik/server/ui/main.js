@@ -1,4 +1,4 @@
-// The page: a playground and the live engine.
+// The page: the playground and the live engine.
 
 import { Api } from "./api.js";
 import { Chat } from "./chat.js";
@@ -11,7 +11,7 @@ import { Sidebar } from "./sidebar.js";
 import { Store } from "./store.js";
 import { tabs } from "./tabs.js";
 
-const model = { name: "", context: 0 }; // as the server says
+const model = { name: "", context: 0 }; // from the server
 const api = new Api();
 const store = new Store(changedElsewhere);
 const params = new Params(byId("params"), store.setting("params"), (settings, words) => {
@@ -37,7 +37,7 @@ async function begin() {
   }
 }
 
-// -- the conversation on the page is the one that its address names -----------------------------------
+// -- the fragment of the address names the conversation shown -----------------------------------------
 
 function go(id) {
   if (id !== address()) window.history.pushState(null, "", id ? `#${id}` : window.location.pathname + window.location.search);
@@ -47,7 +47,7 @@ function go(id) {
   write();
 }
 
-// Not where a keyboard would cover half of the window.
+// Focuses the input, except where an on-screen keyboard would cover half of the window.
 function write() {
   if (!window.matchMedia("(pointer: coarse)").matches) byId("say").focus();
 }
@@ -76,7 +76,7 @@ function changedElsewhere(id) {
   else sidebar.show(chat.id);
 }
 
-// -- what the whole page does -------------------------------------------------------------------------
+// -- controls of the whole page -----------------------------------------------------------------------
 
 new Panel("history", "(min-width: 78rem)", store);
 new Panel("engine", "(min-width: 62rem)", store);
@@ -84,7 +84,7 @@ tabs(document.querySelector("[role=tablist]"), () => Panel.uncover());
 
 for (const id of ["open-settings", "changed"]) byId(id).addEventListener("click", () => byId("settings").showModal());
 byId("close-settings").addEventListener("click", () => byId("settings").close());
-byId("settings").addEventListener("click", (event) => event.target === byId("settings") && byId("settings").close()); // outside of it
+byId("settings").addEventListener("click", (event) => event.target === byId("settings") && byId("settings").close()); // on the backdrop
 
 document.addEventListener("click", async ({ target }) => {
   if (!target.matches(".copy")) return;

@@ -1,15 +1,15 @@
 // Markdown as plain data: a text becomes blocks, and a block is a tree [tag, attributes, ...children].
 //
-// This file touches no page. prose.js makes elements from the trees, so the text of a model is never
-// read as HTML: tags and attributes are written here, and a text only ever becomes a text node or the
-// address of a link that `safe` let through. The time is linear in the text: no pattern can
-// backtrack, and nesting is bounded.
+// This file does not touch the page. prose.js makes elements from the trees, so a model's text is never
+// parsed as HTML: tags and attributes come from here, and text only becomes a text node or the address
+// of a link that `safe` accepts. Time is linear in the text: no pattern can backtrack, and nesting is
+// bounded.
 
 import { colouredCode } from "./code.js";
 
-const MAX_NESTING = 8; // lists and quotes in one another; what is deeper stays text
-const MAX_OPEN = 16; // emphasis and links in one another
-const MAX_TICKS = 8; // backquotes that may enclose inline code
+const MAX_NESTING = 8; // of lists and quotes; deeper ones stay text
+const MAX_OPEN = 16; // nested emphasis and links
+const MAX_TICKS = 8; // backquotes around inline code
 
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
 const FENCE = /^ *(`{3,}|~{3,})(.*)$/;
@@ -19,8 +19,8 @@ const TASK = /^\[([ xX])\] /;
 
 // -- blocks ------------------------------------------------------------------------------------------
 
-// The blocks of a text: [{ start, complete, tree }]. `start` is where the block begins in the text,
-// `complete` says whether its first line has ended, so that the block before it cannot change.
+// The blocks of a text: [{ start, complete, tree }]. `start` is the block's offset in the text;
+// `complete`: its first line has ended, so that the block before it can no longer change.
 export function parse(text) {
   const lines = text.split("\n");
   const starts = [0];
@@ -33,8 +33,8 @@ export function parse(text) {
   }));
 }
 
-// Each reader takes the lines and the index of one; it returns [tree, index of the line after], or
-// null if no such block begins there. A paragraph always does.
+// Each reader takes the lines and the index of one, and returns [tree, index of the next line], or null
+// if no such block begins there. A paragraph always does.
 const READERS = [fence, heading, rule, quote, list, table, paragraph];
 
 function blocks(lines, depth) {
@@ -109,15 +109,15 @@ function quote(lines, at, depth) {
   return [["blockquote", {}, ...trees(inner, depth + 1)], next];
 }
 
-// What is indented by two spaces or more belongs to the item above it: models seldom write the
-// three that a numbered item asks for.
+// Lines indented by two spaces or more belong to the item above: models seldom write the three that
+// numbered items require.
 function list(lines, at, depth) {
   const head = ITEM.exec(lines[at]);
   if (!head || depth >= MAX_NESTING) return null;
   const [base, kind] = [head[1].length, kindOf(head[2])];
   const items = [];
   let next = at;
-  let inside = 0; // columns that belong to the item's mark
+  let inside = 0; // columns of the item's marker
   let blank = false;
   for (; next < lines.length; next++) {
     const line = lines[next];
@@ -144,7 +144,7 @@ function list(lines, at, depth) {
   return [[kind === "number" ? "ol" : "ul", attributes, ...made], next];
 }
 
-// The first paragraph of an item stands in it without a <p>.
+// The first paragraph of an item has no <p>.
 function listItem(lines, depth) {
   const task = TASK.exec(lines[0]);
   const plain = task ? [lines[0].slice(task[0].length), ...lines.slice(1)] : lines;
@@ -167,7 +167,7 @@ function table(lines, at) {
   return [["div", { class: "wide", tabindex: "0" }, ["table", {}, head, ["tbody", {}, ...body]]], next];
 }
 
-// The attributes of a table's columns, if one begins at this line.
+// The attributes of a table's columns, if a table begins at this line.
 function alignments(lines, at) {
   if (!lines[at].includes("|") || !lines[at + 1]?.includes("-")) return null;
   const marks = cells(lines[at + 1]);
@@ -178,7 +178,7 @@ function alignments(lines, at) {
   });
 }
 
-// The texts between the bars of a line; `\|` is no bar.
+// The texts between the bars of a line; `\|` is not a bar.
 function cells(line) {
   const texts = [""];
   for (const part of line.trim().match(/\\[^]|[^\\|]+|\||\\$/g) ?? []) {
@@ -200,8 +200,8 @@ function paragraph(lines, at) {
   return [["p", {}, ...inline(text.join("\n"))], next];
 }
 
-// Whether a line ends the paragraph above it. Of numbered items only the first does: a year may
-// stand at the beginning of a line.
+// Whether a line ends the paragraph above it. Of numbered items only the first does, since a line may
+// begin with a year.
 function begins(line) {
   if (HEADING.test(line) || FENCE.test(line) || QUOTE.test(line) || isRule(line)) return true;
   const item = ITEM.exec(line);
@@ -238,8 +238,8 @@ export function inline(text) {
 
 class Inline {
   #at = 0;
-  #open = [{ mark: "", children: [] }]; // the outermost, then what was opened and not closed
-  #unpaired = new Set(); // lengths of backquotes without a partner from here on
+  #open = [{ mark: "", children: [] }]; // the outermost frame, then those opened and not closed
+  #unpaired = new Set(); // lengths of backquote runs without a match further on
 
   constructor(text) {
     this.text = text;
@@ -277,7 +277,7 @@ class Inline {
     this.#take(escapes ? next : "\\", escapes ? 2 : 1);
   }
 
-  // A formula in TeX stays as it is written.
+  // TeX formulas are not parsed.
   #formula() {
     const [formula] = this.#match(FORMULA);
     this.#add(["code", { class: "formula" }, formula]);
@@ -332,7 +332,7 @@ class Inline {
     }
   }
 
-  // A picture becomes a link: this page fetches nothing from elsewhere.
+  // Images become links: the page fetches nothing from other servers.
   #link() {
     const at = this.#open.findLastIndex((frame) => frame.mark === "[");
     DESTINATION.lastIndex = this.#at + 1;
@@ -375,7 +375,7 @@ class Inline {
     if (!opened.length && left) this.#add(mark.repeat(left));
   }
 
-  // The innermost frame that this mark can close, not beyond the bracket of a link.
+  // The innermost frame that this mark can close, inside the brackets of the current link.
   #closable(mark, left) {
     for (let at = this.#open.length - 1; at > 0; at--) {
       const frame = this.#open[at];
@@ -385,7 +385,7 @@ class Inline {
     return -1;
   }
 
-  // The innermost frame was not closed: its mark is text.
+  // Makes the mark of the innermost frame text, since it was not closed.
   #giveUp() {
     const { source, children } = this.#open.pop();
     this.#add(source);
@@ -420,8 +420,8 @@ class Inline {
   }
 }
 
-// Whether a mark between two characters may open or close. Underscores inside words do neither, nor
-// do stars between digits, which multiply.
+// Whether a mark between two characters may open or close. Underscores inside words and stars between
+// digits (multiplication) do neither.
 function flanks(mark, before, after) {
   if (mark === "*" && /\d/.test(before) && /\d/.test(after)) return { opens: false, closes: false };
   const [spaceBefore, spaceAfter] = [/\s/.test(before), /\s/.test(after)];
@@ -432,7 +432,7 @@ function flanks(mark, before, after) {
   return { opens: left && (!right || signBefore), closes: right && (!left || signAfter) };
 }
 
-// An address without the punctuation of the sentence it ends, and without a bracket opened before it.
+// An address without the punctuation after it and without an unmatched closing bracket.
 function withoutEnd(address) {
   let unopened = address.split(")").length - address.split("(").length;
   let size = address.length;
@@ -452,7 +452,7 @@ function anchor(address, children) {
 
 const SCHEMES = ["http:", "https:", "mailto:"];
 
-// The address as the browser reads it, or null if a page must not open it.
+// The address as the browser parses it, or null if the page must not open it.
 export function safe(address) {
   let url;
   try {

@@ -1,4 +1,4 @@
-// One message on the page: what was said or answered, and what can be done with it.
+// A message on the page, with its buttons.
 
 import { copyText, fit, icon, iconButton, make, sends, setText } from "./dom.js";
 import { Prose } from "./prose.js";
@@ -6,8 +6,8 @@ import { coloured, shadesLegend } from "./tokens.js";
 
 const [OPEN, CLOSE] = ["<think>", "</think>"];
 
-// The parts of an answer: reasoning before </think>, if the model writes any, and the rest. Some
-// templates open the reasoning themselves, so that the answer only closes it.
+// The parts of an answer: reasoning before </think>, if any, and the rest. With some templates the
+// prompt opens the reasoning, so that the answer only closes it.
 export function partsOf(text) {
   const began = text.trimStart().startsWith(OPEN);
   const end = text.indexOf(CLOSE);
@@ -17,7 +17,7 @@ export function partsOf(text) {
   return { thought: text.slice(from, end).trim(), said: text.slice(end + CLOSE.length).trimStart() };
 }
 
-// Adds a piece of an answer. A thought that comes apart is kept between the marks above.
+// Appends a delta to an answer. Reasoning in its own field is stored between the marks above.
 export function grow(answer, { content, reasoning_content: thought }) {
   if (thought) {
     answer.text += (answer.thinks ? "" : OPEN) + thought;
@@ -35,10 +35,11 @@ export class MessageView {
   #said = null; // the Prose of the answer
   #numTokens = 0;
   #end = make("p", { className: "end", hidden: true });
-  #figures = make("span", { className: "note", title: "Tokens are those of the prompt + the answer" });
+  #figures = make("span", { className: "note", title: "Tokens: prompt + answer" });
   #versions = make("span", { className: "versions", hidden: true });
 
-  // `does`: { step(by), again(), edit(text) }, what the buttons ask for. `tokens` if it has any.
+  // `does`: { step(by), again(), edit(text) }, the actions of the buttons. `tokens`: with probabilities,
+  // if requested.
   constructor(message, does, tokens) {
     this.message = message;
     this.does = does;
@@ -46,7 +47,7 @@ export class MessageView {
     const copy = iconButton("copy", "Copy", () => this.#copy(copy));
     const own = message.role === "user";
     const act = own
-      ? iconButton("edit", "Edit and send again", () => this.#edit())
+      ? iconButton("edit", "Edit and resend", () => this.#edit())
       : iconButton("again", "Another answer", () => does.again());
     act.classList.add("act");
     this.tools = make("div", { className: "tools" }, this.#versions, copy, act, this.#figures);
@@ -55,7 +56,6 @@ export class MessageView {
     this.update();
   }
 
-  // From what the message and its tokens are now.
   update() {
     const { message, tokens } = this;
     if (message.role === "user") setText(this.#body, message.text);
@@ -66,13 +66,12 @@ export class MessageView {
     setText(this.#figures, message.figures);
   }
 
-  // While an answer is being written.
   set running(on) {
     this.element.classList.toggle("running", on);
     this.tools.hidden = on;
   }
 
-  // Which of its versions this is.
+  // Shows that this is version `index` of `count`.
   place(index, count) {
     this.#versions.hidden = count < 2;
     if (this.#versions.textContent === `${index + 1} / ${count}`) return;
@@ -82,7 +81,7 @@ export class MessageView {
       return button;
     };
     this.#versions.replaceChildren(
-      step("left", "Version before", -1, index > 0),
+      step("left", "Previous version", -1, index > 0),
       `${index + 1} / ${count}`,
       step("right", "Next version", 1, index < count - 1),
     );

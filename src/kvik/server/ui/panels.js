@@ -1,12 +1,12 @@
-// The panels next to the chat: conversations on the left, the engine on the right. Where the window
-// is wide they are columns, and this browser remembers which are open; else one at a time covers the chat.
+// The panels next to the chat: conversations on the left, the engine on the right. In a wide window they
+// are columns, and the browser remembers which are open; otherwise an open panel covers the chat.
 
 import { byId } from "./dom.js";
 
 export class Panel {
   static #all = [];
 
-  // `wide`: the media query under which it is a column.
+  // `wide`: the media query for windows in which the panel is a column.
   constructor(name, wide, store) {
     this.name = name;
     this.element = byId(name);
@@ -23,7 +23,7 @@ export class Panel {
     this.#begin();
   }
 
-  // Closes the one that covers the chat; returns whether there was one.
+  // Closes the panel that covers the chat; returns whether there was one.
   static uncover() {
     const covering = Panel.#all.filter((panel) => panel.open && !panel.wide.matches);
     for (const panel of covering) {

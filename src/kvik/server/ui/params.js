@@ -1,25 +1,25 @@
-// The system prompt and the sampling controls: a row of the table each, those of numbers as the
-// engine declares them. What is left empty is not sent.
+// The system prompt and the sampling controls. Numeric parameters come from the engine's declarations.
+// Empty fields are not sent.
 
 import { byId, make } from "./dom.js";
 import { PARAMETERS } from "./parameters.js";
 
 const NUMBER = "number";
 const CHECK = "checkbox";
-const LINES = "lines"; // of a text, each for itself
+const LINES = "lines"; // a list, one entry per line
 const TEXT = "text";
 
-// name, label, kind, limits of a number, note
+// [name, label, kind, limits of a number, note]
 const CONTROLS = [
   ...PARAMETERS.map(({ name, label, limits, note }) => [name, label, NUMBER, limits, note]),
-  ["stop", "Stop texts, one a line", LINES, {}, "The answer ends before any of them"],
+  ["stop", "Stop strings, one per line", LINES, {}, "The answer ends before the first of them"],
   ["json_schema", "JSON Schema", TEXT, {}, "The answer is JSON that satisfies it"],
-  ["ignore_eos", "Ignore end of text", CHECK, {}, "Go on to the length limit"],
-  ["logprobs", "Colour by probability", CHECK, {}, "The darker, the less likely the token was"],
+  ["ignore_eos", "Ignore end of text", CHECK, {}, "Generate up to the length limit"],
+  ["logprobs", "Colour by probability", CHECK, {}, "Less likely tokens are darker"],
 ];
 
 export class Params {
-  // `settings` of the last visit, if any; `changed(settings, words)` says what they are now.
+  // `settings`: of the last visit, or null. `changed(settings, words)` is called with the current ones.
   constructor(form, settings, changed) {
     this.form = form;
     form.addEventListener("submit", (event) => event.preventDefault());
@@ -28,20 +28,20 @@ export class Params {
     form.append(make("div", { className: "whole" }, reset));
     const fields = [byId("system"), ...CONTROLS.map(([name]) => byId(`param-${name}`))];
     this.#restore(fields, settings ?? {});
-    const tell = () => changed(this.#settings(fields), this.#words());
-    for (const field of fields) field.addEventListener("input", tell);
+    const notify = () => changed(this.#settings(fields), this.#words());
+    for (const field of fields) field.addEventListener("input", notify);
     form.addEventListener("reset", () => {
       byId("system").value = "";
-      setTimeout(tell); // when the fields are reset
+      setTimeout(notify); // after the browser has reset the fields
     });
-    changed(this.#settings(fields), this.#words());
+    notify();
   }
 
   get system() {
     return byId("system").value.trim();
   }
 
-  // The fields of a request; null, and `refused()`, if one is wrong.
+  // Returns the fields of a request; if one is invalid, calls `refused()` and returns null.
   read(kind) {
     if (!this.form.checkValidity()) {
       this.refused();
@@ -59,7 +59,7 @@ export class Params {
     return fields;
   }
 
-  // Shows the settings, and the browser's own complaint about one.
+  // Opens the settings, where the browser marks the invalid field.
   refused() {
     byId("settings").showModal();
     this.form.reportValidity();

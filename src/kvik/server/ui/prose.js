@@ -1,14 +1,14 @@
-// Markdown on the page: elements made from the trees of markdown.js, kept up to date as the text grows.
+// Markdown on the page: elements made from the trees of markdown.js, updated as the text grows.
 //
-// Blocks that can no longer change are left alone. In the rest only what differs is replaced, so a
+// Blocks that can no longer change are skipped. In the rest only differences are replaced, so that a
 // selection and the scroll position of a code block survive the stream.
 
 import { parse } from "./markdown.js";
 
 export class Prose {
   #text = "";
-  #base = 0; // where the blocks that may still change begin in the text
-  #done = 0; // elements before them
+  #base = 0; // offset in the text of the first block that may still change
+  #done = 0; // number of elements before it
 
   constructor(element) {
     this.element = element;
@@ -27,7 +27,7 @@ export class Prose {
   }
 }
 
-// Makes the children of an element from index `first` on those of the trees.
+// Updates the children of an element, from index `first` on, to match the trees.
 function renew(element, first, trees) {
   trees.forEach((tree, i) => {
     const child = element.childNodes[first + i];

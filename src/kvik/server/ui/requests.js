@@ -1,4 +1,4 @@
-// Requests in time: how long each waited, read its prompt, and wrote. And the queue.
+// A timeline of requests (queued, prefill, decode), and the queue.
 
 import { Picture, count, legend, seconds } from "./canvas.js";
 import { byId, make, setText } from "./dom.js";
@@ -7,15 +7,15 @@ const ROW = 15;
 const MOST_ROWS = 20;
 const [LEFT, RIGHT] = [40, 88];
 const AXIS = 18;
-const SPANS = [5, 10, 20, 30, 60, 120, 300]; // seconds that the picture may show
+const SPANS = [5, 10, 20, 30, 60, 120, 300]; // seconds, of which the least that fits is shown
 const MOST_QUEUED = 10;
 
 export class Requests {
-  #known = new Map(); // number -> request, newest state
+  #known = new Map(); // number -> newest state of the request
   #rows = [];
   #now = 0;
 
-  // `colours`: of the running requests.
+  // `colours`: RequestColours of the running requests.
   constructor(colours) {
     this.colours = colours;
     this.picture = new Picture(byId("requests"), {
@@ -41,7 +41,7 @@ export class Requests {
     const seen = new Set(present.map((r) => r.number));
     for (const request of [...view.finished, ...present]) this.#known.set(request.number, request);
     for (const [number, request] of this.#known) {
-      // Ended unseen, or no longer among the first of the queue.
+      // It ended between two views, or is no longer among the first in the queue.
       if (request.finished === null && !seen.has(number)) this.#known.delete(number);
     }
     const sorted = [...this.#known.values()].sort((a, b) => a.number - b.number);
@@ -51,7 +51,7 @@ export class Requests {
     const { num_running: running, num_waiting: waiting } = view.stats;
     const words = `${running} running, ${waiting} waiting`;
     setText(byId("requests-words"), words);
-    this.picture.say(`Requests in time: ${words}; in numbers below`);
+    this.picture.say(`Timeline of requests: ${words}; table below`);
     this.picture.paint();
     this.#table();
     this.#queue(view);
@@ -104,7 +104,7 @@ export class Requests {
     return (
       `request ${r.number}: ${shown.state}\n` +
       `${count(r.prompt_tokens)} prompt tokens, ${count(r.cached_tokens)} cached\n` +
-      `${count(r.output_tokens)} output tokens, ${count(r.blocks)} blocks held\n` +
+      `${count(r.output_tokens)} output tokens, ${count(r.blocks)} blocks used\n` +
       `queued ${shown.queued}, TTFT ${shown.ttft}, TPOT ${shown.tpot}` +
       (r.preemptions ? `\npreempted ${r.preemptions} times` : "")
     );

@@ -1,18 +1,18 @@
-// The conversations that this browser keeps: opened, deleted, and brought back.
+// The list of stored conversations: open, delete and undo.
 
 import { byId, iconButton, make, setText } from "./dom.js";
 
 const UNDO_SECONDS = 8;
 const NOTES = {
   true: "Kept in this browser only.",
-  false: "This browser's storage is full or closed to pages: what is new is lost on a reload.",
+  false: "This browser's storage is full or disabled: the last change is lost on reload.",
 };
 
 export class Sidebar {
   #deleted = [];
   #timer = 0;
 
-  // `open(id)` is asked for; `forget(id)`: it was deleted.
+  // `open(id)` shows a conversation, "" a new one; `forget(id)` is called after deletion.
   constructor(store, { open, forget }) {
     Object.assign(this, { store, open, forget });
     byId("new").addEventListener("click", () => open(""));
@@ -20,8 +20,8 @@ export class Sidebar {
     byId("undo").addEventListener("click", () => this.#undo());
   }
 
-  // Shows the list as it is now; `id` is the conversation on the page, `kept` whether the last
-  // change will be there after a reload.
+  // Updates the list. `id`: the conversation on the page; `kept`: whether the last change survives a
+  // reload.
   show(id, kept) {
     this.id = id;
     const conversations = this.store.conversations;

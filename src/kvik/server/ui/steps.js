@@ -1,15 +1,15 @@
-// The last steps, a bar each: prompt tokens upwards, decoded tokens downwards, each to its own scale,
-// since one chunk of a prompt is as long as hundreds of decoding rows.
+// The last steps, a bar each: prompt tokens upwards, decoded tokens downwards. Each has its own scale,
+// since one prompt chunk has as many tokens as hundreds of decoding requests.
 
 import { Picture, count, legend, margin, nice, seconds } from "./canvas.js";
 import { byId, setText } from "./dom.js";
 
 const HEIGHT = 132;
-const MIDDLE = 78; // pixels above the line between the two
+const MIDDLE = 78; // y of the baseline, in pixels
 
 export class Steps {
   #steps = [];
-  #left = 0; // where the bars begin, in pixels
+  #left = 0; // x of the first bar, in pixels
 
   constructor(limit = 200) {
     this.limit = limit;

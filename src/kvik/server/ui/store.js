@@ -1,5 +1,5 @@
-// What this browser keeps between visits: conversations, bounded, and settings. The storage may be
-// forbidden, full, or written to by another page of this server; nothing here throws for it.
+// Conversations (a bounded number) and settings in the browser's storage. It may be disabled, full, or
+// changed by another page of this server; nothing here throws in these cases.
 
 import { Conversation } from "./conversation.js";
 
@@ -9,8 +9,8 @@ const MAX_CONVERSATIONS = 100;
 const MAX_CHARACTERS = 2_000_000; // of all conversations; browsers allow about 5 million
 
 export class Store {
-  #conversations = new Map(); // id -> Conversation, kept or not
-  #sizes = new Map(); // id -> characters, of those in the storage
+  #conversations = new Map(); // id -> Conversation, stored or not
+  #sizes = new Map(); // id -> characters, if stored
   #storage = null;
 
   // `changed(id)`: another page wrote or deleted this conversation.
@@ -19,7 +19,7 @@ export class Store {
       this.#storage = window.localStorage;
       for (const key of Object.keys(this.#storage)) if (key.startsWith(CONVERSATION)) this.#load(key);
     } catch {
-      this.#storage = null; // forbidden
+      this.#storage = null; // disabled
     }
     window.addEventListener("storage", ({ key }) => {
       if (!key?.startsWith(CONVERSATION)) return;
@@ -37,7 +37,7 @@ export class Store {
     return this.#conversations.get(id) ?? null;
   }
 
-  // Returns whether it will be there after a reload. The oldest others are deleted for it.
+  // Deletes the oldest others if needed; returns whether the conversation survives a reload.
   save(conversation) {
     const { id } = conversation;
     const json = JSON.stringify(conversation);
@@ -45,13 +45,13 @@ export class Store {
     if (json.length <= MAX_CHARACTERS) {
       this.#sizes.set(id, json.length);
       while (this.#sizes.size > MAX_CONVERSATIONS || this.#total > MAX_CHARACTERS) this.#dropOldest(id);
-      const enough = this.#total - 2 * json.length; // then it is not they that fill the storage
+      const enough = this.#total - 2 * json.length; // below, other data fills the storage
       do {
         if (this.#write(CONVERSATION + id, json)) return true;
       } while (this.#total > enough && this.#dropOldest(id));
     }
     this.#sizes.delete(id);
-    this.#erase(id); // an older state of it would come back
+    this.#erase(id); // a reload would bring back an older version
     return false;
   }
 
@@ -109,7 +109,7 @@ export class Store {
     try {
       this.#storage.removeItem(CONVERSATION + id);
     } catch {
-      // nothing was kept
+      // nothing was stored
     }
   }
 }

@@ -1,4 +1,4 @@
-// Tabs as the ARIA practices describe them: arrow keys move, one tab is in the tab order.
+// Tabs after the ARIA practices: arrow keys select, only the selected tab is in the tab order.
 
 import { byId } from "./dom.js";
 

@@ -1,10 +1,10 @@
-// Tokens coloured by how likely they were.
+// Tokens coloured by probability.
 
 import { make } from "./dom.js";
 
 const SHADES = [0.1, 0.3, 0.6, 0.9]; // probability below which a token gets shade p0, p1, ...
 
-// The tokens of a chunk: [text, logprob, [[text, logprob] of the most likely]].
+// The tokens of a chunk: [text, logprob, [[text, logprob], ...] of the most likely tokens].
 export function tokensOf(choice) {
   const found = choice.logprobs;
   if (!found) return [];
@@ -27,7 +27,6 @@ export function coloured([text, logprob, top]) {
   return make("span", { className: shade < 0 ? "token" : `token p${shade}`, textContent: text, title });
 }
 
-// What the shades mean.
 export function shadesLegend() {
   const shades = SHADES.map((limit, i) => make("span", { className: `token p${i}`, textContent: `< ${100 * limit} %` }));
   return make("p", { className: "shades note" }, "Probability: ", ...shades);
