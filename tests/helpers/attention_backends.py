@@ -1,4 +1,4 @@
-"""Every attention backend of this build, and steps to try them on."""
+"""Every attention backend of this build, and steps to test them with."""
 
 from __future__ import annotations
 

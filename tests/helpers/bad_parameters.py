@@ -1,5 +1,5 @@
-"""Values that no sampling parameter takes, as Python and JSON have them. The declaration of the
-parameter refuses them, wherever they come from."""
+"""Invalid values of sampling parameters, in Python and JSON, which the parameter's declaration
+refuses on every path."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A result with everything a report can show, names that would break careless ones included."""
+"""A result with everything that a report can show, including names that need escaping."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a test needs to build the native kernels: a compiler, CMake, an environment for both."""
+"""Build the native kernels in tests: the compiler, CMake, and their environment."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 
-# C++20 and the headers of Python: without either, kvik installs without its native kernels.
+# Needs C++20 and Python's headers, without which kvik installs without native kernels.
 _PROBE = "#include <Python.h>\n#include <bit>\nint lanes() { return std::popcount(7u); }\n"
 
-# The installed extension gives way to another one before a test imports it.
+# Replaces the installed extension before a test imports it.
 _RUN = """
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -37,14 +37,14 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 def environment() -> dict[str, str]:
-    """The environment, with the programs that stand beside this Python (CMake, ninja) first."""
+    """Return the environment with this Python's scripts (CMake, ninja) first in PATH."""
     scripts = sysconfig.get_path("scripts")
     return os.environ | {"PATH": os.pathsep.join((scripts, os.environ.get("PATH", "")))}
 
 
 @functools.cache
 def compiler() -> str | None:
-    """The C++ compiler that a build of kvik would use, if it can build kvik."""
+    """Return the C++ compiler that a build of kvik would use, or None if it cannot build kvik."""
     for name in (os.environ.get("CXX"), "c++", "g++", "clang++"):
         found = shutil.which(name) if name else None
         if found is None:
@@ -65,14 +65,14 @@ def has_cmake() -> bool:
 
 
 def runtime_library(name: str) -> str | None:
-    """Path of a library that comes with the compiler, such as libasan.so."""
+    """Return the path of a library of the compiler, such as libasan.so."""
     command = [str(compiler()), f"-print-file-name={name}"]
     path = subprocess.run(command, check=True, text=True, capture_output=True).stdout.strip()
-    return path if os.path.isabs(path) else None  # gcc repeats the name of what it has not
+    return path if os.path.isabs(path) else None  # gcc prints just the name if it has no such file
 
 
 def build_extension(name: str, *options: str) -> Path:
-    """The native kernels built with such options of CMake, in a folder kept for the next run."""
+    """Build the native kernels with these CMake options, in a folder kept for the next run."""
     nanobind = pytest.importorskip("nanobind")
     folder = ROOT / "build" / f"{name}-{sysconfig.get_config_var('SOABI')}"
     configure = [
@@ -94,7 +94,7 @@ def build_extension(name: str, *options: str) -> Path:
 def run_tests(
     extension: Path, arguments: Sequence[str], variables: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """pytest in a process of its own, with `extension` in place of the installed one."""
+    """Run pytest in its own process, with `extension` in place of the installed one."""
     return subprocess.run(
         [sys.executable, "-c", _RUN, str(extension), "-p", "no:cacheprovider", *arguments],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""Models after a calibration pass, multiplied out to plain floats again."""
+"""Models after a calibration pass, dequantised to floats."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from kvik.quantize.model_blocks import ModelBlocks
 from kvik.quantize.quantised import BlockResult
 from kvik.quantize.recipe import Recipe
 
-# All experts of a layer are active: in a random model another choice of experts weighs more than
-# rounding does.
+# All experts of a layer are active, because in a random model a different choice of experts matters
+# more than rounding.
 LATENT = {
     "kv_lora_rank": 24,
     "q_lora_rank": 16,
@@ -103,7 +103,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 40,
     },
 }
-# The layers of a family that stay floats, by the last words of their names.
+# Last components of the names of layers that stay floats, by family.
 LEFT: dict[str, set[str]] = {
     "Qwen3Moe": {"gate"},  # the router
     "Gemma4": {"proj"},  # router.proj
@@ -119,19 +119,19 @@ LEFT: dict[str, set[str]] = {
 
 
 def quiet(doing: str, share: float) -> None:
-    """Progress that nobody sees."""
+    """Ignore progress."""
 
 
 def calibrated(
     folder: Path, recipe: Recipe, windows: Tensor | None, work: Path, *, first: int = 0
 ) -> list[BlockResult]:
-    """All blocks from `first` on."""
+    """Return the results of all blocks from `first` on."""
     spec = read_model_spec(folder)
     return list(quantise_blocks(folder, spec, recipe, windows, work, quiet, first=first))
 
 
 def save_multiplied_out(folder: Path, results: Iterable[BlockResult], to: Path) -> None:
-    """A copy of the model in `folder` with the weights that the results mean."""
+    """Save a copy of the model in `folder` with the dequantised weights of the results."""
     shutil.copytree(folder, to)
     tensors = load_file(folder / "model.safetensors")
     transposed = read_model_spec(folder).architecture == "GPT2LMHeadModel"
@@ -145,7 +145,7 @@ def save_multiplied_out(folder: Path, results: Iterable[BlockResult], to: Path) 
                 w = layer.quantised.dequantised()
                 tensors[f"{layer.name}.weight"] = (w.t() if transposed else w).contiguous()
                 scope, experts, _ = layer.name.partition(".experts.")
-                if experts:  # those of the layer may have stood together
+                if experts:  # the source may have stored them as one tensor
                     for name in ("down_proj", "gate_up_proj"):
                         tensors.pop(f"{scope}{experts}{name}", None)
                 scope, _, expert = layer.name.rpartition(".")
@@ -159,7 +159,7 @@ def random_windows(windows: int, tokens: int) -> Tensor:
 
 
 def relative_error(w: Tensor, rounded: Tensor, hessian: Tensor) -> float:
-    """|| (W - Q) X || / || W X || from the second moment of X; 0 where nothing goes in.
+    """Return || (W - Q) X || / || W X || from the second moment of X; 0 if X is 0.
 
     Args:
         w, rounded: [outputs, inputs].
@@ -170,7 +170,7 @@ def relative_error(w: Tensor, rounded: Tensor, hessian: Tensor) -> float:
 
 
 def _energy(w: Tensor, hessian: Tensor) -> float:
-    """|| W X ||^2 up to the Hessian's factor."""
+    """Return || W X ||^2 up to the Hessian's factor."""
     return float(((w @ hessian) * w).sum(dtype=torch.float64))
 
 

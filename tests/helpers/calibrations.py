@@ -1,4 +1,4 @@
-"""A machine that was measured, with round figures."""
+"""The calibration of a machine, with round figures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ MACHINE = Machine("Some CPU", 2, "avx2", "0.1.0", "2026-01-02T03:04:05+00:00")
 
 
 def linear_costs(peak: float, streams: float) -> tuple[LinearCosts, ...]:
-    """Half the peak at every number of rows, and a kernel that streams a weight in `streams`."""
+    """Return costs at half the peak for any number of rows, with a kernel that streams a weight in
+    `streams`."""
     return tuple(
         LinearCosts(
             rows=rows,
@@ -33,7 +34,7 @@ def linear_costs(peak: float, streams: float) -> tuple[LinearCosts, ...]:
 
 
 def calibration() -> Calibration:
-    """10 GB/s of memory, 40 GB/s of caches, 100 G operations a second in bf16."""
+    """Return one with 10 GB/s of memory, 40 GB/s of caches and 100 G operations/s in bf16."""
     return Calibration(
         machine=MACHINE,
         reads=(ReadRate(8 * MIB, 40e9), ReadRate(32 * MIB, 40e9), ReadRate(512 * MIB, 10e9)),

@@ -1,4 +1,4 @@
-"""A certificate for localhost that signs itself, until 2126, and keys. They protect nothing."""
+"""A self-signed certificate for localhost, valid until 2126, and keys. They protect nothing."""
 
 CERTIFICATE = """\
 -----BEGIN CERTIFICATE-----

@@ -38,7 +38,7 @@ def find() -> str | None:
 
 
 class Browser:
-    """One window. `errors` and `urls` say what its console complained of and what it asked for."""
+    """One window. `errors` are the errors of its console, `urls` the addresses it requested."""
 
     def __init__(self, program: str, width: int = 1280, height: int = 900) -> None:
         self._runner = asyncio.Runner()
@@ -71,7 +71,7 @@ class Browser:
         self.close()
 
     def close(self) -> None:
-        """Whatever there is of it, the process and its profile too."""
+        """Close the window, the process and its profile, as far as they were opened."""
         try:
             self._run(self._close())
         finally:
@@ -87,7 +87,7 @@ class Browser:
             self._runner.close()
             self._profile.cleanup()
 
-    # -- what a user does ------------------------------------------------------------------------
+    # -- user actions ----------------------------------------------------------------------------
 
     def go(self, url: str) -> None:
         self.command("Page.navigate", url=url)
@@ -103,7 +103,7 @@ class Browser:
         self.command("Input.dispatchKeyEvent", type="keyUp", **event)
 
     def click(self, selector: str) -> None:
-        """In its middle, so that whatever covers it takes the click."""
+        """Click the middle of an element; an element that covers it receives the click."""
         x, y = self._middle(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.command(
@@ -120,11 +120,11 @@ class Browser:
         )
 
     def scheme(self, name: str) -> None:
-        """ "light" or "dark"."""
+        """Set the colour scheme, "light" or "dark"."""
         feature = {"name": "prefers-color-scheme", "value": name}
         self.command("Emulation.setEmulatedMedia", features=[feature])
 
-    # -- what a test looks at --------------------------------------------------------------------
+    # -- inspection ------------------------------------------------------------------------------
 
     def evaluate(self, expression: str) -> Any:
         answer = self.command(
@@ -139,7 +139,7 @@ class Browser:
         return found
 
     def wait(self, expression: str, seconds: float = 30.0) -> None:
-        """Until it is true."""
+        """Wait until the expression is true."""
         for _ in range(int(seconds / 0.05)):
             if self.evaluate(f"Boolean({expression})"):
                 return
@@ -151,7 +151,7 @@ class Browser:
         path.write_bytes(base64.b64decode(answer["data"]))
 
     def accessible(self) -> list[dict[str, Any]]:
-        """The tree that screen readers get, as a list."""
+        """Return the nodes of the accessibility tree."""
         nodes: list[dict[str, Any]] = self.command("Accessibility.getFullAXTree")["nodes"]
         return nodes
 
@@ -213,7 +213,7 @@ class Browser:
         try:
             answer = await asyncio.wait_for(future, 30)
         finally:
-            self._answers.pop(number, None)  # one that comes too late is nobody's
+            self._answers.pop(number, None)  # drop a late answer
         if "error" in answer:
             raise AssertionError(f"{method}: {answer['error']['message']}")
         result: dict[str, Any] = answer["result"]

@@ -1,5 +1,5 @@
-"""What Triton would compile for a launch, told by its own binding of arguments: nothing is compiled
-or interpreted."""
+"""The specialisation that Triton would compile for a launch, from its own binding of arguments;
+nothing is compiled or interpreted."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from triton.runtime.jit import KernelParam, create_function_from_signature
 
 
 def compilation(kernel: Any, *args: Any, **options: Any) -> str:
-    """A kernel with all that it is compiled for.
+    """Return the name of a kernel with its specialisation.
 
     Args:
-        kernel: as the interpreter has it.
+        kernel: under the interpreter.
         args, options: of a launch, without its grid.
     """
     _, kinds, others = _binding(kernel)(*args, **options)
@@ -25,7 +25,7 @@ def compilation(kernel: Any, *args: Any, **options: Any) -> str:
 
 @cache
 def _binding(kernel: Any) -> Any:
-    """Which takes milliseconds to make."""
+    """Return the kernel's binder, cached because making it takes milliseconds."""
     unknown = kernel.kwargs["do_not_specialize"] or ()
     unaligned = kernel.kwargs["do_not_specialize_on_alignment"] or ()
     parameters = [

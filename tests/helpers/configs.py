@@ -238,7 +238,7 @@ PUBLIC: dict[str, dict[str, Any]] = {
 
 
 def small(**changes: Any) -> dict[str, Any]:
-    """A valid Llama config with changes; a value of `...` takes the key away."""
+    """Return a valid Llama config with changes; a value of `...` removes the key."""
     base = config("LlamaForCausalLM", vocab=100, hidden=32, inner=48, layers=4, heads=4, kv_heads=2)
     merged = {**base, **changes}
     return {key: value for key, value in merged.items() if value is not ...}

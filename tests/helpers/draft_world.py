@@ -1,4 +1,4 @@
-"""A draft model without an engine: a test says what the scheduler and the target do."""
+"""A draft model without an engine; the test plays the scheduler and the target."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ TEXT = [int(token) for token in np.random.default_rng(0).integers(0, VOCAB, 60)]
 
 
 def plain_model() -> PagedModel:
-    """With an empty cache."""
+    """Return the draft model with an empty cache."""
     return PagedModel(None, spec=SPEC, block_size=BLOCK, num_blocks=BLOCKS, seed=3)
 
 
@@ -58,7 +58,7 @@ def loaded() -> EngineNetwork:
 
 
 def continuation(tokens: Sequence[int], count: int) -> list[int]:
-    """By a plain greedy run."""
+    """Return the next `count` tokens of a plain greedy run."""
     model, found = plain_model(), list(tokens)
     logits = model.step({0: found})[0]
     for _ in range(count):
@@ -68,13 +68,13 @@ def continuation(tokens: Sequence[int], count: int) -> list[int]:
 
 
 class Watched:
-    """Runs the model, and notes which token of which slot was computed at which position."""
+    """Runs the model, and records which token of which slot was computed at which position."""
 
     def __init__(self, network: EngineNetwork) -> None:
         self.eager = Eager(network)
         self.computed: list[tuple[int, int, int]] = []
         self.sizes: list[int] = []
-        self.broken = 0  # forwards to go until one fails
+        self.broken = 0  # forwards until one fails
 
     def prepare(self) -> None:
         pass
@@ -98,7 +98,7 @@ class World:
         network = loaded()
         for layer in network.kv.layers:
             for tensor in layer.tensors:
-                tensor.fill_(torch.nan)  # nothing is read that was not computed
+                tensor.fill_(torch.nan)  # reading what was not computed gives NaN
         self.graph = Watched(network)
         self.table = RequestTable(SLOTS, LENGTH, 2, BLOCK)
         self.sampling = SamplingTable(SLOTS, VOCAB, CPU)
@@ -135,7 +135,7 @@ class World:
         self.drafter.enter(slot)
 
     def deliver(self, slot: int, *tokens: int) -> None:
-        """The target's answer."""
+        """Append the target's tokens."""
         rows = np.full(len(tokens), slot)
         self.table.append_runs(np.array([slot]), np.array([len(tokens)]), np.array(tokens))
         self.sampling.append(rows, np.array(tokens))
@@ -154,14 +154,14 @@ class World:
         return self.propose(limits).by_row()
 
     def positions(self, slot: int) -> list[int]:
-        """That the last proposal computed."""
+        """Return the positions that the last proposal computed."""
         return [position for owner, position, _ in self.graph.computed if owner == slot]
 
     def known(self, slot: int) -> list[int]:
         return self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist()
 
     def stored(self, slot: int, count: int) -> list[Tensor]:
-        """K and V of a slot's first tokens, layer after layer."""
+        """Return K and V of a slot's first tokens, by layer."""
         places = np.arange(count)
         blocks = torch.from_numpy(self.table.block_tables[1][slot, places // BLOCK]).long()
         at = (blocks, torch.from_numpy(places % BLOCK))

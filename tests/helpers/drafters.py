@@ -1,4 +1,4 @@
-"""Drafters that a test sets up: right, wrong, right with a known probability, broken."""
+"""Drafters for tests: right, wrong, right with a known probability, and broken ones."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.drafters.registry import DRAFTERS, DrafterParts
 
-METHOD, TREE_METHOD = "ngram", "medusa"  # that a test's drafter stands for
+METHOD, TREE_METHOD = "ngram", "medusa"  # whose drafters `install` replaces
 GOLDEN = 0.6180339887498949
 
 
 def with_newest(counts: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
-    """The tokens that rows of logits follow: the drafts, and before those of each request its
-    newest token, which is nobody's draft."""
+    """Return the token before each row of logits: of each request, its newest token and then its
+    drafts."""
     found = iter(drafts)
     return np.array([token for n in counts for token in (1000, *itertools.islice(found, n))])
 
 
 class Scripted:
-    """Knows how texts go on, and says of how many tokens of its drafts it tells the truth."""
+    """Drafts the continuations of known texts, with a chosen number of right tokens."""
 
     def __init__(
         self, parts: DrafterParts, texts: Sequence[Sequence[int]], right: Callable[[int], int]
@@ -33,7 +33,7 @@ class Scripted:
         """
         Args:
             texts: prompts with their outputs.
-            right: most drafts -> how many of them shall be right.
+            right: maps the number of drafts to how many of them are right.
         """
         self.table = parts.table
         self.vocab_size = parts.vocab_size
@@ -63,8 +63,8 @@ class Scripted:
 
 
 class ScriptedTree:
-    """Knows how texts go on, and writes it along another path of its tree each time; all else in
-    the tree is wrong."""
+    """Drafts the continuations of known texts along a different path of the tree each time; other
+    nodes are wrong."""
 
     TREE = DraftTree((-1, 0, 0, 0, 1, 2, 2, 4, 5, 6, 9), (0, 0, 1, 2, 0, 0, 1, 0, 0, 0, 0))
 
@@ -104,7 +104,7 @@ class ScriptedTree:
 
 
 class Garbage:
-    """Tokens without sense; every few steps what no drafter may propose."""
+    """Drafts random tokens, and every few steps tokens that no drafter may propose."""
 
     def __init__(self, parts: DrafterParts) -> None:
         self.vocab_size = parts.vocab_size
@@ -129,7 +129,7 @@ class Garbage:
 
 
 class Broken:
-    """Raises, at everything or now and then."""
+    """Raises at every `every`-th call."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -152,8 +152,8 @@ class Broken:
 
 
 def with_probability(chance: float) -> Callable[[int], int]:
-    """Each draft is right with this probability, as long as those before it are. The numbers that
-    decide are spread evenly, so that a short run has nearly the expected acceptance."""
+    """Return `right` for `Scripted`: each draft is right with this probability if all before it
+    are. The deciding numbers are evenly spread, so that short runs have nearly this acceptance."""
     calls = 0
 
     def right(most: int) -> int:
@@ -177,7 +177,7 @@ def always_wrong(most: int) -> int:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, make: Callable[[DrafterParts], Drafter]) -> None:
-    """Engines made from now on with one of our methods use this drafter."""
+    """Make new engines with METHOD or TREE_METHOD use this drafter."""
     no_heads = HeadsSpec(TREE_METHOD, 1, 1, 1)
     monkeypatch.setattr("kvik.launch.heads_for", lambda *_: no_heads)
     for method in (METHOD, TREE_METHOD):

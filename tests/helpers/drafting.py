@@ -1,4 +1,4 @@
-"""An engine without a model that guesses ahead, with drafts and times that a test sets."""
+"""A speculating engine without a model, with drafts and times set by the test."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from kvik.config.speculative import ResolvedSpeculation
 from kvik.core.plan import DraftTimes, ModelRunnerOutput, SchedulerOutput
 
 DRAFTS = 4
-# Seconds of a step without drafts, of one with, and of making them.
+# Seconds of a step without drafts, of one with drafts, and of drafting.
 PLAIN, CHECK, MAKING = 2.0, 3.0, 1.0
 
 
 def drafting_config(**scheduler: object) -> ResolvedConfig:
-    """Of `DraftingExecutor`: `tiny_config`, but the engine speculates."""
+    """Return `tiny_config` with speculation, for `DraftingExecutor`."""
     speculation = ResolvedSpeculation("ngram", DRAFTS, 64, adaptive=False)
     return replace(tiny_config(**scheduler), speculation=speculation)
 
 
 @dataclass
 class DraftingExecutor(FakeExecutor):
-    """Proposes `DRAFTS` for each row that samples, unless its request wants none.
+    """Proposes `DRAFTS` for each row that samples, unless its request disables drafts.
 
     Attributes:
-        right: row of the step -> how many of its drafts are right, or as many as there are.
+        right: number of right drafts by row of the step, at most as many as there are.
         places: see `ModelRunnerOutput.draft_places`.
-        known: it is known what a step without drafts takes.
+        known: whether the time of a step without drafts is known.
     """
 
     right: Callable[[int], int] = lambda row: DRAFTS
     places: Sequence[int] | None = None
     known: bool = True
-    without: set[int] = field(default_factory=set)  # slots of requests that want no drafts
+    without: set[int] = field(default_factory=set)  # slots of requests without drafts
 
     def submit(self, plan: SchedulerOutput) -> object:
         for new in plan.new_requests:

@@ -1,4 +1,4 @@
-"""A server of some routes, for tests of what every request meets at the edge."""
+"""A server with a few routes, to test the checks that every request passes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Body(msgspec.Struct):
 
 
 class Calls(list[str]):
-    """Which handlers ran, and for whom."""
+    """Records which handlers ran, and for which tenant."""
 
 
 def table(calls: Calls) -> list[Route]:

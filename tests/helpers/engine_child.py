@@ -1,6 +1,6 @@
-"""An engine process without a model, `python engine_child.py MODE FD FD`, to test what watches it.
+"""An engine process without a model, `python engine_child.py MODE FD FD`, to test its supervision.
 
-Tokens of a prompt tell it what to do in the step that reads them.
+Tokens of a prompt control what it does in the step that reads them.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ if __name__ == "__main__":
 
 
 def ranks_of(engine: int) -> list[int]:
-    """The processes that an engine has started to compute a share of its model."""
+    """Return the ids of an engine's rank processes."""
     return children_of(engine, "kvik.rank_process")
 
 
 def children_of(parent: int, module: str) -> list[int]:
-    """The processes that run a module, in the order in which they were started."""
+    """Return the ids of the children that run a module, in the order of their start."""
     found = []
     for name in os.listdir("/proc"):
         if name.isdecimal():

@@ -1,4 +1,4 @@
-"""Answers of /v1/engine, made by hand."""
+"""Handmade answers of /v1/engine."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def live_request(number: int, **fields: Any) -> dict[str, Any]:
-    """One that decodes: came at 90, was scheduled at 92, had its first token at 95."""
+    """Return a decoding request that arrived at 90, was scheduled at 92 and had a token at 95."""
     request = {
         "number": number,
         "phase": "decode",
@@ -26,9 +26,7 @@ def live_request(number: int, **fields: Any) -> dict[str, Any]:
 
 
 def engine_frame(**live: Any) -> dict[str, Any]:
-    """Args:
-    live: parts of the view of the engine to change.
-    """
+    """Return a frame; `live` changes parts of its view of the engine."""
     view = {
         "now": 100.0,
         "stats": {

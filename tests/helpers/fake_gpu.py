@@ -1,9 +1,9 @@
-"""A GPU without one: tensors that say they are on "cuda", compute on the CPU, and note where the
-host waits for the device.
+"""A fake GPU: tensors that report device "cuda", compute on the CPU, and record where the host
+waits for the device.
 
-What waits is what torch's documentation and sources say of a real one: reading a value, sizes that
-depend on values, copies that are not told to be non-blocking or do not start or end in pinned
-memory. What a GPU would refuse, operands on two devices, is refused here as well.
+By torch's documentation and sources, the host waits when it reads a value, for sizes that depend on
+values, and for copies that are not non-blocking or not from or to pinned memory. As on a GPU,
+operations with operands on two devices are refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from kvik.worker.worker import Worker
 
 CUDA = torch.device("cuda:0")
 SOURCES = str(Path(__file__).parents[2] / "src" / "kvik")
-# How much there is depends on what they read.
+# The size of their result depends on values.
 OF_UNKNOWN_SIZE = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive"}
 OF_UNKNOWN_SIZE |= {"bincount", "repeat_interleave"}
 LOOKING = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
@@ -38,10 +38,10 @@ INDEXING = {"index", "index_put_", "index_put", "_index_put_impl_"}
 
 
 class OnDevice(Tensor):
-    """A tensor of the fake GPU. torch's C++ takes it for one of the CPU, kvik does not.
+    """A tensor of the fake GPU. To torch's C++ it is on the CPU, to kvik it is not.
 
     Attributes:
-        inner: what it holds.
+        inner: the CPU tensor with its values.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -52,7 +52,7 @@ class OnDevice(Tensor):
 
     @staticmethod
     def __new__(cls, inner: Tensor, gpu: FakeGpu) -> OnDevice:
-        with torch.inference_mode(False):  # what is no inference tensor has views that are none
+        with torch.inference_mode(False):  # views of normal tensors are normal
             made: OnDevice = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
                 cls,
                 inner.shape,
@@ -78,27 +78,28 @@ class OnDevice(Tensor):
         raise TypeError("can't convert a tensor of a GPU to numpy")
 
     def __repr__(self, **_: object) -> str:  # type: ignore[override]
-        return f"OnDevice({tuple(self.shape)}, {self.dtype})"  # without reading it
+        return f"OnDevice({tuple(self.shape)}, {self.dtype})"  # without its values
 
 
 class FakeGpu(TorchDispatchMode):
-    """
+    """Runs operations on `OnDevice` tensors.
+
     Attributes:
-        waits: how often the host waited, by the function of kvik that did.
+        waits: number of times the host waited, by function of kvik.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: Counter[str] = Counter()
-        self._within = False  # an operation that consists of others
+        self._within = False  # inside a decomposed operation
         self._pinned: dict[int, Tensor] = {}  # by address; kept, so that no other gets it
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # or it is imported, which takes seconds
+        return False  # importing dynamo takes seconds
 
     def wait(self) -> None:
-        """Note who does."""
+        """Count a wait of the calling function of kvik."""
         for frame in reversed(traceback.extract_stack()):
             if frame.filename.startswith(SOURCES):
                 self.waits[f"{Path(frame.filename).stem}.{frame.name}"] += 1
@@ -114,7 +115,7 @@ class FakeGpu(TorchDispatchMode):
             return self._is_pinned(args[0])
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         device = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.device)), None)
-        # What C++ makes on the device of a tensor, it takes to be on the CPU.
+        # C++ code sees the device of a tensor as the CPU, and creates tensors there.
         there = device is not None and (self._within or device.type == "cuda")
         if not there and not any(isinstance(x, OnDevice) for x in tensors):
             pinned = kwargs.pop("pin_memory", False)
@@ -142,7 +143,7 @@ class FakeGpu(TorchDispatchMode):
         return tree_map(outer, found)
 
     def _decomposed(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """By the operations that it consists of."""
+        """Run a composite operation by its parts."""
         before, self._within = self._within, True
         try:
             with self:
@@ -151,23 +152,23 @@ class FakeGpu(TorchDispatchMode):
             self._within = before
 
     def _brought(
-        self, source: Tensor, device: torch.device, dtype: torch.dtype | None, told: bool
+        self, source: Tensor, device: torch.device, dtype: torch.dtype | None, non_blocking: bool
     ) -> Tensor:
-        """A tensor on another device, or the same one. told: not to block."""
+        """Copy a tensor to a device, or return it if it is there."""
         inner = _inner(source)
         found = inner.clone() if dtype in (None, inner.dtype) else inner.to(dtype)
         if isinstance(source, OnDevice) and device.type == "cuda":
             return source if dtype in (None, inner.dtype) else OnDevice(found, self)
         if isinstance(source, OnDevice):
-            if not told:
+            if not non_blocking:
                 self.wait()
-            return self._pin(found)  # if told not to block, it lies in pinned memory
-        if not (told and self._is_pinned(source)):
+            return self._pin(found)  # non-blocking copies end in pinned memory
+        if not (non_blocking and self._is_pinned(source)):
             self.wait()
         return OnDevice(found, self)
 
     def _look(self, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> None:
-        """Whether it waits."""
+        """Count a wait if this operation waits."""
         if name in LOOKING or name in OF_UNKNOWN_SIZE:
             self.wait()
         elif name in INDEXING:
@@ -175,14 +176,14 @@ class FakeGpu(TorchDispatchMode):
             masks = any(x.dtype in (torch.bool, torch.uint8) for x in indices)
             value = args[2] if len(args) > 2 else None
             filled = value is not None and not (value.dim() or isinstance(value, OnDevice))
-            # A number of the host goes into a mask as it is; else it is a copy, as indices are.
+            # Filling a mask with a host number needs no copy; indices and other values do.
             if masks != filled or not all(isinstance(x, OnDevice) for x in indices):
                 self.wait()
         elif name == "copy_":
-            (to, source), told = args[:2], kwargs.get("non_blocking", args[2:3] == (True,))
+            (to, source), async_copy = args[:2], kwargs.get("non_blocking", args[2:3] == (True,))
             if isinstance(to, OnDevice) != isinstance(source, OnDevice):
                 host = source if isinstance(to, OnDevice) else to
-                if not (told and self._is_pinned(host)):
+                if not (async_copy and self._is_pinned(host)):
                     self.wait()
         elif any(not isinstance(x, OnDevice) and x.dim() for x in tensors):
             raise RuntimeError(f"{name}: operands are on the host and on the GPU")
@@ -203,7 +204,7 @@ def _inner(x: Any) -> Any:
 
 @contextmanager
 def fake_gpu() -> Iterator[FakeGpu]:
-    """While it is there, torch can use a GPU, in this thread and in those of engines."""
+    """Make a fake GPU available to torch in this thread and those of engines, for a block."""
     gpu = FakeGpu()
     main = EngineThread._main
 
@@ -236,7 +237,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
             patch.setattr(torch.cuda, name, call)
         patch.setattr(torch, "Generator", Generator)
         patch.setattr(EngineThread, "_main", with_gpu)
-        torch._C._set_only_lift_cpu_tensors(True)  # a GPU's are copies of them
+        torch._C._set_only_lift_cpu_tensors(True)  # as on a GPU, where they are copied
         try:
             with gpu:
                 yield gpu
@@ -246,7 +247,7 @@ def fake_gpu() -> Iterator[FakeGpu]:
 
 @contextmanager
 def on_gpu(kernels: str, attention: str) -> Iterator[None]:
-    """Engines that are made within, with device="cpu", have their worker on a GPU."""
+    """Put the worker of engines made inside, with device="cpu", on the fake GPU."""
 
     def placed(config: ResolvedConfig) -> ResolvedConfig:
         choice = {"device": str(CUDA), "kernels": kernels, "attention_backend": attention}

@@ -1,7 +1,7 @@
-"""A server that answers as told, byte for byte, and notes when it wrote what.
+"""A server with scripted answers that records when it wrote which bytes.
 
-Its clock is the client's (`time.monotonic` is one clock for all processes), so that a test can
-compare what the client measured with what really happened, however busy the machine is.
+It uses the client's clock (`time.monotonic` is the same for all processes), so that a test can
+compare the client's figures with the real times, however busy the machine is.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ DONE = b"data: [DONE]\n\n"
 
 @dataclass
 class Reply:
-    """What to do with a request: numbers wait so many seconds, bytes are written."""
+    """A scripted reply: bytes are written, numbers are seconds to wait."""
 
     steps: Sequence[float | bytes] = ()
     status: int = 200
     content_type: str = "text/event-stream"
-    close: bool = False  # the connection, without ending the body
+    close: bool = False  # close the connection without ending the body
 
 
 @dataclass
 class Received:
-    """A request, and the times of its arrival and of the writes of its answer."""
+    """A request, with the times of its arrival and of the writes of its answer."""
 
     method: str
     path: str
@@ -45,7 +45,7 @@ class Received:
 
 
 class FakeServer:
-    """Serves in a thread of its own. `reply` is called with each request."""
+    """Serves in its own thread. `reply` is called with each request."""
 
     def __init__(self, reply: Callable[[Received], Reply]) -> None:
         self._reply = reply
@@ -97,7 +97,7 @@ class FakeServer:
             while await self._serve_one(reader, writer, number):
                 pass
         except (asyncio.IncompleteReadError, ConnectionError, asyncio.CancelledError):
-            pass  # the client hung up, or the test is over
+            pass  # the client closed the connection, or the test has ended
         finally:
             self._tasks.discard(task)
             writer.close()
@@ -136,12 +136,12 @@ def event(**fields: object) -> bytes:
 
 
 def text(piece: str, finish: str | None = None, **fields: object) -> bytes:
-    """A chunk of /v1/completions."""
+    """Return a chunk of /v1/completions."""
     return event(choices=[{"index": 0, "text": piece, "finish_reason": finish}], **fields)
 
 
 def delta(content: str | None = None, finish: str | None = None, **others: object) -> bytes:
-    """A chunk of /v1/chat/completions."""
+    """Return a chunk of /v1/chat/completions."""
     return event(
         choices=[{"index": 0, "delta": {"content": content, **others}, "finish_reason": finish}]
     )
@@ -152,7 +152,7 @@ def usage(prompt_tokens: int, completion_tokens: int, **details: object) -> dict
 
 
 def stream(tokens: int, first: float = 0.0, gap: float = 0.0, prompt_tokens: int = 7) -> Reply:
-    """An ordinary answer of /v1/completions, one chunk for each token, with usage at the end."""
+    """Return an ordinary answer of /v1/completions: one chunk per token, then the usage."""
     steps: list[float | bytes] = []
     for i in range(tokens):
         wait = first if i == 0 else gap
@@ -164,7 +164,7 @@ def stream(tokens: int, first: float = 0.0, gap: float = 0.0, prompt_tokens: int
 
 
 def models(request: Received) -> Reply | None:
-    """The answer to /v1/models; None for other requests."""
+    """Return the reply to /v1/models; None for other requests."""
     if request.path != "/v1/models":
         return None
     return Reply([b'{"data": [{"id": "fake"}]}'], content_type="application/json")

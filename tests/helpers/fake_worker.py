@@ -1,10 +1,10 @@
-"""A worker without a model that knows what every cell of the KV cache holds.
+"""A worker without a model that knows the content of every cell of the KV cache.
 
-It applies plans exactly as `core/plan.py` documents them. Instead of computing K and V it writes
-into each cell an identity of everything K and V depend on: the KV group, the tenant and all tokens
-up to this one. Before it samples it reads every key that its queries can see and demands that each
-is the right one, so a block that is shared, freed, copied or kept wrongly is found at the first
-forward that would have gone wrong. What it samples is a function of the sequence alone.
+It applies plans exactly as `core/plan.py` documents them. Instead of K and V it writes into each
+cell an identity of everything they depend on: the KV group, the tenant and all tokens up to this
+one. Before sampling it reads every key that its queries see and checks its identity, so that a
+block that is shared, freed, copied or kept wrongly is found at the first wrong forward. Sampled
+tokens are a function of the sequence alone.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ def start_state(salt: str) -> int:
 
 
 def extend_state(state: int, token: int) -> int:
-    """Identity of a sequence that goes on with `token`."""
+    """Return the identity of a sequence extended by `token`."""
     return hash((state, token))
 
 
 def next_token(state: int) -> int:
-    """What the "model" says after a sequence: 0, 1 or 2, sometimes EOS."""
+    """Return the "model's" next token: 0, 1 or 2, sometimes EOS."""
     number = (state >> 9) % 1009
     return EOS if number < 40 else number % 3
 
@@ -55,7 +55,7 @@ def next_token(state: int) -> int:
 def expected_output(
     prompt: list[int], salt: str, max_tokens: int, *, stop_id: int | None = EOS
 ) -> list[int]:
-    """What a request must get, however it is scheduled."""
+    """Return the tokens that a request must get under any schedule."""
     state = start_state(salt)
     for token in prompt:
         state = extend_state(state, token)
@@ -67,7 +67,7 @@ def expected_output(
 
 
 def expected_embedding(prompt: list[int], salt: str, pooling: str) -> list[float]:
-    """The vector that a prompt must get: what was summed up, and of how many tokens."""
+    """Return the vector that a prompt must get: the sum, and its number of tokens."""
     state, states = start_state(salt), []
     for token in prompt:
         state = extend_state(state, token)
@@ -76,21 +76,21 @@ def expected_embedding(prompt: list[int], salt: str, pooling: str) -> list[float
 
 
 def expected_prompt_logprobs(prompt: list[int], salt: str, first: int) -> list[TokenLogprobs]:
-    """What a prompt must be told of its tokens from the first on: each stands for all tokens up to
-    it."""
+    """Return the logprobs that a prompt must get from `first` on; each identifies all tokens up to
+    its own."""
     state, found = start_state(salt), []
     for token in prompt:
         state = extend_state(state, token)
         found.append(TokenLogprobs(token, -float(state % 1009), 1))
-    return found[max(1, first) :]  # nothing predicts that at 0
+    return found[max(1, first) :]  # the token at 0 has no prediction
 
 
 def kept_of(tokens: list[int], budget: Budget, queries: list[int], states: list[int]) -> list[int]:
-    """What a budget keeps of some tokens: the first, the last, and of the others those that the
-    last queries say.
+    """Return which tokens a budget keeps: the first, the last, and others by the last queries.
 
     Args:
-        states: of all tokens. queries: those of the last ones.
+        states: of all tokens.
+        queries: states of the last queries.
     """
     first, others, last = (
         tokens[: budget.first],
@@ -102,7 +102,7 @@ def kept_of(tokens: list[int], budget: Budget, queries: list[int], states: list[
 
 
 def expected_kept(budget: Budget, prompt: int, end: int, states: list[int]) -> list[int]:
-    """What it keeps after `end` tokens, by definition: tokens of the places before the next one."""
+    """Return by definition which tokens a budget keeps after `end` tokens, in order of place."""
     tokens, before = [], 0
     for cut in cut_points(budget, prompt, end):
         tokens += range(before, cut)
@@ -117,7 +117,7 @@ def _pool(states: list[int]) -> list[float]:
 
 @dataclass
 class Row:
-    """What the worker keeps of a slot."""
+    """The state of a slot in the worker."""
 
     tokens: list[int]
     num_computed: int
@@ -125,19 +125,19 @@ class Row:
     salt: str
     drafts: list[int] = field(default_factory=list)
     states: list[int] = field(default_factory=list)  # after each token
-    broken: bool = False  # a step of it failed: what it writes is garbage, nobody may read it
+    broken: bool = False  # a step failed: its writes are garbage and must not be read
     pooling: str | None = None
     num_prompt: int = 0
     pooled: list[int] = field(default_factory=list)  # states of the tokens computed in this slot
-    scored: list[TokenLogprobs] | None = None  # of the same tokens; None: not wanted
+    scored: list[TokenLogprobs] | None = None  # of the same tokens; None: not requested
     first_scored: int = 0
     only_prompt: bool = False  # nothing is sampled
     first_keys: list[int] = field(default_factory=list)  # by group
-    held: list[list[int]] = field(default_factory=list)  # by group, tokens of places from there on
+    held: list[list[int]] = field(default_factory=list)  # by group, tokens from the first key on
     queries: dict[int, int] = field(default_factory=dict)  # states of tokens computed in this slot
 
     def state(self, count: int) -> int:
-        """Identity of the first `count` tokens."""
+        """Return the identity of the first `count` tokens."""
         while len(self.states) < count:
             before = self.states[-1] if self.states else start_state(self.salt)
             self.states.append(extend_state(before, self.tokens[len(self.states)]))
@@ -145,13 +145,13 @@ class Row:
 
 
 class FakeTiers:
-    """Pages, kept as plans say, and whatever goes wrong with them."""
+    """Stores pages as plans demand, with injected failures."""
 
     def __init__(self, memory: int) -> None:
         self.memory: list[tuple[PageKey, list[Cell | None]] | None] = [None] * memory
         self.disk: dict[PageKey, list[Cell | None]] = {}
         self.under_way: list[PageLoad] = []
-        self.at_once = True  # loads are done in the step that begins them
+        self.at_once = True  # loads end in the step that begins them
         self._seen: set[int] = set()
         self._bad: set[int] = set()  # of the next loads, which fail
         self._num_loads = 0
@@ -193,7 +193,7 @@ class FakeTiers:
                     cells[block] = [None] * len(cells[block])
 
     def end(self, cells: list[list[Cell | None]], *, wait: bool) -> Moved | None:
-        """Finish what is done by now; at least one load if the step waits for it."""
+        """Finish completed moves; at least one load if the step waits for it."""
         count = len(self.under_way) if self.at_once else int(wait)
         done, self.under_way = self.under_way[:count], self.under_way[count:]
         for load in done:
@@ -228,7 +228,7 @@ class FakeTiers:
             key = keys[number % len(keys)]
             del self.disk[key]
             self._moved.lost.append(key)
-        elif which == "found" and keys:  # as another engine would have written them
+        elif which == "found" and keys:  # as if written by another engine
             self._moved.found.extend(keys[: number + 1])
         elif which == "returned" and self.leases:
             name = [*self.leases][number % len(self.leases)]
@@ -258,7 +258,7 @@ class FakeWorker:
         self.tiers = None if cache.tiers is None else FakeTiers(cache.tiers.memory)
 
     def move(self, plan: SchedulerOutput, *, fails: bool) -> ModelRunnerOutput | None:
-        """Run a step without rows; None if it fails, before or after its moves were begun."""
+        """Run a step without rows; None if it fails, before or after its moves begin."""
         assert self.tiers is not None
         if fails:
             return None
@@ -329,7 +329,7 @@ class FakeWorker:
             self.rows[slot].tables[group] += ids
 
     def _cut(self, cut: BudgetCut) -> None:
-        """Move what a budget keeps; all of it must be what it should be."""
+        """Move the tokens that a budget keeps, and check that they are the right ones."""
         row, budget, size = self.rows[cut.slot], self.budgets[cut.group], self.block_size
         table, first = row.tables[cut.group], row.first_keys[cut.group]
         if row.num_computed != cut.end:
@@ -360,13 +360,13 @@ class FakeWorker:
             self.cells[table[place // size]][place % size] = cell
 
     def _cell(self, row: Row, group: int, position: int, state: int) -> Cell:
-        """What a token's cell must hold: with budgets, what was computed after some tokens were
-        dropped depends on the length of the prompt."""
+        """Return the content that a token's cell must have. With budgets, it depends on the length
+        of the prompt for tokens computed after a drop."""
         cuts = [cut_points(b, row.num_prompt, position)[:1] for b in self.budgets]
         return (group, hash((state, row.num_prompt))) if any(cuts) else (group, state)
 
     def _embed(self, plan: SchedulerOutput, states: list[list[int]]) -> dict[int, list[float]]:
-        """By row, the vectors of prompts that are through."""
+        """Return by row the vectors of finished prompts."""
         done: dict[int, list[float]] = {}
         for i, slot in enumerate(plan.slots):
             row = self.rows[slot]
@@ -380,7 +380,7 @@ class FakeWorker:
     def _score(
         self, plan: SchedulerOutput, states: list[list[int]]
     ) -> dict[int, list[TokenLogprobs]]:
-        """By row, logprobs of prompts that are through."""
+        """Return by row the logprobs of finished prompts."""
         done: dict[int, list[TokenLogprobs]] = {}
         for i, slot in enumerate(plan.slots):
             row = self.rows[slot]
@@ -395,13 +395,13 @@ class FakeWorker:
         return done
 
     def _span(self, plan: SchedulerOutput, i: int) -> tuple[Row, int, int, list[int]]:
-        """Row i, its first and last + 1 position in this step, and its drafts."""
+        """Return row i, its first and last + 1 position in this step, and its drafts."""
         row = self.rows[plan.slots[i]]
         drafts = row.drafts[: plan.num_draft_tokens[i]]
         return row, row.num_computed, row.num_computed + plan.num_scheduled_tokens[i], drafts
 
     def _write(self, plan: SchedulerOutput, i: int, written: set[tuple[int, int]]) -> list[int]:
-        """Write the step's cells of row i; returns the identities of all prefixes up to its end."""
+        """Write the step's cells of row i, and return the identities of all prefixes to its end."""
         row, start, end, drafts = self._span(plan, i)
         if not row.broken:
             known = len(row.tokens)
@@ -474,7 +474,7 @@ class FakeWorker:
         return sampled
 
     def _propose(self, state: int) -> list[int]:
-        """Drafts of which the first few are right, sometimes all, sometimes none."""
+        """Return drafts of which the first few are right, sometimes all or none."""
         right = (state >> 5) % (self.num_drafts + 1)
         drafts = []
         for i in range(self.num_drafts):

@@ -1,4 +1,4 @@
-"""A connection that damages what passes through it."""
+"""A connection that damages its data."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to the answers on a connection.
+    """A fault in the answers on a connection.
 
     Attributes:
         what: "flip" a bit, "cut" the connection, or "stall" it; "none".
-        at: after so many bytes of the listener's.
+        at: bytes from the listener before the fault.
     """
 
     what: str = "none"
@@ -22,10 +22,10 @@ class Fault:
 
 
 class FaultyLine:
-    """Passes connections on to a listener.
+    """Forwards connections to a listener.
 
     Attributes:
-        fault: of connections from now on.
+        fault: of new connections.
     """
 
     def __init__(self, host: str, port: int) -> None:
@@ -65,7 +65,7 @@ class FaultyLine:
                     else:
                         to.sendall(data[:place])
                         if fault.what == "stall":
-                            return  # and both stay open
+                            return  # both sockets stay open
                         break
                 to.sendall(data)
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Generations over an engine that has no model, for tests of what lies around them."""
+"""Generations over an engine without a model, to test the code around them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789."  # t
 
 
 def letters(template: str | None = None) -> Tokenizer:
-    """One token for each of `LETTERS`; a chat template, if one is given."""
+    """Return a tokenizer with one token per letter of `LETTERS`, and this chat template."""
     library = Library(models.BPE(vocab={c: i for i, c in enumerate(LETTERS)}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def letters(template: str | None = None) -> Tokenizer:
 
 @dataclass
 class Watcher:
-    """An observer that keeps what it is told."""
+    """An observer that records its calls."""
 
     arrived_ids: list[str] = field(default_factory=list)
     ended: dict[str, str] = field(default_factory=dict)  # id -> reason
@@ -82,7 +82,7 @@ class Generating:
         return await self.generations.start_all(requests, "", streaming=streaming)
 
     async def at_rest(self) -> None:
-        """Nothing lives, and nothing is held: not in the engine, and not before it."""
+        """Wait until no request and no resource is left in the engine and in front of it."""
         await self.engine.at_rest()
         assert not self.generations.live
         assert (self.admission.num_waiting, self.admission.waiting_tokens) == (0, 0)
@@ -99,7 +99,8 @@ async def generating(
     max_tokens: int = 4096,
     **scheduler: Any,
 ) -> AsyncIterator[Generating]:
-    """Generations that have given everything back at the end, unless the engine was closed.
+    """Provide generations, and check at the end that all resources are freed, unless the engine was
+    closed.
 
     Args:
         scheduler: fields of `SchedulerConfig`.
@@ -122,8 +123,8 @@ async def generating(
             await texts.close()
 
 
-def wish(prompt: str | list[int] = "AB", **params: Any) -> GenerationRequest:
-    """A request; `params` are fields of it, or of its sampling parameters."""
+def new_request(prompt: str | list[int] = "AB", **params: Any) -> GenerationRequest:
+    """Return a request; `params` are fields of it or of its sampling parameters."""
     own = {name: params.pop(name) for name in list(params) if name in _OWN}
     return GenerationRequest(ids_of(prompt), SamplingParams(**{"max_tokens": 8, **params}), **own)
 

@@ -1,4 +1,4 @@
-"""GGUF files for tests: made by the public package, or byte by byte with lies in them."""
+"""GGUF files for tests: written by the public package, or byte by byte with errors in them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def string(text: str | bytes) -> bytes:
 
 
 def entry(key: str | bytes, kind: int, value: bytes) -> bytes:
-    """A metadata entry."""
+    """Return a metadata entry."""
     return string(key) + struct.pack("<I", kind) + value
 
 
 def array(kind: int, count: int, values: bytes) -> bytes:
-    """The value of an entry of kind ARRAY."""
+    """Return the value of an entry of kind ARRAY."""
     return struct.pack("<IQ", kind, count) + values
 
 
 def directory(
     name: str | bytes, dims: Iterable[int], type: int = 0, offset: int = 0, ndim: int | None = None
 ) -> bytes:
-    """A tensor's entry; dims innermost first."""
+    """Return a tensor's entry; `dims` innermost first."""
     dims = list(dims)
     sizes = struct.pack(f"<{len(dims)}Q", *dims)
     count = len(dims) if ndim is None else ndim
@@ -59,7 +59,7 @@ def raw(
     claimed_entries: int | None = None,
     claimed_tensors: int | None = None,
 ) -> bytes:
-    """A file with `data` zero bytes after its head."""
+    """Write a file with `data` zero bytes after its header."""
     entries, tensors = list(entries), list(tensors)
     head = magic + struct.pack(
         "<IQQ",
@@ -78,11 +78,11 @@ def write_with_package(
     tensors: Mapping[str, np.ndarray],
     types: Mapping[str, str] | None = None,
 ) -> Path:
-    """A file of the public package.
+    """Write a file by the public package.
 
     Args:
         values: metadata; lists of anything, bool, int, float, str.
-        tensors: [rows, ...] fp32, stored as `types` says, else as F32.
+        tensors: [rows, ...] fp32, stored as `types` gives, else as F32.
     """
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in values.items():
@@ -114,7 +114,7 @@ def llama_file(
     tensors: Mapping[str, np.ndarray] | None = None,
     architecture: str = "llama",
 ) -> Path:
-    """A small model with the facts of LLAMA and `values`, an embedding and `tensors`."""
+    """Write a small model with the metadata LLAMA and `values`, an embedding and `tensors`."""
     facts = {key: value for key, value in LLAMA.items() if key not in without}
     facts = {key.replace("llama.", f"{architecture}.", 1): v for key, v in facts.items()}
     embedding = {"token_embd.weight": np.zeros((96, 32), np.float32)}
@@ -123,7 +123,7 @@ def llama_file(
     )
 
 
-# Where the fp16 numbers of a block lie, for types that the package does not write.
+# Offsets of the fp16 numbers in a block, for types that the package does not write.
 NUMBERS: Mapping[str, tuple[int, ...]] = {
     "Q2_K": (80, 82),
     "Q3_K": (108,),
@@ -131,7 +131,7 @@ NUMBERS: Mapping[str, tuple[int, ...]] = {
     "Q5_K": (0, 2),
     "Q6_K": (208,),
 }
-# Their products with whole scales and codes are weights of about 0.06.
+# Multiplied with integer scales and codes they give weights of about 0.06.
 SIZES_OF_NUMBERS: Mapping[str, tuple[float, ...]] = {
     "Q2_K": (6e-3, 6e-3),
     "Q3_K": (1.5e-3,),
@@ -142,8 +142,8 @@ SIZES_OF_NUMBERS: Mapping[str, tuple[float, ...]] = {
 
 
 def some_rows(type: str, values: np.ndarray, seed: int = 0) -> np.ndarray:
-    """values [rows, weights] fp32 -> bytes [rows, bytes] of a type; of one that the package does
-    not write, the bytes of other weights of that shape."""
+    """Encode values [rows, weights] fp32 to [rows, bytes]. For types that the package does not
+    write, return the bytes of other weights of that shape."""
     kind = gguf.GGMLQuantizationType[type]
     if type not in NUMBERS:
         return gguf.quants.quantize(values, kind).view(np.uint8)
@@ -158,5 +158,5 @@ def some_rows(type: str, values: np.ndarray, seed: int = 0) -> np.ndarray:
 
 
 def weights_of(type: str, rows: np.ndarray) -> np.ndarray:
-    """bytes [rows, bytes] -> [rows, weights] fp32, by the package."""
+    """Decode [rows, bytes] to [rows, weights] fp32 by the package."""
     return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[type])

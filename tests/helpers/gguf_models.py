@@ -1,4 +1,4 @@
-"""Tiny GGUF models made with the public package, each with a twin: the same weights as floats."""
+"""Tiny GGUF models made with the public package, each with a twin of the same weights as floats."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def file_name(name: str, architecture: str = "llama") -> str:
 
 
 def neighbours(heads: int, size: int) -> list[int]:
-    """The order of rows in a llama file: those that are rotated together are neighbours."""
+    """Return the row order of a llama file, where rows that are rotated together are adjacent."""
     return [
         head * size + half * (size // 2) + pair
         for head in range(heads)
@@ -65,12 +65,12 @@ def save_gguf(
     type_of: Callable[[str], str],
     values: Mapping[str, int | float] = MappingProxyType({}),
 ) -> None:
-    """A checkpoint of transformers as a file.
+    """Save a checkpoint of transformers as a GGUF file.
 
     Args:
-        twin: a folder for the same weights, multiplied out.
-        type_of: of a matrix, by its name in the file.
-        values: metadata to be added or changed.
+        twin: a folder for the same weights, dequantised.
+        type_of: returns the type of a matrix, by its name in the file.
+        values: metadata to add or change.
     """
     config = json.loads((source / "config.json").read_text())
     architecture = config["model_type"]
@@ -101,7 +101,7 @@ def save_gguf(
             plain[name] = tensor
             continue
         type = type_of(own)
-        # Smaller: in layers as wide as the largest blocks, attention would see one key alone.
+        # Scaled down: in layers as wide as the largest blocks, attention would be nearly one-hot.
         rows = some_rows(type, 0.3 * stored, seed)
         kind = gguf.GGMLQuantizationType[type]
         writer.add_tensor(own, rows, raw_shape=rows.shape, raw_dtype=kind)

@@ -1,4 +1,4 @@
-"""Small tokenizers of the kinds that GGUF files hold, trained here, and texts to try them on."""
+"""Small trained tokenizers of the kinds in GGUF files, and texts to test them with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CORPUS = [
     "We're what they've said: it'll be I'm sure; He'd go. $3.50 + 7% = x^2 | `a` ~ <b>",
 ] * 3
 
-# As the tokenizer.json files of these models have them.
+# From the tokenizer.json files of these models.
 WORDS = {
     "llama-bpe": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -53,7 +53,7 @@ WORDS = {
         r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
-# Those that cut several times.
+# Pre-tokenizers that split several times.
 STEPS = {
     "deepseek-v3": (
         r"\p{N}{1,3}",
@@ -67,7 +67,7 @@ BYTE_LEVEL = ("gpt-2", "smollm", *WORDS, *STEPS)
 
 @cache
 def byte_level(pre: str) -> Tokenizer:
-    """Ids: <s>, </s>, 256 bytes, what was merged, <tool call>."""
+    """Return one with ids <s>, </s>, 256 bytes, merges, <tool call>."""
     tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
     if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
@@ -100,7 +100,7 @@ def byte_level(pre: str) -> Tokenizer:
 
 @cache
 def sentencepiece(prefix: bool) -> Tokenizer:
-    """Ids: <unk>, <s>, </s>, 256 bytes, characters and what was merged."""
+    """Return one with ids <unk>, <s>, </s>, 256 bytes, characters and merges."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     escape = normalizers.Replace(" ", "▁")
     tokenizer.normalizer = (
@@ -116,7 +116,7 @@ def sentencepiece(prefix: bool) -> Tokenizer:
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    state = json.loads(tokenizer.to_str())  # the trainer knows only special tokens; bytes are none
+    state = json.loads(tokenizer.to_str())  # the trainer makes the byte tokens special
     state["added_tokens"] = state["added_tokens"][:3]
     tokenizer = Tokenizer.from_str(json.dumps(state))
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -126,7 +126,7 @@ def sentencepiece(prefix: bool) -> Tokenizer:
 
 
 def texts(count: int, seed: int = 0) -> list[str]:
-    """Random Unicode with words, spaces, digits and special tokens in it."""
+    """Return random Unicode texts with words, spaces, digits and special tokens."""
     draw = random.Random(seed)
     special = ["<s>", "</s>", "<tool call>", "<unk>", "<0x41>"]
     words = [*" ".join(CORPUS[:5]).split(" "), *special]

@@ -1,4 +1,4 @@
-"""BuiltGrammars over a vocabulary of single bytes: whether a text is allowed, byte by byte."""
+"""Grammars over a vocabulary of single bytes, to check byte by byte whether a text is allowed."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ UNKNOWN = BYTES + 1  # has no text
 
 @cache
 def byte_vocabulary() -> GrammarVocabulary:
-    """Each byte, a token that ends an answer, and one without a text."""
+    """Return the vocabulary of all bytes, an end token, and a token without text."""
     return GrammarVocabulary(
         TokenBytes([*(bytes([i]) for i in range(BYTES)), b"\xff<end>", b""], [STOP])
     )
 
 
 def structure(value: object) -> Constraint:
-    """As a request has it."""
+    """Return the constraint of a request."""
     return Structure().checked(value)
 
 
 def matcher(value: object, output: bytes = b"") -> GrammarMatcher:
-    """At the start of a constraint, or behind a part of an answer."""
+    """Return the matcher of a constraint, at its start or after `output`."""
     vocabulary = byte_vocabulary()
     grammar, _ = translate(structure(value), vocabulary)
     return GrammarMatcher(vocabulary.build(grammar), vocabulary.stop, [STOP], output)
 
 
 def tokens_of(one: GrammarMatcher, size: int, supposed: list[int] | None = None) -> list[int]:
-    """The first `size` tokens that may come next."""
+    """Return which of the first `size` tokens may come next."""
     words = one.mask(supposed or [])
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")[:size]
     return np.flatnonzero(bits).tolist()
 
 
 def allowed(one: GrammarMatcher, supposed: bytes = b"") -> set[int]:
-    """The tokens that may come next."""
+    """Return the tokens that may come next."""
     return set(tokens_of(one, UNKNOWN + 1, list(supposed)))
 
 
 def accepts(one: GrammarMatcher, text: str) -> bool:
-    """Whether an answer may be this text."""
+    """Return whether this text is a valid answer."""
     for byte in text.encode():
         if one.ended or byte not in allowed(one):
             return False
@@ -58,7 +58,7 @@ def accepts(one: GrammarMatcher, text: str) -> bool:
 
 
 class MarkedGrammar:
-    """Walks texts through a grammar, byte by byte, markers as tokens.
+    """Matches texts with a grammar byte by byte, and markers as tokens.
 
     Args:
         source: a constraint, or a grammar in Lark.
@@ -81,7 +81,7 @@ class MarkedGrammar:
         return GrammarMatcher(self._start, self._vocabulary.stop, [STOP], counts=self._counts)
 
     def allows(self, pieces: Iterable[str | int]) -> bool:
-        """Whether an answer may be these texts and markers."""
+        """Return whether these texts and markers are a valid answer."""
         one = self.begin()
         for piece in pieces:
             for token in [piece] if isinstance(piece, int) else piece.encode():

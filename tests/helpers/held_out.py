@@ -1,4 +1,4 @@
-"""A story that no model was trained on, to measure quality with."""
+"""A story that no model was trained on, to measure quality."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server on a free port, in a thread of its own with an event loop of its own."""
+"""A real server on a free port, with its own thread and event loop."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class HttpServer:
     """A running server.
 
     Attributes:
-        url: such as http://127.0.0.1:40123, without a slash at its end.
-        port: it listens on.
-        listener: has its connections.
+        url: such as http://127.0.0.1:40123, without a trailing slash.
+        port: the port it listens on.
+        listener: owns its connections.
     """
 
     url: str
@@ -57,7 +57,7 @@ def http_server(
     Args:
         make: makes the app, in the server's event loop.
         limits: of its connections.
-        close: is called in the event loop after the last connection is closed.
+        close: called in the event loop after the last connection has closed.
         listening: socket to listen on; None: a free port.
         tls: serves HTTPS.
     """
@@ -93,7 +93,7 @@ def http_server(
 
 
 def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait until something has happened, in another thread or process."""
+    """Wait for a condition that another thread or process makes true."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -101,7 +101,7 @@ def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
 
 
 class Listening(Protocol):
-    """A server in this process, or in one of its own."""
+    """A server, in this process or another one."""
 
     port: int
 
@@ -118,7 +118,7 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        """The error of an answer that is one, of OpenAI's shape to the letter."""
+        """The error of an error answer, checked to have exactly OpenAI's shape."""
         assert self.headers["content-type"] == "application/json"
         body = self.json
         assert list(body) == ["error"]
@@ -137,11 +137,11 @@ def ask(
     timeout: float = 30.0,
     **headers: str | None,
 ) -> Reply:
-    """One request on a connection of its own. A dict is sent as JSON, with its content type.
+    """Send one request on its own connection. A dict is sent as JSON, with its content type.
 
     Args:
-        timeout: seconds in which nothing may come.
-        headers: _ stands for - in their names; None leaves out one that would be sent.
+        timeout: seconds without data.
+        headers: with _ for - in names; None omits a default header.
     """
     sent: dict[str, str | None] = {}
     if body is not None and not isinstance(body, str | bytes):
@@ -161,10 +161,10 @@ def ask(
 
 
 def raw(server: HttpServer, data: bytes, timeout: float = 30.0) -> bytes:
-    """Everything the server says to these bytes until it closes the connection.
+    """Send bytes, and return the server's answer up to the end of the connection.
 
     Raises:
-        TimeoutError: it does not.
+        TimeoutError: the server does not close it.
     """
     with socket.create_connection(("127.0.0.1", server.port), timeout) as connection:
         connection.sendall(data)
@@ -175,7 +175,7 @@ def raw(server: HttpServer, data: bytes, timeout: float = 30.0) -> bytes:
 
 
 def until_head(server: HttpServer, data: bytes) -> tuple[socket.socket, bytes]:
-    """An open connection, and the head of the server's answer to these bytes."""
+    """Send bytes, and return the open connection and the head of the server's answer."""
     connection = socket.create_connection(("127.0.0.1", server.port), 30)
     connection.sendall(data)
     received = b""

@@ -1,7 +1,7 @@
-"""A whole engine on Triton's kernels without a GPU: in its interpreter, on CPU tensors.
+"""A whole engine on Triton's kernels without a GPU, in Triton's interpreter on CPU tensors.
 
-Nobody wants that but tests, so no flag of the engine asks for it: it is resolved for a CPU, and
-then gets the platform of a GPU.
+Only tests need this, so the engine has no flag for it: it is resolved for a CPU, and then gets the
+platform of a GPU.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from kvik.worker.platforms import Platform, TritonPlatform
 
 
 def interpret_engines(patch: pytest.MonkeyPatch, torch_prompts: int | None = None) -> None:
-    """Engines that are made from now on, with device="cpu", compute with Triton's kernels.
+    """Make new engines with device="cpu" compute with Triton's kernels.
 
     Args:
-        torch_prompts: fresh prompts of so many tokens are torch's.
+        torch_prompts: length from which torch computes the attention of fresh prompts.
     """
     everywhere = replace(TritonAttention.caps, devices=frozenset({"cpu", "cuda"}))
     patch.setattr(TritonAttention, "caps", everywhere)

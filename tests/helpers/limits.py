@@ -1,15 +1,15 @@
-"""What a full run enforces beside the assertions: CPU budgets, and a reason for each skipped test.
+"""Limits of a full run: CPU budgets, and a reason for each skipped test.
 
 Registered by `conftest.py` in the full and nightly tiers. Workers of xdist measure; the process
-that collects their reports compares and fails the session.
+that collects their reports checks the limits and fails the session.
 
-- A case without the mark `full` takes at most `CASE_SECONDS` of CPU time (its own and that of the
-  processes it starts), so that the fast tier stays fast.
+- A case without the mark `full` takes at most `CASE_SECONDS` of CPU time, including processes that
+  it starts, so that the fast tier stays fast.
 - A folder's cases take at most the CPU seconds that `tests/limits.toml` states for it.
 - A test is skipped only for a reason that `tests/limits.toml` lists.
 
-Seconds are those of the machine that the budgets were measured on: each worker times a fixed piece
-of work now and then, and divides by how much longer than there it takes.
+Seconds are those of the machine on which the budgets were measured: each worker sometimes times a
+fixed piece of work, and divides by how much slower it runs than there.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CASES_A_PROBE = 25
 
 
 def cpu_seconds() -> float:
-    """Return the CPU time of this process and of its children that have ended."""
+    """Return the CPU time of this process and its ended children."""
     own = resource.getrusage(resource.RUSAGE_SELF)
     children = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = children.ru_utime + children.ru_stime + spent["cpu"]
@@ -40,8 +40,7 @@ def cpu_seconds() -> float:
 
 
 def probe() -> float:
-    """Return the CPU time of a piece of work that is like that of tests: bytecode and small
-    operations of torch."""
+    """Return the CPU time of work that is typical of tests: bytecode and small torch operations."""
     began, total = time.process_time(), 0
     for i in range(20_000):
         total += i % 7
@@ -52,10 +51,10 @@ def probe() -> float:
 
 
 class Limits:
-    """The plugin: measures in workers, sums and judges in the process that reports."""
+    """The plugin: measures in workers, sums and checks in the reporting process."""
 
     def __init__(self, *, whole_run: bool) -> None:
-        """`whole_run`: folder budgets hold for a run of all tests only."""
+        """`whole_run`: all tests run, so that the budgets of folders apply."""
         table = tomllib.loads(TABLE.read_text())
         self._folder_budget: dict[str, float] = table["folders"] if whole_run else {}
         self._skip_reasons: list[str] = table["skips"]
@@ -110,6 +109,6 @@ class Limits:
 
 
 def folder(nodeid: str) -> str:
-    """Return the folder below `tests` of a case, or "tests" for the files right in it."""
+    """Return the folder below `tests` of a case, or "tests" for files directly in it."""
     parts = nodeid.partition("::")[0].split("/")
     return parts[1] if len(parts) > 2 else "tests"

@@ -1,4 +1,4 @@
-"""The ways an engine may be asked to produce the same tokens, and how to run them."""
+"""Configurations of an engine that must all produce the same tokens, and how to run them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,20 @@ CONTEXT = 160
 
 @dataclass(frozen=True)
 class Column:
-    """Attributes:
-    config: engine options.
-    rounds: how often the whole batch is run; the last round counts (prefix hits).
-    order: "given", "reversed" or "shuffled" arrival.
-    alone: one request at a time.
-    siblings: n > 1; every sibling of a greedy request must agree.
-    way: by `LLM`, or as servers do: "requests" in this thread, over the "wire",
-        by two "replicas", by two "peers", "moved" from one to another, or "recorded".
-    tenants: who share the engine, and pinned: whether they pin their prompts; not by `LLM`.
-    in_flight: steps at a time, though a CPU computes one after the other.
-    must: what the last round must have shown, so that no column passes without its feature.
+    """One configuration.
+
+    Attributes:
+        config: engine options.
+        rounds: number of runs of the whole batch; the last one counts (prefix hits).
+        order: "given", "reversed" or "shuffled" arrival.
+        alone: one request at a time.
+        siblings: n > 1; all siblings of a greedy request must agree.
+        way: by `LLM`, or as servers do: "requests" in this thread, over the "wire",
+            by two "replicas", by two "peers", "moved" from one to another, or "recorded".
+        tenants: that share the engine; not by `LLM`.
+        pinned: tenants pin their prompts; not by `LLM`.
+        in_flight: steps at a time, although a CPU computes one after the other.
+        must: features that the last round must have used, so that no column passes without its own.
     """
 
     name: str
@@ -61,7 +64,7 @@ class Column:
 
     @property
     def native(self) -> bool:
-        """Attention runs in the native kernels."""
+        """Whether attention runs in the native kernels."""
         chosen = self.config.keys() & {"kernels", "attention_backend"}
         return not chosen and self.config.get("block_size", LANES) % LANES == 0
 
@@ -168,7 +171,7 @@ SERVED = [
     Column("pins", rounds=2, way="requests", tenants=2, pinned=True, must="pins"),
     Column("recorded", {"max_num_seqs": 4}, siblings=2, way="recorded"),
 ]
-ALL_OF_IT = Column(  # what a server may ask of an engine at once
+ALL_OF_IT = Column(  # all features of a server at once
     "wire, tenants, pins, preemption, two steps in flight",
     {**SQUEEZED, "max_num_batched_tokens": 33},
     rounds=2,
@@ -180,7 +183,7 @@ ALL_OF_IT = Column(  # what a server may ask of an engine at once
 )
 
 BUNDLED = ""
-# Two layers that see 24 keys take the memory of one that sees all, as that has larger heads: two KV
+# Two layers that see 24 keys need the memory of one that sees all, which has larger heads: two KV
 # groups. The last two layers read the keys of others. All have experts.
 WINDOWED = {
     "architectures": ["Gemma4ForCausalLM"],
@@ -205,7 +208,7 @@ WINDOWED = {
     "sliding_window": 24,
     "torch_dtype": "float32",
 }
-CAPPED = {  # layers with a window and without in turn, scores and logits capped
+CAPPED = {  # layers alternate with and without a window; scores and logits are capped
     **WINDOWED,
     "architectures": ["Gemma2ForCausalLM"],
     "num_hidden_layers": 4,
@@ -259,10 +262,10 @@ MODELS = (
 
 
 def make_model(name: str, folder: Path) -> dict[str, object]:
-    """Engine options that name the model.
+    """Return engine options for a model.
 
     Args:
-        folder: an empty one, for what has to be written.
+        folder: an empty one, for files of the model.
     """
     if name == "bundled":
         return {"model": BUNDLED}
@@ -272,14 +275,14 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
 
 
 def prompts(vocab: int) -> list[list[int]]:
-    """Short and long, some with a common start, one of a single token."""
+    """Return short and long prompts, some with a common prefix, one of a single token."""
     rng = random.Random(0)
     shared = [rng.randrange(5, vocab) for _ in range(40)]
     fresh = [[rng.randrange(5, vocab) for _ in range(n)] for n in (1, 7, 31, 32, 33, 90)]
     return [*fresh, [*shared, 11], [*shared, 12, 13], shared[:32]]
 
 
-# A forced text, then one with a choice at each token that is longer than any answer.
+# A forced text, then one with a choice at each token, longer than any answer.
 OBJECT = Constraint(
     CHECKED,
     json.dumps(
@@ -289,7 +292,8 @@ OBJECT = Constraint(
 
 
 def params(siblings: int = 1) -> list[SamplingParams]:
-    """Greedy for most, seeded sampling with everything on for the rest; two are structured."""
+    """Return greedy parameters for most, seeded sampling with all options for the rest; two are
+    structured."""
     common = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "n": siblings}
     greedy = SamplingParams(temperature=0.0, **common)
     seeded = SamplingParams(
@@ -309,14 +313,14 @@ def params(siblings: int = 1) -> list[SamplingParams]:
 
 
 def possible(sampling: list[SamplingParams], model: dict[str, object]) -> list[SamplingParams]:
-    """What a model can do: without a tokenizer no text is structured."""
+    """Return the parameters that the model supports; structured texts need a tokenizer."""
     if model["model"] == BUNDLED:
         return sampling
     return [one.with_changes(structured=None) for one in sampling]
 
 
 def run(llm: LLM, column: Column, sampling: list[SamplingParams]) -> list[RequestOutput]:
-    """The last round, by prompt."""
+    """Return the outputs of the last round, by prompt."""
     jobs = list(zip(prompts(llm.resolved.model.vocab_size), sampling, strict=True))
     order = list(range(len(jobs)))
     if column.order == "reversed":
@@ -338,7 +342,7 @@ def run(llm: LLM, column: Column, sampling: list[SamplingParams]) -> list[Reques
 def run_column(
     column: Column, sampling: list[SamplingParams], model: dict[str, object], **options: object
 ) -> list[RequestOutput]:
-    """In an engine of its own, which must show what the column is about."""
+    """Run a column in its own engine, and check that it used the column's feature."""
     config = {"threads": 1, "max_model_len": CONTEXT, "max_num_seqs": 16, **column.config}
     if "num_blocks" in config and model["model"] != BUNDLED:
         config["num_blocks"] *= 2
@@ -354,7 +358,7 @@ def run_column(
         else:
             found, stats = _serve(column, sampling, EngineConfig(**config))
             budget = config.get("max_num_batched_tokens", 0)
-    # A mask needs the token before it, so a step with structured texts reads the one before.
+    # A mask needs the previous token, so a step with structured texts waits for the previous step.
     free = not any(one.structured for one in sampling)
     if column.in_flight > 1 and free and not config.keys() & {"spec_method", "speculative_config"}:
         assert [one.most_unread >= column.in_flight for one in copies] == [True]
@@ -374,7 +378,7 @@ def run_column(
     if "max_num_batched_tokens" in column.config:
         assert budget < max(len(output.prompt_token_ids) for output in found)
     if not column.alone and column.config.get("max_num_seqs", 16) > 1:
-        assert stats.steps < stats.delivered_tokens  # several requests shared them
+        assert stats.steps < stats.delivered_tokens  # requests shared steps
     assert stats.kv_usage == 0
     return found
 
@@ -408,7 +412,7 @@ def _serve(
 
 
 def reference_tokens(model: dict[str, object]) -> list[list[int]]:
-    """What a plain run in fp32 says, one request at a time."""
+    """Return the tokens of a plain run in fp32, one request at a time."""
     with LLM(
         **model,
         dtype="float32",
@@ -446,8 +450,8 @@ BITS = [
 
 
 def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:
-    """Every other request wants those of its prompt too, all or the last: then the part of it that
-    they need is computed."""
+    """Return `params` where every other request has prompt logprobs, of all tokens or the last
+    ones, for which that part of the prompt is computed."""
     return [
         one.with_changes(logprobs=3)
         if i % 2

@@ -1,6 +1,6 @@
-"""The native kernels as tests call them: by name, on every instruction set and several teams.
+"""The native kernels for tests: called by name, on every instruction set and several teams.
 
-Importing this skips the test file where the package was built without its extension.
+Importing this skips the test file if the package was built without its extension.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ pytest.importorskip("kvik.kernels.cpu._native")
 
 from kvik.kernels.cpu import _native
 
-# By name: id, and of each argument the name and its kind ("p", "i" or "f").
+# Name -> id, and name and kind ("p", "i" or "f") of each argument.
 KERNELS = {name: (number, arguments) for number, (name, arguments) in enumerate(_native.kernels())}
 DTYPES = {
     torch.float32: 0,
@@ -32,8 +32,8 @@ THREADS = (1, 2, 5)
 
 @dataclass(frozen=True)
 class Runtime:
-    """An instruction set and a number of threads. Tests are parametrised with these, not with the
-    extension's own objects, which would then live until the process ends."""
+    """An instruction set and a number of threads. Tests are parametrised with these, because the
+    extension's own objects would live until the process ends."""
 
     isa: str
     threads: int
@@ -43,7 +43,7 @@ Value = Tensor | torch.dtype | int | float | None
 
 
 def call(runtime: Runtime, kernel: str, **arguments: Value) -> None:
-    """Run a kernel. A tensor stands for its address, None for a null pointer, a dtype for its
+    """Run a kernel. A tensor is passed as its address, None as a null pointer, a dtype as its
     number. Kernels check nothing: shapes and types must be right.
 
     Raises:
@@ -68,7 +68,7 @@ def _word(kernel: str, name: str, kind: str, value: Value) -> int | float:
 
 
 def runtimes(threads: Sequence[int] = THREADS) -> list:
-    """Parameters for a test: every instruction set of this machine with each number of threads."""
+    """Return test parameters: every instruction set of this machine with each number of threads."""
     return [
         pytest.param(Runtime(isa, n), id=f"{isa}-{n}")
         for isa in _native.instruction_sets()
@@ -77,13 +77,14 @@ def runtimes(threads: Sequence[int] = THREADS) -> list:
 
 
 class Poisoned:
-    """Room for a kernel's result amid bytes 0xff (NaN in every float type), and as many around it.
+    """Memory for a kernel's result, filled with bytes 0xff (NaN in every float type) and surrounded
+    by more of them.
 
     Attributes:
-        view: [*shape], rows (the first dimension) `gap` elements apart, the others dense.
+        view: [*shape], with `gap` elements between rows (the first dimension), otherwise dense.
     """
 
-    MARGIN = 256  # bytes before and behind
+    MARGIN = 256  # bytes before and after
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.float32, gap: int = 0) -> None:
         width = math.prod(shape[1:])
@@ -96,11 +97,11 @@ class Poisoned:
         self._gaps = rows[:, width:]
 
     def assert_rest_untouched(self) -> None:
-        """Nothing was written outside `view`."""
+        """Check that nothing was written outside `view`."""
         for part in (self._before, self._behind, self._gaps.contiguous().view(torch.uint8)):
             assert bool((part == 0xFF).all()), "written outside of the result"
 
 
 def normal(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Seeded normal numbers."""
+    """Return seeded normal numbers."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)

@@ -14,17 +14,17 @@ from kvik.kernels.kv_rounding import SCALES
 
 
 def poisoned(*shape: int, dtype: torch.dtype) -> Tensor:
-    """Bytes 0xff: NaN, or -1 in integers."""
+    """Return bytes 0xff: NaN, or -1 in integers."""
     return torch.full((*shape, dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype).squeeze(-1)
 
 
 class NativeCache:
-    """Keys and values of one layer. What was never stored is NaN, or its scale is.
+    """Keys and values of one layer. Before they are stored, they or their scales are NaN.
 
     Attributes:
-        k, v: [blocks, kv_heads, block_size * head_dim]; in four bits half as many bytes.
-        k_scales, v_scales: [blocks, kv_heads, block_size]; None where the cache is of floats.
-        value_dim: of latent vectors, which have no v: the first columns of k; else head_dim.
+        k, v: [blocks, kv_heads, block_size * head_dim]; with four bits half as many bytes.
+        k_scales, v_scales: [blocks, kv_heads, block_size]; None for a cache of floats.
+        value_dim: head_dim; of latent vectors, the number of columns of k that serve as v.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class NativeCache:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What every kernel over the cache is given."""
+        """Return the arguments that all cache kernels share."""
         return {
             "k_cache": self.k,
             "v_cache": self.v,
@@ -68,7 +68,8 @@ class NativeCache:
         }
 
     def store(self, runtime: Runtime, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """k, v: [rows, kv_heads, head_dim], dense but for the rows; slots: [rows] int64."""
+        """Store k, v [rows, kv_heads, head_dim], dense except between rows, at slots [rows]
+        int64."""
         if self.v is None:
             row = k.flatten(1)
             call(
@@ -130,14 +131,14 @@ class Part:
     Attributes:
         q: [queries, heads, head_dim], the last ones of the context.
         blocks: [blocks] int32.
-        tree: [queries, queries] bool: which tokens of the step each one sees.
+        tree: [queries, queries] bool: which tokens of the step each token sees.
     """
 
     q: Tensor
     context: int
     blocks: Tensor
     tree: Tensor | None = None
-    first_key: int = 0  # that any query sees
+    first_key: int = 0  # the first that any query sees
 
 
 def attend(
@@ -152,10 +153,10 @@ def attend(
     reach: int = 0,
     negated: bool = False,
 ) -> list[Tensor]:
-    """One step of attention; the result of each part.
+    """Compute one step of attention, and return the result of each part.
 
     Args:
-        negated: sinks of the window are met by queries times -1.
+        negated: queries are multiplied by -1 for sinks of the window.
     """
     every = torch.cat([part.q for part in parts])  # [tokens, heads, head_dim]
     value_dim, seen = cache.value_dim, as_window(window)
@@ -165,7 +166,7 @@ def attend(
     padded[:, : q.shape[1]] = q
     starts = torch.tensor([0, *(len(part.q) for part in parts)]).cumsum(0).int()
     contexts = torch.tensor([part.context for part in parts], dtype=torch.int32)
-    # Past a sequence's blocks the table holds a place that would crash.
+    # Beyond a sequence's blocks, entries of the table would crash if used.
     table = torch.full((len(parts), max(len(part.blocks) for part in parts) + 1), 2**30).int()
     for row, part in zip(table, parts, strict=True):
         row[: len(part.blocks)] = part.blocks
@@ -211,7 +212,7 @@ def attend(
 
 
 def pack_bits(tree: Tensor | None, queries: int) -> Tensor:
-    """[queries, queries] bool -> [queries] int64, bit j for token j; 0 without a tree."""
+    """Pack [queries, queries] bool to [queries] int64, bit j for token j; 0 without a tree."""
     if tree is None:
         return torch.zeros(queries, dtype=torch.int64)
     return (tree.long() << torch.arange(queries)).sum(1)

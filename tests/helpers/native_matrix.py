@@ -1,4 +1,4 @@
-"""Random weights packed for the native kernels, beside what they stand for, and their products."""
+"""Random weights packed for the native kernels, their dequantised values, and their products."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from kvik.kernels.weights import Weight, fp8_weight, in_nibbles, int4_min_weight
 F32, BF16, I8, I8_WEIGHT_ONLY = "f32", "bf16", "int8", "int8-weight-only"
 I4, I4_MIN, FP8, MXFP4 = "int4", "int4-min", "fp8", "mxfp4"
 NUMBERS = {F32: 0, BF16: 1, I8: 2, I8_WEIGHT_ONLY: 3, I4: 4, I4_MIN: 5, FP8: 6, MXFP4: 7}
-INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8)  # by number
-# Names of the kinds, each with the inputs of a group behind a "/", if it has groups (0: none), and
-# how weights of fp8 have x rounded.
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8)  # by number of the kind
+# Names of kinds, with the inputs of a group after a "/" if they have groups (0: none), and how x is
+# rounded for fp8 weights.
 ONE_OF_EACH = (
     *(F32, BF16, I8, I8_WEIGHT_ONLY, FP8, "int8/16", "int8-weight-only/32"),
     *(
@@ -31,7 +31,7 @@ ONE_OF_EACH = (
     ),
 )
 FP8_X = {"float": 0, "token": 1, "group": 2, "static": 3}
-STATIC_SCALE = 3.0 / 448  # cuts a normal number in 370
+STATIC_SCALE = 3.0 / 448  # saturates one of 370 normal numbers
 KINDS = (
     *ONE_OF_EACH,
     *("int8/32", "int8-weight-only/64", "int4/32", "int4/64-zeros", "int4/128-zeros"),
@@ -44,11 +44,11 @@ PAIRED = (SILU_AND_MUL, GELU_TANH_AND_MUL, GELU_AND_MUL, CLAMPED_SWIGLU)
 
 @dataclass(frozen=True)
 class Values:
-    """Weights as `pack_matrix` takes them.
+    """Arguments of `pack_matrix`.
 
     Attributes:
-        source: [outputs, inputs] before they were rounded.
-        dequantized: [outputs, inputs] fp32, what they stand for.
+        source: [outputs, inputs] before rounding.
+        dequantized: [outputs, inputs] fp32, after rounding.
         values, scales, zeros: arguments of `pack_matrix`.
     """
 
@@ -85,7 +85,7 @@ class NativeMatrix:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What every kernel over a matrix is given."""
+        """Return the arguments that all matrix kernels share."""
         names = ("weight", "scales", "zeros", "kind", "inputs", "outputs", "group", "order")
         return {name: getattr(self, name) for name in names}
 
@@ -93,7 +93,7 @@ class NativeMatrix:
 def random_values(
     kind: str, outputs: int, inputs: int, seed: int = 0, dtype: torch.dtype = torch.float32
 ) -> Values:
-    """Normal weights rounded to the kind. The last group is short if it must be."""
+    """Return normal weights rounded to the kind. The last group may be short."""
     source = normal(outputs, inputs, seed=seed, dtype=dtype)
     name, _, options = kind.partition("/")
     group = int(options.split("-")[0]) if options else 0
@@ -116,7 +116,7 @@ def random_values(
 
 
 def _rounded(name: str, source: Tensor, group: int, zeros: bool) -> Weight:
-    """source: [outputs, inputs] of whole groups, fp32. Scales of groups are fp16 numbers."""
+    """Round `source` [outputs, inputs] fp32 of whole groups. Scales of groups are fp16 values."""
     if name == MXFP4:
         return round_mxfp4(source)
     if name == I4:
@@ -138,7 +138,7 @@ def _rounded(name: str, source: Tensor, group: int, zeros: bool) -> Weight:
 
 
 def packed_sizes(v: Values, outputs: int, inputs: int, *, paired: bool) -> tuple[int, int, int]:
-    """Bytes of the packed weight, scales and zeros."""
+    """Return the bytes of the packed weight, scales and zeros."""
     tiles = -(-(outputs // 2) // (TILE // 2)) if paired else -(-outputs // TILE)
     steps = -(-inputs // INPUTS_PER_STEP[v.kind])
     groups = -(-inputs // v.group) if v.group else 0
@@ -152,7 +152,7 @@ def packed_sizes(v: Values, outputs: int, inputs: int, *, paired: bool) -> tuple
 def pack(
     runtime: Runtime, v: Values, *, paired: bool = False, pieces: int = 1, fill: int = 0xA5
 ) -> NativeMatrix:
-    """Pack in so many calls, into memory that holds `fill`."""
+    """Pack in several calls, into memory filled with `fill`."""
     outputs, inputs = v.source.shape
     sizes = packed_sizes(v, outputs, inputs, paired=paired)
     weight, scales, zeros = (torch.full((size + 64,), fill, dtype=torch.uint8) for size in sizes)
@@ -197,7 +197,7 @@ def pack(
 def random_matrix(
     runtime: Runtime, kind: str, outputs: int, inputs: int, *, seed: int = 0, paired: bool = False
 ) -> NativeMatrix:
-    """Normal weights, rounded to the kind and packed."""
+    """Return normal weights, rounded to the kind and packed."""
     packed = pack(runtime, random_values(kind, outputs, inputs, seed), paired=paired)
     rounding = FP8_X.get(kind.rpartition("-")[2], 0)
     scale = torch.tensor([STATIC_SCALE]) if rounding == FP8_X["static"] else None
@@ -215,7 +215,7 @@ def linear(
     out_dtype: torch.dtype = torch.float32,
     gap: int = 3,
 ) -> Tensor:
-    """act(x W^T + bias) + residual [rows, columns], rows `gap` elements apart."""
+    """Return act(x W^T + bias) + residual [rows, columns], with `gap` elements between rows."""
     columns = matrix.outputs // 2 if activation in PAIRED else matrix.outputs
     out = Poisoned(x.shape[0], columns, dtype=out_dtype, gap=gap)
     call(

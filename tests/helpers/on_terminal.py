@@ -1,4 +1,4 @@
-"""The command line on a terminal of its own: keys go in, what it writes to the screen comes out."""
+"""The command line on a pseudo-terminal: tests send keys and read the output."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import sys
 import termios
 from types import TracebackType
 
-PATIENCE = 60.0  # seconds until something must have been written
+PATIENCE = 60.0  # longest wait for output, in seconds
 
 
 class OnTerminal:
-    """Runs `kvik` with these arguments; leaving the `with` ends it. `written` is all it wrote."""
+    """Runs `kvik` with these arguments until the `with` block ends. `written` is its output."""
 
     def __init__(self, *arguments: str, columns: int = 80, **environ: str) -> None:
         self.written = b""
@@ -37,7 +37,7 @@ class OnTerminal:
         os.write(self._end, keys.encode())
 
     def wait_for(self, text: str) -> str:
-        """Until it has written this; returns what it wrote before, and forgets both."""
+        """Wait for `text` in the output; return what was before it, and discard both."""
         expected = text.encode()
         while expected not in self.written:
             assert self._read(), f"ended without {text!r} after {self.written!r}"
@@ -45,7 +45,7 @@ class OnTerminal:
         return before.decode()
 
     def finish(self) -> tuple[int, str]:
-        """Wait for its end: the exit code, and what it wrote since the last `wait_for`."""
+        """Wait for its end, and return the exit code and the output since the last `wait_for`."""
         while self._read():
             pass
         return self._process.wait(PATIENCE), self.written.decode()
@@ -55,7 +55,7 @@ class OnTerminal:
         assert ready, f"is silent after {self.written!r}"
         try:
             piece = os.read(self._end, 65536)
-        except OSError:  # EIO: no process has the other end open
+        except OSError:  # EIO: all processes have closed the other end
             piece = b""
         self.written += piece
         return bool(piece)

@@ -1,4 +1,4 @@
-"""The native kernels for test files that run, in part, without them too."""
+"""The native kernels for test files that partly run without them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ needs_native = pytest.mark.skipif(not NATIVE, reason="kvik was installed without
 
 
 def instruction_sets() -> list[str]:
-    """Those that the native kernels have and this machine runs, best first; none without them."""
+    """Return those that the kernels support and this machine runs, best first; empty without
+    them."""
     if not NATIVE:
         return []
     from kvik.kernels.cpu import _native

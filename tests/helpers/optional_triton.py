@@ -1,4 +1,4 @@
-"""Triton's kernels in test files: on the GPU if there is one, else in Triton's interpreter.
+"""The Triton kernels in tests: on the GPU if there is one, else in Triton's interpreter.
 
 A file that imports kvik.kernels.triton starts with
 `pytest.importorskip("triton", reason=NO_TRITON)`.
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 TRITON = find_spec("triton") is not None
 NO_TRITON = "triton is not installed: it has wheels for Linux on x86-64 only"
-# Of files whose engines run on CPU tensors.
+# For files whose engines run on CPU tensors.
 INTERPRETED_ONLY = pytest.mark.skipif(
     bool(find_gpus()), reason="there is a GPU, for which kernels are compiled, not interpreted"
 )
 
 
 def interpret_without_gpu() -> None:
-    """Before anything imports triton, which reads the variable as it is imported."""
+    """Set TRITON_INTERPRET without a GPU. Call this before any import of triton, which reads it."""
     if not find_gpus():
         os.environ["TRITON_INTERPRET"] = "1"
         if TRITON:
@@ -40,8 +40,8 @@ def interpret_without_gpu() -> None:
 
 
 def _take_scalars_as_bounds() -> None:
-    """The interpreter keeps a scalar as an array of one number, which numpy 2.4 no longer takes for
-    an index: `range(0, n)` of an argument n would fail."""
+    """Let the interpreter use scalars as bounds of `range`. It stores them as arrays of one
+    element, which numpy 2.4 no longer accepts as an index."""
     from triton.runtime import interpreter
 
     patch = interpreter._patch_lang_tensor
@@ -147,7 +147,7 @@ def _remember_types() -> None:
 
 
 def device() -> torch.device:
-    """Where kernels run in tests."""
+    """Return the device on which kernels run in tests."""
     import torch
 
     return torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")

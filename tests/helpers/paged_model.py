@@ -1,4 +1,4 @@
-"""A model with a paged cache and no engine: it is fed chosen tokens of chosen sequences."""
+"""A model with a paged cache but no engine, which computes given tokens of given sequences."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MAX_SEQUENCES = 8  # with a state
 
 
 class PagedModel:
-    """Each sequence is named by an int; its blocks are handed out in an order that is not tidy."""
+    """A model with numbered sequences, whose blocks are allocated in a shuffled order."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class PagedModel:
         seed: int = 0,
         stages: MakeStages = no_stages,
     ) -> None:
-        """A model from a folder or file, or of `spec` with random weights when it is None."""
+        """Load a model from a folder or file, or make random weights for `spec` if it is None."""
         self.spec = spec or model_files(folder).spec()
         specs = stored_as(self.spec.kv_specs(dtype.itemsize), kv_format)
         self.groups = group_layers(specs)
@@ -64,7 +64,7 @@ class PagedModel:
         self.cache = allocate_kv(self.groups, num_blocks, block_size, dtype, device)
         self.kv = self.cache.layers
         self.states = allocate_states(self.spec.states, MAX_SEQUENCES, device)
-        self.states.pool.fill_(float("nan"))  # what others left there
+        self.states.pool.fill_(float("nan"))  # left by other requests
         self.block_size = block_size
         order = torch.randperm(num_blocks - 1, generator=torch.Generator().manual_seed(1)) + 1
         self._free: list[int] = order.tolist()
@@ -106,13 +106,13 @@ class PagedModel:
         return dict(zip(chunks, logits.split(lengths), strict=True))
 
     def logits(self, ids: list[int], chunk: int = 0, sequence: int = 0) -> Tensor:
-        """Logits [tokens, vocab] of a whole prompt, fed `chunk` tokens at a time (0: at once)."""
+        """Return logits [tokens, vocab] of a prompt, in chunks of `chunk` tokens (0: at once)."""
         size = chunk or len(ids)
         parts = [ids[i : i + size] for i in range(0, len(ids), size)]
         return torch.cat([self.step({sequence: part})[sequence] for part in parts])
 
     def greedy(self, prompt: list[int], steps: int, chunk: int = 0, sequence: int = 0) -> list[int]:
-        """The most likely continuation; each new token is fed alone, over the cache."""
+        """Return the greedy continuation; each new token is computed alone, over the cache."""
         logits = self.logits(prompt, chunk, sequence)
         output = [int(logits[-1].argmax())]
         while len(output) < steps:

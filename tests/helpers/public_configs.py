@@ -1,4 +1,4 @@
-"""Facts of public models, as their config.json files state them, without what costs nothing."""
+"""The config.json files of public models, without keys that do not matter to the planner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAMES = tuple(sorted(public_configs()))
 
 
 def config(name: str) -> dict[str, Any]:
-    """The config.json of a public model."""
+    """Return the config.json of a public model."""
     return deepcopy(dict(public_configs()[name]))
 
 
@@ -27,6 +27,6 @@ def public_shape(name: str) -> ModelShape:
 
 
 def facts(file: str) -> dict[str, Any]:
-    """A JSON file beside the planner's tests."""
+    """Return the content of a JSON file next to the planner's tests."""
     values: dict[str, Any] = json.loads((FOLDER / file).read_text())
     return values

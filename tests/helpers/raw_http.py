@@ -1,4 +1,4 @@
-"""HTTP over a bare socket, for clients that behave as no library does."""
+"""HTTP over a bare socket, for clients that behave unlike any library."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ RECEIVE = 1 << 18
 
 
 def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
-    """Args:
-    receive_buffer: bytes that the kernel keeps for a reader who is slow.
-    """
+    """Connect to a port; `receive_buffer` is the size of the kernel's buffer in bytes."""
     sock = socket.socket()
     if receive_buffer is not None:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
@@ -31,7 +29,7 @@ def post(sock: socket.socket, path: str, body: Any, version: str = "1.1") -> Non
 
 
 def read_until(sock: socket.socket, mark: bytes) -> bytes:
-    """What comes, up to and with the first `mark`, and whatever came with it."""
+    """Read up to the first `mark`, and return all data received."""
     data = bytearray()
     while data.find(mark, max(0, len(data) - RECEIVE - len(mark))) < 0:
         more = sock.recv(RECEIVE)
@@ -42,7 +40,7 @@ def read_until(sock: socket.socket, mark: bytes) -> bytes:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """Everything until the connection ends, however it does."""
+    """Read until the connection ends or breaks."""
     data = bytearray()
     try:
         while more := sock.recv(RECEIVE):

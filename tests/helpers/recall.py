@@ -1,9 +1,9 @@
-"""Texts that hide pairs of a key and a value in filler and ask for one of them at the end, and the
+"""Texts with key-value pairs hidden in filler and a question for one of them at the end, and the
 small model that answers (`tests/data/recall`, trained by `tools/train_recall.py`).
 
-What a cache forgets cannot be answered: `recall(llm, ...)` is the share of right answers to
-questions that end a prompt, and `recall_behind(...)` that to questions behind it, where layers with
-budgets have dropped tokens. Tokens are ids; there is no tokenizer.
+The model cannot answer what its cache has dropped: `recall(llm, ...)` is the share of right answers
+to questions at the end of a prompt, and `recall_behind(...)` to questions after it, where layers
+with budgets have dropped tokens. Tokens are ids; there is no tokenizer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Question:
     Attributes:
         token_ids: begin with BEGIN and end with ASK and a key.
         answer: the token that should come next.
-        distance: tokens from the value that is asked for to the end of the text, both included.
+        distance: tokens from the requested value to the end of the text, both included.
     """
 
     token_ids: tuple[int, ...]
@@ -44,12 +44,12 @@ class Question:
 
 
 def hide(dice: random.Random, length: int, pairs: int, distance: range | None = None) -> Question:
-    """Return a text of `length` tokens with `pairs` pairs, of which one is asked for.
+    """Return a text of `length` tokens with `pairs` pairs and a question for one of them.
 
     Args:
-        distance: where the value that is asked for may stand, see `Question`; None: anywhere.
+        distance: allowed distances of the requested value, see `Question`; None: all.
     """
-    free = range(1, length - QUESTION - 1)  # where a key may stand, its value behind it
+    free = range(1, length - QUESTION - 1)  # places of keys, each with its value after it
     wanted = free if distance is None else range(length - distance[-1] - 1, length - distance[0])
     wanted = range(max(wanted.start, free.start), min(wanted.stop, free.stop))
     places = [dice.choice(wanted)]
@@ -68,13 +68,13 @@ def hide(dice: random.Random, length: int, pairs: int, distance: range | None = 
 def questions(
     count: int, length: int, pairs: int = 16, distance: range | None = None, seed: int = 0
 ) -> list[Question]:
-    """Return texts that are the same in each run. For the arguments see `hide`."""
+    """Return texts, the same in each run. See `hide` for the arguments."""
     dice = random.Random(f"{seed} {length} {pairs} {distance}")
     return [hide(dice, length, pairs, distance) for _ in range(count)]
 
 
 def recall(llm: LLM, asked: Sequence[Question]) -> float:
-    """Return the share of questions that a model answers, by its most likely token."""
+    """Return the share of questions that a model answers with its most likely token."""
     from kvik import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -89,9 +89,9 @@ def recall(llm: LLM, asked: Sequence[Question]) -> float:
 def rows_behind(
     scheduler: Scheduler, worker: Worker, name: str, ids: Sequence[int], prompt: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Compute a text as that of a request that was preempted, so that the scheduler itself says
-    what is dropped where. Yields the place of the first token of each step that has some from the
-    prompt's last one on, and these tokens' hidden states, [tokens, hidden]."""
+    """Compute a text as that of a preempted request, so that the scheduler decides which tokens are
+    dropped. For each step with tokens from the prompt's last one on, yield the place of the first
+    of these and their hidden states, [tokens, hidden]."""
     from kvik.core.plan import ModelRunnerOutput
     from kvik.core.sampling_params import SamplingParams
     from kvik.core.types import FinishReason, Request
@@ -116,10 +116,10 @@ def rows_behind(
 def recall_behind(
     scheduler: Scheduler, worker: Worker, asked: Sequence[Question], *, twice: bool
 ) -> float:
-    """Return the share of right answers to questions behind the prompt.
+    """Return the share of right answers to questions after the prompt.
 
     Args:
-        twice: the prompt ends with the question, too, so that what chooses what is kept knows it.
+        twice: the prompt also ends with the question, so that the choice of kept tokens sees it.
     """
     right = 0
     for number, one in enumerate(asked):

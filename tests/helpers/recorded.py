@@ -1,4 +1,4 @@
-"""A busy little engine whose flight is recorded: whatever a server may see, in a second."""
+"""A recording of a small, busy engine with all kinds of events that a server may see."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def record_flight(
     lose: Callable[[], None] | None = None,
     **config: Any,
 ) -> EngineStats:
-    """Requests come and go at random, of several kinds, and there are too few blocks for them.
+    """Record an engine with random requests of several kinds and too few blocks for them.
 
     Args:
-        lose: loses a process of the engine, which is called when half of the requests have come;
-            the flight ends with it.
+        lose: called after half of the requests to lose a process of the engine, which ends the
+            recording.
     """
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 128}
     wishes = {"device": "cpu", "threads": 1, "num_blocks": 12, **sizes, **config}
@@ -63,7 +63,7 @@ def record_flight(
 
 
 def written(header: Header, events: list[Event]) -> bytes:
-    """A recording of such events."""
+    """Return the bytes of a recording of these events."""
     frames = FrameWriter()
     return MAGIC + b"".join(frames.frame(encode(event)) for event in [header, *events])
 

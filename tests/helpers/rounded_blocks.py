@@ -1,4 +1,4 @@
-"""A pass over a model that rounds to nearest without inputs, as any method's results look."""
+"""A data-free pass over a model that rounds to nearest, with results like those of any method."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvik.quantize.quantised import (
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.source import open_source
 
-FOLDED = 0.5  # what norms are multiplied with, as if factors had been folded into them
+FOLDED = 0.5  # factor of all norms, as if it had been folded into them
 
 
 def rounded_blocks(
@@ -41,7 +41,7 @@ def rounded_blocks(
     *,
     first: int = 0,
 ) -> Iterator[BlockResult]:
-    """Stands for `quantise_blocks`."""
+    """Replace `quantise_blocks`."""
     source, tensors = open_source(folder), load_file(folder / SINGLE)
     dtype = getattr(torch, spec.dtype)
     for index in range(first, spec.num_layers):
@@ -73,7 +73,7 @@ def rounded(w: Tensor, recipe: Recipe, name: str, dtype: torch.dtype) -> Quantis
     inputs, group = w.shape[1], recipe.group_size
     if not recipe.act_order or recipe.static_groups or group in (-1, inputs):
         return rtn(w, grid)
-    # layers that share their inputs have one order, or the engine could not join them
+    # Layers that share their inputs have one order, or the engine could not join them.
     order = torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))
     found = rtn(w[:, order], grid)
     back = order.argsort()
@@ -81,7 +81,7 @@ def rounded(w: Tensor, recipe: Recipe, name: str, dtype: torch.dtype) -> Quantis
 
 
 def meaning(folder: Path, recipe: Recipe) -> dict[str, Tensor]:
-    """The whole checkpoint as the pass means it, quantised layers multiplied out in fp32."""
+    """Return the whole checkpoint after the pass, with quantised layers dequantised in fp32."""
     source, tensors = open_source(folder), load_file(folder / SINGLE)
     found = dict(tensors)
     for block in rounded_blocks(folder, source.spec, recipe, None, folder, lambda *_: None):

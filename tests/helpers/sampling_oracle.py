@@ -1,4 +1,4 @@
-"""The definition of sampling, in plain Python floats: what each token's probability must be."""
+"""The definition of sampling in plain Python: the required probability of each token."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def distribution(
     output: Sequence[int] = (),
     stop_ids: Collection[int] = (),
 ) -> Probabilities:
-    """Token id -> probability of those that can be sampled. At temperature 0 it is one token."""
+    """Return the probability of each token that can be sampled; at temperature 0, one token."""
     scores = dict(enumerate(logits))
     for token, bias in (params.logit_bias or {}).items():
         scores[token] += bias
@@ -40,7 +40,7 @@ def distribution(
     kept = _normalise({t: math.exp((s - top) / params.temperature) for t, s in scores.items()})
     if params.top_k > 0:
         kept = _normalise(dict(_most_likely(kept)[: params.top_k]))
-    if params.top_p < 1:  # the sum of all may round to 1 before the last
+    if params.top_p < 1:  # rounded sums may reach 1 before the last token
         kept = _smallest_set(_most_likely(kept), params.top_p)
     highest = max(kept.values())
     kept = _normalise({t: p for t, p in kept.items() if p >= params.min_p * highest})
@@ -59,7 +59,7 @@ def _most_likely(kept: Probabilities) -> list[tuple[int, float]]:
 
 
 def _smallest_set(ordered: list[tuple[int, float]], mass: float) -> Probabilities:
-    """The first tokens in order that together reach the mass."""
+    """Return the fewest leading tokens whose probabilities reach the mass."""
     kept: Probabilities = {}
     for token, p in ordered:
         if kept and sum(kept.values()) >= mass:
@@ -69,7 +69,7 @@ def _smallest_set(ordered: list[tuple[int, float]], mass: float) -> Probabilitie
 
 
 def _typical(kept: Probabilities, mass: float) -> Probabilities:
-    """The smallest set nearest to the entropy, and what is as near as its last member."""
+    """Return the smallest set nearest to the entropy, with all tokens as near as its last one."""
     kept = {token: p for token, p in kept.items() if p > 0}
     entropy = -sum(p * math.log(p) for p in kept.values())
     distance = {token: abs(-math.log(p) - entropy) for token, p in kept.items()}

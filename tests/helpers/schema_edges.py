@@ -1,4 +1,4 @@
-"""Schemas at the edges of each keyword, with what is just inside and just outside of them."""
+"""Schemas for the limits of each keyword, with values just inside and just outside."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import combinations, combinations_with_replacement
 from typing import Any
 
-Edge = tuple[dict[str, Any], list[Any], list[Any]]  # a schema, what satisfies it, what does not
+Edge = tuple[dict[str, Any], list[Any], list[Any]]  # a schema, valid values, invalid values
 
 BOUNDS = (-1000, -101, -10, -1, 0, 1, 9, 10, 99, 101, 1000)
 FRACTIONS = (-2.5, -0.25, 0, 0.5, 1, 10.75)
@@ -14,7 +14,7 @@ VALUES = {"null": None, "boolean": True, "integer": 3, "string": "a", "array": [
 
 
 def edges() -> Iterator[Edge]:
-    """Yield several hundred, each alone and as a property of an object."""
+    """Yield several hundred edges, each alone and as a property of an object."""
     for schema, valid, invalid in _edges():
         yield schema, valid, invalid
         named = {"type": "object", "properties": {"v": schema}, "required": ["v"]}

@@ -1,4 +1,4 @@
-"""Values that a JSON schema allows, and values that it does not, drawn at random."""
+"""Random values that a JSON schema allows or forbids."""
 
 from __future__ import annotations
 
@@ -10,13 +10,11 @@ Schema = Mapping[str, Any]
 
 LETTERS = 'aeiou thefox,.!\n\t"\\<|>{}[]%é漢😀\u0000\u200b'
 HUGE = (2**31, 2**53, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 10**30)
-MOST = 6  # entries of a list and letters of a string, unless more are asked for
+MOST = 6  # entries of a list and letters of a string, unless the schema requires more
 
 
 class SchemaValues:
-    """Args:
-    components: what `$ref` names.
-    """
+    """Draws values; `components` are the targets of `$ref`."""
 
     def __init__(self, components: Mapping[str, Schema], dice: random.Random) -> None:
         self._components = components
@@ -28,7 +26,7 @@ class SchemaValues:
         return schema
 
     def allowed(self, schema: Schema) -> Any:
-        """A value that the schema allows, as far as it says."""
+        """Return a value that the schema allows."""
         schema, dice = self.resolved(schema), self._dice
         if "anyOf" in schema:
             return self.allowed(dice.choice(schema["anyOf"]))
@@ -53,7 +51,7 @@ class SchemaValues:
         return dice.choice([None, True, 0, 1.5, "x", [], {}])
 
     def forbidden(self, schema: Schema) -> list[Any]:
-        """Values that the schema does not allow; none if it allows everything."""
+        """Return values that the schema forbids; none if it allows everything."""
         kinds = self._kinds(schema)
         others = {
             "null": [None],

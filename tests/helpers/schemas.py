@@ -1,4 +1,4 @@
-"""Random schemas whose values are short."""
+"""Random schemas with short values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALARS: list[dict[str, Any]] = [
 
 
 def drawn_schema(dice: random.Random, depth: int = 3) -> dict[str, Any]:
-    """A schema; `depth`: how far it nests."""
+    """Return a schema of at most this nesting depth."""
     kind = dice.random() if depth else 0.0
     if kind < 0.4:
         return dice.choice(SCALARS)

@@ -1,4 +1,4 @@
-"""A client whose engine is the test, at the other end of its socket."""
+"""A client whose engine is played by the test."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def end(name: str, index: int = 0) -> RequestDelta:
 
 
 class Scripted:
-    """A source whose engine is the test."""
+    """A source of engine messages that the test controls."""
 
     def __init__(self) -> None:
         self.client: RemoteClient | None = None

@@ -1,4 +1,4 @@
-"""The engine as a server uses it: tenants, pins, a socket, a flight recorder."""
+"""Run prompts as a server does: with tenants, pins, a socket and a flight recorder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvik.engine.stats import EngineStats
 from kvik.launch import launch, load_loop, play, resolve_config, start
 
 Rounds = Sequence[Sequence[EngineRequest]]
-Served = tuple[list[RequestOutput], EngineStats]  # the last round in order, and then
+Served = tuple[list[RequestOutput], EngineStats]  # outputs of the last round, and stats after it
 
 
 def make_requests(
@@ -37,7 +37,7 @@ def make_requests(
     tenants: int,
     pinned: bool,
 ) -> list[list[EngineRequest]]:
-    """For each round all prompts, their names new; `pinned`: the whole of each prompt."""
+    """Return all prompts for each round, under new ids; `pinned`: each prompt is pinned whole."""
     return [
         [
             EngineRequest(
@@ -54,12 +54,12 @@ def make_requests(
 
 
 def serve_here(config: EngineConfig, rounds: Rounds) -> Served:
-    """By steps in this thread."""
+    """Serve by stepping an engine in this thread."""
     return _by_steps(launch(config), rounds)
 
 
 def serve_recorded(config: EngineConfig, rounds: Rounds, path: Path) -> Served:
-    """The same with a recording, which is played again and must not differ."""
+    """Serve in this thread with a recording, and check that its replay does not differ."""
     resolved = resolve_config(config)
     found = _by_steps(start(resolved, record=path), rounds)
     with open_recording(path) as file:
@@ -71,7 +71,7 @@ def serve_recorded(config: EngineConfig, rounds: Rounds, path: Path) -> Served:
 
 
 def serve_over_the_wire(config: EngineConfig, rounds: Rounds) -> Served:
-    """By an engine in another thread, behind a socket."""
+    """Serve by an engine in another thread, behind a socket."""
     engine = launch(config)
     try:
         return asyncio.run(_over_the_wire(engine, rounds))
@@ -80,7 +80,7 @@ def serve_over_the_wire(config: EngineConfig, rounds: Rounds) -> Served:
 
 
 def serve_by_replicas(config: EngineConfig, rounds: Rounds) -> Served:
-    """By two engines in threads, between which requests are routed."""
+    """Serve by two engines in threads, with routing between them."""
     engines = [launch(config), launch(config)]
     try:
         return asyncio.run(_by_replicas(engines, rounds))
@@ -97,7 +97,7 @@ async def _by_replicas(engines: Sequence[Engine], rounds: Rounds) -> Served:
         processed = outputs.process(deltas)
         found.update({output.request_id: output for output in processed.finished})
 
-    held = [_Held(engine.executor) for engine in engines]
+    held = [_GatedExecutor(engine.executor) for engine in engines]
     async with AsyncExitStack() as stack:
         served = []
         for engine, one in zip(engines, held, strict=True):
@@ -122,13 +122,13 @@ async def _by_replicas(engines: Sequence[Engine], rounds: Rounds) -> Served:
             await one.at_rest()
         stats = await both.stats()
         parts = await asyncio.gather(*(one.client.stats() for one in served))
-        assert all(part.delivered_tokens for part in parts)  # none did all of it
+        assert all(part.delivered_tokens for part in parts)  # both had requests
         await both.close()
         return [found[request.request_id] for request in rounds[-1]], stats
 
 
 def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
-    """Prompts by one engine, all else by another one that fetches their pages."""
+    """Compute prompts in one engine, and the rest in another one that fetches their pages."""
     clients = [InprocClient(loop, time.sleep) for loop in _lender_and_borrower(config)]
     outputs = OutputProcessor(None)
     found: dict[str, RequestOutput] = {}
@@ -154,7 +154,7 @@ def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
 
 
 def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
-    """By one engine until all have begun, then by another one that fetches their pages."""
+    """Serve by one engine until all have begun, then by another one that fetches their pages."""
     loops = _lender_and_borrower(config)
     clients = [InprocClient(loop, time.sleep) for loop in loops]
     outputs = OutputProcessor(None)
@@ -162,7 +162,7 @@ def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
     handed: dict[str, list[Handover]] = {}
 
     def take(deltas: list[RequestDelta]) -> set[tuple[str, int]]:
-        """Returns whose tokens came."""
+        """Return which requests received tokens."""
         for delta in deltas:
             if delta.handed is not None:
                 handed.setdefault(delta.request_id, []).append(delta.handed)
@@ -197,7 +197,7 @@ def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
 
 
 def _lender_and_borrower(config: EngineConfig) -> tuple[EngineLoop, EngineLoop]:
-    """Two engines, of which the second fetches pages of the first."""
+    """Return two engines, of which the second fetches pages of the first."""
     token = b"of these two"
     lends = replace(config, role="prefill", kv_tiers="memory:64MiB")
     lender = load_loop(resolve_config(lends), token=token)
@@ -224,9 +224,9 @@ def _by_steps(engine: Engine, rounds: Rounds) -> Served:
         client.close()
 
 
-class _Held:
-    """An executor that computes nothing until a whole batch has been sent: how much of it meets in
-    the engine must not depend on which thread is quicker."""
+class _GatedExecutor:
+    """An executor that waits until a whole batch has been sent, so that batches do not depend on
+    the speed of threads."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -262,7 +262,7 @@ async def _over_the_wire(engine: Engine, rounds: Rounds) -> Served:
         processed = outputs.process(deltas)
         found.update({output.request_id: output for output in processed.finished})
 
-    held = _Held(engine.executor)
+    held = _GatedExecutor(engine.executor)
     async with engine_in_thread(engine.resolved, held) as served:
         served.client.start(take)
         await served.ready()

@@ -1,4 +1,4 @@
-"""An engine behind a socket, in a thread of this process: what a server test talks to.
+"""An engine behind a socket, in a thread of this process, for server tests.
 
     async with engine_in_thread() as served:
         served.client.start(sink)          # in the event loop that the server runs in
@@ -36,7 +36,7 @@ EOS = 63
 
 
 def tiny_config(num_blocks: int = 512, **scheduler: object) -> ResolvedConfig:
-    """Of a model with 64 tokens that does not exist, for a fake executor."""
+    """Return the configuration of a fictitious model with 64 tokens, for a fake executor."""
     spec = ModelSpec.from_config(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -64,15 +64,15 @@ def tiny_config(num_blocks: int = 512, **scheduler: object) -> ResolvedConfig:
 
 @dataclass
 class FakeExecutor:
-    """Answers each sampling row with `token(step, row)`, and keeps the plans it saw.
+    """Answers each sampling row with `token(step, row)`, and records the plans.
 
     Attributes:
-        seconds: what a step takes.
+        seconds: duration of a step.
         gate: a step waits until it is set.
         errors: of rows of the next step.
-        raises: from the next `submit`.
-        raises_late: from the next `result`.
-        grammars: by source, those that are not built at once.
+        raises: exception of the next `submit`.
+        raises_late: exception of the next `result`.
+        grammars: by source, those that the test builds later.
     """
 
     token: Callable[[int, int], int] = lambda step, row: 1 + step % 50
@@ -113,7 +113,7 @@ class FakeExecutor:
         return 0
 
     def build_grammar(self, constraint: Constraint) -> Future[object]:
-        """Left to the test, as `grammars` by source, or built at once."""
+        """Return the future of `grammars` if there is one, else build the grammar."""
         built: Future[object] = Future()
         if constraint.source not in self.grammars:
             built.set_result(None)
@@ -127,7 +127,7 @@ class FakeExecutor:
 
 
 def gated_executor() -> FakeExecutor:
-    """An executor whose steps wait until its gate is set."""
+    """Return an executor whose steps wait until its gate is set."""
     executor = FakeExecutor()
     executor.gate.clear()
     return executor
@@ -136,14 +136,14 @@ def gated_executor() -> FakeExecutor:
 def engine_request(
     name: str = "a", prompt: Iterable[int] = (1, 2, 3), **params: object
 ) -> EngineRequest:
-    """A request for five tokens; `params` are further parameters of sampling."""
+    """Return a request for five tokens; `params` are further sampling parameters."""
     return EngineRequest(name, list(prompt), SamplingParams(**{"max_tokens": 5, **params}))
 
 
 @functools.cache
 def bundled() -> tuple[ResolvedConfig, Executor]:
-    """The story model on one thread, loaded once for all tests of a run. One engine at a time may
-    use it."""
+    """Return the story model on one thread, loaded once for all tests of a run. Only one engine at
+    a time may use it."""
     from kvik.launch import launch
 
     engine = launch(
@@ -160,7 +160,7 @@ def bundled() -> tuple[ResolvedConfig, Executor]:
 
 
 class KeptLoop(EngineLoop):
-    """A loop that leaves its executor to the engines that come after it."""
+    """A loop that does not stop its executor, which later engines reuse."""
 
     def close(self) -> None:
         pass
@@ -168,9 +168,11 @@ class KeptLoop(EngineLoop):
 
 @dataclass(frozen=True)
 class ServedEngine:
-    """Attributes:
-    client: to be started with a sink, in the event loop.
-    core: the engine's own; to be looked at when it is at rest.
+    """An engine and its client.
+
+    Attributes:
+        client: the test starts it with a sink, in the event loop.
+        core: the engine's; inspect it only when the engine is idle.
     """
 
     client: RemoteClient
@@ -183,7 +185,7 @@ class ServedEngine:
                 await asyncio.sleep(0.001)
 
     async def at_rest(self) -> None:
-        """Until everything has been given back: no request, no slot, no block."""
+        """Wait until no request, slot or block is in use."""
         async with asyncio.timeout(30):
             while self.client.num_unfinished or self.core.has_requests:
                 await asyncio.sleep(0.001)
@@ -199,11 +201,11 @@ def make_engine(
     reports: bool = False,
     **scheduler: object,
 ) -> ServedEngine:
-    """Not yet started; `await served.client.close()` ends it.
+    """Return an engine that is not started; `await served.client.close()` ends it.
 
     Args:
-        config, executor: `bundled()`, or a tiny model that does not exist and a `FakeExecutor`.
-        reports: it is one of several engines.
+        config, executor: `bundled()`, or a fictitious model and a `FakeExecutor`.
+        reports: the engine is one of several.
         scheduler: fields of `SchedulerConfig` to change.
     """
     if config is None:
@@ -225,7 +227,7 @@ async def engine_in_thread(
     reports: bool = False,
     **scheduler: object,
 ) -> AsyncIterator[ServedEngine]:
-    """See `make_engine`. It is closed at the end."""
+    """Provide an engine of `make_engine`, and close it at the end."""
     served = make_engine(config, executor, reports=reports, **scheduler)
     try:
         yield served

@@ -1,4 +1,4 @@
-"""`kvik serve` as users start it: two processes, seen from outside."""
+"""`kvik serve` as users start it: two processes, observed from outside."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from typing import Any
 
 from kvik.server.texts import THREADS
 
-# Threads of the server's pools, which begin when there is something for them to do.
+# Threads of the server's pools, which start with their first work.
 POOLED = THREADS + min(32, (os.cpu_count() or 1) + 4)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process holds. memory: bytes that it wrote itself."""
+    """Resources of a process; `memory` is its private memory in bytes."""
 
     files: int
     threads: int
@@ -44,7 +44,7 @@ class ServerProcess:
 
     @property
     def engine_pid(self) -> int:
-        """Of the process that holds the model."""
+        """The id of the process with the model."""
         found = [pid for pid in children(self.process.pid) if "engine_process" in command(pid)]
         (pid,) = found
         return pid
@@ -69,7 +69,7 @@ class ServerProcess:
             connection.close()
 
     def metrics(self) -> dict[str, float]:
-        """Ours, those without labels of their own by their bare names."""
+        """Return kvik's metrics, those without further labels under their plain names."""
         _, text = self.get("/metrics")
         rows = re.findall(r'^kvik:(\w+)\{model_name="[^"]*"\} (\S+)$', text.decode(), re.MULTILINE)
         return {name: float(value) for name, value in rows}
@@ -87,16 +87,16 @@ class ServerProcess:
         raise TimeoutError("it is not ready")
 
     def held(self) -> tuple[Held, Held]:
-        """By the HTTP process, and by the engine's."""
+        """Return the resources of the HTTP process and of the engine's."""
         return held(self.process.pid), held(self.engine_pid)
 
 
 @contextmanager
 def server_process(*flags: str, exit_code: int = 0) -> Iterator[ServerProcess]:
-    """A server of the bundled model on a free port, ready, until the block ends; then it drains.
+    """Provide a ready server of the bundled model on a free port, and drain it at the end.
 
     Args:
-        exit_code: that it is to end with.
+        exit_code: expected exit code.
     """
     port = free_port()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The whole HTTP side over an engine that has no model: routes, edge, generations."""
+"""The whole HTTP side over an engine without a model: routes, checks, generations."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Served:
     parts: Server
 
     def at_rest(self) -> None:
-        """Nothing lives, in the engine or before it."""
+        """Wait until no request is left in the engine or in front of it."""
         self.http.call(self.inner.at_rest())
 
 
@@ -47,12 +47,13 @@ def served(
     server_config: ServerConfig | None = None,
     **scheduler: object,
 ) -> Iterator[Served]:
-    """A server on a real socket whose text is letters, and which is at rest at the end.
+    """Provide a server on a real socket that generates letters, and check that it is idle at the
+    end.
 
     Args:
         routes: of the API under test.
         template: for conversations.
-        config: of the engine; None: of the tiny model that does not exist.
+        config: of the engine; None: of the fictitious model.
         scheduler: fields of `SchedulerConfig`.
     """
     engine = make_engine(config, executor or FakeExecutor(), **scheduler)

@@ -1,4 +1,4 @@
-"""A scheduler and a fake worker, stepped by hand, with everything that must hold checked."""
+"""A scheduler and a fake worker, stepped by the test, with all invariants checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def kv_spec(window: Seen = None, readers: int = 1) -> KVCacheSpec:
 
 @dataclass(frozen=True)
 class Setup:
-    """A scheduler's configuration, small by default so that everything runs short."""
+    """A scheduler's configuration, small by default so that resources run short."""
 
     policy: str = "fcfs"
     block_size: int = 4
@@ -48,17 +48,17 @@ class Setup:
     caching: bool = True
     batch_size: int = 3
     max_wait: float | None = 0.5
-    more_expected: bool = True  # what the frontend says: batches wait for requests to come
+    more_expected: bool = True  # the frontend expects requests, for which batches wait
     ageing: float = 10.0
     max_queued_requests: int = 1000
     max_queued_tokens: int = 100_000
     lookahead: int = 0
     pinned_share: float = 0.75
     tenant_pinned_share: float = 0.5
-    checkpoints: int | None = None  # of states; None: no layer keeps one
+    checkpoints: int | None = None  # of states; None: no layer has a state
     whole_prompts: bool = False
     tiers: tuple[int, int] = (0, 0)  # pages in memory and on disk
-    peers: bool = False  # other engines lend pages to it, and get some
+    peers: bool = False  # it exchanges pages with other engines
 
     @property
     def cache(self) -> CacheConfig:
@@ -110,14 +110,14 @@ class Simulation:
         self.requests: dict[tuple[str, int], Request] = {}
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.ended: dict[tuple[str, int], RequestDelta] = {}
-        self.unscored: set[tuple[str, int]] = set()  # whose prompt logprobs are yet to come
+        self.unscored: set[tuple[str, int]] = set()  # whose prompt logprobs are missing
         self.in_flight: deque[tuple[SchedulerOutput, ModelRunnerOutput | None]] = deque()
         self.failing_row: int | None = None  # in the next step
         self.step_fails = False  # the next step
         self._virtual_time = 0
 
     def fits(self, num_tokens: int) -> bool:
-        """What the engine core asks before it takes a request in."""
+        """Return whether the engine core would accept a request of this length."""
         kv = self.scheduler.kv
         return kv.max_blocks(num_tokens, self.setup.budget) <= kv.pool.num_blocks
 
@@ -138,8 +138,8 @@ class Simulation:
         lends: bool = False,
         source: PageSource | None = None,
     ) -> list[Request]:
-        """A request, with nothing but a vector to come of it if `pooling` says so, and nothing but
-        prompt logprobs if `max_tokens` is 0."""
+        """Add a request. With `pooling` it only yields a vector, and with `max_tokens` 0 only
+        prompt logprobs."""
         name = f"r{len(self.requests)}"
         if max_tokens == 0 and pooling is None:
             params = SamplingParams(
@@ -179,7 +179,7 @@ class Simulation:
         return siblings
 
     def plan(self) -> SchedulerOutput | None:
-        """Plan a step and execute it; its result waits to be delivered."""
+        """Plan and execute a step, and queue its result."""
         plan = self.scheduler.schedule(self.now)
         self.check()
         if plan is None:
@@ -190,7 +190,7 @@ class Simulation:
         assert plan.num_tokens <= self.setup.budget
         assert len(set(plan.slots)) == len(plan.slots)
         assert min(plan.num_scheduled_tokens, default=1) > 0
-        if not plan.slots:  # moves alone
+        if not plan.slots:  # only moves
             fails, self.step_fails = self.step_fails, False
             self.in_flight.append((plan, self.worker.move(plan, fails=fails)))
             return plan
@@ -211,13 +211,13 @@ class Simulation:
         return deltas
 
     def planned(self) -> SchedulerOutput:
-        """As `plan`, where there must be something to compute."""
+        """Plan a step that must not be empty."""
         plan = self.plan()
         assert plan is not None
         return plan
 
     def answer(self, plan: SchedulerOutput, *rows: list[int]) -> list[RequestDelta]:
-        """Deliver hand-made tokens instead of the fake worker's."""
+        """Deliver given tokens instead of the fake worker's."""
         self.in_flight.popleft()
         deltas = self.scheduler.update(ModelRunnerOutput(plan.step, list(rows)), self.now)
         self.check()
@@ -237,7 +237,7 @@ class Simulation:
         self._note(self.scheduler.take_ended())
 
     def hand_over(self, request: Request, to: Simulation | None = None) -> Request | None:
-        """Let another engine go on with a request, or this one again. None: it goes on here."""
+        """Continue a request in another engine, or resubmit it here. None: it stays here."""
         if self.scheduler.may_hand_over(request):
             self.scheduler.hand_over(request, self.now)
         self.check()
@@ -277,7 +277,8 @@ class Simulation:
         return other
 
     def drain(self, max_steps: int = 3000) -> int:
-        """Step until nothing is left; everything must be given back. Returns the steps taken."""
+        """Step until no request is left, check that all resources are free, and return the number
+        of steps."""
         steps = 0
         self._note(self.scheduler.take_ended())
         while self.scheduler.has_requests or self.in_flight or self.moving:
@@ -291,7 +292,7 @@ class Simulation:
         return steps
 
     def outlive_pins(self) -> None:
-        """Until the time of every pin is over; then each block is there for anything."""
+        """Wait until every pin has expired, and check that all blocks can be reused."""
         ends = [held.until for held in self.scheduler.kv.pins.by_use]
         self.now = max([self.now, *ends])
         assert self.scheduler.schedule(self.now) is None
@@ -313,7 +314,7 @@ class Simulation:
         return next(r.cache_salt for r in self.scheduler.running if r.slot == new.slot)
 
     def _note(self, deltas: list[RequestDelta]) -> None:
-        """Gather outputs and compare them with what the "model" says."""
+        """Collect outputs and compare them with the "model"."""
         for delta in deltas:
             key = (delta.request_id, delta.index)
             request = self.requests[key]
@@ -321,7 +322,7 @@ class Simulation:
             self.outputs[key] += delta.token_ids
             prompt = request.token_ids[: request.num_prompt_tokens]
             if delta.prompt_logprobs is not None:
-                self.unscored.remove(key)  # they come once
+                self.unscored.remove(key)  # they arrive once
                 right_scores = expected_prompt_logprobs(
                     prompt, request.cache_salt, request.params.prompt_logprobs_start
                 )

@@ -1,4 +1,4 @@
-"""How long an event loop has no turn."""
+"""Measure how long an event loop is blocked."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 
 def longest_stall(work: Callable[[], object]) -> float:
-    """Seconds for which an event loop had no turn while `work` was done in a thread beside it."""
+    """Return the longest time, in seconds, that an event loop was blocked by `work` in a thread."""
 
     async def run() -> float:
         worst, done = 0.0, asyncio.ensure_future(asyncio.to_thread(work))
@@ -25,19 +25,19 @@ def longest_stall(work: Callable[[], object]) -> float:
 def assert_turns(work: Callable[[], object]) -> None:
     """An event loop has its turn while `work` is done beside it, after 0.1 s at the latest.
 
-    Other processes hold up all threads alike: how much is told by work that gives way at once, and
-    the best of a few tries counts.
+    Other processes delay all threads alike. Plain bytecode, which releases the GIL regularly,
+    measures how much; the best of a few attempts counts.
     """
-    noise = min(longest_stall(_gives_way) for _ in range(3))
+    noise = min(longest_stall(_bytecode) for _ in range(3))
     stalls = []
     for _ in range(5):
         stalls.append(longest_stall(work))
         if stalls[-1] < 0.1 + 2 * noise:
             return
-    raise AssertionError(f"nobody else had a turn for {stalls} s, beside noise of {noise} s")
+    raise AssertionError(f"the event loop was blocked for {stalls} s, with noise of {noise} s")
 
 
-def _gives_way() -> None:
+def _bytecode() -> None:
     until = time.perf_counter() + 0.1
     while time.perf_counter() < until:
         pass

@@ -1,4 +1,4 @@
-"""Configs of quantised checkpoints as the public tools write them, and layers packed by them."""
+"""Configs of quantised checkpoints by public tools, and layers that these tools packed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GOLDEN = Path(__file__).parents[1] / "nn/formats/golden/golden.safetensors"
 
 
 def golden(case: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """What a tool was given, and the tensors that it made; golden/make.py says how."""
+    """Return a tool's input and the tensors that it made; see golden/make.py."""
     found: tuple[dict[str, Tensor], dict[str, Tensor]] = ({}, {})
     for name, tensor in load_file(GOLDEN).items():
         owner, _, rest = name.partition("/")
@@ -34,7 +34,7 @@ def golden(case: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def read(config: dict[str, Any], layers: Iterable[str] = LAYERS) -> StoredQuantization:
-    """Of a model with these linear layers."""
+    """Parse the config of a model with these linear layers."""
     stored = read_stored_quantization(Fields({"quantization_config": config}), layers)
     assert stored is not None
     return stored
@@ -98,7 +98,7 @@ def fp8_config(**changes: Any) -> dict[str, Any]:
 
 
 def meaning(layer: dict[str, Tensor], bits: int) -> Tensor:
-    """w[o, i] = (q - zero) * scale, number by number; fp32 [outputs, inputs]."""
+    """Compute w[o, i] = (q - zero) * scale element by element; fp32 [outputs, inputs]."""
     q, scales = layer["q"], layer["scales"].float()
     outputs, inputs = q.shape
     w = torch.empty(outputs, inputs)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints in the layouts of quantised ones, each with a twin of plain floats."""
+"""Tiny checkpoints in the layouts of quantised ones, each with a twin in floats."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-static": fp8_config(weight_block_size=None, activation_scheme="static"),
     "fp8-e5m2": fp8_config(fmt="e5m2", weight_block_size=[32, 32]),
 }
-STATIC = torch.tensor([0.01])  # scale of activations, as if calibration had found it
+STATIC = torch.tensor([0.01])  # scale of activations, as if from a calibration
 
 
 def rounded(w: Tensor, scheme: StoredScheme) -> Codes:
-    """To the nearest code: the plainest quantiser there is."""
+    """Round to the nearest code."""
     outputs, inputs = w.shape
     bits = 8 if scheme.layout == "int-quantized" else scheme.bits
     groups = None
@@ -72,7 +72,7 @@ def rounded(w: Tensor, scheme: StoredScheme) -> Codes:
 
 
 def multiplied_out(codes: Codes) -> Tensor:
-    """[outputs, inputs] fp32."""
+    """Dequantise to [outputs, inputs] fp32."""
     inputs = codes.q.shape[1]
     groups = codes.groups
     if groups is None:
@@ -83,10 +83,10 @@ def multiplied_out(codes: Codes) -> Tensor:
 
 
 def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any]) -> None:
-    """Quantise the linear layers of a checkpoint as `config` says.
+    """Quantise the linear layers of a checkpoint by `config`.
 
     Args:
-        twin: for the same weights, multiplied out.
+        twin: folder for the same weights, dequantised.
     """
     plain, quantised = load_file(source / SINGLE), {}
     stored = read(config, [name.removesuffix(".weight") for name in plain])

@@ -1,4 +1,4 @@
-"""A server of the story model in this process, with the routes of a test's choice."""
+"""A server of the story model in this process, with routes chosen by the test."""
 
 from __future__ import annotations
 
@@ -33,11 +33,7 @@ def every_route(parts: Server) -> list[Route]:
 
 @dataclass
 class Site:
-    """Attributes:
-    server: where it listens.
-    engine: behind it.
-    parts: of it.
-    """
+    """A server, its engine and its parts."""
 
     server: HttpServer
     engine: ServedEngine
@@ -48,7 +44,7 @@ class Site:
         return self.server.url
 
     def at_rest(self) -> None:
-        """Until everything has been given back: no request, no slot, no block."""
+        """Wait until no request, slot or block is in use."""
         self.server.call(self.engine.at_rest())
         assert not self.parts.generations.live
 
@@ -62,11 +58,11 @@ def story_site(
     template: str | None = None,
     **scheduler: object,
 ) -> Iterator[Site]:
-    """Serve until the block ends; one at a time.
+    """Serve until the block ends; only one site at a time.
 
     Args:
-        engine: of the story model, if its configuration is to differ.
-        observers: are told of the requests.
+        engine: configuration of the story model, if not the default.
+        observers: of the requests.
         template: for chats, in place of the model's.
         scheduler: fields of `SchedulerConfig` to change.
     """

@@ -1,16 +1,17 @@
 """Tiers of tests: which cases run on every edit, before a merge and at night.
 
-- **fast** (`make test`): tests without a mark. A table of more than eight cases that is the product
-  of several axes runs a cover of it: each value of each axis at least once.
-- **full** (`make test-full`): also tests marked `full`, and all examples. Of a product of three and
-  more axes it runs a cover too: each pair of values of two axes at least once.
-- **check** (`make check`): tests marked `check`, which look at the form of sources and documents.
-  They belong to no other tier.
+- **fast** (`make test`): tests without a mark. Of a product of several axes with more than eight
+  cases, it runs a cover with each value of each axis at least once.
+- **full** (`make test-full`): also tests marked `full`, and all examples. Of a product of three or
+  more axes, it runs a cover with each pair of values of two axes at least once.
+- **check** (`make check`): tests marked `check`, which check the form of sources and documents.
+They
+  belong to no other tier.
 - **nightly** (`make test-nightly`): also tests marked `nightly`, and whole products; ten times the
-  examples, drawn from a new seed that the header of the run shows (`--seed` repeats it).
+  examples, drawn from a new seed that the run's header shows (`--seed` repeats it).
 
-The tier stands in the environment, because modules read it when they are imported (`examples`) and
-because the workers of xdist are processes of their own.
+The tier is an environment variable, because modules read it on import (`examples`) and because the
+workers of xdist are separate processes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import pytest
 TIERS = ("fast", "full", "nightly")
 STRENGTH = {"fast": 1, "full": 2}  # axes whose values are combined in a cover
 CHECK = "check"
-SMALL = 8  # cases of one function that are never thinned
+SMALL = 8  # functions with this many cases or fewer always run them all
 FEWEST_EXAMPLES = 25
 
 _TIER = "TEST_TIER"
@@ -34,7 +35,7 @@ _SEED = "TEST_SEED"
 
 
 def begin(tier: str, seed: str | None) -> None:
-    """Set the tier and the seed of this run, for this process and those it starts."""
+    """Set the tier and the seed of this run, for this process and its children."""
     os.environ[_TIER] = tier
     if tier == "nightly":
         os.environ.setdefault(_SEED, seed or str(random.SystemRandom().randrange(2**32)))
@@ -47,7 +48,8 @@ def tier() -> str:
 
 
 def seed() -> int:
-    """Return the seed of tests that draw their own examples: 0 except at night or with `--seed`."""
+    """Return the seed of tests that draw examples: 0 except in the nightly tier or with
+    `--seed`."""
     return int(os.environ.get(_SEED, "0"))
 
 
@@ -89,17 +91,17 @@ def selected(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:
 def _is_whole(cases: list[pytest.Item], chosen: str) -> bool:
     if len(cases) <= SMALL or not hasattr(cases[0], "callspec"):
         return True
-    # Of as many axes as are combined each case is a combination of its own.
+    # With no more axes than are combined, each case is a combination of its own.
     pairs = chosen == "full" and len(cases[0].callspec._idlist) <= STRENGTH[chosen]
     return pairs or cases[0].get_closest_marker("whole") is not None
 
 
 def covering(cases: list[pytest.Item], strength: int) -> list[pytest.Item]:
-    """Return few cases that hold each combination of values of `strength` axes (`parametrize`,
+    """Return few cases that cover each combination of values of `strength` axes (`parametrize`,
     fixture) at least once.
 
-    Greedy: always the case with most values that none before it had. The count of new values of a
-    case only falls, so a heap of stale counts finds the next case without counting all again.
+    Greedy: repeatedly take the case with most new combinations. These counts only fall, so a heap
+    of stale counts finds the next case without recounting all.
     """
     values = {
         case: set(combinations(enumerate(case.callspec._idlist), strength))  # type: ignore[attr-defined]

@@ -42,7 +42,7 @@ EMBEDDING_GEMMA = {
     "query_pre_attn_scalar": 20,
     "use_bidirectional_attention": True,
 }
-# Class of a model -> what its configuration has beyond `SIZES`.
+# Class of a model -> its configuration beyond `SIZES`.
 ENCODERS: dict[str, dict[str, Any]] = {
     "BertModel": {},
     "BertForMaskedLM": {},
@@ -62,7 +62,7 @@ _KINDS = ("Model", "ForMaskedLM", "ForSequenceClassification")
 
 
 def save_encoder(folder: Path, name: str, *, seed: int = 0, **options: Any) -> Any:
-    """Make a tiny model of a class of transformers, all of it random, and save it to a folder."""
+    """Make a tiny random model of a transformers class, and save it to a folder."""
     family = next(name.removesuffix(kind) for kind in _KINDS if name.endswith(kind))
     facts = SIZES | ENCODERS.get(name, {}) | RERANKERS.get(name, {}) | options
     if name in RERANKERS:
@@ -87,11 +87,11 @@ def hidden_states(model: Any, ids: list[int]) -> torch.Tensor:
 
 
 def word_tokenizer(*, typed: bool = True) -> Tokenizer:
-    """A tokenizer of the words w0, w1 and so on.
+    """Return a tokenizer of the words w0, w1 and so on.
 
     Args:
-        typed: the second text of a pair has type 1, as in BERT; else there are two separators
-            between the texts, as in RoBERTa.
+        typed: the second text of a pair has type 1, as in BERT; else two separators are between the
+            texts, as in RoBERTa.
     """
     vocabulary = {word: i for i, word in enumerate(SPECIAL + WORDS)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
@@ -122,12 +122,12 @@ def save_modules(
     normalise: bool = False,
     **sentences: Any,
 ) -> list[torch.nn.Linear]:
-    """Write the modules of sentence-transformers behind a network, with random dense layers.
+    """Write the modules of sentence-transformers after a network, with random dense layers.
 
     Args:
-        pooling: as their file calls it. dense: inputs and outputs of each dense layer, which has
-            no function.
-        sentences: what config_sentence_transformers.json says.
+        pooling: its name in their file.
+        dense: inputs and outputs of each dense layer, without activation.
+        sentences: content of config_sentence_transformers.json.
     """
     base = "sentence_transformers.models"
     kinds = ["Transformer", "Pooling", *["Dense"] * len(dense), *["Normalize"] * normalise]
@@ -174,7 +174,7 @@ def save_judge(folder: Path, yes: int, no: int) -> None:
 
 
 def change_config(folder: Path, **facts: Any) -> None:
-    """Change or, where None, take away keys of config.json."""
+    """Change keys of config.json, or remove those that are None."""
     path = folder / "config.json"
     config = json.loads(path.read_text()) | facts
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))

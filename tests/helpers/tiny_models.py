@@ -1,4 +1,4 @@
-"""Tiny random checkpoints made by transformers, which is what kvik is compared with."""
+"""Tiny random checkpoints made by transformers, kvik's reference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-# Families whose text models have a configuration of their own.
+# Families whose text models have their own configuration class.
 TEXT_CONFIGS = ("Gemma3", "Gemma4", "Qwen3_5", "Qwen3_5Moe", "Llama4")
 
 LLAMA4: dict[str, Any] = {
@@ -65,7 +65,7 @@ DELTA = {  # of Qwen 3.5
 }
 
 
-# Families that read images too -> their encoders, as small as can be.
+# Families that also read images -> their encoders, as small as possible.
 _VISION = {"depth": 1, "num_heads": 2, "patch_size": 2}
 ENCODERS: dict[str, dict[str, Any]] = {
     "Qwen2VL": {**_VISION, "embed_dim": 8, "hidden_size": 32},
@@ -81,10 +81,10 @@ ENCODERS: dict[str, dict[str, Any]] = {
 
 
 def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
-    """A transformers model of a family ("Llama", "Mistral", "Qwen2", "Qwen3", "GPT2").
+    """Return a transformers model of a family ("Llama", "Mistral", "Qwen2", "Qwen3", "GPT2").
 
-    Every parameter is random, biases and gains too, and large enough that attention is not flat;
-    as transformers initialises them, half of the options could be ignored unseen.
+    Every parameter is random, including biases and gains, and large enough that attention is not
+    flat; with the initialisation of transformers, half of the options would have no visible effect.
     """
     sizes = SIZES.get(family, SIZES["Llama"])
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -109,17 +109,17 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
 
 
 def save_tiny(folder: Path, family: str, *, seed: int = 0, **options: Any) -> Any:
-    """Make a tiny model and save it to a folder; the transformers model is returned."""
+    """Make a tiny model, save it to a folder and return the transformers model."""
     model = tiny_model(family, seed=seed, **options)
     model.save_pretrained(folder)
     return model
 
 
-# How checkpoints that read images name their text model.
+# Names of the text model in checkpoints that read images.
 IMAGE_PREFIXES = ("model.language_model", "language_model.model")
 
 
-# Families that stand in checkpoints which read images -> what those are called.
+# Families of text models -> family of the checkpoints with images that contain them.
 WITH_IMAGES = {
     "Gemma3": "Gemma3ForConditionalGeneration",
     "Ministral3": "Mistral3ForConditionalGeneration",
@@ -129,7 +129,7 @@ WITH_IMAGES = {
 
 
 def save_tiny_with_images(folder: Path, prefix: str, family: str = "Gemma3") -> Any:
-    """Save a tiny model as the text model of one that reads images; that alone is returned."""
+    """Save a tiny model as the text model of one that reads images, and return the text model."""
     delta = family == "Qwen3_5"
     options = {"sliding_window": 9} if family != "Llama4" else LLAMA4
     options = DELTA | {"num_hidden_layers": 4} if delta else options
@@ -155,13 +155,13 @@ def tokens(length: int, seed: int = 0, vocab: int = 96) -> list[int]:
 
 
 def reference_logits(model: Any, ids: list[int]) -> Tensor:
-    """Logits [tokens, vocab] of transformers, fp32."""
+    """Return the logits [tokens, vocab] of transformers, fp32."""
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].float()
 
 
 def reference_greedy(model: Any, ids: list[int], steps: int) -> list[int]:
-    """The greedy continuation by transformers, over its own cache."""
+    """Return the greedy continuation by transformers, over its own cache."""
     with torch.no_grad():
         whole = model.generate(
             torch.tensor([ids]),

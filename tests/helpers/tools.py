@@ -1,10 +1,10 @@
-"""What tests of tool calls share: a chat template that shows tools, and a function."""
+"""Shared by tests of tool calls: a chat template that shows tools, and a function."""
 
 from __future__ import annotations
 
 from typing import Any
 
-# Hermes and Qwen write calls so.
+# The format of calls by Hermes and Qwen.
 MESSAGES = """{% for tool in tools or [] %}{{ tool | tojson }}
 {% endfor %}{% for m in messages %}{{ m.role }}: {{ m.content }}
 {%- for call in m.tool_calls or [] %}<tool_call>

@@ -1,7 +1,7 @@
-"""What the Triton kernels may take of a GPU: registers, shared memory, and the form of their loops.
+"""Limits of the Triton kernels: registers, shared memory, and the instructions of their loops.
 
-Each kernel has an entry for the one or two shapes that matter, joined in `RESOURCES`;
-`triton_resources` compiles them for sm_90 and compares.
+Each kernel has an entry for the one or two shapes that matter, collected in `RESOURCES`;
+`triton_resources` compiles them for sm_90 and checks the limits.
 """
 
 from __future__ import annotations
@@ -40,23 +40,22 @@ from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, MANY_NARROW, 
 from kvik.kernels.weights import ACTIVATIONS
 from kvik.spec.experts import SCORES
 
-MAX_REGISTERS = 255  # of a thread, on every NVIDIA GPU; what does not fit is spilled to memory
+MAX_REGISTERS = 255  # per thread on every NVIDIA GPU; the rest is spilled to memory
 
 
 @dataclass(frozen=True, slots=True)
 class Loop:
-    """The instructions of a warp in the loop with the most products of tensor cores.
-
-    As a demand they are limits, as a finding they are numbers.
+    """Counts of a warp's instructions in the loop with the most tensor core products: limits in an
+    entry, else the counts of compiled code.
 
     Attributes:
-        copies: of 16 bytes for each thread, from memory to shared memory, which the warp does not
-            wait for; at least.
-        products: of four warps, which read shared memory themselves; at least.
-        waits: for such products, at most. More of them than the loop has matrix products means that
-            each instruction is waited for, as the compiler does where registers are too few.
-        loads: from memory into registers, which the warp waits for in the same iteration; at most.
-        barriers: at most. instructions: at most, of the whole loop.
+        copies: asynchronous copies of 16 bytes per thread from memory to shared memory; at least.
+        products: warp group products, which read shared memory; at least.
+        waits: for such products; at most. More waits than matrix products mean that the compiler
+            waits for each instruction, as it does with too few registers.
+        loads: from memory into registers, used in the same iteration; at most.
+        barriers: at most.
+        instructions: of the whole loop; at most.
     """
 
     copies: int = 0
@@ -69,7 +68,7 @@ class Loop:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """One compilation of a kernel for sm_90, and what it may use: checked without a GPU.
+    """One compilation of a kernel for sm_90, and its limits, checked without a GPU.
 
     A kernel spills no register unless `max_spills` says so.
 
@@ -77,15 +76,15 @@ class Resources:
         kernel: the `@triton.jit` function.
         what: the shape in words, such as "hidden 4096, bf16".
         types: of its arguments without constants, by name: "*bf16", "i32", "fp32", ...
-        constants: its `tl.constexpr` arguments by name; an argument that is None counts.
-        aligned: integer arguments that are multiples of 16, as Triton finds them at a launch.
+        constants: its `tl.constexpr` arguments by name, including arguments that are None.
+        aligned: integer arguments that are multiples of 16, which Triton detects at a launch.
             Pointers always are.
-        most_registers: that the compiler may use, as `maxnreg` says; None: all.
-        fused_products: sums of products may be rounded once, as `enable_fp_fusion` says.
-        max_registers: of a thread.
-        max_spills: bytes of a thread.
-        max_shared: bytes of a program.
-        loop: where a speed target depends on it; None: not checked.
+        most_registers: `maxnreg`; None: no limit.
+        fused_products: `enable_fp_fusion`, which lets sums of products be rounded once.
+        max_registers: per thread.
+        max_spills: bytes per thread.
+        max_shared: bytes per program.
+        loop: limits of the main loop if a speed target depends on it; None: not checked.
     """
 
     kernel: Any
@@ -108,10 +107,10 @@ class Resources:
 
 
 def _types(**arguments: str) -> dict[str, str]:
-    """Return the type of each argument, from the names of the arguments of each type.
+    """Return the type of each argument.
 
     Args:
-        arguments: by Triton's name of a type, with "p_" for a pointer: p_bf16="x y", i32="rows".
+        arguments: names by Triton type, with "p_" for a pointer: p_bf16="x y", i32="rows".
     """
     return {
         name: f"*{type.removeprefix('p_')}" if type.startswith("p_") else type
@@ -125,7 +124,7 @@ def _aligned(names: str) -> frozenset[str]:
 
 
 def _cache_types(cache: torch.dtype) -> dict[str, str]:
-    """Return the types of queries and results, of the caches and of their scales."""
+    """Return the types of queries and results, of caches and of scales."""
     stored = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "i8"}.get(cache, "u8")
     scales = {"int8": "*bf16", "fp8": "*bf16", "int4": "*i16"}.get(KINDS[cache], "")
     queries = "*fp32" if cache == torch.float32 else "*bf16"
@@ -150,8 +149,8 @@ def _decode(
     loop: Loop | None = None,
     max_spills: int = 0,
 ) -> Resources:
-    """Queries are bf16, or fp32 as the cache is. `options`: scores are capped, and heads have
-    sinks; `sunk`: the window has some; `cut`: sequences have a first key."""
+    """Return an entry for decoding. Queries are bf16, or fp32 like the cache. `options`: scores are
+    capped and heads have sinks; `sunk`: the window has sinks; `cut`: sequences have a first key."""
     tiles = split_tiles(m, head_dim, max(2, cache.itemsize), tree=tree)
     types = _cache_types(cache)
     absent = [] if tree else ["tree"]
@@ -215,8 +214,9 @@ def _merge(head_dim: int) -> Resources:
     )
 
 
-# K and V of 64 keys of 128 are 16 copies of each of 128 threads, 32 KiB, for which a multiprocessor
-# of an H200 has about 1700 cycles at 4.3 TB/s: a scheduler issues a warp's share in a quarter.
+# K and V of 64 keys of 128 are 16 copies per thread of 128 threads, 32 KiB, for which a
+# multiprocessor of an H200 has about 1700 cycles at 4.3 TB/s; a scheduler issues a warp's share in
+# a quarter of that.
 _KEYS = Loop(copies=16, barriers=6, instructions=450)
 
 DECODE = (
@@ -228,7 +228,7 @@ DECODE = (
     _decode(64, torch.bfloat16, sunk=True, loop=_KEYS),
     _decode(128, torch.bfloat16, sunk=True, loop=_KEYS),
     _decode(128, torch.bfloat16, cut=True, loop=_KEYS),
-    # Between the loops over sinks and over the window, in none of which anything is spilled.
+    # Spills are between the loops over sinks and over the window, not inside them.
     _decode(128, torch.int8, sunk=True, loop=Loop(copies=4), max_spills=64),
     _decode(128, torch.bfloat16, m=32, tree=True, sunk=True, max_spills=160),
     _decode(128, torch.bfloat16, m=32, tree=True),
@@ -236,7 +236,7 @@ DECODE = (
     _decode(128, torch.bfloat16, m=64, tree=True),
     _decode(128, torch.float32, m=64),
     _decode(256, torch.float32, m=64),
-    # Heads of 512, Gemma 4's: a tile of 16 keys is as many bytes as 64 of 128.
+    # Heads of 512 (Gemma 4): a tile of 16 keys has as many bytes as 64 keys of 128.
     _decode(512, torch.bfloat16, loop=Loop(copies=8, barriers=6, instructions=360)),
     *(_decode(512, cache, loop=Loop(copies=2)) for cache in (torch.int8, torch.uint8)),
     _decode(512, torch.float8_e4m3fn, loop=Loop(copies=2)),
@@ -293,7 +293,7 @@ def _prefill(
     loop: Loop | None = None,
     max_spills: int = 0,
 ) -> Resources:
-    """As of `_decode`."""
+    """Return an entry for prefill. See `_decode`."""
     types = _cache_types(cache)
     scaled = bool(types["k_scales"])
     edges = window or sunk or cut
@@ -333,8 +333,8 @@ def _prefill(
     )
 
 
-# 128 keys of 128: 8 products with K and 8 with V, each for two groups of warps 64 cycles, and
-# one wait for both.
+# 128 keys of 128: 8 products with K and 8 with V, each 64 cycles for two warp groups, and one wait
+# for both.
 _TILE = Loop(copies=16, products=16, waits=1, barriers=2, instructions=530)
 
 PREFILL = (
@@ -360,7 +360,7 @@ PREFILL = (
     _prefill(128, torch.uint8, loop=Loop(copies=4, products=12, waits=2, instructions=1020)),
     _prefill(128, torch.float32),
     _prefill(256, torch.float32),
-    # 64 products of 16 keys with K, and two of 256 columns of V; what is spilled is outside loops.
+    # 64 products of 16 keys with K, and two of 256 columns of V; spills are outside loops.
     _prefill(512, torch.bfloat16, loop=Loop(copies=16, products=66, waits=1), max_spills=16),
     _prefill(512, torch.bfloat16, options=True, max_spills=24),
     _prefill(512, torch.bfloat16, window=True),
@@ -371,7 +371,7 @@ PREFILL = (
 
 
 def _bytes(what: str, tile: Tile, splits: int, how: tl.constexpr, group: int = 0) -> Resources:
-    """With a residual and without a bias, x in the groups of the weight."""
+    """Return an entry with a residual and without a bias, x in the groups of the weight."""
     codes = "*fp8e4nv" if how == linear_bytes.E4M3 else "*i8"
     sums = "*i32" if how == linear_bytes.INT8 and not group else "*fp32"
     return Resources(
@@ -431,8 +431,8 @@ def _words(
     activation: int = 0,
     loop: Loop | None = None,
 ) -> Resources:
-    """Of whole steps, with a residual and without a bias."""
-    # Six programs, or five, of a few tokens must fit on a processor to keep its memory busy.
+    """Return an entry of whole steps, with a residual and without a bias."""
+    # With few tokens, five or six programs must fit on a multiprocessor to keep memory busy.
     registers, shared = {
         FEW[0]: (80, MAX_SHARED // 6),
         FEW_INT4: (96, MAX_SHARED // 5),
@@ -473,8 +473,8 @@ def _words(
     )
 
 
-# 128 outputs and inputs: 4 copies of 16 bytes of a thread are words, and one is of x. At 4.3 TB/s a
-# multiprocessor has about 450 cycles for them, of each of its four schedulers.
+# 128 outputs and inputs: per thread, 4 copies of 16 bytes are words, and one is of x. At 4.3 TB/s
+# each of the four schedulers of a multiprocessor has about 450 cycles for them.
 _INT4_STEP = Loop(copies=5, instructions=330)
 _SILU = ACTIVATIONS["silu_and_mul"]
 
@@ -499,7 +499,8 @@ WORDS = (
 def _experts(
     kernel: Any, what: str, tile: Tile, types: Mapping[str, str], loop: Loop, **own: object
 ) -> Resources:
-    """Of whole steps, without biases, eight experts of a token; results are bf16."""
+    """Return an entry of whole steps, without biases, with eight experts per token and bf16
+    results."""
     strides = "x_stride scale_stride"
     return Resources(
         kernel,
@@ -732,7 +733,7 @@ def _norms(dim: int, what: str) -> tuple[Resources, Resources]:
     )
     constants = {"ROWS": at_once, "DIM": block}
     if at_once == 1:
-        constants["inner"] = 1  # as of two dimensions, which Triton compiles apart
+        constants["inner"] = 1  # of two dimensions, which Triton specialises
     aligned = _aligned("outer_stride inner_stride dim")
     kernels: tuple[tuple[Any, dict[str, int]], ...]
     kernels = ((norm.rms_norm_kernel, {}), (norm.layer_norm_kernel, {"EACH": at_once > 1}))
@@ -755,7 +756,7 @@ NORM = (
 def _rotary(
     kernel: Any, what: str, most: int, types: Mapping[str, str], **own: object
 ) -> Resources:
-    """A tile of 8 heads of 128."""
+    """Return an entry for a tile of 8 heads of 128."""
     sizes = _types(p_fp32="rotation", i32="q_stride k_stride v_stride heads kv_heads")
     return Resources(
         kernel,
@@ -820,11 +821,11 @@ def _drawn(
     own: dict[str, str],
     most: int = MAX_REGISTERS,
 ) -> Resources:
-    """Of rows of 128k logits.
+    """Return an entry for rows of 128k logits.
 
     Args:
         own: types of the kernel's own arguments.
-        most: registers.
+        most: registers per thread.
     """
     return Resources(
         kernel,

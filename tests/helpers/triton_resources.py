@@ -1,10 +1,10 @@
-"""What the kernels take of a GPU, compiled for sm_90 on any machine.
+"""The GPU resources of Triton kernels, compiled for sm_90 on any machine.
 
     PYTHONPATH=tests python -m helpers.triton_resources [word in a name ...]
 
-prints registers, spilled bytes and shared memory of each entry, with what its main loop is made of
-where that matters, and fails where one takes more than it may or lacks what it must have. Triton's
-interpreter (TRITON_INTERPRET) must be off.
+prints registers, spilled bytes and shared memory of each entry, and the instructions of its main
+loop if that is checked, and fails if an entry breaks a limit. Triton's interpreter
+(TRITON_INTERPRET) must be off.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ SM_90 = GPUTarget("cuda", 90, 32)
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Registers and spilled bytes of a thread, shared memory of a program in bytes."""
+    """Registers and spilled bytes per thread, and shared memory per program in bytes."""
 
     name: str
     registers: int
     spills: int
     shared: int
-    loop: Loop | None  # what is in it
-    excess: str  # what it takes beyond what it may; empty if nothing
-    lack: str  # what its loop must have and does not; empty if nothing
+    loop: Loop | None  # counts of the main loop
+    excess: str  # limits exceeded; empty if none
+    lack: str  # instructions missing from the loop; empty if none
 
     def __str__(self) -> str:
         line = f"{self.registers:4} registers {self.spills:5} spilled {self.shared:7} shared"
@@ -49,7 +49,7 @@ class Taken:
 
 
 def taken(entry: Resources) -> Taken:
-    """Compile it, and ask the code what it takes."""
+    """Compile an entry, and read its resources from the code."""
     kernel = entry.kernel
     signature = {
         name: "constexpr" if name in entry.constants else entry.types[name]
@@ -74,7 +74,7 @@ def taken(entry: Resources) -> Taken:
     text = _text_of(compiled.asm["cubin"], instructions=entry.loop is not None)
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
-    registers, spills = int(found[1]), int(found[2])  # what is spilled goes to the stack
+    registers, spills = int(found[1]), int(found[2])  # spills go to the stack
     shared = compiled.metadata.shared
     limits = [
         ("registers", registers, entry.max_registers),
@@ -100,7 +100,8 @@ def taken(entry: Resources) -> Taken:
 
 
 def _text_of(cubin: bytes, *, instructions: bool) -> str:
-    """What it takes and, which takes longer, its instructions, one a line. Kept beside the code."""
+    """Return the resources of the code or, which takes longer, its instructions, one per line.
+    Cached next to the code."""
     name = "instructions.txt" if instructions else "taken.txt"
     kept = get_cache_manager(sha256(cubin).hexdigest())
     known = kept.get_file(name)
@@ -118,7 +119,7 @@ def _text_of(cubin: bytes, *, instructions: bool) -> str:
 
 
 def loop_of(text: str) -> Loop:
-    """Of the innermost loops, that with most products; of those, that with fewest instructions."""
+    """Return the innermost loop with most products and, among these, fewest instructions."""
     code = [(int(at, 16), what) for at, what in re.findall(r"/\*([0-9a-f]{4,5})\*/ +(.*?);", text)]
     jumps = (
         (int(found[1], 16), at) for at, what in code if (found := re.search(r"BRA.* (0x\w+)", what))
@@ -150,7 +151,7 @@ def _taken_by_number(number: int) -> Taken:
 
 
 def check(words: Sequence[str] = (), processes: int = 2) -> list[Taken]:
-    """Of the entries whose names hold one of the words, or of all."""
+    """Check the entries whose names contain one of the words, or all."""
     chosen = [
         number
         for number, entry in enumerate(RESOURCES)

@@ -1,4 +1,4 @@
-"""Draft heads of random numbers, on whatever their engine computes with."""
+"""Draft heads with random weights, on the platform of their engine."""
 
 from __future__ import annotations
 

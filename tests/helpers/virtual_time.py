@@ -1,4 +1,5 @@
-"""An event loop whose clock jumps to the next timer: sleeping takes no time, and no noise."""
+"""An event loop whose clock jumps to the next timer, so that sleeping takes no time and is
+exact."""
 
 from __future__ import annotations
 

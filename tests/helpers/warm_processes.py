@@ -1,8 +1,8 @@
-"""Processes of a group that one process forks, which has loaded torch once for all of them.
+"""Processes of a group, forked by one process that has already loaded torch.
 
-What a short test of a group takes is mostly the start of its processes: a second and a half of CPU
-each for Python's modules. Here another process loads these and forks itself for each process of a
-group, which then runs the same `main` with the same arguments, sockets and memory as a fresh one.
+A short test of a group mostly starts processes: importing Python's modules takes each 1.5 seconds
+of CPU time. Here another process imports them and forks for each process of a group, which then
+runs the same `main` with the same arguments, sockets and memory as a fresh one.
 `tests/test_tensor_parallel.py` and `tests/test_pipeline.py` start fresh ones, as users do.
 """
 
@@ -27,15 +27,15 @@ from types import SimpleNamespace
 from typing import IO, Any
 
 LOADED = ("torch", "kvik.worker.ranks", "kvik.rank_process", "kvik.stage_process")
-LARGEST = 1 << 17  # bytes of a request, the environment included
-ABOVE = 400  # file descriptors that nothing else has
+LARGEST = 1 << 17  # bytes of a request, including the environment
+ABOVE = 400  # file descriptors from here on are unused otherwise
 
-# "cpu": seconds of all that have ended. They are no children of this process.
+# "cpu": seconds of all ended processes, which are not children of this one.
 spent: Counter[str] = Counter()
 
 
 class ForkedProcess:
-    """What `subprocess.Popen` is to those who start a process of a group."""
+    """Replaces `subprocess.Popen` for processes of a group."""
 
     stdin: IO[bytes] | None = None
     returncode: int | None = None
@@ -91,7 +91,7 @@ class ForkedProcess:
 
 @contextmanager
 def warm_process() -> Iterator[SimpleNamespace]:
-    """What stands in for the module `subprocess` where processes of groups are started."""
+    """Provide a replacement of the module `subprocess` for code that starts groups."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours:
         with theirs:
@@ -108,11 +108,11 @@ def warm_process() -> Iterator[SimpleNamespace]:
         names = ("DEVNULL", "PIPE", "TimeoutExpired")
         yield SimpleNamespace(Popen=start, **{name: getattr(subprocess, name) for name in names})
     process.wait(30)
-    spent.clear()  # is part of what that process took
+    spent.clear()  # it is part of that process's time
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork for each request, and tell how what was forked has ended."""
+    """Fork for each request, and report how each fork ended."""
     for name in LOADED:
         importlib.import_module(name)
     gc.collect()
@@ -156,7 +156,7 @@ def _tell_of_ended(lines: dict[int, socket.socket]) -> None:
 
 
 def _become(facts: dict[str, Any], numbers: Sequence[int]) -> None:
-    """Of the forked process: run what was asked for, with the descriptors in their places."""
+    """In the forked process, put descriptors in their places and run the requested module."""
     code = 1
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)

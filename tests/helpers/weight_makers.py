@@ -1,4 +1,4 @@
-"""Random weights of each kind that a product can have."""
+"""Random weights of each kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which keys a query sees, as the definition reads."""
+"""The keys that a query sees, by definition."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 
 from kvik.spec.visible_keys import Budget, Window
 
-Seen = Window | Budget | int | None  # a number: of the last keys; None: all
+Seen = Window | Budget | int | None  # a number of last keys; None: all
 
 chunks = partial(Window, chunked=True)
 
@@ -23,14 +23,14 @@ def as_window(window: Seen) -> Window | None:
 
 
 def cut_points(budget: Budget, prompt: int, most: int) -> list[int]:
-    """Return after how many tokens of a request, up to `most`, some are dropped."""
+    """Return the numbers of tokens, up to `most`, after which a request drops some."""
     if prompt > budget.tokens:
         return list(range(prompt, most + 1, budget.every))
     return list(range(budget.tokens + budget.every, most + 1, budget.every))
 
 
 def num_sinks(position: int, window: Seen) -> int:
-    """Return how many of the first keys are sinks to the query at a position."""
+    """Return how many of the first keys are sinks for the query at a position."""
     of = as_window(window)
     return 0 if of is None else min(of.sinks, position + 1)
 
@@ -42,7 +42,7 @@ def seen(position: int, window: Seen) -> list[int]:
 
 
 def first_seen(position: int, window: Seen) -> int:
-    """Return the first key that the query at a position sees, but for sinks."""
+    """Return the first key that the query at a position sees, apart from sinks."""
     of = as_window(window)
     if of is None:
         return 0
