@@ -15,12 +15,12 @@ from helpers import tiers
 from helpers.optional_triton import interpret_without_gpu
 from hypothesis import settings
 
-# By day the same examples in every run: a failure must not depend on luck. At night new ones.
+# By day every run has the same examples, so that failures do not depend on luck; at night new ones.
 settings.register_profile("repeatable", derandomize=True, database=None, deadline=None)
 settings.register_profile("exploring", database=None, deadline=None, print_blob=True)
 
-# Read when torch is loaded. Tests share the cores with each other: an operation of torch on several
-# threads then waits for a core, and where threads spin as they wait, it takes one.
+# Read when torch is loaded. Tests share cores: a torch operation on several threads would wait for
+# a core or, if threads spin, occupy it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 interpret_without_gpu()
@@ -53,20 +53,20 @@ def pytest_report_header() -> str:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what belongs to later tiers; a case named on the command line always runs."""
+    """Deselect items of later tiers; a case named on the command line always runs."""
     if not any("::" in argument for argument in config.args):
         kept = tiers.selected(items, tiers.tier())
         chosen = set(kept)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = kept
-    if "PYTEST_XDIST_WORKER" in os.environ:  # what takes long first: the others would wait for it
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the slowest first, so that no worker is left waiting
         items.sort(key=lambda item: item.get_closest_marker("full") is None)
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collect without the collector of cycles, and take the modules and cases out of its reach:
-    they stay, and to look through all of them takes a second and a half of CPU each time."""
+    """Collect with the garbage collector off, and freeze modules and items: they stay, and scanning
+    them takes 1.5 seconds of CPU each time."""
     gc.disable()
     try:
         return (yield)
@@ -77,8 +77,8 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine, in the event loop of its fixture `loop_factory`, if it has
-    one. Arguments that are asynchronous context managers are entered in that loop."""
+    """Run coroutine tests, in the event loop of the fixture `loop_factory` if there is one.
+    Arguments that are asynchronous context managers are entered in that loop."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
 
@@ -99,7 +99,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What `kvik calibrate` has saved on this machine decides no test."""
+    """Hide calibrations that `kvik calibrate` saved on this machine."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
@@ -107,7 +107,7 @@ def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def loads_always(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that is in a tier is loaded, however long that took before on this machine."""
+    """Load pages from tiers even if that was slow before on this machine."""
     monkeypatch.setattr("kvik.core.tier_index.TierIndex.is_faster", lambda *_: True)
 
 

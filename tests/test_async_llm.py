@@ -43,7 +43,8 @@ def engine_of(place: str = "thread", **options: Any) -> AsyncLLM:
 
 @pytest.fixture
 def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AsyncLLM, FakeExecutor]]:
-    """Makes an engine in a thread whose steps a `FakeExecutor` computes."""
+    """Return a function that makes an engine in a thread, with steps computed by a
+    `FakeExecutor`."""
 
     def make(executor: FakeExecutor | None = None, **options: Any) -> tuple[AsyncLLM, FakeExecutor]:
         executor = executor or FakeExecutor()
@@ -58,7 +59,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AsyncLLM, Fake
 
 
 async def at_rest(engine: AsyncLLM) -> None:
-    """Wait until nothing is left of any request."""
+    """Wait until no request is left."""
     async with asyncio.timeout(20):
         while engine._requests or engine.client.num_unfinished:
             await asyncio.sleep(0.002)
@@ -71,7 +72,7 @@ async def text_of(stream: async_llm.AsyncStream) -> str:
     return "".join([delta.text async for delta in stream])
 
 
-# What it gives
+# Output
 
 
 @pytest.mark.parametrize("place", PLACES)
@@ -107,7 +108,7 @@ async def test_a_stream_has_its_deltas_and_then_its_output():
             await anext(stream)
 
 
-async def test_what_a_slow_reader_missed_comes_as_one_delta():
+async def test_a_slow_reader_gets_one_delta_for_all_it_missed():
     async with engine_of() as engine:
         stream = engine.generate("Once", LONG)
         first = await anext(stream)
@@ -127,7 +128,7 @@ async def test_requests_may_come_before_the_engine_is_loaded():
         await engine.close()
 
 
-# Ends from outside
+# Requests ended by the caller
 
 
 @pytest.mark.parametrize("how", ["abort", "cancel", "close", "forget", "timeout", "error"])
@@ -166,7 +167,7 @@ async def test_a_request_without_a_reader_ends_at_once(how, faked):
         del task
         gc.collect()
         await at_rest(engine)
-        assert (await engine.stats()).steps < 90  # of 100 that it would have taken
+        assert (await engine.stats()).steps < 90  # of 100 steps
         assert not await engine.abort("one")
 
 
@@ -215,7 +216,7 @@ async def test_a_stream_that_another_task_closes_before_it_is_sent_leaves_nothin
         await at_rest(engine)
 
 
-# The way into the queue
+# Admission to the queue
 
 
 async def test_more_requests_than_the_queue_takes_wait_and_none_is_refused():
@@ -254,7 +255,7 @@ async def test_priorities_reach_the_scheduler():
             engine.generate("Once", GREEDY, priority=1)
 
 
-# What cannot be
+# Invalid requests
 
 
 @pytest.mark.parametrize(
@@ -271,7 +272,7 @@ async def test_priorities_reach_the_scheduler():
         (lambda engine: engine.chat("Hi"), "messages"),
     ],
 )
-async def test_what_is_impossible_is_refused_by_name(begin, field):
+async def test_invalid_requests_are_refused_by_field(begin, field):
     async with engine_of(max_queued_requests=50) as engine:
         with pytest.raises((ParamError, CapacityError)) as caught:
             await begin(engine).result()
@@ -306,7 +307,7 @@ def test_it_belongs_to_one_event_loop():
         asyncio.run(use())
 
 
-# Faults of the engine
+# Engine faults
 
 
 async def test_a_request_that_fails_raises_and_the_others_go_on(faked):

@@ -1,4 +1,4 @@
-"""Texts without an end: fluent far beyond the window, in memory that stays."""
+"""Endless texts: fluent far beyond the window, in constant memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SIZE = SINKS + WINDOW
 
 
 def change_bundled(folder: Path, name: str, **changes: Any) -> None:
-    """Make `folder` the bundled model with some values of a file changed."""
+    """Copy the bundled model to `folder` with some values of a file changed."""
     for file in BUNDLED.iterdir():
         if not (folder / file.name).exists():
             (folder / file.name).symlink_to(file)
@@ -38,7 +38,8 @@ def change_bundled(folder: Path, name: str, **changes: Any) -> None:
 
 
 def perplexities(texts: int, segments: int, **options: Any) -> list[float]:
-    """Of the segments of texts, each of as many tokens as are seen."""
+    """Return the perplexity of each segment of the texts; a segment has as many tokens as are
+    visible."""
     length = segments * SIZE
     with LLM(device="cpu", threads=1, max_num_seqs=1, max_model_len=length, **options) as llm:
         ids = llm.tokenizer.encode(TEXT)
@@ -52,7 +53,7 @@ def perplexities(texts: int, segments: int, **options: Any) -> list[float]:
     return [math.exp(-total / texts / SIZE) for total in sums]
 
 
-def test_perplexity_stays_over_twenty_times_what_is_seen(tmp_path: Path) -> None:
+def test_perplexity_stays_over_twenty_windows(tmp_path: Path) -> None:
     found = perplexities(9, SEGMENTS, attention_sinks=SINKS, window=WINDOW)
     assert found[-1] <= 1.05 * found[1]
     change_bundled(tmp_path, "config.json", max_position_embeddings=10 * SIZE)
@@ -84,7 +85,7 @@ with LLM(device="cpu", threads=1, max_num_seqs=1, attention_sinks=4, window=60) 
 
 
 def grown(first: int, last: int) -> float:
-    """By how much of itself resident memory grew from one number of tokens to another."""
+    """Return the relative growth of resident memory between two numbers of tokens."""
     run = [sys.executable, "-c", STREAM, str(first), str(last)]
     done = subprocess.run(run, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -121,8 +122,8 @@ FLAGS = (*SEEN, "--device", "cpu", "--threads", "1")
 
 @pytest.fixture
 def endless(tmp_path: Path) -> str:
-    """The bundled model with a chat template, which never ends a text."""
-    never = 210  # half of a character that no story has: of 10^9 tokens one
+    """Return the bundled model with a chat template, which never ends a text."""
+    never = 210  # half of a character that no story contains: one of 10^9 tokens
     change_bundled(tmp_path, "config.json", eos_token_id=never)
     change_bundled(tmp_path, "generation_config.json", eos_token_id=never)
     change_bundled(tmp_path, "tokenizer_config.json", chat_template=TEMPLATE)
@@ -132,7 +133,7 @@ def endless(tmp_path: Path) -> str:
 def test_a_chat_goes_on_far_beyond_the_trained_length(
     endless: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also its second answer, behind a conversation that is longer."""
+    """Also its second answer, after a conversation that is longer than the training context."""
     monkeypatch.setattr(sys, "stdin", io.StringIO("Tell me of a dog.\nAnd then?\n/stats\n"))
     assert main(["chat", endless, *FLAGS, "--max-tokens", str(ENDLESS // 2)]) == 0
     out, err = capsys.readouterr()
@@ -141,7 +142,7 @@ def test_a_chat_goes_on_far_beyond_the_trained_length(
 
 
 def test_servers_stream_far_beyond_the_trained_length(endless: str) -> None:
-    """By all three ways at once; the words stay those of its stories."""
+    """All three APIs stream at once; the words stay those of the stories."""
     flags = (*FLAGS, "--served-model-name", "m")
     with server_process(endless, *flags) as server, ThreadPoolExecutor() as pool:
         found = dict(zip(STREAMS, pool.map(lambda p: stream(server.url, p), STREAMS), strict=True))
@@ -162,7 +163,7 @@ def test_servers_stream_far_beyond_the_trained_length(endless: str) -> None:
 
 
 def assert_goes_on(text: str) -> None:
-    """The end of a text has the words of its beginning, of a model that knows few."""
+    """Check that the end of a text has the words of its beginning, since the model knows few."""
     words = text.lower().split()
     assert len(words) > ENDLESS // 4
     usual = set(words[: len(words) // 5])

@@ -1,4 +1,4 @@
-"""What is built and installed, with a C++ compiler and without one."""
+"""Builds and installations with and without a C++ compiler."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ def build(
     settings: Mapping[str, str] | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Path:
-    """What the build backend makes of this checkout: `build_wheel` or `build_sdist`."""
+    """Run `build_wheel` or `build_sdist` of the build backend on this checkout, and return the
+    file."""
     done = subprocess.run(
         [sys.executable, "-c", BUILD, kind, str(folder), json.dumps(settings or {})],
         cwd=ROOT,
@@ -51,7 +52,7 @@ def build(
 
 
 def assert_complete(names: set[str]) -> None:
-    """The Python part of a wheel: modules, the bundled models, the mark of typed packages."""
+    """Check the Python part of a wheel: modules, the bundled models, the py.typed marker."""
     assert {"kvik/__init__.py", "kvik/py.typed", "kvik/kernels/cpu/__init__.py"} <= names
     for model in ("stories", "stories-draft", "stories-medusa"):
         files = {path.name for path in (ROOT / "src/kvik/bundled" / model).iterdir()}
@@ -61,10 +62,10 @@ def assert_complete(names: set[str]) -> None:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel from the checkout's own build folder, which compiles only what is not yet there."""
+    """Build a wheel in the checkout's own build folder, which compiles only what is missing."""
     (ROOT / "build").mkdir(exist_ok=True)
     with (ROOT / "build" / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another worker's tests may want it too
+        fcntl.flock(lock, fcntl.LOCK_EX)  # tests of another worker may build too
         return build("build_wheel", tmp_path_factory.mktemp("wheel"))
 
 
@@ -81,7 +82,7 @@ def test_wheel_holds_the_native_kernels(wheel: Path) -> None:
 @pytest.mark.full
 @needs_cmake
 def test_wheel_without_a_compiler_has_only_python(tmp_path: Path) -> None:
-    """Nor does a library that lies in the source tree get into it."""
+    """Nor does a library in the source tree get into it."""
     no_compiler = {"CXX": shutil.which("false") or "false"}
     settings = {"build-dir": str(tmp_path / "build")}
     (tmp_path / "wheel").mkdir()
@@ -107,9 +108,9 @@ def test_the_sdist_contains_all_sources_of_a_build(tmp_path: Path) -> None:
 @needs_linux
 @pytest.mark.usefixtures("wheel")
 def test_code_of_an_instruction_set_stays_in_its_table() -> None:
-    """The linker keeps one copy of an inline function that several objects define. From an object
-    compiled for AVX-512 it would run on machines that have none, and so would what an object
-    does when it is loaded."""
+    """The linker keeps one copy of an inline function that several objects define. A copy from an
+    object compiled for AVX-512 would run on machines without it, and so would its static
+    initialisers."""
     newest = max(ROOT.glob("build/*/.skbuild-info.json"), key=lambda path: path.stat().st_mtime)
     folders = list(newest.parent.glob("CMakeFiles/kernels_*.dir"))
     assert folders
@@ -127,7 +128,7 @@ def test_code_of_an_instruction_set_stays_in_its_table() -> None:
 
 
 def test_kernels_are_installed_if_a_compiler_is_found() -> None:
-    """An install without them succeeds, so a mistake in csrc/ would show nowhere else."""
+    """An install without them succeeds, so only this test finds errors in csrc/."""
     if compiler() is None or not has_cmake():
         pytest.skip("needs a C++20 compiler and CMake")
     assert importlib.util.find_spec("kvik.kernels.cpu._native") is not None, (
@@ -136,7 +137,7 @@ def test_kernels_are_installed_if_a_compiler_is_found() -> None:
     )
 
 
-def test_what_is_never_freed_makes_no_noise() -> None:
+def test_memory_that_is_never_freed_is_not_reported() -> None:
     pytest.importorskip("kvik.kernels.cpu._native")
     code = "import sys\nfrom kvik.kernels.cpu._native import Runtime\n"
     code += "sys.kept = Runtime('portable', 1)"

@@ -1,4 +1,4 @@
-"""How a process is watched by another."""
+"""Supervision of child processes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import pytest
 from kvik.child_process import BEGIN_SECONDS, LOOK_SECONDS, SILENT_SECONDS, Pulse, Stillness
 
 
-def test_time_counts_while_somebody_looks() -> None:
+def test_silence_counts_only_while_it_is_watched() -> None:
     still, now = Stillness(), 100.0
     assert still.look(1, now) == 0.0
     assert still.look(1, now + 0.2) == pytest.approx(0.2)

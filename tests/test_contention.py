@@ -1,4 +1,4 @@
-"""The answer while other processes take the cores, and while threads of the team stand still."""
+"""Answers while other processes occupy the cores, and while threads of the team are stopped."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="stops threads as Linux does"),
 ]
 
-ROUNDS = 12  # at rest; a thread that stands still meets each of them
-CONTENDED = 4  # while others take the cores: what they compute is waited for
-# A prompt, decoding in a batch, and sampling; argv: threads, or 0, and rounds.
+ROUNDS = 12  # at rest; a stopped thread is tested in each of them
+CONTENDED = 4  # with busy cores, where each round is slow
+# A prompt, decoding in a batch, and sampling; arguments: threads or 0, and rounds.
 ANSWERS = f"""
 import sys
 from kvik import LLM, SamplingParams
@@ -75,7 +75,7 @@ def test_answers_are_the_same_while_others_take_the_cores(
 
 
 class Tracer:
-    """Stops single threads of a child process, as nothing but a debugger can."""
+    """Stops single threads of a child process, which only debuggers can do."""
 
     SEIZE, INTERRUPT, DETACH = 0x4206, 0x4207, 17
     ALL_THREADS = 0x40000000  # __WALL
@@ -86,7 +86,7 @@ class Tracer:
         self._ptrace.restype = ctypes.c_long
 
     def stop(self, thread: int, seconds: float) -> bool:
-        """Return False if there is no such thread any more."""
+        """Stop a thread for some seconds; return False if it has ended."""
         if self._ptrace(self.SEIZE, thread, None, None) < 0:
             error = ctypes.get_errno()
             if error == 1:  # EPERM
@@ -119,7 +119,7 @@ def test_a_thread_that_stands_still_delays_and_does_no_harm(expected: list[str])
                 time.sleep(draw.random() * 0.02)
                 if team := team_of(process.pid):
                     stops += tracer.stop(draw.choice(team), 0.2)
-                for _ in range(draw.randrange(1, 8)):  # about as many as came meanwhile
+                for _ in range(draw.randrange(1, 8)):  # about as many as there were in the meantime
                     assert process.stdout.readline().strip() == expected[turns % ROUNDS]
                     turns += 1
         finally:
@@ -128,7 +128,7 @@ def test_a_thread_that_stands_still_delays_and_does_no_harm(expected: list[str])
 
 @contextmanager
 def cpu_group() -> Iterator[Path | None]:
-    """Make a CPU cgroup (version 1 or 2); None where this process may not."""
+    """Make a CPU cgroup (version 1 or 2), or yield None if this process may not."""
     first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
     folder = (first if first.is_dir() else second) / f"kvik-test-{os.getpid()}"
     try:

@@ -1,6 +1,6 @@
-"""What the documents tell a reader to run does run, and what they name exists.
+"""Commands in the documents run, and the files that they name exist.
 
-A block under a line `<!-- run -->` is run: bash by a shell that finds this environment's `kvik`,
+A block after a line `<!-- run -->` is run: bash by a shell that finds this environment's `kvik`,
 python as a script.
 """
 
@@ -52,7 +52,8 @@ def test_a_block_runs(kind: str, text: str, tmp_path: Path) -> None:
 @pytest.mark.check
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_files_that_a_document_names_exist(document: Path) -> None:
-    """`docs/structure.md` and the like in code quotes, relative to the root or to the package."""
+    """Checks names in code quotes, such as `docs/structure.md`, relative to the root or the
+    package."""
     names = re.findall(r"`((?:[\w.-]+/)+[\w.-]*)`", document.read_text(encoding="utf-8"))
     roots = (ROOT, ROOT / "src", ROOT / "src" / "kvik")
     missing = [name for name in names if not any((root / name).exists() for root in roots)]
@@ -62,7 +63,7 @@ def test_files_that_a_document_names_exist(document: Path) -> None:
 @pytest.mark.check
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.stem)
 def test_lines_of_text_are_short(document: Path) -> None:
-    """At most 120 characters; rows of tables and code have the length that they need."""
+    """At most 120 characters; rows of tables and code may be longer."""
     text = re.sub(r"^ *```.*?^ *```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
     lines = (line for line in text.splitlines() if not line.startswith(("|", "    ")))
     assert [line for line in lines if len(line) > 120] == []

@@ -1,4 +1,4 @@
-"""Speculation with a draft model, as a caller sees it."""
+"""Speculation with a draft model through the offline API."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ UNSEEDED = SEEDED.with_changes(seed=None)
 
 
 def drafting(folder: Path, **wish: object) -> dict[str, Any]:
-    """Options that make an engine draft whatever it costs."""
+    """Return options that make an engine draft at any cost."""
     common = {"method": "draft_model", "model": str(folder), "adaptive": False}
     return {"speculative_config": {**common, "num_speculative_tokens": 4, **wish}}
 
@@ -50,7 +50,7 @@ def texts(outputs: list[RequestOutput]) -> list[list[int]]:
 
 
 def accepted(outputs: list[RequestOutput]) -> float:
-    """The share of drafts that were right."""
+    """Return the share of accepted drafts."""
     drafted = sum(output.num_drafted_tokens for output in outputs)
     assert drafted > 0
     return sum(output.num_accepted_tokens for output in outputs) / drafted
@@ -63,7 +63,7 @@ def expected() -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def usual() -> list[RequestOutput]:
-    """With the model's own draft model."""
+    """Return answers with the model's own draft model."""
     return answers(**drafting(DRAFT))
 
 
@@ -78,12 +78,12 @@ def test_answers_are_the_same(expected, usual) -> None:
 @pytest.mark.parametrize("params", [GREEDY, SEEDED, UNSEEDED], ids=["greedy", "seeded", "unseeded"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_agrees_with_itself(params, dtype) -> None:
-    """Every draft is right, to the bit, also where rules look at the drafts before."""
+    """Every draft is right, to the bit, also where rules depend on earlier drafts."""
     outputs = answers(params, **drafting(BUNDLED), dtype=dtype)
     assert accepted(outputs) == 1
     if params is not UNSEEDED:
         assert texts(outputs) == texts(answers(params, dtype=dtype))
-    # The first token comes of the prompt, each step brings four drafts and one more.
+    # The first token comes from the prompt; each step yields four drafts and one more.
     assert all(output.num_drafted_tokens == 31 for output in outputs)
 
 
@@ -96,10 +96,10 @@ def test_a_draft_model_may_be_quantised(expected, usual, quantization) -> None:
 
 
 def with_tokens(folder: Path, ids: dict[int, int]) -> Path:
-    """The draft model with other token ids.
+    """Return the draft model with other token ids.
 
     Args:
-        ids: token by token the new id; tokens that have none are dropped.
+        ids: new id by token; other tokens are dropped.
     """
     shutil.copytree(DRAFT, folder)
     tokenizer = json.loads((DRAFT / "tokenizer.json").read_text())
@@ -157,14 +157,14 @@ WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers"
 
 
 def described(folder: Path, **changes: Any) -> Path:
-    """A model without weights."""
+    """Write a model without weights."""
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**TINY, **changes}))
     return folder
 
 
 def refused(draft: Path, option: str, message: str, model: Path | str = "", **more: Any) -> None:
-    """In one line, which does not speak of the target."""
+    """Check that the error has one line, which does not mention the target."""
     options = {**ENGINE, **drafting(draft), **more}
     with pytest.raises(KvikError, match=message) as caught:
         LLM(str(model), **options).close()
@@ -192,7 +192,7 @@ def test_models_that_cannot_draft_are_refused(tmp_path) -> None:
 
 
 def test_a_draft_model_with_windows_and_a_short_context(tmp_path) -> None:
-    """Two KV groups, both in the blocks of the target's one; and answers longer than it knows."""
+    """Two KV groups in the blocks of the target's one, and answers longer than its context."""
     common = {**ENGINE, "load_format": "random", "block_size": 16}
     target = described(tmp_path / "target", num_hidden_layers=4)
     draft = described(
@@ -219,7 +219,7 @@ RULES = [
 @pytest.mark.full
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_drawn_drafts_do_not_change_the_distribution(tmp_path, rule) -> None:
-    """The first three tokens together, against exact arithmetic (chi-square)."""
+    """The joint distribution of the first three tokens, against exact arithmetic (chi-square)."""
     vocab, prompt, count = 8, [3, 4, 5], 2000
     target, draft = tmp_path / "target", tmp_path / "draft"
     model = save_tiny(target, "Llama", seed=1, vocab_size=vocab)

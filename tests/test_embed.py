@@ -1,4 +1,4 @@
-"""Vectors of prompts: what transformers finds, whatever else the engine does meanwhile."""
+"""Embeddings of prompts equal those of transformers, whatever else the engine computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ import kvik
 from kvik import LLM, ParamError, SamplingParams
 from kvik.engine.output import normalise
 
-HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of 16, as the native kernels want
+HEADS = {
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}  # 16 wide
 FAMILIES = {
     "Llama": {**HEADS, "attention_bias": True},
     "Mistral": {**HEADS, "sliding_window": 5},
@@ -95,7 +98,7 @@ def test_the_prefix_cache_serves_last_token_pooling_only(folder, kernels):
         (completed,) = llm.generate(ids, SamplingParams(max_tokens=2))
         assert [o.num_cached_tokens for o in means] == [0, 0]
         assert [o.num_cached_tokens for o in lasts] == [48, 48]
-        assert completed.num_cached_tokens == 48  # vectors' prompts help others
+        assert completed.num_cached_tokens == 48  # prompts of embeddings fill the cache too
         assert means[0].embedding == means[1].embedding
         assert lasts[0].embedding == lasts[1].embedding
     with LLM(folder, kernels=kernels, enable_prefix_caching=False, **COMMON) as llm:
@@ -105,15 +108,15 @@ def test_the_prefix_cache_serves_last_token_pooling_only(folder, kernels):
 
 
 @needs_native
-def test_a_prompt_that_is_preempted_half_way_begins_its_sum_anew(folder):
-    """Decodes take the blocks of prompts that are still being read."""
+def test_a_prompt_preempted_half_way_restarts_its_sum(folder):
+    """Decoding requests take the blocks of prompts that are still being computed."""
     sizes = {"max_num_batched_tokens": 16, "max_num_seqs": 8}
     writing = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
     ids = tokens(96, seed=9)
     with LLM(folder, kernels="native", **sizes, **COMMON) as llm:
         (wanted,) = llm.embed(ids)
     with LLM(folder, kernels="native", num_blocks=14, **sizes, **COMMON) as llm:
-        for _ in range(10):  # on a busy machine the engine may be done with all that writes
+        for _ in range(10):  # on a busy machine all decoding requests may end first
             streams = [llm.stream(tokens(2, seed=i), writing) for i in range(7)]
             for _ in range(5):
                 next(streams[0])
@@ -132,7 +135,7 @@ def test_invalid_poolings_are_refused(folder):
             llm.embed([1, 2], "median")
         with pytest.raises(ParamError, match="prompt: "):
             llm.embed([list(range(3)), tokens(129)])
-        longest = llm.embed(tokens(128))  # all of the context: nothing is written behind it
+        longest = llm.embed(tokens(128))  # as long as the context, since nothing is generated
         assert len(longest[0].embedding) == 32
         assert llm.embed([]) == []
         assert llm.stats().kv_usage == 0.0

@@ -1,4 +1,4 @@
-"""Encoders: vectors and scores are those of transformers, whatever shares their steps."""
+"""Encoders: embeddings and scores equal those of transformers, whatever shares their steps."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_vectors_equal_those_of_transformers(tmp_path, name, kernels):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("name", RERANKERS)
 def test_scores_equal_those_of_transformers(tmp_path, name, kernels):
-    """Also of pairs whose second text is of another type, with the logits that files ask for."""
+    """Also of pairs whose second text has type 1, with the logits that files select."""
     model = save_encoder(tmp_path, name)
     typed = name.startswith("Bert")
     save_tokenizer(tmp_path, typed=typed)
@@ -105,7 +105,7 @@ def test_scores_equal_those_of_transformers(tmp_path, name, kernels):
 
 
 def judged(query: str, document: str, instruction: str | None = None) -> str:
-    """The prompt of Qwen3-Reranker, as its model card has it."""
+    """Return the prompt of Qwen3-Reranker, from its model card."""
     task = (
         instruction or "Given a web search query, retrieve relevant passages that answer the query"
     )
@@ -120,7 +120,7 @@ def judged(query: str, document: str, instruction: str | None = None) -> str:
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("classifier", [True, False])
 def test_qwen3_rerankers(tmp_path, classifier, kernels):
-    """As a classifier of one label, and by the logits of two tokens, which its modules name."""
+    """As a classifier of one label, and by the logits of the two tokens that its modules name."""
     sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     sizes |= {"max_position_embeddings": 256}
     save_tokenizer(tmp_path)
@@ -154,7 +154,7 @@ def test_qwen3_rerankers(tmp_path, classifier, kernels):
         (again,) = llm.score(words(5), documents[-1])
         assert again.num_cached_tokens > 0
         if not classifier:
-            assert llm.generate(words(3))[0].outputs[0].token_ids  # it is a language model too
+            assert llm.generate(words(3))[0].outputs[0].token_ids  # it is also a language model
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
@@ -177,7 +177,7 @@ def test_causal_models_that_were_trained_to_embed(tmp_path, kernels):
 
 @pytest.mark.parametrize("dense", [(), ((32, 48), (48, 24))])
 def test_the_modules_of_sentence_transformers(tmp_path, dense):
-    """Pooling, dense layers, prompts, and vectors that can be cut."""
+    """Pooling, dense layers, prompts, and truncated embeddings."""
     model = save_encoder(tmp_path, "BertModel")
     save_tokenizer(tmp_path)
     prompts = {"query": "w1 w2 ", "document": "w3 "}
@@ -213,7 +213,7 @@ def test_the_modules_of_sentence_transformers(tmp_path, dense):
 @pytest.mark.full
 @needs_native
 def test_engine_folders_have_the_modules(tmp_path):
-    """An encoder built with its dense layers, prompts and pooling answers as the model does."""
+    """An encoder built with its dense layers, prompts and pooling answers like the model."""
     folder, built = tmp_path / "model", tmp_path / "engine"
     folder.mkdir()
     save_encoder(folder, "BertModel")
@@ -222,7 +222,7 @@ def test_engine_folders_have_the_modules(tmp_path):
     text, options = words(20), COMMON | {"kernels": "native"}
     with LLM(str(folder), **options) as llm:
         wanted = llm.embed(text, prompt_name="query")[0].embedding
-    for _ in range(2):  # also in place of one that is there
+    for _ in range(2):  # the second build replaces the first
         build_engine(EngineConfig(model=str(folder), **options), built, lambda *sizes: None)
     with LLM(str(built), device="cpu", threads=1) as llm:
         assert llm.embed(text, prompt_name="query")[0].embedding == wanted
@@ -251,7 +251,7 @@ def test_truncation_is_that_of_transformers(bert, reranker):
 
 
 def test_tasks_embed_and_score(bert, reranker):
-    """As `LLM` does, to the bit."""
+    """Results equal those of `LLM`, to the bit."""
 
     async def run(folder: Path) -> list[float]:
         options = {"engine": "thread", **COMMON}

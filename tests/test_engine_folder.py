@@ -1,4 +1,4 @@
-"""An engine folder gives the tokens of the model it was built from, and refuses what it is not."""
+"""An engine folder yields the tokens of the model it was built from, and a wrong one is refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def build(model: str, output: Path, **options: Any) -> Manifest:
 
 
 def answers(model: str, **options: Any) -> list[Any]:
-    """Tokens and their log probabilities, to the last bit."""
+    """Return tokens and their log probabilities, to the last bit."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=0)
     with LLM(model, **ENGINE, **PLANNED, **options) as llm:
         outputs = llm.generate(PROMPTS, params)
@@ -119,7 +119,7 @@ def test_a_gguf_file(tmp_path: Path, kernels: str) -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model and a folder built from it."""
+    """Return a model and a folder built from it."""
     folder = tmp_path_factory.mktemp("engines")
     save_tiny(folder / "model", "Llama", hidden_size=64)
     build(str(folder / "model"), folder / "engine", quantization="int8", kernels="torch")
@@ -142,7 +142,7 @@ def test_the_models_own_files_are_copied(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_the_bare_trunk(tmp_path: Path) -> None:
-    """Its names lack "model."."""
+    """Its names have no "model." prefix."""
     from safetensors.torch import load_file, save_file
 
     save_tiny(tmp_path / "model", "Llama", tie_word_embeddings=True)
@@ -311,7 +311,8 @@ def test_models_that_cannot_be_built_are_refused(
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_a_draft_model_may_be_an_engine_folder_or_a_gguf_file(tmp_path: Path, kernels: str) -> None:
-    """The model's own weights, rounded: most drafts are right, and the answer stays the same."""
+    """With the model's own weights, rounded, most drafts are right, and the answer stays the
+    same."""
     build("", tmp_path / "engine", kernels=kernels, quantization="int8")
     build("", tmp_path / "target", kernels=kernels)
     plan_export(BUNDLED, "Q8_0").write(tmp_path / "draft.gguf", lambda size: None)
@@ -360,9 +361,7 @@ def test_weights_that_were_replaced_since_the_manifest_was_read(
 
 
 @pytest.mark.parametrize("name", ["a\0b", "\ud800", "..", "x/y"])
-def test_no_name_leads_out_of_the_folder(
-    tmp_path: Path, tiny: tuple[Path, Path], name: str
-) -> None:
+def test_names_cannot_leave_the_folder(tmp_path: Path, tiny: tuple[Path, Path], name: str) -> None:
     shutil.copytree(tiny[1], tmp_path / "engine")
     manifest = json.loads((tmp_path / "engine" / MANIFEST).read_text())
     manifest["files"][name] = manifest["files"]["config.json"]
@@ -371,8 +370,8 @@ def test_no_name_leads_out_of_the_folder(
         LLM(str(tmp_path / "engine"))
 
 
-def test_a_pipe_is_no_file(tmp_path: Path, tiny: tuple[Path, Path]) -> None:
-    """It would be waited for, and never end."""
+def test_a_pipe_is_refused_in_place_of_a_file(tmp_path: Path, tiny: tuple[Path, Path]) -> None:
+    """Reading it would wait forever."""
     shutil.copytree(tiny[1], tmp_path / "engine")
     (tmp_path / "engine" / WEIGHTS).unlink()
     os.mkfifo(tmp_path / "engine" / WEIGHTS)

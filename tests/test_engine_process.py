@@ -1,4 +1,4 @@
-"""The real engine in a process of its own, with the bundled model."""
+"""The real engine in its own process, with the bundled model."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_loading_stops_when_the_client_is_gone(resolved):
         assert process.wait(10) == 1
 
 
-def test_a_parent_that_says_nothing(resolved):
+def test_a_parent_that_sends_nothing(resolved):
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "kvik.engine_process", str(theirs.fileno())]
     with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
@@ -169,7 +169,7 @@ def test_an_unusable_model_is_reported_in_a_frame(resolved, tmp_path):
     assert isinstance(wire.from_engine.decode(body), Unusable)
 
 
-# Every stored format, and every format of the KV cache.
+# Every stored format, and every KV format.
 STORED = dict(zip(CONFIGS, cycle(KV_FORMATS), strict=False))
 CASES = (*STORED, "engine folder", "draft model")
 MANY_ENGINES = """
@@ -183,7 +183,7 @@ for number in sys.argv[1:]:
 
 
 class Connected:
-    """An `EngineSource` of one engine that runs already."""
+    """An `EngineSource` of one engine that is already running."""
 
     def __init__(self, sock: socket.socket, start: EngineStart) -> None:
         self._sock, self._start = sock, start
@@ -198,7 +198,7 @@ class Connected:
 
 @pytest.fixture(scope="module")
 def sockets() -> Iterator[dict[str, socket.socket]]:
-    """Each belongs to an engine process of its own; all of them import torch together."""
+    """Start engine processes that share one import of torch, and yield the socket of each."""
     pairs = {case: socket.socketpair() for case in CASES}
     numbers = [theirs.fileno() for _, theirs in pairs.values()]
     command = [sys.executable, "-P", "-c", MANY_ENGINES, *map(str, numbers)]
@@ -218,7 +218,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def stored_options(case: str, plain: Path, work: Path) -> dict[str, Any]:
-    """What an engine is asked for."""
+    """Return the options of an engine for a case."""
     folder = work / "quantised"
     config = CONFIGS.get(case, CONFIGS["awq"])
     save_quantised(plain, folder, work / "twin", config)

@@ -1,4 +1,4 @@
-"""What errors of users have in common."""
+"""Properties common to all errors for users."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from kvik.errors import CapacityError, ConfigError, KvikError, ModelError, Param
 
 
 @pytest.mark.parametrize("kind", [CapacityError, ConfigError, KvikError, ModelError, ParamError])
-def test_an_error_is_one_line_and_survives_the_way_between_processes(kind: type[KvikError]) -> None:
+def test_an_error_is_one_line_and_can_be_sent_between_processes(kind: type[KvikError]) -> None:
     error = pickle.loads(pickle.dumps(kind("top_p", "must be in (0, 1]")))
     assert type(error) is kind
     assert isinstance(error, ValueError)

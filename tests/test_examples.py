@@ -1,4 +1,4 @@
-"""Every example runs as it stands, and stays short."""
+"""Every example runs unchanged, and stays short."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ALL = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
-# A server does not end by itself: tests/server/test_asgi.py runs one, tests/test_ray.py the other.
+# Servers do not end by themselves: tests/server/test_asgi.py runs one, tests/test_ray.py another.
 EXAMPLES = [path for path in ALL if path.stem not in ("async_server", "ray_serve")]
 
 

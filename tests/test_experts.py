@@ -36,7 +36,7 @@ KERNELS = ["torch", *(["native"] if NATIVE else [])]
 
 
 def scores(folder: Path, **options: Any) -> torch.Tensor:
-    """Log probability of each token of a text."""
+    """Return the log probability of each token of a text."""
     with LLM(str(folder), **ENGINE, **options) as llm:
         (scored,) = llm.score([tokens(60)])
     assert scored.prompt_logprobs is not None
@@ -52,7 +52,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("skip", [(), ("*.experts.*",)], ids=["all", "skipped"])
 def test_experts_of_llama_4_are_quantised(tmp_path: Path, skip: tuple[str, ...]) -> None:
-    """Floats are transposed, with gate and up in one, which may be left as they are."""
+    """Floats are transposed, with gate and up in one tensor, and may stay unquantised."""
     sizes = {**LLAMA4, "hidden_size": 64, "intermediate_size": 32, "intermediate_size_mlp": 64}
     plain, folder = tmp_path / "plain", tmp_path / "q"
     save_tiny(plain, "Llama4", **sizes, interleave_moe_layer_step=2)
@@ -104,7 +104,7 @@ def test_experts_that_are_missing_or_too_many(plain: Path, tmp_path: Path) -> No
 
 
 def test_experts_of_gpt_oss_are_read_from_mxfp4(tmp_path: Path) -> None:
-    """Against transformers with the numbers that the blocks mean."""
+    """Compares with transformers on the dequantised blocks."""
     sizes = {"hidden_size": 64, "intermediate_size": 32, "head_dim": 16, "sliding_window": 9}
     model = save_tiny(tmp_path, "GptOss", **sizes, num_local_experts=4, num_experts_per_tok=2)
     tensors, generator = load_file(tmp_path / SINGLE), torch.Generator().manual_seed(0)
@@ -127,5 +127,5 @@ def test_experts_of_gpt_oss_are_read_from_mxfp4(tmp_path: Path) -> None:
     logprobs = reference_logits(model, ids).log_softmax(-1)
     expected = logprobs[:-1].gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
     torch.testing.assert_close(scores(tmp_path, kernels="torch"), expected, atol=1e-3, rtol=0)
-    for kernels in KERNELS[1:]:  # which round what they multiply to eight bits
+    for kernels in KERNELS[1:]:  # these round activations to eight bits
         assert 0.0 < float((scores(tmp_path, kernels=kernels) - expected).abs().mean()) < 0.2

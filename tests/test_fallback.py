@@ -1,4 +1,4 @@
-"""Models that kvik does not know run through transformers behind the same scheduler."""
+"""Models unknown to kvik run through transformers under the same scheduler."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from kvik.launch import resolve_config
 from kvik.worker import transformers_model
 from kvik.worker.transformers_model import RequestCaches, TransformersModel, model_facts
 
-# Architectures that transformers has and kvik lacks: ALiBi; rotary pairs; a window in every other
-# layer; states and no keys at all.
+# Architectures that only transformers has: ALiBi; interleaved rotary pairs; a window in every other
+# layer; states and no keys.
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bloom": {"n_layer": 3, "n_head": 4, "hidden_size": 32},
     "CodeGen": {
@@ -48,7 +48,7 @@ PROMPTS = [tokens(n, seed=n) for n in (9, 40, 3, 24, 1)]
 
 @pytest.fixture(autouse=True)
 def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What transformers says of a model is asked in this process, which has it."""
+    """Query transformers in this process, where it is already imported."""
     monkeypatch.setattr(kvik.fallback, "ask", model_facts)
 
 
@@ -105,7 +105,7 @@ def test_log_probabilities_are_those_of_transformers(saved, family):
 
 
 def test_sampling_is_the_engines_own(saved):
-    """A seed draws the same alone and with others, penalties and bans bite, and tokens end it."""
+    """A seed draws the same tokens alone and with others; penalties, bans and stop tokens apply."""
     folder, _ = saved("Bloom")
     drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=10, ignore_eos=True)
     with LLM(str(folder), **COMMON, max_num_batched_tokens=32, max_num_seqs=8) as llm:
@@ -150,12 +150,12 @@ async def test_the_engine_may_be_another_process(saved):
 
 
 def test_caches_are_freed(saved, monkeypatch):
-    """What ended, was aborted or failed leaves its cache with the next step, all others at rest."""
+    """Requests that ended, were aborted or failed lose their cache in the next step."""
     folder, model = saved("CodeGen")
     with LLM(str(folder), **COMMON, max_num_batched_tokens=32, max_num_seqs=4) as llm:
         caches = caches_of(llm)
         with llm.stream(PROMPTS[1], GREEDY.with_changes(max_tokens=60)) as stream:
-            next(stream)  # and it is gone
+            next(stream)  # the stream is closed
         llm.generate(PROMPTS[2:3], GREEDY.with_changes(max_tokens=1))
         assert len(caches.by_slot) == 1
         each = llm.resolved.cache.groups[0].bytes_per_token
@@ -166,7 +166,7 @@ def test_caches_are_freed(saved, monkeypatch):
         def failing(self, ids, cache, *, last):
             calls.append(len(ids))
             if len(calls) == 4:
-                step(self, ids, cache, last=last)  # it may have grown
+                step(self, ids, cache, last=last)  # the cache may have grown
                 raise RuntimeError("no memory")
             return step(self, ids, cache, last=last)
 
@@ -180,8 +180,8 @@ def test_caches_are_freed(saved, monkeypatch):
         assert not caches.by_slot and not caches.scored
 
 
-def test_states_that_begin_anew_are_read_token_by_token(saved):
-    """Mamba's kernels take several tokens as the beginning of a text; those that attend go on."""
+def test_models_with_states_continue_token_by_token(saved):
+    """Mamba's kernels take several tokens as the start of a text; attention models continue it."""
     for family, in_chunks in (("Mamba", False), ("Bloom", True)):
         found = TransformersModel(saved(family)[1])
         assert found.in_chunks == in_chunks
@@ -269,7 +269,7 @@ def test_weights_must_be_there(tmp_path):
         assert len(output.outputs[0].token_ids) == 12
 
 
-def test_what_kvik_knows_it_runs_itself(tmp_path):
+def test_architectures_of_kvik_do_not_fall_back(tmp_path):
     model = save_tiny(tmp_path, "Llama")
     with LLM(str(tmp_path), **COMMON, max_num_seqs=4) as llm:
         assert llm.resolved.model.fallback is None
@@ -278,7 +278,7 @@ def test_what_kvik_knows_it_runs_itself(tmp_path):
 
 
 def test_models_that_kvik_knows_in_part(tmp_path):
-    """Falcon with ALiBi is refused by kvik, and falls back."""
+    """kvik refuses Falcon with ALiBi, which falls back."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     model = save_tiny(tmp_path, "Falcon", alibi=True, **sizes)
     with pytest.raises(ModelError):
@@ -290,7 +290,7 @@ def test_models_that_kvik_knows_in_part(tmp_path):
 
 
 def test_texts_are_evaluated(saved):
-    """A reader takes the logits of every token."""
+    """Reads the logits of every token."""
     folder, model = saved("Bloom")
     config = EngineConfig(str(folder), **COMMON, max_num_batched_tokens=16)
     ids = tokens(40)
@@ -302,7 +302,7 @@ def test_texts_are_evaluated(saved):
 
 @pytest.mark.full
 def test_a_process_of_its_own_asks_transformers(saved, tmp_path):
-    """`kvik info` and a text, as a user starts them; and the library may be missing."""
+    """`kvik info` and a text, as a user starts them; and without the library."""
     folder, _ = saved("Bloom")
     command = [sys.executable, "-m", "kvik", "info", str(folder), "--json"]
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Files are whole or not there."""
+"""Files are written whole or not at all."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_where_a_file_may_be_put(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked of the system, which root passes by: so its answer is put in its place."""
+    """Root may write everywhere, so the answer of the system is replaced."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     assert not can_write(tmp_path / "new")
     assert not can_write(tmp_path / "folder" / "new")
@@ -86,7 +86,7 @@ def test_a_folder_takes_the_place_of_another_in_one_go(tmp_path: Path) -> None:
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_of_two_at_once_the_last_one_stays_and_nothing_else(tmp_path: Path) -> None:
+def test_of_two_concurrent_writes_only_the_last_one_stays(tmp_path: Path) -> None:
     path = tmp_path / "folder"
     with writing_whole_folder(path) as last:
         with writing_whole_folder(path) as first:
@@ -96,7 +96,7 @@ def test_of_two_at_once_the_last_one_stays_and_nothing_else(tmp_path: Path) -> N
     assert [entry.name for entry in path.iterdir()] == ["last"]
 
 
-def test_a_place_that_was_taken_in_between_is_left_alone(
+def test_a_target_created_in_the_meantime_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, replace = tmp_path / "folder", Path.replace
@@ -159,18 +159,18 @@ def test_leftovers_of_killed_processes_are_removed_and_of_living_ones_kept(
     with work("target", "lives") as living:
         assert living.stdout is not None and living.stdout.readline()
         drafts = set(tmp_path.iterdir())
-        assert len(drafts) == 2 and len(drafts - left) == 1  # the dead one's is gone
+        assert len(drafts) == 2 and len(drafts - left) == 1  # that of the dead process is gone
         with kind(tmp_path / "target"):
             assert drafts < set(tmp_path.iterdir())
         living.communicate()
         assert living.returncode == 0
-    assert len([path for path in tmp_path.iterdir() if path.name.startswith(DRAFT)]) == 1  # other
+    assert len([path for path in tmp_path.iterdir() if path.name.startswith(DRAFT)]) == 1
 
 
 def test_the_old_folder_is_kept_until_the_new_one_exists(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if the process were killed between the two moves of the replacement."""
+    """As if the process were killed between the two renames of the replacement."""
     path, replace = tmp_path / "folder", Path.replace
     path.mkdir()
     (path / "valuable").touch()

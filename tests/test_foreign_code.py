@@ -1,4 +1,4 @@
-"""A model folder is data: code that lies in it, and asks to be run, is not."""
+"""A model folder is data: its code is never run, even if its config requests that."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_code_in_a_model_folder_is_not_run(tmp_path: Path, drafter: bool) -> Non
 def test_files_that_are_not_regular_are_refused(
     name: str, make: Callable[[Path], None], tmp_path: Path
 ) -> None:
-    """A pipe would be waited for without end, and some devices can be read without end."""
+    """Reading a pipe would wait forever, and some devices never end."""
     folder = tmp_path / "model"
     shutil.copytree(BUNDLED / "stories", folder)
     if name in ("model.safetensors.index.json", "shard.safetensors"):

@@ -1,4 +1,4 @@
-"""GGUF files in the engine: as the same weights multiplied out, in the bytes that were planned."""
+"""GGUF files in the engine: equal to the same weights dequantised, in the planned bytes."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ SIZES = {
 
 
 def mixed(name: str) -> str:
-    """As llama-quantize mixes types: some layers are finer in V and down, as is the head."""
+    """Return types as llama-quantize mixes them: V and down of some layers and the head are
+    finer."""
     finer = name.startswith(("blk.1.attn_v", "blk.0.ffn_down", "output", "token_embd"))
     return "Q6_K" if finer else "Q4_K"
 
 
-# The types of a file's matrices, and whether all of them run as they are stored.
+# Types of a file's matrices, and whether all of them run as stored.
 CASES: dict[str, tuple[Callable[[str], str], bool]] = {
     "Q8_0": (lambda name: "Q8_0", True),
     "Q4_0": (lambda name: "Q8_0" if "blk" not in name else "Q4_0", True),
@@ -51,8 +52,8 @@ CASES: dict[str, tuple[Callable[[str], str], bool]] = {
 }
 FAMILIES = [("Llama", case) for case in CASES]
 FAMILIES += [(family, case) for family in ("Qwen2", "Qwen3", "Olmo2") for case in ("Q8_0", "mixed")]
-# Of a log probability, on average. The native kernels round activations: to bf16 or, for weights of
-# four bits, to eight. Measured: 5e-7 and 0.016.
+# Mean error of a log probability. The native kernels round activations to bf16 or, for weights of
+# four bits, to eight bits. Measured: 5e-7 and 0.016.
 OFF = {"torch": 1e-5, "native": 0.03}
 
 
@@ -73,7 +74,7 @@ def test_the_engine_matches_the_dequantised_floats(
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_the_plan_counts_the_loaded_weights(case: str, tied: bool, tmp_path: Path) -> None:
-    """Every matrix, the embedding's too, as torch's kernels and the native ones keep it."""
+    """Every matrix, including the embedding, for torch's and the native kernels."""
     save_tiny(tmp_path, "Llama", tie_word_embeddings=tied, **SIZES)
     types, as_stored = CASES[case]
     save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", types)
@@ -97,12 +98,12 @@ def test_the_plan_counts_the_loaded_weights(case: str, tied: bool, tmp_path: Pat
 
 
 def size(weight: object) -> int:
-    """Bytes of its tensors."""
+    """Return the bytes of its tensors."""
     parts = (getattr(weight, field.name) for field in fields(weight))  # type: ignore[arg-type]
     return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
 
 
-def test_other_types_are_quantised_when_that_is_asked_for(tmp_path: Path) -> None:
+def test_other_types_are_quantised_on_request(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama", **SIZES)
     save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", CASES["floats"][0])
     options = {"device": "cpu", "threads": 1, "num_blocks": 32, "kernels": "torch"}
@@ -152,8 +153,8 @@ def test_without_a_tokenizer_prompts_are_ids(tmp_path: Path) -> None:
         ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "block_sparse_moe.gate.weight"),
     ],
 )
-def test_files_that_lie(values: dict[str, int], message: str, tmp_path: Path) -> None:
-    """One error each, before a matrix is filled."""
+def test_files_with_false_sizes(values: dict[str, int], message: str, tmp_path: Path) -> None:
+    """One error each, before any matrix is filled."""
     save_tiny(tmp_path, "Llama", **SIZES)
     save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", lambda name: "Q8_0", values)
     with pytest.raises(ModelError, match=message):

@@ -1,5 +1,5 @@
-"""What is imported when: no package that a command can do without, which would make its start
-slower, or fail where the package is missing."""
+"""No command imports a package that it does not need, which would slow its start or fail without
+the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-# An engine needs no package of the server, of recordings or of GPUs: a machine may lack them.
+# An engine needs no package for the server, recordings or GPUs, which may be missing.
 ABSENT = ("msgspec", "starlette", "httptools", "uvicorn", "safetensors", "transformers", "triton")
 CODE = f"""
 import sys
@@ -17,9 +17,9 @@ for name in {ABSENT!r}:
 import kvik.llm, kvik.launch, kvik.worker.worker
 """
 
-# Code -> packages it may import beside the standard library and kvik, and modules of kvik that it
-# may import in all. About a third more than it did when this was written; an architecture is a
-# module, so that reading config.json takes one more with each.
+# Code -> packages it may import besides the standard library and kvik, and the most modules of
+# kvik. About a third more than when this was written; every architecture adds a module to code that
+# reads config.json.
 BUDGETS = {
     "import kvik": (set[str](), 3),
     "import kvik.cli.main as m; m._help(m.VERBS)": (set[str](), 12),
@@ -37,7 +37,7 @@ BUDGETS = {
             *("tokenizers", "msgspec", "typing_extensions", "prometheus_client", "starlette"),
             *("anyio", "sniffio", "idna", "jinja2", "markupsafe", "uvicorn", "click", "httptools"),
             *("uvloop", "cython_runtime"),
-            "watchfiles",  # uvicorn takes it where it is, as it is with Ray's server
+            "watchfiles",  # imported by uvicorn if installed, as with Ray
         },
         195,
     ),
@@ -57,7 +57,7 @@ print(*(name for name in ("torch._dynamo", "torch._inductor", "sympy") if name i
 
 
 @pytest.mark.full
-def test_an_engine_is_imported_without_them() -> None:
+def test_an_engine_is_imported_without_optional_packages() -> None:
     done = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -66,7 +66,7 @@ def test_an_engine_is_imported_without_them() -> None:
     "code",
     [pytest.param(c, marks=pytest.mark.full) if "torch" in BUDGETS[c][0] else c for c in BUDGETS],
 )
-def test_no_more_is_imported_than_it_takes(code: str) -> None:
+def test_imports_stay_within_the_limits(code: str) -> None:
     packages, most = BUDGETS[code]
     done = subprocess.run(
         [sys.executable, "-P", "-c", f"{code}\n{SHOW}"], capture_output=True, text=True, check=False
@@ -74,7 +74,7 @@ def test_no_more_is_imported_than_it_takes(code: str) -> None:
     assert done.returncode == 0, done.stderr
     *_, found, compilers = done.stdout.split("\n")[:-1]
     count, *others = found.split()
-    own = {name for name in others if not name.startswith("_")}  # compiled parts of packages
+    own = {name for name in others if not name.startswith("_")}  # extension modules of packages
     assert own <= packages
     assert int(count) <= most
     assert not compilers

@@ -1,4 +1,4 @@
-"""Layers with budgets, as a caller of the engine meets them."""
+"""Layers with KV budgets, through the offline API."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def llm(file: str) -> Iterator[LLM]:
         yield made
 
 
-def test_it_is_off_unless_it_is_asked_for_and_says_that_it_is_lossy(llm, file, caplog):
+def test_budgets_are_off_by_default_and_reported_as_lossy(llm, file, caplog):
     plain = resolve_config(EngineConfig(device="cpu"))
     assert not any(group.budgeted for group in plain.cache.groups)
     assert "kv_budget" not in {decision.name for decision in plain.decisions}
@@ -69,7 +69,7 @@ def test_a_fault_while_tokens_are_chosen_ends_one_request_and_leaks_nothing(llm,
     def failing(queries: Tensor, k: Tensor, budget: Any) -> Tensor:
         nonlocal calls
         calls += 1
-        if calls == LAYERS + 2:  # within the second request
+        if calls == LAYERS + 2:  # in the second request
             raise ValueError("no choice")
         return kept(queries, k, budget)
 
@@ -99,7 +99,7 @@ def test_a_fault_while_tokens_are_chosen_ends_one_request_and_leaks_nothing(llm,
     ],
     ids=str,
 )
-def test_what_does_not_go_together(file, options, field):
+def test_incompatible_options(file, options, field):
     with pytest.raises(ConfigError) as caught:
         resolve_config(EngineConfig(kv_budget=file, device="cpu", **options))
     assert caught.value.field == field and "kv_budget" in caught.value.message

@@ -59,7 +59,7 @@ def test_an_emptied_cache_forgets_the_tiers_too() -> None:
 
 
 def record(folder: Path, **options: object) -> tuple[Path, object]:
-    """A run with loads and swaps."""
+    """Record a run with loads and swaps."""
     file = folder / "flight"
     engine = start(resolve_config(EngineConfig(**{**TINY, **options})), record=file)
     client = engine.client
@@ -77,11 +77,11 @@ def test_a_disk_tier_serves_the_next_engine_too(tmp_path: Path) -> None:
     asked, tiers = prompts(3), f"disk:{tmp_path / 'kv'}:1GiB"
     with LLM(**TINY, kv_tiers=tiers) as llm:
         first = texts(llm, asked)
-    with LLM(**{**TINY, "num_blocks": 50}, kv_tiers=tiers) as llm:  # blocks do not matter
+    with LLM(**{**TINY, "num_blocks": 50}, kv_tiers=tiers) as llm:  # blocks may differ
         outputs = llm.generate(asked, GREEDY)
         assert [output.outputs[0].token_ids for output in outputs] == first
         assert [output.num_cached_tokens for output in outputs] == [192] * 3
-    with LLM(**TINY, kv_cache_dtype="int8", kv_tiers=tiers) as llm:  # formats do
+    with LLM(**TINY, kv_cache_dtype="int8", kv_tiers=tiers) as llm:  # another format does not
         assert [o.num_cached_tokens for o in llm.generate(asked, GREEDY)] == [0] * 3
 
 
@@ -109,7 +109,7 @@ def test_a_disk_that_does_not_answer_keeps_no_request_waiting(
         right = texts(llm, asked)
         monkeypatch.setattr(disk_tier.DiskTier, "read", lambda *a: answer.wait(20) and read(*a))
         try:
-            assert texts(llm, asked[:1]) == right[:1]  # nothing of it came
+            assert texts(llm, asked[:1]) == right[:1]  # nothing was loaded
             late = GREEDY.with_changes(max_tokens=1)
             assert llm.stats().moves.totals.given_up == 1
             assert llm.generate([asked[1][:40]], late)[0].outputs[0].token_ids
@@ -201,7 +201,7 @@ for _ in range(10**6):
 
 
 @pytest.mark.full
-def test_an_engine_that_was_killed_has_left_its_pages(tmp_path: Path) -> None:
+def test_a_killed_engine_leaves_its_pages(tmp_path: Path) -> None:
     (prompt,), tiers = prompts(1), f"disk:{tmp_path / 'kv'}:1GiB"
     words = [sys.executable, "-c", KILLED, tiers, ",".join(map(str, prompt))]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
@@ -230,7 +230,7 @@ def test_a_recording_with_a_disk_tier_is_replayed_and_changes_no_file(
 ) -> None:
     tiers = f"memory:1MiB,disk:{tmp_path / 'kv'}:1GiB"
     record(tmp_path, kv_tiers=tiers)
-    file, stats = record(tmp_path, kv_tiers=tiers, **processes)  # of what the first one has left
+    file, stats = record(tmp_path, kv_tiers=tiers, **processes)  # of pages that the first one left
     assert {tier.name for tier in stats.moves.tiers if tier.loaded} == {"memory", "disk"}
     pages = {path: path.stat().st_mtime_ns for path in (tmp_path / "kv").glob("*/*/*")}
     assert main(["replay", str(file)]) == 0, capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Connections between machines: who is let in, and who not."""
+"""Connections between machines: authentication by a token."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def accept(listener: LinkListener, seconds: float = 5.0):
     return ThreadPoolExecutor(1).submit(listener.accept, seconds)
 
 
-def test_who_knows_the_token_is_told_apart_by_its_hello(listener) -> None:
+def test_authenticated_connections_are_distinguished_by_their_hello(listener) -> None:
     waiting = accept(listener)
     hello = Hello("line", 3, Address("10.0.0.1", 80))
     line = connect(listener.address, TOKEN, hello)
@@ -36,8 +36,8 @@ def test_who_knows_the_token_is_told_apart_by_its_hello(listener) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"", b"x" * 200, b"GET / HTTP/1.1\r\n\r\n" * 4])
-def test_others_are_turned_away_and_cost_nothing(listener, sent: bytes) -> None:
-    """Those behind them are let in."""
+def test_other_connections_are_refused_at_no_cost(listener, sent: bytes) -> None:
+    """Connections after them are accepted."""
     with socket.create_connection((HERE, listener.address.port)) as stranger:
         stranger.sendall(sent)
         stranger.shutdown(socket.SHUT_WR)
@@ -55,7 +55,7 @@ def test_a_wrong_token_is_one_error_on_its_side(listener) -> None:
 
 
 def test_a_listener_that_does_not_know_the_token_is_left() -> None:
-    """It may be anybody at that address, who learns nothing."""
+    """An unknown listener at that address learns nothing."""
     with socket.create_server((HERE, 0)) as server:
 
         def pretend() -> None:
@@ -77,14 +77,14 @@ def test_another_version_is_refused_by_name(listener) -> None:
         waiting.result()
 
 
-def test_nobody_there_is_one_error() -> None:
+def test_a_missing_listener_is_one_error() -> None:
     with socket.create_server((HERE, 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(LinkError, match=f"cannot reach {HERE}:{port}"):
         connect(Address(HERE, port), TOKEN, Hello("line", 0))
 
 
-def test_who_hangs_up_ends_the_wait_of_another_thread(listener) -> None:
+def test_closing_ends_the_wait_of_another_thread(listener) -> None:
     waiting = accept(listener)
     connect(listener.address, TOKEN, Hello("line", 0))
     _, line = waiting.result()

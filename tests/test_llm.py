@@ -85,7 +85,7 @@ def test_streamed_text_is_the_text(llm):
     assert stream.output.text == whole.text
 
 
-def test_the_callers_token_ids_stay_the_callers(llm):
+def test_the_token_ids_of_the_caller_are_not_changed(llm):
     ids = [5, 6, 7]
     stream = llm.stream(ids, GREEDY)
     for delta in stream:
@@ -174,7 +174,7 @@ def test_scores_do_not_depend_on_chunks_or_on_the_prefix_cache(llm):
             assert a.logprob == pytest.approx(b.logprob, abs=1e-4)
 
 
-def test_scores_of_the_end_take_the_rest_from_the_prefix_cache(llm):
+def test_scores_of_last_tokens_use_the_prefix_cache(llm):
     ids = llm.generate("Once", SamplingParams(seed=2, max_tokens=90, ignore_eos=True))[0]
     ids = ids.outputs[0].token_ids
     whole = llm.score(ids, top=1)[0].prompt_logprobs
@@ -251,7 +251,7 @@ BAD_CALLS = [
 ]
 
 
-def test_nothing_is_no_prompt_even_where_a_token_stands_before_it(llm, monkeypatch):
+def test_an_empty_prompt_is_refused_even_with_a_bos_token(llm, monkeypatch):
     monkeypatch.setattr(type(llm.tokenizer), "encode", lambda *asked: [1])
     with pytest.raises(ParamError, match="must not be empty"):
         llm.generate("", GREEDY)
@@ -276,7 +276,7 @@ def test_bad_options_name_the_field(tmp_path):
         LLM(num_blocks=1, max_model_len=256)
     with pytest.raises(ModelError, match="model"):
         LLM(str(tmp_path / "nothing here"))
-    with pytest.raises(ConfigError, match="dtype"):  # before anything is downloaded
+    with pytest.raises(ConfigError, match="dtype"):  # before any download
         LLM("some-org/some-model", dtype="int3")
 
 
@@ -289,13 +289,13 @@ def test_a_model_without_a_tokenizer_takes_token_ids(llm, tmp_path):
         with pytest.raises(ModelError, match=r"^tokenizer.json: is missing .* token ids"):
             bare.generate("text", GREEDY)
         (tmp_path / "vocab.json").touch()
-        with pytest.raises(ModelError, match="save_pretrained"):  # what to do about it
+        with pytest.raises(ModelError, match="save_pretrained"):  # the remedy
             bare.chat([{"role": "user", "content": "Hello"}], GREEDY)
         with pytest.raises(ParamError, match=r"^stop: needs a tokenizer"):
             bare.generate([5, 6], GREEDY.with_changes(stop="a"))
 
 
-def test_a_closed_llm_says_so():
+def test_a_closed_llm_raises():
     llm = LLM(dtype="float32", device="cpu", threads=1, max_model_len=64)
     llm.close()
     llm.close()
@@ -355,7 +355,7 @@ def test_ctrl_c_leaves_a_call_whose_step_hangs(llm, monkeypatch, default_sigint)
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
-def test_the_last_batch_of_a_call_waits_for_no_others(policy):
+def test_the_last_batch_of_a_call_does_not_wait_for_more(policy):
     options = {"policy": policy, "batch_size": 2, "max_wait": 3000.0, "max_model_len": 64}
     with LLM(dtype="float32", device="cpu", threads=1, **options) as llm:
         outputs = llm.generate([[5, 6], [7], [8]], GREEDY, progress=False)
@@ -363,7 +363,7 @@ def test_the_last_batch_of_a_call_waits_for_no_others(policy):
         assert "".join(delta.text for delta in llm.stream([7], GREEDY)) == outputs[1].text
 
 
-def test_unseeded_requests_differ_from_start_to_start_and_repeat_with_the_seed() -> None:
+def test_unseeded_requests_differ_by_start_and_repeat_with_the_seed() -> None:
     def said(**config: int) -> tuple[int, list[tuple[int, ...]]]:
         params = SamplingParams(max_tokens=24, temperature=1.0, ignore_eos=True)
         with LLM("", device="cpu", threads=1, max_model_len=64, **config) as llm:
@@ -378,7 +378,7 @@ def test_unseeded_requests_differ_from_start_to_start_and_repeat_with_the_seed()
 
 
 def test_engines_of_one_process_keep_their_own_threads():
-    """Of torch, where it computes."""
+    """Of torch, if it computes."""
     options = {"device": "cpu", "attention_backend": "sdpa", "max_model_len": 64}
     with LLM(threads=2, **options) as one, LLM(threads=1, **options) as other:
         found = []
@@ -389,13 +389,13 @@ def test_engines_of_one_process_keep_their_own_threads():
 
 
 @needs_native
-def test_torch_has_one_thread_beside_the_native_kernels():
+def test_torch_has_one_thread_with_native_kernels():
     with LLM(device="cpu", threads=2, max_model_len=64) as llm:
         llm.generate([[5]], GREEDY)
         assert llm._engine.ask(torch.get_num_threads) == 1
 
 
-def test_progress_is_shown_when_asked_for(llm, capfd):
+def test_progress_is_shown_on_request(llm, capfd):
     llm.generate([[5], [6]], GREEDY, progress=True)
     shown = capfd.readouterr()
     assert "2/2" in shown.err
@@ -404,7 +404,7 @@ def test_progress_is_shown_when_asked_for(llm, capfd):
     assert capfd.readouterr().err == ""
 
 
-def test_an_engine_without_native_kernels_says_so(caplog, monkeypatch):
+def test_an_engine_without_native_kernels_warns(caplog, monkeypatch):
     monkeypatch.setattr("kvik.launch.detect", lambda gpus: replace(detect(gpus), native=False))
     with LLM(device="cpu", threads=1, max_model_len=64) as llm:
         assert llm.resolved.runner.kernels == "torch"
@@ -414,10 +414,10 @@ def test_an_engine_without_native_kernels_says_so(caplog, monkeypatch):
         assert not caplog.records
 
 
-# Chat templates of the user's own
+# Custom chat templates
 
 
-def test_a_template_of_ones_own(tmp_path):
+def test_a_custom_chat_template(tmp_path):
     file = tmp_path / "mine.jinja"
     file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<bot>")
     options = {"device": "cpu", "threads": 1, "max_model_len": 64, "max_num_seqs": 1}
@@ -449,7 +449,7 @@ def test_a_template_may_refuse_a_conversation(tmp_path):
     assert load_tokenizer(resolved).chat_template == file.read_text()
 
 
-def test_the_words_of_vllm_for_a_call(llm) -> None:
+def test_call_arguments_have_the_names_of_vllm(llm) -> None:
     (output,) = llm.generate(["Once"], sampling_params=GREEDY, use_tqdm=False)
     assert output.finished and output.outputs[0].text == llm.generate("Once", GREEDY)[0].text
     with pytest.raises(ParamError, match="sampling_params: is params here"):
@@ -462,7 +462,7 @@ def test_priorities_order_the_requests_of_a_call() -> None:
         prompts = ["One", "Two", "Three"]
         outputs = llm.generate(prompts, GREEDY, priority=[5, 1, 3])
         started = [output.metrics.first_scheduled for output in outputs]
-        # The first may be taken in before the others are there.
+        # The first request may start before the others arrive.
         assert started[1] < started[2]
         for priority, message in (([1], "1 given for 3"), ([1, 2, "x"], "must be an integer")):
             with pytest.raises(ParamError, match=f"priority: {message}"):
@@ -474,7 +474,7 @@ def test_a_priority_needs_its_policy(llm) -> None:
         llm.generate("Once", GREEDY, priority=1)
 
 
-def test_cached_prefixes_can_be_forgotten() -> None:
+def test_the_prefix_cache_can_be_cleared() -> None:
     with LLM(max_model_len=128, device="cpu") as llm:
         prompt = list(range(5, 45))
         llm.generate([prompt], GREEDY)
@@ -483,7 +483,7 @@ def test_cached_prefixes_can_be_forgotten() -> None:
         assert llm.generate([prompt], GREEDY)[0].num_cached_tokens == 0
 
 
-def test_variables_set_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_environment_variables_set_options_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVIK_MAX_MODEL_LEN", "96")
     monkeypatch.setenv("KVIK_MAX_NUM_SEQS", "3")
     with LLM(device="cpu", max_num_seqs=2) as llm:
@@ -495,7 +495,7 @@ def test_variables_set_what_is_not_given(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @needs_native
-def test_statistics_tell_how_many_threads_compute() -> None:
+def test_statistics_have_the_number_of_threads() -> None:
     with LLM(device="cpu", threads=3, max_model_len=64) as llm:
         assert llm.stats().threads is None
         llm.generate([[5, 6, 7]], GREEDY.with_changes(max_tokens=2))

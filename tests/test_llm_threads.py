@@ -1,4 +1,4 @@
-"""One `LLM`, many threads; and a process that forks."""
+"""One `LLM` used by many threads, and in a forked process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def in_threads(work: Callable[[int], object], count: int = THREADS) -> list[obje
 
 @pytest.mark.parametrize("calls", [20, pytest.param(200, marks=pytest.mark.nightly)])
 def test_calls_of_many_threads_give_the_outputs_of_one(llm: LLM, calls: int) -> None:
-    """Whole batches, streams, embeddings, streams that are given up, and bad calls, all at once."""
+    """Batches, streams, embeddings, abandoned streams and invalid calls, all at once."""
     jobs = [(prompt, params) for prompt in PROMPTS for params in KINDS]
     right = [texts(llm.generate(prompt, params)) for prompt, params in jobs]
     vectors = [llm.embed(prompt)[0].embedding for prompt in PROMPTS]
@@ -91,7 +91,7 @@ def test_calls_of_many_threads_share_their_steps(llm: LLM) -> None:
 
 
 @pytest.mark.full
-def test_ctrl_c_in_one_thread_hurts_no_other(llm: LLM, default_sigint) -> None:
+def test_ctrl_c_in_one_thread_does_not_affect_others(llm: LLM, default_sigint) -> None:
     params = KINDS[0].with_changes(max_tokens=120)
     right = texts(llm.generate(PROMPTS, params))
     began = threading.Event()
@@ -133,13 +133,13 @@ def test_closing_fails_the_calls_of_other_threads() -> None:
 
 
 @pytest.mark.full
-def test_an_engine_that_is_forgotten_ends() -> None:
+def test_an_unreferenced_engine_ends() -> None:
     before = set(threading.enumerate())
     llm = LLM(**CONFIG, threads=1)
     stream = llm.stream("Once", KINDS[0])
     gone = weakref.ref(llm)
     del llm
-    assert sum(len(delta.token_ids) for delta in stream) == 6  # a stream keeps its engine
+    assert sum(len(delta.token_ids) for delta in stream) == 6  # a stream keeps its engine alive
     del stream
     gc.collect()
     assert gone() is None
@@ -147,7 +147,7 @@ def test_an_engine_that_is_forgotten_ends() -> None:
 
 
 @pytest.mark.full
-def test_a_stream_that_is_forgotten_ends(llm: LLM) -> None:
+def test_an_unreferenced_stream_ends(llm: LLM) -> None:
     stream = llm.stream("Once", KINDS[0].with_changes(max_tokens=200))
     next(stream)
     assert llm.stats().num_running == 1
@@ -174,7 +174,7 @@ def test_an_engine_that_fails_tells_all_callers_and_serves_the_next(
 
 
 def in_fork(work: Callable[[], str]) -> str:
-    """What `work` returns in a fork of this process."""
+    """Return the result of `work` in a fork of this process."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -214,7 +214,7 @@ def test_a_fork_has_no_engine_and_can_load_its_own(llm: LLM) -> None:
         assert told.startswith("RuntimeError") and str(os.getpid()) in told and "fork" in told
 
     def load() -> str:
-        llm.close()  # does nothing: it is the parent's
+        llm.close()  # no effect: the engine is the parent's
         with LLM(**CONFIG, threads=2) as other:
             return other.generate("Once upon a time", KINDS[0])[0].text
 

@@ -1,4 +1,4 @@
-"""A prompt of 100,000 tokens through the whole engine: in chunks, in memory that does not grow."""
+"""A prompt of 100,000 tokens through the whole engine, in chunks and constant memory."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from helpers.tiny_models import save_tiny
 
 pytestmark = [needs_native, pytest.mark.full]
 
-# Reads texts in a process of its own: prints the peak of resident memory without keys and values
-# of each, and tokens with their log probabilities.
+# Computes texts in a separate process, and prints for each the peak of resident memory without keys
+# and values, and tokens with their log probabilities.
 READ = """
 import json, random, sys
 from pathlib import Path
@@ -65,8 +65,8 @@ def test_a_prompt_of_100_000_tokens_takes_its_keys_and_no_more(tmp_path: Path) -
         rope_parameters={"rope_theta": 10_000.0, **rope},
     )
     planned, ((short, *_), (long, *wanted)) = read(tmp_path, 2048, 8192, 100_000)
-    # Tokens themselves: in the caller's list, in the request's and the worker's tables.
+    # Memory of the tokens: in the caller's list and the tables of the request and the worker.
     assert long <= short + 48 * (100_000 - 8192), (short, long)
     assert long <= planned
     _, ((_, *found),) = read(tmp_path, 8192, 100_000)
-    assert found == wanted  # to the bit, in larger chunks
+    assert found == wanted  # larger chunks give the same bits

@@ -1,4 +1,4 @@
-"""The plan bounds what a process takes, and closely: planned before loading, measured after."""
+"""The memory plan is a close upper bound of what a process uses."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ SMALL = {
 }
 LLAMA_1B = PUBLIC["llama-3.2-1b"]
 
-# Everything that takes memory: all blocks of the cache in use at once, a step of all the tokens it
-# may have, sampling with every rule on, and the logprobs of a prompt.
+# Uses all kinds of memory: all blocks of the cache at once, a step of the most tokens, sampling
+# with every rule, and prompt logprobs.
 SCRIPT = """
 import json, sys
 from kvik import LLM, SamplingParams
@@ -93,7 +93,7 @@ with LLM(sys.argv[1], device="cpu", threads=2, enable_prefix_caching=False,
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes of a process: its peak, and what was planned for it."""
+    """The peak of a process and its plan, in bytes."""
 
     peak: int
     planned: int
@@ -117,7 +117,7 @@ def measured(folder: Path, **wishes: Any) -> Measured:
 
 
 def write_tokenizer(folder: Path, entries: int) -> None:
-    """Byte-level BPE whose tokens are up to three bytes long."""
+    """Write a byte-level BPE tokenizer with tokens of up to three bytes."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     pairs = list(product(letters, letters))
     longer = product(map("".join, pairs), letters)
@@ -153,7 +153,7 @@ def test_the_peak_stays_below_the_plan(quantization: str, kernels: str, tmp_path
 def test_a_draft_model_is_planned_with_its_cache_and_probabilities(
     kernels: str, tmp_path: Path
 ) -> None:
-    """Every draft is drawn, with probabilities of all tokens."""
+    """Every draft is sampled, with probabilities of all tokens."""
     small = tmp_path / "draft"
     small.mkdir()
     draft = {**SMALL, "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 6}
@@ -174,7 +174,7 @@ def test_a_draft_model_is_planned_with_its_cache_and_probabilities(
 def test_the_pages_of_an_engine_folder_are_planned_as_weights_that_are_loaded(
     tmp_path: Path,
 ) -> None:
-    """For they are as much in memory, and no less."""
+    """Mapped pages occupy as much memory as loaded weights."""
     model, engine = tmp_path / "model", tmp_path / "engine"
     model.mkdir()
     config = {**SMALL, "vocab_size": 120_000}
@@ -249,7 +249,7 @@ def test_the_buffers_of_a_tape_are_planned(
     monkeypatch.setattr(buffers._native, "allocate", noted)
 
     def sizes(tokens: int) -> tuple[int, int]:
-        """Planned and taken by a step of so many tokens."""
+        """Return planned and actual bytes of a step with this many tokens."""
         pooled.clear()
         wishes = {"max_num_seqs": 2, "max_model_len": 512, "max_num_batched_tokens": tokens}
         with LLM(
@@ -257,9 +257,9 @@ def test_the_buffers_of_a_tape_are_planned(
         ) as llm:
             return llm.resolved.memory.activations, sum(pooled)
 
-    small, large = sizes(512), sizes(1024)  # the difference is what each token takes
+    small, large = sizes(512), sizes(1024)  # the difference is the memory per token
     planned, taken = large[0] - small[0], large[1] - small[1]
-    assert taken <= planned <= 3.5 * taken  # some models use a buffer for more than others
+    assert taken <= planned <= 3.5 * taken  # some models use buffers for fewer than all layers
 
 
 def test_constants_of_the_plan_cover_those_of_the_kernels() -> None:

@@ -1,5 +1,5 @@
-"""Resident memory of the KV cache: what is not used takes none, and what a system short of memory
-gets back."""
+"""Resident memory of the KV cache: unused blocks occupy none, and under memory pressure free blocks
+are returned to the system."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def resident() -> int:
 
 @pytest.fixture
 def system(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes that the system says are left; the last one counts."""
+    """Set the memory that the system reports as available to the last value of the list."""
     left = [1 << 40]
     monkeypatch.setattr("kvik.engine.memory_watch.memory_left", lambda: left[-1])
     monkeypatch.setattr("kvik.engine.memory_watch.LOOK_SECONDS", 0.0)
@@ -45,7 +45,7 @@ def test_memory_of_blocks_comes_with_their_use_and_goes_under_pressure(system: l
         first = llm.generate(prompts, GREEDY, progress=False)
         full = resident()
         cached = llm.stats().cached_blocks
-        assert full - empty < POOL  # most of it was never used
+        assert full - empty < POOL  # most blocks were never used
         system.append(0)
         (again,) = llm.generate(prompts[:1], GREEDY, progress=False)
         stats = llm.stats()

@@ -1,4 +1,4 @@
-"""`kvik route` in front of servers of which one stops: what it runs goes on at the other one."""
+"""`kvik route` in front of two servers of which one stops: its requests continue on the other."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def body_of(kind: str, seed: int, *, stream: bool) -> tuple[str, dict[str, Any]]
 
 
 def without_ids(value: Any) -> Any:
-    """An answer without what no two answers have in common."""
+    """Return an answer without the fields that differ between any two answers."""
     own = ("id", "created", "request_id", "cached_tokens", "latency_ms", "tokens_per_second")
     if isinstance(value, dict):
         return {name: without_ids(part) for name, part in value.items() if name not in own}
@@ -79,7 +79,7 @@ def without_ids(value: Any) -> Any:
 
 
 class Client(threading.Thread):
-    """Asks once, and notes the answer: an object, or the events of a stream."""
+    """Sends a request, and records the answer: an object, or the events of a stream."""
 
     def __init__(self, front: Any, kind: str, seed: int, *, stream: bool) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Client(threading.Thread):
                 self.events.append(json.loads(answer.read()))
             else:
                 rest = b""
-                while part := answer.read1(1 << 16):  # which tells of an answer that breaks off
+                while part := answer.read1(1 << 16):  # raises if the answer is cut off
                     *lines, rest = (rest + part).split(b"\n")
                     for line in lines:
                         self._take(line)
@@ -120,8 +120,8 @@ class Client(threading.Thread):
 
     @property
     def outputs(self) -> dict[int, Any]:
-        """Of a stream, by choice: all text, log probabilities, and how it ended; whatever the
-        API."""
+        """Return, for each choice of a stream of any API, the text, log probabilities and the
+        end."""
         found: dict[int, Any] = {}
         for event in self.events:
             for one in [event, *event.get("choices", [])]:
@@ -143,7 +143,7 @@ class Client(threading.Thread):
 
     @property
     def answer(self) -> Any:
-        """What two answers to the same request have in common."""
+        """Return the part that two answers to the same request have in common."""
         if not self.stream:
             return [without_ids(event) for event in self.events], self.error
         ids = {event["id"] for event in self.events if "id" in event}
@@ -151,8 +151,7 @@ class Client(threading.Thread):
         return self.outputs, len(ids) <= 1, last[-1:], self.error
 
     def is_right(self, other: Client) -> bool:
-        """Whether it has all of the answer that another one has whole, or an error, and nothing
-        else."""
+        """Return whether the answer is that of `other`, or an error after a part of it."""
         if not self.error:
             return bool(self.answer == other.answer)
         whole = other.outputs if self.stream else {}
@@ -185,7 +184,7 @@ TWO = ("--threads", "2", "--tensor-parallel-size", "2")
 
 @contextmanager
 def held_up(server: ServerProcess) -> Iterator[None]:
-    """Let the engine of a server take no step."""
+    """Stop the steps of a server's engine."""
     pid = server.engine_pid
     os.kill(pid, signal.SIGSTOP)
     try:
@@ -195,14 +194,14 @@ def held_up(server: ServerProcess) -> Iterator[None]:
 
 
 def total(server: Any, name: str) -> int:
-    """A counter of a proxy or a server."""
+    """Return a counter of a proxy or a server."""
     text = ask(server, "GET", "/metrics").body.decode()
     (found,) = re.findall(rf"^{name} (\d+)(?:\.0)?$", text, re.MULTILINE)
     return int(found)
 
 
 def ended(server: ServerProcess) -> dict[str, int]:
-    """How many requests have ended, by how."""
+    """Return how many requests have ended, by reason."""
     text = server.get("/metrics")[1].decode()
     found = re.findall(
         r'^kvik:request_success_total\{finished_reason="(\w+)".*\} (\S+)$', text, re.MULTILINE
@@ -220,7 +219,7 @@ def ended(server: ServerProcess) -> dict[str, int]:
         pytest.param(TIER, False, ((), TWO), marks=needs_native),
     ],
 )
-def test_what_a_server_runs_that_stops_goes_on_at_another_one(
+def test_requests_of_a_stopping_server_continue_on_another(
     tier: tuple[str, ...],
     stream: bool,
     sizes: tuple[tuple[str, ...], tuple[str, ...]],
@@ -239,7 +238,7 @@ def test_what_a_server_runs_that_stops_goes_on_at_another_one(
         until(lambda: running(first))
         if stream:
             assert all(client.begun.wait(600) for client in clients)
-        with held_up(first):  # so that it has not ended all of them before it hears of its end
+        with held_up(first):  # so that not all have ended when it starts to drain
             counts = ended(first)
             first.process.send_signal(signal.SIGTERM)
         while first.process.poll() is None:
@@ -249,7 +248,7 @@ def test_what_a_server_runs_that_stops_goes_on_at_another_one(
         assert answers(clients) == right
         moved = total(front, "kvik_route_moves_total")
         assert 0 < moved <= len(KINDS)
-        # Each has ended once, whatever server it was on.
+        # Each has ended once, on either server.
         assert counts.get("moved", 0) <= moved and not counts.keys() - {"stop", "length", "moved"}
         new = Counter(ended(second)) - Counter(done)
         assert new.keys() <= {"stop", "length"} and moved <= new.total() <= len(KINDS)
@@ -267,7 +266,7 @@ def test_what_a_server_runs_that_stops_goes_on_at_another_one(
         pytest.param("takes", 0.03, True, marks=pytest.mark.nightly),
     ],
 )
-def test_of_a_server_that_is_killed_while_requests_move_each_ends_once(
+def test_requests_end_once_if_a_server_is_killed_while_they_move(
     victim: str, seconds: float, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVIK_KV_TOKEN", "a-secret-of-this-test")
@@ -296,7 +295,7 @@ def test_of_a_server_that_is_killed_while_requests_move_each_ends_once(
         answers(clients)
         wrong = [c.path for c, r in zip(clients, right, strict=True) if not c.is_right(r)]
         assert not wrong
-        if victim == "takes":  # what is given back runs to its end
+        if victim == "takes":  # requests given back run to their end
             assert gives.process.wait(600) == 0
         else:
             assert {c.error for c in asked(front, stream=stream) if not c.join()} == {""}

@@ -1,4 +1,4 @@
-"""Sampling defaults out of generation_config.json."""
+"""Sampling defaults from generation_config.json."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read(tmp_path, **stored) -> SamplingParams:
     return read_default_params(tmp_path)
 
 
-def test_the_authors_values_are_taken(tmp_path):
+def test_values_of_the_file_are_defaults(tmp_path):
     params = read(tmp_path, temperature=0.6, top_k=20, top_p=0.95, max_new_tokens=99, foo=1)
     assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (
         0.6,
@@ -30,7 +30,7 @@ def test_decoding_is_greedy_if_do_sample_is_false(tmp_path):
     assert read(tmp_path, do_sample=False, temperature=0.6).greedy
 
 
-def test_no_file_no_opinion(tmp_path):
+def test_without_a_file_defaults_stay(tmp_path):
     assert read_default_params(tmp_path) == SamplingParams()
 
 

@@ -1,4 +1,4 @@
-"""The table of options that flags and variables are made from."""
+"""Declarations of options, from which flags and environment variables are made."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvik.options import (
 
 @dataclass
 class Example:
-    """Some options."""
+    """Example options."""
 
     size: int | None = option(None, Integer(1, 9), "bytes.", {"unit": "B"})
     left: float = option(0.5, Number(0, 1, above=True), "one side.")

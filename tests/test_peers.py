@@ -1,4 +1,4 @@
-"""Pages that one engine computes and another one fetches."""
+"""Pages computed by one engine and fetched by another."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def settle(loop: EngineLoop) -> None:
 
 
 def answer(deltas: list[RequestDelta]) -> list[object]:
-    """Tokens and log probabilities, to the bit."""
+    """Return tokens and log probabilities, to the bit."""
     return [(delta.token_ids, delta.logprobs) for delta in deltas if delta.token_ids]
 
 
@@ -109,7 +109,7 @@ def test_the_decoder_computes_less_than_a_block_and_answers_with_the_same_bits(
     until(lambda: no_leases(prefiller))  # the decoder has ended it
 
 
-def test_a_lease_that_nobody_renews_ends_and_its_pages_make_room(
+def test_a_lease_without_renewal_ends_and_frees_its_pages(
     prefiller: EngineLoop, decoder: EngineLoop, alone: list[object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_tier, "LEASE_SECONDS", 0.1)
@@ -123,7 +123,7 @@ def test_a_lease_that_nobody_renews_ends_and_its_pages_make_room(
 
 @pytest.mark.parametrize("what", ["flip", "cut", "stall"])
 @pytest.mark.parametrize("at", [0, 70, 88, 130, 50_000])
-def test_whatever_happens_to_the_connection_the_answer_is_the_same(
+def test_faults_of_the_connection_do_not_change_the_answer(
     prefiller: EngineLoop,
     decoder: EngineLoop,
     alone: list[object],
@@ -145,7 +145,7 @@ def test_whatever_happens_to_the_connection_the_answer_is_the_same(
     assert decoder.stats().moves.tiers[0].failed > 0
 
 
-def test_a_prefill_server_that_is_gone_costs_the_prompt_and_no_answer(
+def test_without_the_prefill_server_the_prompt_is_computed(
     decoder: EngineLoop, alone: list[object]
 ) -> None:
     other = engine("prefill")
@@ -188,7 +188,7 @@ RANKS, STAGES = {**TWO, "tensor_parallel_size": 2}, {**TWO, "pipeline_parallel_s
 @pytest.mark.parametrize(
     ("lends", "fetches"), [(RANKS, ONE), (ONE, RANKS), (STAGES, RANKS), (ONE, STAGES)]
 )
-def test_any_number_of_processes_has_the_pages_of_any_other(
+def test_pages_do_not_depend_on_the_number_of_processes(
     lends: dict[str, int], fetches: dict[str, int], alone: list[object]
 ) -> None:
     loops = []
@@ -214,7 +214,7 @@ def resumed(request: EngineRequest, handover: Handover) -> EngineRequest:
 
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("kind", ["greedy", "seeded", "unseeded", "structured"])
-def test_a_request_goes_on_in_another_engine_with_the_same_bits(
+def test_a_request_continues_in_another_engine_with_the_same_bits(
     prefiller: EngineLoop, decoder: EngineLoop, kind: str, steps: int
 ) -> None:
     drawn = GREEDY.with_changes(temperature=1.0, repetition_penalty=1.2, max_tokens=20)
@@ -251,7 +251,7 @@ def test_a_request_goes_on_in_another_engine_with_the_same_bits(
 
 @pytest.mark.full
 @pytest.mark.parametrize("steps", [1, 5])
-def test_siblings_go_on_by_themselves_with_the_same_bits(
+def test_siblings_continue_separately_with_the_same_bits(
     prefiller: EngineLoop, decoder: EngineLoop, steps: int
 ) -> None:
     drawn = GREEDY.with_changes(temperature=1.0, seed=3, max_tokens=9, n=3)
@@ -298,7 +298,7 @@ def no_leases(loop: EngineLoop) -> bool:
 
 
 def of(deltas: list[RequestDelta], index: int) -> list[object]:
-    """Tokens and log probabilities of one sibling, to the bit."""
+    """Return tokens and log probabilities of one sibling, to the bit."""
     return answer([delta for delta in deltas if delta.index == index])
 
 
@@ -334,7 +334,7 @@ def test_a_hand_over_is_replayed(tmp_path: Path) -> None:
 def test_what_was_fetched_is_computed_again_for_a_replay(
     processes: dict[str, int], prefiller: EngineLoop, tmp_path: Path, capsys
 ) -> None:
-    """A prompt, a request that goes on within a block, and siblings that do; pages of one are
+    """Of a prompt, a request that continues within a block, and siblings; pages of one are
     missing."""
     params = GREEDY.with_changes(temperature=1.0, seed=1, max_tokens=30)
     name = f"{len(processes)} processes"
@@ -368,13 +368,13 @@ def test_what_was_fetched_is_computed_again_for_a_replay(
     finally:
         loop.close()
     assert main(["replay", str(file)]) == 0, capsys.readouterr()
-    with open_recording(file) as opened:  # without the pages it is seen that they are missing
+    with open_recording(file) as opened:  # the replay reports the missing pages
         reader = RecordReader(opened, file.name)
         played = play(resolved, reader.header.readings, reader.events(), lambda steps: None)
     assert played.difference is not None and "a page cannot be loaded" in played.difference.what
 
 
-def test_leases_end_with_what_they_hold(prefiller: EngineLoop) -> None:
+def test_leases_end_with_their_blocks(prefiller: EngineLoop) -> None:
     prefill(prefiller, "reset")
     prefiller.reset_prefix_cache()
     moves = prefiller.core.scheduler.moves

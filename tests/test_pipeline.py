@@ -1,4 +1,4 @@
-"""What becomes of a pipeline when a stage is lost, and what is left of it."""
+"""Failures and cleanup of a pipeline that loses a stage."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvik.core.types import EngineRequest
 from kvik.errors import NOTES_LOG, ConfigError, GroupLost
 from kvik.launch import launch
 
-pytestmark = pytest.mark.full  # processes that import torch
+pytestmark = pytest.mark.full  # starts processes that import torch
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 COMMON = {"device": "cpu", "threads": 3, "pipeline_parallel_size": 3, "max_model_len": 256}
@@ -51,7 +51,7 @@ def raising(error: BaseException) -> Callable[..., None]:
 def errors(llm: LLM, count: int = 1) -> set[str]:
     try:
         outputs = llm.generate(["Once upon a time"] * count, LONG)
-    except GroupLost as error:  # it was known before
+    except GroupLost as error:  # the loss was known before
         return {str(error)}
     return {str(completion.error) for output in outputs for completion in output.outputs}
 
@@ -60,7 +60,7 @@ def errors(llm: LLM, count: int = 1) -> set[str]:
 def test_a_lost_stage_is_named(llm, stage: int) -> None:
     assert errors(llm, 3) == {"None"}
     os.kill(stages()[stage], signal.SIGKILL)
-    for _ in range(2):  # and again
+    for _ in range(2):  # also later calls
         (error,) = errors(llm)
         assert f"stage {stage} has ended with signal 9" in error
 
@@ -81,8 +81,8 @@ def test_requests_end_when_a_stage_is_lost_under_way(llm) -> None:
     assert found - {"None"} and all("stage 0" in error for error in found - {"None"})
 
 
-def test_steps_are_never_taken_for_others() -> None:
-    """What is interrupted in the last stage leaves the others a step ahead."""
+def test_results_are_never_taken_for_those_of_other_steps() -> None:
+    """An interruption in the last stage leaves the others a step ahead."""
     with closing(launch(EngineConfig(**COMMON)).client) as client:
         params = SamplingParams(max_tokens=9, ignore_eos=True)
         client.add(EngineRequest("a", [1, 2, 3], params))
@@ -91,7 +91,7 @@ def test_steps_are_never_taken_for_others() -> None:
             while True:
                 client.poll()
         found = []
-        for name in "bc":  # the one that was interrupted ends with the first of these
+        for name in "bc":  # the interrupted request ends with the first of these
             client.add(EngineRequest(name, [1, 2, 3], params))
             while client.has_requests:
                 found += client.poll()
@@ -115,7 +115,7 @@ def test_nothing_is_left_of_a_pipeline_that_cannot_load(monkeypatch) -> None:
     assert not stages()
 
 
-def test_a_stage_that_cannot_load_says_why(monkeypatch) -> None:
+def test_a_stage_that_cannot_load_reports_why(monkeypatch) -> None:
     monkeypatch.setattr("kvik.stage_process.cores_of", lambda size: [[1 << 20]] * size)
     with pytest.raises(ConfigError, match="stage 0 cannot load: OSError"):
         LLM(**COMMON)
@@ -153,7 +153,7 @@ time.sleep(1000)
 """
 
 
-def test_a_stage_that_does_not_get_ahead_ends_the_start(monkeypatch) -> None:
+def test_a_stage_without_progress_ends_the_start(monkeypatch) -> None:
     monkeypatch.setattr(
         stage_process, "python_command", lambda _, *told: (sys.executable, "-c", BEATS_ALONE, *told)
     )
@@ -166,7 +166,7 @@ def test_a_stage_that_does_not_get_ahead_ends_the_start(monkeypatch) -> None:
 
 
 def test_an_engine_that_cannot_be_reached_is_one_error(monkeypatch) -> None:
-    """By a stage that knows another token, as by one behind a wall."""
+    """Because a stage has another token, or a firewall blocks the connection."""
     start = stage_process.start_stage
     monkeypatch.setattr(stage_process, "start_stage", lambda told, token: start(told, "00" * 32))
     with pytest.raises(ConfigError, match=r"stage . cannot connect to the engine at 127\.0\.0\.1:"):
@@ -174,7 +174,7 @@ def test_an_engine_that_cannot_be_reached_is_one_error(monkeypatch) -> None:
     assert not stages()
 
 
-def test_the_start_says_where_each_process_runs(caplog) -> None:
+def test_the_start_logs_where_each_process_runs(caplog) -> None:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
     options = {"threads": 4, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     with caplog.at_level(logging.INFO, NOTES_LOG), LLM(**{**COMMON, **options}):

@@ -52,7 +52,7 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def texts(front: Any, bodies: list[dict[str, Any]]) -> list[Any]:
-    """Answers to requests that are sent at once: status, text, and log probabilities."""
+    """Send requests at once, and return the status, text and log probabilities of each answer."""
     found: list[Any] = [None] * len(bodies)
 
     def one(i: int) -> None:
@@ -72,7 +72,8 @@ def texts(front: Any, bodies: list[dict[str, Any]]) -> list[Any]:
 
 
 def moves(server: ServerProcess) -> Any:
-    """The statistics of its engine; one that is slow does not answer each time in time."""
+    """Return the statistics of a server's engine, which a slow one does not always report in
+    time."""
     found: list[Any] = []
 
     def told() -> bool:
@@ -116,7 +117,7 @@ def test_the_decoder_computes_less_than_a_block_of_each_prompt(token: None) -> N
 
 
 @pytest.mark.parametrize("wrong", ["token", "model"])
-def test_servers_that_do_not_fit_answer_all_the_same(
+def test_servers_of_different_models_answer_without_transfers(
     wrong: str, token: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ExitStack() as stack:
@@ -141,7 +142,7 @@ def test_servers_that_do_not_fit_answer_all_the_same(
         pytest.param("engine", "prefill", marks=pytest.mark.nightly),
     ],
 )
-def test_of_a_side_that_is_killed_each_request_ends_once(role: str, what: str, token: None) -> None:
+def test_each_request_ends_once_if_a_server_is_killed(role: str, what: str, token: None) -> None:
     bodies = [body(i) for i in range(12)]
     with server_process(*COMMON) as alone:
         right = texts(alone, bodies)
@@ -161,7 +162,7 @@ def test_of_a_side_that_is_killed_each_request_ends_once(role: str, what: str, t
         found = texts(front, bodies)
         killer.join()
         for answer, expected in zip(found, right, strict=True):
-            # An answer that had begun ends with an error; streams of others are not cut short.
+            # An answer that had begun ends with an error; other streams are not cut short.
             assert answer == expected or answer[0] in (500, 502, 503)
         if role == "prefill":
             assert found == right

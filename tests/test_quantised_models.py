@@ -19,8 +19,8 @@ from kvik.quantize.recipe import Recipe
 from kvik.quantize.save import Output, quantise_folder
 from kvik.quantize.source import open_source
 
-# All inputs are multiples of 32. All experts are active where another choice of experts, of which
-# some are nearly as good in a random model, would weigh more than rounding does.
+# All inputs are multiples of 32. All experts are active where a different choice of experts, some
+# nearly as good in a random model, would matter more than rounding.
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 6, "moe_intermediate_size": 32}
 LATENT: dict[str, Any] = {
     "q_lora_rank": 32,
@@ -49,7 +49,7 @@ STATES: dict[str, Any] = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "Qwen3Moe": {"head_dim": 16, "norm_topk_prob": True, "mlp_only_layers": [1], **EXPERTS},
-    "GptOss": {  # rows of gate and up take turns, and floats are transposed
+    "GptOss": {  # rows of gate and up alternate, and floats are transposed
         "head_dim": 16,
         "sliding_window": 9,
         "num_local_experts": 4,
@@ -76,8 +76,8 @@ KERNELS = ["torch", *(["native"] if NATIVE else [])]
 
 
 def centre_gains(folder: Path) -> None:
-    """Take 1 from the gains of norms that add it to them, all but those behind delta nets. Doubled
-    gains make a random model of three layers so sensitive that no rounding is small."""
+    """Subtract 1 from the gains of norms that add 1, except after delta nets. Doubled gains make a
+    random model of three layers so sensitive that no rounding is small."""
     tensors = load_file(folder / SINGLE)
     for name, values in tensors.items():
         if name.endswith("norm.weight") and ".linear_attn." not in name:
@@ -87,7 +87,7 @@ def centre_gains(folder: Path) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder of each model."""
+    """Return a folder for each model."""
     folders = {}
     for family, options in MODELS.items():
         folders[family] = tmp_path_factory.mktemp(family)
@@ -99,7 +99,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("method", RECIPES)
-def test_a_quantised_model_is_read_and_says_the_same(
+def test_a_quantised_model_is_read_and_generates_the_same(
     family: str, method: str, plain: dict[str, Path], tmp_path: Path
 ) -> None:
     recipe, windows, folder = RECIPES[method], random_windows(16, 32), tmp_path / "q"
@@ -119,7 +119,7 @@ def test_a_quantised_model_is_read_and_says_the_same(
 
 @pytest.mark.parametrize("family", [family for family in MODELS if family != "GptOss"])
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
-def test_the_weights_are_those_that_were_found(
+def test_the_weights_are_those_of_the_quantiser(
     family: str, method: str, plain: dict[str, Path], tmp_path: Path
 ) -> None:
     recipe, windows, folder = RECIPES[method], random_windows(16, 32), tmp_path / "q"

@@ -1,5 +1,5 @@
-"""The bundled model in fewer bits, as it runs: what each format and method may cost on a story that
-no model was trained on. `docs/quantisation.md` has the figures on more text."""
+"""The loss of each format and method with the bundled model, on a story that no model was trained
+on. `docs/quantisation.md` has the figures on more text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvik.evaluate.quality import Quality, measure_quality
 
 WINDOW = 512
 PLAIN = EngineConfig(device="cpu", threads=1, kernels="native" if NATIVE else "torch")
-# Few and short, as a test must be; the order of the methods is the same with all of the text.
+# Few and short, to be fast; with all of the text the methods have the same order.
 CALIBRATION = ("--samples", "16", "--calib-tokens", "256")
 
 
@@ -65,7 +65,7 @@ def test_eight_bits_at_load(scheme: str, bound: float, divergence: float, plain:
         (("--method", "fp8", "--activation-scheme", "static"), 0.01, 0.012),
     ],
 )
-def test_eight_bits_that_are_stored(
+def test_stored_eight_bits(
     words: tuple[str, ...], bound: float, divergence: float, plain: float, folder: Path
 ) -> None:
     found = quantised(folder, *words)
@@ -75,7 +75,7 @@ def test_eight_bits_that_are_stored(
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["gptq", "awq"])
-def test_four_bits_with_care_are_nearer_than_rounding(
+def test_calibrated_four_bits_are_nearer_than_rounding(
     method: str, plain: float, folder: Path
 ) -> None:
     nearest = quantised(folder, "--method", "rtn")

@@ -1,4 +1,4 @@
-"""Quantising the bundled model at load: it still runs, and says nearly the same."""
+"""Quantising the bundled model at load: it runs, and generates nearly the same."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ TEXT = (
     "Once upon a time there lived an old king who had three daughters. The youngest of them was so "
     "kind that even the birds of the forest came to her window every morning and sang."
 )
-# Of the logits on this text, relative to their length. Measured: 0.0168, 0.0076, 0.0946, 0.1188 and
-# 0.0296; a third more is allowed.
+# Relative error of the logits on this text. Measured: 0.0168, 0.0076, 0.0946, 0.1188 and 0.0296; a
+# third more is allowed.
 DISTANCE = {"int8": 0.022, "int8-weight-only": 0.010, "int4": 0.125, "mxfp4": 0.158, "fp8": 0.039}
 
 
@@ -44,7 +44,7 @@ def test_logits_are_near_those_of_the_float_model(
 
 
 def scores_of(llm: LLM) -> torch.Tensor:
-    """Log probability of each token of TEXT but the first."""
+    """Return the log probability of each token of TEXT but the first."""
     (output,) = llm.score([TEXT])
     assert output.prompt_logprobs is not None
     return torch.tensor([entry.logprob for entry in output.prompt_logprobs[1:] if entry])
@@ -64,7 +64,7 @@ def test_the_engine_generates(quantization: str) -> None:
             off = (scores - scores_of(plain)).abs().mean()
     assert (
         0.001 < float(off) < 4 * DISTANCE[quantization]
-    )  # the worker did quantise, and did not harm much
+    )  # the worker did quantise, with little loss
 
 
 def test_random_weights() -> None:

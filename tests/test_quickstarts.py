@@ -1,4 +1,4 @@
-"""Scripts in the idiom of other libraries' first pages run with nothing but the import changed."""
+"""Scripts of other libraries' quickstarts run with only the import changed."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_speculation_as_for_vllm() -> None:
         assert llm.generate("Once", SamplingParams(max_tokens=4))[0].num_output_tokens == 4
 
 
-def test_the_words_of_transformers() -> None:
+def test_arguments_have_the_names_of_transformers() -> None:
     greedy = SamplingParams(do_sample=False, max_new_tokens=6)
     with LLM("", torch_dtype="float32", device_map="cpu", max_model_len=128) as llm:
         first, second = llm.generate(["Once upon a time"] * 2, greedy, progress=False)

@@ -1,4 +1,4 @@
-"""Stages of a pipeline on the machines of a Ray cluster: two of its nodes on this one."""
+"""Pipeline stages on a Ray cluster with two nodes on this machine."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def cluster():
 
 
 def stages() -> list[int]:
-    """Those that Ray has started: others are at addresses of their own."""
+    """Return the stages that Ray has started; others have addresses of their own."""
     found = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:
@@ -83,14 +83,14 @@ def test_a_lost_stage_is_named_and_its_place_is_free_again(cluster) -> None:
             os.kill(min(stages()), signal.SIGKILL)
             try:
                 error = llm.generate(TEXTS, PARAMS)[0].outputs[0].error
-            except GroupLost as lost:  # it was known before
+            except GroupLost as lost:  # the loss was known before
                 error = str(lost)
             assert "has ended with signal 9" in error and "stage " in error
         assert gone()
 
 
 @pytest.mark.full
-def test_a_cluster_without_room_is_one_error(cluster, monkeypatch) -> None:
+def test_a_full_cluster_is_one_error(cluster, monkeypatch) -> None:
     monkeypatch.setattr("kvik.ray_launcher.PLACE_SECONDS", 1.0)
     with pytest.raises(ConfigError, match="ray has no room for 2 times 4 CPUs"):
         LLM(**{**RAY, "threads": 12})
@@ -117,7 +117,7 @@ def test_ray_serve_has_kvik_in_its_replicas(cluster) -> None:
         serve.shutdown()
 
 
-def test_without_ray_the_error_says_what_to_install(monkeypatch) -> None:
+def test_without_ray_the_error_names_the_package_to_install(monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(ConfigError, match="ray is missing: pip install") as caught:
         LLM(**RAY)

@@ -1,4 +1,4 @@
-"""What a cache keeps can be asked for, and what it dropped cannot."""
+"""The model answers from what the cache keeps, and not from what it dropped."""
 
 from __future__ import annotations
 
@@ -43,15 +43,15 @@ def test_all_keys_answer_everything(kernels: str) -> None:
 
 
 @needs_native
-def test_a_window_answers_what_it_holds_and_nothing_else() -> None:
-    """Sinks make texts fluent beyond a window, and remember nothing of it (docs/long-texts.md)."""
+def test_a_window_answers_only_from_its_tokens() -> None:
+    """Sinks make texts fluent beyond a window, but remember nothing (docs/long-texts.md)."""
     inside = questions(COUNT, 512, distance=range(4, WINDOW - 8))
     outside = questions(COUNT, 512, distance=range(WINDOW + 8, 500))
     with model() as llm:
         assert recall(llm, inside) == recall(llm, outside) == 1.0
     with model(attention_sinks=4, window=WINDOW) as llm:
         assert recall(llm, inside) == 1.0
-        assert recall(llm, outside) <= 0.1  # of 32 values, by chance
+        assert recall(llm, outside) <= 0.1  # chance, with 32 values
 
 
 @needs_native
@@ -63,9 +63,9 @@ def test_a_cache_in_few_bits_forgets_nothing(kv_cache_dtype: str) -> None:
 
 @needs_native
 @pytest.mark.full
-def test_budgets_keep_what_the_prompt_asks_for_and_little_else(tmp_path: Path) -> None:
-    """Layers drop tokens behind the prompt. What its last queries look at stays, of other pairs as
-    many as there is room for (docs/long-texts.md has the shares of more budgets)."""
+def test_budgets_keep_the_requested_pair_and_few_others(tmp_path: Path) -> None:
+    """Layers drop tokens after the prompt. The pair that its last queries attend to stays, and
+    others as far as the budget goes (docs/long-texts.md has the shares for more budgets)."""
     spec = model_files(MODEL).spec()
     asked, found = questions(COUNT, 512), {}
     for tokens in (None, 48, 256):

@@ -28,7 +28,7 @@ OPTIONS = {"device": "cpu", "threads": 2, "num_blocks": 256, "max_model_len": 25
 
 
 async def texts(engine: AsyncLLM, count: int, tokens: int) -> list[str]:
-    """The answers to prompts; what was lost is an error that names the replica."""
+    """Return the answers to prompts; a lost one is an error that names the replica."""
 
     async def one(number: int) -> str:
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
@@ -44,7 +44,7 @@ async def texts(engine: AsyncLLM, count: int, tokens: int) -> list[str]:
     return await asyncio.gather(*map(one, range(count)))
 
 
-async def test_answers_do_not_depend_on_the_replica_nor_on_one_that_is_killed() -> None:
+async def test_answers_do_not_depend_on_replicas_or_a_killed_one() -> None:
     async with AsyncLLM(**OPTIONS) as alone:
         right = await texts(alone, 16, 24)
     shm = set(os.listdir("/dev/shm"))
@@ -80,7 +80,7 @@ def engines_of(server: ServerProcess) -> list[int]:
 
 
 def mapped(pid: int, file: str) -> tuple[int, int]:
-    """Bytes of a file in a process: all, and its part of them (Rss and Pss)."""
+    """Return the bytes of a file mapped in a process: all (Rss), and its share (Pss)."""
     resident = part = 0
     inside = False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -121,7 +121,7 @@ def wait_for_both(server: ServerProcess) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-def test_a_server_loses_one_of_two_engines_and_goes_on() -> None:
+def test_a_server_continues_after_losing_one_of_two_engines() -> None:
     shm = set(os.listdir("/dev/shm"))
     flags = ("--data-parallel-size", "2", "--threads", "2", "--max-model-len", "256")
     with server_process(*flags) as server:
@@ -147,7 +147,7 @@ def test_a_server_loses_one_of_two_engines_and_goes_on() -> None:
             if status == 200:
                 assert answer["usage"]["completion_tokens"] == 60
             else:
-                # 503: nothing of the answer was sent, so the client may ask again
+                # 503: no part of the answer was sent, so that the client may retry
                 assert status in (500, 503) and answer["error"]["code"] == "engine_error"
         assert sum(status == 200 for status, _ in answers) >= 4
         wait_for_both(server)
@@ -157,7 +157,8 @@ def test_a_server_loses_one_of_two_engines_and_goes_on() -> None:
 
 
 async def drained(kill: bool) -> tuple[list[str], list[str], list[dict[str, int]]]:
-    """The answers of two replicas, one of which hands over what it has; and what each computed."""
+    """Return the answers of two replicas, one of which hands over its requests, and what each
+    computed."""
     async with AsyncLLM(**OPTIONS) as alone:
         right = await texts(alone, 12, 120)
     engine = AsyncLLM(**OPTIONS, data_parallel_size=2, kv_tiers="memory:32MiB")
@@ -186,13 +187,13 @@ async def drained(kill: bool) -> tuple[list[str], list[str], list[dict[str, int]
     return found, right, [{"had": had, "prefill": prefill, "loaded": loaded}]
 
 
-async def test_a_replica_that_drains_hands_over_what_it_has_and_no_bit_changes() -> None:
+async def test_a_draining_replica_hands_over_its_requests_without_changes() -> None:
     found, right, (counts,) = await drained(kill=False)
     assert found == right
     assert counts["loaded"] > 0
-    assert counts["prefill"] <= 16 * counts["had"] + 12 * 8  # what came before it had no pages
+    assert counts["prefill"] <= 16 * counts["had"] + 12 * 8  # later prompts had no pages
 
 
-async def test_one_that_dies_as_it_drains_takes_what_was_not_handed_over() -> None:
+async def test_a_replica_that_dies_draining_loses_requests_not_handed_over() -> None:
     found, right, _ = await drained(kill=True)
     assert all(a == b or a.startswith("lost: ") for a, b in zip(found, right, strict=True))

@@ -1,4 +1,4 @@
-"""Guessing ahead, as a caller of the offline API sees it: the same answers, and honest figures."""
+"""Speculation through the offline API: the same answers, and correct figures."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EAGER = {"adaptive": False}
 PROMPTS = ["Once upon a time", "The fox", "A little bird", "In the village there was a tree"]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
-# What may end or bend an answer, and must do so inside a run of accepted drafts, too.
+# Conditions that end or change an answer, also inside a run of accepted drafts.
 ASKED: dict[str, dict[str, object]] = {
     "greedy": {},
     "short": {"max_tokens": 3},
@@ -54,7 +54,7 @@ ASKED: dict[str, dict[str, object]] = {
     "bias": {"logit_bias": {5: 4.0, 7: -3.0}},
     "bad words": {"bad_words": (" the", " little girl", ".")},
     "allowed": {"allowed_token_ids": tuple(range(10, 60))},
-    # Of so few tokens most are decided by those a few places before, which are drafts themselves.
+    # With few tokens, most penalties depend on tokens a few places before, which are drafts.
     "penalties among few": {"allowed_token_ids": tuple(range(300, 306)), "frequency_penalty": 2.0},
     "bad words among few": {
         "allowed_token_ids": tuple(range(300, 306)),
@@ -108,7 +108,7 @@ def texts_of(outputs: list[RequestOutput]) -> list[list[int]]:
 def test_answers_are_the_same(plain, name, monkeypatch):
     params = asked(name)
     right = plain.generate(PROMPTS, params)
-    # Drafts do not stop where the answer does: what comes after its end is cut.
+    # Drafts may extend beyond the end of an answer, where they are cut.
     longer = params.with_changes(
         max_tokens=min(200, (params.max_tokens or 0) + 6),
         ignore_eos=True,
@@ -127,7 +127,8 @@ def test_answers_are_the_same(plain, name, monkeypatch):
     if name in ENDED:
         ended = [o for o in found if o.outputs[0].finish_reason == "stop"]
         assert len(ended) >= 3
-        # Some end within a run: checks brought more than the tokens after the first.
+        # Some end inside a run of accepted drafts, so that checks yield more tokens than were
+        # delivered.
         brought = [o.speculation.drafts.rows + o.speculation.drafts.accepted for o in ended]
         assert any(n > o.num_output_tokens - 1 for o, n in zip(ended, brought, strict=True))
 
@@ -187,11 +188,11 @@ def test_figures(plain, monkeypatch):
     assert right[0].speculation is right[0].outputs[0].speculation is None
 
 
-def test_the_speedup_of_one_request_alone_is_the_engines(plain, monkeypatch):
+def test_the_speedup_of_a_single_request_is_the_engines(plain, monkeypatch):
     texts = texts_of(plain.generate(PROMPTS, GREEDY))
     install(monkeypatch, lambda parts: Scripted(parts, texts, always_right))
     with LLM(**ENGINE, spec_method=METHOD, spec_tokens=4, speculative_config=EAGER) as llm:
-        # What a step without drafts takes is measured first.
+        # The time of a step without drafts is measured first.
         (without,) = llm.generate(PROMPTS[:1], GREEDY.with_changes(speculation=False))
         assert llm.stats().speculation.speedup is without.speculation is None
         (output,) = llm.generate(PROMPTS[:1], GREEDY)
@@ -226,7 +227,7 @@ def test_the_control_gets_the_accepted_nodes_of_a_tree(plain, monkeypatch):
     assert any(step.paths[:, 1:].any() and not step.paths[:, 0].all() for step in steps)
 
 
-def test_a_request_can_do_without(plain, monkeypatch):
+def test_a_request_can_disable_drafts(plain, monkeypatch):
     texts = texts_of(plain.generate(PROMPTS, GREEDY))
     install(monkeypatch, lambda parts: Scripted(parts, texts, always_right))
     params = [GREEDY.with_changes(speculation=i != 1) for i in range(len(PROMPTS))]
@@ -237,14 +238,14 @@ def test_a_request_can_do_without(plain, monkeypatch):
 
 
 @pytest.mark.parametrize("every", [1, 2, 5])
-def test_a_broken_drafter_costs_its_drafts_alone(plain, every, monkeypatch, caplog):
+def test_a_broken_drafter_only_loses_its_drafts(plain, every, monkeypatch, caplog):
     right = plain.generate(PROMPTS, GREEDY)
     install(monkeypatch, lambda parts: Broken(every))
     with LLM(**ENGINE, spec_method=METHOD, speculative_config=EAGER) as llm:
         for _ in range(2):
             assert texts_of(llm.generate(PROMPTS, GREEDY)) == texts_of(right)
         assert llm.stats().kv_usage == 0
-    assert [record.levelname for record in caplog.records] == ["WARNING"]  # said once
+    assert [record.levelname for record in caplog.records] == ["WARNING"]  # logged once
 
 
 def test_drafts_fit_into_the_step(plain, monkeypatch):
@@ -260,7 +261,7 @@ def test_drafts_fit_into_the_step(plain, monkeypatch):
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
-def test_looked_up_drafts_change_nothing(plain, method):
+def test_drafts_from_lookup_do_not_change_answers(plain, method):
     prompts = [f"{prompt}. {prompt}. {prompt}" for prompt in PROMPTS]
     right = plain.generate(prompts, GREEDY)
     with LLM(**ENGINE, spec_method=method, speculative_config=EAGER) as llm:
@@ -271,7 +272,7 @@ def test_looked_up_drafts_change_nothing(plain, method):
 
 
 class Insistent:
-    """Always says the same, which is seldom likeliest and seldom unlikely."""
+    """Always drafts the same tokens, which are seldom the likeliest and seldom unlikely."""
 
     TREE = DraftTree((-1, 0, 0), (0, 1, 0))
 
@@ -288,7 +289,7 @@ class Insistent:
 
 
 class Unruly:
-    """Drafts what the rules of its requests forbid, one token after another."""
+    """Drafts tokens that the rules of the requests forbid, one after another."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
@@ -309,8 +310,7 @@ class Unruly:
 @pytest.mark.parametrize("temperature", [0.0, 1.2])
 @pytest.mark.parametrize("typical", [False, True])
 def test_rules_hold_for_drafts_that_break_them(plain, temperature, typical, monkeypatch):
-    """Allowed tokens, bias, bad words and min_tokens are applied to the row of logits of every
-    draft; so will the masks of grammars be."""
+    """Allowed tokens, bias, bad words and min_tokens apply to the logits of every draft."""
     eos = plain.resolved.model.eos_token_ids[0]
     [word] = plain.tokenizer.encode(" girl", add_special_tokens=False)
     rules = {
@@ -351,7 +351,7 @@ def test_typical_acceptance_is_for_requests_that_sample_without_a_seed(
     hot = GREEDY.with_changes(temperature=1.0, logprobs=0)
     options = {"spec_method": method, "spec_tokens": 2}
     if method == TREE_METHOD:
-        options["spec_model"] = str(BUNDLED)  # any folder: our drafter has no heads to load
+        options["spec_model"] = str(BUNDLED)  # not loaded: the drafter is replaced
     with LLM(**ENGINE, **options, speculative_config=EAGER) as llm:
         lossless = llm.generate(PROMPTS, hot)
     assert "lossy" not in caplog.text
@@ -368,6 +368,6 @@ def test_typical_acceptance_is_for_requests_that_sample_without_a_seed(
         sum(output.num_accepted_tokens for output in outputs) for outputs in (found, lossless)
     )
     assert accepted > 2 * without
-    for output in found:  # what is reported is what was put out
+    for output in found:  # statistics agree with the output
         answer = output.outputs[0]
         assert [entry.token_id for entry in answer.logprobs or ()] == list(answer.token_ids)

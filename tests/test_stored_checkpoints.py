@@ -1,4 +1,4 @@
-"""Quantised checkpoints in the engine: found by their config, planned in their bytes, and run."""
+"""Quantised checkpoints in the engine: detected by their config, planned and run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from helpers.tiny_models import GREEDY, greedy_and_scores, save_tiny, tokens
 from kvik import LLM
 from kvik.cli.main import main
 
-# Of a log probability. torch multiplies in fp32; the native kernels round activations to bf16 or,
-# for weights of four bits, to eight bits. Measured: 0.00001, 0.06 and 0.13.
+# Error of a log probability. torch multiplies in fp32; the native kernels round activations to bf16
+# or, for weights of four bits, to eight bits. Measured: 0.00001, 0.06 and 0.13.
 OFF = {"torch": 1e-4, "native": 0.08, "native, 4 bits": 0.18}
 EIGHT_BITS = ("gptq-8", "int8", "fp8", "fp8-e5m2")
 FP8_ACTIVATIONS = ("fp8-dynamic", "fp8-blocks", "fp8-static")
@@ -38,7 +38,7 @@ def test_the_engine_matches_the_dequantised_floats(
     found, found_scores = greedy_and_scores(tmp_path / "q", kernels=kernels, dtype="float32")
     four = kernels == "native" and case not in EIGHT_BITS
     off = float((found_scores - scores).abs().max())
-    # rounded activations decide between tokens that are as likely as each other
+    # Rounded activations decide between equally likely tokens.
     assert four or found == expected
     assert off < OFF[f"{kernels}, 4 bits" if four else kernels]
 
@@ -46,7 +46,7 @@ def test_the_engine_matches_the_dequantised_floats(
 @needs_native
 @pytest.mark.parametrize("case", FP8_ACTIVATIONS)
 def test_activations_in_fp8(case: str, plain: Path, tmp_path: Path) -> None:
-    """The native kernels round them as torch's do, and say something else than floats would."""
+    """The native kernels round them as torch does, with another result than floats."""
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
     _, floats = greedy_and_scores(tmp_path / "twin", kernels="torch", dtype="float32")
     _, expected = greedy_and_scores(tmp_path / "q", kernels="torch", dtype="float32")

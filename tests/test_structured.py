@@ -1,4 +1,4 @@
-"""Structured texts of `LLM`: they satisfy what was asked, whatever else the engine does."""
+"""Structured texts of `LLM` satisfy their constraints, whatever else the engine does."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def llm() -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.full)])
-def test_what_is_drawn_satisfies_its_schema(llm: LLM, count: int) -> None:
-    """At a temperature at which the model wanders."""
+def test_sampled_texts_satisfy_their_schema(llm: LLM, count: int) -> None:
+    """At a temperature at which the model generates nonsense."""
     dice = random.Random(count)
     schemas = [drawn_schema(dice) for _ in range(count)]
     params = [
@@ -53,7 +53,7 @@ def test_what_is_drawn_satisfies_its_schema(llm: LLM, count: int) -> None:
             ended += 1
             value = json.loads(completion.text)
             assert Draft202012Validator(schema).is_valid(value), (schema, completion.text)
-            if not re.search(r"[\\.]|-0", completion.text):  # which have several spellings
+            if not re.search(r"[\\.]|-0", completion.text):  # texts with several spellings
                 assert completion.text == json.dumps(value, ensure_ascii=False)
     assert ended > 0.9 * count
 
@@ -70,7 +70,7 @@ def test_a_pydantic_model_is_a_schema(llm: LLM) -> None:
         llm.generate("a", schema=5)
 
 
-def test_free_texts_of_the_same_batch_are_what_they_are_alone(llm: LLM) -> None:
+def test_free_texts_of_the_same_batch_do_not_change(llm: LLM) -> None:
     free = SamplingParams(temperature=0.8, seed=5, max_tokens=30)
     held = free.with_changes(structured=Regex("[a-z ]{40,60}"))
     alone = [llm.generate(prompt, free)[0].outputs[0].token_ids for prompt in PROMPTS]
@@ -88,14 +88,14 @@ def test_a_stream_is_the_whole_text(llm: LLM) -> None:
     assert stream.output.outputs[0].finish_reason == "stop"
 
 
-def test_siblings_draw_for_themselves(llm: LLM) -> None:
+def test_siblings_are_sampled_independently(llm: LLM) -> None:
     params = SamplingParams(n=8, temperature=2.0, seed=1, structured=Choice(["a", "b", "c", "d"]))
     (output,) = llm.generate("Choose", params)
     texts = [completion.text for completion in output.outputs]
     assert set(texts) <= {"a", "b", "c", "d"} and len(set(texts)) > 1
 
 
-def test_an_answer_that_is_complete_takes_no_further_step(llm: LLM) -> None:
+def test_a_complete_answer_takes_no_further_step(llm: LLM) -> None:
     (output,) = llm.generate("a", SamplingParams(structured=Regex("[xyz]"), max_tokens=50))
     (completion,) = output.outputs
     assert len(completion.token_ids) == 1 and completion.text in ("x", "y", "z")
@@ -110,7 +110,7 @@ def test_a_dead_end_is_the_error_of_one_request(llm: LLM) -> None:
     assert second.outputs[0].finish_reason == "stop"
 
 
-def test_what_is_not_enforced_is_warned_of(llm: LLM) -> None:
+def test_constraints_that_are_not_enforced_are_warned_of(llm: LLM) -> None:
     with pytest.warns(UserWarning, match="not enforced: format iri at /"):
         llm.generate("a", SamplingParams(max_tokens=5), schema={"format": "iri", "type": "string"})
     with warnings.catch_warnings():
@@ -134,8 +134,8 @@ def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
-def test_calls_that_must_come_are_valid_in_every_dialect(llm: LLM, dialect: Dialect) -> None:
-    """Whatever the model would rather say."""
+def test_required_calls_are_valid_in_every_dialect(llm: LLM, dialect: Dialect) -> None:
+    """Whatever the model would generate otherwise."""
     form = MarkedFormat(form=ToolFormat.of(dialect, llm.tokenizer))
     schema = {
         "type": "object",
@@ -157,7 +157,7 @@ def test_calls_that_must_come_are_valid_in_every_dialect(llm: LLM, dialect: Dial
         parser = AnswerForm(use, form).parser()
         deltas = [*parser.push(output.text), *parser.close()]
         assert parser.num_calls == 1
-        if output.outputs[0].finish_reason == "stop":  # else the begun call is all the text
+        if output.outputs[0].finish_reason == "stop":  # else the text is a partial call
             ended += 1
             assert not any(delta.text for delta in deltas)
             arguments = json.loads("".join(delta.arguments for delta in deltas))

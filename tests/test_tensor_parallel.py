@@ -1,4 +1,4 @@
-"""What becomes of a group of processes when one is lost, and what is left of it."""
+"""Failures and cleanup of a group that loses a process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvik.kernels.cpu.group import Group
 from kvik.kernels.torch_group import TorchGroup
 from kvik.worker.group_pages import GroupPageMover
 
-pytestmark = pytest.mark.full  # processes that import torch
+pytestmark = pytest.mark.full  # starts processes that import torch
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 OPTIONS: dict[str, Any] = {
@@ -45,12 +45,12 @@ def nothing_is_left() -> Iterator[None]:
     before = shared_files()
     yield
     assert not ranks_of(os.getpid()), "a process outlives its engine"
-    gc.collect()  # errors, whose frames know the memory
+    gc.collect()  # errors, whose frames refer to the memory
     assert shared_files() <= before
 
 
 def shared_files() -> set[str]:
-    """The files without names, and the connections, that this process has open."""
+    """Return the anonymous files and the connections that this process has open."""
     found = set()
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -76,7 +76,7 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 def errors(llm: LLM, count: int = 1) -> set[str]:
-    """Of the requests of one call, or of the call itself."""
+    """Return the errors of the requests of a call, or of the call itself."""
     try:
         outputs = llm.generate(["Once upon a time"] * count, LONG)
     except GroupLost as error:
@@ -118,10 +118,10 @@ def test_requests_end_when_a_process_is_lost_under_way(llm: LLM, number: int) ->
     assert all("rank 1" in error for error in found - {"None"}) and found - {"None"}
 
 
-def test_what_the_first_process_leaves_undone_is_never_taken_for_something_else(
+def test_an_interrupted_step_is_never_taken_for_the_next(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The others wait for it in one step: it must not meet them there in the next."""
+    """The others wait for it in one step, which must not be confused with the next."""
 
     def interrupted(*_: object) -> None:
         raise RuntimeError("interrupted")
@@ -184,7 +184,7 @@ def test_a_process_that_is_lost_while_pages_move_leaves_nothing(
     assert [each.token_ids for each in found] == [each.token_ids for each in right]
 
 
-# While they load
+# During loading
 
 
 @pytest.mark.parametrize("part", ["worker.worker.load_share", "launch.load_tokenizer"])
@@ -200,7 +200,7 @@ def test_nothing_is_left_of_a_group_that_cannot_load(
 
 
 def send_soon(number: int) -> None:
-    """To the process that is being started, at once."""
+    """Send a signal to the next process that is started."""
 
     def send() -> None:
         while not (ranks := ranks_of(os.getpid())):
@@ -225,7 +225,7 @@ def test_a_process_that_is_lost_while_it_loads_ends_the_start(
     send_soon(number)
     with pytest.raises(GroupLost, match=f"^rank 1 {how} while it loaded$") as caught:
         LLM(**OPTIONS, **joined)
-    # What the error keeps alive may open nothing by a number that means something else by now.
+    # The error must not keep file descriptors that may be reused by now.
     others = [socket.socket() for _ in range(8)]
     del caught
     gc.collect()
@@ -261,10 +261,10 @@ group = connect(torch.device("cpu"), sys.argv[4], 1, 2, lambda: False)
         ("torch", CONNECTS, "the processes have not met.*imed out"),
     ],
 )
-def test_a_process_that_does_not_come_to_an_exchange_is_lost(
+def test_a_process_that_misses_an_exchange_is_lost(
     monkeypatch: pytest.MonkeyPatch, kernels: str, connect: str, told: str
 ) -> None:
-    """It beats, so that the limit of the exchange alone ends the wait."""
+    """It sends heartbeats, so that only the limit of the exchange ends the wait."""
     program = LOADS_AND_BEATS.format(connect=connect)
     monkeypatch.setattr(
         module, "python_command", lambda _, *numbers: (sys.executable, "-c", program, *numbers)
@@ -291,7 +291,7 @@ time.sleep(1000)
 """
 
 
-def test_a_process_that_does_not_get_ahead_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_without_progress_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         module, "python_command", lambda _, *numbers: (sys.executable, "-c", BEATS_ALONE, *numbers)
     )

@@ -1,5 +1,5 @@
-"""A stage on another host: a network and a /dev/shm of its own, behind a link that delays, loses,
-and goes down."""
+"""A stage on another host, with its own network and /dev/shm, over a link that delays and loses
+packets and goes down."""
 
 from __future__ import annotations
 
@@ -29,7 +29,11 @@ from kvik.rank_process import Process
 
 HERE, THERE = "10.231.7.1", "10.231.7.2"
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-DELAY, LOSS, LATER = (0.008, 0.012), 0.05, 0.1  # seconds of a packet; share; seconds of a look
+DELAY, LOSS, LATER = (
+    (0.008, 0.012),
+    0.05,
+    0.1,
+)  # seconds, share, seconds more if reordered
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 COMMON = {"device": "cpu", "threads": 2, "max_model_len": 256}
 STAGES = {**COMMON, "pipeline_parallel_size": 2}
@@ -43,15 +47,14 @@ def run(command: str) -> None:
 
 
 def open_tun(name: str) -> int:
-    """Make a network device whose packets are read and written here."""
+    """Create a network device whose packets are read and written here."""
     file = os.open("/dev/net/tun", os.O_RDWR)
     fcntl.ioctl(file, TUNSETIFF, struct.pack("16sH22x", name.encode(), IFF_TUN | IFF_NO_PI))
     return file
 
 
 class LossyWire:
-    """Carries packets from one device to another and back: late, by chance out of order, and not
-    all of them."""
+    """Forwards packets between two devices, with delays, reordering and losses."""
 
     def __init__(self, files: tuple[int, int]) -> None:
         self._files, self._dice = files, random.Random(0)
@@ -67,7 +70,7 @@ class LossyWire:
 
     def _carry(self) -> None:
         others = dict(zip(self._files, reversed(self._files), strict=True))
-        under_way: list[tuple[float, int, int, bytes]] = []  # when each comes, where
+        under_way: list[tuple[float, int, int, bytes]] = []  # time of arrival, destination
         count = 0
         while not self._closing.is_set():
             wait = under_way[0][0] - time.monotonic() if under_way else LATER
@@ -134,7 +137,7 @@ class OtherHost:
 
 @pytest.fixture
 def other_host(request, monkeypatch) -> Iterator[OtherHost]:
-    """Behind a lossy wire if the test asks for that."""
+    """Provide a host, behind a lossy wire if the test requests one."""
     if sys.platform != "linux" or os.geteuid() or shutil.which("ip") is None:
         pytest.skip("network namespaces need Linux, root and iproute2")
     lossy = getattr(request, "param", False)
@@ -156,12 +159,12 @@ def answers(options: dict[str, object]) -> list[object]:
 
 
 @pytest.mark.parametrize("other_host", [False, True], ids=["plain", "lossy"], indirect=True)
-def test_what_lies_between_changes_nothing(other_host) -> None:
+def test_the_link_does_not_change_answers(other_host) -> None:
     assert answers(STAGES) == answers(COMMON)
     assert other_host.wire is None or other_host.wire.lost
 
 
-def test_a_link_that_goes_down_is_one_error_in_time(other_host) -> None:
+def test_a_broken_link_is_one_error_in_time(other_host) -> None:
     with LLM(**STAGES) as llm:
         assert llm.generate(TEXTS, PARAMS)[0].outputs[0].error is None
         run(f"ip link set {other_host.device} down")
