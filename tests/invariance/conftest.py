@@ -21,7 +21,7 @@ def forking() -> Iterator[SimpleNamespace]:
 
 @pytest.fixture
 def forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of groups are forked by one that has loaded what all need."""
+    """Fork the processes of groups from one that has already imported their modules."""
     if sys.platform == "linux":
         made = request.getfixturevalue("forking")
         for module in ("kvik.rank_process", "kvik.stage_process"):

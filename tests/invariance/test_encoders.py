@@ -1,7 +1,7 @@
-"""The matrix for encoders: vectors and scores have the same bits in any company.
+"""The matrix for encoders: embeddings and scores have the same bits in any batch.
 
-Nothing of a text is cached, and each is computed in one step. So columns are what it shares that
-step with: nothing, all others in any order, as many as a step has room for, and other threads.
+Texts are not cached, and each is computed in one step. So the columns vary the rest of that step:
+nothing, all other texts in any order, as many as fit in a step, and other numbers of threads.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "bf16": {"dtype": "bfloat16"},
     "int8": {"dtype": "bfloat16", "quantization": "int8"},
 }
-# Engine options, and in which order texts come.
+# Engine options, and the order of texts.
 COLUMNS: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({}, "given"),
     "reversed": ({}, "reversed"),
@@ -46,7 +46,7 @@ EVERY = [
 
 
 def outputs(folder: Path, name: str, order: str = "given", **options: Any) -> list[Any]:
-    """Return the vector of each text, or the score of each pair, by an engine of its own.
+    """Return the embedding of each text, or the score of each pair, by a new engine.
 
     Args:
         order: "alone": one at a time.
@@ -75,7 +75,7 @@ def outputs(folder: Path, name: str, order: str = "given", **options: Any) -> li
 
 @pytest.fixture(scope="module", params=EVERY)
 def encoder(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[str, Path]:
-    """Heads of 32 channels, which is what the tiles of AMX take."""
+    """With heads of 32 channels, as the AMX tiles require."""
     folder: Path = tmp_path_factory.mktemp(request.param)
     save_encoder(folder, request.param, hidden_size=64, head_dim=32)
     if request.param in RERANKERS:
@@ -92,7 +92,7 @@ def alone(
 
 
 @pytest.mark.parametrize("column", COLUMNS)
-def test_no_bit_depends_on_companions(encoder, alone, column) -> None:
+def test_results_do_not_depend_on_the_batch(encoder, alone, column) -> None:
     (name, folder), (format, expected) = encoder, alone
     options, order = COLUMNS[column]
     found = outputs(folder, name, order, **FORMATS[format], **options)

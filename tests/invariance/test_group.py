@@ -1,4 +1,4 @@
-"""Several processes that divide a model among themselves say what one does, to the bit."""
+"""Several processes that divide a model generate the same as one, to the bit."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ COLUMNS += [
     ),
 ]
 BY_NAME = {column.name: column for column in COLUMNS}
-# Each format with two processes, and each column in one format.
+# Each format with two processes, and each column with one format.
 CASES = [("bundled", name, BY_NAME[column]) for name in FORMATS for column in ("tp2", "pp2")]
 ELSEWHERE = ("tp2", "pp2", "tp2, whole experts")
 CASES += [("bundled", "int8", column) for column in COLUMNS if column.name not in ELSEWHERE]
@@ -138,7 +138,7 @@ def test_logprobs_are_those_of_one_process(name, weights, column, tmp_path, capl
     check_bits(found, alone)
 
 
-# Each a way in which layers differ.
+# Each layout of layers.
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILIES: dict[str, dict[str, object]] = {
     "Qwen2": HEADS,
@@ -172,7 +172,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 def answers(
     model: Path, count: int, way: str = "tensor_parallel_size", **options: object
 ) -> list[object]:
-    """What some prompts give, to the bit."""
+    """Return the results of some prompts, to the bit."""
     common = {"device": "cpu", "max_model_len": 64, "num_blocks": 64, "threads": count}
     ids = [tokens(24, seed) for seed in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1)
@@ -184,13 +184,13 @@ def answers(
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "family"), [*enumerate(FAMILIES)])
 def test_models_of_each_kind(number, family, tmp_path) -> None:
-    """Three processes share fewer heads of keys; a part may be empty. Of two stages each has one
-    layer."""
+    """With three processes, some have fewer key heads, and a share may be empty. Of two stages each
+    has one layer."""
     save_tiny(tmp_path, family, **FAMILIES[family])
     found = [answers(tmp_path, ranks, dtype="float32") for ranks in (1, 2 + number % 2)]
     if "Moe" in family or family in ("GptOss", "DeepseekV3"):
         found.append(answers(tmp_path, 2, dtype="float32", expert_parallel=True))
-    if family != "Gemma4":  # whose last layers read what the first ones keep
+    if family != "Gemma4":  # its last layers read the caches of the first
         found.append(answers(tmp_path, 2, "pipeline_parallel_size", dtype="float32"))
     assert found == [found[0]] * len(found)
 
@@ -203,7 +203,8 @@ PROCESSES = ({}, TWO, {"tensor_parallel_size": 3, "threads": 3}, STAGES, BOTH, {
 @pytest.mark.parametrize("name", ["bundled", "capped", "latent"])
 @pytest.mark.parametrize("format", ["auto", "int8"])
 def test_pages_are_alike_for_all_numbers_of_processes(name, format, tmp_path) -> None:
-    """What the first engine has written each other one loads, also where several have a head."""
+    """Engines with other numbers of processes load the pages of the first one, also where several
+    processes have the same head."""
     model = make_model(name, tmp_path)
     common = {"device": "cpu", "max_model_len": CONTEXT, "kv_cache_dtype": format}
     common["kv_tiers"] = f"disk:{tmp_path / 'kv'}:1GiB"
@@ -218,7 +219,7 @@ def test_pages_are_alike_for_all_numbers_of_processes(name, format, tmp_path) ->
         assert [output.num_cached_tokens for output in outputs] == [80 * bool(first)] * 3
         assert disk.failed == 0 and not (first and disk.stored)
         pages = {path.name: path.read_bytes() for path in (tmp_path / "kv").glob("*/*/*.kv")}
-        first = first or pages  # of the first engine, which has written them when it is closed
+        first = first or pages  # the first engine writes its pages when it is closed
         assert pages and pages == first
     assert found == [found[0]] * len(found)
 
@@ -226,7 +227,7 @@ def test_pages_are_alike_for_all_numbers_of_processes(name, format, tmp_path) ->
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "case"), [*enumerate(STORED)])
 def test_quantised_checkpoints(number, case, tmp_path) -> None:
-    """What all rows of a matrix share is known where other layers' rows are."""
+    """Scales that all rows of a matrix share are available on ranks with rows of other layers."""
     save_tiny(tmp_path / "plain", "Qwen2", **SIZES)
     save_quantised(tmp_path / "plain", tmp_path / "model", tmp_path / "twin", STORED[case])
     if case == "fp8-static":
@@ -236,7 +237,7 @@ def test_quantised_checkpoints(number, case, tmp_path) -> None:
 
 
 def widen_input_scales(file: Path) -> None:
-    """Of keys, values and up: matrices take the largest of their layers."""
+    """Of keys, values and up: matrices take the largest scale of their layers."""
     weights = load_file(file)
     for name, tensor in weights.items():
         times = {"k_proj": 2, "v_proj": 3, "up_proj": 4}.get(name.split(".")[-2], 1)
@@ -275,7 +276,7 @@ def test_one_engine_folder_serves_groups_of_all_sizes(
 
 @pytest.mark.full
 def test_an_engine_folder_of_a_quantised_checkpoint(tmp_path) -> None:
-    """Whose inputs stand in another order."""
+    """Its inputs are reordered."""
     save_tiny(tmp_path / "plain", "Qwen2", **SIZES)
     config = STORED["gptq-order"]
     save_quantised(tmp_path / "plain", tmp_path / "model", tmp_path / "twin", config)

@@ -1,5 +1,5 @@
-"""The matrix for layers with budgets: they keep the same, however a request is computed. Log
-probabilities are the same to the bit, also with keys and values in few bits."""
+"""The matrix for layers with budgets: they keep the same tokens however a request is computed. Log
+probabilities are the same to the bit, also with quantised keys and values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from kvik.model_files import model_files
 from kvik.spec.visible_keys import Budget
 
 TOKENS = (36, 36, 40, 40, 44, 44)  # of each layer: three KV groups
-EVERY = 6  # further tokens, so that each request drops some, and most several times
+EVERY = 6  # further tokens, so that each request drops some, most of them several times
 NAMES = (
     *("batch", "torch", "reference attention", "sdpa", "chunks of 5", "chunks of 33"),
     *("prefix hits", "prefix hits, chunks", "no prefix cache"),
@@ -47,11 +47,11 @@ NAMES = (
 
 
 def roomy(column: Column) -> Column:
-    """With blocks for one request of the longest context, and what is kept of it."""
+    """Add blocks for one request of the longest context, and for the tokens kept of it."""
     config = dict(column.config)
     if "num_blocks" in config:
         config["num_blocks"] = 3 * (CONTEXT // 16 + 4)
-    # The last queries before a cut are computed, so that no block of 64 is found.
+    # The last queries before a cut are computed, so that no block of 64 can be reused.
     must = "" if config.get("block_size") == 64 else column.must
     return replace(column, config=config, must=must)
 
@@ -83,7 +83,7 @@ def alone(model) -> dict[str, list[RequestOutput]]:
     return {name: reference_outputs({**model, **FORMATS[name]}) for name in names}
 
 
-def test_what_is_dropped_changes_answers(expected):
+def test_dropped_tokens_change_answers(expected):
     assert expected != reference_tokens({"model": ""})
 
 

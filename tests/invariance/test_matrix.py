@@ -1,11 +1,11 @@
-"""Greedy and seeded tokens are the same whatever the engine does to produce them.
+"""Greedy and seeded tokens are the same however the engine produces them.
 
-One plain run is the reference: one request at a time, torch's operations, plain-torch reference
-attention, no prefix cache, no chunking. Each column of the matrix turns features on; every later
-feature adds a column.
+The reference is a plain run: one request at a time, torch's operations, plain torch attention, no
+prefix cache, no chunking. Each column of the matrix enables features; every new feature adds a
+column.
 
-That is for fp32, where rounding hardly ever decides between two tokens. The native kernels promise
-more: log probabilities are the same to the bit, in every format of the weights and of the KV cache.
+This holds in fp32, where rounding hardly ever decides between two tokens. The native kernels
+guarantee more: log probabilities are the same to the bit, in every format of weights and KV cache.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def test_native_logprobs_are_the_same_to_the_bit(model, weights, one_at_a_time, 
 
 @needs_native
 @pytest.mark.parametrize("column", LATENT_COLUMNS, ids=lambda column: column.name)
-def test_no_bit_of_latent_attention_depends_on_it_either(latent_alone, column, caplog):
+def test_latent_attention_has_the_same_bits_in_all_columns(latent_alone, column, caplog):
     model, alone = latent_alone
     found = run_column(column, params_with_logprobs(), model)
     assert not caplog.records  # every step was replayed

@@ -1,4 +1,4 @@
-"""Guessing ahead changes no token, whoever guesses and whatever the engine does meanwhile."""
+"""Speculation changes no token, with any drafter and whatever else the engine does."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from kvik.config.model_source import BUNDLED
 from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.registry import DrafterParts
 
-TOKENS = 4  # drafts at a time
-EAGER = {"speculative_config": {"adaptive": False}}  # to draft whatever it costs
+TOKENS = 4  # drafts per step
+EAGER = {"speculative_config": {"adaptive": False}}  # draft at any cost
 SPECULATION = {**EAGER, "spec_method": METHOD, "spec_tokens": TOKENS}
 TREES = {
     **EAGER,
     "spec_method": TREE_METHOD,
-    "spec_model": str(BUNDLED),  # any folder: our drafter has no heads to load
+    "spec_model": str(BUNDLED),  # any folder, as the drafter is replaced
     "spec_tokens": ScriptedTree.TREE.drafts,
 }
 Make = Callable[[DrafterParts], Drafter]
@@ -59,7 +59,7 @@ DRAFTERS: dict[str, Callable[[list[list[int]]], Make]] = {
     "broken": lambda texts: lambda parts: Broken(3),
     "prompt lookup": lambda texts: None,
 }
-# Where all drafters are tried; two of them are tried everywhere.
+# Columns for all drafters; two drafters run in every column.
 SOME = [
     column
     for column in COLUMNS
@@ -71,8 +71,8 @@ EVERYWHERE = ("right now and then", "tree")
 
 
 def with_room(column: Column) -> Column:
-    """The column with a step that has room for drafts, and blocks as short as they are without:
-    requests that end sooner hold theirs for less long."""
+    """Return the column with room for drafts in a step, and fewer blocks, so that they are as
+    scarce as without drafts: requests that end sooner hold their blocks for less time."""
     config = dict(column.config)
     if "max_num_batched_tokens" in config:
         most = config["max_num_batched_tokens"] - 2
@@ -84,7 +84,7 @@ def with_room(column: Column) -> Column:
 
 @pytest.fixture(scope="module")
 def texts(model, expected) -> list[list[int]]:
-    """Prompts with the answers to them."""
+    """Return prompts with their answers."""
     with LLM(**model, device="cpu", threads=1, max_model_len=CONTEXT) as llm:
         vocab_size = llm.resolved.model.vocab_size
     return [[*p, *tokens] for p, tokens in zip(prompts(vocab_size), expected, strict=True)]
@@ -103,7 +103,7 @@ def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, drafter,
 
 @pytest.mark.parametrize("drafter", [name for name in DRAFTERS if name not in EVERYWHERE])
 @pytest.mark.parametrize("column", SOME, ids=lambda column: column.name)
-def test_tokens_depend_on_no_drafter(model, expected, texts, column, drafter, monkeypatch):
+def test_tokens_do_not_depend_on_the_drafter(model, expected, texts, column, drafter, monkeypatch):
     check_drafts(model, expected, texts, column, drafter, monkeypatch)
 
 
@@ -115,7 +115,7 @@ def check_drafts(
     drafter: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> tuple[int, int]:
-    """Return how many tokens were drafted and accepted."""
+    """Return the numbers of drafted and accepted tokens."""
     make = DRAFTERS[drafter](texts)
     if make is not None:
         install(monkeypatch, make)
@@ -128,7 +128,7 @@ def check_drafts(
     assert drafted > 0
     if drafter == "always right" and column.siblings == 1:
         assert accepted == drafted
-    if drafter == "always wrong":  # but for what a grammar forces
+    if drafter == "always wrong":  # except for tokens forced by a grammar
         free = [o for o, s in zip(outputs, params(), strict=True) if s.structured is None]
         assert sum(output.num_accepted_tokens for output in free) == 0
     return drafted, accepted
@@ -138,7 +138,7 @@ def check_drafts(
     "column", [c for c in COLUMNS if c in SOME or c.name == "batch"], ids=lambda column: column.name
 )
 def test_tokens_do_not_depend_on_forced_drafts(model, expected, column):
-    """Which structured requests get, and no others."""
+    """Only structured requests get forced drafts."""
     outputs = run_column(
         with_room(column), params(column.siblings), model, dtype="float32", spec_method="forced"
     )
@@ -151,7 +151,8 @@ def test_tokens_do_not_depend_on_forced_drafts(model, expected, column):
 
 @pytest.fixture(scope="module")
 def draft(model, tmp_path_factory) -> str:
-    """The bundled model's own draft model, or the random target itself with shorter windows."""
+    """Return the bundled model's own draft model, or the random target itself with shorter
+    windows."""
     if model["model"] == "":
         return str(BUNDLED.parent / "stories-draft")
     folder = tmp_path_factory.mktemp("draft")
@@ -167,7 +168,7 @@ def draft(model, tmp_path_factory) -> str:
     ids=lambda column: column.name,
 )
 def test_tokens_do_not_depend_on_a_draft_model(model, expected, draft, column):
-    """It shares the blocks of its target, through prefix hits, preemptions and forks."""
+    """It shares the blocks of its target through prefix hits, preemptions and forks."""
     column = with_room(column)
     options = {**EAGER, "spec_method": "draft_model", "spec_model": draft, "spec_tokens": TOKENS}
     outputs = run_column(column, params(column.siblings), model, dtype="float32", **options)

@@ -1,5 +1,5 @@
-"""The matrix for layers that keep a state: a hit goes on from a copy of one, and so does a request
-that lost its blocks. Log probabilities are the same to the bit."""
+"""The matrix for layers with a state: a prefix hit continues from a copy of a state, and so does a
+preempted request. Log probabilities are the same to the bit."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ NAMES = (
 
 
 def halved(column: Column) -> Column:
-    """With blocks for the one KV group of this model; the matrix doubles those of models."""
+    """Halve the blocks, which the matrix doubles for its models, since this model has one KV
+    group."""
     config = dict(column.config)
     if "num_blocks" in config:
         config["num_blocks"] = (int(str(config["num_blocks"])) + 1) // 2

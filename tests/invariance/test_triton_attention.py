@@ -1,5 +1,6 @@
-"""Greedy tokens of an engine on Triton's kernels are the reference's, of prompts that are cut into
-chunks and of prompts whose beginning is cached. Under Triton's interpreter, so few and small."""
+"""An engine on Triton's kernels generates the reference's greedy tokens, for prompts that are cut
+into chunks and prompts with a cached prefix. Under Triton's interpreter, so with few and small
+cases."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ from kvik.spec.visible_keys import Budget
 
 pytestmark = INTERPRETED_ONLY
 
-BUDGETS = (36, 40)  # tokens of each layer
+BUDGETS = (36, 40)  # of each layer
 LONG = [5 + i * 7 % 50 for i in range(44)]
 CONFIG = small(num_hidden_layers=2, num_key_value_heads=1)
 SHARED = list(range(20, 37))
@@ -36,7 +37,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 def tokens(
     model: Path, rounds: int = 1, prompts: Sequence[list[int]] = PROMPTS, **options: Any
 ) -> list[list[int]]:
-    """Of the last round."""
+    """Return the tokens of the last round."""
     common = {"device": "cpu", "dtype": "float32", "threads": 1, "load_format": "random"}
     with LLM(str(model), kernels="torch", block_size=8, **common, **options) as llm:
         for _ in range(rounds):
@@ -60,7 +61,7 @@ def test_chunks_and_prefix_hits(
 
 @pytest.mark.full
 def test_layers_with_budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They keep the same tokens: in chunks, beside others, and behind a prefix that is found."""
+    """They keep the same tokens in chunks, in batches and after a prefix hit."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     spec, file = model_files(tmp_path).spec(), tmp_path / "b.json"
     facts = spec.architecture, fingerprint_of(spec), "entropy", 0.25, 64, "", 0

@@ -1,5 +1,6 @@
-"""The matrix for a window with sinks: what is between them is gone, and a hit needs the rest alone.
-Log probabilities are the same to the bit, also with drafts and with keys and values in few bits."""
+"""The matrix for a window with sinks: tokens between them are dropped, and a prefix hit needs only
+the rest. Log probabilities are the same to the bit, also with drafts and with quantised keys and
+values."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ NAMES = (
 
 
 def fewer_blocks(column: Column) -> Column:
-    """As requests hold no more than what they see."""
+    """Reduce the blocks, since requests hold only what they see."""
     config = dict(column.config)
     if "num_blocks" in config:
         config["num_blocks"] = 7 if "max_num_batched_tokens" in config else 10

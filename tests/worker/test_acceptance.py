@@ -13,11 +13,11 @@ TREE = (
     1,
     1,
     2,
-)  # two drafts for the next token, two behind the first, one behind the other
+)  # two drafts for the next token, two after the first, one after the other
 
 
 def paths(acceptance_of: list[list[int]], drafts: int) -> np.ndarray:
-    """[rows, drafts], from the numbers of the accepted ones."""
+    """Return [rows, drafts] from the numbers of the accepted drafts."""
     found = np.zeros((len(acceptance_of), drafts), np.bool_)
     for row, numbers in enumerate(acceptance_of):
         found[row, numbers] = True
@@ -34,8 +34,8 @@ def test_initially_each_draft_is_accepted_with_the_same_probability() -> None:
 
 
 @pytest.mark.parametrize("parents", [CHAIN, TREE])
-def test_gains_come_to_be_how_often_drafts_are_accepted(parents) -> None:
-    """Steps by turns: nothing, the first, the first two of a path, the whole path, in a cycle."""
+def test_gains_converge_to_acceptance_rates(parents) -> None:
+    """Steps accept in turn: nothing, the first, the first two of a path, the whole path."""
     drafts = len(parents) - 1
     acceptance = Acceptance(1, parents)
     slots, judged = np.array([0]), np.array([drafts])
@@ -50,13 +50,13 @@ def test_gains_come_to_be_how_often_drafts_are_accepted(parents) -> None:
     assert found[0] == pytest.approx(expected[0], abs=0.08)
     if drafts == 3:
         assert found == pytest.approx(expected, abs=0.12)
-    else:  # never rising, though the second draft is worse than the third
+    else:  # never rising, although the second draft is worse than the third
         assert found[1] < 0.2 and found[2] <= found[1]
 
 
 def test_a_chain_gains_the_same_as_a_tree_with_one_path() -> None:
     chain, tree = Acceptance(3, CHAIN), Acceptance(3, CHAIN)
-    tree._is_chain = False  # the formula for paths in general
+    tree._is_chain = False  # the general formula for paths
     rng, slots = np.random.default_rng(0), np.arange(3)
     for _ in range(30):
         drafts = rng.integers(1, 4, 3)
@@ -66,12 +66,12 @@ def test_a_chain_gains_the_same_as_a_tree_with_one_path() -> None:
         assert chain.gains(slots) == pytest.approx(tree.gains(slots))
 
 
-def test_a_draft_that_was_not_judged_says_nothing() -> None:
+def test_an_unchecked_draft_does_not_count() -> None:
     acceptance = Acceptance(2, CHAIN)
     for _ in range(20):
         acceptance.observe(np.array([0]), np.array([1]), paths([[0]], 3))
     gains = acceptance.gains(np.array([0]))[0]
-    assert gains[0] > 0.9 and gains[2] > 0.7  # the deeper ones lean on the first
+    assert gains[0] > 0.9 and gains[2] > 0.7  # deeper drafts share the evidence of the first
 
 
 def test_acceptance_is_per_request_with_the_mean_as_prior() -> None:
@@ -96,7 +96,7 @@ def test_acceptance_of_a_request_decays() -> None:
 
 
 @pytest.mark.parametrize("parents", [CHAIN, TREE])
-def test_steps_that_are_counted_together_count_as_one_by_one(parents, monkeypatch) -> None:
+def test_steps_counted_together_equal_steps_counted_one_by_one(parents, monkeypatch) -> None:
     drafts = len(parents) - 1
     together, single = Acceptance(4, parents), Acceptance(4, parents)
     monkeypatch.setattr("kvik.worker.acceptance._HEAVIEST", 2.0)

@@ -1,4 +1,4 @@
-"""Drafts must never cost: runs of an engine of which only the times are simulated."""
+"""Drafts never cost time: engine runs of which only the times are simulated."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from kvik.worker.adaptive import FIRST, LEAST, SHARE, DraftControl, LossBudget, StepFigures
 
-DRAFTS = 5  # of a request, at most
+DRAFTS = 5  # per request, at most
 
 Noise = Callable[[np.random.Generator], float]
 Acceptance = Callable[[int, int, int], float]  # step, request, position -> share
@@ -20,7 +20,7 @@ JUDGING: dict[str, Callable[[int, int], float]] = {  # requests, drafts -> time 
     "ridge": lambda requests, drafts: max(1.0, (requests + drafts) / 8) + 0.01 * drafts,
     "jump": lambda requests, drafts: 1.5 + 0.02 * drafts if drafts else 1.0,
 }
-MAKING = {"lookup": 0.0001, "small model": 0.05, "large model": 0.2}  # for each draft in depth
+MAKING = {"lookup": 0.0001, "small model": 0.05, "large model": 0.2}  # per draft in depth
 ACCEPTANCE: dict[str, Acceptance] = {
     "never": lambda step, request, position: 0.0,
     "low": lambda step, request, position: 0.3,
@@ -36,15 +36,17 @@ ACCEPTANCE: dict[str, Acceptance] = {
 
 
 def busy(rng: np.random.Generator) -> float:
-    """A machine with other things to do: any step may take half as long again, some ten times."""
+    """Return noise of a busy machine: any step may take 1.5 times as long, some ten times."""
     return float(np.exp(0.3 * rng.standard_normal())) * (10.0 if rng.random() < 0.01 else 1.0)
 
 
 @dataclass
 class Run:
-    """Attributes:
-    speed_up: over the same tokens without drafts.
-    drafts: of each step and request.
+    """The result of a run.
+
+    Attributes:
+        speed_up: over the same tokens without drafts.
+        drafts: of each step and request.
     """
 
     speed_up: float
@@ -64,13 +66,14 @@ def run(
     deciding: float = 0.0,
     seed: int = 0,
 ) -> Run:
-    """
+    """Simulate steps under draft control.
+
     Args:
         fixed: drafts of each request, without control.
-        making: for each draft in depth, or of a lookup for all together; in plain steps.
-        noise: what is measured over what it is.
-        found: how often the drafter has any drafts.
-        deciding: what it takes, in plain steps.
+        making: time per draft in depth, or of a lookup for all; in plain steps.
+        noise: measured over actual time.
+        found: probability that the drafter has drafts.
+        deciding: time of the decision, in plain steps.
     """
     rng = np.random.default_rng((requests, seed))
     control = DraftControl(requests, DRAFTS, requests * DRAFTS)
@@ -105,7 +108,7 @@ def run(
     return Run(tokens / requests * judging(requests, 0) / time, np.stack(history))
 
 
-# Where it turns within 300 steps, what was gained before may be lost again each time.
+# If acceptance changes within 300 steps, earlier gains may be lost each time.
 MIN_SPEED_UP = {"alternating": 0.96, "dropping": 0.96}
 
 
@@ -137,12 +140,12 @@ def test_gains_survive_on_a_busy_machine(acceptance: str, judging: str) -> None:
         given = 1, ACCEPTANCE[acceptance], JUDGING[judging], making, 1000
         eager = run(*given, fixed=DRAFTS, lookup=lookup).speed_up
         found = [run(*given, lookup=lookup, noise=busy, seed=seed).speed_up for seed in range(3)]
-        # A few unlucky steps have to be earned again.
+        # A few unlucky steps have to be recovered.
         assert eager > 1.3 and np.mean(found) > 0.85 * eager
 
 
 def test_a_lookup_costs_the_same_for_any_number_of_drafts() -> None:
-    """It is not taken to cost five times as much for five."""
+    """Five drafts are not charged five times."""
     given = 1, ACCEPTANCE["always"], JUDGING["memory-bound"], 0.3
     found = run(*given, lookup=True)
     assert found.drafts[50:].mean() > 4.5
@@ -170,7 +173,7 @@ def test_gains_are_nearly_those_of_the_best_fixed_number(acceptance: str, reques
         assert run(requests, *given).speed_up > 0.93 * best
 
 
-def test_requests_get_as_many_drafts_as_their_own_acceptance_is_worth() -> None:
+def test_requests_get_drafts_by_their_own_acceptance() -> None:
     found = run(8, ACCEPTANCE["one of two"], JUDGING["memory-bound"], 0.05)
     means = found.drafts[100:].mean(axis=0)
     assert means[1::2].min() > 3 and means[::2].max() < 1.5
@@ -185,20 +188,20 @@ def test_drafts_stop_when_rejected_and_resume_when_accepted() -> None:
     given = 1, ACCEPTANCE["dropping"], JUDGING["memory-bound"], 0.05
     fails = np.array([run(*given, seed=seed).drafts[:, 0] for seed in range(5)])
     assert fails[:, 20:100].mean() > 3 and fails[:, 120:].mean() < 1.2
-    assert fails[:, 300:].mean() < 0.8  # what had been gained is spent
+    assert fails[:, 300:].mean() < 0.8  # earlier gains are spent
     rises = run(1, ACCEPTANCE["rising"], JUDGING["memory-bound"], 0.05).drafts[:, 0]
     assert rises[50:200].mean() < 0.5 and rises[300:].mean() > 3
 
 
-def test_a_batch_for_which_judging_costs_too_much_gets_no_drafts() -> None:
+def test_a_batch_with_too_expensive_checks_gets_no_drafts() -> None:
     small, large = (
         run(n, ACCEPTANCE["good"], JUDGING["ridge"], 0.05).drafts[50:].mean() for n in (1, 32)
     )
     assert small > 2 and large < 0.1
 
 
-def test_few_drafts_that_are_right_are_worth_their_rare_steps() -> None:
-    """A lookup that mostly finds nothing costs nothing then."""
+def test_rare_but_right_drafts_pay() -> None:
+    """A lookup that mostly finds nothing then costs nothing."""
     found = run(1, ACCEPTANCE["always"], JUDGING["memory-bound"], 0.0001, found=0.1)
     assert found.speed_up > 1.3
 
@@ -208,7 +211,7 @@ def test_limits_of_requests_are_respected() -> None:
     slots, room = np.arange(4), np.array([5, 0, 2, 5])
     none = np.zeros(4, np.int64)
     for _ in range(6):
-        assert not control.limits(slots, room).any()  # what a step costs is not known yet
+        assert not control.limits(slots, room).any()  # the cost of a step is unknown
         control.observe(StepFigures(slots, none, none, 0.01, 0.0, 0, True))
     seen = np.zeros(4, np.int64)
     for _ in range(50):
@@ -225,7 +228,7 @@ def test_steps_with_prompts_do_not_count_for_the_cost_of_drafts() -> None:
     slots, none, five = np.arange(1), np.array([0]), np.array([5])
     for _ in range(6):
         control.observe(StepFigures(slots, none, none, 0.01, 0.0, 0, True))
-    for _ in range(20):  # long, and with drafts
+    for _ in range(20):  # long steps with drafts
         control.observe(StepFigures(slots, five, five, 5.0, 0.0, 5, False))
     assert control.budget.left > 0 and control.limits(slots, five)[0] > 0
 
@@ -283,7 +286,7 @@ def test_a_choice_of_drafts_is_reused_only_while_it_gains_for_the_same_requests(
     assert weighed == [2]  # another request in the same slot
 
 
-def test_of_a_tree_as_many_nodes_are_judged_as_pay() -> None:
+def test_only_worthwhile_nodes_of_a_tree_are_checked() -> None:
     """The token is always one of the first two drafts; the others only cost."""
     control = DraftControl(1, 4, 4)
     control.follow((-1, 0, 0, 0, 0))
@@ -304,8 +307,8 @@ def test_of_a_tree_as_many_nodes_are_judged_as_pay() -> None:
 
 
 def test_a_tree_is_not_judged_as_a_chain() -> None:
-    """The token is one of four drafts for the same place. In a chain it would be the merit of the
-    first one, however often it is another."""
+    """The token is one of four drafts for the same place. As a chain, the first one would get the
+    credit, even if another one was right."""
 
     def gain(control: DraftControl, trees: bool) -> float:
         slots, room = np.arange(1), np.array([4])
@@ -338,7 +341,7 @@ def test_time_without_drafts_is_measured_again_from_time_to_time() -> None:
     assert (np.diff([*without, len(drafts)]) <= 33).all() and len(without) < 40
 
 
-# Steps without drafts for which `DraftControl` lets the drafter rest.
+# Steps without drafts during which `DraftControl` does not call the drafter.
 
 PLAIN = 0.01
 ONE_SLOT = np.array([0])
@@ -357,7 +360,7 @@ def draft_step(control: DraftControl, drafts: np.ndarray, seconds: float = PLAIN
 
 
 def until_asleep(control: DraftControl) -> None:
-    """Every draft is wrong, and each step that checks some takes three times as long."""
+    """Reject every draft, in steps that take three times as long."""
     limits = NO_DRAFTS
     for _ in range(200):
         limits = draft_step(control, limits, 3 * PLAIN) if limits.any() else plain_step(control)
@@ -391,7 +394,7 @@ def test_a_new_request_is_considered_as_soon_as_the_budget_is_positive() -> None
     until_asleep(control)
     while control.budget.left <= 0:
         control.passed(1, PLAIN, pure=True)
-    control.budget.needed = 1.0  # a trial would cost more than there is
+    control.budget.needed = 1.0  # a trial would cost more than the budget
     assert not control.passed(1, PLAIN, pure=True)
     control.enter(0)
     assert control.passed(1, PLAIN, pure=True)
@@ -409,7 +412,7 @@ def test_the_time_of_deciding_without_drafts_is_charged_too() -> None:
     assert looks <= 2 + 1000 * SHARE
 
 
-# Guessing ahead never costs more than its budget, whatever the world is like.
+# Speculation never costs more than its budget, under any conditions.
 
 REQUESTS, STEPS = 6, 400
 
@@ -419,19 +422,19 @@ def test_a_loss_is_earned_back_before_the_next_trial() -> None:
     budget.settle(1.0, 3.0, room=2.0)
     lost = 2.0 - SHARE
     assert budget.left == pytest.approx(-lost)
-    assert SHARE * LEAST < budget.share < SHARE  # trials have brought less than they cost
+    assert SHARE * LEAST < budget.share < SHARE  # trials gained less than they cost
     steps = 0
     while not budget.passed(1.0):
         steps += 1
     assert steps == pytest.approx(lost / budget.share, abs=2)
-    budget.needed = 1.0  # what the next trial may lose
+    budget.needed = 1.0  # possible loss of the next trial
     steps = 0
     while not budget.passed(1.0):
         steps += 1
     assert steps == pytest.approx(1.0 / budget.share, abs=3)
 
 
-def test_where_trials_never_gain_few_are_made_until_one_does() -> None:
+def test_trials_are_rare_until_one_gains() -> None:
     budget = LossBudget()
     for _ in range(100):
         budget.settle(1.0, 1.2, room=2.0)
@@ -439,10 +442,10 @@ def test_where_trials_never_gain_few_are_made_until_one_does() -> None:
     for _ in range(10):
         budget.settle(1.0, 0.5, room=2.0)
     assert budget.share == SHARE
-    for _ in range(20_000):  # until nothing is left of what was lost
+    for _ in range(20_000):  # until all losses are recovered
         budget.settle(1.0, 0.5, room=2.0)
     assert budget.share == SHARE
-    for _ in range(200):  # half of what they cost comes back
+    for _ in range(200):  # half of their cost is regained
         budget.settle(1.0, 1.2, room=2.0)
         budget.settle(1.0, 0.9, room=2.0)
     assert budget.share == pytest.approx(SHARE / 2, rel=0.1)
@@ -461,13 +464,13 @@ def test_gains_fill_the_budget_up_to_its_limit() -> None:
 
 @dataclass
 class Phase:
-    """How drafts fare for a while.
+    """The performance of drafts during one phase.
 
     Attributes:
-        right: [slots], how often each draft is.
-        judging: of one draft, making: of one in depth, looking: for any at all, reading: of the
-            text of a request that had no drafts yet; in steps without drafts.
-        found: how often there are drafts.
+        right: [slots], acceptance of each draft.
+        judging: time to check one draft; making: of one draft in depth; looking: of any proposal;
+            reading: of the text of a request without drafts so far; in steps without drafts.
+        found: probability that there are drafts.
     """
 
     right: np.ndarray
@@ -491,8 +494,8 @@ class Phase:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_time_with_drafts_is_bounded_by_the_time_without(seed: int) -> None:
-    """Requests come and go, prompts are read, and from time to time all that drafts cost and bring
-    changes. The clock is a sum; the bound holds at every moment."""
+    """Requests come and go, prompts are computed, and sometimes all costs and gains of drafts
+    change. The clock is simulated; the bound holds at every moment."""
     rng = np.random.default_rng(seed)
     control = DraftControl(REQUESTS, DRAFTS, REQUESTS * DRAFTS)
     deciding = rng.choice([0.0, 0.2, 1.0])
@@ -505,7 +508,7 @@ def test_time_with_drafts_is_bounded_by_the_time_without(seed: int) -> None:
     for _ in range(STEPS):
         if rng.random() < 0.01:
             phase = Phase.draw(rng)
-        if rng.random() < 0.05:  # someone comes or goes
+        if rng.random() < 0.05:  # a request comes or goes
             slot = int(rng.integers(REQUESTS))
             running = sorted({*running, slot} if slot not in running else {*running} - {slot})
             running = running or [slot]

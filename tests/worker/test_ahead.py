@@ -1,4 +1,4 @@
-"""What is begun before torch is imported: memory of the size of the weights, handed over once."""
+"""Work before torch is imported: memory for the weights is prepared, and handed over once."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_the_thread_ends_with_the_block() -> None:
 @pytest.mark.parametrize(
     "options", [{"kernels": "torch"}, {"engine_cache": "somewhere"}], ids=["torch", "cache"]
 )
-def test_nothing_is_taken_for_weights_that_lie_elsewhere(options: dict[str, object]) -> None:
+def test_no_memory_is_prepared_for_mapped_weights(options: dict[str, object]) -> None:
     with LoadAhead(resolved(**options)) as ahead:
         assert ahead.memory() is None
 
@@ -59,7 +59,7 @@ def test_nothing_is_taken_for_weights_that_lie_elsewhere(options: dict[str, obje
 def test_the_first_process_of_a_group_lets_the_files_be_read(
     rank: int, files: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """For all of them; each takes the memory of its share."""
+    """For all of them; each process prepares the memory of its share."""
     asked: list[int] = []
     monkeypatch.setattr("os.posix_fadvise", lambda fd, *_: asked.append(fd))
     config = resolved(tensor_parallel_size=2, threads=2)

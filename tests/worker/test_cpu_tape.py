@@ -1,4 +1,4 @@
-"""A replayed forward is the eager one to the bit, whatever the step holds, and inside an engine."""
+"""A replayed forward equals the eager one to the bit, in every kind of step and in an engine."""
 
 from __future__ import annotations
 
@@ -197,15 +197,15 @@ FORMATS = [
     ("bfloat16", "mxfp4"),
     ("bfloat16", "fp8"),
 ]
-# Tokens of each slot, and the slots that sample.
+# Tokens of each slot, and the slots that are sampled.
 STEPS: list[tuple[dict[int, int], set[int]]] = [
-    ({0: 48}, {0}),  # one prefill, as large as a step may be
+    ({0: 48}, {0}),  # one prefill, the largest step
     ({1: 20, 2: 7, 3: 1}, {1, 3}),
     ({1: 1, 0: 1, 3: 1}, {0, 1, 3}),  # decodes
     ({3: 1}, {3}),
-    ({2: 9}, set()),  # nobody samples
-    ({0: 1, 4: 40, 2: 7}, {0}),  # a chunk behind a prefix beside a decode
-    ({5: 12, 0: 8, 1: 4, 2: 8, 3: 8, 4: 8}, {0, 1, 2, 3, 4, 5}),  # as many of both as there can be
+    ({2: 9}, set()),  # no slot is sampled
+    ({0: 1, 4: 40, 2: 7}, {0}),  # a chunk after a prefix with a decode
+    ({5: 12, 0: 8, 1: 4, 2: 8, 3: 8, 4: 8}, {0, 1, 2, 3, 4, 5}),  # the most requests and tokens
     ({0: 1, 1: 1, 2: 1, 3: 1, 4: 1, 5: 1}, {0, 1, 2, 3, 4, 5}),
     ({5: 1}, set()),
 ]
@@ -217,7 +217,7 @@ def save(folder: Path, model: str) -> str:
 
 
 class Twins:
-    """One network on a tape and eagerly, each with a cache of its own."""
+    """One network on a tape and eagerly, each with its own cache."""
 
     def __init__(self, config: ResolvedConfig) -> None:
         native = NativePlatform(config)
@@ -264,7 +264,7 @@ class Twins:
         self._fill(cache.num_blocks, config.model.vocab_size)
 
     def _fill(self, num_blocks: int, vocab: int) -> None:
-        """A request of the greatest length in every slot, nothing of it computed."""
+        """Fill every slot with a request of the greatest length, of which nothing is computed."""
         self.table.draft_tree = TREE
         rng = random.Random(0)
         free = rng.sample(range(1, num_blocks + 1), num_blocks)
@@ -279,10 +279,10 @@ class Twins:
     def step(
         self, scheduled: dict[int, int], sampling: set[int], drafts: dict[int, int] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run a step both ways and compare; its hidden states and logits.
+        """Run a step both ways, compare, and return its hidden states and logits.
 
         Args:
-            drafts: of slots, how many of their tokens are the first nodes of TREE behind its root.
+            drafts: by slot, how many of its last tokens are the first nodes of TREE after its root.
         """
         slots = list(scheduled)
         lengths = list(scheduled.values())
@@ -320,7 +320,7 @@ def test_every_kind_of_step(model: str, dtype: str, quantization: str, tmp_path:
     last = torch.empty(0)
     for scheduled, sampling in STEPS:
         hidden, _ = twins.step(scheduled, sampling)
-        assert not torch.equal(hidden[-1:], last)  # each step is another
+        assert not torch.equal(hidden[-1:], last)  # each step differs
         last = hidden[-1:].clone()
 
 
@@ -340,7 +340,7 @@ def test_random_steps(threads: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("seqs", "budget"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 4), (4, 4)])
-def test_small_steps_whose_sizes_could_be_mistaken(seqs: int, budget: int, tmp_path: Path) -> None:
+def test_small_steps_with_ambiguous_sizes(seqs: int, budget: int, tmp_path: Path) -> None:
     sizes = {"max_num_seqs": seqs, "max_num_batched_tokens": budget, "max_model_len": 17}
     twins = Twins(resolved(save(tmp_path, "llama"), dtype="float32", block_size=16, **sizes))
     everyone = set(range(seqs))
@@ -352,15 +352,15 @@ def test_small_steps_whose_sizes_could_be_mistaken(seqs: int, budget: int, tmp_p
 
 
 @pytest.mark.parametrize("model", ["llama", "windowed"])
-def test_trees_and_no_trace_of_them_in_later_steps(model: str, tmp_path: Path) -> None:
+def test_trees_do_not_affect_later_steps(model: str, tmp_path: Path) -> None:
     config = resolved(save(tmp_path, model), dtype="bfloat16")
     speculation = ResolvedSpeculation("medusa", num_draft_tokens=TREE.drafts, max_draft_rows=16)
     twins = Twins(replace(config, speculation=speculation))
     twins.step({0: 20, 1: 9, 2: 5}, {0, 1, 2})
     everyone = {0, 1, 2}
     twins.step({0: 6, 1: 1, 2: 4}, everyone, {0: 5, 2: 3})
-    twins.step({0: 6, 1: 7, 2: 1}, everyone, {0: 5})  # a chunk where a tree was
-    twins.step({0: 6, 1: 6, 2: 6}, everyone)  # and chunks alone
+    twins.step({0: 6, 1: 7, 2: 1}, everyone, {0: 5})  # a chunk in place of a tree
+    twins.step({0: 6, 1: 6, 2: 6}, everyone)  # only chunks
     with_tree, _ = twins.step({3: 6}, {3}, {3: 5})
     twins.table.num_computed[3] = 0
     plain, _ = twins.step({3: 6}, {3})
@@ -373,7 +373,7 @@ def test_a_larger_step_than_the_tape_was_made_for_is_refused(tmp_path: Path) -> 
         twins.step({0: TOKENS, 1: 1}, set())
 
 
-# -- inside an engine ------------------------------------------------------------------------------
+# -- in an engine ----------------------------------------------------------------------------------
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)
 PROMPTS = [[5, 6, 7], [11] * 30, list(range(9, 60))]
@@ -381,7 +381,7 @@ PROMPTS = [[5, 6, 7], [11] * 30, list(range(9, 60))]
 
 @pytest.fixture
 def llama(tmp_path: Path) -> dict[str, object]:
-    """Options of an engine with random weights."""
+    """Return options of an engine with random weights."""
     common = {"load_format": "random", "device": "cpu", "threads": 1, "num_blocks": 39}
     return {"model": save(tmp_path, "llama"), "dtype": "float32", **common}
 
@@ -419,7 +419,7 @@ def test_a_model_that_computes_with_torch_runs_eagerly(
 
 
 def logprobs_of(outputs: list) -> list[float]:
-    """Of every prompt token but the first."""
+    """Return those of every prompt token but the first."""
     return [entry.logprob for output in outputs for entry in output.prompt_logprobs[1:]]
 
 
@@ -461,7 +461,7 @@ def test_two_engines_do_not_disturb_each_other(llama: dict[str, object]) -> None
 def test_close_frees_weights_cache_and_tape(
     llama: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By counting references: nothing waits for the garbage collector."""
+    """By reference counts, without the garbage collector."""
     kept: list[weakref.ref] = []
     graph = NativePlatform.graph
 
@@ -490,7 +490,7 @@ STATUS = Path("/proc/self/status")
 
 
 def resident() -> int:
-    """MiB that this process holds, without files."""
+    """Return the memory of this process in MiB, without files."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) // 1024
 

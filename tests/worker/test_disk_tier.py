@@ -1,4 +1,5 @@
-"""The disk tier keeps what it was given or nothing, within its quota, whatever happens to files."""
+"""The disk tier returns a page unchanged or not at all, within its quota, whatever happens to
+files."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def page(number: int) -> np.ndarray:
 
 
 class Folder:
-    """A tier, and all that it told."""
+    """A tier, and all its reports."""
 
     def __init__(self, path: Path, quota: int = 100 * PAGE, fingerprint: bytes = PRINT) -> None:
         self.path, self.fingerprint = path, fingerprint
@@ -64,7 +65,7 @@ class Folder:
         self.until(lambda: len(self.stored) + len(self.lost) >= count or bool(self.off))
 
     def has(self, number: int) -> bool:
-        """Whether a page can be read; it is right if so."""
+        """Return whether a page can be read, and check its content."""
         found = np.zeros(PAGE, np.uint8)
         if not self.tier.read(key(number), found):
             return False
@@ -129,7 +130,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_page_is_none(folder: Folder, how: str) -> None:
+def test_a_damaged_page_is_not_read(folder: Folder, how: str) -> None:
     folder.store(1, 2)
     DAMAGE[how](folder.file(1))
     assert not folder.has(1) and folder.has(2)
@@ -139,13 +140,13 @@ def test_a_damaged_page_is_none(folder: Folder, how: str) -> None:
         assert not folder.file(1).exists()
 
 
-def test_a_page_under_another_name_is_none(folder: Folder) -> None:
+def test_a_page_under_another_name_is_not_read(folder: Folder) -> None:
     folder.store(2, 4)
     folder.file(2).replace(folder.file(4))
     assert not folder.has(4)
 
 
-def test_a_foreign_fingerprint_is_not_seen_and_makes_room(tmp_path: Path) -> None:
+def test_pages_of_another_fingerprint_are_ignored_and_evicted(tmp_path: Path) -> None:
     old = Folder(tmp_path / "kv", 10 * PAGE, b"\x02" * 16)
     old.store(*range(8))
     old.tier.close()
@@ -157,10 +158,10 @@ def test_a_foreign_fingerprint_is_not_seen_and_makes_room(tmp_path: Path) -> Non
     new.tier.close()
 
 
-def test_an_engine_of_another_fingerprint_that_comes_later_leaves_room(
+def test_a_later_engine_of_another_fingerprint_leaves_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each evicts the oldest pages of all, and is told which of its own are gone."""
+    """Each evicts the oldest of all pages, and reports which of its own are gone."""
     monkeypatch.setattr(disk_tier, "LOOK_SECONDS", 0.02)
     one = Folder(tmp_path / "kv", 10 * PAGE)
     one.store(1, 2)
@@ -194,7 +195,7 @@ def test_a_page_that_was_used_since_it_was_listed_stays(tmp_path: Path) -> None:
     new.tier.close()
 
 
-def test_a_replay_keeps_what_the_tier_kept_and_no_more(tmp_path: Path) -> None:
+def test_a_replay_keeps_the_same_pages_as_the_tier(tmp_path: Path) -> None:
     tier = ReplayTier(str(tmp_path / "kv"), PRINT, 3 * PAGE)
     found = np.zeros(PAGE, np.uint8)
     for round_ in range(3):
@@ -202,7 +203,7 @@ def test_a_replay_keeps_what_the_tier_kept_and_no_more(tmp_path: Path) -> None:
         for number in numbers:
             assert tier.store(key(number), b"", page(number))
         assert not tier.store(key(99), b"", page(99)) and not tier.read(key(99), found)
-        assert tier.store(key(numbers[0]), b"", page(numbers[0]))  # it is there already
+        assert tier.store(key(numbers[0]), b"", page(numbers[0]))  # it already exists
         for number in numbers:
             assert tier.read(key(number), found) and np.array_equal(found, page(number))
             tier.drop(key(number))
@@ -232,7 +233,7 @@ def test_two_engines_share_pages_and_a_quota(tmp_path: Path, monkeypatch) -> Non
     two.tier.close()
 
 
-def test_a_start_counts_anew_and_removes_what_a_killed_engine_left(tmp_path: Path) -> None:
+def test_a_start_recounts_and_removes_leftovers_of_killed_engines(tmp_path: Path) -> None:
     one = Folder(tmp_path / "kv", 10 * PAGE)
     one.store(1, 2)
     one.tier.close()
@@ -272,7 +273,7 @@ def test_a_drop_before_the_write_and_one_after_it(folder: Folder) -> None:
     folder.until(lambda: not folder.file(1).exists())
 
 
-def test_what_waits_to_be_written_is_bounded(folder: Folder, monkeypatch) -> None:
+def test_pending_writes_are_bounded(folder: Folder, monkeypatch) -> None:
     hold = threading.Event()
     write = disk_tier._write
     monkeypatch.setattr(disk_tier, "_write", lambda *a: (hold.wait(20), write(*a)))

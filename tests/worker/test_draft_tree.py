@@ -1,4 +1,4 @@
-"""Trees of drafts: their shape, and which one is worth most."""
+"""Trees of drafts: their shape, and the most valuable one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_invalid_trees_are_refused(parents, ranks, why):
 
 
 def every_tree(accuracies: list[list[float]], drafts: int) -> list[float]:
-    """What each set of nodes that holds the parents of all its members is worth."""
+    """Return the value of each set of nodes that is closed under parents."""
     nodes = [
         path
         for depth in range(1, len(accuracies) + 1)
@@ -78,7 +78,7 @@ def test_the_best_tree_is_the_best_of_all():
         assert tree.worth(accuracies) == pytest.approx(max(every_tree(accuracies, drafts)))
 
 
-def test_nodes_fall_in_worth():
+def test_nodes_are_in_order_of_value():
     accuracies = [[0.6, 0.2, 0.1, 0.05], [0.5, 0.2, 0.1], [0.4, 0.2], [0.3]]
     tree = DraftTree.best(accuracies, 20)
     worths = [tree.first(n).worth(accuracies) for n in range(21)]
@@ -86,7 +86,7 @@ def test_nodes_fall_in_worth():
     assert gains == pytest.approx(sorted(gains, reverse=True)) and gains[-1] > 0
 
 
-def test_a_tree_ends_where_nothing_is_worth_a_draft():
+def test_a_tree_ends_where_no_draft_pays():
     assert DraftTree.best([[0.5, 0.0], [0.5]], 10).parents == (-1, 0, 1)
     assert DraftTree.best([[0.0]], 10).drafts == 0
     assert DraftTree.best([[1.0] * 9] * 9, MAX_NODES - 1).drafts == MAX_NODES - 1

@@ -1,4 +1,4 @@
-"""DRY against its definition, token by token and occurrence by occurrence."""
+"""DRY against its definition, token by token."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvik.worker.dry import LARGEST, Dry
 
 
 def definition(text: list[int], params: SamplingParams) -> dict[int, float]:
-    """What is taken off the logits of the next token."""
+    """Return the penalties on the logits of the next token."""
     breakers = {ids[-1] for ids in params.word_ids("dry_sequence_breakers")}
     if params.dry_penalty_last_n > 0:
         text = text[-params.dry_penalty_last_n :]
@@ -67,7 +67,7 @@ def test_penalties_match_the_definition(last_n: int, breakers: tuple, allowed_le
     assert found or breakers or last_n > 0
 
 
-def test_a_long_repetition_stays_a_number() -> None:
+def test_a_long_repetition_stays_finite() -> None:
     params = SamplingParams(dry_multiplier=5.0, dry_base=4.0, dry_sequence_breakers=())
     rule = Dry(params, [7] * 3000, [], frozenset())
     assert penalties(rule, []) == {7: pytest.approx(LARGEST)}

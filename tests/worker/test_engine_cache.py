@@ -1,5 +1,5 @@
-"""The cache of engine folders: weights that are mapped give the same tokens as those loaded from
-the files, and an entry that cannot be used costs a warning and no more."""
+"""The cache of engine folders: mapped weights give the same tokens as loaded ones, and an unusable
+entry only costs a warning."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 
 def tokens(model: Path, cache: Path | None, **options: object) -> list[int]:
-    """What a new engine writes."""
+    """Return the tokens of a new engine."""
     if cache is not None:
         options["engine_cache"] = str(cache)
     with LLM(str(model), **options) as llm:
@@ -39,7 +39,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """Returns the warnings since it was last asked."""
+    """Return a function that returns the warnings since its last call."""
 
     def taken() -> list[str]:
         found = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
@@ -81,7 +81,7 @@ def test_a_group_maps_what_its_first_process_has_written(
     warnings: Callable[[], list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whole, so that it serves one process as well; a damaged entry is made again."""
+    """It is written whole, so that it also serves one process; a damaged entry is written again."""
     cache = tmp_path / "cache"
     expected = tokens(model, None)
     assert tokens(model, cache, **group) == expected
@@ -143,7 +143,7 @@ def no_json(entry: Path) -> None:
 
 
 def another_model(entry: Path) -> None:
-    """A whole and valid entry, of other files."""
+    """A valid entry of other files."""
     source = json.loads((entry / SOURCE).read_text())
     source["files"]["model.safetensors"]["size"] += 1
     edit(entry, SOURCE, source)
@@ -166,7 +166,7 @@ def other_packing(entry: Path) -> None:
 
 
 def edit(entry: Path, name: str, values: object) -> None:
-    """Replace a file, with its hash in the manifest. None: by what is no JSON."""
+    """Replace a file and its hash in the manifest; None: by invalid JSON."""
     (entry / name).write_text("{" if values is None else json.dumps(values))
     facts = file_facts(entry / name)
     manifest = json.loads((entry / MANIFEST).read_text())

@@ -1,5 +1,5 @@
-"""Pages of which several processes have parts: nothing is read before all have copied, and nothing
-is overwritten before."""
+"""Pages divided among several processes are not read before all have copied their parts, nor
+overwritten."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def part(rank: int, size: int = 2) -> tuple[KVCache, tuple[GroupPages, ...]]:
 
 
 class Other:
-    """The other process, which does what it was told when the test says so."""
+    """The other process, which handles messages when the test says so."""
 
     def __init__(self) -> None:
         self.cache, self.pages = part(1)
@@ -81,7 +81,7 @@ class Disk:
 
 
 class World:
-    """Two processes, and what a single one would have in its cache and in its pages."""
+    """Two processes, and the cache and pages that a single one would have."""
 
     def __init__(self) -> None:
         self.cache, pages = part(0)
@@ -100,14 +100,14 @@ class World:
                 self.other.cache.of(layer).tensors[i][block] = tensor[block][:, 1:]
 
     def page(self, seed: int) -> np.ndarray:
-        """The page of a block that was filled so."""
+        """Return the page of a block that was filled with `seed`."""
         self.fill(0, seed)
         found = np.zeros(PAGE, np.uint8)
         self.pages.copy_out([0], found[None], [0])
         return found
 
     def has(self, block: int, seed: int) -> tuple[bool, bool]:
-        """Whether each process has that content in a block."""
+        """Return by process whether the block has that content."""
         self.fill(0, seed)
         caches = (self.cache, self.other.cache)
         pairs = [[cache.of(layer).tensors for layer in GROUPS[0].layers] for cache in caches]
@@ -147,7 +147,7 @@ def test_the_disk_gets_a_page_once_all_have_copied_it(world: World) -> None:
     assert np.array_equal(world.disk.pages[key(1)][64:], world.page(1)[64:])
 
 
-def test_a_place_that_is_another_pages_by_then_does_not_matter(world: World) -> None:
+def test_a_place_may_be_reused_in_the_meantime(world: World) -> None:
     """The first process is a step ahead, as in a pipeline."""
     for number in (1, 2):
         world.fill(4 + number, seed=number)
@@ -164,7 +164,7 @@ def loaded(world: World, step: int) -> list[tuple[int, list[int]]]:
     return [] if moved is None else moved.loaded
 
 
-def test_a_page_comes_into_a_block_when_the_steps_before_are_done(world: World) -> None:
+def test_a_page_is_loaded_after_the_previous_steps(world: World) -> None:
     world.fill(5, seed=1)
     world.mover.begin(plan(0, PageStore(key(1), b"", 5, 2, on_disk=False)))
     world.mover.begin(plan(3, PageLoad(7, [(key(1), 9, 2)])))
@@ -176,16 +176,14 @@ def test_a_page_comes_into_a_block_when_the_steps_before_are_done(world: World) 
     while not (found := loaded(world, 3)):
         assert time.monotonic() < until
     assert found == [(7, [])]
-    assert world.has(9, 1) == (True, False)  # the other comes to it before the next step
+    assert world.has(9, 1) == (True, False)  # the other one loads it before the next step
     world.other.run()
     assert world.has(9, 1) == (True, True)
 
 
 @pytest.mark.parametrize("lag", [1, 2, 5])
-def test_more_pages_are_loaded_than_there_are_rows_for(
-    lag: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A row is another page's only when the slowest process has copied it."""
+def test_more_pages_than_rows_are_loaded(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row is reused only after the slowest process has copied it."""
     monkeypatch.setattr(module, "STAGED", 4 * PAGE)
     monkeypatch.setattr(module, "WAIT_SECONDS", 0.005)  # in each of many rounds
     world = World()
@@ -210,7 +208,7 @@ def test_more_pages_are_loaded_than_there_are_rows_for(
     world.mover.close()
 
 
-def test_what_finds_no_row_on_its_way_to_the_disk_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stores_to_disk_without_a_free_row_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "STAGED", 4 * PAGE)
     world = World()
     stores = [PageStore(key(n), b"", n, NOWHERE, on_disk=True) for n in range(6)]
@@ -224,7 +222,7 @@ def test_what_finds_no_row_on_its_way_to_the_disk_is_told(monkeypatch: pytest.Mo
     world.mover.close()
 
 
-def test_an_end_waits_for_what_is_copied_and_not_for_a_process_that_is_lost() -> None:
+def test_closing_waits_for_copies_but_not_for_a_lost_process() -> None:
     world = World()
     world.fill(5, seed=1)
     world.mover.begin(plan(0, PageStore(key(1), b"", 5, NOWHERE, on_disk=True)))

@@ -1,4 +1,4 @@
-"""The gathered inputs of a step, against one row at a time."""
+"""The gathered inputs of a step, compared with one row at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def fill(table: RequestTable, rng: random.Random, num_groups: int) -> dict[int, NewRequest]:
-    """Requests in random slots, computed up to a random point."""
+    """Add requests in random slots, each computed up to a random point."""
     block_size, free = table.block_size, list(range(1, 1 + num_groups * SLOTS * LENGTH))
     rng.shuffle(free)
     requests = {}

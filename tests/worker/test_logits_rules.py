@@ -16,7 +16,7 @@ CPU = torch.device("cpu")
 def edited(
     logits: Tensor, *requests: tuple[int, SamplingParams, Sequence[int]], stop: frozenset[int]
 ) -> Tensor:
-    """Each request: its row, its parameters, its output so far."""
+    """Apply the rules; each request: its row, its parameters, its output so far."""
     rules = [(row, [TokenRules(p, (), output, stop)], len(output)) for row, p, output in requests]
     out = logits.clone()
     gather_edits(rules, CPU, {}).apply(out)
@@ -81,7 +81,7 @@ def test_bad_words_follow_appended_tokens() -> None:
 
 
 def test_a_word_begun_in_the_prompt_is_not_bad() -> None:
-    """Only the output counts, and there the word is longer than what there is."""
+    """Only the output counts, and it is shorter than the word."""
     assert TokenRules(SamplingParams(bad_words=((1, 2, 3),)), (), [2], frozenset()).banned(1) == []
 
 

@@ -1,4 +1,4 @@
-"""Pages that are lent to other engines, over connections that fail in every way."""
+"""Pages lent to other engines, over connections with all kinds of faults."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def source(where: PageLender | FaultyLine, lease: str = "a") -> PageSource:
 def fetched(
     peers: PeerPages, memory: Memory, of: PageSource, keys: list[PageKey] = KEYS
 ) -> list[bool]:
-    """Return which pages came; those that did must be right."""
+    """Return which pages arrived, and check their content."""
     came = []
     for key, page in zip(keys, peers.fetch(of, keys, SIZES), strict=True):
         came.append(page is not None)
@@ -86,7 +86,7 @@ def fetched(
 
 
 def returned(lender: PageLender, *names: str) -> None:
-    """Wait until these leases have ended, and no others."""
+    """Wait until exactly these leases have ended."""
     found: list[str] = []
 
     def came() -> bool:
@@ -97,9 +97,7 @@ def returned(lender: PageLender, *names: str) -> None:
     assert sorted(found) == sorted(names)
 
 
-def test_what_is_lent_comes_and_all_else_does_not(
-    memory: Memory, lender: PageLender, peers: PeerPages
-) -> None:
+def test_only_lent_pages_are_fetched(memory: Memory, lender: PageLender, peers: PeerPages) -> None:
     lender.lend(PageLease("a", memory.lease().pages[:7]))
     for _ in range(2):  # the second time over the same connection
         assert fetched(peers, memory, source(lender)) == [True] * 7 + [False] * 5
@@ -108,7 +106,7 @@ def test_what_is_lent_comes_and_all_else_does_not(
     assert lender.take_returned() == []
 
 
-def test_a_lease_that_begins_a_moment_later_is_waited_for(
+def test_fetches_wait_for_a_lease_that_begins_soon(
     memory: Memory, lender: PageLender, peers: PeerPages
 ) -> None:
     timer = threading.Timer(0.2, lender.lend, [memory.lease()])
@@ -117,7 +115,7 @@ def test_a_lease_that_begins_a_moment_later_is_waited_for(
     timer.join()
 
 
-def test_one_that_never_begins_is_not_waited_for_long(
+def test_fetches_do_not_wait_long_for_a_missing_lease(
     memory: Memory, lender: PageLender, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_tier, "SOON_SECONDS", 0.1)
@@ -125,7 +123,7 @@ def test_one_that_never_begins_is_not_waited_for_long(
 
 
 class HandClock:
-    """The time of a module, which passes when a test says so."""
+    """The time of a module, advanced by the test."""
 
     sleep = staticmethod(time.sleep)
 
@@ -137,7 +135,7 @@ class HandClock:
 
 
 @pytest.mark.full
-def test_leases_end_when_they_are_left_or_nobody_renews_them(
+def test_leases_end_when_released_or_not_renewed(
     memory: Memory, lender: PageLender, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = HandClock()
@@ -151,7 +149,7 @@ def test_leases_end_when_they_are_left_or_nobody_renews_them(
     for _ in range(5):
         clock.now += peer_tier.RENEW_SECONDS
         with peers._changed:
-            peers._changed.notify()  # else it looks when so much time has passed for others
+            peers._changed.notify()  # otherwise it wakes after real time
         until(lambda: all(lender._lent[n].until - clock.now == 30.0 for n in "ab"))
         ended += lender.take_returned()
     until(lambda: ended + lender.take_returned() == ["c"])
@@ -162,16 +160,16 @@ def test_leases_end_when_they_are_left_or_nobody_renews_them(
     returned(lender, "b")
 
 
-def test_a_place_that_another_page_took_is_never_taken_for_the_first(
+def test_a_reused_place_is_never_taken_for_the_lent_page(
     memory: Memory, lender: PageLender, peers: PeerPages
 ) -> None:
     lender.lend(memory.lease())
     assert all(fetched(peers, memory, source(lender)))
     lender.end("a")
-    memory.slab[:, PAGE_HEAD_BYTES:] ^= 0xFF  # others are stored there
+    memory.slab[:, PAGE_HEAD_BYTES:] ^= 0xFF  # other pages are stored there
     lender.lend(PageLease("b", [(KEYS[0], b"p" * 16, 0)]))
     (page,) = peers.fetch(source(lender, "b"), KEYS[:1], SIZES)
-    assert page is not None and not memory.is_right(0, page)  # the seal is the new content's
+    assert page is not None and not memory.is_right(0, page)  # the seal belongs to the new content
     assert fetched(peers, memory, source(lender, "a")) == [False] * 12
 
 
@@ -182,7 +180,7 @@ def test_a_place_that_another_page_took_is_never_taken_for_the_first(
         Fault, st.sampled_from(["flip", "cut", "stall"]), st.integers(0, 12 * 3100 + 200)
     )
 )
-def test_no_fault_of_a_connection_makes_a_wrong_page(fault: Fault) -> None:
+def test_faults_of_a_connection_never_yield_a_wrong_page(fault: Fault) -> None:
     memory = Memory()
     lender = PageLender(HERE, TOKEN, FINGERPRINT, memory.page)
     line, peers = FaultyLine("127.0.0.1", lender.address.port), PeerPages(TOKEN, FINGERPRINT)
@@ -198,7 +196,7 @@ def test_no_fault_of_a_connection_makes_a_wrong_page(fault: Fault) -> None:
                 for _ in range(2):  # the second time perhaps over the same connection
                     fetched(peers, memory, source(line))
             line.fault = Fault()
-            # How long a call may take says nothing of what comes, on a machine that is slow.
+            # On a slow machine, the time limit of a call does not decide which pages arrive.
             until(lambda: all(fetched(peers, memory, source(line))))
     finally:
         for each in (peers, line, lender):
@@ -206,7 +204,7 @@ def test_no_fault_of_a_connection_makes_a_wrong_page(fault: Fault) -> None:
 
 
 @pytest.mark.full
-def test_one_that_says_nothing_delays_no_other_one(
+def test_a_silent_connection_delays_no_other(
     memory: Memory, lender: PageLender, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lender.lend(memory.lease())
@@ -215,7 +213,7 @@ def test_one_that_says_nothing_delays_no_other_one(
     with ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(where)) for _ in range(8)]
         assert fetched(peers, memory, source(lender)) == [True] * 12
-        for stranger in strangers:  # none was turned away before
+        for stranger in strangers:  # none was refused before
             assert stranger.recv(NONCE)
             stranger.setblocking(False)
             with pytest.raises(BlockingIOError):
@@ -223,7 +221,7 @@ def test_one_that_says_nothing_delays_no_other_one(
 
 
 @pytest.mark.parametrize("what", ["token", "fingerprint", "address", "address that says nothing"])
-def test_an_engine_that_does_not_fit_is_told_of_once_and_asked_again_later(
+def test_an_incompatible_engine_is_reported_once_and_retried(
     memory: Memory,
     lender: PageLender,
     caplog: pytest.LogCaptureFixture,
@@ -264,6 +262,6 @@ def test_an_address_of_another_machine_is_refused(where: str) -> None:
         lender_at(where, TOKEN, FINGERPRINT, Memory().page)
 
 
-def test_a_port_that_is_said_is_taken(memory: Memory, lender: PageLender) -> None:
+def test_a_given_port_is_used(memory: Memory, lender: PageLender) -> None:
     with pytest.raises(ConfigError, match="kv_listen"):
         lender_at(f"127.0.0.1:{lender.address.port}", TOKEN, FINGERPRINT, memory.page)

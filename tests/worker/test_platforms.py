@@ -1,4 +1,4 @@
-"""What depends on the device: notices of the native build, the KV pool, the current device."""
+"""Device-dependent parts: notices of the native build, the KV pool, the current device."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def test_a_kv_pool_refuses_more_than_the_plan() -> None:
         pool(2 * ALIGNMENT, dtype=torch.uint8, device=CPU)
 
 
-# The current device: a worker enters its own, from any thread.
+# The current device: a worker enters its own in any thread.
 
 
 class Threads:
-    """A current device for each thread, as CUDA has it: the first, until another is entered."""
+    """A current device per thread, as in CUDA: the first, until another is entered."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self._each = threading.local()
@@ -131,7 +131,7 @@ def test_a_cpu_changes_no_current_device(threads: Threads) -> None:
 def test_every_method_of_a_worker_enters_its_device(
     threads: Threads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A worker of the CPU, patched to enter the second GPU."""
+    """A worker on the CPU, patched to enter the second GPU."""
     monkeypatch.setattr(workers, "on_device", lambda device: torch.cuda.device(SECOND))
     monkeypatch.setattr(workers, "inference_on", lambda device: inference_on(SECOND))
     seen: list[tuple[str, int]] = []

@@ -1,4 +1,4 @@
-"""Vectors from the hidden states of chunks."""
+"""Embeddings from the hidden states of chunks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTH = 200
 
 
 class Rig:
-    """Slots of requests whose hidden states are given."""
+    """Slots of requests with given hidden states."""
 
     def __init__(self) -> None:
         self.table = RequestTable(4, 256, 1, 16)
@@ -41,7 +41,7 @@ class Rig:
         self.pooling.enter(new)
 
     def step(self, rows: dict[int, Tensor], errors: dict[int, str] | None = None):
-        """A chunk for each of some slots."""
+        """Pool a chunk for each of some slots."""
         slots, sizes = list(rows), [len(hidden) for hidden in rows.values()]
         plan = SchedulerOutput(0, slots, sizes, [0] * len(slots), [False] * len(slots))
         batch = build_input_batch(plan, self.table, FreshInputs(torch.device("cpu")))
@@ -115,7 +115,7 @@ def test_an_error_of_one_request_affects_no_other(hidden):
     rig = Rig()
     for slot in range(3):
         rig.enter(slot, "mean", length=4)
-    rig.pooling._wanted[1].sums = np.zeros(HIDDEN + 1)  # as nothing but a mistake could
+    rig.pooling._wanted[1].sums = np.zeros(HIDDEN + 1)  # only a bug could cause this
     errors = {0: "it was set up wrongly"}
     found = rig.step(dict.fromkeys(range(3), hidden[:4]), errors)
     assert sorted(found) == [2]

@@ -1,4 +1,4 @@
-"""Acceptance of drafts: the output has the target's distribution; paths through trees."""
+"""Acceptance of drafts: outputs have the target's distribution, and follow paths through trees."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_equal_distributions_reject_nothing_despite_rounding() -> None:
     assert torch.equal(coupled(p, p, drafts, largest, largest), drafts)
 
 
-def test_a_rejection_that_rounding_leaves_nothing_for_draws_from_the_target() -> None:
+def test_an_empty_residual_by_rounding_draws_from_the_target() -> None:
     q = torch.tensor([[0.5, 0.5]])
     p = torch.tensor([[0.5 - 2.0**-20, 0.5]])  # sums to less than 1
     number = torch.tensor([1 - 2.0**-53], dtype=torch.float64)
@@ -110,7 +110,7 @@ def test_a_run_ends_at_the_first_draft_that_differs(
         assert careless[request] == ok.index(False)
         flags = bad[row : row + len(own) + 1].tolist()
         given_ = [i for i in range(ok.index(False) + 1) if not any(flags[: i + 1])]
-        assert found[request] == max(0, len(given_) - 1)  # tokens put out, but for the last
+        assert found[request] == max(0, len(given_) - 1)  # tokens output, except the last
         for i in range(len(own) + 1):
             assert supposed.get(row + i, []) == own[:i]
         row += len(own) + 1
@@ -122,7 +122,7 @@ def test_a_run_ends_at_the_first_draft_that_differs(
     ]
 
 
-def test_parts_of_a_batch_keep_what_belongs_to_their_rows() -> None:
+def test_parts_of_a_batch_keep_the_data_of_their_rows() -> None:
     supposed = chains_of([[5, 6], [], [7, 8, 9]]).supposed()
     assert supposed.by_row() == {1: [5], 2: [5, 6], 5: [7], 6: [7, 8], 7: [7, 8, 9]}
     assert supposed.part(2, 6).by_row() == {0: [5, 6], 3: [7]}
@@ -168,13 +168,13 @@ PROMPT = [0, 1, 1]
 
 
 def model_of(vocab: int, seed: int, near: Tensor | None = None) -> Tensor:
-    """[vocab, vocab] logits after each token."""
+    """Return [vocab, vocab] logits after each token."""
     noise = torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(seed)) * 0.8
     return noise if near is None else near + noise / 2
 
 
 class Texts:
-    """Requests that all go on from the same prompt, with what they put out."""
+    """Requests that continue the same prompt, with their output."""
 
     def __init__(self, params: list[SamplingParams], vocab: int, stop: frozenset[int]) -> None:
         self.table = SamplingTable(len(params), vocab, CPU)
@@ -189,7 +189,7 @@ class Texts:
         return np.array([len(PROMPT) + len(self.outputs[s]) for s in slots])
 
     def guess(self, slots: np.ndarray, draft: Tensor, count: int) -> tuple[np.ndarray, Tensor]:
-        """Drawn drafts: [slots, count], and what from: [slots, count, vocab]."""
+        """Return sampled drafts [slots, count] and their distributions [slots, count, vocab]."""
         drafts = np.zeros((len(slots), 0), np.int64)
         shares = []
         for i in range(count):
@@ -207,7 +207,7 @@ class Texts:
     def step(
         self, slots: np.ndarray, model: Tensor, drafts: list[list[int]], q: Tensor | None = None
     ) -> np.ndarray:
-        """Judge drafts and put out what is accepted. q: [drafts, vocab], if they were drawn."""
+        """Check drafts and output the accepted ones. q: [drafts, vocab], if they were sampled."""
         counts = np.array([len(d) for d in drafts])
         chains = chains_of(drafts)
         of_row = np.repeat(slots, counts + 1)
@@ -253,7 +253,7 @@ def test_two_tokens_have_the_joint_distribution_of_the_target(name: str) -> None
         drafts, q = texts.guess(slots, draft, 3)
         runs += int(texts.step(slots, model, drafts.tolist(), q.reshape(-1, vocab)).sum())
         slots = np.array([s for s in slots if len(texts.outputs[s]) < 2], np.int64)
-    assert runs > n // 2  # many drafts were accepted, and enough were not
+    assert runs > n // 2  # many drafts were accepted, and many rejected
     found = Counter(tuple(output[:2]) for output in texts.outputs)
     expected = {}
     for first, share in distribution(model[PROMPT[-1]].tolist(), params, PROMPT, [], stop).items():
@@ -283,8 +283,8 @@ MANY = [
 
 
 @pytest.mark.parametrize("right", [0.0, 0.5, 0.9, 1.0])
-def test_certain_drafts_change_no_token(right: float) -> None:
-    """Right so often, else arbitrary, and of different numbers in one step."""
+def test_drafts_without_distribution_change_no_token(right: float) -> None:
+    """Drafts are right with this probability, else arbitrary, in different numbers in one step."""
     vocab, length, stop = 7, 24, frozenset({5, 6})
     model, slots = model_of(vocab, 3), np.arange(len(MANY))
     plain = Texts(MANY, vocab, stop)
@@ -318,7 +318,7 @@ def test_greedy_rows_and_rows_without_drafts_in_a_batch_with_drawn_drafts() -> N
     greedy = int(model[PROMPT[-1]].argmax())
     chains = chains_of([[3], [greedy], []])
     of_row = np.array([0, 0, 1, 1, 2])
-    never = torch.eye(vocab)[3][None]  # the draft 3 was drawn for certain
+    never = torch.eye(vocab)[3][None]  # draft 3 was sampled with probability 1
     guesses = Guesses(np.array([0]), np.array([3]), never)
     batch = texts.table.batch(
         of_row, texts.ends(of_row) + chains.depths(), chains.supposed(), guesses
@@ -335,13 +335,13 @@ def test_requests_that_must_match_get_no_drawn_drafts() -> None:
     assert table.must_match(np.arange(len(MANY))).tolist() == [True] * 7 + [False]
 
 
-# Which path through a tree of drafts is accepted, against a walk down the tree.
+# The accepted path through a tree of drafts, compared with a walk down the tree.
 
 TREE = DraftTree((-1, 0, 0, 1, 1, 2, 4, 6), (0, 0, 1, 0, 1, 0, 0, 0))
 
 
 def walk(drafts: list[int], tokens: list[int], bad: list[bool]) -> list[int]:
-    """Nodes whose tokens are output."""
+    """Return the nodes whose tokens are output."""
     path = [0]
     while True:
         node = path[-1]
@@ -391,7 +391,7 @@ def test_a_row_follows_the_drafts_on_its_path() -> None:
 
 
 def test_paths_are_the_drafts_whose_rows_are_output() -> None:
-    # Three requests with 4, 0 and 3 drafts; of the first, nodes 2 and 4 were right.
+    # Three requests with 4, 0 and 3 drafts; nodes 2 and 4 of the first were right.
     first, rows = np.array([0, 5, 6]), np.array([0, 2, 4, 5, 6, 7])
     checked = CheckedDrafts(first, rows, np.array([3, 1, 2]))
     assert checked.newest.tolist() == [4, 5, 7]

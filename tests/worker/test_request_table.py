@@ -1,4 +1,4 @@
-"""Slots of the request table: entered, extended, entered again."""
+"""Slots of the request table: entered, extended and reused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_new_blocks_follow_the_existing_ones() -> None:
     assert table.num_blocks[:, 2].tolist() == [2, 3]
 
 
-def test_a_slot_starts_anew_with_each_request() -> None:
+def test_a_slot_is_reset_for_each_request() -> None:
     table = RequestTable(4, 32, 1, 8)
     table.add(request(1, [1] * 20, [[5, 6, 7]]))
     table.add(request(1, [2, 3], [[9]]))
@@ -57,7 +57,7 @@ def test_expected_tokens_are_counted_before_they_are_read() -> None:
     second = table.expect(np.array([1, 2]))
     assert table.num_tokens[:3].tolist() == [2, 3, 2]
     assert table.still(first) is None
-    table.add(request(1, [5, 6, 7], [[9]]))  # in the slot of one that left
+    table.add(request(1, [5, 6, 7], [[9]]))  # in the slot of a request that left
     assert table.still(first).tolist() == [True, False]
     assert table.still(second).tolist() == [False, True]
     third = table.expect(np.array([1]))
@@ -69,7 +69,7 @@ def test_expected_tokens_are_counted_before_they_are_read() -> None:
     assert table.token_ids[2, :2].tolist() == [2, 13]
 
 
-def test_runs_are_appended_and_drafts_stand_behind() -> None:
+def test_runs_are_appended_and_drafts_follow_them() -> None:
     table = RequestTable(4, 32, 1, 8)
     table.add(request(0, [1, 2], [[1]]))
     table.add(request(3, [7], [[2]]))

@@ -1,4 +1,4 @@
-"""Draft heads as replays: padded with rows that are nobody's."""
+"""Draft heads as replayed graphs, padded with unused rows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def rows(count: int) -> tuple[Tensor, Tensor]:
     return torch.randn(count, 3), torch.arange(count)
 
 
-def test_rows_are_padded_and_say_the_same() -> None:
+def test_rows_are_padded_with_the_same_results() -> None:
     again = Again()
     graph = CapturedRows(scaled, rows(1), (2, 4), again, lambda: 0.0, GraphMemory(9, 0))
     for count in [3] * MIN_MISSES + [3, 2, 4, 1, 5]:
         inputs = rows(count)
         torch.testing.assert_close(graph.run(*inputs), inputs[0] * inputs[1][:, None])
-    assert again.replayed == 4  # the last of 3, and those after it that fit, if not too loosely
+    assert again.replayed == 4  # the last run of 3 rows, and later ones that need little padding
     assert graph.rest() is False and len(again.captured) == 2
     calls.clear()
     for count in (1, 2, 3, 4, 5):
@@ -37,7 +37,7 @@ def test_rows_are_padded_and_say_the_same() -> None:
 
 
 def test_an_idle_engine_captures_the_largest_size_first() -> None:
-    """Others find room in its memory."""
+    """The others fit in its memory."""
     again = Again()
     graph = CapturedRows(scaled, rows(1), (1, 2, 4), again, lambda: 0.0, GraphMemory(9, 0))
     calls.clear()
@@ -46,7 +46,7 @@ def test_an_idle_engine_captures_the_largest_size_first() -> None:
 
 
 def test_rows_are_not_padded_to_far_more() -> None:
-    """Where no other size is captured, nor will be: there is no memory for more."""
+    """If no other size can be captured for lack of memory."""
     again = Again()
     graph = CapturedRows(scaled, rows(1), (1, 2, 4, 8), again, lambda: 0.0, GraphMemory(1, 0))
     assert graph.rest() and not graph.rest() and len(again.captured) == 1

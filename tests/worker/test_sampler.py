@@ -1,4 +1,4 @@
-"""From logits to tokens: what is drawn, how often, and what must not matter."""
+"""From logits to tokens: frequencies, and independence of everything else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STOP = frozenset({0, 6})
 
 
 def table_of(*params: SamplingParams, vocab: int = 8) -> SamplingTable:
-    """Request i in slot i with seed 100 + i."""
+    """Return a table with request i in slot i with seed 100 + i."""
     table = SamplingTable(len(params), vocab, CPU)
     for slot, p in enumerate(params):
         table.set(slot, p, 100 + slot, PROMPT, OUTPUT, STOP)
@@ -35,7 +35,7 @@ def table_of(*params: SamplingParams, vocab: int = 8) -> SamplingTable:
 
 
 def sample(table: SamplingTable, logits: Tensor, slots: list[int], position: int) -> Tokens:
-    """By a sampler that looks for bad rows at once, and by one that leaves it to the reader."""
+    """Sample with immediate and with deferred checks of bad rows."""
     positions = np.full(len(slots), position)
     batch = table.batch(np.array(slots), positions)
     at_once = read(Sampler(TORCH).sample(logits, batch))
@@ -96,10 +96,10 @@ RULES = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", RULES)
-def test_tokens_come_as_often_as_the_definition_says(name: str) -> None:
+def test_frequencies_of_tokens_match_the_definition(name: str) -> None:
     params = SamplingParams(**RULES[name])
     expected = distribution(LOGITS, params, PROMPT, OUTPUT, STOP)
-    # Many seeds at one position: with positions that differ min_tokens would, too.
+    # Many seeds at one position, since min_tokens depends on the position.
     table = SamplingTable(N, 8, CPU)
     for slot in range(N if params.min_tokens or params.bad_words else 1):
         table.set(slot, params, slot, PROMPT, OUTPUT, STOP)
@@ -118,7 +118,7 @@ def test_tokens_come_as_often_as_the_definition_says(name: str) -> None:
 
 @pytest.mark.parametrize("name", RULES)
 def test_definition_itself_reacts_to_every_rule(name: str) -> None:
-    """Otherwise the frequencies above would prove nothing of the rule."""
+    """Otherwise the frequencies above would not test the rule."""
     plain = distribution(LOGITS, SamplingParams(), PROMPT, OUTPUT, STOP)
     changed = distribution(LOGITS, SamplingParams(**RULES[name]), PROMPT, OUTPUT, STOP)
     same = changed == pytest.approx(plain)
@@ -127,7 +127,7 @@ def test_definition_itself_reacts_to_every_rule(name: str) -> None:
 
 # ------------------------------------------------------------------ every draw
 
-# Binary fractions, so that float32 and the definition's float64 agree on what is equal.
+# Binary fractions, so that float32 and the definition's float64 agree on ties.
 finite = st.integers(-640, 640).map(lambda n: n / 32)
 token = st.integers(0, 7)
 
@@ -163,7 +163,7 @@ def test_only_tokens_of_the_definition_are_drawn(logits: list[float], params: Sa
     rows = torch.tensor(logits).expand(draws, -1)
     result = sample(table, rows, list(range(draws)), position)
     assert not result.bad_rows
-    # Rounding may move a token across the edge of a rule: a little more is allowed.
+    # Rounding may move a token across the limit of a rule, so a little more is allowed.
     wider = params.with_changes(
         top_p=min(1.0, params.top_p + 1e-5),
         typical_p=min(1.0, params.typical_p + 1e-5),
@@ -240,7 +240,7 @@ MANY = [
 
 @pytest.mark.parametrize("vocab", [60, 5000, 40000])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_depends_neither_on_companions_nor_on_order(vocab: int, dtype: torch.dtype) -> None:
+def test_a_row_depends_neither_on_the_batch_nor_on_order(vocab: int, dtype: torch.dtype) -> None:
     table = table_of(*MANY, vocab=vocab)
     generator = torch.Generator().manual_seed(vocab)
     for position in range(5, 11):
@@ -298,7 +298,7 @@ def test_single_impossible_tokens_are_no_error() -> None:
     assert set(result.token_ids.tolist()) == {i for i in range(20) if i % 5 in (0, 2)}
 
 
-def test_rules_that_leave_nothing_are_reported() -> None:
+def test_rules_that_exclude_all_tokens_are_reported() -> None:
     nothing = SamplingParams(allowed_token_ids=(3,), bad_words=((3,),))
     table = table_of(SamplingParams(), nothing)
     result = sample(table, torch.zeros(2, 8), [0, 1], 7)
@@ -385,8 +385,8 @@ def test_equally_likely_tokens_are_reported_by_id() -> None:
     assert [token for token, _ in found.top] == [0, 1, 2] and found.rank == 1
 
 
-def test_of_many_equal_ones_no_more_are_taken_than_are_reported() -> None:
-    """A flat distribution over a large vocabulary must not become a list of it."""
+def test_of_many_equal_tokens_only_the_reported_ones_are_listed() -> None:
+    """A flat distribution over a large vocabulary must not become a long list."""
     logits = torch.zeros(2, 50)
     logits[0, 7], logits[0, 30:] = 2.0, 1.0
     first, second = logprobs_of(logits, torch.tensor([9, 9]), 3)

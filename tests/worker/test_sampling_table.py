@@ -25,7 +25,7 @@ def table() -> SamplingTable:
 
 
 def greedy(t: SamplingTable, slots: list[int], position: int = 5) -> list[int]:
-    """What is taken if tokens 9, 8, 7 are nearly equally likely."""
+    """Return the sampled tokens if 9, 8, 7 are nearly equally likely."""
     logits = torch.zeros(len(slots), 10)
     logits[:, 7:] = torch.tensor([1.0, 1.25, 1.5])
     batch = t.batch(np.array(slots), np.full(len(slots), position))
@@ -90,7 +90,7 @@ def test_a_slot_forgets_its_last_request() -> None:
 def test_bad_words_see_appended_tokens() -> None:
     t = table()
     t.set(0, GREEDY.with_changes(bad_words=((4, 9),)), 0, [4], [], frozenset())
-    assert greedy(t, [0]) == [9]  # the 4 of the prompt begins no bad word
+    assert greedy(t, [0]) == [9]  # the 4 of the prompt does not begin a bad word
     t.append(np.array([0]), np.array([4]))
     assert greedy(t, [0]) == [8]
     t.append(np.array([0]), np.array([8]))
@@ -122,7 +122,7 @@ RULES = SamplingParams(
 def test_supposed_tokens_count_like_appended_ones(
     requests: list[tuple[list[int], list[int]]],
 ) -> None:
-    """Rows of several requests, each with an output and what it supposes to come next."""
+    """Rows of several requests, each with an output and supposed next tokens."""
     supposing, appended = table(), table()
     for slot, (output, more) in enumerate(requests):
         params = RULES if slot % 2 == 0 else RULES.with_changes(bad_words=(), min_tokens=0)
@@ -139,7 +139,7 @@ def test_supposed_tokens_count_like_appended_ones(
     found, expected = logits.clone(), logits.clone()
     for batch, shaped in (
         (supposing.batch(slots, positions, supposed), logits.clone()),
-        (supposing.batch(slots, positions, supposed), found),  # the first changed nothing
+        (supposing.batch(slots, positions, supposed), found),  # the first call changed nothing
         (appended.batch(slots, positions), expected),
     ):
         assert batch.edits is not None and batch.penalties is not None
@@ -148,7 +148,7 @@ def test_supposed_tokens_count_like_appended_ones(
     assert torch.equal(found, expected)
 
 
-def test_a_row_that_judges_a_drawn_draft_draws_nothing_itself() -> None:
+def test_a_row_that_checks_a_sampled_draft_is_not_sampled() -> None:
     t = table()
     for slot, params in enumerate((SamplingParams(), GREEDY, SamplingParams(top_k=2))):
         t.set(slot, params, 7 + slot, [1], [], frozenset())
@@ -163,7 +163,7 @@ def test_a_row_that_judges_a_drawn_draft_draws_nothing_itself() -> None:
     drawn = t.batch(slots[:1], positions[:1], stream=DRAFT).random
     assert drawn is not None
     numbers.add(drawn.draws.uniforms[0].item())
-    assert len(numbers) == 3  # each use has a number of its own
+    assert len(numbers) == 3  # each use has its own number
     expected = uniform(np.array([7], np.uint64), np.array([1]), DRAFT)[0]
     assert drawn.draws.uniforms[0].item() == expected
     assert batch.guessed.draws.truncation.top_k is not None
@@ -181,7 +181,7 @@ def test_min_tokens_counts_from_the_end_of_the_prompt() -> None:
 @pytest.mark.parametrize(
     "asked", [{"temperature": 1.0}, {"logprobs": 0}, {"presence_penalty": 0.5}, {"min_tokens": 1}]
 )
-def test_plain_requests_ask_for_nothing(asked: dict[str, float]) -> None:
+def test_plain_requests_need_no_rules(asked: dict[str, float]) -> None:
     t = table()
     t.set(0, GREEDY, 0, [1], [], frozenset({9}))
     t.set(2, GREEDY.with_changes(**asked), 0, [1], [], frozenset({9}))
@@ -190,7 +190,7 @@ def test_plain_requests_ask_for_nothing(asked: dict[str, float]) -> None:
 
 
 def test_rows_are_sampled_in_parts_where_memory_is_short() -> None:
-    """Vocabulary of 10: a row that draws by typical_p takes 1,000 bytes, one without 80."""
+    """Vocabulary of 10: a row sampled with typical_p needs 1,000 bytes, one without 80."""
     table = SamplingTable(8, 10, CPU, draw_bytes=4)
     every, room = np.arange(8), 2000
     for slot in range(8):
@@ -211,7 +211,7 @@ N = 1 << 16
 COUNT = np.arange(N)
 ZERO = np.zeros(N, np.uint64)
 
-# Each is a sequence that a weak hash would give a pattern.
+# Sequences that a weak hash would turn into patterns.
 SEQUENCES = {
     "consecutive positions": lambda: uniform(ZERO, COUNT),
     "consecutive positions, large seed": lambda: uniform(ZERO + np.uint64(2**63 + 12345), COUNT),

@@ -1,4 +1,4 @@
-"""Who gets how many drafts, and what of a proposal is kept."""
+"""The numbers of drafts per request, and the part of a proposal that is kept."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ CPU = torch.device("cpu")
 EAGER = ResolvedSpeculation("ngram", num_draft_tokens=3, max_draft_rows=8, adaptive=False)
 
 
-class Told:
-    """Proposes what it is told to."""
+class ScriptedDrafter:
+    """Proposes what the test sets."""
 
     def __init__(self) -> None:
         self.answer: Callable[[DraftRows], Drafts] = lambda rows: Drafts.of(
@@ -53,12 +53,12 @@ def as_many_as_allowed(rows: DraftRows) -> Drafts:
 
 
 class World:
-    """Four slots, and a speculator over them."""
+    """Four slots, and their speculator."""
 
     def __init__(self, speculation: ResolvedSpeculation = EAGER) -> None:
         self.table = RequestTable(4, LENGTH, 1, BLOCK)
         self.sampling = SamplingTable(4, VOCAB, CPU)
-        self.drafter = Told()
+        self.drafter = ScriptedDrafter()
         self.time = 0.0
         self.speculator = Speculator(
             speculation, self.drafter, self.table, self.sampling, VOCAB, self.clock
@@ -84,7 +84,7 @@ class World:
         self.speculator.enter(new)
 
     def propose(self, *slots: int) -> list[int]:
-        """Numbers of drafts that came of it."""
+        """Return the numbers of drafts proposed."""
 
         def hidden(chosen: np.ndarray) -> Tensor:
             return torch.tensor(slots)[torch.from_numpy(chosen)][:, None].float()
@@ -117,7 +117,7 @@ def test_drafts_of_a_step_are_shared_among_requests(
     assert shared_out(np.array(limits), room).tolist() == given
 
 
-def test_drafts_stand_behind_the_tokens() -> None:
+def test_drafts_follow_the_tokens() -> None:
     world = World()
     world.enter(0)
     world.enter(2, known=7)
@@ -137,7 +137,7 @@ def test_limits_keep_within_the_request() -> None:
     world.enter(1, max_tokens=1)
     world.enter(2, known=LENGTH - 2, max_tokens=None)
     world.enter(3, speculation=False)
-    # The last token of each comes from the model itself.
+    # The last token of each request comes from the model itself.
     assert world.propose(0, 1, 2, 3) == [2, 0, 1, 0]
     assert world.drafter.events == [("enter", 0), ("enter", 1), ("enter", 2)]
 
@@ -155,7 +155,7 @@ def test_drafts_of_requests_that_wait_count() -> None:
     assert world.speculator.num_drafts.sum() == 0
 
 
-def test_drafts_that_had_their_step_are_forgotten() -> None:
+def test_checked_drafts_are_dropped() -> None:
     world = World()
     world.drafter.answer = as_many_as_allowed
     world.enter(0)
@@ -212,11 +212,11 @@ def test_the_tree_stays_and_is_passed_to_the_control(monkeypatch: pytest.MonkeyP
     world.step(0)
     world.drafter.answer = lambda rows: Drafts.of([[3, 4]], DraftTree.chain(2))
     assert world.propose(0) == [0]
-    world.drafter.answer = lambda rows: Drafts.of([[3, 4, 5]], tree)  # of which it has two
+    world.drafter.answer = lambda rows: Drafts.of([[3, 4, 5]], tree)  # the tree has two nodes
     assert world.propose(0) == [0]
 
 
-def test_a_broad_tree_is_asked_for_as_long_as_any_of_its_nodes_is_right() -> None:
+def test_a_broad_tree_is_used_while_any_of_its_nodes_is_right() -> None:
     world = World(replace(EAGER, adaptive=True))
     world.enter(0, max_tokens=None)
     tree = DraftTree((-1, 0, 0, 0), (0, 0, 1, 2))
@@ -264,18 +264,18 @@ def test_times_of_judging_and_drafting_are_measured_separately() -> None:
         times = world.speculator.observe(slots, drafts, accepted, 2.0, pure=pure)
         return times.proposing, times.checking, times.plain
 
-    assert observe(none, none) == (0.0, 0.0, 0.0)  # nobody was asked
-    # The clock is looked at around what follows a step, and around proposals: a second each.
+    assert observe(none, none) == (0.0, 0.0, 0.0)  # no proposal was requested
+    # The clock is read after each step and around proposals, and advances by a second each time.
     world.propose(0, 1)
     assert observe(drafts, np.array([3, 1])) == (2.0, 4.0, 2.0 * 3.0)  # six tokens, not two
     world.propose(0, 1)
-    assert observe(none, none) == (2.0, 4.0, 2.0)  # asked in vain
+    assert observe(none, none) == (2.0, 4.0, 2.0)  # an empty proposal
     world.propose(0, 1)
     assert observe(drafts, none, pure=False) == (2.0, 0.0, 0.0)
 
 
-class Held:
-    """A structured text of which some tokens are forced, or only some allowed."""
+class StructuredText:
+    """A structured text with forced tokens, or a set of allowed ones."""
 
     def __init__(self, forced: list[int], allowed: set[int]) -> None:
         self._forced, self._allowed = forced, allowed
@@ -288,34 +288,34 @@ class Held:
         return next(wrong, len(tokens))
 
 
-def structured(world: World, **held: Held) -> None:
+def structured(world: World, **held: StructuredText) -> None:
     """Make the texts of some slots structured: `slot0`, `slot1`, ..."""
     by_slot = {int(name.removeprefix("slot")): one for name, one in held.items()}
 
-    def find(slots: np.ndarray) -> dict[int, Held]:
+    def find(slots: np.ndarray) -> dict[int, StructuredText]:
         return {row: by_slot[slot] for row, slot in enumerate(slots.tolist()) if slot in by_slot}
 
     world.sampling.structured = find  # type: ignore[assignment]
 
 
-def test_what_a_grammar_forces_goes_before_guesses() -> None:
+def test_tokens_forced_by_a_grammar_precede_drafts() -> None:
     world = World()
     for slot in range(3):
         world.enter(slot)
-    structured(world, slot0=Held([7, 8, 9, 10], set()), slot2=Held([], {5}))
+    structured(world, slot0=StructuredText([7, 8, 9, 10], set()), slot2=StructuredText([], {5}))
     world.drafter.answer = as_many_as_allowed
-    assert world.propose(0, 1, 2) == [3, 3, 2]  # of eight in all
+    assert world.propose(0, 1, 2) == [3, 3, 2]  # of eight in total
     assert world.table.token_ids[0, 5:8].tolist() == [7, 8, 9]
     (rows,) = world.drafter.asked
     assert rows.slots.tolist() == [1, 2]
     assert rows.hidden()[:, 0].tolist() == [1, 2]
 
 
-def test_guesses_are_cut_where_they_break_the_grammar() -> None:
+def test_drafts_are_cut_where_they_break_the_grammar() -> None:
     world = World()
     world.enter(0)
     world.enter(1)
-    structured(world, slot0=Held([], {5, 6}))
+    structured(world, slot0=StructuredText([], {5, 6}))
     drawn = torch.arange(6 * VOCAB).reshape(6, VOCAB).float()
     world.drafter.answer = lambda rows: Drafts.of([[5, 7, 6], [1, 2, 3]], probs=drawn)
     assert world.propose(0, 1) == [1, 3]
@@ -328,18 +328,18 @@ def test_trees_are_cut_behind_the_last_draft_that_the_grammar_allows() -> None:
     world = World(replace(EAGER, method="medusa", num_draft_tokens=4, max_draft_rows=12))
     for slot in range(3):
         world.enter(slot)
-    structured(world, slot0=Held([5], {5, 6}), slot1=Held([5], {5}))
+    structured(world, slot0=StructuredText([5], {5, 6}), slot1=StructuredText([5], {5}))
     drafts = [[5, 7, 6, 6], [7, 7, 5, 5], [7, 7, 7, 7]]
     world.drafter.answer = lambda rows: replace(Drafts.of(drafts), tree=tree)
-    assert world.propose(0, 1, 2) == [3, 0, 4]  # 5-6 is a path of the first; 7-5 none
+    assert world.propose(0, 1, 2) == [3, 0, 4]  # 5-6 is a path of the first tree; 7-5 is none
     assert world.table.token_ids[0, 5:8].tolist() == [5, 7, 6]
 
 
-def test_without_guesses_only_what_is_forced_is_drafted() -> None:
+def test_without_a_drafter_only_forced_tokens_are_drafted() -> None:
     world = World(replace(EAGER, method="forced"))
     world.enter(0)
     world.enter(1)
-    structured(world, slot1=Held([4, 4], set()))
+    structured(world, slot1=StructuredText([4, 4], set()))
     where = np.array([0, 1])
     world.speculator.propose(where, lambda chosen: torch.zeros(len(chosen), 1), guesses=False)
     assert world.speculator.num_drafts[where].tolist() == [0, 2]

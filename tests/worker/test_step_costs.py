@@ -9,7 +9,7 @@ from kvik.worker.step_costs import StepCosts
 def test_steps_without_drafts_are_known_by_the_number_of_requests() -> None:
     costs = StepCosts(5, 64)
     assert costs.plain(4) is None and costs.num_plain(4) == 0
-    for seconds in (1.0, 1.2, 90.0, 1.1, 1.3):  # one step may take any time
+    for seconds in (1.0, 1.2, 90.0, 1.1, 1.3):  # single steps may be very slow
         costs.observe_plain(4, seconds)
     costs.observe_plain(8, 2.2)
     assert costs.plain(4) == 1.2 and costs.num_plain(4) == 5
@@ -21,17 +21,17 @@ def test_steps_without_drafts_are_known_by_the_number_of_requests() -> None:
 
 
 def judged(costs: StepCosts, requests: int, drafts: int, ratio: float, times: int = 1) -> float:
-    """What the last of some steps counts as, whose drafts took no time to make."""
+    """Return the cost of the last of some steps, with free drafts."""
     for _ in range(times):
         counted = costs.observe_drafts(requests, drafts, ratio, 1, 0.0)
     return counted
 
 
-def test_judging_is_free_until_it_is_measured() -> None:
+def test_checks_are_free_until_they_are_measured() -> None:
     assert StepCosts(5, 64).judging(2, 10).tolist() == [1.0] * 11
 
 
-def test_judging_is_measured_by_the_number_of_drafts_and_guessed_between_and_beyond() -> None:
+def test_the_cost_of_checks_is_interpolated_by_number_of_drafts() -> None:
     costs = StepCosts(5, 64)
     for _ in range(100):
         judged(costs, 2, 4, 1.5)
@@ -39,8 +39,8 @@ def test_judging_is_measured_by_the_number_of_drafts_and_guessed_between_and_bey
     ratios = costs.judging(2, 16)
     assert ratios[0] == 1.0 and ratios[4] == pytest.approx(1.5, abs=0.02)
     assert ratios[8] == pytest.approx(2.0, abs=0.03) and ratios[6] == pytest.approx(1.75, abs=0.02)
-    assert ratios[8] < ratios[16] < 3.0  # more drafts are taken to cost more, but less than before
-    assert costs.judging(20, 4).tolist() == [1.0] * 5  # of other batches nothing is known
+    assert ratios[8] < ratios[16] < 3.0  # more drafts cost more, but less than linearly
+    assert costs.judging(20, 4).tolist() == [1.0] * 5  # nothing is known of other batch sizes
 
 
 @pytest.mark.parametrize("most", [1, 5, 64])
@@ -49,7 +49,7 @@ def test_each_cost_is_the_last_of_the_costs_up_to_it(most: int) -> None:
     for drafts, ratio in ((1, 1.2), (most, 2.5), (most // 2 + 1, 1.9)):
         costs.observe_drafts(3, drafts, ratio, drafts, ratio - 1.0)
         costs.observe_plain(3, 1.0)
-        for n in range(most + 3):  # beyond the last point it costs what that does
+        for n in range(most + 3):  # beyond the last point the cost is that of the last
             assert costs.judging_at(3, n) == pytest.approx(costs.judging(3, n)[-1])
             assert costs.making_at(3, n) == pytest.approx(costs.making(3, n)[-1])
 
@@ -80,7 +80,7 @@ def test_old_measurements_decay() -> None:
     costs = StepCosts(5, 64)
     judged(costs, 1, 8, 5.0, times=30)
     assert costs.judging(1, 8)[-1] > 4.0
-    for _ in range(1500):  # it looks so dear that it is never tried again
+    for _ in range(1500):  # it looks so expensive that it is never tried again
         costs.observe_plain(1, 1.0)
     assert costs.judging(1, 8)[-1] < 1.5
 
@@ -93,7 +93,7 @@ def test_numbers_of_drafts_are_tried_step_by_step() -> None:
         assert costs.reach(1) == 2 * drafts
 
 
-def test_making_costs_by_depth() -> None:
+def test_drafting_costs_by_depth() -> None:
     costs = StepCosts(8, 64)
     assert costs.making(3, 2).tolist() == [0.0] * 3
     for _ in range(30):
@@ -118,7 +118,7 @@ def test_every_number_of_drafts_has_a_cost(most: int) -> None:
         assert len(ratios) == most + 1 and (np.diff(ratios) >= 0).all() and ratios[-1] > ratios[0]
 
 
-def test_a_clock_that_stands_still_does_no_harm() -> None:
+def test_a_stopped_clock_does_no_harm() -> None:
     costs = StepCosts(5, 8)
     costs.observe_plain(1, 0.0)
     plain = costs.plain(1)

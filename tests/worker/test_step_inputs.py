@@ -22,7 +22,7 @@ def test_sizes_differ_and_are_large_enough(tokens: int, seqs: int, drafts: int) 
     assert seqs + drafts <= sizes.samples <= seqs + drafts + 2
 
 
-def test_arrays_go_to_the_same_memory_every_step() -> None:
+def test_arrays_use_the_same_memory_every_step() -> None:
     inputs = FixedInputs(StepSizes(8, 3, 4), num_groups=2, max_blocks=5)
     first = inputs.put("input_ids", np.arange(6))
     second = inputs.put("input_ids", np.array([7, 8]))
@@ -41,8 +41,8 @@ def test_a_step_that_is_too_large_is_refused() -> None:
         inputs.put("input_ids", np.arange(5))
 
 
-def test_parts_of_any_shape_are_of_the_same_memory() -> None:
-    """However many there were: only some of them are remembered."""
+def test_parts_of_any_shape_share_memory() -> None:
+    """The number of remembered shapes is bounded."""
     inputs = FixedInputs(StepSizes(200, 3, 4), num_groups=1, max_blocks=1)
     for count in [*range(1, 150), *range(150, 0, -1), 7, 150, 7]:
         tensor = inputs.put("positions", np.arange(count) + count)
@@ -56,8 +56,8 @@ def test_parts_of_any_shape_are_of_the_same_memory() -> None:
 def test_results_of_a_gpu_are_copied_at_once_and_awaited_when_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Copies are begun without waiting, into pinned memory, and an event behind them says when they
-    are there: by then the device may have written other things to the tensors."""
+    """Copies are non-blocking into pinned memory, and an event marks their end, when the device may
+    already have overwritten the tensors."""
     told: list[str] = []
     empty, copy = torch.empty, Tensor.copy_
 

@@ -1,4 +1,4 @@
-"""How many threads compute in a step, and when it may begin."""
+"""The number of threads that compute a step, and when it may begin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class FakeThreads:
         self.limits.append(threads)
 
 
-def test_the_number_of_threads_is_told_when_it_changes() -> None:
+def test_the_number_of_threads_is_reported_on_change() -> None:
     threads = FakeThreads()
     team = Team(threads, 2, clock=lambda: 0.0)
     told = []
@@ -27,7 +27,7 @@ def test_the_number_of_threads_is_told_when_it_changes() -> None:
     assert told == [2, None, 1, None, 2]
 
 
-def test_a_line_a_minute_says_how_many_threads_compute(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_number_of_threads_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
     threads, now = FakeThreads(), [0.0]
     team = Team(threads, 2, clock=lambda: now[0])
@@ -42,14 +42,14 @@ def test_a_line_a_minute_says_how_many_threads_compute(caplog: pytest.LogCapture
 
 
 class Machine:
-    """Steps that take `seconds[threads]`, with `beside` of CPU time each second for others of the
-    cgroup."""
+    """Steps of `seconds[threads]`, while others of the cgroup use `beside` seconds of CPU time per
+    second."""
 
     def __init__(self, cores: float, seconds: Sequence[float], beside: float = 0.0) -> None:
         self.now = self.used = 0.0
         self._seconds, self._beside = seconds, beside
         self.taken: list[int] = []
-        self.times: list[float] = []  # from step to step
+        self.times: list[float] = []  # time between steps
         self._pace = EvenPace(cores, lambda: self.used, lambda: self.now, self.sleep)
 
     def sleep(self, seconds: float) -> None:
@@ -89,7 +89,7 @@ def test_a_quota_is_used_evenly(
     assert later[-1] < 3 * later[len(later) // 2]
 
 
-def test_unused_time_is_kept_for_a_moment_only() -> None:
+def test_unused_time_is_only_kept_briefly() -> None:
     machine = Machine(1.5, [0.0, 0.002, 0.001])
     machine.now += 60.0
     machine.steps(100)
@@ -103,7 +103,7 @@ def test_a_team_is_limited_before_each_step() -> None:
     assert threads.limits == [2]
 
 
-def test_a_quota_that_cannot_be_read_any_more_holds_up_no_step() -> None:
+def test_an_unreadable_quota_delays_no_step() -> None:
     def gone() -> float:
         if now[0]:
             raise FileNotFoundError

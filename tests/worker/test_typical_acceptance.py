@@ -1,4 +1,4 @@
-"""Drafts that are taken because they are likely enough: which, whose, and instead of what."""
+"""Typical acceptance of drafts: which ones, for which requests, and in place of which tokens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ RULE = Typical(0.09, 0.3)
         (P, Typical(1.0, 1.0), {0}),  # above 0.319
         (SURE, RULE, {0}),
         (SURE, Typical(0.015, 0.3), {0, 1}),
-        (SURE, Typical(1e-9, 1e-9), {0, 1, 2}),  # never what cannot be
+        (SURE, Typical(1e-9, 1e-9), {0, 1, 2}),  # never impossible tokens
         (EVEN, Typical(1.0, 0.3), {0, 1, 2, 3}),
         (EVEN, Typical(1.0, 1.0 - 1e-3), {0, 1, 2, 3}),
         ((1.0, 0.0, 0.0, 0.0), RULE, {0}),
@@ -45,19 +45,19 @@ def test_a_draft_is_accepted_above_the_bound_of_entropy(
 ) -> None:
     entropy = -sum(x * math.log(x) for x in p if x)
     bound = min(rule.epsilon, rule.delta * math.exp(-entropy))
-    assert {i for i, share in enumerate(p) if share > bound} == taken  # the rule as it is written
+    assert {i for i, share in enumerate(p) if share > bound} == taken  # the rule as defined
     drafts = torch.arange(4)
     drawn = torch.full((4,), 99)  # no draft
     found = typical(torch.tensor(p).expand(4, -1), drawn, torch.arange(4), drafts, rule)
     assert found.tolist() == [i if i in taken else 99 for i in range(4)]
 
 
-def test_of_several_drafts_the_likeliest_is_taken_unless_one_was_drawn() -> None:
+def test_the_likeliest_draft_is_taken_unless_one_was_sampled() -> None:
     offered = [
         # row, drafts, drawn, token
         (P, [2, 1, 3], 0, 1),
         (P, [2, 1, 3], 2, 2),
-        (P, [2, 1, 3], 3, 3),  # not likely enough, but drawn
+        (P, [2, 1, 3], 3, 3),  # not likely enough, but sampled
         (P, [3], 0, 0),
         (EVEN, [3, 1, 3], 0, 3),
         (SURE, [], 1, 1),
@@ -69,7 +69,7 @@ def test_of_several_drafts_the_likeliest_is_taken_unless_one_was_drawn() -> None
     assert typical(p, drawn, owners, drafts, RULE).tolist() == [token for *_, token in offered]
 
 
-def test_rows_are_offered_the_drafts_behind_them() -> None:
+def test_rows_are_offered_the_drafts_after_them() -> None:
     chains = Chains.of(np.array([2, 0, 1]), with_newest([2, 0, 1], [7, 8, 9]))
     rows, drafts = chains.offers()
     assert (rows.tolist(), drafts.tolist()) == ([0, 1, 4], [7, 8, 9])
@@ -99,7 +99,7 @@ def test_only_requests_that_sample_without_a_seed_take_them() -> None:
     slots = np.arange(4).repeat(2)
     offers = Offers(np.arange(0, 8, 2), np.array([2, 2, 2, 2]), RULE)
     logits = torch.tensor(P).log().expand(8, -1).clone()
-    # At position 1 none of these seeds draws the token that is offered.
+    # At position 1, none of these seeds samples the offered token.
     positions = np.tile([1, 2], 4)
     plain = Sampler(TORCH).sample(logits, table.batch(slots, positions))
     assert 2 not in plain.token_ids[::2].tolist()
@@ -107,7 +107,7 @@ def test_only_requests_that_sample_without_a_seed_take_them() -> None:
     assert batch.typical is not None and batch.typical.rows.tolist() == [0, 6]
     found = Sampler(TORCH).sample(logits, batch)
     expected = plain.token_ids.tolist()
-    expected[0] = 2  # and not row 6, where 2 is not among the likeliest two
+    expected[0] = 2  # not row 6, where 2 is not among the two likeliest
     assert found.token_ids.tolist() == expected
     arrays = [tensor.numpy() for tensor in found.tensors]
     told = found.read(found.token_ids.numpy(), arrays).logprobs

@@ -1,4 +1,4 @@
-"""Where the host waits for a GPU while steps run: for what it must know, and for nothing else."""
+"""The host only waits for a GPU where it must while steps run."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ REQUESTS = {
     "about prompts": [SamplingParams(temperature=0.0, prompt_logprobs=2, **COMMON)] * 3,
 }
 
-# For what the host waits: what a step sampled, and the memory that the copy of the inputs of the
-# step before reads.
+# Necessary waits: for the sampled tokens, and for the copy of the previous step's inputs to read
+# its memory.
 ALWAYS = {"step_inputs.wait", "step_inputs.put"}
 DRAFTED = {
     "draft_model": "draft_model.to_host",
     "medusa": "heads.propose",
     "eagle": "eagle.propose",
 }
-# torch's kernels alone: how many tokens are to be sorted.
+# Only with torch's kernels: the number of tokens to sort.
 TORCHS = {"draw._top"}
 
 
@@ -77,7 +77,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def wishes(model: Path, tmp_path_factory, monkeypatch) -> Callable[[str], dict[str, Any]]:
-    """Options that make an engine speculate in some way."""
+    """Return a function that returns options for a method of speculation."""
 
     def of(method: str) -> dict[str, Any]:
         if method == "plain":
@@ -116,7 +116,7 @@ def test_steps_wait_only_where_they_must_with_the_same_output(method, model, wis
 
 @pytest.fixture
 def silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's kernels are launched and do nothing: all that they should write is 1."""
+    """Launched Triton kernels do nothing: all their results are 1."""
     pytest.importorskip("triton", reason=NO_TRITON)
     from triton.runtime.interpreter import InterpretedFunction
 
@@ -127,7 +127,7 @@ def silent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["plain", "draft_model", "eagle"])
-def test_a_step_of_tritons_kernels_waits_for_no_more(method, model, wishes, silent) -> None:
+def test_a_step_of_tritons_kernels_has_no_further_waits(method, model, wishes, silent) -> None:
     options = wishes(method)
     with (
         fake_gpu() as gpu,
@@ -145,7 +145,7 @@ def test_a_step_of_tritons_kernels_waits_for_no_more(method, model, wishes, sile
 def test_attention_planned_on_the_host_gets_the_exact_numbers_of_keys(
     model, wishes, silent, monkeypatch
 ) -> None:
-    """Of each draft, too, though what is laid out for the first ones serves the others."""
+    """Also of each draft, although the layout of the first ones serves the others."""
     options, plan = wishes("draft_model"), SdpaAttention.plan
     told: list[tuple[int, ...]] = []
     there: list[tuple[int, ...]] = []
@@ -163,7 +163,7 @@ def test_attention_planned_on_the_host_gets_the_exact_numbers_of_keys(
 
 @pytest.fixture(autouse=True)
 def drafters_do_not_fail(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
-    """Requests would go on without drafts."""
+    """Requests would continue without drafts."""
     yield
     assert not caplog.get_records("call")
 
@@ -172,15 +172,15 @@ def check(gpu: FakeGpu, method: str, kind: str, more: set[str]) -> None:
     drafted = {DRAFTED[method]} if method in DRAFTED else set()
     assert set(gpu.waits) <= ALWAYS | drafted | more, f"{kind}: {dict(gpu.waits)}"
     assert gpu.waits["step_inputs.wait"]
-    if drafted and kind != "with rules":  # which a host must hear of between two drafts
+    if drafted and kind != "with rules":  # the host reads them between two drafts
         assert 1 <= sum(gpu.waits[name] for name in drafted) <= gpu.waits["step_inputs.wait"]
 
 
-def test_drawn_drafts_are_judged_without_a_look_at_them() -> None:
-    """As on a CPU, where only those are drawn anew that are rejected."""
+def test_sampled_drafts_are_checked_without_reading_them() -> None:
+    """As on a CPU, where only rejected drafts are sampled again."""
     numbers = torch.Generator().manual_seed(0)
     p, q = (torch.rand(64, 30, generator=numbers).softmax(-1) for _ in range(2))
-    p[::7] = q[::7]  # nothing is left of these to draw from
+    p[::7] = q[::7]  # an empty residual
     p[1] = torch.eye(30)[4]
     drafts = torch.randint(30, (64,), generator=numbers)
     accept, uniforms = torch.rand(2, 64, dtype=torch.float64, generator=numbers).unbind()

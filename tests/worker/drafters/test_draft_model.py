@@ -1,4 +1,4 @@
-"""A draft model with a cache of its own: what it drafts, and what it computes to get there."""
+"""A draft model with its own cache: its drafts, and the tokens it computes for them."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_drafts_are_the_draft_models_own_tokens() -> None:
 
 @pytest.mark.parametrize("accepted", [0, 1, 2, 3, 4])
 def test_only_new_tokens_are_computed(accepted: int) -> None:
-    """K and V of drafts that were right stay; the last draft was never computed."""
+    """K and V of accepted drafts stay; the last draft was never computed."""
     world = World()
     world.enter(0, TEXT[:6], [3, 1, 2, 7])
     (drafts,) = world.drafts({0: 4})
@@ -58,11 +58,11 @@ def test_only_new_tokens_are_computed(accepted: int) -> None:
     assert_stored(world, 0, known)
 
 
-def test_steps_without_drafts_are_made_up_for() -> None:
+def test_tokens_of_steps_without_drafts_are_computed_later() -> None:
     world = World()
     world.enter(0, TEXT[:6], [3, 1, 2, 7, 9])
     (drafts,) = world.drafts({0: 3})
-    for token in (*drafts, *TEXT[40:43]):  # one by one, by steps that drop drafts
+    for token in (*drafts, *TEXT[40:43]):  # one by one, in steps that drop drafts
         world.deliver(0, token)
     assert world.drafts({0: 3}) == [continuation(world.known(0), 3)]
     assert world.positions(0) == [8, 9, 10, 11, 12, 13]
@@ -98,7 +98,7 @@ def test_the_newest_token_is_computed_for_its_logits() -> None:
     assert_stored(world, 0, 9)
 
 
-def test_a_text_that_was_guessed_right_is_found_again() -> None:
+def test_a_correctly_drafted_text_is_reused() -> None:
     world = World()
     world.enter(0, TEXT[:6], [3, 1, 2, 7])
     (drafts,) = world.drafts({0: 5})
@@ -109,11 +109,11 @@ def test_a_text_that_was_guessed_right_is_found_again() -> None:
     assert world.positions(1) == [8]
 
 
-def test_wrong_drafts_leave_nothing_to_be_found() -> None:
+def test_wrong_drafts_are_not_reused() -> None:
     world = World()
     world.enter(0, TEXT[:6], [3, 1, 2, 7])
     (drafts,) = world.drafts({0: 5})
-    guessed = [*TEXT[:6], *drafts]  # K and V of which lie in blocks 3 and 1, and in part of 2
+    guessed = [*TEXT[:6], *drafts]  # K and V are in blocks 3 and 1, and part of block 2
     world.deliver(0, (drafts[0] + 1) % VOCAB)
     world.enter(1, guessed, [3, 1, 4])
     assert world.drafts({1: 1}) == [continuation(guessed, 1)]
@@ -121,12 +121,12 @@ def test_wrong_drafts_leave_nothing_to_be_found() -> None:
 
 
 def test_overwritten_blocks_are_not_reused() -> None:
-    """The target holds another's keys in them by then, or its own again."""
+    """The target has stored another request's keys in them, or its own again."""
     world = World()
     world.enter(0, TEXT[:9], [3, 1, 2])
     world.drafts({0: 1})
     world.drafter.leave(0)
-    world.enter(1, TEXT[20:26], [5, 1])  # the second block changed hands
+    world.enter(1, TEXT[20:26], [5, 1])  # the second block has a new owner
     world.drafts({1: 1})
     world.enter(2, TEXT[:9], [3, 1, 6])
     assert world.drafts({2: 3}) == [continuation(TEXT[:9], 3)]
@@ -147,7 +147,7 @@ def test_blocks_overwritten_by_drafts_are_not_reused() -> None:
 
 
 def test_siblings_share_whole_blocks_of_the_prompt() -> None:
-    """Whole blocks of the prompt; the partly filled one is each one's own."""
+    """The partly filled block belongs to each sibling alone."""
     world, prompt = World(), TEXT[:11]
     world.enter(0, prompt, [3, 1, 2])
     world.drafts({0: 1})
@@ -157,7 +157,7 @@ def test_siblings_share_whole_blocks_of_the_prompt() -> None:
     assert world.positions(1) == world.positions(2) == [8, 9, 10, 11]
 
 
-def test_of_siblings_that_come_at_once_one_computes_the_prompt() -> None:
+def test_one_of_simultaneous_siblings_computes_the_prompt() -> None:
     world, prompt = World(max_tokens=6), TEXT[:11]
     for slot, last in enumerate((2, 7, 8)):
         world.enter(slot, prompt, [3, 1, last], cached=10 if slot else 0)
@@ -173,7 +173,7 @@ def test_of_siblings_that_come_at_once_one_computes_the_prompt() -> None:
     assert sorted(shared) == list(range(8))
 
 
-def test_long_ones_catch_up_while_others_draft() -> None:
+def test_long_texts_catch_up_while_others_draft() -> None:
     world = World(max_tokens=7)
     world.enter(0, TEXT[:30], list(range(1, 10)))
     world.enter(1, TEXT[30:34], [20, 21, 22, 23, 24, 25])
@@ -192,7 +192,7 @@ def test_long_ones_catch_up_while_others_draft() -> None:
     assert_stored(world, 0, 30)
 
 
-def test_no_draft_follows_a_position_that_the_model_does_not_know() -> None:
+def test_no_draft_follows_a_position_beyond_the_models_context() -> None:
     world = World(max_context=12)
     for slot, length in enumerate((9, 12, 13)):
         world.enter(slot, TEXT[:length], [slot * 5 + i for i in range(1, 6)])
@@ -207,15 +207,15 @@ def test_drafts_reach_to_the_end_of_the_table() -> None:
     world = World()
     world.enter(0, TEXT[: LENGTH - 3], list(range(1, LENGTH // BLOCK + 1)))
     world.enter(1, TEXT[:4], [30, 31, 32, 33])
-    first, others = world.drafts({0: 2, 1: 5})  # and one token of the target behind them
+    first, others = world.drafts({0: 2, 1: 5})  # and one token of the target after them
     assert first == continuation(TEXT[: LENGTH - 3], 2)
     assert others == continuation(TEXT[:4], 5)
     world.deliver(0, *first)
     assert world.drafts({0: 1}) == [continuation(world.known(0), 1)]
 
 
-def test_a_slot_begins_anew() -> None:
-    """After a preemption, or with another request: in other blocks, and with drafts forgotten."""
+def test_a_slot_is_reset() -> None:
+    """After a preemption or with another request, in other blocks and without old drafts."""
     world = World()
     world.enter(0, TEXT[:6], [3, 1, 2])
     (drafts,) = world.drafts({0: 3})
@@ -244,8 +244,8 @@ def test_a_forward_that_fails_leaves_nothing_behind(forwards: int) -> None:
 
 
 def test_drafts_count_once() -> None:
-    """Those that turned out right count although the forward after them fails; and not again where
-    the same words follow."""
+    """Accepted drafts count although the next forward fails, and do not count again where the same
+    tokens follow."""
     world = World()
     world.enter(0, TEXT[:6], [3, 1, 2, 7, 9])
     (drafts,) = world.drafts({0: 4})
@@ -259,7 +259,7 @@ def test_drafts_count_once() -> None:
 
 
 def test_rules_see_the_drafts_before() -> None:
-    """A token that may not be said twice."""
+    """For example, a token may not be repeated."""
     world, tokens = World(), TEXT[:5]
     never = SamplingParams(temperature=0.0, frequency_penalty=2.0, bad_words=((3, 4),))
     strict = never.with_changes(repetition_penalty=2.0, frequency_penalty=2.0)
@@ -280,7 +280,7 @@ def test_rules_see_the_drafts_before() -> None:
 
 @pytest.mark.parametrize("room", [1 << 30, 1])
 def test_proposals_contain_the_distributions_of_drawn_drafts(room: int) -> None:
-    """Row after row, as the drafts; greedy ones among them have no distribution."""
+    """Row by row like the drafts; greedy rows have no distribution."""
     drawn = SamplingParams(temperature=1.3, top_k=7)
     world, limits = World(room=room), {3: 3, 0: 2, 2: 1, 1: 4}
     prompts = {slot: TEXT[slot * 4 : slot * 4 + 6] for slot in limits}
@@ -305,4 +305,4 @@ def test_proposals_contain_the_distributions_of_drawn_drafts(room: int) -> None:
                 torch.testing.assert_close(shares, expected, rtol=1e-3, atol=1e-5)
                 assert shares[draft] > 0
             logits = model.step({0: [draft]})[0][-1]
-    assert world.propose({0: 2}).probs is None  # nobody draws
+    assert world.propose({0: 2}).probs is None  # no draft is sampled

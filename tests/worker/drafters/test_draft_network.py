@@ -23,7 +23,7 @@ INPUTS = {
 
 
 class Noted:
-    """What each row of each forward is made of."""
+    """Records the inputs of each row of each forward."""
 
     def __init__(self) -> None:
         self.steps: list[list[tuple[object, ...]]] = []
@@ -59,7 +59,7 @@ class Noted:
 def plain(
     table: RequestTable, slot: int, tokens: list[int], first: int, samples: bool
 ) -> tuple[object, ...]:
-    """One row, token by token."""
+    """Compute one row token by token."""
     places = list(range(first, first + len(tokens)))
     blocks = table.block_tables[0][slot].tolist()
     kept = [blocks[place // BLOCK] * BLOCK + place % BLOCK for place in places]
@@ -121,7 +121,7 @@ def test_forwards_are_laid_out_like_those_of_a_plain_loop(kind: str, even: bool)
         for depth in range(1, int(drafts[0])):
             going = int((drafts > depth - 1).sum())
             tokens = found[:going, depth - 1].copy()
-            # A device's never were on the host, which sends everything else.
+            # Tokens drafted on a device never were on the host, which sends all others.
             forwards.follow(torch.from_numpy(tokens) if kind == "device" else tokens)
         assert graph.steps == expected
         written = {
@@ -133,7 +133,7 @@ def test_forwards_are_laid_out_like_those_of_a_plain_loop(kind: str, even: bool)
         assert set(forwards.blocks.tolist()) == written
 
 
-# A draft model's logits and tokens in the words of its target.
+# Mapping of a draft model's logits and tokens to the target's vocabulary.
 
 
 def test_equal_vocabularies_pass_through() -> None:
@@ -155,6 +155,6 @@ def test_padding_is_cut_and_unknown_tokens_are_never_drafted() -> None:
 def test_other_ids_are_mapped_both_ways() -> None:
     mapped = Vocabulary(4, 3, (3, -1, 0), CPU)  # of a draft model with three tokens
     assert mapped.widened(torch.tensor([[7.0, 8, 9]])).tolist() == [[9, -torch.inf, -torch.inf, 7]]
-    tokens = torch.tensor([0, 3, 1])  # the last it does not know
+    tokens = torch.tensor([0, 3, 1])  # it lacks the last
     mapped.narrow_(tokens)
     assert tokens.tolist() == [2, 0, 0]

@@ -1,4 +1,4 @@
-"""A draft model under any mixture of requests, and its draws however they are planned."""
+"""A draft model with random traffic, and its draws independent of their plan."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvik.core.sampling_params import SamplingParams
 
 
 def test_draws_do_not_depend_on_the_batch_size_of_their_plan() -> None:
-    """For all drafts at once, or one draft and few rows at a time where memory is short."""
+    """For all drafts at once, or one draft and few rows at a time if memory is scarce."""
     drawn = SamplingParams(temperature=1.2, top_p=0.9)
     kinds = [drawn, GREEDY, drawn.with_changes(seed=8), drawn.with_changes(top_k=5, top_p=1.0)]
     found = []
@@ -33,9 +33,7 @@ def test_draws_do_not_depend_on_the_batch_size_of_their_plan() -> None:
         for limits in ({0: 4, 1: 4, 2: 4, 3: 4}, {3: 1, 1: 2, 0: 4, 2: 3}, {1: 2, 2: 2}):
             proposed = world.propose(limits)
             probs = proposed.probs
-            if (
-                probs is not None
-            ):  # of rows that brought a seed, or take what is likely, none is read
+            if probs is not None:  # for rows with a seed and greedy rows, nothing is read
                 free = np.isin(list(limits), (0, 3)).repeat(proposed.counts)
                 probs = probs[torch.from_numpy(free)]
             found.append((proposed.by_row(), probs))
@@ -54,11 +52,11 @@ def test_draws_do_not_depend_on_the_batch_size_of_their_plan() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("seed", [0, 1])
 def test_any_traffic(seed: int) -> None:
-    """Requests come, some with a prompt that others had, get drafts or none, and leave. What is
-    drafted is what the model says, and of each only what it lacks is computed."""
+    """Requests arrive, some with a previous prompt, get drafts or none, and leave. Drafts are the
+    model's tokens, and only missing tokens are computed."""
     rng = np.random.default_rng(seed)
     world = World(max_tokens=13)
-    done: dict[int, list[int]] = {}  # what the model has read of each slot, drafts included
+    done: dict[int, list[int]] = {}  # tokens computed in each slot, including drafts
     free, proposals = list(range(1, BLOCKS)), 0
     for _ in range(60):
         slot, known = int(rng.integers(SLOTS)), {s: world.known(s) for s in done}

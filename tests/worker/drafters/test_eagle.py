@@ -1,4 +1,4 @@
-"""Which tokens stand at the nodes of a tree that is grown level by level."""
+"""The tokens at the nodes of a tree that is grown level by level."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ TREES = [
 
 
 class Counting:
-    """The hidden state is a number that grows with what was taken in; its likeliest tokens follow
-    it."""
+    """The hidden state is a number that grows with the tokens taken in, and determines the
+    likeliest tokens."""
 
     def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
         return torch.stack((ids, positions), 1).double()
@@ -39,7 +39,7 @@ class Counting:
 
 
 def expected(tree: DraftTree, newest: int, position: int, hidden: float) -> list[int]:
-    """Node by node, each along its own path."""
+    """Compute node by node, each along its own path."""
     network, tokens = Counting(), [newest]
     for node in range(1, len(tree.parents)):
         state = torch.tensor([[hidden]], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Which blocks are known to be filled, against a plain account that is kept token by token."""
+"""The tracking of filled blocks, against a plain record of every token."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ TEXT = np.random.default_rng(0).integers(0, 50000, LENGTH).tolist()
 
 
 class Account:
-    """A plain loop over places.
+    """The plain record.
 
     Attributes:
-        held: of each block the texts that its places end: what K and V there are of.
-        tagged: of blocks that nobody wrote to since a request filled them, the text they end.
+        held: by block, the texts that end at its places, of which it has K and V.
+        tagged: the text at the end of a block that was not written since a request filled it.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Account:
             self.held[blocks[place // BLOCK]][place % BLOCK] = tuple(tokens[: place + 1])
 
     def least(self, tokens: list[int], blocks: list[int], end: int) -> int:
-        """Up to where tagged blocks have these tokens, but for the last one."""
+        """Return up to which place tagged blocks have these tokens, except for the last one."""
         while end + BLOCK < len(tokens):
             if self.tagged.get(blocks[end // BLOCK]) != tuple(tokens[: end + BLOCK]):
                 break
@@ -39,7 +39,7 @@ class Account:
         return end
 
     def most(self, tokens: list[int], blocks: list[int], end: int) -> int:
-        """The same, of all blocks whose places hold them."""
+        """Return the same for all blocks whose places have the tokens."""
         while end + BLOCK < len(tokens):
             texts = [tuple(tokens[: place + 1]) for place in range(end, end + BLOCK)]
             if self.held[blocks[end // BLOCK]] != texts:
@@ -49,7 +49,7 @@ class Account:
 
 
 class Traffic:
-    """Requests that come, are computed in chunks, and leave; some are alike and share blocks."""
+    """Requests that arrive, are computed in chunks, and leave; some are alike and share blocks."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -90,7 +90,7 @@ class Traffic:
         self.running[slot] = tokens, blocks
 
     def compute(self, slot: int) -> None:
-        """More of its tokens, and drafts once it has them all."""
+        """Compute more of a slot's tokens, and drafts once it has them all."""
         (tokens, blocks), account = self.running[slot], self.account
         first = int(self.table.num_computed[slot])
         end = int(self.rng.integers(first, len(tokens) + 1))
@@ -99,7 +99,7 @@ class Traffic:
         self.filled.overwrite(np.array(touched, np.int64))
         for block in touched:
             account.tagged.pop(block, None)
-        if self.rng.random() < 0.2:  # the forward fails halfway
+        if self.rng.random() < 0.2:  # the forward fails half-way
             account.compute(tokens, blocks, first, int(self.rng.integers(first, end + 1)))
             return
         account.compute(tokens + [-1] * drafts, blocks, first, end + drafts)
@@ -128,8 +128,8 @@ class Traffic:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_exactly_the_blocks_still_filled_are_found(seed: int) -> None:
-    """Never more, and no less than what some request filled and nobody wrote to since, whether that
-    request is still there or has left."""
+    """Only blocks that a request filled and that were not written since, and all of these, whether
+    that request is still there or has left."""
     traffic = Traffic(seed)
     for _ in range(400):
         slot = int(traffic.rng.integers(SLOTS))

@@ -1,4 +1,4 @@
-"""Heads from folders of all kinds: Medusa's own checkpoints, broken and hostile ones."""
+"""Draft heads from all kinds of folders: Medusa's own checkpoints, broken and hostile ones."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def options(folder: Path) -> dict[str, Any]:
 
 
 def medusa(folder: Path, layers: int = 1, **config: object) -> dict[str, Tensor]:
-    """Heads as Medusa's own training saves them."""
+    """Write heads as Medusa's own training saves them."""
     g = torch.Generator().manual_seed(layers)
     tensors = {}
     for head in range(HEADS):
@@ -59,7 +59,7 @@ def medusa(folder: Path, layers: int = 1, **config: object) -> dict[str, Tensor]
 def test_each_head_has_its_own_output_matrix(layers: int, model: Path, tmp_path: Path) -> None:
     tensors = medusa(tmp_path / "heads", layers, base_model_name_or_path="some/model")
     parts = TorchPlatform(resolve_config(EngineConfig(**options(model), kernels="torch"))).parts
-    target: Any = None  # its head is not asked for
+    target: Any = None  # its head is not used
     heads = load_medusa(tmp_path / "heads", target, (HIDDEN, VOCAB), parts)
     hidden = torch.randn(5, HIDDEN, generator=torch.Generator().manual_seed(9))
     found = heads(hidden)
@@ -75,7 +75,7 @@ def test_each_head_has_its_own_output_matrix(layers: int, model: Path, tmp_path:
 
 @pytest.mark.parametrize("nan", [False, True])
 def test_an_engine_drafts_with_a_public_checkpoint(nan: bool, model: Path, tmp_path: Path) -> None:
-    """And with one that says nothing but nonsense, as any answer is checked."""
+    """Also with heads that only draft nonsense, as every draft is checked."""
     tensors = medusa(tmp_path / "heads")
     if nan:
         broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
@@ -133,7 +133,7 @@ def test_a_tree_is_limited_by_the_vocabulary_and_the_bits_of_a_word() -> None:
     assert int(tree.words.max()) < 2**63 and int(tree.words.min()) > 0
     few = HeadsSpec(MEDUSA, 4, 2, depth=2)
     tree = tree_of(few, 64)
-    assert tree.drafts == 6  # two, and two behind each
+    assert tree.drafts == 6  # two, and two after each
     logits = torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(1))
     rows = DraftRows(np.arange(3), np.full(3, 6), lambda: torch.zeros(3, 4))
     drafts = MedusaDrafter(lambda hidden: logits, tree).propose(rows).by_row()

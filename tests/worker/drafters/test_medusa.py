@@ -1,4 +1,4 @@
-"""Which tokens stand at the nodes of a tree that heads fill."""
+"""The tokens at the nodes of a tree that heads fill."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows
 from kvik.worker.drafters.heads import MedusaDrafter
 
-# Children of the root: ranks 0, 1 and 2; the second depth below the first two.
+# Children of the root have ranks 0, 1 and 2; the second level is below the first two.
 TREE = DraftTree((-1, 0, 0, 1, 2, 0, 1), (0, 0, 1, 0, 0, 2, 1))
 
 
@@ -19,11 +19,11 @@ def rows(hidden: torch.Tensor, *limits: int) -> DraftRows:
 
 
 def heads(hidden: torch.Tensor) -> torch.Tensor:
-    """Head k finds token 10 k + h likeliest, then those after it; h: the first number of a row."""
+    """Head k ranks token 10 k + h first, then the tokens after it; h: the first number of a row."""
     likeliest = hidden[:, :1].long() + torch.tensor([0, 10])  # [rows, heads]
     logits = -(torch.arange(30) - likeliest[:, :, None]).abs().float()
     logits[:, :, :1] = -100
-    return logits + 0.1 * (torch.arange(30) > likeliest[:, :, None])  # of neighbours the later
+    return logits + 0.1 * (torch.arange(30) > likeliest[:, :, None])  # of neighbours, the later one
 
 
 def test_each_node_has_the_candidate_of_its_depth_and_rank():

@@ -51,7 +51,7 @@ def test_each_row_is_looked_up_in_its_own_text() -> None:
     table = RequestTable(4, 32, 1, 4)
     for slot, text in {0: [1, 2, 3, 1, 2], 1: [9, 8, 7], 3: [2, 2]}.items():
         table.token_ids[slot, : len(text)] = text
-        table.token_ids[slot, len(text) :] = 9  # what lies behind is not part of the text
+        table.token_ids[slot, len(text) :] = 9  # not part of the text
         table.num_tokens[slot] = len(text)
     drafter = NgramDrafter(table, 1, 3)
     for slot in (0, 1, 3):

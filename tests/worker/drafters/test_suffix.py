@@ -41,7 +41,7 @@ def test_rows_go_on_as_their_own_text_did() -> None:
     drafter = SuffixDrafter(table, shared=False)
     for slot in range(3):
         drafter.enter(slot)
-    # Three tokens were found again: six drafts. Two of three times a 5 followed the 2.
+    # Three tokens were matched: six drafts. In two of three cases a 5 followed the 2.
     assert proposed(drafter, [2, 0, 1]) == [[5, 2], [4, 5, 6, 1, 2, 3], []]
     write(table, 1, [7, 8, 9, 7])
     assert proposed(drafter, [1, 0], limit=4) == [[8, 9], [4, 5, 6, 1]]
@@ -51,7 +51,7 @@ def test_drafts_end_below_the_minimum_probability() -> None:
     table = table_of([1, 2, 8, 1, 2, 9, 1, 2, 7, 5, 1, 2, 6, 4, 1, 2, 3, 0, 0, 1, 2])
     drafter = SuffixDrafter(table, shared=False)
     drafter.enter(0)
-    assert proposed(drafter, [0])[0] == [8, 1, 2, 9]  # the first of five: just likely enough
+    assert proposed(drafter, [0])[0] == [8, 1, 2, 9]  # the first of five, just likely enough
     table.token_ids[0, 19:24] = [1, 2, 10, 1, 2]
     table.num_tokens[0] = 24
     assert proposed(drafter, [0])[0] == []
@@ -77,7 +77,7 @@ def test_a_text_is_read_bit_by_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     assert proposed(drafter, [0]) == [[3, 4, 5, 6]]
 
 
-def test_of_a_long_prompt_the_end_is_kept_and_a_full_automaton_is_still_read() -> None:
+def test_a_long_prompt_keeps_its_end_and_a_full_automaton_works() -> None:
     text = [1, 2, 3, 4, 5, 6, 7, 8]
     table = table_of(text)
     drafter = SuffixDrafter(table, shared=False, max_tokens=8)
@@ -89,7 +89,7 @@ def test_of_a_long_prompt_the_end_is_kept_and_a_full_automaton_is_still_read() -
         assert proposed(drafter, [0]) == [expected]
 
 
-def test_outputs_help_the_same_tenant_alone() -> None:
+def test_outputs_are_only_used_for_the_same_tenant() -> None:
     table = table_of([9, 1, 2, 3, 4], [9, 1, 2, 7, 7], [0, 2], [1, 2])
     table.tenants[:4] = ["a", "b", "a", "b"]
     drafter = SuffixDrafter(table, shared=True)
@@ -115,7 +115,7 @@ def test_stored_outputs_of_tenants_are_bounded(monkeypatch: pytest.MonkeyPatch) 
     for tenant in "abc":
         outputs.add(tenant, [1, 2, 3])
     assert [outputs.continuation(tenant, [1], 2).tokens for tenant in "abc"] == [[], [2, 3], [2, 3]]
-    for first in (10, 20, 30, 40):  # the first of them is gone, the last two are there
+    for first in (10, 20, 30, 40):  # the first one is dropped, the last two stay
         outputs.add("c", [first, first + 1, first + 2, first + 3])
         outputs.continuation("c", [0], 2)
     found = [outputs.continuation("c", [first], 2).tokens for first in (1, 10, 20, 30, 40)]
@@ -180,7 +180,7 @@ def test_continuations_are_the_most_frequent_ones(
     expected: list[int] = []
     for token in found.tokens:
         counts = followers(text, run)
-        while not counts:  # the end of the text: the longest suffix that something followed
+        while not counts:  # at the end of the text, the longest suffix with a continuation
             run = run[1:]
             counts = followers(text, run)
         assert counts[token] == max(counts.values())
