@@ -23,17 +23,17 @@ from kvik.core.block_pool import (
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """`free` lists free blocks from the first to be handed out to the last."""
+    """`free` lists free blocks in the order of allocation."""
 
     @initialize(num_blocks=st.integers(0, 8))
     def start(self, num_blocks: int) -> None:
         self.pool = BlockPool(num_blocks)
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
         self.refs: dict[int, int] = {}
-        # Blocks with a content in the order of their commits. The first is the one that is found.
+        # Blocks by content in the order of their commits; lookups find the first.
         self.keys: dict[int, BlockKey] = {}
         self.pins: dict[int, int] = {}
-        self.touched: set[int] = set()  # whose memory the system may have to keep
+        self.touched: set[int] = set()  # blocks whose memory the system may have to keep
 
     @property
     def index(self) -> dict[BlockKey, int]:
@@ -43,7 +43,8 @@ class PoolMachine(RuleBasedStateMachine):
         return found
 
     def append(self, block: int) -> None:
-        """To the free blocks, as if released now. A copy makes the block that is found newer."""
+        """Add a block to the free blocks, as if released now. A copy makes the block found by
+        lookups newer."""
         self.free[block] = None
         key = self.keys.get(block)
         if key is not None and self.index[key] != block:
@@ -72,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.refs or self.keys)
     @rule(data=st.data())
     def acquire(self, data: Any) -> None:
-        """A block in use, or a free one that still caches something."""
+        """Acquire a block in use, or a free one that still caches content."""
         block = data.draw(st.sampled_from(sorted({*self.refs, *self.keys})))
         self.pool.acquire(block)
         self.free.pop(block, None)
@@ -160,7 +161,7 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=examples(100), stateful_step_count=30)
 
 
-def test_the_null_block_is_never_handed_out() -> None:
+def test_the_null_block_is_never_allocated() -> None:
     pool = BlockPool(7)
     assert sorted(pool.allocate(7)) == [1, 2, 3, 4, 5, 6, 7]
     assert pool.ref_counts[NULL_BLOCK] == 0
@@ -204,10 +205,10 @@ def test_equal_prefixes_have_equal_hashes() -> None:
 
 def test_salts_separate_tenants() -> None:
     assert not set(hashes([1, 2, 3, 4], "a")) & set(hashes([1, 2, 3, 4], "b"))
-    assert root_hash("") != root_hash("\ud800")  # any string is a salt
+    assert root_hash("") != root_hash("\ud800")  # any string is a valid salt
 
 
-def test_token_borders_count() -> None:
+def test_boundaries_between_tokens_matter() -> None:
     root = root_hash("")
     assert block_hash(root, [1, 256]) != block_hash(root, [256, 1])
     assert block_hash(root, [2**31]) != block_hash(root, [2**31 - 1])

@@ -1,4 +1,4 @@
-"""States of requests: where they are copied, who goes on from a copy, and what faults leave."""
+"""States of requests: when they are copied, which requests continue from a copy, and faults."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from helpers.windows import Seen, chunks
 
 from kvik.core.types import Request
 
-PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two blocks of four, and two tokens more
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two blocks of four tokens, and two more
 
 
 def served(sim: Simulation, prompt: list[int], max_tokens: int = 8, **options: object) -> Request:
@@ -30,7 +30,7 @@ def test_a_second_turn_computes_less_than_a_block_beyond_its_own_tokens(
     assert second.num_cached_tokens == computed - computed % 4
 
 
-def test_a_repeated_prompt_hits_at_its_last_border() -> None:
+def test_a_repeated_prompt_hits_at_its_last_block_boundary() -> None:
     sim = Simulation(Setup(checkpoints=4))
     assert served(sim, PROMPT).num_cached_tokens == 0
     assert served(sim, PROMPT).num_cached_tokens == 8
@@ -53,13 +53,13 @@ def test_no_step_computes_past_the_end_of_the_prompts_blocks() -> None:
     sim.deliver()
     plan = sim.planned()
     assert [*sizes, plan.num_scheduled_tokens] == [[8], [2]]
-    assert plan.state_copies == [(plan.slots[0], 4)]  # behind the rows of four slots
+    assert plan.state_copies == [(plan.slots[0], 4)]  # after the rows of four slots
     sim.deliver()
     sim.drain()
 
 
 @pytest.mark.parametrize("checkpoints", [0, 1, 8])
-def test_siblings_go_on_from_the_prompt_of_the_first(checkpoints: int) -> None:
+def test_siblings_continue_from_the_prompt_of_the_first(checkpoints: int) -> None:
     sim = Simulation(Setup(checkpoints=checkpoints))
     siblings = sim.add(PROMPT, n=3)
     sim.drain()
@@ -68,7 +68,7 @@ def test_siblings_go_on_from_the_prompt_of_the_first(checkpoints: int) -> None:
 
 
 @pytest.mark.parametrize("checkpoints", [0, 1, 8])
-def test_preempted_requests_go_on_from_the_nearest_copy(checkpoints: int) -> None:
+def test_preempted_requests_continue_from_the_nearest_copy(checkpoints: int) -> None:
     sim = Simulation(Setup(checkpoints=checkpoints, num_blocks=9, budget=32))
     requests = [sim.add([i, *PROMPT], 16, stop_ids=frozenset())[0] for i in range(3)]
     sim.drain()
@@ -84,11 +84,11 @@ def test_the_least_recently_used_copy_makes_room() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_failed_step_takes_its_copies_along(depth: int) -> None:
+def test_copies_of_a_failed_step_are_dropped(depth: int) -> None:
     sim = Simulation(Setup(checkpoints=3, depth=depth))
     sim.add(PROMPT)
     sim.step()
-    sim.step_fails = True  # which makes the copy at the end of the prompt
+    sim.step_fails = True  # that of the copy at the end of the prompt
     sim.step()
     sim.drain()
     assert served(sim, PROMPT).num_cached_tokens == 0
@@ -97,7 +97,7 @@ def test_a_failed_step_takes_its_copies_along(depth: int) -> None:
     assert sorted(checkpoints.indices()) == [0, 1, 2]
 
 
-def test_a_reset_forgets_all_copies() -> None:
+def test_a_reset_drops_all_copies() -> None:
     sim = Simulation(Setup(checkpoints=3))
     served(sim, PROMPT)
     sim.scheduler.kv.reset()
@@ -105,13 +105,13 @@ def test_a_reset_forgets_all_copies() -> None:
     assert served(sim, PROMPT).num_cached_tokens == 0
 
 
-def test_a_copy_behind_a_failed_step_is_dropped() -> None:
-    """The step that makes it succeeds, but what it copies was never computed."""
+def test_a_copy_after_a_failed_step_is_dropped() -> None:
+    """The step that copies succeeds, but the state was never computed."""
     sim = Simulation(Setup(checkpoints=3, depth=2))
     sim.add(PROMPT)
     sim.step_fails = True
     sim.plan()
     assert sim.planned().state_copies
     sim.drain()
-    for hit in (0, 8):  # the second goes on from what the first computed
+    for hit in (0, 8):  # the second continues from the copy of the first
         assert served(sim, PROMPT).num_cached_tokens == hit

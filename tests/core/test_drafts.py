@@ -1,4 +1,4 @@
-"""Drafts: what becomes of them in a step, and what room they may take."""
+"""Drafts: their results in a step, and the room they may take."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NO_STOP: frozenset[int] = frozenset()
 
 
 def draft(sim: Simulation, request: Request, count: int) -> None:
-    """The worker proposed `count` tokens for the next step of a request."""
+    """Let the worker propose `count` tokens for the next step of a request."""
     request.num_draft_tokens = count
     sim.worker.rows[request.slot].drafts = [1] * count
 
@@ -26,7 +26,7 @@ def test_max_tokens_cuts_inside_an_accepted_run() -> None:
     sim.answer(sim.planned(), [1])
     draft(sim, request, 5)
     plan = sim.planned()
-    assert plan.num_draft_tokens == [2]  # 1 + 2 tokens are all that may follow
+    assert plan.num_draft_tokens == [2]  # only 1 + 2 tokens may follow
     (delta,) = sim.answer(plan, [1, 1, 1])
     assert (delta.token_ids, delta.finish_reason) == ([1, 1, 1], FinishReason.LENGTH)
     assert len(request.token_ids) == request.max_length
@@ -62,7 +62,7 @@ def test_rejected_drafts_are_computed_again() -> None:
     assert (len(request.token_ids), request.num_computed_tokens) == (5, 4)
     assert request.num_written_tokens == 4
     assert request.num_committed_blocks == 2
-    assert request.num_draft_tokens == 0  # the result brought none
+    assert request.num_draft_tokens == 0  # the result has none
 
 
 def test_drafts_are_counted() -> None:
@@ -88,7 +88,7 @@ def test_blocks_are_reserved_for_tokens_that_a_drafter_writes() -> None:
     while not request.finished:
         sim.answer(sim.planned(), [1])
         held.append(len(request.block_ids[0]) if request.block_ids else None)
-    # Positions up to three beyond those of the step, of which the request never has more than 8.
+    # The drafter writes up to three positions beyond the step's; a request has at most 8.
     assert held == [3, 3, 4, 4, 4, None]
     plain = sim.add([0, 0], max_tokens=6, params=SamplingParams(speculation=False))[0]
     sim.planned()
@@ -136,7 +136,7 @@ def test_drafts_take_no_block_that_a_prompt_needs() -> None:
     assert (plan.num_scheduled_tokens, plan.num_draft_tokens) == ([2, 3], [1, 0])
 
 
-def test_drafts_take_no_tokens_of_a_step_from_another_tenant() -> None:
+def test_drafts_take_no_token_budget_from_another_tenant() -> None:
     sim = Simulation(Setup(num_blocks=3))
     requests = [sim.add([i] * 2, 12, stop_ids=NO_STOP, tenant="a")[0] for i in range(2)]
     sim.answer(sim.planned(), [1], [1])
@@ -148,7 +148,7 @@ def test_drafts_take_no_tokens_of_a_step_from_another_tenant() -> None:
     assert sim.scheduler.counters.preemptions == 0
 
 
-def test_drafts_are_not_scheduled_behind_drafts_in_flight() -> None:
+def test_drafts_are_not_scheduled_after_drafts_in_flight() -> None:
     sim = Simulation(Setup(depth=2))
     request = sim.add([0, 0], max_tokens=20)[0]
     sim.answer(sim.planned(), [1])

@@ -1,4 +1,4 @@
-"""Tenants, pins, deadlines, vectors, siblings, drafts and windows while requests keep coming.
+"""Tenants, pins, deadlines, embeddings, siblings, drafts and windows under constant load.
 
 The simulation audits the books after each call and compares all tokens and vectors. What is asked
 here is that nobody waits forever: each request ends within so many steps of its arrival, although
@@ -47,7 +47,7 @@ def keep_busy(
     )
     sim = Simulation(setup)
     tenants = ["a", "b", "c", "d"][: 2 + seed % 3]
-    most = 120 + 60 * depth  # steps of a request: one has up to 40 tokens, and ten may be before it
+    most = 120 + 60 * depth  # steps of a request with 40 tokens and ten requests ahead of it
     arrived: dict[tuple[str, int], int] = {}
     heads = [[rng.randint(0, 2) for _ in range(16)] for _ in range(3)]
     for step in range(NUM_STEPS):
@@ -98,7 +98,7 @@ def test_every_request_ends_under_random_load(policy: str, depth: int) -> None:
         preemptions += sim.scheduler.counters.preemptions
         pinned += sum(d.report.num_pinned_tokens for d in ended if d.report is not None)
         vectors += sum(d.embedding is not None for d in ended)
-    # The runs reach what they are meant to reach; there is no other engine to move to.
+    # The runs cover what they should; there is no other engine for moves.
     assert reasons == set(FinishReason) - {FinishReason.MOVED}
     assert pinned and vectors
     assert preemptions or policy in ("static", "dynamic")

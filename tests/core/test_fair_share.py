@@ -1,4 +1,4 @@
-"""One tenant's flood does not move another's first token; and everyone gets an equal share."""
+"""A flood of one tenant does not delay another's first token, and all get equal shares."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def ask(sim: Simulation, tenant: str, length: int, max_tokens: int) -> Request:
 
 
 def flood(setup: Setup, steps: int, length: int, max_tokens: int) -> Simulation:
-    """What it looks like `steps` steps after tenant "a" sent forty requests at once."""
+    """Return a simulation `steps` steps after tenant "a" sent forty requests at once."""
     sim = Simulation(setup)
     for _ in range(40):
         ask(sim, "a", length, max_tokens)
@@ -54,7 +54,7 @@ def steps_to_first_token(sim: Simulation, request: Request) -> int:
 
 
 def served(sim: Simulation, tenant: str) -> int:
-    """Weighted tokens a tenant was given."""
+    """Return the weighted tokens that a tenant was charged."""
     sim.scheduler.shares.settle(sim.scheduler.running)
     requests = [r for r in sim.requests.values() if r.tenant == tenant]
     prompts = sum(min(r.num_charged_tokens, r.num_prompt_tokens) for r in requests)
@@ -70,9 +70,9 @@ def served(sim: Simulation, tenant: str) -> int:
     ("flooding", "steps"),
     [
         ((180, 20), 1),  # the first prompt of the flood is being computed
-        ((180, 20), 12),  # prompts take all that decodes leave
-        ((180, 200), 40),  # nobody ends: all slots or blocks are taken
-        ((8, 300), 60),  # short prompts that became long texts
+        ((180, 20), 12),  # prompts use all tokens left by decodes
+        ((180, 200), 40),  # no request ends: all slots or blocks are taken
+        ((8, 300), 60),  # short prompts with long outputs
     ],
 )
 def test_a_flood_moves_the_first_token_of_another_by_one_step_at_most(
@@ -83,12 +83,12 @@ def test_a_flood_moves_the_first_token_of_another_by_one_step_at_most(
     for length in (190, 1, 40):
         alone = Simulation(setup)
         expected = steps_to_first_token(alone, ask(alone, "b", length, 4))
-        for _ in range(10):  # meanwhile a step's tokens were there for the flood, used or not
+        for _ in range(10):  # meanwhile, each step had tokens for the flood
             sim.step()
         assert sim.scheduler.waiting.num_tokens
         request = ask(sim, "b", length, 4)
         plan = sim.plan()
-        assert plan is not None and request.slot in plan.slots  # in the very next step
+        assert plan is not None and request.slot in plan.slots  # in the next step
         sim.deliver()
         took = 1 + steps_to_first_token(sim, request)
         assert took <= expected + 1
@@ -118,7 +118,7 @@ def test_tenants_that_always_have_work_get_equal_service(policy: str, setup: Set
     keep_asking(sim, min(runs(600), 400), shapes)
     got = {tenant: served(sim, tenant) - before[tenant] for tenant in shapes}
     assert max(got.values()) - min(got.values()) < 0.1 * min(got.values()), got
-    # Nobody takes from an equal.
+    # Equal tenants do not preempt each other.
     assert sim.scheduler.counters.preemptions - preemptions <= 0.1 * len(sim.ended)
 
 
@@ -138,12 +138,12 @@ def test_a_light_tenant_is_served_at_once_and_heavy_ones_share_the_rest() -> Non
 def test_time_without_work_earns_no_credit() -> None:
     sim = Simulation(WIDE)
     ask(sim, "b", 10, 2)
-    keep_asking(sim, 200, {"a": (60, 10)})  # all that time b asks for nothing
+    keep_asking(sim, 200, {"a": (60, 10)})  # b is idle
     before = {tenant: served(sim, tenant) for tenant in "ab"}
     keep_asking(sim, 100, {"a": (60, 10), "b": (60, 10)})
     a, b = (served(sim, tenant) - before[tenant] for tenant in "ab")
     assert abs(a - b) < 0.1 * a
-    for _ in range(3):  # nor does asking for a little now and then
+    for _ in range(3):  # nor do occasional small requests
         keep_asking(sim, 30, {"a": (60, 10)})
         ask(sim, "b", 1, 1)
     before = {tenant: served(sim, tenant) for tenant in "ab"}
@@ -183,7 +183,7 @@ def test_single_requests_preempt_a_flood_at_most_once_each(
 
 
 def test_a_preempted_flood_repeats_no_work() -> None:
-    """What all of it takes is what it takes alone, and the other's work."""
+    """Its total work is what it needs alone, and the other's work."""
     alone = flood(TIGHT, 0, 100, 20)
     expected = alone.drain()
     sim = flood(TIGHT, 30, 100, 20)
@@ -205,7 +205,7 @@ def test_no_tenant_starves_among_many() -> None:
     assert preemptions < 2 * len(sim.requests)
 
 
-def test_a_newcomer_takes_from_the_one_furthest_above_its_share() -> None:
+def test_a_new_tenant_preempts_the_one_furthest_above_its_share() -> None:
     sim = Simulation(WIDE)
     many = [ask(sim, "many", 8, 200) for _ in range(6)]
     few = [ask(sim, "few", 8, 200) for _ in range(2)]
@@ -218,7 +218,7 @@ def test_a_newcomer_takes_from_the_one_furthest_above_its_share() -> None:
     assert not any(r.num_preemptions for r in few)
 
 
-def test_the_one_that_loses_least_gives_way() -> None:
+def test_the_request_that_loses_least_is_preempted() -> None:
     sim = Simulation(replace(WIDE, max_num_seqs=3))
     requests = [ask(sim, "a", length, 200) for length in (60, 5, 30)]
     for _ in range(5):
@@ -228,7 +228,7 @@ def test_the_one_that_loses_least_gives_way() -> None:
     assert [r.num_preemptions for r in requests] == [0, 1, 0]
 
 
-def test_the_least_urgent_gives_way_if_priorities_count() -> None:
+def test_the_least_urgent_request_is_preempted_by_priorities() -> None:
     sim = Simulation(replace(WIDE, max_num_seqs=3, policy="priority"))
     low = sim.add([0] * 60, 200, tenant="a", priority=1, stop_ids=NO_STOP)[0]
     high = [
@@ -245,8 +245,8 @@ def test_the_least_urgent_gives_way_if_priorities_count() -> None:
 
 @pytest.mark.parametrize("max_num_seqs", [7, 8])
 @pytest.mark.parametrize("length", [1, 20])
-def test_decodes_that_fill_a_step_leave_a_fair_part_of_it(max_num_seqs: int, length: int) -> None:
-    """As many requests as a step has tokens: the first token of another does not wait for them."""
+def test_decodes_that_fill_a_step_leave_a_fair_share(max_num_seqs: int, length: int) -> None:
+    """As many requests as a step has tokens do not delay the first token of another tenant."""
     sim = Simulation(replace(WIDE, budget=8, max_num_seqs=max_num_seqs))
     for _ in range(12):
         ask(sim, "a", 3, 300)
@@ -257,12 +257,12 @@ def test_decodes_that_fill_a_step_leave_a_fair_part_of_it(max_num_seqs: int, len
     done = {r.key: len(r.token_ids) for r in sim.scheduler.running}
     while not other.finished:
         sim.step()
-    for request in sim.scheduler.running:  # and nobody is passed over for ever
+    for request in sim.scheduler.running:  # no request waits forever
         assert len(request.token_ids) > done.get(request.key, 0)
 
 
 def test_requests_within_a_fair_share_of_slots_are_not_preempted() -> None:
-    """Four slots of eight are a fair share of two, however often the other asks."""
+    """Four of eight slots are the fair share of two tenants, however often the other asks."""
     sim = Simulation(WIDE)
     mine = [ask(sim, "a", 8, 300) for _ in range(4)]
     for _ in range(20):
@@ -272,7 +272,7 @@ def test_requests_within_a_fair_share_of_slots_are_not_preempted() -> None:
     assert not any(r.num_preemptions for r in mine)
 
 
-def test_even_a_single_slot_is_given_up_once() -> None:
+def test_even_a_single_slot_is_preempted_once() -> None:
     sim = Simulation(replace(WIDE, max_num_seqs=1))
     flooding = [ask(sim, "a", 8, 30) for _ in range(5)]
     sim.step()
@@ -284,7 +284,7 @@ def test_even_a_single_slot_is_given_up_once() -> None:
     assert other.num_preemptions == 0
 
 
-def test_all_that_arrive_at_once_get_up_to_a_third_of_the_slots() -> None:
+def test_simultaneous_tenants_get_up_to_a_third_of_the_slots() -> None:
     sim = Simulation(WIDE)
     for _ in range(20):
         ask(sim, "a", 8, 300)
@@ -350,11 +350,11 @@ def test_a_static_batch_is_shared_fairly_and_not_joined_late(policy: str) -> Non
     sim.now += 1.0
     sim.step()
     tenants = [r.tenant for r in sim.scheduler.running]
-    assert (tenants.count("a"), tenants.count("b")) == (1, 3)  # one had a batch for itself
+    assert (tenants.count("a"), tenants.count("b")) == (1, 3)  # one had a batch of its own
 
 
 @pytest.mark.parametrize("policy", ["static", "dynamic"])
-def test_members_of_a_batch_that_had_to_wait_come_back_before_others(policy: str) -> None:
+def test_preempted_members_of_a_batch_resume_before_others(policy: str) -> None:
     sim = Simulation(replace(WIDE, policy=policy, batch_size=3, num_blocks=16, more_expected=False))
     long, other = (ask(sim, "a", 12, n) for n in (40, 2))
     short, member = (ask(sim, "b", 12, n) for n in (13, 30))
@@ -362,7 +362,7 @@ def test_members_of_a_batch_that_had_to_wait_come_back_before_others(policy: str
         sim.step()
     assert not long.finished and not short.finished
     while member.status is RequestStatus.PREEMPTED:
-        assert other.status is RequestStatus.WAITING  # although it came earlier
+        assert other.status is RequestStatus.WAITING  # although it arrived earlier
         sim.step()
     assert not long.finished
     sim.drain()
@@ -383,7 +383,7 @@ def test_accounts_of_idle_tenants_are_deleted() -> None:
 def test_the_quick_check_of_tenants_changes_no_plan(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The quick look at what tenants hold changes no plan."""
+    """The fast check of tenants' usage changes no plan."""
     genuine = TenantUsage.uneven
     looks: list[bool] = []
 
@@ -412,7 +412,7 @@ def test_the_quick_check_of_tenants_changes_no_plan(
 
 
 @pytest.mark.parametrize("credited", [False, True])
-def test_what_a_tenant_got_elsewhere_counts(credited: bool):
+def test_service_by_other_engines_counts(credited: bool):
     sim = Simulation(Setup(max_num_seqs=1))
     sim.add([1] * 8, tenant="a")
     sim.step()
@@ -426,7 +426,7 @@ def test_what_a_tenant_got_elsewhere_counts(credited: bool):
     assert (ends.index(second.key) < ends.index(other.key)) == credited
 
 
-def test_service_is_taken_once():
+def test_service_by_other_engines_counts_once():
     sim = Simulation(Setup())
     assert sim.scheduler.shares.take_service(sim.scheduler.running) == {}
     sim.add([1] * 8, 4, tenant="a", stop_ids=frozenset())

@@ -1,4 +1,4 @@
-"""The audit sees each thing it audits: corrupt one, expect an error that says which."""
+"""The audit finds each corruption, with an error that names it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Corruption = Callable[[Scheduler], object]
 
 
 def busy() -> Scheduler:
-    """Two siblings that share a block and another request run, two wait, a step is in flight."""
+    """Return a scheduler with two siblings that share a block and another request running, two
+    waiting, and a step in flight."""
     sim = Simulation(Setup(block_size=4, windows=(None, 6), max_num_seqs=3, depth=2))
     sim.add([0] * 9, max_tokens=30, n=2, stop_ids=frozenset())
     sim.add([1] * 5, max_tokens=30, stop_ids=frozenset())

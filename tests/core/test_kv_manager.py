@@ -1,4 +1,4 @@
-"""Block tables and prefix matching against a naive dictionary of what blocks hold."""
+"""Block tables and prefix matching, compared with a plain dictionary of block contents."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def manager(
 
 
 def start(kv: KVCacheManager, request: Request) -> int:
-    """Admit a request whose prompt is computed in one step; returns how much of it was cached."""
+    """Admit a request whose prompt is computed in one step; return how much of it was cached."""
     match = kv.match(request)
     assert kv.admit(request, match, len(request.token_ids)) is not None
     request.status = RequestStatus.RUNNING
@@ -62,8 +62,8 @@ def start(kv: KVCacheManager, request: Request) -> int:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """`contents` says what each published block holds, in the order of publication, until the block
-    is handed out again, or nobody holds it and an older one has the same content."""
+    """`contents` has the content of each published block in the order of publication, until the
+    block is reallocated, or is free and an older one has the same content."""
 
     @initialize(
         num_blocks=st.integers(7, 29),
@@ -86,7 +86,8 @@ class CacheMachine(RuleBasedStateMachine):
         return (group, request.cache_salt, tuple(request.token_ids[:end]))
 
     def may_match(self, request: Request) -> int:
-        """Most tokens whose keys, as far as the next query sees them, are all published."""
+        """Return the most tokens whose keys are all published, as far as the next query sees
+        them."""
         published = set(self.contents.values())
         size = self.kv.block_size
         for length in range((len(request.token_ids) - 1) // size, 0, -1):
@@ -107,7 +108,7 @@ class CacheMachine(RuleBasedStateMachine):
     def note_published(self, request: Request) -> None:
         full = min(request.num_written_tokens, len(request.token_ids)) // self.kv.block_size
         for group, ids in enumerate(request.block_ids):
-            for i in range(request.num_committed_blocks, full):  # told once, when it became full
+            for i in range(request.num_committed_blocks, full):  # once, when it became full
                 if ids[i] != NULL_BLOCK and ids[i] not in self.contents:
                     self.contents[ids[i]] = self.content(request, group, i)
 
@@ -206,7 +207,7 @@ def test_a_full_hit_leaves_the_last_token_to_compute() -> None:
     first = new_request(tokens)
     assert start(kv, first) == 0
     kv.free(first)
-    assert start(kv, new_request(tokens)) == 4  # not 8: the last token's logits are wanted
+    assert start(kv, new_request(tokens)) == 4  # not 8: the last token is computed
     assert start(kv, new_request([*tokens, 9])) == 8
 
 
@@ -218,7 +219,7 @@ def test_a_block_after_another_prefix_never_matches() -> None:
     assert kv.match(new_request([1, 1, 1, 1, 3, 3, 3, 3, 5])).num_tokens == 4
 
 
-def test_prompt_logprobs_need_what_predicts_their_tokens_computed() -> None:
+def test_prompt_logprobs_need_their_tokens_computed() -> None:
     kv = manager()
     start(kv, new_request(list(range(8))))
     wanting = new_request(list(range(9)))
@@ -235,7 +236,7 @@ def test_without_prefix_caching_nothing_matches() -> None:
     assert kv.pool.num_cached == 0
 
 
-def test_a_block_is_allocated_exactly_when_a_token_crosses_the_border() -> None:
+def test_a_block_is_allocated_when_a_token_crosses_its_boundary() -> None:
     kv = manager(block_size=4)
     request = new_request([1, 2, 3])
     start(kv, request)
@@ -247,7 +248,7 @@ def test_a_block_is_allocated_exactly_when_a_token_crosses_the_border() -> None:
     request.num_computed_tokens = 9
     assert kv.tokens([request]) == (12, 9)
     kv.free(request)
-    assert kv.pool.num_blocks - kv.pool.least_free == 3  # it was so once
+    assert kv.pool.num_blocks - kv.pool.least_free == 3  # the peak
 
 
 @pytest.mark.parametrize(
@@ -290,7 +291,7 @@ def test_a_sibling_shares_full_blocks_and_copies_the_partial_one() -> None:
     leader.first_token = 1.0
     sibling = new_request(list(range(7)), leader=leader)
     match = kv.match(sibling)
-    assert match.num_tokens == 6  # the last prompt token is computed again, for its logits
+    assert match.num_tokens == 6  # the last prompt token is computed for its logits
     (copy,) = kv.admit(sibling, match, 7) or []
     assert copy == (leader.block_ids[0][1], sibling.block_ids[0][1])
     assert copy[0] != copy[1]
@@ -321,7 +322,7 @@ def test_a_sibling_forks_only_from_a_running_leader() -> None:
     assert [match(change) for change in (preempted, unfinished_prefill, finished)] == [0, 0, 0]
 
 
-def test_promised_blocks_are_not_published() -> None:
+def test_blocks_in_flight_are_not_published() -> None:
     kv = manager(block_size=4)
     request = new_request(list(range(9)))
     kv.admit(request, kv.match(request), 9)
@@ -330,7 +331,7 @@ def test_promised_blocks_are_not_published() -> None:
     assert kv.match(new_request(list(range(9)))).num_tokens == 4
 
 
-def test_short_of_blocks_nothing_changes() -> None:
+def test_a_failed_allocation_changes_nothing() -> None:
     kv = manager(num_blocks=3, block_size=4)
     first = new_request(list(range(8)))
     start(kv, first)
@@ -345,7 +346,7 @@ def test_short_of_blocks_nothing_changes() -> None:
     assert kv.usage == pytest.approx(2 / 3)
 
 
-def test_the_beginning_of_a_freed_prefix_lives_longest() -> None:
+def test_the_start_of_a_freed_prefix_is_evicted_last() -> None:
     kv = manager(num_blocks=4, block_size=2)
     request = new_request(list(range(8)))
     start(kv, request)
@@ -358,13 +359,13 @@ def test_a_copy_in_use_is_matched_when_the_first_block_is_evicted() -> None:
     kv = manager(num_blocks=5, block_size=2)
     tokens = [1, 2, 3, 4]
     first, second = new_request(tokens), new_request(tokens)
-    for request in (first, second):  # neither finds what the other computes at the same time
+    for request in (first, second):  # they are computed at the same time, so that neither has a hit
         assert kv.admit(request, kv.match(request), 4) == []
     for request in (first, second):
         request.num_written_tokens = 4
         kv.commit(request)
     kv.free(first)
-    start(kv, new_request([9, 9, 9]))  # takes the blocks that are free
+    start(kv, new_request([9, 9, 9]))  # takes the free blocks
     assert kv.match(new_request([*tokens, 5])).num_tokens == 4
 
 
@@ -383,7 +384,7 @@ def test_freeing_a_duplicate_prefix_counts_as_use_of_the_cached_one() -> None:
     start(kv, between)
     kv.free(between)
     kv.free(copy)
-    start(kv, new_request([9] * 7))  # the two of the copy, one that was never used, and one more
+    start(kv, new_request([9] * 7))  # the two of the copy, a never used one, and one more
     assert kv.match(new_request([8, 8, 5])).num_tokens == 0
     assert kv.match(new_request([*tokens, 5])).num_tokens == 4
 
@@ -429,7 +430,7 @@ def test_blocks_outside_the_window_are_freed_before_allocation() -> None:
     assert kv.max_blocks(100, 2) == 3
     request = new_request([1] * 8)
     start(kv, request)
-    for written in (9, 10, 11):  # no border is crossed, but key 5 is out of sight now
+    for written in (9, 10, 11):  # no block boundary is crossed, but key 5 leaves the window
         request.token_ids.append(1)
         kv.extend(request, written)
         request.num_computed_tokens = request.num_written_tokens = written

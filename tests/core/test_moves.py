@@ -1,4 +1,4 @@
-"""Moves between the cache and its tiers: what is kept, what is loaded, and when it is not."""
+"""Moves between the cache and its tiers: stores, loads, and when they are avoided."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PROMPT = [0, 1, 2] * 11 + [0]  # 8 full blocks and two tokens
 
 
 def served(setup: Setup = SETUP) -> Simulation:
-    """After a prompt that left the cache and lies in a tier."""
+    """Return a simulation with a prompt that left the cache and is in a tier."""
     sim = Simulation(setup)
     sim.add(PROMPT, 3)
     sim.drain()
@@ -61,7 +61,7 @@ def test_a_loading_request_holds_blocks_and_no_row_while_others_compute() -> Non
 @pytest.mark.parametrize("failing", [0, 3, 7])
 def test_what_fails_to_load_is_computed(failing: int) -> None:
     sim = served()
-    for number in range(3):  # the second try too
+    for number in range(3):  # also the second attempt
         sim.worker.tiers.fail("load", failing + number * (8 - failing))
     (request,) = sim.add(PROMPT, 3)
     sim.drain()
@@ -86,13 +86,13 @@ def test_the_end_of_a_request_does_not_wait_for_its_load(reason: FinishReason) -
         sim.step()
         sim.worker.tiers.under_way = kept
     assert request.finish_reason is reason
-    assert sum(sim.scheduler.kv.pool.ref_counts) >= 8  # until the move is done
+    assert sum(sim.scheduler.kv.pool.ref_counts) >= 8  # until the load is done
     sim.worker.tiers.at_once = True
     sim.drain()
     assert other.finished
 
 
-def test_a_load_that_takes_too_long_is_given_up_and_its_blocks_stay() -> None:
+def test_a_slow_load_is_abandoned_and_its_blocks_stay() -> None:
     sim = served()
     sim.worker.tiers.at_once = False
     (request,) = sim.add(PROMPT, 3)
@@ -110,9 +110,7 @@ def test_a_load_that_takes_too_long_is_given_up_and_its_blocks_stay() -> None:
 
 @pytest.mark.parametrize("steps", [1, 2, 4, 7])
 @pytest.mark.parametrize("failing", [None, 0, 5, 8])
-def test_a_request_that_is_handed_over_computes_nothing_again(
-    steps: int, failing: int | None
-) -> None:
+def test_a_request_handed_over_repeats_no_work(steps: int, failing: int | None) -> None:
     sim = Simulation(replace(SETUP, num_blocks=24, peers=True))
     target = Simulation(replace(SETUP, num_blocks=24, peers=True, tiers=(0, 0)))
     (request,) = sim.add(PROMPT, 12, stop_ids=frozenset())
@@ -164,7 +162,7 @@ def test_loading_must_be_faster_by_a_tenth(tokens: int, loads: bool) -> None:
     assert index.is_faster(Counter({MEMORY: 100}), tokens, 100.0) is loads
 
 
-def test_a_preempted_request_goes_on_from_what_was_kept_of_its_last_block() -> None:
+def test_a_preempted_request_resumes_from_its_partial_last_block() -> None:
     sim = Simulation(replace(SETUP, num_blocks=8, tiers=(64, 0)))
     first, second = (
         sim.add([i, 1, 2, 0, 1, 0, 0][: 7 - 2 * i], 20, stop_ids=frozenset())[0] for i in (0, 1)
@@ -185,7 +183,7 @@ def test_a_preempted_request_goes_on_from_what_was_kept_of_its_last_block() -> N
     assert first.finished and second.finished
 
 
-def test_salts_and_forgotten_contents_are_never_loaded() -> None:
+def test_salted_and_reset_contents_are_never_loaded() -> None:
     sim = served()
     (other,) = sim.add(PROMPT, 3, salt="b")
     sim.drain()
@@ -196,7 +194,7 @@ def test_salts_and_forgotten_contents_are_never_loaded() -> None:
     assert same.num_cached_tokens == 0
 
 
-def test_what_is_being_loaded_when_the_cache_is_emptied_is_not_published() -> None:
+def test_loads_in_flight_at_a_reset_are_not_published() -> None:
     sim = served()
     sim.worker.tiers.at_once = False
     (request,) = sim.add(PROMPT, 3)
@@ -208,7 +206,7 @@ def test_what_is_being_loaded_when_the_cache_is_emptied_is_not_published() -> No
 
 
 def test_pages_of_a_plan_that_failed_are_deleted() -> None:
-    """Some may be on the disk, of blocks whose content is in doubt."""
+    """Some may be on the disk, with uncertain content."""
     sim = Simulation(replace(SETUP, tiers=(0, 64)))
     sim.add(PROMPT, 3)
     sim.step()
@@ -222,8 +220,8 @@ def test_pages_of_a_plan_that_failed_are_deleted() -> None:
     sim.drain()
 
 
-def test_no_page_comes_into_a_block_that_the_plan_copies() -> None:
-    """It may be free already, and the load might come before the copy."""
+def test_no_page_is_loaded_into_a_block_that_the_plan_copies() -> None:
+    """It may be free already, and the load might precede the copy."""
     sim = served()
     (request,) = sim.add(PROMPT, 3)
     kv, moves = sim.scheduler.kv, sim.scheduler.moves
@@ -236,7 +234,7 @@ def test_no_page_comes_into_a_block_that_the_plan_copies() -> None:
     assert request.num_cached_tokens == 32
 
 
-def test_a_plan_that_failed_asks_for_its_loads_again() -> None:
+def test_loads_of_a_failed_plan_are_repeated() -> None:
     sim = served()
     (request,) = sim.add(PROMPT, 3)
     sim.step_fails = True
@@ -245,7 +243,7 @@ def test_a_plan_that_failed_asks_for_its_loads_again() -> None:
     assert request.num_cached_tokens == 32
 
 
-def test_few_loads_are_under_way_at_a_time() -> None:
+def test_concurrent_loads_are_bounded() -> None:
     setup = replace(SETUP, num_blocks=200, max_num_seqs=40, tiers=(1000, 0))
     sim = Simulation(setup)
     prompts = [[i % 3, i // 3 % 3, i // 9 % 3, 1] * 2 + [0] for i in range(20)]
@@ -263,7 +261,7 @@ def test_few_loads_are_under_way_at_a_time() -> None:
     sim.drain()
 
 
-# What the machine does not run long enough for: few blocks and slow loads for many requests.
+# Longer than the state machine: few blocks and slow loads for many requests.
 @pytest.mark.parametrize("seed", range(examples(150)))
 def test_random_runs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(seed)
@@ -292,7 +290,7 @@ def test_random_runs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     sim.drain()
 
 
-def test_what_a_busy_disk_cannot_take_waits_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_wait_in_the_cache_for_a_busy_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_index, "MAX_WRITING", 2 * PAGE)
     sim = Simulation(replace(SETUP, tiers=(0, 64)))
     sim.add(PROMPT, 3)
@@ -302,7 +300,7 @@ def test_what_a_busy_disk_cannot_take_waits_in_the_cache(monkeypatch: pytest.Mon
     sim.drain()
 
 
-def test_the_beginning_of_a_prefix_is_the_last_to_make_room() -> None:
+def test_the_start_of_a_prefix_is_evicted_last() -> None:
     index = TierIndex(TierSizes((10,), memory=0, disk=30))
     keys = [(0, bytes([i])) for i in range(4)]
     for key in keys[:3]:
@@ -313,14 +311,14 @@ def test_the_beginning_of_a_prefix_is_the_last_to_make_room() -> None:
     assert index.drops == [keys[2]]
 
 
-def test_pages_that_are_found_beyond_the_quota_are_deleted_oldest_first() -> None:
+def test_pages_beyond_the_quota_are_deleted_oldest_first() -> None:
     index = TierIndex(TierSizes((10,), memory=0, disk=30))
     keys = [(0, bytes([i])) for i in range(5)]
     index.find([*keys, (7, b"of another group")])
     assert index.drops == keys[:2] and [*index.tiers[DISK].pages] == keys[2:]
 
 
-def test_a_tier_that_is_turned_off_is_not_asked_any_more() -> None:
+def test_a_tier_that_is_off_is_not_used() -> None:
     sim = served(replace(SETUP, tiers=(0, 64)))
     sim.worker.tiers.fail("off", 0)
     sim.add([1], 1)

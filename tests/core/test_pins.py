@@ -1,4 +1,4 @@
-"""What pins promise, and when they give way."""
+"""Guarantees of pins, and when they yield."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def serve(
     tenant: str = "",
     max_tokens: int = 1,
 ) -> Request:
-    """A request on its own, to its end."""
+    """Run a single request to its end."""
     (request,) = sim.add(prompt, max_tokens, tenant=tenant, pins=pins)
     while not request.finished:
         sim.step()
@@ -29,14 +29,14 @@ def serve(
 
 
 def churn(sim: Simulation, start: int = 1000, tenant: str = "other") -> None:
-    """So many different prompts that nothing unpinned is left in the cache."""
+    """Run enough different prompts to evict everything unpinned."""
     for i in range(sim.setup.num_blocks + 1):
         token = start + i
         serve(sim, [token] * (2 * sim.setup.block_size), tenant=tenant)
 
 
 def cached(sim: Simulation, prompt: list[int]) -> int:
-    """Tokens of the prompt that are cached now; looking does not count as use."""
+    """Return how many tokens of the prompt are cached now; this does not count as use."""
     (request,) = sim.add(prompt, 1)
     found = sim.scheduler.kv.match(request).num_tokens
     sim.end(request)
@@ -44,7 +44,7 @@ def cached(sim: Simulation, prompt: list[int]) -> int:
 
 
 def prompt_of(token: int, blocks: int = 4, size: int = 4) -> list[int]:
-    """So many full blocks and one token more."""
+    """Return a prompt of full blocks and one more token."""
     return [token] * (blocks * size) + [0]
 
 
@@ -73,7 +73,7 @@ def test_a_pin_covers_the_full_blocks_of_its_tokens() -> None:
 def test_a_pin_of_a_whole_prompt_keeps_its_last_block(
     windows: tuple[Seen, ...],
 ) -> None:
-    """Longer prompts read the last one too. The same prompt computes its last token anew."""
+    """Longer prompts read the last block too. The same prompt recomputes its last token."""
     sim = Simulation(Setup(num_blocks=39, windows=windows))
     request = serve(sim, [1] * 16, Pin(16, 5 * MINUTES))
     assert request.num_pinned_tokens == 16
@@ -82,12 +82,12 @@ def test_a_pin_of_a_whole_prompt_keeps_its_last_block(
     assert cached(sim, [1] * 16) == 12
 
 
-def test_a_pin_ends_so_long_after_its_last_use() -> None:
+def test_a_pin_expires_after_its_last_use() -> None:
     sim = Simulation(Setup(num_blocks=39))
     prompt = prompt_of(1)
     serve(sim, prompt, Pin(16, 100.0))
     sim.now += 90.0
-    serve(sim, prompt)  # a use, though it asks for no pin
+    serve(sim, prompt)  # a use, although without a pin
     sim.now += 90.0
     churn(sim, 1000)
     assert cached(sim, prompt) == 16
@@ -97,7 +97,7 @@ def test_a_pin_ends_so_long_after_its_last_use() -> None:
     assert sim.scheduler.kv.pool.num_pinned == 0
 
 
-def test_looking_alone_is_no_use() -> None:
+def test_lookups_do_not_count_as_use() -> None:
     sim = Simulation(Setup(num_blocks=39))
     serve(sim, prompt_of(1), Pin(16, 100.0))
     sim.now += 90.0
@@ -113,7 +113,7 @@ def test_the_longer_of_two_times_counts() -> None:
     serve(sim, prompt_of(1), Pin(16, 5 * MINUTES))
     sim.now += 50 * MINUTES
     churn(sim)
-    serve(sim, prompt_of(1))  # which begins the hour anew
+    serve(sim, prompt_of(1))  # restarts the hour
     sim.now += 50 * MINUTES
     churn(sim)
     assert cached(sim, prompt_of(1)) == 16
@@ -144,7 +144,7 @@ def test_reports_distinguish_newly_pinned_from_cached_tokens() -> None:
     longer = [1] * 16 + [2] * 8 + [0]
     assert figures(serve(sim, longer, Pin(16, five), Pin(24, five))) == (16, 8)
     assert figures(serve(sim, prompt_of(3))) == (0, 0)
-    assert figures(serve(sim, prompt_of(3), Pin(16, five))) == (16, 0)  # kept, but not written
+    assert figures(serve(sim, prompt_of(3), Pin(16, five))) == (16, 0)  # pinned, not written
 
 
 def test_siblings_write_a_pinned_prefix_once() -> None:
@@ -169,7 +169,7 @@ def test_a_pin_larger_than_the_quota_is_refused_and_evicts_none() -> None:
     sim = Simulation(Setup(num_blocks=40, tenant_pinned_share=0.25))
     serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
     request = serve(sim, prompt_of(2, blocks=11), Pin(16, 60 * MINUTES), Pin(44, 60 * MINUTES))
-    assert request.num_pinned_tokens == 16  # the shorter one is
+    assert request.num_pinned_tokens == 16  # the shorter one is pinned
     churn(sim)
     assert [cached(sim, prompt_of(1)), cached(sim, prompt_of(2, blocks=11))] == [16, 16]
 
@@ -202,7 +202,7 @@ def test_between_equal_tenants_the_new_pin_is_refused() -> None:
         assert request.num_pinned_tokens == (16 if tenant == "a" else 0)
 
 
-def test_of_one_prompt_the_longer_pin_gives_way_first() -> None:
+def test_of_one_prompt_the_longer_pin_is_dropped_first() -> None:
     sim = Simulation(Setup(num_blocks=8, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
     serve(sim, prompt_of(1), Pin(8, 60 * MINUTES), Pin(16, 60 * MINUTES))
     serve(sim, [8] * 23)  # six of the eight blocks
@@ -211,23 +211,23 @@ def test_of_one_prompt_the_longer_pin_gives_way_first() -> None:
 
 
 def test_requests_evict_pinned_blocks_before_waiting_or_preempting() -> None:
-    """Nobody waits or is preempted for a pin; the one unused for longest goes first."""
+    """Pins neither delay nor preempt requests; the one unused for longest is dropped first."""
     sim = Simulation(Setup(num_blocks=16, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
     for token in (1, 2, 3):
         serve(sim, prompt_of(token), Pin(16, 60 * MINUTES))
     serve(sim, prompt_of(1))
     kv = sim.scheduler.kv
     assert kv.pool.num_pinned == 12
-    assert kv.usage == 0.0  # pins are not held by requests
+    assert kv.usage == 0.0  # pins do not count as usage
     (request,) = sim.add([8] * 31, 1)
     sim.step()
-    assert request.finished  # at once
+    assert request.finished  # without waiting
     assert [cached(sim, prompt_of(token)) for token in (1, 2, 3)] == [16, 0, 16]
     sim.drain()
     assert sim.scheduler.counters.preemptions == 0
 
 
-def test_a_pin_in_use_is_spared_where_another_brings_blocks() -> None:
+def test_a_pin_in_use_is_kept_if_another_frees_blocks() -> None:
     sim = Simulation(Setup(num_blocks=16, budget=64, pinned_share=1.0, tenant_pinned_share=1.0))
     for token in (1, 2):
         serve(sim, prompt_of(token), Pin(16, 60 * MINUTES))
@@ -254,7 +254,7 @@ def test_a_failed_request_unpins_the_blocks_it_wrote() -> None:
     assert sim.scheduler.kv.pool.num_pinned == 4
 
 
-def test_a_reset_forgets_pins_and_all_else() -> None:
+def test_a_reset_drops_pins_and_everything_else() -> None:
     sim = Simulation(Setup(num_blocks=39))
     serve(sim, prompt_of(1), Pin(16, 60 * MINUTES))
     serve(sim, prompt_of(2))
@@ -283,7 +283,7 @@ def test_an_aborted_request_pins_its_computed_blocks() -> None:
 
 
 def test_a_pin_needs_all_blocks_that_a_window_matches() -> None:
-    """A prefix that nobody could match is not pinned."""
+    """A prefix that cannot be matched is not pinned."""
     config = Setup(windows=(9,)).cache
     pool = BlockPool(config.num_blocks)
     pins = PinTable(pool, config)
@@ -291,7 +291,7 @@ def test_a_pin_needs_all_blocks_that_a_window_matches() -> None:
     hashes = [b"a", b"b", b"c", b"d"]
     for block, key in zip(blocks, hashes, strict=True):
         pool.commit(block, (0, key))
-    pool.forget(blocks[2])  # the query behind the prefix sees the last two blocks
+    pool.forget(blocks[2])  # the next query sees the last two blocks
     assert not pins.pin("", hashes, 60.0, 0.0)
     assert pool.num_pinned == 0
     pool.commit(blocks[2], (0, b"c"))
@@ -301,7 +301,7 @@ def test_a_pin_needs_all_blocks_that_a_window_matches() -> None:
 
 def test_many_short_pins_leave_nothing_behind() -> None:
     sim = Simulation(Setup(num_blocks=29))
-    serve(sim, [99] * 5, Pin(4, 30 * MINUTES), tenant="first")  # ends before those that are dropped
+    serve(sim, [99] * 5, Pin(4, 30 * MINUTES), tenant="first")  # expires before others drop
     for i in range(300):
         serve(sim, [100 + i] * 5, Pin(4, 60 * MINUTES))
     assert len(sim.scheduler.kv.pins._ends) < 150

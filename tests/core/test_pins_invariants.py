@@ -1,4 +1,4 @@
-"""The audit sees what can be wrong with pins: corrupt one, expect an error that says which."""
+"""The audit finds each corruption of pins, with an error that names it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ Corruption = Callable[[PinTable], object]
 
 
 def pinned() -> Simulation:
-    """Two pins of a prompt that two requests run with, under both kinds of group."""
+    """Return a simulation with two pins of a prompt that two requests use, in both kinds of
+    group."""
     sim = Simulation(Setup(windows=(None, 6), num_blocks=79))
     pins = (Pin(8, 60.0), Pin(16, 60.0))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""Any order of pinning, using, running short of blocks, failing and forgetting keeps pins in order.
+"""Pins stay consistent under any order of pinning, use, shortage, failures and resets.
 
 The invariants are audited after each step: what is pinned can be matched, is counted rightly and
 stays within the quotas. The fake worker checks the contents of all blocks that are shared.
@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from kvik.core.types import Pin
 
-LONGEST = 24  # tokens of a request at most
+LONGEST = 24  # most tokens of a request
 
 
 class PinMachine(RuleBasedStateMachine):

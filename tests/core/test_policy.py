@@ -1,4 +1,4 @@
-"""Who goes first, who waits, and until when."""
+"""The order of requests, and how long they may wait."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NO_STOP: frozenset[int] = frozenset()
 
 
 def order_of_service(sim: Simulation) -> list[str]:
-    """Request ids in the order of their first scheduling, one at a time."""
+    """Return request ids in the order of their first scheduling, one at a time."""
     assert sim.setup.max_num_seqs == 1
     seen: list[str] = []
     while sim.scheduler.has_requests or sim.in_flight:
@@ -56,7 +56,7 @@ def test_short_prompts_first() -> None:
 
 def test_a_long_prompt_is_overtaken_for_a_bounded_time() -> None:
     sim = Simulation(Setup(policy="shortest-prefill-first", max_num_seqs=1, ageing=10.0))
-    sim.add([0] * 50)  # 50 tokens weigh half a second of waiting
+    sim.add([0] * 50)  # 50 tokens weigh as much as half a second of waiting
     sim.now = 0.4
     before = sim.add([1])[0]
     sim.now = 0.6
@@ -76,7 +76,7 @@ def test_urgent_requests_first() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_one_policy_alone_reads_priorities(policy: str) -> None:
+def test_only_one_policy_uses_priorities(policy: str) -> None:
     sim = Simulation(Setup(policy=policy, max_num_seqs=1, batch_size=1))
     for priority in (1, 0, -1):
         sim.add([0, 1, 2], max_tokens=1, priority=priority)
@@ -97,7 +97,7 @@ def test_ageing_keeps_a_stream_of_urgent_requests_from_starving_others() -> None
     assert 2.9 <= patient.first_scheduled <= 3.5  # three levels, one second each
 
 
-def test_a_running_request_of_low_priority_gives_way_when_blocks_run_out() -> None:
+def test_a_request_of_low_priority_is_preempted_for_blocks() -> None:
     sim = Simulation(Setup(policy="priority", block_size=2, num_blocks=9))
     low = sim.add([0] * 4, max_tokens=10, priority=1, stop_ids=NO_STOP)[0]
     sim.step()
@@ -187,7 +187,7 @@ def test_a_static_batch_is_cut_by_its_token_cap() -> None:
     sim.plan()
     assert len(running(sim)) == 2
     big = Simulation(Setup(policy="static", batch_size=4, budget=16, more_expected=False))
-    big.add([0] * 40)  # at least one, in chunks
+    big.add([0] * 40)  # at least one request, in chunks
     big.plan()
     assert len(running(big)) == 1
     big.deliver()
@@ -212,10 +212,10 @@ def test_a_dynamic_batch_waits_max_wait_for_more_requests() -> None:
 @pytest.mark.parametrize(
     ("requests", "tokens", "length", "wait"),
     [
-        (8, 1000, 1, 0.5),  # a quarter of the requests allowed: as long as ever
+        (8, 1000, 1, 0.5),  # a quarter of the allowed requests: the longest wait
         (4, 1000, 1, 0.5),
         (3, 1000, 1, 1 / 3),
-        (2, 1000, 1, 0.0),  # nobody else would be let in
+        (2, 1000, 1, 0.0),  # no other request would be admitted
         (8, 30, 8, 0.5 * 14 / 15),  # 16 of 30 tokens
         (8, 16, 8, 0.0),
     ],
@@ -261,7 +261,7 @@ def test_a_dynamic_batch_is_full_when_its_token_cap_is_reached() -> None:
     assert len(running(sim)) == 1
 
 
-def test_continuous_batching_takes_everybody_in() -> None:
+def test_continuous_batching_admits_all() -> None:
     sim = Simulation(Setup(max_num_seqs=4))
     sim.add([0], max_tokens=9, stop_ids=NO_STOP)
     sim.step()

@@ -19,7 +19,7 @@ def request(order: float, num_tokens: int = 3) -> Request:
     return made
 
 
-def test_requests_stand_in_the_order_of_their_keys() -> None:
+def test_requests_are_ordered_by_their_keys() -> None:
     queue = WaitingQueue(10, 100)
     requests = [request(key) for key in (3.0, 1.0, 2.0)]
     for r in requests:
@@ -41,7 +41,7 @@ def test_a_full_queue_refuses() -> None:
     assert caught.value.field == "max_queued_requests"
 
 
-def test_too_many_tokens_are_refused_but_an_empty_queue_takes_anything() -> None:
+def test_tokens_are_limited_except_in_an_empty_queue() -> None:
     queue = WaitingQueue(10, 100)
     queue.check_room(1, 1000)
     queue.add(request(1.0, 60))
@@ -51,7 +51,7 @@ def test_too_many_tokens_are_refused_but_an_empty_queue_takes_anything() -> None
     assert caught.value.field == "max_queued_tokens"
 
 
-def test_each_tenant_has_a_line_of_its_own() -> None:
+def test_each_tenant_has_its_own_queue() -> None:
     queue = WaitingQueue(10, 100)
     requests = [request(key) for key in (3.0, 1.0, 2.0)]
     for r, tenant in zip(requests, "aba", strict=True):
@@ -63,7 +63,7 @@ def test_each_tenant_has_a_line_of_its_own() -> None:
     assert queue.by_tenant == {"a": [requests[0]]}
 
 
-# Who cannot make it is dropped early; who can is not.
+# Requests that cannot meet their deadline are dropped early, others are not.
 
 
 NO_STOP: frozenset[int] = frozenset()
@@ -71,7 +71,7 @@ SETUP = Setup(block_size=4, num_blocks=800, budget=32, max_num_seqs=4, max_model
 
 
 def run(sim: Simulation, seconds: float) -> None:
-    """Steps of 0.1 s and 0.01 s a token, until there is nothing to do or the time is over."""
+    """Run steps of 0.1 s plus 0.01 s per token, until there is no work or the time is over."""
     end = sim.now + seconds
     while sim.scheduler.has_requests and sim.now < end:
         plan = sim.plan()
@@ -82,7 +82,7 @@ def run(sim: Simulation, seconds: float) -> None:
 
 
 def warm(setup: Setup = SETUP) -> Simulation:
-    """Steps of all sizes have been seen."""
+    """Return a simulation that has measured steps of all sizes."""
     sim = Simulation(setup)
     for i in range(4):
         sim.add([i % 3] * 200, 20, stop_ids=NO_STOP)
@@ -93,7 +93,7 @@ def warm(setup: Setup = SETUP) -> Simulation:
 
 
 def seconds_for(length: int, more: int = 0) -> float:
-    """What a prompt takes alone, and so many tokens after the first."""
+    """Return the time of a prompt alone, and of `more` tokens after the first."""
     full, rest = divmod(length, SETUP.budget)
     return full * 0.42 + (0.1 + 0.01 * rest if rest else 0.0) + more * 0.11
 
@@ -115,7 +115,7 @@ def test_a_request_that_can_meet_its_deadline_is_not_dropped(length: int, min_to
     patience = seconds_for(length, max(0, min_tokens - 1)) + 0.001
     request = ask(sim, length, patience, min_tokens)
     run(sim, 1000.0)
-    assert request.finish_reason is FinishReason.DEADLINE  # of more than it needed
+    assert request.finish_reason is FinishReason.DEADLINE  # of more tokens than required
     assert request.num_output_tokens >= max(1, min_tokens)
 
 
@@ -130,7 +130,7 @@ def test_a_request_that_cannot_meet_its_deadline_is_dropped_early(share: float) 
     assert request.first_token is None
     gone = sim.ended[request.key].report
     assert gone is not None
-    # At once if it is hopeless, and else when so much of the work that is left is.
+    # At once if it is hopeless, otherwise when that share of the remaining work is left.
     assert gone.finished - start <= max(0.0, patience - 3 * (seconds_for(900) - patience)) + 0.5
 
 
@@ -142,13 +142,13 @@ def test_a_request_without_time_for_min_tokens_is_dropped_before_the_first() -> 
     assert request.num_output_tokens == 0
 
 
-def test_a_text_that_falls_behind_is_dropped_in_the_middle() -> None:
+def test_a_text_that_falls_behind_is_dropped() -> None:
     sim = warm()
     request = ask(sim, 10, seconds_for(10, 60), min_tokens=60)
     run(sim, 2.0)
     start = sim.now
     for _ in range(3):
-        sim.add([2] * 150, 100, stop_ids=NO_STOP)  # company makes steps slower
+        sim.add([2] * 150, 100, stop_ids=NO_STOP)  # other requests slow the steps
     run(sim, 100.0)
     assert request.finish_reason is FinishReason.DEADLINE
     assert 0 < request.num_output_tokens < 60
@@ -184,8 +184,8 @@ def test_siblings_need_only_the_last_token() -> None:
     assert {r.finish_reason for r in siblings} == {FinishReason.LENGTH}
 
 
-def test_work_that_is_dropped_early_is_there_for_others() -> None:
-    """In the time of two prompts, the second of which alone can make it."""
+def test_early_drops_leave_time_for_others() -> None:
+    """In the time of two prompts, of which only the second can meet its deadline."""
     sim = warm(replace(SETUP, max_num_seqs=1))
     patience = seconds_for(600) + 1.0
     hopeless = ask(sim, 900, 0.7 * patience)
@@ -195,15 +195,15 @@ def test_work_that_is_dropped_early_is_there_for_others() -> None:
     assert other.first_token is not None
 
 
-def test_drafts_may_bring_several_tokens_a_step() -> None:
+def test_drafts_may_yield_several_tokens_per_step() -> None:
     sim = warm()
     sim.scheduler.drafts.add(3, 3)
-    request = ask(sim, 10, seconds_for(10, 15), min_tokens=45)  # four a step would do
+    request = ask(sim, 10, seconds_for(10, 15), min_tokens=45)  # four per step would suffice
     run(sim, 0.3)
     assert not request.finished
 
 
-def test_a_prompt_without_output_has_a_deadline_too() -> None:
+def test_a_prompt_without_output_can_have_a_deadline() -> None:
     sim = warm()
     hopeless = sim.add([1] * 900, 0, deadline=sim.now + 3.0)[0]
     run(sim, 0.01)

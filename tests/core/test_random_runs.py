@@ -42,7 +42,7 @@ def run(seed: int, policy: str, windows: tuple[Seen, ...], depth: int) -> Simula
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8])
     budget = rng.choice([6, 16, 64])
-    longest = 52  # 30 prompt + 20 output + room
+    longest = 52  # 30 prompt + 20 output tokens, and some room
     plain = windows in BUDGETS  # without drafts and stages
     setup = Setup(
         policy=policy,
@@ -95,7 +95,7 @@ def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:
         reasons |= {delta.finish_reason for delta in sim.ended.values()}
         preemptions += sim.scheduler.counters.preemptions
         hits += sim.scheduler.counters.prefix_hits
-    # the runs reach what they are meant to reach; nothing moves here
+    # The runs cover what they should; there are no moves here.
     assert reasons == set(FinishReason) - {FinishReason.MOVED}
     assert preemptions > 0 and hits > 0
 
@@ -145,7 +145,7 @@ def breaks_windows(patch: pytest.MonkeyPatch) -> None:
 
 
 def publishes_promises(patch: pytest.MonkeyPatch) -> None:
-    """Publish blocks that a step in flight is to write: that step may fail."""
+    """Publish blocks that a step in flight will write, although it may fail."""
     commit = KVCacheManager.commit
 
     def too_early(self: KVCacheManager, request: Request) -> None:
@@ -196,7 +196,7 @@ def keeps_what_blocks_cached(patch: pytest.MonkeyPatch) -> None:
         keeps_what_blocks_cached,
     ],
 )
-def test_a_broken_core_is_found_out(bug: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_core_is_detected(bug: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
     with pytest.raises(AssertionError):
         for seed, windows, depth in product(range(12), WINDOWS, (1, 2)):
@@ -208,7 +208,7 @@ def straddles_cuts(patch: pytest.MonkeyPatch) -> None:
 
 
 def hits_all_that_is_cached(patch: pytest.MonkeyPatch) -> None:
-    """The queries that choose what is kept are not computed."""
+    """The queries that choose the kept tokens are not computed."""
     patch.setattr(
         KVCacheManager, "num_cacheable", lambda self, request: request.num_cacheable_tokens
     )
@@ -219,7 +219,7 @@ def publishes_what_was_made_of_the_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def cuts_too_early(patch: pytest.MonkeyPatch) -> None:
-    """Some of what is dropped is not published yet."""
+    """Some dropped tokens are not published yet."""
     patch.setattr(Scheduler, "_waits_to_cut", lambda self, request: False)
 
 
@@ -256,7 +256,7 @@ def forgets_to_cut_again(patch: pytest.MonkeyPatch) -> None:
         forgets_to_cut_again,
     ],
 )
-def test_broken_budgets_are_found_out(bug: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_budgets_are_detected(bug: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     bug(monkeypatch)
     with pytest.raises(AssertionError):
         for seed, budgets, depth in product(range(12), BUDGETS, (1, 2)):

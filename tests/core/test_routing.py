@@ -1,4 +1,4 @@
-"""Which replica takes a request: tables, and properties over random histories."""
+"""Routing of requests to replicas: tables, and properties over random histories."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE = 16
 
 
 def chain(*tokens: int) -> list[bytes]:
-    """Hashes of a prompt with one block for each number."""
+    """Return the hashes of a prompt with one block per number."""
     hashes: list[bytes] = []
     extend_hashes(hashes, [t for t in tokens for _ in range(PIECE)], PIECE, "", len(tokens))
     return hashes
@@ -56,7 +56,7 @@ def test_the_replica_that_has_the_prefix_takes_the_request():
     assert choice.seconds == pytest.approx(5 * PIECE / 1000)
 
 
-def test_what_waits_there_outweighs_a_short_prefix():
+def test_waiting_work_outweighs_a_short_prefix():
     made, prompt = router(2), chain(*range(20))
     holds(made, 0, *prompt[:10])
     holds(made, 1)
@@ -68,14 +68,14 @@ def test_what_waits_there_outweighs_a_short_prefix():
     assert made.choose(prompt, 20 * PIECE, 1.0).replica == 0  # nothing waits there any more
 
 
-def test_a_full_replica_gets_what_others_would_compute_soon():
+def test_a_full_replica_gets_no_prompts_that_others_compute_soon():
     made, prompt = router(2), chain(*range(20))
     holds(made, 0, *prompt[:10], kv=1.0)
     holds(made, 1)
     assert made.choose(prompt, 20 * PIECE, 0.0).replica == 1
 
 
-def test_none_that_is_not_there_is_chosen():
+def test_only_present_replicas_are_chosen():
     made, prompt = router(3), chain(1, 2, 3)
     holds(made, 1, *prompt)
     made.set_available(1, False)
@@ -101,7 +101,7 @@ def test_requests_that_were_just_sent_count_as_computed_there_for_a_minute():
     assert made.num_held(first) == 0
 
 
-def test_what_a_server_answered_counts_from_then_on_if_it_reports_nothing():
+def test_answers_count_as_cached_without_reports():
     made, prompt = router(1), chain(*range(50))
     send(made, "a", prompt)
     made.began("a", 1.0)
@@ -110,10 +110,10 @@ def test_what_a_server_answered_counts_from_then_on_if_it_reports_nothing():
     assert made.choose(prompt, 800, EXPECTED_SECONDS + 51.0).hit == 0
 
 
-def test_what_is_reported_is_believed_longer_than_expected():
+def test_reports_are_valid_longer_than_expectations():
     made, prompt = router(1), chain(*range(5))
     send(made, "a", prompt)
-    holds(made, 0, *prompt)  # cleared: a report of everything
+    holds(made, 0, *prompt)  # cleared: a full report
     made.report(0, ReplicaReport(ContentChanges(2, [], [prompt[4]])))
     assert made.choose(prompt, 80, 1000.0).hit == 4
 
@@ -129,7 +129,7 @@ def test_a_gap_between_reports_is_noticed():
     assert made.choose(prompt, 80, 0.0).hit == 5
 
 
-def test_a_server_that_caches_less_than_believed_is_trusted_less():
+def test_a_server_that_caches_less_than_expected_is_trusted_less():
     made, prompt = ReplicaRouter(["a", "b"], PIECE, 64, lifetime=600.0), chain(*range(50))
     made.set_available(0, True)
     for i in range(20):
@@ -140,7 +140,7 @@ def test_a_server_that_caches_less_than_believed_is_trusted_less():
     assert made.choose(prompt, 800, 20.0).seconds > 0.2
     made.set_available(1, True)
     seconds = [made.choose(prompt, 800, 20.0, avoid=[i]).seconds for i in (0, 1)]
-    assert seconds[0] == pytest.approx(seconds[1], rel=0.3)  # the prefix is worth nothing
+    assert seconds[0] == pytest.approx(seconds[1], rel=0.3)  # the prefix saves nothing
 
 
 @pytest.mark.parametrize("count", [1, 2, 8, 64])
@@ -153,7 +153,7 @@ def test_cold_prompts_spread_and_equal_ones_meet(count: int):
     assert min(shares) >= 24 and max(shares) <= 120
 
 
-def test_two_routers_agree_without_talking():
+def test_two_routers_agree_without_communication():
     one, other = router(8), router(8)
     for i in range(100):
         prompt = chain(i, 2)
@@ -205,7 +205,7 @@ def test_hits_are_those_of_a_walk_along_the_prompt(seed: int):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(st.integers(0, 2**32))
-def test_after_any_history_nothing_waits_and_what_was_reported_is_known(seed: int):
+def test_any_history_ends_without_work_and_with_known_reports(seed: int):
     random, made, now = Random(seed), router(3), 0.0
     logs, numbers, sent = [set() for _ in range(3)], [0, 0, 0], dict[str, int]()
     for i in range(60):
@@ -236,7 +236,7 @@ def test_after_any_history_nothing_waits_and_what_was_reported_is_known(seed: in
                 numbers[replica], logs[replica] = 0, set()
     for name in sent:
         made.ended(name, now)
-    made.choose([], 1, now + 2 * EXPECTED_SECONDS)  # what was expected is forgotten
+    made.choose([], 1, now + 2 * EXPECTED_SECONDS)  # expectations have expired
     for replica in range(3):
         assert made.seconds(replica) < 1e-6
         assert made.num_held(replica) == len(logs[replica])
@@ -247,17 +247,17 @@ def test_after_any_history_nothing_waits_and_what_was_reported_is_known(seed: in
 def test_a_log_replayed_is_the_index_of_the_pool(seed: int):
     random, pool, log = Random(seed), BlockPool(12), ContentLog()
     pool.log_to(log)
-    told: set[bytes] = set()
+    logged: set[bytes] = set()
     held: list[int] = []
 
     def read() -> None:
         changes = log.take()
         if changes is not None:
             if changes.cleared:
-                told.clear()
+                logged.clear()
             assert not set(changes.stored) & set(changes.removed)
-            told.update(changes.stored)
-            told.difference_update(changes.removed)
+            logged.update(changes.stored)
+            logged.difference_update(changes.removed)
 
     for _ in range(80):
         match random.randrange(7):
@@ -276,37 +276,37 @@ def test_a_log_replayed_is_the_index_of_the_pool(seed: int):
                 read()
     read()
     if seed % 2:
-        log.restart()  # from the beginning, whatever was told
+        log.restart()  # from the beginning, whatever was reported
         pool.log_to(log)
         read()
-    assert told == {content for (group, content), _ in pool.index_items() if group == 0}
+    assert logged == {content for (group, content), _ in pool.index_items() if group == 0}
 
 
-def test_a_log_tells_what_the_cache_or_the_memory_tier_has() -> None:
-    """A content is removed when the last of both has lost it."""
+def test_a_log_has_contents_of_the_cache_and_the_memory_tier() -> None:
+    """A content is removed when both have lost it."""
     log, pool = ContentLog(), BlockPool(2)
     index = TierIndex(TierSizes((1,), 1, 0))
     key = (0, b"a")
     pool.log_to(log)
     index.log_to(log)
 
-    def told() -> tuple[list[bytes], list[bytes]]:
+    def logged() -> tuple[list[bytes], list[bytes]]:
         changes = log.take()
         return ([], []) if changes is None else (changes.stored, changes.removed)
 
     (block,) = pool.allocate(1)
     pool.commit(block, key)
-    assert told() == ([b"a"], [])
+    assert logged() == ([b"a"], [])
     index.store(key, on_disk=False)
     index.finish(key, MEMORY)
-    assert told() == ([], [])  # it was there
+    assert logged() == ([], [])  # it was known
     pool.release([block])
     pool.allocate(2)
-    assert told() == ([], [])  # the tier has it
+    assert logged() == ([], [])  # the tier has it
     index.store((0, b"b"), on_disk=False)
-    assert told() == ([], [b"a"])
+    assert logged() == ([], [b"a"])
     index.finish((0, b"b"), MEMORY)
-    assert told() == ([b"b"], [])
+    assert logged() == ([b"b"], [])
     log.restart()
     index.log_to(log)
     changes = log.take()

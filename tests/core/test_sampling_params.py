@@ -99,7 +99,7 @@ def test_equivalent_values_are_stored_alike(name: str, given: Any, stored: Any) 
     assert getattr(SamplingParams(**{name: given}), name) == stored
 
 
-def test_integers_of_numpy_become_pythons_own() -> None:
+def test_numpy_integers_become_python_integers() -> None:
     params = SamplingParams(seed=np.int64(5), max_tokens=np.int32(7), n=np.uint8(2))
     assert [type(value) for value in (params.seed, params.max_tokens, params.n)] == [int] * 3
     with pytest.raises(ParamError, match="seed"):

@@ -1,4 +1,4 @@
-"""What the scheduler promises, one promise at a time."""
+"""Guarantees of the scheduler, one per test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_prompt_is_computed_in_chunks_within_the_budget() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_whole_prompts_are_never_cut(policy: str, depth: int) -> None:
-    """A step has what fits, and one that does not fit is not overtaken; nothing is kept of them."""
+    """A step takes prompts that fit; one that does not fit is not overtaken, and none is cached."""
     setup = Setup(
         budget=16,
         max_num_seqs=4,
@@ -76,12 +76,12 @@ def test_decodes_go_before_prefill_chunks() -> None:
 
 
 def test_the_stages_of_a_pipeline_have_different_requests() -> None:
-    """No row goes on before its token is known, and decodes are spread over the steps in flight;
+    """No row continues before its token is known. Decodes are spread over the steps in flight,
     chunks of prompts are not."""
     sim = Simulation(Setup(depth=2, stages=2, max_num_seqs=5, budget=16, max_model_len=128))
     requests = [sim.add([i, i, i], 40, stop_ids=NO_STOP)[0] for i in range(4)]
     first = sim.planned()
-    assert len(first.slots) == 4 and sim.plan() is None  # nothing is known yet
+    assert len(first.slots) == 4 and sim.plan() is None  # no token is known yet
     sim.deliver()
     for _ in range(6):
         plans = [sim.planned(), sim.planned()]
@@ -107,7 +107,7 @@ def test_a_decode_row_costs_a_few_integers() -> None:
         assert not (plan.new_requests or plan.freed_slots or plan.block_copies)
         new_blocks.append([len(ids) for _, _, ids in plan.new_blocks])
         sim.answer(plan, [1])
-    # tokens 6.. are fed: a block is added exactly when a token crosses its border, at 8, 12, 16
+    # Tokens 6... are computed: a block is added when a token crosses its boundary, at 8, 12, 16.
     assert new_blocks == [[1] if fed % 4 == 0 else [] for fed in range(5, 17)]
 
 
@@ -135,15 +135,15 @@ def test_outputs_are_cached_too() -> None:
     turn = sim.add([*tokens, 0], max_tokens=1)[0]
     sim.planned()
     assert len(tokens) == 9
-    assert turn.num_cached_tokens == 8  # the ninth token was sampled, its K/V never computed
+    assert turn.num_cached_tokens == 8  # the ninth token was sampled, but its K/V never computed
 
 
-def test_a_token_in_flight_does_not_hold_up_the_next_step() -> None:
+def test_a_token_in_flight_does_not_delay_the_next_step() -> None:
     sim = Simulation(Setup(depth=2))
     request = sim.add([0, 0], max_tokens=3, stop_ids=NO_STOP)[0]
     plans = [sim.planned(), sim.planned(), sim.planned()]
     assert request.num_pending_tokens == 3
-    assert sim.plan() is None  # all that it may sample is under way
+    assert sim.plan() is None  # all requests are in flight
     for plan in plans:
         sim.answer(plan, [1])
     assert request.finish_reason is FinishReason.LENGTH
@@ -191,7 +191,7 @@ def test_a_preempted_request_resumes_with_prefix_hits() -> None:
     assert new.token_ids == third.token_ids
     assert new.num_prompt_tokens == 3
     assert 0 < new.num_computed_tokens < known
-    assert third.num_cached_tokens == 0  # of its first scheduling; this is no hit of another's
+    assert third.num_cached_tokens == 0  # at its first scheduling; its own blocks are no hit
     assert second.finished
 
 
@@ -212,7 +212,7 @@ SHARED = [1, 2, 3, 1, 2, 2, 3, 3]  # two blocks
 
 
 def first_chunks(sim: Simulation) -> list[dict[str, int]]:
-    """The tokens of prompts in each step, by request, until all have begun to decode."""
+    """Return the prompt tokens of each step by request, until all have begun to decode."""
     steps = []
     while any(r.first_token is None and not r.finished for r in sim.requests.values()):
         plan = sim.planned()
@@ -239,10 +239,10 @@ def test_requests_that_arrive_together_compute_their_common_prefix_once() -> Non
 @pytest.mark.parametrize(
     ("setup", "second", "steps"),
     [
-        # it follows the other, chunk by chunk, as far as they agree
+        # it follows the other request chunk by chunk, as far as they agree
         (Setup(budget=4), [*SHARED, 0], [{"r0": 4}, {"r0": 4}, {"r0": 1, "r1": 1}]),
         (Setup(budget=6), [*SHARED[:4], *SHARED], [{"r0": 6}, {"r0": 3, "r1": 3}, {"r1": 5}]),
-        # no full block in common, another salt, no cache: nothing to wait for
+        # no common full block, another salt, no cache: nothing to wait for
         (Setup(budget=32), [*SHARED[:3], 0, 0, 0], [{"r0": 9, "r1": 6}]),
         (Setup(budget=32, caching=False), [*SHARED, 0], [{"r0": 9, "r1": 9}]),
     ],
@@ -256,17 +256,17 @@ def test_a_request_waits_only_for_blocks_that_are_being_computed(
     assert first_chunks(sim) == steps
 
 
-def test_prefixes_under_different_salts_are_computed_apart() -> None:
+def test_prefixes_with_different_salts_are_computed_separately() -> None:
     sim = Simulation(Setup(budget=32))
     for salt in ("a", "b"):
         sim.add([*SHARED, 0], salt=salt, stop_ids=NO_STOP)
     assert first_chunks(sim) == [{"r0": 9, "r1": 9}]
 
 
-def test_a_request_does_not_wait_longer_than_its_prefix_takes() -> None:
+def test_a_request_waits_at_most_the_time_of_its_prefix() -> None:
     def steps(seconds_per_step: float) -> list[dict[str, int]]:
         sim = Simulation(Setup(budget=32))
-        for i in range(40):  # a token of a prompt takes 10 ms more
+        for i in range(40):  # each prompt token takes 10 ms more
             for tokens, start in ((1, 10.0 * i), (16, 10.0 * i + 5)):
                 seconds = seconds_per_step + 0.01 * (tokens if tokens > 1 else 0)
                 sim.scheduler.clock.note(start, start + seconds, tokens, prefill=tokens > 1)
@@ -283,8 +283,8 @@ def test_later_prompts_do_not_delay_a_waiting_one() -> None:
     for i in range(2):
         sim.add([*SHARED, i], stop_ids=NO_STOP)
     long = sim.add([3, *range(1, 5)] * 8, stop_ids=NO_STOP)[0]
-    sim.add([2] * 6, stop_ids=NO_STOP)  # fits in the place that the second leaves
-    sim.add([3] * 6, stop_ids=NO_STOP)  # no longer
+    sim.add([2] * 6, stop_ids=NO_STOP)  # fits in the room that the second leaves
+    sim.add([3] * 6, stop_ids=NO_STOP)  # does not fit
     steps = first_chunks(sim)
     assert steps[:2] == [{"r0": 9, "r3": 6}, {"r1": 1, "r2": 21}]
     assert long.num_output_tokens
@@ -326,7 +326,7 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
     sim.now = 1.0
     sim.scheduler.schedule(sim.now)
     assert running.finish_reason is FinishReason.DEADLINE
-    assert waiting.status is RequestStatus.RUNNING  # took the place
+    assert waiting.status is RequestStatus.RUNNING  # it took the slot
     (delta,) = sim.scheduler.take_ended()
     assert delta.report is not None
     assert (delta.report.arrival, delta.report.finished) == (0.0, 1.0)
@@ -351,7 +351,7 @@ def test_a_row_that_fails_ends_its_request_alone_and_leaves_nothing_cached() -> 
     sim.drain()
 
 
-def test_code_that_raises_ends_its_request_alone() -> None:
+def test_an_exception_ends_its_request_alone() -> None:
     sim = Simulation(Setup())
     bad, good = sim.add([0] * 4)[0], sim.add([1] * 4)[0]
     plan = sim.planned()
@@ -365,7 +365,7 @@ def test_code_that_raises_ends_its_request_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["commit", "pin"])
-def test_a_last_token_that_cannot_be_noted_ends_its_request_once(
+def test_an_error_at_the_last_token_ends_its_request_once(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sim = Simulation(Setup())
@@ -379,7 +379,7 @@ def test_a_last_token_that_cannot_be_noted_ends_its_request_once(
 
     sim.planned()
     monkeypatch.setattr(KVCacheManager, name, broken)
-    deltas = sim.deliver()  # and the books are audited
+    deltas = sim.deliver()  # also runs the audit
     assert [d.finish_reason for d in deltas if d.request_id == bad.request_id] == [
         FinishReason.ERROR
     ]
@@ -391,7 +391,7 @@ def test_a_last_token_that_cannot_be_noted_ends_its_request_once(
 def test_a_single_request_waits_for_blocks_freed_by_its_steps_in_flight(
     window: int, budget: int, length: int
 ) -> None:
-    """With a window and just enough blocks. It must not preempt itself, perhaps again and again."""
+    """With a window and just enough blocks. It must not preempt itself repeatedly."""
     setup = Setup(
         block_size=1, num_blocks=1, windows=(window,), budget=budget, max_num_seqs=1, depth=3
     )
@@ -482,8 +482,8 @@ def test_max_request_tokens_is_the_longest_request_that_can_be_served(
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_queue_always_gets_empty(policy: str, depth: int) -> None:
-    """Each step brings somebody on, even if two requests hardly fit."""
+def test_a_queue_always_drains(policy: str, depth: int) -> None:
+    """Each step makes progress, even if two requests hardly fit."""
     setup = Setup(
         policy=policy, depth=depth, block_size=2, num_blocks=12, budget=4, windows=(None,)
     )
@@ -503,7 +503,8 @@ def test_a_scheduler_without_work_is_idle() -> None:
 
 
 def test_a_prompt_is_admitted_only_if_all_of_it_fits() -> None:
-    """A prompt is admitted beside others only if all of it fits, not just its first chunk."""
+    """With others running, a prompt is admitted only if all of it fits, not just its first
+    chunk."""
     sim = Simulation(Setup(block_size=2, num_blocks=7, budget=4))
     first = sim.add([0] * 4, max_tokens=3, stop_ids=NO_STOP)[0]
     sim.answer(sim.planned(), [1])
@@ -523,14 +524,14 @@ def test_a_step_that_preempts_admits_no_request() -> None:
     for _ in range(2):
         sim.answer(sim.planned(), [1], [1])
     urgent = sim.add([2], max_tokens=1, priority=-1)[0]
-    plan = sim.planned()  # a third block for the first; the second gives way
+    plan = sim.planned()  # a third block for the first; the second is preempted
     assert sim.scheduler.counters.preemptions == 1
     assert plan.num_scheduled_tokens == [1]
     sim.answer(plan, [1])
     assert [new.slot for new in sim.planned().new_requests] == [urgent.slot]
 
 
-def test_far_deadlines_of_ended_requests_are_forgotten() -> None:
+def test_distant_deadlines_of_ended_requests_are_dropped() -> None:
     sim = Simulation(Setup())
     for _ in range(300):
         sim.add([0], max_tokens=1, deadline=1e9)

@@ -1,4 +1,4 @@
-"""Any order of adding, stepping, aborting and failing leaves the scheduler's books in order.
+"""Any order of adding, stepping, aborting and failing leaves the scheduler consistent.
 
 After each rule the invariants are audited; the fake worker checks the contents of every block that
 a forward sees; at the end everything must come out and every block must be free again.
@@ -20,7 +20,7 @@ from kvik.core.config import POLICIES
 from kvik.core.types import FinishReason, PageSource, Pin
 from kvik.spec.visible_keys import Budget
 
-LONGEST = 24  # tokens of a request at most
+LONGEST = 24  # most tokens of a request
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -85,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             tiers=tiers if caching and checkpoints is None else (0, 0),
             peers=peers and caching and checkpoints is None,
         )
-        # just enough for the longest request, so that two of them fight for blocks
+        # Just enough for the longest request, so that two compete for blocks.
         needed = Simulation(setup).scheduler.kv.max_blocks(LONGEST, budget)
         self.sim = Simulation(replace(setup, num_blocks=needed + spare_blocks))
 
@@ -204,7 +204,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.sim.scheduler.kv.pool.num_cached == 0
 
     def teardown(self) -> None:
-        """All that is left is served in a number of steps that its tokens bound."""
+        """Serve the rest within a number of steps that its tokens bound."""
         sim = self.sim
         sim.failing_row, sim.step_fails = None, False
         if sim.worker.tiers is not None:

@@ -1,4 +1,4 @@
-"""What is measured of steps, and what is believed of the next ones."""
+"""Measurements of steps, and predictions from them."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from kvik.core.step_clock import SAMPLES, StepClock
 
 
 def measured(*steps: tuple[int, float], times: int = SAMPLES) -> StepClock:
-    """Steps of so many tokens and seconds, one after another, again and again."""
+    """Measure steps of these tokens and seconds in turn, `times` times."""
     clock, now = StepClock(), 0.0
     for _ in range(times):
         for tokens, seconds in steps:
             clock.note(now, now + seconds, tokens, prefill=tokens > 8)
-            now += seconds + 5.0  # idle between steps
+            now += seconds + 5.0  # idle time between steps
     return clock
 
 
-def test_nothing_is_known_at_first() -> None:
+def test_predictions_need_measurements() -> None:
     clock = StepClock()
     assert clock.seconds_per_step is None
     assert clock.prefill_tokens_per_second is None
@@ -40,7 +40,7 @@ def test_means_follow_a_change_of_speed() -> None:
 def test_steps_in_flight_together_are_not_counted_twice() -> None:
     clock = StepClock()
     for step in range(SAMPLES):
-        # planned while the one before was running, which took as long
+        # Planned while the previous step was running, which took as long.
         clock.note(max(0.0, step - 1.0), step + 1.0, 4, prefill=False)
     assert clock.seconds_per_step == pytest.approx(1.0)
     assert clock.at_least(4) == 1.0
@@ -53,15 +53,15 @@ def test_at_least_is_the_fastest_step_of_that_size() -> None:
     assert clock.at_least(100) == clock.at_least(5000) == 1.5
 
 
-def test_a_few_steps_are_not_believed() -> None:
+def test_a_few_steps_are_not_enough() -> None:
     clock = measured((1, 0.5), times=SAMPLES - 1)
     assert clock.at_least(1) == 0.0
     clock.note(1e6, 1e6 + 0.5, 1, prefill=False)
     assert clock.at_least(1) == 0.5
 
 
-def test_slow_steps_are_forgotten() -> None:
-    clock = measured((1, 30.0))  # everything was cold
+def test_old_slow_steps_are_dropped() -> None:
+    clock = measured((1, 30.0))  # caches were cold
     for step in range(SAMPLES):
         clock.note(1e6 + step, 1e6 + step + 0.1, 1, prefill=False)
     assert clock.at_least(1) == pytest.approx(0.1)

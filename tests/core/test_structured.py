@@ -1,4 +1,4 @@
-"""What a text must be: the ways to say it, and what is refused."""
+"""Constraints on texts: equivalent forms, and refusals."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Person(BaseModel):
         (Grammar('start: "a"'), {"grammar": 'start: "a"'}),
     ],
 )
-def test_all_ways_to_say_it_are_one(given: Constraint, same: object) -> None:
+def test_equivalent_constraints_are_equal(given: Constraint, same: object) -> None:
     params = SamplingParams(structured=given)
     assert params.structured == SamplingParams(structured=same).structured
     assert type(params.structured) is Constraint
@@ -73,11 +73,11 @@ def test_all_ways_to_say_it_are_one(given: Constraint, same: object) -> None:
         ({"choice": [str(i) for i in range(MAX_CHOICES + 1)]}, r"at most 4096 texts, not 4097"),
     ],
 )
-def test_what_is_refused(given: object, reason: str) -> None:
+def test_invalid_constraints_are_refused(given: object, reason: str) -> None:
     with pytest.raises(ParamError, match=f"^structured: .*{reason}"):
         SamplingParams(structured=given)
 
 
-def test_the_engine_takes_checked_ones_alone() -> None:
+def test_the_engine_only_accepts_checked_constraints() -> None:
     with pytest.raises(ParamError, match="structured: must be checked"):
         SamplingParams(structured=Regex("a")).check_against(100, 100)

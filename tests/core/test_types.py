@@ -20,7 +20,7 @@ def test_seeds_are_distinct_int64() -> None:
 
 
 def test_one_round_of_splitmix64() -> None:
-    # the first output of the published generator for the state 0
+    # The first output of the published generator for state 0.
     assert derive_seed(0, 1) == 0xE220A8397B1DCDAF - 2**64
 
 

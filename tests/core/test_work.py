@@ -1,4 +1,4 @@
-"""The work of planned steps: by hand on small schedules, and against counting key by key."""
+"""The work of planned steps: counted by hand on small schedules, and key by key."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvik.core.types import Request
 from kvik.core.work import Work
 
 NO_STOP: frozenset[int] = frozenset()
-BYTES = 16  # of one token in one layer of the simulation
+BYTES = 16  # per token and layer of the simulation
 
 
 def read(sim: Simulation) -> Work:
@@ -22,7 +22,7 @@ def read(sim: Simulation) -> Work:
 
 
 def row_of(sim: Simulation, request: Request, *tokens: int) -> None:
-    """Deliver a step of one row."""
+    """Deliver the result of a step with one row."""
     plan, _ = sim.in_flight.popleft()
     sim.scheduler.update(ModelRunnerOutput(plan.step, [list(tokens)]), sim.now)
 
@@ -82,7 +82,7 @@ def test_a_window_limits_the_keys_counted() -> None:
     sim.drain()
     work = read(sim)
     assert work.prefill_pairs == (1 + 2 + 3 + 4 + 4 + 4) + 4 * 4
-    # positions 0..5 at once, then 6..9, of which the first sees back to 3
+    # Positions 0..5 at once, then 6..9, of which the first sees back to 3.
     assert work.prefill_kv_bytes == (6 + 7) * BYTES
     assert (work.decode_pairs, work.decode_kv_bytes) == (4 + 4, (4 + 4) * BYTES)
 
@@ -130,7 +130,7 @@ def test_work_lost_by_a_preemption_counts_again() -> None:
     work = read(sim)
     assert work.recomputed_tokens == 6
     assert work.prefill_tokens == 4 + 4 + 7  # seven are known, six were lost
-    # 4 prompt + 5 fed back of each; of the second's, one is part of the chunk that brings it back
+    # 4 prompt + 5 decoded tokens of each; one of the second's is in the chunk that restores it
     assert work.decode_tokens == 5 + 5 - 1
 
 
@@ -159,7 +159,7 @@ def test_rejected_drafts_were_work() -> None:
     assert work.decode_pairs == 3 + 4 + 5 + 6
     assert work.decode_kv_bytes == 6 * BYTES  # one row reads its keys once
     before = read(sim)
-    sim.plan()  # goes on at position 4
+    sim.plan()  # continues at position 4
     assert read(sim).since(before).decode_pairs == 5
 
 
@@ -171,7 +171,7 @@ def test_logits_of_a_scored_prompt_count() -> None:
     assert read(sim).logit_rows == 4
     row_of(sim, next(iter(sim.requests.values())))
     sim.plan()
-    assert read(sim).logit_rows == 4 + 1 + 1  # the sixth predicts no prompt token, but an output
+    assert read(sim).logit_rows == 4 + 1 + 1  # the sixth predicts an output token
 
 
 @pytest.mark.parametrize(

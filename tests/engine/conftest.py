@@ -1,4 +1,4 @@
-"""An engine without a model: plans are answered by a function."""
+"""An engine without a model; a function computes the results of plans."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from kvik.engine.loop import EngineLoop
 
 
 def make_config(**scheduler: object) -> ResolvedConfig:
-    """`tiny_config` with less of everything."""
+    """Return `tiny_config` with smaller limits."""
     least = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "max_model_len": 64}
     return tiny_config(num_blocks=32, **{**least, **scheduler})
 
 
 class Clock:
-    """Time that moves when it is told to."""
+    """A clock advanced by the test."""
 
     def __init__(self) -> None:
         self.now = 100.0

@@ -1,4 +1,4 @@
-"""What the configuration alone shows to be impossible."""
+"""Requests that are impossible by the configuration alone."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_possible_requests_pass_the_check(good):
 
 
 @pytest.mark.parametrize("window", [None, 9])
-def test_the_cache_must_hold_a_request_alone(window):
+def test_the_cache_must_hold_a_single_request(window):
     config = tiny_config(max_num_batched_tokens=16)
     group = config.cache.groups[0]
     if window is not None:
@@ -79,7 +79,7 @@ def test_the_cache_must_hold_a_request_alone(window):
     if blocks > 8:
         with pytest.raises(CapacityError, match="need 9 KV blocks of 4, the whole cache has 8"):
             check_request(config, wanted)
-    else:  # a window lets go of what it does not see
+    else:  # a window frees blocks outside it
         check_request(config, wanted)
     assert (blocks > 8) == (window is None)
     check_request(config, request([1] * 8, max_tokens=24))
@@ -101,7 +101,7 @@ def test_a_request_larger_than_the_cache_names_the_field_that_is_too_large(field
     assert caught.value.field == field
 
 
-def test_the_longest_a_request_may_become():
+def test_the_longest_possible_request():
     config = tiny_config()
     assert max_length(config, request(max_tokens=7)) == 10
     assert max_length(config, request(max_tokens=None)) == 256

@@ -45,7 +45,7 @@ def test_every_request_gets_its_tokens(rig, depth):
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_eos_ends_and_nothing_follows(rig, depth):
+def test_nothing_follows_eos(rig, depth):
     rig = rig(depth)
     rig.executor.token = lambda step, row: 63 if step == 2 else 1
     rig.core.add(request(max_tokens=20), 0.0)
@@ -56,12 +56,12 @@ def test_eos_ends_and_nothing_follows(rig, depth):
     assert ends(deltas)[("a", 0)] is FinishReason.STOP
 
 
-def test_siblings_share_the_prompt_and_end_on_their_own(rig):
+def test_siblings_share_the_prompt_and_end_independently(rig):
     rig = rig()
     rig.core.add(request(prompt=range(1, 12), n=3, max_tokens=4), 0.0)
     deltas = drain(rig)
     assert [len(tokens_of(deltas, "a", i)) for i in range(3)] == [4, 4, 4]
-    # The prompt is computed once; each sibling computes its last token for logits of its own.
+    # The prompt is computed once; each sibling computes its last token for its own logits.
     assert sum(p.num_tokens for p in rig.executor.plans) == 11 + 3 + 2 * (1 + 3)
     assert any(p.block_copies for p in rig.executor.plans)
 
@@ -100,7 +100,7 @@ def test_an_interrupt_inside_a_step_leaves_the_engine_in_order(rig, where, depth
         rig.loop.step()
     rig.core.add(request("b"), 0.0)
     reasons = ends(drain(rig))
-    # A step that never began cannot be waited for; one whose result is still to come can.
+    # A step that never began has no result to wait for; one that did begin has.
     lost = where == "raises"
     assert reasons[("a", 0)] is (FinishReason.ERROR if lost else FinishReason.LENGTH)
     assert reasons[("b", 0)] is FinishReason.LENGTH
@@ -144,7 +144,7 @@ def test_abort_at_any_moment_frees_everything(rig, steps_before, depth):
     reasons = ends(deltas)
     assert reasons[("b", 0)] is FinishReason.LENGTH
     assert reasons[("a", 0)] in (FinishReason.ABORT, FinishReason.LENGTH)
-    rig.core.end("a", 0.0)  # gone already: nothing happens
+    rig.core.end("a", 0.0)  # it has ended: no effect
     rig.core.end("never seen", 0.0)
     assert rig.loop.step() == []
 
@@ -187,7 +187,7 @@ def test_the_queue_is_bounded_in_requests_and_tokens(rig):
         limited.core.add(request("d"), 0.0)
     limited.core.check(request("d", n=3))
     with pytest.raises(CapacityError, match="n: must be at most max_queued_requests"):
-        limited.core.check(request("d", n=4))  # never, however empty the queue is
+        limited.core.check(request("d", n=4))  # never, even with an empty queue
     with pytest.raises(CapacityError, match="the queue is full"):  # n counts
         limited = rig(max_queued_requests=3)
         limited.core.add(request("a", n=2), 0.0)
@@ -235,7 +235,7 @@ def test_poll_honours_its_timeout(rig):
     assert rig.executor.stopped == 1
 
 
-def test_reports_tell_the_times(rig):
+def test_reports_have_the_times(rig):
     rig = rig()
     rig.core.add(request(max_tokens=2), rig.clock())
     rig.clock.now += 1
@@ -258,7 +258,7 @@ def test_stats_count(rig):
     stats = rig.core.stats()
     assert (stats.num_running, stats.num_waiting, stats.queued_tokens) == (1, 1, 9)
     assert 0 < stats.kv_usage < 1
-    # 9 tokens of the prompt lie in three blocks of four
+    # 9 prompt tokens are in three blocks of four.
     assert (stats.kv_used_tokens, stats.kv_allocated_tokens, stats.peak_blocks) == (9, 12, 3)
     drain(rig)
     stats = rig.core.stats()
@@ -272,7 +272,7 @@ def test_stats_count(rig):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("length", [1, 4, 5, 31, 33, 64])
-def test_a_prompt_can_be_read_without_sampling(rig, length, depth):
+def test_a_prompt_can_be_computed_without_sampling(rig, length, depth):
     rig = rig(depth, max_num_batched_tokens=8)
     rig.core.add(request(prompt=[2] * 7), 0.0)
     alone = EngineRequest("p", [1] * length, SamplingParams(max_tokens=0, prompt_logprobs=0))
@@ -285,7 +285,7 @@ def test_a_prompt_can_be_read_without_sampling(rig, length, depth):
 # -- pins: from the request to the statistics -----------------------------------------------------
 
 
-def wish(name: str, tenant: str, n: int = 1) -> EngineRequest:
+def pinning(name: str, tenant: str, n: int = 1) -> EngineRequest:
     params = SamplingParams(max_tokens=3, n=n)
     return EngineRequest(name, [1] * 21, params, tenant=tenant, pins=(Pin(20, 60.0),))
 
@@ -295,7 +295,7 @@ def test_prompt_use_is_in_the_first_delta_and_in_the_report(rig):
     size = rig.core.config.cache.block_size
     written = 20 // size * size
     for name, expected in (("a", PromptUse(0, written)), ("b", PromptUse(written, 0))):
-        rig.core.add(wish(name, "t"), rig.clock())
+        rig.core.add(pinning(name, "t"), rig.clock())
         deltas = drain(rig)
         assert [delta.prompt for delta in deltas] == [expected, None, None]
         report = deltas[-1].report
@@ -306,22 +306,22 @@ def test_prompt_use_is_in_the_first_delta_and_in_the_report(rig):
 
 
 def test_all_siblings_may_make_the_pin(rig):
-    """Whichever of them gets so far."""
+    """Whichever computes the tokens first."""
     rig = rig()
-    rig.core.add(wish("a", "t", n=2), rig.clock())
+    rig.core.add(pinning("a", "t", n=2), rig.clock())
     rig.core.end("a", rig.clock(), index=0)
     drain(rig)
     assert rig.core.stats().pinned_blocks == 20 // rig.core.config.cache.block_size
 
 
-def test_a_reset_lets_go_of_everything(rig):
+def test_a_reset_frees_everything(rig):
     rig = rig()
-    rig.core.add(wish("a", "t"), rig.clock())
+    rig.core.add(pinning("a", "t"), rig.clock())
     drain(rig)
     cached = rig.core.stats().cached_blocks
     assert cached > 0
     assert rig.core.reset_prefix_cache() == cached
     stats = rig.core.stats()
     assert (stats.cached_blocks, stats.pinned_blocks) == (0, 0)
-    rig.core.add(wish("b", "t"), rig.clock())
+    rig.core.add(pinning("b", "t"), rig.clock())
     assert drain(rig)[0].prompt.num_cached_tokens == 0

@@ -1,4 +1,4 @@
-"""Throw at every call made for one request: that request fails alone, and nothing leaks."""
+"""Raise in every call made for one request: only that request fails, and nothing leaks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _throw_in_set_up(monkeypatch) -> None:
 
 
 def _throw_in_sampling(monkeypatch) -> None:
-    """From the third token on, so that output is under way."""
+    """From the third token on, when output has begun."""
     victims: set[int] = set()
     genuine_set, genuine_batch = SamplingTable.set, SamplingTable.batch
     calls = iter(range(10**6))
@@ -73,7 +73,7 @@ def _throw_in_sampling(monkeypatch) -> None:
 
 
 def _throw_in_token_rules(monkeypatch) -> None:
-    def broken(self, token):  # min_tokens makes the victim the only one with such rules
+    def broken(self, token):  # with min_tokens, the victim is the only one with such rules
         raise LookupError("token rules")
 
     monkeypatch.setattr(TokenRules, "append", broken)
@@ -110,7 +110,7 @@ def _throw_in_detokenising(monkeypatch) -> None:
 
     def broken(self, ids):
         if not victims:
-            victims.append(self)  # the first one asked; which request it is does not matter
+            victims.append(self)  # the first request, whichever it is
         if self is victims[0]:
             raise UnicodeError("detokenising")
         return genuine(self, ids)

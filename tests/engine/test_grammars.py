@@ -1,4 +1,4 @@
-"""A request of structured text waits for its grammar, while others run."""
+"""A request of structured text waits for its grammar while others run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Make = Callable[..., "Waiting"]
 
 
 class Waiting:
-    """A loop whose grammars are built when a test says so."""
+    """A loop whose grammars are built by the test."""
 
     def __init__(self, rig: Any) -> None:
         self.executor, self.clock, self.loop = rig.executor, rig.clock, rig.loop
@@ -71,28 +71,28 @@ def test_a_grammar_that_is_built_delays_nothing(make: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (ParamError("structured", "needs a tokenizer"), "structured: needs a tokenizer"),
         (RuntimeError("out of stack"), "RuntimeError: out of stack"),
     ],
 )
 def test_a_grammar_that_cannot_be_built_ends_its_request_alone(
-    make: Make, error: Exception, told: str
+    make: Make, error: Exception, message: str
 ) -> None:
     rig = make()
     built = rig.add("bad", "g", n=2)
     rig.add("good")
     built.set_exception(error)
     assert ended(rig.steps(4)) == {
-        ("bad", 0): (FinishReason.ERROR, told),
-        ("bad", 1): (FinishReason.ERROR, told),
+        ("bad", 0): (FinishReason.ERROR, message),
+        ("bad", 1): (FinishReason.ERROR, message),
         ("good", 0): (FinishReason.LENGTH, None),
     }
     assert not rig.loop.has_work
 
 
-def test_it_can_be_aborted_and_its_deadline_passes(make: Make) -> None:
+def test_a_waiting_request_can_be_aborted_or_reach_its_deadline(make: Make) -> None:
     rig = make()
     first = rig.add("aborted", "g")
     rig.add("late", "h", deadline=rig.clock() + 5.0)
@@ -104,7 +104,7 @@ def test_it_can_be_aborted_and_its_deadline_passes(make: Make) -> None:
     assert not rig.loop.has_work
 
 
-def test_what_can_never_run_is_refused_before_it_waits(make: Make) -> None:
+def test_impossible_requests_are_refused_before_they_wait(make: Make) -> None:
     rig = make(max_queued_requests=2)
     rig.add("a", "g")
     with pytest.raises(ParamError, match="already being served"):

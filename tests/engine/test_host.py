@@ -1,4 +1,4 @@
-"""The engine's side: whatever a frame says and whatever fails for one request, the loop goes on."""
+"""The engine's side of the socket: the loop survives any frame and any failure of a request."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from kvik.errors import GroupLost
 
 
 class Peer:
-    """The other end: what it sent and what it got."""
+    """The other end: what it sent and received."""
 
     def __init__(self, executor: FakeExecutor, **scheduler: object) -> None:
         self.executor = executor
@@ -69,7 +69,7 @@ class Peer:
         self.send(Add(wanted.request_id, wanted.params.n, body))
 
     def receive(self, timeout: float = 10.0) -> list[object]:
-        """Messages of the next read; none: the engine has hung up."""
+        """Return the messages of the next read; empty if the engine closed the connection."""
         ready, _, _ = select.select([self.sock], [], [], timeout)
         assert ready, "the engine says nothing"
         self.sock.setblocking(False)
@@ -82,7 +82,7 @@ class Peer:
         return messages
 
     def until_ended(self, *names: str, n: int = 1) -> None:
-        """Until these requests have ended, each with one last delta."""
+        """Wait until these requests have ended, each with one last delta."""
         while sum(d.finish_reason is not None for d in self.deltas) < len(names) * n:
             assert self.receive(), "the engine has ended"
         ends = [(d.request_id, d.index) for d in self.deltas if d.finish_reason is not None]
@@ -182,7 +182,7 @@ def test_a_request_that_cannot_be_read_ends_all_its_siblings():
         peer.at_rest()
 
 
-def test_an_idea_of_another_engine_is_refused_with_the_reason():
+def test_requests_for_another_configuration_are_refused_with_the_reason():
     with engine() as peer:
         peer.add(request("long", [1] * 300))
         peer.until_ended("long")
@@ -207,7 +207,7 @@ def test_a_full_queue_refuses_and_says_which_limit():
         peer.at_rest()
 
 
-def test_a_name_that_is_taken_does_not_end_its_owner():
+def test_a_duplicate_id_does_not_end_the_first_request():
     executor = FakeExecutor(seconds=0.005)
     with engine(executor) as peer:
         peer.add(request("a", max_tokens=30))
@@ -316,7 +316,7 @@ def test_one_request_fails_alone(throw):
             peer.at_rest()
             delivered = peer.core.stats().delivered_tokens
         assert peer.raised is None
-    # Nobody computes on what nobody can be told of.
+    # Requests whose tokens cannot be delivered are not computed.
     assert delivered < 100 or throw is _in_encoding_the_end
     for index in range(2):
         assert seen["victim", index].finish_reason is FinishReason.ERROR
@@ -354,7 +354,7 @@ def test_an_end_frees_within_a_step():
         peer.at_rest()
 
 
-def test_questions_are_answered():
+def test_queries_are_answered():
     with engine() as peer:
         peer.add(request("a"))
         peer.until_ended("a")
@@ -367,7 +367,7 @@ def test_questions_are_answered():
         assert "KeyError" in unknown.error
 
 
-def test_an_idle_engine_looks_at_memory_without_taking_steps(monkeypatch):
+def test_an_idle_engine_checks_memory_without_steps(monkeypatch):
     monkeypatch.setattr("kvik.engine.loop.LOOK_SECONDS", 0.005)
     monkeypatch.setattr("kvik.engine.memory_watch.LOOK_SECONDS", 0.0)
     planned, left = [], [1 << 40]
@@ -391,7 +391,7 @@ def test_an_idle_engine_looks_at_memory_without_taking_steps(monkeypatch):
         assert len(planned) == steps
 
 
-def test_an_idle_engine_gets_ready_between_looks_at_the_socket_and_then_waits():
+def test_an_idle_engine_prepares_between_polls_and_then_waits():
     class Resting(FakeExecutor):
         more, rested, computing = True, 0, False
 
@@ -411,10 +411,10 @@ def test_an_idle_engine_gets_ready_between_looks_at_the_socket_and_then_waits():
 
     executor = Resting()
     with engine(executor) as peer:
-        while not executor.rested:  # before anybody has asked for anything
+        while not executor.rested:  # before any request
             time.sleep(0.001)
         peer.add(request("a"))
-        peer.until_ended("a")  # though there is more to get ready
+        peer.until_ended("a")  # although more work remains for idle time
         executor.more = False
         time.sleep(0.05)
         rested = executor.rested
@@ -424,7 +424,7 @@ def test_an_idle_engine_gets_ready_between_looks_at_the_socket_and_then_waits():
         peer.until_ended("a", "b")
 
 
-def test_steps_that_fail_again_and_again_end_the_engine():
+def test_repeated_failures_of_steps_end_the_engine():
     class Lost(FakeExecutor):
         def submit(self, plan):
             raise RuntimeError("device lost")
@@ -440,7 +440,7 @@ def test_steps_that_fail_again_and_again_end_the_engine():
 
 
 class Lossy(FakeExecutor):
-    """Loses a process in a step, or while there is nothing to do."""
+    """Loses a process in a step or while idle."""
 
     def lose(self) -> None:
         self.lost = "rank 1 has ended"
@@ -448,7 +448,7 @@ class Lossy(FakeExecutor):
 
 
 def test_an_executor_that_is_lost_ends_the_engine():
-    """The client ends what was begun, once."""
+    """The client ends running requests, once."""
     with engine(Lossy(seconds=0.05), max_num_seqs=2) as peer:
         for name in ("a", "b", "waits"):
             peer.add(request(name, max_tokens=100, ignore_eos=True))
@@ -471,7 +471,7 @@ def test_an_executor_that_is_lost_while_it_idles(monkeypatch):
         assert peer.receive() == [Lost("GroupLost: rank 1 has ended", [])]
 
 
-def test_a_step_that_fails_now_and_then_does_not():
+def test_occasional_failures_of_steps_do_not_end_the_engine():
     executor = FakeExecutor()
     with engine(executor) as peer:
         for i in range(2 * module.MAX_FAILED_STEPS):
@@ -508,7 +508,7 @@ def test_the_host_waits_for_a_client_that_does_not_read(monkeypatch):
         for i in range(400):
             peer.add(request(f"request-{i:030}", max_tokens=50, logprobs=0))
         steps = -1
-        while steps != peer.core.scheduler.counters.steps:  # it comes to a halt
+        while steps != peer.core.scheduler.counters.steps:  # until it blocks
             steps = peer.core.scheduler.counters.steps
             time.sleep(0.2)
         assert peer.core.has_requests
@@ -553,11 +553,11 @@ def test_the_host_sends_heartbeats_during_a_long_prompt(monkeypatch):
         assert steps == sorted(set(steps))
 
 
-# Tokens that are held for a moment: nothing is lost, doubled or out of order.
+# Tokens are held briefly, but never lost, doubled or reordered.
 
 
 class Reader:
-    """What was handed on, in order, by completion."""
+    """Records deliveries in order, by completion."""
 
     def __init__(self) -> None:
         self.calls: list[list[tuple[str, int]]] = []
@@ -648,7 +648,7 @@ def test_every_token_once_and_in_order(steps):
 def test_an_urgent_delta_is_sent_without_buffered_ones():
     reader = Reader()
     held = DeltaBuffer(reader.take)
-    reader.take(held.take([delta("a", 0, 1)], 7.0))  # nothing was handed on for long: at once
+    reader.take(held.take([delta("a", 0, 1)], 7.0))  # nothing was sent for long, so at once
     reader.take(held.take([delta("a", 0, 2), delta("b", 0, 3, prompt=PromptUse(0, 0))], 7.0))
     assert reader.calls == [[("a", 0)], [("b", 0)]]
     reader.take(held.take([delta("a", 0, 4, FinishReason.LENGTH)], 7.0))
@@ -656,7 +656,7 @@ def test_an_urgent_delta_is_sent_without_buffered_ones():
     assert reader.ends == {("a", 0): FinishReason.LENGTH}
 
 
-def test_the_more_streams_the_longer_and_never_longer_than_that():
+def test_deltas_are_held_longer_with_more_streams_up_to_a_limit():
     for streams, seconds in ((1, 1 / module.EVENTS_PER_SECOND), (10_000, module.MAX_DELAY)):
         held = DeltaBuffer(lambda deltas: None)
 
@@ -681,7 +681,7 @@ def test_deltas_are_not_buffered_during_an_unusually_long_step():
 
 
 def test_prompt_logprobs_and_use_are_sent_with_the_first_token():
-    """Log probabilities of a prompt come in pieces, and what was cached of it with the token."""
+    """Log probabilities of a prompt arrive in parts, and its cached tokens with the first token."""
     held = DeltaBuffer(lambda deltas: None)
     held.release(7.0)
     rows = [TokenLogprobs(token, -1.0, 1) for token in range(4)]
@@ -692,7 +692,7 @@ def test_prompt_logprobs_and_use_are_sent_with_the_first_token():
     assert found == [RequestDelta("a", 0, [7], prompt=used, prompt_logprobs=rows)]
 
 
-# How long a step may take, told from those before.
+# The time limit of a step, estimated from earlier steps.
 
 
 @pytest.mark.parametrize(
@@ -703,13 +703,15 @@ def test_prompt_logprobs_and_use_are_sent_with_the_first_token():
         ([(8, 1.6)], 5, 60.0),  # of one size: 32 s, rounded up
         ([(8, 1.6), (8, 0.1)], 8, 60.0),  # the slowest counts
         ([(8, 60.0), *[(8, 0.1)] * 64], 8, 30.0),  # of the last ones
-        ([(1, 0.5)], 2048, 30720.0),  # as long as so many steps of one token
+        ([(1, 0.5)], 2048, 30720.0),  # as long as that many steps of one token
         ([(1, 0.5), (1024, 10.0)], 2048, 480.0),  # or as two of 1024
         ([(2048, 100.0)], 1, 1920.0 * 2),  # no longer than a larger one
         ([(2048, 100.0), (1, 0.5)], 1, 30.0),
     ],
 )
-def test_a_limit(steps: list[tuple[int, float]], tokens: int, limit: float | None) -> None:
+def test_the_step_limit_by_earlier_steps(
+    steps: list[tuple[int, float]], tokens: int, limit: float | None
+) -> None:
     clock, now = StepClock(), 0.0
     for size, seconds in steps:
         clock.note(now, now + seconds, size, prefill=False)
@@ -719,9 +721,9 @@ def test_a_limit(steps: list[tuple[int, float]], tokens: int, limit: float | Non
 
 
 def test_the_step_limit_follows_the_size_of_the_current_step() -> None:
-    """Under a clock of its own: a step takes a second for each of its tokens."""
+    """With a simulated clock: a step takes a second per token."""
     now = 100.0
-    told: list[float] = []
+    limits: list[float] = []
 
     class Slow(FakeExecutor):
         def submit(self, plan: SchedulerOutput) -> object:
@@ -730,9 +732,10 @@ def test_the_step_limit_follows_the_size_of_the_current_step() -> None:
             return super().submit(plan)
 
     loop = EngineLoop(EngineCore(tiny_config()), Slow(), lambda: now)
-    loop.watch(StepWatch(loop.core.scheduler, told.append))
+    loop.watch(StepWatch(loop.core.scheduler, limits.append))
     loop.add(EngineRequest("a", [1] * 40, SamplingParams(max_tokens=3, ignore_eos=True)))
     while loop.has_work:
         loop.step()
-    # The prompt's step was the first. A step of one token is told from that, and then from its own.
-    assert told == [960.0, 30.0]
+    # The prompt's step is first. The limit of a step of one token depends on it, and then on its
+    # own time.
+    assert limits == [960.0, 30.0]

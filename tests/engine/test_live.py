@@ -1,4 +1,4 @@
-"""What is drawn of an engine: the map of blocks, the last steps, requests in time."""
+"""The live view of an engine: the map of blocks, the last steps, a timeline of requests."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ FREE, CACHED, SHARED, PINNED, OWNED = live.BlockState
 
 
 class Watched:
-    """An engine and its collector, as the host turns them. A step takes `seconds`."""
+    """An engine and its collector, driven as by the host. A step takes `seconds`."""
 
     def __init__(self, rig, seconds: float = 0.125) -> None:
         self.rig, self.seconds = rig, seconds
         self.collector = LiveCollector(rig.core)
 
     def add(self, name: str, length: int, max_tokens: int = 5) -> None:
-        # no two prompts share a block
+        # No two prompts share a block.
         prompt = [1 + (hash_of(name) + i * i) % 60 for i in range(length)]
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         self.rig.loop.add(EngineRequest(name, prompt, params))
@@ -74,13 +74,13 @@ def test_the_states_of_a_block() -> None:
     pool = BlockPool(8)
     blocks = pool.allocate(6)
     assert blocks == [1, 2, 3, 4, 5, 6]
-    pool.acquire(2)  # by two of the view
-    pool.commit(1, (0, b"own"))  # its owner still holds it
+    pool.acquire(2)  # by two requests of the view
+    pool.commit(1, (0, b"own"))  # its owner still uses it
     for block in (4, 5):
         pool.commit(block, (0, b"%d" % block))
     pool.pin(5)
     pool.release([4, 5])
-    # 6 is held by a request that is not in the view; 7 and 8 were never used
+    # 6 is used by a request that is not in the view; 7 and 8 were never used.
     found = block_map(pool, [[[1, 2]], [[2, 3]]])
     assert cells_of(found) == [OWNED, SHARED, OWNED + 1, CACHED, PINNED, SHARED, FREE, FREE]
     assert (found.num_blocks, found.blocks_per_cell) == (8, 1)
@@ -103,7 +103,7 @@ def test_every_kv_group_is_painted_and_the_null_block_is_not() -> None:
 
 
 def test_every_owner_is_seen_where_a_cell_is_several_blocks() -> None:
-    """Wherever in the cell its blocks are: not only in the place that is looked at."""
+    """Wherever its blocks are in the cell, not only in the sampled place."""
     pool = BlockPool(12)
     tables = [pool.allocate(1) for _ in range(12)]
     for place in range(4):
@@ -137,7 +137,7 @@ def test_the_map_is_bounded(num_blocks: int) -> None:
     assert num_blocks <= len(cells) * found.blocks_per_cell
 
 
-def test_a_look_at_very_many_blocks_still_sees_every_owner(
+def test_sampling_very_many_blocks_still_sees_every_owner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(live, "MAX_LOOKED_AT", 8)
@@ -210,7 +210,7 @@ def test_rates(watched: Watched) -> None:
     assert watched.view().rates == live.Rates()
 
 
-def test_rates_of_steps_that_are_quicker_than_the_ring_is_long(rig) -> None:
+def test_rates_if_the_ring_is_shorter_than_their_period(rig) -> None:
     watched = Watched(rig(), seconds=2**-10)
     for turn in range(5):
         watched.add(f"r{turn}", 3, max_tokens=50)
@@ -236,7 +236,7 @@ def test_the_difference_of_two_views_has_the_new_steps_and_requests(watched: Wat
     assert later.after(later).steps.ended == () == later.after(later).finished
 
 
-# -- requests in time ----------------------------------------------------------------------------
+# -- timeline of requests ------------------------------------------------------------------------
 
 
 def only(requests: tuple[LiveRequest, ...]) -> LiveRequest:
@@ -244,7 +244,7 @@ def only(requests: tuple[LiveRequest, ...]) -> LiveRequest:
     return request
 
 
-def test_a_request_on_its_way(watched: Watched) -> None:
+def test_the_phases_of_a_request(watched: Watched) -> None:
     watched.add("a", 40, max_tokens=3)
     waits = only(watched.view().waiting)
     assert (waits.number, waits.phase, waits.arrival) == (0, Phase.WAITING, 100.0)
@@ -327,5 +327,5 @@ def test_a_view_of_very_many_running_requests(rig) -> None:
     view = watched.view()
     assert len(view.running) == MAX_RUNNING < view.stats.num_running
     cells = cells_of(view.blocks)
-    # the blocks of the others are held by somebody who is not in the view
+    # The blocks of the others have owners outside the view.
     assert cells.count(SHARED) == view.stats.num_running - MAX_RUNNING

@@ -1,4 +1,4 @@
-"""Where the step loop's time goes: each second once, under a clock that moves by hand."""
+"""The step loop's accounting of time counts each second once, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from kvik.engine.stats import LoopTime
 
 @dataclass
 class Timed:
-    """Takes `submit` seconds to take a step, and has its result `compute` seconds after that and
-    after the step before."""
+    """Takes `submit` seconds to submit a step, and has its result `compute` seconds after that and
+    after the previous step."""
 
     clock: Any
     depth: int
@@ -68,19 +68,19 @@ def ask(loop: EngineLoop, tokens: int = 4) -> None:
 
 
 def drain(loop: EngineLoop, clock: Any, between: float) -> None:
-    """Step to the end; the caller works for `between` seconds after each step."""
+    """Step to the end; the caller spends `between` seconds after each step."""
     while loop.has_work:
         loop.step()
         clock.now += between
 
 
-def test_a_step_at_a_time(make: Make) -> None:
+def test_one_step_at_a_time(make: Make) -> None:
     loop, clock = make(1, submit=2.0, compute=5.0)
-    clock.now += 100.0  # nobody asks
+    clock.now += 100.0  # without requests
     ask(loop)
     drain(loop, clock, between=0.5)
     clock.now += 30.0
-    # the last half second is no longer anyone's work
+    # The last half second counts for no work.
     assert loop.stats().time == LoopTime(executor=4 * 7.0, host=3 * 0.5, idle=130.5)
 
 
@@ -98,8 +98,8 @@ def test_steps_in_flight_are_not_counted_twice(
     assert time.executor >= 20 * submit
 
 
-def test_a_slow_host_hides_behind_steps_in_flight(make: Make) -> None:
-    """With two steps in flight the executor works on while the host does, and waiting is short."""
+def test_a_slow_host_overlaps_with_steps_in_flight(make: Make) -> None:
+    """With two steps in flight the executor works while the host does, so that waits are short."""
     for depth, waited in ((1, 20 * 4.0), (2, 20 * 3.0 + 1.0)):
         loop, clock = make(depth, submit=0.0, compute=4.0)
         ask(loop, 20)
@@ -107,7 +107,7 @@ def test_a_slow_host_hides_behind_steps_in_flight(make: Make) -> None:
         assert loop.stats().time.executor == pytest.approx(waited, abs=4.0), depth
 
 
-def test_a_failed_step_took_its_time(make: Make) -> None:
+def test_time_of_a_failed_step_counts(make: Make) -> None:
     loop, clock = make(1, submit=0.0, compute=5.0)
     loop.executor.fails = True
     ask(loop)
@@ -158,7 +158,7 @@ def test_the_executor_rests_only_without_requests(make: Make) -> None:
 
     loop.executor.rest = rest
     ask(loop, tokens=2)
-    assert not loop.rest() and loop.idle_seconds() == 3.0  # it waits for company
+    assert not loop.rest() and loop.idle_seconds() == 3.0  # it waits for more requests
     clock.now += 3.0
     while loop.has_work:
         loop.step()
@@ -168,7 +168,7 @@ def test_the_executor_rests_only_without_requests(make: Make) -> None:
 
 @dataclass
 class InTurn(Timed):
-    """Where a step is planned from what the one before it said."""
+    """An executor whose steps need the results of the previous ones."""
 
     in_turn: bool = True
     known: int = -1
@@ -184,18 +184,18 @@ class InTurn(Timed):
 
 
 def test_deltas_are_delivered_while_the_next_step_runs(rig: Callable[..., Any]) -> None:
-    """What was said is known before the next step is planned, and told when that has begun."""
+    """A result is known before the next step is planned, and delivered when that step runs."""
     engine = rig(2)
     executor = InTurn(engine.clock, 2, 0.0, 4.0)
     executor.known = engine.core.scheduler.counters.steps - 1
     loop, clock = EngineLoop(engine.core, executor, engine.clock), engine.clock
     ask(loop, 20)
-    told: list[int] = []
+    tokens: list[int] = []
     while loop.has_work:
-        told.append(sum(len(delta.token_ids) for delta in loop.step()))
-        clock.now += 1.0  # readers are served
-    assert told == [0] + [1] * 20
-    # All of that but the last second was hidden behind a step.
+        tokens.append(sum(len(delta.token_ids) for delta in loop.step()))
+        clock.now += 1.0  # time to serve readers
+    assert tokens == [0] + [1] * 20
+    # All of it except the last second overlapped with a step.
     assert loop.stats().time.executor == pytest.approx(4.0 * 20 - 20 * 1.0)
 
 

@@ -1,4 +1,4 @@
-"""Unused KV blocks go back to a system that is short of memory."""
+"""Unused KV blocks are returned to a system that is short of memory."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def watch_of(*readings: MemoryReading, limit: int = ENOUGH) -> MemoryWatch:
     ("readings", "shares"),
     [
         ([(5.0, ENOUGH), (5.0, ENOUGH)], [0.0, 0.0]),
-        ([(5.0, ENOUGH), (5.3, ENOUGH), (5.31, ENOUGH)], [0.0, 0.5, 0.0]),  # waits since the start
+        ([(5.0, ENOUGH), (5.3, ENOUGH), (5.31, ENOUGH)], [0.0, 0.5, 0.0]),  # waits from the start
         ([(5.0, LOW - 1), (5.0, LOW)], [1.0, 0.0]),
         ([(5.0, ENOUGH), (5.9, LOW - 1)], [0.0, 1.0]),
     ],
 )
-def test_what_goes_by_what_the_system_tells(
+def test_blocks_returned_by_readings_of_the_system(
     readings: list[tuple[float, int]], shares: list[float]
 ) -> None:
     watch = watch_of(*(MemoryReading(*reading) for reading in readings))
@@ -43,7 +43,7 @@ def test_a_small_limit_makes_little_memory_enough() -> None:
     assert [watch.share_to_give_back(now)[0] for now in (0.0, 1.0)] == [0.0, 1.0]
 
 
-def test_the_system_is_asked_once_a_second() -> None:
+def test_the_system_is_read_once_a_second() -> None:
     watch = watch_of(MemoryReading(0.0, 0), MemoryReading(0.0, 0))
     found = [watch.share_to_give_back(now)[0] for now in (0.0, 0.5, 0.9, 1.0, 1.5)]
     assert found == [1.0, 0.0, 0.0, 1.0, 0.0]
@@ -75,7 +75,7 @@ class Pressed:
         return 4096 * len(blocks)
 
     def serve(self, name: str) -> int:
-        """Return how many tokens of the prompt were cached."""
+        """Run a request, and return how many tokens of its prompt were cached."""
         self.loop.add(EngineRequest(name, [1] * 21, SamplingParams(max_tokens=3)))
         cached = 0
         while self.loop.has_work:
@@ -86,7 +86,7 @@ class Pressed:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_an_idle_engine_gives_its_cache_back(rig: Callable[..., Any], depth: int) -> None:
+def test_an_idle_engine_returns_its_cache(rig: Callable[..., Any], depth: int) -> None:
     pressed = Pressed(rig, depth)
     assert pressed.serve("a") == 0
     assert pressed.serve("b") > 0
@@ -99,7 +99,7 @@ def test_an_idle_engine_gives_its_cache_back(rig: Callable[..., Any], depth: int
     assert pressed.observer.counts == [unused]
     stats = pressed.loop.stats()
     assert (stats.cached_blocks, stats.given_back_blocks) == (0, unused)
-    assert pressed.loop.look_at_memory() is None  # there is nothing left to give
+    assert pressed.loop.look_at_memory() is None  # nothing is left to return
     pressed.left = ENOUGH
     assert pressed.serve("c") == 0
     assert pressed.serve("d") > 0

@@ -1,4 +1,4 @@
-"""From deltas to text: stop strings, siblings, endings, and faults that stay with their request."""
+"""From deltas to text: stop strings, siblings, endings, and faults of single requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ REPORT = RequestReport(1.0, 2.0, 3.0, 7.0, num_cached_tokens=4, num_preemptions=
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    """One token per byte, in the byte-level alphabet."""
+    """Return one with a token per byte, in the byte-level alphabet."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     library = Library(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -34,7 +34,7 @@ def start(tokenizer, *, streaming=True, name="a", **params) -> OutputProcessor:
 
 
 def feed(processor, tokenizer, text: str, reason=None, index=0, name="a", **extra):
-    """One delta per byte; the last one carries the end."""
+    """Feed one delta per byte; the last one has the end."""
     ids = tokenizer.encode(text)
     shown, finished, to_end = "", [], []
     for i, token in enumerate(ids):
@@ -69,7 +69,7 @@ def test_text_is_whole_at_the_end(tokenizer, streaming):
 
 
 def test_token_ids_may_need_more_than_sixteen_bits():
-    """Many of them, as they come, in deltas of one and of several."""
+    """Many tokens in deltas of one and of several."""
     ids = [*range(9000), 65_535, 65_536, 200_000, *range(9000)]
     processor = start(None, streaming=False)
     for i in range(0, len(ids), 7):
@@ -80,7 +80,7 @@ def test_token_ids_may_need_more_than_sixteen_bits():
     assert output.text == ""
 
 
-def test_half_a_character_is_never_shown(tokenizer):
+def test_incomplete_characters_are_never_delivered(tokenizer):
     processor = start(tokenizer)
     for token in tokenizer.encode("🦊")[:3]:
         out = processor.process([RequestDelta("a", 0, [token])])
@@ -133,7 +133,7 @@ def test_no_stop_string_before_min_tokens(tokenizer):
     ],
 )
 def test_a_stop_string_that_begins_before_min_tokens(tokenizer, min_tokens, text, found, at_once):
-    """Each character is a token. As in vLLM a stop string counts if it ends after them."""
+    """Each character is a token. As in vLLM, a stop string counts if it ends after min_tokens."""
     processor = start(tokenizer, stop=("END",), min_tokens=min_tokens)
     ids = tokenizer.encode("aENDbEND")
     deltas = [RequestDelta("a", 0, ids)] if at_once else [RequestDelta("a", 0, [i]) for i in ids]
@@ -163,7 +163,7 @@ def test_siblings_are_gathered_in_order(tokenizer):
 
 def test_cached_tokens_are_those_of_the_sibling_that_computed_the_prompt(tokenizer):
     processor = start(tokenizer, n=2)
-    for index, cached in ((1, 9), (0, 4)):  # the one that shared the prompt ends first
+    for index, cached in ((1, 9), (0, 4)):  # the sibling with the shared prompt ends first
         report = replace(REPORT, num_cached_tokens=cached)
         out = processor.process([RequestDelta("a", index, [3], FinishReason.STOP, report=report)])
     assert out.finished[0].num_cached_tokens == 4
@@ -190,7 +190,7 @@ def test_a_failing_detokenizer_ends_its_request_alone(tokenizer, monkeypatch):
     assert {d.request_id: d.text for d in out.deltas} == {"bad": "", "good": "y"}
     out = processor.process(
         [
-            RequestDelta("bad", 0, ok),  # on its way before the end was known
+            RequestDelta("bad", 0, ok),  # sent before the end was known
             RequestDelta("bad", 0, [], FinishReason.ERROR, report=REPORT),
             RequestDelta("good", 0, ok, FinishReason.LENGTH, report=REPORT),
         ]
@@ -248,7 +248,7 @@ def test_a_stop_string_cuts_inside_a_delta(tokenizer, reason, min_tokens):
 
 
 def test_the_automaton_of_stop_strings_is_made_once(tokenizer, monkeypatch):
-    """16 strings of 1 KiB take 10 ms: for each of 128 completions that would be a second."""
+    """Building it for 16 strings of 1 KiB takes 10 ms, which 128 completions would multiply."""
     made = []
 
     class Counted(StopTable):

@@ -1,5 +1,5 @@
-"""Steps that are begun before the ones before are read: same tokens, and failures stay where they
-are."""
+"""Steps that begin before the previous results are read: same tokens, and failures stay with their
+requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def overlapping(request) -> Iterator[tuple[LLM, LateCopies]]:
 
 
 def rules(llm: LLM) -> dict[str, SamplingParams]:
-    """By what each needs of the tokens before, on the host or on the device."""
+    """Return parameters by what they need of previous tokens, on the host or on the device."""
     greedy = llm.generate(WORDS[0], SamplingParams(temperature=0, max_tokens=12), progress=False)
     said = greedy[0].outputs[0].token_ids
     common = {"max_tokens": 24, "seed": 7, "ignore_eos": True}
@@ -66,7 +66,7 @@ def generate(llm: LLM, params: list[SamplingParams]) -> list[RequestOutput]:
     return llm.generate(prompts, params, progress=False)
 
 
-def told(outputs: list[RequestOutput]) -> list[object]:
+def comparable(outputs: list[RequestOutput]) -> list[object]:
     return [
         (c.token_ids, c.logprobs, c.finish_reason, c.error, o.prompt_logprobs)
         for o in outputs
@@ -78,19 +78,19 @@ def told(outputs: list[RequestOutput]) -> list[object]:
 def test_tokens_are_those_of_steps_in_turn(in_turn, overlapping) -> None:
     llm, copies = overlapping
     every = rules(in_turn)
-    for name, params in every.items():  # alone, so that nobody else makes a step wait
+    for name, params in every.items():  # alone, so that no other request makes a step wait
         copies.most_unread = 0
-        assert told(generate(llm, [params])) == told(generate(in_turn, [params])), name
+        assert comparable(generate(llm, [params])) == comparable(generate(in_turn, [params])), name
         if name != "bad words":
             assert copies.most_unread >= copies.depth, name
     together = [*every.values(), *every.values()]
     found = generate(llm, together)
     assert any(output.num_preemptions for output in found)
-    right = generate(in_turn, together)  # of other batches, so not of the same bits
-    assert [one[0] for one in told(found)] == [one[0] for one in told(right)]
+    right = generate(in_turn, together)  # in other batches, so with other bits
+    assert [one[0] for one in comparable(found)] == [one[0] for one in comparable(right)]
 
 
-def test_words_that_are_banned_make_the_host_wait(in_turn, overlapping) -> None:
+def test_banned_words_make_the_host_wait(in_turn, overlapping) -> None:
     llm, copies = overlapping
     copies.most_unread = 0
     generate(llm, [rules(in_turn)["bad words"]])
@@ -99,11 +99,11 @@ def test_words_that_are_banned_make_the_host_wait(in_turn, overlapping) -> None:
 
 @pytest.mark.full
 def test_arrivals_and_ends_do_not_change_other_requests(in_turn, overlapping) -> None:
-    """Ends and arrivals at every moment: slots and blocks go to others while steps run."""
+    """Slots and blocks are reused while steps run."""
     llm, _ = overlapping
     params = [*rules(in_turn).values()]
     params = [p.with_changes(n=1, max_tokens=16) for p in params]
-    right = {i: told(generate(in_turn, [p]))[0][0] for i, p in enumerate(params)}
+    right = {i: comparable(generate(in_turn, [p]))[0][0] for i, p in enumerate(params)}
     prompt = generate(in_turn, params[:1])[0].prompt_token_ids
     client = llm._client
     rng = random.Random(5)
@@ -135,11 +135,11 @@ def test_arrivals_and_ends_do_not_change_other_requests(in_turn, overlapping) ->
     assert client.stats().kv_usage == 0
 
 
-LONG = "The dog and the cat went to the park. " * 3  # nobody else's positions reach so far
+LONG = "The dog and the cat went to the park. " * 3  # no other request has as many positions
 
 
 def victims(llm: LLM) -> tuple[list[RequestOutput], list[RequestOutput]]:
-    """The victim, and the others, of a round in which one shares the steps of others."""
+    """Run requests together, and return the output of the victim and of the others."""
     greedy = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     some = greedy.with_changes(temperature=0.8, seed=3, min_tokens=1)
     outputs = llm.generate([LONG, *WORDS[:4]], [some] + [greedy] * 4, progress=False)
@@ -181,8 +181,8 @@ def test_a_failure_ends_only_the_affected_requests(in_turn, overlapping, what, m
         assert "no room" in completion.error
     else:
         assert len(found) == {"logits": 4, "rules": 0}[what]
-        assert told(others) == told(others_right)
-    assert told([output for part in victims(llm) for output in part]) == told(
+        assert comparable(others) == comparable(others_right)
+    assert comparable([output for part in victims(llm) for output in part]) == comparable(
         [*victim_right, *others_right]
     )  # and goes on
     assert llm.stats().kv_usage == 0
@@ -193,9 +193,9 @@ def participant(runner: ModelRunner, kind: type):
     return found
 
 
-class Looks:
-    """Calls that wait for a device, were one there. What a kernel does inside is its own business:
-    here they are torch's for CPUs."""
+class DeviceReads:
+    """Forbids calls that would wait for a device. Calls inside kernels do not count; here these are
+    torch's for CPUs."""
 
     NAMES = ("item", "tolist", "numpy", "cpu", "nonzero", "__bool__", "__int__", "__float__")
 
@@ -204,7 +204,7 @@ class Looks:
 
     def install(self, patch: pytest.MonkeyPatch, runner: ModelRunner) -> None:
         for name in self.NAMES:
-            patch.setattr(torch.Tensor, name, self._looked(name, getattr(torch.Tensor, name)))
+            patch.setattr(torch.Tensor, name, self._checked(name, getattr(torch.Tensor, name)))
         sampler = participant(runner, OutputTokens).sampler._sampler
         rows = {name: self.around(getattr(TORCH, name), False) for name in ("draw", "largest")}
         patch.setattr(sampler, "_ops", replace(TORCH, **rows))
@@ -219,7 +219,7 @@ class Looks:
 
         return run
 
-    def _looked(self, name: str, call):
+    def _checked(self, name: str, call):
         def look(*arguments):
             assert not self.forbidden, f"Tensor.{name} waits for the device"
             return call(*arguments)
@@ -227,21 +227,21 @@ class Looks:
         return look
 
 
-@pytest.mark.whole  # each case makes another part of the worker read
+@pytest.mark.whole  # each case reads in another part of the worker
 @pytest.mark.parametrize(
     "name", ["greedy", "random", "penalties", "bias", "min_tokens", "logprobs", "mean", "last"]
 )
 def test_nothing_is_read_before_a_step_is_finished(in_turn, overlapping, name) -> None:
     llm, _ = overlapping
-    runner, looks = llm._client._loop.executor._runner, Looks()
+    runner, guard = llm._client._loop.executor._runner, DeviceReads()
     tokens, steps = participant(runner, OutputTokens), []
     calls = [(tokens.newest, "fill"), *((each, "launch") for each in runner.participants)]
 
     def unseen(what: str, call):
-        return lambda *arguments: steps.append(what) or looks.around(call, True)(*arguments)
+        return lambda *arguments: steps.append(what) or guard.around(call, True)(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        looks.install(patch, runner)
+        guard.install(patch, runner)
         for owner, call in calls:
             patch.setattr(
                 owner, call, unseen(f"{type(owner).__name__}.{call}", getattr(owner, call))
@@ -254,13 +254,13 @@ def test_nothing_is_read_before_a_step_is_finished(in_turn, overlapping, name) -
         right = in_turn.embed([LONG, "Tom"], pooling=name, progress=False)
         assert [one.embedding for one in found] == [one.embedding for one in right]
         return
-    assert told(outputs)[0][3] is None
+    assert comparable(outputs)[0][3] is None
     assert (outputs[0].prompt_logprobs is None) == (name != "logprobs")
     assert steps.count("OutputTokens.launch") >= 10 and steps.count("NewestTokens.fill") >= 10
 
 
 class Grammar(TokenRules):
-    """After a token only those may come that leave its remainder and one more."""
+    """After a token, only two may follow: its remainder and the one after it."""
 
     MODULUS = 5
 
@@ -277,8 +277,8 @@ class Grammar(TokenRules):
 
 
 def test_masks_are_filled_while_a_forward_runs(in_turn, overlapping, monkeypatch) -> None:
-    """Of what a grammar allows, which depends on the token that was sampled last: the host hears of
-    that one, and fills the mask, when the next forward has begun, and then sampling begins."""
+    """The allowed tokens depend on the last sampled token: the host reads it and fills the mask
+    while the next forward runs, before sampling."""
     llm, copies = overlapping
     monkeypatch.setattr("kvik.worker.sampling_table.RULES", (Grammar,))
     params = SamplingParams(logit_bias={3: 0.5}, seed=7, max_tokens=12, ignore_eos=True)
@@ -313,18 +313,18 @@ DRAFTS = {
 }
 
 
-def test_steps_with_drafts_run_in_turn_behind_the_host(monkeypatch) -> None:
-    """Each is planned when the one before is known, and runs while its deltas are told."""
+def test_steps_with_drafts_overlap_with_delivery_only(monkeypatch) -> None:
+    """Each is planned when the previous one is known, and runs while its deltas are delivered."""
     greedy = SamplingParams(temperature=0, max_tokens=16, logprobs=2, prompt_logprobs=1)
     params = [greedy, SamplingParams(max_tokens=24), SamplingParams(seed=3, max_tokens=9)]
     with LLM("", **CONFIG, **DRAFTS) as llm:
         right = generate(llm, params)
-    left: list[int] = []  # steps in flight while the host does other things
+    left: list[int] = []  # steps in flight while the host does other work
     with steps_in_flight(2) as made, LLM("", **CONFIG, **DRAFTS) as llm:
         loop = llm._client._loop
         step = loop.step
         monkeypatch.setattr(loop, "step", lambda: (step(), left.append(len(loop._in_flight)))[0])
         found = generate(llm, params)
-    assert told(found) == told(right)
+    assert comparable(found) == comparable(right)
     assert sum(output.num_accepted_tokens for output in found) > 0
     assert set(left) == {0, 1} and left.count(0) == 1 and made[0].unread == 0

@@ -1,4 +1,4 @@
-"""The flight recorder, and that a flight can be repeated."""
+"""The flight recorder, and replays of its recordings."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from .conftest import make_config
 
 @dataclass
 class Worker(FakeExecutor):
-    """In a step the first row may be broken."""
+    """An executor that can fail the first row of a step."""
 
     token: Callable[[int, int], int] = lambda step, row: 1 + (7 * step + row) % 50
     breaks_at: int = -1
@@ -56,7 +56,7 @@ class Worker(FakeExecutor):
 
 
 class Rig:
-    """A recorded engine without a model, whose clock ticks at every look."""
+    """A recorded engine without a model, whose clock ticks at every reading."""
 
     def __init__(self, path: Path, depth: int = 1, limit: int = 1 << 20, **scheduler: object):
         self.path = path
@@ -101,7 +101,7 @@ def replayed(rig: Rig) -> Replayed:
 
 
 def flight(path: Path, depth: int = 1) -> Rig:
-    """Siblings, an abort, a deadline, a failed row and a failed step."""
+    """Record siblings, an abort, a deadline, a failed row and a failed step."""
     rig = Rig(path, depth)
     rig.executor.breaks_at = 2
     for i in range(3):
@@ -131,7 +131,7 @@ def test_a_recording_with_failures_and_aborts_is_replayed_exactly(tmp_path, dept
     assert result.stopped == "the engine was closed"
 
 
-def test_memory_that_was_given_back_is_replayed(tmp_path):
+def test_returned_memory_is_replayed(tmp_path):
     rig = Rig(tmp_path / "flight")
     left = [1 << 40]
     rig.loop = EngineLoop(
@@ -160,7 +160,7 @@ def test_a_recording_contains_all_events_in_order(tmp_path):
     rig.run()
     rig.loop.close()
     header, events = read(rig.path)
-    assert header.readings == [0.5]  # of the worker's clock, while it was made
+    assert header.readings == [0.5]  # of the worker's clock, during its setup
     kinds = [type(e).__name__ for e in events]
     assert kinds == ["Added", "Planned", "Finished", "Planned", "Finished", "Stopped"]
     added, planned, finished = events[0], events[1], events[2]
@@ -215,7 +215,7 @@ def test_a_replay_reports_the_first_difference(tmp_path, changed, step, request_
     assert what in found.what
 
 
-def test_bytes_that_were_changed_or_lost_are_found(tmp_path):
+def test_changed_or_lost_bytes_are_detected(tmp_path):
     rig = flight(tmp_path / "flight")
     whole = rig.path.read_bytes()
     for at in (len(whole) // 2, len(whole) - 3):
@@ -229,7 +229,7 @@ def test_bytes_that_were_changed_or_lost_are_found(tmp_path):
         open_recording(tmp_path / "nothing")
 
 
-def test_a_flight_that_was_cut_short_is_repeated_to_its_end(tmp_path):
+def test_a_truncated_recording_is_replayed_to_its_end(tmp_path):
     rig = flight(tmp_path / "flight")
     whole = rig.path.read_bytes()
     _, events = read(rig.path)
@@ -246,7 +246,7 @@ def test_a_flight_that_was_cut_short_is_repeated_to_its_end(tmp_path):
     assert isinstance(events[-1], Stopped)
 
 
-def test_a_step_that_kills_the_engine_is_in_the_file_and_played_again(tmp_path):
+def test_a_step_that_kills_the_engine_is_recorded_and_replayed(tmp_path):
     rig = Rig(tmp_path / "flight")
     rig.add("a")
     rig.loop.step()
@@ -273,7 +273,7 @@ def test_a_recording_ends_at_its_limit_and_serving_continues(tmp_path, caplog):
     result = replayed(rig)
     assert result.difference is None and result.requests > 3
     assert result.stopped == "the file had reached its limit"
-    assert rig.tape.take() == []  # what nobody writes is not kept
+    assert rig.tape.take() == []  # events after the limit are not kept
 
 
 def test_a_full_disk_ends_the_recording_alone(tmp_path, caplog, monkeypatch):
@@ -307,7 +307,7 @@ def test_an_event_that_cannot_be_encoded_only_ends_the_recording(tmp_path, caplo
     assert replayed(rig).stopped == "an event could not be encoded"
 
 
-def test_the_recording_before_is_kept(tmp_path):
+def test_the_previous_recording_is_kept(tmp_path):
     first = flight(tmp_path / "flight").path.read_bytes()
     rig = Rig(tmp_path / "flight")
     assert (tmp_path / "flight.previous").read_bytes() == first
@@ -330,7 +330,7 @@ def test_events_are_on_disk_once_there_is_nothing_to_do(tmp_path):
     assert isinstance(events[-1], Failed)
 
 
-def test_log_probabilities_and_vectors_count(tmp_path):
+def test_log_probabilities_and_embeddings_are_compared(tmp_path):
     plain = ModelRunnerOutput(0, [[1]])
     digests = set()
     for output in (

@@ -1,4 +1,4 @@
-"""The event loop's side, with a test at the other end of the socket instead of an engine."""
+"""The event loop's side of the socket, with the test as the engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def loop_factory(request: pytest.FixtureRequest) -> Any:
 
 @pytest.fixture
 def rig(loop_factory: Any) -> AbstractAsyncContextManager[Rig]:
-    """A client that is ready, with the test as its engine."""
+    """Return a ready client with the test as its engine."""
     return connected()
 
 
@@ -152,7 +152,7 @@ async def test_an_engine_that_sends_invalid_frames_is_lost(rig, garbage, caplog)
     assert len(rig.source.lost_why) == 1
 
 
-async def test_an_engine_that_cannot_be_loaded_says_why(rig):
+async def test_the_reason_of_a_failed_load_is_reported(rig):
     rig.source.say(Unusable("model", "has no weights"))
     rig.source.sock.close()
     await rig.settle()
@@ -197,7 +197,7 @@ async def test_an_end_is_sent_only_for_running_requests(rig):
     rig.client.end("a", 0, FinishReason.ERROR, "text \ud800")
     (heard,) = rig.source.heard()
     assert heard == End("a", 0, FinishReason.ERROR, "text ?")
-    assert rig.client.num_unfinished == 1  # until the engine says so
+    assert rig.client.num_unfinished == 1  # until the engine confirms
     rig.source.step(end("a"))
     await rig.settle()
     rig.client.end("a")
@@ -205,7 +205,7 @@ async def test_an_end_is_sent_only_for_running_requests(rig):
 
 
 @pytest.mark.parametrize("state", [s for s in EngineState if s is not EngineState.READY])
-async def test_only_a_ready_engine_is_given_requests(rig, state):
+async def test_only_a_ready_engine_gets_requests(rig, state):
     rig.client.set_state(state, "so it is")
     with pytest.raises(UnavailableError, match="so it is"):
         rig.client.add(request())
@@ -249,15 +249,15 @@ async def test_old_stats_are_returned_if_no_new_ones_arrive(rig, monkeypatch):
     body = wire.msgspec.Raw(wire.encode(module.EngineStats(*[7] * 12)))
     rig.source.say(Reply(ask.ticket, body))
     assert (await asking).steps == 7 != known
-    assert (await rig.client.stats()).steps == 7  # not answered
-    rig.source.say(Reply(999, body), Reply(ask.ticket, body))  # too late, or without a call
+    assert (await rig.client.stats()).steps == 7  # without an answer
+    rig.source.say(Reply(999, body), Reply(ask.ticket, body))  # too late, or without a query
     await rig.settle()
     assert fresh.steps == 0
     with pytest.raises(UnavailableError, match="in time"):
         await rig.client.live()
 
 
-async def test_a_question_ends_with_the_engine(rig):
+async def test_a_query_ends_with_the_engine(rig):
     asking = asyncio.create_task(rig.client.reset_prefix_cache())
     await rig.settle()
     rig.source.sock.close()
@@ -279,7 +279,7 @@ async def test_closing_ends_everything_and_is_final(rig):
     assert not rig.source._frames.receive(rig.source.sock)[1]
 
 
-async def test_signs_of_life(rig):
+async def test_heartbeats(rig):
     signs = rig.client.signs_of_life
     assert signs > 0
 
@@ -319,7 +319,7 @@ async def test_with_a_real_loop_at_the_other_end(loop_factory):
         assert await served.client.reset_prefix_cache() == stats.cached_blocks
 
 
-async def test_asyncio_has_nothing_to_complain_about(rig, caplog):
+async def test_asyncio_reports_no_problems(rig, caplog):
     with caplog.at_level(logging.WARNING):
         rig.client.add(request())
         rig.source.step(end("a"))
@@ -327,7 +327,7 @@ async def test_asyncio_has_nothing_to_complain_about(rig, caplog):
     assert not caplog.records
 
 
-# What becomes of requests whose engine is lost: sent again once, or ended, and never both.
+# Requests of a lost engine are sent again once or ended, never both.
 
 
 async def lose(rig: Rig) -> None:
@@ -337,7 +337,7 @@ async def lose(rig: Rig) -> None:
 
 
 async def begin_another(rig: Rig) -> list:
-    """What the next engine hears when it is ready."""
+    """Return the messages that the next engine receives when it is ready."""
     rig.source.connect()
     rig.source.say(Ready())
     await rig.settle()
@@ -357,7 +357,7 @@ async def test_requests_without_output_are_sent_to_the_next_engine(rig):
         ("begun", 1, True),
         ("left", 0, True),
     ]
-    assert rig.client.num_unfinished == 0  # the supervisor waits for nothing meanwhile
+    assert rig.client.num_unfinished == 0  # the supervisor does not wait for it
     with pytest.raises(ParamError, match="already being served"):
         rig.client.check(request("waits"))
     rig.calls.clear()
@@ -367,7 +367,7 @@ async def test_requests_without_output_are_sent_to_the_next_engine(rig):
     assert rig.deltas == [token("waits"), end("waits"), end("waits", 1)]
 
 
-async def test_an_engine_that_has_lost_a_rank_says_so_behind_its_last_tokens(rig):
+async def test_an_engine_reports_a_lost_rank_after_its_last_tokens(rig):
     for name in ("begun", "running", "waits"):
         rig.client.add(request(name))
     rig.source.say(stepped(1, False, [token("begun")]), Lost("GroupLost: rank 1", ["waits"]))
@@ -377,7 +377,7 @@ async def test_an_engine_that_has_lost_a_rank_says_so_behind_its_last_tokens(rig
     assert (lost.request_id, lost.error, lost.again) == ("begun", "GroupLost: rank 1", True)
     assert rig.client.state is EngineState.RESTARTING
     assert rig.source.lost_why == [("GroupLost: rank 1", False)]
-    for _ in range(3):  # what no engine has begun with brings none down
+    for _ in range(3):  # requests that no engine has begun do not count
         rig.source.sock.close()
         heard = await begin_another(rig)
         assert {message.request_id for message in heard} >= {"waits"}
@@ -413,7 +413,7 @@ async def test_waiting_requests_can_be_ended(rig):
     await lose(rig)
     rig.client.end("a")
     rig.client.end("b", 1)
-    assert rig.deltas == []  # never within the call
+    assert rig.deltas == []  # never inside the call
     await rig.settle()
     abort = FinishReason.ABORT
     assert rig.ends == [("a", 0, abort), ("a", 1, abort), ("b", 1, abort)]
@@ -431,6 +431,6 @@ async def test_waiting_requests_end_at_their_deadline(rig):
     await lose(rig)
     while not rig.deltas:
         await asyncio.sleep(0.005)
-    assert time.monotonic() >= soon - 0.002  # timers of uvloop have whole milliseconds
+    assert time.monotonic() >= soon - 0.002  # uvloop rounds timers to milliseconds
     assert rig.ends == [("a", 0, FinishReason.DEADLINE)]
     assert [m.request_id for m in await begin_another(rig)] == ["b"]

@@ -1,4 +1,4 @@
-"""Several engines behind one client: what is routed, summed, lost and sent again."""
+"""Several engines behind one client: routing, sums, losses and retries."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PROMPT = list(range(1, 41))  # ten blocks
 
 
 class Cluster:
-    """Replicas whose engines are the test."""
+    """Replicas whose engines are played by the test."""
 
     def __init__(self, count: int = 2) -> None:
         self.sources = [Scripted() for _ in range(count)]
@@ -69,7 +69,7 @@ class Cluster:
         self.sources[replica].say(Told(report))
 
     def added(self) -> list[list[str]]:
-        """Ids of the requests that each engine got since the last call."""
+        """Return the ids of the requests that each engine got since the last call."""
         return [[m.request_id for m in s.heard() if isinstance(m, Add)] for s in self.sources]
 
     def lose(self, replica: int) -> None:
@@ -112,7 +112,7 @@ async def test_tenants_under_other_salts_share_no_hits():
         assert chosen == {0, 1}
 
 
-async def test_what_one_loses_before_its_first_token_goes_to_another_once():
+async def test_requests_lost_before_a_token_are_sent_to_another_once():
     async with Cluster(2) as cluster:
         cluster.all.add(engine_request("a", PROMPT))
         first = 0 if cluster.added()[0] else 1
@@ -130,7 +130,7 @@ async def test_what_one_loses_before_its_first_token_goes_to_another_once():
         assert cluster.added()[first] == []
 
 
-async def test_what_has_begun_ends_with_an_error_that_names_the_replica():
+async def test_begun_requests_end_with_an_error_that_names_the_replica():
     async with Cluster(2) as cluster:
         cluster.all.add(engine_request("a", PROMPT))
         first = 0 if cluster.added()[0] else 1
@@ -156,7 +156,7 @@ async def test_siblings_are_lost_and_sent_again_together():
         ]
 
 
-async def test_what_was_ended_is_not_sent_again():
+async def test_ended_requests_are_not_sent_again():
     async with Cluster(2) as cluster:
         cluster.all.add(engine_request("a", PROMPT))
         first = 0 if cluster.added()[0] else 1
@@ -168,7 +168,7 @@ async def test_what_was_ended_is_not_sent_again():
         assert cluster.added()[1 - first] == []
 
 
-async def test_with_none_ready_requests_wait_for_the_first_that_is():
+async def test_requests_wait_for_the_first_ready_replica():
     async with Cluster(1) as cluster:
         cluster.all.add(engine_request("a", PROMPT))
         cluster.all.add(engine_request("b", PROMPT, n=2))
@@ -193,7 +193,7 @@ async def test_with_none_ready_requests_wait_for_the_first_that_is():
         assert sorted(ends) == [("a", 0, "length"), ("b", 0, "abort"), ("b", 1, "length")]
 
 
-async def test_what_waits_ends_when_it_is_closed():
+async def test_closing_ends_waiting_requests():
     async with Cluster(1) as cluster:
         cluster.all.add(engine_request("a", PROMPT))
         cluster.lose(0)
@@ -201,7 +201,7 @@ async def test_what_waits_ends_when_it_is_closed():
     assert cluster.ends == [("a", FinishReason.ERROR)]
 
 
-async def test_a_replica_that_cannot_be_loaded_leaves_the_others():
+async def test_a_replica_that_cannot_be_loaded_does_not_affect_others():
     cluster = Cluster(2)
     cluster.all.start(cluster.deltas.extend)
     cluster.sources[0].say(Unusable("model", "has no weights"))
@@ -214,7 +214,7 @@ async def test_a_replica_that_cannot_be_loaded_leaves_the_others():
     await cluster.__aexit__()
 
 
-async def test_it_fails_when_all_have():
+async def test_the_client_fails_when_all_replicas_have():
     cluster = Cluster(2)
     cluster.all.start(cluster.deltas.extend)
     for source in cluster.sources:
@@ -225,7 +225,7 @@ async def test_it_fails_when_all_have():
     await cluster.__aexit__()
 
 
-async def test_a_draining_replica_gets_nothing_new():
+async def test_a_draining_replica_gets_no_new_requests():
     async with Cluster(2) as cluster:
         cluster.holds(1, PROMPT)
         cluster.holds(0, [9] * 4)
@@ -247,14 +247,14 @@ async def test_a_draining_replica_gets_nothing_new():
 
 
 def handed(name: str, *new: int, index: int = 0) -> RequestDelta:
-    """The last delta of an output that goes on elsewhere; `new`: what it made last."""
+    """Return the last delta of an output that continues elsewhere, with its last tokens `new`."""
     source = PageSource("127.0.0.1", 9000, name, 41)
     handover = Handover([1, *new], 5, source, REPORT, index)
     last = RequestDelta(name, index, [*new], FinishReason.MOVED, report=REPORT)
     return replace(last, handed=handover)
 
 
-async def test_what_a_draining_replica_has_goes_on_in_another_one():
+async def test_requests_of_a_draining_replica_continue_in_another():
     async with Cluster(2) as cluster:
         cluster.holds(1, PROMPT)
         cluster.holds(0, [9] * 4)
@@ -300,7 +300,7 @@ async def test_a_request_that_ends_while_it_is_handed_over_ends_once():
         assert cluster.added()[1] == ["b"]
 
 
-async def test_siblings_go_on_together_but_for_those_that_have_ended_or_end():
+async def test_siblings_continue_together_except_those_that_end():
     async with Cluster(2) as cluster:
         cluster.holds(1, PROMPT)
         cluster.holds(0, [9] * 4)
@@ -311,7 +311,7 @@ async def test_siblings_go_on_together_but_for_those_that_have_ended_or_end():
         first.step(end("a", index=1))
         await cluster.settle()
         cluster.all.drain_replica(1, drain=True)
-        cluster.all.end("a", 2, FinishReason.STOP)  # which it did not hear in time
+        cluster.all.end("a", 2, FinishReason.STOP)  # the replica did not receive this in time
         first.step(handed("a", 2), handed("a", 3, index=2))
         await cluster.settle()
         assert not cluster.added()[0]  # one is missing
@@ -329,7 +329,7 @@ async def test_siblings_go_on_together_but_for_those_that_have_ended_or_end():
         assert len(cluster.ends) == 4
 
 
-async def test_where_there_is_no_other_replica_requests_end_where_they_are():
+async def test_without_another_replica_requests_end_in_place():
     async with Cluster(2) as cluster:
         cluster.all.add(engine_request("a", PROMPT))
         first = 0 if cluster.added()[0] else 1
@@ -339,7 +339,7 @@ async def test_where_there_is_no_other_replica_requests_end_where_they_are():
         assert cluster.sources[first].heard() == []
 
 
-async def test_a_gap_in_the_reports_is_asked_for():
+async def test_a_gap_in_the_reports_requests_a_full_report():
     async with Cluster(1) as cluster:
         cluster.holds(0, PROMPT)
         cluster.sources[0].say(Told(ReplicaReport(ContentChanges(3, [], []))))
@@ -389,7 +389,7 @@ async def test_statistics_are_summed_and_views_merged():
         await both.close()
 
 
-async def test_an_engine_reports_what_its_cache_holds():
+async def test_an_engine_reports_the_content_of_its_cache():
     async with engine_in_thread() as served:
         reporter = Reporter(served.core.scheduler)
         first = reporter.look(0.0, idle=False)
@@ -399,12 +399,12 @@ async def test_an_engine_reports_what_its_cache_holds():
         await served.ready()
         served.client.add(engine_request("a", range(1, 13), max_tokens=2))
         await served.at_rest()
-        assert reporter.look(0.001, idle=False) is None  # too soon
+        assert reporter.look(0.001, idle=False) is None  # too early
         second = reporter.look(1.0, idle=False)
         hashes: list[bytes] = []
         extend_hashes(hashes, list(range(1, 13)), 4, "", 3)
         assert second.changes.stored == hashes
-        assert second.served == {"": 12 + 2}  # a token of output computed, which counts twice
+        assert second.served == {"": 12 + 2}  # an output token was computed, which counts twice
 
 
 QUICK = RestartPolicy(
@@ -415,7 +415,7 @@ QUICK = RestartPolicy(
 @pytest.mark.full
 @pytest.mark.parametrize("seed", range(3))
 async def test_a_replica_may_be_killed_at_any_moment(seed: int, tmp_path: Path):
-    """Every request ends exactly once: what had begun with an error, the rest as usual."""
+    """Every request ends exactly once: with an error if it had begun, otherwise as usual."""
     drawn = random.Random(seed)
     config = tiny_config()
     command = [sys.executable, str(Path(engine_child.__file__)), "plain"]

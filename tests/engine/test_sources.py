@@ -1,4 +1,4 @@
-"""Engine processes that crash, hang and cannot be loaded, and what becomes of their requests."""
+"""Engine processes that crash, hang or cannot be loaded, and the fate of their requests."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ QUICK = RestartPolicy(
 
 
 class Rig:
-    """A client with an engine process. `mode`: how `engine_child` is to run, or another command."""
+    """A client with an engine process; `mode`: of `engine_child`, or another command."""
 
     def __init__(self, mode: str, policy: RestartPolicy) -> None:
         config = tiny_config()
@@ -59,7 +59,7 @@ class Rig:
             await asyncio.sleep(0.002)
 
     async def restarted(self) -> None:
-        """Until there is another engine than now."""
+        """Wait until the engine has been replaced."""
         pid = self.supervisor.pid
         while self.supervisor.pid in (pid, None):
             await asyncio.sleep(0.002)
@@ -67,7 +67,7 @@ class Rig:
 
 
 def exists(pid: int) -> bool:
-    """Whether there is such a process; a dead one that nobody has waited for counts."""
+    """Return whether a process exists; zombies count."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -76,7 +76,7 @@ def exists(pid: int) -> bool:
 
 
 def open_files() -> set[str]:
-    """What the file descriptors of this process are."""
+    """Return the targets of this process's file descriptors."""
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -86,7 +86,7 @@ def open_files() -> set[str]:
 
 @asynccontextmanager
 async def supervised(mode: str = "serve", policy: RestartPolicy = QUICK) -> AsyncIterator[Rig]:
-    """A client with an engine process; afterwards nothing may be left of it."""
+    """Provide a client with an engine process, and check that it leaves nothing behind."""
     rig = Rig(mode, policy)
     files = open_files()
     rig.client.start(rig.deltas.extend)
@@ -102,14 +102,14 @@ async def supervised(mode: str = "serve", policy: RestartPolicy = QUICK) -> Asyn
     assert rig.client.num_unfinished == 0
     ends = [(d.request_id, d.index) for d in rig.deltas if d.finish_reason is not None]
     assert len(set(ends)) == len(ends)
-    while open_files() != files:  # threads of other tests may be reading a file just now
+    while open_files() != files:  # threads of other tests may have a file open
         assert time.monotonic() - began < 10, open_files() ^ files
         await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 async def test_a_process_that_dies_is_replaced(loop_factory):
-    """Its end alone tells of it: whatever waits for a time takes longer than the test."""
+    """Detected by its end alone: all timeouts are longer than the test."""
     patient = RestartPolicy(stall=90.0, kill=90.0, exit=90.0, pause=0.01)
     async with supervised(policy=patient) as rig:
         with pytest.raises(UnavailableError, match="being started"):
@@ -134,7 +134,7 @@ async def test_a_process_that_dies_is_replaced(loop_factory):
 async def test_waiting_requests_are_served_by_the_next_engine():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
-        for i in range(8):  # as many as run at the same time
+        for i in range(8):  # as many as can run at a time
             rig.client.add(request(f"r{i}", max_tokens=200))
         rig.client.add(request("waits"))
         while len({d.request_id for d in rig.deltas}) < 8:
@@ -175,7 +175,7 @@ async def test_the_reason_has_the_exit_status_and_the_last_output():
 
 async def test_an_engine_that_keeps_crashing_is_not_restarted():
     async with supervised() as rig:
-        for name in ("twice", "once"):  # the second engine may be asked again
+        for name in ("twice", "once"):  # the second engine may get it too
             await rig.until(EngineState.READY)
             rig.client.add(request(name, [CRASH]))
             await rig.ended(name)
@@ -228,7 +228,7 @@ async def test_closing_while_the_process_ends():
 
 
 async def test_a_model_that_was_loaded_before_is_loaded_again(tmp_path):
-    """As what is missing now may be back soon: memory, a network disk."""
+    """The missing resource, memory or a network disk, may be back soon."""
 
     async with supervised(
         f"once:{tmp_path / 'loaded'}", RestartPolicy(exit=1.0, pause=0.05, crashes=20)
@@ -310,7 +310,7 @@ async def test_a_blocked_event_loop_does_not_mark_the_engine_as_stalled():
 
 
 class Still:
-    """A client whose engine has work and shows no sign of life."""
+    """A client whose engine has work and sends no heartbeats."""
 
     num_unfinished = 1
     signs_of_life = 1
@@ -345,7 +345,7 @@ async def test_time_in_which_the_event_loop_was_blocked_does_not_count():
 def test_the_stall_limit_follows_measured_steps(
     limit: float | None, stalls_at: float, lost_at: float
 ) -> None:
-    """A model whose steps might take an hour is not given one, once they are known to be short."""
+    """A model whose steps may take an hour gets a shorter limit once they are known to be short."""
 
     class Watched(Still):
         step_limit = limit
@@ -366,14 +366,14 @@ def test_the_stall_limit_follows_measured_steps(
 
 
 @pytest.mark.full
-async def test_closing_ends_one_that_does_not_listen():
+async def test_closing_ends_an_unresponsive_engine():
     async with supervised("deaf") as rig:
         await asyncio.sleep(0.5)
         assert rig.client.state is EngineState.STARTING
 
 
 @pytest.mark.full
-async def test_closing_ends_one_that_hangs_in_a_step():
+async def test_closing_ends_an_engine_that_hangs_in_a_step():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
         rig.client.add(request("a", [HANG], n=3))
@@ -438,7 +438,7 @@ def test_the_engine_process_ends_when_its_parent_is_killed():
 
 
 def _is_zombie(pid: int) -> bool:
-    """Dead, but whoever inherited it has not noticed."""
+    """Return whether a process is dead, but not yet reaped by its new parent."""
     with contextlib.suppress(FileNotFoundError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
     return True

@@ -19,7 +19,7 @@ from kvik.worker.draft_tree import DraftTree
 Reports = dict[tuple[str, int], RequestSpeculation | None]
 
 SCRIPTS: dict[str, tuple[Callable[[int], int], DraftCounts]] = {
-    # Of 16 tokens the first comes with the prompt. As many drafts are checked as there is room for.
+    # The first of 16 tokens comes with the prompt. As many drafts are checked as fit.
     "right": (lambda row: DRAFTS, DraftCounts(3, 12, 12, [3, 3, 3, 3], [3, 3, 3, 3])),
     "wrong": (lambda row: 0, DraftCounts(14, 50, 0, [14, 13, 12, 11], [0, 0, 0, 0])),
     "two are": (lambda row: 2, DraftCounts(5, 18, 10, [5, 5, 4, 4], [5, 5, 0, 0])),
@@ -55,7 +55,7 @@ def test_counts_by_place(name):
     assert found is not None
     assert found.drafts == expected == core.stats().speculation.drafts
     assert found.drafts.mean_length == 1 + expected.accepted / expected.rows
-    without = 15 - expected.accepted - expected.rows  # steps that had no drafts
+    without = 15 - expected.accepted - expected.rows  # steps without drafts
     assert without == (name == "wrong")
     assert found.seconds == expected.rows * (MAKING + CHECK) + without * PLAIN
     assert found.plain_seconds == 15 * PLAIN
@@ -67,7 +67,7 @@ def test_nodes_of_a_tree_count_by_depth():
     add(core, "a", tokens=6)
     executor = DraftingExecutor(right=lambda row: 1, places=(0, 1, 1, 2, 2))
     found = reports(core, executor)["a", 0]
-    # 5, 3 and 1 tokens left: 4 drafts, then 2 of depth 1, then none.
+    # With 5, 3 and 1 tokens left: 4 drafts, then 2 of depth 1, then none.
     assert found.drafts == DraftCounts(2, 6, 2, [2, 1], [2, 0])
 
 
@@ -87,7 +87,7 @@ def test_speculation_figures_are_per_request_and_averaged_for_the_engine():
     assert (one + other).speedup == pytest.approx(core.stats().speculation.speedup)
 
 
-def test_siblings_and_preemption_lose_no_count():
+def test_siblings_and_preemption_keep_counts():
     config = drafting_config()
     core = EngineCore(replace(config, cache=replace(config.cache, num_blocks=128)))
     for name in "abc":
@@ -113,7 +113,7 @@ def test_unknown_figures_of_speculation_are_none():
     assert (found.drafts.rows, found.seconds, found.speedup) == (1, 0.0, None)
 
 
-def test_an_engine_that_does_not_guess_tells_nothing():
+def test_an_engine_without_speculation_reports_nothing():
     core = EngineCore(tiny_config())
     add(core, "a", tokens=6)
     assert reports(core, FakeExecutor()) == {("a", 0): None}
@@ -161,8 +161,8 @@ def test_completions_add_up() -> None:
     assert other.speedup is None
 
 
-def test_several_engines_are_told_as_one():
-    """Engines share the pages of a folder on the disk, and have memory tiers of their own."""
+def test_stats_of_several_engines_are_merged():
+    """Engines share the pages of a folder on disk, and have separate memory tiers."""
     core = EngineCore(drafting_config())
     add(core, "a")
     reports(core, DraftingExecutor(right=lambda row: DRAFTS))

@@ -1,4 +1,4 @@
-"""FrameReader whole again however the bytes came, and messages that mean the same on both sides."""
+"""FrameReader reassembles frames from any pieces, and messages survive a round trip."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_frames_are_found_however_the_bytes_are_split(bodies, cuts):
     assert found == bodies
 
 
-def test_a_long_frame_is_not_copied_with_every_piece():
+def test_a_long_frame_is_not_copied_for_every_piece():
     data, frames = framed([bytes(1 << 20), b"next"]), FrameReader()
     for at in range(0, len(data), 1000):
         for body in frames.feed(data[at : at + 1000]):
@@ -51,14 +51,14 @@ def test_a_long_frame_is_not_copied_with_every_piece():
     assert frames.feed(b"") == []
 
 
-def test_a_frame_that_is_too_long_is_refused_at_its_head():
+def test_a_frame_that_is_too_long_is_refused_at_its_header():
     with pytest.raises(WireError, match="101 bytes; at most 100"):
         FrameReader(limit=100).feed((101).to_bytes(4, "little"))
     with pytest.raises(WireError):
         FrameReader(limit=100).feed(framed([b"x"]) + (2**32 - 1).to_bytes(4, "little"))
 
 
-def test_receiving_tells_nothing_yet_from_nothing_ever():
+def test_receiving_distinguishes_no_data_from_the_end():
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     frames = FrameReader()
@@ -122,7 +122,7 @@ def test_deltas_survive_a_round_trip(deltas):
         assert [d for d in arrived if d.request_id == request_id] == mine
 
 
-# Fields that come only with the last delta, which is never one of tokens alone.
+# Fields that only the last delta has, which is never one of tokens alone.
 AT_THE_END = {
     "stop_reason",
     "error",
