@@ -1,4 +1,4 @@
-"""One decision about keys, however a request is written."""
+"""Requests are authenticated the same, however they are written."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ TARGETS = [
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE", "TRACE"])
-def test_without_a_key_nothing_is_answered_however_it_is_written(
+def test_without_a_key_all_forms_of_requests_are_refused(
     server: HttpServer, calls: Calls, method: str, target: str
 ) -> None:
     del calls[:]
@@ -136,10 +136,10 @@ def test_the_key_is_checked_before_the_body_is_read(server: HttpServer) -> None:
         b"POST /v1/echo HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
         b"Content-Length: 1000\r\nConnection: close\r\n\r\n"
     )
-    assert raw(server, head).startswith(b"HTTP/1.1 401 ")  # nothing of the body was sent
+    assert raw(server, head).startswith(b"HTTP/1.1 401 ")  # the body was not sent
 
 
-def test_each_key_is_a_caller_of_its_own(server: HttpServer) -> None:
+def test_each_key_is_a_separate_caller(server: HttpServer) -> None:
     names = [
         ask(server, "POST", "/v1/echo", {}, authorization=f"Bearer {key}").json["caller"]
         for key in ("right", "other", "right")
@@ -151,10 +151,10 @@ def test_each_key_is_a_caller_of_its_own(server: HttpServer) -> None:
 def test_open_routes_need_no_key(server: HttpServer) -> None:
     assert ask(server, "GET", "/health").status == 200
     assert ask(server, "HEAD", "/health").body == b""
-    assert ask(server, "POST", "/health").status == 401  # only what was said to be open
+    assert ask(server, "POST", "/health").status == 401  # only routes that are declared open
 
 
-def test_a_websocket_is_no_way_in(server: HttpServer, calls: Calls) -> None:
+def test_websockets_are_refused(server: HttpServer, calls: Calls) -> None:
     del calls[:]
     head = (
         "GET {} HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade, close\r\n"
@@ -182,7 +182,7 @@ def test_head_is_get_without_a_body(server: HttpServer) -> None:
     assert headed.headers["content-length"] == str(len(got.body))
 
 
-# API keys: who calls.
+# API keys and their callers
 
 
 def who(keys: Keys, **headers: str) -> str | None:
@@ -240,7 +240,7 @@ def test_a_file_with_names_administrators_and_hashes(tmp_path: Path) -> None:
         ([], "a\nb", set()),
     ],
 )
-def test_the_key_of_a_server_with_a_single_user_is_an_administrators(
+def test_the_key_of_a_single_user_server_is_an_administrators(
     tmp_path: Path, given: list[str], lines: str | None, administrators: set[str]
 ) -> None:
     file = tmp_path / "keys"
@@ -262,8 +262,8 @@ def test_any_bytes_may_be_sent() -> None:
     assert who(keys, x_api_key="r" * 60_000) is None
 
 
-def test_every_key_is_compared_whatever_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time taken tells neither which key it was nor how much of it was right."""
+def test_every_key_is_compared_even_after_a_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time reveals neither which key matched nor how much of a key was right."""
     keys = read_keys([f"key{i}" for i in range(10)])
     compared: list[bytes] = []
     compare = hmac.compare_digest

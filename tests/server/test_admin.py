@@ -1,4 +1,4 @@
-"""The admin routes: with an administrator's key, on a port of their own."""
+"""The admin routes: an administrator's key, and a separate port."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ADMIN = {"authorization": "Bearer boss"}
 
 @dataclass
 class Stubs:
-    """Of the engine and the generations at once."""
+    """Stubs of the engine and of the generations."""
 
     config: ClassVar[Any] = SimpleNamespace(runner=SimpleNamespace(role="both"))
     state: EngineState = EngineState.READY
@@ -85,7 +85,7 @@ def test_only_an_administrator_may(server: HttpServer, path: str) -> None:
     assert ask(server, "GET", path, host="evil.example").status == 403
 
 
-def test_what_an_administrator_does(server: HttpServer, parts: Server) -> None:
+def test_the_actions_of_an_administrator(server: HttpServer, parts: Server) -> None:
     assert ask(server, "POST", "/admin/abort", {"request_id": "gen-1"}, **ADMIN).status == 200
     reply = ask(server, "POST", "/admin/abort", {"request_id": "gen-2"}, **ADMIN)
     assert (reply.status, reply.error["code"]) == (404, "request_not_found")
@@ -102,7 +102,7 @@ def test_draining_one_replica(server: HttpServer) -> None:
     assert ask(server, "POST", "/admin/replicas/x/drain", {"drain": True}, **ADMIN).status == 404
 
 
-def test_draining_and_back(server: HttpServer, parts: Server) -> None:
+def test_draining_and_resuming(server: HttpServer, parts: Server) -> None:
     assert ask(server, "POST", "/admin/drain", {"drain": True}, **ADMIN).status == 200
     assert parts.drain.started
     assert ask(server, "GET", "/health").json["status"] == "draining"

@@ -40,7 +40,7 @@ def test_each_unit_is_counted_until_it_starts_or_ends():
     ticket = queue.admit("a", 3, 10)
     assert (queue.num_waiting, queue.waiting_tokens) == (3, 30)
     for _ in range(2):
-        ticket.started(1)  # twice is once
+        ticket.started(1)  # calling it twice counts once
         assert (queue.num_waiting, queue.waiting_tokens) == (2, 20)
     ticket.release()
     ticket.release()
@@ -71,7 +71,7 @@ def test_a_request_in_an_empty_queue_may_have_any_length():
     queue.admit("a", 1, 1)
 
 
-def test_who_is_alone_without_other_tenants_may_use_everything():
+def test_a_single_tenant_may_use_everything():
     queue, _ = admission(100, shared=False)
     for _ in range(100):
         queue.admit("", 1, 1)
@@ -87,14 +87,14 @@ def test_a_flood_leaves_places_for_new_tenants():
             flooded += 1
     assert caught.value.own
     assert flooded == 90 * FREE_MULTIPLE // (1 + FREE_MULTIPLE)
-    for _ in range(8):  # someone else's requests are taken all the same
+    for _ in range(8):  # requests of another tenant are still accepted
         queue.admit("newcomer", 1, 1)
     with pytest.raises(OverloadError) as caught:
         queue.admit("flood", 1, 1)
     assert caught.value.own
 
 
-def test_a_flood_of_tokens_too():
+def test_a_flood_of_tokens_leaves_places_for_new_tenants():
     queue, _ = admission(1000, 9000)
     with pytest.raises(OverloadError) as caught:
         for _ in range(100):
@@ -106,7 +106,7 @@ def test_a_flood_of_tokens_too():
 def test_the_time_to_retry_is_measured():
     queue, clock = admission(200, 4000, shared=False)
     tickets = [queue.admit("", 1, 10) for _ in range(200)]
-    for ticket in tickets[:20]:  # 2 requests a second
+    for ticket in tickets[:20]:  # 2 requests per second
         clock.now += 0.5
         ticket.started(0)
     for _ in range(20):
@@ -117,7 +117,7 @@ def test_the_time_to_retry_is_measured():
         assert abs(caught.value.retry_after - expected) <= 1
 
 
-def test_before_anything_is_measured_a_second_must_do():
+def test_without_measurements_the_time_to_retry_is_a_second():
     queue, _ = admission(1)
     queue.admit("", 1, 1)
     with pytest.raises(OverloadError) as caught:
@@ -127,7 +127,7 @@ def test_before_anything_is_measured_a_second_must_do():
 
 def test_a_deadline_that_the_queue_cannot_meet():
     queue, clock = admission(100, 10**6, shared=False)
-    queue.check_deadline("", clock.now + 0.001)  # nothing is known, and nothing waits
+    queue.check_deadline("", clock.now + 0.001)  # nothing is known, and no request waits
     tickets = [queue.admit("", 1, 10) for _ in range(40)]
     queue.check_deadline("", clock.now + 0.001)
     for ticket in tickets[:20]:
@@ -152,16 +152,16 @@ def test_a_flood_of_another_tenant_hardly_moves_the_estimate_for_a_deadline():
     queue.check_deadline("newcomer", clock.now + 8)
 
 
-def test_idle_seconds_are_no_measure_of_pace():
+def test_idle_seconds_do_not_count_for_the_start_rate():
     pace = StartRate(0.0)
-    for at in range(0, 1000, 10):  # one request each ten seconds, which waits 0.1 of them
+    for at in range(0, 1000, 10):  # a request every ten seconds, which waits 0.1 s
         pace.advance(at, busy=False)
         pace.advance(at + 0.1, busy=True)
         pace.add(1, 100)
     assert pace.estimate(10, 0, cautious=True) == pytest.approx(1.0, rel=0.01)
 
 
-def test_the_pace_follows_what_changes():
+def test_the_start_rate_follows_changes():
     pace = StartRate(0.0)
     for step in range(2000):
         pace.advance(step * 0.1, busy=True)
@@ -170,12 +170,12 @@ def test_the_pace_follows_what_changes():
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Any order of starts, ends and refusals gives back what was taken, once."""
+    """Any order of starts, ends and refusals returns reservations exactly once."""
 
     @initialize(shared=st.booleans())
     def begin(self, shared: bool) -> None:
         self.queue, self.clock = admission(20, 400, shared=shared)
-        self.left: dict[Reservation, tuple[str, int, int]] = {}  # tenant, siblings, tokens each
+        self.left: dict[Reservation, tuple[str, int, int]] = {}  # tenant, siblings, tokens of each
         self.ended: list[Reservation] = []
 
     @rule(
@@ -233,8 +233,8 @@ QueueMachine.TestCase.settings = settings(max_examples=examples(60), stateful_st
 TestQueueMachine = QueueMachine.TestCase
 
 
-def test_what_the_whole_queue_does_not_hold_is_the_callers_to_change() -> None:
-    """To come back later would bring nothing."""
+def test_requests_larger_than_the_queue_are_client_errors() -> None:
+    """A later retry would not help."""
     queue, _ = admission(8, shared=False)
     with pytest.raises(CapacityError, match="n: the queue holds 8 completions, not 9"):
         queue.check("", 9)
@@ -245,11 +245,11 @@ def test_what_the_whole_queue_does_not_hold_is_the_callers_to_change() -> None:
     ("fill", "kv", "waiting", "expected"),
     [(0.0, 1.0, False, 0.0), (0.0, 1.0, True, 1.0), (0.6, 0.2, True, 0.6), (0.1, 0.9, True, 0.9)],
 )
-def test_a_full_cache_presses_only_those_who_wait_for_it(fill, kv, waiting, expected):
+def test_a_full_cache_only_shortens_answers_that_wait_for_it(fill, kv, waiting, expected):
     assert pressure(fill, kv, waiting=waiting) == expected
 
 
-def test_nothing_changes_without_an_operators_word_or_without_pressure():
+def test_answers_are_only_shortened_by_option_and_under_pressure():
     params = SamplingParams(max_tokens=None)
     assert Degradation().apply(params, 1.0) is params
     assert Degradation(8, threshold=0.5).apply(params, 0.4) is params
@@ -259,6 +259,6 @@ def test_nothing_changes_without_an_operators_word_or_without_pressure():
     ("asked", "least", "given"),
     [(None, 0, 8), (100, 0, 8), (8, 0, 8), (3, 0, 3), (100, 50, 50), (None, 9, 9)],
 )
-def test_the_cap_never_goes_below_what_must_come(asked, least, given):
+def test_the_cap_is_never_below_the_minimum(asked, least, given):
     params = SamplingParams(max_tokens=asked, min_tokens=least)
     assert Degradation(8).apply(params, 0.8).max_tokens == given

@@ -1,4 +1,4 @@
-"""What every answer has: ids, errors told as clients know them, a line in the log; and the end."""
+"""Common to all answers: ids, errors in the format of the API, a log line; and shutdown."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_harmless_id_is_sent_back(server: HttpServer, theirs: str) -> None:
 
 
 @pytest.mark.parametrize("theirs", ["", "a b", "x" * 129, "a\tb", "é", "a;b", "<script>"])
-def test_another_id_is_not(server: HttpServer, theirs: str) -> None:
+def test_an_unsafe_id_is_replaced(server: HttpServer, theirs: str) -> None:
     reply = ask(server, "GET", "/health", x_request_id=theirs)
     assert reply.status == 200
     assert reply.headers["x-request-id"] == reply.headers["x-kvik-request-id"]
@@ -70,7 +70,7 @@ def test_another_id_is_not(server: HttpServer, theirs: str) -> None:
         ("all", 503, "overloaded", None, {"retry-after": "1", "x-should-retry": "true"}),
     ],
 )
-def test_errors_as_openai_tells_them(
+def test_errors_in_the_format_of_openai(
     server: HttpServer,
     which: str,
     status: int,
@@ -85,7 +85,7 @@ def test_errors_as_openai_tells_them(
     assert {name: reply.headers[name] for name in names if name in reply.headers} == headers
 
 
-def test_a_bug_tells_nothing_and_is_not_tried_again(
+def test_a_bug_reveals_nothing_and_is_not_retried(
     server: HttpServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
@@ -102,7 +102,7 @@ def test_a_bug_tells_nothing_and_is_not_tried_again(
     text = record.getMessage()
     assert reply.headers["x-kvik-request-id"] in text
     assert "RuntimeError: a secret" in text
-    assert all(line.startswith("    ") for line in text.splitlines()[1:])  # no line can be forged
+    assert all(line.startswith("    ") for line in text.splitlines()[1:])  # none can be forged
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_bug_tells_nothing_and_is_not_tried_again(
         ("/v1/messages/fail", KEY, 500, "api_error"),
     ],
 )
-def test_errors_as_anthropic_tells_them(
+def test_errors_in_the_format_of_anthropic(
     server: HttpServer, path: str, key: dict[str, str], status: int, kind: str
 ) -> None:
     reply = ask(server, "POST", path, {"number": "x"}, **key)
@@ -125,16 +125,16 @@ def test_errors_as_anthropic_tells_them(
     assert reply.headers["request-id"] == reply.headers["x-kvik-request-id"]
 
 
-def test_an_answer_that_fails_underway_has_no_end(server: HttpServer) -> None:
+def test_an_answer_that_fails_while_sent_has_no_end(server: HttpServer) -> None:
     head = b"GET /v1/late HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer right\r\n\r\n"
     try:
         answer = raw(server, head)
     except ConnectionResetError:
         return
-    assert not answer.endswith(b"0\r\n\r\n")  # the last chunk, which would say it was complete
+    assert not answer.endswith(b"0\r\n\r\n")  # the last chunk would mark it as complete
 
 
-# Clients of HTTP/1.0, and those that send no more
+# Clients of HTTP/1.0, and half-closed connections
 
 EVENTS = b"data: 0\n\ndata: 1\n\ndata: 2\n\n"
 
@@ -163,8 +163,8 @@ def test_http_1_0_has_no_chunks(
 
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
-def test_who_closes_one_half_gets_the_whole_answer(server: HttpServer, version: str) -> None:
-    count = 1 if version == "1.0" else 3  # that were sent ahead
+def test_a_half_closed_connection_gets_the_whole_answer(server: HttpServer, version: str) -> None:
+    count = 1 if version == "1.0" else 3  # pipelined
     with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
         connection.sendall(request("GET /v1/stream", version) * count)
         connection.shutdown(socket.SHUT_WR)
@@ -176,7 +176,7 @@ def test_who_closes_one_half_gets_the_whole_answer(server: HttpServer, version: 
 @pytest.mark.parametrize(
     "part", [b"", b"GET", request("POST /v1/echo")[:-2] + b"Content-Length: 9\r\n\r\n{"]
 )
-def test_who_closes_one_half_too_early_is_not_waited_for(server: HttpServer, part: bytes) -> None:
+def test_a_connection_half_closed_too_early_is_dropped(server: HttpServer, part: bytes) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
         connection.sendall(part)
         connection.shutdown(socket.SHUT_WR)
@@ -198,27 +198,27 @@ def test_text_of_requests_is_escaped_in_the_log(
     assert "a prompt" not in text
     assert "secret" not in text
     assert "right" not in text
-    assert text.count("the field new\\nline") == 1  # told once
+    assert text.count("the field new\\nline") == 1  # logged once
     assert "the field numbr of requests is unknown and ignored; did you mean number?" in text
     assert " POST /v1/echo 200 " in text
 
 
-def test_a_server_that_stops_takes_no_new_work(server: HttpServer, drain: Drain) -> None:
+def test_a_stopping_server_refuses_new_work(server: HttpServer, drain: Drain) -> None:
     drain.start()
     try:
         reply = ask(server, "POST", "/v1/echo", {}, **KEY)
         assert reply.status == 503
         assert reply.headers["retry-after"] == "1"
         assert ask(server, "POST", "/v1/echo", {}).status == 401
-        assert ask(server, "GET", "/health").status == 200  # this one does not look
+        assert ask(server, "GET", "/health").status == 200  # this route does not check
     finally:
         drain.stop()
     assert ask(server, "POST", "/v1/echo", {}, **KEY).status == 200
     assert drain.num_open == 0
 
 
-def test_a_server_that_stops_takes_back_what_it_gave_away() -> None:
-    """And no request that only says so: what it has of it is signed."""
+def test_a_stopping_server_accepts_returned_requests() -> None:
+    """A request cannot fake this, because the state in it is signed."""
     report = RequestReport(90.0, 95.0, None, 100.0, 16, 1)
     output = MovedOutput.of(0, OutputSoFar([], [], False), Handover([], 7, None, report), 100.0, 0)
     told = Resumption("gen-1", 1, b"", None, False, [output])

@@ -31,7 +31,7 @@ def engine_of(**options: Any) -> AsyncLLM:
 
 @asynccontextmanager
 async def served(app: Any) -> AsyncIterator[httpx2.AsyncClient]:
-    """The app in a plain uvicorn, as a program of one's own runs it."""
+    """Serve the app in a plain uvicorn, as a user's program does."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="on"))
@@ -55,11 +55,11 @@ async def test_the_app_alone_loads_the_engine_serves_and_closes_it():
     assert engine.client.state == "closed"
 
 
-async def test_requests_of_both_ways_share_the_engine_and_its_cache():
+async def test_requests_by_http_and_python_share_the_engine_and_cache():
     engine = engine_of()
     async with engine, served_below("/llm", engine) as client:
         prompt = "Once upon a time there was a fox who lived in a wood with her children. " * 2
-        # A request over HTTP leaves the rest to the model's authors.
+        # A request over HTTP uses the model's defaults for the rest.
         params = engine.default_params.with_changes(max_tokens=8, temperature=0)
         mine = await engine.generate(prompt, params).result()
         body = {**BODY, "prompt": prompt}

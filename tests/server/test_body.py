@@ -1,4 +1,4 @@
-"""Bodies: read within bounds, and decoded strictly."""
+"""Bodies are read within limits and decoded strictly."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def server() -> Iterator[HttpServer]:
         yield running
 
 
-def test_what_is_right_comes_through(server: HttpServer) -> None:
+def test_valid_bodies_are_read(server: HttpServer) -> None:
     body = {
         "number": 3,
         "share": 1,
@@ -160,18 +160,18 @@ def test_a_field_that_is_missing_is_named(server: HttpServer) -> None:
     ],
     ids=lambda text: repr(text[:24]),
 )
-def test_what_is_no_good_json(server: HttpServer, text: str) -> None:
+def test_invalid_json(server: HttpServer, text: str) -> None:
     reply = ask(server, "POST", "/body", text)
     assert reply.status == 400
     assert reply.error["message"]
     assert len(reply.error["message"]) < 400
 
 
-def test_what_is_only_just_good_json(server: HttpServer) -> None:
+def test_json_that_is_barely_valid(server: HttpServer) -> None:
     for text in (
         '{"anything": ' + "[" * 19 + "]" * 19 + "}",
         "{" + ",".join(f'"{i}": 0' for i in range(1000)) + "}",
-        '{"anything": "' + "[{,:" * 30_000 + '"}',  # in a string they are text
+        '{"anything": "' + "[{,:" * 30_000 + '"}',  # inside a string these are text
         '{"anything": "\\"[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[["}',
         '{"anything": [9223372036854775807, -9223372036854775808]}',
         '{"anything": [1e308, 1E-400, 12345678901234567890.5, -0.0]}',
@@ -184,7 +184,7 @@ def test_what_is_only_just_good_json(server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("data", [b'{"anything": "\xff"}', b"\xff\xfe{\x00}\x00", b'{"\xc3": 1}'])
-def test_what_is_not_utf8(server: HttpServer, data: bytes) -> None:
+def test_invalid_utf8(server: HttpServer, data: bytes) -> None:
     reply = ask(server, "POST", "/body", data)
     assert reply.status == 400
     assert "UTF-8" in reply.error["message"]
@@ -275,13 +275,13 @@ def test_any_bytes_are_json_or_refused(data: bytes) -> None:
 
 
 def outside_strings(data: bytes) -> bytes:
-    """All at once."""
+    """Remove strings from the whole body."""
     plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
     return b"".join(plain.split(b'"')[::2])
 
 
 @given(st.lists(st.sampled_from([*b'"\\[]{},a', 0xC3]), max_size=40).map(bytes))
-def test_pieces_of_a_body_are_as_the_whole(data: bytes) -> None:
+def test_a_body_in_pieces_is_the_same_as_whole(data: bytes) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(body, "PIECE_BYTES", 3)
         assert body._outside_strings(data, 1000) == outside_strings(data)

@@ -1,4 +1,4 @@
-"""The browser of the tests leaves nothing behind where it cannot be opened."""
+"""The browser of the tests cleans up if it cannot be opened."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from helpers.chromium import Browser
 
-SAYS = {
+BEHAVIOURS = {
     "nothing": "sys.exit(1)",
-    "an address where nobody is": (
+    "an address without a listener": (
         "print('DevTools listening on ws://127.0.0.1:9/x', file=sys.stderr, flush=True); "
         "time.sleep(60)"
     ),
@@ -19,12 +19,13 @@ SAYS = {
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a script with a first line")
-@pytest.mark.parametrize("says", SAYS)
-def test_one_that_cannot_be_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: str
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_a_browser_that_cannot_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, behaviour: str
 ) -> None:
     program, pid = tmp_path / "chromium", tmp_path / "pid"
-    lines = f"import os, sys, time; open({str(pid)!r}, 'w').write(str(os.getpid())); {SAYS[says]}"
+    note = f"import os, sys, time; open({str(pid)!r}, 'w').write(str(os.getpid()))"
+    lines = f"{note}; {BEHAVIOURS[behaviour]}"
     program.write_text(f"#!{sys.executable}\n{lines}\n")
     program.chmod(0o755)
     (tmp_path / "profiles").mkdir()

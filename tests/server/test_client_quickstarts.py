@@ -1,5 +1,5 @@
-"""Scripts in the idiom of the first pages of OpenAI's and Anthropic's clients run with nothing but
-the base URL and the name of the model changed."""
+"""Quickstart scripts of OpenAI's and Anthropic's clients run with only the base URL and the model's
+name changed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def addresses(site: Site, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("ANTHROPIC_BASE_URL", site.url)
     monkeypatch.setenv("ANTHROPIC_API_KEY", "none")
     yield
-    gc.collect()  # here, and not in the test of another file
+    gc.collect()  # here, not in a test of another file
 
 
 def test_openai_chat() -> None:

@@ -1,4 +1,4 @@
-"""What breaks behind a running server, and what its clients see of it."""
+"""Failures behind a running server, as its clients see them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ site = site_fixture()
 
 @pytest.fixture(autouse=True, scope="module")
 def expected(site: Site) -> str:
-    """What the undisturbed engine says."""
+    """Return the text of the undisturbed engine."""
     return said(site.server)
 
 
@@ -49,7 +49,7 @@ def said(server: Listening) -> str:
     return text
 
 
-# In one step
+# Failures in one step
 
 
 @dataclass
@@ -94,14 +94,14 @@ def break_step(
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/generate"])
 @pytest.mark.parametrize("spoil", FAULTS)
-def test_a_step_that_breaks_costs_its_requests_and_no_others(
+def test_a_failed_step_only_ends_its_requests(
     site: Site, monkeypatch: pytest.MonkeyPatch, expected: str, spoil: Any, path: str
 ) -> None:
     before = ended(site, "error")
     break_step(site, monkeypatch, 20, spoil)
     reply = ask(site.server, "POST", path, LONG)
     assert reply.status == 500
-    assert reply.headers[RETRY] == "false"  # the same again would break another step
+    assert reply.headers[RETRY] == "false"  # a retry would break another step
     assert (reply.error["type"], reply.error["code"]) == ("server_error", "engine_error")
     assert ask(site.server, "GET", "/health").status == 200
     assert said(site.server) == expected
@@ -131,8 +131,8 @@ def ended(site: Site, reason: str) -> float:
     return float(row.split()[-1])
 
 
-def test_an_engine_in_which_nothing_works_any_more_is_given_up() -> None:
-    """The bad step is told to those it was for; the next ones are told to wait."""
+def test_an_engine_whose_steps_all_fail_is_abandoned() -> None:
+    """The failed requests get its error; the next ones are asked to retry."""
 
     class Lost(FakeExecutor):
         def submit(self, plan: Any) -> object:
@@ -164,7 +164,7 @@ def test_an_engine_in_which_nothing_works_any_more_is_given_up() -> None:
 def test_a_clock_that_jumps_ends_nothing(
     site: Site, monkeypatch: pytest.MonkeyPatch, expected: str, jump: float
 ) -> None:
-    """Deadlines and limits count seconds that passed, not the time of day."""
+    """Deadlines and limits count elapsed seconds, not the time of day."""
     genuine = time.time
     with ThreadPoolExecutor() as pool:
         body = {**LONG, "deadline_ms": 60_000}
@@ -184,7 +184,8 @@ def test_a_clock_that_jumps_ends_nothing(
 @linux
 @pytest.mark.full
 def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
-    """Those that had begun are told which; those that wait are served by the next one."""
+    """Begun requests get an error that names the rank; waiting ones are served by the next
+    engine."""
     sizes = ("--max-num-seqs", "4", "--max-model-len", "512")
     lost = "rank 1 has ended with signal 9"
     with server_process("--tensor-parallel-size", "2", "--threads", "2", *sizes) as server:
@@ -203,7 +204,7 @@ def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
         assert told.count(lost) == 1 and "[DONE]" not in told
         stream.close()
         assert not ranks_of(pid)
-        # While it idles
+        # While idle
         (rank,) = ranks_of(server.engine_pid)
         os.kill(rank, signal.SIGABRT)
         for path in ("/health", "/ready"):
@@ -225,16 +226,16 @@ def test_an_engine_process_that_is_killed_is_replaced() -> None:
                 until(server, "num_requests_waiting", 1)
                 os.kill(pid, number)
                 reply = whole.result()
-                assert reply.status == 503  # nothing of it was sent
+                assert reply.status == 503  # no part of it was sent
                 assert (reply.headers[RETRY], reply.headers["retry-after"]) == ("true", "1")
                 assert reply.error["code"] == "engine_error"
                 assert waits.result() == text
                 pid = server.engine_pid
-            told = read_until(stream, b"\r\n0\r\n\r\n")  # the answer itself is whole
+            told = read_until(stream, b"\r\n0\r\n\r\n")  # the answer is complete
             assert b"engine_error" in told
             assert b"[DONE]" not in told
             stream.close()
-            # While there is none
+            # While there is no engine
             os.kill(pid, number)
             while (health := ask(server, "GET", "/health")).status == 200:
                 time.sleep(0.01)
@@ -243,7 +244,7 @@ def test_an_engine_process_that_is_killed_is_replaced() -> None:
             refused = ask(server, "POST", "/v1/completions", SHORT)
             assert refused.status == 503
             assert (refused.headers[RETRY], refused.headers["retry-after"]) == ("true", "1")
-            # and then
+            # Afterwards
             server.wait_ready()
             assert said(server) == text
             assert server.engine_pid != pid
@@ -261,13 +262,13 @@ def until(server: ServerProcess, metric: str, value: float) -> None:
 
 @linux
 @pytest.mark.full
-def test_a_server_whose_engine_crashes_again_and_again_ends() -> None:
+def test_a_server_whose_engine_crashes_repeatedly_ends() -> None:
     with server_process("--max-num-seqs", "4", exit_code=1) as server:
         for _ in range(5):
             server.wait_ready()
             os.kill(server.engine_pid, signal.SIGKILL)
             deadline = time.monotonic() + 30
-            with suppress(OSError):  # of a connection that the end of the server cuts
+            with suppress(OSError):  # cut by the end of the server
                 while ask(server, "GET", "/health").status == 200:
                     assert time.monotonic() < deadline
                     time.sleep(0.01)
@@ -277,7 +278,7 @@ def test_a_server_whose_engine_crashes_again_and_again_ends() -> None:
 def under_way(
     server: ServerProcess, pool: ThreadPoolExecutor
 ) -> tuple[socket.socket, Future[Reply]]:
-    """A stream that has begun, and a request in one piece that has begun and not ended."""
+    """Provide a stream and a request without streaming that have begun but not ended."""
     stream = connect(server.port)
     post(stream, "/v1/completions", {**LONG, "stream": True, "max_tokens": 480, "n": 2})
     read_until(stream, b"data: ")
@@ -294,7 +295,7 @@ def under_way(
 @pytest.mark.parametrize(
     ("seconds", "signals"), [("0.5", 1), ("100", 2)], ids=["too slow", "impatient"]
 )
-def test_a_stream_that_is_cut_short_says_so(seconds: str, signals: int) -> None:
+def test_a_truncated_stream_ends_with_an_error(seconds: str, signals: int) -> None:
     flags = ("--max-num-seqs", "1", "--max-model-len", "512", "--shutdown-timeout", seconds)
     with server_process(*flags) as server:
         stream = connect(server.port)

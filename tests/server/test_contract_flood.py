@@ -1,4 +1,4 @@
-"""A flood by one key, and what the others see of it, over HTTP."""
+"""A flood by one key, as other clients see it over HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def send(server: Served, key: str, body: str = BODY) -> socket.socket:
 
 @contextmanager
 def flooded(executor: FakeExecutor) -> Iterator[Served]:
-    """A server whose engine stands still, with all that one key may have queued."""
+    """Provide a server with a blocked engine, and as many queued requests as one key may have."""
     executor.gate.clear()
     keys = read_keys(["flood", "other"])
     with served(openai_routes, executor, max_requests=QUEUE, keys=keys, max_num_seqs=4) as server:

@@ -1,4 +1,4 @@
-"""Names in requests are compared with those that are served, and open nothing else."""
+"""Names in requests are only compared with served names, and never opened."""
 
 from __future__ import annotations
 
@@ -83,19 +83,19 @@ def test_a_name_that_is_not_served_is_not_found(
         "%252e%252e",
     ],
 )
-def test_nor_by_a_path(site: Site, written: str) -> None:
+def test_a_name_in_a_path_that_is_not_served_is_not_found(site: Site, written: str) -> None:
     reply = ask(site.server, "GET", f"/v1/models/{written}", **KEY)
     assert (reply.status, reply.error["code"]) == (404, "model_not_found")
     assert b"root:" not in reply.body
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_those_that_are_served_are_found(site: Site, name: str) -> None:
+def test_served_names_are_found(site: Site, name: str) -> None:
     assert ask(site.server, "GET", f"/v1/models/{name}", **KEY).json["id"] == name
     for path, body in ROUTES:
         reply = ask(site.server, "POST", path, {**body, "model": name}, **KEY)
         assert reply.status == 200
-        assert reply.json.get("model", NAMES[0]) == NAMES[0]  # answers say the first one
+        assert reply.json.get("model", NAMES[0]) == NAMES[0]  # answers have the first name
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_those_that_are_served_are_found(site: Site, name: str) -> None:
     ],
 )
 @pytest.mark.parametrize("method", ["GET", "POST"])
-def test_what_an_operator_does_is_not_on_this_port(site: Site, method: str, path: str) -> None:
+def test_admin_routes_are_not_on_this_port(site: Site, method: str, path: str) -> None:
     assert ask(site.server, method, path, {}).status == 401
     reply = ask(site.server, method, path, {}, **KEY)
     assert (reply.status, reply.error["code"]) == (404, "not_found")

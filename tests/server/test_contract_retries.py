@@ -1,4 +1,4 @@
-"""What real clients do with each error: they try again exactly where that may help."""
+"""Reactions of real clients to each error: they retry exactly where that may help."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from kvik.server.errors import HttpError, aborted, deadline_exceeded, failed, mo
 from kvik.server.route import Route
 from kvik.server.server import Drain
 
-# name -> how it is raised, its status, and whether a client should come back
+# name -> how it is raised, its status, and whether a client should retry
 ERRORS: dict[str, tuple[Callable[[], Exception], int, bool]] = {
     "param": (lambda: ParamError("top_p", "must be in (0, 1]"), 400, False),
     "long": (lambda: ParamError("prompt", "is too long", overflow=Overflow(8, 9)), 400, False),
@@ -52,7 +52,7 @@ ERRORS: dict[str, tuple[Callable[[], Exception], int, bool]] = {
     "bug": (lambda: RuntimeError("a bug"), 500, False),
 }
 SAID: Any = {"role": "user", "content": "Hi"}
-SECONDS = {"share": 2.0, "queue": 1.0, "starting": 1.0, "stopped": 1.0}  # that Retry-After says
+SECONDS = {"share": 2.0, "queue": 1.0, "starting": 1.0, "stopped": 1.0}  # of Retry-After
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def server(seen: Counter[str]) -> Iterator[HttpServer]:
         yield running
 
 
-# A client that comes back waits for whole seconds.
+# A retry waits for whole seconds.
 @pytest.mark.parametrize(
     "which",
     [
@@ -121,9 +121,9 @@ def with_the_server(server: Served) -> None:
 
 
 @pytest.mark.parametrize(("end", "again"), [(by_an_operator, False), (with_the_server, True)])
-def test_what_was_ended_from_outside(end: Callable[[Served], None], again: bool) -> None:
-    """What an operator ends is not sent again; what ended with the server is, and does well where
-    there is one."""
+def test_requests_ended_from_outside(end: Callable[[Served], None], again: bool) -> None:
+    """Requests ended by an operator are not sent again; those that end with the server are, and
+    succeed on another server."""
     executor = gated_executor()
 
     def act() -> None:
@@ -141,7 +141,7 @@ def test_what_was_ended_from_outside(end: Callable[[Served], None], again: bool)
         with client:
             if again:
                 assert client.completions.create(**asked).usage
-                assert time.monotonic() - start > 0.95  # as Retry-After says
+                assert time.monotonic() - start > 0.95  # the time of Retry-After
             else:
                 with pytest.raises(openai.InternalServerError) as caught:
                     client.completions.create(**asked)
@@ -154,7 +154,7 @@ async def _now(end: Callable[[Served], None], server: Served) -> None:
     end(server)
 
 
-def test_a_server_that_is_drained_is_asked_again() -> None:
+def test_requests_to_a_drained_server_are_retried() -> None:
     with served(openai_routes) as server:
         drain = server.parts.drain
         drain.start()

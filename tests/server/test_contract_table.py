@@ -1,4 +1,4 @@
-"""`docs/server-contract.md` has a row for everything, and names tests that exist."""
+"""`docs/server-contract.md` has a row per item, and names existing tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model's chat template is a program of a stranger: what it may do to a server, over HTTP."""
+"""A model's chat template is untrusted code; its effects on a server, over HTTP."""
 
 from __future__ import annotations
 

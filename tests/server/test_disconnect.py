@@ -1,4 +1,4 @@
-"""Who goes away frees what the request held, within a step, in every phase."""
+"""A disconnect frees the request's resources within a step, in every phase."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = {"prompt": "ABCDEFGH", "max_tokens": 240, "ignore_eos": True}
 
 
 class Steps(FakeExecutor):
-    """Runs the steps it is allowed, one by one."""
+    """Runs allowed steps one by one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,10 +48,10 @@ def used_blocks(server: Served) -> int:
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("phase", ["prefill", "decode", "last"])
 def test_running(phase, stream, how):
-    """The step that was under way may run, and one that began before the abort came; after that
-    its blocks are free."""
+    """The running step may finish, and one that began before the abort arrived; then its blocks are
+    free."""
     steps = Steps()
-    # the prompt takes two steps: chunks of 4 tokens
+    # The prompt takes two steps: chunks of 4 tokens.
     with served(routes, steps, max_num_batched_tokens=8, max_num_seqs=8) as server:
         prompt = "ABCDEFGH" * 2
         sock = connect(server.http.port)
@@ -60,7 +60,7 @@ def test_running(phase, stream, how):
             body["max_tokens"] = 6
         post(sock, "/v1/generate", body)
         steps.allowed = {"prefill": 1, "decode": 4, "last": 6}[phase]
-        until(lambda: steps.begun == steps.allowed + 1)  # the next one is under way
+        until(lambda: steps.begun == steps.allowed + 1)  # the next one has begun
         assert used_blocks(server) > 0
         hang_up(sock, how)
         until(lambda: not server.inner.generations.live)
@@ -79,7 +79,7 @@ def test_running(phase, stream, how):
 @pytest.mark.parametrize("how", ["close", "reset"])
 @pytest.mark.parametrize("stream", [True, False])
 def test_queued(stream, how):
-    """It never gets a slot, and the others never notice."""
+    """It never gets a slot, and the others are not affected."""
     steps = Steps()
     with served(routes, steps, max_num_seqs=1) as server:
         first, second = connect(server.http.port), connect(server.http.port)
@@ -89,7 +89,7 @@ def test_queued(stream, how):
         until(lambda: len(server.inner.generations.live) == 2)
         hang_up(second, how)
         until(lambda: len(server.inner.generations.live) == 1)
-        assert server.inner.admission.num_waiting == 1  # the first, which has no token yet
+        assert server.inner.admission.num_waiting == 1  # the first one, which has no token yet
         steps.allowed = math.inf
         assert b'"tokens_generated":10' in read_until(first, b"request_id")
         first.close()
@@ -99,17 +99,17 @@ def test_queued(stream, how):
 
 @pytest.mark.parametrize("version", ["1.0", "1.1"])
 @pytest.mark.parametrize("stream", [True, False])
-def test_who_only_sends_no_more_gets_the_whole_answer(stream, version):
+def test_a_half_closed_client_gets_the_whole_answer(stream, version):
     steps = Steps()
     with served(routes, steps) as server, connect(server.http.port) as sock:
         post(sock, "/v1/generate", {**LONG, "max_tokens": 20, "stream": stream}, version)
         sock.shutdown(socket.SHUT_WR)
         until(lambda: server.inner.generations.live)
-        time.sleep(0.4)  # longer than it takes to find out that a client is gone
+        time.sleep(0.4)  # longer than the detection of a disconnect takes
         steps.allowed = math.inf
         answer = read_all(sock)
         assert b'"tokens_generated":20' in answer
-        # HTTP/1.0 knows neither interim answers nor chunks
+        # HTTP/1.0 has neither interim answers nor chunks.
         assert (b" 100 Continue" in answer) == (version == "1.1")
         server.at_rest()
         assert list(server.inner.watcher.ended.values()) == ["length"]
@@ -117,7 +117,7 @@ def test_who_only_sends_no_more_gets_the_whole_answer(stream, version):
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.full
-def test_who_sends_no_more_and_then_leaves(stream):
+def test_a_half_closed_client_that_disconnects(stream):
     steps = Steps()
     with served(routes, steps) as server:
         sock = connect(server.http.port)
@@ -132,11 +132,11 @@ def test_who_sends_no_more_and_then_leaves(stream):
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="keepalive is set on Linux alone")
 def test_a_client_of_http_1_0_that_leaves_is_noticed_by_its_silence():
-    """It cannot be sent an interim answer, which one that is gone would refuse."""
+    """It cannot be sent an interim answer, by which a disconnect would be detected."""
     steps = Steps()
     with served(routes, steps) as server:
         sock = connect(server.http.port)
-        # else the kernel answers a minute for the program that is gone
+        # Otherwise the kernel answers for the ended program for a minute.
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)
         post(sock, "/v1/generate", LONG, "1.0")
         until(lambda: server.inner.generations.live)
@@ -147,7 +147,7 @@ def test_a_client_of_http_1_0_that_leaves_is_noticed_by_its_silence():
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_storm_of_disconnects_and_reconnects(stream):
-    """The bounds of the queue hold, and nothing is left."""
+    """The limits of the queue hold, and nothing is left."""
     with served(routes, FakeExecutor(seconds=0.001), max_requests=16) as server:
         for round_ in range(20):
             socks = [connect(server.http.port) for _ in range(12)]
@@ -159,7 +159,7 @@ def test_a_storm_of_disconnects_and_reconnects(stream):
                 hang_up(sock, "reset" if i % 2 else "close")
         server.at_rest()
         deadline = time.monotonic() + 30
-        while server.inner.admission.num_waiting:  # of those whose bodies were only just read
+        while server.inner.admission.num_waiting:  # bodies that were just read
             assert time.monotonic() < deadline
 
 
@@ -175,7 +175,7 @@ def test_before_the_body_is_complete():
         assert not server.inner.watcher.arrived_ids
 
 
-def test_text_of_another_client_goes_on():
+def test_text_of_another_client_continues():
     with served(routes, FakeExecutor(seconds=0.001)) as server:
         stays, goes = connect(server.http.port), connect(server.http.port)
         post(stays, "/v1/generate", {**LONG, "stream": True})

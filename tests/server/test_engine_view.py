@@ -1,4 +1,4 @@
-"""`/v1/engine` and `/v1/engine/live`: what is told, to whom, to how many at once."""
+"""`/v1/engine` and `/v1/engine/live`: their content, access, and number of watchers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECRET = "a prompt that nobody else may read"
 
 
 def routes(parts: Server) -> list[Route]:
-    """The view, quicker and for fewer than users have it."""
+    """Return the view's routes, with a shorter interval and fewer watchers than by default."""
     view = EngineView(
         parts.engine,
         parts.drain,
@@ -52,7 +52,7 @@ site = site_fixture(routes)
 
 @contextmanager
 def watch(site: Site, key: str = "") -> Iterator[HTTPResponse]:
-    """The stream, once those of tests before are known to be gone."""
+    """Open the stream after those of earlier tests have ended."""
     headers = {"authorization": f"Bearer {key}"} if key else {}
     while True:
         connection = HTTPConnection("127.0.0.1", site.server.port, timeout=30)
@@ -69,7 +69,7 @@ def watch(site: Site, key: str = "") -> Iterator[HTTPResponse]:
 
 
 def next_frame(stream: HTTPResponse) -> Any:
-    """The next frame with a view: an engine that takes a second to answer is shown without one."""
+    """Return the next frame with a view; a slow answer of the engine gives a frame without one."""
     while True:
         data, blank = stream.readline(), stream.readline()
         assert data.startswith(b"data: ") and blank == b"\n"
@@ -79,7 +79,7 @@ def next_frame(stream: HTTPResponse) -> Any:
 
 
 def facts_of(site: Site) -> Any:
-    """The facts with a view, as for `next_frame`."""
+    """Return the facts with a view, see `next_frame`."""
     while True:
         reply = ask(site.server, "GET", "/v1/engine")
         assert reply.status == 200
@@ -103,7 +103,7 @@ def generate(site: Site, prompt: str = "Once upon a time") -> None:
     site.at_rest()
 
 
-# -- what is told --------------------------------------------------------------------------------
+# -- content -------------------------------------------------------------------------------------
 
 
 def test_facts(site: Site) -> None:
@@ -163,7 +163,7 @@ def test_a_stream_of_frames(site: Site) -> None:
         generate(site)
         frames = []
         until(stream, lambda frame: bool(frames.append(frame) or frame["view"]["finished"]))
-    # every step and every finished request is told once, in order
+    # Every step and every finished request is reported once, in order.
     for frame in frames:
         steps = frame["view"]["steps"]
         assert steps["first"] == seen
@@ -188,7 +188,7 @@ def test_a_watcher_that_connects_late_gets_the_whole_state(site: Site) -> None:
     assert seen and seen == told[-len(seen) :]
 
 
-# -- to whom -------------------------------------------------------------------------------------
+# -- access --------------------------------------------------------------------------------------
 
 
 def test_only_administrators_where_there_are_keys(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_only_administrators_where_there_are_keys(tmp_path: Path) -> None:
             assert next_frame(stream)["state"] == "ready"
 
 
-def test_while_the_server_stops_operators_still_see_it() -> None:
+def test_operators_can_watch_a_stopping_server() -> None:
     with story_site(every_route) as site:
         site.server.call(drain(site))
         assert ask(site.server, "GET", "/v1/engine").status == 200
@@ -221,7 +221,7 @@ def test_only_get(site: Site) -> None:
         assert ask(site.server, "POST", path, {}).status == 405
 
 
-# -- to how many ---------------------------------------------------------------------------------
+# -- number of watchers --------------------------------------------------------------------------
 
 
 def test_the_number_of_watchers_is_bounded(site: Site) -> None:
@@ -232,10 +232,10 @@ def test_the_number_of_watchers_is_bounded(site: Site) -> None:
             reply = ask(site.server, "GET", "/v1/engine/live")
             assert reply.status == 503 and int(reply.headers["retry-after"]) >= 1
             assert f"watched by {MAX_WATCHERS} already" in reply.error["message"]
-            assert ask(site.server, "GET", "/v1/engine").status == 200  # which ends at once
+            assert ask(site.server, "GET", "/v1/engine").status == 200  # it ends at once
             next_frame(one)
             next_frame(two)
-    # who has left makes room
+    # An ended stream makes room.
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline:
         with watch(site) as again:
@@ -245,7 +245,7 @@ def test_the_number_of_watchers_is_bounded(site: Site) -> None:
     raise AssertionError("there is no room for another watcher")
 
 
-async def test_the_engine_is_asked_once_for_all_who_watch() -> None:
+async def test_the_engine_is_queried_once_for_all_watchers() -> None:
     async with engine_in_thread() as served:
         served.client.start(lambda deltas: None)
         await served.ready()
@@ -253,7 +253,7 @@ async def test_the_engine_is_asked_once_for_all_who_watch() -> None:
         feed = EngineFeed(served.client, interval=interval)
         began = clock()
         first = await asyncio.gather(*(feed.after(None) for _ in range(10)))
-        # One, or more if this process was held up for longer than the interval.
+        # Once, or more often if this process was delayed for longer than the interval.
         assert len({id(frame) for frame in first}) <= 1 + (clock() - began) / interval
         began = clock()
         second = await asyncio.gather(*(feed.after(first[-1]) for _ in range(10)))
@@ -271,5 +271,5 @@ def test_a_server_that_stops_does_not_wait_for_watchers() -> None:
     with story_site(routes) as site, watch(site) as stream:
         next_frame(stream)
         site.server.call(drain(site))
-        rest = stream.read()  # it ends
+        rest = stream.read()  # the stream ends
         assert rest.count(b"data: ") <= 2

@@ -53,7 +53,8 @@ class Fuzzer:
             self._check_error(path, status, answer, seed)
 
     def _tame(self, body: dict[str, Any], dice: random.Random) -> None:
-        """What was drawn would otherwise hardly ever reach the engine, or stay there for long."""
+        """Change values that would prevent the body from reaching the engine, or keep it there for
+        long."""
         if "model" in body and dice.random() < 0.9:
             body["model"] = "stories"
         if "max_tokens" in body and dice.random() < 0.9:
@@ -92,7 +93,7 @@ class Fuzzer:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)  # it may be asked to go on for long
+@pytest.mark.timeout(3600)  # `--fuzz-seconds` may be large
 def test_drawn_bodies_are_answered_or_refused(request: pytest.FixtureRequest) -> None:
     seconds = float(request.config.getoption("--fuzz-seconds"))
     small = ("--max-num-seqs", "16", "--max-model-len", "256", "--threads", "1")

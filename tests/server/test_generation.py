@@ -20,7 +20,7 @@ from kvik.server.generation import Generations, RequestLimits
 
 
 def counting() -> FakeExecutor:
-    """Step after step the letters in their order."""
+    """Return an executor that generates the letters in order."""
     return FakeExecutor(token=lambda step, row: step % 26)
 
 
@@ -44,7 +44,7 @@ async def test_text_and_result(streaming):
 
 
 async def test_many_streams_get_their_own_text_and_few_pieces():
-    """Pieces merge while a reader is away, so that none costs more for being slow."""
+    """Pieces merge while a reader is away, so that slow readers cause no extra work."""
 
     async with generating(counting(), max_num_seqs=32, max_num_batched_tokens=256) as serving:
         started = [
@@ -101,7 +101,7 @@ async def test_a_stop_string_ends_one_sibling_early():
 
 
 async def test_tokens_between_the_first_and_the_last_are_merged(monkeypatch):
-    """Ten thousand steps a second must not be ten thousand events."""
+    """Ten thousand steps per second must not cause as many events."""
 
     monkeypatch.setattr(host, "MAX_DELAY", 5.0)
     monkeypatch.setattr(host, "EVENTS_PER_SECOND", 0.1)
@@ -110,7 +110,7 @@ async def test_tokens_between_the_first_and_the_last_are_merged(monkeypatch):
         generation = await serving.start(new_request("A", max_tokens=250), streaming=True)
         async for _ in generation:
             rings += 1
-        assert rings <= 3  # the first, the last, and what a scheduler of threads may add
+        assert rings <= 3  # the first, the last, and one more by thread scheduling
 
 
 # Refusals
@@ -128,7 +128,7 @@ async def test_tokens_between_the_first_and_the_last_are_merged(monkeypatch):
         (lambda: new_request("A", n=128), "n"),
     ],
 )
-async def test_what_is_impossible_is_refused_and_leaves_nothing(request_of, field):
+async def test_impossible_requests_are_refused_and_leave_nothing(request_of, field):
     async with generating(max_queued_requests=16, max_requests=1000) as serving:
         with pytest.raises((ParamError, CapacityError)) as caught:
             await serving.start(request_of(), streaming=True)
@@ -138,7 +138,7 @@ async def test_what_is_impossible_is_refused_and_leaves_nothing(request_of, fiel
 
 @pytest.mark.parametrize("priority", [-5, 1])
 async def test_a_priority_that_the_policy_ignores_is_refused(priority):
-    """As vLLM does, in whose words gateways look for it."""
+    """As in vLLM, whose message gateways look for."""
 
     async with generating() as serving:
         with pytest.raises(ParamError, match="Priority scheduling is not enabled") as caught:
@@ -149,7 +149,7 @@ async def test_a_priority_that_the_policy_ignores_is_refused(priority):
         await (await serving.start(new_request("A", priority=priority, max_tokens=1))).output()
 
 
-async def test_all_of_a_batch_or_none():
+async def test_a_batch_is_accepted_whole_or_not_at_all():
     gate = gated_executor()
 
     async with generating(gate, max_requests=3) as serving:
@@ -201,7 +201,7 @@ async def test_abort_while_queued_and_while_running(streaming):
         assert serving.admission.num_waiting == 3
         for generation in (queued, running):
             generation.abort()
-            generation.abort()  # twice is once
+            generation.abort()  # a second call has no effect
             with pytest.raises(HttpError) as caught:
                 await generation.output()
             assert caught.value.code == ABORTED
@@ -227,7 +227,7 @@ async def test_a_deadline_before_and_after_the_first_token():
         with pytest.raises(HttpError) as caught:
             async for deltas in late:
                 shown += "".join(delta.text for delta in deltas)
-        assert len(shown) > 1  # what came in time was delivered
+        assert len(shown) > 1  # tokens before the deadline were delivered
         assert (caught.value.status, caught.value.code) == (504, DEADLINE)
         assert list(serving.watcher.ended.values()) == ["deadline"]
 
@@ -254,7 +254,7 @@ async def test_a_failing_step_fails_its_requests_and_no_others():
         assert len((await other.output()).text) == 8
 
 
-async def test_an_error_in_one_requests_text_is_its_own(monkeypatch):
+async def test_an_error_in_one_requests_text_affects_no_other(monkeypatch):
     async with generating(counting()) as serving:
         bad = await serving.start(new_request("A", max_tokens=50), streaming=True)
         good = await serving.start(new_request("B", max_tokens=50), streaming=True)
@@ -285,7 +285,7 @@ async def test_a_reader_that_stalls_loses_its_own_request(monkeypatch):
         assert len((await whole.output()).text) == 200
 
 
-async def test_the_engines_end_fails_what_lives():
+async def test_the_end_of_the_engine_fails_running_requests():
     executor = FakeExecutor(seconds=0.005)
 
     async with generating(executor) as serving:
@@ -298,11 +298,11 @@ async def test_the_engines_end_fails_what_lives():
         assert not serving.generations.live
 
 
-# What the engine is told
+# Requests sent to the engine
 
 
 def sent(serving) -> list:
-    """Requests as they go to the engine."""
+    """Record requests sent to the engine."""
     requests = []
     add = serving.engine.client.add
     serving.engine.client.add = lambda request: (requests.append(request), add(request))[1]
@@ -374,8 +374,8 @@ async def test_end_of_text_is_not_shown():
         assert threading.active_count() < 20
 
 
-async def test_what_comes_at_once_is_not_too_much_for_a_reader_who_reads(monkeypatch):
-    """Many siblings have a token in the same step; so have all after the event loop was held up."""
+async def test_bursts_are_not_too_much_for_an_active_reader(monkeypatch):
+    """Many siblings get a token in the same step, as do all requests after a blocked event loop."""
 
     monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 4)
     async with generating(FakeExecutor(seconds=0.005)) as serving:
@@ -404,7 +404,7 @@ async def test_the_event_loop_runs_while_many_prompts_are_sent():
 
 
 @pytest.mark.parametrize("turns", [0, 3, 10, 40])
-async def test_who_is_cancelled_while_many_are_sent_leaves_nothing(turns):
+async def test_cancellation_while_many_are_sent_leaves_nothing(turns):
     async with generating(max_requests=64) as serving:
         requests = [new_request([1] * 20, max_tokens=200)] * 16
         task = asyncio.get_running_loop().create_task(serving.start_all(requests, streaming=True))
@@ -416,8 +416,8 @@ async def test_who_is_cancelled_while_many_are_sent_leaves_nothing(turns):
                 generation.abort()
 
 
-async def test_what_only_reads_its_prompt_has_a_pace_too():
-    """Embeddings have no tokens, and an echo may have none: they take their turn all the same."""
+async def test_requests_without_tokens_count_for_the_start_rate():
+    """Embeddings have no tokens, and an echo may have none, but both take time in the queue."""
 
     gate = gated_executor()
 
@@ -437,7 +437,7 @@ async def test_what_only_reads_its_prompt_has_a_pace_too():
 
 
 async def test_without_a_deadline_no_error_names_one():
-    """The server's own limit ends what runs, and keeps nobody out."""
+    """The server's own limit ends running requests, but refuses none."""
 
     gate = FakeExecutor()
 
@@ -445,7 +445,7 @@ async def test_without_a_deadline_no_error_names_one():
         await (await serving.start(new_request("A"))).output()
         gate.gate.clear()
         await serving.start(new_request("A"))
-        serving.admission._start_rate._seconds = 1e6  # as slow as can be
+        serving.admission._start_rate._seconds = 1e6  # as slow as possible
         await serving.start(new_request("A"))
         with pytest.raises(OverloadError, match="deadline_ms"):
             await serving.start(new_request("A", deadline_ms=1000))

@@ -1,4 +1,4 @@
-"""Browsers: names that lead here, and pages that may use the server."""
+"""Protection against browsers: host names of the server, and origins of pages."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_on_a_loopback_address_another_name_is_refused(
     assert raw(server, head.encode()).startswith(f"HTTP/1.1 {status} ".encode())
 
 
-def test_one_host_header(server: HttpServer) -> None:
+def test_duplicate_host_headers_are_refused(server: HttpServer) -> None:
     for hosts in ("", "Host: localhost\r\nHost: evil.example\r\n"):
         head = f"GET /health HTTP/1.1\r\n{hosts}Connection: close\r\n\r\n"
         assert raw(server, head.encode()).startswith(b"HTTP/1.1 400 ")
@@ -72,7 +72,7 @@ OWN_NAME = socket.gethostname()
 @pytest.mark.parametrize(
     ("keys", "edge", "known", "unknown"),
     [
-        # a page of a stranger cannot send the key
+        # A page of another site cannot send the key.
         (["right"], AppConfig(), ["gpu.example:8000", "10.0.0.1"], []),
         (
             [],
@@ -110,7 +110,7 @@ def test_names_under_which_a_server_is_reached(
 
 
 def test_a_page_elsewhere_cannot_drive_a_server_without_keys(keyless: HttpServer) -> None:
-    """A form, or fetch without a preflight, sends text/plain or no type at all."""
+    """A form, or fetch without a preflight, sends text/plain or no content type."""
     reply = ask(keyless, "POST", "/v1/echo", "{}", content_type="text/plain")
     assert reply.status == 415
     reply = ask(keyless, "POST", "/v1/echo", "{}", content_type=None)
@@ -140,7 +140,7 @@ def test_pages_that_the_operator_lists(server: HttpServer, calls: Calls) -> None
     assert (reply.status, calls) == (204, [])
     assert reply.headers["access-control-allow-headers"] == "authorization,content-type"
     reply = ask(server, "POST", "/v1/echo", {}, **good)
-    assert reply.status == 401  # a listed page needs a key as everybody does
+    assert reply.status == 401  # a listed page needs a key too
     reply = ask(server, "POST", "/v1/echo", {}, **good, **KEY)
     assert reply.status == 200
     assert reply.headers["access-control-allow-origin"] == "https://good.example"
@@ -164,7 +164,7 @@ def test_pages_that_the_operator_lists(server: HttpServer, calls: Calls) -> None
 def test_every_answer_names_the_origin_once(
     origin: str, target: str, fields: str, status: int
 ) -> None:
-    """A browser refuses an answer that names it twice."""
+    """A browser refuses an answer with two such headers."""
     head = (
         f"{target} HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: https://good.example\r\n"
         f"{fields}Connection: close\r\n\r\n"

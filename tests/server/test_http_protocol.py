@@ -1,4 +1,4 @@
-"""Bounds of a connection, over real sockets."""
+"""Limits of a connection, over real sockets."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class Body(msgspec.Struct):
 
 
 class State:
-    """What the handlers did."""
+    """Events in the handlers."""
 
     def __init__(self) -> None:
-        self.gone = asyncio.Event()  # the reader of /endless is known to be
+        self.gone = asyncio.Event()  # the reader of /endless has disconnected
         self.sent = 0
 
 
@@ -82,7 +82,7 @@ def server(state: State) -> Iterator[HttpServer]:
 
 
 def error(answer: bytes) -> tuple[int, dict[str, str]]:
-    """Status and error of an answer after which the connection was closed."""
+    """Return status and error of an answer that closed the connection."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"\r\nconnection: close" in head.lower()
     assert head.lower().count(b"content-length: ") == 1
@@ -158,7 +158,7 @@ def test_a_large_head_in_small_pieces(server: HttpServer) -> None:
         b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
-def test_what_is_no_request_or_may_be_read_in_two_ways(server: HttpServer, data: bytes) -> None:
+def test_invalid_or_ambiguous_requests(server: HttpServer, data: bytes) -> None:
     status, told = error(raw(server, data))
     assert status == 400
     assert told["message"]
@@ -187,8 +187,8 @@ def test_a_late_head(server: HttpServer) -> None:
     assert time.monotonic() - start < 5
 
 
-def test_a_head_that_comes_in_drops(server: HttpServer) -> None:
-    """Each drop does not give it new time."""
+def test_a_head_in_single_bytes(server: HttpServer) -> None:
+    """Single bytes do not extend the time limit."""
     start = time.monotonic()
     with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
         received = b""
@@ -214,12 +214,12 @@ def test_a_late_head_after_a_request(server: HttpServer, data: bytes) -> None:
 
 
 @pytest.mark.parametrize("data", [b"", b"\r\n"])
-def test_nothing_comes(server: HttpServer, data: bytes) -> None:
+def test_a_connection_without_data(server: HttpServer, data: bytes) -> None:
     assert raw(server, data, 5) in (b"", b"HTTP/1.1 408")
 
 
 def drip(connection: socket.socket, data: bytes) -> None:
-    """Send these bytes again and again, which the server ends soon."""
+    """Send these bytes repeatedly until the server closes the connection."""
     start = time.monotonic()
     with suppress(OSError):
         while time.monotonic() - start < 3:
@@ -228,7 +228,7 @@ def drip(connection: socket.socket, data: bytes) -> None:
     assert time.monotonic() - start < 2
 
 
-def test_blank_lines_for_ever(server: HttpServer) -> None:
+def test_endless_blank_lines(server: HttpServer) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
         drip(connection, b"\r\n")
 
@@ -237,7 +237,7 @@ def test_blank_lines_for_ever(server: HttpServer) -> None:
 
 
 def test_a_body_with_a_content_length_that_is_too_large(server: HttpServer) -> None:
-    """The answer comes before the body does."""
+    """The answer precedes the body."""
     connection, head = until_head(server, POST + b"Content-Length: 999999999\r\n\r\n")
     with connection:
         assert head.startswith(b"HTTP/1.1 413 ")
@@ -252,13 +252,13 @@ def test_a_body_that_grows_too_large(server: HttpServer) -> None:
 
 
 def test_a_large_body_of_which_the_client_sends_all(server: HttpServer) -> None:
-    """It sees the answer, as the rest is thrown away for a while before the connection breaks."""
+    """It sees the answer, because the server discards the rest for a while before it closes."""
     assert ask(server, "POST", "/echo", b" " * (8 << 20)).status == 413
 
 
 @pytest.mark.parametrize("size", [2 << 20, 24 << 20])
-def test_who_wants_the_connection_closed_sees_the_answer_too(server: HttpServer, size: int) -> None:
-    """It sends all of its body before it reads. Closed on it at once, the answer would be lost."""
+def test_an_answer_is_read_before_the_connection_closes(server: HttpServer, size: int) -> None:
+    """It sends all of its body before it reads. Closing at once would lose the answer."""
     head = POST + CLOSE + b"Content-Length: %d\r\n\r\n" % size
     status, told = error(raw(server, head + b" " * size))
     assert status == 413
@@ -266,7 +266,7 @@ def test_who_wants_the_connection_closed_sees_the_answer_too(server: HttpServer,
 
 
 @pytest.mark.parametrize("last", [b"", CLOSE])
-def test_the_rest_of_a_body_cannot_trickle_for_ever(server: HttpServer, last: bytes) -> None:
+def test_the_rest_of_a_body_has_limited_time(server: HttpServer, last: bytes) -> None:
     head = POST + last + b"Content-Length: 999999999\r\n\r\n"
     connection, answer = until_head(server, head)
     with connection:
@@ -282,7 +282,7 @@ def test_a_late_body(server: HttpServer, start: bytes) -> None:
     assert "body" in told["message"]
 
 
-def test_large_bodies_that_come_together_are_refused(server: HttpServer) -> None:
+def test_concurrent_large_bodies_are_refused(server: HttpServer) -> None:
     """They are in memory until they are complete."""
     large = b'{"text": "' + b"x" * 700_000 + b'"}'
     head = POST + b"Content-Length: %d\r\n\r\n" % len(large)
@@ -296,7 +296,7 @@ def test_large_bodies_that_come_together_are_refused(server: HttpServer) -> None
     assert ask(server, "POST", "/echo", large).json == {"length": 700_000}
 
 
-def test_the_client_is_asked_to_go_on(server: HttpServer) -> None:
+def test_expect_100_continue_is_answered(server: HttpServer) -> None:
     connection, head = until_head(
         server, POST + CLOSE + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
     )
@@ -327,8 +327,8 @@ def test_an_idle_connection_is_closed_and_a_used_one_is_not(server: HttpServer) 
         assert time.monotonic() - start < 5
 
 
-def test_an_idle_connection_gives_up_its_place(server: HttpServer) -> None:
-    """Connections that say nothing starve nobody."""
+def test_an_idle_connection_is_closed_for_a_new_one(server: HttpServer) -> None:
+    """Silent connections do not lock out others."""
     idle = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(30)]
     try:
         assert ask(server, "GET", "/ok").status == 200
@@ -338,7 +338,7 @@ def test_an_idle_connection_gives_up_its_place(server: HttpServer) -> None:
             connection.close()
 
 
-def test_when_all_are_busy_another_is_refused(server: HttpServer) -> None:
+def test_a_connection_is_refused_if_all_others_are_busy(server: HttpServer) -> None:
     held = [
         until_head(server, b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] for _ in "12"
     ]
@@ -357,7 +357,7 @@ def test_when_all_are_busy_another_is_refused(server: HttpServer) -> None:
     until(lambda: not server.listener.num_connections)
 
 
-def test_who_does_not_read_is_left(server: HttpServer, state: State) -> None:
+def test_a_client_that_does_not_read_is_disconnected(server: HttpServer, state: State) -> None:
     state.gone.clear()
     connection, _ = until_head(server, b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
     with connection:
@@ -380,8 +380,8 @@ def test_a_port_that_is_taken_is_named(server: HttpServer) -> None:
 
 
 @pytest.mark.parametrize("close", [b"", b", close"])
-def test_who_asks_for_http_2_is_answered_in_http_1(server: HttpServer, close: bytes) -> None:
-    """Some clients send this with every first request, and their body behind it."""
+def test_an_upgrade_to_http_2_is_answered_in_http_1(server: HttpServer, close: bytes) -> None:
+    """Some clients send this with every first request, followed by their body."""
     head = (
         POST
         + b"Connection: Upgrade, HTTP2-Settings%b\r\nUpgrade: h2c\r\n" % close
@@ -397,7 +397,7 @@ def test_who_asks_for_http_2_is_answered_in_http_1(server: HttpServer, close: by
             assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-def test_the_body_behind_it_may_come_later(server: HttpServer) -> None:
+def test_the_body_after_an_upgrade_may_arrive_later(server: HttpServer) -> None:
     head = POST + b"Connection: Upgrade\r\nUpgrade: h2c\r\nContent-Length: 15\r\n\r\n"
     with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
         for piece in (head[:150], head[150:], b'{"text"', b': "abc"}'):
@@ -407,7 +407,7 @@ def test_the_body_behind_it_may_come_later(server: HttpServer) -> None:
 
 
 def test_the_defaults_are_those_of_the_contract() -> None:
-    """The tests above shorten them."""
+    """The tests above use shorter ones."""
     connection, body = ConnectionLimits(), BodyLimits()
     assert (connection.max_headers, connection.max_head_bytes) == (100, 64 << 10)
     assert (connection.head_seconds, connection.idle_seconds) == (30.0, 30.0)

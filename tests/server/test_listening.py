@@ -1,4 +1,4 @@
-"""How clients reach a server: HTTPS, a Unix socket, a path prefix of a reverse proxy."""
+"""Addresses of a server: HTTPS, a Unix socket, a path prefix of a reverse proxy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_https(files: dict[str, str], names: tuple[str, str | None]) -> None:
             assert response.read()
         connection.close()
         until(lambda: not server.listener.num_connections)
-        with pytest.raises(OSError):  # a client that does not trust the certificate
+        with pytest.raises(OSError):  # the client does not trust the certificate
             HTTPSConnection("localhost", server.port, timeout=30).request("GET", "/health")
         with socket.create_connection(("127.0.0.1", server.port), 30) as plain:
             plain.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
@@ -125,7 +125,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
                 connection.request("GET", "/health")
                 assert connection.getresponse().read() == b'{"path":null}'
             connection.close()
-            with socket.socket(socket.AF_UNIX) as half:  # closes its sending half alone
+            with socket.socket(socket.AF_UNIX) as half:  # only closes its sending half
                 half.settimeout(30)
                 half.connect(path)
                 half.sendall(
@@ -140,7 +140,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     assert not Path(path).exists()
 
 
-def test_a_socket_that_was_left_behind_is_replaced_and_no_other_file(tmp_path: Path) -> None:
+def test_only_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
     path = tmp_path / "kvik.sock"
     with socket.socket(socket.AF_UNIX) as left:
         left.bind(str(path))

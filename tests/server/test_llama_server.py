@@ -40,7 +40,7 @@ def complete(server: Served, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("prompt", ["AB", [0, 1]])
-def test_in_one_piece(server: Served, prompt: Any) -> None:
+def test_a_response(server: Served, prompt: Any) -> None:
     body = {"prompt": prompt, "n_predict": 5, "top_k": 3, "return_tokens": True}
     answer = complete(server, body)
     assert len(answer["content"]) == len(answer["tokens"]) == answer["tokens_predicted"] == 5
@@ -58,7 +58,7 @@ def test_in_one_piece(server: Served, prompt: Any) -> None:
     assert timings["predicted_n"] == 5 and timings["prompt_ms"] > 0
 
 
-def test_as_a_stream(server: Served) -> None:
+def test_a_stream(server: Served) -> None:
     body = {"prompt": "AB", "n_predict": 20, "stream": True, "return_tokens": True, "seed": -1}
     text = ask(server.http, "POST", "/completion", body).body.decode()
     *pieces, last = [json.loads(line[6:]) for line in text.split("\n\n") if line]
@@ -69,7 +69,7 @@ def test_as_a_stream(server: Served) -> None:
     assert last["generation_settings"]["seed"] == -1
 
 
-def test_what_ended_it(server: Served) -> None:
+def test_the_reason_of_the_end(server: Served) -> None:
     answer = complete(server, {"prompt": "A", "stop": ["D"], "n_predict": 100})
     assert (answer["stop_type"], answer["stopping_word"]) == ("word", "D")
     answer = complete(server, {"prompt": "A", "stop_token_ids": [3]})

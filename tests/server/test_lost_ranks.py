@@ -2,7 +2,7 @@
 moment, under a server with clients: each request ends once, with the right text or with an error,
 and nothing is left.
 
-A run prints what it took: `pytest tests/server/test_lost_ranks.py --tier=nightly -n 0 -s`.
+A run prints its figures: `pytest tests/server/test_lost_ranks.py --tier=nightly -n 0 -s`.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ pytestmark = [
 
 ROUNDS, FEW_ROUNDS = 100, 5
 CLIENTS = 6
-PATIENCE = 180.0  # seconds of a client, with two engines lost and each process stopped at its start
+PATIENCE = 180.0  # limit of a client, with two engines lost and processes stopped at their start
 GROUP = ("--tensor-parallel-size", "2", "--threads", "2", "--max-model-len", "512")
 FLAGS = (*GROUP, "--max-num-seqs", "3")
 STAGES = tuple(flag.replace("tensor", "pipeline") for flag in FLAGS)
 MIB = 1 << 20
 STORY = "Once upon a time there was a fox who lived by the river. "
-# What clients ask for, so that most steps are of this kind.
+# Requests of clients, chosen so that most steps are of this kind.
 LOADS: Mapping[str, Mapping[str, Any]] = {
     "prompt": {"prompt": STORY * 25, "max_tokens": 2},
     "decode": {"prompt": STORY, "max_tokens": 250},
@@ -70,7 +70,7 @@ SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGABRT)
 
 @dataclass(frozen=True)
 class Round:
-    """A process is sent a signal.
+    """A signal to a process.
 
     Attributes:
         phase: "loading" of the first engine, "idle", "prompt", "decode", or "rebuilding" after
@@ -91,7 +91,7 @@ class Round:
 
 
 def drawn(count: int, dice: random.Random) -> Iterator[Round]:
-    """All combinations in an order of their own, again and again."""
+    """Yield all combinations in random order, repeatedly."""
     phases = (LOADING, "idle", *LOADS, REBUILDING)
     combinations = [Round(*row) for row in product((0, 1), SIGNALS, phases)]
     while count > 0:
@@ -102,16 +102,14 @@ def drawn(count: int, dice: random.Random) -> Iterator[Round]:
 
 @dataclass
 class Figures:
-    """Seconds.
+    """Times in seconds.
 
     Attributes:
         starts: of servers, until they were ready.
-        errors: from a signal that kills to the error of each request that had begun.
-        silent: the same for one that stops.
-        rebuilds: by the number of the loss in a server's life, from a signal that kills until the
-            server was ready.
-        ends: from a signal that kills a process while the first engine loads to the end of the
-            server.
+        errors: from a kill to the error of each begun request.
+        silent: the same for a stopped process.
+        rebuilds: from a kill to a ready server, by the number of the loss in the server's life.
+        ends: from a kill while the first engine loads to the end of the server.
     """
 
     starts: list[float] = field(default_factory=list)
@@ -151,7 +149,7 @@ def _spread(seconds: list[float]) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """The end of a request. error: what it says; {}: it was answered whole."""
+    """The end of a request; `error`: its fields, {} for a complete answer."""
 
     sent: float
     ended: float
@@ -159,14 +157,14 @@ class Answer:
 
 
 def read(reply: Reply, *, stream: bool, text: str) -> Mapping[str, Any]:
-    """The error of a reply; {}: it is the whole text."""
+    """Return the error of a reply; {} if the text is complete."""
     if reply.status != 200:
         assert reply.status in (500, 503), reply.body
         return reply.error
     if not stream:
         assert reply.json["choices"][0]["text"] == text
         return {}
-    found = reply.body.decode().split("\n\n")  # with comments while nothing comes
+    found = reply.body.decode().split("\n\n")  # with comments while there is no text
     events = [event.removeprefix("data: ") for event in found if event.startswith("data: ")]
     assert sum('"error"' in event for event in events) + events.count("[DONE]") == 1
     *pieces, last = events
@@ -180,7 +178,7 @@ def read(reply: Reply, *, stream: bool, text: str) -> Mapping[str, Any]:
 
 
 class Load:
-    """Clients that ask one question after the other until they are told to stop."""
+    """Clients that send one request after the other until they are stopped."""
 
     def __init__(self, server: ServerProcess, kind: str, text: str, dice: random.Random) -> None:
         self._server, self._body, self._text = server, LOADS[kind], text
@@ -222,7 +220,7 @@ class Load:
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended; who has inherited it may not have noticed."""
+    """Return whether a process has ended; zombies count as ended."""
     with suppress(OSError):
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
         return state in "ZX"
@@ -230,7 +228,7 @@ def gone(pid: int) -> bool:
 
 
 def wait_until(what: str, seconds: float, look: Any) -> Any:
-    """What `look` returns as soon as it is true."""
+    """Return the result of `look` once it is true."""
     end = time.monotonic() + seconds
     while not (found := look()):
         assert time.monotonic() < end, what
@@ -239,7 +237,7 @@ def wait_until(what: str, seconds: float, look: Any) -> Any:
 
 
 def engine_of(server: int) -> int | None:
-    """The engine process of a server, if there is one."""
+    """Return the engine process of a server, if there is one."""
     with suppress(OSError, ValueError):
         for pid in children(server):
             if "engine_process" in command(pid):
@@ -248,7 +246,7 @@ def engine_of(server: int) -> int | None:
 
 
 def target(server: int, rank: int) -> int | None:
-    """The process of a rank, if there is one."""
+    """Return the process of a rank, if there is one."""
     engine = engine_of(server)
     if rank == 0 or engine is None:
         return engine
@@ -256,15 +254,15 @@ def target(server: int, rank: int) -> int | None:
 
 
 def parts_of(engine: int) -> list[int]:
-    """The processes beside it that compute the model: of its group, or a stage."""
+    """Return its other processes that compute the model: of its group, or a stage."""
     return ranks_of(engine) + children_of(engine, "kvik.stage_process")
 
 
 def memory_files(pid: int) -> int:
-    """How many files without names a process has open."""
+    """Return how many anonymous files a process has open."""
     count = 0
     for number in os.listdir(f"/proc/{pid}/fd"):
-        with suppress(FileNotFoundError):  # it is closed by now
+        with suppress(FileNotFoundError):  # it has been closed
             count += "memfd:" in os.readlink(f"/proc/{pid}/fd/{number}")
     return count
 
@@ -282,7 +280,7 @@ class Session:
             reply = ask(server, "POST", "/v1/completions", whole)
             self.texts[kind] = reply.json["choices"][0]["text"]
         self.seen: set[int] = set()
-        for kind in LOADS:  # threads, pools
+        for kind in LOADS:  # start threads and pools
             load = Load(server, kind, self.texts[kind], dice)
             time.sleep(0.5)
             assert not any(answer.error for answer in load.stop())
@@ -309,7 +307,7 @@ class Session:
         self._at_rest()
 
     def _send(self, rank: int, number: int) -> float:
-        """Returns when."""
+        """Send the signal and return the time."""
         pid = wait_until("there is such a process", 60, lambda: target(self.pid, rank))
         engine = engine_of(self.pid)
         assert engine is not None
@@ -348,7 +346,7 @@ class Session:
         return tuple((held(pid), memory_files(pid)) for pid in (self.pid, engine))
 
     def _at_rest(self) -> None:
-        """Nothing is left of the engines before."""
+        """Check that nothing is left of earlier engines."""
         engine = engine_of(self.pid)
         assert engine is not None
         ranks = parts_of(engine)
@@ -370,7 +368,7 @@ class Session:
 def session(
     dice: random.Random, figures: Figures, flags: tuple[str, ...] = FLAGS
 ) -> Iterator[Session]:
-    """A server that is ready; afterwards nothing is left of it."""
+    """Provide a ready server, and check that it leaves nothing behind."""
     began = time.monotonic()
     with server_process(*flags) as server:
         figures.starts.append(time.monotonic() - began)
@@ -383,7 +381,8 @@ def session(
 def lose_while_it_loads(
     one: Round, dice: random.Random, figures: Figures, flags: tuple[str, ...]
 ) -> None:
-    """The server ends with the reason if a rank is lost, and starts another engine if that is."""
+    """The server ends with the reason if a rank is lost, and starts another engine if the engine
+    is."""
     port = free_port()
     with subprocess.Popen(
         serve_command(port, *flags), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
@@ -429,7 +428,7 @@ def test_processes_are_lost_at_any_moment(
 ) -> None:
     dice, figures, shared = random.Random(tiers.seed()), Figures(), set(os.listdir("/dev/shm"))
     count = ROUNDS if tiers.tier() == "nightly" else FEW_ROUNDS
-    most = RestartPolicy().crashes - 1  # with one more a server ends
+    most = RestartPolicy().crashes - 1  # with one more loss, a server ends
     with ExitStack() as stack:
         playing: Session | None = None
         for number, one in enumerate(drawn(count, dice), 1):
@@ -449,7 +448,7 @@ def test_processes_are_lost_at_any_moment(
         print(figures)
 
 
-def test_processes_that_torch_joins_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_of_a_torch_group_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVIK_KERNELS", "torch")
     monkeypatch.setenv("KVIK_TENSOR_PARALLEL_CUT", "fast")
     dice = random.Random(tiers.seed())
@@ -459,13 +458,13 @@ def test_processes_that_torch_joins_are_lost(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.nightly
-def test_a_group_that_is_lost_again_and_again_ends_the_server() -> None:
+def test_repeated_losses_of_a_group_end_the_server() -> None:
     with server_process(*FLAGS, exit_code=1) as server:
         for _ in range(RestartPolicy().crashes):
             server.wait_ready()
             (rank,) = ranks_of(server.engine_pid)
             os.kill(rank, signal.SIGKILL)
-            with suppress(OSError):  # of a connection that the end of the server cuts
+            with suppress(OSError):  # cut by the end of the server
                 while server.get("/health")[0] == 200:
                     time.sleep(0.01)
         assert server.process.wait(30) == 1
@@ -494,7 +493,7 @@ def test_a_machine_with_twice_the_work_loses_nothing() -> None:
 @pytest.mark.parametrize(
     ("flags", "lost"), [(FLAGS, "rank 1"), (STAGES, "stage 0")], ids=["ranks", "stages"]
 )
-def test_what_was_recorded_of_both_groups_is_played_again(
+def test_recordings_of_both_groups_are_replayed(
     flags: tuple[str, ...], lost: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "flight"

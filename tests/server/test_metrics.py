@@ -1,4 +1,4 @@
-"""`/metrics` as scrapers read it."""
+"""`/metrics` in the format of scrapers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from kvik.server.server import Drain, Server
 
 DOCS = Path(__file__).parents[2] / "docs"
 
-# What dashboards, load generators and routers read of vLLM, and we have.
+# vLLM's metrics that dashboards, load generators and routers read, and that kvik has.
 NAMES = """
 num_requests_running num_requests_waiting num_requests_waiting_by_reason
 kv_cache_usage_perc engine_sleep_state cache_config_info prompt_tokens_total
@@ -122,7 +122,7 @@ def output(tokens: int, cached: int = 16) -> RequestOutput:
 
 
 def read(text: bytes) -> dict[str, float]:
-    """'name{label="x"}' without the constant labels -> value."""
+    """Return 'name{label="x"}' without the constant labels -> value."""
     found = {}
     for family in text_string_to_metric_families(text.decode()):
         for sample in family.samples:
@@ -169,7 +169,7 @@ def test_a_request_is_counted_once_in_each_histogram() -> None:
 
 
 def test_gaps_are_between_tokens_of_one_sibling() -> None:
-    """Siblings have their tokens of the same steps: between those of two is no time."""
+    """Siblings get tokens in the same steps; the time between those of two siblings is no gap."""
     metrics, requests = made()
     with story_site(openai_routes, observers=[requests]) as site:
         body = {"prompt": "Once", "n": 4, "max_tokens": 9, "ignore_eos": True}
@@ -178,8 +178,8 @@ def test_gaps_are_between_tokens_of_one_sibling() -> None:
     found = read(metrics.text(STATS, 1.0))
     assert found["kvik:generation_tokens_total"] == 36
     count = found["kvik:inter_token_latency_seconds_count"]
-    assert 0 < count <= 4 * (9 - 1)  # fewer where tokens came together
-    # Each sibling's tokens span nearly the whole of the request, and not a quarter of it.
+    assert 0 < count <= 4 * (9 - 1)  # fewer, since tokens may arrive together
+    # Each sibling's tokens span nearly the whole request, not a quarter of it.
     span = found["kvik:request_decode_time_seconds_sum"]
     assert found["kvik:inter_token_latency_seconds_sum"] > 2 * span
 
@@ -215,7 +215,7 @@ def test_the_engine_is_read() -> None:
     assert "process_resident_memory_bytes" in found
 
 
-def test_those_who_wait_while_nothing_runs_wait_for_company() -> None:
+def test_requests_that_wait_while_none_runs_wait_for_a_batch() -> None:
     metrics, _ = made()
     found = read(metrics.text(replace(STATS, num_running=0), 1.0))
     assert found["kvik:num_requests_waiting_by_reason{reason=deferred}"] == 2
@@ -234,7 +234,7 @@ def with_machine(compat: str = "vllm") -> Metrics:
     return made(compat, MachineMetrics(CONFIG))[0]
 
 
-def test_the_names_that_dashboards_read_are_there_if_asked_for() -> None:
+def test_names_of_other_engines_are_there_on_request() -> None:
     assert names(with_machine().text(STATS, 1.0), "vllm:") == OTHERS
     assert not names(with_machine("none").text(STATS, 1.0), "vllm:")
 
@@ -255,7 +255,7 @@ def test_every_metric_has_our_name_and_is_in_the_docs() -> None:
     }
 
 
-def test_what_was_reached_is_of_the_last_minute() -> None:
+def test_achieved_rates_are_of_the_last_minute() -> None:
     machine = MachineMetrics(CONFIG)
     metrics = made(machine=machine)[0]
     assert "kvik:flops_per_second" not in read(metrics.text(STATS, 100.0))
@@ -268,7 +268,7 @@ def test_what_was_reached_is_of_the_last_minute() -> None:
     assert found["kvik:memory_bytes_per_second"] >= 1000 * weights / 10.0
     total = found["kvik:estimated_read_bytes_per_gpu_total"]
     assert total == pytest.approx(1004 * weights, rel=0.2)
-    # a minute later nothing was computed since
+    # A minute later nothing has been computed since.
     for at in (130.0, 160.0, 190.0):
         idle = replace(later, time=LoopTime(10.5, 0.25, at - 109.0))
         found = read(metrics.text(idle, at))
@@ -276,7 +276,7 @@ def test_what_was_reached_is_of_the_last_minute() -> None:
     assert found["kvik:bottleneck{limit=load}"] == 1.0
 
 
-def test_an_engine_that_was_started_again_counts_anew() -> None:
+def test_counters_survive_a_restart_of_the_engine() -> None:
     metrics = with_machine()
     metrics.text(replace(STATS, steps=1000), 100.0)
     metrics.text(STATS, 110.0)
@@ -298,7 +298,7 @@ def test_the_dashboard_is_made_by_its_tool_of_metrics_that_exist() -> None:
 
 
 def test_a_calibrated_machine_has_ceilings_and_a_limit() -> None:
-    """Steps that take twice what their bytes need are bound by reading the weights."""
+    """Steps that take twice the time of their bytes are bound by reading the weights."""
     machine = MachineMetrics(CONFIG)
     metrics = made(machine=machine)[0]
     shape = RunningModel.of(CONFIG).shape

@@ -29,7 +29,7 @@ def events(response: httpx2.Response) -> list[dict]:
 
 
 @pytest.mark.parametrize("prompt", ["AB", [0, 1]])
-def test_in_one_piece(server, prompt):
+def test_a_response(server, prompt):
     answer = post(server, {"prompt": prompt, "max_tokens": 5, "temperature": 0})
     assert answer.status_code == 200
     body = answer.json()
@@ -41,7 +41,7 @@ def test_in_one_piece(server, prompt):
     assert body["request_id"].startswith("gen-")
 
 
-def test_as_a_stream(server):
+def test_a_stream(server):
     answer = post(server, {"prompt": "AB", "max_tokens": 50, "stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
     *pieces, last = events(answer)
@@ -89,7 +89,7 @@ LEFT_OUT += ("bad_words", "skip_special_tokens", "include_stop_str_in_output")
         ({"deadline_ms": 10**15}, "deadline_ms"),
     ],
 )
-def test_what_is_wrong_is_named(server, body, param):
+def test_errors_name_the_field(server, body, param):
     body = body if param.startswith("prompt") else {"prompt": "A", **body}
     answer = post(server, {**body, "stream": True})
     assert answer.status_code == 400, answer.text

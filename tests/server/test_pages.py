@@ -1,4 +1,4 @@
-"""The description of the API, for programs and for people."""
+"""The description of the API, for programs and for readers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_the_schema_has_what_the_decoder_enforces(server: HttpServer) -> None:
     assert parameter["name"] == "thing"
 
 
-def test_the_page_needs_nothing_from_elsewhere(server: HttpServer) -> None:
+def test_the_page_loads_nothing_else(server: HttpServer) -> None:
     reply = ask(server, "GET", "/docs")
     assert reply.status == 200
     assert reply.headers["content-type"] == "text/html; charset=utf-8"
@@ -100,7 +100,7 @@ def test_errors_have_the_shape_of_their_api() -> None:
         assert content["application/json"]["schema"] == {"$ref": pages.REFERENCE + name}
 
 
-def test_every_reference_leads_somewhere() -> None:
+def test_every_reference_has_a_target() -> None:
     parts: Any = None
     described = pages.document(openai(parts))
     names = set(described["components"]["schemas"])
@@ -125,7 +125,7 @@ FILES = [route.path for route in pages.playground_routes()]
 
 
 @pytest.mark.parametrize("path", FILES)
-def test_a_file_that_the_browser_has_is_not_sent_again(playground: HttpServer, path: str) -> None:
+def test_cached_files_are_not_sent_again(playground: HttpServer, path: str) -> None:
     first = ask(playground, "GET", path)
     tag = first.headers["etag"]
     assert first.status == 200 and first.headers["cache-control"] == "no-cache"

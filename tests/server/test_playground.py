@@ -1,4 +1,4 @@
-"""The playground in a real browser, against the story model."""
+"""The playground in a real browser, with the story model."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def opened(browser: chromium.Browser, site: Site, page: str = "/") -> None:
 
 
 def at_peace(browser: chromium.Browser, site: Site) -> None:
-    """No complaint in the console, and nothing asked of anybody else."""
+    """Check that the console has no errors, and that only this server was contacted."""
     assert not browser.errors
     assert browser.urls and all(url.startswith(site.url) for url in browser.urls)
 
 
 def asked(browser: chromium.Browser, text: str) -> str:
-    """Send a message, and return the answer when it is whole."""
+    """Send a message, and return the complete answer."""
     browser.type("#say", text)
     browser.press("Enter", 13, "\r")
     return answered(browser)
@@ -76,7 +76,7 @@ def set_field(browser: chromium.Browser, name: str, value: object) -> None:
 
 
 def listed(browser: chromium.Browser) -> list[str]:
-    """The titles of the conversations that are kept."""
+    """Return the titles of the stored conversations."""
     found: list[str] = browser.evaluate(
         "[...document.querySelectorAll('#conversations a span')].map((one) => one.textContent)"
     )
@@ -84,7 +84,7 @@ def listed(browser: chromium.Browser) -> list[str]:
 
 
 def seeded(browser: chromium.Browser, site: Site, text: str) -> None:
-    """Open a conversation that ended with this answer."""
+    """Open a conversation that ends with this answer."""
     script = (
         "(async () => { const { Conversation } = await import('/ui/conversation.js');"
         " const made = new Conversation('seeded');"
@@ -121,11 +121,11 @@ FROM_THE_END = (
 def test_a_long_answer_stays_in_view_unless_the_reader_scrolls_up(
     browser: chromium.Browser, site: Site, scrolls_up: bool
 ) -> None:
-    browser.resize(360, 560, phone=True)  # few words in a line
+    browser.resize(360, 560, phone=True)  # few words per line
     opened(browser, site)
     set_field(browser, "ignore_eos", True)
     set_field(browser, "max_tokens", 300)
-    if scrolls_up:  # once some of the answer has come
+    if scrolls_up:  # after a part of the answer
         browser.evaluate(
             "new MutationObserver((changes, observer) => {"
             f" if (document.querySelector('{LAST}.assistant')?.innerText.length > 40) {{"
@@ -168,7 +168,7 @@ def test_an_answer_satisfies_the_schema_of_the_settings(
     assert asked(browser, "How many foxes?").strip() in ("17", "23")
 
 
-def test_another_answer_and_an_edited_message_stand_beside_the_first(
+def test_another_answer_and_an_edited_message_are_versions(
     browser: chromium.Browser, site: Site
 ) -> None:
     opened(browser, site)
@@ -264,7 +264,7 @@ def test_answers_come_in_any_order(browser: chromium.Browser, site: Site) -> Non
     assert sorted(shown) == ["second", "third"]
 
 
-def test_a_thought_that_comes_apart_is_folded_away(browser: chromium.Browser, site: Site) -> None:
+def test_reasoning_in_its_own_field_is_folded_away(browser: chromium.Browser, site: Site) -> None:
     opened(browser, site)
     thought = {"index": 0, "delta": {"reasoning_content": "hmm"}, "finish_reason": None}
     events = [{"choices": [thought]}, choice(0, "an "), choice(0, "answer", "stop")]
@@ -273,7 +273,7 @@ def test_a_thought_that_comes_apart_is_folded_away(browser: chromium.Browser, si
     assert browser.text(f"{LAST} details").find("hmm") >= 0
 
 
-def test_what_came_before_an_error_is_kept(browser: chromium.Browser, site: Site) -> None:
+def test_text_before_an_error_is_kept(browser: chromium.Browser, site: Site) -> None:
     opened(browser, site)
     events = [choice(0, "half an"), {"error": {"message": "the engine stopped"}}]
     browser.evaluate(ANSWER_WITH.replace("EVENTS", json.dumps(events)))
@@ -282,9 +282,7 @@ def test_what_came_before_an_error_is_kept(browser: chromium.Browser, site: Site
     assert listed(browser) == ["A question"]
 
 
-def test_a_refusal_is_shown_and_the_message_given_back(
-    browser: chromium.Browser, site: Site
-) -> None:
+def test_a_refusal_is_shown_and_the_message_restored(browser: chromium.Browser, site: Site) -> None:
     opened(browser, site)
     browser.type("#say", "word " * 3000)
     browser.click("#send")
@@ -298,7 +296,7 @@ def test_a_refusal_is_shown_and_the_message_given_back(
 def test_stop_ends_the_request_in_the_engine(browser: chromium.Browser, site: Site) -> None:
     opened(browser, site)
     browser.click("#tab-completion")
-    set_field(browser, "ignore_eos", True)  # go on and on
+    set_field(browser, "ignore_eos", True)  # so that it does not end
     browser.type("#prompt", "Once upon a time")
     browser.click("#complete")
     browser.wait("document.querySelector('#completions').innerText.length > 40")
@@ -308,7 +306,7 @@ def test_stop_ends_the_request_in_the_engine(browser: chromium.Browser, site: Si
     at_peace(browser, site)
 
 
-# -- what the browser keeps ------------------------------------------------------------------------
+# -- storage ---------------------------------------------------------------------------------------
 
 
 def test_conversations_and_settings_survive_a_reload(browser: chromium.Browser, site: Site) -> None:
@@ -329,7 +327,7 @@ def test_conversations_and_settings_survive_a_reload(browser: chromium.Browser, 
     at_peace(browser, site)
 
 
-def test_what_came_of_an_answer_survives_a_reload(browser: chromium.Browser, site: Site) -> None:
+def test_a_partial_answer_survives_a_reload(browser: chromium.Browser, site: Site) -> None:
     opened(browser, site)
     set_field(browser, "ignore_eos", True)
     browser.type("#say", "A story about a fox")
@@ -342,7 +340,7 @@ def test_what_came_of_an_answer_survives_a_reload(browser: chromium.Browser, sit
     site.at_rest()
 
 
-def test_conversations_are_deleted_and_brought_back(browser: chromium.Browser, site: Site) -> None:
+def test_conversations_are_deleted_and_restored(browser: chromium.Browser, site: Site) -> None:
     opened(browser, site)
     set_field(browser, "max_tokens", 8)
     asked(browser, "A story about a fox")
@@ -368,7 +366,7 @@ def test_it_works_without_storage(browser: chromium.Browser, site: Site, storage
     at_peace(browser, site)
 
 
-def test_what_is_kept_is_bounded(browser: chromium.Browser, site: Site) -> None:
+def test_stored_conversations_are_bounded(browser: chromium.Browser, site: Site) -> None:
     opened(browser, site)
     found = browser.evaluate(
         """(async () => {
@@ -409,7 +407,7 @@ def test_what_is_kept_is_bounded(browser: chromium.Browser, site: Site) -> None:
     assert found["bad"] is None
 
 
-def test_a_key_opens_it_and_is_not_kept(browser: chromium.Browser) -> None:
+def test_a_key_is_used_and_not_stored(browser: chromium.Browser) -> None:
     keys = read_keys(("secret-of-mine",))
     with story_site(every_route, keys) as site:
         browser.go(site.url + "/")
@@ -489,7 +487,7 @@ def test_the_map_shows_the_blocks_that_are_used(browser: chromium.Browser, site:
     assert found["part"] > 0.25, "a few blocks in use are a dot in a grey field"
     assert all(80 < height < 400 for height in found["heights"])
     named = found["named"]
-    assert named[:2] == ["request1", "request2"]  # each keeps its own
+    assert named[:2] == ["request1", "request2"]  # each keeps its colour
     assert named[-2:] == ["others", "others"]
     assert len(set(named)) == 7
     assert found["words"]
@@ -524,7 +522,7 @@ ANSWER = (
 
 
 @pytest.mark.parametrize("width", [320, 360, 430, 800, 1100, 1400])
-def test_it_fits_the_window(browser: chromium.Browser, site: Site, width: int) -> None:
+def test_the_page_fits_the_window(browser: chromium.Browser, site: Site, width: int) -> None:
     browser.resize(width, 780, phone=width < 500)
     seeded(browser, site, ANSWER)
     assert browser.text(f"{LAST} h3") == "A heading"

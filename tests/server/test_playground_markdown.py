@@ -1,4 +1,4 @@
-"""The playground's Markdown, in a real browser: what it makes of texts, hostile ones too."""
+"""The playground's Markdown in a real browser, also for hostile texts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="tried on Linux alone"),
 ]
 
-# Renders TEXT, whole and as it would be streamed, into a new element of the page.
+# Renders TEXT, whole and as if streamed, into a new element of the page.
 RENDER = """(async () => {
   const { Prose } = await import('/ui/prose.js');
   const made = () => document.body.appendChild(document.createElement('div'));
@@ -111,7 +111,7 @@ def rendered(browser: chromium.Browser, text: str, step: int = 1) -> dict[str, A
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_it_is_shown_the_same_whole_and_streamed(browser: chromium.Browser, name: str) -> None:
+def test_whole_and_streamed_texts_look_the_same(browser: chromium.Browser, name: str) -> None:
     text, html = SHOWN[name]
     found = rendered(browser, text)
     assert found["same"]
@@ -119,7 +119,7 @@ def test_it_is_shown_the_same_whole_and_streamed(browser: chromium.Browser, name
         assert found["html"] == html
 
 
-def test_code_is_shown_as_it_is_and_copied(browser: chromium.Browser) -> None:
+def test_code_is_shown_unchanged_and_copied(browser: chromium.Browser) -> None:
     code = "def f():\n\n    return '<b>' & \"*x*\"\t# not a heading"
     found = rendered(browser, f"```python\n{code}\n```\nafter")
     assert found["text"] == f"pythonCopy{code}after"
@@ -155,7 +155,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_html_in_a_text_stays_text(browser: chromium.Browser, name: str) -> None:
-    rendered(browser, "")  # what it imports is loaded
+    rendered(browser, "")  # loads its imports
     asked, complaints = len(browser.urls), len(browser.errors)
     found = rendered(browser, HOSTILE[name])
     assert found["same"]
@@ -243,10 +243,10 @@ def test_the_time_is_linear_in_the_text(browser: chromium.Browser, name: str) ->
         " const began = performance.now(); parse(TEXT); return performance.now() - began })()"
     )
     spent = browser.evaluate(script.replace("TEXT", json.dumps(LONG[name])))
-    assert spent < 3000  # milliseconds: a quadratic reader takes minutes
+    assert spent < 3000  # milliseconds: a quadratic parser takes minutes
 
 
-def test_what_is_whole_is_left_alone_while_more_comes(browser: chromium.Browser) -> None:
+def test_complete_blocks_do_not_change_while_text_arrives(browser: chromium.Browser) -> None:
     found = browser.evaluate(
         """(async () => {
           const { Prose } = await import('/ui/prose.js');

@@ -1,4 +1,4 @@
-"""`kvik route`: what passes through, where it goes, and what becomes of it when servers fail."""
+"""`kvik route`: forwarding, routing, and failures of servers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Clock = Callable[[], float]
 
 @dataclass
 class Backend:
-    """A server that notes its requests and answers as told."""
+    """A server that records its requests and gives scripted answers."""
 
     name: str
     answer: Callable[[Backend, Scope, bytes, Send], Any] | None = None
@@ -112,7 +112,7 @@ def in_front(
         yield front, made
 
 
-# -- what passes through -------------------------------------------------------------------------
+# -- forwarding ----------------------------------------------------------------------------------
 
 
 def test_a_request_and_its_answer_pass_through_unchanged():
@@ -192,13 +192,13 @@ def test_a_slow_client_slows_the_server_down():
         client.sendall(b"GET /v1/large HTTP/1.1\r\nhost: a\r\n\r\n")
         until(lambda: sent)
         still, before = 0, -1
-        while still < 10:  # until nothing moves any more
+        while still < 10:  # until no more bytes are sent
             still, before = (still + 1 if len(sent) == before else 0), len(sent)
             time.sleep(0.02)
         assert sum(sent) < 24 << 20  # of 125 MiB: the buffers of sockets
 
 
-def test_the_server_hears_of_a_client_that_leaves():
+def test_the_server_is_notified_of_a_disconnect():
     async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         try:
@@ -216,11 +216,11 @@ def test_the_server_hears_of_a_client_that_leaves():
         until(lambda: made.proxy.upstreams[0].unfinished == 0)
 
 
-# -- where it goes -------------------------------------------------------------------------------
+# -- routing -------------------------------------------------------------------------------------
 
 
 def test_a_conversation_stays_where_it_is_and_others_spread():
-    # Each look at the clock is 10 ms later: no server is slow because this machine is.
+    # Each reading of the clock is 10 ms later, so that no server seems slow on a busy machine.
     ticks = (0.01 * i for i in count())
     with site(Backend("a"), Backend("b"), Backend("c"), clock=lambda: next(ticks)) as made:
         seen = set()
@@ -234,7 +234,7 @@ def test_a_conversation_stays_where_it_is_and_others_spread():
         assert seen == {"a", "b", "c"}
 
 
-def test_prompts_are_tried_once_more_where_a_server_refuses():
+def test_refused_prompts_are_retried_once():
     async def refuse(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         await respond(send, 503, b"{}")
 
@@ -243,11 +243,11 @@ def test_prompts_are_tried_once_more_where_a_server_refuses():
         assert {(a.status, a.json["from"]) for a in answers} == {(200, "b")}
         assert made.proxy.retries == len(made.backends[0].requests) > 0
     with site(Backend("a", refuse), Backend("b", refuse)) as made:
-        assert made.post("x").status == 503  # the answer of the second
+        assert made.post("x").status == 503  # the answer of the second server
         assert sum(len(b.requests) for b in made.backends) == 2
 
 
-def test_what_is_lost_before_the_first_byte_is_asked_once_more():
+def test_requests_lost_before_the_first_byte_are_retried_once():
     async def die(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         scope["extensions"][proxy_close()]()
 
@@ -261,7 +261,7 @@ def test_what_is_lost_before_the_first_byte_is_asked_once_more():
         assert len(made.backends[0].requests) == 2
 
 
-def test_what_is_lost_later_ends_and_is_not_asked_again():
+def test_requests_lost_later_are_not_retried():
     async def die(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
@@ -283,7 +283,7 @@ def proxy_close() -> str:
     return CLOSE_EXTENSION
 
 
-def test_with_nobody_there_it_says_why_and_comes_back(monkeypatch: pytest.MonkeyPatch):
+def test_without_servers_requests_fail_until_one_returns(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.02)
     with site(Backend("a"), Backend("b")) as made:
         assert ask(made.front, "GET", "/health").status == 200
@@ -304,7 +304,7 @@ def test_with_nobody_there_it_says_why_and_comes_back(monkeypatch: pytest.Monkey
         assert f'kvik_route_up{{url="{made.servers[1].url}"}} 0' in metrics
 
 
-def test_a_silent_server_is_given_up():
+def test_a_silent_server_is_abandoned():
     async def wait(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         await asyncio.sleep(30)
 
@@ -427,7 +427,7 @@ def test_bad_words_are_one_error(capsys: pytest.CaptureFixture[str], words: list
     assert part in error_of(capsys, *words).lower()
 
 
-def test_no_server_and_no_api_are_one_error(capsys: pytest.CaptureFixture[str]):
+def test_a_missing_server_or_api_is_one_error(capsys: pytest.CaptureFixture[str]):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
@@ -450,7 +450,7 @@ def test_no_server_and_no_api_are_one_error(capsys: pytest.CaptureFixture[str]):
             assert other.url in line and "OpenAI" in line
 
 
-def test_a_server_that_loads_its_model_is_waited_for(monkeypatch: pytest.MonkeyPatch):
+def test_the_proxy_waits_for_a_server_that_loads_its_model(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.02)
     with site(Backend("a", healthy=False)) as made:
         assert made.post("x").status == 503
@@ -463,7 +463,7 @@ def test_a_server_that_loads_its_model_is_waited_for(monkeypatch: pytest.MonkeyP
 
 
 async def computed(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
-    """The answer of a server that computes prompts."""
+    """Answer like a server that computes prompts."""
     if PREFILL_HEADER.encode() in dict(scope["headers"]):
         await respond(send, 200, b"{}", (SOURCE_HEADER.encode(), b"ticket"))
     else:
@@ -505,7 +505,7 @@ async def says_nothing(backend: Backend, scope: Scope, body: bytes, send: Send) 
 
 
 @pytest.mark.parametrize("answer", [refuses, breaks_off, says_nothing])
-def test_without_its_help_the_other_one_computes_the_prompt(answer: Callable[..., Any]):
+def test_without_a_prefill_server_the_decoder_computes_the_prompt(answer: Callable[..., Any]):
     prefill, decode = Backend("p", answer, role="prefill"), Backend("d", role="decode")
     with site(prefill, decode) as made:
         assert made.post("long " * 200).json["from"] == "d"
@@ -522,7 +522,7 @@ def test_without_its_help_the_other_one_computes_the_prompt(answer: Callable[...
         (("both", "both"), ""),
     ],
 )
-def test_roles_that_do_not_fit_are_told_once(
+def test_incompatible_roles_are_reported_once(
     roles: tuple[str, str],
     missing: str,
     caplog: pytest.LogCaptureFixture,
@@ -543,7 +543,7 @@ def test_roles_that_do_not_fit_are_told_once(
     assert len(told) == bool(missing) and all(f"no server has --role {missing}" in t for t in told)
 
 
-def test_a_client_that_leaves_while_its_prompt_is_computed_ends_that():
+def test_a_disconnect_ends_the_computation_of_a_prompt():
     async def waits(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         await asyncio.sleep(3)
 
@@ -582,13 +582,13 @@ def test_the_command_runs_until_it_is_stopped():
             assert running.wait(30) == 0
 
 
-# -- what a server gives away --------------------------------------------------------------------
+# -- requests that move --------------------------------------------------------------------------
 
 STREAM = b'data: {"text": "a"}\n\n: alive\n\ndata: {": kvik-moved "}\n\n'
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 13, 1000])
-def test_the_mark_of_a_move_is_found_however_a_stream_is_cut(size: int) -> None:
+def test_the_mark_of_a_move_is_found_in_any_chunks(size: int) -> None:
     for told in (b"", b"abc="):
         data = STREAM + (b": kvik-moved " + told + b"\n\n\n\n" if told else b"")
         mark, passed = MovedMark(), []
@@ -608,7 +608,7 @@ EVENTS = (b"content-type", b"text/event-stream")
 
 
 def giving(told: bytes, *, stream: bool) -> Any:
-    """A server that gives a request away, and takes it back if it comes without that wish."""
+    """Return a server that gives a request away, and accepts it back without that header."""
 
     async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         if header_of(scope, RESUMED_HEADER) is not None:
@@ -639,12 +639,12 @@ def taking(status: int) -> Any:
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize(("status", "rest"), [(200, b"rest"), (409, b"back"), (503, b"back")])
-def test_an_answer_goes_on_at_another_server_or_comes_back(
+def test_an_answer_continues_at_another_server_or_returns(
     status: int, rest: bytes, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = Backend("a", giving(b"ticket", stream=stream))
     with site(first, Backend("b", taking(status))) as made:
-        made.proxy._router.set_available(1, False)  # the request goes to the first
+        made.proxy._router.set_available(1, False)  # the request goes to the first server
         choose = made.proxy.choose
 
         def chosen(hashes: Any, size: int, session: str, avoid: Any) -> Any:
@@ -666,7 +666,7 @@ def test_an_answer_goes_on_at_another_server_or_comes_back(
     assert all(url in each and "another kv_token" in each for each in told)
 
 
-def test_clients_cannot_say_that_a_request_moves() -> None:
+def test_clients_cannot_claim_that_a_request_moves() -> None:
     with site(Backend("a")) as made:
         connection = HTTPConnection("127.0.0.1", made.front.port, timeout=10)
         headers = {RESUMED_HEADER: "x", MOVES_HEADER: "1"}

@@ -97,7 +97,7 @@ def test_the_bytes_are_those_of_msgspec(answer: object) -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, CHUNK_ITEMS, 3 * CHUNK_ITEMS + 1])
-def test_what_is_made_on_the_way_is_a_list(count: int) -> None:
+def test_results_encoded_in_parts_are_a_list(count: int) -> None:
     whole = msgspec.json.encode([str(i) for i in range(count)])
     assert encode_in_chunks(LazyList(range(count), str)) == whole
     assert encode_in_chunks(LazyList(range(count), str, chunk=1)) == whole
@@ -105,7 +105,7 @@ def test_what_is_made_on_the_way_is_a_list(count: int) -> None:
 
 @pytest.mark.full
 def test_the_event_loop_runs_while_a_large_response_is_encoded() -> None:
-    """While some 25 MB are made and written."""
+    """About 25 MB are encoded and sent."""
     rows = logprobs(4000, 100)
     assert len(encode_in_chunks(NAMES.prompt(rows))) > 20 << 20
     assert_turns(lambda: encode_in_chunks(NAMES.prompt(rows)))
@@ -127,7 +127,7 @@ class Chunk(msgspec.Struct):
 
 
 @pytest.mark.parametrize("text", ["", "plain", 'a "quoted" \\ line\n', "é🦊\u2028\x00", "%b", "{}"])
-def test_a_filled_template_is_the_event_it_stands_for(text):
+def test_a_filled_template_equals_the_event(text):
     one = Template(Chunk(HOLE, 3))
     assert one.fill(text) == json_event(Chunk(text, 3))
     assert Template(Chunk(HOLE, 3), "named").fill(text) == json_event(Chunk(text, 3), "named")
@@ -135,7 +135,7 @@ def test_a_filled_template_is_the_event_it_stands_for(text):
     assert json.loads(one.fill(text)[6:])["text"] == text
 
 
-def test_a_template_must_have_its_hole():
+def test_a_template_must_have_its_placeholder():
     with pytest.raises(ValueError, match="hole"):
         Template(Chunk("x", 1))
 
@@ -168,7 +168,7 @@ def slow(seconds: float = 0.003) -> FakeExecutor:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_what_fails_before_the_first_token_has_its_own_status(stream):
+def test_failures_before_the_first_token_have_their_own_status(stream):
     executor = gated_executor()
     with served(routes, executor) as server:
         executor.raises = RuntimeError("the step failed")
@@ -196,7 +196,7 @@ def test_a_deadline_in_the_queue(stream):
 
 
 @pytest.mark.parametrize("anthropic", [True, False])
-def test_what_fails_later_is_an_event_and_nothing_follows(anthropic):
+def test_later_failures_are_the_last_event(anthropic):
     with served(routes, slow()) as server:
         body = {**LONG, "deadline_ms": 200}
         path = "/v1/messages/stream" if anthropic else "/stream"
@@ -249,7 +249,7 @@ def test_an_error_in_formatting_a_stream_is_reported_without_its_cause(caplog):
     assert all(line.startswith("    ") and line.isprintable() for line in lines)
 
 
-def test_signs_of_life_come_before_the_first_token_too():
+def test_keepalive_comments_precede_the_first_token():
     executor = gated_executor()
     with served(partial(routes, timeouts=StreamTimeouts(heartbeat=0.1)), executor) as server:
         sock = connect(server.http.port)
@@ -262,7 +262,7 @@ def test_signs_of_life_come_before_the_first_token_too():
         sock.close()
 
 
-def test_what_the_server_gave_up_is_in_a_header():
+def test_reductions_by_the_server_are_in_a_header():
     limits = RequestLimits(degradation=Degradation(max_tokens=2, threshold=0.0))
     with served(routes, limits=limits) as server:
         for stream in (True, False):
@@ -301,7 +301,7 @@ def test_the_connection_serves_the_next_request_after_a_stream():
             assert client.post("/v1/generate", json={"prompt": "A"}).status_code == 200
 
 
-def test_an_overload_is_503_with_the_time_to_come_back():
+def test_an_overload_is_503_with_retry_after():
     executor = gated_executor()
     with served(routes, executor, max_requests=1) as server:
         first = connect(server.http.port)
@@ -317,8 +317,8 @@ def test_an_overload_is_503_with_the_time_to_come_back():
         first.close()
 
 
-def test_a_request_that_is_not_over_keeps_its_connection():
-    """Waiting for a disconnect must not swallow the next request on the same connection."""
+def test_a_pipelined_request_is_answered():
+    """Waiting for a disconnect must not consume the next request on the same connection."""
     with served(routes, slow()) as server:
         sock = connect(server.http.port)
         post(sock, "/v1/generate", {"prompt": "A", "max_tokens": 20})

@@ -1,4 +1,4 @@
-"""How a server begins and ends: signals, draining, and an engine that cannot be started."""
+"""Start and end of a server: signals, draining, and an engine that cannot be started."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Engine:
 
 
 class Running:
-    """Handlers, and what stands for the generations they wait for."""
+    """Handlers, and a stub of the generations they wait for."""
 
     def __init__(self) -> None:
         self.done = asyncio.Event()
@@ -70,11 +70,11 @@ class Texts:
 
 
 class RunningServer:
-    """`serve` in this event loop, which signals reach."""
+    """`serve` in this event loop, which receives signals."""
 
     def __init__(self, shutdown_timeout: float = 30.0) -> None:
         self.engine, self.running, self.texts, self.room = Engine(), Running(), Texts(), Full()
-        self.told: list[str] = []
+        self.messages: list[str] = []
         config = ServerConfig(shutdown_timeout=shutdown_timeout)
         stubs: Any = (self.engine, self.texts, self.running, self.room, None)
         self.parts = Server(config, ("m",), *stubs)
@@ -82,7 +82,7 @@ class RunningServer:
         listening = bind("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
         ports = [Port(make_app(self.parts, routes), listening)]
-        self.ended = asyncio.ensure_future(serve(self.parts, ports, self.told.append))
+        self.ended = asyncio.ensure_future(serve(self.parts, ports, self.messages.append))
 
     async def until(self, what: Callable[[], bool]) -> None:
         async with asyncio.timeout(10):
@@ -91,7 +91,7 @@ class RunningServer:
 
     async def ready(self) -> None:
         self.engine.state = EngineState.READY
-        await self.until(lambda: "ready" in self.told)
+        await self.until(lambda: "ready" in self.messages)
 
     async def get(self, path: str) -> tuple[int, bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -103,7 +103,7 @@ class RunningServer:
         return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
 
     async def wait(self) -> asyncio.Task[tuple[int, bytes]]:
-        """A request that is under way."""
+        """Return a running request."""
         before = self.parts.drain.num_open
         task = asyncio.ensure_future(self.get("/wait"))
         await self.until(lambda: self.parts.drain.num_open > before)
@@ -139,7 +139,7 @@ async def test_health_and_readiness_follow_the_engine() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-async def test_a_signal_lets_what_runs_end(number: int) -> None:
+async def test_a_signal_lets_running_requests_end(number: int) -> None:
     server = RunningServer()
     await server.ready()
     waiting = await server.wait()
@@ -158,7 +158,7 @@ async def test_a_signal_lets_what_runs_end(number: int) -> None:
         await asyncio.open_connection("127.0.0.1", server.port)
 
 
-async def test_after_the_timeout_what_runs_is_ended_with_an_error() -> None:
+async def test_after_the_timeout_running_requests_end_with_an_error() -> None:
     server = RunningServer(shutdown_timeout=0.1)
     await server.ready()
     waiting = await server.wait()
@@ -191,7 +191,7 @@ async def test_an_engine_that_cannot_be_started_ends_the_server() -> None:
 
 
 async def test_an_engine_that_is_not_started_again_ends_the_server() -> None:
-    """With an exit code at which whoever started the server starts it again."""
+    """With an exit code at which supervisors restart the server."""
 
     server = RunningServer()
     await server.ready()
@@ -210,14 +210,14 @@ async def test_a_signal_while_the_model_is_loaded() -> None:
     await asyncio.sleep(0.02)
     kill()
     assert await server.ended == 0
-    assert server.told == []
+    assert server.messages == []
 
 
-# What is printed while nobody reads it: writers go on, and what is lost is counted.
+# Output that is not read: writers continue, and lost lines are counted.
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the size of a pipe is set")
-def test_writers_do_not_wait_and_what_is_lost_is_counted() -> None:
+def test_writers_do_not_wait_and_lost_lines_are_counted() -> None:
     reading, writing = os.pipe()
     fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
     printer = Printer(writing, limit=10_000)
@@ -240,7 +240,7 @@ def test_writers_do_not_wait_and_what_is_lost_is_counted() -> None:
     os.close(writing)
 
 
-def test_a_reader_who_is_gone_costs_nothing() -> None:
+def test_a_closed_reader_causes_no_error() -> None:
     reading, writing = os.pipe()
     os.close(reading)
     printer = Printer(writing, limit=100)

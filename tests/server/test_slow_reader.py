@@ -1,4 +1,4 @@
-"""A reader who does not read costs nobody anything but himself."""
+"""A slow reader only affects itself."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PADDING = b"x" * 200_000
 
 
 class Wordy(GenerateFormat):
-    """Much is said of each token, so that no buffer of a kernel holds a stream."""
+    """Long events, so that no kernel buffer holds a stream."""
 
     def grow(self, position, deltas):
         return b"data: " + PADDING + b"\n\n" + super().grow(position, deltas)
@@ -34,8 +34,8 @@ class Wordy(GenerateFormat):
 def routes(parts, timeouts):
     async def stream(request: Request):
         body = await read_body(request, GenerateRequest)
-        wish = GenerationRequest(ids_of(body.prompt), SamplingParams(max_tokens=body.max_tokens))
-        (generation,) = await parts.generations.start_all([wish], "", streaming=True)
+        wanted = GenerationRequest(ids_of(body.prompt), SamplingParams(max_tokens=body.max_tokens))
+        (generation,) = await parts.generations.start_all([wanted], "", streaming=True)
         return StreamReply([generation], Wordy(generation), timeouts=timeouts)
 
     return [Route("/stream", stream)]
@@ -47,7 +47,7 @@ def _every_step_is_a_piece(monkeypatch):
 
 
 @pytest.mark.full
-def test_a_reader_who_stops_loses_the_request_after_a_while():
+def test_a_stalled_reader_loses_the_request_after_a_while():
     timeouts = StreamTimeouts(send=0.4)
     executor = FakeExecutor(seconds=0.004)
     with served(partial(routes, timeouts=timeouts), executor, max_num_seqs=4) as server:
@@ -58,16 +58,16 @@ def test_a_reader_who_stops_loses_the_request_after_a_while():
         assert b'"tokens_generated":250' in read_until(good, b"request_id")[-500:]
         until(lambda: not server.inner.generations.live)
         assert sorted(server.inner.watcher.ended.values()) in (
-            ["abort", "length"],  # it was too slow while it ran
-            ["length", "length"],  # it had ended, and nobody took it
+            ["abort", "length"],  # it was too slow while the request ran
+            ["length", "length"],  # the request had ended, but was not read
         )
-        assert b"tokens_generated" not in read_all(stuck)[-500:]  # the connection was broken
+        assert b"tokens_generated" not in read_all(stuck)[-500:]  # the connection was closed
         server.at_rest()
         stuck.close()
         good.close()
 
 
-def test_a_reader_who_is_slow_gets_everything_in_fewer_pieces():
+def test_a_slow_reader_gets_everything_in_fewer_events():
     timeouts = StreamTimeouts(send=5.0)
     with served(partial(routes, timeouts=timeouts), FakeExecutor(seconds=0.001)) as server:
         slow = connect(server.http.port, receive_buffer=4096)
@@ -75,11 +75,11 @@ def test_a_reader_who_is_slow_gets_everything_in_fewer_pieces():
         time.sleep(0.5)
         seen = read_until(slow, b"request_id")
         assert b'"tokens_generated":200' in seen[-500:]
-        assert seen.count(PADDING) < 100  # each of 200 tokens would have been one
+        assert seen.count(PADDING) < 100  # each of 200 tokens would have been one event
         slow.close()
 
 
-def test_what_waits_for_a_reader_is_bounded(monkeypatch):
+def test_pending_data_of_a_reader_is_bounded(monkeypatch):
     monkeypatch.setattr(generation_module, "MAX_PENDING_TOKENS", 20)
     timeouts = StreamTimeouts(send=60.0)
     with served(partial(routes, timeouts=timeouts), FakeExecutor(seconds=0.001)) as server:

@@ -1,4 +1,4 @@
-"""Thousands of requests as the world sends them, and then nothing is left of them."""
+"""Thousands of realistic requests leave nothing behind."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from helpers.server_process import POOLED, ServerProcess, server_process
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 WARM_UP, REQUESTS, AT_ONCE = 400, 2000, 40
-PRESSED = 800  # requests to a pool that is too short for all
+PRESSED = 800  # requests to a cache that is too small for all
 POOL = str(36 * 16 * 2 * 3072)  # 36 blocks of float32, 576 tokens
 MIB = 1 << 20
-# Answers to what was well asked, to what was not, and to what came too late.
+# Statuses of valid requests, of invalid ones, and of those after their deadline.
 FINE, WRONG, LATE = {200}, {400, 404, 405, 413, 415, 422}, {200, 429, 503, 504}
 
 Behaviour = Callable[["Client"], Awaitable[None]]
 
 
 class Client:
-    """One connection of one user."""
+    """One connection of a user."""
 
     def __init__(self, port: int, dice: random.Random, keys: Sequence[str] = ()) -> None:
         self.port, self.dice, self.keys = port, dice, keys
@@ -37,9 +37,7 @@ class Client:
     async def send(
         self, path: str, body: Any, length: int | None = None, method: str = "POST"
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        """Args:
-        length: to claim; as it is if None.
-        """
+        """Send a request; `length`: its claimed length, None: the actual one."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         key = f"Authorization: Bearer {self.dice.choice(self.keys)}\r\n" if self.keys else ""
@@ -52,7 +50,7 @@ class Client:
         return reader, writer
 
     async def ask(self, path: str, body: Any, allowed: set[int], method: str = "POST") -> bytes:
-        """The whole answer, whose status must be one of these."""
+        """Return the whole answer, and check its status."""
         reader, writer = await self.send(path, body, method=method)
         try:
             answer = await asyncio.wait_for(reader.read(), 120)
@@ -64,7 +62,7 @@ class Client:
         return answer
 
     async def leave(self, path: str, body: Any, after: float | None, events: int = 0) -> None:
-        """Go away after some seconds, or some events."""
+        """Disconnect after some seconds, or some events."""
         reader, writer = await self.send(path, body)
         try:
             if after is not None:
@@ -82,7 +80,7 @@ def prompt(dice: random.Random) -> str:
     return f"{start}Story {dice.randint(0, 30)}: the"
 
 
-def wish(dice: random.Random, **fields: Any) -> dict[str, Any]:
+def body_of(dice: random.Random, **fields: Any) -> dict[str, Any]:
     body: dict[str, Any] = {"prompt": prompt(dice), "max_tokens": dice.randint(1, 40), **fields}
     if dice.random() < 0.3:
         body["temperature"] = 0
@@ -100,11 +98,11 @@ def said(dice: random.Random) -> list[dict[str, str]]:
 
 
 async def answered(client: Client) -> None:
-    await client.ask("/v1/completions", wish(client.dice), FINE)
+    await client.ask("/v1/completions", body_of(client.dice), FINE)
 
 
 async def streamed(client: Client) -> None:
-    answer = await client.ask("/v1/completions", wish(client.dice, stream=True), FINE)
+    answer = await client.ask("/v1/completions", body_of(client.dice, stream=True), FINE)
     assert b"[DONE]" in answer
 
 
@@ -135,29 +133,29 @@ async def generated(client: Client) -> None:
 
 
 async def left_at_once(client: Client) -> None:
-    await client.leave("/v1/completions", wish(client.dice, max_tokens=200), 0.0)
+    await client.leave("/v1/completions", body_of(client.dice, max_tokens=200), 0.0)
 
 
 async def left_soon(client: Client) -> None:
     stream = client.dice.random() < 0.5
-    body = wish(client.dice, max_tokens=200, stream=stream)
+    body = body_of(client.dice, max_tokens=200, stream=stream)
     await client.leave("/v1/completions", body, client.dice.random() * 0.05)
 
 
 async def left_in_the_middle(client: Client) -> None:
-    body = wish(client.dice, max_tokens=200, stream=True, ignore_eos=True)
+    body = body_of(client.dice, max_tokens=200, stream=True, ignore_eos=True)
     await client.leave("/v1/completions", body, None, client.dice.randint(1, 9))
 
 
 async def half_a_body(client: Client) -> None:
-    data = json.dumps(wish(client.dice)).encode()
+    data = json.dumps(body_of(client.dice)).encode()
     _, writer = await client.send("/v1/completions", data[:-5], len(data))
     await asyncio.sleep(client.dice.random() * 0.02)
     writer.close()
 
 
 async def hurried(client: Client) -> None:
-    body = wish(client.dice, deadline_ms=client.dice.randint(1, 60), max_tokens=150)
+    body = body_of(client.dice, deadline_ms=client.dice.randint(1, 60), max_tokens=150)
     await client.ask("/v1/completions", body, LATE)
 
 
@@ -221,7 +219,7 @@ def at_rest(server: ServerProcess) -> dict[str, float]:
     while True:
         found = server.metrics()
         busy = found["num_requests_running"] + found["num_requests_waiting"]
-        # the scrape itself is one of them
+        # The scrape itself counts.
         if not busy and found["open_responses"] <= 1:
             return found
         assert time.monotonic() < deadline, found

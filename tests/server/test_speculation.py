@@ -1,4 +1,4 @@
-"""What an answer tells of the drafts made for it, from the engine through every API."""
+"""Figures of drafts in answers, from the engine through every API."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KINDS = {
     "/v1/completions": ({"prompt": "AB"}, Completion),
     "/v1/chat/completions": (CHAT, ChatCompletion),
 }
-# Of 16 tokens the first comes with the prompt; each check has two right drafts.
+# The first of 16 tokens comes with the prompt; each check accepts two drafts.
 CHECKS, TOKENS = 5, 16
 ONE = {
     "checks": CHECKS,
@@ -66,7 +66,7 @@ def post(server: Served, path: str, **more: object) -> httpx2.Response:
 
 
 def last(answer: httpx2.Response) -> dict[str, Any]:
-    """The event that tells what was used."""
+    """Return the event with the usage."""
     events = [line[6:] for line in answer.text.split("\n\n") if line and line[6:] != "[DONE]"]
     found: dict[str, Any] = json.loads(events[-1])
     return found
@@ -77,11 +77,11 @@ def usage(path: str, body: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", KINDS)
-def test_an_answer_tells_its_drafts(guessing, path):
+def test_an_answer_reports_its_drafts(guessing, path):
     answer = post(guessing, path)
     whole = usage(path, answer.json())
     assert whole["speculation"] == ONE
-    msgspec.json.decode(answer.content, type=KINDS[path][1])  # as the schema has it
+    msgspec.json.decode(answer.content, type=KINDS[path][1])  # matches the schema
     options = {} if path == "/v1/generate" else {"stream_options": {"include_usage": True}}
     assert usage(path, last(post(guessing, path, stream=True, **options)))["speculation"] == ONE
     if path != "/v1/generate":
@@ -91,7 +91,7 @@ def test_an_answer_tells_its_drafts(guessing, path):
         }
 
 
-def test_choices_count_together(guessing):
+def test_counts_are_of_all_choices(guessing):
     found = usage("/v1/completions", post(guessing, "/v1/completions", n=2).json())["speculation"]
     for name in ("checks", "drafted_tokens", "accepted_tokens"):
         assert found[name] == 2 * ONE[name]
@@ -100,7 +100,7 @@ def test_choices_count_together(guessing):
 
 
 @pytest.mark.parametrize("path", KINDS)
-def test_a_request_may_do_without(guessing, path):
+def test_a_request_can_disable_drafts(guessing, path):
     found = usage(path, post(guessing, path, speculation=False).json())
     assert not {"speculation", "completion_tokens_details"} & found.keys()
     assert usage(path, post(guessing, path, speculation=True).json())["speculation"] == ONE

@@ -50,7 +50,7 @@ async def test_ids_are_the_tokenizers(tokenizer: Tokenizer, repeats: int) -> Non
 
 
 class Counted(Tokenizer):
-    """Notes how much text is tokenised."""
+    """Counts the tokenised text."""
 
     chars = 0
 
@@ -71,7 +71,7 @@ def counted(tokenizer: Tokenizer) -> Counted:
     ],
     ids=["unread", "by its beginning"],
 )
-async def test_what_no_context_holds_is_refused(
+async def test_texts_beyond_the_context_are_refused(
     tokenizer: Tokenizer, text: str, message: str, read: int
 ) -> None:
     counter = counted(tokenizer)
@@ -119,7 +119,7 @@ async def test_without_a_tokenizer_prompts_must_be_ids() -> None:
 
 
 class Slow(Counted):
-    """Takes until it is told to go on, a text at a time; notes whose text it was."""
+    """Blocks one text at a time until released, and records their tenants."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer.library, tokenizer.bos_token, tokenizer.eos_token)
@@ -137,15 +137,15 @@ class Slow(Counted):
 
 
 async def test_tenants_are_served_alternately(tokenizer: Tokenizer) -> None:
-    """A flood by one delays a text of another by what is being tokenised, and by no more."""
+    """A flood by one tenant delays a text of another only by what is being tokenised."""
     slow, length = Slow(tokenizer), INLINE_CHARS + 1
     async with texts_of(slow, 100_000) as texts:
         flood = [asyncio.ensure_future(texts.of("a").encode("a" * length)) for _ in range(20)]
-        await slow.begun(2)  # they have the threads
+        await slow.begun(2)  # they use the threads
         gone = asyncio.ensure_future(texts.of("c").encode("c" * length))
         late = [asyncio.ensure_future(texts.of(name).encode(name * length)) for name in "bbd"]
         await asyncio.sleep(0.01)
-        gone.cancel()  # who is gone takes no turn
+        gone.cancel()  # a cancelled text uses no thread
         for i in range(23):
             slow.go.release()
             await slow.begun(min(23, i + 3))
@@ -178,7 +178,7 @@ async def test_texts_that_wait_are_bounded(
         with pytest.raises(OverloadError):
             await texts.render(said("a " * 4000))
         await first
-        for _ in range(2):  # all is given back, and one alone may be of any length
+        for _ in range(2):  # all is freed, and a single text may be of any length
             await texts.encode("a " * 5500)
         await texts.encode(long)
 
@@ -220,24 +220,24 @@ async def test_one_process_renders_many_one_by_one_and_two_processes_at_once() -
         assert len(templates._live) == 2
 
 
-async def test_refusals_come_back_by_name() -> None:
+async def test_refusals_keep_their_type() -> None:
     source = "{% if 'cat' in messages[0].content %}{{ raise_exception('no cats') }}{% endif %}dog"
     async with templates_of(source) as templates:
         with pytest.raises(ParamError, match="messages: message 0 needs a role"):
             await templates.render([{"content": "x"}])
         with pytest.raises(ParamError, match="messages: the chat template refuses them: no cats"):
             await templates.render(said("cat"))
-        assert await templates.render(said("dog"))  # it goes on
+        assert await templates.render(said("dog"))  # the process continues
 
 
-async def test_nesting_without_end_is_refused() -> None:
+async def test_endless_nesting_is_refused() -> None:
     deep: dict[str, object] = {}
     for _ in range(100_000):
         deep = {"x": deep}
     async with templates_of() as templates:
         with pytest.raises(ParamError, match="messages"):
             await templates.render([{"role": "user", "content": "x", "more": deep}])
-    while deep:  # a deep chain of dicts is freed by hand: its destructor would recurse
+    while deep:  # free the deep chain of dicts iteratively: its destructor would recurse
         deep = deep.pop("x", {})  # type: ignore[assignment]
 
 
@@ -262,7 +262,7 @@ FIRST = "{{ messages[0].content }}"
 
 
 async def begun(template: str, *contents: str) -> str:
-    """The prompt to continue the last of these messages."""
+    """Return the prompt to continue the last of these messages."""
     async with texts_of(Tokenizer(letters().library, chat_template=template), 1000) as texts:
         return await texts.render_to_continue([{"role": "u", "content": c} for c in contents])
 
@@ -282,8 +282,8 @@ async def test_a_message_that_is_not_shown_cannot_be_continued(template: str, la
         await begun(template, "Hi", last)
 
 
-async def test_looking_for_it_takes_no_longer_than_reading() -> None:
-    """A text that nearly is the last message, everywhere."""
+async def test_searching_the_last_message_takes_linear_time() -> None:
+    """A text that nearly matches the last message everywhere."""
     began = time.monotonic()
     with pytest.raises(ParamError):
         await begun(FIRST, "a" * 1_000_000, "ab" + "a" * 500_000)

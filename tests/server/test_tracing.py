@@ -1,4 +1,4 @@
-"""Spans of requests, as a collector gets them."""
+"""Spans of requests, as received by a collector."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_a_request_has_a_span_for_each_phase() -> None:
         (finished(0.5, None), ["queue", "prefill", "kvik.request"]),
     ],
 )
-def test_one_that_was_cut_short_has_what_it_went_through(
+def test_a_truncated_request_has_spans_of_its_phases(
     output: RequestOutput | None, names: list[str]
 ) -> None:
     spans = traced("error", output)
@@ -127,14 +127,14 @@ def test_drafts_are_reported() -> None:
         assert told == expected
 
 
-def test_it_joins_the_callers_trace() -> None:
+def test_spans_join_the_callers_trace() -> None:
     (span,) = traced(trace_parent=f"00-{TRACE}-{PARENT}-01")
     assert span.context is not None and span.parent is not None
     assert f"{span.context.trace_id:032x}" == TRACE
     assert f"{span.parent.span_id:016x}" == PARENT
 
 
-def test_it_joins_the_callers_trace_on_every_route() -> None:
+def test_spans_join_the_callers_trace_on_every_route() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter, "stories")
     said = {"messages": [{"role": "user", "content": "A fox"}], "max_tokens": 2}
@@ -164,12 +164,12 @@ def test_it_joins_the_callers_trace_on_every_route() -> None:
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", f"00-{TRACE}-{PARENT}", "\n" * 5000])
-def test_a_header_that_is_none_starts_a_trace(header: str) -> None:
+def test_an_invalid_header_starts_a_trace(header: str) -> None:
     (span,) = traced(trace_parent=header)
     assert span.parent is None
 
 
-def test_without_the_library_the_message_says_what_to_install(
+def test_without_the_library_the_message_names_the_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)

@@ -1,4 +1,4 @@
-"""The headers by which servers share prompts."""
+"""Headers by which servers share prompts and move requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SOURCE = PageSource("10.0.0.1", 9000, "gen-1", 192)
 TOKEN = b"sixteen characters"
 
 
-def test_a_ticket_says_where_a_prompt_lies() -> None:
+def test_a_ticket_has_the_location_of_a_prompt() -> None:
     ticket = make_ticket(SOURCE, TOKEN)
     assert read_ticket(ticket, TOKEN) == SOURCE
     assert transfer_of({SOURCE_HEADER: ticket}, "decode", TOKEN).source == SOURCE
@@ -61,9 +61,7 @@ def test_a_ticket_says_where_a_prompt_lies() -> None:
         make_ticket(SOURCE, TOKEN)[:-8] + "AAAAAAAA",
     ],
 )
-def test_one_that_another_made_is_not_followed(
-    ticket: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_forged_ticket_is_ignored(ticket: str, caplog: pytest.LogCaptureFixture) -> None:
     assert transfer_of({SOURCE_HEADER: ticket}, "decode", TOKEN).source is None
     assert "kv_token" in caplog.text
 
@@ -79,7 +77,7 @@ REPORT = RequestReport(90.0, 95.0, None, 100.0, 16, 1)
 
 
 def scored(tokens: list[int], top: int) -> list[TokenLogprobs]:
-    """Log probabilities of 32 bits, as samplers make them."""
+    """Return log probabilities of 32 bits, as samplers compute them."""
     draw = random.Random(len(tokens))
     values = iter(array("f", [-20 * draw.random() for _ in range(len(tokens) * (1 + top))]))
     return [
@@ -100,7 +98,7 @@ def resumption(*outputs: MovedOutput) -> Resumption:
 def moved(
     tokens: list[int], num_sent: int = 0, top: int | None = None, index: int = 0
 ) -> MovedOutput:
-    """An output that goes on."""
+    """Return an output that continues."""
     made = OutputSoFar(tokens, [] if top is None else scored(tokens, top), False)
     return MovedOutput.of(
         index, made, Handover(tokens, 1 << 63, SOURCE, REPORT, index), 100.0, num_sent
@@ -111,7 +109,7 @@ def some_tokens(count: int) -> list[int]:
     return [(i * 7919) % 250_000 for i in range(count)]
 
 
-def test_what_another_server_is_told_goes_by_its_own_clock() -> None:
+def test_times_are_converted_to_the_clock_of_the_other_server() -> None:
     tokens = some_tokens(50)
     header = make_resumption(resumption(moved(tokens, NEVER)), TOKEN)
     told = transfer_of({RESUMED_HEADER: header, MOVES_HEADER: "1"}, "both", TOKEN)
@@ -124,7 +122,7 @@ def test_what_another_server_is_told_goes_by_its_own_clock() -> None:
 
 
 @pytest.mark.parametrize(("n", "top"), [(1, None), (1, 0), (1, 20), (16, None), (16, 5), (64, 0)])
-def test_as_much_as_is_moved_fits_a_header(n: int, top: int | None) -> None:
+def test_the_largest_move_fits_a_header(n: int, top: int | None) -> None:
     each = next(c for c in range(9000, 0, -1) if moved_size(n, n * c, top) <= MAX_MOVED_TOKENS)
     outputs = [moved(some_tokens(each), 0, top, i) for i in range(n)]
     assert len(make_resumption(resumption(*outputs), TOKEN)) <= MAX_RESUMPTION
@@ -132,7 +130,7 @@ def test_as_much_as_is_moved_fits_a_header(n: int, top: int | None) -> None:
 
 @pytest.mark.parametrize("top", [None, 0, 3])
 @pytest.mark.parametrize("num_sent", [0, 4, 9, NEVER])
-def test_the_deltas_of_an_output_come_again(num_sent: int, top: int | None) -> None:
+def test_the_deltas_of_an_output_are_repeated(num_sent: int, top: int | None) -> None:
     tokens = list(range(9))
     known, lacking = moved(tokens, num_sent, top).deltas("gen-1", 0.0)
     assert [t for d in known for t in d.token_ids] == tokens[:num_sent]
@@ -145,7 +143,7 @@ def test_the_deltas_of_an_output_come_again(num_sent: int, top: int | None) -> N
 @pytest.mark.parametrize("by_text", [False, True])
 @pytest.mark.parametrize(("num_sent", "has_end"), [(0, False), (3, False), (NEVER, True)])
 def test_an_output_that_has_ended_ends_again(num_sent: int, has_end: bool, by_text: bool) -> None:
-    """Its last token comes with its end, but for one that a text has ended."""
+    """Its last token arrives with its end, except when a stop string ended it."""
     made = OutputSoFar(list(range(5)), [], by_text)
     last = RequestDelta("gen-1", 1, [4], FinishReason.STOP, 4, report=REPORT, complete=True)
     output = MovedOutput.of(1, made, last, 100.0, num_sent)
@@ -169,12 +167,12 @@ def test_an_output_that_has_ended_ends_again(num_sent: int, has_end: bool, by_te
         ("A" + make_resumption(resumption(moved([1])), TOKEN)[1:], TOKEN),
     ],
 )
-def test_nobody_without_the_secret_lets_a_server_go_on(header: str, token: bytes) -> None:
+def test_requests_to_continue_need_the_secret(header: str, token: bytes) -> None:
     with pytest.raises(HttpError, match="kv_token") as error:
         transfer_of({RESUMED_HEADER: header}, "both", token)
     assert error.value.status == 409
 
 
-def test_a_server_without_the_secret_gives_nothing_away() -> None:
+def test_a_server_without_the_secret_moves_no_request() -> None:
     assert transfer_of({MOVES_HEADER: "1"}, "both", TOKEN).moves
     assert not transfer_of({MOVES_HEADER: "1"}, "both", b"").moves

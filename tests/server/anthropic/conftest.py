@@ -1,4 +1,4 @@
-"""The Anthropic routes over a real socket, before an engine with the story model."""
+"""The Anthropic routes on a real socket, with the story model."""
 
 from __future__ import annotations
 

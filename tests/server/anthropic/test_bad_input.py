@@ -1,4 +1,4 @@
-"""What is refused, in Anthropic's words, naming the field."""
+"""Refusals in Anthropic's format that name the field."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_prompt_that_is_too_long(server: HttpServer, words: int) -> None:
         {"top_k": 0},
     ],
 )
-def test_what_asks_for_nothing_is_accepted(server: HttpServer, harmless: dict[str, Any]) -> None:
+def test_fields_without_effect_are_accepted(server: HttpServer, harmless: dict[str, Any]) -> None:
     answer = httpx2.post(f"{server.url}/v1/messages", json={**GOOD, **harmless}, timeout=60)
     assert answer.status_code == 200
 

@@ -1,4 +1,4 @@
-"""`cache_control` over a real socket: what is kept is kept, and usage tells what happened."""
+"""`cache_control` over a real socket: marked prefixes are kept, and usage reports them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from kvik.server.anthropic_prompt import HOUR as HOUR_SECONDS
 MODEL = NAMES[0]
 FIVE: Any = {"type": "ephemeral"}
 HOUR: Any = {"type": "ephemeral", "ttl": "1h"}
-SIZE = 16  # tokens of a block
+SIZE = 16  # tokens per block
 
 
 def words(name: str, count: int = 120) -> str:
-    """A text of its own for each name, of at least `count` tokens."""
+    """Return a text unique to `name`, of at least `count` tokens."""
     return f"{name} " * count
 
 
@@ -39,7 +39,7 @@ def user(*blocks: Any) -> Any:
 
 @contextmanager
 def cache_of(num_blocks: int, **changes: float) -> Iterator[tuple[Site, Callable[..., Any]]]:
-    """A server with so small a cache, and a way to make clients by key."""
+    """Provide a server with a small cache, and a function that makes clients by key."""
     config, executor = bundled()
     cache = replace(config.cache, num_blocks=num_blocks, **changes)
     engine = make_engine(replace(config, cache=cache), executor)
@@ -53,7 +53,7 @@ def cache_of(num_blocks: int, **changes: float) -> Iterator[tuple[Site, Callable
 
 
 def ask(client: anthropic.Anthropic, *blocks: Any, **more: Any) -> anthropic.types.Usage:
-    """The usage of a short answer, which must account for every token of the prompt."""
+    """Return the usage of a short answer, checked to account for every prompt token."""
     asked: Any = {"model": MODEL, "messages": [user(*blocks)], **more}
     usage = client.messages.create(max_tokens=2, **asked).usage
     count = client.messages.count_tokens(**asked).input_tokens
@@ -87,7 +87,7 @@ def test_a_marked_prefix_is_written_once_then_read() -> None:
         assert pool.num_pinned == made // SIZE
 
 
-def test_a_stream_tells_it_at_its_beginning_and_at_its_end() -> None:
+def test_a_stream_reports_usage_at_its_start_and_end() -> None:
     with cache_of(256) as (_, new), new() as client:
         asked: Any = {"model": MODEL, "max_tokens": 4, "messages": [user(block("Who?"))]}
         asked["system"] = [block(words("cat"), HOUR)]
@@ -124,7 +124,7 @@ def test_a_cache_is_warmed_without_an_answer(stream: bool) -> None:
 
 
 @pytest.mark.full
-def test_what_is_marked_outlives_what_is_not() -> None:
+def test_marked_prefixes_outlive_others() -> None:
     with cache_of(64) as (_, new), new() as client, new("b") as other:
         _, made = figures(ask(client, block(words("kept"), FIVE)))
         ask(client, block(words("plain")))
@@ -133,13 +133,13 @@ def test_what_is_marked_outlives_what_is_not() -> None:
         assert figures(ask(client, block(words("kept"), FIVE)))[0] == made
 
 
-def test_beyond_the_quota_nothing_is_claimed() -> None:
+def test_nothing_is_reported_as_written_beyond_the_quota() -> None:
     with cache_of(128, tenant_pinned_share=0.05) as (site, new), new() as client:
         assert figures(ask(client, block(words("long", 200), FIVE))) == (0, 0)
         assert site.engine.core.scheduler.kv.pool.num_pinned == 0
 
 
-def test_two_lifetimes_are_told_apart() -> None:
+def test_two_lifetimes_are_distinguished() -> None:
     with cache_of(256) as (_, new), new() as client:
         usage = ask(client, block(words("more"), FIVE), system=[block(words("base"), HOUR)])
         split = usage.cache_creation
@@ -149,8 +149,8 @@ def test_two_lifetimes_are_told_apart() -> None:
         assert total == usage.cache_creation_input_tokens
 
 
-def test_a_conversation_grows_by_what_is_new() -> None:
-    """Marked at the top level, each turn reads what the last one wrote."""
+def test_a_conversation_only_writes_its_new_turns() -> None:
+    """Marked at the top level, each turn reads what the previous one wrote."""
     with cache_of(256) as (_, new), new() as client:
         messages: Any = [user(block(words("once", 60)))]
         read = made = 0
@@ -198,15 +198,15 @@ def test_several_marks_share_their_blocks(count: int) -> None:
         (100, [(70, HOUR_SECONDS)], 0, 64, 64),
         (100, [(40, HOUR_SECONDS), (70, FIVE_MINUTES)], 0, 64, 32),
         (100, [(40, HOUR_SECONDS), (70, FIVE_MINUTES)], 16, 48, 16),
-        (100, [(40, HOUR_SECONDS), (70, FIVE_MINUTES)], 48, 16, 0),  # what is for an hour was there
+        (100, [(40, HOUR_SECONDS), (70, FIVE_MINUTES)], 48, 16, 0),  # the hour was cached
         (100, [(40, FIVE_MINUTES), (70, HOUR_SECONDS)], 0, 64, 64),
         (100, [(40, FIVE_MINUTES), (90, HOUR_SECONDS)], 0, 32, 0),  # no room for the longer one
         (96, [(96, HOUR_SECONDS)], 0, 96, 96),
-        (96, [(96, HOUR_SECONDS)], 80, 16, 16),  # whose last token is computed anew each time
+        (96, [(96, HOUR_SECONDS)], 80, 16, 16),  # the last token is recomputed each time
         (100, [(70, HOUR_SECONDS)], 64, 0, 0),
     ],
 )
-def test_how_long_what_was_written_stays(
+def test_written_tokens_by_lifetime(
     num_prompt: int, pins: list[tuple[int, float]], read: int, written: int, hour: int
 ) -> None:
     meter = UsageMeter(num_prompt, [Pin(*pin) for pin in pins], 16)

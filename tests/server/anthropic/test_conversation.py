@@ -1,4 +1,4 @@
-"""Conversations as prompts, and what their cache marks pin."""
+"""Conversations as prompts, and the prefixes that their cache marks pin."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from kvik.server.anthropic_prompt import (
 from kvik.server.texts import Texts
 from kvik.text.tokenizer import Tokenizer
 
-# One token is one letter or digit; a role is a digit, and a turn ends with a dot.
+# A token is one letter or digit; a role is a digit, and a turn ends with a dot.
 PLAIN = (
     "{% for m in messages %}{{ {'system': '1', 'user': '2', 'assistant': '3'}[m.role] }}"
     "{{ m.content | replace('\n', '') | trim }}.{% endfor %}"
     "{% if add_generation_prompt %}3{% endif %}"
 )
-# Only the last turn shows the system's text, as some public templates have it.
+# Only the last turn shows the system text, as in some public templates.
 LATE = (
     "{% set system = messages[0].content if messages[0].role == 'system' else '' %}"
     "{% for m in messages if m.role != 'system' %}2{% if loop.last %}{{ system }}0{% endif %}"
     "{{ m.content | replace('\n', '') }}.{% endfor %}"
 )
-# It needs somebody's question.
+# Requires a user message.
 STRICT = "{% if messages[-1].role != 'user' %}{{ raise_exception('who asks?') }}{% endif %}" + PLAIN
 MARK = {"type": "ephemeral"}
 
@@ -42,7 +42,7 @@ def block(text: str, marked: bool = False) -> dict[str, Any]:
 
 
 def prompt_of(template: str, **body: Any) -> tuple[Prompt, str]:
-    """The prompt, and its text."""
+    """Return the prompt and its text."""
     library = letters().library
     texts = Texts(Tokenizer(library, chat_template=template), 1000)
 
@@ -69,7 +69,7 @@ def lengths(prompt: Prompt) -> list[int]:
     return [pin.num_tokens for pin in prompt.pins]
 
 
-def test_a_mark_stands_behind_its_block() -> None:
+def test_a_mark_is_after_its_block() -> None:
     prompt, text = prompt_of(
         PLAIN,
         system=[block("SYS", True), block("tem")],
@@ -84,41 +84,41 @@ def test_a_mark_stands_behind_its_block() -> None:
 
 
 def test_a_mark_of_the_last_system_block_reaches_the_users_text() -> None:
-    """Whatever he says: the next one may say what the first one did not."""
+    """The next user text may begin differently."""
     for said in ("abc", "bcd", "a"):
         prompt, text = prompt_of(PLAIN, system=[block("S", True)], messages=[user(block(said))])
         assert text.startswith("1S.2")
         assert lengths(prompt) == [len("1S.2")]
 
 
-def test_at_the_top_level_it_stands_at_the_last_block() -> None:
+def test_a_mark_at_the_top_level_is_after_the_last_block() -> None:
     prompt, text = prompt_of(PLAIN, messages=[user(block("ab"), block("cd"))], cache_control=MARK)
     assert text == "2abcd.3"
     assert lengths(prompt) == [len("2abcd.")]
 
 
-def test_its_time_goes_with_it() -> None:
+def test_a_mark_has_a_lifetime() -> None:
     hour = {"type": "text", "text": "S", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     prompt, _ = prompt_of(PLAIN, system=[hour], messages=[user(block("a", True))])
     assert prompt.pins == (Pin(4, 3600.0), Pin(6, 300.0))
 
 
-def test_a_template_that_shows_beginnings_otherwise_has_less_in_common() -> None:
-    """The right answer is what the next request will have in common, not what was marked."""
+def test_a_template_that_renders_prefixes_differently_pins_less() -> None:
+    """The pinned length is what the next request will have in common, not the marked part."""
     messages = [user(block("ab", True)), assistant(block("cd")), user(block("ef"))]
     prompt, text = prompt_of(LATE, system=[block("S")], messages=messages)
     assert text == "2ab.2cd.2S0ef."
     assert lengths(prompt) == [1]  # alone it would be 2S0ab
 
 
-def test_a_template_that_cannot_show_a_beginning_keeps_nothing_of_it() -> None:
+def test_a_template_that_cannot_render_a_prefix_pins_nothing() -> None:
     messages = [user(block("ab", True)), assistant(block("cd", True)), user(block("ef"))]
     prompt, text = prompt_of(STRICT, messages=messages)
     assert text == "2ab.3cd.2ef.3"
     assert lengths(prompt) == [len("2ab.")]
 
 
-def test_an_answer_that_is_begun_can_be_marked() -> None:
+def test_a_prefilled_answer_can_be_marked() -> None:
     prompt, text = prompt_of(PLAIN, messages=[user(block("ab")), assistant(block("cd", True))])
     assert text == "2ab.3cd"
     assert lengths(prompt) == [len(text)]
@@ -140,7 +140,7 @@ def test_common_length_of_long_texts() -> None:
 
 
 @pytest.mark.parametrize("begun", [".", "3.", "c.", "ab."])
-def test_an_answer_that_is_begun_with_words_of_the_template(begun: str) -> None:
-    """What the template writes behind it is not taken for it."""
+def test_a_prefilled_answer_with_words_of_the_template(begun: str) -> None:
+    """The text that the template adds after it is not part of it."""
     _, text = prompt_of(PLAIN, messages=[user(block("ab.")), assistant(block(begun))])
     assert text == f"2ab..3{begun}"

@@ -1,4 +1,4 @@
-"""/v1/messages through the client that users have."""
+"""/v1/messages through Anthropic's client."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from helpers.story_site import NAMES, Site
 MODEL = NAMES[0]
 TALK: Any = [{"role": "user", "content": "Tell me of a dog."}]
 PLAIN: Any = {"model": MODEL, "messages": TALK}
-# This version of the client has no argument for the temperature; older ones do.
+# This version of the client has no argument for the temperature; older ones have one.
 COLD: Any = {"extra_body": {"temperature": 0.0}}
 GREEDY: Any = PLAIN | COLD
 
 
 def events_of(server: HttpServer, body: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """The stream as it is sent: names and data."""
+    """Return the names and data of a stream's events."""
     answer = httpx2.post(f"{server.url}/v1/messages", json={**body, "stream": True}, timeout=60)
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -46,7 +46,7 @@ def test_an_answer(client: anthropic.Anthropic) -> None:
 
 
 def test_the_answer_is_the_text_of_the_model(client: anthropic.Anthropic, site: Site) -> None:
-    """System and messages reach the chat template as they are."""
+    """System and messages reach the chat template unchanged."""
     answer = client.messages.create(**GREEDY, max_tokens=12, system="You tell stories.")
     prompt = "<|system|>You tell stories.<|end|><|user|>Tell me of a dog.<|end|><|assistant|>"
     tokenizer = site.parts.texts.tokenizer
@@ -56,7 +56,7 @@ def test_the_answer_is_the_text_of_the_model(client: anthropic.Anthropic, site: 
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count
 
 
-def test_a_stream_says_the_same(client: anthropic.Anthropic) -> None:
+def test_a_stream_has_the_same_text(client: anthropic.Anthropic) -> None:
     whole = client.messages.create(**GREEDY, max_tokens=30)
     with client.messages.stream(**GREEDY, max_tokens=30) as stream:
         pieces = list(stream.text_stream)
@@ -131,7 +131,7 @@ def test_a_stop_sequence_is_reported_and_not_shown(client: anthropic.Anthropic) 
 
 @pytest.mark.full
 def test_an_answer_that_ends_by_itself(client: anthropic.Anthropic, site: Site) -> None:
-    """Whatever ends the text but a stop sequence is the end of the turn."""
+    """Every end except a stop sequence is the end of the turn."""
     answer = client.messages.create(
         **GREEDY, max_tokens=400, system="Be brief.", stop_sequences=["@@@"]
     )
@@ -140,7 +140,7 @@ def test_an_answer_that_ends_by_itself(client: anthropic.Anthropic, site: Site) 
 
 
 def test_the_end_of_the_context_ends_an_answer(client: anthropic.Anthropic) -> None:
-    """Clients ask for as much as the largest models give."""
+    """Clients request as much as the largest models generate."""
     talk: Any = [{"role": "user", "content": "dog " * 485}]
     count = client.messages.count_tokens(model=MODEL, messages=talk).input_tokens
     assert count < 512
@@ -167,13 +167,13 @@ def test_a_failure_in_the_middle_is_an_event(client: anthropic.Anthropic, site: 
     site.at_rest()
 
 
-def test_a_reader_who_goes_away_costs_nothing_more(client: anthropic.Anthropic, site: Site) -> None:
+def test_a_disconnected_reader_ends_the_request(client: anthropic.Anthropic, site: Site) -> None:
     with client.messages.stream(**GREEDY, max_tokens=450) as stream:
         next(iter(stream.text_stream))
     site.at_rest()
 
 
-def test_an_assistants_beginning_is_continued(client: anthropic.Anthropic, site: Site) -> None:
+def test_a_prefilled_answer_is_continued(client: anthropic.Anthropic, site: Site) -> None:
     begun = [*TALK, {"role": "assistant", "content": "Once there was a dog named"}]
     answer = client.messages.create(model=MODEL, messages=begun, max_tokens=5, **COLD)
     prompt = "<|user|>Tell me of a dog.<|end|><|assistant|>Once there was a dog named"

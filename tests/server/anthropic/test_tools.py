@@ -1,4 +1,4 @@
-"""Tools of Anthropic's API, with the real client and a model that says anything."""
+"""Tools in Anthropic's API, with the real client and a model that generates nonsense."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The whole route table over a real socket, for programs that others wrote."""
+"""All routes on a real socket, for third-party programs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ site = site_fixture()
 
 @pytest.fixture
 def offline(tmp_path: object) -> Mapping[str, str]:
-    """The environment of a program that must not look for anything outside this machine."""
+    """Return the environment of a program that must not access the network."""
     switches = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE")
     return {**os.environ, **dict.fromkeys(switches, "1"), "HF_HOME": f"{tmp_path}/hf"}

@@ -45,7 +45,7 @@ def test_all_its_requests_are_answered(
     (benchmark,) = json.loads(out.read_text())["benchmarks"]
     totals = benchmark["metrics"]["request_totals"]
     assert totals == {"successful": REQUESTS, "errored": 0, "incomplete": 0, "total": REQUESTS}
-    # It asks for so many tokens, and counts by the usage that it is told.
+    # It requests this many tokens, and counts them by the usage in the answer.
     told = benchmark["metrics"]["output_token_count"]["successful"]["total_sum"]
     assert told == REQUESTS * OUTPUT_TOKENS
     site.at_rest()

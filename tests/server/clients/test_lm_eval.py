@@ -1,4 +1,4 @@
-"""lm-eval scores texts through the server as transformers does by itself."""
+"""lm-eval gets the same scores through the server as from transformers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def test_scores_are_those_of_transformers(
 
 
 def score(folder: str, context: str, continuation: str) -> tuple[float, bool]:
-    """The log probability of a continuation, and whether it is the likeliest, by transformers."""
+    """Return the log probability of a continuation by transformers, and whether it is the
+    likeliest."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     start = len(tokenizer.encode(context))

@@ -1,7 +1,7 @@
-"""Requests as the programs of others send them, field by field: every one of them is answered.
+"""Requests of third-party programs, field by field: every one is answered.
 
-What is here was read from what these programs send; where one of them is installed, or is a library
-that is easily had, it runs itself in another test.
+They were taken from what these programs send; programs that are installed, or libraries that are
+easy to get, run in other tests.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def in_parts(text: str) -> dict[str, Any]:
 USAGE = {"include_usage": True}
 COUNTS = {"include_usage": True, "continuous_usage_stats": True}
 STREAM = {"stream": True, "stream_options": USAGE}
-LOAD = {"max_tokens": 12, "ignore_eos": True, **STREAM}  # what load generators send
+LOAD = {"max_tokens": 12, "ignore_eos": True, **STREAM}  # sent by load generators
 ONCE = "Once upon a time"
 CHAT_LOAD = {"messages": [in_parts(ONCE)], "max_completion_tokens": 12, "ignore_eos": True}
 
-# program -> the path, and the body without its model
+# program -> path, and body without the model
 REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
     (
         "vllm bench serve",
@@ -185,7 +185,7 @@ REQUESTS: list[tuple[str, str, dict[str, Any]]] = [
 def test_it_is_answered(locked: Site, program: str, path: str, body: dict[str, Any]) -> None:
     reply = ask(locked.server, "POST", path, {"model": "stories", **body}, **KEY)
     assert reply.status == 200, reply.body
-    assert "x-kvik-ignored-fields" not in reply.headers  # each was understood
+    assert "x-kvik-ignored-fields" not in reply.headers  # all fields were understood
     if body.get("stream"):
         check_stream(reply, body)
     else:
@@ -209,7 +209,7 @@ CALLED = {
 RESULT = {"role": "tool", "tool_call_id": "call_1", "content": "3 °C"}
 RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
 
-# As `REQUESTS`, of agents, with what of theirs is named as ignored.
+# As `REQUESTS`, for agents, with the fields reported as ignored.
 AGENTS: list[tuple[str, str, dict[str, Any], str]] = [
     (
         "LangChain bind_tools",
@@ -351,7 +351,7 @@ def check_stream(reply: Reply, body: dict[str, Any]) -> None:
             assert seen == sorted(seen) and seen[-1] == count
 
 
-# Every route that samples, with a body that it answers.
+# Every route that samples, with a valid body.
 SAMPLING: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [said("Hi")], "max_tokens": 1},
     TEXT: {"prompt": "Once", "max_tokens": 1},
@@ -359,7 +359,7 @@ SAMPLING: dict[str, dict[str, Any]] = {
     "/v1/messages": {"model": "stories", "messages": [said("Hi")], "max_tokens": 1},
     "/completion": {"prompt": "Once", "n_predict": 1},
 }
-# What other engines take: field -> a value that asks for something, and some that do not
+# Parameters of other engines: field -> a value with an effect, and some without
 OTHERS: dict[str, tuple[Any, list[Any]]] = {
     "structural_tag": ("{}", [""]),
     "lora": ([{"id": 0, "scale": 0.5}], [[], None]),
@@ -450,7 +450,7 @@ def test_fields_of_other_routes_are_refused_by_name(
     assert reply.status == 200 and "x-kvik-ignored-fields" not in reply.headers
 
 
-def test_fields_that_change_no_answer_are_taken(locked: Site) -> None:
+def test_fields_without_effect_on_answers_are_accepted(locked: Site) -> None:
     for path, body in SAMPLING.items():
         for field in ("rid", "guided_decoding_backend", "colour"):
             reply = ask(locked.server, "POST", path, {**body, field: "x"}, **KEY)
@@ -468,7 +468,7 @@ def test_names_of_llama_cpp_are_honoured(locked: Site, path: str) -> None:
     count = reply.json.get("tokens_generated") or reply.json["usage"]["completion_tokens"]
     assert count == 3
     reply = ask(locked.server, "POST", path, {**asked, "n_predict": 5000}, **KEY)
-    if path != "/v1/generate":  # which ends with the context
+    if path != "/v1/generate":  # it ends with the context
         assert (reply.status, reply.error["param"]) == (400, "n_predict")
 
 
@@ -485,7 +485,7 @@ def test_names_of_llama_cpp_are_honoured(locked: Site, path: str) -> None:
         ("Prometheus", "/metrics", True),
     ],
 )
-def test_it_looks_around(locked: Site, program: str, path: str, key: bool) -> None:
+def test_requests_before_the_first_prompt(locked: Site, program: str, path: str, key: bool) -> None:
     assert ask(locked.server, "GET", path, **KEY).status == 200
     assert ask(locked.server, "GET", path).status == (401 if key else 200)
 
@@ -520,7 +520,7 @@ def test_a_base_url_may_lack_its_end(locked: Site, path: str) -> None:
         {"instances": ["a"]},
     ],
 )
-def test_one_path_for_all_must_know_what_is_meant(locked: Site, body: dict[str, Any]) -> None:
+def test_a_shared_path_refuses_ambiguous_bodies(locked: Site, body: dict[str, Any]) -> None:
     reply = ask(locked.server, "POST", "/invocations", body, **KEY)
     assert reply.status == 400
     assert "messages" in reply.error["message"]
@@ -535,6 +535,8 @@ def test_one_path_for_all_must_know_what_is_meant(locked: Site, body: dict[str, 
         ({"input": "Hi", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
-def test_it_refuses_what_they_refuse(locked: Site, body: dict[str, Any], param: str) -> None:
+def test_requests_refused_as_by_other_servers(
+    locked: Site, body: dict[str, Any], param: str
+) -> None:
     reply = ask(locked.server, "POST", "/invocations", body, **KEY)
     assert (reply.status, reply.error["param"]) == (400, param)

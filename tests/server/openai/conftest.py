@@ -1,4 +1,4 @@
-"""The OpenAI routes over a real socket, before an engine with the story model."""
+"""The OpenAI routes on a real socket, with the story model."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def client(site: Site) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def http(site: Site) -> Iterator[httpx2.Client]:
-    """For what the real client would not send."""
+    """For requests that the real client cannot send."""
     with httpx2.Client(base_url=site.url, timeout=60) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
-    """The same model in this process."""
+    """Return the same model in this process."""
     with LLM(
         device="cpu",
         dtype="float32",

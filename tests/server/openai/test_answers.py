@@ -1,4 +1,4 @@
-"""Usage and chunks, to the letter."""
+"""The exact form of usage and chunks."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_a_prompt_counts_once_and_each_choice_by_itself() -> None:
 
 
 def guessed(*rows: tuple[int, int], seconds: float = 0.0, plain: float = 0.0) -> RequestSpeculation:
-    """Rows of (drafts, right)."""
+    """Return the counts of rows of (drafts, accepted)."""
     found = RequestSpeculation(seconds=seconds, plain_seconds=plain)
     for drafts, right in rows:
         found.drafts.add(drafts, right)
     return found
 
 
-def test_what_speculation_guessed() -> None:
+def test_counts_of_speculation() -> None:
     one = guessed((3, 2), (4, 3), (1, 0), seconds=2.0, plain=3.0)
     other = guessed((2, 0), seconds=1.0, plain=0.75)
     usage = usage_of([output(1, [9, 2], [one, guessed()]), output(1, [9], [other])])
@@ -75,7 +75,7 @@ def test_what_speculation_guessed() -> None:
         "mean_accepted_length": 2.25,
         "speedup": 1.25,
     }
-    assert one.drafts.at == [3, 2, 2, 1]  # as it was
+    assert one.drafts.at == [3, 2, 2, 1]  # unchanged
 
 
 def test_an_engine_without_drafts_so_far_is_shown_as_such() -> None:
@@ -141,7 +141,7 @@ def test_tokens_without_text_make_no_event() -> None:
     assert stream.grow(0, [delta("")]) == b""
 
 
-def test_usage_is_null_until_the_end_if_it_is_asked_for() -> None:
+def test_requested_usage_is_null_until_the_end() -> None:
     for stream in (chat, completion):
         wanting = stream(stream_options={"include_usage": True})
         for event in read(wanting.grow(0, [delta("a", finish_reason="stop")])):
@@ -155,7 +155,7 @@ def test_usage_is_null_until_the_end_if_it_is_asked_for() -> None:
 
 
 def test_counts_so_far_need_include_usage() -> None:
-    """As in vLLM: without it no chunk has usage."""
+    """As in vLLM, no chunk has usage without it."""
     for options in ({}, {"include_usage": False}):
         for stream in (chat, completion):
             counting = stream(stream_options={"continuous_usage_stats": True, **options})

@@ -1,4 +1,4 @@
-"""Bad input is a 400 that names its parameter, and costs nothing. One row for each kind."""
+"""Bad input is a 400 that names its parameter, and leaks nothing. One row per kind."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from helpers.story_site import Site
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
 TEXT = {"prompt": "Hi", "max_tokens": 1}
-HUGE = "9" * 400  # no integer of 64 bits, nor a float
+HUGE = "9" * 400  # neither a 64-bit integer nor a float
 VOCAB = 2048
 STRICT = '{"type": "json_schema", "json_schema": {"strict": true, "schema": {"not": {}}}}'
 
-# What both routes refuse: the field, and its value as JSON text. Of the values that a sampling
-# parameter does not take, one shows that its name reaches `param`.
+# Refused by both routes: the field, and its value as JSON text. For sampling parameters, one
+# invalid value shows that the name reaches `param`.
 BOTH = [
     *((name, json.dumps(values[0])) for name, values in BAD.items()),
-    # what is too much, or not of this model
+    # too large, or impossible for this model
     ("beam_width", "1000000"),
     ("use_beam_search", "true"),
-    ("max_tokens", "512"),  # the context, which holds the prompt too
+    ("max_tokens", "512"),  # the context, which includes the prompt
     ("max_tokens", str(2**63)),
     ("min_tokens", "2"),  # more than max_tokens
     ("temperature", "1e-45"),
@@ -49,7 +49,7 @@ BOTH = [
     ("cache_salt", '"a b"'),
     ("prompt_cache_retention", '"forever"'),
     ("prompt_cache_key", json.dumps("k" * 1000)),
-    # what the text must be
+    # constraints on the text
     ("response_format", '{"type": "json_schema"}'),
     ("response_format", '{"type": "json_schema", "json_schema": {"name": "x"}}'),
     ("response_format", '{"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x"}}}'),
@@ -63,7 +63,7 @@ BOTH = [
     ("structured_outputs", '{"rgex": "a"}'),
     ("structured_outputs", '{"regex": "a", "choice": ["a"]}'),
     ("structured", '{"json": {"allOf": [{"type": "string"}, {"type": "null"}]}}'),
-    # what is known and would change the answer
+    # known fields that would change the answer
     ("logits_processors", '["os.system"]'),
     ("truncate_prompt_tokens", "0"),
     ("truncate_prompt_tokens", "-2"),
@@ -110,7 +110,7 @@ CHAT_ONLY = [
     ("continue_final_message", "5"),
     ("modalities", '["audio"]'),
     ("audio", '{"voice": "alloy"}'),
-    ("reasoning_effort", '"high"'),  # of a model without thoughts
+    ("reasoning_effort", '"high"'),  # of a model without reasoning
     ("reasoning_effort", '"huge"'),
     ("thinking_token_budget", "5"),
     ("thinking_token_budget", "0"),
@@ -149,7 +149,7 @@ TEXT_ONLY = [
     ("logprobs", "-1"),
 ]
 ROWS = [
-    # The routes have the same fields: each takes every other row.
+    # The routes have the same fields, so each gets every other row.
     *(("chat/completions", CHAT, *row) for row in BOTH[::2]),
     *(("completions", TEXT, *row) for row in BOTH[1::2]),
     *(("chat/completions", CHAT, *row) for row in CHAT_ONLY),
@@ -193,7 +193,7 @@ def test_it_is_refused_by_name(
     ],
     ids=ids,
 )
-def test_what_is_no_number(http: httpx2.Client, field: str, value: str) -> None:
+def test_invalid_numbers(http: httpx2.Client, field: str, value: str) -> None:
     answer = post(http, "completions", with_field(TEXT, field, value))
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -225,7 +225,7 @@ def test_what_is_no_number(http: httpx2.Client, field: str, value: str) -> None:
     ],
     ids=ids,
 )
-def test_what_is_no_request(http: httpx2.Client, path: str, body: str, status: int) -> None:
+def test_invalid_requests(http: httpx2.Client, path: str, body: str, status: int) -> None:
     answer = post(http, path, body)
     assert answer.status_code == status
     assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
@@ -255,13 +255,13 @@ def test_both_counts_of_a_prompt_that_is_too_long(
     answer = http.post(f"/v1/{path}", json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (400, "invalid_request_error")
-    # LangChain looks for the code, LiteLLM for these words; others read the counts.
+    # LangChain checks the code, LiteLLM these words; others read the counts.
     assert error["code"] == "context_length_exceeded"
     assert "This model's maximum context length is 512 tokens." in error["message"]
     assert counts in error["message"]
 
 
-def test_more_logprobs_than_are_kept_for_a_reader(http: httpx2.Client) -> None:
+def test_more_logprobs_than_a_stream_may_buffer(http: httpx2.Client) -> None:
     many = {"prompt": [[1] * 500] * 128, "max_tokens": 1}
     for body, field in (
         ({"prompt": [1], "n": 128, "max_tokens": 500, "logprobs": 100}, "logprobs"),

@@ -1,4 +1,4 @@
-"""/v1/chat/completions through the client that users have."""
+"""/v1/chat/completions through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TALK: Any = [
 
 @pytest.fixture
 def chat(client: openai.OpenAI) -> Any:
-    """Calls the route with the model and a conversation."""
+    """Return a function that calls the route with the model and a conversation."""
     return partial(client.chat.completions.create, model=MODEL, messages=TALK)
 
 
@@ -41,7 +41,7 @@ def test_greedy_text_is_that_of_the_library(chat: Any, llm: LLM) -> None:
     assert answer.object == "chat.completion" and answer.model == MODEL
 
 
-def test_a_stream_says_the_same(chat: Any) -> None:
+def test_a_stream_has_the_same_text(chat: Any) -> None:
     asked: Any = {"temperature": 0, "max_tokens": 30}
     whole = chat(**asked)
     chunks = list(chat(**asked, stream=True))
@@ -55,7 +55,7 @@ def test_a_stream_says_the_same(chat: Any) -> None:
     assert text == whole.choices[0].message.content
 
 
-def test_the_events_are_to_the_letter(http: httpx2.Client) -> None:
+def test_the_exact_bytes_of_events(http: httpx2.Client) -> None:
     body = {"messages": TALK, "max_tokens": 2, "stream": True, "seed": 1, "ignore_eos": True}
     answer = http.post("/v1/chat/completions", json=body)
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -142,7 +142,7 @@ def test_logprobs(chat: Any, stream: bool) -> None:
         assert values == sorted(values, reverse=True)
 
 
-def test_logprobs_alone_show_no_others(chat: Any) -> None:
+def test_logprobs_without_top_logprobs(chat: Any) -> None:
     answer = chat(max_tokens=2, logprobs=True)
     assert answer.choices[0].logprobs is not None
     assert answer.choices[0].logprobs.content is not None
@@ -162,13 +162,13 @@ def test_a_stop_string_ends_it(chat: Any) -> None:
 
 
 @pytest.mark.full
-def test_without_a_limit_it_may_fill_the_context(chat: Any) -> None:
+def test_without_a_limit_an_answer_may_fill_the_context(chat: Any) -> None:
     answer = chat(temperature=0, extra_body={"ignore_eos": True})
     assert answer.usage.total_tokens == 512
     assert answer.choices[0].finish_reason == "length"
 
 
-def test_the_newer_name_of_the_limit_goes_before(chat: Any) -> None:
+def test_the_newer_name_of_the_limit_has_precedence(chat: Any) -> None:
     answer = chat(
         max_tokens=9,
         max_completion_tokens=3,
@@ -250,7 +250,7 @@ def test_many_at_once_through_the_async_client(site: Site) -> None:
     assert len(set(texts[:16])) > 1
 
 
-def test_what_changes_nothing_is_taken(http: httpx2.Client) -> None:
+def test_fields_without_effect_are_accepted(http: httpx2.Client) -> None:
     body = {
         "messages": TALK,
         "max_tokens": 1,
@@ -304,7 +304,7 @@ def test_token_ids_are_returned(http: httpx2.Client, llm: LLM, stream: bool) -> 
     assert [llm.tokenizer.decode(one) for one in ids] == texts
 
 
-def test_tokens_are_named_by_id_if_asked(http: httpx2.Client, llm: LLM) -> None:
+def test_tokens_are_named_by_id_on_request(http: httpx2.Client, llm: LLM) -> None:
     asked = {"max_tokens": 4, "seed": 2, "return_tokens_as_token_ids": True}
     body = {
         **asked,

@@ -1,4 +1,4 @@
-"""/v1/completions through the client that users have."""
+"""/v1/completions through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = "Once upon a time there was a small"
 
 @pytest.fixture
 def complete(client: openai.OpenAI) -> Any:
-    """Calls the route with the model and a prompt."""
+    """Return a function that calls the route with the model and a prompt."""
     return partial(client.completions.create, model=MODEL, prompt=TEXT)
 
 
@@ -43,7 +43,7 @@ def test_a_seed_draws_as_in_the_library(complete: Any, llm: LLM) -> None:
     )
 
 
-def test_sixteen_tokens_if_it_does_not_say(complete: Any) -> None:
+def test_the_default_limit_is_sixteen_tokens(complete: Any) -> None:
     answer = complete(extra_body={"ignore_eos": True})
     assert answer.usage.completion_tokens == 16
 
@@ -51,7 +51,7 @@ def test_sixteen_tokens_if_it_does_not_say(complete: Any) -> None:
 @pytest.mark.parametrize("kind", ["texts", "ids"])
 @pytest.mark.parametrize("stream", [False, True])
 def test_many_prompts_with_many_choices(complete: Any, llm: LLM, kind: str, stream: bool) -> None:
-    """The choices of the first prompt come first, whatever the shape of the prompts."""
+    """The choices of the first prompt come first, for all forms of prompts."""
     texts = [TEXT, "The cat sat", "Tom and Sue went to the park"]
     prompts: Any = texts if kind == "texts" else [llm.tokenizer.encode(text) for text in texts]
     asked: Any = {"n": 2, "seed": 3, "max_tokens": 10}
@@ -93,7 +93,7 @@ def test_echo(complete: Any, stream: bool) -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
 def test_echoed_logprobs_are_the_prompts_own(complete: Any, llm: LLM, max_tokens: int) -> None:
-    """The shape in which benchmarks score texts."""
+    """The form in which benchmarks score texts."""
     ids = llm.tokenizer.encode(TEXT)
     answer = complete(prompt=[ids], echo=True, logprobs=2, max_tokens=max_tokens, temperature=0)
     shown = answer.choices[0].logprobs
@@ -121,7 +121,7 @@ def test_nothing_is_generated_with_max_tokens_0(complete: Any) -> None:
     assert answer.usage.completion_tokens == 0
 
 
-def test_logprobs_of_a_stream_join_to_those_of_the_whole(complete: Any) -> None:
+def test_logprobs_of_a_stream_join_to_those_of_the_response(complete: Any) -> None:
     asked: Any = {
         "temperature": 0,
         "max_tokens": 12,
@@ -139,10 +139,10 @@ def test_logprobs_of_a_stream_join_to_those_of_the_whole(complete: Any) -> None:
 
 @pytest.mark.parametrize("at_once", [1, 1000])
 @pytest.mark.parametrize("max_tokens", [0, 6])
-def test_a_stream_shows_its_prompt_as_the_whole_does(
+def test_a_stream_echoes_its_prompt_like_a_response(
     http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, max_tokens: int, at_once: int
 ) -> None:
-    """In its first chunk of each choice, in however many pieces the engine sends it."""
+    """In the first chunk of each choice, in however many parts the engine sends it."""
     monkeypatch.setattr(wire, "MAX_VALUES", at_once)
     body: dict[str, Any] = {
         "prompt": [TEXT, "The cat"],
@@ -171,7 +171,7 @@ def test_a_stream_shows_its_prompt_as_the_whole_does(
 
 
 def test_bytes_of_a_character_are_escaped(complete: Any, llm: LLM) -> None:
-    """A character of several tokens: their bytes join to it, and offsets count characters."""
+    """A character of several tokens: their bytes join, and offsets count characters."""
     text = "a 🐕 b"
     ids = llm.tokenizer.encode(text)
     answer = complete(prompt=ids, echo=True, logprobs=0, max_tokens=0)
@@ -183,7 +183,7 @@ def test_bytes_of_a_character_are_escaped(complete: Any, llm: LLM) -> None:
     assert shown.top_logprobs is None
 
 
-def test_the_word_that_is_banned_and_the_bias(complete: Any, llm: LLM) -> None:
+def test_a_banned_word_and_a_bias(complete: Any, llm: LLM) -> None:
     asked: Any = {"temperature": 0, "max_tokens": 12}
     text = complete(**asked).choices[0].text
     word = text.split()[0]
@@ -201,7 +201,7 @@ def test_min_tokens_and_ignore_eos(complete: Any) -> None:
     assert answer.usage.completion_tokens == 30
 
 
-def test_a_reader_who_goes_away_frees_everything(site: Site) -> None:
+def test_a_disconnected_reader_frees_everything(site: Site) -> None:
     with openai.OpenAI(base_url=f"{site.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.completions.create(
             model=MODEL,
@@ -224,7 +224,7 @@ def test_prompt_logprobs(http: httpx2.Client) -> None:
         assert all(len(entry) == 1 for entry in choice["prompt_logprobs"][1:])
 
 
-def test_an_echo_shows_special_tokens_if_they_are_wanted(http: httpx2.Client) -> None:
+def test_an_echo_has_special_tokens_on_request(http: httpx2.Client) -> None:
     body = {"prompt": [2, 400, 4], "max_tokens": 0, "echo": True}
     without = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     shown = http.post("/v1/completions", json={**body, "skip_special_tokens": False}).json()

@@ -1,4 +1,4 @@
-"""/v1/embeddings through the client that users have."""
+"""/v1/embeddings through OpenAI's client."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_vectors_are_those_of_the_library(client: openai.OpenAI, llm: LLM, pooli
 
 
 def test_the_shape_of_a_vector_changes_nothing(client: openai.OpenAI) -> None:
-    """The client asks for base64 unless it is told otherwise, and unpacks it."""
+    """The client requests base64 by default, and decodes it."""
     as_base64 = client.embeddings.create(model=MODEL, input=TEXTS[0], encoding_format="base64")
     as_numbers = client.embeddings.create(model=MODEL, input=TEXTS[0], encoding_format="float")
     silent = client.embeddings.create(model=MODEL, input=TEXTS[0])
@@ -83,7 +83,7 @@ def test_dimensions_are_the_models(client: openai.OpenAI) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_what_is_wrong_is_named_as_it_was_given(
+def test_errors_name_the_field_as_given(
     http: httpx2.Client, given: Any, param: str, allowed: str
 ) -> None:
     answer = http.post("/v1/embeddings", json={"input": given})

@@ -1,4 +1,4 @@
-"""What a client sees when the engine fails, before its answer has begun and after."""
+"""Answers if the engine fails, before and after they have begun."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ ROUTES = [("chat/completions", CHAT), ("completions", TEXT)]
 
 @pytest.fixture(autouse=True)
 def healthy(http: httpx2.Client) -> None:
-    """An engine that fails several steps in a row is given up."""
+    """An engine whose steps fail several times in a row is abandoned."""
     answer = http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 1})
     assert answer.status_code == 200, answer.text
 
 
 def fail_at(site: Site, monkeypatch: pytest.MonkeyPatch, step: int) -> None:
-    """The engine's step of this number from now fails."""
+    """Make the engine's step of this number from now fail."""
     executor, count = site.engine.executor, [0]
     submit = executor.submit
 
@@ -56,7 +56,7 @@ def test_before_the_first_token_it_has_its_own_status(
     body: dict[str, Any],
     stream: bool,
 ) -> None:
-    """It says under which id the log has the reason, and not the reason."""
+    """It has the id under which the reason is logged, not the reason."""
     fail_at(site, monkeypatch, 1)
     answer = http.post(f"/v1/{path}", json={**body, "stream": stream})
     assert answer.status_code == 500, answer.text
@@ -101,8 +101,8 @@ def test_the_client_raises_the_error_of_the_stream(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_the_rank_that_was_lost_is_named(stream: bool) -> None:
-    """What else an engine says when it ends stays in the log."""
+def test_a_lost_rank_is_named(stream: bool) -> None:
+    """Other information from an ending engine is only logged."""
 
     class Lossy(FakeExecutor):
         def submit(self, plan: Any) -> object:
@@ -141,7 +141,7 @@ def test_a_deadline_that_passes(
 
 
 def test_all_prompts_of_a_request_or_none(site: Site, http: httpx2.Client) -> None:
-    """The last one is too long: nothing of the others is left in the engine."""
+    """The last one is too long; the others leave nothing in the engine."""
     prompts = [[5, 6, 7]] * 20 + [[5] * 600]
     answer = http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 5})
     assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""Long work is not done in the event loop."""
+"""Long work is done outside the event loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvik.server.responses import offload
 TALK = {"messages": [{"role": "user", "content": "A dog"}] * 3, "max_tokens": 4}
 
 
-def test_much_of_it_is_done_in_a_thread() -> None:
+def test_long_work_is_done_in_a_thread() -> None:
     async def threads() -> list[threading.Thread]:
         sizes = (module.INLINE_ITEMS, module.INLINE_ITEMS + 1)
         return [await offload(size, threading.current_thread) for size in sizes]

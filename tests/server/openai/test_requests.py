@@ -39,20 +39,18 @@ def completion(**fields: Any) -> CompletionRequest:
         ({"prompt_cache_key": "k", "prompt_cache_retention": "1h"}, (Pin(3, 3600.0),)),
     ],
 )
-def test_prompts_that_shall_be_kept_are_pinned(
-    fields: dict[str, str], pins: tuple[Pin, ...]
-) -> None:
+def test_prompts_to_be_kept_are_pinned(fields: dict[str, str], pins: tuple[Pin, ...]) -> None:
     wish = generation_request(completion(**fields), [1, 2, 3], SamplingParams(), "prompt")
     assert wish.pins == pins
 
 
-def test_how_it_is_queued() -> None:
+def test_fields_of_the_queue() -> None:
     body = chat(priority=-3, cache_salt="tea", deadline_ms=500)
     wish = generation_request(body, [1, 2], SamplingParams(), "messages")
     assert (wish.priority, wish.cache_salt, wish.deadline_ms) == (-3, "tea", 500)
 
 
-def test_a_silent_request_takes_the_models_defaults() -> None:
+def test_missing_fields_take_the_models_defaults() -> None:
     defaults = SamplingParams(temperature=0.3, top_k=7, min_p=0.1, max_tokens=99)
     assert chat_params(chat(), defaults) == defaults
     assert chat_params(chat(), SamplingParams()).max_tokens is None
@@ -60,7 +58,7 @@ def test_a_silent_request_takes_the_models_defaults() -> None:
     assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 0, 16)
 
 
-def test_null_is_silence() -> None:
+def test_null_means_missing() -> None:
     names = [f.encode_name for f in msgspec.structs.fields(ChatRequest) if f.name != "messages"]
     body = chat(**dict.fromkeys(names))
     assert chat_params(body, SamplingParams()) == chat_params(chat(), SamplingParams())
@@ -106,20 +104,20 @@ def test_every_parameter_reaches_the_engine() -> None:
         ({"best_of": 2}, "best_of"),
     ],
 )
-def test_what_does_not_go_together(fields: dict[str, Any], field: str) -> None:
+def test_contradictory_fields(fields: dict[str, Any], field: str) -> None:
     with pytest.raises(ParamError) as caught:
         completion_params(completion(**fields), SamplingParams())
     assert caught.value.field == field
 
 
-def test_no_alternatives_are_not_the_same_as_no_logprobs() -> None:
+def test_no_alternatives_differ_from_no_logprobs() -> None:
     assert chat_params(chat(logprobs=True, top_logprobs=0), SamplingParams()).logprobs == 0
     assert completion_params(completion(logprobs=0), SamplingParams()).logprobs == 0
     for fields in ({"top_logprobs": 0}, {"top_logprobs": 0, "logprobs": False}):
         assert chat_params(chat(**fields), SamplingParams()).logprobs is None
 
 
-def test_the_best_of_all_is_all() -> None:
+def test_best_of_must_equal_n() -> None:
     completion_params(completion(n=3, best_of=3), SamplingParams())
     completion_params(completion(best_of=1), SamplingParams())
 
@@ -154,7 +152,7 @@ def test_the_form_has_the_bounds_of_the_schema() -> None:
     for name, limits in shown.items():
         bounds, _ = fields[name]["anyOf"]
         assert isinstance(limits, dict)
-        if name == "max_tokens":  # the form leaves it out in place of -1
+        if name == "max_tokens":  # the form omits it in place of -1
             assert bounds["minimum"] == -1
         elif "max" in limits:
             low = bounds.get("minimum", bounds.get("exclusiveMinimum"))

@@ -1,4 +1,4 @@
-"""/v1/rerank, /v1/score and /v1/embeddings of encoders: as `LLM` computes them."""
+"""/v1/rerank, /v1/score and /v1/embeddings of encoders give the results of `LLM`."""
 
 from __future__ import annotations
 

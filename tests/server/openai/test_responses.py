@@ -1,4 +1,4 @@
-"""`/v1/responses`, with the real client and a model that says anything."""
+"""`/v1/responses`, with the real client and a model that generates nonsense."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jsonschema import validate
 
 from kvik.server.app import openai_routes
 
-# Thinks only if it is told to.
+# Reasons only on request.
 TEMPLATE = (
     MESSAGES + "{% if add_generation_prompt %}assistant: <think>\n"
     "{% if not enable_thinking %}\n</think>\n\n{% endif %}{% endif %}"
@@ -119,7 +119,7 @@ def test_functions_and_custom_tools(client: openai.OpenAI, stream: bool) -> None
         if tool is FUNCTION:
             assert call.type == "function_call"
             validate(json.loads(call.arguments), WEATHER)
-        else:  # its input may be cut off
+        else:  # its input may be truncated
             assert call.type == "custom_tool_call" and call.input
 
 
@@ -237,7 +237,7 @@ def test_what_is_refused(client: openai.OpenAI, body: dict[str, Any], param: str
     assert caught.value.param == param
 
 
-def test_what_changes_nothing_is_told(site: Site) -> None:
+def test_fields_without_effect_are_reported(site: Site) -> None:
     body = {
         "input": ASKED,
         "max_output_tokens": 2,
@@ -249,7 +249,7 @@ def test_what_changes_nothing_is_told(site: Site) -> None:
     assert answer.headers["x-kvik-ignored-fields"] == "tools.note.format, text.verbosity"
 
 
-def test_an_effort_is_told_where_there_are_no_thoughts() -> None:
+def test_an_effort_is_reported_as_ignored_without_reasoning() -> None:
     with story_site(openai_routes, template="{{ messages[-1].content }}") as plain:
         body = {"input": ASKED, "max_output_tokens": 2, "reasoning": {"effort": "low"}}
         answer = httpx2.post(f"{plain.url}/v1/responses", json=body)

@@ -37,7 +37,7 @@ def complete(http: httpx2.Client, **body: Any) -> httpx2.Response:
     return http.post("/v1/completions", json={"prompt": "Once", **WARM, **body})
 
 
-# What a request says, and whether a text satisfies it.
+# Constraints of a request, and a check of the text.
 WAYS: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, r"\{.*"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 5}}}}, "5"),
@@ -60,7 +60,7 @@ WAYS: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("body", "pattern"), WAYS, ids=lambda one: str(one)[:50])
-def test_every_way_to_say_it(http: httpx2.Client, body: dict[str, Any], pattern: str) -> None:
+def test_every_form_of_constraint(http: httpx2.Client, body: dict[str, Any], pattern: str) -> None:
     answer = complete(http, **body)
     assert answer.status_code == 200, answer.text
     assert "x-kvik-ignored-fields" not in answer.headers
@@ -86,7 +86,7 @@ def test_every_way_to_say_it(http: httpx2.Client, body: dict[str, Any], pattern:
     ],
     ids=str,
 )
-def test_a_schema_holds_whatever_else_is_asked(http: httpx2.Client, others: dict[str, Any]) -> None:
+def test_a_schema_holds_with_all_other_fields(http: httpx2.Client, others: dict[str, Any]) -> None:
     for seed in range(3):
         answer = complete(http, guided_json=POINT, **{**others, "seed": seed})
         assert answer.status_code == 200, answer.text
@@ -130,7 +130,7 @@ def test_the_client_parses_into_a_model(client: openai.OpenAI) -> None:
         assert stream.get_final_completion().choices[0].message.parsed == parsed
 
 
-def test_what_is_not_enforced_is_told(http: httpx2.Client) -> None:
+def test_constraints_that_are_not_enforced_are_reported(http: httpx2.Client) -> None:
     schema = {"type": "object", "properties": {"é": {"not": {}}, "b": {"format": "iri"}}}
     for stream in (False, True):
         answer = complete(http, guided_json=schema, stream=stream)
@@ -146,9 +146,9 @@ def test_two_fields_contradict_each_other(http: httpx2.Client) -> None:
 
 
 @pytest.mark.full
-def test_hostile_constraints_delay_nobody(http: httpx2.Client, site: Site) -> None:
-    """Another's stream goes on while each is refused. Both take longer on a busy machine, so lines
-    of the stream are counted, not seconds."""
+def test_hostile_constraints_delay_no_other_request(http: httpx2.Client, site: Site) -> None:
+    """Another stream continues while each is refused. Both take longer on a busy machine, so the
+    test counts lines of the stream, not seconds."""
     seen: list[float] = []
     over = threading.Event()
 
@@ -169,8 +169,8 @@ def test_hostile_constraints_delay_nobody(http: httpx2.Client, site: Site) -> No
             assert answer.status_code == 400, answer.text[:200]
             assert [answer.json()["error"]["param"]] == list(body)
             lines = sum(started < at < ended for at in list(seen))
-            assert lines > 20  # about 1000 of the first; none if the event loop waited
-        answer = complete(http, guided_json=MANY)  # is remembered
+            assert lines > 20  # about 1000 for the first; none if the event loop was blocked
+        answer = complete(http, guided_json=MANY)  # is cached
         assert answer.json()["error"]["code"] == "schema_too_complex"
     finally:
         over.set()
@@ -187,7 +187,7 @@ def test_hostile_constraints_delay_nobody(http: httpx2.Client, site: Site) -> No
         ({"guided_choice": ["a.b"], "stop_token_ids": [18]}, "guided_choice"),
     ],
 )
-def test_rules_that_leave_no_token_are_the_callers_to_mend(
+def test_rules_that_allow_no_token_are_client_errors(
     http: httpx2.Client, rules: dict[str, Any], param: str, stream: bool
 ) -> None:
     body = {"prompt": "Once", "max_tokens": 8, "stream": stream, **rules}

@@ -1,4 +1,4 @@
-"""Thoughts apart from answers, over the chat route and Anthropic's."""
+"""Reasoning separated from answers, on the chat route and Anthropic's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from helpers.story_site import story_site
 from kvik.server import anthropic
 from kvik.server.app import openai_routes
 
-# The prompt begins a thought, unless it is told not to.
+# The prompt opens the reasoning, unless disabled.
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}<think>\n{% if enable_thinking == false %}\n</think>\n\n"
@@ -54,12 +54,12 @@ def test_without_a_thought_there_is_an_answer(thinking: httpx2.Client) -> None:
     assert choice["message"]["content"] in ("yes", "no")
 
 
-def test_what_an_answer_must_be_does_not_bind_the_thought(thinking: httpx2.Client) -> None:
+def test_constraints_on_answers_do_not_apply_to_thoughts(thinking: httpx2.Client) -> None:
     message = chat(thinking, guided_choice=["yes", "no"]).json()["choices"][0]["message"]
     assert message["content"] == "" and len(message["reasoning_content"]) > 4
 
 
-def test_an_answer_that_goes_on_begins_no_thought(thinking: httpx2.Client) -> None:
+def test_a_continued_answer_begins_no_thought(thinking: httpx2.Client) -> None:
     messages = [*ASKED, {"role": "assistant", "content": "There was"}]
     body = {"messages": messages, "continue_final_message": True}
     message = chat(thinking, **body).json()["choices"][0]["message"]

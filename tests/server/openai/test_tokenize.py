@@ -14,7 +14,7 @@ TEXT = "The dog 🐕 <|end|> barked."
 TALK = [{"role": "user", "content": "Hi"}]
 
 
-def test_there_and_back(http: httpx2.Client, llm: LLM) -> None:
+def test_a_round_trip(http: httpx2.Client, llm: LLM) -> None:
     answer = http.post("/tokenize", json={"prompt": TEXT, "return_token_strs": True}).json()
     assert answer["tokens"] == llm.tokenizer.encode(TEXT)
     assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"])
@@ -36,7 +36,7 @@ def test_an_empty_text_has_no_tokens(http: httpx2.Client) -> None:
     assert http.post("/detokenize", json={"tokens": []}).json()["prompt"] == ""
 
 
-def test_a_conversation_as_a_chat_would_read_it(http: httpx2.Client, llm: LLM) -> None:
+def test_a_conversation_is_tokenised_as_for_a_chat(http: httpx2.Client, llm: LLM) -> None:
     answer = http.post("/tokenize", json={"messages": TALK}).json()
     rendered = llm.render_chat(TALK)
     assert answer["tokens"] == llm.tokenizer.encode(rendered, add_special_tokens=False)
@@ -70,7 +70,7 @@ def test_bad_input(http: httpx2.Client, path: str, body: object, param: str) -> 
     assert answer.json()["error"]["param"].partition("[")[0] == param
 
 
-def test_what_the_tokenizer_is(http: httpx2.Client, llm: LLM) -> None:
+def test_tokenizer_info(http: httpx2.Client, llm: LLM) -> None:
     answer = http.get("/tokenizer_info").json()
     assert answer["eos_token"] == llm.tokenizer.eos_token
     assert answer["chat_template"] == llm.tokenizer.chat_template

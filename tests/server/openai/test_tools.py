@@ -1,4 +1,4 @@
-"""Tool calls over the chat route, with the real client and a model that says anything."""
+"""Tool calls on the chat route, with the real client and a model that generates nonsense."""
 
 from __future__ import annotations
 
