@@ -1,4 +1,4 @@
-"""Which kernels run where, and why."""
+"""The kernels for each machine, and the reasons."""
 
 from __future__ import annotations
 
@@ -168,13 +168,13 @@ def test_attention_over_latent_vectors(spec, kernels, kv, asked, expected) -> No
         with pytest.raises(ConfigError):
             choose_attention(config, spec, kernels, "bfloat16", MEASURED, notes)
         return
-    for gpu in (MEASURED, HOPPER):  # whether any was measured or not
+    for gpu in (MEASURED, HOPPER):  # measured or not
         assert choose_attention(config, spec, kernels, "bfloat16", gpu, notes) == expected
         least = 1024 if expected == "triton+sdpa" else None
         assert torch_prompts(expected, spec, gpu) == least
 
 
-def test_latent_vectors_in_fp32_are_attended_over_as_they_are() -> None:
+def test_latent_vectors_in_fp32_are_not_converted() -> None:
     found = choose_attention(EngineConfig(), latent(), "triton", "float32", HOPPER, Notes())
     assert found == "triton"
 
@@ -235,7 +235,7 @@ PC = Hardware("PC", 8, 64 * GIB, "RAM", frozenset({"avx2", "fma", "avx512_bf16"}
 
 
 def llama(head_dim: int = 128) -> ModelSpec:
-    """Llama-3-8B, or one with other heads."""
+    """Return Llama-3-8B, or one with other heads."""
     return ModelSpec.from_config(
         {
             "architectures": ["LlamaForCausalLM"],
@@ -274,7 +274,7 @@ def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:
     ],
 )
 def test_the_same_memory_holds_more_tokens(format: str, head_dim: int, times: float) -> None:
-    """About twice as many in eight bits and four times as many in four: scales take their part."""
+    """About twice as many in eight bits and four times as many in four, less the scales."""
     room = {"kv_cache_memory": GIB, "max_num_seqs": 256, "max_model_len": 2048}
     plain = plan(llama(head_dim), **room)
     found = plan(llama(head_dim), kv_cache_dtype=format, **room)
@@ -295,7 +295,7 @@ def test_skipped_layers_count_in_full() -> None:
     room = {"num_blocks": 1000, "kv_cache_dtype": "int8"}
     all_small = plan(**room).memory.kv_cache
     two_large = plan(**room, kv_cache_dtype_skip_layers=(0, 31)).memory.kv_cache
-    vectors = 1001 * 16 * 2 * 8  # of a layer
+    vectors = 1001 * 16 * 2 * 8  # per layer
     assert all_small == 32 * vectors * 130
     assert two_large == all_small + 2 * vectors * (256 - 130)
     every = plan(**room, kv_cache_dtype_skip_layers=tuple(range(32)))
@@ -309,7 +309,7 @@ def test_names_of_other_engines(name: str, known: str) -> None:
     assert found.cache == same.cache
 
 
-def test_the_default_is_the_models() -> None:
+def test_the_default_is_the_models_dtype() -> None:
     assert decision(plan(), "kv_cache_dtype") == ("bfloat16", "the model's")
 
 

@@ -1,4 +1,4 @@
-"""Every field of EngineConfig refuses what cannot be, by name."""
+"""Every field of EngineConfig refuses impossible values by name."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_the_defaults_are_good() -> None:
+def test_the_defaults_are_valid() -> None:
     check_config(EngineConfig())
 
 
@@ -91,6 +91,6 @@ def test_two_sizes_for_one_cache_contradict() -> None:
         check_config(EngineConfig(num_blocks=10, kv_cache_memory=1 << 20))
 
 
-def test_a_format_has_one_name_afterwards() -> None:
+def test_names_of_formats_are_normalised() -> None:
     config = EngineConfig(kv_cache_dtype="fp8_e4m3")
     assert check_config(config) == replace(config, kv_cache_dtype="fp8")

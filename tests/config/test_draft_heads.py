@@ -36,7 +36,7 @@ def test_a_written_spec_is_read_back(spec, tmp_path):
 
 def test_an_early_checkpoint_of_medusa(tmp_path):
     values = {"medusa_num_heads": 5, "medusa_num_layers": 1, "base_model_name_or_path": "a/b"}
-    found = heads_for(write(tmp_path, values), MEDUSA, 64, 100)  # it is for whatever model
+    found = heads_for(write(tmp_path, values), MEDUSA, 64, 100)  # for any model
     assert found == HeadsSpec(MEDUSA, 64, 100, depth=5, own_logits=True)
 
 

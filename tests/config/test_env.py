@@ -67,7 +67,7 @@ def test_the_cache_folder_follows_the_specification() -> None:
 
 @pytest.fixture
 def homeless(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """Where the cache of a user without a home lies among the temporary files."""
+    """Return the cache folder of a user without a home, among the temporary files."""
 
     def home() -> Path:
         raise RuntimeError("Could not determine home directory.")
@@ -122,7 +122,7 @@ def test_the_server_has_variables_too() -> None:
 
 
 @pytest.mark.parametrize("text", ["", " ", ","])
-def test_keys_that_were_lost_on_the_way_do_not_make_an_open_server(text: str) -> None:
+def test_empty_keys_do_not_make_an_open_server(text: str) -> None:
     with pytest.raises(ConfigError, match="KVIK_API_KEY"):
         server_environment({"KVIK_API_KEY": text})
 
@@ -235,7 +235,7 @@ def test_no_file() -> None:
         read_option_file("/no/such/file.toml")
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_a_binary_file(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="is not TOML"):
         read_option_file(str(tmp_path / "x"))

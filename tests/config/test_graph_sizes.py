@@ -1,4 +1,4 @@
-"""What is planned to be captured on a GPU, and the memory that is put aside for it."""
+"""The planned graph sizes on a GPU, and the memory reserved for them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_captured_steps_are_planned(max_num_seqs: int) -> None:
     without = plan(kernels="torch", **sizes)
     assert without.runner.graph_sizes == ()
     assert "cuda_graphs" not in [d.name for d in without.decisions]
-    # Torch's attention plans a step on the host, so nothing is captured, or planned for.
+    # Torch's attention plans a step on the host, so that nothing is captured or reserved.
     on_the_host = plan(attention_backend="sdpa", **sizes)
     assert on_the_host.runner.kernels == "triton" and on_the_host.runner.graph_sizes == ()
     assert on_the_host.memory.overhead == without.memory.overhead
@@ -67,17 +67,17 @@ def test_groups_capture_the_same_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "told"),
+    ("asked", "decided"),
     [(0, ("none", "as asked")), (3 * GIB, ("requests", "3.0 GiB were asked for"))],
 )
-def test_graph_memory_is_planned_as_requested(asked: int, told: tuple[str, str]) -> None:
+def test_graph_memory_is_planned_as_requested(asked: int, decided: tuple[str, str]) -> None:
     sizes = {"max_num_seqs": 64, "max_model_len": 4096}
     resolved = plan(graph_memory=asked, **sizes)
     assert resolved.runner.graph_memory == asked
     assert bool(resolved.runner.graph_sizes) == bool(asked)
     without = plan(kernels="torch", graph_memory=asked, **sizes)
     assert resolved.memory.overhead - without.memory.overhead == asked
-    assert all(a in b for a, b in zip(told, decision(resolved, "cuda_graphs"), strict=True))
+    assert all(a in b for a, b in zip(decided, decision(resolved, "cuda_graphs"), strict=True))
     assert "cuda_graphs" not in [d.name for d in without.decisions]
 
 
@@ -126,7 +126,7 @@ def test_an_engine_without_memory_for_graphs_starts_without_them() -> None:
 
 
 def test_heads_are_captured_where_the_model_is_not() -> None:
-    """Torch's attention plans a step on the host; heads have none."""
+    """Torch's attention plans a step on the host; heads do not attend."""
     spec = SPEC
     heads = HeadsSpec(MEDUSA, spec.hidden_size, spec.vocab_size, depth=4)
     config = EngineConfig(
@@ -151,10 +151,10 @@ def test_captured_steps_with_drafts_are_planned(method: str) -> None:
     speculation, captured = resolved.speculation, resolved.runner.graph_sizes
     assert speculation is not None
     step = (64, 64 + speculation.max_draft_rows, 6, 64 + speculation.max_draft_rows)
-    for size in captured:  # none is larger than a step can be
+    for size in captured:  # none is larger than the largest step
         assert (size.rows, size.tokens, size.longest, size.samples) <= step
         assert size.tokens <= step[1] and size.longest <= step[2] and not size.tree
-    # Whatever the drafts of any number of requests, there is a size at most four times as large.
+    # For any numbers of drafts, some size is at most four times as large.
     for rows in (1, 3, 20, 64):
         for tokens in range(rows + 1, rows + min(rows * 5, speculation.max_draft_rows) + 1):
             fits = [s.tokens for s in captured if s.serves(rows, tokens, 6, tokens, tree=False)]

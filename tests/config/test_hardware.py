@@ -1,4 +1,4 @@
-"""Facts of a machine, read from files laid out by hand."""
+"""Facts of a machine, read from handmade files."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def test_seconds_that_processes_waited_for_memory(
     assert memory_stalls(lay_out(tmp_path, files)) == seconds
 
 
-def test_memory_that_is_left_is_the_least_of_system_and_cgroups(tmp_path: Path) -> None:
+def test_available_memory_is_the_least_of_system_and_cgroups(tmp_path: Path) -> None:
     files = meminfo(8 * GIB) | {
         "proc/self/cgroup": "0::/a\n",
         "sys/fs/cgroup/a/memory.max": str(3 * GIB),
@@ -180,7 +180,7 @@ def test_memory_that_is_left_is_the_least_of_system_and_cgroups(tmp_path: Path) 
     assert memory_left(lay_out(tmp_path, files)) == 2 * GIB
 
 
-def test_a_system_that_tells_nothing_does_not_crash(tmp_path: Path) -> None:
+def test_a_system_without_information_does_not_crash(tmp_path: Path) -> None:
     limit, _ = memory_limit(tmp_path)
     assert limit > 0
     assert physical_cores(tmp_path, frozenset({0, 1, 2})) == 3
@@ -249,7 +249,7 @@ def test_detect_combines_all_sources(tmp_path: Path) -> None:
     assert found.gpus == (gpu,)
 
 
-def test_this_machine_answers() -> None:
+def test_this_machine_is_detected() -> None:
     found = detect()
     assert found.cores >= 1
     assert found.memory_limit > 0
@@ -258,8 +258,8 @@ def test_this_machine_answers() -> None:
 
 @needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of the CPU")
-def test_detected_instruction_sets_are_those_that_run() -> None:
-    """But for AMX, which the compiler, the system or the self-check may deny."""
+def test_detected_instruction_sets_run() -> None:
+    """Except AMX, which the compiler, the system or the self-check may exclude."""
     found, running = detect(), instruction_sets()
     assert found.native
     told = [name for name, flags in NATIVE_ISAS.items() if flags <= found.isa] + ["portable"]
@@ -342,7 +342,7 @@ def test_measured_thresholds_of_a_device_are_used(
 FOUND = ((64, 4096), (128, 1024))
 
 
-def test_each_gpu_keeps_its_own(tmp_path: Path) -> None:
+def test_each_gpu_has_its_own_thresholds(tmp_path: Path) -> None:
     path = tmp_path / "kvik" / "prompt-attention.json"
     assert load_thresholds("A", path) == ()
     save_thresholds("A", ((128, 2048),), path)
@@ -370,7 +370,7 @@ def test_thresholds_of_other_versions_are_ignored(
     ],
     ids=lambda text: text[:20],
 )
-def test_a_broken_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
+def test_a_broken_file_is_ignored(tmp_path: Path, text: str) -> None:
     path = tmp_path / "prompt-attention.json"
     save_thresholds("A", FOUND, path)
     broken = {"torch_from": 3, "not a number": {"64": "many"}, "dims": {"sixty": 64}}
@@ -381,5 +381,5 @@ def test_a_broken_file_is_as_good_as_none(tmp_path: Path, text: str) -> None:
         text = json.dumps(every)
     path.write_text(text)
     assert load_thresholds("A", path) == ()
-    save_thresholds("A", FOUND, path)  # and is replaced
+    save_thresholds("A", FOUND, path)  # the file is replaced
     assert load_thresholds("A", path) == FOUND

@@ -1,4 +1,4 @@
-"""Tokens of layers by their scores, and the file that says so."""
+"""Budgets of layers by their scores, and the file format."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ MADE = KVBudgets(
     wide=st.booleans(),
 )
 @settings(max_examples=100)
-def test_budgets_take_the_bytes_they_may_and_follow_the_scores(scores, share, context, wide):
+def test_budgets_use_their_bytes_by_score(scores, share, context, wide):
     sizes = [2 + wide * (i % 2) for i in range(len(scores))]
     found = allot(scores, sizes, share, context)
     cap = share * context * sum(sizes)
@@ -67,7 +67,7 @@ def test_budgets_take_the_bytes_they_may_and_follow_the_scores(scores, share, co
     assert all(b >= a - ROUND for a, b in pairwise(ranked))
 
 
-def test_what_baselines_give():
+def test_baselines():
     even = allot(scores_of(UNIFORM, (), 8), [4] * 8, 0.25, 1024)
     falling = allot(scores_of(PYRAMID, (), 8), [4] * 8, 0.25, 1024)
     assert even == (256,) * 8
@@ -76,7 +76,7 @@ def test_what_baselines_give():
     assert scores_of(ENTROPY, (0.1, 0.2), 2) == (0.1, 0.2)
 
 
-def test_layers_are_in_classes_of_one_size():
+def test_layers_of_a_class_have_equal_budgets():
     found = allot([0.1, 0.9, 0.2, 0.8, 0.4, 0.5], [1] * 6, 0.5, 1024)
     assert [found.count(tokens) for tokens in found] == [2] * 6
 
@@ -87,7 +87,7 @@ def test_too_few_bytes():
     assert caught.value.field == "bytes"
 
 
-def test_a_file_comes_back(tmp_path):
+def test_a_file_is_read_back(tmp_path):
     save_budgets(MADE, tmp_path / "b.json")
     assert read_budgets(tmp_path / "b.json", SPEC) == MADE
 
@@ -116,7 +116,7 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path, change):
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b"{}"])
-def test_what_is_no_file_of_budgets(tmp_path, content):
+def test_other_files_are_refused(tmp_path, content):
     (tmp_path / "b.json").write_bytes(content)
     for path in (tmp_path / "b.json", tmp_path / "none", tmp_path):
         with pytest.raises(ConfigError):
@@ -146,7 +146,7 @@ def test_another_shape_is_another_model():
     ],
     ids=lambda facts: facts["architectures"][0],
 )
-def test_models_that_cannot(facts):
+def test_unsupported_models(facts):
     with pytest.raises(ConfigError) as caught:
         check_model(ModelSpec.from_config(facts))
     assert caught.value.field == "kv_budget"

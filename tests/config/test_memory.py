@@ -1,4 +1,4 @@
-"""What draft heads take is planned before they are loaded."""
+"""Memory of draft heads is planned before they are loaded."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ with LLM(sys.argv[1], **json.loads(sys.argv[2])) as llm:
 
 
 def tensors(spec: HeadsSpec) -> dict[str, torch.Tensor]:
-    """As a checkpoint has them."""
+    """Return the tensors of a checkpoint."""
 
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.bfloat16)
@@ -80,7 +80,7 @@ def tensors(spec: HeadsSpec) -> dict[str, torch.Tensor]:
 
 
 def folders(spec: HeadsSpec, root: Path) -> tuple[Path, dict[str, Any]]:
-    """A model, and options with heads for it."""
+    """Write a model, and return options with heads for it."""
     model, heads = root / "model", root / "heads"
     for folder, config in ((model, MODEL), (heads, spec.as_config("model"))):
         folder.mkdir()
@@ -103,12 +103,12 @@ def test_weights_and_the_step_are_in_the_plan(name: str, tmp_path: Path) -> None
     assert HeadsFootprint(spec, "float32", 4).weights == 2 * size
     found = resolved(model, options)
     drafting = HeadsFootprint(spec, found.runner.dtype, 4)
-    # What looks tokens up takes nothing, and has as many rows of logits.
+    # A lookup drafter needs no weights, and has as many rows of logits.
     lookup = {"method": "ngram", "num_speculative_tokens": 4, "adaptive": False}
     without = resolved(model, {**options, "speculative_config": lookup})
     assert found.memory.weights - without.memory.weights == drafting.weights
     assert found.memory.activations - without.memory.activations == drafting.step(32)
-    # Of each request with drafts one row of logits a head, or a node that has children.
+    # Each request with drafts has one row of logits per head, or per node with children.
     rows = {MEDUSA: 32 * 4, EAGLE: 32 * 2}[spec.kind]
     assert drafting.step(32) > rows * spec.vocab_size * 4
     few = {**options, "max_num_batched_tokens": 32 + 2 * 5}

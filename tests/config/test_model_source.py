@@ -1,4 +1,4 @@
-"""From what the user names to a folder."""
+"""From the user's name of a model to a folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Answers = dict[str, Any]
 
 @pytest.fixture
 def hub(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """A hub that gives every model and records what is asked of it; nothing is in its cache."""
+    """Provide a hub that has every model and records requests; its cache is empty."""
     calls: list[dict[str, Any]] = []
 
     def download(repo_id: str, local_files_only: bool = False, **options: Any) -> str:
@@ -35,7 +35,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def test_nothing_named_is_the_bundled_model() -> None:
+def test_the_default_is_the_bundled_model() -> None:
     assert find_model("") == BUNDLED
     assert (BUNDLED / "config.json").is_file()
 
@@ -57,7 +57,7 @@ def test_a_hub_id_fetches_only_data_files(hub: list[Any]) -> None:
         allow_patterns=call["allow_patterns"],
         ignore_patterns=call["ignore_patterns"],
     )
-    assert list(taken) == names  # and no second copy of the weights
+    assert list(taken) == names  # no second copy of the weights
     assert not any(".bin" in p or ".py" in p or ".pt" in p for p in call["allow_patterns"])
 
 
@@ -85,24 +85,24 @@ def test_a_revision_that_the_hub_does_not_have(answers: Answers) -> None:
 @pytest.mark.parametrize(
     "name", ["/no/such/folder", "./nowhere", "a/b/c", "a b", "~nobody/x", "\0"]
 )
-def test_a_path_that_is_not_there_never_reaches_the_hub(name: str, hub: list[Any]) -> None:
+def test_a_missing_path_never_reaches_the_hub(name: str, hub: list[Any]) -> None:
     with pytest.raises(ModelError, match="there is no folder"):
         find_model(name)
     assert not hub
 
 
-def test_a_file_is_no_model(tmp_path: Path) -> None:
+def test_a_file_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.bin"
     file.touch()
     with pytest.raises(ModelError, match=r"a folder, a .gguf file or a hub id.* is another file"):
         find_model(str(file))
 
 
-def test_a_gguf_file_is_one(tmp_path: Path, hub: list[Any]) -> None:
+def test_a_gguf_file_is_a_model(tmp_path: Path, hub: list[Any]) -> None:
     file = tmp_path / "model.GGUF"
     file.touch()
     assert find_model(str(file)) == file and is_gguf(file)
-    link = tmp_path / "named.gguf"  # the hub's own cache has no names but of links
+    link = tmp_path / "named.gguf"  # in the hub's cache, only links have names
     link.symlink_to(file)
     assert find_model(str(link)) == link
     with pytest.raises(ModelError, match="there is no file '/"):
@@ -118,7 +118,7 @@ def test_a_folder_with_a_gguf_file(tmp_path: Path) -> None:
     (tmp_path / "b.gguf").touch()
     with pytest.raises(ModelError, match=r"name one of the 2 GGUF files .*: a.gguf, b.gguf"):
         find_model(str(tmp_path))
-    (tmp_path / "config.json").touch()  # then it is a folder in Hugging Face format
+    (tmp_path / "config.json").touch()  # then the folder is in Hugging Face format
     assert find_model(str(tmp_path)) == tmp_path.resolve()
     named_like_one = tmp_path / "folder.gguf"
     named_like_one.mkdir()
@@ -171,7 +171,8 @@ def test_a_cached_model_is_not_announced_as_a_download(
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Answers]:
-    """What a hub over HTTP answers to every request: `status`, and headers of `error`."""
+    """Provide a hub over HTTP that gives the same answer to all requests: `status`, and headers of
+    `error`."""
     answers: Answers = {"status": 200, "error": {}}
 
     class Handler(BaseHTTPRequestHandler):
@@ -223,7 +224,7 @@ def test_errors_of_the_hub_are_reported(
 
 
 def test_an_unreachable_hub_is_reported(answers: Answers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # discard: no one listens
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # discard: no listener
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     refused(lambda: find_model("owner/model"), "the hub cannot be reached: check the network")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -251,11 +252,11 @@ def test_a_download_that_fails_is_one_line(
 def refused(find: Callable[[], Path], part: str) -> None:
     with pytest.raises(ModelError, match=part) as caught:
         find()
-    assert "127.0.0.1" not in str(caught.value)  # nor the address of a file with its signature
+    assert "127.0.0.1" not in str(caught.value)  # nor a signed address of a file
     assert "\n" not in str(caught.value)
 
 
-def test_a_config_is_a_file_or_stands_in_a_folder(tmp_path: Path, hub: list[Any]) -> None:
+def test_a_config_is_a_file_or_in_a_folder(tmp_path: Path, hub: list[Any]) -> None:
     file = tmp_path / "shape.json"
     file.touch()
     assert find_config(str(file)) == file
@@ -264,14 +265,14 @@ def test_a_config_is_a_file_or_stands_in_a_folder(tmp_path: Path, hub: list[Any]
     assert not hub
 
 
-def test_of_a_hub_id_a_config_alone_is_fetched(hub: list[Any]) -> None:
+def test_only_the_config_of_a_hub_id_is_fetched(hub: list[Any]) -> None:
     assert find_config("owner/model") == Path("/cache/model/config.json")
     (call,) = hub
     assert call["allow_patterns"] == ["config.json"]
 
 
 @pytest.mark.parametrize("name", ["a/b.json", "/no/such/folder", "a/b/c"])
-def test_a_config_that_is_not_there_never_reaches_the_hub(name: str, hub: list[Any]) -> None:
+def test_a_missing_config_never_reaches_the_hub(name: str, hub: list[Any]) -> None:
     with pytest.raises(ModelError, match="there is no"):
         find_config(name)
     assert not hub

@@ -1,4 +1,4 @@
-"""What cannot be divided among processes is refused, by name."""
+"""Models and options that cannot be divided among processes are refused by name."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def planned(model: str, ranks: int, stages: int = 1) -> ResolvedConfig:
 @pytest.mark.parametrize(
     ("model", "ranks", "times"),
     [
-        ("llama-3.2-1b", 2, 1),  # eight heads of keys, divided
-        ("qwen2.5-0.5b", 4, 2),  # two heads of keys for four processes
-        ("deepseek-v2-lite", 2, 2),  # each keeps all latent vectors
+        ("llama-3.2-1b", 2, 1),  # eight key heads, divided
+        ("qwen2.5-0.5b", 4, 2),  # two key heads for four processes
+        ("deepseek-v2-lite", 2, 2),  # each process has all latent vectors
     ],
 )
 def test_the_cache_of_all_processes_is_planned(model: str, ranks: int, times: int) -> None:
@@ -41,7 +41,7 @@ def test_the_cache_of_all_processes_is_planned(model: str, ranks: int, times: in
     assert planned(model, ranks).memory.kv_cache == times * alone
 
 
-def test_what_is_not_divided_is_planned_for_each_process() -> None:
+def test_undivided_parts_are_planned_for_each_process() -> None:
     """An untied embedding of 102,400 x 2,048 in bfloat16."""
     alone, two = (planned("deepseek-v2-lite", ranks).memory for ranks in (1, 2))
     assert two.overhead - alone.overhead > 102_400 * 2_048 * 2 and two.weights == alone.weights
@@ -62,7 +62,7 @@ def test_small_matrices_are_whole_in_each_process_of_the_fast_cut() -> None:
 @pytest.mark.parametrize(
     ("model", "ends"),
     [
-        ("llama-3.2-1b", (8, 16)),  # the one table is in both stages
+        ("llama-3.2-1b", (8, 16)),  # the single table is in both stages
         ("llama-3.2-1b", (2, 8, 14, 16)),
         ("deepseek-v2-lite", (14, 27)),
     ],
@@ -130,7 +130,7 @@ def test_an_engine_folder_for_other_kernels() -> None:
         resolve(EngineConfig(tensor_parallel_size=2, threads=8), spec, MACHINE, "")
 
 
-# Groups that torch joins.
+# Groups joined by torch.
 
 H100 = Gpu(0, "NVIDIA H100 80GB HBM3", 85_000_000_000, 80_000_000_000, (9, 0))
 GPUS = (H100, replace(H100, index=1, free_memory=70_000_000_000))
@@ -161,7 +161,7 @@ def test_refusals_of_a_group_that_torch_joins(hardware, options, field) -> None:
     assert caught.value.field == field
 
 
-def test_no_experts_are_whole_in_a_group_that_torch_joins() -> None:
+def test_experts_cannot_be_whole_in_a_torch_group() -> None:
     spec = ModelSpec.from_config(public_configs()["deepseek-v2-lite"])
     options = {"device": "cpu", "kernels": "torch", "threads": 8, "expert_parallel": True}
     with pytest.raises(ConfigError, match="must be false with torch kernels"):
@@ -169,7 +169,7 @@ def test_no_experts_are_whole_in_a_group_that_torch_joins() -> None:
 
 
 def test_each_gpu_of_a_group_is_planned_for_its_share() -> None:
-    """With as much memory as the fullest has left."""
+    """With as much memory as the fullest GPU has left."""
     spec = ModelSpec.from_config(public_configs()["qwen2.5-32b"])
     options = {"device": "cuda", "max_model_len": 4096, "max_num_seqs": 8, "num_blocks": 512}
     both = replace(MACHINE, gpus=GPUS)
@@ -180,7 +180,7 @@ def test_each_gpu_of_a_group_is_planned_for_its_share() -> None:
     assert two.runner.fast_cut and not alone.runner.fast_cut
     assert [two.runner.device_of(rank) for rank in range(2)] == ["cuda:0", "cuda:1"]
     assert two.memory.limit < 70_000_000_000 < alone.memory.limit
-    table = 152_064 * 5120 * 2  # is whole in each
+    table = 152_064 * 5120 * 2  # whole in each
     assert two.memory.kv_cache * 2 == alone.memory.kv_cache
     assert two.memory.weights == pytest.approx((alone.memory.weights + table) / 2, rel=0.01)
     assert not two.runner.graph_sizes

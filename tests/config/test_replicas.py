@@ -1,4 +1,4 @@
-"""What each of several engines of a server has: threads and memory, planned before loading."""
+"""Threads and memory of each of several engines of a server, planned before loading."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_mapped_weights_count_once() -> None:
     assert "mapped once" in reasons["data_parallel_size"]
 
 
-def test_each_has_a_gpu_of_its_own() -> None:
+def test_each_has_its_own_gpu() -> None:
     spec = ModelSpec.from_config(public_configs()["llama-3.2-1b"])
     gpus = [Gpu(i, "H100", 80 << 30, (76 - i) << 30, (9, 0)) for i in range(3)]
     machine = replace(MACHINE, gpus=tuple(gpus), triton=True)
@@ -81,14 +81,14 @@ def test_too_many_are_refused(replicas: int, options: dict[str, object], text: s
     assert caught.value.field == "data_parallel_size"
 
 
-def test_what_does_not_fit_beside_the_others_is_refused() -> None:
+def test_engines_that_do_not_fit_together_are_refused() -> None:
     spec = ModelSpec.from_config(public_configs()["llama-3.1-8b"])
     planned(1, spec)
     with pytest.raises(CapacityError, match="shared out among 8 engines"):
         planned(8, spec)
 
 
-def test_an_engine_in_this_process_is_one() -> None:
+def test_an_engine_in_this_process_is_single() -> None:
     with pytest.raises(KvikError, match="kvik serve") as caught:
         launch(EngineConfig(device="cpu", data_parallel_size=2, threads=2))
     assert caught.value.field == "data_parallel_size"

@@ -1,4 +1,4 @@
-"""Resolution is pure and total: a plan that fits, or an error that says what would."""
+"""Resolution is pure and total: a plan that fits, or an error that names what would fit."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_states_of_running_requests_and_checkpoints_are_planned() -> None:
     assert plan().cache.checkpoints is None
 
 
-def test_what_states_rule_out_is_refused() -> None:
+def test_options_that_states_exclude_are_refused() -> None:
     with pytest.raises(ConfigError, match="spec_method: must be left out: .* keeps states"):
         plan(STATES, spec_method="ngram")
     with pytest.raises(ConfigError, match="skip_layers: must name layers that attend, not 4"):
@@ -127,7 +127,7 @@ def test_what_states_rule_out_is_refused() -> None:
         (SMALL, PC, {"enable_prefix_caching": False}, "enable_prefix_caching"),
     ],
 )
-def test_what_cannot_have_tiers_is_refused(
+def test_models_without_tiers_are_refused(
     spec: ModelSpec, hardware: Hardware, options: dict[str, Any], why: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"kv_tiers: must be left out: .*{why}"):
@@ -140,7 +140,7 @@ def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:
 
 
 def check(resolved: ResolvedConfig, config: EngineConfig) -> None:
-    """What must hold of every plan."""
+    """Check the invariants of every plan."""
     cache, scheduler, memory = resolved.cache, resolved.scheduler, resolved.memory
     assert memory.total <= memory.limit
     assert min(memory.weights, memory.activations, memory.overhead, memory.kv_cache) > 0
@@ -148,7 +148,7 @@ def check(resolved: ResolvedConfig, config: EngineConfig) -> None:
     assert 1 <= scheduler.max_model_len <= resolved.model.max_context
     assert scheduler.max_num_seqs >= 1
     assert scheduler.max_num_batched_tokens >= 1
-    # One request of the longest length fits on its own: full attention needs all of its blocks.
+    # A single request of the longest length fits: full attention needs all of its blocks.
     blocks = -(-scheduler.max_model_len // cache.block_size)
     full = sum(group.spec.window is None for group in cache.groups)
     assert cache.num_blocks >= full * blocks
@@ -168,12 +168,12 @@ def check(resolved: ResolvedConfig, config: EngineConfig) -> None:
 
 
 def maybe(values: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    """Left out three times of four, so that most examples get past the first refusal."""
+    """Draw None in three of four cases, so that most examples pass the first checks."""
     return st.one_of(st.none(), st.none(), st.none(), values)
 
 
 def sizes(most: int) -> st.SearchStrategy[int]:
-    """Integers up to 2^most, small ones as likely as large ones."""
+    """Draw integers up to 2^most, evenly by magnitude."""
     return st.integers(0, most).flatmap(lambda bits: st.integers(1, 1 << bits))
 
 
@@ -232,7 +232,7 @@ def test_a_plan_that_fits_or_an_error(
     wanted=st.integers(1, 1 << 17),
     block_size=st.sampled_from([1, 16, 64]),
 )
-def test_the_context_an_error_offers_does_fit(
+def test_the_context_in_an_error_fits(
     spec: ModelSpec, memory: int, wanted: int, block_size: int
 ) -> None:
     hardware = replace(PC, memory_limit=memory)
@@ -272,15 +272,15 @@ def test_defaults_on_a_gpu() -> None:
     assert resolved.runner.device == "cuda:0"
     assert resolved.runner.dtype == "bfloat16"
     assert resolved.memory.limit == int(78 * GIB * 0.9)
-    # All of the memory, but for less than one more block.
+    # All of the memory, except less than one block.
     block = resolved.memory.kv_cache // resolved.cache.pool_size
     assert resolved.memory.limit - resolved.memory.total < block
     assert decision(resolved, "device") == ("cuda:0", "H100")
 
 
 def test_prompts_by_torch_are_planned() -> None:
-    """What the GPU was measured for is used, and its memory counted."""
-    spec = replace(llama(), vocab_size=100, intermediate_size=64)  # attention takes most
+    """The thresholds measured for the GPU are used, and their memory is planned."""
+    spec = replace(llama(), vocab_size=100, intermediate_size=64)  # mostly attention
     plain = replace(SERVER, triton=True)
     faster = replace(plain.gpus[0], torch_prompts=((spec.head_dim, 1024),))
     sizes = {"max_num_seqs": 8, "max_model_len": 4096, "dtype": "bfloat16"}
@@ -305,7 +305,7 @@ def test_a_draft_model_with_heads_too_large_for_the_kernels_is_refused() -> None
     resolve(asked, TINY, server, "", DraftSource("draft", spec=replace(TINY, head_dim=80)))
 
 
-def test_a_toy_model_does_not_grab_the_machine() -> None:
+def test_a_tiny_model_does_not_reserve_the_machine() -> None:
     big = replace(PC, memory_limit=1 << 41)
     assert plan(TINY, big).memory.total < 1 * GIB
     tiny = plan(TINY, big, max_num_seqs=4)
@@ -348,14 +348,14 @@ def test_memory_grows_with_each_part() -> None:
 
 
 def test_rotary_positions_are_counted() -> None:
-    """A row of head_dim numbers in fp32 for each 1,024 positions, beside the tables of requests;
-    and a number for each position by which queries are multiplied."""
+    """A row of head_dim numbers in fp32 per 1,024 positions, in addition to the tables of requests;
+    and a number per position that scales queries."""
 
     def overhead(spec: ModelSpec, length: int) -> int:
         sizes = {"max_num_seqs": 1, "max_num_batched_tokens": 64, "num_blocks": 1000}
         return plan(spec, max_model_len=length, **sizes).memory.overhead
 
-    tokens_and_blocks = 1024 * 4 + 2 * 1024 // 16 * 4  # the blocks once more in a step
+    tokens_and_blocks = 1024 * 4 + 2 * 1024 // 16 * 4  # a step has a copy of the blocks
     more = overhead(SMALL, 2048) - overhead(SMALL, 1024)
     assert more == SMALL.head_dim * 4 + tokens_and_blocks
     assert overhead(LEARNED, 128) - overhead(LEARNED, 64) == 64 * 4 + 2 * 64 // 16 * 4
@@ -393,7 +393,7 @@ def test_a_quantised_model_fits_where_the_plain_one_does_not() -> None:
 
 
 def test_the_dtype_depends_on_the_size_of_unquantised_weights() -> None:
-    """An old computer has room for fp32 once the matrices are small."""
+    """Small matrices leave room for fp32 on an old computer."""
     assert plan(SMALL, replace(OLD_PC, memory_limit=8 * GIB)).runner.dtype == "bfloat16"
     small = plan(SMALL, replace(OLD_PC, memory_limit=8 * GIB), quantization="int8")
     assert small.runner.dtype == "float32"
@@ -484,7 +484,7 @@ def test_contradictions(options: dict[str, Any], field: str, part: str) -> None:
     assert part in error.value.message
 
 
-# What cannot see a window that the options ask for.
+# Combinations that do not support the requested window.
 UNFIT = {
     "latent vectors": {
         **PUBLIC["llama-2-7b"],
@@ -498,7 +498,7 @@ UNFIT = {
 
 
 @pytest.mark.parametrize(("reason", "facts"), UNFIT.items(), ids=UNFIT)
-def test_models_that_cannot_see_a_window_are_refused(
+def test_models_that_do_not_support_a_window_are_refused(
     reason: str, facts: dict[str, Any] | None
 ) -> None:
     spec = LEARNED if facts is None else ModelSpec.from_config(facts)
@@ -521,8 +521,8 @@ def test_impossible_windows(options: dict[str, Any], field: str, part: str) -> N
     assert part in error.value.message
 
 
-def test_texts_beyond_a_window_take_blocks_of_the_window_alone() -> None:
-    """Though a request may be longer than the model was trained for, by far."""
+def test_texts_beyond_a_window_only_take_blocks_of_the_window() -> None:
+    """Although a request may be far longer than the trained length."""
     options = {"window": 240, "attention_sinks": 4, "max_num_seqs": 8}
     short = plan(TINY, max_num_batched_tokens=64, **options)
     assert short.scheduler.max_model_len == 1 << 20
@@ -532,7 +532,7 @@ def test_texts_beyond_a_window_take_blocks_of_the_window_alone() -> None:
     assert longer.cache.num_blocks == short.cache.num_blocks
     assert longer.memory.activations == short.memory.activations
     dense = plan(TINY, max_model_len=512, max_num_seqs=8, max_num_batched_tokens=64)
-    # of one request as long as may be, its tokens and its blocks twice
+    # Of one request of the greatest length: its tokens, and its blocks twice.
     million = (1 << 20) * 4 + 2 * (1 << 20) // 16 * 4
     assert short.memory.overhead - dense.memory.overhead < 1.2 * million
     assert {rope.most_keys for rope in short.model.ropes} == {244}
@@ -587,7 +587,7 @@ def test_static_batches_fit_the_running_requests() -> None:
     assert plan(policy="static", batch_size=300).scheduler.max_num_seqs >= 300
 
 
-def test_torch_built_for_cuda_takes_more_even_on_a_cpu() -> None:
+def test_torch_built_for_cuda_needs_more_even_on_a_cpu() -> None:
     plain = plan(hardware=PC, max_num_seqs=8).memory.overhead
     cuda = plan(hardware=replace(PC, cuda_build=True), max_num_seqs=8).memory.overhead
     assert cuda == plain + CUDA_BUILD_BYTES

@@ -1,4 +1,4 @@
-"""What an operator may ask of a server."""
+"""Options of a server."""
 
 from __future__ import annotations
 

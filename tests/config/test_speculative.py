@@ -1,4 +1,4 @@
-"""Wishes for speculation: one object or short flags, each field checked, and what is decided."""
+"""Options of speculation: an object or short flags, checks of each field, and the decisions."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ NO_SOURCE = DraftSource()
 SIZE = StepSize(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
 
 
-def wish(**options: object) -> SpeculativeConfig | None:
+def requested(**options: object) -> SpeculativeConfig | None:
     return requested_speculation(EngineConfig(**options))  # type: ignore[arg-type]
 
 
-def test_nothing_is_guessed_unless_asked() -> None:
-    assert wish() is None
-    assert wish(spec_method="off") is None
-    assert wish(speculative_config={"method": "off"}, spec_tokens=3) is None
+def test_speculation_is_off_by_default() -> None:
+    assert requested() is None
+    assert requested(spec_method="off") is None
+    assert requested(speculative_config={"method": "off"}, spec_tokens=3) is None
 
 
 def test_flags_win_over_the_object() -> None:
     config = {"method": "ngram", "num_speculative_tokens": 3, "ngram_max": 2, "adaptive": False}
     expected = SpeculativeConfig("ngram", "", 3, adaptive=False, ngram_max=2)
-    assert wish(speculative_config=config) == expected
-    assert wish(speculative_config=config, spec_method="off") is None
+    assert requested(speculative_config=config) == expected
+    assert requested(speculative_config=config, spec_method="off") is None
     del config["ngram_max"]
-    changed = wish(speculative_config=config, spec_method="suffix", spec_tokens=7)
+    changed = requested(speculative_config=config, spec_method="suffix", spec_tokens=7)
     assert changed == SpeculativeConfig("suffix", "", 7, adaptive=False)
 
 
@@ -49,7 +49,7 @@ def test_flags_win_over_the_object() -> None:
 )
 def test_options_that_contradict_the_method_are_named(options, field) -> None:
     with pytest.raises(ConfigError) as error:
-        wish(**options)
+        requested(**options)
     assert error.value.field == field
 
 
@@ -69,24 +69,24 @@ def test_options_without_effect_are_refused(key, value, methods) -> None:
         model = {"model": "x"} if method == "draft_model" else {}
         config = {"method": method, key: value, **model}
         if method in methods:
-            found = wish(speculative_config=config)
+            found = requested(speculative_config=config)
             assert found is not None and getattr(found, key) == value
         else:
             names = f"{key} is for the method {', '.join(methods)}, not {method}"
             with pytest.raises(ConfigError, match=f"^speculative_config: {names}$"):
-                wish(speculative_config=config)
-            default = getattr(SpeculativeConfig(), key)  # may be said
-            assert wish(speculative_config={**config, key: default}) is not None
-        assert wish(speculative_config={**config, "method": "off"}) is None
+                requested(speculative_config=config)
+            default = getattr(SpeculativeConfig(), key)  # stating the default is allowed
+            assert requested(speculative_config={**config, key: default}) is not None
+        assert requested(speculative_config={**config, "method": "off"}) is None
 
 
 @pytest.mark.parametrize("key", ["typical_epsilon", "typical_delta"])
 def test_bounds_do_not_turn_typical_acceptance_on(key) -> None:
     config = {"method": "ngram", key: 0.2}
     with pytest.raises(ConfigError, match=f"{key} needs typical_acceptance beside it"):
-        wish(speculative_config=config)
+        requested(speculative_config=config)
     for on in (True, False):
-        found = wish(speculative_config={**config, "typical_acceptance": on})
+        found = requested(speculative_config={**config, "typical_acceptance": on})
         assert found is not None and found.typical_acceptance is on
 
 

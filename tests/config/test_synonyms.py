@@ -1,4 +1,4 @@
-"""Names that other engines have for options of kvik."""
+"""Other engines' names of options of kvik."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_name_becomes_the_option(given: dict[str, Any], here: dict[str, Any] |
     assert translated(given) == (expected[next(iter(given))] if here is None else here)
 
 
-def test_what_means_nothing_here_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_options_without_effect_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     translated({"trust_remote_code": True, "swap_space": 4, "max_model_len": 8})
     (record,) = caplog.records
     assert "trust_remote_code" in record.message and "swap_space" in record.message

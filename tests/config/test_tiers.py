@@ -1,4 +1,4 @@
-"""`kv_tiers`: what it may say, and what is refused."""
+"""`kv_tiers`: its syntax and refusals."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GIB = 1 << 30
         ("disk:d:65536, memory:1k", TierOptions(1024, 65536, "d")),
     ],
 )
-def test_it_is_read(text: str, found: TierOptions) -> None:
+def test_tiers_are_parsed(text: str, found: TierOptions) -> None:
     assert read_tiers(text) == found
 
 
@@ -37,7 +37,7 @@ def test_it_is_read(text: str, found: TierOptions) -> None:
         *("memory:1g,", "disk:a:1g,disk:b:1g", "memory:1GiBs", "MEMORY:1g", "memory:nanGiB"),
     ],
 )
-def test_what_is_wrong_is_one_error_that_names_the_field(text: str) -> None:
+def test_invalid_tiers_are_one_error_that_names_the_field(text: str) -> None:
     with pytest.raises(ConfigError) as error:
         check_config(EngineConfig(kv_tiers=text))
     assert error.value.field == "kv_tiers" and "\n" not in str(error.value)
@@ -52,7 +52,7 @@ def test_what_is_wrong_is_one_error_that_names_the_field(text: str) -> None:
         ({"kv_tiers": "memory:1KiB"}, CapacityError),
     ],
 )
-def test_what_does_not_fit_is_refused(options: dict, error: type[Exception]) -> None:
+def test_incompatible_options_are_refused(options: dict, error: type[Exception]) -> None:
     with pytest.raises(error, match="kv_tiers"):
         resolve_config(EngineConfig(**{"device": "cpu", "kv_tiers": "memory:1GiB", **options}))
 
@@ -71,7 +71,7 @@ def test_the_memory_tier_is_part_of_the_plan() -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"kv_tiers": "disk:/tmp/pages:1GiB", "role": "prefill"},  # others fetch from memory
+        {"kv_tiers": "disk:/tmp/pages:1GiB", "role": "prefill"},  # other engines fetch from memory
         {"enable_prefix_caching": False},
     ],
 )
@@ -82,7 +82,7 @@ def test_roles_that_do_not_fit(options: dict) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("make", [LLM, AsyncLLM])
-def test_an_engine_that_is_no_servers_has_no_role(make: Callable[..., object], role: str) -> None:
+def test_only_engines_of_servers_have_a_role(make: Callable[..., object], role: str) -> None:
     with pytest.raises(ConfigError, match="kvik serve") as error:
         make(device="cpu", threads=1, role=role)
     assert error.value.field == "role"
@@ -97,8 +97,6 @@ def test_roles_fit_several_processes(role: str, size: str) -> None:
 
 
 @pytest.mark.parametrize(("kv_tiers", "has"), [("memory:64MiB", True), (None, False)])
-def test_requests_move_with_their_pages_where_these_are_kept(
-    kv_tiers: str | None, has: bool
-) -> None:
+def test_requests_move_with_their_pages_if_these_are_kept(kv_tiers: str | None, has: bool) -> None:
     tiers = resolve_config(EngineConfig(device="cpu", kv_tiers=kv_tiers), moves=True).cache.tiers
     assert (tiers is not None and tiers.lends and tiers.peers) == has

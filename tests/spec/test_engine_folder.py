@@ -1,4 +1,4 @@
-"""The manifest of an engine folder: read back as written, and checked before it is believed."""
+"""The manifest of an engine folder is read back as written, and validated."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_manifest_is_read_back(folder: Path) -> None:
     assert built is not None and built.weight_bytes == 3 * ALIGNMENT
 
 
-def test_another_folder_is_none(tmp_path: Path) -> None:
+def test_other_folders_are_refused(tmp_path: Path) -> None:
     assert read_built(tmp_path) is None
 
 
@@ -121,7 +121,7 @@ def test_invalid_manifests_are_refused(
 
 
 @pytest.mark.parametrize("data", [b"", b"\xff", b"[1]", b"{", b"[" * 100_000])
-def test_no_manifest_at_all(folder: Path, data: bytes) -> None:
+def test_invalid_manifest_files(folder: Path, data: bytes) -> None:
     (folder / MANIFEST).write_bytes(data)
     with pytest.raises(ModelError, match=MANIFEST):
         read_manifest(folder)

@@ -1,4 +1,4 @@
-"""Facts of models whose layers have heads of two sizes, and share keys and values."""
+"""Models whose layers have heads of two sizes and share keys and values."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_blocks_of_both_kinds_are_equally_large(name, sizes, shares) -> None:
         ),
     ],
 )
-def test_what_cannot_be_is_named(changes: dict[str, Any], said: str) -> None:
+def test_invalid_fields_are_named(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ModelError) as raised:
         ModelSpec.from_config(gemma4(**changes))
     assert said in str(raised.value)

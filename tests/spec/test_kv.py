@@ -1,4 +1,4 @@
-"""What layers see of the keys before a query, and which blocks that takes, by the definition."""
+"""The keys that a query sees and the blocks they occupy, by definition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def spec(window: Seen) -> KVCacheSpec:
 
 
 def blocks_seen(position: int, window: Seen, block_size: int) -> set[int]:
-    """Blocks that the query at a position sees, those where sinks will be included."""
+    """Return the blocks that the query at a position sees, including those of sinks."""
     held = num_sinks(10**6, window)
     return {key // block_size for key in [*range(held), *seen(position, window)]}
 
@@ -33,7 +33,7 @@ def test_hidden_blocks_hold_no_visible_key(window: Seen, position: int, block_si
 
 
 @given(windows, st.integers(0, 60), st.integers(0, 40))
-def test_pairs_are_those_a_mask_leaves(window: Seen, first: int, new: int) -> None:
+def test_pairs_are_those_of_a_mask(window: Seen, first: int, new: int) -> None:
     masks = [seen(q, window) for q in range(first, first + new)]
     assert spec(window).visible.pairs(first, first + new, 0) == sum(map(len, masks))
     if new:
@@ -41,11 +41,12 @@ def test_pairs_are_those_a_mask_leaves(window: Seen, first: int, new: int) -> No
 
 
 @given(windows, st.integers(1, 60), st.integers(1, 20), block_sizes)
-def test_the_most_blocks_are_what_the_worst_step_holds(
+def test_the_most_blocks_are_those_of_the_worst_step(
     window: Seen, num_tokens: int, chunk: int, block_size: int
 ) -> None:
-    """Of all steps: what the first query sees and what the step adds; a sliding window may be
-    planned with a block more than any step needs, and sinks with a block of their own."""
+    """Of all steps: the blocks that the first query sees and those that the step adds. A sliding
+    window may be planned with one block more than any step needs, and sinks with their own
+    block."""
     held = max(
         -(-min(num_tokens, begin + chunk) // block_size)
         - len(spec(window).visible.hidden_blocks(begin, block_size))
@@ -58,7 +59,7 @@ def test_the_most_blocks_are_what_the_worst_step_holds(
 
 
 @given(windows, st.lists(st.booleans(), max_size=14), block_sizes)
-def test_a_hit_is_the_longest_prefix_of_which_all_that_is_seen_is_cached(
+def test_a_hit_is_the_longest_prefix_whose_visible_keys_are_cached(
     window: Seen, cached: list[bool], block_size: int
 ) -> None:
     def is_hit(length: int) -> bool:
@@ -70,7 +71,7 @@ def test_a_hit_is_the_longest_prefix_of_which_all_that_is_seen_is_cached(
     assert found == longest
 
 
-def test_chunks_and_windows_of_as_many_keys_are_groups_of_their_own() -> None:
+def test_chunks_and_windows_of_equal_size_are_separate_groups() -> None:
     specs = [spec(window) for window in (8, chunks(8), 8, chunks(8), None)]
     assert [group.layers for group in group_layers(specs)] == [(0,), (1,), (2,), (3,), (4,)]
     pairs = [spec(window) for window in (chunks(8), chunks(8), chunks(4), None, None, chunks(4))]

@@ -1,4 +1,4 @@
-"""Facts of models that attend over latent vectors."""
+"""Models that attend over latent vectors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def latent(**changes: Any) -> dict[str, Any]:
     return small(**{"architectures": ["DeepseekV3ForCausalLM"], **sizes, **changes})
 
 
-# Parameters as their model cards have them; bytes of a token in bf16, int8 and fp8.
+# Parameters from their model cards; bytes per token in bf16, int8 and fp8.
 PUBLIC = {
     "deepseek-v3": (671_026_419_200, 61, 1536),
     "deepseek-v2-lite": (15_706_484_224, 27, None),
@@ -39,18 +39,18 @@ def test_public_models(name: str) -> None:
     assert (spec.num_kv_heads, spec.head_dim, spec.rotations[0][1]) == (1, 576, 64)
     assert spec.num_parameters == parameters
     specs = spec.kv_specs(2)
-    assert spec.kv_bytes_per_token(2) == 1152 * layers  # of DeepSeek-V3 70,272
-    for format in ("int8", "fp8"):  # a scale for each vector
+    assert spec.kv_bytes_per_token(2) == 1152 * layers  # 70,272 for DeepSeek-V3
+    for format in ("int8", "fp8"):  # a scale per vector
         (group,) = group_layers(stored_as(specs, format))
         assert group.bytes_per_token == 578 * layers
 
 
-def test_what_has_a_latent_is_as_its_keys_say() -> None:
+def test_latent_sizes_are_read() -> None:
     spec = ModelSpec.from_config(latent(q_lora_rank=None, v_head_dim=96, kv_lora_rank=256))
     assert spec.latent == LatentSpec(256, 64, 128, 96, None)
     assert spec.ropes[0].interleaved
     halves = ModelSpec.from_config(latent(rope_interleave=False))
-    assert halves.latent == LatentSpec(512, 64, 128, 128, 1536)  # as transformers fills them in
+    assert halves.latent == LatentSpec(512, 64, 128, 128, 1536)  # defaults of transformers
     assert not halves.ropes[0].interleaved
     assert ModelSpec.from_config(small()).latent is None
 
@@ -77,7 +77,7 @@ def test_the_temperature_of_yarn() -> None:
         ),
     ],
 )
-def test_latents_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+def test_invalid_latents(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError) as caught:
         ModelSpec.from_config(latent(**changes))
     assert message in str(caught.value)

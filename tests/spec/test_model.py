@@ -44,7 +44,7 @@ from kvik.spec.visible_keys import Window
         ("StableLM-2-12B", 12_143_185_920),
         ("OPT-350M", 331_196_416),
         ("Phi-3.5-MoE", 41_873_153_344),
-        # The next five as transformers counts its own models of these sizes.
+        # The next five as counted by transformers in models of these sizes.
         ("Qwen3-Next-80B-A3B", 79_674_391_296),
         ("Qwen3.6-35B-A3B", 34_660_610_688),
         ("MiniMax-M2", 228_689_764_864),
@@ -93,7 +93,7 @@ def test_kv_bytes_per_token_in_16_bits(name: str, size: int) -> None:
 
 
 def test_state_bytes_of_a_request() -> None:
-    """Three inputs of each convolved channel, and a matrix of each value head, in fp32."""
+    """Three inputs of each convolved channel, and a matrix per value head, in fp32."""
     spec = ModelSpec.from_config(PUBLIC["Qwen3.6-35B-A3B"])
     channels, matrices = 2 * 16 * 128 + 32 * 128, 32 * 128 * 128
     assert spec.state_bytes == 30 * (3 * channels + matrices) * 4
@@ -144,7 +144,7 @@ def test_windows_of_mistral_and_llama(
 @pytest.mark.parametrize(
     ("changes", "windows"),
     [
-        ({"sliding_window": 7, "max_window_layers": 0}, (None,) * 4),  # not in use
+        ({"sliding_window": 7, "max_window_layers": 0}, (None,) * 4),  # not enabled
         ({"use_sliding_window": True, "sliding_window": 7}, (None,) * 4),  # from layer 28 on
         (
             {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
@@ -252,7 +252,7 @@ def test_absent_keys_have_the_defaults_of_transformers() -> None:
     assert gpt2.tie_word_embeddings and gpt2.eos_token_ids == (50256,)
 
 
-def test_the_family_stands_in_for_an_absent_architecture() -> None:
+def test_the_family_replaces_an_absent_architecture() -> None:
     spec = ModelSpec.from_config(small(architectures=..., model_type="mistral"))
     assert spec.architecture == "MistralForCausalLM"
 
@@ -267,7 +267,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_s
 SHARED = {"shared_expert_intermediate_size": 16}
 
 
-# Keys that some architectures need beside those of the others.
+# Keys that some architectures need in addition to the others.
 OWN_KEYS: dict[str, dict[str, Any]] = {
     "GPT2LMHeadModel": PUBLIC["gpt2"],
     "GPTJForCausalLM": PUBLIC["gpt2"],
@@ -292,7 +292,7 @@ def moe(architecture: str = "Qwen3MoeForCausalLM", **changes: Any) -> dict[str, 
     return {**small(), **EXPERTS, "architectures": [architecture], **changes}
 
 
-def test_layers_say_whether_they_have_experts() -> None:
+def test_layers_know_whether_they_have_experts() -> None:
     def sparse(**changes: Any) -> list[bool]:
         spec = ModelSpec.from_config(moe(num_hidden_layers=4, **changes))
         return [layer.experts is not None for layer in spec.layers]
@@ -327,7 +327,7 @@ BAD_EXPERTS = [
 
 
 @pytest.mark.parametrize(("changes", "message"), BAD_EXPERTS)
-def test_experts_that_cannot_be(changes: dict[str, Any], message: str) -> None:
+def test_invalid_experts(changes: dict[str, Any], message: str) -> None:
     values = moe("Glm4MoeForCausalLM", **{"num_hidden_layers": 2, **changes})
     with pytest.raises(ModelError) as caught:
         ModelSpec.from_config({key: v for key, v in values.items() if v is not None})

@@ -1,4 +1,4 @@
-"""config.json files that cannot be: one clear error each, which names the field."""
+"""Invalid config.json files give one clear error that names the field."""
 
 from __future__ import annotations
 
@@ -251,14 +251,14 @@ def write(folder: Path, name: str, values: object) -> None:
         ("null", "config.json: must hold a JSON object, not None"),
     ],
 )
-def test_a_file_that_is_no_object(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_files(tmp_path: Path, text: str, message: str) -> None:
     write(tmp_path, "config.json", text)
     with pytest.raises(ModelError) as caught:
         read_model_spec(tmp_path)
     assert str(caught.value) == message
 
 
-def test_files_that_are_not_there_or_not_text(tmp_path: Path) -> None:
+def test_missing_and_binary_files(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"^model: must be a folder with a config\.json"):
         read_model_spec(tmp_path / "nowhere")
     with pytest.raises(ModelError, match=r"^config\.json: is missing"):

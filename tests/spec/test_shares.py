@@ -25,12 +25,12 @@ def sizes(stages: Sequence[range], costs: Sequence[int], first: int, last: int) 
         ([5] * 8, 0, 0, 1, (), [8]),
         ([5] * 8, 0, 0, 2, (), [4, 4]),
         ([5] * 7, 0, 0, 7, (), [1] * 7),
-        ([5] * 5, 0, 0, 2, (), [3, 2]),  # the last stage samples too
-        ([5] * 9, 0, 0, 4, (), [3, 2, 2, 2]),  # not 3, 3, 2, 1, whose largest is the same
+        ([5] * 5, 0, 0, 2, (), [3, 2]),  # the last stage also samples
+        ([5] * 9, 0, 0, 4, (), [3, 2, 2, 2]),  # not 3, 3, 2, 1, with the same largest stage
         ([5] * 8, 10, 0, 2, (), [3, 5]),
         ([5] * 8, 0, 10, 2, (), [5, 3]),
         ([5] * 8, 10, 10, 2, (), [4, 4]),
-        ([5] * 4, 100, 0, 2, (), [1, 3]),  # a stage has a layer, however large the embedding is
+        ([5] * 4, 100, 0, 2, (), [1, 3]),  # each stage has a layer, however large the embedding is
         ([1, 1, 9, 9, 9, 9], 0, 0, 2, (), [4, 2]),
         ([5] * 8, 0, 0, 2, ((5, 2),), [6, 2]),
         ([5] * 8, 0, 0, 2, ((4, 3), (5, 3)), [3, 5]),

@@ -1,4 +1,4 @@
-"""Layers that keep a state, as config.json describes them."""
+"""Layers with a state, as described by config.json."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def qwen(**changes: Any) -> ModelSpec:
     return ModelSpec.from_config(small(architectures=["Qwen3_5ForCausalLM"], **changes))
 
 
-def test_layers_that_keep_a_state_are_in_no_kv_group() -> None:
+def test_layers_with_a_state_are_in_no_kv_group() -> None:
     spec = ModelSpec.from_config(PUBLIC["LFM2-1.2B"])
     (group,) = group_layers(spec.kv_specs(2))
     assert group.layers == (2, 5, 8, 10, 12, 14)
@@ -30,7 +30,7 @@ def test_layers_that_keep_a_state_are_in_no_kv_group() -> None:
     assert spec.intermediate_size == 8192
 
 
-def test_every_fourth_layer_attends_unless_the_file_says() -> None:
+def test_every_fourth_layer_attends_by_default() -> None:
     assert [layer.state is None for layer in qwen().layers] == [False, False, False, True]
     spec = qwen(full_attention_interval=2, linear_conv_kernel_dim=3)
     assert [layer.state is None for layer in spec.layers] == [False, True, False, True]

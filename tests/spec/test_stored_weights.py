@@ -1,4 +1,4 @@
-"""quantization_config: which layer is stored how, in the words of each tool."""
+"""quantization_config: how each layer is stored, in the format of each tool."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_cache_that_was_calibrated() -> None:
 
 
 @pytest.mark.parametrize("config", [awq_config, fp8_config])
-def test_modules_that_were_not_converted(config: Any) -> None:
+def test_unconverted_modules(config: Any) -> None:
     names = ["model.layers.0", "mlp.gate", "o_proj", "layers.2.self_attn.q_proj"]
     stored = read(config(modules_to_not_convert=names))
     plain = (
@@ -135,7 +135,7 @@ def test_gptq_by_module() -> None:
     assert stored.scheme(DOWN) == StoredScheme("gptq", 8, 0, zeros_less_one=True)
     usual = StoredScheme("gptq", 4, 32, zeros_less_one=True)
     assert stored.scheme("model.layers.4.mlp.down_proj") == usual
-    assert stored.scheme("lm_head") == usual  # named before the rule that leaves it out
+    assert stored.scheme("lm_head") == usual  # a name has precedence over the exclusion
     assert read(gptq_config(lm_head=True)).scheme("lm_head") == usual
     some = read(gptq_config(modules_in_block_to_quantize=[["mlp.down_proj"], ["mlp.up_proj"]]))
     assert some.scheme(DOWN) == usual
@@ -143,7 +143,7 @@ def test_gptq_by_module() -> None:
 
 
 def test_targets_of_compressed_tensors() -> None:
-    """A name goes before a pattern, that before a class; what is ignored before all."""
+    """Names have precedence over patterns, these over classes; exclusions over all."""
     config = compressed_config(ignore=("re:.*lm_head", "model.layers.1.mlp.down_proj"))
     first = config["config_groups"]["group_0"]
     for bits, targets in ((8, ["re:.*down_proj$"]), (3, [DOWN, "model.layers.1.mlp.down_proj"])):
@@ -177,7 +177,7 @@ def test_formats_of_groups() -> None:
     [r"(a+)+$", r"(\w+\.?)+!", r"((.+)*)*!", r"(.|\w)*!", ".*" * 30 + "!", "(x?){9999}(.?){9999}!"],
 )
 def test_no_pattern_takes_long(pattern: str) -> None:
-    """`re` would need years for some of them and the name of one layer."""
+    """`re` would need years for some of them and one layer's name."""
     began = time.monotonic()
     stored = read(compressed_config(ignore=(f"re:{pattern}",)))
     assert stored.scheme(DOWN) is not None
@@ -189,7 +189,7 @@ QUANTIFIERS = ["*", "+", "?", "*?", "+?", "??", "{2}", "{1,2}", "{,2}", "{1,}", 
 
 
 def larger(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
-    """Patterns made of smaller ones."""
+    """Return patterns made of smaller ones."""
     groups = st.sampled_from(["(", "(?:", "(?=", "(?!", "(?P<name>"])
     return st.one_of(
         st.builds("{}{}".format, inner, inner),
@@ -282,7 +282,7 @@ def test_refusals(config: dict[str, Any], message: str) -> None:
     [
         (StoredScheme("awq", 4, 32, symmetric=False), 96, WeightKind("int4", 32, "zeros")),
         (StoredScheme("gptq", 4, 32), 96, WeightKind("int4", 32)),
-        # cut into smaller groups, and those that kernels cannot multiply
+        # regrouped into smaller groups, and those that no kernel multiplies
         (StoredScheme("gptq", 4), 4096, WeightKind("int4", 128)),
         (StoredScheme("gptq", 4, 1024), 4096, WeightKind("int4", 128)),
         (StoredScheme("gptq", 4), 96, WeightKind("int4", 96)),
@@ -320,16 +320,16 @@ def test_a_matrix_has_one_scheme() -> None:
     assert matrix_kind("none", 96, (None, None), head=False) is None
     int8 = WeightKind("int8", activations="token")
     assert matrix_kind("int8", 96, (None, None), head=False) == int8
-    # the same in memory, however it is stored
+    # The same in memory, however it is stored.
     other = replace(packed, layout="pack-quantized", zeros_less_one=True)
     assert matrix_kind("none", 96, (packed, other), head=False) == scheme
-    # what no kernel multiplies is as good as floats
+    # What no kernel multiplies is stored as floats.
     zeros = StoredScheme("gptq", 8, 32, symmetric=False)
     assert matrix_kind("none", 96, (zeros, None), head=False) is None
     assert matrix_kind("int8", 96, (zeros, None), head=False) == int8
 
 
-def test_neighbours_that_are_stored_alike() -> None:
+def test_adjacent_layers_that_are_stored_alike() -> None:
     one, other = StoredScheme("gptq", 4, 32), StoredScheme("gptq", 8, 32)
     assert stored_alike((None, None, None)) == [3]
     assert stored_alike((one, one, other)) == [2, 1]
@@ -358,13 +358,13 @@ GPT_OSS: dict[str, Any] = LLAMA | {
 
 
 def test_the_memory_plan_counts_stored_schemes() -> None:
-    """By hand: four bits in groups of 32 with zero points, but for Q of one layer, which is
-    a matrix of its own then, and for all of the last layer."""
+    """By hand: four bits in groups of 32 with zero points, except Q of one layer, which is then a
+    separate matrix, and the whole last layer."""
     config = awq_config(modules_to_not_convert=["layers.1.self_attn.q_proj", "layers.2"])
     spec = ModelSpec.from_config(LLAMA | {"quantization_config": config})
     assert spec.quantization is not None
     q, kv, o, up = 128 * 128, 2 * 128 * 64, 128 * 128, 2 * 128 * 256
-    packed = 4 / 8 + 5 / 32  # bytes of a weight
+    packed = 4 / 8 + 5 / 32  # bytes per weight
     quantised = 2 * (o + up + up // 2 + kv) + q
     saved = quantised * (2 - packed)
     assert weight_bytes(spec, "bfloat16", "none") == spec.weight_bytes("bfloat16") - saved
@@ -401,7 +401,7 @@ def test_the_plan_reserves_memory_to_load_whole_tensors() -> None:
 def test_the_plan_reserves_memory_to_load_transposed_matrices(
     config: dict[str, Any], numbers: int
 ) -> None:
-    """Two at a time, in fp32 at most; of experts also what of turned ones is read at once."""
+    """Two at a time, in fp32 at most; of experts, also the rows read together for one matrix."""
     step = StepSize(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64)
     spec = ModelSpec.from_config(config)
     assert spec.transposed_numbers == numbers

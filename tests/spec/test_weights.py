@@ -1,4 +1,4 @@
-"""Weight kinds: which one a layer gets, its bytes, and its name in engine folders."""
+"""Weight kinds: their choice by layer, their bytes, and their names in engine folders."""
 
 from __future__ import annotations
 
@@ -43,7 +43,8 @@ def test_bytes_of_a_layer() -> None:
 
 
 def test_the_native_kernels_keep_groups_in_two_bytes() -> None:
-    """Beside four for each output; minima are kept as scales are, zero points in a byte."""
+    """In addition to four bytes per output; minima are stored like scales, zero points in a
+    byte."""
     for scheme, of_group in (
         (WeightKind("int8", 32), 2),
         (WeightKind("int4", 32), 2),

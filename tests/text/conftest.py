@@ -1,4 +1,4 @@
-"""Small tokenizers of every kind that language models use, built here so that no file is needed."""
+"""Small tokenizers of every kind used by language models, built here without files."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def _sentencepiece(decoder: decoders.Decoder) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=420,
         special_tokens=["<unk>", *SPECIAL, *BYTES, "▁▁", "�"],
-        limit_alphabet=40,  # so that the rest of the corpus falls back to bytes
+        limit_alphabet=40,  # the rest of the corpus falls back to bytes
         show_progress=False,
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
-    state = json.loads(tokenizer.to_str())  # the trainer knows only special tokens; bytes are none
+    state = json.loads(tokenizer.to_str())  # the trainer makes the byte tokens special
     state["added_tokens"] = [
         t for t in state["added_tokens"] if t["content"] in ("<unk>", *SPECIAL)
     ]
@@ -127,5 +127,5 @@ def library(request: pytest.FixtureRequest) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def build() -> Callable[[str], Tokenizer]:
-    """Builds a tokenizer of the named kind."""
+    """Return a function that builds a tokenizer by kind."""
     return lambda kind: KINDS[kind]()

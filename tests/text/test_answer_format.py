@@ -1,4 +1,4 @@
-"""Which format a model's answers have: found by its chat template, and confirmed by rendering."""
+"""The format of a model's answers, detected from its chat template and confirmed by rendering."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HERMES = """{% for c in m.tool_calls %}
 
 
 def template_of(dialect: Dialect) -> str:
-    """A minimal template that writes calls as the dialect does."""
+    """Return a minimal template that writes calls in the dialect."""
     if dialect.pythonic:
         value = "{% if v is string %}'{{ v }}'{% else %}{{ v }}{% endif %}"
         pair = f"{{{{ k }}}}={value}{{% if not loop.last %}}, {{% endif %}}"
@@ -35,7 +35,7 @@ def template_of(dialect: Dialect) -> str:
     elif dialect.parameter:
         value = "{{ v if v is string else v | tojson }}"
         pair = dialect.parameter.replace("{key}", "{{ k }}").replace("{value}", value)
-        # Jinja drops the line break behind a tag.
+        # Jinja drops the line break after a tag.
         pair = pair.replace("\n", "{{ '\\n' }}")
         inside = f"{{% for k, v in c.arguments.items() %}}{pair}{{% endfor %}}"
     else:
@@ -69,13 +69,13 @@ def with_markers(template: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
-def test_a_template_that_writes_a_format_has_it(dialect: Dialect) -> None:
+def test_the_format_that_a_template_writes_is_detected(dialect: Dialect) -> None:
     made = found(template_of(dialect))
     assert dialect_name(made) == dialect.name
     assert isinstance(made, MarkedFormat) and not made.text_arguments
 
 
-def test_what_a_template_writes_is_believed_before_its_markers() -> None:
+def test_rendered_calls_take_precedence_over_markers() -> None:
     functionary = template_of(BY_NAME["functionary"])
     assert dialect_name(found("{# <tool_call> #}" + functionary)) == "functionary"
     unknown = HERMES.replace('"arguments"', '"args"')
@@ -98,7 +98,7 @@ def test_a_template_may_take_arguments_as_text() -> None:
     assert found(START + HERMES + END).for_template(message) is message
 
 
-def test_a_format_may_be_named() -> None:
+def test_a_format_can_be_requested() -> None:
     hermes = START + HERMES + END
     assert dialect_name(found(hermes, "granite")) == "granite"
     assert dialect_name(found("{{ messages }}", "hermes")) == "hermes"
@@ -116,8 +116,8 @@ def test_harmony_is_found_where_its_markers_are_tokens() -> None:
     assert dialect_name(found(template)) is None
 
 
-# Templates of public models, as llama.cpp collects them (models/templates). Those that are left out
-# write no calls, or in a format of their own.
+# Templates of public models, from llama.cpp's collection (models/templates). The omitted ones write
+# no calls, or use their own format.
 PUBLIC = {
     "Apertus": "apertus", "Apriel": "apriel", "Bielik": "hermes", "ByteDance-Seed": "seed",
     "Cohere2MoE": "cohere", "CohereForAI-c4ai-command-r7b": "cohere", "GLM-4.6": "glm",

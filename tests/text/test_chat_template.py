@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers, clear errors, and no bombs."""
+"""Chat templates render the same text as transformers, with clear errors and limits."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Make = Callable[..., ChatTemplate]
 
 @pytest.fixture
 def template() -> Iterator[Make]:
-    """Makes chat templates, whose processes end with the test."""
+    """Return a function that makes chat templates, whose processes end with the test."""
     made: list[ChatTemplate] = []
 
     def make(
@@ -74,7 +74,7 @@ def test_real_templates(
         ("{{ {'a': [1]} | tojson(indent=2) }}", '{\n  "a": [\n    1\n  ]\n}'),
         ("{{ 'é' | tojson(ensure_ascii=true) }}", '"\\u00e9"'),
         ("{{ strftime_now('%Y') | length }}", "4"),
-        ("{{ '<b>' }}", "<b>"),  # nothing is escaped
+        ("{{ '<b>' }}", "<b>"),  # no escaping
         ("{{ nothing }}|{{ tools is none }}|{{ documents is none }}", "|True|True"),
         ("{% for m in messages %}{{ loop.last }}{{ loop.length }}{% endfor %}", "True1"),
         ("{% for x in [] %}a{% else %}b{% endfor %}", "b"),
@@ -203,7 +203,7 @@ def test_template_size_is_bounded(template: Make) -> None:
         template("x" * (MAX_TEMPLATE_CHARS + 1))
 
 
-def test_a_template_may_append_to_lists_of_its_own(template: Make) -> None:
+def test_a_template_may_append_to_its_own_lists(template: Make) -> None:
     source = "{% set ns = namespace(ids=[]) %}{% set _ = ns.ids.append('a') %}{{ ns.ids | length }}"
     one = template(source)
     assert [one.render(USER) for _ in range(3)] == ["1", "1", "1"]
@@ -227,7 +227,7 @@ def test_a_template_may_append_to_lists_of_its_own(template: Make) -> None:
         "{% import '/etc/passwd' as x %}",
     ],
 )
-def test_nothing_leaves_the_sandbox(source: str, template: Make) -> None:
+def test_the_sandbox_cannot_be_left(source: str, template: Make) -> None:
     try:
         text = template(source).render(USER)
     except KvikError:
@@ -300,7 +300,7 @@ def test_bombs(name: str, template: Make) -> None:
         template(BOMBS[name], seconds=0.15).render(USER)
 
 
-# Ends before it has answered; answers no rendering; answers with no frames.
+# Processes that end without an answer, send garbage, or send no frames.
 MORTAL = "sys.stdin.buffer.read(4)"
 DEAF = "sys.stdout.buffer.write(bytes(4)); sys.stdout.flush(); time.sleep(60)"
 BABBLER = "sys.stdout.buffer.write(b'\\xff' * 99)"
@@ -377,11 +377,11 @@ def test_no_code_of_the_current_folder_is_run(
     assert not ran.exists()
 
 
-def test_long_conversations_are_in_budget(template: Make) -> None:
+def test_long_conversations_are_within_limits(template: Make) -> None:
     source = (HERE / "Qwen-Qwen2.5-7B-Instruct.jinja").read_text("utf-8")
     messages = [{"role": role, "content": "word " * 200} for role in ("user", "assistant")] * 500
     text = template(source).render(messages)
-    assert text.count("<|im_start|>") == 1002  # system and the answer to come
+    assert text.count("<|im_start|>") == 1002  # system, and the start of the answer
 
 
 def test_threads_share_a_template(template: Make) -> None:

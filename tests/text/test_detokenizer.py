@@ -1,4 +1,4 @@
-"""Streams must add up to the whole text, and never show half a character."""
+"""Streamed text adds up to the whole text, and never contains half a character."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tokenizer(library: Library) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
-    """Random ids, some past the vocabulary, rich in tokens that are parts of characters."""
+    """Return random ids, some beyond the vocabulary, many with parts of characters."""
     everything = range(tokenizer.vocab_size + 3)
     partial = [i for i in everything if REPLACEMENT in tokenizer.decode([i])]
     either = st.sampled_from(everything)
@@ -35,10 +35,11 @@ def ids(tokenizer: Tokenizer) -> st.SearchStrategy[list[int]]:
 
 
 def whole_text(library: Library, ids: Sequence[int]) -> str:
-    """The library's text, except that a wrong byte does not spoil the right ones beside it.
+    """Return the library's text, except that a wrong byte does not affect the valid ones next to
+    it.
 
-    The library turns all bytes of a run of byte tokens into U+FFFD if one of them is wrong, which
-    a stream cannot take back. So each run is made valid UTF-8 first.
+    The library decodes a whole run of byte tokens to U+FFFD if one byte is wrong, which a stream
+    cannot revoke. So each run is made valid UTF-8 first.
     """
     repaired: list[int] = []
     run = b""
@@ -82,7 +83,7 @@ def test_stream_adds_up_to_the_whole_text(
 
 @seeded
 @given(data=st.data())
-def test_every_moment_lacks_at_most_one_character(
+def test_streamed_text_lacks_at_most_one_character(
     tokenizer: Tokenizer, ids: st.SearchStrategy[list[int]], data: st.DataObject
 ) -> None:
     tokens = data.draw(ids)
@@ -98,7 +99,7 @@ def test_every_moment_lacks_at_most_one_character(
 
 @seeded
 @given(text=st.text(max_size=30))
-def test_text_comes_back(library: Library, tokenizer: Tokenizer, text: str) -> None:
+def test_text_survives_a_round_trip(library: Library, tokenizer: Tokenizer, text: str) -> None:
     stream = tokenizer.new_stream(())
     ids = tokenizer.encode(text, add_special_tokens=False)
     parts = [stream.push([token]) for token in ids]
@@ -118,7 +119,7 @@ def test_output_continues_the_prompt(
     stream = tokenizer.new_stream(tokens[:cut], skip)
     text = stream.push(tokens[cut:]) + stream.flush()
     whole = tokenizer.decode(tokens, skip)
-    # A character that begins in the prompt (at most three bytes of it) is shown in the output.
+    # A character that begins in the prompt (at most three of its bytes) is shown in the output.
     begun = len(before) - len(before.rstrip(REPLACEMENT))
     assert whole in {before[: len(before) - held] + text for held in range(min(begun, 3) + 1)}
 
@@ -166,7 +167,7 @@ def test_work_per_token_is_bounded(library: Library, monkeypatch: pytest.MonkeyP
     for token in ids:
         stream.push([token])
     assert max(lengths) <= MAX_LEADING
-    assert len(lengths) <= 3 * tokenizer.vocab_size + MAX_LEADING  # pieces are found once
+    assert len(lengths) <= 3 * tokenizer.vocab_size + MAX_LEADING  # texts of tokens are cached
 
 
 @pytest.mark.parametrize(

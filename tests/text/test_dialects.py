@@ -1,4 +1,4 @@
-"""Formats of tool calls: what is written is read, however it is cut, and the grammar allows it."""
+"""Formats of tool calls: written calls are parsed in any chunks, and allowed by the grammar."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CALLS: list[Call] = [
     ("get_weather", {"city": 'Zürich "x" </a> {[', "days": 2, "opts": {"a": "}]"}}),
     ("add", {"x": 1.5, "unit": "ft"}),
 ]
-# As the templates of the models write these.
+# As written by the templates of the models.
 GOLDEN = {
     "hermes": '<tool_call>\n{"name": "add", "arguments": {"x": 1.5}}\n</tool_call>',
     "llama3": '{"name": "add", "parameters": {"x": 1.5}}',
@@ -65,7 +65,7 @@ GOLDEN = {
 
 
 def written(dialect: Dialect, calls: list[Call]) -> str:
-    """Calls as the dialect writes them, by its patterns alone."""
+    """Write calls by the patterns of the dialect."""
     texts = []
     for n, (name, arguments) in enumerate(calls[: None if dialect.several else 1]):
         if dialect.pythonic:
@@ -84,7 +84,7 @@ def written(dialect: Dialect, calls: list[Call]) -> str:
 
 
 def markers(dialect: Dialect) -> list[str]:
-    """What of the dialect looks like a token of its own."""
+    """Return the strings of the dialect that look like single tokens."""
     patterns = dialect.begin + dialect.call + dialect.between + dialect.end + dialect.parameter
     return list(dict.fromkeys(re.findall(r"<[^\s<>{}=\"]+>|\[[A-Z_]+\]", PLACE.sub(" ", patterns))))
 
@@ -95,7 +95,7 @@ def form(dialect: Dialect, *, tokens: bool) -> ToolFormat:
 
 
 def found(deltas: list[AnswerDelta]) -> tuple[str, list[Call]]:
-    """The text and the calls."""
+    """Return the text and the calls."""
     calls: dict[int, list[str]] = {}
     for delta in deltas:
         if delta.index >= 0:
@@ -115,14 +115,14 @@ def parsed(made: ToolFormat, *parts: str) -> list[AnswerDelta]:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_it_is_what_the_models_write(name: str) -> None:
+def test_patterns_match_calls_of_the_models(name: str) -> None:
     made = form(BY_NAME[name], tokens=False)
     assert found(parsed(made, GOLDEN[name])) == ("", [("add", {"x": 1.5})])
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
-def test_what_is_written_is_read_wherever_it_is_cut(dialect: Dialect, tokens: bool) -> None:
+def test_written_calls_are_parsed_in_any_chunks(dialect: Dialect, tokens: bool) -> None:
     made = form(dialect, tokens=tokens)
     before = "" if dialect.bare else "Let me see.\n\n"
     text = made.marked(before + written(dialect, CALLS))
@@ -134,7 +134,7 @@ def test_what_is_written_is_read_wherever_it_is_cut(dialect: Dialect, tokens: bo
 
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
-def test_no_end_and_no_noise_is_an_error(dialect: Dialect) -> None:
+def test_truncated_and_broken_calls_are_no_errors(dialect: Dialect) -> None:
     made = form(dialect, tokens=True)
     text = made.marked("Well " * (not dialect.bare) + written(dialect, CALLS))
     for cut in range(len(text)):
@@ -160,7 +160,7 @@ def test_unknown_tools_are_text() -> None:
 
 
 class Allowed:
-    """Whether the grammar of a dialect allows a text."""
+    """Checks whether the grammar of a dialect allows a text."""
 
     def __init__(self, made: ToolFormat, choice: ToolMode, *, one: bool = False) -> None:
         self._made = made
@@ -173,7 +173,7 @@ class Allowed:
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
-def test_the_grammar_allows_calls_and_binds_them(dialect: Dialect, tokens: bool) -> None:
+def test_the_grammar_allows_only_valid_calls(dialect: Dialect, tokens: bool) -> None:
     made = form(dialect, tokens=tokens)
     both, one = written(dialect, CALLS), written(dialect, CALLS[:1])
     bad = [
@@ -197,7 +197,7 @@ def test_the_grammar_allows_calls_and_binds_them(dialect: Dialect, tokens: bool)
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
-def test_a_text_in_place_of_calls_may_be_bound(dialect: Dialect, tokens: bool) -> None:
+def test_a_text_in_place_of_calls_may_be_constrained(dialect: Dialect, tokens: bool) -> None:
     made = form(dialect, tokens=tokens)
     calls = written(dialect, CALLS)
 
@@ -221,7 +221,7 @@ def test_a_text_in_place_of_calls_may_be_bound(dialect: Dialect, tokens: bool) -
         ("{{ messages }}", None),
     ],
 )
-def test_a_template_tells_its_format(template: str, name: str | None) -> None:
+def test_the_format_is_found_in_a_template(template: str, name: str | None) -> None:
     made = dialect_of(template)
     assert (made and made.name) == name
 

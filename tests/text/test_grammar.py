@@ -1,4 +1,4 @@
-"""Grammars allow what they say, byte by byte, and nothing else; `jsonschema` judges schemas."""
+"""Grammars allow exactly the valid texts, byte by byte; `jsonschema` judges schemas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ POINT = {
     "required": ["x", "y"],
     "additionalProperties": False,
 }
-# A schema, what satisfies it with properties in the order of the schema, and what does not.
+# A schema, valid values with properties in the order of the schema, and invalid values.
 CORPUS = [
     json.loads(line) for line in Path(__file__).with_name("schemas.jsonl").read_text().splitlines()
 ]
@@ -35,7 +35,7 @@ def written(value: Any) -> str:
 
 
 @pytest.mark.parametrize("row", CORPUS, ids=[written(row["schema"])[:60] for row in CORPUS])
-def test_a_schema_allows_what_satisfies_it_alone(row: dict[str, Any]) -> None:
+def test_a_schema_allows_only_valid_values(row: dict[str, Any]) -> None:
     schema = row["schema"]
     judge = Draft202012Validator(schema)
     assert translate(structure({"json": schema, "strict": True}), byte_vocabulary())[1] == []
@@ -43,12 +43,12 @@ def test_a_schema_allows_what_satisfies_it_alone(row: dict[str, Any]) -> None:
         assert judge.is_valid(value), value
         assert accepts(matcher({"json": schema}), written(value)), value
     for value in row["invalid"]:
-        assert "format" in schema or not judge.is_valid(value), value  # it does not judge formats
+        assert "format" in schema or not judge.is_valid(value), value  # it ignores formats
         assert not accepts(matcher({"json": schema}), written(value)), value
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_the_edges_of_keywords(part: int) -> None:
+def test_the_limits_of_keywords(part: int) -> None:
     found = list(edges())
     assert len(found) > 500
     for schema, valid, invalid in found[part::4]:
@@ -105,7 +105,7 @@ SCHEMAS = st.recursive(SCALARS, _nested, max_leaves=6)
 
 @settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(schema=SCHEMAS, other=SCHEMAS, seed=st.integers(0, 2**32))
-def test_drawn_schemas_allow_what_satisfies_them_alone(schema: Any, other: Any, seed: int) -> None:
+def test_random_schemas_allow_only_valid_values(schema: Any, other: Any, seed: int) -> None:
     judge, values = Draft202012Validator(schema), SchemaValues({}, random.Random(seed))
     value = values.allowed(schema)  # with properties in the order of the schema
     assert accepts(matcher({"json": schema}), written(value)) == judge.is_valid(value)
@@ -128,7 +128,7 @@ LAYOUTS = [
 
 
 @pytest.mark.parametrize(("text", "usual", "spaced"), LAYOUTS)
-def test_json_is_laid_out_as_json_dumps_does(text: str, usual: bool, spaced: bool) -> None:
+def test_json_has_the_layout_of_json_dumps(text: str, usual: bool, spaced: bool) -> None:
     assert accepts(matcher({"json": POINT}), text) == usual
     assert accepts(matcher({"json": POINT, "whitespace": True}), text) == spaced
 
@@ -171,14 +171,14 @@ def test_other_constraints(given_: object, texts: list[str], others: list[str]) 
         ),
     ],
 )
-def test_what_cannot_be_a_grammar(given_: object, reason: str) -> None:
+def test_invalid_grammars(given_: object, reason: str) -> None:
     with pytest.raises(ParamError, match=reason) as caught:
         translate(structure(given_), byte_vocabulary())
     assert caught.value.field == "structured"
     assert "\n" not in caught.value.message and len(caught.value.message) < 500
 
 
-def test_branches_that_overlap_are_told() -> None:
+def test_overlapping_branches_are_reported() -> None:
     schema = {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}
     _, unenforced = translate(structure({"json": schema}), byte_vocabulary())
     assert unenforced == ["oneOf, of which several branches may hold"]

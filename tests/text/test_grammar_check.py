@@ -1,4 +1,4 @@
-"""The process that checks constraints: what it refuses, what it survives, what it remembers."""
+"""The process that checks constraints: refusals, robustness, and its cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REFERENCES = {f"d{i}": {"properties": {"a": {"$ref": f"#/$defs/d{i + 1}"}}} for 
 NESTED: object = {"type": "integer"}
 for _ in range(11):
     NESTED = {"oneOf": [{"type": "object", "properties": {"k": NESTED}}, NESTED]}
-# What would take long, or too much memory or stack, to build.
+# Constraints that take much time, memory or stack to build.
 HOSTILE = {
     "a chain of references": {"json": {"$defs": {**REFERENCES, "d2000": {}}, "$ref": "#/$defs/d0"}},
     "optional properties": {
@@ -63,7 +63,7 @@ def test_a_checked_text_ends_where_its_grammar_does(check: GrammarCheck) -> None
     assert check.checked(free) == (free, ())
 
 
-def test_what_is_known_is_not_asked_again(
+def test_known_constraints_are_not_checked_again(
     check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     values = [{"json": {"format": f"f{i}"}} for i in range(4)]
@@ -80,7 +80,7 @@ def test_what_is_known_is_not_asked_again(
 
 
 def test_errors_name_the_field_of_the_caller(check: GrammarCheck) -> None:
-    for _ in range(2):  # also from what is remembered
+    for _ in range(2):  # also from the cache
         with pytest.raises(ParamError, match="^response_format: .*invalid regex"):
             check.checked(
                 SamplingParams(structured=structure({"regex": "("}).called("response_format"))
@@ -89,7 +89,7 @@ def test_errors_name_the_field_of_the_caller(check: GrammarCheck) -> None:
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_hostile_constraints_are_refused_in_time(check: GrammarCheck, name: str) -> None:
-    check.checked(params({"regex": "a"}))  # the process is there
+    check.checked(params({"regex": "a"}))  # the process has started
     start = time.monotonic()
     try:
         check.checked(params(HOSTILE[name]))
@@ -99,7 +99,7 @@ def test_hostile_constraints_are_refused_in_time(check: GrammarCheck, name: str)
     assert check.checked(params({"regex": "b"}))
 
 
-def test_what_takes_too_long_has_a_code(tokenizer: Tokenizer) -> None:
+def test_a_timeout_has_a_code(tokenizer: Tokenizer) -> None:
     check = GrammarCheck(tokenizer, seconds=0.001)
     try:
         with pytest.raises(ParamError, match=r"is too complex: .* more than 0\.001 s") as caught:
@@ -124,7 +124,7 @@ def test_a_process_that_dies_is_replaced(check: GrammarCheck, tokenizer: Tokeniz
         mortal.close()
 
 
-def test_threads_may_share_it(check: GrammarCheck) -> None:
+def test_threads_may_share_a_check(check: GrammarCheck) -> None:
     found: dict[int, str] = {}
 
     def ask(i: int) -> None:
@@ -141,7 +141,7 @@ def test_threads_may_share_it(check: GrammarCheck) -> None:
     assert all(f"text {i}" in source for i, source in found.items())
 
 
-def test_without_the_library_the_field_alone_is_refused(
+def test_without_the_library_only_the_field_is_refused(
     check: GrammarCheck, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
@@ -150,7 +150,7 @@ def test_without_the_library_the_field_alone_is_refused(
     assert check.checked(SamplingParams())
 
 
-def test_after_close_it_refuses(check: GrammarCheck) -> None:
+def test_a_closed_check_refuses(check: GrammarCheck) -> None:
     check.close()
     with pytest.raises(RuntimeError, match="closed"):
         check.checked(params({"regex": "a"}))

@@ -1,4 +1,4 @@
-"""Messages on channels: read apart wherever they are cut, and what the grammar allows."""
+"""Messages on channels: parsed in any chunks, and constrained by the grammar."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvik.text.tool_grammar import ToolMode, tool_of
 
 IDS = {marker: FIRST_MARKER + n for n, marker in enumerate(MARKERS)}
 FORM = HarmonyFormat(IDS, ())
-SPELLED = ToolFormat(BY_NAME["hermes"], IDS, ())  # of these markers, for its `pieces` and `marked`
+SPELLED = ToolFormat(BY_NAME["hermes"], IDS, ())  # for its `pieces` and `marked`
 TOOLS = {"get_weather": tool_of("get_weather", WEATHER, strict=True)[0]}
 FREE = Thought()
 ARGUMENTS = '{"city": "Oslo", "days": 2}'
@@ -31,7 +31,7 @@ ROLE_CALL = f" to=functions.get_weather<|channel|>commentary json<|message|>{ARG
 
 
 def read(text: str, cut: int = 0, begun: bool | None = None) -> tuple[str, str, str, str]:
-    """Thought, text, name and arguments."""
+    """Return thought, text, name and arguments."""
     text = SPELLED.marked(text)
     one = FORM.parser(begun, TOOLS)
     deltas: list[AnswerDelta] = [*one.push(text[:cut]), *one.push(text[cut:]), *one.close()]
@@ -56,7 +56,7 @@ def read(text: str, cut: int = 0, begun: bool | None = None) -> tuple[str, str, 
         (SAID + FINAL, None, ("", "Let me look.\n\nIt is warm.", "", "")),
         ("So.<|end|><|start|>assistant" + FINAL, True, ("So.", "It is warm.", "", "")),
         ("warm <|end|>", False, ("", "warm ", "", "")),
-        # What is written otherwise is text.
+        # Other forms are text.
         ("to be or not", None, ("", "to be or not", "", "")),
         ("It is warm.", None, ("", "It is warm.", "", "")),
         ("", None, ("", "", "", "")),
@@ -67,14 +67,14 @@ def read(text: str, cut: int = 0, begun: bool | None = None) -> tuple[str, str, 
         ),
     ],
 )
-def test_messages_are_read_apart(
+def test_messages_are_separated(
     text: str, begun: bool | None, expected: tuple[str, str, str, str]
 ) -> None:
     for cut in range(len(text) + 1):
         assert read(text, cut, begun) == expected, cut
 
 
-def test_no_end_is_an_error() -> None:
+def test_truncated_messages_are_no_errors() -> None:
     for text in (THOUGHT + SAID + CALL, ROLE_CALL):
         for end in range(len(text)):
             read(text[:end])
@@ -106,7 +106,7 @@ def grammar(choice: ToolMode, thought: Thought = FREE) -> MarkedGrammar:
         ("none", [FINAL, THOUGHT + FINAL], [CALL, SAID + CALL, ROLE_CALL]),
     ],
 )
-def test_the_grammar_allows_calls_and_binds_them(
+def test_the_grammar_allows_only_valid_calls(
     choice: ToolMode, allowed: list[str], refused: list[str]
 ) -> None:
     made = grammar(choice)
@@ -116,7 +116,7 @@ def test_the_grammar_allows_calls_and_binds_them(
         assert not made.allows(SPELLED.pieces(text)), text
 
 
-def test_a_budget_ends_a_thought_and_a_schema_binds_the_answer() -> None:
+def test_a_budget_ends_a_thought_and_a_schema_applies_to_the_answer() -> None:
     made = grammar("auto", Thought(budget=9))
     assert made.allows(SPELLED.pieces(THOUGHT + FINAL))
     assert not made.allows(SPELLED.pieces(THOUGHT.replace("So", "Well, so") + FINAL))
@@ -128,7 +128,7 @@ def test_a_budget_ends_a_thought_and_a_schema_binds_the_answer() -> None:
     assert FORM.num_thought_tokens([1, 2, IDS["<|end|>"], 3], None) == 3
 
 
-def test_a_call_that_must_come_is_valid_whatever_a_model_says() -> None:
+def test_a_required_call_is_valid_for_any_model() -> None:
     made = grammar("required")
     for seed in range(6):
         drawn = random.Random(seed)

@@ -1,4 +1,4 @@
-"""What of a schema is enforced, and what is named because it is not."""
+"""The enforced parts of a schema, and the names of those that are not enforced."""
 
 from __future__ import annotations
 
@@ -62,11 +62,13 @@ TEXT = {"type": "string"}
         ),
     ],
 )
-def test_what_cannot_be_enforced_is_named(schema: Any, kept: Any, dropped: list[str]) -> None:
+def test_keywords_that_are_not_enforced_are_named(
+    schema: Any, kept: Any, dropped: list[str]
+) -> None:
     assert enforceable(schema) == (kept, dropped)
 
 
 @pytest.mark.parametrize("ref", ["http://example.com/a", "other.json#/a", "file:///etc/passwd"])
-def test_references_do_not_lead_out(ref: str) -> None:
+def test_references_stay_in_the_schema(ref: str) -> None:
     with pytest.raises(ValueError, match=r"\$ref at /items leads out of the schema"):
         enforceable({"items": {"$ref": ref}})

@@ -1,4 +1,4 @@
-"""Which tokens may come next: over every kind of tokenizer, behind drafts, at the end."""
+"""The tokens that may come next: for every kind of tokenizer, after drafts, and at the end."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def checked(value: object, tokenizer: Tokenizer) -> Constraint:
 
 
 @pytest.mark.parametrize("value", [{"choice": TEXTS}, {"json": PERSON}], ids=["choice", "json"])
-def test_every_tokenizer_spells_what_is_allowed(tokenizer: Tokenizer, value: dict) -> None:
+def test_every_tokenizer_spells_allowed_texts(tokenizer: Tokenizer, value: dict) -> None:
     constraint, built = checked(value, tokenizer), grammars(tokenizer)
     size = tokenizer.vocab_size + 40
     stop = tokenizer.library.token_to_id("</s>") or 0
@@ -67,7 +67,7 @@ def test_every_tokenizer_spells_what_is_allowed(tokenizer: Tokenizer, value: dic
         assert stream.push(output) + stream.flush() == text
 
 
-def test_what_is_forced_is_spelt_as_the_tokenizer_does(tokenizer: Tokenizer) -> None:
+def test_forced_text_is_spelt_as_by_the_tokenizer(tokenizer: Tokenizer) -> None:
     text = "it didn't know the sea"
     one = grammars(tokenizer).matcher(checked({"choice": [text + "!"]}, tokenizer), [])
     forced = one.forced()
@@ -81,7 +81,7 @@ def test_what_is_forced_is_spelt_as_the_tokenizer_does(tokenizer: Tokenizer) -> 
     assert one.ended and one.forced() == []
 
 
-def test_what_is_supposed_is_as_if_it_were_appended() -> None:
+def test_supposed_tokens_count_as_appended() -> None:
     value = {"json": PERSON}
     text = json.dumps({"name": "Ann", "tags": TEXTS[:2]}, ensure_ascii=False).encode()
     one = matcher(value)
@@ -94,7 +94,7 @@ def test_what_is_supposed_is_as_if_it_were_appended() -> None:
         one.append(text[start])
 
 
-def test_behind_a_wrong_draft_nothing_matters() -> None:
+def test_rows_after_a_wrong_draft_do_not_matter() -> None:
     one = matcher({"choice": ["yes"]})
     everything = set(range(UNKNOWN + 1))
     assert allowed(one, b"n") >= everything and allowed(one, b"yes") >= everything
@@ -128,10 +128,10 @@ def test_an_answer_may_end_where_the_grammar_does(
 
 
 def test_a_stop_id_of_the_caller_ends_an_answer_where_it_may_end() -> None:
-    """Though it has a text, which the grammar would allow."""
+    """Although it has a text that the grammar would allow."""
     start = matcher({"regex": "ab(ab)*"})
     one = GrammarMatcher(start._matcher, 258, [ord("a"), STOP])
-    assert allowed(one) == set()  # no answer begins with what ends it
+    assert allowed(one) == set()  # no answer begins with its end
     one = GrammarMatcher(matcher({"regex": "b(ab)*"})._matcher, 258, [ord("a"), STOP])
     one.append(ord("b"))
     assert allowed(one) == {ord("a"), STOP}
@@ -139,7 +139,7 @@ def test_a_stop_id_of_the_caller_ends_an_answer_where_it_may_end() -> None:
     assert one.ended
 
 
-def test_what_breaks_the_grammar_is_an_error() -> None:
+def test_a_token_that_breaks_the_grammar_is_an_error() -> None:
     with pytest.raises(ValueError, match="the grammar cannot go on"):
         matcher({"choice": ["yes"]}).append(ord("n"))
     with pytest.raises(ValueError, match="the grammar cannot go on"):

@@ -1,4 +1,4 @@
-"""Streamed matching must agree with a plain scan over the whole text."""
+"""Streamed matching agrees with a plain scan of the whole text."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ stops = st.lists(st.text(alphabet="abé🦊", min_size=1, max_size=6), max_size=
 
 
 def naive(stop: list[str], text: str) -> tuple[int, str] | None:
-    """End and name of the first match: smallest end, then longest."""
+    """Return the end and the string of the first match: smallest end, then longest."""
     ends = [(end, s) for end in range(len(text) + 1) for s in stop if text[:end].endswith(s)]
     return min(ends, key=lambda match: (match[0], -len(match[1])), default=None)
 
 
 def possible_start(stop: list[str], text: str) -> str:
-    """The longest end of the text that a stop string begins with."""
+    """Return the longest suffix of the text with which a stop string begins."""
     ends = (text[i:] for i in range(len(text) + 1))
     return next(end for end in ends if any(s.startswith(end) for s in [*stop, ""]))
 
@@ -43,7 +43,7 @@ def test_agrees_with_a_scan_of_the_whole_text(
         released, found = watcher.push(text[done : done + step])
         done = min(done + step, len(text))
         shown += released
-        if found is None:  # all is shown but what may become a match, not a character more
+        if found is None:  # all is shown except a possible match
             assert shown + possible_start(stop, text[:done]) == text[:done]
         else:
             break
@@ -89,7 +89,7 @@ def test_failed_match_is_released() -> None:
     assert watcher.push("\nUse") == ("", None)
     assert watcher.push("d\n") == ("\n\nUsed", None)
     assert watcher.flush() == "\n"
-    assert watcher.push("\nUser") == ("\nUser", None)  # the flush forgot the first line break
+    assert watcher.push("\nUser") == ("\nUser", None)  # the first line break was flushed
 
 
 def test_memory_does_not_grow_with_the_text() -> None:
@@ -108,7 +108,7 @@ def test_without_stop_strings_everything_passes() -> None:
     assert watcher.flush() == ""
 
 
-def test_outputs_that_share_a_table_do_not_meet() -> None:
+def test_outputs_that_share_a_table_are_independent() -> None:
     table = StopTable(("END",))
     one, other = StopStrings(table, include=False), StopStrings(table, include=False)
     assert one.push("so EN") == ("so ", None)

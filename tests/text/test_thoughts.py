@@ -1,4 +1,4 @@
-"""Thoughts, text and calls of an answer, read apart wherever the text is cut."""
+"""Thoughts, text and calls of an answer are separated in any chunks of the text."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parser(
 
 
 def read(one: AnswerParser, *parts: str) -> tuple[str, str, str]:
-    """Thought, text and arguments."""
+    """Return thought, text and arguments."""
     deltas: list[AnswerDelta] = [delta for part in parts for delta in one.push(part)]
     deltas += one.close()
     return (
@@ -67,14 +67,14 @@ def read(one: AnswerParser, *parts: str) -> tuple[str, str, str]:
         (False, "<think>a</think>", "", "<think>a</think>"),
     ],
 )
-def test_thoughts_are_read_apart(begun: bool | None, text: str, thought: str, answer: str) -> None:
+def test_thoughts_are_separated(begun: bool | None, text: str, thought: str, answer: str) -> None:
     assert read(parser(begun), text) == (thought, answer, "")
     assert read(parser(begun), *text) == (thought, answer, "")
     for cut in range(len(text)):
         assert read(parser(begun), text[:cut], text[cut:]) == (thought, answer, ""), cut
 
 
-def test_calls_come_behind_thoughts_and_end_them() -> None:
+def test_calls_follow_thoughts_and_end_them() -> None:
     behind = f"<think>\nI <tool call?\n</think>\n\nNow:\n{CALL}"
     within = f"<think>\nI <tool call?\n{CALL}"
     for cut in range(len(behind)):
@@ -87,7 +87,7 @@ def test_calls_come_behind_thoughts_and_end_them() -> None:
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
 def test_the_opener_of_a_call_ends_a_thought(tokens: bool) -> None:
-    """And not its budget, nor where calls are not allowed."""
+    """But not its budget, nor if calls are not allowed."""
     names = ["<think>", "</think>", "<tool_call>", "</tool_call>"] if tokens else []
     ids = {text: FIRST_MARKER + i for i, text in enumerate(names)}
     thoughts = ThoughtFormat("<think>", "</think>", dict(list(ids.items())[:2]))
@@ -105,7 +105,7 @@ def test_the_opener_of_a_call_ends_a_thought(tokens: bool) -> None:
         assert allows(choice, f"<think>so{CALL}") and allows(choice, f"so{CALL}", begun=True)
         assert allows(choice, f"<think>so</think>\n\n{CALL}") and allows(choice, CALL)
         assert not allows(choice, "so", begun=True)
-        if tokens or choice == "required":  # spelled, it may be a text
+        if tokens or choice == "required":  # spelled out, it may be text
             assert not allows(choice, "<think>so")
     assert allows("auto", "<think>so</think>yes") and not allows("required", "<think>a</think>b")
     assert not allows("none", f"<think>so{CALL}") and allows("none", "<think>so</think>yes")
@@ -120,7 +120,7 @@ def test_the_opener_of_a_call_ends_a_thought(tokens: bool) -> None:
         assert form.num_thought_tokens([1, 2], None) == 0
 
 
-def test_markers_that_are_tokens_count_as_tokens_alone() -> None:
+def test_markers_that_are_tokens_only_count_as_tokens() -> None:
     first, last = TOKENS.marks[7], TOKENS.marks[8]
     text = f"{first}A </think> is a tag.{last}\n\nYes."
     assert read(parser(None, form=TOKENS), text) == ("A </think> is a tag.", "Yes.", "")
@@ -146,7 +146,7 @@ def test_the_end_of_the_prompt_tells_whether_one_is_open(prompt: str, begun: boo
         (True, ["so 1</think>\n\n12", "</think>4"], ["12", "so</think>x"]),
     ],
 )
-def test_what_an_answer_must_be_begins_behind_the_thought(
+def test_constraints_on_an_answer_begin_after_the_thought(
     begun: bool | None, allowed: list[str], refused: list[str]
 ) -> None:
     for value in ({"regex": "[0-9]+"}, {"json": {"type": "integer"}}):
@@ -171,7 +171,7 @@ def test_what_an_answer_must_be_begins_behind_the_thought(
         ("{{ x }}", None),
     ],
 )
-def test_a_template_tells_its_markers(build, template: str, open_: str | None) -> None:
+def test_markers_are_found_in_a_template(build, template: str, open_: str | None) -> None:
     found = ThoughtFormat.of(template, Tokenizer(build("byte-level")))
     assert (found and found.open) == open_
 

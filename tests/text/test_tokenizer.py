@@ -1,4 +1,4 @@
-"""Model folders as they are found in the world, good and bad."""
+"""Real-world model folders, valid and broken."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from kvik.text.tokenizer import Tokenizer, spelled
 
 @pytest.fixture
 def folder(tmp_path: Path, build: Callable[[str], Library]) -> Path:
-    """A model folder whose tokenizer adds BOS by itself, with leftovers of a training run."""
+    """Return a model folder whose tokenizer adds BOS by itself, with leftovers of a training
+    run."""
     library = build("byte-level")
     library.post_processor = processors.TemplateProcessing(
         single="<s> $A", special_tokens=[("<s>", library.token_to_id("<s>"))]
@@ -281,7 +282,7 @@ def test_the_engine_takes_no_words():
         SamplingParams(bad_words=("fox",)).check_against(100, 10)
 
 
-# Tokens in common are found by their spelling.
+# Common tokens are matched by their spelling.
 
 
 WORDS = [f"w{i}" for i in range(20)]
