@@ -1,4 +1,4 @@
-"""One step over a paged cache, and what attention must give for it."""
+"""A step over a paged cache, and the expected result of attention."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ SPEC = AttentionSpec(0.3)
 class Step:
     """Sequences of (cached, new) tokens, their blocks scattered over a cache full of NaN.
 
-    `keys[i]`, `values[i]` are the whole context of sequence i; only the cached part of it stands in
-    the cache, where the backend put it. Entries of the block table behind a sequence's own blocks
-    name other blocks.
+    `keys[i]`, `values[i]` are the whole context of sequence i; the backend has stored only the
+    cached part. Entries of the block table beyond a sequence's own blocks name other blocks.
     """
 
     layout: StepLayout
@@ -38,7 +37,7 @@ class Step:
     sink_rotation: Tensor | None = None
 
     def run(self, backend: AttentionBackend, window: Seen = None) -> Tensor:
-        """On a copy of the cache, so that a step can be run many times."""
+        """Run on a copy of the cache, so that a step can be run repeatedly."""
         return backend.run(replace(self.attend(backend, window), kv=copied(self.kv)))
 
     def check(self, found: Tensor, window: Seen = None, atol: float = 2e-6) -> None:
@@ -67,11 +66,11 @@ class Step:
 
     @property
     def sink_q(self) -> Tensor:
-        """The queries as sinks meet them, float64 where they turn for these."""
+        """The queries for sinks, float64 if they are rotated for these."""
         return self.q if self.sink_rotation is None else turned(self.q, self.sink_rotation)
 
     def expected(self, window: Seen = None) -> Tensor:
-        """The definition, as one dense matrix per sequence and head, in float64."""
+        """Return the result by definition, one dense matrix per sequence and head, in float64."""
         heads, kv_heads, for_sinks = self.q.shape[1], self.k.shape[1], self.sink_q
         out, start = [], 0
         for new, keys, values in zip(
@@ -111,7 +110,7 @@ class Step:
 
 
 def turned(x: Tensor, rotation: Tensor) -> Tensor:
-    """x [tokens, heads, dim] by cosines and sines [tokens, dim]."""
+    """Rotate x [tokens, heads, dim] by cosines and sines [tokens, dim]."""
     (low, high), (cos, sin) = x.double().chunk(2, -1), rotation[:, None].double().chunk(2, -1)
     return torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
 
@@ -119,7 +118,7 @@ def turned(x: Tensor, rotation: Tensor) -> Tensor:
 def _seen(
     query: int, cached: int, nodes: tuple[int, ...], window: Seen
 ) -> tuple[set[int], set[int]]:
-    """Keys that a query sees, and of these the sinks, by their places."""
+    """Return the places of the keys that a query sees, and of the sinks among them."""
     places = [*range(cached)]
     if nodes:
         places += [cached + j for j in range(len(nodes)) if nodes[query] >> j & 1]
@@ -138,7 +137,7 @@ def copied(kv: LayerKV) -> LayerKV:
 
 
 def _poisoned(dtype: torch.dtype, *shape: int) -> LayerKV:
-    """Bytes 0xff, which are NaN, or make a scale NaN."""
+    """Return bytes 0xff, which are NaN or make a scale NaN."""
 
     def tensor(of: torch.dtype, *shape: int) -> Tensor:
         return torch.full((*shape, of.itemsize), 0xFF, dtype=torch.uint8).view(of).squeeze(-1)
@@ -162,9 +161,10 @@ def _make_step(
     value: Tensor | None = None,
     kv_dtype: torch.dtype | None = None,
 ) -> Step:
-    """
+    """Return a step.
+
     Args:
-        kv_dtype: of the cache, where it is not `dtype`.
+        kv_dtype: of the cache, if not `dtype`.
         value: [context, kv_heads, dim], values of every sequence in place of random ones.
     """
     g = torch.Generator().manual_seed(seed)
@@ -182,7 +182,7 @@ def _make_step(
     for i, (cached, new) in enumerate(sequences):
         blocks = torch.tensor([free.pop() for _ in range(lengths[i])])
         table[i, : lengths[i]] = blocks
-        # of its own, so that a sequence is the same in any company
+        # Seeded by itself, so that a sequence is the same in any batch.
         g.manual_seed(1000 * seed + contexts[i])
         keys.append(normal(contexts[i], kv_heads, dim))
         values.append(normal(contexts[i], kv_heads, dim) if value is None else value)
@@ -203,7 +203,7 @@ def _make_step(
     )
     new_keys = [k[cached:] for k, (cached, _) in zip(keys, sequences, strict=True)]
     new_values = [v[cached:] for v, (cached, _) in zip(values, sequences, strict=True)]
-    # strided views, as a fused projection gives them
+    # Strided views, as from a fused projection.
     qkv = torch.cat((torch.cat(q), torch.cat(new_keys), torch.cat(new_values)), dim=1)
     parts = qkv.split((heads, kv_heads, kv_heads), dim=1)
     return Step(layout, kv, *parts, keys, values)
@@ -217,8 +217,8 @@ def _store(
     keys: Tensor,
     values: Tensor,
 ) -> None:
-    """Write the first keys and values of a context by a prefill whose result nobody reads: how a
-    block is ordered inside is the backend's own affair."""
+    """Write the first keys and values of a context by a prefill, since the order inside a block
+    depends on the backend."""
     cached = len(slots)
     if not cached:
         return
@@ -236,5 +236,5 @@ def backend(request: pytest.FixtureRequest) -> AttentionBackend:
 
 @pytest.fixture
 def make_step(backend: AttentionBackend) -> MakeStep:
-    """Makes steps for the backend of the test."""
+    """Return a function that makes steps for the backend of the test."""
     return partial(_make_step, backend)

@@ -1,4 +1,4 @@
-"""Every backend against the definition of attention, and the traps on the way to it."""
+"""Every backend compared with the definition of attention, including known pitfalls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvik.errors import ConfigError
 
 
 def with_backends(*sizes: int) -> list:
-    """Each backend with the block sizes, or sizes of a head, that it takes."""
+    """Return each backend with the block sizes or head sizes that it supports."""
     return [
         pytest.param(name, size, id=f"{name}-{size}")
         for name in NAMES
@@ -27,7 +27,7 @@ def with_backends(*sizes: int) -> list:
 
 
 def with_dtypes(*dtypes: torch.dtype) -> list:
-    """Each backend with the dtypes that it takes."""
+    """Return each backend with the dtypes that it supports."""
     return [
         pytest.param(name, dtype, id=f"{name}-{str(dtype).removeprefix('torch.')}")
         for name in NAMES
@@ -96,8 +96,8 @@ def test_half_precision_is_off_by_rounding_alone(backend, make_step, dtype, wind
     ids=str,
 )
 @pytest.mark.parametrize(("cached", "new"), [(29, 1), (0, 30), (18, 12)])
-def test_exactly_the_visible_keys_count(backend, make_step, cached, new, window):
-    """With equal scores and one-hot values a query's output spells out which keys it saw."""
+def test_only_visible_keys_count(backend, make_step, cached, new, window):
+    """With equal scores and one-hot values, a query's output shows which keys it saw."""
     context = cached + new
     one_hot = torch.eye(context, 32)[:, None]
     step = make_step([(cached, new)], 16, heads=1, kv_heads=1, dim=32, value=one_hot)
@@ -111,7 +111,7 @@ def test_exactly_the_visible_keys_count(backend, make_step, cached, new, window)
 
 @pytest.mark.parametrize("window", [5, chunks(14), chunks(16)])
 def test_garbage_outside_the_window_is_never_read(backend, make_step, window):
-    """Blocks that slid out of the window may belong to others by now, or be block 0."""
+    """Blocks outside the window may belong to other requests by now, or be block 0."""
     step = make_step([(116, 1), (100, 12)])
     clean = step.run(backend, window)
     table = step.layout.block_table.clone()
@@ -122,14 +122,14 @@ def test_garbage_outside_the_window_is_never_read(backend, make_step, window):
 
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf, 1e30])
-def test_unwritten_slots_never_leak(backend, make_step, garbage):
+def test_unwritten_slots_are_never_used(backend, make_step, garbage):
     step = make_step(STEPS["mixed"])
     clean = step.run(backend)
     kv = LayerKV(*(t.where(t.isfinite(), garbage) for t in (step.kv.k, step.kv.v)))
     assert torch.equal(replace(step, kv=kv).run(backend), clean)
 
 
-def test_padding_of_the_block_table_never_leaks(backend, make_step):
+def test_padding_of_the_block_table_is_never_used(backend, make_step):
     step = make_step(STEPS["mixed"])
     clean = step.run(backend)
     for entry in range(len(step.kv.k)):
@@ -140,7 +140,7 @@ def test_padding_of_the_block_table_never_leaks(backend, make_step):
         assert torch.equal(padded.run(backend), clean)
 
 
-def test_writes_this_steps_keys_and_values_and_nothing_else(backend, make_step):
+def test_only_keys_and_values_of_the_step_are_written(backend, make_step):
     step = make_step(STEPS["mixed"])
     kv = LayerKV(step.kv.k.clone(), step.kv.v.clone())
     backend.run(Attend(step.q, step.k, step.v, kv, backend.plan(step.layout, None), step.spec))
@@ -149,12 +149,12 @@ def test_writes_this_steps_keys_and_values_and_nothing_else(backend, make_step):
         for block in range(len(found)):
             written = new[slots // step.layout.block_size == block]
             assert torch.equal(numbers(found[block]), numbers(before[block], written))
-        if backend.caps.name != "cpu":  # which orders the elements of a block in its own way
+        if backend.caps.name != "cpu":  # it has its own order of elements in a block
             assert torch.equal(found.flatten(0, 1)[slots], new)
 
 
 def numbers(*tensors: torch.Tensor) -> torch.Tensor:
-    """All that are not NaN, sorted."""
+    """Return all elements except NaN, sorted."""
     every = torch.cat([tensor.flatten() for tensor in tensors])
     return every[~every.isnan()].sort().values
 
@@ -178,8 +178,8 @@ def test_chunked_prefill_equals_one_prefill(backend, make_step, chunk, window):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 33, chunks(40)])
-def test_a_sequence_does_not_notice_its_companions(backend, make_step, dtype, window):
-    """To the bit: a decoding row is padded further in longer company, and must not care."""
+def test_results_do_not_depend_on_the_batch(backend, make_step, dtype, window):
+    """To the bit, although longer sequences in a batch pad a decoding row further."""
     companions = [(0, 1), (900, 1), (14, 1), (0, 25), (300, 1), (40, 7), (77, 1)]
     for cached, new in [(0, 1), (6, 1), (37, 1), (150, 1), (511, 1), (20, 13)]:
         alone = make_step([(cached, new)], dtype=dtype).run(backend, window)
@@ -197,7 +197,7 @@ def test_block_size_does_not_matter(backend, make_step, window):
 
 
 def test_one_plan_serves_layers_of_any_content(backend, make_step):
-    """Layers share a plan; nothing of the first layer may stay in it."""
+    """Layers share a plan, which must not depend on the first layer."""
     step = make_step(STEPS["mixed"])
     metadata = backend.plan(step.layout, None)
     for seed in (1, 2):
@@ -208,7 +208,7 @@ def test_one_plan_serves_layers_of_any_content(backend, make_step):
 
 
 def _moved(step, target):
-    """The cache of `step` with the block tables of `target`."""
+    """Return the cache of `step` in the blocks of `target`."""
     moved = LayerKV(step.kv.k.clone(), step.kv.v.clone())
     for i, context in enumerate(step.layout.contexts):
         blocks = -(-context // step.layout.block_size)

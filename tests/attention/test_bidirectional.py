@@ -1,4 +1,4 @@
-"""Queries that see keys on both sides, in every backend that can do it."""
+"""Queries that see keys on both sides, in every backend that supports them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LENGTHS = [(0, 1), (0, 70), (0, 16), (0, 200), (0, 33)]
 
 @pytest.mark.parametrize("reach", [1, 5, 64, 100, FAR])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2)])
-def test_queries_see_what_is_near_on_both_sides(backend, make_step, heads, kv_heads, reach):
+def test_queries_see_near_keys_on_both_sides(backend, make_step, heads, kv_heads, reach):
     step = make_step(LENGTHS, 16, heads, kv_heads)
     step = replace(step, spec=AttentionSpec(0.25, bidirectional=reach))
     step.check(step.run(backend))
@@ -27,8 +27,8 @@ def test_queries_see_what_is_near_on_both_sides(backend, make_step, heads, kv_he
 
 @pytest.mark.parametrize("dim", [32, 64, 96])
 @pytest.mark.parametrize("reach", [5, 70, FAR])
-def test_heads_that_tile_registers_take(backend, make_step, dim, reach):
-    """16 queries that see a whole tile of keys are multiplied at once, the others are not."""
+def test_heads_of_register_tiles(backend, make_step, dim, reach):
+    """16 queries that see a whole tile of keys are multiplied at once, others are not."""
     step = make_step([*LENGTHS, (0, 600)], 16, 4, 2, dim=dim, dtype=torch.bfloat16)
     step = replace(step, spec=AttentionSpec(dim**-0.5, bidirectional=reach))
     eps = torch.finfo(torch.bfloat16).eps
@@ -42,7 +42,7 @@ def test_heads_that_tile_registers_take(backend, make_step, dim, reach):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("reach", [7, 300, FAR])
 def test_native_results_have_the_same_bits_alone(make_step, reach, dtype, dim):
-    """A sequence of a step, and the same as the only one of a step."""
+    """A sequence in a batch, and the same one alone."""
     backend, spec = make_backend("cpu"), AttentionSpec(0.25, bidirectional=reach)
     together = replace(make_step([(0, 90), (0, 600), (0, 5)], 16, dim=dim, dtype=dtype), spec=spec)
     alone = replace(make_step([(0, 600)], 16, dim=dim, dtype=dtype), spec=spec)

@@ -1,4 +1,4 @@
-"""Fresh prompts by torch's kernels beside Triton's, which take the rest of a step."""
+"""Fresh prompts computed by torch's kernels, and the rest of a step by Triton's."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ pytestmark = INTERPRETED_ONLY
 
 @pytest.fixture
 def backend() -> AttentionBackend:
-    """Who stores what is cached before a step."""
+    """Return the backend that stores the cached keys before a step."""
     return make_backend("reference")
 
 
 class Noted(FreshPrompts):
-    """Notes how long the prompts were that it took."""
+    """Records the lengths of the prompts that it computes."""
 
     def __init__(self, least: int, padded: int) -> None:
         super().__init__(least, padded)
@@ -66,7 +66,7 @@ def test_matches_the_definition(make_step, sequences, taken, dim):
     assert prompts.taken == taken
 
 
-def test_prompts_longer_than_the_window_are_left_to_triton(make_step):
+def test_triton_computes_prompts_longer_than_the_window(make_step):
     attention, prompts = mixed()
     step = make_step([(0, 12), (3, 1), (0, 17), (0, 18)])
     step.check(step.run(attention, 17), 17)
@@ -74,8 +74,8 @@ def test_prompts_longer_than_the_window_are_left_to_triton(make_step):
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_layers_that_torch_cannot_do_are_left_to_triton(make_step, options):
-    """In the plan that serves the others."""
+def test_triton_computes_layers_that_torch_does_not_support(make_step, options):
+    """In the plan for the other layers."""
     attention, prompts = mixed()
     step = make_step([(0, 11), (3, 1)])
     special = replace(step, spec=AttentionSpec(0.3, **options))
@@ -86,7 +86,7 @@ def test_layers_that_torch_cannot_do_are_left_to_triton(make_step, options):
     assert prompts.taken == [11]
 
 
-def test_heads_too_wide_for_torch_are_left_to_triton(make_step):
+def test_triton_computes_heads_too_wide_for_torch(make_step):
     attention, prompts = mixed()
     for dim, taken in ((256, [11]), (264, [])):
         prompts.taken.clear()
@@ -95,7 +95,7 @@ def test_heads_too_wide_for_torch_are_left_to_triton(make_step):
         assert prompts.taken == taken
 
 
-def test_trees_are_no_prompts(make_step):
+def test_trees_are_not_fresh_prompts(make_step):
     attention, prompts = mixed(least=2)
     step = make_step([(0, 3), (0, 2)])
     words = (0b1, 0b11, 0b101, 0, 0)
@@ -105,8 +105,8 @@ def test_trees_are_no_prompts(make_step):
 
 
 @pytest.mark.full
-def test_keys_are_turned_and_stored_as_ever(make_step):
-    """What torch's kernels read is what the cache keeps: later steps see the same keys."""
+def test_keys_are_rotated_and_stored_as_usual(make_step):
+    """Torch's kernels read the cached keys, so that later steps see the same ones."""
     step = make_step([(0, 11), (6, 1)])
     rotation = torch.randn(12, 16, generator=torch.Generator().manual_seed(1))
     kept = []
@@ -121,8 +121,8 @@ def test_keys_are_turned_and_stored_as_ever(make_step):
     torch.testing.assert_close(*results, rtol=1e-4, atol=2e-6)
 
 
-def test_tokens_that_are_stored_nowhere_fault_nothing(make_step):
-    """Warming up runs such steps."""
+def test_tokens_without_a_slot_cause_no_fault(make_step):
+    """Warm-ups run such steps."""
     step = make_step([(0, 13)])
     step.layout = replace(step.layout, slot_mapping=torch.full((13,), -1))
     attention, prompts = mixed()
@@ -142,7 +142,7 @@ def test_prompts_of_any_length_have_few_shapes():
 
 
 def fresh(length: int) -> StepLayout:
-    """A step of one prompt."""
+    """Return a step of one prompt."""
     blocks = -(-length // 16)
     table = torch.arange(blocks, dtype=torch.int32)[None]
     return one_sequence(table, torch.arange(length), length)

@@ -13,8 +13,8 @@ from torch import Tensor
 from kvik.attention.base import read
 from kvik.kernels.kv_rounding import SCALES, round_vectors, unround_vectors
 
-# Of attention over normal numbers, relative to the length of the result. Measured: 0.0032, 0.0459,
-# 0.0109 and 0.161; a third more is allowed.
+# Error of attention over normal numbers, relative to the length of the result. Measured: 0.0032,
+# 0.0459, 0.0109 and 0.161; a third more is allowed.
 DISTANCE = {"fp32": 1e-6, "bf16": 0.0043, "fp8": 0.06, "int8": 0.0146, "int4": 0.214}
 formats = pytest.mark.parametrize("format", FORMATS)
 steps = pytest.mark.parametrize("name", STEPS)
@@ -28,8 +28,7 @@ def kept(x: Tensor, dtype: torch.dtype) -> Tensor:
 @formats
 @steps
 def test_attends_over_rounded_keys_and_values(backend, make_step, name, format, window):
-    """The step's own keys and values included: what a prefill sees of a token is what all later
-    steps see."""
+    """Including the step's own keys and values: a prefill sees a token as all later steps do."""
     step = make_step(STEPS[name], kv_dtype=FORMATS[format], dim=32)
     stored = replace(
         step,
@@ -41,7 +40,7 @@ def test_attends_over_rounded_keys_and_values(backend, make_step, name, format, 
 
 @formats
 def test_error_bounds(backend, make_step, format):
-    """Beside attention over keys and values that nothing was taken from."""
+    """Compared with attention over unrounded keys and values."""
     step = make_step([(300, 40), (120, 1), (0, 64)], kv_dtype=FORMATS[format], dim=64)
     expected = step.expected()
     distance = float((step.run(backend).double() - expected).norm() / expected.norm())
@@ -52,7 +51,7 @@ def test_error_bounds(backend, make_step, format):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @formats
 def test_sequences_have_the_same_bits_in_any_batch(backend, make_step, dtype, format):
-    """A sequence has the same bits in any company."""
+    """A sequence has the same bits in any batch."""
     kv_dtype = FORMATS[format]
     companions = [(0, 1), (300, 1), (0, 25), (40, 7)]
     for cached, new in [(37, 1), (20, 13), (0, 16)]:
@@ -63,7 +62,7 @@ def test_sequences_have_the_same_bits_in_any_batch(backend, make_step, dtype, fo
 
 
 def test_reads_stored_values(make_step):
-    """Of torch's layout, number by number."""
+    """In torch's layout, element by element."""
     backend = make_backend("reference")
     for dtype in FORMATS.values():
         step = make_step([(0, 20)], kv_dtype=dtype, dim=32)

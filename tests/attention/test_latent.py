@@ -1,4 +1,4 @@
-"""Attention over latent vectors: every backend against its definition, in float64."""
+"""Attention over latent vectors: every backend compared with its definition, in float64."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from kvik_bench.kernel_cases import filled_matrix
 HEADS, RANK, ROPE, NOPE, VALUE, BLOCK = 6, 32, 16, 24, 20, 16
 SCALE = 0.25
 TREE = (0b1, 0b11, 0b101, 0b1011)
-# (cached, new) tokens of each sequence; the new ones of the last are a tree.
+# (cached, new) tokens of each sequence; the new ones of the last sequence are a tree.
 CASES = {**STEPS, "tree": [(20, 1), (33, 4)]}
 
 
@@ -50,8 +50,8 @@ def backend_of(name: str) -> AttentionBackend:
 
 
 def weights() -> tuple[Tensor, Tensor]:
-    """Of all heads: from a query to what latent vectors are multiplied with, and from these to the
-    head's value, [heads, rank, nope] and [heads, value, rank]."""
+    """Return weights of all heads: from queries to latent space, [heads, rank, nope], and from
+    latent space to values, [heads, value, rank]."""
     g = torch.Generator().manual_seed(3)
     keys = torch.randn(HEADS, RANK, NOPE, generator=g) / NOPE**0.5
     return keys, torch.randn(HEADS, VALUE, RANK, generator=g) / RANK**0.5
@@ -68,7 +68,7 @@ def up_of(ops: Ops, where: torch.device) -> LatentUp:
 
 
 class Sequences:
-    """What the tokens of some sequences are to one layer, and a cache for them."""
+    """The inputs of some sequences for one layer, and a cache for them."""
 
     def __init__(self, sequences: list[tuple[int, int]], kv: LayerKV, where: torch.device) -> None:
         g = torch.Generator().manual_seed(len(sequences))
@@ -83,7 +83,8 @@ class Sequences:
         self.tables = free[: sum(blocks)].split(blocks)
 
     def run(self, backend: AttentionBackend, *, tree: bool) -> list[Tensor]:
-        """What is cached in a step of its own; the results of the new tokens."""
+        """Compute the cached tokens in a separate step, and return the results of the new
+        tokens."""
         if any(cached for cached, _ in self.sequences):
             self.step(backend, [(0, cached) for cached, _ in self.sequences], tree=False)
         return self.step(backend, self.sequences, tree=tree)
@@ -130,10 +131,7 @@ class Sequences:
         return list(out.cpu().split(counts))
 
     def expected(self, dtype: torch.dtype, *, tree: bool) -> list[Tensor]:
-        """
-        Args:
-            dtype: of the cache.
-        """
+        """Return the results by definition; `dtype` is that of the cache."""
         found = []
         for i, (cached, new) in enumerate(self.sequences):
             q_rope, k_rope = rotary(
@@ -159,7 +157,7 @@ class Sequences:
 
 
 def allocated(sequences: list[tuple[int, int]], format: str, where: torch.device) -> LayerKV:
-    """A cache with room for some sequences, and two blocks more."""
+    """Return a cache for some sequences, with two further blocks."""
     spec = KVCacheSpec(1, RANK + ROPE, 0, latent=True)
     blocks = sum(-(-(cached + new) // BLOCK) for cached, new in sequences) + 2
     groups = group_layers(stored_as([spec], format))
@@ -167,7 +165,7 @@ def allocated(sequences: list[tuple[int, int]], format: str, where: torch.device
     return kv
 
 
-# Triton's cache is of floats, and its interpreter slow.
+# Triton's cache has floats, and its interpreter is slow.
 TRIALS = [
     *product(NAMES, CASES, ("fp32", "int8")),
     *product(NAMES, ("mixed", "tree"), ("bf16", "fp8")),
@@ -205,7 +203,7 @@ def test_matches_the_definition(name: str, case: str, format: str) -> None:
         ("decode", []),
     ],
 )
-def test_keys_and_values_are_made_for_fresh_prompts_alone(
+def test_keys_and_values_are_only_made_for_fresh_prompts(
     case: str, taken: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[int] = []

@@ -1,4 +1,4 @@
-"""What torch is asked for on a device other than the CPU, told by tensors without memory."""
+"""Calls of torch on devices other than the CPU, recorded with tensors without memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 @pytest.mark.parametrize(
     ("queries", "contexts"), [((5,), (5,)), ((5,), (12,)), ((1, 1), (7, 12)), ((1, 3), (9, 8))]
 )
-def test_heads_share_no_memory_and_nothing_is_planned_anew(queries, contexts, monkeypatch) -> None:
-    """Strides of 0 are read wrongly by a kernel for GPUs; cuDNN plans each shape anew."""
+def test_heads_share_no_memory_and_shapes_are_reused(queries, contexts, monkeypatch) -> None:
+    """A GPU kernel misreads strides of 0; cuDNN plans each shape anew."""
     attend, calls = F.scaled_dot_product_attention, 0
 
     def watched(q: Tensor, k: Tensor, v: Tensor, *rest: object, **how: object) -> Tensor:
@@ -61,7 +61,7 @@ def rows(widths: list[int]) -> list[DecodeRow]:
     return [DecodeRow(i, i, 0, width) for i, width in enumerate(widths)]
 
 
-def test_like_rows_share_a_batch_in_order() -> None:
+def test_similar_rows_share_a_batch_in_order() -> None:
     like = rows([100, 120, 110, 128])
     assert split(like) == [like]
 

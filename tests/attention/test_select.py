@@ -21,7 +21,7 @@ def test_by_name(dtype: torch.dtype) -> None:
     assert isinstance(select("sdpa", REFERENCE, CPU, dtype), SdpaAttention)
 
 
-def test_every_backend_can_be_asked_for() -> None:
+def test_every_backend_can_be_requested() -> None:
     names = {backend.caps.name for backend in BACKENDS}
     (kind,) = (one.kind for one in options_of(EngineConfig) if one.name == "attention_backend")
     allowed = kind.allowed if isinstance(kind, OneOf) else ()

@@ -1,4 +1,4 @@
-"""Every backend over trees of drafts, and the move of an accepted path."""
+"""Every backend on trees of drafts, and moves of accepted paths."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 @windows
 @pytest.mark.parametrize("cached", [0, 5, 60, 300])
 def test_a_node_sees_its_path(backend, make_step, cached, window):
-    """Among plain sequences, which see what they always see."""
+    """In a batch with plain sequences, which are not affected."""
     plain = [(12, 1), (30, 20)]
     step = make_step([plain[0], (cached, len(TREE)), plain[1]])
     step = step.with_trees((), TREE, ())
@@ -42,7 +42,7 @@ def test_several_trees_of_different_sizes(backend, make_step):
 
 
 def decode_of(make_step, step, path, cached, dtype, kv_dtype, backend):
-    """The decode of a path's last node, after the others were computed one by one."""
+    """Decode a path's last node after the others, one by one."""
     alone = make_step([(cached, len(TREE))], dtype=dtype, kv_dtype=kv_dtype, dim=32)
     kv, found = alone.kv, None
     for depth, node in enumerate(path):
@@ -54,7 +54,7 @@ def decode_of(make_step, step, path, cached, dtype, kv_dtype, backend):
     return found, alone
 
 
-# The products of "reference" take another order for several queries.
+# "reference" multiplies several queries in another order.
 @formats
 @pytest.mark.parametrize("window", [None, 3, chunks(5)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -81,7 +81,7 @@ def test_a_moved_path_equals_the_cache_of_single_decodes(backend, make_step, for
     backend.move(step.kv, slots[path], slots[: len(path)])
     _, alone = decode_of(make_step, None, path, cached, torch.float32, kv_dtype, backend)
 
-    # A decode behind the path, on either cache.
+    # A decode after the path, on either cache.
     end = cached + len(path) + 1
     layout = one_sequence(step.layout.block_table, slots[len(path) : len(path) + 1], end)
     results = [
@@ -91,7 +91,7 @@ def test_a_moved_path_equals_the_cache_of_single_decodes(backend, make_step, for
     assert torch.equal(bits(results[0]), bits(results[1]))
 
 
-def test_a_move_leaves_all_other_places_alone(backend, make_step):
+def test_a_move_changes_no_other_place(backend, make_step):
     step = make_step([(20, 12), (7, 1)])
     backend.run(step.attend(backend))
     kv = LayerKV(step.kv.k.clone(), step.kv.v.clone())
@@ -118,8 +118,8 @@ def random_tree(nodes: int, seed: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("cached", [0, 480, 511])
 @pytest.mark.parametrize("backend", [name for name in NAMES if name == "cpu"], indirect=True)
 @pytest.mark.parametrize("threads", [1, 3])
-def test_the_largest_trees_over_the_borders_of_splits(backend, make_step, threads, cached, window):
-    """The native kernel cuts long contexts at every 512 keys, for one thread or several."""
+def test_the_largest_trees_across_splits(backend, make_step, threads, cached, window):
+    """The native kernel splits long contexts every 512 keys, for one or several threads."""
     from kvik.kernels.cpu.ops import native_ops
 
     native = type(backend.native)(threads=threads)
@@ -135,7 +135,7 @@ def test_the_largest_trees_over_the_borders_of_splits(backend, make_step, thread
 
 @formats
 def test_a_move_within_a_block_whose_places_overlap(backend, make_step, format):
-    """Each place that is read was a target before, or is one afterwards, across blocks too."""
+    """Each source was a target before, or is one afterwards, also across blocks."""
     kv_dtype = FORMATS[format]
     step = make_step([(0, 40)], kv_dtype=kv_dtype, dim=32)
     backend.run(step.attend(backend))

@@ -1,7 +1,7 @@
-"""The Triton kernels: on a GPU if there is one, else under Triton's interpreter, so few and small.
+"""The Triton kernels: on a GPU if there is one, else in Triton's interpreter with few, small cases.
 
-Steps are those of the other backends' tests. What is already cached is stored by the reference:
-both order a block as torch does.
+Steps are those of the other backends' tests. The reference stores the cached keys, since both have
+torch's order inside a block.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ TREE = tree_words(PARENTS[:8])
 
 @pytest.fixture
 def backend() -> AttentionBackend:
-    """Who stores what is cached before a step."""
+    """Return the backend that stores the cached keys before a step."""
     return make_backend("reference")
 
 
 @pytest.fixture(params=["split", "prefill"])
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which one takes sequences of several queries, whatever their size would say."""
+    """Choose the kernel for sequences of several queries, for any size."""
     if request.param == "prefill":
         monkeypatch.setattr(attention_paged, "query_classes", lambda group, kv_heads: (1,))
     return request.param
 
 
 def there(value):
-    """A tensor, or a dataclass of them, where the kernels run."""
+    """Move a tensor, or a dataclass of tensors, to the device of the kernels."""
     if value is None or isinstance(value, Tensor):
         return value if value is None else value.to(device())
     moved = {n: getattr(value, n) for n in value.__dataclass_fields__}
@@ -61,10 +61,10 @@ def there(value):
 
 
 def attend(step, window: Seen = None) -> Tensor:
-    """Of the kernels alone: tests/kernels/triton/test_rotate_and_store.py is about the store."""
+    """Run only attention; tests/kernels/triton/test_rotate_and_store.py tests the store."""
     kv = LayerKV(*(t if t is None else t.clone() for t in _tensors(step.kv)))
     store(TORCH, step.k, step.v, kv, step.layout.slot_mapping)
-    # on a CPU the strided view that it is
+    # On a CPU, the strided view itself.
     q = step.q if device().type == "cpu" else step.q.to(device())
     plan = TritonAttention(TORCH).plan(there(step.layout), as_window(window))
     cache = PagedCache(*_tensors(there(kv)))
@@ -94,8 +94,8 @@ def test_windows_across_tiles(kernel, make_step, window):
 @pytest.mark.parametrize(
     "window", [sinks(1, 1), sinks(4, 20), sinks(17, 40), sinks(70, 9), sinks(3, 600)], ids=str
 )
-def test_sinks_of_a_window_meet_queries_of_their_own(kernel, make_step, window):
-    """Also of queries that turn for them as for all keys."""
+def test_sinks_of_a_window_have_their_own_queries(kernel, make_step, window):
+    """Also for queries that are rotated for them as for all keys."""
     sequences = [(12, 1), (0, 9), (93, 1), (0, 1), (50, 18), (0, 80)]
     step = make_step(sequences, 16, 2, 1).with_rotation()
     for each in (step, replace(step, sink_rotation=None)):
@@ -103,13 +103,13 @@ def test_sinks_of_a_window_meet_queries_of_their_own(kernel, make_step, window):
 
 
 @pytest.mark.parametrize("window", [sinks(4, 252), sinks(300, 30)], ids=str)
-def test_sinks_beside_several_splits(kernel, make_step, window):
+def test_sinks_with_several_splits(kernel, make_step, window):
     step = make_step([(700, 1), (300, 40)], 16, 2, 1).with_rotation()
     step.check(attend(step, window), window)
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_sinks_of_a_window_beside_other_options(kernel, make_step, options):
+def test_sinks_of_a_window_with_other_options(kernel, make_step, options):
     spec = AttentionSpec(0.3, **options)
     step = replace(make_step([(70, 9), (300, 1)]), spec=spec).with_rotation()
     step.check(attend(step, sinks(4, 20)), sinks(4, 20))
@@ -124,8 +124,8 @@ def test_sinks_in_few_bits(kernel, make_step, format):
 
 
 @pytest.mark.parametrize("firsts", [(3, 0, 260, 85), (30, 0, 0, 17)], ids=str)
-def test_keys_before_the_first_one_are_not_there(kernel, make_step, firsts):
-    """As where layers drop tokens: neither seen nor read."""
+def test_keys_before_the_first_one_are_ignored(kernel, make_step, firsts):
+    """Keys that layers dropped: neither seen nor read."""
     step = make_step([(50, 1), (0, 9), (300, 1), (90, 20)], 16, 2, 1)
     layout = replace(step.layout, first_keys=torch.tensor(firsts, dtype=torch.int32), firsts=firsts)
     expected = replace(step, layout=layout).run(make_backend("reference"))
@@ -146,7 +146,7 @@ def test_capped_scores_and_sinks(kernel, make_step, options):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (18, 1)])
-def test_groups_of_any_size_share_a_tile(kernel, make_step, heads, kv_heads):
+def test_groups_of_any_size_use_a_tile(kernel, make_step, heads, kv_heads):
     step = make_step([(12, 1), (33, 9)], 16, heads, kv_heads)
     step.check(attend(step))
 
@@ -159,7 +159,7 @@ def test_head_dims(kernel, make_step, dim):
 
 @pytest.mark.parametrize("window", [None, 17, sinks(4, 20)], ids=str)
 def test_heads_of_512(kernel, make_step, window):
-    """As Gemma 4 has, in tiles of their own; several of these, and several splits."""
+    """As in Gemma 4, with their own tiles: several of these, and several splits."""
     step = make_step([(140, 1), (3, 20)], 16, 2, 1, 512)
     step = step.with_rotation() if isinstance(window, tuple) else step
     step.check(attend(step, window), window, atol=2e-5)
@@ -187,7 +187,7 @@ def test_half_precision_is_off_by_rounding_alone(kernel, make_step, dtype):
 
 @formats
 def test_attends_over_rounded_keys_and_values(kernel, make_step, format):
-    """Of an odd number of KV heads too, whose scales lie two to a word."""
+    """Also of an odd number of KV heads, with two scales per word."""
     step = make_step([(20, 1), (30, 7)], 16, 3, 3, 32, kv_dtype=FORMATS[format])
     expected = step.run(make_backend("reference"))
     torch.testing.assert_close(attend(step), expected, rtol=1e-4, atol=4e-6)
@@ -195,7 +195,7 @@ def test_attends_over_rounded_keys_and_values(kernel, make_step, format):
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_small_values_in_fp16(make_step, format):
-    """A weight times a scale of 2e-6 would have five bits left in fp16."""
+    """A weight times a scale of 2e-6 would keep five bits in fp16."""
     value = 1e-4 * torch.randn(21, 2, 32, generator=torch.Generator().manual_seed(0))
     dtypes = {"dtype": torch.float16, "kv_dtype": FORMATS[format]}
     step = make_step([(20, 1)], dim=32, value=value.half(), **dtypes)
@@ -205,16 +205,16 @@ def test_small_values_in_fp16(make_step, format):
 
 @pytest.mark.parametrize("window", [None, 150])
 def test_long_contexts_are_split_and_merged(make_step, window):
-    """Into three splits, of a step whose other sequence has one."""
+    """In three splits, in a step whose other sequence has one."""
     step = make_step([(300, 1), (20, 3)], 16, 4, 1)
     step.check(attend(step, window), window)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("window", [None, sinks(9, 200)], ids=str)
-def test_a_sequence_does_not_notice_its_companions(make_step, monkeypatch, window):
-    """To the bit: however many programs share its splits, whether results are merged or not, and
-    however many launches a batch takes."""
+def test_results_do_not_depend_on_the_batch(make_step, monkeypatch, window):
+    """To the bit, for any number of programs per split, with and without merging, and for any
+    number of launches."""
     shape = {"heads": 2, "kv_heads": 1, "dtype": torch.bfloat16}
     for sequence in [(37, 1), (270, 1)]:
         alone = attend(make_step([sequence], **shape), window)
@@ -227,13 +227,13 @@ def test_a_sequence_does_not_notice_its_companions(make_step, monkeypatch, windo
 
 
 def test_block_size_does_not_matter(kernel, make_step):
-    sequences = [(50, 1), (100, 7)]  # of which one has several tiles that every row sees
+    sequences = [(50, 1), (100, 7)]  # one has several tiles that every row sees
     first, *others = (attend(make_step(sequences, size, 2, 1)) for size in (16, 1, 48))
     assert all(torch.equal(first, other) for other in others)
 
 
 def test_garbage_outside_the_window_is_never_read(kernel, make_step):
-    """Blocks that slid out of the window may belong to others by now, or be block 0."""
+    """Blocks outside the window may belong to other requests by now, or be block 0."""
     step = make_step([(116, 1), (106, 12)], 4)
     table = step.layout.block_table.clone()
     table[0, :28] = 0  # positions 0..111; the window begins at 112
@@ -253,7 +253,7 @@ def test_garbage_between_sinks_and_window_is_never_read(kernel, make_step):
 
 @pytest.mark.parametrize("cached", [0, 2, 33])
 @pytest.mark.parametrize("window", [sinks(1, 3), sinks(4, 2), sinks(9, 40)], ids=str)
-def test_a_node_sees_sinks_also_where_nodes_are_some(make_step, cached, window):
+def test_a_node_sees_sinks_even_if_nodes_are_sinks(make_step, cached, window):
     step = make_step([(12, 1), (cached, len(TREE)), (30, 3)])
     step = step.with_trees((), TREE, ()).with_rotation()
     step.check(attend(step, window), window)
@@ -261,14 +261,14 @@ def test_a_node_sees_sinks_also_where_nodes_are_some(make_step, cached, window):
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_a_node_sees_its_path(make_step, window):
-    """Among plain sequences, which see what they always see."""
+    """In a batch with plain sequences, which are not affected."""
     step = make_step([(12, 1), (33, len(TREE)), (30, 3), (0, 4)])
     step = step.with_trees((), TREE, (), TREE[:4])
     step.check(attend(step, window), window)
 
 
 @pytest.mark.full
-def test_the_largest_tree_over_a_border_of_splits(make_step):
+def test_the_largest_tree_across_splits(make_step):
     nodes = [1]
     for parent in range(62):
         nodes.append(nodes[parent // 2] | 1 << (parent + 1))
@@ -277,8 +277,8 @@ def test_the_largest_tree_over_a_border_of_splits(make_step):
 
 
 def test_a_captured_step_serves_any_lengths(make_step):
-    """The plan knows maxima alone. Rows of padding have no keys and store nothing; a row may have
-    fewer queries than were captured."""
+    """The plan only has maxima. Padding rows have no keys and store nothing; a row may have fewer
+    queries than were captured."""
     step = make_step([(40, 3), (150, 1), (0, 1)], 16, 2, 1)
     expected = attend(step)
     slots = step.layout.slot_mapping.clone()

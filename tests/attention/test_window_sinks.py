@@ -1,4 +1,4 @@
-"""Every backend over windows with sinks: what they see, and how queries turn for them."""
+"""Every backend with windows that have sinks: visible keys, and queries rotated for sinks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_with_capped_scores_and_learned_sinks(backend, make_step, options):
     step.check(step.run(backend, window), window)
 
 
-def test_queries_are_normalised_before_they_turn_for_sinks(backend, make_step):
+def test_queries_are_normalised_before_rotation_for_sinks(backend, make_step):
     plain, window = make_step(STEPS["mixed"]).with_rotation(), sinks(5, 9)
     dim = plain.q.shape[2]
     ones = HeadNorms(torch.ones(dim), torch.ones(dim), 1e-6)
@@ -73,8 +73,8 @@ def test_garbage_between_sinks_and_window_is_never_read(backend, make_step):
 
 @pytest.mark.parametrize("kv_format", KV_FORMATS)
 @pytest.mark.parametrize("window", [sinks(3, 20), sinks(18, 40)], ids=str)
-def test_chunks_are_one_prefill_to_the_bit(make_step, backend, window, kv_format):
-    """Also in company, where the work is divided otherwise. "reference" and "sdpa" sum in another
+def test_chunks_equal_one_prefill_to_the_bit(make_step, backend, window, kv_format):
+    """Also in a batch, where the work is divided otherwise. "reference" and "sdpa" sum in another
     order."""
     dtype, kv_dtype = torch.bfloat16, KV_FORMATS[kv_format]
     total = 70
@@ -109,7 +109,7 @@ def test_a_node_of_a_tree_sees_its_path(backend, make_step, cached, window):
 
 @pytest.mark.parametrize("backend", [n for n in NAMES if n == "cpu"], indirect=True)
 @pytest.mark.parametrize("window", [sinks(4, 33), sinks(33, 600)], ids=str)
-def test_a_sequence_does_not_notice_its_companions(backend, make_step, window):
+def test_results_do_not_depend_on_the_batch(backend, make_step, window):
     companions = [(0, 1), (900, 1), (14, 1), (0, 25), (1300, 1), (40, 7), (77, 1)]
     for cached, new in [(0, 1), (37, 1), (1150, 1), (511, 1), (20, 13), (1023, 33)]:
         step = make_step([(cached, new)], dtype=torch.bfloat16)

@@ -82,11 +82,11 @@ GEMMA4: dict[str, Any] = {
     "hidden_size_per_layer_input": 0,
     "vocab_size_per_layer_input": 96,
 }
-# Granite 4, whose layers may also be of another kind.
+# Granite 4, whose layers may also be Mamba layers.
 ATTENDING: dict[str, Any] = {
     "layer_types": ["attention"] * 3,
     "shared_intermediate_size": 40,
-    "mamba_n_heads": 4,  # is checked
+    "mamba_n_heads": 4,  # required by a check
 }
 
 MROPE = rope(rope_type="default", mrope_section=[2, 1, 1])
@@ -97,7 +97,7 @@ LONG_PHIMOE: dict[str, Any] = {
     "original_max_position_embeddings": 4,
     **rope(
         rope_type="longrope",
-        short_factor=[1.5, 2.0, 4.0, 8.0],  # which transformers 5.23 takes at any length
+        short_factor=[1.5, 2.0, 4.0, 8.0],  # used by transformers 5.23 at any length
         long_factor=[1.5, 2.0, 4.0, 8.0],
         short_mscale=1.2,
         long_mscale=1.2,
@@ -288,7 +288,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         },
     ),
-    "gemma4-token-inputs": (  # E2B: layers that share keys, and read a vector of their own
+    "gemma4-token-inputs": (  # E2B: layers share keys and have per-layer token inputs
         "Gemma4",
         {
             **GEMMA4,
@@ -683,8 +683,8 @@ KERNELS = ["reference", pytest.param("native", marks=needs_native)]
 def paged_model(
     kernels: str, folder: Path, dtype: torch.dtype = torch.float32, block_size: int = 16
 ) -> PagedModel:
-    """A model on the reference operations, or on the native ones with their own attention where
-    that takes the heads."""
+    """Return a model on the reference operations, or on the native ones with native attention if it
+    supports the heads."""
     if kernels == "reference":
         return PagedModel(folder, dtype=dtype, block_size=block_size)
     from kvik.attention.cpu import CpuAttention
@@ -728,8 +728,8 @@ def test_greedy_tokens_over_the_cache(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_sequences_of_one_step_do_not_touch(pair: Pair, kernels: str) -> None:
-    """Three sequences of different lengths share each step, one decoding while others prefill."""
+def test_sequences_of_one_step_are_independent(pair: Pair, kernels: str) -> None:
+    """Three sequences of different lengths share each step; one decodes while others prefill."""
     prompts = [tokens(length, seed) for seed, length in enumerate((5, 17, 30))]
     model = paged_model(kernels, pair.folder, block_size=4)
     seen: dict[int, list[torch.Tensor]] = {0: [], 1: [], 2: []}
@@ -769,17 +769,17 @@ def test_bf16_is_as_close_to_fp32_as_transformers_is(
     exact.to(torch.bfloat16).save_pretrained(tmp_path)
     ids = tokens(PROMPT)
     rounded = reference_logits(exact, ids)
-    expected = reference_logits(exact.float(), ids)  # the same rounded weights, exact arithmetic
+    expected = reference_logits(exact.float(), ids)  # the same rounded weights in exact arithmetic
     ours = paged_model(kernels, tmp_path, torch.bfloat16).logits(ids)
     assert ours.dtype == torch.float32
     distance = (ours - expected).norm() / expected.norm()
     assert distance < 1.2 * (rounded - expected).norm() / expected.norm()
-    # Queries and keys of a delta net are divided by their norms, which are small at random.
+    # Queries and keys of a delta net are divided by their norms, which are small in random models.
     assert distance < (0.06 if case == "qwen3.5" else 0.03)
 
 
 def test_dynamic_rope_beyond_its_original_context(tmp_path: Path) -> None:
-    """The base is that of a sequence of max_model_len, whatever is computed in one step."""
+    """The base is that of a sequence of max_model_len, for any length of a step."""
     reference = save_tiny(
         tmp_path,
         "Llama",

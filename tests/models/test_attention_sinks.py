@@ -1,5 +1,5 @@
-"""Attention sinks against the positions of the paper: keys are cached before they turn, and turn by
-their places within the cache (StreamingLLM, Xiao et al. 2023, section 3.2)."""
+"""Attention sinks with the paper's positions: keys are cached before rotation, and rotated by their
+places in the cache (StreamingLLM, Xiao et al. 2023, section 3.2)."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LENGTH = 5 * (SINKS + WINDOW)
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": HEADS,
-    "Qwen3": HEADS,  # heads are normalised
-    "SmolLM3": {**HEADS, "no_rope_layer_interval": 2},  # half of the layers do not turn
+    "Qwen3": HEADS,  # normalised heads
+    "SmolLM3": {**HEADS, "no_rope_layer_interval": 2},  # half of the layers do not rotate
     "yarn": {
         **HEADS,
         "rope_parameters": {
@@ -43,8 +43,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def in_cache_logits(model: Any, ids: list[int], sinks: int, window: int) -> Tensor:
-    """[tokens, vocab]: token by token, with the keys of each layer in a list that keeps the first
-    and the last ones."""
+    """Return [tokens, vocab], computed token by token with a list of keys per layer that keeps the
+    first and the last ones."""
     decoder, dim = model.model, model.config.head_dim
     cache: list[list[tuple[Tensor, Tensor]]] = [[] for _ in decoder.layers]
     rows = []
@@ -82,7 +82,7 @@ def in_cache_logits(model: Any, ids: list[int], sinks: int, window: int) -> Tens
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Path, list[int], Tensor]:
-    """A model, a text, and what the paper's cache makes of it."""
+    """Return a model, a text, and its logits with the paper's cache."""
     folder = tmp_path_factory.mktemp(request.param)
     family = "Llama" if request.param == "yarn" else request.param
     options = {"max_position_embeddings": 64, "num_hidden_layers": 4, **FAMILIES[request.param]}
@@ -118,14 +118,14 @@ def test_logits_are_those_of_positions_within_the_cache(case, name, chunk) -> No
 @INTERPRETED_ONLY
 @pytest.mark.skipif(not TRITON, reason=NO_TRITON)
 @pytest.mark.parametrize("chunk", [0, 1, 33])
-def test_logits_of_triton_are_too(case, chunk) -> None:
-    """Of the prefill kernel, of the split one, and of both."""
+def test_logits_of_triton_are_those_of_positions_within_the_cache(case, chunk) -> None:
+    """With the prefill kernel, the split kernel, and both."""
     folder, ids, expected = case
     found = streamed(folder, "triton", block_size=16).logits(ids, chunk)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_without_sinks_or_turning_again_logits_are_others(case) -> None:
+def test_without_sinks_or_rotation_logits_differ(case) -> None:
     folder, ids, expected = case
     plain = EngineConfig(window=WINDOW)
     spec = as_streamed(plain, model_files(folder).spec(), Notes())
@@ -140,7 +140,7 @@ def test_without_sinks_or_turning_again_logits_are_others(case) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_positions_may_be_large(case, name, monkeypatch) -> None:
-    """Nothing but differences of positions counts, a million from the start as exactly."""
+    """Only differences of positions matter, equally exactly a million tokens from the start."""
     folder, ids, expected = case
     shift, most, at = (1 << 20) - LENGTH, SINKS + WINDOW, Rope.at
     monkeypatch.setattr(Rope, "at", lambda rope, p: at(rope, p + shift))
@@ -149,7 +149,7 @@ def test_positions_may_be_large(case, name, monkeypatch) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_all_layers_of_a_step_turn_queries_by_the_same_numbers(case, monkeypatch) -> None:
+def test_all_layers_of_a_step_share_rotations_of_queries(case, monkeypatch) -> None:
     folder, ids, _ = case
     asked: list[int] = []
 

@@ -1,4 +1,4 @@
-"""The whole engine beside transformers on the bundled models: batched, cached, scheduled."""
+"""The whole engine compared with transformers on the bundled models: batched, cached, scheduled."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_greedy_tokens_and_log_probabilities_are_equal(
         torch.testing.assert_close(found, logprobs, atol=1e-4, rtol=0)
 
 
-# One of each wiring, with heads that the native attention takes.
+# One model per wiring, with heads that the native attention supports.
 WIRINGS: dict[str, dict[str, Any]] = {
     "Phi3": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
     "Glm4": {"head_dim": 16, "rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
@@ -129,14 +129,14 @@ WIRINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("family", WIRINGS)
 def test_every_wiring_runs_in_the_engine(family: str, tmp_path: Path) -> None:
-    """With requests of several lengths in a batch, cached, and rounded to eight bits too."""
+    """With a batch of different lengths, with prefix hits, and quantised to eight bits."""
     reference = save_tiny(tmp_path, family, hidden_size=64, **WIRINGS[family])
     prompts = [tokens(length, seed) for seed, length in enumerate((3, 40, 17))]
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     expected = [reference_greedy(reference, prompt, 12) for prompt in prompts]
     common: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 2, "num_blocks": 64}
     with LLM(str(tmp_path), **common) as llm:
-        for _ in range(2):  # the second time from the prefix cache
+        for _ in range(2):  # the second time with prefix hits
             outputs = llm.generate(prompts, params)
             assert [output.outputs[0].token_ids for output in outputs] == expected
     logprobs = []

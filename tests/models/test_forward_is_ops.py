@@ -1,4 +1,4 @@
-"""A forward is made of rows of `Ops`, attention and views: whoever replaces those has it all."""
+"""A forward consists of `Ops`, attention and views, so that these can be replaced."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ FAMILIES = {
 
 
 class Foreign(TorchDispatchMode):
-    """Notes what torch computes outside of the rows and attention; views compute nothing."""
+    """Records what torch computes outside of operations and attention; views compute nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class Foreign(TorchDispatchMode):
 
 
 class Watched:
-    """A model whose forward and logits are run under a `Foreign`."""
+    """A model whose forward and logits run under a `Foreign`."""
 
     def __init__(self, model: Model, foreign: Foreign) -> None:
         self.model = model
@@ -151,7 +151,7 @@ class Watched:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_no_arithmetic_of_its_own(family: str, dtype: torch.dtype) -> None:
+def test_forwards_only_compute_in_operations(family: str, dtype: torch.dtype) -> None:
     config = tiny_model(family, **FAMILIES[family]).config.to_dict()
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"
     spec = ModelSpec.from_config(config | {"architectures": [family + head]})
@@ -167,7 +167,7 @@ def test_no_arithmetic_of_its_own(family: str, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
-def test_the_watch_sees_arithmetic() -> None:
+def test_other_arithmetic_is_detected() -> None:
     foreign = Foreign()
     with foreign:
         x = torch.ones(2, 6)

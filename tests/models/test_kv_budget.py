@@ -1,8 +1,8 @@
-"""Layers that keep some tokens of a request, beside a cache of lists that does by its definition.
+"""Layers with KV budgets, compared with a cache of lists that follows the definition.
 
-Token by token, keys and values of each layer in a list. After the prompt, and each 256 tokens
-later, the list is cut to the first 4, the last 32, and those of the others at which the last 32
-queries look most.
+Token by token, with keys and values of each layer in a list. After the prompt and every 256 tokens,
+the list is cut to the first 4, the last 32, and those of the others with the most attention of the
+last 32 queries.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from kvik.model_files import model_files
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 LENGTH = 512
 BUDGETS = (48, 80, 48, 64)
-OUTPUT = 300  # so that tokens are dropped twice
-PROMPTS = (170, 70, 40)  # more than all budgets, than some, and than none
+OUTPUT = 300  # tokens are dropped twice
+PROMPTS = (170, 70, 40)  # longer than all budgets, than some, and than none
 WAYS = ("reference", "sdpa", *(("cpu",) if NATIVE else ()))
 
 
@@ -37,7 +37,8 @@ def save_file(folder: Path, file: Path, budgets: tuple[int, ...]) -> str:
 
 
 def chosen(queries: list[Tensor], keys: list[Tensor], budget: int, scale: float) -> list[int]:
-    """Which places stay. queries: [heads, dim] each, of the last keys; keys: [kv_heads, dim]."""
+    """Return which places stay, from queries [heads, dim] of the last keys and keys [kv_heads,
+    dim]."""
     count, first, last = len(keys), 4, 32
     total = [0.0] * count
     for i, q in enumerate(queries):
@@ -55,7 +56,7 @@ def chosen(queries: list[Tensor], keys: list[Tensor], budget: int, scale: float)
 
 
 def listed_logits(model: Any, ids: list[int], prompt: int, budgets: tuple[int, ...]) -> Tensor:
-    """[tokens, vocab] in fp64: what the model says after each token."""
+    """Return the logits after each token, [tokens, vocab] in fp64."""
     decoder, dim = model.model, model.config.head_dim
     caches: list[list[tuple[Tensor, Tensor]]] = [[] for _ in decoder.layers]
     recent: list[list[Tensor]] = [[] for _ in decoder.layers]
@@ -99,7 +100,7 @@ def model(tmp_path_factory: Any) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def listed() -> dict[tuple[int, ...], Tensor]:
-    """By text, what lists say: each way should write the same."""
+    """Return logits of lists by text, since each way should generate the same text."""
     return {}
 
 
@@ -115,7 +116,7 @@ def test_logits_are_those_of_lists(model, listed, tmp_path, way):
         assert llm.resolved.runner.attention_backend == way
         assert (
             len(llm.resolved.cache.groups) == len(set(BUDGETS)) + 1
-        )  # one for each layer, as two are alike
+        )  # one per layer, as two are alike
         outputs = llm.generate(prompts, params)
     for ids, output in zip(prompts, outputs, strict=True):
         completion = output.outputs[0]
@@ -129,5 +130,5 @@ def test_logits_are_those_of_lists(model, listed, tmp_path, way):
         for place, found in enumerate(completion.logprobs, len(ids) - 1):
             for token, told in ((found.token_id, found.logprob), *found.top):
                 assert told == pytest.approx(float(right[place, token]), abs=1e-4), place
-        assert (right - all_keys)[-1].abs().max() > 1e-2  # what was dropped is missed
-        assert (right - all_keys)[: len(ids)].abs().max() < 1e-3  # and a prompt is read whole
+        assert (right - all_keys)[-1].abs().max() > 1e-2  # dropped tokens matter
+        assert (right - all_keys)[: len(ids)].abs().max() < 1e-3  # a prompt is computed whole

@@ -1,4 +1,4 @@
-"""Contexts of 128k by each way to stretch positions: far from the start as exactly as near it."""
+"""Contexts of 128k with each method to stretch positions, equally exact at any position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32_768},
     "longrope": {
         "rope_type": "longrope",
-        "short_factor": FACTORS,  # which transformers takes for a short text
+        "short_factor": FACTORS,  # used by transformers for a short text
         "long_factor": FACTORS,
         "factor": 32.0,
         "original_max_position_embeddings": 4096,
@@ -37,7 +37,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=SCALINGS)
 def case(request: Any, tmp_path_factory: Any) -> tuple[Path, list[int], torch.Tensor]:
-    """A model, a text, and its logits by transformers."""
+    """Return a model, a text, and its logits by transformers."""
     folder = tmp_path_factory.mktemp(request.param)
     rope = {"rope_theta": 10_000.0, **SCALINGS[request.param]}
     options = {"max_position_embeddings": POSITIONS, "head_dim": 16, "rope_parameters": rope}
@@ -48,9 +48,9 @@ def case(request: Any, tmp_path_factory: Any) -> tuple[Path, list[int], torch.Te
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("end", [LENGTH, 100_000, POSITIONS, 1 << 20])
-def test_logits_are_those_of_transformers_wherever_a_text_stands(case, name, end, monkeypatch):
-    """Only differences of positions count, so a text that ends at the last one has the logits of
-    one that begins at 0, where the fp32 angles of transformers have all digits."""
+def test_logits_are_those_of_transformers_at_any_position(case, name, end, monkeypatch):
+    """Only differences of positions matter, so a text that ends at the last position has the logits
+    of one that begins at 0, where transformers' fp32 angles are exact."""
     folder, ids, expected = case
     at = Rope.at
     monkeypatch.setattr(Rope, "at", lambda rope, p: at(rope, p + end - LENGTH))

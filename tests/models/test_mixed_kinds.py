@@ -1,4 +1,4 @@
-"""Models whose layers are of any kinds together: what a layer sees, stores, shares and keeps."""
+"""Models with any mixture of layers: windows, caches, shared keys and states."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def base(architecture: str, **changes: Any) -> ModelSpec:
 
 @st.composite
 def attending(draw: st.DrawFn) -> ModelSpec:
-    """Layers with heads of any size, some of which read the keys of others."""
+    """Draw layers with heads of any size, some of which read the keys of others."""
     layers: list[LayerSpec] = []
     for _ in range(draw(st.integers(1, 5))):
         layer = LayerSpec(
@@ -69,7 +69,7 @@ def attending(draw: st.DrawFn) -> ModelSpec:
 
 @st.composite
 def with_states(draw: st.DrawFn) -> ModelSpec:
-    """Layers that attend and layers that keep a state, in any order."""
+    """Draw layers that attend and layers with a state, in any order."""
     layers = [LayerSpec(draw(SEEN), draw(ROPES))]
     for _ in range(draw(st.integers(1, 4))):
         keeps = LayerSpec(state=StateSpec(HIDDEN, draw(st.integers(2, 4))))
@@ -92,7 +92,7 @@ def native() -> tuple[Ops, AttentionBackend]:
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("native", marks=needs_native)])
 @settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(spec=st.one_of(attending(), with_states()), chunk=st.integers(1, 20))
-def test_logits_do_not_depend_on_chunks_or_companions(
+def test_logits_do_not_depend_on_chunks_or_the_batch(
     kernels: str, spec: ModelSpec, chunk: int
 ) -> None:
     options: dict[str, Any] = {}
@@ -102,7 +102,7 @@ def test_logits_do_not_depend_on_chunks_or_companions(
     ids = tokens(50, vocab=spec.vocab_size)
     whole = model.logits(ids)
     torch.testing.assert_close(model.logits(ids, chunk, 1), whole, atol=1e-4, rtol=0)
-    # Two sequences in each step, one token by token behind a longer chunk.
+    # Two sequences in each step, one of them token by token with a longer chunk of the other.
     found = [model.step({2: ids[:40], 3: ids[:1]})[2]]
     found += [model.step({2: ids[i : i + 1], 3: ids[i - 39 : i - 38]})[2] for i in range(40, 50)]
     torch.testing.assert_close(torch.cat(found), whole, atol=1e-4, rtol=0)
@@ -113,7 +113,7 @@ def test_logits_do_not_depend_on_chunks_or_companions(
 
 @settings(max_examples=examples(300), deadline=None)
 @given(st.one_of(attending(), with_states()))
-def test_every_layer_that_stores_has_its_bytes_in_one_group(spec: ModelSpec) -> None:
+def test_every_layer_with_a_cache_has_its_bytes_in_one_group(spec: ModelSpec) -> None:
     model_specs = spec.kv_specs(2)
     groups = group_layers(model_specs)
     grouped = [layer for group in groups for layer in group.layers]

@@ -1,4 +1,4 @@
-"""Which architectures exist, and the shapes their checkpoints come in."""
+"""Known architectures, and the variants of their checkpoints."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_masks_in_old_gpt2_checkpoints_are_ignored(tmp_path: Path) -> None:
     ],
 )
 def test_the_text_model_of_one_that_reads_images(family: str, prefix: str, tmp_path: Path) -> None:
-    """What encodes images is left alone, and layers that draft are."""
+    """The image encoder is not loaded, nor are draft layers."""
     reference, ids = save_tiny_with_images(tmp_path, prefix, family), tokens(30)
     expected = reference_logits(reference, ids)
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
@@ -67,7 +67,7 @@ def test_the_text_model_of_one_that_reads_images(family: str, prefix: str, tmp_p
         ("Ernie4_5_Moe", "Ernie4_5_MoeForCausalLM", "model.mtp_block.0"),
     ],
 )
-def test_layers_that_predict_further_tokens_are_left_alone(
+def test_layers_that_predict_further_tokens_are_ignored(
     family: str,
     architecture: str,
     scope: str,

@@ -1,4 +1,4 @@
-"""What models declare: names, shapes, and the axis that ranks divide."""
+"""Declarations of models: names, shapes, and the axis that ranks divide."""
 
 from __future__ import annotations
 

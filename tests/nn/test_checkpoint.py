@@ -1,4 +1,4 @@
-"""Finding the weights of a folder and reading them a run at a time."""
+"""Find the weights of a folder and read them in runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvik.nn.checkpoint import (
 
 
 def save_sharded(folder: Path, shards: dict[str, dict[str, Tensor]]) -> dict[str, str]:
-    """Write shards; returns their weight map, which is written to the index too."""
+    """Write shards and their index; return their weight map."""
     owners = {}
     for file, tensors in shards.items():
         save_file(tensors, folder / file)
@@ -42,7 +42,7 @@ def write_index(folder: Path, values: object) -> None:
 
 
 def whole(found: Checkpoint) -> dict[str, Tensor]:
-    """All tensors."""
+    """Return all tensors."""
     runs = found.runs(dict.fromkeys(found.entries, WHOLE))
     return {run.name: run.values.clone() for run in runs}
 
@@ -99,7 +99,7 @@ def test_mixed_gate_and_up_stay_one_tensor(tmp_path: Path) -> None:
 
 
 def test_data_at_an_odd_byte(tmp_path: Path) -> None:
-    """Nothing in the format aligns the data."""
+    """The format does not align data."""
     header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
     for padding in range(4):
         text = header + b" " * padding
@@ -115,7 +115,7 @@ def test_shards_with_an_index(tmp_path: Path) -> None:
 
 
 def test_a_shard_behind_a_link(tmp_path: Path) -> None:
-    """The cache of the hub is made of links."""
+    """The hub's cache consists of links."""
     (tmp_path / "blobs").mkdir()
     save_file({"a": torch.ones(2)}, tmp_path / "blobs" / "0f")
     (tmp_path / "model").mkdir()
@@ -183,7 +183,7 @@ def test_a_tensor_in_two_shards(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_large_tensors_come_in_runs_of_rows(
+def test_large_tensors_are_read_in_runs_of_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "RUN_BYTES", 70 * 3 * 4)
@@ -206,7 +206,7 @@ def test_large_tensors_come_in_runs_of_rows(
 
 
 def test_parts_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of rows, which come in runs or at once, and of columns."""
+    """Of rows, in runs or at once, and of columns."""
     monkeypatch.setattr(checkpoint, "RUN_BYTES", 40 * 6 * 4)
     tensors = {name: torch.randn(150, 6) for name in ("in runs", "at once", "columns", "none")}
     save_file({**tensors, "other": torch.randn(9, 6)}, tmp_path / SINGLE)
@@ -237,8 +237,8 @@ def test_parts_of_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_parts_of_experts_in_one_tensor(
     most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where these have inputs first, and their rows are columns of the file; a large one is
-    read in parts."""
+    """Also if inputs come first, so that rows are columns of the file; a large tensor is read in
+    parts."""
     monkeypatch.setattr(checkpoint, "TURNED_BYTES", most)
     scope = "model.layers.0.feed_forward.experts"
     gate_up, down = torch.randn(3, 5, 160), torch.randn(3, 80, 5)
@@ -261,7 +261,7 @@ def test_parts_of_experts_in_one_tensor(
             assert rows == [row for begin, end in every for row in range(begin, end)]
 
 
-def test_rows_that_are_longer_than_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_longer_than_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "RUN_BYTES", 8)
     save_file({"a": torch.arange(12.0).view(4, 3)}, tmp_path / SINGLE)
     runs = [(r.first, r.values.tolist()) for r in open_checkpoint(tmp_path).runs({"a": IN_RUNS})]
@@ -302,7 +302,7 @@ def test_reading_needs_memory_for_two_runs(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_tensors_of_a_layer_are_read_together(tmp_path: Path) -> None:
-    """Small tensors first, though the file is sorted by type."""
+    """Small tensors first, although the file is sorted by type."""
     tensors = {}
     for layer in ("b", "a"):
         tensors[f"{layer}.qweight"] = torch.zeros(64, 8, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The weight-format seam: dense weights, and a second format that models know nothing of."""
+"""The interface of weight formats: dense weights, and a second format unknown to models."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_dense_tensors_have_the_checkpoints_shape() -> None:
 
 
 def test_dense_transposed() -> None:
-    """There are no rows that could come in runs."""
+    """There are no rows to read in runs."""
     shape = LinearShape(inputs=3, outputs=6, transposed=True)
     stored = Dense(shape).tensors(torch.float32)["weight"]
     assert stored == StoredTensor((3, 6), torch.float32, Along(1), in_runs=False)
@@ -41,7 +41,7 @@ def test_dense_transposed() -> None:
 
 
 class RowScaled:
-    """Bytes and a scale for each output row."""
+    """Bytes and a scale per output row."""
 
     unread = ("note",)
 
@@ -63,7 +63,7 @@ class RowScaled:
 
 
 def test_a_new_format_is_one_registry_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some layers are stored as bytes, the others stay dense; the model file is the same."""
+    """Some layers are stored as bytes, the others stay dense, with the same model file."""
     save_tiny(tmp_path, "Llama", attention_bias=True)
     config = compressed_config("int-quantized", num_bits=8, strategy="channel", group_size=None)
     config["config_groups"]["group_0"]["targets"] = [r"re:.*layers\.1\..*_proj"]

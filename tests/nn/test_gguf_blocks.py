@@ -1,4 +1,4 @@
-"""Blocks of GGUF files, to the last bit, against the public package."""
+"""Blocks of GGUF files decode to the bits of the public package."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDTH = 768  # three of the largest blocks
 
 
 def random_rows(type: str, rows: int = 9) -> Tensor:
-    """Any bytes are blocks of some weights, scales that are no numbers among them."""
+    """Return random bytes, which are valid blocks, also with infinite scales."""
     draw = np.random.default_rng(BLOCK_TYPES[type].code)
     return torch.from_numpy(
         draw.integers(0, 256, (rows, BLOCK_TYPES[type].row_bytes(WIDTH)), dtype=np.uint8)
@@ -49,7 +49,7 @@ def test_the_same_bits(type: str) -> None:
 
 @pytest.mark.parametrize("type", BLOCK_TYPES)
 def test_rows_are_independent(type: str) -> None:
-    """Runs of rows, and views of a buffer, as files are read."""
+    """In runs of rows and views of a buffer, as files are read."""
     rows = random_rows(type)
     whole = dequantize(type, rows).nan_to_num(7.0)
     wide = torch.cat((rows, rows), dim=1)[:, : rows.shape[1]]
@@ -57,7 +57,7 @@ def test_rows_are_independent(type: str) -> None:
     assert torch.equal(dequantize(type, wide[2:5]).nan_to_num(7.0), whole[2:5])
 
 
-# What codes can be, and how many weights share a scale.
+# The range of codes, and the number of weights that share a scale.
 CODES = {
     "Q8_0": (-128, 127, 32),
     "Q4_0": (-8, 7, 32),
@@ -74,7 +74,7 @@ CODES = {
 
 
 @pytest.mark.parametrize("type", CODES)
-def test_taken_apart(type: str) -> None:
+def test_blocks_are_unpacked(type: str) -> None:
     low, high, group = CODES[type]
     rows = random_rows(type)
     parts = take_apart(type, rows)
@@ -91,7 +91,7 @@ def test_taken_apart(type: str) -> None:
 
 @pytest.mark.parametrize("shape", [(24, 5), (24,)])
 def test_rows_of_rotary_positions(shape: tuple[int, ...]) -> None:
-    """Pairs that are neighbours in a file are half a head apart in a checkpoint."""
+    """Adjacent pairs in a file are half a head apart in a checkpoint."""
     head = 8
     checkpoint = torch.arange(24 * 5).view(24, 5)[:, : 5 if len(shape) == 2 else 1].reshape(shape)
     file = torch.empty_like(checkpoint)
@@ -104,7 +104,7 @@ def test_rows_of_rotary_positions(shape: tuple[int, ...]) -> None:
     assert torch.equal(unpermute_rotary(file[8:], head), checkpoint[8:])  # whole heads in runs
 
 
-def test_rows_of_blocks_are_put_in_order_too() -> None:
+def test_rows_of_blocks_are_reordered_too() -> None:
     rows = random_rows("Q4_0", rows=40)
     ordered = dequantize("Q4_0", unpermute_rotary(rows, 20))
     expected = unpermute_rotary(dequantize("Q4_0", rows), 20)

@@ -1,4 +1,4 @@
-"""Models out of GGUF files, against those out of the checkpoints that they were made from."""
+"""Models from GGUF files, compared with the checkpoints they were made from."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ EXPERTS = {
     },
 }
 MORE |= EXPERTS
-# Of which files have words for no other chunks and pattern of positions.
+# GGUF metadata cannot express other chunks and patterns of positions.
 MORE["Llama4"] = {
     **HEAD,
     "num_hidden_layers": 4,
@@ -143,7 +143,7 @@ GEMMA4 = {
     },
 }
 MORE |= GEMMA4
-# Families whose layers keep states, attend over latent vectors, or are stored apart in files.
+# Families whose layers have states or latent attention, or are stored differently in files.
 STATES = {
     "num_hidden_layers": 4,
     "linear_num_key_heads": 2,
@@ -208,7 +208,7 @@ CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
 
 
 def type_of(name: str, type: str, family: str) -> str:
-    """The type of a matrix in a file, by its name in a checkpoint."""
+    """Return the type of a matrix in a file, by its name in a checkpoint."""
     exact = (".gate.weight", "router.weight", "router.layer.weight", "wpe.weight", "norm.weight")
     exact += ("router.proj.weight", "shared_expert_gate.weight", *CONVOLUTIONS)
     if name.endswith(exact):
@@ -232,8 +232,8 @@ def export(folder: Path, type: str) -> Path:
 def test_the_same_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, type: str
 ) -> None:
-    """Rows of queries and keys in the order of checkpoints, also those of blocks."""
-    monkeypatch.setattr(module, "RUN_BYTES", 1 << 12)  # matrices come in runs
+    """Rows of queries and keys are in the checkpoint's order, also in blocks."""
+    monkeypatch.setattr(module, "RUN_BYTES", 1 << 12)  # matrices are read in runs
     save_tiny(tmp_path, family, **FAMILIES[family])
     weights = load_file(tmp_path / "model.safetensors")
     weights = {n: t for n, t in weights.items() if n in open_checkpoint(tmp_path).entries}
@@ -271,7 +271,7 @@ def test_the_same_tensors(
 
 
 def multiplied_out(folder: Path, type: str, family: str) -> Path:
-    """The checkpoint whose numbers are those of the file that `export` makes."""
+    """Return the dequantised checkpoint of the file that `export` makes."""
     spec, twin = read_model_spec(folder), folder / "twin"
     twin.mkdir(exist_ok=True)
     (twin / "config.json").write_text((folder / "config.json").read_text())
@@ -279,7 +279,7 @@ def multiplied_out(folder: Path, type: str, family: str) -> Path:
     for name, tensor in load_file(folder / "model.safetensors").items():
         own = type_of(name, type, family)
         round = partial(rounded, own)
-        if "kv_b_proj" in name:  # in files the keys of a head are transposed
+        if "kv_b_proj" in name:  # in files, the keys of a head are transposed
             heads = tensor.view(4, -1, 64)
             tensors[name] = torch.cat((round(heads[:, :32].mT).mT, round(heads[:, 32:])), 1)
             tensors[name] = tensors[name].flatten(0, 1)
@@ -297,7 +297,7 @@ def multiplied_out(folder: Path, type: str, family: str) -> Path:
 
 
 def rounded(type: str, matrices: torch.Tensor) -> torch.Tensor:
-    """[..., rows, inputs] as blocks of a type have them."""
+    """Round [..., rows, inputs] to the blocks of a type."""
     rows = matrices.flatten(0, -2).contiguous()
     return dequantize(type, quantize(type, rows)).view(matrices.shape)
 
@@ -319,7 +319,7 @@ def test_the_same_model(tmp_path: Path, family: str, type: str) -> None:
 
 @pytest.mark.parametrize("family", EXPERTS)
 def test_experts_are_parts_of_one_tensor(tmp_path: Path, family: str) -> None:
-    """Each is the bytes of its own weights, in the order of their numbers."""
+    """Each has the bytes of its own weights, in the order of their numbers."""
     save_tiny(tmp_path, family, **EXPERTS[family])
     weights = load_file(tmp_path / "model.safetensors")
     wanted = [name for name in weights if ".experts." in name]
@@ -363,7 +363,7 @@ def test_gate_and_up_of_experts_in_one_tensor(tmp_path: Path) -> None:
 
 
 Parts = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
-# What files have of a tensor, by the name of the layer as which it is read.
+# The tensors of a file, by the name of the layer that they become.
 PARTS: dict[str, tuple[str, Parts]] = {
     "DeepseekV3": (
         "model.layers.1.self_attn.kv_b_proj.weight",
@@ -413,7 +413,7 @@ PARTS: dict[str, tuple[str, Parts]] = {
 @pytest.mark.parametrize("family", PARTS)
 @pytest.mark.parametrize("type", ["F32", "Q4_0"])
 def test_parts_of_layers(tmp_path: Path, family: str, type: str) -> None:
-    """They are the bytes of their own weights."""
+    """They have the bytes of their own weights."""
     save_tiny(tmp_path, family, **APART[family])
     name, parts = PARTS[family]
     whole = load_file(tmp_path / "model.safetensors")[name]
@@ -427,11 +427,11 @@ def test_parts_of_layers(tmp_path: Path, family: str, type: str) -> None:
         assert torch.equal(run.values.view(torch.uint8).view(expected.shape), expected)
 
 
-def test_value_heads_come_back_to_their_key_heads(
+def test_value_heads_are_reordered_by_key_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files have the first of each key head, then the second. In runs, too, of no more rows than
-    others have."""
+    """Files have the first value head of each key head, then the second. Also in runs of no more
+    rows than for other layers."""
     save_tiny(tmp_path, "Qwen3_5", **APART["Qwen3_5"])
     weights, path = load_file(tmp_path / "model.safetensors"), export(tmp_path, "F32")
     scope = "model.layers.1.linear_attn."
@@ -460,7 +460,7 @@ def test_value_heads_come_back_to_their_key_heads(
 
 @pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3Next"])
 def test_parts_of_two_types(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inputs of delta nets and their gates stay blocks, as the plan has them."""
+    """Inputs of delta nets and their gates stay blocks, as planned."""
     save_tiny(tmp_path, family, **APART[family])
     usual = gguf_export.block_type
     monkeypatch.setattr(
@@ -480,7 +480,7 @@ def test_parts_of_two_types(family: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_old_files_of_qwen3_next(tmp_path: Path) -> None:
-    """They have the inputs of delta nets as checkpoints do."""
+    """Inputs of delta nets are stored as in checkpoints."""
     save_tiny(tmp_path, "Qwen3Next", **APART["Qwen3Next"])
     spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
     tensors, weights = [], load_file(tmp_path / "model.safetensors")
@@ -514,7 +514,7 @@ def test_states_that_would_grow(tmp_path: Path) -> None:
 
 
 def test_blocks_of_gpt_oss_keep_their_bits(tmp_path: Path) -> None:
-    """Experts in four bits are exported as they are, whatever the type of the rest."""
+    """Experts in four bits are exported unchanged, for any type of the rest."""
     save_tiny(tmp_path, "GptOss", **APART["GptOss"])
     weights = load_file(tmp_path / "model.safetensors")
     draw = torch.Generator().manual_seed(0)
@@ -540,7 +540,7 @@ def test_blocks_of_gpt_oss_keep_their_bits(tmp_path: Path) -> None:
     ("family", "prefix"),
     [*(("Ministral3", prefix) for prefix in IMAGE_PREFIXES), ("Qwen3_5", IMAGE_PREFIXES[0])],
 )
-def test_text_models_of_those_that_read_images(tmp_path: Path, family: str, prefix: str) -> None:
+def test_text_models_of_models_with_images(tmp_path: Path, family: str, prefix: str) -> None:
     save_tiny_with_images(tmp_path, prefix, family)
     path = tmp_path / "m.gguf"
     plan_export(tmp_path, "F32").write(path, lambda count: None)
@@ -548,12 +548,12 @@ def test_text_models_of_those_that_read_images(tmp_path: Path, family: str, pref
     torch.testing.assert_close(PagedModel(path).step({0: tokens(20)})[0], expected)
 
 
-# Of a log probability, on average; the native kernels round activations. Measured: 0 and 0.027.
+# Mean error of a log probability; the native kernels round activations. Measured: 0 and 0.027.
 @pytest.mark.parametrize(
     ("kernels", "off"), [("torch", 1e-5), pytest.param("native", 0.05, marks=needs_native)]
 )
 def test_experts_in_the_engine(kernels: str, off: float, tmp_path: Path) -> None:
-    # A token has all experts, else another rounding would choose others.
+    # A token has all experts, because rounding would change their choice.
     every = {"num_experts_per_tok": 12, "topk_group": 4}
     save_tiny(tmp_path, "Glm4Moe", **{**EXPERTS["Glm4Moe"], **every})
     twin, path = multiplied_out(tmp_path, "Q4_0", "Glm4Moe"), export(tmp_path, "Q4_0")
@@ -595,7 +595,7 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None
     assert torch.equal(PagedModel(path).step({0: tokens(9)})[0], expected)
 
 
-def test_names_without_a_place_are_left_for_the_loader(tmp_path: Path) -> None:
+def test_unknown_names_are_left_for_the_loader(tmp_path: Path) -> None:
     tensors = {
         "blk.0.attn_qkv.weight": np.zeros((4, 4), np.float32),
         "rope_freqs.weight": np.frombuffer(struct.pack("<4f", 1, 1, 1, 1), np.float32),
@@ -611,7 +611,7 @@ def test_half_a_head(tmp_path: Path) -> None:
         open_gguf(path)
 
 
-def test_a_file_that_became_shorter(tmp_path: Path) -> None:
+def test_a_file_that_was_truncated(tmp_path: Path) -> None:
     path = llama_file(tmp_path / "m.gguf")
     checkpoint = open_gguf(path)
     with path.open("r+b") as file:

@@ -1,4 +1,4 @@
-"""Checkpoints as GGUF files, read by the public package."""
+"""Checkpoints exported as GGUF files, read by the public package."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ FAMILIES = {
 
 
 def export(folder: Path, type: str) -> dict[str, tuple[str, np.ndarray]]:
-    """-> the type and the values of each tensor in the file."""
+    """Return the type and the values of each tensor in the file."""
     path = folder / "m.gguf"
     write_gguf(path, {}, gguf_tensors(open_checkpoint(folder), read_model_spec(folder), type))
     return {
@@ -45,7 +45,7 @@ def export(folder: Path, type: str) -> dict[str, tuple[str, np.ndarray]]:
 
 
 def as_in_a_llama_file(weights: Tensor, heads: int) -> Tensor:
-    """Rows of queries or keys: those that are rotated together next to each other."""
+    """Return rows of queries or keys with rotated pairs next to each other."""
     size = len(weights) // heads
     order = [
         head * size + half * (size // 2) + pair
@@ -61,7 +61,7 @@ def as_in_a_llama_file(weights: Tensor, heads: int) -> Tensor:
 def test_every_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, type: str
 ) -> None:
-    monkeypatch.setattr(reading, "RUN_BYTES", 1 << 10)  # matrices come in runs
+    monkeypatch.setattr(reading, "RUN_BYTES", 1 << 10)  # matrices are written in runs
     save_tiny(tmp_path, family, **FAMILIES[family])
     found = export(tmp_path, type)
     weights = load_file(tmp_path / "model.safetensors")
@@ -73,10 +73,10 @@ def test_every_tensor(
         value = weight
         if family == "Llama" and ("q_proj" in name or "k_proj" in name):
             value = as_in_a_llama_file(weight, 4 if "q_proj" in name else 2)
-        if "query_key_value" in name:  # of each of four heads in turn -> all q, all k, all v
+        if "query_key_value" in name:  # each of four heads in turn -> all q, all k, all v
             value = weight.view(4, 3, 16, *weight.shape[1:]).transpose(0, 1).reshape(weight.shape)
         if family == "Gemma" and value.dim() == 1:
-            value = value + 1.0  # the file has gains as they are multiplied
+            value = value + 1.0  # the file has the gains that are multiplied
         kind, values = found[gguf_name(name, own)]
         outer = "embed" in name or "lm_head" in name
         expected = "F32" if value.dim() == 1 else "Q8_0" if outer and type == "Q4_0" else type
@@ -88,7 +88,7 @@ def test_every_tensor(
         assert (stored - value).norm() <= close * value.norm()
 
 
-# Of a model of eight layers: the first, the last and two of those between have finer types.
+# In a model of eight layers, the first, the last and two others have finer types.
 K_MIXES = {
     "Q4_K_M": ("Q4_K", ["Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q4_K", "Q4_K", "Q6_K", "Q6_K"]),
     "Q5_K_M": ("Q5_K", ["Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q5_K", "Q5_K", "Q6_K", "Q6_K"]),
@@ -119,7 +119,7 @@ def test_mixes_of_k_quants(tmp_path: Path, type: str) -> None:
         assert np.linalg.norm(values - value) <= close[kind] * np.linalg.norm(value)
 
 
-def test_rows_of_no_whole_blocks_are_bf16(tmp_path: Path) -> None:
+def test_rows_without_whole_blocks_are_bf16(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Llama", hidden_size=48, head_dim=12, intermediate_size=64)
     found = export(tmp_path, "Q4_0")
     assert found["blk.0.ffn_up.weight"][0] == "BF16"

@@ -1,4 +1,4 @@
-"""Exported models in llama.cpp, which says the same of each token."""
+"""Exported models have the same logits in llama.cpp."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.gguf_export import gguf_tensors
 
-# Sizes that llama.cpp can do: keys and values of delta nets alike, queries with a rank.
+# Sizes that llama.cpp supports: keys and values of delta nets alike, queries with a rank.
 WIDE = {"hidden_size": 64, "intermediate_size": 96}
 HEAD = {**WIDE, "head_dim": 16}
 SOME = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -56,15 +56,15 @@ GEMMA4 = {
     "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
     "vocab_size_per_layer_input": 96,
 }
-CASES: dict[str, dict[str, Any]] = {  # by family, and what the case is of
-    # llama.cpp rounds the range of YaRN, which gpt-oss does not.
+CASES: dict[str, dict[str, Any]] = {  # family, and the case in it
+    # llama.cpp rounds the range of YaRN; gpt-oss does not.
     "GptOss": {**HEAD, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}
     | {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
     "Qwen3_5": {**HEAD, **NETS},
     "Qwen3_5Moe": {**HEAD, **NETS, **SHARED},
     "Qwen3Next": {**HEAD, **NETS, **SHARED, "norm_topk_prob": True},
     "Qwen2Moe": {**WIDE, **SHARED, "decoder_sparse_step": 1},
-    # llama.cpp ranks groups by their best two, which DeepSeek-V2 does not.
+    # llama.cpp ranks groups by their best two; DeepSeek-V2 does not.
     "DeepseekV2": LATENT | {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
     "DeepseekV3": {**LATENT, "n_group": 4, "topk_group": 2}
     | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0}},
@@ -85,8 +85,8 @@ CASES: dict[str, dict[str, Any]] = {  # by family, and what the case is of
     | {"llama_4_scaling_beta": 2.0},
     "GPT2": {"n_embd": 64},
 }
-# Measured: 2e-4 and, as llama.cpp has GELU by a table of fp16 numbers, 3e-3, 0.014 (Gemma 2) and
-# 0.024 (Gemma 4 with token inputs), of logits of about 6.
+# Measured: 2e-4, and 3e-3, 0.014 (Gemma 2) and 0.024 (Gemma 4 with token inputs) with llama.cpp's
+# GELU, a table of fp16 values; logits are about 6.
 OFF = {"Falcon": 0.01, "GPT2": 0.01, "Gemma2": 0.05, "Gemma4": 0.05}
 
 
@@ -119,7 +119,7 @@ def by_llama_cpp(path: Path, ids: list[int]) -> Tensor:
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("case", CASES)
-def test_llama_cpp_says_the_same(case: str, tmp_path: Path) -> None:
+def test_llama_cpp_has_the_same_logits(case: str, tmp_path: Path) -> None:
     family = case.partition(" ")[0]
     save_tiny(tmp_path, family, **CASES[case])
     spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"

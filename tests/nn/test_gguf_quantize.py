@@ -18,7 +18,7 @@ K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 
 
 def weights(seed: int = 0) -> Tensor:
-    """With zeros, ties of both signs, halves, and magnitudes far apart."""
+    """Return weights with zeros, ties of both signs, halves, and very different magnitudes."""
     w = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(seed))
     w[1] = 0.0
     w[2, :32] = torch.tensor([3.0, -3.0]).repeat(16)
@@ -42,14 +42,14 @@ def test_quantised_to_the_same_bits(type: str, dtype: torch.dtype) -> None:
 
 
 def draws(shape: str) -> Tensor:
-    """[64, 1024] weights: like those of most layers, with longer tails, or all above 0."""
+    """Return [64, 1024] weights: like most layers, with longer tails, or all positive."""
     generator = torch.Generator().manual_seed(7)
     normal = torch.randn(64, 1024, generator=generator)
     uniform = torch.rand(64, 1024, generator=generator)
     return {"normal": normal, "tails": normal / uniform.sqrt(), "positive": uniform + 1}[shape]
 
 
-# |error| / |weights| that llama.cpp's quantiser (2026-11) has on the same draws.
+# |error| / |weights| of llama.cpp's quantiser (2026-11) on the same weights.
 ERRORS = {
     "normal": (0.07132, 0.0361, 0.01766),
     "tails": (0.06896, 0.03981, 0.02325),
@@ -66,7 +66,7 @@ def test_errors_are_those_of_llama_cpp(shape: str) -> None:
 
 
 def hard_blocks() -> Tensor:
-    """A block a row: what a search could trip over."""
+    """Return one block per row, hard cases for the search."""
     w = 0.02 * torch.randn(14, 256, generator=torch.Generator().manual_seed(3))
     w[0] = 0.0
     w[1] = 0.5
@@ -87,7 +87,7 @@ def hard_blocks() -> Tensor:
 
 @pytest.mark.parametrize(("type", "most"), [("Q4_K", 0.06), ("Q5_K", 0.03), ("Q6_K", 0.018)])
 def test_no_weight_is_far_off(type: str, most: float) -> None:
-    """Of the range of its block: half a step, and what rounding the scales of groups adds."""
+    """Relative to the range of its block: half a step, and the rounding of group scales."""
     w = hard_blocks()
     found = dequantize(type, quantize(type, w))
     error = (found - w).abs().amax(-1)
@@ -97,7 +97,7 @@ def test_no_weight_is_far_off(type: str, most: float) -> None:
 
 
 @pytest.mark.parametrize("type", K_QUANTS)
-def test_the_public_package_reads_k_quants_alike(type: str) -> None:
+def test_the_public_package_reads_k_quants(type: str) -> None:
     rows = quantize(type, torch.cat((weights(), hard_blocks().repeat(1, 3))))
     expected = quants.dequantize(rows.numpy(), GGMLQuantizationType[type])
     assert np.isfinite(expected).all()
@@ -106,7 +106,7 @@ def test_the_public_package_reads_k_quants_alike(type: str) -> None:
 
 @pytest.mark.parametrize("type", K_QUANTS)
 def test_every_code_and_every_scale_is_used(type: str) -> None:
-    """Fields that are packed into fewer bits than they need would lose their highest codes."""
+    """Codes packed into too few bits would lose their highest values."""
     w = draws("normal") * torch.logspace(-2, 0, 32).repeat_interleave(32)
     rows = quantize(type, w)
     raw = rows.view(-1, BLOCK_TYPES[type].size)
@@ -120,7 +120,7 @@ def test_every_code_and_every_scale_is_used(type: str) -> None:
 
 @pytest.mark.parametrize("type", K_QUANTS)
 def test_blocks_do_not_depend_on_each_other(type: str) -> None:
-    """Also not where a run is searched in slices."""
+    """Also if a run is searched in slices."""
     w = torch.randn(SLICE // 1024 + 3, 1024, generator=torch.Generator().manual_seed(5))
     whole = quantize(type, w)
     assert whole.shape == (len(w), BLOCK_TYPES[type].row_bytes(1024))
@@ -142,8 +142,8 @@ def test_the_search_beats_rounding_between_the_extremes() -> None:
     assert error(*fit_above(groups, 15, range(1))) < plain
 
 
-def test_a_grid_is_found_again() -> None:
-    """Groups that are on a grid have no error, whichever sign their largest weight has."""
+def test_a_grid_is_recovered() -> None:
+    """Groups on a grid have no error, for either sign of their largest weight."""
     codes = torch.arange(32).view(32, 1) % 16
     scales, minima = fit_above(codes * 0.25 - 1.5, 15, range(-10, 11))
     assert torch.allclose(scales, torch.tensor(0.25)) and torch.allclose(minima, torch.tensor(1.5))
@@ -152,7 +152,7 @@ def test_a_grid_is_found_again() -> None:
 
 
 def plain_fit(group: np.ndarray, most: int, tenths: range) -> tuple[float, float]:
-    """The search of `fit_above` for one group in fp64, with a least-squares solver."""
+    """Run the search of `fit_above` for one group in fp64, with a least-squares solver."""
     low, high = min(group.min(), 0.0), group.max()
     root = np.sqrt(np.abs(group) + np.sqrt(np.square(group).mean()))
     best, scale, minimum = np.inf, (high - low) / most, -low
@@ -170,7 +170,7 @@ def plain_fit(group: np.ndarray, most: int, tenths: range) -> tuple[float, float
 
 
 def test_the_fit_has_the_error_of_a_plain_search() -> None:
-    """The bits are not those of fp64: the error of all groups is at most 0.05 % larger."""
+    """Bits differ from those of fp64: the error of all groups is at most 0.05 % larger."""
     groups = draws("tails").view(-1, 32)[:200].double()
     importance = groups.abs() + groups.square().mean(1, keepdim=True).sqrt()
     plain = torch.tensor([plain_fit(group, 15, range(-10, 11)) for group in groups.numpy()])

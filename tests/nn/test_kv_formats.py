@@ -1,4 +1,4 @@
-"""The pool: sizes are as planned, and layers of different groups share storage."""
+"""The KV pool has the planned size, and layers of different groups share storage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def pool_bytes(kv: KVCache) -> int:
 WINDOWS = [
     [None] * 4,
     [None, 7, 7, None],
-    [None, 7, 7, 7],  # one full layer to three window layers: cut into equal parts
+    [None, 7, 7, 7],  # one full layer to three window layers: split into equal groups
     [None, None, 7, 7, 7],  # no multiple: one storage is idle in some blocks
     [None] * 4 + [7] * 22,  # six groups of window layers, two of them with three
 ]
@@ -37,7 +37,7 @@ WINDOWS = [
 @pytest.mark.parametrize("skipped", [(), (0,), (1, 3), (0, 1, 2, 3)])
 @pytest.mark.parametrize("format", ["auto", *KV_FORMATS])
 @pytest.mark.parametrize("windows", WINDOWS)
-def test_a_pool_takes_the_bytes_that_were_planned(windows, format, skipped) -> None:
+def test_a_pool_takes_the_planned_bytes(windows, format, skipped) -> None:
     groups = group_layers(stored_as(specs(windows), format, skipped))
     kv = allocate_kv(groups, 10, 16, BF16, CPU)
     assert len(kv.layers) == len(windows)
@@ -70,7 +70,7 @@ def test_layers_of_one_group_never_share(skipped) -> None:
 
 
 @pytest.mark.parametrize("windows", WINDOWS)
-def test_where_blocks_belong_to_all_groups_no_layer_shares(windows) -> None:
+def test_no_layer_shares_if_blocks_belong_to_all_groups(windows) -> None:
     groups = group_layers(stored_as(specs(windows), "int8", (1,)))
     kv = allocate_kv(groups, 10, 16, BF16, CPU, apart=True)
     assert [layer.k.dtype == BF16 for layer in kv.layers] == [i == 1 for i in range(len(windows))]
@@ -95,13 +95,13 @@ def test_bytes_of_a_token(format: str, head: int, number: float) -> None:
     assert one.bytes_per_token == 2 * 8 * (128 * number + head)
 
 
-# (layers that see all keys, heads, head_dim), then those with a window; places that a block has for
-# one of the largest layers; padding of all groups in such places.
+# (layers that see all keys, heads, head_dim), then those with a window; places per block for one of
+# the largest layers; padding of all groups in such places.
 SHAPES = [
-    ((5, 2, 16), (25, 8, 8), 3, 2.5),  # Gemma 4 26B: two full layers where one with a window is
+    ((5, 2, 16), (25, 8, 8), 3, 2.5),  # Gemma 4 26B: two full layers in place of one with a window
     ((10, 4, 16), (50, 16, 8), 5, 0),  # 31B
-    ((3, 1, 16), (12, 1, 8), 3, 0),  # E2B: two layers with a window where a full one is
-    ((2, 3, 8), (4, 2, 8), 2, 0),  # no fraction of each other: memory apart
+    ((3, 1, 16), (12, 1, 8), 3, 0),  # E2B: two layers with a window in the space of a full one
+    ((2, 3, 8), (4, 2, 8), 2, 0),  # sizes without a common fraction: separate memory
 ]
 
 
@@ -118,7 +118,7 @@ def test_layers_of_different_heads_share_memory(full, windowed, places, padding,
         assert len(groups) * places - used / largest == padding
     kv = allocate_kv(groups, 6, 16, BF16, CPU)
     assert pool_bytes(kv) == 6 * block_bytes(groups, 16)
-    # What a layer writes to its part of a block changes no other layer of the group, and no block.
+    # Writing to a layer's part of a block changes no other layer of the group, and no other block.
     for group in groups:
         for block in (0, 5):
             written = [kv.of(layer).tensors for layer in group.layers]

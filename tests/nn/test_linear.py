@@ -1,4 +1,4 @@
-"""A linear layer: the product of its matrix, and what stands between it and the activation."""
+"""A linear layer: its product, and the stages between it and the activation."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_product_activation_and_residual(ops: Ops) -> None:
 def test_a_sum_over_ranks_stands_before_activation_and_residual(
     ops: Ops, activation: Activation | None
 ) -> None:
-    """Two ranks have half of the inputs each; the bias is the first one's."""
+    """Each of two ranks has half of the inputs; the first one has the bias."""
     generator = torch.Generator().manual_seed(0)
     weight, bias, x = (torch.randn(s, generator=generator) for s in ((8, 6), (8,), (5, 6)))
     outputs = 4 if activation == "silu_and_mul" else 8
@@ -59,10 +59,10 @@ def test_a_sum_over_ranks_stands_before_activation_and_residual(
 
 
 class LowRank:
-    """Adapters for all matrices of the blocks: y + x A B, of fused layers each its own."""
+    """Adapters for all matrices of blocks: y + x A B, separate for the parts of fused layers."""
 
     def __init__(self) -> None:
-        self.found: dict[str, Tensor] = {}  # layer -> [outputs, inputs], what is added to weights
+        self.found: dict[str, Tensor] = {}  # layer -> [outputs, inputs], added to the weights
 
     def __call__(self, names: Sequence[str], inputs: int, outputs: Sequence[int]) -> list[Stage]:
         parts = []
@@ -82,7 +82,7 @@ class LowRank:
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen3", "GPT2", "Olmo2"])
 def test_adapters_reach_every_matrix_of_a_block(tmp_path: Path, family: str) -> None:
-    """A model with adapters is the model whose weights they were added to."""
+    """A model with adapters equals the model with adapters merged into its weights."""
     reference = tiny_model(family)
     reference.save_pretrained(tmp_path / "plain")
     adapters, ids = LowRank(), list(range(1, 12))
@@ -99,7 +99,7 @@ def test_adapters_reach_every_matrix_of_a_block(tmp_path: Path, family: str) -> 
     assert not torch.allclose(plain, merged, atol=1e-2)
 
 
-# Queries, keys and values: one matrix where their weights are stored alike, else several.
+# Queries, keys and values: one matrix if their weights are stored alike, else several.
 
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "attention_bias": True}

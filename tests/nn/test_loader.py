@@ -1,4 +1,4 @@
-"""Filling a model: straight into fused tensors, or a clear refusal before anything is copied."""
+"""Filling a model: directly into fused tensors, or a clear refusal before anything is copied."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def altered(source: Path, folder: Path, **changes: Tensor | None) -> Path:
-    """A copy of a checkpoint with some tensors replaced, added or (None) taken away. Names are
+    """Return a copy of a checkpoint with some tensors replaced, added or (None) removed. Names are
     written with `__` for a dot."""
     tensors: dict[str, Any] = load_file(source / SINGLE)
     tensors |= {name.replace("__", "."): tensor for name, tensor in changes.items()}
@@ -37,7 +37,7 @@ def altered(source: Path, folder: Path, **changes: Tensor | None) -> Path:
     return folder
 
 
-def test_parts_land_in_their_rows_of_the_fused_weight(llama: Path) -> None:
+def test_parts_fill_their_rows_of_the_fused_weight(llama: Path) -> None:
     stored = load_file(llama / SINGLE)
     attention = PagedModel(llama).model.layers[1].attention.qkv
     scope = "model.layers.1.self_attn"
@@ -134,8 +134,9 @@ def test_large_random_matrices_repeat_their_rows(
     assert torch.equal(weight[:20], weight[60:80]) and torch.equal(weight[:16], weight[80:])
 
 
-def test_weights_go_with_the_model(llama: Path) -> None:
-    """At once: nothing that built them holds on to them, and no cycle waits for a collector."""
+def test_weights_are_freed_with_the_model(llama: Path) -> None:
+    """Immediately: the builder keeps no references, and there is no cycle for the garbage
+    collector."""
     paged = PagedModel(llama)
     layer = paged.model.layers[0]
     tensors = (layer.mlp.down.matrix.data.values, layer.mlp_norm.weight, paged.model.embed.table)
@@ -148,8 +149,8 @@ def test_weights_go_with_the_model(llama: Path) -> None:
         gc.enable()
 
 
-def test_torchs_threads_are_as_before(llama: Path, tmp_path: Path) -> None:
-    """After a failure too."""
+def test_torchs_threads_are_restored(llama: Path, tmp_path: Path) -> None:
+    """Also after a failure."""
     bad = altered(llama, tmp_path, **{NORM: torch.ones(32), K: torch.full((16, 32), torch.nan)})
     before = torch.get_num_threads()
     torch.set_num_threads(5)

@@ -1,4 +1,4 @@
-"""Pages hold what blocks hold, alike wherever these lie, and tell when they are damaged."""
+"""Pages have the contents of blocks, independent of their place, and detect damage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def page_of() -> np.ndarray:
     return page
 
 
-def test_a_head_has_64_bytes_and_names_its_content() -> None:
+def test_a_header_has_64_bytes_and_identifies_the_content() -> None:
     page = page_of()
     assert PAGE_HEAD_BYTES == 64 and is_good(page, NAME)
     for other in (
@@ -39,14 +39,14 @@ def test_a_head_has_64_bytes_and_names_its_content() -> None:
 
 @given(bit=st.integers(0, 300 * 8 - 1))
 @settings(max_examples=examples(500))
-def test_a_flipped_bit_is_found(bit: int) -> None:
+def test_a_flipped_bit_is_detected(bit: int) -> None:
     page = page_of()
     page[bit // 8] ^= 1 << bit % 8
     assert not is_good(page, NAME)
 
 
 @pytest.mark.parametrize("length", [0, 1, 63, 64, 65, 299])
-def test_a_torn_page_is_found(length: int) -> None:
+def test_a_torn_page_is_detected(length: int) -> None:
     assert not is_good(page_of()[:length], NAME)
     page = page_of()
     page[length:] = 0
@@ -59,7 +59,7 @@ def spec(heads: int, dim: int, window: int | None = None) -> KVCacheSpec:
 
 @pytest.mark.parametrize("format", ["auto", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("heads_first", [True, False])
-def test_a_block_comes_back_in_another_place(format: str, heads_first: bool) -> None:
+def test_a_block_is_restored_in_another_place(format: str, heads_first: bool) -> None:
     specs = stored_as([spec(2, 16), spec(2, 16), spec(4, 16)], format)
     groups = group_layers(specs)
     cache = allocate_kv(groups, 6, 16, torch.float32, torch.device("cpu"))
@@ -84,7 +84,7 @@ def test_a_block_comes_back_in_another_place(format: str, heads_first: bool) -> 
 
 
 def test_a_page_is_ordered_by_heads_whatever_the_kernels() -> None:
-    """The native kernels have heads outermost in a block, torch's have tokens."""
+    """The native kernels have heads outermost in a block, torch's kernels tokens."""
     groups = group_layers([spec(2, 4)])
     caches = [allocate_kv(groups, 3, 16, torch.float32, torch.device("cpu")) for _ in range(2)]
     block = torch.arange(16 * 2 * 4, dtype=torch.float32).view(16, 2, 4)  # [tokens, heads, dim]
@@ -105,7 +105,7 @@ def test_a_page_is_ordered_by_heads_whatever_the_kernels() -> None:
 def test_processes_write_and_read_their_parts_of_a_page(
     format: str, ranks: int, heads: int
 ) -> None:
-    """Of two stages with as many ranks each. Heads that several have stand in a page once."""
+    """Of two stages with as many ranks each. Heads shared by several ranks are in a page once."""
     specs = stored_as([spec(heads, 16)] * 3, format)
     groups = group_layers(specs)
     alone = allocate_kv(groups, 4, 16, torch.float32, torch.device("cpu"))
@@ -131,13 +131,13 @@ def test_processes_write_and_read_their_parts_of_a_page(
             before = found.copy()
             pages.copy_out([3], found[None], [0])
             if rank and kv_share(heads, rank - 1, ranks) == (begin, end):
-                assert np.array_equal(found, before)  # another one has written it
+                assert np.array_equal(found, before)  # written by another rank
     assert np.array_equal(found[PAGE_HEAD_BYTES:], right[PAGE_HEAD_BYTES:])
 
 
 @pytest.mark.parametrize("wide", [True, False])
 def test_the_native_checksum_is_that_of_zlib(wide: bool) -> None:
-    """At all lengths around those of which several numbers are taken at a time."""
+    """At all lengths around the numbers of bytes taken at once."""
     native = pytest.importorskip("kvik.kernels.cpu._native")
     if not native.has_crc32():
         return  # zlib's is used

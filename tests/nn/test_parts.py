@@ -1,4 +1,4 @@
-"""Weights on their way into a matrix: however they are cut, the matrix is the same."""
+"""Filling a matrix in parts gives the same matrix for any division."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normal(*shape: int) -> Tensor:
 
 
 class Target:
-    """A matrix with a row before and one behind those of a part."""
+    """A matrix with one more row before and after those of a part."""
 
     def __init__(
         self,
@@ -61,8 +61,8 @@ class Target:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_runs_make_the_same_matrix(quantization: str) -> None:
-    """Also those that come out of order, and of a single row."""
+def test_runs_give_the_same_matrix(quantization: str) -> None:
+    """Also out of order, and with single rows."""
     values = normal(OUTPUTS, INPUTS)
     whole, cut = Target(quantization), Target(quantization)
     whole.part.fill("weight", 0, values)
@@ -74,8 +74,8 @@ def test_runs_make_the_same_matrix(quantization: str) -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
-def test_rows_go_to_their_places(quantization: str) -> None:
-    """The first of them, however they are cut."""
+def test_rows_are_stored_in_their_places(quantization: str) -> None:
+    """For the first rows and any division."""
     values, kept = normal(OUTPUTS, INPUTS), 48
     places = torch.randperm(kept, generator=torch.Generator().manual_seed(1))
     moved = values.clone()
@@ -98,10 +98,8 @@ def test_a_float_weight_is_not_changed() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])
-def test_large_weights_are_cut_on_the_way(
-    quantization: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Transposed ones too, which come whole."""
+def test_large_weights_are_divided(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also transposed ones, which arrive whole."""
     values = normal(OUTPUTS, INPUTS)
     straight = Target(quantization)
     straight.part.fill("weight", 0, values)
@@ -114,7 +112,7 @@ def test_large_weights_are_cut_on_the_way(
 
 
 class RowScaled:
-    """Bytes and a scale for each output, in two tensors; scales are positive."""
+    """Bytes and a positive scale per output, in two tensors."""
 
     unread = ()
 
@@ -146,13 +144,13 @@ def test_a_format_of_several_tensors_gets_them_together(monkeypatch: pytest.Monk
     buffer = scale.clone()
     target.part.fill("scale", 0, buffer)
     assert not target.runs
-    buffer.zero_()  # its memory is read into again
+    buffer.zero_()  # its memory is reused
     target.part.fill("weight", 0, values)
     assert target.runs == [(1, 32), (33, 32), (65, 6)]
     assert torch.equal(target.stored()[0], values) and torch.equal(target.stored()[1], scale)
 
 
-def test_a_quantised_weight_is_multiplied_out_for_a_float_matrix() -> None:
+def test_a_quantised_weight_is_dequantised_for_a_float_matrix() -> None:
     target = Target(format=RowScaled())
     values, scale = row_scaled()
     target.part.fill("weight", 0, values)
@@ -161,7 +159,7 @@ def test_a_quantised_weight_is_multiplied_out_for_a_float_matrix() -> None:
     assert torch.equal(target.stored()[0], expected)
 
 
-def test_a_tensor_that_cannot_be_is_named() -> None:
+def test_an_invalid_tensor_is_named() -> None:
     target = Target(format=RowScaled(), scheme=WEIGHT_ONLY)
     values, scale = row_scaled()
     scale[69] = 0

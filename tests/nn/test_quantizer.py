@@ -1,4 +1,4 @@
-"""Layers quantised while they are loaded: which, how, and in how many bytes."""
+"""Layers quantised at load: which ones, how, and in how many bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvik.spec.weights import weight_bytes
 
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4", "mxfp4", "fp8")
 FAMILIES = {
-    # a group of 64 divides the hidden size, 32 the inner size, none the heads' width
+    # A group of 64 divides the hidden size, 32 the inner size, none the heads' width.
     "llama-tied": ("Llama", {"hidden_size": 64, "intermediate_size": 96, "head_dim": 20,
                              "tie_word_embeddings": True}),
     "qwen2-untied": ("Qwen2", {"hidden_size": 64, "intermediate_size": 128}),
@@ -29,14 +29,14 @@ FAMILIES = {
     "experts": ("Glm4Moe", {"hidden_size": 64, "n_routed_experts": 4, "num_experts_per_tok": 2,
                             "moe_intermediate_size": 32, "head_dim": 16}),
 }  # fmt: skip
-# The matrices of three layers, and one that serves the head and a tied embedding. With experts: one
-# dense layer, two with a router, four experts and a shared one, and a head of its own.
+# The matrices of three layers, and one for the head and a tied embedding. With experts: one dense
+# layer, two with a router, four experts and a shared one, and a separate head.
 MATRICES = {"experts": 4 + 2 * (2 + 1 + 2 * 4 + 2) + 1}
 
 
 @dataclass
 class Packing:
-    """The weights of all matrices, in order."""
+    """Records the weights of all matrices, in order."""
 
     weights: list[Weight] = field(default_factory=list)
 
@@ -97,7 +97,7 @@ def test_both_implementations_agree(family: str, quantization: str, tmp_path: Pa
         PagedModel(tmp_path, ops=ops, quantization=quantization).logits(ids)
         for ops in (REFERENCE, TORCH)
     )
-    # a value that lies between two steps may be rounded to either
+    # A value halfway between two steps may be rounded to either.
     assert (found - expected).norm() < 0.01 * expected.norm()
 
 

@@ -1,4 +1,4 @@
-"""Frequencies of rotary positions against their definitions."""
+"""Frequencies of rotary positions, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_llama3_keeps_short_waves_and_stretches_long_ones() -> None:
     assert ((between > 1 / 8) & (between < 1)).all()
 
 
-def test_yarn_keeps_fast_pairs_interpolates_slow_ones_and_cools() -> None:
+def test_yarn_keeps_fast_pairs_and_interpolates_slow_ones() -> None:
     spec = RopeSpec("yarn", factor=4.0, original_max_position=2048)
     found, before = frequencies(spec, DIM, 8192), plain()
     turns = 2048 * before / (2 * math.pi)
@@ -92,8 +92,8 @@ def test_longrope_has_factors_of_its_own_beyond_the_original_context() -> None:
     assert attention_factor(replace(spec, attention_factor=1.5)) == 1.5
 
 
-def test_a_part_of_a_head_turns_and_the_rest_is_kept() -> None:
-    """Whichever way the checkpoint has the pairs."""
+def test_a_part_of_a_head_is_rotated_and_the_rest_is_kept() -> None:
+    """For both orders of pairs in checkpoints."""
     x = torch.randn(1, 1, 16)
     for interleaved in (False, True):
         spec = RopeSpec(fraction=0.5, interleaved=interleaved)
@@ -134,7 +134,7 @@ QUERIES = RopeSpec("yarn", 1e6, 16.0, 16_384, mscale=1.0, mscale_all_dim=1.0, qu
 @pytest.mark.parametrize(
     ("spec", "dim", "positions", "of_queries"),
     [
-        (RopeSpec(), DIM, 1000, False),  # fewer than a table of rests may have
+        (RopeSpec(), DIM, 1000, False),  # fewer than a table of remainders may have
         (RopeSpec(theta=5e6), 128, 1 << 20, False),
         (RopeSpec(theta=1e4), 128, 4_000_000, False),
         (LLAMA3, 128, 4_000_000, False),
@@ -143,14 +143,14 @@ QUERIES = RopeSpec("yarn", 1e6, 16.0, 16_384, mscale=1.0, mscale_all_dim=1.0, qu
         (LONGROPE, 96, 131_072, False),
         (LONGROPE, 96, 1 << 20, False),
         (QUERIES, 128, 4_000_000, True),
-        (replace(QUERIES, original_max_position=48), 8, 5000, True),  # tables of 16 rests
+        (replace(QUERIES, original_max_position=48), 8, 5000, True),  # tables of 16 remainders
         (RopeSpec(theta=1e4), 4, 1 << 30, False),
     ],
 )
 def test_cosines_and_sines_are_right_at_every_position(
     spec: RopeSpec, dim: int, positions: int, of_queries: bool
 ) -> None:
-    """To 1e-6 of what they are multiplied with, though no table has a row for each position."""
+    """To a relative error of 1e-6, although no table has a row per position."""
     rope = Rope(REFERENCE, spec, dim, positions, CPU, of_queries=of_queries)
     assert len(rope.high) + len(rope.low) <= positions / 100 or positions <= 5000
     drawn = torch.randint(positions, (2000,), generator=torch.Generator().manual_seed(0))
@@ -165,7 +165,7 @@ def test_cosines_and_sines_are_right_at_every_position(
     assert (found - expected).abs().max() < 1e-6
 
 
-def test_a_rotation_has_the_same_bits_beside_others() -> None:
+def test_a_rotation_has_the_same_bits_in_any_batch() -> None:
     rope, at = Rope(REFERENCE, RopeSpec(), DIM, 4096, CPU), torch.arange(7, 4096, 61)
     together = rope.at(at)
     assert all(torch.equal(rope.at(at[i : i + 1])[0], together[i]) for i in range(len(at)))
@@ -208,7 +208,7 @@ def test_yarn_rounds_its_range_outwards_unless_truncate_is_false() -> None:
         torch.testing.assert_close(found, plain() * (1 - share) + plain() / 4 * share)
 
 
-def test_rotation_depends_on_the_distance_alone() -> None:
+def test_rotation_only_depends_on_the_distance() -> None:
     rope = Rope(REFERENCE, RopeSpec(), DIM, 4096, CPU)
     q, k = torch.randn(2, 1, 1, DIM, generator=torch.Generator().manual_seed(0))
 

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: honest ones are read, each lie is one clear error."""
+"""Headers of safetensors files: valid ones are read, each invalid one is one clear error."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def entry(shape: list[int], begin: int, end: int, dtype: str = "F32") -> dict[st
 
 
 def raw(header: bytes | object, data: int = 0, length: int | None = None) -> bytes:
-    """A file with a header, `data` zero bytes, and a claimed header length."""
+    """Return a file with a header, `data` zero bytes, and a claimed header length."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     return struct.pack("<Q", len(text) if length is None else length) + text + bytes(data)
 
@@ -92,7 +92,7 @@ def test_invalid_headers_give_one_line_errors(tmp_path: Path, data: bytes, messa
 
 @settings(max_examples=examples(300))
 @given(where=st.integers(0, 200), byte=st.binary(max_size=3), cut=st.integers(0, 40))
-def test_any_damage_is_seen_or_harmless(
+def test_any_damage_is_detected_or_harmless(
     tmp_path_factory: pytest.TempPathFactory, where: int, byte: bytes, cut: int
 ) -> None:
     data = raw(GOOD, 32)
@@ -130,7 +130,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_header(tmp_path / "x.safetensors")
 
 
-def test_an_honest_header(tmp_path: Path) -> None:
+def test_a_valid_header(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(raw({"__metadata__": {"format": "pt"}, **GOOD}, 32))
     start = path.stat().st_size - 32
@@ -165,7 +165,7 @@ def test_files_of_the_reference_implementation(tmp_path: Path) -> None:
     assert {(e.name, e.dtype, e.shape) for e in entries} == {(n, n, (3, 2)) for n in dtypes}
 
 
-# Files that safetensors and kvik read, whole or not there.
+# Files that safetensors and kvik both read, whole or not at all.
 
 
 TENSORS = {
@@ -198,7 +198,7 @@ def test_the_safetensors_library_reads_written_files(tmp_path: Path) -> None:
 
 
 def test_tensors_of_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copied in pieces; the order in which they are given does not count."""
+    """They are copied in pieces; the order of arguments does not matter."""
     monkeypatch.setattr(safetensors, "PIECE", 7)
     save_file({n: t.contiguous() for n, t in TENSORS.items()}, tmp_path / "source")
     stored = {

@@ -1,4 +1,4 @@
-"""How much one process of a group reads of a checkpoint: its share of each matrix."""
+"""A process of a group reads its share of each matrix of a checkpoint."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from kvik.worker.platforms import platform
 
 pytestmark = [needs_native, pytest.mark.full]
 
-MORE = 1.05  # of a share: tiles that are not whole, and scales of blocks
-# Six tiles of 32 outputs, or a multiple: shares of two and of three processes are equal.
+MORE = 1.05  # times its share: partial tiles, and scales of blocks
+# A multiple of six tiles of 32 outputs, so that shares of two and of three processes are equal.
 SIZES: dict[str, Any] = {
     "vocab_size": 384,
     "hidden_size": 192,
@@ -84,7 +84,7 @@ STORED: dict[str, dict[str, Any]] = {
 
 
 class CountedReads:
-    """A checkpoint that counts the bytes of what it hands out, by tensor."""
+    """A checkpoint that counts the bytes it returns, by tensor."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self._checkpoint = checkpoint
@@ -105,13 +105,13 @@ class CountedReads:
 
 
 def read_bytes() -> int:
-    """What this process has read of files, as the system counts it."""
+    """Return the bytes that this process has read from files, as counted by the system."""
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
 def reads(model: Path, rank: int, size: int) -> tuple[Counter[str], int]:
-    """Bytes of each tensor that one process of a group is given, and those of the files that it
-    reads for them."""
+    """Return the bytes of each tensor that one process of a group receives, and the bytes of files
+    that it reads for them."""
     config = resolve_config(
         EngineConfig(
             model=str(model), device="cpu", threads=size, tensor_parallel_size=size, num_blocks=64
@@ -128,7 +128,7 @@ def reads(model: Path, rank: int, size: int) -> tuple[Counter[str], int]:
 
 
 def check(model: Path, size: int) -> None:
-    """No process reads more than its share of the matrices."""
+    """Check that no process reads more than its share of the matrices."""
     spec = resolve_config(EngineConfig(model=str(model), device="cpu")).model
     whole = {f"{table.name}.weight" for table in spec.declaration.tables if not table.tied}
     entries = open_weights(model).entries

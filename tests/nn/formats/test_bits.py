@@ -1,4 +1,4 @@
-"""Packed codes: known answers of each layout, and the way back."""
+"""Packed codes: known values of each layout, and round trips."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def codes(rows: int, columns: int, bits: int, seed: int = 0) -> Tensor:
 
 
 def words(values: list[list[int]]) -> Tensor:
-    """Unsigned words as int32."""
+    """Return unsigned words as int32."""
     return torch.tensor(values, dtype=torch.int64).to(torch.int32)
 
 
@@ -47,8 +47,8 @@ def test_two_codes_to_a_byte() -> None:
 
 
 def test_an_awq_word() -> None:
-    """AutoAWQ's GEMM layout: the outputs 0, 2, 4, 6, 1, 3, 5, 7 from the low bits up, a row of
-    words for each input."""
+    """AutoAWQ's GEMM layout: outputs 0, 2, 4, 6, 1, 3, 5, 7 from the low bits up, and a row of
+    words per input."""
     q = torch.arange(8, dtype=torch.uint8)[:, None].repeat(1, 2)  # output o has the code o
     q[:, 1] += 8
     packed = pack_awq(q)
@@ -57,7 +57,7 @@ def test_an_awq_word() -> None:
 
 
 def test_a_gptq_word() -> None:
-    """GPTQ: the inputs 0..7 of one output from the low bits up, a row of words for eight inputs."""
+    """GPTQ: inputs 0..7 of one output from the low bits up, and a row of words per eight inputs."""
     q = torch.arange(16, dtype=torch.uint8)[None]
     assert torch.equal(pack_gptq(q, 4), words([[0x76543210], [0xFEDCBA98]]))
     assert torch.equal(pack_gptq(q & 3, 2), words([[0xE4E4E4E4]]))
@@ -65,7 +65,7 @@ def test_a_gptq_word() -> None:
 
 
 def test_three_gptq_words_of_three_bits() -> None:
-    """GPTQ's 3-bit layout: the codes 10 and 21 lie across two words, with 2 + 1 and 1 + 2 bits."""
+    """GPTQ's 3-bit layout: codes 10 and 21 span two words, with 2 + 1 and 1 + 2 bits."""
     for i in range(32):
         q = torch.zeros(1, 32, dtype=torch.uint8)
         q[0, i] = 0b101
@@ -74,7 +74,7 @@ def test_three_gptq_words_of_three_bits() -> None:
         assert torch.equal(pack_gptq(q, 3), words(expected))
     split = torch.zeros(1, 32, dtype=torch.uint8)
     split[0, 10], split[0, 21] = 0b101, 0b101
-    # low two bits at 30 and 31, then the high one; the low one at 31, then the high two
+    # The low two bits at 30 and 31, then the high one; the low one at 31, then the high two.
     assert torch.equal(pack_gptq(split, 3), words([[1 << 30], [1 << 31 | 1], [0b10]]))
 
 
@@ -103,11 +103,11 @@ def test_a_zero_point_of_zero_borrows_from_the_next() -> None:
 
 def test_a_compressed_word() -> None:
     """compressed-tensors "pack-quantized": signed values plus 2^(bits-1), low bits first, the last
-    word filled up with zeros."""
+    word padded with zeros."""
     signed = torch.tensor([[-8, -7, 0, 7, 1, 2, 3, 4, -1, 5]])
     q = (signed + 8).to(torch.uint8)
     assert torch.equal(pack_compressed(q, 4), words([[0xCBA9F810, 0x000000D7]]))
-    # the format's own example: 1 and 2 in eight bits
+    # The format's own example: 1 and 2 in eight bits.
     assert pack_compressed(torch.tensor([[129, 130]], dtype=torch.uint8), 8).item() == 33409
     three = torch.full((1, 11), 7, dtype=torch.uint8)
     assert torch.equal(pack_compressed(three, 3), words([[2**32 - 1, 1]]))
@@ -124,7 +124,7 @@ def test_compressed_zeros_are_packed_along_the_outputs() -> None:
 @pytest.mark.full
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 2**32 - 1))
 @settings(max_examples=examples(30))
-def test_back_again_in_words_and_bytes(rows: int, columns: int, seed: int) -> None:
+def test_round_trips_in_words_and_bytes(rows: int, columns: int, seed: int) -> None:
     nibbles = codes(rows, 2 * columns, 4, seed)
     assert torch.equal(unpack_nibbles(pack_nibbles(nibbles)), nibbles)
     eights = codes(8 * rows, columns, 4, seed)

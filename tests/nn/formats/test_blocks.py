@@ -1,4 +1,4 @@
-"""GGUF's blocks as weights: run by run, and against the public package."""
+"""GGUF blocks as weights, in runs, compared with the public package."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def test_weights_match_the_gguf_package(type: str) -> None:
 
 
 def test_a_row_of_one_group() -> None:
-    """Then a scale of a group is one of an output."""
+    """A scale of a group is then one of an output."""
     rows = torch.from_numpy(some_rows("Q8_0", np.ones((4, 32), np.float32)))
     weight = Blocks(SCHEMES["Q8_0"], LinearShape(32, 4), {}).weight({"weight": rows}, slice(0, 4))
     assert weight.kind.codes == "int8" and weight.scales.shape == (4,)
     assert torch.allclose(weight.dequantized(), torch.ones(4, 32), atol=1e-3)
 
 
-def test_powers_of_two_are_numbers() -> None:
+def test_powers_of_two_are_finite() -> None:
     rows = stored("MXFP4")
     rows[5, 17] = 255
     with pytest.raises(TensorError, match="holds NaN"):
@@ -59,7 +59,7 @@ def test_bytes_of_rows() -> None:
 
 
 @pytest.mark.parametrize(("type", "at"), [("Q8_0", 0), ("Q4_K", 0), ("Q4_K", 2), ("Q5_K", 2)])
-def test_scales_and_minima_are_numbers(type: str, at: int) -> None:
+def test_scales_and_minima_must_be_finite(type: str, at: int) -> None:
     rows = stored(type)
     rows[5, at : at + 2] = torch.tensor([0x00, 0x7C], dtype=torch.uint8)  # infinity
     format = Blocks(SCHEMES[type], SHAPE, {})

@@ -1,4 +1,4 @@
-"""Layers packed by AutoAWQ, AutoGPTQ and compressed-tensors: read exactly, written byte by byte."""
+"""Layers of AutoAWQ, AutoGPTQ and compressed-tensors are read exactly and written byte by byte."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_packed_layers_of_other_tools_are_read_exactly(case: str) -> None:
     assert torch.equal(whole.dequantized(), expected)
     loaded = loaded_kind(scheme, SHAPE.inputs)
     assert whole.kind == (loaded or WeightKind("float32"))
-    # runs, also such that begin and end within a word
+    # Runs, also with ends within a word.
     for first, last in ((0, 8), (8, 32), (3, 5), (7, 13), (31, 32)):
         run = format.weight(stored, slice(first, last))
         assert torch.equal(run.dequantized(), expected[first:last])

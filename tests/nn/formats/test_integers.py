@@ -1,4 +1,4 @@
-"""Codes with scales -> the weight that the engine multiplies."""
+"""Codes with scales become the weight that the engine multiplies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvik.spec.stored_weights import StoredScheme
     ("scheme", "kind", "group"),
     [
         (StoredScheme("gptq", 4, 128), "int4", 128),
-        # larger groups than kernels multiply, with the same scales
+        # Larger groups than kernels multiply, with the same scales.
         (StoredScheme("gptq", 4, 256), "int4", 128),
         (StoredScheme("gptq", 4, 256, symmetric=False), "int4", 128),
         (StoredScheme("gptq", 3, 192), "int4", 64),
@@ -27,7 +27,7 @@ from kvik.spec.stored_weights import StoredScheme
 )
 def test_weight(scheme: StoredScheme, kind: str, group: int) -> None:
     w = torch.randn(5, 768, generator=torch.Generator().manual_seed(0))
-    w *= torch.arange(1, 769) / 100  # scales differ from group to group
+    w *= torch.arange(1, 769) / 100  # scales differ between groups
     codes = rounded(w, scheme)
     weight = weight_of(codes, scheme)
     assert weight.kind.codes == kind

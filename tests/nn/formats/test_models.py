@@ -1,4 +1,4 @@
-"""Whole checkpoints in each layout: the same logits and tokens as their multiplied out twins."""
+"""Whole checkpoints in each layout give the same logits and tokens as their dequantised twins."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_logits_are_those_of_the_twin(
     case: str, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To rounding in fp32, activations as they are; the same greedy tokens."""
+    """Up to rounding in fp32, with unrounded activations; and the same greedy tokens."""
     monkeypatch.setattr("kvik.kernels.reference.ops.round_activations", lambda x, *_: x.float())
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
     ids = tokens(24)
@@ -120,7 +120,7 @@ def test_the_plan_counts_the_bytes_that_are_loaded(case: str, plain: Path, tmp_p
 
 
 def size(weight: object) -> int:
-    """Of all tensors in a weight."""
+    """Return the bytes of all tensors in a weight."""
     if isinstance(weight, Tensor):
         return weight.nbytes
     return sum(size(getattr(weight, f.name)) for f in fields(weight)) if is_dataclass(weight) else 0
@@ -133,7 +133,7 @@ def test_the_rest_may_be_quantised_at_load(plain: Path, tmp_path: Path) -> None:
     assert model.layers[0].mlp.down.matrix.spec.kind.codes == "int4"
 
 
-def test_activations_are_rounded_where_the_config_says_so(plain: Path, tmp_path: Path) -> None:
+def test_activations_are_rounded_by_the_config(plain: Path, tmp_path: Path) -> None:
     rows = {"num_bits": 8, "group_size": None, "strategy": "channel"}
     for activations in (False, True):
         config = compressed_config("int-quantized", activations=activations, **rows)
@@ -154,7 +154,7 @@ def test_activations_are_rounded_where_the_config_says_so(plain: Path, tmp_path:
 def test_activations_of_eight_bit_floats(
     case: str, kind: WeightKind, plain: Path, tmp_path: Path
 ) -> None:
-    """What the checkpoint says runs: the matrices of the twin are given rounded inputs."""
+    """Inputs are rounded as the checkpoint states, like those given to the twin's matrices."""
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
     model = PagedModel(tmp_path / "q", ops=TORCH)
     assert model.model.layers[1].mlp.down.matrix.spec.kind == kind
@@ -170,7 +170,7 @@ def test_activations_of_eight_bit_floats(
     found, floats = model.logits(ids), PagedModel(tmp_path / "twin", ops=TORCH).logits(ids)
     off = float((found - expected).norm() / expected.norm())
     rounded = float((floats - expected).norm() / expected.norm())
-    # a sum in another order may tip a number to the other side
+    # A sum in another order may be rounded differently.
     assert off < (2e-6 if kind.activations == "float" else rounded / 4)
     assert (rounded == 0) == (kind.activations == "float")
 
@@ -186,7 +186,7 @@ def test_layers_of_one_matrix_share_the_largest_scale(plain: Path, tmp_path: Pat
 
 
 def test_a_tied_embedding_is_not_quantised(tmp_path: Path) -> None:
-    """Also where every linear layer is said to be quantised."""
+    """Even if the config says that every linear layer is quantised."""
     save_tiny(tmp_path / "plain", "Qwen2", **SIZES, tie_word_embeddings=True)
     config = compressed_config(ignore=())
     save_quantised(tmp_path / "plain", tmp_path / "q", tmp_path / "twin", config)
@@ -197,7 +197,7 @@ def test_a_tied_embedding_is_not_quantised(tmp_path: Path) -> None:
 
 
 def test_layers_in_shards_and_sorted_by_type(plain: Path, tmp_path: Path) -> None:
-    """As large files are: what belongs together is read together, and may lie in two files."""
+    """As in large files: parts of a layer are read together, and may be in two files."""
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS["gptq"])
     expected = PagedModel(tmp_path / "q").logits([1, 2, 3])
     tensors = load_file(tmp_path / "q" / SINGLE)

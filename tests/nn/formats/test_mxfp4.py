@@ -1,4 +1,4 @@
-"""MXFP4 in the orders of checkpoints, against transformers' dequantisation of gpt-oss."""
+"""MXFP4 in the layouts of checkpoints, compared with transformers' dequantisation of gpt-oss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 
 
 def stored(outputs: int, groups: int) -> tuple[Tensor, Tensor]:
-    """Blocks and scales with every code and every power of two."""
+    """Return blocks and scales with every code and every power of two."""
     g = torch.Generator().manual_seed(outputs)
     blocks = torch.randint(0, 256, (outputs, groups, 16), generator=g, dtype=torch.uint8)
     scales = torch.arange(outputs * groups).view(outputs, groups) % 255
@@ -22,7 +22,7 @@ def stored(outputs: int, groups: int) -> tuple[Tensor, Tensor]:
 
 
 def blocked(blocks: Tensor, scales: Tensor) -> Tensor:
-    """The numbers of an expert of gpt-oss, [outputs, inputs] fp32."""
+    """Dequantise an expert of gpt-oss to [outputs, inputs] fp32."""
     outputs, groups, _ = blocks.shape
     scheme = StoredScheme("mxfp4-blocks", 4, 32)
     format = Mxfp4Blocks(scheme, LinearShape(groups * 32, outputs), {})

@@ -1,4 +1,4 @@
-"""Checkpoints whose quantization_config lies about their tensors: one line that names both."""
+"""Checkpoints whose quantization_config contradicts their tensors: one line that names both."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def load(
     source: Path, folder: Path, config: dict[str, Any] | None, tensors: dict[str, Tensor | None]
 ) -> PagedModel:
-    """With quantization_config and some tensors replaced; None: taken away."""
+    """Load with quantization_config and some tensors replaced, or removed if None."""
     folder.mkdir(exist_ok=True)
     found: dict[str, Any] = load_file(source / SINGLE) | tensors
     save_file({n: t for n, t in found.items() if t is not None}, folder / SINGLE)
@@ -140,7 +140,7 @@ def test_configs_that_do_not_match_the_tensors_are_refused(
         ("packed", "weight_shape", 95, "must be [64, 96], not [64, 95]"),
     ],
 )
-def test_values_that_cannot_be(
+def test_invalid_values(
     case: str,
     tensor: str,
     value: float,
@@ -199,8 +199,8 @@ def test_nothing_is_filled_before_the_tensors_are_checked(
 
 
 def test_tensors_that_are_not_needed_are_ignored(folders: dict[str, Path], tmp_path: Path) -> None:
-    """Calibrated steps of activations and of the cache, zero points of symmetric weights, an index
-    that says nothing or is missing."""
+    """Calibrated scales of activations and of the cache, zero points of symmetric weights, a
+    trivial or missing index."""
     extra: dict[str, Tensor | None] = {
         f"{DOWN}.input_scale": torch.ones(1),
         f"{DOWN}.weight_zero_point": torch.zeros(64, 1, dtype=torch.int8),

@@ -1,4 +1,4 @@
-"""Some outputs of a layer are the same as those of the whole, wherever a run begins and ends."""
+"""Runs of outputs of a layer equal those of the whole, with any start and end."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_runs(case: str) -> None:
     format = FORMATS[scheme.layout](scheme, LinearShape(64, 96), {})
     assert isinstance(format, Awq | Gptq | PackQuantized | IntQuantized)
     w = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
-    # scales and zero points differ from output to output
+    # Scales and zero points differ between outputs.
     codes = rounded(w * torch.arange(1, 97)[:, None] / 100 + w[:, :1] / 2, scheme)
     tensors, expected = format.save(codes), multiplied_out(codes)
     for first, last in RUNS:
@@ -44,7 +44,7 @@ def test_runs(case: str) -> None:
 
 
 def test_a_last_word_that_is_not_full() -> None:
-    """36 zero points of three bits, of which the last few are in a word of their own."""
+    """36 zero points of three bits, the last of which are in a separate word."""
     scheme = read(CONFIGS["packed-3"]).scheme("model.layers.0.mlp.down_proj")
     assert scheme is not None
     format = PackQuantized(scheme, LinearShape(64, 36), {})

@@ -30,17 +30,17 @@ def integers(high: int, *shape: int, low: int = 0) -> Tensor:
 
 
 def made(bits: int, groups: int, symmetric: bool, dtype: torch.dtype) -> dict[str, Tensor]:
-    """A layer in integers, whose scales are numbers of `dtype`."""
+    """Return a quantised layer with scales of `dtype`."""
     scales = (torch.rand(OUTPUTS, groups, generator=GENERATOR) * 0.1 + 0.01).to(dtype)
     found = {"q": integers(2**bits, OUTPUTS, INPUTS).to(torch.uint8), "scales": scales}
     if not symmetric:
-        # the older GPTQ format has no zero points that are 0
+        # The older GPTQ format has no zero points of 0.
         found["zeros"] = integers(2**bits, OUTPUTS, groups, low=1).to(torch.uint8)
     return found
 
 
 def floats(layer: dict[str, Tensor], bits: int) -> Tensor:
-    """What the tools quantise: the numbers that the codes stand for."""
+    """Return the input of the tools: the dequantised codes."""
     groups = layer.get("groups")
     if groups is None:
         count = layer["scales"].shape[1]
@@ -51,7 +51,7 @@ def floats(layer: dict[str, Tensor], bits: int) -> Tensor:
 
 
 def module(path: Path, stubs: dict[str, dict[str, Any]]) -> types.ModuleType:
-    """One file of a package, without what it imports of the rest."""
+    """Load one file of a package without its other imports."""
     for name, attributes in stubs.items():
         stub = types.ModuleType(name)
         stub.__dict__.update(attributes)
@@ -144,7 +144,7 @@ def compressed() -> dict[str, dict[str, Tensor]]:
         found[name] = layer | compress(format, state, weights)
     for strategy, shape in (("tensor", (1,)), ("channel", (OUTPUTS, 1)), ("block", (2, 3))):
         values = (torch.randn(OUTPUTS, INPUTS, generator=GENERATOR) * 50).to(torch.float8_e4m3fn)
-        # powers of two, so that dividing by them gives the same values again
+        # Powers of two, so that dividing by them gives the same values again.
         scales = torch.pow(2.0, integers(0, *shape, low=-9).float())
         wide = scales
         if strategy == "block":
