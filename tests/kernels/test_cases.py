@@ -1,4 +1,4 @@
-"""Every implementation of every operation against the reference."""
+"""Every implementation of every operation compared with the reference."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = ["reference", "torch", *ISAS]
 
 
 def implementation(name: str, threads: int = 1) -> Ops:
-    """By name; the native kernels by that of an instruction set."""
+    """Return an implementation by name; the native kernels by instruction set."""
     if name in ISAS:
         from kvik.kernels.cpu.native import Native
         from kvik.kernels.cpu.ops import native_ops
@@ -44,7 +44,7 @@ def implementation(name: str, threads: int = 1) -> Ops:
 
 
 def dtypes_of(name: str) -> tuple[torch.dtype, ...]:
-    """Native kernels have no float16."""
+    """Native kernels do not support float16."""
     return (torch.float32, torch.bfloat16) if name in ISAS else DTYPES
 
 
@@ -56,7 +56,7 @@ NAMED_DTYPES = [
 
 
 def rounded(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
-    """Arguments with what the native kernels keep of x for products with weights of few bits."""
+    """Round x in the arguments as the native kernels do for products with weights of few bits."""
     x, weight, *rest = args if len(args) > 1 else (*args, None)
     if not isinstance(x, Tensor) or not isinstance(weight, Weight):
         return args
@@ -80,7 +80,7 @@ LAST = {case.op: case for case in CASES}
     ids=lambda c: f"{c.op}-{c.name}",
 )
 def test_torch_matches_the_reference_in_float16(case: Case) -> None:
-    """Which native kernels have not."""
+    """The native kernels do not support it."""
     check_case("torch", torch.float16, case)
 
 
@@ -92,7 +92,7 @@ def test_matches_reference(name: str, dtype: torch.dtype, case: Case) -> None:
 
 
 def check_case(name: str, dtype: torch.dtype, case: Case) -> None:
-    """Results are the reference's, and neither changes an argument that it may not write."""
+    """Compare results with the reference, and check that other arguments do not change."""
     rtol, atol = case.tolerance(dtype)
     given, args = (arguments(case, dtype, CPU) for _ in range(2))
     expected = outputs(REFERENCE, case, rounded(given) if name in ISAS else given)
@@ -122,7 +122,7 @@ def test_threads_change_no_bit(isa: str, case: Case) -> None:
     "case", [c for c in CASES if c.op == "linear"], ids=lambda c: f"{c.op}-{c.name}"
 )
 def test_products_of_a_few_rows_at_a_time(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quantised weights are multiplied out a few rows at a time."""
+    """Quantised weights are dequantised a few rows at a time."""
     monkeypatch.setattr(torch_ops, "PIECE", 700)
     rtol, atol = case.tolerance(torch.float32)
     (expected,) = outputs(REFERENCE, case, arguments(case, torch.float32, CPU))
@@ -141,7 +141,7 @@ def test_the_delta_rule_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -
 
 
 def _in_groups(group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Bytes [150, 64], and scales and minima of groups of them."""
+    """Return bytes [150, 64], and scales and minima of groups of them."""
     generator = torch.Generator().manual_seed(group)
     drawn = torch.randint(0, 127, (150, 64), generator=generator, dtype=torch.uint8)
     scales, minima = torch.randn(2, 150, 64 // group, generator=generator)
@@ -171,7 +171,7 @@ WEIGHTS = (
 @pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: type(w).__name__)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_matrix_packed_in_runs(name: str, weight: Weight, activation: Activation | None) -> None:
-    """In any order, across gate and up, and with floats of another dtype than its own."""
+    """In any order, across gate and up, and with floats of another dtype than the matrix."""
     ops = implementation(name, threads=2)
     kind = WeightKind("float32") if weight.kind.floats else weight.kind
     spec = MatrixSpec(kind, 150, 64, False, activation, torch.float32, CPU)
@@ -186,14 +186,14 @@ def test_a_matrix_packed_in_runs(name: str, weight: Weight, activation: Activati
 
 
 def test_every_operation_has_cases() -> None:
-    # Every matrix of a case is made and packed, and experts are put together.
+    # Each case creates and packs its matrices, and joins its experts.
     assert {"matrix", "owned", "pack_rows", "expert_set", *(case.op for case in CASES)} == {
         field.name for field in fields(Ops)
     }
 
 
 @pytest.mark.parametrize(("name", "dtype"), NAMED_DTYPES)
-def test_nan_shows_in_the_largest(name: str, dtype: torch.dtype) -> None:
+def test_nan_is_the_largest(name: str, dtype: torch.dtype) -> None:
     logits = torch.zeros(5, 70, dtype=dtype)
     logits[0, 0] = logits[1, 69] = logits[2, 33] = torch.nan
     logits[2, 34] = torch.inf

@@ -1,4 +1,4 @@
-"""Operations divided among processes, here threads, give what they give undivided."""
+"""Operations divided among processes, here threads, give the undivided results."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def triton_table() -> Ops:
     table, lock = triton_ops(CPU), threading.Lock()
 
     def alone(operation: Callable[..., Any]) -> Callable[..., Any]:
-        """The interpreter is for one thread at a time."""
+        """The interpreter runs one thread at a time."""
 
         def run(*args: Any) -> Any:
             with lock:
@@ -84,7 +84,7 @@ def matrix(ops: Ops, weight: Weight, bias: Tensor | None, **more: object) -> Mat
         weight.kind, weight.outputs, weight.inputs, bias is not None, None, torch.float32, CPU
     )
     made = ops.matrix(replace(spec, **more))
-    for first in range(0, weight.outputs, 48):  # in runs that cross the borders of shares
+    for first in range(0, weight.outputs, 48):  # in runs across the boundaries of shares
         end = min(first + 48, weight.outputs)
         for low, high in ops.owned(made, first, end - first):
             ops.pack_rows(made, low, weight.rows(slice(low, high)))
@@ -94,7 +94,7 @@ def matrix(ops: Ops, weight: Weight, bias: Tensor | None, **more: object) -> Mat
 
 
 def together(table: Ops, fast: bool, work: Callable[[Ops], Tensor]) -> Tensor:
-    """What all of the ranks give, which must be the same."""
+    """Return the result of all ranks, which must be the same."""
     board = Board(SIZE)
     groups = [ThreadGroup(board, rank) for rank in range(SIZE)]
     with ThreadPoolExecutor(SIZE) as pool:
@@ -128,7 +128,7 @@ def test_an_mlp(table: str, kind: str, fast: bool) -> None:
     torch.testing.assert_close(together(ops, fast, work), right, rtol=1e-4, atol=1e-3)
 
 
-def test_how_a_sum_is_shared_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_division_of_a_sum_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     down, x = weight_of("float32", HIDDEN + 1, INNER), torch.randn(TOKENS, INNER)
     residual, between = torch.randn(TOKENS, HIDDEN + 1), Between(INNER, 32, read=True)
 
@@ -143,7 +143,7 @@ def test_how_a_sum_is_shared_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_projections_into_heads(kv_heads: int, fast: bool) -> None:
-    """Of queries with a gate each, keys and values; what reads them multiplies own heads alone."""
+    """Of queries with a gate each, keys and values; the next product only uses own heads."""
     torch.manual_seed(0)
     heads, dim = 4, 8
     counts = (heads, heads, kv_heads, kv_heads)
@@ -163,7 +163,7 @@ def test_projections_into_heads(kv_heads: int, fast: bool) -> None:
 
 
 @pytest.mark.parametrize("fast", [False, True])
-@pytest.mark.parametrize("vocab", [97, 40])  # of which one process has none
+@pytest.mark.parametrize("vocab", [97, 40])  # of 40, one process has none
 def test_a_table_of_tokens_and_the_head(vocab: int, fast: bool) -> None:
     torch.manual_seed(0)
     weight, x = float_weight(torch.randn(vocab, HIDDEN)), torch.randn(TOKENS, HIDDEN)
@@ -215,7 +215,9 @@ def test_experts(table: str, kind: str, fast: bool) -> None:
         ("int8", [(0, 50), (50, 160)], True),
     ],
 )
-def test_what_can_be_cut_by_inputs(kind: str, runs: list[tuple[int, int]], can: bool) -> None:
+def test_weights_that_can_be_cut_by_inputs(
+    kind: str, runs: list[tuple[int, int]], can: bool
+) -> None:
     assert cuts_inputs(weight_of(kind, 32, INNER).kind, INNER, runs) == can
 
 

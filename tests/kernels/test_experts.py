@@ -1,4 +1,4 @@
-"""The router, and the products of the experts that it chose."""
+"""The router, and the products of the chosen experts."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def by_definition(
     correction: list[float] | None,
     scales: list[float] | None,
 ) -> tuple[list[int], list[float]]:
-    """The experts of one token and their weights, in plain Python."""
+    """Return the experts of one token and their weights, in plain Python."""
     if router.scores == "sparsemixer":
         scores = logits
     elif router.scores == "sigmoid":
@@ -72,7 +72,7 @@ def by_definition(
 
 
 def share(logits: list[float], chosen: int, before: list[int], jitter: float) -> float:
-    """Of a logit, among those near it that were not chosen before."""
+    """Return the share of a logit among those near it that were not chosen before."""
     top, left = logits[chosen], [x for e, x in enumerate(logits) if e not in before]
     near = [x for x in left if top - x <= 2 * jitter * max(abs(x), top)]
     return 1 / sum(math.exp(x - top) for x in near)
@@ -92,7 +92,7 @@ ROUTERS = {
 
 @pytest.mark.parametrize("router", ROUTERS.values(), ids=ROUTERS)
 def test_experts_are_chosen_by_definition(ops: Ops, router: Router) -> None:
-    """Logits are few different numbers, so that experts and groups are equally good."""
+    """Logits have few different values, so that experts and groups tie."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randint(-2, 3, (40, router.experts), generator=generator).float()
     logits[1] = 0.0
@@ -109,7 +109,7 @@ def test_experts_are_chosen_by_definition(ops: Ops, router: Router) -> None:
         torch.testing.assert_close(shares, torch.tensor(expected), rtol=1e-5, atol=1e-7)
 
 
-def test_a_row_of_nan_chooses_experts_that_there_are(ops: Ops) -> None:
+def test_a_row_of_nan_chooses_existing_experts(ops: Ops) -> None:
     logits = torch.full((2, 6), torch.nan)
     logits[1] = torch.arange(6)
     ids, _ = ops.route(logits, Router(6, 2), None, None)
@@ -143,11 +143,11 @@ def expert_set(ops: Ops, kind: str, dtype: torch.dtype, *, biased: bool = False)
 
 
 def routed(rows: int, dtype: torch.dtype, loads: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x, and the experts and weights of its rows."""
+    """Return x, and the experts and weights of its rows."""
     generator = torch.Generator().manual_seed(rows)
     x = torch.randn(rows, HIDDEN, generator=generator).to(dtype)
     logits = torch.randn(rows, EXPERTS, generator=generator)
-    if loads == "skewed":  # all rows to the same experts, the others have none
+    if loads == "skewed":  # all rows have the same experts, the others none
         logits += torch.tensor([9.0, -9.0, 9.0, -9.0, -9.0, 9.0])
     return x, *REFERENCE.route(logits, Router(EXPERTS, ACTIVE), None, None)
 
@@ -172,7 +172,7 @@ def test_native_experts_are_sums_of_native_products(isa: str, kind: str) -> None
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
-def test_a_weight_may_multiply_what_its_expert_is_given(ops: Ops) -> None:
+def test_a_weight_may_multiply_the_input_of_its_expert(ops: Ops) -> None:
     x, ids, shares = routed(5, torch.float32, "even")
     expected = x.clone()
     for token, expert, weight in zip(
@@ -191,7 +191,7 @@ def test_a_weight_may_multiply_what_its_expert_is_given(ops: Ops) -> None:
 @pytest.mark.parametrize("kind", ["float", "int4-32-zeros", "w8a8", "int8"])
 @pytest.mark.parametrize("isa", ISAS)
 def test_bits_of_a_row_depend_on_nothing_else(isa: str, kind: str, weighed: bool) -> None:
-    """Neither on the rows beside it, nor on the number of threads."""
+    """Neither on the other rows, nor on the number of threads."""
     ops, dtype = native(isa), torch.bfloat16
     x, ids, shares = routed(45, dtype, "even")
     experts = replace(expert_set(ops, kind, dtype), weigh_inputs=weighed)
@@ -207,7 +207,7 @@ def test_bits_of_a_row_depend_on_nothing_else(isa: str, kind: str, weighed: bool
 
 
 @needs_native
-def test_experts_may_read_their_inputs_in_orders_of_their_own() -> None:
+def test_experts_may_have_different_orders_of_inputs() -> None:
     ops = native(ISAS[0])
     generator = torch.Generator().manual_seed(3)
     up, down = [], []

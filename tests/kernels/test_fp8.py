@@ -1,4 +1,4 @@
-"""Eight-bit floats: clamped before the cast, a scale for each block."""
+"""Eight-bit floats: clamped before the cast, with a scale per block."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def representable(dtype: torch.dtype) -> Tensor:
-    """All finite numbers of a format, ascending, from its bits."""
+    """Return all finite numbers of a format, ascending, from their bits."""
     numbers = torch.arange(256, dtype=torch.int64).to(torch.uint8).view(dtype).double()
     return numbers[numbers.isfinite()].unique()
 
@@ -37,7 +37,7 @@ def representable(dtype: torch.dtype) -> Tensor:
 def test_values_are_clamped_to_the_largest_number(dtype: torch.dtype, largest: float) -> None:
     assert LARGEST[dtype] == largest == torch.finfo(dtype).max
     assert float(representable(dtype).max()) == largest
-    # a cast alone does not stop there
+    # A plain cast does not clamp.
     assert torch.tensor(57344.0 * 1.2).to(E5M2).float().isinf()
     beyond = torch.tensor([[largest * 1.2, -largest * 1.2]])
     ones = torch.tensor(1.0)
@@ -64,7 +64,7 @@ def test_against_a_double_loop(dtype: torch.dtype, block: Block, source: torch.d
             exact = part.double() / scales[i // rows, j // columns]
             nearest = (numbers[:, None, None] - exact).abs().amin(0)
             found = rounded[i : i + rows, j : j + columns].double()
-            # a quotient in fp32 may fall to the other side of a tie
+            # A quotient in fp32 may be on the other side of a tie.
             assert bool(((found - exact).abs() <= nearest + exact.abs() * 1e-6).all())
             expected = found * scales[i // rows, j // columns].double()
             torch.testing.assert_close(
@@ -75,8 +75,8 @@ def test_against_a_double_loop(dtype: torch.dtype, block: Block, source: torch.d
 
 @pytest.mark.parametrize(("dtype", "half_step"), [(E4M3, 2**-4), (E5M2, 2**-3)])
 def test_relative_errors(dtype: torch.dtype, half_step: float) -> None:
-    """Three and two bits behind the point: half a step is 1/16 and 1/8 of the power of two below,
-    so the worst is half a step behind it."""
+    """With three and two bits of mantissa, half a step is 1/16 and 1/8 of the power of two below,
+    so the worst error is half a step after it."""
     values = normal(64, 256, seed=1)
     scales = fp8_scales(values, dtype, ROW)
     back = unround_fp8(round_fp8(values, scales, dtype, ROW), scales, ROW)
@@ -108,8 +108,8 @@ def test_a_scale_for_each_token() -> None:
     assert torch.equal(back[6], x[6])
 
 
-def test_calibrated_activations_are_scaled_and_cut() -> None:
-    """A scale left at 1 would cut at 448 and lose small numbers."""
+def test_calibrated_activations_are_scaled_and_clamped() -> None:
+    """A scale of 1 would clamp at 448 and lose small numbers."""
     seen = normal(100, 16) * 1e4
     scale = fp8_scale(seen.abs().amax(), E4M3)
     assert scale.shape == () and scale.item() == pytest.approx(float(seen.abs().max()) / 448)
@@ -142,7 +142,7 @@ def test_nan_and_infinity_are_refused(bad: float, block: Block) -> None:
         fp8_scale(torch.tensor(bad), E5M2)
 
 
-def test_nothing_to_scale_and_the_argument_left_alone() -> None:
+def test_zeros_are_kept_and_the_argument_is_unchanged() -> None:
     values = torch.zeros(4, 8)
     scales = fp8_scales(values, E4M3, ROW)
     assert torch.equal(scales, torch.ones(4, 1))

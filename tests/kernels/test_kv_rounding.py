@@ -1,4 +1,4 @@
-"""Keys and values in few bits: what is kept, and the traps on the way."""
+"""Keys and values in few bits: errors, and known pitfalls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_shapes_and_types(dtype, given) -> None:
 def test_int8_is_off_by_half_a_step() -> None:
     x = normal(200, 64) * normal(200, 1, seed=1).exp()
     step = x.abs().amax(-1, keepdim=True) / 127
-    # The scale is rounded to 8 bits, by which the largest number may be cut.
+    # The scale is rounded to 8 bits, which may clamp the largest number.
     assert bool(((kept(x, I8) - x).abs() <= step * (0.5 + 127 * 2**-8)).all())
     assert bool(((kept(x, I8) - x).abs() <= step * 0.51).float().mean() > 0.98)
 
@@ -41,7 +41,7 @@ def test_int8_is_off_by_half_a_step() -> None:
 def test_fp8_is_off_by_a_sixteenth_of_a_number() -> None:
     x = normal(200, 64) * normal(200, 1, seed=1).exp()
     most = x.abs().amax(-1, keepdim=True)
-    # Half of the last of 3 bits of mantissa; below 2^-6 of 448, half a step of 2^-9.
+    # Half of the last of 3 mantissa bits; below 2^-6 of 448, half a step of 2^-9.
     bound = (x.abs() / 16).maximum(most / 448 * 2**-10) * 1.01
     assert bool(((kept(x, FP8) - x).abs() <= bound).all())
 
@@ -56,8 +56,8 @@ def test_int4_is_off_by_half_a_step_and_by_one_at_the_ends(shift: float) -> None
     assert float((off <= step * 0.5).float().mean()) > 0.9
 
 
-def test_a_scale_of_its_own_for_each_vector() -> None:
-    """Rounding of a vector does not depend on those beside it."""
+def test_each_vector_has_its_own_scale() -> None:
+    """Rounding of a vector does not depend on the other vectors."""
     x = normal(7, 3, 32)
     for dtype in SCALES:
         numbers, scales = round_vectors(x, dtype)
@@ -68,16 +68,16 @@ def test_a_scale_of_its_own_for_each_vector() -> None:
 
 
 def test_int8_does_not_wrap() -> None:
-    """The trap: 128, or 0..255, cast to int8 comes out negative."""
+    """Pitfall: 128, or 0..255, cast to int8 becomes negative."""
     either = torch.linspace(-3, 3, 4096).view(-1, 1) * torch.linspace(1, 2, 16)
     for x in (either, either.abs()):
         assert bool((kept(x, I8) * x >= 0).all())
         assert int(round_vectors(x, I8)[0].min()) >= -127
 
 
-def test_fp8_is_cut_before_the_cast() -> None:
-    """The trap: what is above 448 becomes NaN or infinite in a plain cast, and a scale left at 1
-    loses what is small."""
+def test_fp8_is_clamped_before_the_cast() -> None:
+    """Pitfall: numbers above 448 become NaN or infinite in a plain cast, and a scale of 1 loses
+    small ones."""
     x = normal(100, 32) * torch.logspace(-20, 20, 100)[:, None]
     found = kept(x, FP8)
     assert bool(found.isfinite().all())
@@ -86,7 +86,7 @@ def test_fp8_is_cut_before_the_cast() -> None:
 
 @formats
 def test_equal_numbers_and_zeros(dtype) -> None:
-    """Nothing to scale: max == min, and no division by zero."""
+    """Without a range to scale: max == min, and no division by zero."""
     x = torch.stack([torch.zeros(32), torch.full((32,), 2.5), torch.full((32,), -2.5)])
     found = kept(x, dtype)
     assert not found[0].any() and bool(found.isfinite().all())
@@ -94,7 +94,7 @@ def test_equal_numbers_and_zeros(dtype) -> None:
 
 
 @formats
-def test_an_outlier_takes_its_vector_and_no_other(dtype) -> None:
+def test_an_outlier_only_affects_its_vector(dtype) -> None:
     x = normal(3, 32)
     x[1, 5] = 1e30
     found, clean = kept(x, dtype), kept(normal(3, 32), dtype)

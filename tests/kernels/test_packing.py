@@ -1,4 +1,4 @@
-"""Matrices in parts, as files keep them: what comes back multiplies to the same bits."""
+"""Matrices stored in parts, as in files, multiply to the same bits."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ ROWS, INPUTS, GROUP = 70, 64, 32
 
 
 def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-    """Mixed, and the same in every version of torch."""
+    """Return mixed integers, the same in every version of torch."""
     count = torch.arange(torch.Size(shape).numel())
     return (count * 7919 // 13 % (high - low) + low).view(shape)
 
 
 def plain_weights() -> dict[str, Weight]:
-    """Of numbers that every kind and every machine holds exactly."""
+    """Return weights of numbers that are exact in every kind and on every machine."""
     scales = 2.0 ** integers(-4, 4, ROWS).float()
     groups = 2.0 ** integers(-4, 4, ROWS, INPUTS // GROUP).float()
     whole = integers(-8, 8, ROWS, INPUTS)
@@ -85,7 +85,7 @@ def made(ops: Ops, weight: Weight, activation: Activation | None = None) -> Matr
     return filled_matrix(ops, weight, integers(-8, 8, ROWS).float(), activation, torch.float32)
 
 
-# Triton's in its interpreter alone: here all is on the CPU.
+# Triton's only in its interpreter: everything here is on the CPU.
 INTERPRETED = TRITON and device().type == "cpu"
 IMPLEMENTATIONS = [
     "torch",
@@ -116,7 +116,7 @@ def test_a_packed_matrix_multiplies_to_the_same_bits(
 @needs_native
 @pytest.mark.parametrize("kind", weights())
 def test_all_instruction_sets_have_the_same_bytes(kind: str) -> None:
-    """So a folder that one machine built runs on another."""
+    """A folder built on one machine runs on another."""
     hashes = set()
     for isa in instruction_sets():
         ops, packing = implementation("native", isa)
@@ -132,8 +132,8 @@ def digest(packing: Packing, matrix: Matrix) -> str:
     return whole.hexdigest()
 
 
-# If this fails the bytes of folders that users have are no longer those that kernels take: give the
-# packing another name.
+# If this fails, the packed bytes have changed, and existing folders would be misread: rename the
+# packing.
 BYTES = {
     "gpu-1": "a5ba9bb704cd2b6ef3facd6693f9fbab24e4d9004acc4ab959c80dc42733b581",
     "plain-1": "acb14daaf85dc8d3820f7e45949c14cf6377cd8d59dec7a95d2904b1d66af3de",
@@ -142,7 +142,7 @@ BYTES = {
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
-def test_other_bytes_need_another_name(name: str) -> None:
+def test_changed_bytes_need_another_name(name: str) -> None:
     whole = hashlib.sha256()
     for weight in weights().values():
         ops, packing = implementation(name)
@@ -152,7 +152,7 @@ def test_other_bytes_need_another_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
 @pytest.mark.parametrize("wrong", [-1, INPUTS, 0])
-def test_an_order_that_leads_out_of_the_inputs_is_refused(name: str, wrong: int) -> None:
+def test_an_order_outside_of_the_inputs_is_refused(name: str, wrong: int) -> None:
     ops, packing = implementation(name)
     matrix = made(ops, weights()["ordered int4"])
     parts = {k: v.clone() for k, v in packing.parts(matrix).items()}

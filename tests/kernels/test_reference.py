@@ -1,4 +1,4 @@
-"""The reference against its definitions, written out element by element in Python floats."""
+"""The reference compared with its definitions, written element by element in Python."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_layer_norm() -> None:
 
 
 def test_rotary_rotates_pairs_of_halves() -> None:
-    """Dimension i and i + half form a complex number that turns by the angle."""
+    """Dimensions i and i + half form a complex number that is rotated by the angle."""
     q, k, angle = normal(4, 3, 6), normal(4, 2, 6, seed=1), normal(4, 3, seed=2)
     rotation = torch.cat((angle.cos(), angle.sin()), -1)
     for x, found in zip((q, k), REFERENCE.rotary(q, k, rotation), strict=True):
@@ -193,7 +193,7 @@ def test_copy_blocks_reads_before_it_writes() -> None:
 def penalised(
     logits: torch.Tensor, prompt: list[int], output: list[int], **values: float
 ) -> torch.Tensor:
-    """One penalised row between two that must stay as they are."""
+    """Penalise one row between two that must not change."""
     vocab = logits.shape[0]
     in_prompt = torch.zeros(1, vocab, dtype=torch.bool)
     in_prompt[0, prompt] = True
@@ -224,7 +224,7 @@ def test_repetition_matches_transformers() -> None:
         torch.testing.assert_close(found, expected[0])
 
 
-def test_frequency_and_presence_count_the_output_alone() -> None:
+def test_frequency_and_presence_only_count_the_output() -> None:
     logits = torch.zeros(5)
     assert penalised(logits, [0, 1], [1, 2, 2], frequency=0.5).tolist() == [0, -0.5, -1, 0, 0]
     assert penalised(logits, [0, 1], [1, 2, 2], presence=0.5).tolist() == [0, -0.5, -0.5, 0, 0]

@@ -1,4 +1,4 @@
-"""Rounding to few bits: how far off at most, and where it could go wrong."""
+"""Rounding to few bits: bounds of the error, and pitfalls."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ def normal(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
 
 
 def nibbles(weight: Weight) -> Tensor:
-    """[outputs, inputs]."""
+    """Return the codes, [outputs, inputs]."""
     return torch.stack((weight.values & 15, weight.values >> 4), -1).flatten(1)
 
 
 def kept(scales: Tensor) -> Tensor:
-    """With eleven binary digits, half to even."""
+    """Round to eleven binary digits, half to even."""
     digits, exponent = torch.frexp(scales.double())
     return torch.ldexp((digits * 2**11).round() / 2**11, exponent).float()
 
 
 def int4_error(weight: Weight, values: Tensor) -> Tensor:
-    """In steps, [outputs, inputs]."""
+    """Return the error in steps, [outputs, inputs]."""
     steps = weight.scales.repeat_interleave(weight.kind.group, dim=1)
     return (weight.dequantized() - values.float()).abs() / steps
 
@@ -52,7 +52,7 @@ def test_int4_is_off_by_half_a_step(symmetric: bool, group: int) -> None:
     assert weight.values.shape == (9, 96) and weight.scales.shape == (9, 192 // group)
     assert (weight.zeros is None) == symmetric
     assert torch.equal(weight.scales, weight.scales.half().float())
-    # a scale that became smaller moves the ends of the range beyond the last step
+    # A rounded-down scale moves the ends of the range beyond the last step.
     assert 0.4 < float(int4_error(weight, values).max()) <= 0.5 + 15 / 2048
 
 
@@ -73,8 +73,8 @@ def test_scales_keep_their_digits_at_every_magnitude(size: float) -> None:
         assert torch.equal(large.values, small.values)
 
 
-def test_int4_values_are_rounded_by_the_scale_that_is_kept() -> None:
-    """By the finer scale that is rounded away, some values would go to a worse step."""
+def test_int4_values_are_rounded_by_the_stored_scale() -> None:
+    """By the unrounded scale, some values would get a worse step."""
     values = normal(512, 128)
     weight = round_int4(values, 32, symmetric=True)
     grouped = values.view(512, 4, 32)
@@ -104,7 +104,7 @@ def test_a_range_on_one_side_of_zero_reaches_to_it(low: float, high: float) -> N
 
 
 def test_a_large_weight_affects_only_its_own_group() -> None:
-    """A large weight spoils its own group, not its neighbours nor other outputs."""
+    """It worsens its own group, but neither other groups nor other outputs."""
     values = normal(3, 96)
     values[1, 40] = 1e3
     weight = round_int4(values, 32, symmetric=False)
@@ -128,13 +128,13 @@ def test_zeros_are_rounded_exactly() -> None:
 
 
 def test_steps_too_small_for_a_float() -> None:
-    """A scale that has lost its digits must not lead out of the range, where int8 wraps around."""
+    """An inexact scale must not exceed the range, where int8 wraps around."""
     values = torch.full((1, 32), 2e-43)
     values[0, ::2] *= -1
     weight = round_int8(values, quantize_activations=False)
     assert weight.values.abs().max() == 127
     assert torch.equal(weight.values.sign().float(), values.sign())
-    # Of eleven digits, the smallest step is larger: 2 ** -136.
+    # With eleven digits, the smallest step is larger: 2 ** -136.
     for symmetric in (True, False):
         weight4 = round_int4(values, 32, symmetric)
         assert not weight4.dequantized().any()
@@ -205,7 +205,7 @@ def test_mxfp4_of_the_smallest_and_the_largest_floats(largest: float) -> None:
     values[1, 40], values[1, 41] = largest, -largest
     weight = round_mxfp4(values)
     assert int(weight.scales.max()) <= 252
-    # 6 times 2^125 is the largest, half of 2^-127 the smallest
+    # 6 times 2^125 is the largest, half of 2^-127 the smallest.
     assert weight.dequantized()[1, 40:42].tolist() == {
         0.0: [0, 0],
         2.0**-149: [0, 0],
@@ -214,15 +214,15 @@ def test_mxfp4_of_the_smallest_and_the_largest_floats(largest: float) -> None:
     assert not weight.dequantized()[0].any()
 
 
-def test_groups_of_tokens_are_rounded_on_their_own() -> None:
+def test_groups_of_tokens_are_rounded_separately() -> None:
     x = normal(3, 70)
     expected = [round_tokens(part) for part in x.split(32, dim=1)]
     assert torch.equal(round_tokens(x, 32), torch.cat(expected, 1))
 
 
-def test_tokens_are_rounded_on_their_own_half_to_even() -> None:
+def test_tokens_are_rounded_separately_half_to_even() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, -2.5], [254.0, 1.0, 3.0, -5.0], [1e-3, 0, 0, -1e-3]])
     expected = torch.tensor([[127.0, 0, 2, -2], [254.0, 0, 4, -4], [1e-3, 0, 0, -1e-3]])
     torch.testing.assert_close(round_tokens(x), expected)
     assert round_tokens(x.bfloat16()).dtype == torch.float32
-    assert x[0, 1] == 0.5  # the argument is left alone
+    assert x[0, 1] == 0.5  # the argument is unchanged

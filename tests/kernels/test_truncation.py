@@ -1,4 +1,4 @@
-"""Truncation against the definitions and against transformers' warpers."""
+"""Truncation compared with the definitions and with transformers' warpers."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_matches_the_definition(options: dict[str, float]) -> None:
 
 
 @pytest.mark.parametrize("vocab", [6, 3000])
-def test_of_equally_likely_tokens_the_lower_ids_stay(vocab: int) -> None:
+def test_lower_ids_of_equally_likely_tokens_stay(vocab: int) -> None:
     weights = torch.full((2, vocab), 0.5)
     weights[:, 4] = 1.0
     kept = truncate(weights, rules(2, vocab, top_k=3))
@@ -122,8 +122,8 @@ def test_one_token_always_stays() -> None:
 
 
 @pytest.mark.parametrize("vocab", [64, 5000])
-def test_rows_with_a_rule_switched_off_are_untouched(vocab: int) -> None:
-    weights = weights_of(logits_of(3, vocab, scale=20.0))  # a tail that no sum can feel
+def test_rows_without_a_rule_are_unchanged(vocab: int) -> None:
+    weights = weights_of(logits_of(3, vocab, scale=20.0))  # a tail too small to change a sum
     off = Truncation(
         top_k=torch.tensor([vocab, 5, vocab]),
         top_p=torch.tensor([1.0, 0.9, 1.0], dtype=torch.float64),
@@ -136,9 +136,9 @@ def test_rows_with_a_rule_switched_off_are_untouched(vocab: int) -> None:
 
 
 @pytest.mark.parametrize("vocab", [300, 5000, 40000])
-def test_a_row_does_not_notice_its_companions(vocab: int) -> None:
-    """To the bit, although few large rows are ordered by another routine than many small ones, and
-    although bfloat16 logits hold many equals."""
+def test_a_row_does_not_depend_on_the_batch(vocab: int) -> None:
+    """To the bit, although few large rows are sorted by another routine than many small ones, and
+    bfloat16 logits have many ties."""
     weights = weights_of(logits_of(6, vocab).bfloat16().float())
     together = Truncation(
         top_k=torch.tensor([1, 7, 40, vocab, 20, vocab]),
@@ -158,8 +158,8 @@ def test_a_row_does_not_notice_its_companions(vocab: int) -> None:
         assert torch.equal(truncate(weights[part], alone)[0], kept[row])
 
 
-def test_rows_with_a_rule_that_a_kernel_lacks_are_torchs() -> None:
-    """Each row alone gets what it gets among the others, and no rule is dropped in silence."""
+def test_torch_samples_rows_with_rules_that_a_kernel_lacks() -> None:
+    """Each row gets the same result as alone, and no rule is ignored silently."""
     rows: list[int] = []
 
     def known(truncation: Truncation, count: int) -> None:
@@ -184,5 +184,5 @@ def test_rows_with_a_rule_that_a_kernel_lacks_are_torchs() -> None:
     assert torch.equal(ops.draw(logits, draws), TORCH.draw(logits, draws))
     of_all = (logits, draws.temperature, truncation)
     assert torch.equal(ops.probabilities(*of_all), TORCH.probabilities(*of_all))
-    assert rows == [2, 2]  # the other two were torch's
+    assert rows == [2, 2]  # the other two were sampled by torch
     assert with_torch_for_others(TORCH, [one.name for one in fields(Truncation)]) is TORCH

@@ -1,4 +1,4 @@
-"""What each kind of weight means, written out element by element."""
+"""The meaning of each kind of weight, element by element."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INT8 = int8_weight(
     torch.tensor([0.5, 2.0, 1.0]),
     quantize_activations=True,
 )
-# Two outputs, eight inputs, groups of four; a byte holds the even input in its low half.
+# Two outputs, eight inputs, groups of four; the even input is in the low half of a byte.
 INT4 = int4_weight(
     torch.tensor([[0x10, 0x32, 0x54, 0x76], [0x0F, 0xF0, 0x8A, 0xA8]], dtype=torch.uint8),
     torch.tensor([[1.0, 10.0], [0.5, 2.0]]),
@@ -43,13 +43,13 @@ FP8 = fp8_weight(
     torch.tensor([[2.0, 512.0], [1.0, 0.5]]),
     group=2,
 )
-# Every code of four bits, once with the smallest power of two and once with a half.
+# Every four-bit code, once with the smallest power of two and once with a half.
 MXFP4 = mxfp4_weight(
     torch.tensor([list(range(0x10, 0x100, 0x22))], dtype=torch.uint8).repeat(1, 4),
     torch.tensor([[0, 126]], dtype=torch.uint8),
 )
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
-# What each kind says of its weights, and the weights it means.
+# Weights of each kind, and their values.
 MEANT: dict[str, tuple[Weight, list[list[float]]]] = {
     "int8 scales each output": (INT8, [[-63.5, 1.5], [10, 254], [0, -1]]),
     "int4 counts from zero points in groups of inputs": (

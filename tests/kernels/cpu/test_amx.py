@@ -1,5 +1,5 @@
-"""Products by the tile registers of AMX. Where a machine has none they run in emulation, by kernels
-built for that (`test_sanitizers.py`); `amx` of a machine that has them is tested here too."""
+"""Products by the tile registers of AMX. On machines without AMX they run in emulation, by kernels
+built for it (`test_sanitizers.py`); on machines with it, `amx` is tested here too."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _native = pytest.importorskip("kvik.kernels.cpu._native")
 
 EMULATED = "amx_emulated"
 AMX = [p for p in runtimes(threads=[2]) if p.values[0].isa in ("amx", EMULATED)]
-VECTORS = Runtime("avx512_bf16", 1)  # every machine with AMX has it
-# Rows of a register, of two, and one more and less.
+VECTORS = Runtime("avx512_bf16", 1)  # every machine with AMX supports it
+# Rows of one register and of two, with one more and less.
 ROWS = (1, 2, 15, 16, 17, 31, 32, 33, 47, 49, 64, 70)
 
 
@@ -39,7 +39,7 @@ def test_every_number_of_rows_gives_the_same_bits(runtime: Runtime, kind: str, i
 INT4 = ("int4/8", "int4/40-zeros", "int4/64", "int4/128", "int4/272", "int4-min/32", "mxfp4/32")
 
 
-# Groups of less than a product, of a part of one, and of several and a part.
+# Groups smaller than a product, of a part of one, and of several and a part.
 @pytest.mark.parametrize("kind", [I8, "int8/12", *INT4])
 @pytest.mark.parametrize("runtime", AMX)
 def test_integers_have_the_bits_of_vectors(runtime: Runtime, kind: str) -> None:
@@ -51,13 +51,13 @@ def test_integers_have_the_bits_of_vectors(runtime: Runtime, kind: str) -> None:
 
 @pytest.mark.parametrize("rows", [1, 20])
 @pytest.mark.parametrize("runtime", AMX)
-def test_floats_are_summed_as_the_manual_says(runtime: Runtime, rows: int) -> None:
-    """Of 32 inputs the even and the odd apart, then both, then the sum so far; denormal numbers are
-    zero."""
+def test_floats_are_summed_in_the_order_of_the_manual(runtime: Runtime, rows: int) -> None:
+    """The even and the odd of 32 inputs are summed apart, then both, then the previous sum;
+    denormal numbers are zero."""
     big, small = 2.0**25, 2.0**-70
     x = torch.zeros(rows, 96, dtype=torch.bfloat16)
-    x[:, :4] = torch.tensor([big, 1, -big, 1])  # one after the other: 1
-    x[:, 32:34] = torch.tensor([big, 0])  # the 2 from before is lost
+    x[:, :4] = torch.tensor([big, 1, -big, 1])  # in order: 1
+    x[:, 32:34] = torch.tensor([big, 0])  # the previous 2 is lost
     x[:, 64:66] = torch.tensor([-big, 0])
     for inputs, expected in ((32, 2), (96, 0)):
         ones = bf16_matrix(runtime, torch.ones(3, inputs, dtype=torch.bfloat16))
@@ -67,7 +67,7 @@ def test_floats_are_summed_as_the_manual_says(runtime: Runtime, rows: int) -> No
 
 
 def test_the_self_check_rejects_wrong_instruction_sets() -> None:
-    """A build that emulates has two instruction sets on purpose that are wrong in one number."""
+    """A build with emulation has two instruction sets that are wrong in one number on purpose."""
     emulated = EMULATED in _native.instruction_sets()
     expected = ["wrong_bf16", "wrong_i8"] if emulated else []
     assert _native.rejected_instruction_sets() == expected

@@ -1,4 +1,4 @@
-"""Native attention: what it computes, and that no bit of it depends on how a step was cut."""
+"""Native attention: its results, and that no bit depends on how steps are divided."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ F32, BF16, I8 = torch.float32, torch.bfloat16, torch.int8
 FP8, I4 = torch.float8_e4m3fn, torch.uint8
 ALL_DTYPES = [(dtype, kv_dtype) for kv_dtype in (F32, BF16, I8, FP8, I4) for dtype in (BF16, F32)]
 DTYPES = [(F32, F32), (BF16, BF16), (BF16, I8), (F32, FP8), (BF16, I4)]
-# Of the largest value: fp32 sums; bf16 weights and results.
+# Errors relative to the largest value: fp32 sums; bf16 weights and results.
 BOUNDS = {F32: 2e-6, BF16: 8e-3}
 name = "{0}".format
 dtypes = pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=name)
@@ -35,14 +35,14 @@ class Sequences:
     kv_dtype: torch.dtype = F32
     block_size: int = 16
     seed: int = 0
-    blocks: list[Tensor] = field(init=False)  # of each sequence, int32
+    blocks: list[Tensor] = field(init=False)  # per sequence, int32
 
     def __post_init__(self) -> None:
         counts = [-(-context // self.block_size) for context in self.contexts]
         order = torch.randperm(sum(counts) + 2, generator=torch.Generator().manual_seed(self.seed))
         self.blocks = list(order[: sum(counts)].int().split(counts))
         self.num_blocks = len(order)
-        # Contents depend on the sequence's number and the position alone.
+        # Contents only depend on the sequence's number and the position.
         self.q = self._draw(0, self.heads)
         self.k, self.v = self._draw(1, self.kv_heads), self._draw(2, self.kv_heads)
 
@@ -76,11 +76,11 @@ class Sequences:
         return cache
 
     def part(self, i: int, begin: int, end: int, tree: Tensor | None = None) -> Part:
-        """Queries [begin, end) of sequence i."""
+        """Return a part with queries [begin, end) of sequence i."""
         return Part(self.q[i][begin:end], end, self.blocks[i][: -(-end // self.block_size)], tree)
 
     def run(self, runtime, spans: list[tuple[int, int, int]], window: Seen = None) -> list[Tensor]:
-        """A step of spans (sequence, begin, end) over a cache that holds all positions."""
+        """Run a step of spans (sequence, begin, end) over a cache with all positions."""
         parts = [self.part(*span) for span in spans]
         return attend(runtime, self.filled(runtime), parts, self.scale, window)
 
@@ -96,8 +96,8 @@ class Sequences:
         sinks: Tensor | None = None,
         negated: int = 0,
     ) -> Tensor:
-        """[queries, heads, head_dim] in float64; visible: [queries, end]; negated: scores of the
-        first keys, times -1."""
+        """Return [queries, heads, head_dim] in float64; visible: [queries, end]; negated: scores of
+        the first keys are multiplied by -1."""
         k, v = cache.load(runtime, self.slots(i, 0, end), F32)
         k, v = (x.double().repeat_interleave(self.heads // self.kv_heads, 1) for x in (k, v))
         scores = torch.einsum("qhd,khd->hqk", self.q[i][begin:end].double(), k) * self.scale
@@ -112,13 +112,13 @@ class Sequences:
 
 
 def of_each_kind(runtimes: list) -> list:
-    """One instruction set for each width of vectors, where the others run the same code."""
+    """Return one instruction set per vector width; others of that width run the same code."""
     kinds = ("portable", "avx2", "avx512_bf16", "amx", "amx_emulated")
     return [p for p in runtimes if p.values[0].isa in kinds]
 
 
 def causal(begin: int, end: int, window: Seen = None) -> Tensor:
-    """[end - begin, end] bool."""
+    """Return [end - begin, end] bool."""
     visible = torch.zeros(end - begin, end, dtype=torch.bool)
     for position in range(begin, end):
         visible[position - begin, seen(position, window)] = True
@@ -126,7 +126,7 @@ def causal(begin: int, end: int, window: Seen = None) -> Tensor:
 
 
 def random_tree(size: int, seed: int) -> Tensor:
-    """[size, size] bool: each token sees itself and its ancestors; parents are drawn."""
+    """Return [size, size] bool of a random tree: each token sees itself and its ancestors."""
     generator = torch.Generator().manual_seed(seed)
     tree = torch.eye(size, dtype=torch.bool)
     for i in range(1, size):
@@ -225,11 +225,11 @@ def test_queries_see_keys_on_both_sides(runtime, reach: int, dtype, kv_dtype) ->
 @pytest.mark.parametrize("window", [None, 30, chunks(40), sinks(17, 30)])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (3, 3), (7, 1)])
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
-def test_no_bit_depends_on_the_cut(runtime, heads, kv_heads, window, dtype, kv_dtype) -> None:
+def test_no_bit_depends_on_chunks(runtime, heads, kv_heads, window, dtype, kv_dtype) -> None:
     context = 150
     s = Sequences([context], heads, kv_heads, 16, dtype, kv_dtype)
     (whole,) = s.run(runtime, [(0, 0, context)], window)
-    # Chunks and decodes over a cache that does not yet hold what comes after.
+    # Chunks and decodes over a cache without later positions.
     cache = s.cache()
     for begin, end in [(0, 1), (1, 30), (30, 33), (33, 97), (97, 98), (98, 149), (149, 150)]:
         s.store(runtime, cache, 0, begin, end)
@@ -277,7 +277,7 @@ def test_no_bit_depends_on_the_block_size(runtime, window, dtype, kv_dtype) -> N
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
 def test_capped_scores_and_sinks(runtime, option: str, dtype, kv_dtype) -> None:
-    """As they are defined, and the same bits for a chunk, its decodes and a tree over splits."""
+    """As defined, and with the same bits for a chunk, its decodes and a tree over splits."""
     options = OPTIONS[option]
     s = Sequences([1100, 40], dtype=dtype, kv_dtype=kv_dtype, head_dim=16)
     cache = s.filled(runtime)
@@ -300,8 +300,8 @@ def test_capped_scores_and_sinks(runtime, option: str, dtype, kv_dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("window", [sinks(4, 90), sinks(70, 500)], ids=str)
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
-def test_sinks_are_met_by_queries_of_their_own(runtime, window, dtype, kv_dtype) -> None:
-    """As it is defined, and the same bits for a chunk, its decodes and a tree over splits."""
+def test_sinks_have_their_own_queries(runtime, window, dtype, kv_dtype) -> None:
+    """As defined, and with the same bits for a chunk, its decodes and a tree over splits."""
     s = Sequences([1100, 80], dtype=dtype, kv_dtype=kv_dtype, head_dim=16)
     cache, options = s.filled(runtime), {"window": window, "negated": True}
     parts = [s.part(0, 1030, 1100), s.part(1, 0, 80)]
@@ -363,7 +363,7 @@ def test_a_tree_without_branches_is_a_sequence(runtime, window, dtype, kv_dtype)
 def test_a_node_has_the_bits_of_a_decode(
     runtime, heads, kv_heads, cached, window, dtype, kv_dtype
 ) -> None:
-    """At the end of a sequence in which its path alone follows the cached keys."""
+    """At the end of a sequence where only its path follows the cached keys."""
     size = 40
     s = Sequences([cached + size, 70], heads, kv_heads, 16, dtype, kv_dtype)
     tree = random_tree(size, seed=cached)
@@ -383,7 +383,7 @@ def test_a_node_has_the_bits_of_a_decode(
 @dtypes
 @pytest.mark.parametrize("runtime", runtimes((1, 5)))
 def test_moved_keys_and_values_equal_stored_ones(runtime, dtype, kv_dtype) -> None:
-    """A path's nodes to the first places, some of which are among its sources."""
+    """Move a path's nodes to the first places, some of which are also sources."""
     s = Sequences([60, 30], kv_heads=3, heads=3, dtype=dtype, kv_dtype=kv_dtype)
     path = torch.tensor([21, 22, 25, 31, 33, 50])
     expected, moved = s.filled(runtime), s.filled(runtime)
@@ -397,7 +397,7 @@ def test_moved_keys_and_values_equal_stored_ones(runtime, dtype, kv_dtype) -> No
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e30])
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
 def test_masked_keys_do_not_affect_a_query(runtime, bad, dtype, kv_dtype) -> None:
-    """Later positions and masked tokens of a tree hold NaN, infinity or large numbers."""
+    """Later positions and masked tokens of a tree are NaN, infinity or large numbers."""
     s = Sequences([100], heads=3, kv_heads=3, dtype=dtype, kv_dtype=kv_dtype)
     clean = s.run(runtime, [(0, 0, 100)])[0]
     tree = random_tree(12, seed=3)
@@ -414,7 +414,7 @@ def test_masked_keys_do_not_affect_a_query(runtime, bad, dtype, kv_dtype) -> Non
 
 
 @pytest.mark.parametrize("runtime", runtimes((2,)))
-def test_a_row_that_is_not_a_number_stays_alone(runtime) -> None:
+def test_nan_stays_in_its_row(runtime) -> None:
     s = Sequences([70], dtype=F32)
     clean = s.run(runtime, [(0, 0, 70)])[0]
     s.q[0][40, 1, 3] = float("nan")
@@ -427,7 +427,7 @@ def test_a_row_that_is_not_a_number_stays_alone(runtime) -> None:
 @dtypes
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1,))))
 def test_scores_far_apart(runtime, dtype, kv_dtype) -> None:
-    """Weights that underflow, and scores beyond the range of e^x."""
+    """Weights that underflow, and scores outside the range of e^x."""
     s = Sequences([200], dtype=dtype, kv_dtype=kv_dtype)
     s.q[0] *= 100
     cache = s.filled(runtime)
@@ -449,8 +449,8 @@ def test_released_blocks_before_the_window_are_not_looked_up(runtime) -> None:
 
 @dtypes
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
-def test_sequences_may_begin_behind_what_was_dropped(runtime, dtype, kv_dtype) -> None:
-    """Each at a key of its own; blocks before it are not looked up."""
+def test_sequences_may_begin_after_dropped_keys(runtime, dtype, kv_dtype) -> None:
+    """Each from its own first key; blocks before it are not looked up."""
     spans = [(0, 69, 70, 33), (1, 0, 1, 0), (2, 1099, 1100, 530), (3, 20, 90, 20), (4, 90, 97, 64)]
     s = Sequences([70, 1, 1100, 90, 97], dtype=dtype, kv_dtype=kv_dtype)
     cache = s.filled(runtime)
@@ -471,7 +471,7 @@ def test_sequences_may_begin_behind_what_was_dropped(runtime, dtype, kv_dtype) -
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("runtime", runtimes((1, 5)))
 def test_the_last_queries_are_kept(runtime, dtype) -> None:
-    """Of each sequence in its row, at the remainder of the position."""
+    """Of each sequence in its row, at the position modulo their number."""
     last, dim, lengths = 4, 48, [(1, 1), (1, 9), (3, 7), (11, 11), (0, 5), (4, 4)]
     q = normal(sum(count for count, _ in lengths), dim, dtype=dtype)
     rows = torch.tensor([5, 0, 3, 6, 1, 2], dtype=torch.int32)
@@ -509,7 +509,7 @@ def test_steps_without_work(runtime) -> None:
     assert [len(x) for x in attend(runtime, cache, parts, s.scale)] == [0, 0]
 
 
-# Latent vectors: heads, width of a key, columns of a value; spans as above, all without a window.
+# Latent vectors: heads, width of a key, columns of a value; spans as above, without windows.
 LATENT_CASES = {
     "decodes": (20, 80, 64, [(n, 1) for n in (1, 17, 64, 130, 1100)]),
     "chunks": (5, 48, 32, [(40, 40), (200, 7), (600, 70), (5, 0)]),
@@ -521,8 +521,8 @@ LATENT_CASES = {
 @pytest.mark.parametrize("case", LATENT_CASES)
 @pytest.mark.parametrize("runtime", runtimes((1, 5)))
 def test_a_latent_is_key_and_value(runtime, case: str, dtype, kv_dtype) -> None:
-    """To the bit what attention gives whose values are its keys, trees included, so that all else
-    that is proved of the one is proved of the other."""
+    """To the bit the result of attention with values that are its keys, including trees, so that
+    the tests above also apply here."""
     heads, width, value_dim, spans = LATENT_CASES[case]
     s = Sequences([context for context, _ in spans], heads, 1, width, dtype, kv_dtype)
     s.v = s.k
@@ -535,7 +535,7 @@ def test_a_latent_is_key_and_value(runtime, case: str, dtype, kv_dtype) -> None:
         s.store(runtime, cache, i, 0, context)
     for found, whole in zip(attend(runtime, cache, parts, s.scale), expected, strict=True):
         assert_same_bits(found.contiguous(), whole[..., :value_dim].contiguous())
-    # What was moved is found where it was moved to.
+    # Moved vectors are found in their new places.
     last = s.slots(1, 4, 5)
     k = cache.load(runtime, last, F32)[0]
     cache.move(runtime, last, s.slots(1, 0, 1))

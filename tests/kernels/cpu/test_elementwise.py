@@ -1,4 +1,5 @@
-"""Norms, activations, rotary, sums and copies against torch, on every instruction set and team."""
+"""Norms, activations, rotary, sums and copies compared with torch, on every instruction set and
+team."""
 
 from __future__ import annotations
 
@@ -13,15 +14,15 @@ from torch import Tensor
 
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
-# What one rounding to the dtype costs, and the sums before it.
+# Errors of one rounding to the dtype, and of the sums before it.
 RTOL = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
 
 each_runtime = pytest.mark.parametrize("runtime", runtimes())
 one_thread = pytest.mark.parametrize("runtime", runtimes((1,)))
 each_dtype = pytest.mark.parametrize("dtype", FLOATS, ids=["f32", "bf16"])
 
-# Rows and columns: none, less than a vector, its multiples and one more, and enough for all
-# threads in one row and in many.
+# Rows and columns: none, less than a vector, multiples of it and one more, and enough for all
+# threads in one row and in several.
 SHAPES = [
     (0, 8),
     (1, 1),
@@ -37,7 +38,7 @@ SHAPES = [
 
 
 def strided(x: Tensor, gap: int = 5) -> tuple[Tensor, int]:
-    """The same numbers with NaN between the rows, and the stride."""
+    """Return the same numbers with NaN between the rows, and the stride."""
     copy = Poisoned(*x.shape, dtype=x.dtype, gap=gap)
     copy.view.copy_(x)
     return copy.view, copy.stride
@@ -60,9 +61,9 @@ class Operation:
     """A kernel whose result has the shape of x, [rows, dim].
 
     Attributes:
-        arguments: the kernel's, without x, the result, their strides, rows, columns and dtype.
+        arguments: the kernel's, except x, the result, their strides, rows, columns and dtype.
         expected: the result in fp64.
-        source: the rows that the kernel reads, made of x.
+        source: the rows that the kernel reads, made from x.
         result, dim: the names of the kernel's arguments for its result and its columns.
     """
 
@@ -75,7 +76,7 @@ class Operation:
     name: str = ""
 
     def __call__(self, runtime: Runtime, x: Tensor, gap: int = 0) -> Tensor:
-        """Run the kernel on rows that stand `gap` numbers apart."""
+        """Run the kernel on rows `gap` numbers apart."""
         out = Poisoned(*x.shape, dtype=x.dtype, gap=gap)
         source, stride = strided(self.source(x), gap)
         own: dict[str, Value] = {self.result: out.view, f"{self.result}_stride": out.stride}
@@ -98,7 +99,7 @@ def expected_layer_norm(x: Tensor) -> Tensor:
 
 
 def expected_gelu_tanh(x: Tensor) -> Tensor:
-    wide = x.double()  # with 1 + tanh u = 2 / (1 + e^-2u): the difference would cancel even here
+    wide = x.double()  # 1 + tanh u = 2 / (1 + e^-2u): the sum would cancel even here
     u = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide.pow(3))
     return wide / (1 + torch.exp(-2 * u))
 
@@ -129,7 +130,7 @@ layer_norm = Operation(
 
 
 def expected_gelu(x: Tensor) -> Tensor:
-    wide = x.double()  # with erfc: the sum of 1 and erf would cancel
+    wide = x.double()  # by erfc: the sum of 1 and erf would cancel
     return wide * 0.5 * torch.special.erfc(-wide / math.sqrt(2))
 
 
@@ -191,7 +192,7 @@ def test_matches_torch(runtime: Runtime, dtype: torch.dtype, operation: Operatio
 @each_operation
 @each_dtype
 @pytest.mark.parametrize("runtime", runtimes((1, 5)))
-def test_a_row_alone_and_in_a_batch_is_the_same_to_the_bit(
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(
     runtime: Runtime, dtype: torch.dtype, operation: Operation
 ) -> None:
     for rows, dim in ((9, 33), (13, 1024), (3, 5000)):
@@ -203,7 +204,7 @@ def test_a_row_alone_and_in_a_batch_is_the_same_to_the_bit(
 
 @each_runtime
 def test_softcap(runtime: Runtime) -> None:
-    """In place, with small numbers as accurate as large ones; an infinity is capped."""
+    """In place, with the same accuracy for small and large numbers; infinity is capped."""
     for rows, dim in SHAPES:
         x = normal(rows, dim, seed=dim) * torch.logspace(-6, 3, dim)
         x[rows // 2 : rows // 2 + 1, -1] = math.inf
@@ -229,7 +230,7 @@ def test_nan_and_infinity_stay_in_their_row(
         spoilt[2, 65] = bad
         found = operation(runtime, spoilt)
         assert torch.equal(found[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
-        # GELU of minus infinity is a number
+        # GELU of minus infinity is 0.
         limited = operation in (gelu_tanh, gelu) or operation.name.startswith("relu")
         cut = operation.name == "clamped_swiglu" and math.isinf(bad)
         assert not found[2].isfinite().all() or (limited and bad < 0) or cut
@@ -245,7 +246,7 @@ def test_norms_of_extremes(runtime: Runtime, dtype: torch.dtype) -> None:
         )
     assert (rms_norm(runtime, torch.zeros(2, 50, dtype=dtype)) == 0).all()
     assert rms_norm(runtime, torch.zeros(2, 0, dtype=dtype)).shape == (2, 0)
-    bias = normal(50, seed=8, dtype=dtype)  # what is left of a row without variance
+    bias = normal(50, seed=8, dtype=dtype)  # the result of a row without variance
     assert torch.equal(layer_norm(runtime, torch.full((1, 50), 3.0, dtype=dtype))[0], bias)
 
 
@@ -291,7 +292,7 @@ def test_rms_norm_in_place(runtime: Runtime, dtype: torch.dtype) -> None:
 
 
 def silu_of(runtime: Runtime, x: Tensor) -> Tensor:
-    """silu alone: times one."""
+    """silu, with a factor of one."""
     out = torch.empty_like(x)
     call(
         runtime, "activate", x=torch.cat((x, torch.ones_like(x))), x_stride=0, y=out, y_stride=0,
@@ -310,12 +311,12 @@ def gelu_tanh_of(runtime: Runtime, x: Tensor) -> Tensor:
 
 @one_thread
 def test_silu_is_accurate(runtime: Runtime) -> None:
-    """To 1e-6 wherever e^-x is a number; so the exponential is."""
+    """To 1e-6 wherever e^-x is finite, as accurate as the exponential."""
     x = torch.linspace(-86, 88, 20001)
     exact = x.double() / (1 + torch.exp(-x.double()))
     error = (silu_of(runtime, x).double() - exact).abs() / exact.abs().clamp(min=1e-300)
     assert error.max() < 5e-7
-    assert silu_of(runtime, torch.tensor([1e-20])) == torch.tensor(0.5e-20)  # e^0 is 1 exactly
+    assert silu_of(runtime, torch.tensor([1e-20])) == torch.tensor(0.5e-20)  # e^0 is exactly 1
 
 
 @one_thread
@@ -329,7 +330,7 @@ def test_gelu_is_accurate(runtime: Runtime) -> None:
 
 @one_thread
 def test_gelu_tanh_is_accurate(runtime: Runtime) -> None:
-    """To 1e-6 where the exponential does not magnify the rounding of its argument."""
+    """To 1e-6, except where the exponential amplifies the rounding of its argument."""
     x = torch.linspace(-9.5, 30, 20001)
     exact = expected_gelu_tanh(x)
     argument = 2 * math.sqrt(2 / math.pi) * (x.double() + 0.044715 * x.double().pow(3))
@@ -365,7 +366,7 @@ def test_rotary(runtime: Runtime, dtype: torch.dtype) -> None:
         k.view.copy_(normal(rows, kv_heads, dim, seed=1, dtype=dtype))
         angles = normal(rows, dim // 2, seed=2) * 10
         rotation = torch.cat((angles.cos(), angles.sin()), -1)
-        expected = [turned(x.view, rotation) for x in (q, k)]
+        expected = [rotated(x.view, rotation) for x in (q, k)]
         call(
             runtime, "rotary", q=q.view, q_stride=q.stride, heads=heads, k=k.view,
             k_stride=k.stride, kv_heads=kv_heads, rotation=rotation, rows=rows, head_dim=dim,
@@ -398,11 +399,11 @@ def test_rotations(runtime: Runtime) -> None:
         out.assert_rest_untouched()
 
 
-def turned(x: Tensor, rotation: Tensor) -> Tensor:
+def rotated(x: Tensor, rotation: Tensor) -> Tensor:
     cosines, sines = rotation[:, None, :].chunk(2, -1)
     low, high = x.float().chunk(2, -1)
-    turned = torch.cat((low * cosines - high * sines, high * cosines + low * sines), -1)
-    return turned.to(x.dtype)
+    rotated = torch.cat((low * cosines - high * sines, high * cosines + low * sines), -1)
+    return rotated.to(x.dtype)
 
 
 @each_runtime

@@ -1,4 +1,4 @@
-"""Exchanges in shared memory give what torch's give over gloo, in processes of their own."""
+"""Exchanges in shared memory give the results of torch's over gloo, in separate processes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SIZE, SHARED = 3, 1 << 20
 
 
 def product(rank: int, file: int, store: str, outputs: int) -> None:
-    """In a process: a product whose columns are divided, by both ways."""
+    """In a process, compute a product with divided columns in both ways."""
     torch.set_num_threads(1)
     joined = connect(torch.device("cpu"), store, rank, SIZE, lambda: False)
     native = Native(1)
@@ -47,8 +47,8 @@ def product(rank: int, file: int, store: str, outputs: int) -> None:
         plain.pack_rows(part, 0, weight.rows(torch.arange(first, end)))
         own = plain.linear(x, part, None)
     assert torch.equal(found, joined.gather_columns(own, widths.tolist()))
-    told = torch.full((3,), float(rank))
-    assert not joined.spread(told).any()  # as the first process has it
+    sent = torch.full((3,), float(rank))
+    assert not joined.spread(sent).any()  # the first process has zeros
     assert joined.add_up(torch.full((1, 2), 0.5 + rank), None, x.dtype).tolist() == [[4.5, 4.5]]
     torch.manual_seed(rank)
     part, residual = torch.randn(5, 7), torch.ones(5, 7)
@@ -60,7 +60,7 @@ def product(rank: int, file: int, store: str, outputs: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("outputs", [96, 75, 40])  # of the last one process has none
+@pytest.mark.parametrize("outputs", [96, 75, 40])  # of 40, one process has none
 def test_exchanges_are_those_of_gloo(outputs: int, tmp_path: Path) -> None:
     file = shared_memory(SHARED)
     command = [sys.executable, __file__, str(file), str(tmp_path / "store"), str(outputs)]

@@ -1,4 +1,4 @@
-"""Products and attention that are divided among processes, here among threads that share memory."""
+"""Products and attention divided among processes, here threads with shared memory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 def in_turn(
     size: int, call: Callable[[Ops, Group], Tensor], *, whole_experts: bool = False
 ) -> list[Tensor]:
-    """What each of a group gets from the same calls."""
+    """Return the results of all members of a group for the same calls."""
     memory = np.zeros(1 << 22, np.uint8)
 
     def one(rank: int) -> Tensor:
@@ -41,7 +41,7 @@ def in_turn(
 
 
 def filled(ops: Ops, weight: Weight, spec: MatrixSpec, bias: Tensor | None) -> Matrix:
-    """In runs of odd sizes, the last first."""
+    """Fill in runs of odd sizes, the last first."""
     matrix = ops.matrix(spec)
     for first in reversed(range(0, spec.rows, 37)):
         rows = torch.arange(first, min(first + 37, spec.rows))
@@ -93,8 +93,8 @@ EXPERTS, HIDDEN, INNER = 5, 96, 64
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(("size", "rows", "weighed"), [(2, 7, False), (3, 1, False), (5, 40, True)])
-def test_experts_give_what_those_of_one_process_do(kind, whole, size, rows, weighed) -> None:
-    """Some of them are chosen by no row, and so are all of one process."""
+def test_experts_give_the_results_of_one_process(kind, whole, size, rows, weighed) -> None:
+    """Some experts are chosen by no row, including all of one process."""
     generator = torch.Generator().manual_seed(size)
     up = [torch.randn(2 * INNER, HIDDEN, generator=generator) for _ in range(EXPERTS)]
     down = [torch.randn(HIDDEN, INNER, generator=generator) for _ in range(EXPERTS)]
@@ -122,7 +122,7 @@ def test_experts_give_what_those_of_one_process_do(kind, whole, size, rows, weig
         assert torch.equal(found, alone)
 
 
-def test_nobody_waits_for_a_broken_group() -> None:
+def test_a_broken_group_ends_waits() -> None:
     memory, native = np.zeros(1 << 20, np.uint8), Native(1)
     group = Group(native, memory, 0, 2)
     with ThreadPoolExecutor(1) as pool:
@@ -132,7 +132,7 @@ def test_nobody_waits_for_a_broken_group() -> None:
     assert group.meeting.broken
 
 
-def test_memory_is_used_again_once_all_have_met() -> None:
+def test_memory_is_reused_after_an_exchange() -> None:
     native = Native(1)
     group = Group(native, np.zeros(1 << 20, np.uint8), 0, 1)
     with native.record({4: 0}):
@@ -147,7 +147,7 @@ def test_memory_is_used_again_once_all_have_met() -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 2), (9, 3), (14, 2), (6, 1), (5, 5)])
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
-def test_every_head_is_one_process_and_finds_its_keys(heads, kv_heads, size) -> None:
+def test_every_head_is_in_one_process_with_its_keys(heads, kv_heads, size) -> None:
     shares = [HeadShare.of(heads, kv_heads, rank, size) for rank in range(size)]
     assert [head for share in shares for head in range(*share.heads)] == list(range(heads))
     each = heads // kv_heads
@@ -165,7 +165,7 @@ def test_shares_differ_by_one_at_most() -> None:
             assert sum(sizes) == count and max(sizes) - min(sizes) <= 1
 
 
-def test_nobody_loads_for_a_broken_group() -> None:
+def test_a_broken_group_ends_loading() -> None:
     native = Native(1)
     group = Group(native, np.zeros(1 << 16, np.uint8), 0, 2)
     ops = group_ops(native, native_ops(native), group)
@@ -178,12 +178,12 @@ def test_nobody_loads_for_a_broken_group() -> None:
 
 
 @pytest.mark.full
-def test_beats_go_on_while_no_other_python_runs() -> None:
+def test_heartbeats_continue_without_the_gil() -> None:
     meeting = Meeting(np.zeros(1 << 16, np.uint8))
     beating = meeting.beat(3)
     time.sleep(0.05)
     begun = meeting.beats(3)
-    ctypes.PyDLL(None).usleep(1_000_000)  # with Python's lock
+    ctypes.PyDLL(None).usleep(1_000_000)  # with the GIL held
     assert meeting.beats(3) >= begun + 3
     assert not meeting.beats(2) and not meeting.broken
     del beating

@@ -1,4 +1,4 @@
-"""Keys and values into the native cache and back."""
+"""Storing to and loading from the native cache."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ name = "{0}".format
 
 
 def places(block_size: int, kv_heads: int, head_dim: int, pair: int) -> tuple[Tensor, Tensor]:
-    """Where keys and values of a block stand, as the layout is written down: indices into one
-    block, each [kv_heads, block_size, head_dim]."""
+    """Return where keys and values of a block are in the documented layout: indices into one block,
+    each [kv_heads, block_size, head_dim]."""
     index = torch.arange(kv_heads * block_size * head_dim)
     strips = (kv_heads, block_size // 16)
     keys = index.view(*strips, head_dim // pair, 16, pair).transpose(2, 3)
@@ -27,8 +27,8 @@ def places(block_size: int, kv_heads: int, head_dim: int, pair: int) -> tuple[Te
 
 
 def bytes_of_int4(block_size: int, kv_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Of caches in four bits: the byte of each pair of columns, [kv_heads, block_size,
-    head_dim / 2]. Keys have columns 2i and 2i + 1 in a byte; values 16i + j and 16i + 8 + j."""
+    """Return the byte of each pair of columns in four-bit caches, [kv_heads, block_size, head_dim /
+    2]. Keys have columns 2i and 2i + 1 in a byte; values 16i + j and 16i + 8 + j."""
     index = torch.arange(kv_heads * block_size * head_dim // 2)
     strips = (kv_heads, block_size // 16)
     keys = index.view(*strips, head_dim // 2, 16).transpose(2, 3)
@@ -38,7 +38,8 @@ def bytes_of_int4(block_size: int, kv_heads: int, head_dim: int) -> tuple[Tensor
 
 
 def halves_of_16(numbers: Tensor) -> Tensor:
-    """Two numbers to a byte, columns 2i and 2i + 1 -> columns 16i + j and 16i + 8 + j."""
+    """Reorder two numbers per byte, from columns 2i and 2i + 1 to columns 16i + j and 16i + 8 +
+    j."""
     q = torch.stack((numbers & 15, numbers >> 4), -1).flatten(-2).unflatten(-1, (-1, 2, 8))
     return (q[..., 0, :] | q[..., 1, :] << 4).flatten(-2)
 
@@ -47,7 +48,7 @@ def halves_of_16(numbers: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", FLOATS, ids=name)
 @pytest.mark.parametrize(("block_size", "kv_heads", "head_dim"), [(16, 3, 16), (48, 1, 112)])
 @pytest.mark.parametrize("runtime", runtimes())
-def test_stores_where_the_layout_says(
+def test_stores_in_the_documented_layout(
     runtime, block_size, kv_heads, head_dim, dtype, kv_dtype
 ) -> None:
     rows, blocks = 37, 5
@@ -97,7 +98,7 @@ def test_load_is_the_inverse(runtime, dtype, kv_dtype) -> None:
 
 
 @pytest.mark.parametrize("runtime", runtimes((1, 2)))
-def test_rows_without_a_place_and_no_rows(runtime) -> None:
+def test_rows_without_a_slot_and_no_rows(runtime) -> None:
     cache = NativeCache(1, 1, 16, 16, torch.bfloat16)
     x = normal(3, 1, 16)
     cache.store(runtime, x[:0], x[:0], torch.zeros(0, dtype=torch.int64))
@@ -108,7 +109,7 @@ def test_rows_without_a_place_and_no_rows(runtime) -> None:
 
 
 def extreme_vectors() -> Tensor:
-    """[vectors, 16]"""
+    """Return extreme values, [vectors, 16]."""
     head = normal(16)
     tiny, large, far, near = torch.full((16,), 1e-40), head * 1e37, head.clone(), head.clone()
     nan, infinite, minus = head.clone(), head.clone(), head.clone()
@@ -151,7 +152,7 @@ def test_every_instruction_set_writes_the_same(kv_dtype) -> None:
 
 @pytest.mark.parametrize("runtime", runtimes((5,)))
 def test_neighbours_of_four_bits_do_not_disturb_each_other(runtime) -> None:
-    """Tokens stored one by one, and by many threads at once."""
+    """Tokens are stored one by one, and by many threads at once."""
     cache, whole = (NativeCache(1, 3, 64, 48, torch.uint8) for _ in range(2))
     k, v = normal(64, 3, 48), normal(64, 3, 48, seed=1)
     for token in torch.randperm(64, generator=torch.Generator().manual_seed(2)).tolist():

@@ -1,4 +1,4 @@
-"""The loops that measure the machine do what they say."""
+"""The loops that measure the machine."""
 
 from __future__ import annotations
 

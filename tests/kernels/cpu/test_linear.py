@@ -1,4 +1,4 @@
-"""The native linear layer against the same product in fp64, every kind of matrix."""
+"""The native linear layer compared with the product in fp64, for every kind of matrix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ from helpers.native_matrix import (
 )
 from torch import Tensor
 
-# [outputs, inputs] of a matrix, and rows: odd sizes, one tile, several, and stretches of inputs.
+# [outputs, inputs] of a matrix, and rows: odd sizes, one tile, several, and several pieces of
+# inputs.
 SHAPES = [(1, 1, 1), (33, 7, 2), (32, 64, 3), (70, 130, 5), (45, 259, 13), (64, 96, 27)]
 DEEP = (34, 4500, 14)
 EVERY_PAIR = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16)]
@@ -44,7 +45,7 @@ MIXED_PAIRS = [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)]
 
 
 def quantised(x: Tensor, group: int) -> Tensor:
-    """x [rows, inputs] with what eight bits keep of each group of inputs, in fp64."""
+    """Round x [rows, inputs] to eight bits per group of inputs, in fp64."""
     parts = []
     for part in x.float().split(group, dim=1):
         scale = part.abs().amax(1, keepdim=True) / 127
@@ -54,8 +55,8 @@ def quantised(x: Tensor, group: int) -> Tensor:
 
 
 def nearest_e4m3(x: Tensor, group: int, static: Tensor | None) -> Tensor:
-    """x [rows, inputs] with what E4M3 keeps of each group of inputs, in fp64: of the numbers beside
-    it the nearer one, of two at the same distance the one whose bits are even."""
+    """Round x [rows, inputs] to E4M3 per group of inputs, in fp64: to the nearest number, ties to
+    the one with even bits."""
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     parts = []
     for part in x.float().split(group, dim=1):
@@ -72,7 +73,7 @@ def nearest_e4m3(x: Tensor, group: int, static: Tensor | None) -> Tensor:
 
 
 def as_multiplied(x: Tensor, matrix: NativeMatrix) -> Tensor:
-    """x as the kind's products see it, in fp64."""
+    """Return x as rounded for the kind's products, in fp64."""
     if matrix.fp8_x:
         group = matrix.group if matrix.fp8_x == FP8_X["group"] else 0
         return nearest_e4m3(x, group or max(matrix.inputs, 1), matrix.x_scale)
@@ -85,7 +86,7 @@ def as_multiplied(x: Tensor, matrix: NativeMatrix) -> Tensor:
             return x.bfloat16().double()
 
 
-SILU = -1  # alone
+SILU = -1  # without a factor
 
 
 def activated(y: Tensor, activation: int) -> Tensor:
@@ -108,7 +109,7 @@ def activated(y: Tensor, activation: int) -> Tensor:
 
 
 def assert_near(y: Tensor, expected: Tensor, size: Tensor) -> None:
-    """size: sum of the absolute products, which the error of a sum is measured by."""
+    """size: sum of the absolute products, to which the error is relative."""
     unit = 2.0**-8 if y.dtype == torch.bfloat16 else 0.0
     error = (y.double() - expected).abs()
     assert bool((error <= 2e-6 * size + unit * expected.abs() + 1e-9).all()), error.max()
@@ -137,7 +138,7 @@ def test_products(runtime: Runtime, kind: str) -> None:
 )
 @pytest.mark.parametrize("runtime", runtimes(threads=[1, 5]))
 def test_groups_that_are_no_whole_vectors(runtime: Runtime, kind: str) -> None:
-    """The last one may end where the memory of a row ends."""
+    """The last one may end at the end of a row's memory."""
     for rows, inputs in ((1, 64), (3, 64), (7, 700), (2, 1088)):
         matrix = random_matrix(runtime, kind, 40, inputs)
         x = normal(rows, inputs)
@@ -179,8 +180,8 @@ def test_bias_activation_and_residual_follow_the_product(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
-def test_a_row_does_not_depend_on_its_companions(runtime: Runtime, kind: str) -> None:
-    rows, inputs = 40, 2312  # several stretches of inputs for many rows, one for few
+def test_a_row_does_not_depend_on_the_batch(runtime: Runtime, kind: str) -> None:
+    rows, inputs = 40, 2312  # several pieces of inputs for many rows, one for few
     matrix = random_matrix(runtime, kind, 35, inputs)
     x = normal(rows, inputs, dtype=torch.bfloat16)
     together = linear(runtime, x, matrix)
@@ -203,7 +204,7 @@ def test_threads_do_not_change_a_bit(kind: str) -> None:
 @pytest.mark.parametrize("rows", range(1, 5))
 @pytest.mark.parametrize("runtime", runtimes(threads=[1]))
 def test_the_largest_products_of_four_bits_fit_their_sums(runtime: Runtime, rows: int) -> None:
-    """All codes are 15 above a zero point of 0, all x the same: 127 eighths."""
+    """All codes are 15 above a zero point of 0, all x are 127 eighths."""
     inputs, group = 264, 128
     values = torch.full((40, inputs // 2), 255, dtype=torch.uint8)
     scales, zeros = torch.ones(40, 3), torch.zeros(40, 3, dtype=torch.uint8)
@@ -217,8 +218,8 @@ def test_the_largest_products_of_four_bits_fit_their_sums(runtime: Runtime, rows
 @pytest.mark.parametrize("rows", [1, 4, 40])
 @pytest.mark.parametrize("runtime", runtimes(threads=[1]))
 def test_the_largest_products_of_eight_bits_fit_their_sums(runtime: Runtime, rows: int) -> None:
-    """As many inputs as a matrix may have, all weights and all x the largest, of one sign; and the
-    same with signs that change halfway, so that sums come near to both ends."""
+    """With the most inputs of a matrix, and all weights and x the largest of one sign; and with
+    signs that change half-way, so that sums come near both limits."""
     inputs = 65536
     values, scales = torch.full((2, inputs), 127, dtype=torch.int8), torch.ones(2, 1)
     values[1, inputs // 2 :] = -127
@@ -254,7 +255,7 @@ def test_x_is_rounded_to_eight_bits_as_by_a_division(runtime: Runtime, size: flo
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
-def test_nothing_spreads_to_other_rows(runtime: Runtime, kind: str) -> None:
+def test_nan_and_infinity_stay_in_their_row(runtime: Runtime, kind: str) -> None:
     inputs = 130
     matrix = random_matrix(runtime, kind, 40, inputs)
     x = normal(7, inputs)
@@ -267,7 +268,7 @@ def test_nothing_spreads_to_other_rows(runtime: Runtime, kind: str) -> None:
     assert not bool(y[1].isfinite().any())
     if matrix.x_scale is None:
         assert not bool(y[3].isfinite().any()) and not bool(y[4].isfinite().any())
-    else:  # which infinity is cut by as any number that is too large
+    else:  # where infinity is cut like any large number
         assert bool(y[[3, 4]].isfinite().all())
     assert bool((y[6] == 0).all())
 
@@ -280,7 +281,7 @@ def test_small_and_large_numbers(runtime: Runtime, kind: str, scale: float) -> N
     x = normal(3, 64)
     y = linear(runtime, x * scale, matrix)
     expected = x.double() @ matrix.dequantized.double().T * scale
-    # denormal numbers lose their digits, and some units take them for zero
+    # Denormal numbers lose digits, and some units flush them to zero.
     assert bool(((y.double() - expected).abs() <= 0.05 * scale * 64 + 1e-37).all())
 
 
@@ -302,8 +303,8 @@ def test_without_inputs_the_bias_remains(runtime: Runtime, kind: str) -> None:
         assert torch.equal(y, bias.expand(rows, 33))
 
 
-# Root of the mean squared error over that of the result, x and W normal, W rounded to nearest; what
-# rounding W costs is in it for the integers.
+# Root mean squared error relative to the result, with normal x and W, W rounded to nearest; for
+# integers it includes the rounding of W.
 BOUNDS = {
     **{F32: 1e-6, BF16: 3e-3, I8_WEIGHT_ONLY: 0.01, I8: 0.015, FP8: 0.03},
     **{"int8-weight-only/32": 0.006, "int8/32": 0.008, "int8/16": 0.007},

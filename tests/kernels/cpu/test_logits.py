@@ -1,4 +1,4 @@
-"""largest and top_k against torch, ties and NaN included."""
+"""largest and top_k compared with torch, including ties and NaN."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 each_runtime = pytest.mark.parametrize("runtime", runtimes())
 
-# None, one, vectors and pieces with a rest, and enough that the threads share a row.
+# None, one, whole vectors and pieces with a remainder, and enough to divide a row among threads.
 SIZES = [(0, 5), (1, 1), (4, 7), (3, 64), (2, 1025), (37, 300), (1, 50_001), (3, 20_000)]
 
 
@@ -26,7 +26,7 @@ def largest(runtime: Runtime, logits: Tensor, gap: int = 0) -> tuple[Tensor, Ten
 def found(
     runtime: Runtime, kernel: str, logits: Tensor, gap: int, k: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Values and ids, [rows] or [rows, k], of logits whose rows stand `gap` numbers apart."""
+    """Return values and ids, [rows] or [rows, k], of logits with rows `gap` numbers apart."""
     rows, vocab = logits.shape
     source = Poisoned(rows, vocab, gap=gap)
     source.view.copy_(logits)
@@ -43,7 +43,7 @@ def found(
 
 
 def expected_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """A stable sort leaves the lower of equals first, and takes NaN for the largest."""
+    """A stable sort puts the lower of equal ids first, and NaN before all numbers."""
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
     return values[:, :k], ids[:, :k]
 
@@ -63,14 +63,14 @@ def test_largest(runtime: Runtime) -> None:
 
 
 def ties(rows: int, vocab: int) -> Tensor:
-    """Few different numbers, 0 and -0 among the largest."""
+    """Return few different numbers, with 0 and -0 among the largest."""
     few = (normal(rows, vocab, seed=vocab + 1) * 1.5).round().clamp(max=0)
     return torch.where(normal(rows, vocab) > 0, few, few.neg().clamp(max=0))
 
 
 @each_runtime
 def test_largest_anywhere(runtime: Runtime) -> None:
-    """At each border of vectors, pieces and threads."""
+    """At each boundary of vectors, pieces and threads."""
     for vocab in (67, 20_011):
         places = [0, 1, 15, 16, 63, 64, 65, vocab // 5, vocab // 2 - 1, vocab // 2, vocab - 2]
         places += [vocab - 1, *range(1020, 1030), *range(9990, 10_020, 7)]
@@ -79,12 +79,12 @@ def test_largest_anywhere(runtime: Runtime) -> None:
         logits[range(len(places)), places] = 4.0
         top, ids = largest(runtime, logits)
         assert ids.tolist() == places and (top == 4).all()
-        for row in (0, len(places) - 1):  # one row, for which the threads share the vocabulary
+        for row in (0, len(places) - 1):  # one row, whose vocabulary is divided among the threads
             assert largest(runtime, logits[row : row + 1])[1].tolist() == [places[row]]
 
 
 @each_runtime
-def test_nan_is_the_top_of_its_row_alone(runtime: Runtime) -> None:
+def test_nan_is_the_largest_only_in_its_row(runtime: Runtime) -> None:
     for vocab in (70, 20_011):
         logits = normal(5, vocab)
         logits[1, vocab - 1] = math.nan

@@ -1,4 +1,4 @@
-"""What `Ops.matrix` makes for the native kernels, and what it refuses."""
+"""`Ops.matrix` of the native kernels: results and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed matrices: what goes in comes out again, however it is handed over."""
+"""Packed matrices unpack to the input, for any division of the packing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def matrix_rows(runtime: Runtime, m: NativeMatrix, ids: Tensor, dtype: torch.dty
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("runtime", runtimes(threads=[1, 5]))
-def test_rows_come_back(runtime: Runtime, kind: str) -> None:
+def test_rows_are_unpacked(runtime: Runtime, kind: str) -> None:
     for outputs, inputs in SHAPES:
         values = random_values(kind, outputs, inputs)
         matrix = pack(runtime, values)
@@ -71,7 +71,7 @@ def test_packing_rows_in_parts_gives_the_same_matrix(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_layout_is_that_of_every_machine(kind: str) -> None:
+def test_all_machines_have_the_same_layout(kind: str) -> None:
     values = random_values(kind, 45, 66)
     first, *others = (pack(p.values[0], values, paired=False) for p in runtimes(threads=[2]))
     for other in others:
@@ -104,7 +104,7 @@ def test_values_of_either_float(runtime: Runtime, kind: str, dtype: torch.dtype)
 
 
 def one_in_each_group(scales: Tensor, minima: Tensor | None = None) -> Values:
-    """scales, minima: [outputs, groups]. Weights of groups of 8 that are 1, by the scales."""
+    """Return weights of 1 in groups of 8, by `scales` and `minima` [outputs, groups]."""
     outputs, groups = scales.shape
     ones = torch.full((outputs, 4 * groups), 0x99 if minima is None else 0x11, dtype=torch.uint8)
     meant = scales if minima is None else scales - minima
@@ -128,7 +128,7 @@ def test_every_fp16_number_is_a_scale(runtime: Runtime) -> None:
 @pytest.mark.parametrize("with_minima", [False, True])
 @pytest.mark.parametrize("runtime", runtimes(threads=[1]))
 def test_scales_of_any_size(runtime: Runtime, with_minima: bool, size: float) -> None:
-    """bfloat16 ones come back exactly; of others eleven binary digits do."""
+    """bfloat16 scales are kept exactly, others with eleven binary digits."""
     drawn = (normal(9, 4) * size).bfloat16().float()
     for scales, error in ((drawn, 0.0), (drawn * 1.001, 2.0**-11)):
         minima = scales.flip(0) / 4 if with_minima else None
@@ -140,7 +140,7 @@ def test_scales_of_any_size(runtime: Runtime, with_minima: bool, size: float) ->
 
 
 @pytest.mark.parametrize("runtime", runtimes(threads=[1]))
-def test_scales_that_are_no_numbers_stay_with_their_output(runtime: Runtime) -> None:
+def test_nan_scales_only_affect_their_output(runtime: Runtime) -> None:
     scales = normal(5, 3).half().float()
     scales[1, 2], scales[3, 0] = float("nan"), float("inf")
     values = one_in_each_group(scales)
@@ -171,7 +171,7 @@ def test_every_number_of_four_bits_with_every_power_of_two(runtime: Runtime) -> 
     values = Values(meant, meant, weight.values, weight.scales.byte(), None, 32, NUMBERS["mxfp4"])
     matrix = pack(runtime, values)
     assert torch.equal(matrix_rows(runtime, matrix, torch.arange(255), torch.float32), meant)
-    # Two inputs whose products an int8 each hold; what fp32 has no room for is left out.
+    # Two inputs whose products fit an int8 each, except those that overflow fp32.
     x = torch.zeros(1, 32)
     x[0, 3], x[0, 8] = 127, -3
     expected = x.double() @ meant[2:240].double().T
@@ -180,7 +180,7 @@ def test_every_number_of_four_bits_with_every_power_of_two(runtime: Runtime) -> 
 
 @pytest.mark.parametrize("nan", [0x7F, 0xFF])
 @pytest.mark.parametrize("runtime", runtimes(threads=[1]))
-def test_fp8_that_is_no_number_spoils_its_output(runtime: Runtime, nan: int) -> None:
+def test_fp8_nan_only_affects_its_output(runtime: Runtime, nan: int) -> None:
     stored = torch.full((3, 9), 0x38, dtype=torch.uint8)  # 1
     stored[1, 8] = nan
     values = stored.view(torch.float8_e4m3fn)
@@ -191,7 +191,7 @@ def test_fp8_that_is_no_number_spoils_its_output(runtime: Runtime, nan: int) -> 
 
 
 @pytest.mark.parametrize("runtime", runtimes(threads=[1]))
-def test_rows_come_back_in_the_order_of_the_layer(runtime: Runtime) -> None:
+def test_rows_are_unpacked_in_the_order_of_the_layer(runtime: Runtime) -> None:
     values = random_values("int4/32-zeros", 33, 75)
     order = torch.randperm(75, generator=torch.Generator().manual_seed(0))
     matrix = replace(pack(runtime, values), order=order.int())

@@ -1,4 +1,4 @@
-"""Recorded calls repeat what eager calls do, at every size, and nothing else can be recorded."""
+"""Replayed calls equal eager calls at every size, and nothing else can be recorded."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def test_arguments_are_checked_by_name(native):
         native.launch("no_such_kernel")
 
 
-def test_a_buffer_is_reused_once_no_tensor_is_left_on_it():
+def test_a_buffer_without_tensors_is_reused():
     pool = BufferPool()
     first = pool.take((4, 8), torch.float32)
     at, view = first.data_ptr(), first[1:].view(-1)
     del first
     second = pool.take((4, 8), torch.float32)
-    assert second.data_ptr() != at  # a view of the first still lives
+    assert second.data_ptr() != at  # a view of the first one still exists
     del view
     assert pool.take((8, 8), torch.bfloat16).data_ptr() == at
     assert pool.take((1,), torch.float32).data_ptr() not in (at, second.data_ptr())
@@ -127,7 +127,7 @@ def test_weight_buffers_do_not_overlap_and_are_zero():
     assert all(t.data_ptr() % 64 == 0 for t in taken if len(t))
 
 
-def test_weights_first_fill_the_memory_that_was_handed_over():
+def test_weights_first_fill_the_given_memory():
     first = np.zeros(1 << 20, np.uint8)
     memory = WeightMemory(first)
     taken = [memory.take(size) for size in (5000, 900_000, 900_000)]
@@ -136,7 +136,7 @@ def test_weights_first_fill_the_memory_that_was_handed_over():
     assert inside == [True, True, False]
 
 
-def test_zeros_have_the_shape_asked_for():
+def test_zeros_have_the_requested_shape():
     made = zeros(3, 5, dtype=torch.bfloat16)
     assert made.shape == (3, 5) and made.dtype == torch.bfloat16 and not made.any()
     assert made.data_ptr() % (2 << 20) == 0
@@ -144,7 +144,7 @@ def test_zeros_have_the_shape_asked_for():
 
 @pytest.mark.full
 def test_recording_does_not_load_the_compiler_of_torch():
-    """It would take 46 MB and half a second, at each start."""
+    """It would take 46 MB and half a second at each start."""
     script = """
 import sys, torch
 from kvik.kernels.cpu.native import Native
@@ -167,6 +167,6 @@ def test_large_buffers_of_small_pages_only_take_written_memory():
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the resident memory of this process in bytes."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[1]
     return int(pages) * resource.getpagesize()

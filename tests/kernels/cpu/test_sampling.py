@@ -1,5 +1,5 @@
-"""draw and probabilities against the definition in exact arithmetic, against each other, and
-against themselves in other batches."""
+"""draw and probabilities compared with the definition in exact arithmetic, with each other, and
+with themselves in other batches."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvik.kernels.reference.draw import probabilities as reference_shares
 
 each_runtime = pytest.mark.parametrize("runtime", runtimes())
 
-# Weights are exp in fp32 of a quotient in fp32; this is how far they may move a running sum, as a
-# share of the total.
+# Weights are fp32 exponentials of fp32 quotients, by which a running sum may move this share of the
+# total.
 MARGIN = 1e-6
 
-TINY = 1e-30  # what weighs less may be 0
+TINY = 1e-30  # smaller weights may be 0
 U_NEAR_1 = 1.0 - 2**-53
 RULES: list[dict[str, float]] = [
     {},
@@ -48,7 +48,7 @@ RULES: list[dict[str, float]] = [
 
 
 def draws_of(rules: Sequence[dict[str, float]], uniforms: Sequence[float], vocab: int) -> Draws:
-    """A row for each of the rules; a rule that no row uses is absent, as the table plans it."""
+    """Return a row per rule; columns of unused rules are absent, as the table plans it."""
 
     def column(name: str, dtype: torch.dtype, off: float) -> Tensor | None:
         values = [rule.get(name, off) for rule in rules]
@@ -98,7 +98,7 @@ def shares_of(runtime: Runtime, logits: Tensor, draws: Draws, gap: int = 0) -> T
 
 @cache
 def definition(vocab: int) -> tuple[Tensor, list[dict[int, tuple[float, float]]]]:
-    """Logits for each of the rules, and where each token of their distributions begins and ends."""
+    """Return logits per rule, and the interval of each token in their distributions."""
     logits = normal(len(RULES), vocab, seed=vocab) * 3
     rows = []
     for row, rule in zip(logits.tolist(), RULES, strict=True):
@@ -138,7 +138,7 @@ def test_shares_match_the_definition(runtime: Runtime, vocab: int) -> None:
 @each_runtime
 @pytest.mark.parametrize("vocab", [3, 1025, 20_011])
 def test_shares_are_those_of_the_draws(runtime: Runtime, vocab: int) -> None:
-    """To the token, first and last ones included."""
+    """To the token, including first and last ones."""
     rules = [*RULES, {"top_k": 5000, "top_p": 0.9}, {"top_p": 0.9999}]
     middle = torch.rand(len(rules), generator=torch.Generator().manual_seed(3)).tolist()
     for logits in (normal(len(rules), vocab, seed=1) * 3, normal(len(rules), vocab, seed=2) / 50):
@@ -163,7 +163,7 @@ def _asked(logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor, Truncation]:
 @each_runtime
 @pytest.mark.parametrize("vocab", [1023, 1025, 20_011, 40_000])
 def test_matches_the_reference(runtime: Runtime, vocab: int) -> None:
-    """To the token: none of these numbers is so near to an edge that rounding would show."""
+    """To the token: no number is so near a limit that rounding would matter."""
     rules = [*RULES, {"top_k": 5000, "top_p": 0.9}, {"top_k": vocab - 1}, {"top_p": 0.9999}]
     for logits in (normal(len(rules), vocab, seed=1) * 3, normal(len(rules), vocab, seed=2) / 50):
         middle = torch.rand(len(rules), generator=torch.Generator().manual_seed(3)).tolist()
@@ -174,8 +174,8 @@ def test_matches_the_reference(runtime: Runtime, vocab: int) -> None:
 
 @each_runtime
 def test_a_row_does_not_depend_on_other_rows_or_threads(runtime: Runtime) -> None:
-    """Nor its place, nor how many threads share it: the same token at the edges of the others, and
-    the same bits of its shares."""
+    """Nor on its place or the number of threads that share it: the same tokens at the limits of the
+    others, and the same bits of probabilities."""
     for vocab in (700, 17_000):
         logits = normal(len(RULES), vocab, seed=5) / 4
         uniforms = [(3 * i + 1) / 64 for i in range(len(RULES))]
@@ -190,10 +190,10 @@ def test_a_row_does_not_depend_on_other_rows_or_threads(runtime: Runtime) -> Non
 
 @each_runtime
 @pytest.mark.parametrize("vocab", [40, 2500, 20_000])
-def test_of_equals_the_lower_ids_stay(runtime: Runtime, vocab: int) -> None:
+def test_lower_ids_of_equal_tokens_stay(runtime: Runtime, vocab: int) -> None:
     logits = torch.zeros(1, vocab)
     logits[0, vocab // 2] = 1.0
-    kept = {"top_k": 5, "top_p": (math.e + 3.5) / (math.e + vocab - 1)}  # four of the equals
+    kept = {"top_k": 5, "top_p": (math.e + 3.5) / (math.e + vocab - 1)}  # four of the equal ones
     for name, value in kept.items():
         shares = shares_of(runtime, logits, draws_of([{name: value}], [0.0], vocab))
         assert shares[0].nonzero()[:, 0].tolist() == [0, 1, 2, 3, vocab // 2]
@@ -204,7 +204,7 @@ def test_of_equals_the_lower_ids_stay(runtime: Runtime, vocab: int) -> None:
 
 @each_runtime
 def test_extremes(runtime: Runtime) -> None:
-    """Masked tokens, logits at the ends of fp32, temperatures at the ends of what is allowed."""
+    """Masked tokens, logits at the limits of fp32, temperatures at the allowed limits."""
     largest = torch.finfo(torch.float32).max
     for vocab in (60, 20_000):
         logits = torch.full((4, vocab), -math.inf)
@@ -212,7 +212,7 @@ def test_extremes(runtime: Runtime) -> None:
         logits[1] = -largest
         logits[1, [7, vocab - 9]] = largest
         logits[2] = 0.0
-        logits[2, [7, vocab - 9]] = 1e-30  # larger, but not by anything that a weight could show
+        logits[2, [7, vocab - 9]] = 1e-30  # larger, but not enough to change a weight
         logits[3, 7] = -largest
         for temperature in (1e-3, 1.0, 100.0):
             for rule in ({}, {"top_k": 2}, {"top_k": vocab - 1}, {"top_p": 0.99}, {"min_p": 0.5}):
@@ -251,8 +251,8 @@ def test_no_rows() -> None:
     assert shares_of(runtime, torch.empty(0, 10), draws_of([], [], 10)).shape == (0, 10)
 
 
-def test_typical_rows_are_drawn_by_torch_and_others_are_not() -> None:
-    """A row that asks for typical_p is torch's, and its companions are not."""
+def test_only_typical_rows_are_sampled_by_torch() -> None:
+    """A row with typical_p is sampled by torch, and the other rows are not."""
     ops, vocab = native_ops(Native(2)), 3000
     logits = normal(8, vocab, seed=9) * 2
     draws = draws_of([{"top_p": 0.9}, {"top_k": 50}] * 4, [i / 8 for i in range(8)], vocab)

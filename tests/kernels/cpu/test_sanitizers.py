@@ -1,6 +1,5 @@
-"""The tests of this folder once more, with kernels that the compiler's sanitizers watch: a read or
-write outside of a buffer, a misaligned or undefined operation, or a race between two threads of a
-team ends the run."""
+"""The tests of this folder with kernels under the compiler's sanitizers: out-of-bounds accesses,
+misaligned or undefined operations, and races between threads of a team end the run."""
 
 from __future__ import annotations
 
@@ -23,8 +22,8 @@ pytestmark = [
 ]
 
 
-# Only products and attention know of AMX: all else of the emulation is what avx512_bf16 runs. And
-# what starts another Python finds the installed kernels there.
+# Only products and attention use AMX; the rest of the emulation is the code of avx512_bf16. Tests
+# that start another Python get the installed kernels there.
 USES_AMX = ("test_amx", "test_attention", "test_linear", "test_pack")
 CHOSEN = f"(not amx_emulated or {' or '.join(USES_AMX)}) and not compiler_of_torch"
 
@@ -33,14 +32,14 @@ def run_watched(
     sanitizers: str, library: str, variables: dict[str, str], tier: str, *options: str
 ) -> subprocess.CompletedProcess[str]:
     """Run the tests of this folder and a tier with kernels built with `sanitizers`, whose runtime
-    is `library`."""
-    # libstdc++ must be there when the runtime looks for the functions that throw.
+    library is `library`."""
+    # libstdc++ must be loaded when the runtime looks up the functions that throw.
     libraries = [runtime_library(library), runtime_library("libstdc++.so.6")]
     if None in libraries:
         pytest.skip("needs the sanitizers of gcc")
     name = f"sanitize-{sanitizers.replace(',', '-')}"
     extension = build_extension(name, f"-DKVIK_SANITIZE={sanitizers}", *options)
-    # A sanitizer ends the process: what pytest had captured until then would be lost.
+    # A sanitizer ends the process, which would lose output captured by pytest.
     flags = ["-v", "-x", "--capture=no", f"--tier={tier}", "--no-limits", "-k", CHOSEN]
     arguments = [*flags, f"--ignore={__file__}", str(Path(__file__).parent)]
     variables = variables | {"LD_PRELOAD": " ".join(map(str, libraries))}
@@ -51,21 +50,21 @@ def run_watched(
     return done
 
 
-# What their code has is in the others: registers as wide in avx512_bf16 and avx2, VNNI in the one,
-# and products without instructions for it or for bf16 in the other.
+# Other instruction sets have no further code: registers as wide in avx512_bf16 and avx2, VNNI in
+# one, products without VNNI or bf16 instructions in the other.
 AT_NIGHT = ("avx512", "avx2_vnni")
 
 
 def native_isas() -> list[str]:
-    """Return the instruction sets that this machine runs, without AMX: no sanitizer sees what its
-    instructions read and write, and the emulation runs the same code with copies in their place."""
+    """Return the instruction sets of this machine without AMX, whose memory accesses sanitizers do
+    not see; the emulation runs the same code with copies instead."""
     return [name for name in _native.instruction_sets() if name != "amx"]
 
 
 @pytest.mark.parametrize("tier", ["fast", pytest.param("full", marks=pytest.mark.nightly)])
 def test_kernels_stay_within_their_buffers(tier: str) -> None:
     isas = native_isas()
-    emulate = "avx512_bf16" in isas  # which the emulation is made of
+    emulate = "avx512_bf16" in isas  # the base of the emulation
     if emulate and tier == "fast":
         isas = [name for name in isas if name not in AT_NIGHT]
     done = run_watched(
@@ -76,7 +75,7 @@ def test_kernels_stay_within_their_buffers(tier: str) -> None:
         f"-DKVIK_ISAS={';'.join(isas)}",
         f"-DKVIK_EMULATE_AMX={'ON' if emulate else 'OFF'}",
     )
-    if emulate:  # nowhere else is the emulation tested
+    if emulate:  # the only test of the emulation
         for file in USES_AMX:
             emulated = re.findall(
                 rf"{file}\.py::.*amx_emulated.*\] ([A-Z]+)$", done.stdout, re.MULTILINE
@@ -86,6 +85,6 @@ def test_kernels_stay_within_their_buffers(tier: str) -> None:
 
 @pytest.mark.nightly
 def test_threads_of_a_team_do_not_race() -> None:
-    # torch's own threads are not watched, and what they copy would look like a race.
+    # torch's own threads are not instrumented, and their copies would look like races.
     best = native_isas()[0]
     run_watched("thread", "libtsan.so", {"OMP_NUM_THREADS": "1"}, "full", f"-DKVIK_ISAS={best}")

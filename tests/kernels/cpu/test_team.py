@@ -1,4 +1,4 @@
-"""The threads that run kernels together, and how many of them work."""
+"""The threads that run kernels together, and their number."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops
 
 MS = 1_000_000
-# What runs take, as nanoseconds, waited, drawn, offered.
-EVEN = (10 * MS, 0, 50, 100)  # both threads draw half
-ALONE = (20 * MS, 0, 100, 100)  # the other thread did not come
-LATE = (24 * MS, 18 * MS, 40, 50)  # and here it did, and was put aside
+# Runs as nanoseconds, waited, drawn, offered.
+EVEN = (10 * MS, 0, 50, 100)  # both threads take half
+ALONE = (20 * MS, 0, 100, 100)  # the other thread did not run
+LATE = (24 * MS, 18 * MS, 40, 50)  # it ran, but was preempted
 
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -41,7 +41,7 @@ def sizes(most: int, runs: Sequence[tuple[int, int, int, int]]) -> Iterator[int]
         (LATE, 1),
         ((10 * MS, MS, 50, 100), 2),  # an uneven share
         ((10 * MS, 0, 90, 100), 2),  # it still helps
-        ((20 * MS, 0, 100, 100), 2),  # alone, without a wait for the other
+        ((20 * MS, 0, 100, 100), 2),  # alone, without waiting for the other
         ((10 * MS, 9 * MS, 0, 0), 2),  # no loops to share
     ],
 )
@@ -51,7 +51,7 @@ def test_a_team_shrinks_if_one_thread_fewer_would_be_faster(
     assert list(sizes(2, [run] * 10))[-1] == working
 
 
-def test_a_slow_run_now_and_then_does_not_shrink_a_team() -> None:
+def test_occasional_slow_runs_do_not_shrink_a_team() -> None:
     assert set(sizes(2, [EVEN, EVEN, EVEN, LATE, EVEN, EVEN] * 5)) == {2}
 
 
@@ -62,7 +62,7 @@ def test_large_teams_shrink_thread_by_thread() -> None:
     assert found == sorted(found, reverse=True)
 
 
-def test_a_team_grows_again_when_the_others_are_gone() -> None:
+def test_a_team_grows_again_when_cores_are_free() -> None:
     size = _native.TeamSize(2)
     while size.working == 2:
         size.ran(*LATE)
@@ -76,7 +76,7 @@ def test_trials_cost_a_bounded_share_of_the_time() -> None:
     lost = total = trials = 0
     for _ in range(20_000):
         run = ALONE if size.working == 1 else (30 * MS, 24 * MS, 40, 50)
-        fewer = 7.5 * MS  # of the latter: what a thread would have taken alone
+        fewer = 7.5 * MS  # the time of one thread alone for the second part
         lost += run[0] - fewer if size.working == 2 else 0
         total += run[0]
         trials += size.working == 2
@@ -94,17 +94,17 @@ def test_a_fixed_number_of_threads_stays() -> None:
 
 
 def helpers() -> set[Path]:
-    """Return the folders in /proc of the threads that help, those of other tests included."""
+    """Return the folders in /proc of helper threads, including those of other tests."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
-        with suppress(OSError):  # it may have ended
+        with suppress(OSError):  # the thread may have ended
             if (task / "comm").read_text() == "kvik-team\n":
                 found.add(task)
     return found
 
 
 def started(count: int, others: set[Path]) -> set[Path]:
-    """Wait for new threads to have their name, as no kernel waits for them to begin."""
+    """Wait until new threads have their names, since kernels do not wait for their start."""
     for _ in range(500):
         if len(own := helpers() - others) >= count:
             break
@@ -118,7 +118,7 @@ def normed(native: Native) -> torch.Tensor:
 
 
 @needs_linux
-def test_threads_start_when_they_are_needed_and_end_with_their_team() -> None:
+def test_threads_start_on_demand_and_end_with_their_team() -> None:
     others = helpers()
     native = Native(threads=3)
     assert helpers() <= others

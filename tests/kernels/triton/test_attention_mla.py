@@ -1,5 +1,5 @@
-"""Decoding in latent space: the reference against attention with keys and values of every head, and
-the kernel against the reference."""
+"""Decoding in latent space: the reference compared with attention over keys and values of every
+head, and the kernel compared with the reference."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_absorbed_projections_change_nothing():
     ("contexts", "queries", "heads", "latent"),
     [
         ([1, 40, 300], [1, 1, 1], 4, 32),  # three splits
-        ([33, 20], [3, 1], 6, 48),  # drafts; a latent dimension of no power of two
+        ([33, 20], [3, 1], 6, 48),  # drafts; a latent dimension that is not a power of two
         ([50], [1], 40, 32),  # two tiles of heads
     ],
 )
@@ -78,8 +78,8 @@ def test_half_precision():
 
 
 @pytest.mark.full
-def test_results_of_splits_take_no_more_memory_for_more_sequences(monkeypatch):
-    """With little room, in several launches, and to the bit the same."""
+def test_results_of_splits_have_bounded_memory(monkeypatch):
+    """With little memory, in several launches, with the same bits."""
     step = make([300, 7, 200, 290], [1, 1, 1, 1])
     expected = mla_decode(*step, SCALE, longest=300)
     shapes, empty = [], torch.Tensor.new_empty
@@ -89,7 +89,7 @@ def test_results_of_splits_take_no_more_memory_for_more_sequences(monkeypatch):
         return empty(self, *shape, **how)
 
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
-    slab = 3 * 4  # splits and heads of the longest
+    slab = 3 * 4  # splits and heads of the longest sequence
     monkeypatch.setattr(attention_mla, "WORKSPACE", 3 * 4 * slab * (32 + 1) + 1)
     assert torch.equal(mla_decode(*step, SCALE, longest=300), expected)
     assert [shape for shape in shapes if shape[2:] == (32,)] == [(3, slab, 32), (1, slab, 32)]

@@ -1,4 +1,4 @@
-"""How attention is cut: by the sequence alone, and never beyond the room made for it."""
+"""How attention is divided: by the sequence alone, within the planned workspace."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def split_kernel(seen, tiles, out):
 
 
 def cut(seen: int, tiles: int) -> tuple[int, int]:
-    """Keys of a split and number of splits, by the device."""
+    """Return keys per split and the number of splits, computed on the device."""
     arguments = [torch.tensor([n], dtype=torch.int32, device=device()) for n in (seen, tiles)]
     out = torch.zeros(2, dtype=torch.int32, device=device())
     split_kernel[(1,)](*arguments, out)
@@ -54,7 +54,7 @@ def test_splits_cover_a_context_within_the_planned_number(tiles):
 
 def test_a_single_long_sequence_is_spread_over_a_gpu():
     keys, splits = cut(8192, 8)
-    assert (keys, splits) == (512, 16)  # of 8 KV heads: 128 programs
+    assert (keys, splits) == (512, 16)  # 8 KV heads: 128 programs
     assert cut(1024, 8) == (128, 8)
     assert cut(100, 8) == (128, 1)
 
@@ -73,7 +73,8 @@ def test_a_batch_is_summed_up_by_number_of_queries():
 
 
 def buffers(tiles: Tiles, asynchronous: bool) -> int:
-    """Of K, and of V; Hopper's asynchronous products still read the one before."""
+    """Return the buffers of K and V; asynchronous products of Hopper still read the previous
+    ones."""
     return (tiles.num_stages - 1) // 2 + asynchronous
 
 
@@ -98,12 +99,12 @@ def test_tiles_fit_shared_memory(head_dim, itemsize, shared):
 
 
 def test_a_number_of_tokens_of_every_class() -> None:
-    """The first for the prefill kernel; the others are the most of a tile, of products or of the
+    """The first is for the prefill kernel; the others are the most of a tile, of products or of the
     split kernel."""
     assert lengths(32, [8], 8192) == (129, 128, 64, 32, 16, 8, 4, 1)
     assert lengths(14, [2], 8192) == (293, 292, 64, 32, 16, 8, 4, 2, 1)
-    assert lengths(128, [1], 8192)[:3] == (65, 64, 32)  # more heads than a tile has rows
-    # Layers of both kinds, as in Gemma 4, whose longest prompts of the split kernel differ too.
+    assert lengths(128, [1], 8192)[:3] == (65, 64, 32)  # more heads than rows of a tile
+    # Layers of both kinds, as in Gemma 4, with different longest prompts of the split kernel.
     assert lengths(16, [8, 2], 8192) == (257, 256, 64, 32, 16, 8, 4, 2, 1)
     assert lengths(32, [8], 20) == (20, 16, 8, 4, 1)
 

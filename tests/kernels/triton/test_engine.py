@@ -1,4 +1,4 @@
-"""A whole engine on Triton's kernels says what the plain one says."""
+"""A whole engine on Triton's kernels generates the tokens of the plain one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvik.kernels.triton import draw, experts, rotary, states
 
 pytestmark = INTERPRETED_ONLY
 
-# Small, as everything is interpreted.
+# Small, because everything is interpreted.
 CONFIG = small(architectures=["MistralForCausalLM"], num_hidden_layers=2, sliding_window=6)
 EXPERTS = small(
     architectures=["MixtralForCausalLM"],
@@ -39,7 +39,7 @@ LATENT = small(
     qk_nope_head_dim=24,
     v_head_dim=16,
 )
-# Heads of two sizes, of which the wide ones have keys that are values; a layer reads another's.
+# Heads of two sizes, of which the wide ones use keys as values; a layer reads another's cache.
 WIDE_HEADS = small(
     architectures=["Gemma4ForCausalLM"],
     hidden_act=None,
@@ -61,7 +61,7 @@ SAMPLING = [
 
 
 def tokens(model: Path, **options: Any) -> list[list[int]]:
-    """Prefills in chunks beside decodes, as the budget of a step holds no two prompts."""
+    """Prefill in chunks with decodes, as a step has no budget for two prompts."""
     limits = {"max_model_len": 32, "max_num_seqs": 2, "max_num_batched_tokens": 8}
     common = {"device": "cpu", "dtype": "float32", "threads": 1, "load_format": "random", **limits}
     with LLM(str(model), **common, **options) as llm:
@@ -83,7 +83,7 @@ def test_tokens_are_those_of_the_reference(
         monkeypatch.setattr(module, name, Counted(kernel, calls))
     interpret_engines(monkeypatch)
     assert tokens(tmp_path, kernels="torch", kv_cache_dtype=kv) == expected
-    assert {"store_kernel", "pick_kernel"} == set(calls)  # they were Triton's that ran
+    assert {"store_kernel", "pick_kernel"} == set(calls)  # Triton's kernels ran
 
 
 @pytest.mark.full
@@ -101,8 +101,8 @@ def test_layers_that_keep_a_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.full
-def test_heads_of_512_beside_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first chunks of small heads are torch's, those of wide ones and all else Triton's."""
+def test_heads_of_512_and_small_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch computes first chunks with small heads, Triton wide heads and the rest."""
     (tmp_path / "config.json").write_text(json.dumps(WIDE_HEADS))
     expected = tokens(tmp_path, kernels="torch", attention_backend="reference")
     interpret_engines(monkeypatch, torch_prompts=3)
@@ -131,7 +131,7 @@ def test_experts_of_a_model(
 def test_first_chunks_by_torch_and_the_rest_by_triton(
     config: dict[str, Any], kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first chunk of each prompt is torch's; what comes behind it, and decodes, Triton's."""
+    """torch computes the first chunk of each prompt, Triton later chunks and decodes."""
     (tmp_path / "config.json").write_text(json.dumps(config))
     expected = tokens(tmp_path, kernels="torch", attention_backend="reference")
     taken = []
@@ -144,11 +144,11 @@ def test_first_chunks_by_torch_and_the_rest_by_triton(
     monkeypatch.setattr(FreshPrompts, kind, noted)
     interpret_engines(monkeypatch, torch_prompts=3)
     assert tokens(tmp_path, kernels="torch") == expected
-    assert set(taken) == {3, 5}  # of the window, which is 6, the second sees no more
+    assert set(taken) == {3, 5}  # of the window of 6, the second sees no more
 
 
 class Counted:
-    """A kernel that notes its launches."""
+    """A kernel that records its launches."""
 
     def __init__(self, kernel: Any, calls: list[str]) -> None:
         self.kernel, self.calls = kernel, calls

@@ -1,4 +1,4 @@
-"""Routed experts by Triton: every kind of weight, rows by expert, and what a step launches."""
+"""Routed experts by Triton: every kind of weight, rows by expert, and the launches of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvik.spec.weight_kind import WeightKind
 from kvik_bench.kernel_cases import Maker, filled_matrix
 
 OPS = triton_ops(device())
-HIDDEN, INNER = 160, 96  # a step that is not whole, and several tiles of outputs
+HIDDEN, INNER = 160, 96  # a partial step, and several tiles of outputs
 
 
 def maker(dtype: torch.dtype) -> Maker:
@@ -36,7 +36,7 @@ def maker(dtype: torch.dtype) -> Maker:
 
 
 def weights_of(name: str, m: Maker, experts: int) -> list[tuple[Weight, Weight]]:
-    """Up and down of each expert; those with a calibrated scale have different ones."""
+    """Return up and down of each expert, with different calibrated scales."""
     ordered, kind = name.endswith("-ordered"), name.removesuffix("-ordered")
 
     def made(outputs: int, inputs: int, expert: int) -> Weight:
@@ -61,7 +61,7 @@ def experts_of(
 
 
 def chosen(rows: int, router: Router, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """The last expert is everybody's, the one before it nobody's."""
+    """All rows choose the last expert, none the one before it."""
     logits = torch.randn(rows, router.experts, generator=torch.Generator().manual_seed(seed))
     logits[:, -1], logits[:, -2] = 9, -9
     return OPS.route(logits.to(device()), router, None, None)
@@ -81,7 +81,7 @@ KINDS = [
 @pytest.mark.full
 @pytest.mark.parametrize(("name", "dtype", "weighed"), KINDS, ids=str)
 def test_every_kind_of_weight(name: str, dtype: torch.dtype, weighed: bool) -> None:
-    """With biases; blocks that are full, and one that is not."""
+    """With biases, full blocks and a partial one."""
     m, router = maker(dtype), Router(4, 2)
     rows = 19
     assert tile_of_experts(2 * rows, router.experts).tokens == 16 < rows
@@ -105,7 +105,7 @@ def test_many_tokens_of_an_expert(name: str) -> None:
     m, rows = maker(torch.bfloat16), 196
     assert tile_of_experts(rows, 3) == MANY
     x, weights = m.normal(rows, HIDDEN), weights_of(name, m, 3)
-    ids = torch.arange(rows, device=device())[:, None] // 150 * 2  # 150 of one, 46 of another
+    ids = torch.arange(rows, device=device())[:, None] // 150 * 2  # 150 rows of one, 46 of another
     shares = torch.ones(rows, 1, device=device())
     found, expected = (
         ops.experts(x, ids, shares, experts_of(ops, weights, m.dtype, False), None)
@@ -116,8 +116,8 @@ def test_many_tokens_of_an_expert(name: str) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", ["float", "int4-32", "w8a8", "fp8-static"])
-def test_a_row_does_not_see_the_others(name: str) -> None:
-    """Within a class of tokens, to the bit."""
+def test_a_row_does_not_depend_on_the_others(name: str) -> None:
+    """In a class of tokens, to the bit."""
     m, router = maker(torch.bfloat16), Router(4, 2)
     experts = experts_of(OPS, weights_of(name, m, 4), m.dtype, False)
     rows = 13
@@ -130,7 +130,7 @@ def test_a_row_does_not_see_the_others(name: str) -> None:
 
 
 def test_rows_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Over several pieces of the ids; blocks hold pairs of one expert, each pair once."""
+    """Over several pieces of the ids; blocks have pairs of one expert, each pair once."""
     monkeypatch.setattr(expert_rows, "BLOCK", 16)
     monkeypatch.setattr(expert_rows, "COMPARED", 32)
     g = torch.Generator().manual_seed(5)
@@ -154,7 +154,7 @@ def test_rows_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
         assert met == found.order.tolist()
 
 
-def test_no_rows_and_groups_that_no_kernel_takes() -> None:
+def test_no_rows_and_unsupported_groups() -> None:
     m, router = maker(torch.float32), Router(3, 2)
     experts = experts_of(OPS, weights_of("float", m, 3), m.dtype, False)
     assert isinstance(experts.data, Tables)
@@ -174,7 +174,7 @@ def test_no_rows_and_groups_that_no_kernel_takes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, where a GPU is silent
-def test_scores_that_are_no_numbers_count_as_nothing() -> None:
+def test_nan_scores_count_as_zero() -> None:
     logits = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
     logits[0, 4], logits[1] = torch.nan, -torch.inf
     each = torch.randn(6, generator=torch.Generator().manual_seed(2))
@@ -190,7 +190,7 @@ def test_scores_that_are_no_numbers_count_as_nothing() -> None:
         torch.testing.assert_close(weights.cpu(), expected[1])
 
 
-def test_equals_go_to_the_lower_ids() -> None:
+def test_ties_go_to_the_lower_ids() -> None:
     logits = torch.zeros(1, 12, device=device())
     for router in (Router(12, 3), Router(12, 3, groups=4, kept=2, group_by="best two")):
         assert OPS.route(logits, router, None, None)[0].tolist() == [[0, 1, 2]]

@@ -1,4 +1,4 @@
-"""Numbers of few bits out of the cache, as operands: exact, in every dtype."""
+"""Quantised numbers from the cache as operands are exact in every dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from helpers.optional_triton import device
 from kvik.kernels.triton.kv_load import load_vectors, stored
 
 N = 16
-VECTORS = tl.constexpr(4)  # of a block
+VECTORS = tl.constexpr(4)  # per block
 
 
 @triton.jit

@@ -1,7 +1,7 @@
-"""Triton's matrix products: every kind of weight, every class of tokens, against the reference.
+"""Triton's matrix products: every kind of weight and class of tokens, compared with the reference.
 
-The interpreter is slow, so each kind has each activation in one dtype only, and larger shapes are
-as large as it takes to reach a second tile, a second split or a last step that is not whole.
+The interpreter is slow, so each kind has each activation in only one dtype, and larger shapes are
+just large enough for a second tile, a second split or a partial last step.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def drawn(seed: int = 0) -> torch.Generator:
 
 
 def chosen() -> list[tuple[Case, torch.dtype]]:
-    """Of each kind one case with bias, activation and residual, and one of each dtype of those that
-    differ in how they are unpacked; and results wider than x."""
+    """Return one case of each kind with bias, activation and residual, one for each dtype of kinds
+    with different unpacking, and results wider than x."""
     found = []
     for case in CASES:
         if case.op != "linear":
@@ -103,8 +103,8 @@ def test_every_number_of_four_bits_with_powers_of_two() -> None:
 
 
 def weight_of(kind: str, outputs: int, inputs: int, group: int) -> Weight:
-    """Sums of products with numbers like those of a standard normal are about 1. Scales have few
-    digits: minima and what goes with them are kept in eleven."""
+    """Return weights whose products with standard normal numbers are about 1. Scales have few
+    digits, because minima are stored with eleven."""
     g = drawn(outputs + inputs + group)
     shape = (outputs, -(-inputs // group)) if group else (outputs,)
     scales = torch.randint(128, 256, shape, generator=g) / 128 * 2.0 ** -round(log2(inputs) / 2)
@@ -153,7 +153,7 @@ def expected_of(weight: Weight, x: Tensor) -> Tensor:
     return REFERENCE.linear(x, kept, None)
 
 
-# Tokens of every class; 9 steps of inputs in two splits of 5 and 4, the last step not whole; one
+# Tokens of every class; 9 steps of inputs in two splits of 5 and 4 with a partial last step; one
 # output, and more than one tile.
 SHAPES = [(2, 1120, 3), (17, 320, 1), (66, 192, 70)]
 
@@ -186,7 +186,7 @@ def test_splits_and_tiles(kind: str, group: int, tokens: int, inputs: int, outpu
 )
 @pytest.mark.parametrize("kind", ["int4", "minima", "int8", "w8a8", "fp8", "fp8-group"])
 def test_groups(kind: str, group: int, dtype: torch.dtype) -> None:
-    """That fill a step, or do not, and end within one."""
+    """That fill a step, or do not, and end inside one."""
     weight = weight_of(kind, 5, 192, group)
     x = torch.randn(3, 192, generator=drawn()).to(dtype)
     rtol, atol = (1e-4, 1e-4) if dtype == torch.float32 else (1.6e-2, 3e-2)
@@ -205,8 +205,8 @@ def test_few_tokens_and_several_tiles_of_outputs(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8", "w8a8"])
-def test_a_row_does_not_see_the_others(kind: str) -> None:
-    """Within a class of tokens, to the bit, also where the inputs are split."""
+def test_a_row_does_not_depend_on_the_others(kind: str) -> None:
+    """In a class of tokens, to the bit, also with split inputs."""
     weight = weight_of(kind, 6, 1152, 128 if kind == "int4" else 0)
     matrix = made(weight, torch.bfloat16)
     assert splits_for(FEW_INT4 if kind == "int4" else FEW[0], 6, 9) == 2
@@ -250,8 +250,8 @@ def test_a_matrix_packed_in_runs(kind: str, activation: Activation | None) -> No
     assert torch.equal(found, OPS.linear(x, whole, None)) and found.any()
 
 
-def test_nan_shows() -> None:
-    """Of a weight in its output; of a token that is rounded, in the token."""
+def test_nan_is_kept() -> None:
+    """A weight's NaN is in its output, that of a rounded token in the token's row."""
     weight = weight_of("fp8", 3, 64, 0)
     assert weight.kind.codes == "fp8"
     weight.values.view(torch.uint8)[1, 5] = 0x7F
@@ -262,14 +262,14 @@ def test_nan_shows() -> None:
     for kind in ("w8a8", "fp8-token"):
         y = multiplied(weight_of(kind, 3, 64, 0), x)
         assert y.isnan().any(1).tolist() == [False, True, True]
-    one_scale = weight_of("fp8-tensor", 3, 64, 0)  # a calibrated one, which infinity is cut off at
+    one_scale = weight_of("fp8-tensor", 3, 64, 0)  # calibrated, which clamps infinity
     y = multiplied(one_scale, x)
     assert y.isnan().any(1).tolist() == [False, True, False]
     torch.testing.assert_close(y, expected_of(one_scale, x), equal_nan=True, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["int4", "w8a8"])
-def test_groups_that_tensor_cores_cannot_take(kind: str) -> None:
+def test_groups_that_tensor_cores_do_not_support(kind: str) -> None:
     weight = weight_of(kind, 4, 48, 24)
     x = torch.randn(2, 48, generator=drawn())
     torch.testing.assert_close(multiplied(weight, x), expected_of(weight, x))
@@ -313,7 +313,7 @@ PACKED = (
 def test_bytes_of_a_packed_matrix_are_those_of_its_parts(
     kind: WeightKind, inputs: int, outputs: int
 ) -> None:
-    """The memory plan counts quantised matrices as they are in GPU memory, whole tiles included."""
+    """The memory plan counts quantised matrices with the whole tiles of GPU memory."""
     meta = torch.device("meta")
     packed = empty(MatrixSpec(kind, outputs, inputs, False, None, torch.bfloat16, meta))
     parts = [packed.values, packed.scales, packed.factors, packed.order, packed.input_scale]
@@ -322,16 +322,16 @@ def test_bytes_of_a_packed_matrix_are_those_of_its_parts(
     assert kind.weight_bytes(inputs, outputs, "triton") == taken
 
 
-# How often Triton compiles anew while steps differ in their tokens.
+# How often Triton compiles again as steps have different tokens.
 
 CPU = torch.device("cpu")
 TOKENS = range(1, 130)
-CLASSES = 1 + sum(tile.tokens < max(TOKENS) for tile in FEW)  # of sizes of tiles
+CLASSES = 1 + sum(tile.tokens < max(TOKENS) for tile in FEW)  # by tile sizes
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """What would be compiled: kernels with all that they are compiled for."""
+    """Record what would be compiled: kernels with their specialisation."""
     found: set[str] = set()
 
     def bind(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:

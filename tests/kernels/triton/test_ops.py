@@ -1,7 +1,7 @@
-"""Triton's rows of `Ops` against the reference: every operation, every kind of weight.
+"""Triton's `Ops` compared with the reference: every operation, every kind of weight.
 
-In the interpreter fp32 becomes bfloat16 by cutting digits off, where a GPU rounds: within the
-tolerances, but not for what is exact.
+The interpreter converts fp32 to bfloat16 by truncation, where a GPU rounds: this is within the
+tolerances, but not exact.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvik.kernels.triton import draw
 from kvik.kernels.triton.ops import triton_ops
 from kvik_bench.kernel_cases import CASES, Argument, Case, arguments, outputs
 
-# Products have files of their own; draws of many rows take seconds to interpret.
+# Products have their own files; draws of many rows take seconds to interpret.
 PRODUCTS = ("linear", "matrix_rows")
 LARGE = (("draw", "40x1003"), ("probabilities", "9x70"), ("probabilities", "40x1003"))
 CHOSEN = [c for c in CASES if c.op not in PRODUCTS and (c.op, c.name) not in LARGE]
@@ -38,7 +38,7 @@ def ops() -> Ops:
 
 
 def check_the_rest_is_as_before(case: Case, args: Sequence[Argument], dtype: torch.dtype) -> None:
-    """Arguments that the operation neither writes nor takes as scratch."""
+    """Check arguments that the operation neither writes nor uses as scratch."""
     for i, before in enumerate(arguments(case, dtype, device())):
         if i not in (*case.spoiled, *case.written) and isinstance(before, torch.Tensor):
             after = args[i]
@@ -81,10 +81,10 @@ def test_nothing_is_left_to_the_reference(ops: Ops) -> None:
         for field in fields(Ops)
         if getattr(ops, field.name) is getattr(REFERENCE, field.name)
     }
-    assert shared == {"add", "owned"}  # one launch of torch; and none
+    assert shared == {"add", "owned"}  # one launch of torch, or none
 
 
-def test_nan_shows_in_the_largest(ops: Ops) -> None:
+def test_nan_is_the_largest(ops: Ops) -> None:
     logits = torch.zeros(4, 5000, device=device())  # two chunks
     logits[0, 0] = logits[1, 4999] = torch.nan
     logits[1, 7] = torch.inf
@@ -104,7 +104,7 @@ def test_tokens_without_a_slot_are_not_stored(ops: Ops) -> None:
 
 
 def test_rows_are_gathered_and_stored_with_any_stride(ops: Ops) -> None:
-    """As integers that fit what is read and what is written."""
+    """As integers of the width read and written."""
     wide = torch.randn(5, 35, device=device()).half()
     ids = torch.tensor([4, 0, 4], device=device())
     for table in (wide[:, 3:], wide[:, 1:33], wide[:, :32]):
@@ -118,7 +118,7 @@ def test_rows_are_gathered_and_stored_with_any_stride(ops: Ops) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("rule", ["top_k and top_p", "min_p", "typical_p", "none"])
 def test_draws_over_several_chunks(ops: Ops, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With equals everywhere, which are dropped from the highest id on."""
+    """With ties everywhere, which are dropped from the highest id on."""
     monkeypatch.setattr(draw, "CHUNK", 64)
     rows, vocab, there = 3, 100, device()
     g = torch.Generator().manual_seed(1)

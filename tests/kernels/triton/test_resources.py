@@ -1,4 +1,4 @@
-"""What the kernels take of a GPU: compiled for sm_90, which needs none."""
+"""GPU resources of the kernels, compiled for sm_90 without a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def python(*arguments: str) -> tuple[int, str]:
-    """In a process of its own, as triton is here to interpret; what was compiled once is kept."""
+    """Run in a separate process, as triton interprets in this one; compiled kernels are cached."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(ROOT / "tests")
     environment["TRITON_CACHE_DIR"] = str(ROOT / "build/triton")
@@ -26,14 +26,14 @@ def python(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(900)  # minutes where nothing is compiled yet and others compute too
+@pytest.mark.timeout(900)  # minutes with an empty cache on a busy machine
 def test_no_kernel_exceeds_its_resource_limits() -> None:
     status, text = python("-m", "helpers.triton_resources")
     assert status == 0, text
     assert text.count(" registers ") == len(text.splitlines()) > 50
 
 
-# As the assembler's dump looks: two loops in a third.
+# In the form of a disassembly: two loops inside a third.
 CODE = """
         /*0010*/                   LDGSTS.E.BYPASS.128 [R1], desc[UR4][R2.64] ;  /* 0x0 */
         /*0020*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], RZ ;  /* 0x0 */
@@ -65,9 +65,9 @@ print(loop_of(sys.argv[1]))
 
 @pytest.mark.full
 def test_exceeded_resource_limits_are_named() -> None:
-    """Registers, what is spilled where it gets fewer than it needs, and shared memory; and what is
-    wrong with a loop, such as one that waits for each tile of keys because nothing loads ahead. The
-    loop is that with most products."""
+    """Registers, spills with too few registers, and shared memory; and faults of a loop, such as
+    waits for each tile of keys because nothing is loaded ahead. The loop is the one with most
+    products."""
     status, text = python("-c", TIGHT, CODE)
     assert status == 0, text
     registers, spilled, shared, loop, waiting, found = text.splitlines()

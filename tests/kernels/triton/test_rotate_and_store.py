@@ -1,4 +1,4 @@
-"""Rotation, rounding and the store in one launch, to the bit as the single steps do it."""
+"""Rotation, rounding and the store in one launch, with the bits of separate steps."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TOKENS, HEADS, KV_HEADS, DIM, BLOCK = 6, 6, 3, 20, 4
 SLOTS = torch.tensor([3, 7, 0, -1, 15, 8])
 FORMATS = (torch.float32, torch.float16, torch.int8, torch.float8_e4m3fn, torch.uint8)
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of infinity
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, for infinity
 
 
 def heads_of_a_step() -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of one product, with vectors that are hard to round."""
+    """Return q, k and v of one product, with vectors that are hard to round."""
     qkv = torch.randn(TOKENS, HEADS + 2 * KV_HEADS, DIM, generator=torch.Generator().manual_seed(0))
     hard = qkv[:, HEADS:]
     hard[0, 0], hard[0, 3] = 0.0, -hard[0, 3].abs()
@@ -81,8 +81,8 @@ def test_the_cache_holds_the_same_bits(dtype: torch.dtype, turned: bool) -> None
 
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_heads_are_normalised_on_the_way(dtype: torch.dtype, turned: bool) -> None:
-    """As by a norm of its own before, but for the order in which squares are added."""
+def test_heads_are_normalised_in_the_same_launch(dtype: torch.dtype, turned: bool) -> None:
+    """Like a separate norm before, except for the order of summed squares."""
     model = torch.float32 if dtype == torch.int8 else dtype
     draw = torch.Generator().manual_seed(2)
     shape = (TOKENS, HEADS + 2 * KV_HEADS, DIM)
@@ -105,15 +105,15 @@ def test_heads_are_normalised_on_the_way(dtype: torch.dtype, turned: bool) -> No
     rounding = 4 * torch.finfo(model).eps
     torch.testing.assert_close(found, plain_q, rtol=rounding, atol=rounding)
     stored = stored_plainly(plain_k, dtype)[0]
-    step = 1 if dtype == torch.int8 else rounding  # a code may be the next one
+    step = 1 if dtype == torch.int8 else rounding  # a code may be off by one
     torch.testing.assert_close(keys, stored, rtol=rounding, atol=step)
     assert not torch.equal(keys.float(), torch.zeros_like(keys).float())
     torch.testing.assert_close(values, expected_v, rtol=0, atol=0)  # v is not normalised
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_last_queries_are_kept_as_by_the_plain_step(dtype: torch.dtype) -> None:
-    """Of sequences with fewer and with more than are kept; of padding none is."""
+def test_the_last_queries_are_kept_as_by_separate_steps(dtype: torch.dtype) -> None:
+    """Of sequences with fewer and with more queries than are kept; none of padding."""
     lengths, contexts, rows, last = (1, 7, 3, 1), (9, 7, 40, 0), (2, 0, 3, -1), 4
     g = torch.Generator().manual_seed(0)
     q = torch.randn(sum(lengths), 7, DIM, generator=g).to(device(), dtype)[:, 1:]

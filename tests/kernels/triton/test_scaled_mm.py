@@ -1,5 +1,5 @@
-"""E4M3 times E4M3 by a library: what it is given, by a stand-in that checks what the library asks
-for and multiplies in fp32; and x as it is rounded."""
+"""E4M3 times E4M3 by a library, replaced by a stand-in that checks the library's conditions and
+multiplies in fp32; and the rounding of x."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass
 class StandIn:
-    """As ScaledBlas.cpp checks its arguments."""
+    """Checks its arguments like ScaledBlas.cpp."""
 
     called: list[ScalingType] = field(default_factory=list)
 
@@ -70,7 +70,8 @@ class StandIn:
 
 
 def weight_of(outputs: int, group: int, activations: Rounding, square: bool) -> Weight:
-    """Of 300 inputs. square: scales are those of blocks of 128 rows, or without groups of all."""
+    """Return a weight of 300 inputs. square: scales are per blocks of 128 rows, or of the whole
+    matrix without groups."""
     g = torch.Generator().manual_seed(outputs + group)
     values = (torch.randn(outputs, 300, generator=g) * 60).clamp(-448, 448).to(E4M3)
     shape = (outputs, 3) if group else (outputs,)
@@ -107,7 +108,7 @@ def test_many_tokens_go_to_the_library(
     activation: Activation | None,
     by: list[ScalingType],
 ) -> None:
-    """Where it knows the scales; in runs of rows that end within a block."""
+    """If it supports the scales; in runs of rows that end inside a block."""
     stand_in = StandIn()
     matrices = with_library(stand_in)
     weight = weight_of(270, group, activations, square)
@@ -123,7 +124,7 @@ def test_many_tokens_go_to_the_library(
     found = matrices.linear(x.to(device()), matrix, residual.to(device())).cpu()
     torch.testing.assert_close(found, REFERENCE.linear(x, known, residual), rtol=1.6e-2, atol=6e-2)
     assert stand_in.called == by
-    mapped = GPU.over(matrix.spec, GPU.parts(matrix))  # as out of an engine folder
+    mapped = GPU.over(matrix.spec, GPU.parts(matrix))  # as from an engine folder
     again = matrices.linear(x.to(device()), mapped, residual.to(device())).cpu()
     assert torch.equal(again, found) and stand_in.called == 2 * by
 
@@ -157,7 +158,7 @@ def test_nan_passes_through_a_product_with_one_scale() -> None:
     assert found.isnan().any(1).nonzero().tolist() == [[7]]
 
 
-def test_the_stand_in_does_as_torch_does() -> None:
+def test_the_stand_in_equals_torch() -> None:
     g = torch.Generator().manual_seed(0)
     x = (torch.randn(5, 32, generator=g) * 60).to(E4M3)
     weight = (torch.randn(16, 32, generator=g) * 60).to(E4M3)
