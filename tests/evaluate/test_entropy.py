@@ -1,4 +1,4 @@
-"""The spread of attention beside the weights that transformers gives."""
+"""The entropy of attention, compared with transformers' weights."""
 
 from __future__ import annotations
 

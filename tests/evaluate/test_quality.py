@@ -1,4 +1,5 @@
-"""Perplexity, divergence and agreement of whole models beside transformers and plain torch."""
+"""Perplexity, divergence and agreement of whole models, compared with transformers and plain
+torch."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ VOCAB = 96
 
 
 def save_tokenizer(folder: Path, *, bos: bool) -> None:
-    """Words w0, w1, ... are their numbers; token 1 is BOS."""
+    """Save a tokenizer in which words w0, w1, ... are their numbers; token 1 is BOS."""
     words = {f"w{i}": i for i in range(VOCAB)}
     library = Library(models.WordLevel(words, unk_token="w0"))
     library.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -61,12 +62,12 @@ def logits_of(model: Any, ids: Sequence[int]) -> torch.Tensor:
 
 
 def logprobs(model: Any, ids: Sequence[int], first: int) -> torch.Tensor:
-    """Of ids[first:], each given all before it: [tokens, vocab]."""
+    """Return the logprobs of ids[first:] given all previous tokens, [tokens, vocab]."""
     return logits_of(model, ids)[first - 1 : -1].log_softmax(-1)
 
 
 def own(table: torch.Tensor, ids: Sequence[int]) -> list[float]:
-    """-log probability of the tokens that came."""
+    """Return -log probability of the actual tokens."""
     return (-table.gather(1, torch.tensor(list(ids))[:, None])[:, 0]).tolist()
 
 
@@ -80,7 +81,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 @pytest.fixture(scope="module")
 def other(tmp_path_factory: pytest.TempPathFactory, tiny: tuple[Path, Any]) -> tuple[Path, Any]:
-    """Near the tiny model."""
+    """A model similar to the tiny one."""
     folder = tmp_path_factory.mktemp("other")
     model = save_tiny(folder, "Llama", max_position_embeddings=CONTEXT)
     generator = torch.Generator().manual_seed(5)
@@ -108,7 +109,7 @@ def test_losses_are_those_of_transformers(
     folder, model = tiny
     ids = drawn(100, seed=3)
     expected, end = [], 0
-    for start in range(0, len(ids), stride):  # strided windows, written as usually done
+    for start in range(0, len(ids), stride):  # strided windows, in the usual way
         last = min(start + window, len(ids))
         fresh = max(end, start + 1)
         if fresh < last:
@@ -132,7 +133,7 @@ def test_the_whole_context_can_be_read_at_once(tiny: tuple[Path, Any]) -> None:
     np.testing.assert_allclose(found.losses, own(logprobs(model, ids, 1), ids[1:]), atol=2e-4)
 
 
-def test_texts_are_read_apart_and_may_be_short(tiny: tuple[Path, Any]) -> None:
+def test_texts_are_separate_and_may_be_short(tiny: tuple[Path, Any]) -> None:
     folder, model = tiny
     texts = [drawn(5, seed=6), [9], drawn(2, seed=7), drawn(30, seed=8)]
     expected = [x for ids in texts if ids[1:] for x in own(logprobs(model, ids, 1), ids[1:])]
@@ -199,17 +200,17 @@ def test_the_bundled_model(kernels: str) -> None:
 
 
 def test_progress_is_reported(tiny: tuple[Path, Any]) -> None:
-    told: list[tuple[int, int]] = []
+    reports: list[tuple[int, int]] = []
     measure_quality(
         EngineConfig(str(tiny[0]), **CPU),
         [words(drawn(25, seed=11))],
         window=10,
-        progress=lambda done, total: told.append((done, total)),
+        progress=lambda done, total: reports.append((done, total)),
     )
-    assert told == [(9, 22), (18, 22), (22, 22)]
+    assert reports == [(9, 22), (18, 22), (22, 22)]
 
 
-def test_models_that_read_other_tokens_are_refused(
+def test_models_with_other_tokens_are_refused(
     tiny: tuple[Path, Any], with_bos: tuple[Path, Any], tmp_path: Path
 ) -> None:
     config = EngineConfig(str(tiny[0]), **CPU)
@@ -226,7 +227,7 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         measure_quality(EngineConfig(str(tmp_path), **CPU), ["w5 w6 w7"])
 
 
-def test_logits_that_are_no_numbers_are_an_error(tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_are_an_error(tmp_path: Path) -> None:
     model = save_tiny(tmp_path, "Llama")
     with torch.no_grad():
         model.model.norm.weight[3] = torch.nan
@@ -237,7 +238,7 @@ def test_logits_that_are_no_numbers_are_an_error(tmp_path: Path) -> None:
 
 
 def test_windows_of_several_kv_groups(tmp_path: Path) -> None:
-    """Layers that see a window and layers that see everything have blocks of their own."""
+    """Layers with a window and layers without have separate blocks."""
     options = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
     model = save_tiny(tmp_path, "Qwen2", max_position_embeddings=CONTEXT, **options)
     save_tokenizer(tmp_path, bos=False)
@@ -249,11 +250,11 @@ def test_windows_of_several_kv_groups(tmp_path: Path) -> None:
     np.testing.assert_allclose(found.losses, own(logprobs(model, ids, 1), ids[1:]), atol=2e-4)
 
 
-def test_a_model_that_is_sure_of_the_wrong_has_no_finite_perplexity() -> None:
+def test_zero_probability_of_a_token_gives_infinite_perplexity() -> None:
     assert Quality(8, 8, np.full(4, 1e4, np.float32)).perplexity == math.inf
 
 
-# Losses, divergence and agreement beside torch's own.
+# Losses, divergence and agreement compared with torch.
 
 
 ROWS, VOCAB = 21, 50  # more rows than are widened at a time
@@ -290,7 +291,7 @@ def test_divergence_is_from_the_reference_to_the_model(
 
 
 def test_equal_models_do_not_differ(logits: torch.Tensor) -> None:
-    found = compared(logits, logits + 3)  # softmax forgets a constant, rounding does not quite
+    found = compared(logits, logits + 3)  # softmax ignores a constant, except for rounding
     assert float(found.divergence.abs().max()) < 1e-12
     assert bool(found.agrees.all())
 
@@ -309,6 +310,6 @@ def test_impossible_tokens(logits: torch.Tensor) -> None:
     masked[:, 7] = -torch.inf
     both = compared(masked, masked.clone())
     assert torch.equal(both.divergence, torch.zeros(ROWS, dtype=torch.float64))
-    lost = compared(masked, logits)  # what the reference allows and the model does not
+    lost = compared(masked, logits)  # tokens that the reference allows and the model does not
     assert bool(lost.divergence.isinf().all())
     assert bool(compared(logits, masked).divergence.isfinite().all())

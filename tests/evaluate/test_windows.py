@@ -1,4 +1,4 @@
-"""Windows: every token is scored once, with as much before it as promised."""
+"""Windows score every token once, with at least the promised context."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_windows_that_overlap_lose_one_token_of_the_text() -> None:
     ]
 
 
-def test_bos_begins_every_window_and_nothing_is_lost() -> None:
-    # the stride asked for would jump over a token, as BOS takes one's room
+def test_bos_begins_every_window_and_all_tokens_are_scored() -> None:
+    # The requested stride would skip a token, as BOS takes its place.
     assert windows(7, (BOS,), 4, 4) == [
         ScoredWindow((BOS, 0, 1, 2), 1),
         ScoredWindow((BOS, 3, 4, 5), 1),
@@ -80,7 +80,7 @@ def test_bos_begins_every_window_and_nothing_is_lost() -> None:
         (1, (BOS,), [ScoredWindow((BOS, 0), 1)]),
         (3, (), [ScoredWindow((0, 1, 2), 1)]),
         (5, (), [ScoredWindow((0, 1, 2, 3, 4), 1)]),
-        (6, (), [ScoredWindow((0, 1, 2, 3, 4), 1)]),  # the last token has nothing before it
+        (6, (), [ScoredWindow((0, 1, 2, 3, 4), 1)]),  # the last token has no context
     ],
 )
 def test_short_texts(count: int, prefix: tuple[int, ...], expected: list[ScoredWindow]) -> None:
@@ -102,7 +102,7 @@ def test_every_token_once_with_its_context(
         assert tokens == list(range(count))
     elif stride < room:
         assert tokens == list(range(1, count))
-    for one in found:  # what comes before a scored token is the text that comes before it
+    for one in found:  # a scored token's context is the text before it
         text = [token for token in one.token_ids if token != BOS]
         assert text == list(range(text[0], text[0] + len(text)))
         if text[0] > 0 and num_prefix == 0:
@@ -139,7 +139,7 @@ def test_the_prefix_that_a_tokenizer_adds_to_prompts(
     assert prompt_prefix(Tokenizer(library)) == prefix
 
 
-# How a reader drives a worker: plans, chunks, few rows of logits at a time.
+# Driving a worker: plans, chunks, and few rows of logits at a time.
 
 
 WINDOW = 200
@@ -152,8 +152,8 @@ def resolved() -> ResolvedConfig:
     return resolve_reader(config, WINDOW)
 
 
-def test_no_memory_is_put_aside_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever is asked of a server: nothing that reads is captured."""
+def test_no_memory_is_reserved_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluation captures nothing, whatever a server would."""
     gpus = (Gpu(0, "H100", 80 << 30, 78 << 30, (9, 0)),)
     there = Hardware("PC", 8, 16 << 30, "RAM", frozenset(), gpus=gpus, triton=True)
     monkeypatch.setattr(launch, "find_gpus", lambda: gpus)
@@ -166,7 +166,7 @@ def test_no_memory_is_put_aside_for_graphs(monkeypatch: pytest.MonkeyPatch) -> N
 
 @dataclass
 class Positions:
-    """A worker whose hidden states are positions, and whose logits name them."""
+    """A worker whose hidden states are positions, and whose logits identify them."""
 
     plans: list[SchedulerOutput] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -221,7 +221,7 @@ def test_a_window_gets_all_blocks_it_needs(resolved: ResolvedConfig) -> None:
     assert resolved.scheduler.max_num_seqs == 1
 
 
-def test_models_take_the_chunks_that_both_can(resolved: ResolvedConfig) -> None:
+def test_two_models_use_chunks_that_both_support(resolved: ResolvedConfig) -> None:
     small = replace(resolved, scheduler=replace(resolved.scheduler, max_num_batched_tokens=33))
     models = (Positions(), Positions())
     readers = [Reader(resolved, models[0]), Reader(small, models[1])]
@@ -241,7 +241,7 @@ def test_two_models_that_do_not_fit_together_are_refused(resolved: ResolvedConfi
     check_room(large, replace(large, runner=replace(large.runner, device="cuda:0")))
 
 
-# Files of text: plain, one JSON object a line, and what is wrong with others.
+# Files of text: plain, one JSON object per line, and invalid ones.
 
 
 def write(folder: Path, name: str, content: bytes) -> Path:
@@ -255,7 +255,7 @@ def test_plain_text_is_one_text(tmp_path: Path) -> None:
     assert read_texts(path) == ["One day\n\nthe fóx\n"]
 
 
-def test_lines_of_json_are_texts_of_their_own(tmp_path: Path) -> None:
+def test_lines_of_json_are_separate_texts(tmp_path: Path) -> None:
     content = b'{"text": "One\\nday", "id": 1}\r\n\n{"text": " "}\n{"text": "\\u2028two"}'
     assert read_texts(write(tmp_path, "a.jsonl", content)) == ["One\nday", "\u2028two"]
 
@@ -285,6 +285,6 @@ def test_folders_and_missing_files_are_refused(tmp_path: Path) -> None:
         read_texts(tmp_path / "none")
 
 
-def test_the_story_that_ships() -> None:
+def test_the_bundled_story() -> None:
     (story,) = held_out_texts()
     assert story.startswith("The Clockmaker's Goose") and len(story) > 4000

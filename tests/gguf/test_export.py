@@ -1,4 +1,4 @@
-"""Models in the words of GGUF and back."""
+"""Model specs and tokenizers to GGUF metadata and back."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def spec(name: str, options: dict[str, Any]) -> ModelSpec:
 
 
 def there_and_back(model: ModelSpec, path: Path) -> ModelSpec:
-    """Through a file without most of its tensors."""
+    """Write and read a file without most of its tensors."""
 
     def zeros(name: str, type: str, *shape: int) -> OutTensor:
         tensor = OutTensor(name, BLOCK_TYPES[type], shape, lambda: [bytes(tensor.size)])
@@ -120,14 +120,14 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         ("Qwen3ForCausalLM", {"tie_word_embeddings": True}),
     ],
 )
-def test_there_and_back(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_specs_survive_a_round_trip(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     model = spec(name, options)
     if options.get("eos_token_id", 0) is None:
         model = replace(model, eos_token_ids=())
     assert there_and_back(model, tmp_path / "m.gguf") == model
 
 
-# Families whose layers attend over latent vectors, keep states or are stored apart.
+# Families whose layers attend over latent vectors, have states or are stored differently.
 DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 6,
@@ -212,7 +212,7 @@ OTHERS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "options"), OTHERS)
-def test_layers_there_and_back(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_layers_survive_a_round_trip(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     """Windows, positions, experts, states and latent vectors of every layer, and all sizes."""
     model = spec(name, options)
     back = there_and_back(model, tmp_path / "m.gguf")
@@ -235,7 +235,7 @@ def test_layers_there_and_back(tmp_path: Path, name: str, options: dict[str, Any
 
 
 def _ungrouped(experts: ExpertsSpec | None) -> ExpertsSpec | None:
-    """Groups that are all kept are none."""
+    """Remove groups if all are kept."""
     if experts is None or experts.router.kept < experts.router.groups:
         return experts
     return replace(experts, router=replace(experts.router, groups=1, kept=1))
@@ -252,7 +252,7 @@ def _ungrouped(experts: ExpertsSpec | None) -> ExpertsSpec | None:
         ("MiniMaxM2ForCausalLM", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     ],
 )
-def test_experts_there_and_back(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_experts_survive_a_round_trip(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     model = spec(name, options)
     back = there_and_back(model, tmp_path / "m.gguf")
     assert back.architecture == model.architecture
@@ -316,7 +316,7 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_gguf_has_no_words_for(name: str, options: dict[str, Any], message: str) -> None:
+def test_models_that_gguf_cannot_describe(name: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         model_metadata(spec(name, {"max_window_layers": 1} | options), "x", "BF16")
 
@@ -327,7 +327,7 @@ def test_other_architectures() -> None:
         model_metadata(model, "x", "BF16")
 
 
-# Where a matrix is, how wide it is, and its blocks in files of Q4_K_M, Q5_K_M, Q6_K and Q4_0.
+# The place of a matrix, its width, and its blocks in files of Q4_K_M, Q5_K_M, Q6_K and Q4_0.
 BLOCKS = [
     ("blk.0.attn_q.weight", 512, "Q4_K Q5_K Q6_K Q4_0"),
     ("blk.0.attn_q.weight", 64, "Q5_0 Q5_1 Q8_0 Q4_0"),
@@ -355,8 +355,8 @@ def test_an_embedding_that_is_the_head_has_its_blocks() -> None:
     assert block_type("Q4_K_M", "token_embd.weight", 512, model) == "Q6_K"
 
 
-def test_attention_beside_eight_experts_is_finer() -> None:
-    """As llama.cpp mixes types; matrices of experts are as those of an MLP."""
+def test_attention_with_eight_experts_is_finer() -> None:
+    """As llama.cpp mixes types; matrices of experts are treated like those of an MLP."""
     model = spec("MixtralForCausalLM", {"num_local_experts": 8, "num_hidden_layers": 4})
     for part, expected in {
         "attn_q": "Q4_K Q4_0 BF16",
@@ -394,7 +394,7 @@ def test_rope_spec_defaults_are_what_files_leave_out() -> None:
     )
 
 
-# tokenizer.json in the words of GGUF and back.
+# tokenizer.json to GGUF metadata and back.
 
 
 def tokenizer_there_and_back(
@@ -446,7 +446,7 @@ def test_metaspace(scheme: str, prefix: bool) -> None:
     assert metadata["tokenizer.ggml.add_space_prefix"] is prefix
 
 
-def test_a_token_is_worth_its_first_merge() -> None:
+def test_a_token_has_the_score_of_its_first_merge() -> None:
     ids = {token: index for index, token in enumerate(["a", "b", "c", "ab", "bc", "abc"])}
     merges = [("a", "b"), ("ab", "c"), ("b", "c"), ("a", "bc")]
     library = Tokenizer(models.BPE(ids, merges, byte_fallback=True))
@@ -471,7 +471,7 @@ def test_the_bundled_model(tmp_path: Path) -> None:
         assert library.encode(text).ids == original.encode(text).ids
 
 
-def test_tokenizers_that_gguf_has_no_words_for() -> None:
+def test_tokenizers_that_gguf_cannot_describe() -> None:
     words = Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
     with pytest.raises(ModelError, match="must be BPE for GGUF, not 'WordLevel'"):
         tokenizer_metadata(words, 1, None, None, None)

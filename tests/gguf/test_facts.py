@@ -1,4 +1,4 @@
-"""Facts of GGUF files in the words of config.json."""
+"""GGUF metadata as keys of config.json."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def test_a_llama(tmp_path: Path) -> None:
     assert spec.windows == (None,) and not spec.qkv_bias and not spec.mlp_bias
 
 
-def test_what_a_file_leaves_out(tmp_path: Path) -> None:
+def test_defaults_of_missing_keys(tmp_path: Path) -> None:
     spec = spec_of(llama_file(tmp_path / "m.gguf", without=["llama.attention.head_count_kv"]))
     assert spec.num_kv_heads == 4 and spec.ropes[0].theta == 10000.0
-    assert spec.bos_token_id is None and spec.eos_token_ids == ()  # and not Llama's usual 2
+    assert spec.bos_token_id is None and spec.eos_token_ids == ()  # not Llama's defaults of 2
 
 
-def test_tensors_are_facts_too(tmp_path: Path) -> None:
+def test_facts_from_tensors(tmp_path: Path) -> None:
     tensors = {
         "output.weight": np.zeros((96, 32), np.float32),
         "blk.0.attn_q.bias": np.zeros(32, np.float32),
@@ -150,7 +150,7 @@ def test_stretched_positions(tmp_path: Path, values: dict[str, Any], expected: R
 def test_llama3_positions(tmp_path: Path) -> None:
     theta, size = 10000.0, 64
     divisors = []
-    for index in range(size // 2):  # as the paper's code has it
+    for index in range(size // 2):  # as in the paper's code
         frequency = theta ** (-2 * index / size)
         wavelength = 2 * math.pi / frequency
         s = (8192 / wavelength - 1) / (4 - 1)
@@ -173,7 +173,7 @@ def test_llama3_positions(tmp_path: Path) -> None:
         ("Q8_0", "bfloat16"),
     ],
 )
-def test_what_is_computed_in(tmp_path: Path, type: str, expected: str) -> None:
+def test_the_dtype_of_computation(tmp_path: Path, type: str, expected: str) -> None:
     path = llama_file(tmp_path / "plain.gguf")
     values = read_gguf(path).metadata.values
     single = {key: value for key, value in values.items() if not key.startswith("general.")}
@@ -280,7 +280,7 @@ def test_old_files_of_deepseek_have_one_matrix_for_keys_and_values(tmp_path: Pat
     assert spec.architecture == "DeepseekV3ForCausalLM" and spec.wiring == APART
     assert spec.latent == LatentSpec(48, 16, 8, 8, 12)
     router = next(layer.experts.router for layer in spec.layers if layer.experts)
-    assert (router.groups, router.scale) == (1, 1.0)  # what a file leaves out
+    assert (router.groups, router.scale) == (1, 1.0)  # defaults of missing keys
 
 
 def test_other_models_are_named(tmp_path: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_file_without_a_model(tmp_path: Path) -> None:
         spec_of(tmp_path / "n.gguf")
 
 
-# Divisors of frequencies and what config.json says of them.
+# Divisors of frequencies, and their config.json.
 
 CASES = [
     (500_000.0, 64, (32.0, 1.0, 4.0, 8192)),  # Llama 3.2
@@ -310,7 +310,7 @@ CASES = [
 
 
 def original_divisors(theta: float, head_dim: int, scaling: dict[str, object]) -> torch.Tensor:
-    """By transformers."""
+    """Return the divisors of transformers."""
     config = LlamaConfig(
         hidden_size=head_dim * 2,
         num_attention_heads=2,
@@ -323,7 +323,7 @@ def original_divisors(theta: float, head_dim: int, scaling: dict[str, object]) -
 
 
 @pytest.mark.parametrize(("theta", "head_dim", "numbers"), CASES)
-def test_the_way_back(
+def test_scaling_is_recovered_from_divisors(
     theta: float, head_dim: int, numbers: tuple[float, float, float, int]
 ) -> None:
     factor, low, high, original = numbers
@@ -353,7 +353,7 @@ def test_no_stretching() -> None:
 @pytest.mark.parametrize(
     "divisors",
     [
-        [1.0, 2.0, 3.0, 1.0],  # no such rise
+        [1.0, 2.0, 3.0, 1.0],  # not such an increase
         [1.0, 8.0, 1.0, 8.0],
         [0.5, 1.0, 1.0, 8.0],
         [1.0, 1.0, 1.0],
@@ -405,7 +405,7 @@ def test_longrope_is_read_from_two_tensors(tmp_path: Path) -> None:
         read({}, tensors)
 
 
-# Names of tensors, against those that transformers gives the same models.
+# Names of tensors, compared with those of transformers in the same models.
 
 
 @pytest.mark.parametrize(
@@ -448,12 +448,12 @@ def test_every_parameter_has_the_name_of_the_public_package(family: str, options
     model = tiny_model(family, **options)
     tied = "lm_head.weight" if model.config.tie_word_embeddings else ""
     names = [name for name in model.state_dict() if name != tied]
-    if family == "GPTNeoX":  # in files
+    if family == "GPTNeoX":  # names in files
         names = [name.replace("lm_head", "embed_out") for name in names]
     own = row.gguf_names
     assert len(names) > 20
     for name in names:
-        usual = name.replace("dt_bias", "dt_proj.bias")  # as the converter has it
+        usual = name.replace("dt_bias", "dt_proj.bias")  # as in the converter
         usual = usual.replace("layer_scalar", "layer_scalar.weight")
         expected = known.get_name(usual, try_suffixes=(".weight", ".bias"))
         assert gguf_name(name, own) == expected and hf_name(expected, own) == name
@@ -476,7 +476,7 @@ def test_every_parameter_has_the_name_of_the_public_package(family: str, options
 def test_experts_have_the_names_of_the_public_package(
     family: str, options: dict, tmp_path: Path
 ) -> None:
-    """Tensors of all experts of a layer have one name."""
+    """Tensors of all experts of a layer share one name."""
     row = ARCHITECTURES[f"{family}ForCausalLM"]
     architecture = next(a for a, name in gguf.MODEL_ARCH_NAMES.items() if name == row.gguf)
     known = gguf.get_tensor_name_map(architecture, 4)
@@ -498,10 +498,10 @@ def test_other_names_have_none() -> None:
         assert hf_name(name, {}) is None
     for name in ("self_attn.rotary_emb.inv_freq", "mlp.up_proj.qweight", "x"):
         assert gguf_name(f"model.layers.0.{name}", {}) is None and gguf_name(name, {}) is None
-    assert hf_name("blk.01.attn_q.weight", {}) is None  # two names would be one
+    assert hf_name("blk.01.attn_q.weight", {}) is None  # two names would be the same
 
 
-# How authors would sample, there and back.
+# Sampling defaults, written and read.
 
 GENERAL = gguf.Keys.General
 
@@ -517,17 +517,17 @@ def test_keys_are_those_of_the_public_package() -> None:
     assert LAST_N == GENERAL.SAMPLING_PENALTY_LAST_N
 
 
-def test_there_and_back(tmp_path: Path) -> None:
+def test_sampling_defaults_survive_a_round_trip(tmp_path: Path) -> None:
     config = {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
     stored = sampling_metadata({**config, "max_new_tokens": 5})
-    assert stored[LAST_N] == -1  # all of them, as kvik does
+    assert stored[LAST_N] == -1  # all of them, as in kvik
     file = read_gguf(llama_file(tmp_path / "m.gguf", values={**stored, LAST_N: 64}))
     assert sampling_config(file.metadata) == config
     assert sampling_metadata({}) == {}
     assert sampling_config(read_gguf(llama_file(tmp_path / "n.gguf")).metadata) == {}
 
 
-# What the types of a file's tensors mean for its layers.
+# Types of a file's tensors, and the schemes of its layers.
 
 MINIMA = WeightKind("int4", 32, "minima")
 LOADED = {
@@ -552,7 +552,7 @@ def test_every_type_of_blocks_has_a_scheme() -> None:
 
 
 @pytest.mark.parametrize("type", LOADED)
-def test_what_runs_as_it_is_stored(type: str) -> None:
+def test_types_that_run_as_stored(type: str) -> None:
     assert loaded_kind(SCHEMES[type], 4096) == LOADED[type]
 
 

@@ -1,4 +1,4 @@
-"""Files that were cut or changed anywhere: they are read, or refused in one clear line."""
+"""Files with any truncation or change are read, or refused in one clear line."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def use(path: Path) -> bool:
-    """Everything that is read of a file; whether it was good."""
+    """Read everything of a file; return whether it is valid."""
     try:
         file = read_gguf(path)
         ModelSpec.from_config(model_config(file))
@@ -84,7 +84,7 @@ def use(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_the_file_itself_is_good(files: dict[str, bytes], tmp_path: Path, kind: str) -> None:
+def test_the_unchanged_file_is_valid(files: dict[str, bytes], tmp_path: Path, kind: str) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(files[kind])
     assert use(path)
@@ -94,7 +94,7 @@ def test_the_file_itself_is_good(files: dict[str, bytes], tmp_path: Path, kind: 
 
 
 @pytest.mark.parametrize("kind", VALUES)
-def test_no_cut_is_good(files: dict[str, bytes], tmp_path: Path, kind: str) -> None:
+def test_truncated_files_are_refused(files: dict[str, bytes], tmp_path: Path, kind: str) -> None:
     path = tmp_path / "model.gguf"
     data = files[kind]
     for length in [*range(0, 400), *range(400, len(data), 97), len(data) - 1]:
@@ -116,7 +116,7 @@ NUMBERS = st.sampled_from(
         max_size=4,
     ),
 )
-def test_any_change_is_good_or_an_error(
+def test_any_change_is_valid_or_an_error(
     files: dict[str, bytes],
     tmp_path: Path,
     kind: str,
@@ -137,7 +137,7 @@ def test_any_change_is_good_or_an_error(
 def test_every_length_and_count_made_hostile(
     files: dict[str, bytes], tmp_path: Path, kind: str
 ) -> None:
-    """Each 32-bit number of the first part of the head in turn, where all kinds of fields are."""
+    """Each 32-bit number of the first part of the header in turn, where all kinds of fields are."""
     path = tmp_path / "model.gguf"
     data = files[kind]
     start = data.index(b"tokenizer.ggml.tokens")
@@ -148,8 +148,8 @@ def test_every_length_and_count_made_hostile(
 
 
 @pytest.mark.full
-def test_a_megabyte_never_takes_sixty_four(tmp_path: Path) -> None:
-    """Heads of a megabyte that make the most objects: short strings, numbers, entries, tensors."""
+def test_a_megabyte_never_needs_sixty_four(tmp_path: Path) -> None:
+    """Headers of a megabyte with the most objects: short strings, numbers, entries, tensors."""
     size = 1 << 20
     words = b"".join(string(f"{index:x}") for index in range(size // 13))
     floats = entry("tokenizer.ggml.scores", ARRAY, array(F32, size // 4, bytes(size)))

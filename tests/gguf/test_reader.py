@@ -1,5 +1,5 @@
-"""Heads of GGUF files: honest ones are read as the public package wrote them, each lie is one
-clear error before anything large is made."""
+"""Headers of GGUF files: valid ones are read as written by the public package, each invalid one is
+one clear error before large allocations."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def u64(value: int) -> bytes:
 
 
 def nested(depth: int) -> bytes:
-    """An array of one number, within arrays of one array."""
+    """Return an array of one number, nested in arrays of one array."""
     value = array(U8, 1, b"\x07")
     for _ in range(depth - 1):
         value = array(ARRAY, 1, value)
@@ -86,7 +86,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         raw([entry("a", ARRAY, array(U8, 2**64 - 1, b""))]),
         "'a' has 18446744073709551615 values, for which the file is too small",
     ),
-    "array of 2^61 numbers": (  # times 8 that is 2^64
+    "array of 2^61 numbers": (  # times 8 is 2^64
         raw([entry("a", ARRAY, array(U64, 2**61, b""))]),
         "'a' has 2305843009213693952 values",
     ),
@@ -179,7 +179,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_lie_is_one_clear_error(tmp_path: Path, name: str) -> None:
+def test_an_invalid_file_is_one_clear_error(tmp_path: Path, name: str) -> None:
     data, message = HOSTILE[name]
     path = tmp_path / "model.gguf"
     path.write_bytes(data)
@@ -213,7 +213,7 @@ def test_a_file_of_the_public_package(tmp_path: Path) -> None:
     file = read_gguf(path)
     meta = file.metadata
     assert meta.string("a.text") == "héllo" and meta.integer("a.number", 0, 9) == 7
-    assert meta.number("a.fraction", 0, 1) == 1e-6  # and not the nearest fp32
+    assert meta.number("a.fraction", 0, 1) == 1e-6  # not the nearest fp32
     assert meta.boolean("a.yes", False) is True
     assert meta.string_array("a.words", 3) == ["", "ab", "日本"]
     assert meta.integer_array("a.ints", 3) == [3, -4, 5]
@@ -283,7 +283,7 @@ def test_wrong_arrays(tmp_path: Path) -> None:
 def test_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.gguf"
     path.write_bytes(raw([entry("a", STRING, string("x" * 500)), entry("b", U8, b"\x01")]))
-    monkeypatch.setattr(reader, "CHUNK_BYTES", 16)  # lengths and values lie across chunks
+    monkeypatch.setattr(reader, "CHUNK_BYTES", 16)  # lengths and values span chunks
     assert len(read_gguf(path).metadata.string("a")) == 500
     monkeypatch.setattr(reader, "MAX_HEAD_BYTES", 1 << 8)
     with pytest.raises(ModelError, match="key 'a' must lie in the first"):
@@ -308,8 +308,8 @@ def test_a_missing_file(tmp_path: Path) -> None:
         read_gguf(tmp_path)
 
 
-def test_the_head_alone_is_read(tmp_path: Path) -> None:
-    """A sparse file of a terabyte is no work."""
+def test_only_the_header_is_read(tmp_path: Path) -> None:
+    """A sparse file of a terabyte takes no time."""
     path = tmp_path / "model.gguf"
     path.write_bytes(raw(tensors=[directory("t", [1 << 19, 1 << 19])]))
     with path.open("r+b") as file:

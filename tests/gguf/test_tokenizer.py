@@ -1,4 +1,4 @@
-"""Tokenizers out of GGUF files, against those that went in."""
+"""Tokenizers from GGUF files, compared with the originals."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvik.gguf.tokenizer import GgufTokenizer, merges_by_score, read_tokenizer
 
 
 def entries(library: Tokenizer) -> dict[str, Any]:
-    """The lists of a file: tokens by id, their kinds, and merges."""
+    """Return the lists of a file: tokens by id, their kinds, and merges."""
     added = library.get_added_tokens_decoder()
     tokens = [library.id_to_token(index) for index in range(library.get_vocab_size())]
     model = json.loads(library.to_str())["model"]
@@ -41,7 +41,8 @@ def entries(library: Tokenizer) -> dict[str, Any]:
 
 
 def with_scores(library: Tokenizer) -> dict[str, Any]:
-    """The lists of a file without merges: a token's score falls with the rank of its first one."""
+    """Return the lists of a file without merges: a token's score is minus the rank of its first
+    merge."""
     values = entries(library)
     ranks: dict[str, int] = {}
     for rank, merge in enumerate(values.pop("tokenizer.ggml.merges")):
@@ -92,7 +93,8 @@ def test_characters_merged_by_score(tmp_path: Path, prefix: bool, scored: bool) 
 
 
 def by_definition(text: str, scores: dict[str, float]) -> list[str]:
-    """SentencePiece: the two neighbours whose union has the highest score, the first of equals."""
+    """SentencePiece: merge the adjacent tokens whose union has the highest score, the first on
+    ties."""
     parts = list(text)
     while True:
         unions = [a + b for a, b in pairwise(parts)]
@@ -176,8 +178,8 @@ def test_unused_and_empty_tokens_keep_their_ids(tmp_path: Path) -> None:
     assert library.encode("a").ids == byte_level("gpt-2").encode("a").ids
 
 
-def test_words_that_are_tokens(tmp_path: Path) -> None:
-    """Llama 3 takes them even where no merges lead to them; GPT-2 does not."""
+def test_whole_words_that_are_tokens(tmp_path: Path) -> None:
+    """Llama 3 uses them even if no merges lead to them; GPT-2 does not."""
     values = {**entries(byte_level("gpt-2")), "tokenizer.ggml.model": "gpt2"}
     values["tokenizer.ggml.tokens"] = [*values["tokenizer.ggml.tokens"], "Ġzqzq"]
     values["tokenizer.ggml.token_type"] = [*values["tokenizer.ggml.token_type"], 1]
@@ -245,7 +247,7 @@ def test_too_many_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         read(tmp_path / "m.gguf", SMALL)
 
 
-def test_words_of_a_file_that_does_not_say(tmp_path: Path) -> None:
+def test_words_without_their_metadata(tmp_path: Path) -> None:
     values = {**entries(byte_level("gpt-2")), "tokenizer.ggml.model": "gpt2"}
     rule = read(tmp_path / "m.gguf", values).library.pre_tokenizer
     words = [word for word, _ in rule.pre_tokenize_str("x=12345 it's  <b>")]

@@ -1,4 +1,4 @@
-"""Files that are written, read by the public package."""
+"""Written files, read by the public package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def vector(name: str, values: np.ndarray) -> OutTensor:
     return OutTensor(name, BLOCK_TYPES["F32"], values.shape, lambda: [values.tobytes()])
 
 
-def test_the_public_package_reads_it(tmp_path: Path) -> None:
+def test_the_public_package_reads_written_files(tmp_path: Path) -> None:
     blocks = np.arange(6 * 34, dtype=np.uint8)
     odd = np.arange(5, dtype=np.float32)
 
@@ -82,8 +82,8 @@ def test_a_place_that_cannot_be_written(tmp_path: Path) -> None:
         write_gguf(tmp_path / "none" / "m.gguf", {}, [])
 
 
-def test_data_is_asked_for_one_by_one(tmp_path: Path) -> None:
-    """So a model need not be in memory."""
+def test_data_is_requested_one_by_one(tmp_path: Path) -> None:
+    """The model need not be in memory."""
     alive: list[str] = []
 
     def data(name: str) -> Iterator[bytes]:

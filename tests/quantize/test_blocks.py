@@ -1,4 +1,4 @@
-"""A model run block by block is the model."""
+"""A model computed block by block equals the whole model."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_watched_inputs_are_those_of_the_products(tmp_path: Path) -> None:
         seen[matrix] = given
         return torch.zeros_like(given)
 
-    # nothing is added to the residual stream: x stays as it is
+    # Nothing is added to the residual stream, so x does not change.
     assert torch.equal(block.run(inputs, watch), inputs.x)
     widths = {layer.matrix: layer.weight.shape[1] for layer in block.layers}
     assert {matrix: given.shape for matrix, given in seen.items()} == {
@@ -89,8 +89,8 @@ def test_watched_inputs_are_those_of_the_products(tmp_path: Path) -> None:
 
 
 @pytest.mark.full
-def test_a_block_is_gone_without_the_collector(tmp_path: Path) -> None:
-    """Blocks are large, and the collector counts objects and not bytes."""
+def test_a_block_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:
+    """Blocks are large, and the garbage collector counts objects, not bytes."""
     save_tiny(tmp_path, "Llama")
     model = model_blocks(tmp_path, 5)
     (x,) = model.entrance(random_windows(2, 5)).embed(2)
@@ -107,7 +107,7 @@ def test_a_block_is_gone_without_the_collector(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_weights_that_are_no_numbers(tmp_path: Path, bad: float) -> None:
+def test_weights_that_are_not_finite(tmp_path: Path, bad: float) -> None:
     save_tiny(tmp_path, "Llama")
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = bad

@@ -1,4 +1,4 @@
-"""Bits by sensitivity: within the budget, together for layers of a matrix, where they help."""
+"""Bits by sensitivity: within the budget, equal for layers of a matrix, where they help."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_experts_of_a_layer_have_equal_bits(tmp_path: Path) -> None:
 
 
 def test_bits_are_assigned_where_they_reduce_the_error(tmp_path: Path) -> None:
-    """Weights that four bits hold exactly need no eight; the others get them."""
+    """Weights that are exact in four bits need no eight; the others get them."""
     save_tiny(tmp_path / "model", "Llama")
     path = tmp_path / "model" / "model.safetensors"
     tensors = load_file(path)
@@ -85,7 +85,7 @@ def test_bits_are_assigned_where_they_reduce_the_error(tmp_path: Path) -> None:
         assert layer.quantised.grid.bits == (8 if layer.name in eight else 4)
 
 
-def test_the_choice_is_remembered(tmp_path: Path) -> None:
+def test_the_choice_is_saved(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "Llama")
     recipe = Recipe("rtn", 4, 8, average_bits=5.0)
     found = chosen(tmp_path / "model", recipe, tmp_path / "work")
@@ -108,13 +108,13 @@ def test_nothing_left_to_choose(tmp_path: Path) -> None:
         chosen(tmp_path / "model", recipe, tmp_path / "work")
 
 
-# Choosing formats: the best of all choices, or nearly so with a bound that shows it.
+# Choice of formats: the best of all choices, or nearly so with a bound that proves it.
 
 Layers = list[list[Candidate]]
 
 
 def made(layers: int, seed: int, unit: int = 1, most: int = 40) -> Layers:
-    """Larger formats lose less, most of the time."""
+    """Return layers whose larger formats mostly lose less."""
     draw = random.Random(seed)
     found = []
     for _ in range(layers):
@@ -130,7 +130,7 @@ def made(layers: int, seed: int, unit: int = 1, most: int = 40) -> Layers:
 
 
 def best(layers: Layers, budget: int) -> float:
-    """By trying all."""
+    """Return the least loss, by trying all choices."""
     return min(
         sum(c.loss for c in choice)
         for choice in itertools.product(*layers)
@@ -139,11 +139,11 @@ def best(layers: Layers, budget: int) -> float:
 
 
 def lagrangian_bound(layers: Layers, budget: int) -> float:
-    """The largest lower bound that a price for bytes gives: max over p >= 0 of
-    sum of min (loss + p * bytes) - p * budget.
+    """Return the largest lower bound by a price of bytes: max over p >= 0 of sum of min (loss + p *
+    bytes) - p * budget.
 
-    It is concave in p, and its slope is the bytes chosen less the budget: bisection finds where
-    that turns from too many to few enough. Any p gives a bound, so the search may stop anywhere.
+    It is concave in p, and its slope is the chosen bytes less the budget, so bisection finds the
+    maximum. Every p gives a bound, so that the search may stop anywhere.
     """
 
     def at(price: float) -> tuple[float, int]:
@@ -157,7 +157,7 @@ def lagrangian_bound(layers: Layers, budget: int) -> float:
     if over <= 0:
         return bound
     losses = [c.loss for layer in layers for c in layer]
-    low, high = 0.0, max(losses) - min(losses)  # per byte: nothing is worth a byte of that price
+    low, high = 0.0, max(losses) - min(losses)  # per byte: no byte is worth the higher price
     for _ in range(100):
         price = (low + high) / 2
         value, over = at(price)

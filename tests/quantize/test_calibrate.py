@@ -1,4 +1,4 @@
-"""The pass over a model: what it makes means the same model, and can be cut off anywhere."""
+"""The calibration pass: its results give the same model, and it can be interrupted anywhere."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def same(results: list[BlockResult], others: list[BlockResult]) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
 def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method: str) -> None:
-    """Errors of rounding are small then, and those of wrong factors are not."""
+    """Rounding errors are then small, unlike those of wrong factors."""
     save_tiny(tmp_path / "model", family, **FAMILIES[family])
     recipe = METHODS[method]
     windows = random_windows(16, 16)
@@ -81,7 +81,7 @@ def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method
     ids = tokens(24, seed=5)
     expected = PagedModel(tmp_path / "model").logits(ids)
     found = PagedModel(tmp_path / "after").logits(ids)
-    # of random delta nets any noise of the weights does twice as much to the logits
+    # Random delta nets double the effect of noise in weights on the logits.
     bound = 0.08 if family in ("Qwen3_5", "Qwen3Next", "GraniteMoeHybrid") else 0.04
     assert float((found - expected).norm() / expected.norm()) < bound
     assert all(layer.on_inputs for result in results for layer in result.layers)
@@ -100,7 +100,7 @@ def test_in_eight_bits_the_model_is_the_same(tmp_path: Path, family: str, method
         ("OPT", FAMILIES["OPT"] | {"word_embed_proj_dim": 16}),  # matrices around the blocks
     ],
 )
-def test_a_saved_folder_is_what_the_results_mean(
+def test_a_saved_folder_has_the_weights_of_the_results(
     tmp_path: Path, family: str, options: dict[str, object]
 ) -> None:
     save_tiny(tmp_path / "model", family, **options)
@@ -146,7 +146,7 @@ def test_experts_that_no_token_reaches_are_rounded_to_nearest(
         ("GPT2", "awq", ("*.c_attn",)),
     ],
 )
-def test_layers_that_stay_floats_take_factors_too(
+def test_factors_are_folded_into_float_layers_too(
     tmp_path: Path, family: str, method: str, pattern: tuple[str, ...]
 ) -> None:
     save_tiny(tmp_path / "model", family, **FAMILIES[family])
@@ -181,7 +181,7 @@ def bundled_windows(count: int, size: int, skip: int = 0) -> Tensor:
 
 
 def block_error(result: BlockResult, block: Block, x: Tensor) -> float:
-    """Of the outputs of a block when its layers are as in the result."""
+    """Return the error of a block's outputs with the layers of the result."""
     expected = block.run(BlockInputs(x), unwatched).float()
     for layer in result.layers:
         assert layer.quantised is not None
@@ -196,7 +196,7 @@ def block_error(result: BlockResult, block: Block, x: Tensor) -> float:
 @pytest.mark.full
 @pytest.mark.parametrize("group", [-1, 64])
 def test_gptq_and_awq_are_better_than_rounding(tmp_path: Path, group: int) -> None:
-    """On text that calibration has not seen, in the bundled model's first block."""
+    """On text outside of the calibration, in the bundled model's first block."""
     spec = read_model_spec(BUNDLED)
     spec = replace(spec, layers=spec.layers[:1])
     windows = bundled_windows(64, 128, skip=8)
@@ -213,7 +213,7 @@ def test_gptq_and_awq_are_better_than_rounding(tmp_path: Path, group: int) -> No
 
 
 def test_later_blocks_see_rounded_ones(tmp_path: Path) -> None:
-    """Also the rounding of activations, where the engine will round them."""
+    """Including the rounding of activations, if the engine will round them."""
     save_tiny(tmp_path / "model", "Llama")
     spec, windows = read_model_spec(tmp_path / "model"), random_windows(4, 16)
     model = model_blocks(tmp_path / "model", 16)
@@ -238,7 +238,7 @@ def test_later_blocks_see_rounded_ones(tmp_path: Path) -> None:
 
 
 def test_static_scales_reach_the_largest_input_and_round_it(tmp_path: Path) -> None:
-    """Of each matrix; later blocks see what is made of them."""
+    """Of each matrix; later blocks see the rounded outputs."""
     save_tiny(tmp_path / "model", "Llama")
     spec, windows = read_model_spec(tmp_path / "model"), random_windows(4, 16)
     model = model_blocks(tmp_path / "model", 16)
@@ -265,7 +265,7 @@ def test_static_scales_reach_the_largest_input_and_round_it(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("family", "saved"), [("Llama", 1), ("Llama", 2), ("Gemma4", 2)])
 def test_an_interrupted_pass_is_resumed(tmp_path: Path, family: str, saved: int) -> None:
-    """Whether it ended before or after the last result was saved."""
+    """After an end before or after the last result was saved."""
     save_tiny(tmp_path / "model", family, **FAMILIES[family])
     recipe, windows = Recipe("gptq", 4, 8), random_windows(6, 12)
     whole = calibrated(tmp_path / "model", recipe, windows, tmp_path / "whole")
@@ -334,7 +334,7 @@ def test_progress_names_layers_and_only_grows(tmp_path: Path) -> None:
     assert any("model.layers.2.mlp.down_proj" in doing for doing, _ in seen)
 
 
-def test_wishes_that_cannot_be(tmp_path: Path) -> None:
+def test_impossible_recipes(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "Llama")
     windows = random_windows(4, 8)
 
@@ -365,7 +365,7 @@ def test_a_quantised_model_is_refused(tmp_path: Path) -> None:
         )
 
 
-# Text for calibration: enough of it, evenly taken, and one clear error where that cannot be.
+# Calibration text: enough of it, evenly sampled, else one clear error.
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +380,7 @@ def test_builtin(tokenizer: Tokenizer) -> None:
     assert len(windows.unique(dim=0)) == 128
 
 
-def test_builtin_is_none_of_the_text_that_quality_is_measured_on() -> None:
+def test_builtin_text_does_not_overlap_with_evaluation() -> None:
     text = module.TEXT.read_text(encoding="utf-8")
     lines = [line for line in TEXT.splitlines() if len(line) > 40]
     assert len(lines) > 50
@@ -388,7 +388,7 @@ def test_builtin_is_none_of_the_text_that_quality_is_measured_on() -> None:
     assert text.isascii()
 
 
-def test_a_file_is_taken_evenly(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_file_is_sampled_evenly(tmp_path: Path, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     (tmp_path / "text").write_text(TEXT, encoding="utf-8")
     found = len(ids) // 16
@@ -428,7 +428,7 @@ def test_parts_are_cut_between_lines(
 def test_a_line_without_an_end(
     space: str, tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not read to its end either, and words stay whole."""
+    """Nor is it read to its end, and words stay whole."""
     monkeypatch.setattr(module, "PART", 1000)
     line = f"tree{space}" * 9000
     (tmp_path / "line").write_bytes(line.encode() + b"\xff")
@@ -439,7 +439,7 @@ def test_a_line_without_an_end(
         assert windows[0].tolist() == ids[:16] and len(windows[1:].unique()) == 1
 
 
-def test_texts_that_will_not_do(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_unsuitable_texts(tmp_path: Path, tokenizer: Tokenizer) -> None:
     (tmp_path / "short").write_text("Once upon a time.")
     with pytest.raises(ConfigError, match=r"has \d+ tokens, one window needs 512"):
         calibration_windows(tmp_path / "short", tokenizer, samples=8, tokens=512)
@@ -459,7 +459,7 @@ def test_texts_that_will_not_do(tmp_path: Path, tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("prefix", IMAGE_PREFIXES)
-def test_the_text_model_of_one_that_reads_images(tmp_path: Path, prefix: str) -> None:
+def test_the_text_model_of_a_model_with_images(tmp_path: Path, prefix: str) -> None:
     save_tiny_with_images(tmp_path / "model", prefix)
     recipe = Recipe("rtn", 8, 8)
     results = calibrated(tmp_path / "model", recipe, None, tmp_path / "work")

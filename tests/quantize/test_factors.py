@@ -1,4 +1,4 @@
-"""Factors that move between layers leave the block's outputs as they were."""
+"""Factors moved between layers do not change the block's outputs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def of_block(spec: ModelSpec, index: int = 0) -> list[Fold]:
 
 
 def drawn(fold: Fold, weights: Mapping[str, Tensor], statistics: InputStatistics) -> Tensor:
-    """Factors from 0.2 to 5, equal where they must be."""
+    """Return factors from 0.2 to 5, equal where required."""
     generator = torch.Generator().manual_seed(len(fold.readers))
     by_channel = torch.empty(fold.num_channels).uniform_(-1.6, 1.6, generator=generator).exp()
     return by_channel[fold.channels]
@@ -71,7 +71,7 @@ def put(block: Block, folded: Folded) -> None:
 STACKED = {"GptOss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}}
 
 
-# Where the second block is of another kind than the first.
+# Models whose second block is of another kind than the first.
 SECOND = ("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next")
 
 
@@ -83,7 +83,7 @@ SECOND = ("Gemma4", "DeepseekV2", "DeepseekV3", "Lfm2", "Qwen3_5", "Qwen3Next")
         ("Gemma4", 2),
     ],
 )
-def test_outputs_stay(tmp_path: Path, family: str, index: int) -> None:
+def test_outputs_do_not_change(tmp_path: Path, family: str, index: int) -> None:
     save_tiny(tmp_path, family, **{**FAMILIES, **STACKED}[family])
     spec, block, x = one_block(tmp_path, index=index)
     statistics = {layer.matrix: InputStatistics(layer.weight.shape[1]) for layer in block.layers}
@@ -93,7 +93,7 @@ def test_outputs_stay(tmp_path: Path, family: str, index: int) -> None:
     folded = fold_block(block, of_block(spec, index), statistics, lambda name: True, drawn)
     put(block, folded)
     torch.testing.assert_close(block.run(x, unwatched), expected, rtol=1e-4, atol=1e-4)
-    # and they did move: all but the inputs behind a GELU, and those that no norm gives
+    # They did move: all except the inputs after a GELU and those without a norm.
     block.run(x, seen[1].setdefault)
     others = {
         "GPT2": (3,),
@@ -108,7 +108,7 @@ def test_outputs_stay(tmp_path: Path, family: str, index: int) -> None:
         "GptOss": (2 + 1 + 4,),
         "Gemma4": (3 + 2 * 4,) * 3,
         "GraniteMoeHybrid": (2 + 1 + 2 + 2 * 4,),  # and those of the MLP for all tokens
-        "Qwen3Moe": (2 + 1 + 2 * 6,),  # the router, and two of each expert
+        "Qwen3Moe": (2 + 1 + 2 * 6,),  # the router, and two per expert
         "DeepseekV2": (5, 3 + 1 + 2 * 6 + 2),
         "DeepseekV3": (6, 4 + 1 + 2 * 6 + 2),
         "Qwen3_5": (5, 4),
@@ -118,7 +118,7 @@ def test_outputs_stay(tmp_path: Path, family: str, index: int) -> None:
     for matrix, given in seen[0].items():
         scaled = given / folded.scales[matrix] if matrix in folded.scales else given
         torch.testing.assert_close(seen[1][matrix], scaled, rtol=1e-4, atol=1e-4)
-        # and what was gathered before stands for what they are given now
+        # Earlier statistics are scaled to the new inputs.
         before, after = (InputStatistics(given.shape[1]) for _ in range(2))
         before.add(given)
         after.add(scaled)
@@ -140,7 +140,7 @@ def test_factors_serve_all_layers_that_are_rounded(tmp_path: Path) -> None:
 
 
 def test_in_bfloat16_the_gain_is_not_rounded(tmp_path: Path) -> None:
-    """Layers are multiplied with what the gain's rounding left of the factors."""
+    """Layers are multiplied by what the gain's rounding left of the factors."""
     save_tiny(tmp_path, "Llama", dtype="bfloat16")
     model = tmp_path / "model.safetensors"
     from safetensors.torch import load_file, save_file
@@ -164,7 +164,7 @@ def test_heads_that_share_a_value_share_its_factors() -> None:
     assert fold.of_channels(fold.average(values)).tolist() == [2.0, 4.0, 7.0, 3.0]
 
 
-# Scaling a layer's inputs and folding the inverse into what comes before changes nothing.
+# Scaling a layer's inputs and folding the inverse into the previous layer changes nothing.
 
 
 def normal64(*shape: int, seed: int) -> Tensor:
@@ -172,7 +172,7 @@ def normal64(*shape: int, seed: int) -> Tensor:
 
 
 def factors(inputs: int) -> Tensor:
-    """Powers of two, by which floats are multiplied exactly."""
+    """Return powers of two, by which floats are multiplied exactly."""
     return 2.0 ** (torch.arange(inputs) % 7 - 3).float()
 
 
@@ -221,7 +221,7 @@ def test_into_the_up_projection(bias: bool) -> None:
 
 
 def test_into_values_that_heads_share() -> None:
-    """Two heads read each value head: kv head h serves the query heads 2h and 2h + 1."""
+    """Two heads read each value head: KV head h serves query heads 2h and 2h + 1."""
     tokens, kv_heads, head_dim = 5, 2, 4
     attention = normal64(4, tokens, tokens, seed=9).softmax(-1)
     x, value = normal64(tokens, 12, seed=10), normal64(kv_heads * head_dim, 12, seed=11).float()
@@ -244,8 +244,8 @@ def test_dtypes_are_kept() -> None:
     assert scale_inputs(weight, torch.ones(3)).dtype == torch.float32
 
 
-def test_factors_that_a_gain_can_take() -> None:
-    """W (s kept) times the rounded gain is W times the gain, which W s is not."""
+def test_factors_that_fit_a_gain() -> None:
+    """W (s kept) times the rounded gain is W times the gain, unlike W s."""
     generator = torch.Generator().manual_seed(3)
     gain = torch.randn(64, generator=generator).bfloat16()
     scales = torch.empty(64).uniform_(0.1, 9, generator=generator)
@@ -258,24 +258,25 @@ def test_factors_that_a_gain_can_take() -> None:
     assert float((rounded.float() * scales - gain.float()).abs().max()) > 1e-4
 
 
-def test_a_gain_of_zero_takes_any_factor() -> None:
+def test_any_factor_fits_a_gain_of_zero() -> None:
     scales = torch.tensor([2.0, 3.0])
     assert kept_scales(torch.tensor([0.0, 3.0]), scales).tolist() == [2.0, 3.0]
 
 
-def test_factors_that_the_gain_cannot_take() -> None:
-    """In fp16 it would be infinite, or 0."""
+def test_factors_that_do_not_fit_the_gain() -> None:
+    """In fp16 it would be infinite or 0."""
     gain, scales = torch.tensor([1.0, 1.0, 2.0]).half(), torch.tensor([1e-6, 1e9, 4.0])
     kept = kept_scales(gain, scales)
     assert kept.tolist() == [1.0, 1.0, 4.0]
     assert fold_into_norm(gain, None, kept)[0].tolist() == [1.0, 1.0, 0.5]
 
 
-# SmoothQuant: the same outputs before rounding, smaller errors after it.
+# SmoothQuant: the same outputs before rounding, smaller errors after.
 
 
 def outliers(tokens: int, inputs: int, seed: int) -> Tensor:
-    """[tokens, inputs], two inputs a hundred times as large: what SmoothQuant is for."""
+    """Return [tokens, inputs] with two inputs a hundred times as large, the purpose of
+    SmoothQuant."""
     x = normal(tokens, inputs, seed=seed)
     x[:, [3, 40]] *= 100
     return x
@@ -290,7 +291,7 @@ def test_the_formula(alpha: float) -> None:
         largest = max(float(w[:, j].abs().max()) for w in weights)
         expected = float(absmax[j]) ** alpha / largest ** (1 - alpha)
         assert found[j].item() == pytest.approx(expected, rel=1e-5)
-    # at one half the inputs become as hard as the weights
+    # At one half, inputs become as hard to round as weights.
     if alpha == 0.5:
         scaled = torch.cat([scale_inputs(w, found) for w in weights])
         torch.testing.assert_close(absmax / found, scaled.abs().amax(0))
@@ -322,18 +323,18 @@ def test_eight_bits_by_eight_bits_with_outliers() -> None:
     assert off(smoothing_scales(x.abs().amax(0), [w])) < 0.5 * off(torch.ones(64))
 
 
-# AWQ: the search minimises what it says, with the quantiser that is used in the end.
+# AWQ: the search minimises its loss, with the final quantiser.
 
 INT4 = Grid(4, 32, False)
 
 
 def awq(w: Tensor, scales: Tensor, limits: Tensor | None, grid: Grid) -> Quantised:
-    """W diag(s) in few bits, for a layer that is given x / s.
+    """Quantise W diag(s), for a layer with inputs x / s.
 
     Args:
         w: [outputs, inputs].
         scales: [inputs], of `search_scaling`.
-        limits: of `search_clip` with W diag(s) and x / s; None: no weight is cut.
+        limits: of `search_clip` with W diag(s) and x / s; None: no weight is clipped.
 
     Raises:
         ValueError: as `Grid.fit`.
@@ -343,7 +344,7 @@ def awq(w: Tensor, scales: Tensor, limits: Tensor | None, grid: Grid) -> Quantis
 
 
 def salient(tokens: int, inputs: int, seed: int) -> Tensor:
-    """[tokens, inputs], one input in sixteen ten times as large."""
+    """Return [tokens, inputs], one input in sixteen ten times as large."""
     sizes = torch.ones(inputs)
     sizes[::16] = 10.0
     return normal(tokens, inputs, seed=seed) * sizes
@@ -384,7 +385,7 @@ def test_much_better_than_nearest_where_few_inputs_matter(bits: int) -> None:
     nearest = output_error(w, rtn(w, grid).dequantised(), x)
     assert found.losses[0] == pytest.approx(nearest, rel=1e-4)  # alpha 0 is rounding to nearest
     assert min(found.losses) < 0.5 * nearest
-    # larger weights for larger inputs, not the other way round
+    # Larger weights for larger inputs, not vice versa.
     assert found.scales[::16].min() > found.scales[1::16].max()
     assert scaled_error(w, 1 / found.scales, x, grid) > nearest
 
@@ -406,7 +407,7 @@ def test_no_weight_stays_in_higher_precision() -> None:
 
 
 def test_layers_that_share_inputs_are_searched_together() -> None:
-    """What is best for the two is not what is best for either alone."""
+    """The best scales for both differ from the best for either."""
     x = salient(200, 64, seed=6)
     mean_abs = x.abs().mean(0)
     first, second = normal(8, 64, seed=7), normal(40, 64, seed=8)
@@ -434,14 +435,14 @@ def test_scales_are_normalised_and_dead_inputs_harmless() -> None:
 
 
 def test_inputs_that_are_nearly_dead() -> None:
-    """Factors stay small enough for what they are folded into."""
+    """Factors stay small enough for the layer they are folded into."""
     w, x = normal(16, 64, seed=9), salient(100, 64, seed=10)
     x[:, 5] *= 1e-18
     found = search_scaling([w], x, x.abs().mean(0), INT4)
     assert found.alpha > 0 and float(found.scales.max() / found.scales.min()) <= 1.001e6
 
 
-def test_the_second_moments_root_stands_for_all_tokens() -> None:
+def test_the_root_of_the_second_moment_covers_all_tokens() -> None:
     w, x = normal(16, 64, seed=11), salient(500, 64, seed=12)
     mean_abs = x.abs().mean(0)
     root = torch.linalg.cholesky(x.t() @ x).t()
@@ -453,7 +454,7 @@ def test_the_second_moments_root_stands_for_all_tokens() -> None:
     )
 
 
-def test_rows_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_computing_in_parts_of_rows_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     w, x = normal(17, 64, seed=13), normal(100, 64, seed=14)
     whole = search_scaling([w], x, x.abs().mean(0), INT4, steps=2)
     monkeypatch.setattr(module, "PIECE", 300)
@@ -464,7 +465,7 @@ def test_rows_at_a_time_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [32, ROW, TENSOR])
 def test_the_clip_is_the_best_of_those_tried(group: int, symmetric: bool) -> None:
-    """Group by group, each with the inputs that are its own."""
+    """Group by group, each with its own inputs."""
     w, x, grid = normal(6, 64, seed=15), salient(80, 64, seed=16), Grid(3, group, symmetric)
     limits = search_clip(w, x, grid, steps=5, smallest=0.5)
     width = grid.width(64)

@@ -1,4 +1,4 @@
-"""GPTQ: against its definition in float64, and against rounding to nearest."""
+"""GPTQ compared with its definition in float64, and with rounding to nearest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DAMPING = 0.01
 
 
 def correlated(tokens: int, inputs: int, seed: int) -> Tensor:
-    """[tokens, inputs], each input a mixture of as many sources."""
+    """Return [tokens, inputs], each input a mixture of as many sources."""
     return normal(tokens, inputs, seed=seed) @ normal(inputs, inputs, seed=seed + 1) / inputs**0.5
 
 
@@ -29,8 +29,8 @@ def second_moment(x: Tensor) -> Tensor:
 def definition(
     w: Tensor, hessian: Tensor, grid: Grid, order: list[int], fixed: bool
 ) -> tuple[Tensor, Tensor]:
-    """Optimal brain surgery, column by column, in float64: the best change of the columns F that
-    are left, by the inverse of H over F, inverted anew each time.
+    """Run optimal brain surgery column by column in float64: the best change of the remaining
+    columns F, by the inverse of H over F, computed anew each time.
 
     Returns:
         Dequantised weights and scales, both in the order of the layer.
@@ -65,7 +65,7 @@ def definition(
 
 
 def scale_of_input(found: Quantised) -> Tensor:
-    """[outputs, inputs]."""
+    """Return the scale of each weight, [outputs, inputs]."""
     inputs = found.q.shape[1]
     order = found.order
     if order is None:
@@ -89,9 +89,7 @@ def test_the_definition(group: int, symmetric: bool, block: int) -> None:
 @pytest.mark.parametrize("static", [True, False])
 @pytest.mark.parametrize("group", [6, ROW])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_columns_by_their_inputs_come_back_in_order(
-    group: int, symmetric: bool, static: bool
-) -> None:
+def test_columns_ordered_by_inputs_are_restored(group: int, symmetric: bool, static: bool) -> None:
     mixed = torch.randperm(24, generator=torch.Generator().manual_seed(2))
     x = correlated(64, 24, seed=3) * torch.linspace(0.2, 3, 24)[mixed]
     w, hessian = normal(6, 24, seed=4), second_moment(x)
@@ -103,14 +101,14 @@ def test_columns_by_their_inputs_come_back_in_order(
     torch.testing.assert_close(found.dequantised(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(scale_of_input(found), scales, rtol=1e-6, atol=0)
     if static or group == ROW:
-        assert found.order is None  # neighbours share a scale, as in any checkpoint
+        assert found.order is None  # adjacent inputs share a scale, as in any checkpoint
     else:
         assert found.order is not None
         assert torch.equal(found.order[order], torch.arange(24) // group)
 
 
 def full_inverse(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
-    """The usual mistake: rows of the whole inverse, which still know the columns that are done."""
+    """The common mistake: rows of the whole inverse, which still contain the finished columns."""
     damped = hessian.double() + damping * hessian.diagonal().mean() * torch.eye(len(order))
     return torch.linalg.inv(damped).float()
 
@@ -169,7 +167,7 @@ def test_dead_columns_are_rounded_to_nearest_and_affect_no_other(act_order: bool
     x = correlated(64, 24, seed=10)
     x[:, [3, 17]] = 0.0
     w, hessian, grid = normal(6, 24, seed=11), second_moment(x), Grid(4, ROW, True)
-    w[:, [3, 17]] /= 4  # their weights do not set the scales
+    w[:, [3, 17]] /= 4  # their weights do not determine the scales
     found = gptq(w, hessian, grid, damping=DAMPING, act_order=act_order)
     assert torch.equal(found.q[:, [3, 17]], rtn(w, grid).q[:, [3, 17]])
     alive = [i for i in range(24) if i not in (3, 17)]
@@ -187,8 +185,8 @@ def test_fewer_tokens_than_inputs() -> None:
     assert error < 0.5 * relative_error(w, rtn(w, grid).dequantised(), hessian)
 
 
-def test_one_input_drowns_the_others() -> None:
-    """Nearly singular even after damping: as far as 1e7 between the inputs' energies."""
+def test_one_input_dominates_the_others() -> None:
+    """Nearly singular even after damping: up to 1e7 between the energies of inputs."""
     x = correlated(256, 64, seed=14)
     x[:, 5] *= 3e3
     found = gptq(normal(16, 64, seed=15), second_moment(x), Grid(4, 32, True))
@@ -219,7 +217,7 @@ def test_invalid_second_moments_are_refused() -> None:
         gptq(w, torch.eye(8), grid)
 
 
-def test_the_arguments_are_left_alone() -> None:
+def test_the_arguments_are_not_changed() -> None:
     w, hessian = normal(4, 8, seed=18), second_moment(correlated(32, 8, seed=19))
     before = w.clone(), hessian.clone()
     gptq(w, hessian, Grid(4, 4, True))

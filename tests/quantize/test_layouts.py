@@ -1,4 +1,4 @@
-"""Layers in the bytes that the public tools write, and the keys of their configs."""
+"""Layers in the bytes of public tools, and the keys of their configs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvik.quantize.save import layouts, quantization_config
 LAYER = "model.layers.0.mlp.down_proj"
 SHAPE = LinearShape(inputs=96, outputs=32)
 
-# By the tool's own name of the case: the recipe, and the dtype of the tool's model.
+# By the tool's name of the case: the recipe, and the dtype of the tool's model.
 INTEGERS: dict[str, tuple[dict[str, Any], torch.dtype]] = {
     "awq": ({"method": "awq", "symmetric": False}, torch.bfloat16),
     "pack-quantized-3-group-asym": (
@@ -42,7 +42,7 @@ for name, wishes in (
 
 
 @pytest.mark.parametrize("case", INTEGERS)
-def test_integers_in_the_bytes_of_the_tools(case: str) -> None:
+def test_integers_have_the_bytes_of_the_tools(case: str) -> None:
     given, stored = golden(case)
     wishes, _ = INTEGERS[case]
     recipe = Recipe(**{"group_size": 32} | wishes)
@@ -53,10 +53,10 @@ def test_integers_in_the_bytes_of_the_tools(case: str) -> None:
     layout = layouts(recipe, {LAYER: SHAPE}, given["scales"].dtype)[LAYER]
     written = layout.tensors(quantised)
     if case.startswith("gptq") and not recipe.symmetric:
-        # AutoGPTQ has the older format alone
+        # AutoGPTQ only has the older format.
         written["qzeros"] = subtract_one(written["qzeros"], recipe.bits)
     same(written, stored)
-    if not case.startswith("gptq"):  # whose index may be left out, and may be wider
+    if not case.startswith("gptq"):  # its index may be omitted, or be wider
         assert layout.num_bytes == sum(tensor.nbytes for tensor in written.values())
 
 
@@ -68,7 +68,7 @@ def test_integers_in_the_bytes_of_the_tools(case: str) -> None:
         ("float-quantized-channel", -1, torch.bfloat16),
     ],
 )
-def test_floats_in_the_bytes_of_the_tools(case: str, group: int, dtype: torch.dtype) -> None:
+def test_floats_have_the_bytes_of_the_tools(case: str, group: int, dtype: torch.dtype) -> None:
     given, stored = golden(case)
     recipe = Recipe("fp8", bits=8, group_size=group)
     scales = given["scales"].to(dtype).float().reshape(-1, 1)

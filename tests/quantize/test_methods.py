@@ -1,4 +1,4 @@
-"""Layers of one matrix: what AWQ cuts, and what it leaves whole."""
+"""Layers of one matrix that AWQ clips, and those it does not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kvik.quantize.recipe import Recipe
 
 
 @pytest.mark.parametrize("whole", [0, 4, 6])
-def test_rows_of_queries_and_keys_are_not_cut(whole: int) -> None:
-    """Others are: each group has one large weight, for an input that is nearly nothing."""
+def test_rows_of_queries_and_keys_are_not_clipped(whole: int) -> None:
+    """Others are: each group has one large weight, for an input near zero."""
     generator = torch.Generator().manual_seed(0)
     w, x = torch.randn(6, 64, generator=generator), torch.randn(90, 64, generator=generator)
     w[:, ::32], x[:, ::32] = 5.0, x[:, ::32] / 1000

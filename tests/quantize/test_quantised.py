@@ -1,4 +1,4 @@
-"""What the engine is given means what was found."""
+"""Weights for the engine equal the quantiser's results."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_more_bits_become_an_int8_weight(bits: int, group: int, activations: boo
     assert (weight.kind.activations != "float") == activations
     assert weight.kind.group == (16 if group == 16 else 0)
     assert weight.values.dtype == torch.int8
-    assert int(weight.values.min()) >= -(2 ** (bits - 1) - 1)  # nothing wrapped
+    assert int(weight.values.min()) >= -(2 ** (bits - 1) - 1)  # nothing wrapped around
     assert torch.equal(weight.dequantized(), found.dequantised())
 
 
@@ -90,7 +90,7 @@ def test_by_hand() -> None:
     assert found.dequantised().tolist() == [[-1.5, 0.0, 30.0, 2.0]]
 
 
-# The quantiser of all methods: ranges, scales and zero points, group by group.
+# The quantiser of all methods: ranges, scales and zero points by group.
 
 BITS = range(2, 9)
 FP32: tuple[torch.dtype, ...] = ()
@@ -101,12 +101,12 @@ def small(*shape: int, seed: int = 0, scale: float = 0.02) -> Tensor:
 
 
 def steps_of(scales: Scales, width: int) -> Tensor:
-    """[outputs, inputs]."""
+    """Return the step of each weight, [outputs, inputs]."""
     return scales.scales.repeat_interleave(width, dim=1)
 
 
 def naive(row: list[float], bits: int, symmetric: bool) -> tuple[list[int], float, int]:
-    """Codes, scale and zero point of one group, number by number."""
+    """Return codes, scale and zero point of one group, element by element."""
     if symmetric:
         most = 2 ** (bits - 1) - 1
         scale = max(abs(w) for w in row) / most or 1.0
@@ -124,7 +124,7 @@ def naive(row: list[float], bits: int, symmetric: bool) -> tuple[list[int], floa
 @pytest.mark.parametrize("group", [4, 12, ROW])
 def test_against_a_double_loop(bits: int, symmetric: bool, group: int) -> None:
     w = small(5, 24, seed=bits)
-    w[3] = w[3].abs()  # a range that must be stretched to 0
+    w[3] = w[3].abs()  # a range that must be extended to 0
     grid = Grid(bits, group, symmetric, FP32)
     found = rtn(w, grid)
     width = 24 if group == ROW else group
@@ -141,7 +141,7 @@ def test_against_a_double_loop(bits: int, symmetric: bool, group: int) -> None:
 
 
 @pytest.mark.parametrize("bits", BITS)
-def test_symmetric_steps_are_as_many_below_as_above(bits: int) -> None:
+def test_symmetric_codes_are_as_many_below_as_above_zero(bits: int) -> None:
     """Not -2^(bits-1): the scale is absmax / (2^(bits-1) - 1)."""
     w = small(64, 128)
     w[:, 0], w[:, 1] = -1.0, 0.9
@@ -179,7 +179,8 @@ def test_asymmetric_ranges_include_zero_which_stays_zero(
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bits", BITS)
 def test_off_by_half_a_step_at_most_and_evenly(bits: int, symmetric: bool) -> None:
-    """Of many even weights the error is uniform within half a step: rms 1/sqrt(12), mean 0."""
+    """For evenly distributed weights the error is uniform in half a step: rms 1/sqrt(12), mean
+    0."""
     generator = torch.Generator().manual_seed(bits)
     w = torch.rand(64, 4096, generator=generator) * 2 - 1
     w[:, 0], w[:, 1] = -1.0, 1.0
@@ -233,11 +234,11 @@ def test_weights_are_rounded_by_the_scale_that_is_stored(
     assert torch.equal(found.q.float(), best)
     finer = rtn(w, Grid(4, 32, symmetric, FP32))
     assert not torch.equal(finer.scales.scales, found.scales.scales)
-    assert not torch.equal(finer.q, found.q)  # these tests would see the other order
+    assert not torch.equal(finer.q, found.q)  # the unrounded scale would give other codes
 
 
 def test_scales_that_two_formats_hold_even_when_tiny() -> None:
-    """fp16 has few digits left there, and bfloat16 has few everywhere."""
+    """fp16 has few digits there, and bfloat16 has few everywhere."""
     w = small(512, 32) * torch.logspace(-7, 3, 512)[:, None]
     scales = Grid(4, 32, True, (torch.bfloat16, torch.float16)).fit(w).scales
     assert torch.equal(scales, scales.half().float())
@@ -247,7 +248,7 @@ def test_scales_that_two_formats_hold_even_when_tiny() -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_nothing_to_scale(symmetric: bool) -> None:
     w = torch.zeros(3, 32)
-    w[1] = 1e-12  # a scale that fp16 does not hold
+    w[1] = 1e-12  # a scale too small for fp16
     w[2] = 1.0
     found = rtn(w, Grid(4, 16, symmetric))
     assert torch.equal(found.scales.scales[:2], torch.ones(2, 2))
@@ -267,7 +268,7 @@ def test_steps_too_small_for_their_digits_stay_in_range(symmetric: bool) -> None
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_zero_points_stay_in_range_when_their_scale_lost_its_digits(sign: int) -> None:
-    """A scale of 1.4 of the smallest steps of fp16 becomes one of them: 0 would be at code 21."""
+    """A scale of 1.4 of the smallest fp16 steps becomes one step: 0 would have code 21."""
     w = torch.full((1, 8), sign * 15 * 1.4 * 2.0**-24)
     found = rtn(w, Grid(4, ROW, False))
     assert found.scales.zeros is not None
@@ -276,8 +277,8 @@ def test_zero_points_stay_in_range_when_their_scale_lost_its_digits(sign: int) -
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_weights_beyond_the_grid_take_its_last_codes(symmetric: bool) -> None:
-    """As they do in GPTQ, which moves weights after their scales are fixed."""
+def test_weights_beyond_the_grid_get_its_last_codes(symmetric: bool) -> None:
+    """As in GPTQ, which moves weights after their scales are fixed."""
     w, grid = small(4, 32), Grid(4, ROW, symmetric)
     q = quantise(w * 100, grid.fit(w), grid)
     assert q.unique()[[0, -1]].tolist() == [1 if symmetric else 0, 15]
@@ -286,7 +287,7 @@ def test_weights_beyond_the_grid_take_its_last_codes(symmetric: bool) -> None:
 @pytest.mark.parametrize("group", [16, ROW, TENSOR])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_a_weight_that_is_no_number(bad: float, symmetric: bool, group: int) -> None:
+def test_a_weight_that_is_not_finite(bad: float, symmetric: bool, group: int) -> None:
     w = small(3, 32)
     w[2, 31] = bad
     with pytest.raises(ValueError, match="NaN or infinity"):
@@ -335,14 +336,14 @@ def test_codes_stay_in_range_and_values_are_their_own_nearest(
     assert torch.equal(quantise(dequantise(q, scales, grid), scales, grid), q)
 
 
-def test_the_argument_is_left_alone() -> None:
+def test_the_argument_is_not_changed() -> None:
     w = small(4, 32).bfloat16()
     before = w.clone()
     assert rtn(w, Grid(4, 16, False)).dequantised().dtype == torch.float32
     assert torch.equal(w, before)
 
 
-# Layers in eight-bit floats, with the scales that a checkpoint can hold.
+# Layers in eight-bit floats, with scales that fit a checkpoint.
 
 
 @pytest.mark.parametrize("block", [FP8_ROW, WHOLE, SQUARE, (16, 24)])
@@ -353,7 +354,7 @@ def test_digits(block: Block, dtype: torch.dtype, number: torch.dtype, digits: i
     found = float8(w, block, dtype, dtype=number)
     assert found.values.dtype == number and found.input_scale is None
     assert torch.equal(found.scales, found.scales.to(dtype).float())
-    # digits behind the first, but for the smallest numbers
+    # Digits after the first, except for the smallest numbers.
     off = (found.dequantised() - w).abs()
     assert bool((off <= w.abs() * 2.0 ** -(digits + 1) + found.scales.max() * 2**-10 + 1e-9).all())
 
@@ -365,7 +366,7 @@ def test_a_static_scale_reaches_the_largest_input(dtype: torch.dtype) -> None:
     assert found.input_scale is not None and found.input_scale.shape == (1,)
     expected = (x.abs().max() / 448).to(dtype)
     assert float(found.input_scale) == float(expected)
-    met = found.given(3 * x)  # three times what was seen: cut
+    met = found.given(3 * x)  # three times the largest seen: clamped
     assert float(met.abs().max()) == pytest.approx(448 * float(expected), rel=1e-6)
     assert float((found.given(x) - x).norm() / x.norm()) < 0.04
 
@@ -375,7 +376,7 @@ def test_inputs_of_e5m2_weights_are_not_rounded() -> None:
     assert torch.equal(float8(torch.ones(8, 24), WHOLE, dtype=E5M2).given(x), x)
 
 
-def test_weights_that_are_no_numbers() -> None:
+def test_float8_weights_that_are_not_finite() -> None:
     w = torch.ones(4, 8)
     w[1, 2] = torch.nan
     with pytest.raises(ValueError, match="NaN"):

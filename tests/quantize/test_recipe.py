@@ -1,4 +1,4 @@
-"""Wishes that cannot be are refused at once, each by its field."""
+"""Impossible recipes are refused at once, by field."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_refusals(wishes: dict[str, Any], field: str) -> None:
     assert caught.value.field == field
 
 
-def test_which_layers() -> None:
+def test_quantised_layers() -> None:
     recipe = Recipe("rtn", skip=("*.down_proj", "model.layers.?.self_attn.k_proj"))
     assert recipe.quantises("model.layers.1.mlp.up_proj")
     assert not recipe.quantises("model.layers.1.mlp.down_proj")
@@ -116,7 +116,7 @@ def test_groups_that_do_not_divide() -> None:
     check_groups(Recipe("rtn", group_size=64), inputs)
     check_groups(Recipe("rtn", group_size=-1), inputs)
     check_groups(Recipe("rtn", group_size=128, skip=("b",)), inputs)
-    check_groups(Recipe("fp8", bits=8, group_size=128), inputs)  # blocks may be cut at the ends
+    check_groups(Recipe("fp8", bits=8, group_size=128), inputs)  # the last blocks may be smaller
     with pytest.raises(ConfigError, match=r"128 does not divide .* 'b': take 64 or 32 or -1"):
         check_groups(Recipe("rtn", group_size=128), inputs)
     assert dividing([256, 704]) == (64, 32)

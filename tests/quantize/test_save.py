@@ -1,4 +1,4 @@
-"""What is written is what was meant: for kvik's own loader, in each method's layout."""
+"""Saved folders have the intended weights for kvik's loader, in each method's layout."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_the_loader_reads_the_intended_weights(case: str, any_plain: Path, tmp_p
         weight = format.weight(own, slice(0, shape.outputs))
         assert torch.equal(weight.dequantized(), meant[f"{layer}.weight"].float())
         read |= {f"{layer}.{name}" for name in own}
-    for name in set(tensors) - read:  # the rest, with what was folded into it
+    for name in set(tensors) - read:  # the rest, including folded factors
         assert torch.equal(tensors[name], meant[name])
     assert quantization.scheme("lm_head") is None
 
@@ -183,7 +183,7 @@ def test_the_folder_is_complete(plain: Path, tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == saved.bytes_after
     layer = next(layer for layer in saved.layers if layer.name == DOWN)
     assert layer.weights == 64 * 96 and layer.bits == 4
-    # codes, scales in fp16, zero points, group index
+    # Codes, scales in fp16, zero points, group index.
     assert layer.bytes == 64 * 96 // 2 + 3 * 64 * 2 + 3 * 64 // 2 + 96 * 4
     Output(tmp_path / "q", open_source(plain)).report({"done": True})
     assert not (tmp_path / "q" / STATE).exists()
@@ -197,7 +197,7 @@ def files_of(folder: Path) -> Any:
 @pytest.mark.parametrize("case", ["gptq-order", "mixed", "fp8-blocks"])
 @pytest.mark.parametrize("blocks", [0, 1, 2, 3])
 @pytest.mark.parametrize("problem", [KeyboardInterrupt(), OSError(28, "no space left")])
-def test_a_run_that_was_cut_off_gives_the_same_bytes(
+def test_an_interrupted_run_gives_the_same_bytes(
     case: str,
     blocks: int,
     problem: BaseException,
@@ -224,7 +224,7 @@ def test_a_run_that_was_cut_off_gives_the_same_bytes(
     (tmp_path / "cut" / ".kvik-half").write_bytes(b"of a shard, when the power failed")
     monkeypatch.setattr(save, "quantise_blocks", watched)
     again = quantise(plain, tmp_path / "cut", recipe)
-    # where all blocks are there, nothing is left for the pass to do
+    # With all blocks saved, nothing is left for the pass.
     assert firsts == [0, *([blocks] if blocks < 3 else [])]
     assert contents(tmp_path / "cut") == contents(tmp_path / "whole")
     assert len(again.layers) == 21
@@ -234,13 +234,13 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def test_a_finished_run_can_be_asked_again(plain: Path, tmp_path: Path) -> None:
-    """When what comes after it, the measurements, was cut off."""
+def test_a_finished_run_can_be_repeated(plain: Path, tmp_path: Path) -> None:
+    """After an interruption of the measurements that follow."""
     first = quantise(plain, tmp_path / "q", recipe_of("awq"))
     assert quantise(plain, tmp_path / "q", recipe_of("awq")) == first
 
 
-def test_folders_that_will_not_do(plain: Path, tmp_path: Path) -> None:
+def test_unsuitable_folders(plain: Path, tmp_path: Path) -> None:
     recipe = recipe_of("rtn")
     (tmp_path / "file").write_text("")
     (tmp_path / "full").mkdir()
@@ -274,7 +274,7 @@ def test_two_runs_at_once(plain: Path, tmp_path: Path, monkeypatch: pytest.Monke
     quantise(plain, tmp_path / "q", recipe_of("rtn"))
 
 
-def test_another_run_without_a_block_is_forgotten(
+def test_another_run_without_a_saved_block_is_discarded(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut(*arguments: Any, first: int = 0) -> Iterator[BlockResult]:
@@ -287,7 +287,7 @@ def test_another_run_without_a_block_is_forgotten(
     quantise(plain, tmp_path / "q", recipe_of("rtn-3"))
 
 
-def test_a_model_that_cannot_be_leaves_no_folder(
+def test_a_model_with_nan_leaves_no_folder(
     plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def nan(*arguments: Any, first: int = 0) -> Iterator[BlockResult]:
@@ -310,7 +310,7 @@ def test_a_disk_that_is_too_small(
     assert not (tmp_path / "q").exists()
 
 
-def test_recipes_that_do_not_fit_the_model(plain: Path, tmp_path: Path) -> None:
+def test_recipes_that_are_impossible_for_the_model(plain: Path, tmp_path: Path) -> None:
     source = open_source(plain)
 
     def refusal(source: Source = source, **options: Any) -> str:
@@ -346,7 +346,7 @@ def test_a_quantised_model_is_refused(plain: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bare", [False, True])
 def test_other_architectures(bare: bool, tmp_path: Path) -> None:
-    """Matrices the other way round, biases, q, k and v in one layer; names without the trunk's."""
+    """Transposed matrices, biases, q, k and v in one layer; names without the trunk's prefix."""
     save_tiny(tmp_path / "plain", "GPT2", n_embd=64, tie_word_embeddings=True)
     if bare:
         tensors = load_file(tmp_path / "plain" / SINGLE)

@@ -1,4 +1,4 @@
-"""What is written loads in transformers, where a backend for the layout is installed."""
+"""Saved folders load in transformers, if a backend for the layout is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvik.quantize.source import open_source
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "head_dim": 32}
 EIGHT = {"bits": 8, "group_size": -1}
 MIXED = dict.fromkeys((f"model.layers.1.self_attn.{x}_proj" for x in "qkv"), 8)
-# By the packages that transformers needs for them.
+# By the packages that transformers requires.
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "compressed_tensors": {
         "rtn": {"method": "rtn"},
@@ -47,7 +47,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "awq": {"method": "awq", "symmetric": False},
     },
 }  # fmt: skip
-# Of logits: bf16 is what accelerate's way multiplies out to, and GPTQModel's kernels round inputs.
+# Errors of logits: accelerate's path dequantises to bf16, and GPTQModel's kernels round inputs.
 OFF = {"compressed_tensors": 1e-5, "accelerate": 0.02, "gptqmodel": 0.01}
 
 
@@ -71,8 +71,8 @@ def test_transformers_reads_the_intended_weights(
     quantise_folder(source, recipe, windows, output, lambda what, share: None)
     output.report({})
     twin.load_state_dict(meaning(tmp_path / "plain", recipe))
-    # Multiplied out as it is loaded, so that weights are compared and no rounded inputs; but that
-    # takes one scheme for all layers.
+    # Dequantised at load, so that weights without rounded inputs are compared; this requires one
+    # scheme for all layers. takes one scheme for all layers.
     options: dict[str, Any] = {}
     if package == "compressed_tensors" and recipe.average_bits is None:
         options["quantization_config"] = transformers.CompressedTensorsConfig(dequantize=True)

@@ -1,4 +1,4 @@
-"""What calibration gathers: the same whatever the batches."""
+"""Calibration statistics are the same for any batches."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_against_float64(dtype: torch.dtype, block: int, monkeypatch: pytest.Mon
 
 
 def test_many_batches_lose_nothing() -> None:
-    """In fp32 a sum of very many small ones would stop growing."""
+    """In fp32, a sum of very many small terms would stop growing."""
     x = normal(64, 8).abs() + 1
     statistics = InputStatistics(8)
     for _ in range(500):
@@ -74,12 +74,12 @@ def test_the_memory_of_statistics_does_not_grow_with_tokens() -> None:
 
 
 def test_every_token_has_the_same_chance() -> None:
-    """Tokens are numbered; 2000 of 80,000 spread over the parts of the stream."""
+    """Tokens are numbered; 2000 of 80,000 are spread over the stream."""
     numbers = torch.arange(80_000.0)[:, None]
     sample = gathered(*numbers.split(300), sample_size=2000).sample[:, 0]
     assert len(sample.unique()) == 2000  # no token twice
     counts = sample.histc(bins=10, min=0, max=80_000)
-    assert float(((counts - 200) ** 2 / 200).sum()) < 27.9  # chi-square, 9 of freedom
+    assert float(((counts - 200) ** 2 / 200).sum()) < 27.9  # chi-square with 9 degrees of freedom
 
 
 def test_few_tokens_are_all_in_the_sample() -> None:
@@ -92,7 +92,7 @@ def test_few_tokens_are_all_in_the_sample() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_inputs_that_are_no_numbers_leave_no_trace(bad: float) -> None:
+def test_inputs_that_are_not_finite_leave_no_trace(bad: float) -> None:
     x = normal(20, 4)
     statistics = gathered(x)
     broken = x.clone()
@@ -102,7 +102,7 @@ def test_inputs_that_are_no_numbers_leave_no_trace(bad: float) -> None:
     assert_same(statistics, gathered(x))
 
 
-def test_nothing_seen() -> None:
+def test_without_inputs() -> None:
     statistics = InputStatistics(4)
     assert not statistics.mean_abs().any() and not statistics.hessian().any()
     assert statistics.sample.shape == (0, 4)

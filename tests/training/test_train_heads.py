@@ -1,4 +1,4 @@
-"""Heads of both kinds, from text to drafts: they learn, and the engine computes the same ones."""
+"""Training of draft heads: they learn, and the engine computes the same heads."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def windows() -> list[ScoredWindow]:
-    """A circle of twelve tokens, entered anywhere."""
+    """Return a cycle of twelve tokens, entered anywhere."""
     circle = [7, 90, 33, 5, 61, 18, 72, 44, 29, 83, 50, 11]
     starts = [5 * i % 12 for i in range(48)]
     return [ScoredWindow(tuple((circle * 3)[start : start + 20]), 1) for start in starts]
@@ -72,8 +72,8 @@ def test_heads_learn_and_the_engine_drafts_with_them(kind, model, windows, tmp_p
     prompts = [list(window.token_ids[:8]) for window in windows[:6]]
     with LLM(**options(model)) as llm:
         expected = llm.generate(prompts, GREEDY)
-    wish = {"method": kind, "model": str(out), "num_speculative_tokens": 6, "adaptive": False}
-    with LLM(**options(model), speculative_config=wish) as llm:
+    planned = {"method": kind, "model": str(out), "num_speculative_tokens": 6, "adaptive": False}
+    with LLM(**options(model), speculative_config=planned) as llm:
         found = llm.generate(prompts, GREEDY)
     for output, other in zip(found, expected, strict=True):
         assert output.outputs[0].token_ids == other.outputs[0].token_ids
@@ -102,7 +102,7 @@ def test_an_interruption_keeps_what_was_learned(model, windows, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_training_that_was_cut_short_goes_on(kind, model, windows, tmp_path, monkeypatch):
+def test_an_interrupted_training_resumes(kind, model, windows, tmp_path, monkeypatch):
     monkeypatch.setattr(Keeper, "due", lambda self: True)  # after every step
     config, out = EngineConfig(**options(model)), tmp_path / "heads"
     steps: list[float] = []
@@ -116,27 +116,27 @@ def test_a_training_that_was_cut_short_goes_on(kind, model, windows, tmp_path, m
 
         return progress
 
-    wish = recipe(kind, 640)  # 20 steps
+    planned = recipe(kind, 640)  # 20 steps
     with pytest.raises(OSError):
-        train_heads(config, windows, wish, out, until(0.3, OSError))  # as a power cut would
+        train_heads(config, windows, planned, out, until(0.3, OSError))  # like a power failure
     assert [path.name for path in out.iterdir()] == [FILE] and len(steps) == 6
-    trained = train_heads(config, windows, wish, out, until(0.5, KeyboardInterrupt))
+    trained = train_heads(config, windows, planned, out, until(0.5, KeyboardInterrupt))
     assert not trained.finished and steps[6:] == [0.35, 0.4, 0.45, 0.5]
     names = {path.name for path in out.iterdir()}
     assert names == {"config.json", "model.safetensors", FILE}
     with pytest.raises(ConfigError, match="what another model, text or recipe"):
         train_heads(config, windows, recipe(kind, 672), out, quiet)
     with pytest.raises(ConfigError, match="what another model, text or recipe"):
-        train_heads(config, windows[1:], wish, out, quiet)
-    assert train_heads(config, windows, wish, out, until(2.0, OSError)).finished
+        train_heads(config, windows[1:], planned, out, quiet)
+    assert train_heads(config, windows, planned, out, until(2.0, OSError)).finished
     assert len(steps) == 20
     assert {path.name for path in out.iterdir()} == {"config.json", "model.safetensors"}
-    train_heads(config, windows, wish, tmp_path / "unbroken", quiet)
+    train_heads(config, windows, planned, tmp_path / "unbroken", quiet)
     for name in ("config.json", "model.safetensors"):
         assert (out / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
 
 
-def test_a_damaged_beginning_is_named(model, windows, tmp_path):
+def test_a_damaged_checkpoint_is_named(model, windows, tmp_path):
     out = tmp_path / "heads"
     out.mkdir()
     (out / FILE).write_bytes(b"cut in two")
@@ -150,7 +150,7 @@ def test_a_rate_that_is_too_high_is_reported(model, windows, tmp_path):
         train_heads(EngineConfig(**options(model)), windows, wild, tmp_path / "new", quiet)
 
 
-def test_a_place_that_is_taken_and_too_little_text(model, windows, tmp_path):
+def test_an_existing_folder_and_too_little_text_are_refused(model, windows, tmp_path):
     config = EngineConfig(**options(model))
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -169,7 +169,7 @@ def test_a_place_that_is_taken_and_too_little_text(model, windows, tmp_path):
 
 
 class Stub:
-    """A model's embedding and head, without the rest of it."""
+    """A model's embedding and head, without the rest."""
 
     def __init__(self, output: Tensor, table: Tensor) -> None:
         self.output, self.table = output, table
@@ -194,7 +194,7 @@ def saved(trainee: MedusaTrainee | EagleTrainee, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_what_is_trained_is_what_runs(layers, model, tmp_path):
+def test_the_engine_runs_the_trained_heads(layers, model, tmp_path):
     g = torch.Generator().manual_seed(9)
     stub = Stub(torch.randn(HIDDEN, VOCAB, generator=g), torch.randn(VOCAB, HIDDEN, generator=g))
     hidden = torch.randn(5, 1 + DEPTH, HIDDEN, generator=g)
