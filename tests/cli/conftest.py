@@ -19,7 +19,7 @@ def llm() -> Iterator[LLM]:
 
 @pytest.fixture
 def loads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Commands get the loaded model; what they asked for is listed."""
+    """Give commands the loaded model, and list the options they requested."""
     asked: list[dict[str, Any]] = []
 
     class Shared:

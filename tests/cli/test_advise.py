@@ -1,4 +1,4 @@
-"""`kvik advise`: flags to wishes, advice to text and JSON."""
+"""`kvik advise`: its flags, and advice as text and JSON."""
 
 from __future__ import annotations
 
@@ -58,14 +58,14 @@ def test_a_machine_that_was_never_calibrated(
     assert found["end"]["load"]["output_rate"] > 0
 
 
-def test_a_promise(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_latency_limits(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["advise", llama, "--hardware", machine, "--slo", "ttft=30s,tpot=400ms"])
     text = capsys.readouterr().out
     assert code == 0
     assert "--max-num-seqs" in text.splitlines()[-1]
 
 
-def test_what_fits_nowhere_has_no_command(
+def test_a_model_that_fits_nowhere_has_no_command(
     llama: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     big = tmp_path / "Llama-3-70B.json"
@@ -74,7 +74,7 @@ def test_what_fits_nowhere_has_no_command(
     assert "kvik serve" not in capsys.readouterr().out
 
 
-def test_what_the_engine_does_not_run_has_no_command(
+def test_an_unsupported_model_has_no_command(
     machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = "starcoder"
@@ -83,7 +83,7 @@ def test_what_the_engine_does_not_run_has_no_command(
 
 
 def test_json(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    # --output is the name of --output-tokens before.
+    # --output is the former name of --output-tokens.
     arguments = ["--rate", "0.05", "--prompt-tokens", "100", "--output", "20", "--shared", "50"]
     assert main(["advise", llama, "--hardware", machine, "--json", *arguments]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""`kvik build`, by its flags."""
+"""`kvik build` and its flags."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_every_byte_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert error.startswith(f"{WEIGHTS}: ")
 
 
-def test_an_output_that_exists_is_replaced_by_force_alone(
+def test_an_existing_output_is_only_replaced_by_force(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command, name in ((["build", *THREADS], "engine"), (["export"], "m.gguf")):
@@ -68,7 +68,7 @@ def test_an_output_that_exists_is_replaced_by_force_alone(
         (["-o", "x", "--max-num-seqs", "3"], "arguments: --max-num-seqs is not a flag of kvik "),
     ],
 )
-def test_what_is_refused(
+def test_refusals(
     words: list[str],
     message: str,
     tmp_path: Path,
@@ -80,6 +80,6 @@ def test_what_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_manifest_names_no_place_of_the_machine(tmp_path: Path) -> None:
+def test_the_manifest_has_no_paths_of_the_machine(tmp_path: Path) -> None:
     assert main(["build", "-o", str(tmp_path / "engine"), *THREADS]) == 0
     assert str(tmp_path) not in (tmp_path / "engine" / MANIFEST).read_text()

@@ -29,7 +29,7 @@ def chat(llm: LLM, **changes: Any) -> Chat:
 
 @pytest.fixture
 def prompts(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[list[dict[str, str]]]:
-    """The conversations that the model is asked to continue."""
+    """Record the conversations that the model is asked to continue."""
     seen: list[list[dict[str, str]]] = []
     real = llm.stream_chat
 
@@ -55,7 +55,7 @@ def test_later_prompts_have_the_history(llm: LLM, prompts: list[Any], capsys: An
     assert len(talk.messages) == 4
 
 
-def test_an_empty_line_says_nothing(llm: LLM, prompts: list[Any]) -> None:
+def test_an_empty_line_is_ignored(llm: LLM, prompts: list[Any]) -> None:
     chat(llm).take("   ")
     assert prompts == []
 
@@ -167,7 +167,7 @@ def test_a_conversation_longer_than_the_context(llm: LLM, capsys: Any) -> None:
     assert talk.messages == before
     talk.take("/reset")
     talk.take("word " * 3000)
-    assert "prompt: has " in capsys.readouterr().err  # one message alone: resetting helps nobody
+    assert "prompt: has " in capsys.readouterr().err  # a single message: a reset would not help
 
 
 def test_why_an_answer_ended(llm: LLM, capsys: Any) -> None:

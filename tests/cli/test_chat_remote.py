@@ -44,7 +44,7 @@ def chat(url: str, api_key: str = "", **sampling: object) -> Chat:
 
 @pytest.fixture
 def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """Runs the command with these lines on its standard input."""
+    """Return a function that runs the command with these lines on its standard input."""
 
     def run(lines: str, *words: str) -> int:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
@@ -79,15 +79,15 @@ def test_the_server_s_own_message_is_shown(
     error = capsys.readouterr().err
     assert error.startswith("kvik: error: server: HTTP 401: ")
     assert error.count("\n") == 1
-    assert say("Hello\n", "--url", site.url) == 2  # its models are not told either
+    assert say("Hello\n", "--url", site.url) == 2  # its models are not listed either
     assert capsys.readouterr().err.startswith("kvik: error: --api-key: HTTP 401: ")
     assert say("word " * 3000 + "\nHello\n", *site_flags, "--api-key", "right") == 0
     captured = capsys.readouterr()
     assert captured.err.startswith("kvik: error: server: HTTP 400: ")
-    assert captured.out.strip()  # the conversation goes on
+    assert captured.out.strip()  # the conversation continues
 
 
-def test_what_is_sent(say: Callable[..., int]) -> None:
+def test_requests_to_the_server(say: Callable[..., int]) -> None:
     flags = ["--temperature", "0.5", "--stop", "x", "--seed", "3", "--max-tokens", "none"]
     with answering(HELLO) as server:
         assert say("Hi\n", "--url", f"{server.url}/v1/", "--api-key", "abc", *flags) == 0
@@ -106,7 +106,7 @@ def test_what_is_sent(say: Callable[..., int]) -> None:
     }
 
 
-def test_a_named_model_is_not_looked_for_and_no_key_is_sent(say: Callable[..., int]) -> None:
+def test_a_named_model_is_not_looked_up_and_no_key_is_sent(say: Callable[..., int]) -> None:
     with answering(HELLO) as server:
         address = server.url.removeprefix("http://")
         assert say("Hi\n", "--url", address, "--model", "mine") == 0
@@ -133,7 +133,7 @@ def test_the_history_has_the_figures_of_the_server(capsys: Any) -> None:
     assert " tokens/s, prefix-cache hit 43%\n" in out
 
 
-def test_a_thought_that_comes_apart_is_shown_before_the_answer(capsys: Any) -> None:
+def test_reasoning_in_its_own_field_is_shown_before_the_answer(capsys: Any) -> None:
     thoughts = [
         event(choices=[{"index": 0, "delta": {"reasoning_content": piece, "reasoning": piece}}])
         for piece in ("Hm", "m.")
@@ -200,7 +200,7 @@ def failure(message: object) -> bytes:
         (Reply([delta("Hel")], close=True), "the answer broke off: IncompleteRead"),
     ],
 )
-def test_a_failure_is_one_line_and_forgotten(reply: Reply, line: str, capsys: Any) -> None:
+def test_a_failure_is_one_line_and_not_in_the_history(reply: Reply, line: str, capsys: Any) -> None:
     with answering(reply) as server:
         talk = chat(server.url)
         talk.take("Hi")
@@ -212,7 +212,7 @@ def test_a_failure_is_one_line_and_forgotten(reply: Reply, line: str, capsys: An
         assert talk.open
 
 
-def test_a_server_that_refuses_to_count_is_asked_without(capsys: Any) -> None:
+def test_a_server_that_refuses_usage_is_asked_without_it(capsys: Any) -> None:
     def reply(request: Received) -> Reply:
         if "stream_options" in request.body:
             return Reply([failure("stream_options is unknown")], 422, "application/json")
@@ -236,7 +236,7 @@ def test_ctrl_c_closes_the_connection(said: str, capsys: Any) -> None:
         yield 0.5  # until the client has shown it
         signal.pthread_kill(user, signal.SIGINT)
         yield 0.5
-        while True:  # writing fails as soon as the client has hung up
+        while True:  # writing fails once the client has disconnected
             yield b": still here\n\n"
             yield 0.01
 
@@ -260,7 +260,7 @@ def test_ctrl_c_closes_the_connection(said: str, capsys: Any) -> None:
         assert server.connections == 2
 
 
-def test_a_stopped_answer_is_given_up_by_the_server(site: Site) -> None:
+def test_a_stopped_answer_is_aborted_by_the_server(site: Site) -> None:
     backend = RemoteBackend(RemoteServer.at(site.url, "right"), "stories", {"ignore_eos": True})
     with backend.answer([{"role": "user", "content": "Hello"}]) as answer:
         assert next(iter(answer))
@@ -268,15 +268,15 @@ def test_a_stopped_answer_is_given_up_by_the_server(site: Site) -> None:
     site.at_rest()
 
 
-def test_a_server_that_is_not_there(say: Callable[..., int], capsys: Any) -> None:
-    with socket.socket() as taken:  # bound, but nobody listens
+def test_an_unreachable_server(say: Callable[..., int], capsys: Any) -> None:
+    with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         assert say("Hi\n", "--url", url) == 2
         assert say("Hi\n", "--url", url, "--model", "mine") == 0
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"kvik: error: --url: {url} cannot be reached: ")
-    assert second == first.replace("--url", "url")  # in the conversation nothing is a flag
+    assert second == first.replace("--url", "url")  # in the conversation there are no flags
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b'{"data": []}', b'{"data": [{}]}', b"no"])
@@ -294,7 +294,7 @@ def steering() -> FakeServer:
     return answering(Reply([*map(delta, CONTROLS), delta(".", "stop"), END]))
 
 
-def test_an_answer_cannot_steer_the_terminal() -> None:
+def test_an_answer_cannot_control_the_terminal() -> None:
     with steering() as server, OnTerminal("chat", "--url", server.url) as terminal:
         terminal.wait_for("> ")
         terminal.type("Hi\r")
@@ -305,14 +305,14 @@ def test_an_answer_cannot_steer_the_terminal() -> None:
     assert not any(control in answer for control in ("\x1b]", "\x07", "\x9b", "\x7f"))
 
 
-def test_an_error_of_a_server_cannot_steer_the_terminal() -> None:
+def test_an_error_of_a_server_cannot_control_the_terminal() -> None:
     reply = Reply([failure("\x1b[2Jred")], 401, "application/json")
     with FakeServer(lambda _: reply) as server, OnTerminal("chat", "--url", server.url) as terminal:
         code, written = terminal.finish()
     assert code == 2 and r"\x1b[2Jred" in written and "\x1b[2J" not in written
 
 
-def test_a_pipe_gets_an_answer_as_it_is(say: Callable[..., int], capsys: Any) -> None:
+def test_a_pipe_gets_the_unchanged_answer(say: Callable[..., int], capsys: Any) -> None:
     with steering() as server:
         assert say("Hi\n", "--url", server.url) == 0
     assert capsys.readouterr().out == "".join(CONTROLS) + ".\n"
@@ -383,7 +383,7 @@ def test_lines_break_between_words() -> None:
     assert any(line.startswith("    indented") for line in lines)
 
 
-def test_regenerate_asks_the_last_message_again(say: Callable[..., int], capsys: Any) -> None:
+def test_regenerate_repeats_the_last_message(say: Callable[..., int], capsys: Any) -> None:
     with answering(HELLO) as server:
         assert say("/regenerate\nHi\n/regenerate\n/rest\nMore\n", "--url", server.url) == 0
         asked = [request.body["messages"] for request in server.requests if request.raw]

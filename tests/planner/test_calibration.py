@@ -1,4 +1,4 @@
-"""A calibration is saved whole, read back equal, and refused with its reason."""
+"""A calibration is saved whole, read back unchanged, or refused with a reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HARDWARE = Hardware(
 )
 
 
-def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
+def test_saved_calibrations_are_read_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "calibration.json"
     save(calibration(), path)
     assert load(path) == calibration()
@@ -35,7 +35,7 @@ def test_saving_replaces(tmp_path: Path) -> None:
     assert load(path) == calibration()
 
 
-def test_a_place_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"^output: cannot write .*calibration\.json"):
         save(calibration(), tmp_path / "file" / "calibration.json")
@@ -86,7 +86,7 @@ def test_costs_out_of_order_are_refused(tmp_path: Path) -> None:
         load(path)
 
 
-def test_it_speaks_of_this_machine_alone() -> None:
+def test_a_calibration_is_for_one_machine() -> None:
     machine = this_machine(HARDWARE, None, "9")
     assert machine == replace(MACHINE, kvik="9", date="")
     assert stale(calibration(), machine) is None
@@ -110,7 +110,7 @@ def test_read_rates_by_working_set() -> None:
     assert found.bandwidth == 10e9
     assert found.read_rate(1) == found.read_rate(8 << 20) == 40e9
     assert found.read_rate(1 << 40) == 10e9
-    assert found.read_rate(128 << 20) == pytest.approx(25e9)  # the geometric middle of 32 and 512
+    assert found.read_rate(128 << 20) == pytest.approx(25e9)  # the geometric mean of 32 and 512
 
 
 def test_the_engine_is_slower_with_cold_caches() -> None:
@@ -143,7 +143,7 @@ def test_slower_cores_and_another_memory() -> None:
 
 
 def test_a_part_of_a_machine() -> None:
-    """What cores do takes it longer, what is done once does not; readers share the memory."""
+    """Work of the cores takes longer, work done once does not; readers share the memory."""
     whole = calibration()
     part = whole.divided(4, 2)
     assert part.bandwidth == whole.bandwidth / 2 and part.peaks["bf16"] == whole.peaks["bf16"] / 4

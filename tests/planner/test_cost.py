@@ -1,4 +1,4 @@
-"""Money, by hand."""
+"""Costs computed by hand."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from kvik.planner.cost import DailyLoad, TokenRates, cost, parse_load
 
 
 def test_a_million_tokens() -> None:
-    # $3.60 an hour is a dollar for 1000 seconds: a million tokens at 1000 a second
+    # $3.60 per hour is a dollar per 1000 seconds: a million tokens at 1000 per second.
     paid = cost(3.6, TokenRates(decode=100, prefill=1000), prompt=100, output=10)
     assert (paid.input, paid.output) == pytest.approx((1.0, 10.0))
     assert (paid.copies, paid.busy) == (1, None)
-    # 110 tokens take 0.2 seconds of a thousandth of a dollar each
+    # 110 tokens take 0.2 seconds at a thousandth of a dollar each.
     assert paid.mixed == pytest.approx(0.2 * 1e-3 / 110 * 1000)
     assert (paid.per_hour, paid.per_day) == pytest.approx((3.6, 86.4))
     assert paid.per_month == pytest.approx(86.4 * 30.4375)
 
 
-def test_a_measured_rate_has_the_prompts_in_it() -> None:
+def test_a_measured_rate_includes_prompts() -> None:
     paid = cost(3.6, TokenRates(decode=100), prompt=900, output=100)
-    # a request takes a second: a thousandth of a dollar for its 1000 tokens
+    # A request takes a second: a thousandth of a dollar for its 1000 tokens.
     assert paid.mixed == pytest.approx(1e-3)
     assert (paid.input, paid.output) == (None, None)
     busy = cost(3.6, TokenRates(decode=100), 900, 100, DailyLoad(2.5 * 86_400, 900, 100))
@@ -59,12 +59,12 @@ def test_loads(text: str, requests: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "M", "5/m", "/s", "0", "-1", "nan", "inf", "1e999"])
-def test_what_is_no_load(text: str) -> None:
+def test_invalid_loads(text: str) -> None:
     with pytest.raises(ConfigError, match="load: must be tokens per day"):
         parse_load(text, 900, 100)
 
 
 def test_a_copy_that_does_both_has_the_time_of_both() -> None:
-    """A second for 1,000 tokens of prompt, two for 100 of output."""
+    """A second per 1,000 prompt tokens, two per 100 output tokens."""
     assert TokenRates(decode=50.0, prefill=1000.0).output_rate(1000, 100) == pytest.approx(100 / 3)
     assert TokenRates(decode=50.0).output_rate(1000, 100) == 50.0

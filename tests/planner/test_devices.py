@@ -1,4 +1,4 @@
-"""Devices: data sheets, files and this machine."""
+"""Devices from data sheets, files and this machine."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_every_data_sheet_is_complete(name: str) -> None:
     assert device.rates.keys() <= set(ARITHMETICS)
     for arithmetic in ARITHMETICS:
         assert device.rate(arithmetic) > 0
-    # a chip that can do dense int8 does it twice as fast as bf16 or more; sparse would be 4 times
+    # Chips with dense int8 compute it at least twice as fast as bf16; a factor of 4 would be
+    # sparse.
     assert device.rate("int8") / device.rate("fp16") in (
         pytest.approx(2, rel=0.02),
         pytest.approx(4, rel=0.02),
@@ -48,7 +49,7 @@ def test_known_figures() -> None:
     assert h100.read_rate(1) == h100.read_rate(1e12) == 3.35e12
 
 
-def test_a_unit_that_is_missing_has_a_stand_in() -> None:
+def test_a_missing_unit_is_replaced() -> None:
     t4, a100 = find_device("t4"), find_device("a100-80g")
     assert t4.rate("bf16") == t4.rates["fp16"]
     assert a100.rate("fp8") == a100.rates["bf16"]
@@ -105,7 +106,7 @@ def test_no_device_in_the_file(tmp_path: Path, text: str, error: str) -> None:
         read_device(tmp_path / "none.toml")
 
 
-def test_this_machine_as_it_was_measured(tmp_path: Path) -> None:
+def test_this_machine_after_calibration(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     save(calibration(), path)
     device = this_device(HARDWARE, path)
@@ -124,7 +125,7 @@ def test_a_disturbed_measurement_is_reported_as_such(tmp_path: Path) -> None:
     assert "disturbed" not in measured_device().source
 
 
-def test_this_machine_before_it_was_measured(tmp_path: Path) -> None:
+def test_this_machine_before_calibration(tmp_path: Path) -> None:
     device = this_device(HARDWARE, tmp_path / "calibration.json")
     assert (device.rated, device.measured, device.memory) == (False, False, 1 << 34)
     for ask in (lambda: device.rate("bf16"), lambda: device.read_rate(1)):
@@ -149,7 +150,7 @@ def test_a_cpu_before_it_was_measured_by_data_sheet(isa: str) -> None:
     assert many.read_rate(1) < 100 * two.read_rate(1)  # cores share the memory
 
 
-def test_a_stale_measurement_is_not_taken(tmp_path: Path) -> None:
+def test_a_stale_calibration_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "calibration.json"
     then = calibration()
     save(replace(then, machine=replace(then.machine, threads=64)), path)

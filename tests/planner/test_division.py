@@ -1,4 +1,4 @@
-"""What it costs that processes of a CPU divide a model, beside what they do."""
+"""The cost of dividing a model among processes of a CPU, compared with real processes."""
 
 from __future__ import annotations
 
@@ -85,20 +85,20 @@ def test_messages_by_hand() -> None:
     assert parts(replace(AT, tp=4))["exchanges"] == pytest.approx(82 * 4e-6)  # between 2 and 8
     stages = parts(replace(AT, pp=2))  # of four requests each, 2,048 numbers of two bytes
     assert stages["hops"] == pytest.approx(2 * 2e-5 + 4 * 2048 * 2 / 1e9)
-    both = parts(replace(AT, tp=2, pp=2))  # told, told on, sent on, told on
+    both = parts(replace(AT, tp=2, pp=2))  # broadcast, repeated, sent, repeated
     assert both["hops"] == pytest.approx(4 * 2e-5 + 4 * 2048 * 2 / 1e9)
     assert both["exchanges"] == two["exchanges"]
 
 
 def test_processes_of_a_cpu_are_no_faster_than_one() -> None:
     ceilings = [decode_rate(LLAMA, replace(AT, device=PLAIN, tp=tp))[0] for tp in (1, 2, 4, 8)]
-    assert ceilings == pytest.approx([ceilings[0]] * 4)  # eight heads of keys, each read once
+    assert ceilings == pytest.approx([ceilings[0]] * 4)  # eight key heads, each read once
     assert decode_rate(LLAMA, replace(AT, device=PLAIN, tp=16))[0] < ceilings[0]
 
 
 @pytest.mark.parametrize("pp", [2, 4])
 def test_stages_of_one_memory_read_the_weights_for_each_step_in_flight(pp: int) -> None:
-    """So they decode as much more slowly, and read prompts as fast, but for uneven stages."""
+    """Decoding is slower by that factor, and prefill as fast, apart from uneven stages."""
     at = replace(AT, device=replace(PLAIN, rates={"bf16": 1e12}), context=16, batch=16)
     alone, _ = decode_rate(LLAMA, at)
     staged, _ = decode_rate(LLAMA, replace(at, pp=pp))
@@ -108,16 +108,16 @@ def test_stages_of_one_memory_read_the_weights_for_each_step_in_flight(pp: int) 
     assert 0.75 * prompts < staged <= prompts
 
 
-def test_a_request_alone_has_the_memory_for_itself() -> None:
-    """Its stages compute one after the other, each with its cores."""
+def test_a_single_request_has_all_of_the_memory_bandwidth() -> None:
+    """Its stages compute one after the other, each with its own cores."""
     alone, staged = (step_time(LLAMA, replace(AT, device=PLAIN, batch=1, pp=p), decode(1, 16))
                      for p in (1, 4))  # fmt: skip
     assert staged.reading == pytest.approx(alone.reading)
     assert staged.computing == pytest.approx(4 * alone.computing)
 
 
-def test_of_gpus_both_cuts_are_told() -> None:
-    """The fast one adds up two vectors of a token in each layer."""
+def test_both_cuts_are_reported_for_gpus() -> None:
+    """The fast cut sums two vectors per token in each layer."""
     gpu = replace(AT, device=find_device("h100"), tp=2)
     found = division_of(LLAMA, gpu)
     assert found is not None and found.collectives is not None and found.exact is not None
@@ -126,7 +126,7 @@ def test_of_gpus_both_cuts_are_told() -> None:
     assert found.exact.numbers > found.collectives.numbers
 
 
-def test_a_division_is_told() -> None:
+def test_a_division_is_reported() -> None:
     assert division_of(LLAMA, AT) is None
     found = division_of(LLAMA, replace(AT, tp=2, pp=2))
     assert found is not None and found.collectives is not None

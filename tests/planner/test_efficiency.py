@@ -1,4 +1,4 @@
-"""Achieved over possible, and the bottleneck in words, for intervals in which it is evident."""
+"""Achieved over possible rates, and the bottleneck in words, for intervals where it is evident."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvik.planner.families import read_shape, shape_from_config
 SHAPE = shape_from_config(PUBLIC["llama-3-8b"], "llama-3-8b")
 DEVICE = Device("test", "cuda", 80 << 30, 2e12, {"bf16": 500e12})
 START = EngineStats(0, 0, 0, 0.0, 0, 0, 0, 0, 0, 0, 0, 0)
-LAYERS, KV = 32, 131_072  # of the model; bytes of a token in bf16
+LAYERS, KV = 32, 131_072  # layers of the model; bytes per token in bf16
 
 
 def decoding(steps: int, rows: int, context: int) -> Work:
-    """Steps in which `rows` requests of `context` tokens decode."""
+    """Return the work of steps in which `rows` requests of `context` tokens decode."""
     tokens = steps * rows
     return Work(
         decode_steps=steps,
@@ -39,7 +39,7 @@ def decoding(steps: int, rows: int, context: int) -> Work:
 
 
 def prefilling(prompts: int, tokens: int) -> Work:
-    """Steps of one whole prompt each."""
+    """Return the work of steps of one whole prompt each."""
     return Work(
         mixed_steps=prompts,
         prefill_tokens=prompts * tokens,
@@ -69,7 +69,7 @@ def test_bytes_and_operations_of_decoding() -> None:
     found = judge(decoding(10, 4, 1000), LoopTime(executor=2.0, host=0.5))
     weights = SHAPE.weight_bytes("bf16") - 128256 * 4096 * 2 + 4 * 4096 * 2  # rows looked up
     assert found.weight_bytes == 10 * weights
-    assert found.kv_bytes == 40 * 1001 * KV  # read, and written
+    assert found.kv_bytes == 40 * 1001 * KV  # read and written
     per_token = 2 * (SHAPE.parameters - 128256 * 4096 - SHAPE.other_parameters)
     assert found.flops == 40 * (per_token + 4 * LAYERS * 32 * 128 * 1000)
     assert found.read_rate == (found.weight_bytes + found.kv_bytes) / 2.5
@@ -90,7 +90,7 @@ def test_mla_attends_in_the_latent_space() -> None:
 
 
 def test_states_are_read_and_written_for_each_row() -> None:
-    """LFM2-1.2B: ten layers keep two inputs of 2,048 channels, in fp32."""
+    """LFM2-1.2B: ten layers store two inputs of 2,048 channels, in fp32."""
     shape = shape_from_config(PUBLIC["LFM2-1.2B"], "lfm2")
     work = both(decoding(10, 4, 0), Work(mixed_steps=3, prefill_tokens=90, decode_tokens=5))
     after = replace(START, work=work, time=LoopTime(executor=1.0))
@@ -110,7 +110,7 @@ def test_a_prompt_needs_its_arithmetic() -> None:
     assert found.floor == pytest.approx(found.flops / 500e12)
 
 
-# More to compute than weights to read, but less than both.
+# More computing than reading of weights, but less than both together.
 MANY = decoding(10, 256, 4000)
 FEW, LONG, PROMPTS = decoding(100, 2, 500), decoding(100, 64, 8000), prefilling(20, 4096)
 
@@ -146,29 +146,29 @@ def test_the_bottleneck_follows(work: Work, time: LoopTime, bottleneck: str) -> 
 
 
 def test_a_full_queue_is_not_the_limit_of_a_busy_machine() -> None:
-    """More requests at a time would not help where prompts or the cache take the time."""
+    """More concurrent requests would not help if prompts or the cache take the time."""
     for work in (LONG, PROMPTS):
         waiting = replace(work, queued_steps=100, block_short_steps=100)
         assert judge(waiting, LoopTime(executor=floor_of(work))).bottleneck != "queue"
 
 
 @pytest.mark.parametrize("work", [FEW, LONG, PROMPTS, both(FEW, PROMPTS), both(LONG, PROMPTS)])
-def test_at_the_floor_nothing_exceeds_its_ceiling(work: Work) -> None:
+def test_no_rate_exceeds_its_ceiling_at_the_minimum_time(work: Work) -> None:
     found = judge(work, LoopTime(executor=floor_of(work)))
     assert found.bandwidth_share is not None and found.compute_share is not None
     assert found.bandwidth_share <= 1 + 1e-9 and found.compute_share <= 1 + 1e-9
     assert max(found.bandwidth_share, found.compute_share) > 0.5
 
 
-def test_decodes_that_ride_with_prompts_are_not_read_twice() -> None:
-    """Half the decoding rows were in mixed steps: bytes and operations add up all the same."""
+def test_decodes_in_steps_with_prompts_are_not_counted_twice() -> None:
+    """Half the decoding rows were in mixed steps: bytes and operations still add up."""
     work = both(decoding(100, 8, 1000), prefilling(100, 512))
     work = replace(work, decode_tokens=1600, logit_rows=1700, decode_kv_bytes=1600 * 1000 * KV)
     found = judge(work, LoopTime(executor=10.0))
     assert found.kv_bytes == (1600 * 1001 + 100 * 512 * 2) * KV
     assert found.steps == 200 and found.tokens == 1600 + 51_200
     assert found.weight_bytes == pytest.approx(200 * SHAPE.read_bytes("bf16", 8), rel=0.001)
-    # Half of the decodes are bound by reading; the rest hides behind the prompts' arithmetic.
+    # Half of the decodes are bound by reading; the others overlap with the prompts' arithmetic.
     alone = 100 * SHAPE.read_bytes("bf16", 8) + 800 * 1001 * KV
     one_row = SHAPE.matmul_flops(1, 1) + 4 * 32 * 128 * LAYERS * 1000
     mixed = found.flops - 800 * one_row
@@ -190,7 +190,7 @@ def test_statistics_without_times_count_as_work() -> None:
     assert found.time == LoopTime(executor=2.0)
 
 
-def test_a_real_engine_counts_what_its_requests_took() -> None:
+def test_a_real_engine_counts_the_work_of_its_requests() -> None:
     shape = read_shape("")
     with LLM("", max_model_len=256, dtype="float32") as llm:
         before = llm.stats()
@@ -203,7 +203,7 @@ def test_a_real_engine_counts_what_its_requests_took() -> None:
     assert (work.mixed_steps, work.decode_steps, work.logit_rows) == (1, output - 1, output)
     token = shape.kv_bytes_per_token("fp32")
     assert work.prefill_kv_bytes == 37 * token
-    # the first token fed back sees the prompt and itself: 38 keys, the last 45
+    # The first token fed back sees the prompt and itself: 38 keys; the last one 45.
     assert work.decode_kv_bytes == sum(range(38, 37 + output)) * token
     assert work.prefill_pairs == shape.num_layers * 37 * 38 // 2
     time = after.time.since(before.time)
@@ -216,10 +216,10 @@ def test_a_real_engine_counts_what_its_requests_took() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_group_runs_on_the_machine_that_all_its_threads_make(
+def test_a_group_uses_the_calibration_of_all_its_threads(
     ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The calibration is of two threads, which two processes have together."""
+    """The calibration is for two threads, which two processes have together."""
     hardware = Hardware("Some CPU", 2, 1 << 34, "RAM", frozenset(("avx2", "fma")), native=True)
     monkeypatch.setattr("kvik.planner.efficiency.detect", lambda: hardware)
     monkeypatch.setattr("kvik.planner.efficiency.load", lambda path: calibration())

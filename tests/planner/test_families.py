@@ -1,4 +1,4 @@
-"""config.json files of public models -> their real sizes; what cannot be is one clear error."""
+"""config.json files of public models give their real sizes; invalid ones give one clear error."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ PUBLISHED = facts("published.json")
 KV = facts("kv_reference.json")
 RUN_HERE = [name for name in NAMES if config(name)["architectures"][0] in ARCHITECTURES]
 
-UNRUN = {"architectures": ["UnknownForCausalLM"]}  # planned from its sizes alone
+UNRUN = {"architectures": ["UnknownForCausalLM"]}  # only planned, from its sizes
 
 
 def changed(name: str, **changes: Any) -> dict[str, Any]:
-    """A public config with changes; a value of `...` takes the key away."""
+    """Return a public config with changes; a value of `...` removes the key."""
     return {k: v for k, v in {**config(name), **changes}.items() if v is not ...}
 
 
@@ -49,13 +49,13 @@ def changed(name: str, **changes: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_weights_are_those_published(name: str) -> None:
-    # A model card that rounds or counts buffers is not met to the last one, yet far within 0.5 %.
+    # Model cards that round, or count buffers, differ by less than 0.5 %.
     assert shape(name).parameters == pytest.approx(PUBLISHED[name]["parameters"], rel=5e-4)
 
 
 def test_most_published_sizes_are_met_exactly() -> None:
     wrong = {n for n in PUBLISHED if shape(n).parameters != PUBLISHED[n]["parameters"]}
-    assert wrong == {"llama-2-70b", "gpt-j-6b"}  # which count buffers
+    assert wrong == {"llama-2-70b", "gpt-j-6b"}  # these count buffers
     assert len(PUBLISHED) - len(wrong) >= 20
 
 
@@ -65,7 +65,7 @@ def test_active_parameters_are_those_published(name: str) -> None:
     active = model.active_parameters
     if known["active_counts_embedding"]:
         active += model.vocab_size * model.hidden_size
-    assert active == pytest.approx(known["active"], rel=0.025)  # published to two or three digits
+    assert active == pytest.approx(known["active"], rel=0.025)  # published with two or three digits
 
 
 @pytest.mark.parametrize("name", KV)
@@ -73,7 +73,7 @@ def test_cache_bytes_are_those_of_the_reference(name: str) -> None:
     known = KV[name]
     if known["config"]:
         values = config(known["config"])
-    else:  # known by these figures alone
+    else:  # known only by these figures
         values = changed(
             "llama-2-7b",
             hidden_size=known["q_heads"] * known["head_dim"],
@@ -97,7 +97,7 @@ def test_cache_bytes_are_those_of_the_reference(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RUN_HERE)
-def test_a_model_the_engine_runs_is_as_the_engine_counts_it(name: str) -> None:
+def test_a_model_the_engine_runs_has_the_engines_counts(name: str) -> None:
     spec, model = ModelSpec.from_config(config(name)), shape(name)
     assert model.spec == spec
     assert model.parameters == spec.num_parameters
@@ -107,7 +107,7 @@ def test_a_model_the_engine_runs_is_as_the_engine_counts_it(name: str) -> None:
         for scheme in SCHEMES:
             stored = weight_format(dtype, scheme)
             if spec.quantization is not None and stored == model.stored:
-                continue  # as the checkpoint has it, which keeps more in floats
+                continue  # as in the checkpoint, which keeps more in floats
             for kernels in ("torch", "native", "triton"):
                 found = replace(model, kernels=kernels).weight_bytes(stored)
                 assert found == weight_bytes(plain, model.working_dtype(stored), scheme, kernels)
@@ -140,7 +140,7 @@ def test_first_layers_without_experts() -> None:
     assert counts["router"] == 58
     assert counts["expert_down"] == 58 * 256
     assert counts["shared_down"] == 58
-    assert v3.intermediate_size == 9 * 2048  # eight routed experts and the shared one
+    assert v3.intermediate_size == 9 * 2048  # eight routed experts and a shared one
     assert v3.notes == ("layers for multi-token prediction are not counted: 1",)
 
 
@@ -167,7 +167,7 @@ def test_which_layers_have_experts(changes: dict[str, Any], sparse: int) -> None
     assert counts.get("gate_up", 0) == 24 - sparse
 
 
-def test_newer_files_call_the_experts_otherwise() -> None:
+def test_newer_names_of_experts() -> None:
     values = changed("qwen3-30b-a3b", num_experts=..., num_local_experts=128)
     assert shape_from_config(values, "m").parameters == 30_532_122_624
 
@@ -192,13 +192,13 @@ def test_windows(changes: dict[str, Any], windows: dict[int | None, int]) -> Non
 def test_a_pattern_of_windows() -> None:
     text = config("gemma-3-4b")["text_config"]
     found = {c.window: c.layers for c in shape("gemma-3-4b").caches}
-    assert found == {Window(1024): 29, None: 5}  # every sixth of 34 layers sees everything
+    assert found == {Window(1024): 29, None: 5}  # every sixth of 34 layers sees all keys
     text["sliding_window_pattern"] = 2
     found = {c.window: c.layers for c in shape_from_config({"text_config": text}, "m").caches}
     assert found == {Window(1024): 17, None: 17}
 
 
-def test_a_window_that_is_null_is_none_though_the_family_has_one() -> None:
+def test_a_window_of_null_overrides_the_familys() -> None:
     model = shape_from_config(changed("gemma-2-9b", sliding_window=None), "m")
     assert {cache.window: cache.layers for cache in model.caches} == {None: 42}
 
@@ -207,12 +207,12 @@ def test_a_nested_text_model_is_read_and_noted() -> None:
     gemma = shape("gemma-3-4b")
     assert gemma.architecture == "Gemma3ForConditionalGeneration"
     assert (gemma.num_heads, gemma.num_kv_heads, gemma.head_dim) == (8, 4, 256)
-    assert gemma.dtype == "bfloat16"  # which stands outside
+    assert gemma.dtype == "bfloat16"  # from the outer config
     assert gemma.tied
     assert "only text_config is read" in gemma.notes[0]
 
 
-def test_a_nested_model_of_this_engine_is_not_one_it_runs() -> None:
+def test_a_nested_model_of_a_known_family_is_only_planned() -> None:
     nested = {"architectures": ["VoxtralForConditionalGeneration"], "text_config": config("gpt2")}
     model = shape_from_config(nested, "m")
     assert model.parameters == 124_439_808
@@ -235,7 +235,7 @@ def test_an_unknown_decoder_may_have_experts(key: str) -> None:
     assert model.parameters == 30_532_122_624 - per_head_norms
 
 
-def test_a_family_is_known_by_its_model_type_too() -> None:
+def test_a_family_is_also_known_by_its_model_type() -> None:
     assert shape_from_config(changed("phi-2", architectures=...), "m").parameters == 2_779_683_840
     assert shape_from_config(changed("gpt2", architectures=None), "m").parameters == 124_439_808
 
@@ -255,7 +255,7 @@ def test_a_family_is_known_by_its_model_type_too() -> None:
     ],
 )
 @pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b-v0.1"])
-def test_what_a_checkpoint_is_stored_in(
+def test_the_stored_format_of_a_checkpoint(
     name: str, quantization: dict[str, Any] | None, stored: str, note: str
 ) -> None:
     model = shape_from_config(changed(name, quantization_config=quantization), "m")
@@ -264,7 +264,7 @@ def test_what_a_checkpoint_is_stored_in(
     assert bool(note) == bool(model.notes)
 
 
-def test_a_checkpoint_that_the_engine_cannot_load_is_planned_all_the_same() -> None:
+def test_a_checkpoint_that_the_engine_cannot_load_is_planned() -> None:
     for quantization, runs in ((None, True), ({"quant_method": "new"}, False)):
         model = shape_from_config(changed("llama-3-8b", quantization_config=quantization), "m")
         assert model.parameters == 8_030_261_248
@@ -277,10 +277,10 @@ def test_a_missing_dtype_is_noted() -> None:
     assert model.notes == ("no dtype is given: float32 taken",)
 
 
-# Where a model is found
+# Finding a model
 
 
-def test_nothing_named_is_the_bundled_model() -> None:
+def test_the_default_is_the_bundled_model() -> None:
     model = read_shape("")
     assert model.name == "stories"
     assert model.parameters == ModelSpec.from_config(model_config(BUNDLED)).num_parameters
@@ -291,7 +291,7 @@ def model_config(folder: Path) -> dict[str, Any]:
     return values
 
 
-def test_a_folder_with_a_config_alone_and_a_plain_file(tmp_path: Path) -> None:
+def test_a_folder_with_only_a_config_and_a_plain_file(tmp_path: Path) -> None:
     folder = tmp_path / "My-Mixtral"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config("mixtral-8x7b-v0.1")))
@@ -304,7 +304,7 @@ def test_a_folder_with_a_config_alone_and_a_plain_file(tmp_path: Path) -> None:
     assert (found.name, found.parameters) == ("shape-of-phi", 2_779_683_840)
 
 
-def test_of_a_hub_id_only_config_json_is_fetched(
+def test_only_config_json_of_a_hub_id_is_fetched(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     calls: list[dict[str, Any]] = []
@@ -345,7 +345,7 @@ def test_a_hub_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None
         ("\0", "there is no folder"),
     ],
 )
-def test_a_path_that_is_not_there(model: str, message: str) -> None:
+def test_a_missing_path(model: str, message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_shape(model)
 
@@ -354,7 +354,7 @@ def test_a_path_that_is_not_there(model: str, message: str) -> None:
     ("content", "message"),
     [(b"[1]", "must hold a JSON object"), (b"{", "is not valid JSON"), (b"\xff", "valid JSON")],
 )
-def test_a_file_that_is_no_config(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_a_config(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "weights.bin"
     path.write_bytes(content)
     with pytest.raises(ModelError, match=rf"^weights\.bin: .*{message}"):
@@ -366,7 +366,7 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
         read_shape(str(tmp_path))
 
 
-# Configs that cannot be
+# Invalid configs
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral-8x7b-v0.1", {"num_local_experts": 10**6}, "num_local_experts:"),
@@ -406,7 +406,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), BAD)
-def test_a_config_that_cannot_be_is_one_clear_error(
+def test_an_invalid_config_is_one_clear_error(
     name: str, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ModelError) as caught:
@@ -416,7 +416,7 @@ def test_a_config_that_cannot_be_is_one_clear_error(
     assert len(str(caught.value)) < 300
 
 
-def test_a_bad_field_of_a_nested_model_is_named_where_it_stands() -> None:
+def test_a_bad_field_of_a_nested_model_is_named_with_its_path() -> None:
     values = config("gemma-3-4b")
     values["text_config"]["hidden_size"] = "large"
     with pytest.raises(ModelError, match=r"^config\.json text_config hidden_size: must be an"):
@@ -444,7 +444,7 @@ def test_any_value_in_any_field_is_read_or_refused_at_once(data: st.DataObject) 
     assert time.process_time() - start < 1
 
 
-# Cost of asking
+# Cost of reading
 
 
 def test_reading_is_quick(tmp_path: Path) -> None:
@@ -480,5 +480,5 @@ def test_public_models_need_no_network(
 
 
 @pytest.mark.parametrize("model", ["llama-3.1", "llama-3.1-8b-awq", "someone/finetune-8b", "x"])
-def test_other_names_are_asked_of_the_hub(model: str) -> None:
+def test_other_names_are_looked_up_at_the_hub(model: str) -> None:
     assert public_name(model) is None

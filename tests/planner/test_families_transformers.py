@@ -1,4 +1,4 @@
-"""Every family's row against the parameters transformers makes, on the meta device."""
+"""Every family compared with the parameters of transformers, on the meta device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from kvik.planner.families import shape_from_config
 from kvik.planner.layers import FAMILIES
 from kvik.spec.visible_keys import Window
 
-pytestmark = pytest.mark.full  # transformers is imported, and a module made for each config
+pytestmark = pytest.mark.full  # imports transformers, and makes a module for each config
 
-# Families whose code comes with their checkpoints.
+# Families whose code is in their checkpoints.
 REMOTE = {"BaichuanForCausalLM", "InternLMForCausalLM", "InternLM2ForCausalLM", "QWenLMHeadModel"}
 
 
@@ -56,7 +56,7 @@ def latent(model_type: str, architecture: str, **more: Any) -> dict[str, Any]:
     return tiny(architecture, model_type, **{**sizes, **more})
 
 
-# What the public configs leave out: families, and switches thrown the other way.
+# Families that the public configs lack, and switches set the other way.
 TINY: dict[str, dict[str, Any]] = {
     "phimoe": tiny(
         "PhiMoEForCausalLM",
@@ -173,7 +173,7 @@ def read_by_transformers(values: dict[str, Any]) -> PreTrainedConfig:
 
 
 def made_by_transformers(values: dict[str, Any]) -> int:
-    """Parameters, and the buffers a checkpoint stores, of the module transformers makes."""
+    """Return the parameters, and stored buffers, of the module made by transformers."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(read_by_transformers(values))
     stored = set(model.state_dict())
@@ -188,7 +188,7 @@ KNOWN = [name for name, values in CONFIGS.items() if values["architectures"][0] 
 MIXED = ("Gemma2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM")
 
 
-@pytest.mark.filterwarnings("ignore")  # of transformers, about defaults that do not matter here
+@pytest.mark.filterwarnings("ignore")  # of transformers, about irrelevant defaults
 @pytest.mark.parametrize("name", KNOWN)
 def test_parameters_are_those_transformers_makes(name: str) -> None:
     assert shape_from_config(CONFIGS[name], name).parameters == made_by_transformers(CONFIGS[name])

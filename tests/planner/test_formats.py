@@ -1,4 +1,4 @@
-"""What formats take, and which unit multiplies them."""
+"""The sizes of formats, and the units that multiply them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_every_scheme_and_dtype_of_the_engine_is_a_format() -> None:
         ("fp8", "bf16", "fp8"),
     ],
 )
-def test_which_unit_multiplies(name: str, cpu: str, cuda: str) -> None:
+def test_the_unit_of_a_format(name: str, cpu: str, cuda: str) -> None:
     assert arithmetic(name, "cpu") == cpu
     assert arithmetic(name, "cuda") == cuda
 
@@ -47,7 +47,7 @@ def test_bits_and_scales_of_the_cache() -> None:
     }
 
 
-def test_an_unknown_format_is_named_with_those_there_are() -> None:
+def test_an_unknown_format_is_named_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"^dtype: must be one of fp32, bf16, .*, not 'int3'$"):
         weight_facts("int3")
     with pytest.raises(ConfigError, match=r"^kv_cache_dtype: must be one of fp32, .*, not 'int3'$"):

@@ -1,4 +1,4 @@
-"""Memory by part: the engine's own decisions, formulae by hand, and what fits."""
+"""Memory by part: the engine's own decisions, figures computed by hand, and limits."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str
     "name",
     [
         "bundled",
-        "qwen2.5-0.5b",  # of two heads of keys some are in several processes
+        "qwen2.5-0.5b",  # some of its two key heads are in several processes
         "gpt2",  # a table of positions
         "mixtral-8x7b-v0.1",
         "deepseek-v2-lite",
         "gemma-2-9b",  # every other layer has a window
     ],
 )
-def test_what_is_divided_takes_what_the_engine_decides(
+def test_divided_models_have_the_memory_of_the_engines_plan(
     name: str, weights: str, tp: int, pp: int
 ) -> None:
     model, context, batch = shape(name), 500, 3
@@ -116,7 +116,7 @@ def test_what_is_divided_takes_what_the_engine_decides(
         assert others.count(RANK_BYTES) == tp * pp - 1
 
 
-def test_what_the_engine_refuses_is_refused() -> None:
+def test_divisions_that_the_engine_refuses_are_refused() -> None:
     llama = shape("llama-3.2-1b")
     hardware = replace(CPU_ONLY, cores=4)
     at = Setting(device_of(hardware), "bf16", "bf16", 100, 1, hardware=hardware)
@@ -141,7 +141,7 @@ def test_llama_3_70b_by_hand() -> None:
     memory = memory_of(shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 8192, 10, tp=8))
     assert memory.kv_per_token == 80 * 2 * 128 * 2  # one KV head of eight
     assert memory.kv_per_request == 8192 * 40_960
-    assert memory.kv_cache == (10 * 512 + 1) * 16 * 40_960  # one block is never handed out
+    assert memory.kv_cache == (10 * 512 + 1) * 16 * 40_960  # one block is never allocated
     assert memory.weights == pytest.approx(70.55e9 * 2 / 8, rel=1e-3)
     assert memory.limit == int(0.9 * H200.memory)
     parts = memory.weights + memory.kv_cache + memory.activations + memory.runtime
@@ -176,7 +176,7 @@ def fits(at: Setting, model: ModelShape) -> bool:
         ("deepseek-v2-lite", "bf16", "bf16", 32_768, 500),
     ],
 )
-def test_what_fits_is_the_most_that_does(
+def test_the_largest_batch_is_the_largest_that_fits(
     name: str, weights: str, kv: str, context: int, batch: int
 ) -> None:
     model = shape(name)
@@ -198,7 +198,7 @@ def test_reserving_the_whole_context_leaves_most_of_it_empty() -> None:
     at = Setting(find_device("a100-40g"), "bf16", "bf16", 1024, 10)
     waste = kv_waste(llama, at)
     assert waste.block_size == 16
-    assert waste.paged == 10 * 7.5 * 131_072  # 0 to 15 tokens of a last block are empty
+    assert waste.paged == 10 * 7.5 * 131_072  # 0 to 15 tokens of the last block are empty
     assert waste.reserved == 8192 * 131_072
     assert waste.empty == pytest.approx(7 / 8)
     memory = memory_of(llama, at)
@@ -212,7 +212,7 @@ def test_reserving_the_whole_context_leaves_most_of_it_empty() -> None:
     assert gemma.reserved == 21 * (8192 + 4096) * 2 * 8 * 256 * 2
 
 
-def test_what_does_not_fit_is_an_error_with_the_amount() -> None:
+def test_a_plan_that_does_not_fit_is_an_error_with_the_amount() -> None:
     memory = memory_of(shape("llama-3-70b"), Setting(H200, "fp32", "bf16", 8192, 1))
     assert not memory.fits
     assert memory.missing == memory.total - memory.limit > 100 * GIB
@@ -246,7 +246,7 @@ def test_merged_layers_take_the_same_blocks() -> None:
 
 def test_unfilled_slots_of_blocks_are_counted() -> None:
     plain = memory_of(shape("llama-3-8b"), Setting(H200, "bf16", "bf16", 1000, 2))
-    # 1000 tokens take 63 blocks of 16; one block more is never handed out
+    # 1000 tokens take 63 blocks of 16, and one more block is never allocated.
     assert plain.kv_padding == (2 * (63 * 16 - 1000) + 16) * 131_072
 
 

@@ -1,4 +1,4 @@
-"""What one of several devices or processes holds, and what they send each other."""
+"""The part of one of several devices or processes, and their communication."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def size(part: ModelShape, role: str) -> tuple[int, int, int]:
     return matrix.count, matrix.inputs, matrix.outputs
 
 
-def test_alone_it_is_the_whole() -> None:
+def test_a_single_device_has_the_whole_model() -> None:
     whole = shape("llama-3-70b")
     assert share(whole, 1, 1) is whole
 
@@ -53,7 +53,7 @@ def test_kv_heads_are_copied_where_there_are_too_few() -> None:
 
 
 def test_inputs_need_not_divide() -> None:
-    """The fullest device has one more: 4,864 inner activations on 14."""
+    """The fullest device has one more: 4,864 inner activations on 14 devices."""
     whole = shape("qwen2.5-0.5b")
     (down,) = (m for m in share(whole, 14, 1).matrices if m.role == "down")
     assert down.inputs == 348 and 13 * 348 < 4864 < 14 * 348
@@ -70,7 +70,7 @@ def test_the_latent_of_mla_is_copied_and_its_projections_are_cut() -> None:
 
 
 def test_stages_have_whole_layers_and_one_end() -> None:
-    """Embedding and head weigh as much as 1.2 layers each, so the stage between has more layers."""
+    """Embedding and head are as large as 1.2 layers each, so the middle stage has more layers."""
     parts = shares(shape("llama-3-70b"), 1, 3, "bf16")
     assert [part.num_layers for part in parts] == [26, 28, 26]
     for part, ends in zip(parts, (["embedding"], [], ["head"]), strict=True):
@@ -89,7 +89,7 @@ def test_a_stage_of_experts_has_all_of_a_layer() -> None:
 
 
 def test_no_stage_has_more_than_its_share() -> None:
-    """61 layers of which three are dense, over eight stages: by bytes, not by their number."""
+    """61 layers, three of them dense, over eight stages: by bytes, not by number."""
     whole, pp = shape("deepseek-v3"), 8
     parts = shares(whole, 1, pp, "fp8")
     assert sum(part.num_layers for part in parts) == 61 and parts[0].num_layers > 8
@@ -100,8 +100,8 @@ def test_no_stage_has_more_than_its_share() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-2-9b", "gemma-4-31b", "qwen-72b", "gpt2"])
-def test_stages_have_together_what_the_model_has(name: str) -> None:
-    """A tied embedding twice; of layers that are not known one by one as many as there are."""
+def test_stages_together_have_the_whole_model(name: str) -> None:
+    """A tied embedding counts twice; layers that are not known individually by their number."""
     whole = shape(name)
     runs = stage_runs(whole, 4, "bf16")
     parts = stages(whole, runs)
@@ -112,29 +112,29 @@ def test_stages_have_together_what_the_model_has(name: str) -> None:
     assert unevenness(whole, runs[:1]) == 1.0 < unevenness(whole, runs) < 1.6
 
 
-def test_what_layers_cache_counts_too() -> None:
-    """The table of 262,208 tokens weighs less beside them."""
+def test_caches_count_in_the_division_into_stages() -> None:
+    """With caches, the table of 262,208 tokens has less weight."""
     gemma = shape("gemma-3-4b")
     lengths = [len(run) for run in stage_runs(gemma, 4, "int4")]
     cached = [len(run) for run in stage_runs(gemma, 4, "int4", "bf16", 131_072)]
     assert lengths == [2, 15, 15, 2] and cached == [8, 9, 9, 8]
 
 
-def test_layers_that_read_the_keys_of_others_stay_with_them() -> None:
-    """Of 35 layers the last 20 read what two before them cache."""
+def test_layers_that_share_caches_are_in_one_stage() -> None:
+    """The last 20 of 35 layers read the caches of two layers before them."""
     with pytest.raises(ConfigError, match=r"^pp: cannot be 20: 35 layers .* into 14 at most"):
         check_parallel(shape("gemma-4-e2b"), 1, 20)
     runs = stage_runs(shape("gemma-4-e2b"), 2, "bf16")
     assert runs[1].start <= 13
 
 
-# The exact cut, of processes of a CPU.
+# The exact cut, for processes of a CPU.
 
 
 @pytest.mark.parametrize("tp", [2, 3, 8])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "qwen2.5-0.5b", "deepseek-v2-lite", "gpt2"])
 def test_processes_have_each_row_once(name: str, tp: int) -> None:
-    """In tiles of 32, so that some have a tile more; tables are whole in each."""
+    """In tiles of 32, so that some have one tile more; tables are whole in each."""
     whole = shape(name)
     for matrix in whole.matrices:
         rows = [own_rows(matrix, whole, rank, tp).outputs for rank in range(tp)]
@@ -149,13 +149,13 @@ def test_processes_have_each_row_once(name: str, tp: int) -> None:
 @pytest.mark.parametrize(
     ("name", "tp", "copies"),
     [
-        ("llama-3.2-1b", 2, 1.0),  # eight heads of keys
+        ("llama-3.2-1b", 2, 1.0),  # eight key heads
         ("llama-3.2-1b", 16, 2.0),
-        ("qwen2.5-0.5b", 3, 1.5),  # of two heads one is in two processes
+        ("qwen2.5-0.5b", 3, 1.5),  # one of two heads is in two processes
         ("deepseek-v2-lite", 4, 4.0),
     ],
 )
-def test_keys_that_several_have_are_read_by_each(name: str, tp: int, copies: float) -> None:
+def test_key_heads_in_several_processes_are_read_by_each(name: str, tp: int, copies: float) -> None:
     whole = shape(name)
     once, every = (s.kv_bytes_per_token("bf16") for s in (whole, together(whole, tp)))
     assert every == copies * once
@@ -163,13 +163,13 @@ def test_keys_that_several_have_are_read_by_each(name: str, tp: int, copies: flo
 
 
 def test_exchanges_by_hand() -> None:
-    """Behind q, k and v, attention, output, gate with up, and down of each layer; behind the head,
-    which also gives the vectors of tokens."""
+    """After q, k and v, attention, output, gate with up, and down of each layer; and after the
+    head, which also serves as the embedding."""
     found = collectives(shape("llama-3.2-1b"), exact=True)
     numbers = 3072 + 2048 + 2048 + 8192 + 2048
     assert (found.kind, found.layer, found.count) == ("exchange", 5, 5 * 16 + 2)
     assert (found.numbers, found.step_numbers) == (numbers, 16 * numbers)
-    assert collectives(shape("llama-3-70b"), exact=True).count == 5 * 80 + 1  # a table of its own
+    assert collectives(shape("llama-3-70b"), exact=True).count == 5 * 80 + 1  # a separate embedding
     fast = collectives(shape("llama-3-70b"), exact=False)
     assert (fast.kind, fast.layer, fast.count, fast.numbers) == ("all-reduce", 2, 160, 2 * 8192)
 
@@ -183,7 +183,7 @@ def test_exchanges_by_hand() -> None:
         ("llama-3-70b", 65, 1, "tp", "must be at most the 64 query heads, not 65"),
     ],
 )
-def test_what_cannot_be_shared(name: str, tp: int, pp: int, field: str, message: str) -> None:
+def test_impossible_divisions(name: str, tp: int, pp: int, field: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         check_parallel(shape(name), tp, pp)
     assert caught.value.field == field
@@ -196,7 +196,7 @@ def test_what_cannot_be_shared(name: str, tp: int, pp: int, field: str, message:
     [("llama-3-70b", 3, 24, 3), ("llama-3-70b", 12, 8, 1), ("qwen2.5-0.5b", 7, 3, 1)],
 )
 def test_heads_need_not_divide(name: str, tp: int, heads: int, kv_heads: int) -> None:
-    """The fullest device has what `HeadShare` gives it, as in the engine."""
+    """The fullest device has the share of `HeadShare`, as in the engine."""
     whole = shape(name)
     part = share(whole, tp, 1)
     assert (part.num_heads, part.num_kv_heads) == (heads, kv_heads)
@@ -214,8 +214,8 @@ def test_heads_need_not_divide(name: str, tp: int, heads: int, kv_heads: int) ->
         ("llama-3.2-1b", 1, 17, "must be at most the 16 layers, not 17"),
     ],
 )
-def test_what_processes_cannot_share(name: str, tp: int, pp: int, message: str) -> None:
-    """Heads need not divide."""
+def test_impossible_divisions_among_processes(name: str, tp: int, pp: int, message: str) -> None:
+    """Heads need not be divisible."""
     check_parallel(shape(name), 7, 3, exact=True)
     with pytest.raises(ConfigError, match=message):
         check_parallel(shape(name), tp, pp, exact=True)

@@ -1,4 +1,4 @@
-"""Whole plans, against formulae worked by hand."""
+"""Whole plans, compared with figures computed by hand."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def answer(name: str, device: Device, question: Question) -> Plan:
 @pytest.mark.parametrize("weights", [*WEIGHT_FORMATS])
 @pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "deepseek-v2-lite", "qwen2.5-0.5b"])
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_weights_stand_once(kind: str, name: str, weights: str) -> None:
-    """Memory, facts and table agree, with the scales as the kernels of the machine store them."""
+def test_figures_of_weights_agree(kind: str, name: str, weights: str) -> None:
+    """Memory, facts and table agree, with scales as stored by the machine's kernels."""
     device = replace(TOY, kind=kind)
     found = answer(name, device, Question(dtype=weights, context=128))
     (row,) = (row for row in found.weight_formats if row.format == weights)
@@ -47,7 +47,7 @@ def test_weights_stand_once(kind: str, name: str, weights: str) -> None:
 
 
 def test_llama_2_7b_on_an_a100() -> None:
-    # 13.48 GB at 2039 GB/s: 151 tokens/s, a little more without the embedding, which is looked up
+    # 13.48 GB at 2039 GB/s: 151 tokens/s, a little more because the embedding is only looked up.
     found = answer("llama-2-7b", find_device("a100-80g"), Question(dtype="fp16", context=1))
     assert found.speed is not None
     (row,) = (row for row in found.speed.decode if row.batch == 1)
@@ -59,11 +59,11 @@ def test_llama_2_7b_on_an_a100() -> None:
 
 def test_the_unit_that_runs_is_named() -> None:
     found = answer("llama-3-8b", find_device("a100-80g"), Question(dtype="fp8", context=128))
-    assert found.arithmetic == "bf16"  # it has no FP8
+    assert found.arithmetic == "bf16"  # the device has no FP8
     assert answer("llama-3-8b", find_device("h100"), Question(dtype="fp8")).arithmetic == "fp8"
 
 
-def test_both_bounds_of_decoding_stand_side_by_side() -> None:
+def test_both_bounds_of_decoding_are_shown() -> None:
     found = answer("llama-3-8b", TOY, Question(context=4096, batch=8)).speed
     assert found is not None
     alone = found.decode[0]
@@ -93,10 +93,10 @@ def test_llama_3_70b_on_four_h100() -> None:
     links = 2 * 80 * 1.5 * 8192 * 2 / 450e9
     assert row.floor == pytest.approx(weights * 2 / 4 / 3.35e12 + links, rel=1e-4)
     assert row.ceiling == pytest.approx(96.3, rel=1e-3)
-    assert 295 < (found.speed.compute_bound_batch or 0) < 330  # 989.4 / 3.35, KV and logits on top
+    assert 295 < (found.speed.compute_bound_batch or 0) < 330  # 989.4 / 3.35, plus KV and logits
 
 
-def test_deepseek_v3_reads_what_a_batch_wakes() -> None:
+def test_deepseek_v3_reads_the_experts_of_a_batch() -> None:
     """61 layers: three dense, 58 with 256 experts of 3 x 7168 x 2048, of which 8 and a shared one
     serve a token. In fp8; router, head and what meets latent vectors in bf16."""
     shape = public_shape("deepseek-v3")
@@ -110,7 +110,7 @@ def test_deepseek_v3_reads_what_a_batch_wakes() -> None:
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8-weight-only", "int4"])
-def test_decode_never_beats_what_must_be_read(weights: str) -> None:
+def test_decode_is_never_faster_than_reading_the_weights(weights: str) -> None:
     found = answer("llama-3-8b", TOY, Question(dtype=weights, context=4096, batch=24))
     assert found.speed is not None
     read = found.weight_bytes - 128_256 * 4096 * 2
@@ -133,7 +133,7 @@ def test_operations_are_of_parameters_not_of_bytes() -> None:
         assert found.shape.parameters == shape.parameters == 8_030_261_248
 
 
-def test_a_long_prompt_takes_its_arithmetic() -> None:
+def test_a_long_prompt_is_bound_by_arithmetic() -> None:
     found = answer("llama-3-8b", TOY, Question(context=8192))
     assert found.speed is not None
     tokens = [row.tokens for row in found.speed.prefill]
@@ -150,7 +150,7 @@ def test_decode_becomes_compute_bound_where_the_table_has_it() -> None:
     found = answer("llama-3-8b", TOY, Question(context=1, batch=256))
     assert found.speed is not None
     turn = found.speed.compute_bound_batch
-    # 2 bytes and 2 operations for each weight and row: the ridge, at 100 operations a byte
+    # 2 bytes and 2 operations per weight and row: the ridge, at 100 operations per byte.
     assert turn is not None and 95 <= turn <= 110
     bounds = {row.batch: row.bound for row in found.speed.decode}
     assert bounds[64] == "bandwidth" and bounds[128] == bounds[256] == "compute"
@@ -167,8 +167,8 @@ def test_a_pipeline_is_as_fast_as_its_stages_together() -> None:
 
 
 def test_costs_are_those_of_the_rates() -> None:
-    """Llama-3-8B (7,504,924,672 weights behind the embedding, 131,072 bytes of KV a token) for
-    8 requests of 2000 + 2096 tokens; outputs are at 3048 tokens on average."""
+    """Llama-3-8B (7,504,924,672 weights after the embedding, 131,072 bytes of KV per token) for 8
+    requests of 2000 + 2096 tokens; outputs are at 3048 tokens on average."""
     question = Question(context=4096, batch=8, price=3.6, load="2/s", output_tokens=2096)
     device = replace(TOY, memory=80 << 30, bandwidth=1e12, rates={"bf16": 1e14})
     found = answer("llama-3-8b", device, question)
@@ -177,7 +177,7 @@ def test_costs_are_those_of_the_rates() -> None:
     read = 2 * 7_504_924_672 + 8 * 3048 * 131_072
     assert paid.output == pytest.approx(3.6 / 3600 * read / 1e12 / 8 * 1e6, rel=0.01)
     layers = 7_504_924_672 - 128_256 * 4096
-    flops = 2 * layers * 2000 + 4 * 32 * 4096 * 2000 * 2001 / 2  # of one prompt, its head aside
+    flops = 2 * layers * 2000 + 4 * 32 * 4096 * 2000 * 2001 / 2  # of one prompt, without the head
     assert paid.input == pytest.approx(3.6 / 3600 * flops / 1e14 / 2000 * 1e6, rel=0.01)
     assert paid.load is not None and (paid.load.prompt, paid.load.output) == (2000, 2096)
     assert paid.busy is not None and paid.copies is not None
@@ -205,14 +205,14 @@ def test_the_price_may_be_the_devices_own() -> None:
     assert (own.cost.price, given.cost.price) == (2.0, 3.0)
 
 
-def test_what_is_too_large_is_still_planned() -> None:
+def test_a_model_that_is_too_large_is_still_planned() -> None:
     found = answer("llama-3-70b", TOY, Question(context=8192, batch=2, price=1.0))
     assert not found.memory.fits and found.remedies
     assert found.speed is not None and found.cost is None
     assert {row.batch: row.fits for row in found.speed.decode} == {1: False, 2: False}
 
 
-def test_a_smaller_batch_is_paid_where_the_asked_one_is_too_large() -> None:
+def test_costs_are_of_a_smaller_batch_if_the_requested_one_is_too_large() -> None:
     found = answer("llama-3-8b", TOY, Question(context=8192, batch=512, price=3.6))
     assert found.cost is not None
     most = found.memory.largest_batch
@@ -240,7 +240,7 @@ def test_a_draft_model_costs_the_time_of_its_roofline(tmp_path: Path) -> None:
     assert told.speed is not None and told.speed.speculation[0].draft_cost == 0.25
 
 
-def test_formats_that_are_not_asked_for() -> None:
+def test_default_formats() -> None:
     assert answer("deepseek-v3", TOY, Question()).at.weight_format == "fp8"
     llama = answer("llama-3-8b", TOY, Question())
     assert (llama.at.weight_format, llama.at.kv_format) == ("bf16", "bf16")
@@ -259,7 +259,7 @@ def test_on_this_machine_the_engine_decides_the_format() -> None:
     assert found.source == "old"
 
 
-def test_a_quantised_checkpoint_stays_so_on_this_machine() -> None:
+def test_a_quantised_checkpoint_keeps_its_format_on_this_machine() -> None:
     here = Hardware("some CPU", 4, 1 << 36, "RAM")
     device = Device("this", "cpu", 1 << 36, None, {}, unknown="not measured")
     stored = {**config("llama-3-8b"), "quantization_config": {"quant_method": "gptq", "bits": 4}}
@@ -283,7 +283,7 @@ def test_json_is_exact_and_complete() -> None:
     assert facts["speed"]["speculation"][0]["rows"][0]["acceptance"] == 0.5
 
 
-# Questions that make no sense, each refused by the name of its field.
+# Invalid questions, each refused by the name of its field.
 
 
 BUNDLED = read_shape("")  # the bundled model: 8 heads, 6 layers, a context of 1024
@@ -313,7 +313,7 @@ def test_questions_that_are_refused(change: dict[str, Any], field: str) -> None:
     assert caught.value.field == field
 
 
-def test_gaps_of_a_question_are_filled() -> None:
+def test_defaults_of_a_question() -> None:
     assert context_of(Question(), BUNDLED) == 1024
     assert context_of(Question(), replace(BUNDLED, max_context=131_072)) == 8192
     assert context_of(Question(context=77), BUNDLED) == 77
@@ -324,7 +324,7 @@ def test_gaps_of_a_question_are_filled() -> None:
     assert load is not None and (load.requests, load.prompt, load.output) == (86_400, 768, 256)
 
 
-# What is offered for a plan that does not fit does fit, and less would not.
+# Offers for a plan that does not fit do fit, and smaller ones would not.
 
 
 def offers(name: str, hardware: str, question: Question) -> dict[str, int]:
@@ -354,7 +354,7 @@ def test_each_kind_of_change_is_offered() -> None:
         "--tp",
     ]  # the weights alone are small
     assert "--tp 2" in found
-    assert "--kv-cache-dtype int8" in found  # half the bytes do; a quarter is not needed
+    assert "--kv-cache-dtype int8" in found  # half the bytes suffice
 
 
 def test_weights_that_are_too_large_alone() -> None:
@@ -367,7 +367,7 @@ def test_a_smaller_format_alone() -> None:
     assert list(found) == ["--dtype int8", "--tp 2"]
 
 
-def test_beyond_one_machine_stages_come() -> None:
+def test_stages_are_offered_beyond_one_machine() -> None:
     found = offers("deepseek-v3", "a100-80g", Question(context=4096, dtype="bf16"))
     assert list(found) == ["--dtype int4 --tp 8", "--tp 8 --pp 4"]
 
@@ -390,7 +390,7 @@ def test_stages_compute_chunks_of_a_prompt_at_a_time() -> None:
         assert staged.floor == pytest.approx(alone.floor * (chunks + 3) / (4 * chunks), rel=0.02)
 
 
-# Published by others (docs/planning.md says where): output tokens/s of Llama 3.1 70B on eight GPUs.
+# Published figures (sources in docs/planning.md): output tokens/s of Llama 3.1 70B on eight GPUs.
 PUBLISHED = [
     ("h100", 128, 2048, 1388, 15_190, 36_600),
     ("h100", 2048, 128, 1388, 1_967, 2_950),
@@ -401,7 +401,7 @@ PUBLISHED = [
 @pytest.mark.parametrize(
     ("hardware", "prompt", "output", "batch", "published", "planned"), PUBLISHED
 )
-def test_ceilings_are_above_what_was_published(
+def test_ceilings_are_above_published_figures(
     hardware: str, prompt: int, output: int, batch: int, published: float, planned: float
 ) -> None:
     formats = {"dtype": "fp8", "kv_cache_dtype": "fp8"}
@@ -409,7 +409,7 @@ def test_ceilings_are_above_what_was_published(
     found = answer("llama-3.1-70b", find_device(hardware), question)
     assert found.memory.largest_batch == batch and found.rates is not None
     rate = found.rates.output_rate(prompt, output)
-    assert rate == pytest.approx(planned, rel=0.005)  # as the document says
+    assert rate == pytest.approx(planned, rel=0.005)  # as in the document
     assert published < rate < 2.6 * published
 
 
@@ -425,11 +425,11 @@ def test_a_long_prompt_takes_longer_than_the_ceiling(
     assert found.speed is not None
     assert found.speed.prefill[-1].floor == pytest.approx(planned, rel=0.005)
     assert planned < published < 1.3 * planned
-    assert found.memory.fits == (pp > 1)  # one node has too little memory
+    assert found.memory.fits == (pp > 1)  # the memory of one node is too small
 
 
 def test_a_window_with_sinks_bounds_a_request() -> None:
-    """4 + 1,020 keys and what a step adds, in blocks, however long its text becomes."""
+    """4 + 1,020 keys and those of a step, in blocks, for any length of text."""
     seen = {"window": 1020, "attention_sinks": 4}
     found = [
         plan(Question(str(STORIES), hardware="a100-80g", context=context, **seen))

@@ -1,4 +1,4 @@
-"""Rooflines worked by hand, and what must hold for every model, machine and step."""
+"""Rooflines computed by hand, and invariants for every model, machine and step."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ QWEN_3_6_35B_A3B = {
     "max_position_embeddings": 262144,
     "torch_dtype": "bfloat16",
 }
-# Exactly 1 TB/s and 100 T operations a second.
+# Exactly 1 TB/s and 100 T operations per second.
 ROUND = Device("round", "cuda", 80 << 30, 1e12, {"bf16": 1e14, "fp16": 1e14, "int8": 2e14}, 1e11)
 
 
@@ -90,13 +90,13 @@ def part(time: StepTime, name: str):
 
 
 def test_decoding_by_hand(llama: ModelShape) -> None:
-    """Llama-2-7B: 202,375,168 weights a layer, 131,072,000 in the head, 524,288 bytes of KV."""
+    """Llama-2-7B: 202,375,168 weights per layer, 131,072,000 in the head, 524,288 bytes of KV."""
     weights, head = 32 * 202_375_168, 131_072_000
     time = step_time(llama, Setting(ROUND, "fp16", "fp16"), decode(8, 1000))
     assert part(time, "weights").bytes == 2 * weights
     assert part(time, "weights").floor == pytest.approx(2 * weights / 1e12)
     assert part(time, "weights").flops == 2 * 8 * weights
-    logits = 8 * 32000 * 4  # written, and worth as much as the weights of 64 outputs
+    logits = 8 * 32000 * 4  # written, with the cost of the weights of 64 outputs
     assert part(time, "head").floor == pytest.approx((2 * head + logits) / 1e12)
     assert part(time, "kv cache").bytes == 8 * 1000 * 524_288
     assert part(time, "kv cache").flops == 8 * 4 * 32 * 32 * 128 * 1000
@@ -124,13 +124,13 @@ def test_states_by_hand() -> None:
     qwen = shape_from_config(QWEN_3_6_35B_A3B, "qwen3.6-35b-a3b")
     state = 30 * (32 * 128 * 128 + 3 * 8192) * 4
     assert qwen.state_bytes == state == 65_863_680
-    flops = 30 * (7 * 32 * 128 * 128 + 2 * 4 * 8192)  # of a token
+    flops = 30 * (7 * 32 * 128 * 128 + 2 * 4 * 8192)  # per token
     device = replace(ROUND, rates={**ROUND.rates, "fp32": 1e12})
     at = Setting(device, "bf16", "bf16")
     step = part(step_time(qwen, at, decode(4, 1000)), "states")
     assert (step.bytes, step.flops) == (4 * 2 * state, 4 * flops)  # read and written
     assert step.floor == pytest.approx(4 * 2 * state / 1e12) and step.bound == "bandwidth"
-    # however many tokens a step computes of a sequence; a new one has nothing to read
+    # For any number of tokens per sequence and step; a new sequence has nothing to read.
     for cached, moved in ((0, state), (512, 2 * state)):
         chunk = part(step_time(qwen, at, prefill(512, cached=cached)), "states")
         assert (chunk.bytes, chunk.flops) == (moved, 512 * flops)
@@ -152,13 +152,13 @@ def test_prompts_of_a_batch_share_the_weights(llama: ModelShape) -> None:
     assert part(together, "weights").floor == pytest.approx(2 * 32 * 202_375_168 / 1e12)
     ceiling, _ = prefill_rate(llama, at, 10)
     assert ceiling == pytest.approx(8 * 10 / together.floor)
-    # a pipeline of two stages is at two groups of four at a time
+    # A pipeline of two stages computes two groups of four at a time.
     halves = replace(at, pp=2)
     four = step_time(llama, halves, PlannedStep(((4, 10, 0),)))
     assert prefill_rate(llama, halves, 10)[0] == pytest.approx(2 * 4 * 10 / four.floor)
 
 
-def test_guesses_are_read_for_once_and_scored_all(llama: ModelShape) -> None:
+def test_weights_are_read_once_and_all_drafts_are_scored(llama: ModelShape) -> None:
     one = step_time(llama, Setting(ROUND, "fp16", "fp16"), decode(4, 100))
     more = step_time(llama, Setting(ROUND, "fp16", "fp16"), verify(4, 100, 3))
     assert part(more, "weights").bytes == part(one, "weights").bytes
@@ -167,8 +167,8 @@ def test_guesses_are_read_for_once_and_scored_all(llama: ModelShape) -> None:
     assert "attention" not in {p.name for p in more.parts}
 
 
-def test_each_guess_is_scored_against_all_keys() -> None:
-    """Where scoring is what takes long: four rows four times as long as one."""
+def test_each_draft_is_scored_against_all_keys() -> None:
+    """If scoring dominates, four rows take four times as long as one."""
     small, device = shape_from_config(SMALL, "small"), measured_device()
     assert device.calibration is not None
     slow = tuple(structs.replace(cost, score=1e-6) for cost in device.calibration.attention)
@@ -185,13 +185,13 @@ def test_tensor_parallelism_by_hand(llama: ModelShape) -> None:
     four = step_time(llama, Setting(ROUND, "fp16", "fp16", tp=4), decode(16, 500))
     for name in ("weights", "kv cache"):
         assert part(four, name).floor == pytest.approx(part(one, name).floor / 4)
-    # two ring sums a layer: each device sends 2 * 3/4 of a message of 16 x 4096 numbers
+    # Two ring sums per layer: each device sends 2 * 3/4 of a message of 16 x 4096 numbers.
     sent = 32 * 2 * 1.5 * 16 * 4096 * 2
     assert part(four, "links").bytes == sent
     assert part(four, "links").expected == pytest.approx(sent / 1e11)
 
 
-def test_kv_heads_are_copied_where_devices_are_more(small: ModelShape) -> None:
+def test_kv_heads_are_copied_if_there_are_more_devices(small: ModelShape) -> None:
     two, eight = (
         step_time(small, Setting(ROUND, "bf16", "bf16", tp=tp), decode(4, 500)) for tp in (2, 8)
     )
@@ -207,7 +207,7 @@ def test_a_pipeline_has_the_latency_of_one_and_the_rate_of_many(llama: ModelShap
     assert rate == pytest.approx(8 / two.floor)
 
 
-def test_without_a_link_nothing_is_shared(llama: ModelShape) -> None:
+def test_devices_without_a_link_cannot_share_a_model(llama: ModelShape) -> None:
     lonely = replace(ROUND, link=0.0)
     for tp, pp, field in ((2, 1, "tp"), (1, 2, "pp")):
         with pytest.raises(ConfigError, match=f"{field}: round has no link"):
@@ -221,12 +221,12 @@ def test_an_unknown_speed_is_one_error(llama: ModelShape) -> None:
 
 
 def test_the_batch_at_which_decode_becomes_compute_bound(llama: ModelShape) -> None:
-    """Context 1: 2 * weights * B / 1e14 >= 2 * weights / 1e12 from B = 100 on, the little that KV
-    and logits add aside."""
+    """Context 1: 2 * weights * B / 1e14 >= 2 * weights / 1e12 from B = 100 on, apart from small
+    terms of KV and logits."""
     batch = compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 1))
     assert batch is not None and 100 < batch < 106
     assert compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 4000)) is None
-    # what devices send each other is not read from memory, and stages share a batch
+    # Communication of devices is not read from memory, and stages share a batch.
     shared = compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 1, tp=4))
     assert shared is not None and abs(shared - batch) <= 1
     staged = compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 1, pp=2))
@@ -234,8 +234,8 @@ def test_the_batch_at_which_decode_becomes_compute_bound(llama: ModelShape) -> N
 
 
 def test_expected_by_hand(small: ModelShape) -> None:
-    """A microsecond a call, and weights of which memory has a part: all of the rate that reading
-    has up to 8 MiB, 0.9 of it from 64 MiB on; the machine of helpers."""
+    """A microsecond per call, and weights at a part of the memory rate: the full read rate up to 8
+    MiB, 0.9 of it from 64 MiB on; the machine of helpers."""
     device = measured_device()
     time = step_time(small, Setting(device, "bf16", "bf16"), decode(1, 100))
     read = small.read_bytes("bf16", 1) + small.kv_bytes(100, "bf16")
@@ -276,14 +276,14 @@ def test_a_prompt_costs_the_host_more(small: ModelShape) -> None:
         ("int4", "router", 896, "bf16"),
     ],
 )
-def test_what_becomes_of_a_matrix(weight_format: str, role: str, inputs: int, kind: str) -> None:
+def test_the_weight_kind_of_a_matrix(weight_format: str, role: str, inputs: int, kind: str) -> None:
     found = shape_from_config(SMALL, "small").kind_of(
         MatrixGroup(role, 1, inputs, 64), weight_format
     )
     assert linear_kind(found, weight_format) == kind
 
 
-def test_a_kind_that_was_not_measured_has_a_stand_in_or_none() -> None:
+def test_an_unmeasured_kind_has_a_substitute_or_none() -> None:
     device, linears = measured_device(), calibration().linears
     assert ProductCost.of(device, "int4-g64").costs == linears["int4-g128"]
     assert ProductCost.of(device, "bf16").costs == linears["bf16"]
@@ -311,7 +311,7 @@ def device_named(name: str) -> Device:
 
 @settings(max_examples=examples(60))
 @given(rows, contexts, formats, devices)
-def test_nothing_is_faster_than_its_floor(
+def test_no_time_is_below_its_minimum(
     batch: int, context: int, weight_format: str, name: str
 ) -> None:
     shape, device = shape_from_config(SMALL, "small"), device_named(name)
@@ -325,7 +325,7 @@ def test_nothing_is_faster_than_its_floor(
 
 @settings(max_examples=examples(60))
 @given(rows, rows, contexts, formats, devices)
-def test_more_sequences_take_longer_and_give_more(
+def test_more_sequences_take_longer_with_a_higher_rate(
     a: int, b: int, context: int, weight_format: str, name: str
 ) -> None:
     few, many = sorted((a, b))

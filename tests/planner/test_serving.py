@@ -1,4 +1,4 @@
-"""Times of requests under load: by hand, against the real scheduler, and in their order."""
+"""Latencies under load: computed by hand, compared with the real scheduler, and monotonic."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def serving(traffic: Traffic = TRAFFIC, device: Device = DEVICE, budget: int = 2
     return set_up(SHAPE, Setting(device, "bf16", "bf16"), traffic, 256, budget)
 
 
-def told(found: Prediction | None) -> Prediction:
+def exists(found: Prediction | None) -> Prediction:
     assert found is not None
     return found
 
@@ -54,20 +54,20 @@ def seconds(step: PlannedStep) -> float:
 
 
 def test_one_request_alone() -> None:
-    found = told(predict(serving(), TRAFFIC, 1))
+    found = exists(predict(serving(), TRAFFIC, 1))
     assert found.ttft == pytest.approx(seconds(prefill(512)))
     assert found.tpot == pytest.approx(seconds(decode(1, 512 + 64 + 1)))
     assert found.e2e == pytest.approx(found.ttft + 127 * found.tpot)
 
 
-def test_a_long_prompt_comes_in_chunks() -> None:
-    found = told(predict(serving(budget=256), TRAFFIC, 1))
+def test_a_long_prompt_is_computed_in_chunks() -> None:
+    found = exists(predict(serving(budget=256), TRAFFIC, 1))
     halves = seconds(prefill(256)) + seconds(prefill(256, 256))
     assert found.ttft == pytest.approx(halves, rel=0.01)
 
 
 def test_an_output_of_one_token_has_no_tpot() -> None:
-    found = told(predict(serving(Traffic(512, 1)), Traffic(512, 1), 1))
+    found = exists(predict(serving(Traffic(512, 1)), Traffic(512, 1), 1))
     assert (found.tpot, found.e2e) == (0.0, pytest.approx(seconds(prefill(512))))
 
 
@@ -75,15 +75,15 @@ def test_an_output_of_one_token_has_no_tpot() -> None:
 @pytest.mark.parametrize("output", [1, 2, 20, 128])
 def test_little_s_law_and_the_sum_of_times(concurrency: int, output: int) -> None:
     traffic = Traffic(512, output)
-    found = told(predict(serving(traffic), traffic, concurrency))
+    found = exists(predict(serving(traffic), traffic, concurrency))
     assert found.rate * found.e2e == pytest.approx(concurrency)
     assert found.e2e == pytest.approx(found.ttft + (output - 1) * found.tpot)
     assert found.output_rate == pytest.approx(found.rate * output)
 
 
-def test_who_finds_no_place_waits_for_the_first_token() -> None:
+def test_requests_without_a_slot_wait_for_the_first_token() -> None:
     full = replace(serving(), room=10)
-    ten, thirty = told(predict(full, TRAFFIC, 10)), told(predict(full, TRAFFIC, 30))
+    ten, thirty = exists(predict(full, TRAFFIC, 10)), exists(predict(full, TRAFFIC, 30))
     assert thirty.rate == pytest.approx(ten.rate)
     assert thirty.tpot == ten.tpot
     assert thirty.e2e == pytest.approx(3 * ten.e2e)
@@ -92,7 +92,7 @@ def test_who_finds_no_place_waits_for_the_first_token() -> None:
 
 @dataclass
 class Simulation:
-    """The real scheduler, its steps taking what the roofline says.
+    """The real scheduler, with the step times of the roofline.
 
     Attributes:
         done: (TTFT, seconds of decoding, tokens decoded, time of the end) of each request.
@@ -116,7 +116,7 @@ class Simulation:
         )
 
     def ask(self, at: float) -> None:
-        # Outputs of equal length would keep those together that began together.
+        # Outputs of equal length would keep requests together that began together.
         spread = self.rng.uniform(0.5, 1.5) if self.traffic.output > 1 else 1.0
         name, prompt = str(self.asked), self.traffic.prompt
         request = Request(
@@ -128,7 +128,7 @@ class Simulation:
         self.asked += 1
 
     def step(self) -> int:
-        """Returns how many requests ended."""
+        """Run a step and return the number of ended requests."""
         plan = self.scheduler.schedule(self.now)
         assert plan is not None
         by_slot = {r.slot: r for r in self.scheduler.running}
@@ -152,7 +152,7 @@ class Simulation:
         return len(self.done) - before
 
     def figures(self, warmup: int) -> tuple[float, float, float]:
-        """TTFT, TPOT and requests a second, in the steady state."""
+        """Return TTFT, TPOT and requests per second in the steady state."""
         rest = self.done[warmup:]
         ttft = fmean(first for first, _, _, _ in rest)
         tpot = sum(decoding for _, decoding, _, _ in rest) / max(1, sum(n for _, _, n, _ in rest))
@@ -160,7 +160,7 @@ class Simulation:
 
 
 def simulate(served: Serving, traffic: Traffic, concurrency: int) -> tuple[float, float, float]:
-    """A closed loop."""
+    """Simulate a closed loop."""
     found = Simulation(served, traffic)
     for _ in range(concurrency):
         found.ask(0.0)
@@ -171,7 +171,7 @@ def simulate(served: Serving, traffic: Traffic, concurrency: int) -> tuple[float
 
 
 def simulate_at_random(served: Serving, traffic: Traffic, rate: float, count: int) -> float:
-    """TTFT of requests that come whether others have ended or not."""
+    """Return the TTFT in an open loop."""
     found = Simulation(served, traffic)
     gaps = random.Random(1)
     due = list(accumulate(gaps.expovariate(rate) for _ in range(count)))
@@ -190,27 +190,29 @@ def simulate_at_random(served: Serving, traffic: Traffic, rate: float, count: in
     [
         (Traffic(512, 64), 1, 2048),
         (Traffic(512, 64), 8, 2048),
-        (Traffic(512, 64), 8, 256),  # half of the steps carry a piece of a prompt
+        (Traffic(512, 64), 8, 256),  # half of the steps have a chunk of a prompt
         (Traffic(100, 64), 24, 2048),
         (Traffic(512, 128), 64, 2048),
         (Traffic(512, 16), 32, 2048),  # several prompts in every step
-        (Traffic(1500, 20), 12, 1024),  # prompts in pieces, queueing
+        (Traffic(1500, 20), 12, 1024),  # queued prompts in chunks
         (Traffic(64, 256), 200, 2048),
-        (Traffic(512, 32), 64, 512),  # more prompts than the budget lets through
+        (Traffic(512, 32), 64, 512),  # more prompts than fit the budget
         (Traffic(512, 128), 100, 256),
         (Traffic(64, 4), 48, 2048),
     ],
 )
-def test_the_real_scheduler_behaves_so(traffic: Traffic, concurrency: int, budget: int) -> None:
+def test_predictions_match_the_real_scheduler(
+    traffic: Traffic, concurrency: int, budget: int
+) -> None:
     served = replace(serving(traffic), budget=budget)
-    found = told(predict(served, traffic, concurrency))
+    found = exists(predict(served, traffic, concurrency))
     ttft, tpot, rate = simulate(served, traffic, concurrency)
     assert found.rate == pytest.approx(rate, rel=0.12)
     assert found.tpot == pytest.approx(tpot, rel=0.12)
     assert found.ttft == pytest.approx(ttft, rel=0.25)
 
 
-def test_a_tighter_promise_never_bears_more() -> None:
+def test_tighter_limits_never_allow_a_larger_load() -> None:
     rng = random.Random(0)
     served = serving()
     for _ in range(40):
@@ -225,45 +227,45 @@ def test_a_tighter_promise_never_bears_more() -> None:
 
 def test_the_largest_load_keeps_the_limits_and_the_next_does_not() -> None:
     limits = Slo(ttft=0.2, tpot=0.02)
-    found = told(largest_load(serving(), TRAFFIC, limits))
+    found = exists(largest_load(serving(), TRAFFIC, limits))
     assert found.excess(limits) <= 1.0 and 1 < found.concurrency < 256
-    more = told(predict(serving(), TRAFFIC, found.concurrency + 1))
+    more = exists(predict(serving(), TRAFFIC, found.concurrency + 1))
     assert more.excess(limits) > 1.0
     assert largest_load(serving(), TRAFFIC, Slo(tpot=1e-6)) is None
-    assert told(largest_load(serving(), TRAFFIC, Slo())).concurrency == 256
+    assert exists(largest_load(serving(), TRAFFIC, Slo())).concurrency == 256
 
 
 @pytest.mark.parametrize("concurrency", [1, 8, 60, 256])
 def test_a_faster_machine_is_never_slower(concurrency: int) -> None:
-    before = told(predict(serving(), TRAFFIC, concurrency))
+    before = exists(predict(serving(), TRAFFIC, concurrency))
     for faster in (
         replace(DEVICE, bandwidth=4e12),
         replace(DEVICE, rates={"bf16": 900e12, "int8": 1800e12}),
     ):
         served = serving(device=faster)
-        after = told(predict(served, TRAFFIC, concurrency))
+        after = exists(predict(served, TRAFFIC, concurrency))
         assert after.ttft <= before.ttft and after.tpot <= before.tpot
         assert after.rate >= before.rate
         limits = Slo(0.1, 0.02)
         was, now = largest_load(serving(), TRAFFIC, limits), largest_load(served, TRAFFIC, limits)
-        assert told(now).concurrency >= told(was).concurrency
+        assert exists(now).concurrency >= exists(was).concurrency
 
 
 def test_more_requests_are_served_faster_but_each_slower() -> None:
-    found = [told(predict(serving(), TRAFFIC, n)) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
+    found = [exists(predict(serving(), TRAFFIC, n)) for n in (1, 2, 4, 8, 16, 32, 64, 128, 256)]
     rates, tpots = [f.rate for f in found], [f.tpot for f in found]
     assert rates == sorted(rates) and tpots == sorted(tpots)
 
 
-def test_requests_at_random() -> None:
+def test_random_arrivals() -> None:
     slow, fast = (
-        told(predict_rate(serving(), TRAFFIC, 2.0)),
-        told(predict_rate(serving(), TRAFFIC, 20.0)),
+        exists(predict_rate(serving(), TRAFFIC, 2.0)),
+        exists(predict_rate(serving(), TRAFFIC, 20.0)),
     )
     assert (slow.rate, slow.output_rate) == (2.0, 256.0)
     assert slow.concurrency < fast.concurrency and slow.ttft < fast.ttft
-    assert slow.ttft > told(predict(serving(), TRAFFIC, 1)).ttft  # some come together
-    most = told(predict(serving(), TRAFFIC, 256)).rate
+    assert slow.ttft > exists(predict(serving(), TRAFFIC, 1)).ttft  # some arrive together
+    most = exists(predict(serving(), TRAFFIC, 256)).rate
     assert predict_rate(serving(), TRAFFIC, 1.1 * most) is None
 
 
@@ -282,29 +284,29 @@ def test_requests_at_random() -> None:
         (Traffic(64, 8), 0.95, 2048, 600),
     ],
 )
-def test_the_wait_of_requests_at_random(
+def test_the_wait_of_random_arrivals(
     traffic: Traffic, share: float, budget: int, count: int
 ) -> None:
     served = serving(traffic, budget=budget)
-    rate = share * told(predict(served, traffic, served.most)).rate
-    found = told(predict_rate(served, traffic, rate))
+    rate = share * exists(predict(served, traffic, served.most)).rate
+    found = exists(predict_rate(served, traffic, rate))
     assert found.ttft == pytest.approx(simulate_at_random(served, traffic, rate, count), rel=0.25)
 
 
 @pytest.mark.full
-def test_places_are_waited_for() -> None:
-    """Eight at a time: most of the time to the first token is waiting for a place."""
+def test_requests_wait_for_slots() -> None:
+    """Eight at a time: most of the time to the first token is the wait for a slot."""
     served, traffic = replace(serving(Traffic(512, 64)), seqs=8), Traffic(512, 64)
-    rate = 0.7 * told(predict(served, traffic, 8)).rate
-    found = told(predict_rate(served, traffic, rate))
+    rate = 0.7 * exists(predict(served, traffic, 8)).rate
+    found = exists(predict_rate(served, traffic, rate))
     assert found.ttft == pytest.approx(simulate_at_random(served, traffic, rate, 600), rel=0.3)
-    assert found.ttft > 1.5 * told(predict_rate(serving(traffic), traffic, rate)).ttft
+    assert found.ttft > 1.5 * exists(predict_rate(serving(traffic), traffic, rate)).ttft
 
 
 @pytest.mark.parametrize("traffic", [Traffic(64, 1), Traffic(64, 8), Traffic(512, 1)])
 def test_prompts_that_share_steps_are_served_until_steps_are_full(traffic: Traffic) -> None:
     served = serving(traffic)
-    most = told(predict(served, traffic, served.most)).rate
+    most = exists(predict(served, traffic, served.most)).rate
     assert predict_rate(served, traffic, 0.95 * most) is not None
     assert predict_rate(served, traffic, 1.05 * most) is None
 
@@ -312,32 +314,32 @@ def test_prompts_that_share_steps_are_served_until_steps_are_full(traffic: Traff
 @pytest.mark.parametrize("traffic", [Traffic(512, 1), Traffic(64, 2), TRAFFIC])
 def test_more_requests_never_lower_the_rate(traffic: Traffic) -> None:
     counts = (1, 2, 4, 8, 16, 17, 32, 64, 128, 129, 200, 256)
-    rates = [told(predict(serving(traffic), traffic, n)).rate for n in counts]
+    rates = [exists(predict(serving(traffic), traffic, n)).rate for n in counts]
     assert all(more > 0.97 * fewer for fewer, more in pairwise(rates)), rates
 
 
-def test_a_shared_beginning_need_not_be_computed() -> None:
-    shared = told(predict(serving(), replace(TRAFFIC, shared=256), 1))
+def test_a_shared_prefix_is_not_computed() -> None:
+    shared = exists(predict(serving(), replace(TRAFFIC, shared=256), 1))
     assert shared.ttft == pytest.approx(seconds(prefill(256, 256)))
-    whole = told(predict(serving(), replace(TRAFFIC, shared=512), 1))
+    whole = exists(predict(serving(), replace(TRAFFIC, shared=512), 1))
     assert whole.ttft == pytest.approx(seconds(prefill(1, 512)), rel=0.01)
 
 
 def test_drafts_without_cost_gain_by_the_formula() -> None:
-    plain = told(predict(serving(), TRAFFIC, 1))
+    plain = exists(predict(serving(), TRAFFIC, 1))
     served = replace(serving(), drafting=Drafting(3, 0.8))
     gain = (1 - 0.8**4) / (1 - 0.8)
-    found = told(predict(served, TRAFFIC, 1))
+    found = exists(predict(served, TRAFFIC, 1))
     assert found.tpot == pytest.approx(plain.tpot / gain, rel=0.05)  # four rows read little more
     dear = replace(serving(), drafting=Drafting(3, 0.8, seconds=1.0))
-    assert told(predict(dear, TRAFFIC, 1)).tpot > plain.tpot
+    assert exists(predict(dear, TRAFFIC, 1)).tpot > plain.tpot
 
 
-def test_drafts_take_their_part_of_a_step() -> None:
+def test_drafts_count_in_the_budget_of_a_step() -> None:
     plain = serving(budget=256)
     drafting = replace(plain, drafting=Drafting(3, 0.8))
     assert (plain.most, drafting.most) == (256, 64)  # 64 requests, 4 tokens each
-    assert told(predict(drafting, TRAFFIC, 60)).ttft > told(predict(plain, TRAFFIC, 60)).ttft
+    assert exists(predict(drafting, TRAFFIC, 60)).ttft > exists(predict(plain, TRAFFIC, 60)).ttft
 
 
 def test_an_unknown_machine_is_an_error() -> None:
@@ -354,12 +356,12 @@ def test_budgets_are_halved() -> None:
 
 
 @pytest.mark.parametrize("most", [0, 1, 2, 9, 16])
-def test_largest_finds_the_border(most: int) -> None:
+def test_largest_finds_the_boundary(most: int) -> None:
     for border in range(20):
         assert largest(lambda n, border=border: n <= border, most) == min(border, most)
 
 
-def test_least_finds_the_border() -> None:
+def test_least_finds_the_boundary() -> None:
     for border in range(1, 20):
         assert least(lambda n, border=border: n >= border, 16) == (border if border <= 16 else None)
 

@@ -1,4 +1,4 @@
-"""What follows from a shape: bytes held and read, operations, windows, experts, latents."""
+"""Costs that follow from a shape: bytes stored and read, operations, windows, experts, latents."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def test_every_other_layer_of_gemma_2_has_a_window() -> None:
     assert gemma.kv_bytes_per_token("bf16") == 42 * layer
 
 
-def test_layers_read_what_others_cache_and_have_heads_of_two_sizes() -> None:
-    gemma = shape("gemma-4-e2b")  # 12 layers with a window and 3 without store, 16 and 4 read
+def test_layers_that_share_caches_and_heads_of_two_sizes() -> None:
+    gemma = shape("gemma-4-e2b")  # 12 caches with a window and 3 without, read by 16 and 4
     windowed, full = 512 * 2 * 256 * 2, 9000 * 2 * 512 * 2
     assert gemma.kv_bytes(9000, "bf16") == 12 * windowed + 3 * full
     assert gemma.kv_read_bytes(9000, "bf16") == 28 * windowed + 7 * full
@@ -58,7 +58,7 @@ def test_scales_count_in_the_cache() -> None:
         ("fp32", 256, 10, 256 * 10 * 4),
         ("bf16", 256, 10, 256 * 10 * 2),
         ("fp16", 256, 10, 256 * 10 * 2),
-        ("fp8", 256, 10, 256 * 10 + 10 * 4),  # a scale of fp32 for each output
+        ("fp8", 256, 10, 256 * 10 + 10 * 4),  # an fp32 scale per output
         ("int8", 256, 10, 256 * 10 + 10 * 4),
         ("int8-weight-only", 256, 10, 256 * 10 + 10 * 4),
         ("int4", 256, 10, 256 * 10 // 2 + 2 * 10 * 5),  # two groups of 128, scale and zero point
@@ -78,11 +78,11 @@ def test_the_head_keeps_eight_bits_under_int4() -> None:
 
 
 def stored(model: ModelShape, role: str, inputs: int, outputs: int) -> ModelShape:
-    """Return a model of this one matrix."""
+    """Return a model of only this matrix."""
     return replace(model, matrices=(MatrixGroup(role, 1, inputs, outputs),))
 
 
-def test_a_step_reads_every_matrix_once_and_looks_rows_up() -> None:
+def test_a_step_reads_matrices_once_and_only_needed_rows_of_tables() -> None:
     llama = shape("llama-3-8b")
     table = 128_256 * 4096
     for rows in (1, 16):
@@ -104,9 +104,9 @@ def test_no_more_rows_are_looked_up_than_there_are() -> None:
     assert gpt2.read_bytes("fp32", 5000) == gpt2.weight_bytes("fp32")
 
 
-def test_what_quantised_models_leave_alone() -> None:
-    """DeepSeek-V3 in fp8: embedding, head, routers and norms stay in bf16, and so does what is
-    multiplied into queries and results of attention."""
+def test_unquantised_parts_of_quantised_models() -> None:
+    """DeepSeek-V3 in fp8: embedding, head, routers and norms stay in bf16, as do the projections
+    absorbed into queries and results of attention."""
     v3 = shape("deepseek-v3")
     tables = 2 * 129_280 * 7168
     routers = 58 * 7168 * 256
@@ -118,9 +118,9 @@ def test_what_quantised_models_leave_alone() -> None:
     assert v3.weight_bytes("fp8") == expected
 
 
-def test_the_rest_of_a_quantised_model_is_in_the_dtype_it_computes_in() -> None:
+def test_the_rest_of_a_quantised_model_has_the_dtype_of_computation() -> None:
     qwen = shape("qwen2.5-7b")
-    for dtype in ("float16", "bfloat16", "float32"):  # of float32 checkpoints bfloat16 is left
+    for dtype in ("float16", "bfloat16", "float32"):  # float32 checkpoints become bfloat16
         assert replace(qwen, dtype=dtype).weight_bytes("int8") == qwen.weight_bytes("int8")
 
 
@@ -128,7 +128,7 @@ def test_the_rest_of_a_quantised_model_is_in_the_dtype_it_computes_in() -> None:
 
 
 def test_experts_touched_are_the_mean_over_all_choices() -> None:
-    """Two tokens that each choose 2 of 5 experts, in every way they can."""
+    """Two tokens that each choose 2 of 5 experts, in every possible way."""
     matrix = MatrixGroup("expert_down", 5, 8, 4, experts=5, active=2)
     choices = [set(c) for c in combinations(range(5), 2)]
     mean = sum(len(a | b) for a in choices for b in choices) / len(choices) ** 2
@@ -137,7 +137,7 @@ def test_experts_touched_are_the_mean_over_all_choices() -> None:
     assert matrix.touched(1000) == pytest.approx(5)
 
 
-def test_a_mixture_reads_what_one_token_needs_and_in_the_end_everything() -> None:
+def test_a_mixture_reads_the_experts_of_a_token_or_finally_all() -> None:
     mixtral = shape("mixtral-8x7b-v0.1")
     lookup = 4096
     assert mixtral.read_bytes("bf16", 1) == pytest.approx(2 * (mixtral.active_parameters + lookup))

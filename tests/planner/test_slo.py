@@ -1,4 +1,4 @@
-"""Promises: how they are written, and when they are kept."""
+"""SLOs: their syntax, and when they are kept."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_limits_are_read() -> None:
     "text", ["", "ttft", "ttft=", "ttft=3", "ttft=-1s", "ttft=nans", "ttft=infs", "x=1s",
              "ttft=1s,ttft=2s", "ttft=1s,", "ttft=1sms", "ttft=0s", "ttft=s"]
 )  # fmt: skip
-def test_limits_that_are_none(text: str) -> None:
+def test_invalid_limits(text: str) -> None:
     with pytest.raises(ParamError, match="slo"):
         parse_slo(text)
 

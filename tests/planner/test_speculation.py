@@ -1,4 +1,4 @@
-"""Speculative decoding: the published table, and what checking drafts costs."""
+"""Speculative decoding: the published table, and the cost of checking drafts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from helpers.public_configs import public_shape
 from kvik.planner.devices import Device, Setting
 from kvik.planner.speculation import expected_tokens, speculation_curve, speed_up, verify_cost
 
-# Leviathan et al., arXiv 2211.17192, table 1: acceptance, drafts, tokens per step
+# Leviathan et al., arXiv 2211.17192, table 1: acceptance, drafts, tokens per step.
 PAPER = [
     (0.6, 2, 1.96),
     (0.7, 3, 2.53),
@@ -28,7 +28,7 @@ def test_the_published_table(acceptance: float, drafts: int, tokens: float) -> N
     assert speed_up(acceptance, drafts, 0.0) == pytest.approx(tokens, abs=0.005)
 
 
-def test_tokens_are_the_mean_of_drafting_again_and_again() -> None:
+def test_tokens_are_the_mean_of_repeated_drafting() -> None:
     rng, steps, total = random.Random(3), 200_000, 0
     for _ in range(steps):
         accepted = 0
@@ -38,16 +38,16 @@ def test_tokens_are_the_mean_of_drafting_again_and_again() -> None:
     assert expected_tokens(0.75, 4) == pytest.approx(total / steps, rel=0.005)
 
 
-def test_the_ends() -> None:
+def test_extreme_acceptance() -> None:
     assert expected_tokens(0.0, 5) == 1.0
     assert expected_tokens(1.0, 5) == 6.0
     assert expected_tokens(1.0 - 1e-9, 5) == pytest.approx(6.0, abs=1e-6)
 
 
 def test_drafts_cost_time() -> None:
-    # 3.6893 tokens for the time of 1 + 5 * 0.1 steps
+    # 3.6893 tokens in the time of 1 + 5 * 0.1 steps.
     assert speed_up(0.8, 5, 0.1) == pytest.approx(3.6893 / 1.5, abs=1e-3)
-    # and when checking six rows takes twice the time of one
+    # The same if checking six rows takes twice the time of one.
     assert speed_up(0.8, 5, 0.1, 2.0) == pytest.approx(3.6893 / 2.5, abs=1e-3)
 
 

@@ -54,7 +54,7 @@ def test_deepseek_v3_with_other_heads() -> None:
         ("MQA", 1, False),
         ("MLA", 0, True),
     ]
-    # keys of 128 + 64, values of 128
+    # Keys of 128 + 64, values of 128.
     assert [row.kv_per_token for row in rows] == [
         61 * 128 * 320 * 2,
         61 * 8 * 320 * 2,
@@ -83,7 +83,7 @@ def test_weight_formats_of_llama_3_8b(batch: int) -> None:
     assert rows["bf16"].bytes == 2 * model.parameters == 2 * 8_030_261_248
     assert rows["bf16"].bits == 16.0
     assert 8.0 < rows["int8"].bits < 8.7  # the embedding keeps 16
-    assert 4.3 < rows["int4"].bits < 5.5  # and the head has 8
+    assert 4.3 < rows["int4"].bits < 5.5  # the head has 8
     for name, row in rows.items():
         assert row.single is not None and row.ceiling is not None
         assert row.bytes == model.weight_bytes(name)
@@ -102,7 +102,7 @@ def test_kv_formats_of_llama_3_8b() -> None:
         "fp32": 262_144,
         "bf16": 131_072,
         "fp16": 131_072,
-        "fp8": 65_536 + 32 * 16 * 2,  # a scale of two bytes for K and V of each head
+        "fp8": 65_536 + 32 * 16 * 2,  # a two-byte scale for K and V of each head
         "int8": 65_536 + 32 * 16 * 2,
         "int4": 32_768 + 32 * 16 * 2,
     }
@@ -111,7 +111,7 @@ def test_kv_formats_of_llama_3_8b() -> None:
     assert rows["fp8"].largest_batch > 1.9 * rows["bf16"].largest_batch
 
 
-def test_what_tiles_spare_of_a_prompt() -> None:
+def test_bytes_saved_by_tiles() -> None:
     llama = shape("llama-3-8b")  # 32 layers, 32 query and 8 KV heads of 128
     short, long = attention_matrices(llama, replace(AT, tp=2), (1024, 4096))
     assert short.matrix == 32 * 1024**2 * 2
@@ -153,8 +153,9 @@ def test_tokens_of_a_request_on_several_gpus() -> None:
     assert four.wider_prefill == pytest.approx(step_time(llama, wide, prefill(8192)).floor)
 
 
-def test_a_slow_link_holds_up_what_is_sent() -> None:
-    """Keys and values of a prompt come by while attention is computed, if they can."""
+def test_a_slow_link_delays_prefill() -> None:
+    """Keys and values of a prompt arrive while attention is computed, if the link is fast
+    enough."""
     llama = shape("llama-3-8b")
     slow = replace(AT, device=replace(A100, link=1e8), batch=1)
     _, two, *_ = context_parts(llama, slow, memory_of(llama, slow))
@@ -164,9 +165,9 @@ def test_a_slow_link_holds_up_what_is_sent() -> None:
     assert two.sending == pytest.approx(received - attention / 2)
 
 
-def test_where_tokens_are_not_divided() -> None:
+def test_devices_and_models_without_context_parallelism() -> None:
     llama = shape("llama-3-8b")
-    states = replace(llama, state_bytes=1 << 20)  # which go through all tokens in turn
+    states = replace(llama, state_bytes=1 << 20)  # these process all tokens in order
     blind = replace(A100, bandwidth=None, unknown="why")
     for model, change in (
         (llama, {"pp": 2}),
@@ -177,7 +178,7 @@ def test_where_tokens_are_not_divided() -> None:
         assert context_parts(model, replace(AT, **change), memory_of(model, AT)) == ()
 
 
-def test_parts_of_a_request_may_fit_where_the_whole_does_not() -> None:
+def test_parts_of_a_request_may_fit_if_the_whole_does_not() -> None:
     llama = shape("llama-3.1-8b")
     at = replace(AT, context=131_072, batch=6)
     fits = [row.fits for row in context_parts(llama, at, memory_of(llama, at))]

@@ -1,4 +1,4 @@
-"""Advice: nothing that makes it worse, nothing this version cannot do, and the reasons."""
+"""Advice never makes a setting worse nor needs what this version lacks, and has reasons."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = Device("cpu", "cpu", 64 << 30, 50e9, {"fp32": 0.4e12, "bf16": 0.8e12, "int
 PROMISE = Slo(ttft=0.3, tpot=0.05)
 
 
-FOUND: dict[str, AdviceReport] = {}  # by the question: many tests ask the same
+FOUND: dict[str, AdviceReport] = {}  # by the question, as many tests share one
 
 
 def report(model: str, device: Device, wish: Wish) -> AdviceReport:
@@ -46,7 +46,7 @@ def advice(found: AdviceReport, topic: str) -> Advice:
 
 
 def parsed(flags: tuple[str, ...]) -> EngineConfig:
-    """As `kvik generate` reads them."""
+    """Parse flags as `kvik generate` does."""
     parser = Parser("generate", "", "")
     add_engine_flags(parser)
     return EngineConfig(**engine_options(parser.parse_args(" ".join(flags).split()), ""))
@@ -67,7 +67,7 @@ CASES = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("model", "device", "wish"), CASES)
-def test_no_advice_makes_it_worse_or_needs_what_is_not_there(
+def test_no_advice_makes_it_worse_or_needs_missing_features(
     model: str, device: Device, wish: Wish
 ) -> None:
     found = report(model, device, wish)
@@ -123,8 +123,8 @@ def test_what_this_version_lacks_stands_apart() -> None:
     assert [a.topic for a in found.advice] == [topic for topic in ORDER if topic not in lacking]
 
 
-def test_every_such_option_of_the_engine_is_a_lever() -> None:
-    """Whoever adds one gives it its name in `OPTIONS`."""
+def test_every_option_that_affects_speed_is_a_lever() -> None:
+    """New options need a name in `OPTIONS`."""
     pulled = {name for names in advise.OPTIONS.values() for name in names}
     words = re.compile("dtype$|parallel|spec|draft|quant|max_num_|prefix_cach")
     options = {option.name for option in options_of(EngineConfig)}
@@ -150,14 +150,14 @@ def test_quantisation_helps_what_reads_and_not_what_computes() -> None:
 def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
     load: Wish, int8_rate: float, best: str
 ) -> None:
-    """int4 reads the least, but its products run in bf16: under long prompts int8 serves more."""
+    """int4 reads the least, but computes in bf16: with long prompts int8 serves more."""
     device = replace(H100, rates={"fp32": 67e12, "bf16": 989e12, "int8": int8_rate})
     found = advice(report("llama-3-8b", device, load), "quantisation")
     assert found.change == best
-    told = re.findall(r"(int\d) computes prompts \(in (\w+)\) at ([\d.]+) times", found.reason)
-    units = {name: unit for name, unit, _ in told}
+    clauses = re.findall(r"(int\d) computes prompts \(in (\w+)\) at ([\d.]+) times", found.reason)
+    units = {name: unit for name, unit, _ in clauses}
     if best == "int4":
-        assert units == {"int4": "bf16"}  # nothing computes prompts of this load faster
+        assert units == {"int4": "bf16"}  # no unit computes prompts of this load faster
         return
     assert units == {"int8": "int8", "int4": "bf16"}
     at = Setting(device, "int8", "bf16")
@@ -165,14 +165,14 @@ def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
         name: step_time(SHAPES["llama-3-8b"], replace(at, weight_format=name), prefill(4000)).floor
         for name in ("bf16", "int8", "int4")
     }
-    for name, _, times in told:
+    for name, _, times in clauses:
         assert float(times) == pytest.approx(seconds["bf16"] / seconds[name], rel=0.03)
     share = re.search(r"(\d+)% of the time goes to prompts", found.reason)
     assert share and int(share[1]) > 90
 
 
 def test_a_unit_that_a_device_lacks_is_not_named() -> None:
-    """Without bfloat16 and small integers all weights are multiplied in fp16."""
+    """Without bfloat16 and small integers, all weights are multiplied in fp16."""
     plain = replace(H100, rates={name: H100.rates[name] for name in ("fp32", "fp16")})
     load = Wish(prompt_tokens=500, output_tokens=200, concurrency=16)
     reason = advice(report("llama-3-8b", plain, load), "quantisation").reason
@@ -211,17 +211,17 @@ def test_without_an_acceptance_the_needed_one_is_named() -> None:
     assert (lever.verdict, lever.before, lever.after) == ("depends", None, None)
     assert lever.flags == ("--spec-method ngram",)
     assert not any("spec" in flag for flag in found.flags) and found.advised.drafting is None
-    told = re.search(r"it gains from (\d+)% of right drafts on", lever.reason)
-    assert told is not None and 2 < int(told[1]) < 30
+    matched = re.search(r"it gains from (\d+)% of right drafts on", lever.reason)
+    assert matched is not None and 2 < int(matched[1]) < 30
 
     def verdict(percent: int) -> str:
         wish = Wish(concurrency=32, acceptance=percent / 100)
         return advice(report("llama-3-8b", H100, wish), "speculation").verdict
 
-    assert (verdict(int(told[1]) - 1), verdict(int(told[1]))) == ("no use", "do")
+    assert (verdict(int(matched[1]) - 1), verdict(int(matched[1]))) == ("no use", "do")
 
 
-def test_a_dear_draft_model_must_be_right_more_often() -> None:
+def test_an_expensive_draft_model_needs_higher_acceptance() -> None:
     def needed(draft: str | None) -> int:
         shape = SHAPES[draft] if draft else None
         found = advise_shape(SHAPES["llama-3-8b"], H100, Wish(concurrency=1), draft=shape)
@@ -266,7 +266,9 @@ def test_processes_of_one_memory_are_never_advised() -> None:
         ({"native": False}, "must be 1: kvik was installed without"),
     ],
 )
-def test_what_the_engine_refuses_is_not_even_compared(change: dict[str, object], why: str) -> None:
+def test_settings_that_the_engine_refuses_are_not_compared(
+    change: dict[str, object], why: str
+) -> None:
     hardware = replace(hardware_of(CPU), **{"cores": 4, **change})
     found = advise_shape(SHAPES["llama-3-8b"], CPU, Wish(), hardware)
     parallel = advice(found, "parallelism")
@@ -295,7 +297,7 @@ def test_the_default_step_size_needs_no_flag() -> None:
     assert found.usual.budget < 256 and not found.usual.room
     assert found.advised.at.weight_format == "int4" and found.advised.usual_budget == 8192
     assert not any("--max-num-batched-tokens" in flag for flag in found.flags)
-    # all 512 tokens in one step: 2 * 69.5e9 * 512 operations, in int8 and, for int4, in bf16
+    # All 512 tokens in one step: 2 * 69.5e9 * 512 operations, in int8 and, for int4, in bf16.
     room = found.advice[0]
     assert (room.topic, room.change) == ("room", "int8")
     for figures, rate in ((room.after, 1978.9e12), (found.end, 989.4e12)):
@@ -322,7 +324,7 @@ def test_it_starts_with_what_fits() -> None:
 def test_what_fits_no_single_device_is_planned_for_several() -> None:
     found = report("llama-3-70b", DEVICES["rtx4090"], Wish())
     assert found.obstacle.startswith("does not fit one rtx4090")
-    assert parsed(found.flags).quantization == "int4"  # and nothing of the devices
+    assert parsed(found.flags).quantization == "int4"  # nothing of the devices
     assert found.advised.at.tp == 2 and found.advised.at.weight_format == "int4"
     with pytest.raises(CapacityError, match="does not fit cpu"):
         report("llama-3-70b", replace(CPU, memory=16 << 30), Wish())
@@ -335,7 +337,7 @@ def test_a_promise_that_nothing_keeps() -> None:
     assert f"missed {excess:.2f} times over (TPOT {seconds(found.end.single.tpot)} of 1.00 ms)" in (
         found.promise
     )
-    assert "not in this version" not in found.promise  # on a CPU it lacks nothing
+    assert "not in this version" not in found.promise  # on a CPU nothing is missing
 
 
 def test_a_promise_that_only_later_versions_keep() -> None:
@@ -369,7 +371,7 @@ def test_steps_towards_a_load_that_no_single_one_can_serve() -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("device", [H100, CPU])
-def test_a_tighter_promise_never_bears_more(device: Device) -> None:
+def test_tighter_limits_never_allow_a_larger_load(device: Device) -> None:
     loads = []
     for scale in (4.0, 1.0, 0.25, 0.02):
         limits = Slo(ttft=0.4 * scale, tpot=0.04 * scale)
@@ -410,7 +412,7 @@ def test_a_known_prefix_is_listed_with_its_effect() -> None:
         (Wish(prompt_tokens=4000, output_tokens=200), "prompt_tokens"),
     ],
 )
-def test_questions_that_make_no_sense(wish: Wish, field: str) -> None:
+def test_invalid_questions(wish: Wish, field: str) -> None:
     with pytest.raises(ConfigError) as raised:
         report("llama-2-7b", H100, wish)
     assert raised.value.field == field
