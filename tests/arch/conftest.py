@@ -1,4 +1,4 @@
-"""The source tree as syntax, so that the rules can be checked without importing anything."""
+"""Parse the source tree, so that rules are checked without importing anything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SRC = Path(__file__).parents[2] / "src"
 
 @dataclass(frozen=True)
 class Source:
-    name: str  # dotted, e.g. "kvik.core.plan"; a package by its own name
+    name: str  # dotted, such as "kvik.core.plan"; a package has its own name
     path: Path
     text: str
     tree: ast.Module
@@ -22,10 +22,11 @@ class Source:
 
 
 def imported(source: Source, known: frozenset[str]) -> dict[str, int]:
-    """Every module of `known` and every outside module that `source` names, with a line number.
+    """Return every module of `known`, and every external one, that `source` names, with a line
+    number.
 
-    Imports inside functions and under TYPE_CHECKING count. So does a string that is the full name
-    of a known module, which is how a registry or a lazy export would reach it.
+    Imports inside functions and under TYPE_CHECKING count, as does a string with the full name of a
+    known module, by which a registry or a lazy export imports it.
     """
     package = source.name if source.is_package else source.name.rpartition(".")[0]
     found: dict[str, int] = {}
@@ -62,14 +63,14 @@ def sources() -> dict[str, Source]:
 
 @pytest.fixture(scope="session")
 def imports(sources: dict[str, Source]) -> dict[str, dict[str, int]]:
-    """module -> {imported module: line}."""
+    """Return module -> {imported module: line}."""
     known = frozenset(sources)
     return {name: imported(source, known) for name, source in sources.items()}
 
 
 @pytest.fixture(scope="session")
 def imports_of() -> Callable[[str, str, set[str]], dict[str, int]]:
-    """The import finder on a piece of text, to test the finder itself."""
+    """Return the import finder for a piece of text, to test the finder itself."""
 
     def find(name: str, text: str, known: set[str]) -> dict[str, int]:
         return imported(Source(name, Path(), text, ast.parse(text)), frozenset(known))

@@ -1,4 +1,4 @@
-"""Imports run one way: who may import whom, lazy imports counted."""
+"""Imports run in one direction: allowed imports of each part, including lazy ones."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import sys
 from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 
-# Facts that pass between the trunks; workers may import nothing else of core.
+# Facts shared by the trunks; workers may import nothing else of core.
 BRIDGE = {"core.plan", "core.types", "core.sampling_params", "core.structured"}
 
-# What every part above config may import: facts and vocabulary that import nothing of the rest.
+# Facts and vocabulary that every part above config may import, and that import nothing else.
 GROUND = {"errors", "options", "files", "spec"}
 
-# A row for each part of kvik: what it may import beside itself. "config" allows all of config.
-# `GROUND` stands only in the rows of parts that may not import all of config; the others have it.
+# For each part of kvik, the other parts that it may import. "config" allows all of config. `GROUND`
+# is only listed for parts that may not import all of config.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "options": {"errors"},
     "files": set(),
     "spec": {"errors", "options", "files"},
-    # control: decides, never imports torch
+    # control: decides, and never imports torch
     "core": {*GROUND, "frozen"},
     "config": {*GROUND, "models", "core.config"},
     "text": {"config", "core", "child_process"},
@@ -49,9 +49,9 @@ ALLOWED: dict[str, set[str]] = {
     # top: only launch joins the trunks
     "model_files": {"config", "core", "text", "engine", "gguf"},
     "export": {"config", "core", "gguf", "kernels", "attention", "nn", "models", "model_files"},
-    # Facts of models that kvik does not know, from a process with transformers.
+    # Facts of models unknown to kvik, from a process with transformers.
     "fallback": {"config", "child_process", "model_files", "worker.transformers_model"},
-    # A leaf: it is handed an engine, and does not build one.
+    # A leaf: it receives an engine, and does not build one.
     "server": {"config", "core", "text", "engine", "model_files", ""},
     "launch": {
         "config",
@@ -66,12 +66,12 @@ ALLOWED: dict[str, set[str]] = {
         "stage_process",
         "ray_launcher",
     },
-    # Further processes of a group that computes one model: both ends.
+    # Both ends of the other processes of a group that computes one model.
     "rank_process": {"config", "child_process", "kernels", "worker"},
     "stage_process": {"config", "child_process", "kernels", "links", "rank_process", "worker"},
     "ray_launcher": {"config", "rank_process", "stage_process"},
     "links": {"version"},
-    # The engine in a process of its own, behind a socket: both ends.
+    # Both ends of the engine in its own process, behind a socket.
     "engine_process": {
         "config",
         "core",
@@ -103,12 +103,12 @@ ALLOWED: dict[str, set[str]] = {
         "llm",
         "server",
     },
-    # Makes plans for a worker itself, so it stands beside the engine's own way of doing so.
+    # Makes plans for a worker itself, as an alternative to the engine.
     "evaluate": {
         *("config", "text", "model_files", "launch", "attention", "kernels"),
         *("worker.graphs", "worker.loading", "worker.platforms", *BRIDGE),
     },
-    # Heads that guess ahead, from a model that reads.
+    # Draft heads, trained with a frozen model.
     "training": {"config", "text", "nn", "evaluate"},
     # From a model to an engine folder.
     "build": {"config", "model_files", "launch", ""},
@@ -117,7 +117,7 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "collector": set(),
     "child_process": set(),
-    # A package of its own, to which nothing of kvik points.
+    # A separate package, which nothing in kvik imports.
     "kvik_bench": {
         "config",
         "core",
@@ -206,7 +206,7 @@ def test_every_part_has_a_row(sources: dict[str, object]) -> None:
     assert {part(name) for name in sources} <= set(ALLOWED)
 
 
-def test_imports_run_along_the_arrows(imports: dict[str, dict[str, int]]) -> None:
+def test_imports_follow_the_table(imports: dict[str, dict[str, int]]) -> None:
     bad = [
         f"{module}:{line} imports {target}"
         for module, targets in imports.items()
@@ -218,8 +218,8 @@ def test_imports_run_along_the_arrows(imports: dict[str, dict[str, int]]) -> Non
     assert not bad
 
 
-def test_the_table_itself_has_no_cycle() -> None:
-    # The root package only exports, and cli asks it for the version.
+def test_the_table_has_no_cycle() -> None:
+    # The root package only exports, and cli reads the version from it.
     graph = {
         name: {entry.partition(".")[0] for entry in row if entry} for name, row in ALLOWED.items()
     }
@@ -234,7 +234,7 @@ def test_no_cycles_between_modules(imports: dict[str, dict[str, int]]) -> None:
         raise AssertionError("import cycle: " + " <- ".join(error.args[1])) from None
 
 
-def test_core_is_the_pure_standard_library(imports: dict[str, dict[str, int]]) -> None:
+def test_core_only_imports_the_standard_library(imports: dict[str, dict[str, int]]) -> None:
     impure = {"asyncio", "io", "os", "pathlib", "random", "secrets", "socket", "subprocess"}
     impure |= {"datetime", "threading", "time", "uuid"}
     bad = [
@@ -248,7 +248,7 @@ def test_core_is_the_pure_standard_library(imports: dict[str, dict[str, int]]) -
     assert not bad
 
 
-def test_nothing_imports_what_must_stay_out(imports: dict[str, dict[str, int]]) -> None:
+def test_forbidden_packages_are_not_imported(imports: dict[str, dict[str, int]]) -> None:
     banned = {"transformers", "pickle", "scipy", "pytest", "hypothesis"}
     bad = [
         f"{module}:{line} imports {target}"

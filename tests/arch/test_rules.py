@@ -1,4 +1,4 @@
-"""House rules that syntax can show: each collects what breaks it and names the line."""
+"""House rules that can be checked in syntax: each finds violations and names their lines."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import pytest
 
 pytestmark = pytest.mark.check
 
-# Functions that may take **options and hand them on; each checks every name it is given.
+# Functions that may take **options and pass them on, each with checks of every name.
 HANDS_ON_KEYWORDS = {
     "kvik.llm:LLM.__init__",
     "kvik.core.sampling_params:_OtherNames.__call__",
     "kvik.core.sampling_params:SamplingParams.with_changes",
     "kvik.lang.program:State.gen",
-    # These are for the caller's own function.
+    # These pass options to the caller's own function.
     "kvik.lang.program:run",
     "kvik.lang.program:stream",
 }
@@ -57,8 +57,8 @@ def callee(node: ast.expr) -> str:
 
 
 def mutable_state(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """Containers and iterators at module level that anything in the file changes, or that are not
-    named or annotated as constants."""
+    """Find containers and iterators at module level that are modified in the file, or not named or
+    annotated as constants."""
     constants: dict[str, int] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign):
@@ -136,13 +136,14 @@ def test_the_environment_is_read_in_one_place(sources: dict[str, Any]) -> None:
 
 
 def test_python_is_started_in_one_place(sources: dict[str, Any]) -> None:
-    """There the current folder is kept out of its path. Adapters of other engines are scripts."""
+    """That function keeps the current folder out of the path. Adapters of other engines are
+    scripts."""
     allowed = ("kvik.child_process", "kvik_bench.peers.engine_entries")
     others = {name: s for name, s in sources.items() if name not in allowed}
     assert not violations(others, interpreters)
 
 
-def test_no_feature_is_found_by_hasattr(sources: dict[str, Any]) -> None:
+def test_no_feature_is_detected_by_hasattr(sources: dict[str, Any]) -> None:
     assert not violations(sources, feature_tests)
 
 
@@ -150,7 +151,7 @@ def test_no_mutable_state_at_module_level(sources: dict[str, Any]) -> None:
     assert not violations(sources, mutable_state)
 
 
-def test_keywords_are_not_handed_on(sources: dict[str, Any]) -> None:
+def test_keywords_are_not_passed_on(sources: dict[str, Any]) -> None:
     found = {
         f"{name}:{function}"
         for name, source in sources.items()
@@ -159,8 +160,8 @@ def test_keywords_are_not_handed_on(sources: dict[str, Any]) -> None:
     assert found <= HANDS_ON_KEYWORDS
 
 
-def test_a_class_name_means_one_thing(sources: dict[str, Any]) -> None:
-    """Names that begin with an underscore are of their module alone; tools may repeat those."""
+def test_class_names_are_unique(sources: dict[str, Any]) -> None:
+    """Names with a leading underscore are local to their module; tools may repeat those."""
     count = Counter(
         node.name
         for name, source in sources.items()
@@ -186,8 +187,8 @@ def test_inheritance_is_one_level_deep(sources: dict[str, Any]) -> None:
     assert not bad
 
 
-def test_folders_explain_themselves_and_export_nothing(sources: dict[str, Any]) -> None:
-    """But for the names of the Python API."""
+def test_packages_have_docstrings_and_export_nothing(sources: dict[str, Any]) -> None:
+    """Except for the names of the Python API."""
     bad = [
         str(source.path)
         for name, source in sources.items()
@@ -215,7 +216,7 @@ def test_every_module_has_a_docstring(sources: dict[str, Any]) -> None:
         (keyword_pass_through, "class A:\n    def f(self, **kw): return g(1, **kw)"),
     ],
 )
-def test_a_rule_sees_what_breaks_it(rule: Rule, text: str) -> None:
+def test_a_rule_detects_violations(rule: Rule, text: str) -> None:
     assert list(rule(ast.parse(text)))
 
 
@@ -231,5 +232,5 @@ def test_a_rule_sees_what_breaks_it(rule: Rule, text: str) -> None:
         (keyword_pass_through, "def f(**kw): return sorted(kw)"),
     ],
 )
-def test_a_rule_leaves_good_code_alone(rule: Rule, text: str) -> None:
+def test_a_rule_accepts_valid_code(rule: Rule, text: str) -> None:
     assert not list(rule(ast.parse(text)))

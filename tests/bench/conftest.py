@@ -1,4 +1,4 @@
-"""Benchmarks must not find what somebody measured on this machine."""
+"""Shared by tests of benchmarks, which must not find calibrations of this machine."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from kvik_bench.inprocess.rounds import Watch
 
 @pytest.fixture
 def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder that is the user's cache; it is empty."""
+    """Return an empty folder that replaces the user's cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return tmp_path
 
 
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What else runs on this machine is not told of."""
+    """Hide the load of other processes."""
     monkeypatch.setattr(Watch, "others", lambda watch: 0.0)
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    """The bundled model."""
+    """Return the bundled model's engine."""
     config = EngineConfig(device="cpu", max_num_seqs=8, max_model_len=128, threads=1)
     with loaded(resolve_config(config)) as engine:
         yield engine

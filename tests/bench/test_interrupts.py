@@ -1,4 +1,4 @@
-"""Ctrl-C is held back, then delivered."""
+"""Ctrl-C is deferred, then delivered."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_second_interrupt_is_not_deferred():
     assert reached == [True]
 
 
-def test_nothing_happens_without_one():
+def test_nothing_happens_without_an_interrupt():
     with deferred_interrupt():
         pass
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
@@ -47,7 +47,7 @@ def test_an_error_takes_precedence_over_an_interrupt():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_other_threads_are_left_alone():
+def test_other_threads_are_not_affected():
     seen = []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Replicas under a virtual clock: what routing by prefixes brings, and that nothing is lost."""
+"""Replicas under a virtual clock: the gain of routing by prefixes, and that nothing is lost."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOMY = SimulatedEngine(blocks=16_384)
 
 
 @pytest.mark.full
-def test_eight_replicas_find_most_of_what_one_cache_would_have():
+def test_eight_replicas_have_most_hits_of_one_large_cache():
     routed = simulate(BUSY, ROOMY, 8)
     in_turn = simulate(BUSY, ROOMY, 8, "round-robin")
     assert routed.requests == in_turn.requests == BUSY.requests
@@ -29,7 +29,7 @@ def test_eight_replicas_find_most_of_what_one_cache_would_have():
 
 
 @pytest.mark.full
-def test_a_lost_replica_takes_its_own_hits_with_it():
+def test_a_lost_replica_only_loses_its_own_hits():
     whole = simulate(BUSY, ROOMY, 8)
     lost = simulate(BUSY, ROOMY, 8, lose=(15.0, 3))
     assert lost.requests == BUSY.requests and lost.retried > 0
@@ -45,14 +45,14 @@ def test_the_same_seed_gives_the_same_run(policy: str):
     assert runs[0].hit_tokens <= runs[0].ideal_tokens <= runs[0].prompt_tokens
 
 
-def test_requests_of_a_lost_replica_begin_again_elsewhere():
+def test_requests_of_a_lost_replica_restart_elsewhere():
     traffic = Traffic(requests=60, rate=50.0)
     outcome = simulate(traffic, SimulatedEngine(blocks=1024), 3, lose=(0.4, 1))
     assert outcome.requests == 60 and outcome.retried > 0
     assert outcome.busy[1] < outcome.busy[0] / 2
 
 
-def test_one_replica_finds_what_one_cache_would_have():
+def test_one_replica_has_the_hits_of_one_cache():
     outcome = simulate(Traffic(requests=40, rate=0.5), SimulatedEngine(blocks=4096), 1)
     assert 0.99 * outcome.ideal_tokens <= outcome.hit_tokens <= outcome.ideal_tokens
 
@@ -67,7 +67,7 @@ TIERED = {
 
 
 @pytest.mark.parametrize("tiers", TIERED.values(), ids=TIERED)
-def test_tiers_keep_what_leaves_the_cache(tiers: TierSizes):
+def test_tiers_keep_evicted_pages(tiers: TierSizes):
     traffic = Traffic(requests=150, rate=10.0, seed=1, output_tokens=16)
     plain = simulate(traffic, SMALL, 1)
     tiered = simulate(traffic, replace(SMALL, tiers=tiers), 1)
@@ -79,14 +79,14 @@ def test_tiers_keep_what_leaves_the_cache(tiers: TierSizes):
 
 
 @pytest.mark.full
-def test_a_conversation_goes_on_where_the_memory_tier_has_it():
-    """Where caches are small, routing finds with the tier most of what it finds in large ones."""
+def test_a_conversation_continues_where_the_memory_tier_has_it():
+    """With small caches, routing with the tier finds most of the hits of large caches."""
     tiered = simulate(BUSY, replace(ROOMY, blocks=2000, tiers=TierSizes((PAGE,), 16_384)), 8)
     assert tiered.hit_tokens >= 0.85 * simulate(BUSY, ROOMY, 8).hit_tokens
 
 
-def test_loads_take_the_time_that_the_rate_says():
-    """Where loading takes longer than computing, little is loaded, and that late."""
+def test_loads_take_time_by_their_rate():
+    """If loading takes longer than computing, little is loaded, and late."""
     traffic = Traffic(requests=60, rate=5.0, seed=1, output_tokens=16)
     fast, slow = (
         simulate(traffic, replace(SMALL, blocks=300, tiers=TIERED["memory"], memory_rate=rate), 1)
@@ -96,7 +96,7 @@ def test_loads_take_the_time_that_the_rate_says():
     assert slow.ttft(0.99) > fast.ttft(0.99)
 
 
-def test_a_load_ends_when_its_bytes_have_come():
+def test_a_load_ends_with_its_last_bytes():
     engine = replace(SMALL, tiers=TIERED["both"], memory_rate=1e9, disk_rate=1e8)
     tiers = SimulatedTiers(engine)
     assert tiers.take(0.0).scanned and tiers.take(0.0) is None
@@ -104,7 +104,7 @@ def test_a_load_ends_when_its_bytes_have_come():
     plan.stores.append(PageStore((0, b"a"), b"", 1, place=0, on_disk=True))
     plan.loads.append(PageLoad(7, [((0, b"b"), 2, 5), ((0, b"c"), 3, NOWHERE)]))
     tiers.begin(plan, 1.0)
-    assert tiers.wait(1.0) == 1.0 + 0.016  # of disk: it is written and read at the same time
+    assert tiers.wait(1.0) == 1.0 + 0.016  # of disk: writes and reads overlap
     assert tiers.take(1.0159) is None
     moved = tiers.take(1.0161)
     assert moved.loaded == [(7, [])] and moved.stored == [(0, b"a")]

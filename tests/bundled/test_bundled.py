@@ -100,7 +100,7 @@ def test_draft_is_a_tenth_of_the_target_at_most() -> None:
     assert 10 * parameters("stories-draft") <= parameters("stories")
 
 
-def test_models_can_work_together() -> None:
+def test_the_draft_model_fits_the_model() -> None:
     first, second = (read(name, "config.json") for name in NAMES)
     for key in ("vocab_size", "max_position_embeddings", "bos_token_id", "eos_token_id"):
         assert first[key] == second[key]
@@ -191,8 +191,8 @@ def test_the_heads_are_for_the_model() -> None:
     assert (BUNDLED / name / "ATTRIBUTION.md").read_bytes() == licence
 
 
-def test_the_heads_guess_what_the_model_says() -> None:
-    """More than 1.7 tokens of a step, and not one of them another."""
+def test_the_heads_draft_tokens_of_the_model() -> None:
+    """More than 1.7 tokens per step, and no token differs."""
     prompts = ["Once upon a time there was a", "The king said to his daughter", "One day the fox"]
     params = SamplingParams(temperature=0.0, max_tokens=60)
     wish = {"method": "medusa", "num_speculative_tokens": 16, "adaptive": False}

@@ -322,7 +322,7 @@ def messages_of(server: FakeServer) -> list[str]:
     return [request.body["messages"][-1]["content"] for request in server.requests if request.raw]
 
 
-def test_a_terminal_sees_what_answers_and_colours() -> None:
+def test_a_terminal_shows_who_answers_and_colours() -> None:
     for environ, coloured in (({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False)):
         with answering(HELLO) as server:
             with OnTerminal("chat", "--url", server.url, **environ) as terminal:
@@ -378,7 +378,7 @@ def test_lines_break_between_words() -> None:
     broken = [line for line in lines if "x" not in line]
     assert all(len(line) + sum(char in "漢字" for char in line) <= 30 for line in broken)
     assert all(word.strip("word") == "" for line in lines[:5] for word in line.split())
-    assert max(len(line) for line in broken) > 20  # and no sooner than they must
+    assert max(len(line) for line in broken) > 20  # and not too early
     assert "".join(answer.split()) == "".join(text.split())
     assert any(line.startswith("    indented") for line in lines)
 
@@ -406,7 +406,7 @@ def test_commands_are_completed() -> None:
 def test_a_pasted_text_is_one_message() -> None:
     with answering(HELLO) as server, OnTerminal("chat", "--url", server.url) as terminal:
         terminal.wait_for("> ")
-        # As a terminal sends a paste that it was asked to mark; Enter is not part of it.
+        # A bracketed paste, as sent by a terminal; Enter is not part of it.
         terminal.type("\x1b[200~/* one */\rtwo\r\rthree\x1b[201~ four\r")
         terminal.wait_for("Hello")
         asked = [request.body["messages"] for request in server.requests if request.raw]

@@ -1,4 +1,4 @@
-"""`kvik eval`: from the command line to the figures."""
+"""`kvik eval`: from the command line to figures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_the_reference_is_not_rounded(
     assert plain["perplexity"] != facts["perplexity"]
 
 
-def test_the_report_lists_what_was_done(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--window", "128", "--stride", "128", "--reference", "same"]
     assert main(["eval", *words, *CPU]) == 0
     out = capsys.readouterr().out

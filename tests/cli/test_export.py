@@ -1,4 +1,4 @@
-"""`kvik export`: a model as a GGUF file, which kvik reads back as the same model."""
+"""`kvik export`: a model as a GGUF file, read back by kvik as the same model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def opened(model: Path | str, **options: object) -> LLM:
     return LLM(str(model), device="cpu", threads=1, num_blocks=64, **options)
 
 
-def test_the_bundled_model_there_and_back(
+def test_the_bundled_model_survives_a_round_trip(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "stories.gguf"
@@ -65,7 +65,7 @@ def test_a_gguf_file_of_floats_exports_as_its_folder(floats: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("type", TYPES)
-def test_every_type_says_the_same_at_first(type: str, tmp_path: Path) -> None:
+def test_every_type_generates_the_same_first_tokens(type: str, tmp_path: Path) -> None:
     path = tmp_path / "stories.gguf"
     assert main(["export", str(BUNDLED), "-o", str(path), "--type", type]) == 0
     with opened(path) as llm:
@@ -73,13 +73,13 @@ def test_every_type_says_the_same_at_first(type: str, tmp_path: Path) -> None:
         assert output.outputs[0].text.startswith(" there was a ")
 
 
-# The most that a type may be from the floats on the story that ships with kvik.
+# The largest divergence of a type from the floats, on the bundled story.
 DIVERGENCES = {"q8_0": 0.0004, "q6_k": 0.003, "q5_k_m": 0.01, "q4_k_m": 0.032, "q4_0": 0.055}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("type", DIVERGENCES)
-def test_a_file_predicts_what_the_floats_predict(
+def test_predictions_of_a_file_are_near_those_of_the_floats(
     type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "stories.gguf"
@@ -92,7 +92,7 @@ def test_a_file_predicts_what_the_floats_predict(
     assert 0 < found["kl_divergence"] < DIVERGENCES[type]
 
 
-def test_the_chat_template_goes_along(tmp_path: Path) -> None:
+def test_the_chat_template_is_exported(tmp_path: Path) -> None:
     folder, path = tmp_path / "m", tmp_path / "m.gguf"
     folder.mkdir()
     for file in BUNDLED.iterdir():
@@ -191,7 +191,7 @@ def test_an_engine_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "is an engine folder: export the model it was built from" in capsys.readouterr().err
 
 
-def test_an_expert_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_expert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_tiny(tmp_path / "m", "Mixtral", num_local_experts=4)
     path, lost = tmp_path / "m/model.safetensors", "model.layers.1.block_sparse_moe.experts.2.w2"
     weights = load_file(path)

@@ -1,4 +1,4 @@
-"""Flags made from options: every field has one, and it says what is wrong by name."""
+"""Flags made from options: every field has one, and errors name it."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_each_sampling_option_has_a_flag(name: str) -> None:
     words = [word for value in values for word in (flag, value)] or [flag]
     given = given_sampling_options(parser().parse_args(words))
     assert list(given) == [name]
-    made = SamplingParams(prompt_logprobs=0).with_changes(**given)  # which one of them needs
+    made = SamplingParams(prompt_logprobs=0).with_changes(**given)  # some of them require it
     assert getattr(made, name) == expected
 
 
@@ -87,7 +87,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("verb", [*VERBS, *added_verbs()])
-def test_help_speaks_of_flags_and_not_of_python(verb: str) -> None:
+def test_help_names_flags_and_not_python(verb: str) -> None:
     module = import_module({**VERBS, **added_verbs()}[verb][0])
     text = module.build_parser().format_help()
     assert not re.search(r"\b(None|True|False)\b|`|\bKwargs\b|[a-z](Config|Params)\b", text)
@@ -120,7 +120,7 @@ def test_each_engine_option_has_a_flag() -> None:
     }
 
 
-def test_nothing_given_is_nothing() -> None:
+def test_options_that_are_not_given_are_absent() -> None:
     arguments = parser().parse_args([])
     assert given_sampling_options(arguments) == engine_options(arguments, "") == {}
 

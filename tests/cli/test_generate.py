@@ -1,4 +1,4 @@
-"""`kvik generate`: prompts in, text, figures and errors out."""
+"""`kvik generate`: prompts as input, text, figures and errors as output."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_text_cut_by_a_default_limit_is_noted(
     assert note is None or note in told[0]
 
 
-def test_it_runs_for_real(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_with_a_real_model(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--num-blocks", "8", "--block-size", "8", "--device", "cpu", "--verbose"]
     assert main(["generate", *GREEDY, "--seed", "1", *words, "Once upon a"]) == 0
     captured = capsys.readouterr()
@@ -87,7 +87,7 @@ def test_the_model_comes_first(loads: Loads) -> None:
     assert loads == [{"model": "owner/model", "max_num_seqs": 4}]
 
 
-def test_text_is_flushed_as_it_comes(
+def test_text_is_flushed_as_it_is_generated(
     llm: LLM, loads: Loads, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Pipe(io.StringIO):
@@ -177,7 +177,7 @@ def test_bad_input_is_one_line(
     assert refused(capsys, "generate", *words).startswith(line)
 
 
-def test_what_only_the_model_shows_is_one_line(
+def test_errors_found_by_the_model_are_one_line(
     loads: Loads, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "word " * 2000]) == 2
@@ -203,7 +203,7 @@ def test_what_only_the_model_shows_is_one_line(
         ("notes.txt", True),
         ("Hello", False),
         ("Hello.", False),
-        ("gpt2", False),  # as good a prompt as a model
+        ("gpt2", False),  # a prompt or a model
         ("/* sort a list */ int main", False),
         ("~ ~ ~", False),
         ("either/or, he said", False),
@@ -211,7 +211,7 @@ def test_what_only_the_model_shows_is_one_line(
         ("Once upon a time\n", False),
     ],
 )
-def test_one_word_that_names_a_model_is_no_prompt(
+def test_a_single_word_that_names_a_model_is_not_a_prompt(
     word: str,
     is_model: bool,
     loads: Loads,
@@ -232,17 +232,13 @@ def test_one_word_that_names_a_model_is_no_prompt(
     assert loads == [{}]
 
 
-def test_input_that_is_no_text(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_binary_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     feed(monkeypatch, b"\xff\xfe")
     assert main(["generate", "-"]) == 2
     assert capsys.readouterr().err == "kvik: error: prompt: must be UTF-8 text\n"
 
 
-def test_input_without_end(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_endless_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("kvik.cli.generate.MAX_PROMPT_BYTES", 10)
     feed(monkeypatch, b"x" * 11)
     assert main(["generate", "-"]) == 2
@@ -262,7 +258,7 @@ def test_a_request_that_fails_inside_the_engine(
     assert capsys.readouterr().err == "kvik: error: request: sampler: boom\n"
 
 
-def test_the_environment_counts(
+def test_environment_variables_apply(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVIK_BLOCK_SIZE", "0")

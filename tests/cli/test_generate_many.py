@@ -56,7 +56,7 @@ def test_each_line_is_a_request_with_its_own_parameters(
         assert found[5]["completions"][0]["text"] == chat.text
 
 
-def test_an_interrupted_batch_goes_on_where_it_was(
+def test_an_interrupted_batch_resumes(
     prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
@@ -102,7 +102,7 @@ def test_a_bad_line_is_named(
     assert error in captured.err and not captured.out
 
 
-def test_a_file_that_is_no_output_is_left_alone(
+def test_other_files_are_not_overwritten(
     prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "notes"
@@ -110,7 +110,7 @@ def test_a_file_that_is_no_output_is_left_alone(
         mine.write_text(text)
         code = main(["generate", "--prompts", str(prompts), "-o", str(mine), *OPTIONS])
         if text == '{"line": 1}':
-            continue  # torn: it looks like the beginning of an object
+            continue  # truncated, it looks like the start of an object
         assert code == 2 and mine.read_text() == text
         assert "--output" in capsys.readouterr().err
 
@@ -125,7 +125,7 @@ def test_a_file_that_is_no_output_is_left_alone(
         ((), "prompt"),
     ],
 )
-def test_flags_that_do_not_go_together(
+def test_incompatible_flags(
     words: tuple[str, ...], field: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", *words]) == 2
@@ -140,7 +140,7 @@ def test_a_dash_reads_the_prompts_from_standard_input(
     assert sorted(written(capsys.readouterr().out)) == [1, 2]
 
 
-def test_outputs_come_as_they_are_ready_and_the_urgent_first() -> None:
+def test_outputs_are_written_when_ready_and_urgent_ones_first() -> None:
     params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (90, 4, 50)]
     with LLM(device="cpu", threads=1, max_model_len=128, policy="priority") as llm:
         order = [index for index, _ in llm.as_completed(["A", "B", "C"], params)]

@@ -32,7 +32,7 @@ LARGE = {
 
 @pytest.fixture
 def large(tmp_path: Path) -> str:
-    """A model of 405 billion parameters, of which only the config is there."""
+    """Return a model of 405 billion parameters, with only its config."""
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     return str(tmp_path)
 
@@ -79,7 +79,7 @@ def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     facts = json.loads(capsys.readouterr().out)
     layers = facts["layers"]
     assert [(kind["count"], kind["window"]) for kind in layers] == [(22, 512), (4, None)]
-    # What a request keeps in them: 512 tokens where a window ends there, else all of 1,024.
+    # Tokens kept per request: 512 in layers with a window, else all 1,024.
     tokens = [kind["kv_bytes_per_token"] for kind in layers]
     assert sum(tokens) == facts["kv_bytes_per_token"] and tokens[0] * 4 == tokens[1] * 22
     kept = [kind["kv_bytes_per_request"] for kind in layers]
@@ -126,7 +126,7 @@ def test_on_a_gpu_the_report_names_triton(
     assert "--kernels: triton: " in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_still_described(
+def test_a_model_that_does_not_fit_is_still_described(
     large: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["info", large, "--memory-utilization", "0.01"]) == 0
@@ -159,7 +159,7 @@ def test_bad_input(words: list[str], line: str, capsys: pytest.CaptureFixture[st
     assert refused(capsys, "info", *words).startswith(line)
 
 
-def test_the_environment_counts(
+def test_environment_variables_apply(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("KVIK_NUM_BLOCKS", "12")

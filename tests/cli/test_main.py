@@ -1,4 +1,4 @@
-"""The command itself: verbs, exit codes, and what a user sees when something is wrong."""
+"""The command: verbs, exit codes, and error messages."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"kvik {__version__}\n"
 
 
-def test_help_imports_nothing_that_takes_time() -> None:
+def test_help_imports_nothing_slow() -> None:
     script = """
 import sys
 from kvik.cli.main import main
@@ -116,7 +116,7 @@ def test_loading_a_model_is_reported_on_a_terminal(
     flags: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     small = ["--device", "cpu", "--threads", "1", "--max-model-len", "64", "--max-num-seqs", "1"]
-    for _ in range(2):  # each command for itself
+    for _ in range(2):  # for each command separately
         assert cli.main(["generate", *small, *flags, "--max-tokens", "1", "Hi"]) == 0
         lines = capsys.readouterr().err.splitlines()
         assert [line for line in lines if line.startswith("kvik: loading stories: ")] == lines[:1]
@@ -132,7 +132,7 @@ def test_loading_a_model_is_reported_on_a_terminal(
         (ConfigError("KVIK_NUM_BLOCKS", "must be 1"), "KVIK_NUM_BLOCKS: must be 1"),
     ],
 )
-def test_errors_speak_of_flags(
+def test_errors_name_flags(
     error: KvikError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     verb(monkeypatch, error)
@@ -182,7 +182,7 @@ def test_a_panic_of_a_library_is_one_line(
         (ImportError("libtorch_cpu.so: failed to map segment"), "memory: there is too little"),
     ],
 )
-def test_trouble_of_the_machine_is_one_line(
+def test_errors_of_the_machine_are_one_line(
     error: Exception,
     line: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -202,7 +202,7 @@ def test_bugs_of_the_same_kinds_are_not_hidden(
 
 
 def shell(command: str) -> subprocess.CompletedProcess[str]:
-    """`kvik` as a user's shell starts it, which may close a stream or set a limit first."""
+    """Run `kvik` in a user's shell, which may close a stream or set a limit first."""
     script = command.replace("kvik", f"{shlex.quote(sys.executable)} -m kvik")
     return subprocess.run(
         ["/bin/sh", "-c", script],
@@ -235,7 +235,7 @@ def test_a_full_standard_output_is_one_line(command: str) -> None:
     ],
 )
 @pytest.mark.skipif(sys.platform != "linux", reason="has /dev/full and enforces limits")
-def test_a_closed_stream_and_a_limit_are_no_crash(command: str, code: int, error: str) -> None:
+def test_a_closed_stream_or_a_limit_does_not_crash(command: str, code: int, error: str) -> None:
     result = shell(command)
     assert result.returncode == code
     assert result.stderr.startswith(error) and result.stderr.count("\n") == bool(error)
@@ -243,7 +243,7 @@ def test_a_closed_stream_and_a_limit_are_no_crash(command: str, code: int, error
 
 @pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="enforces limits of the address space")
-def test_a_limit_of_the_address_space_is_planned_with() -> None:
+def test_a_limit_of_the_address_space_is_in_the_plan() -> None:
     result = shell("ulimit -v 2200000; kvik generate --device cpu --max-tokens 1 --verbose A")
     assert result.returncode == 0, result.stderr
     assert "ulimit -v" in shell("ulimit -v 1100000; kvik generate --device cpu A").stderr
@@ -255,7 +255,7 @@ def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
         cli.main(["generate"])
 
 
-def test_a_reader_that_left_is_quiet() -> None:
+def test_a_closed_reader_is_no_error() -> None:
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "w") as out:
@@ -266,7 +266,7 @@ def test_a_reader_that_left_is_quiet() -> None:
 
 
 @pytest.mark.full
-def test_bytes_that_are_no_text_are_no_crash() -> None:
+def test_binary_arguments_do_not_crash() -> None:
     command = [sys.executable, "-m", "kvik", "chat"]
     strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict", "KVIK_THREADS": "1"}
     said = b"/system caf\xe9\n"
@@ -275,7 +275,7 @@ def test_bytes_that_are_no_text_are_no_crash() -> None:
     assert "system message: caf\ufffd" in result.stdout.decode()
 
 
-def test_the_module_runs_too() -> None:
+def test_the_module_can_be_run() -> None:
     result = run("info", "/no/such/folder")
     assert result.returncode == 2
     assert result.stderr == "kvik: error: model: there is no folder '/no/such/folder'\n"

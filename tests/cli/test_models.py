@@ -1,4 +1,4 @@
-"""`kvik models`: every architecture is there, with its files."""
+"""`kvik models` lists every architecture with its files."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from kvik.cli.openai_stream import MAX_EVENT_BYTES, EventTooLarge, SseParser
 
 TEXT = 'data: {"text": "Größe 漢字 🙂"}'
 
-# (what a server sends, the events it means)
+# (bytes from a server, their events)
 STREAMS = [
     (b"data: a\n\n", [(b"", b"a")]),
     (b"data:a\n\ndata:  b\n\n", [(b"", b"a"), (b"", b" b")]),
@@ -40,7 +40,7 @@ def test_a_stream_at_once_and_byte_by_byte(stream: bytes, events: list) -> None:
 
 
 @given(st.sampled_from(STREAMS), st.lists(st.integers(0, 60), max_size=8))
-def test_it_does_not_matter_where_a_stream_is_cut(stream: tuple, cuts: list[int]) -> None:
+def test_a_stream_may_arrive_in_any_chunks(stream: tuple, cuts: list[int]) -> None:
     data, events = stream
     places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     parser = SseParser()
@@ -57,12 +57,12 @@ LINES = st.sampled_from([b"data: a", b"data:", b": x", b"event: e", b"", b"data:
     st.lists(st.tuples(LINES, st.sampled_from([b"\n", b"\r\n", b"\r"])), max_size=12),
     st.lists(st.integers(0, 100), max_size=6),
 )
-def test_line_ends_mix_and_cuts_do_not_show(lines: list, cuts: list[int]) -> None:
+def test_line_ends_may_be_mixed_in_any_chunks(lines: list, cuts: list[int]) -> None:
     data = b"".join(line + end for line, end in lines)
     places = sorted({0, len(data), *(cut for cut in cuts if cut < len(data))})
     parser = SseParser()
     pieces = [parser.feed(data[a:b]) for a, b in pairwise(places)]
-    # "\r" and then an empty line ended by "\n" is one line end, cut or not.
+    # "\r" and then an empty line ended by "\n" is one line end, in any chunks.
     normal = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     assert list(chain.from_iterable(pieces)) == SseParser().feed(normal)
 
@@ -74,5 +74,5 @@ def test_an_event_without_end_is_refused() -> None:
         for _ in range(MAX_EVENT_BYTES // (1 << 20) + 1):
             parser.feed(b"x" * (1 << 20))
     parser = SseParser()
-    for _ in range(40):  # many events of 1 MiB are fine
+    for _ in range(40):  # many events of 1 MiB are accepted
         assert len(parser.feed(b"data: " + b"x" * (1 << 20) + b"\n\n")) == 1

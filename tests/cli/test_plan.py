@@ -1,4 +1,4 @@
-"""`kvik plan`: what is printed, and what is refused."""
+"""`kvik plan`: its output and refusals."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
     assert "3,072 bytes per token" in out
 
 
-def test_a_measured_throughput_is_paid(capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_by_a_measured_throughput(capsys: pytest.CaptureFixture[str]) -> None:
     words = [LLAMA, "--hardware", "h200", "--tp", "4", "--context", "1000", "--price", "3.5"]
     words += ["--output-tokens", "200", "--tokens-per-second", "2000"]
     facts = json.loads(printed(capsys, *words, "--load", "30/s", "--json"))

@@ -1,4 +1,4 @@
-"""The verb: what it refuses before it works, what it leaves behind, and its report."""
+"""`kvik quantize`: refusals, leftovers and report."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 
 @pytest.mark.full
 def test_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The bundled model from one end to the other."""
+    """Quantise the bundled model from start to end."""
     out = tmp_path / "out"
     assert main(["quantize", "-o", str(out), "--method", "rtn", "--bits", "8", *CPU]) == 0
     printed = capsys.readouterr()
@@ -33,7 +33,7 @@ def test_a_model_without_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert f"saved in {out}" in printed.err
     report = json.loads((out / REPORT).read_text())
     assert report["bytes"]["after"] < 0.62 * report["bytes"]["before"]
-    # a scale of 16 bits for each group, and the shape of each layer
+    # A 16-bit scale per group, and the shape of each layer.
     assert report["bits_per_weight"] == pytest.approx(8 + 16 / 64, rel=1e-3)
     perplexity = report["perplexity"]
     assert abs(perplexity["after"] / perplexity["before"] - 1) < 0.005
@@ -94,7 +94,7 @@ def test_refusals(
     assert not (tmp_path / "out").exists()
 
 
-def test_the_folder_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_folder_is_required(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantize"]) == 2
     assert "-o" in capsys.readouterr().err
     assert main(["quantize", "-o"]) == 2
@@ -102,7 +102,7 @@ def test_the_folder_has_to_be_named(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("method", ["rtn", "fp8"])
-def test_weights_that_are_no_numbers(
+def test_weights_that_are_not_finite(
     method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     save_tiny(tmp_path / "model", "Llama")
@@ -117,7 +117,7 @@ def test_weights_that_are_no_numbers(
 
 
 def test_defaults_by_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Eight bits and whole rows where a method has nothing else; the largest group that fits."""
+    """Eight bits and whole rows for methods without alternatives; the largest group that fits."""
     out = tmp_path / "out"
     assert main(["quantize", "-o", str(out), "--method", "fp8", "--json", *FAST]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -125,7 +125,7 @@ def test_defaults_by_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert report["perplexity"] is None and report["tokens_per_second"] is None
     assert report["calibration"] == "none: the weights alone"
     assert json.loads((out / REPORT).read_text()) == report
-    # all but down_proj have 256 inputs
+    # All except down_proj have 256 inputs.
     out = tmp_path / "other"
     flags = ("--method", "rtn", "--skip", "*.down_proj", "--json", *FAST)
     assert main(["quantize", str(BUNDLED), "-o", str(out), *flags]) == 0

@@ -1,4 +1,4 @@
-"""`--url` and `--api-key`, as all commands that talk to a server read them."""
+"""`--url` and `--api-key` of all commands that talk to a server."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ COMMANDS = (["top", "--once"], ["chat"], ["bench", "serve"])
         ("http://[::1]:8000", "::1", 8000, "/v1/models"),
     ],
 )
-def test_how_an_address_is_written(given: str, host: str, port: int, target: str) -> None:
+def test_forms_of_addresses(given: str, host: str, port: int, target: str) -> None:
     server = RemoteServer.at(given)
     connection = server.connection(5.0)
     assert (connection.host, connection.port, connection.timeout) == (host, port, 5.0)
@@ -40,7 +40,7 @@ def test_how_an_address_is_written(given: str, host: str, port: int, target: str
     ["", "ftp://here", "http://", "http://me:secret@here", "here:99999", "here:x", "http://[a",
      "he re", "a/b c", "here?key=1", "here#x"],
 )  # fmt: skip
-def test_what_is_no_address(
+def test_invalid_addresses(
     command: list[str], url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*command, "--url", url]) == 2
@@ -54,7 +54,7 @@ def test_what_is_no_key(command: list[str], key: str, capsys: pytest.CaptureFixt
     assert refused(capsys, *command, "--url", "here", "--api-key", key).startswith("--api-key: ")
 
 
-def test_a_key_may_lie_in_a_file(tmp_path: Path) -> None:
+def test_a_key_may_be_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text("secret\n")
     server = RemoteServer.at("here", f"@{file}")

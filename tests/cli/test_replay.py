@@ -1,4 +1,4 @@
-"""`kvik replay` on flights of a real model."""
+"""`kvik replay` of recordings of a real model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def flight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_a_flight_is_equal(flight, capsys):
+def test_a_replay_is_equal(flight, capsys):
     assert main(["replay", str(flight)]) == 0
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("equal: ") and ", 24 requests, " in out[0]
@@ -39,8 +39,8 @@ def test_a_flight_is_equal(flight, capsys):
 
 
 @pytest.mark.full
-def test_a_flight_is_equal_in_another_process(flight):
-    """Where texts hash to something else, so that sets of them have another order."""
+def test_a_replay_is_equal_in_another_process(flight):
+    """With other hashes of strings, so that sets have another order."""
     command = [sys.executable, "-m", "kvik", "replay", str(flight)]
     environment = {**os.environ, "PYTHONHASHSEED": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -57,7 +57,7 @@ def test_a_flight_is_equal_in_another_process(flight):
         pytest.param({"kernels": "torch", "policy": "priority"}, id="priority"),
     ],
 )
-def test_whatever_the_engine_is_made_of(tmp_path, capsys, config):
+def test_a_replay_is_equal_for_all_configurations(tmp_path, capsys, config):
     stats = record_flight(tmp_path / "flight", seed=1, **config)
     assert stats.preemptions > 0
     if stats.speculation is not None:
@@ -74,7 +74,7 @@ def lose_a_rank() -> None:
 @needs_native
 @pytest.mark.full
 def test_an_engine_that_has_lost_a_process(tmp_path, capsys):
-    """Up to there, in any number of processes, and with the same end for each request."""
+    """Up to the loss, with any number of processes, and with the same end of each request."""
     path = tmp_path / "flight"
     record_flight(path, lose=lose_a_rank, threads=2, tensor_parallel_size=2)
     assert not ranks_of(os.getpid())
@@ -98,7 +98,7 @@ def test_an_engine_that_has_lost_a_process(tmp_path, capsys):
 
 @needs_native
 @pytest.mark.full
-def test_a_process_that_is_lost_while_it_is_played(flight, tmp_path, monkeypatch, capsys):
+def test_a_process_that_is_lost_during_a_replay(flight, tmp_path, monkeypatch, capsys):
     path = tmp_path / "flight"
     record_flight(path, threads=2, tensor_parallel_size=2)
     play = Replay.run
@@ -111,7 +111,7 @@ def test_a_process_that_is_lost_while_it_is_played(flight, tmp_path, monkeypatch
     ("ranks", "why"),
     [("0", "at least 1, not 0"), ("99", "at most 8")],
 )
-def test_numbers_of_processes_that_cannot_be(flight, tmp_path, capsys, ranks, why):
+def test_impossible_numbers_of_processes(flight, tmp_path, capsys, ranks, why):
     path = flight
     if ranks == "99":
         if not NATIVE:
@@ -123,7 +123,7 @@ def test_numbers_of_processes_that_cannot_be(flight, tmp_path, capsys, ranks, wh
     assert "tensor_parallel_size" in err.replace("-", "_") and why in err
 
 
-def test_a_token_that_was_changed_is_found(flight, tmp_path, capsys):
+def test_a_changed_token_is_detected(flight, tmp_path, capsys):
     with open_recording(flight) as file:
         reader = RecordReader(file, "")
         header, events = reader.header, list(reader.events())
@@ -139,7 +139,7 @@ def test_a_token_that_was_changed_is_found(flight, tmp_path, capsys):
 
 
 @pytest.mark.full
-def test_a_flight_that_was_cut_short(flight, tmp_path, capsys):
+def test_a_truncated_recording(flight, tmp_path, capsys):
     cut = tmp_path / "cut"
     cut.write_bytes(flight.read_bytes()[:-1000])
     assert main(["replay", str(cut)]) == 0
@@ -158,7 +158,7 @@ def test_the_model_may_have_moved_but_not_changed(flight, tmp_path, capsys):
     assert "is another model than the one of the recording" in capsys.readouterr().err
 
 
-def test_what_is_no_recording(tmp_path, capsys):
+def test_invalid_recordings(tmp_path, capsys):
     assert main(["replay", str(tmp_path / "none")]) == 2
     assert "cannot be read" in capsys.readouterr().err
     (tmp_path / "text").write_text("hello")

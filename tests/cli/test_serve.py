@@ -1,4 +1,4 @@
-"""`kvik serve`: its flags, and the whole of it as a process."""
+"""`kvik serve`: its flags, and the whole command as a process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def configs(*arguments: str) -> tuple[EngineConfig, ServerConfig]:
     return read_configs(build_parser().parse_intermixed_args(arguments))
 
 
-def test_it_has_few_flags() -> None:
+def test_the_command_has_few_flags() -> None:
     flags = [
         action
         for action in build_parser()._actions
@@ -44,7 +44,7 @@ def test_it_has_few_flags() -> None:
     assert len(flags) <= MAX_FLAGS
 
 
-def test_flags_are_named_as_elsewhere() -> None:
+def test_flags_have_the_names_of_other_servers() -> None:
     engine, server = configs(
         *("some/model", "--max-model-len", "4k", "--max-num-seqs", "8", "--kv-cache-dtype", "fp8"),
         *("--attention-sinks", "4", "--window", "1k"),
@@ -79,7 +79,7 @@ def test_a_model_may_have_several_names(
     assert (engine.model, server.served_model_name) == (model, names)
 
 
-def test_a_flag_goes_before_the_environment_and_that_before_the_file(
+def test_flags_override_the_environment_and_that_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "kvik.toml"
@@ -98,8 +98,8 @@ def test_a_flag_goes_before_the_environment_and_that_before_the_file(
     assert (server.port, server.log_level, server.shutdown_timeout) == (3, "error", 5.0)
     assert server.allowed_host == ("one.example", "*")
     assert (engine.max_num_seqs, engine.block_size) == (3, 2)
-    assert (engine.num_blocks, engine.ageing) == (7, 2.5)  # these are no flags here
-    assert (server.any_model_name, server.pressure_max_tokens) == (True, 9)  # nor these
+    assert (engine.num_blocks, engine.ageing) == (7, 2.5)  # these have no flags
+    assert (server.any_model_name, server.pressure_max_tokens) == (True, 9)  # nor do these
     assert engine.model == "file"
     assert configs("flag", "--config", str(file))[0].model == "flag"
 
@@ -130,7 +130,7 @@ def test_an_error_is_in_one_line(
     assert part in refused(capsys, "serve", *arguments)
 
 
-def test_a_port_in_use_is_reported_before_the_model_is_looked_for(
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -155,7 +155,7 @@ def test_a_server_without_keys_on_a_public_address_is_warned_of(
     assert ("without an API key" in caplog.text) == warned
 
 
-def test_what_clients_call_the_model(tmp_path: Path) -> None:
+def test_the_served_names_of_the_model(tmp_path: Path) -> None:
     file = tmp_path / "story.gguf"
     file.touch()
     named = ServerConfig(served_model_name=("a", "b", "a"))
@@ -166,11 +166,11 @@ def test_what_clients_call_the_model(tmp_path: Path) -> None:
     assert model_names(ServerConfig(), str(tmp_path), tmp_path) == (tmp_path.name,)
 
 
-# The whole
+# The whole command
 
 
 class Process:
-    """A server that is ready, and what it printed until then."""
+    """A ready server, and its output until then."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
@@ -223,7 +223,7 @@ def test_the_bundled_model_is_served_and_a_signal_ends_it() -> None:
         assert response.status == 200
         assert response.readline().startswith(b"data: {")
         server.process.send_signal(signal.SIGTERM)
-        rest = response.read()  # the stream goes on to its end
+        rest = response.read()  # the stream continues to its end
         assert rest.endswith(b"data: [DONE]\n\n")
         assert b'"finish_reason":"length"' in rest
         connection.close()
@@ -256,7 +256,7 @@ def test_requests_are_answered_while_the_log_has_no_reader() -> None:
 
 
 @pytest.mark.full
-def test_a_quantised_model_is_served_beside_a_quantised_draft_model(tmp_path: Path) -> None:
+def test_a_quantised_model_is_served_with_a_quantised_draft_model(tmp_path: Path) -> None:
     folders = [str(tmp_path / "model"), str(tmp_path / "draft")]
     fast = ("--method", "rtn", "--bits", "4", "--eval", "none", "--no-speed", "--device", "cpu")
     for model, folder in zip(MODELS, folders, strict=True):

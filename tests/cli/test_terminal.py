@@ -1,4 +1,4 @@
-"""The progress bar, and output that is harmless on a terminal."""
+"""The progress bar, and sanitised output on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def test_progress_is_shown_on_a_terminal_and_not_in_a_file(
     with share_bar(redraws=redraws) as tell:
         tell("layer 1", 0.5)
     assert capsys.readouterr().err == ""
-    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes that for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # makes rich assume a terminal
     with share_bar(redraws=redraws) as tell:
         tell("layer 2", 0.5)
     shown = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`kvik top`: how it asks a server, and what it says when there is none."""
+"""`kvik top`: its requests to a server, and its errors without one."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_real_server(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_without_a_terminal_it_is_one_frame(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
-    # with the address that OpenAI's clients take
+    # With the address of OpenAI's clients.
     assert main(["top", "--url", f"{site.url}/v1/"]) == 0
     out = capsys.readouterr().out
     assert out.count("stories") == 1 and "\x1b" not in out
@@ -59,7 +59,7 @@ def test_without_a_terminal_it_is_one_frame(site: Site, capsys: pytest.CaptureFi
 def test_the_only_key_of_a_server(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server and those who watch it take it from the same variable."""
+    """The server and its watchers take it from the same variable."""
     monkeypatch.setenv("KVIK_API_KEY", "sesame")
     with story_site(routes, read_keys(server_environment()["api_key"])) as site:
         url = ("--url", site.url, "--once")
@@ -105,7 +105,7 @@ def test_an_error_is_in_one_line(
 
 
 def test_no_server_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
-    with socket.socket() as taken:  # bound, and it does not listen
+    with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{taken.getsockname()[1]}"
         assert f"no server answers at http://{where}" in refused(
@@ -133,7 +133,7 @@ def test_another_program_at_the_address(capsys: pytest.CaptureFixture[str]) -> N
         (307, None, "url:"),
     ],
 )
-def test_answers_that_are_no_frames(status: int, body: object, message: str) -> None:
+def test_invalid_answers(status: int, body: object, message: str) -> None:
     with pytest.raises(KvikError) as caught:
         read(status, json.dumps(body).encode())
     assert str(caught.value).startswith(message)
@@ -144,7 +144,7 @@ def test_an_answer_that_is_nested_too_deep() -> None:
         read(200, b"[" * 200_000)
 
 
-def test_it_goes_on_when_the_server_is_away() -> None:
+def test_it_continues_while_the_server_is_unreachable() -> None:
     answers: list[Any] = [KvikError("url", "gone"), {"n": 2}, KvikError("url", "again")]
     rests: list[None] = []
 
@@ -164,8 +164,8 @@ def test_it_goes_on_when_the_server_is_away() -> None:
     assert len(rests) == 3
 
 
-def test_ctrl_c_leaves_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal it draws until then, and gives the screen back."""
+def test_ctrl_c_restores_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a terminal it draws until then, and restores the screen."""
     out = io.StringIO()
     terminal = Console(file=out, force_terminal=True, width=100, height=30)
     rests: list[float] = []
@@ -176,7 +176,7 @@ def test_ctrl_c_leaves_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
             raise KeyboardInterrupt
 
     monkeypatch.setattr(top, "Console", lambda: terminal)
-    # Not of the module: threads of other tests sleep too.
+    # Not in the module: threads of other tests sleep too.
     monkeypatch.setattr(top, "time", SimpleNamespace(sleep=rest))
     monkeypatch.setattr(top, "ask", lambda server: engine_frame())
     arguments = argparse.Namespace(url="http://a", api_key="", interval=0.2, once=False)
@@ -185,7 +185,7 @@ def test_ctrl_c_leaves_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert out.getvalue().rindex("\x1b[?1049l") > out.getvalue().index("\x1b[?1049h")
 
 
-# The picture that `kvik top` makes of an answer of the server.
+# The picture that `kvik top` draws from an answer of the server.
 
 
 def shown(picture: RenderableType, width: int = 120) -> str:
@@ -255,7 +255,7 @@ def test_the_number_of_requests_is_bounded() -> None:
         ({"arrival": 95.0, "first_scheduled": None, "first_token": None}, " " * 12 + "░" * 12),
         ({"first_token": None}, "░" * 5 + "▒" * 19),
         ({"first_scheduled": 90.0, "first_token": 90.1}, "▒" + "█" * 23),
-        # what has just begun is seen
+        # A request that has just begun is visible.
         ({"first_scheduled": 90.0, "first_token": 100.0 - 1e-6}, "▒" * 24),
         ({"arrival": 99.999, "first_scheduled": None, "first_token": None}, " " * 23 + "░"),
     ],

@@ -41,7 +41,7 @@ def test_heads_are_saved_and_reported(
     ]  # fmt: skip
     assert spec.depth == 2 and len(spec.accuracies[0]) == 10
 
-    assert main(words(text, tmp_path, "--kind", kind, *sizes)) == 0  # again, in its place
+    assert main(words(text, tmp_path, "--kind", kind, *sizes)) == 0  # replaces the first
     shown = capsys.readouterr().out
     assert shown.startswith(f"{kind} heads, ") and "tokens of a step that they promise" in shown
 

@@ -47,28 +47,28 @@ def story(s: lang.State, animal: str = "fox") -> None:
     s += " The end."
 
 
-def test_text_and_what_is_generated(model: LLM | str, llm: LLM) -> None:
+def test_text_and_generated_parts(model: LLM | str, llm: LLM) -> None:
     state = lang.run(story, model, animal="cat")
     prompt = "Once upon a time there was a cat"
     (right,) = llm.generate(prompt, SamplingParams(**GREEDY))
     assert state["rest"] == right.text and "rest" in state
     assert state.text == f"{prompt}{right.text} The end."
-    # The tokens of the engine stay, whatever the text would be read as.
+    # The engine's tokens stay, even if the text would be tokenised otherwise.
     ids = [*right.prompt_token_ids, *right.outputs[0].token_ids]
     assert state.token_ids[: len(ids)] == ids
     assert llm.tokenizer.decode(state.token_ids) == state.text
 
 
-def test_text_behind_a_token_becomes_what_is_read_at_once(model: LLM | str, llm: LLM) -> None:
+def test_text_after_a_token_is_tokenised_as_a_whole(model: LLM | str, llm: LLM) -> None:
     def program(s: lang.State) -> None:
         s += "The fo"
-        assert len(s.token_ids) > 1  # are read, up to here
+        assert len(s.token_ids) > 1  # tokenised up to here
         s += "x sat"
 
     assert lang.run(program, model).token_ids == llm.tokenizer.encode("The fox sat")
 
 
-def test_what_is_generated_may_be_structured(model: LLM | str) -> None:
+def test_generated_parts_may_be_structured(model: LLM | str) -> None:
     class Animal(BaseModel, extra="forbid"):
         legs: int = Field(ge=0, le=9)
 
@@ -122,7 +122,7 @@ def test_select_scores_the_tokens_of_choices(model: LLM | str, llm: LLM, method:
     assert state.text == "Once upon" + state["next"]
 
 
-def test_a_conversation_is_what_the_template_makes_of_it(model: LLM | str, llm: LLM) -> None:
+def test_a_conversation_is_rendered_by_the_template(model: LLM | str, llm: LLM) -> None:
     def program(s: lang.State) -> None:
         s.system("Be brief.")
         s.user("Who?")
@@ -140,7 +140,7 @@ def test_a_conversation_is_what_the_template_makes_of_it(model: LLM | str, llm: 
     assert state.text == llm.render_chat(state.messages[:-1]) + "Because" + state["why"]
 
 
-def test_what_forks_share_is_computed_once(llm: LLM) -> None:
+def test_the_common_prefix_of_forks_is_computed_once(llm: LLM) -> None:
     def branch(s: lang.State, number: int) -> None:
         s += f" Number {number}"
         s.gen("rest", temperature=0.0, max_tokens=4)
@@ -171,13 +171,13 @@ def test_a_batch_keeps_its_order_and_its_errors(model: LLM | str) -> None:
     assert states[0].text == lang.run(story, model, animal="fox").text
 
 
-def test_a_stream_tells_the_text_as_it_grows(model: LLM | str) -> None:
+def test_a_stream_yields_the_text_as_it_grows(model: LLM | str) -> None:
     pieces = list(lang.stream(story, model, animal="owl"))
     assert "".join(pieces) == lang.run(story, model, animal="owl").text
     assert len(pieces) > 3
 
 
-def test_a_stream_that_is_left_ends_its_program(llm: LLM) -> None:
+def test_a_closed_stream_ends_its_program(llm: LLM) -> None:
     ended: list[bool] = []
 
     def program(s: lang.State) -> None:
@@ -209,12 +209,12 @@ def test_a_stream_that_is_left_ends_its_program(llm: LLM) -> None:
         (lambda s: (s.__iadd__("b"), s.gen("x", regex="a", choices=["b"])), "structured"),
     ],
 )
-def test_bad_calls_name_what_is_wrong(model: LLM | str, program: Any, field: str) -> None:
+def test_bad_calls_name_the_field(model: LLM | str, program: Any, field: str) -> None:
     with pytest.raises(KvikError) as caught:
         lang.run(program, model)
     assert caught.value.field == field
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_an_unreachable_server() -> None:
     with pytest.raises(KvikError, match="url"):
         lang.run(story, "http://127.0.0.1:9")

@@ -72,7 +72,7 @@ def small(*more: str) -> list[str]:
 
 
 @pytest.mark.full
-def test_kvik_is_compared_with_engines_that_work_fail_and_cheat(
+def test_kvik_is_compared_with_valid_failing_and_cheating_engines(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.json"
@@ -99,7 +99,7 @@ def figures(row: dict[str, Any]) -> dict[str, list[float]]:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineEntry, Job, float]]:
-    """Nothing is run; what would be is listed."""
+    """Record the runs instead of running them."""
     asked: list[tuple[EngineEntry, Job, float]] = []
 
     def run(entry: EngineEntry, job: Job, timeout: float) -> Outcome:
@@ -158,7 +158,7 @@ def test_signals_that_end_the_command_end_the_engine_too(
         f'options = {{ pid = "{pid}" }}\n'
     )
     command = [sys.executable, "-m", "kvik", *small("--config", str(config))]
-    # These tests may run under nohup, and who ignores a signal hands that down.
+    # These tests may run under nohup, and an ignored signal is inherited.
     before = signal.signal(number, signal.SIG_DFL)
     ctrl_c = signal.signal(
         signal.SIGINT, signal.SIG_IGN if in_background else signal.default_int_handler
@@ -172,7 +172,7 @@ def test_signals_that_end_the_command_end_the_engine_too(
         process.send_signal(number)
         shown, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert b"exit code 127" in shown  # what came before is told
+    assert b"exit code 127" in shown  # earlier results are printed
     with pytest.raises(ProcessLookupError):
         os.kill(int(pid.read_text()), 0)
 

@@ -1,5 +1,5 @@
 """`kvik bench latency`, `throughput`, `startup`, `batching` and `techniques`: from the command line
-to the figures, on the bundled model."""
+to figures, on the bundled model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE_MORE = ("--repeats", "2", "--warmup", "0")
 
 @pytest.fixture(autouse=True)
 def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured on this machine must not be found."""
+    """Hide calibrations of this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
@@ -49,7 +49,7 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         for ttft, tpot, e2e in zip(*(figures[n] for n in ("TTFT", "TPOT", "E2E")), strict=True):
             assert e2e == pytest.approx(ttft + 5 * tpot)
         for rate, e2e in zip(figures["output"], figures["E2E"], strict=True):
-            assert rate <= batch * 6 / (e2e / 1e3) * 1.001  # the wall is no shorter than the mean
+            assert rate <= batch * 6 / (e2e / 1e3) * 1.001  # wall time is at least the mean
         assert len(row["series"]["ITL, ms"]) == 2 * batch * 5
     assert "Medians of 2 rounds" in capsys.readouterr().out
 
@@ -61,7 +61,7 @@ def test_latency(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ("throughput", ("--num-requests", "2", "--output-tokens", "2")),
     ],
 )
-def test_load_of_other_processes_is_remarked(
+def test_load_of_other_processes_is_reported(
     verb: str, flags: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Watch, "others", lambda watch: 0.4)
@@ -70,10 +70,10 @@ def test_load_of_other_processes_is_remarked(
     assert sum("other processes took 40%" in remark for remark in found["remarks"]) == 1
 
 
-def test_figures_beyond_the_machine_are_not_believed(
+def test_figures_beyond_the_ceilings_are_reported_as_invalid(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """No advice follows from them."""
+    """And lead to no advice."""
     slow = (ReadRate(8 << 20, 1e6), ReadRate(512 << 20, 1e6))
     machine = this_machine(detect(), 1, "")
     save(replace(calibration(), machine=machine, reads=slow), calibration_path())
@@ -99,7 +99,7 @@ def test_throughput(tmp_path: Path) -> None:
         assert figures["requests"][i] == pytest.approx(12 / seconds)
         assert figures["total"][i] == pytest.approx(figures["input"][i] + figures["output"][i])
         assert figures["E2E p99"][i] <= 1e3 * seconds
-    # the last 4 of 12 begin when the first 8 have left their prefix
+    # The last 4 of 12 begin after the first 8 have cached their prefix.
     assert all(share > 0 for share in figures["prefix hits"])
     assert figures["preemptions"] == [0, 0]
     assert figures["peak memory"][0] > 50

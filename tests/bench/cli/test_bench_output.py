@@ -1,4 +1,4 @@
-"""Where the outcome of a benchmark goes, and what is refused before anything is measured."""
+"""Outputs of a benchmark, and refusals before anything is measured."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_paths_that_cannot_be_written_are_refused(
     ):
         with pytest.raises(ConfigError, match="must be a f"):
             check_output(flags(words))
-    monkeypatch.setattr(os, "access", lambda path, mode: False)  # read-only; root may all
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     for words in (f"--json={tmp_path}/r.json", f"--plot={tmp_path}/charts"):
         with pytest.raises(ConfigError, match="to write to"):
             check_output(flags(words))

@@ -1,4 +1,4 @@
-"""`kvik bench serve`: the whole way, against a server in this process."""
+"""`kvik bench serve`: the whole command, with a server in this process."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def figures(row: Row) -> dict[str, float]:
 
 
 def measured(fake: FakeServer, warmup: int = 1) -> list[Received]:
-    """Requests without the question for models, the probe and those for warming up."""
+    """Return the requests without the query for models, the probe and warm-ups."""
     return [r for r in fake.requests if r.method == "POST"][1 + warmup :]
 
 
@@ -88,7 +88,7 @@ def test_levels_and_repeats(tmp_path: Path) -> None:
         prompts = [request.body["prompt"] for request in measured(fake, warmup=0)]
     assert [row.label for row in result.rows] == ["concurrency 1", "concurrency 2"]
     assert all(len(figure.values) == 2 for row in result.rows for figure in row.figures)
-    assert len(prompts) == len(set(prompts)) == 14  # no prefix cache helps the later ones
+    assert len(prompts) == len(set(prompts)) == 14  # no prefix cache helps later ones
     assert "curve" in {chart.kind for chart in result.charts}
 
 
@@ -119,7 +119,7 @@ def test_a_trace(tmp_path: Path) -> None:
 
 
 def test_the_same_seed_sends_the_same_bytes(tmp_path: Path) -> None:
-    """Whatever the timing: here the number of connections and the server's delays differ."""
+    """For any timing: the number of connections and the server's delays differ."""
 
     def bodies(*words: str) -> list[bytes]:
         with FakeServer(reply) as fake:
@@ -210,7 +210,7 @@ def test_a_server_that_has_seen_the_prompts(tmp_path: Path) -> None:
     assert not any("has it seen them before" in remark for remark in shared.remarks)
 
 
-def test_the_key_is_sent_and_not_written(
+def test_the_key_is_sent_and_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "key").write_text("s3cret\n")
@@ -227,8 +227,8 @@ def test_the_key_is_sent_and_not_written(
     assert "s3cret" not in (tmp_path / "result.json").read_text() + capsys.readouterr().out
 
 
-def test_a_server_in_need_of_air(tmp_path: Path) -> None:
-    """One answer at a time is allowed in flight, and more are due: the load was not kept."""
+def test_a_server_that_is_too_slow_for_the_load(tmp_path: Path) -> None:
+    """With one answer in flight at a time and more due, the load was not kept."""
     with FakeServer(reply) as fake:
         result = bench(
             fake, tmp_path, "--rate", "500", "--arrivals", "constant", "--max-in-flight", "1",
@@ -303,7 +303,7 @@ def test_a_missing_aiohttp_names_the_extra_to_install(
     [
         (signal.SIGINT, signal.default_int_handler),
         (signal.SIGTERM, signal.default_int_handler),
-        (signal.SIGTERM, signal.SIG_IGN),  # as a shell starts jobs in the background
+        (signal.SIGTERM, signal.SIG_IGN),  # as in background jobs of a shell
     ],
 )
 def test_an_ended_run_prints_its_measurements(

@@ -1,4 +1,4 @@
-"""`kvik calibrate`: what it measures with, prints and saves."""
+"""`kvik calibrate`: its measurements, output and files."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HARDWARE = Hardware(
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Effort]]:
-    """Nothing is measured; what was asked for is listed."""
+    """Record the requested measurements instead of measuring."""
     calls: list[tuple[int, Effort]] = []
 
     def measured(
@@ -71,7 +71,7 @@ def test_a_disturbed_one_is_not_saved_unless_forced(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """And a good one from before stays."""
+    """An earlier good one is kept."""
     path = tmp_path / "mine.json"
     assert main(["calibrate", "-o", str(path)]) == 0
     disturbed = replace(calibration(), disturbed=True), ("too busy",)
@@ -79,7 +79,7 @@ def test_a_disturbed_one_is_not_saved_unless_forced(
     assert main(["calibrate", "-o", str(path)]) == 1
     assert load(path) == calibration()
     out, err = capsys.readouterr()
-    assert out.count("memory              10 GB/s") == 2  # it is shown all the same
+    assert out.count("memory              10 GB/s") == 2  # it is still shown
     assert "too busy" in err and "not saved" in err and "--force" in err
     assert main(["calibrate", "-o", str(path), "--force"]) == 0
     assert load(path) == disturbed[0]
@@ -147,7 +147,7 @@ def test_threads_out_of_range(threads: str, capsys: pytest.CaptureFixture[str]) 
 
 
 class TestGpu:
-    """Of a machine that has one, by what would be measured there."""
+    """On a machine with a GPU, with recorded measurements."""
 
     GPU = Gpu(0, "NVIDIA A", 1 << 30, 1 << 30, (9, 0))
 
@@ -181,7 +181,7 @@ class TestGpu:
         tmp_path: Path,
         capsys: pytest.CaptureFixture[str],
     ) -> None:
-        """Once of several that are alike."""
+        """Once for several equal ones."""
         assert main(["calibrate", "--only", "gpu", "--quick"]) == 0
         assert not asked and machine == [("cuda:1", (64, 128), (2048, 8192))]
         out = capsys.readouterr().out

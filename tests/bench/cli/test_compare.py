@@ -26,7 +26,7 @@ def text(tmp_path: Path) -> str:
 
 
 def compare(file: Path, *words: str) -> dict[str, dict[str, Any]]:
-    """Values of the figures by row."""
+    """Return the values of the figures by row."""
     assert main(["compare", *words, *SMALL, "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert (found["group"], found["kind"]) == ("", "compare")

@@ -16,7 +16,7 @@ SMALL = ("--batch", "2", "--output-tokens", "24", "--repeats", "1", "--warmup", 
 
 @pytest.fixture(autouse=True)
 def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured on this machine must not be found."""
+    """Hide calibrations of this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 

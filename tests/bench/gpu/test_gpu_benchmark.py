@@ -1,5 +1,5 @@
-"""The script that measures kvik on a GPU, as far as it can be run without one: what is chosen, that
-a job that fails is named and stops nothing, and the table."""
+"""The script that measures kvik on a GPU, as far as it runs without one: the selection of jobs,
+isolation and naming of failed jobs, and the table."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def endless(notes):
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """`run`, with the modules beside it."""
+    """`run`, with its sibling modules."""
     monkeypatch.syspath_prepend(str(FOLDER))
     own = {path.stem for path in FOLDER.glob("*.py")}
     before = {name: sys.modules.pop(name) for name in own if name in sys.modules}
@@ -73,7 +73,7 @@ def test_sections_are_chosen(script: ModuleType) -> None:
 
 
 def test_only_jobs_that_are_not_timed_run_in_parallel(script: ModuleType) -> None:
-    """What is timed has the device to itself."""
+    """Timed jobs have the device to themselves."""
     together = [group for group in script.groups(script.JOBS) if len(group) > 1]
     assert {job.module for group in together for job in group} == {
         "correctness",
@@ -84,12 +84,12 @@ def test_only_jobs_that_are_not_timed_run_in_parallel(script: ModuleType) -> Non
 
 
 def test_the_jobs_of_all_bars_fit_into_one_call(script: ModuleType) -> None:
-    """Were every job to take all that it may; and what is beyond has time if each takes less."""
+    """If every job takes its limit; all further jobs fit if each takes less."""
     jobs = importlib.import_module("jobs")
     assert (*jobs.BARS, *jobs.BEYOND) == script.JOBS
     assert jobs.whole_budget(jobs.BARS) <= jobs.TOTAL - 40 < 600 - 40
     assert all(job.needs <= job.seconds for job in script.JOBS)
-    # Every bar is of something that these jobs note, by its section and job.
+    # Every bar is noted by these jobs, by section and job.
     of = {(job.section, job.name) for job in jobs.BARS}
     assert of >= {
         *(("engine", "8b bf16"), ("engine", "8b int4"), ("peers", "transformers in batches")),
@@ -104,13 +104,13 @@ def test_every_shape_and_format_at_every_batch_and_context(script: ModuleType) -
     assert sorted(models.CELLS) == sorted(product(batches, contexts))
     engines = [job.arguments for job in script.JOBS if job.module == "models"]
     assert sorted(engines) == sorted(product(shapes.SHAPES, models.QUANTIZATION))
-    for batch, context in models.CELLS:  # as `decode` asks for them
+    for batch, context in models.CELLS:  # as requested by `decode`
         tokens = 2 * (batch * context // models.BUDGET + 2) + models.MARGIN
         assert context + tokens <= models.LONGEST
 
 
-def test_a_soak_of_ten_minutes_can_be_asked_for(script: ModuleType) -> None:
-    """As docs/performance-gpu.md says, with 20 seconds to begin and to end."""
+def test_a_soak_of_ten_minutes_can_be_requested(script: ModuleType) -> None:
+    """As in docs/performance-gpu.md, with 20 seconds for start and end."""
     text = (FOLDER.parents[1] / "docs" / "performance-gpu.md").read_text("utf-8")
     (asked,) = re.findall(r"`--only (memory --stretch 15 --seconds \d+)`", text)
     args = script.parse(["--only", *asked.split()])
@@ -124,7 +124,7 @@ def test_a_soak_of_ten_minutes_can_be_asked_for(script: ModuleType) -> None:
 def test_a_job_is_not_started_without_enough_time(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A shorter one behind it is."""
+    """A later, shorter one is."""
     (tmp_path / "some_jobs.py").write_text(JOBS_FOR_TESTS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     jobs = [
@@ -144,7 +144,7 @@ def test_every_job_names_an_existing_function(script: ModuleType) -> None:
 
 
 @pytest.mark.full
-def test_a_job_that_fails_stops_no_other(
+def test_a_failing_job_does_not_stop_others(
     script: ModuleType,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -180,16 +180,16 @@ def test_a_job_that_fails_stops_no_other(
     records = json.loads((tmp_path / "out" / "results.json").read_text("utf-8"))
     names = [record["name"] for record in records]
     assert {"kept", "right"} <= set(names)
-    # It began anew behind the part that was its end, and did nothing twice.
+    # It restarted after the part that killed it, and repeated nothing.
     assert names.count("before") == names.count("behind") == 1
     log = (tmp_path / "out" / "log.txt").read_text("utf-8")
     assert "a word before the end" in log
-    # Errors in full, and how to have them again.
+    # Errors in full, with the command to reproduce them.
     assert 'notes.attempt("part", lambda: 1 / 0)' in log
     assert "job.py good some_jobs good /dev/stdout 30 4e12 --part part\n" in log
 
 
-def test_one_part_alone(script: ModuleType, tmp_path: Path) -> None:
+def test_a_single_part(script: ModuleType, tmp_path: Path) -> None:
     notes = importlib.import_module("notes")
     done: list[str] = []
     chosen = notes.Notes(tmp_path / "notes", "job", 9.0, only="b")
@@ -241,8 +241,8 @@ def test_shares_and_bars(script: ModuleType) -> None:
     assert "3.00 x   4.00 x  met" in text
 
 
-def test_the_table_of_everything_is_short(script: ModuleType) -> None:
-    """The end of an output is all that some readers see."""
+def test_the_table_of_all_jobs_is_short(script: ModuleType) -> None:
+    """Some readers only see the end of an output."""
     records = [fact("copy", 4e12), fact("bf16", 8e14), fact("fp8", 1e15), fact("int8", 1e15)]
     kernels = {"section": "kernels", "moved": 1e9}
     for format in ("bf16", "int4", *(f"fp8, {i}" for i in range(4)), "int8", "int8, tokens too"):

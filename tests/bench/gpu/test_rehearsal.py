@@ -1,6 +1,6 @@
 """Every job of the benchmark for GPUs, once, without one: in Triton's interpreter, at tiny sizes.
 
-What it finds out means nothing; that it fails nowhere does.
+Its results are meaningless, but no job may fail.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvik.worker import platforms
 pytestmark = [INTERPRETED_ONLY, pytest.mark.filterwarnings("ignore")]
 
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
-# A job for each function, and its kinds of arguments that make a difference.
+# A job for each function, with the relevant variants of its arguments.
 CHOSEN = (
     *("ceilings", "library", "cases 0", "attention 0", "tokens", "tests", "warm fp8, tokens too"),
     *("warm attention", "warm others", "attention kernels", "products", "other kernels"),
@@ -35,17 +35,17 @@ CHOSEN = (
         "first answer",
     ),
 )
-# Takes minutes on a CPU: `run.py --rehearse --only engine`. What engines are warmed by is `measure`
-# of models.py again.
+# Minutes on a CPU: `run.py --rehearse --only engine`. Warming engines is `measure` of models.py
+# again.
 LEFT_OUT = {("drafts", "measure"), ("warm", "engine")}
 
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """The script, whose modules are imported anew, for a rehearsal."""
+    """Import the script and its modules anew, for a rehearsal."""
     monkeypatch.setenv("KVIK_GPU_REHEARSAL", "1")
     monkeypatch.syspath_prepend(str(FOLDER))
-    # What the rehearsal puts in their place is taken away again.
+    # Undo the replacements of the rehearsal.
     monkeypatch.setattr(TritonAttention, "caps", TritonAttention.caps)
     monkeypatch.setattr(platforms, "CudaCapturer", platforms.CudaCapturer)
     own = {path.stem for path in FOLDER.glob("*.py")}
@@ -78,5 +78,5 @@ def test_a_job(name: str, run: ModuleType, tmp_path: Path) -> None:
     assert records
     assert not [r for r in records if r["kind"] == "failure"]
     assert not [r for r in records if r["kind"] == "check" and not r["passed"]]
-    if job.module != "ceilings":  # which says what is not installed
+    if job.module != "ceilings":  # it lists missing packages
         assert not [r for r in records if r["kind"] == "missed"]

@@ -1,4 +1,4 @@
-"""A prompt's attention with its matrix and in tiles: what is timed, and its memory."""
+"""A prompt's attention with its score matrix and in tiles: times and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def resolve(**options: str) -> ResolvedConfig:
     return resolve_config(EngineConfig(device="cpu", threads=1, **options))  # type: ignore[arg-type]
 
 
-def test_tiles_spare_the_matrix(quiet: None) -> None:
+def test_tiles_avoid_the_matrix(quiet: None) -> None:
     result = AttentionBench.of(resolve(), (48, 1024)).measure(Rounds(2, 0), {})
     assert [row.label for row in result.rows] == ["48 tokens", "1024 tokens"]
     for row, length in zip(result.rows, (48, 1024), strict=True):
@@ -47,7 +47,7 @@ def test_the_backend_of_the_engine_is_timed() -> None:
     [
         ((0,), {}, "lengths"),
         ((16, 1 << 17), {}, "lengths"),
-        ((1 << 16,), {}, "lengths"),  # 128 GiB for each matrix
+        ((1 << 16,), {}, "lengths"),  # 128 GiB per matrix
         ((16,), {"attention_backend": "reference"}, "attention_backend"),
     ],
 )

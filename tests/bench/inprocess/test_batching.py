@@ -1,4 +1,4 @@
-"""Three ways of batching under one load."""
+"""Three methods of batching under one load."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def measured(count: int, rate: float | None) -> Result:
 
 
 def test_a_flood(uncalibrated: Path) -> None:
-    """All come at once: static batches wait for their longest answer, so they need more steps."""
+    """All arrive at once: static batches wait for their longest answer, and need more steps."""
     result = measured(6, 1e6)
     rows = {row.label: {f.name: f.median for f in row.figures} for row in result.rows}
     assert list(rows) == [batching.name for batching in BATCHINGS]

@@ -1,4 +1,4 @@
-"""Predictions and bottlenecks beside what was measured."""
+"""Predictions and bottlenecks, compared with measurements."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def by_name(figures: tuple[Figure, ...]) -> dict[str, float]:
 
 @pytest.fixture
 def calibrated(uncalibrated: Path) -> None:
-    """As if this machine had been measured with one thread, and the engine's kernels."""
+    """As if this machine had been calibrated with one thread and the engine's kernels."""
     machine = this_machine(detect(), 1, __version__)
     save(replace(calibration(), machine=machine), calibration_path())
 
 
-def test_of_a_calibrated_machine(calibrated: None, engine: Engine) -> None:
+def test_predictions_on_a_calibrated_machine(calibrated: None, engine: Engine) -> None:
     ceilings = Ceilings.of(engine.resolved)
     assert ceilings.notes == ()
     found = by_name(ceilings.decode(4, 64))
@@ -61,7 +61,7 @@ def test_achieved_shares_of_the_ceilings(calibrated: None, engine: Engine) -> No
     found = by_name(ceilings.achieved([run]))
     busy = run.after.time.busy - run.before.time.busy
     weights = ceilings.model.shape.read_bytes("bf16", 4)
-    # 7 steps of decoding and one of prompts read the weights, and little else
+    # 7 steps of decoding and one of prompts read the weights, and little else.
     assert found["memory read"] * 1e9 * busy == pytest.approx(8 * weights, rel=0.05)
     rate = ceilings.device.read_rate(weights)
     assert found["of bandwidth"] == pytest.approx(100 * found["memory read"] * 1e9 / rate, rel=0.05)
@@ -69,7 +69,7 @@ def test_achieved_shares_of_the_ceilings(calibrated: None, engine: Engine) -> No
     assert ceilings.remark("This", [run]).startswith("This is limited by ")
 
 
-def test_a_machine_that_was_not_measured(uncalibrated: Path, engine: Engine) -> None:
+def test_a_machine_without_a_calibration(uncalibrated: Path, engine: Engine) -> None:
     ceilings = Ceilings.of(engine.resolved)
     assert "run `kvik calibrate`" in ceilings.notes[0]
     assert ceilings.decode(1, 8) == ceilings.steady(1, Traffic(8, 8)) == ()
@@ -78,7 +78,7 @@ def test_a_machine_that_was_not_measured(uncalibrated: Path, engine: Engine) -> 
     assert "is limited by" in ceilings.remark("This", [run])
 
 
-def test_the_format_of_the_cache_counts(calibrated: None) -> None:
+def test_the_format_of_the_cache_matters(calibrated: None) -> None:
     def rate(kv_cache_dtype: str) -> float:
         config = EngineConfig(device="cpu", threads=1, kv_cache_dtype=kv_cache_dtype)
         ceilings = Ceilings.of(resolve_config(config))

@@ -1,4 +1,4 @@
-"""Loads on an engine in this process: what comes back, and when."""
+"""Loads on an engine in this process: answers and times."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_request_is_sent_when_it_is_due(engine: Engine) -> None:
 
 
 def test_a_short_queue_only_delays(engine: Engine) -> None:
-    """Requests that the queue refuses wait outside, and their time counts."""
+    """Requests refused by the queue wait outside, and their wait counts."""
     scheduler = replace(engine.resolved.scheduler, max_queued_requests=2)
     short = reschedule(engine, scheduler, engine.resolved.cache)
     run = run_jobs(short, [BenchRequest([20 + i], 2) for i in range(7)])

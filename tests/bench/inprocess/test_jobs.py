@@ -40,7 +40,7 @@ def test_lengths_and_prefixes() -> None:
     assert (load.traffic().prompt, load.traffic().output, load.traffic().shared) == (8, 7, 4)
 
 
-def test_rounds_have_prompts_of_their_own_and_equal_lengths() -> None:
+def test_rounds_have_different_prompts_of_equal_lengths() -> None:
     load = Requests(3, fixed(8, 2), prefix_tokens=4)
     assert load.jobs(0, 500) == load.jobs(0, 500)
     first, second = load.jobs(0, 500), load.jobs(1, 500)
@@ -80,7 +80,7 @@ def test_options_that_a_benchmark_sets_cannot_be_given() -> None:
         refuse_varied({"policy": "static"}, "seed", "policy")
 
 
-# Prompts that are pieces of texts.
+# Prompts that are parts of texts.
 
 
 TEXTS = (tuple(range(100, 200)), (7, 8, 9), tuple(range(300, 320)))

@@ -1,4 +1,4 @@
-"""Figures of a run whose times are known."""
+"""Figures of a run with known times."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)
 
 
 def run_of(*answers: tuple[int, list[float]], ended: float) -> LoadRun:
-    """Started at 10; each request has a prompt of so many tokens and a token at each time."""
+    """Return a run started at 10; each request has a prompt length, and a token at each time."""
     records = []
     for prompt, times in answers:
         record = RequestRecord(prompt, 10.0, 10.0)
@@ -66,7 +66,7 @@ RUN = run_of((30, [1.0, 1.5, 2.0]), (10, [2.0, 2.5, 3.0, 4.0]), ended=4.0)
         (OUTPUT, 7 / 4),
         (TOTAL, 47 / 4),
         (PREFILL, 40 / 2.0),  # until both have their first token
-        (DECODE, 3 / 2.0),  # what came after that
+        (DECODE, 3 / 2.0),  # tokens after that
         (KV_USAGE, 25.0),
         (PREEMPTIONS, 2),
         (PREFIX_HITS, 25.0),

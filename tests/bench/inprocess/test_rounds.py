@@ -17,7 +17,7 @@ def test_subjects_alternate_in_each_round() -> None:
 
 
 @pytest.mark.parametrize(("share", "words"), [(0.02, ""), (0.4, "40% of the cores")])
-def test_load_of_other_processes_is_remarked(
+def test_load_of_other_processes_is_reported(
     share: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(disturbance.Watch, "others", lambda watch: share)
@@ -33,7 +33,7 @@ def test_out_of_range(repeats: int, warmup: int, field: str) -> None:
     assert error.value.field == field
 
 
-# Noticing other processes, and samples without them.
+# Detection of other processes, and samples without them.
 
 
 def test_the_faster_half_counts() -> None:
@@ -57,5 +57,5 @@ def test_the_share_of_other_processes(
     assert watch.others() == pytest.approx(share, abs=rounds.TICK)
 
 
-def test_the_clocks_run() -> None:
+def test_the_clocks_advance() -> None:
     assert 0 < rounds.own_seconds() <= rounds.busy_seconds() + 1

@@ -55,7 +55,7 @@ def test_drafts_that_are_always_right(
     assert result.remarks == ()
     for batch, row in enumerate(result.rows, 1):
         found = {figure.name: figure.values for figure in row.figures}
-        # A token of the prompt's step, then three times three drafts and one more token.
+        # A token from the prompt's step, then three times three drafts and one more token.
         assert found["drafts"] == found["accepted"] == (9 * batch, 9 * batch)
         assert found["acceptance"] == (100.0, 100.0)
         assert found["mean accepted length"] == (4.0, 4.0)
@@ -70,7 +70,7 @@ def test_drafts_that_are_always_right(
         assert found["predicted"] == pytest.approx(found["speed-up"], rel=1e-6)
 
 
-def test_a_run_without_drafts_is_remarked(
+def test_a_run_without_drafts_is_reported(
     quiet: None, uncalibrated: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(monkeypatch, lambda parts: Scripted(parts, [], always_right))
@@ -102,17 +102,17 @@ def test_loads_that_cannot_be_served_are_refused(load: SpeculationLoad, message:
     assert str(error.value).startswith(message)
 
 
-# What is read from two runs whose steps and times are known.
+# Figures from two runs with known steps and times.
 
 
 ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)
-TOKENS = 31  # one of the prompt's step, thirty decoded
+TOKENS = 31  # one from the prompt's step, thirty decoded
 
 
 def run(
     seconds: float, steps: int, stats: tuple[SpeculationStats, SpeculationStats] | None
 ) -> LoadRun:
-    """One request: its first token comes after a second."""
+    """One request, whose first token arrives after a second."""
     record = RequestRecord(8, 0.0, 0.0)
     record.chunk(1.0, 1)
     record.chunk(1.0 + seconds, TOKENS - 1)
@@ -129,7 +129,7 @@ def run(
 
 
 def counts(*rows: tuple[int, int]) -> DraftCounts:
-    """Of checks, each with so many drafts, of which so many were right."""
+    """Count checks of (drafts, accepted)."""
     found = DraftCounts()
     for drafts, accepted in rows:
         found.add(drafts, accepted)
@@ -137,7 +137,8 @@ def counts(*rows: tuple[int, int]) -> DraftCounts:
 
 
 def pair(earlier: DraftCounts, later: DraftCounts, *, trees: bool = False) -> Pair:
-    """30 steps of 0.1 s; with drafts 12 in 2 s, of which 0.3 s went into drafts."""
+    """Return a run of 30 steps of 0.1 s; and one with drafts of 12 in 2 s, of which 0.3 s for
+    drafting."""
     stats = (
         SpeculationStats(earlier, proposing=5.0, seconds=7.0, plain_seconds=8.0),
         SpeculationStats(later, proposing=5.3, seconds=8.5, plain_seconds=11.0),
@@ -145,12 +146,12 @@ def pair(earlier: DraftCounts, later: DraftCounts, *, trees: bool = False) -> Pa
     return Pair(run(3.0, 31, None), run(2.0, 13, stats), trees)
 
 
-BEFORE = [(1, 1), (5, 2)]  # what was checked before the run does not count
+BEFORE = [(1, 1), (5, 2)]  # checks before the run do not count
 ROWS = [(3, 3), (3, 3), (3, 3), (3, 3), (3, 2), (3, 2), (3, 1), (3, 1), (3, 0), (3, 0)]
 PAIR = pair(counts(*BEFORE), counts(*BEFORE, *ROWS))
 
 
-def test_drafts_of_the_run_alone() -> None:
+def test_only_drafts_of_the_run_count() -> None:
     assert PAIR.drafts == replace(counts(*ROWS), at=[10, 10, 10, 0, 0], accepted_at=[8, 6, 4, 0, 0])
     assert (PAIR.depth, PAIR.num_places) == (3.0, 3)
     assert PAIR.acceptance == pytest.approx(18 / (10 + 8 + 6))
@@ -161,7 +162,7 @@ def test_drafts_of_the_run_alone() -> None:
 
 def test_costs_are_in_steps_without_speculation() -> None:
     assert PAIR.step_cost == pytest.approx(1.7 / 12 / 0.1)
-    # 12 steps, of which 10 made 3 drafts each
+    # 12 steps, 10 of which had 3 drafts each.
     assert PAIR.draft_cost == pytest.approx(0.3 / 30 / 0.1)
     assert PAIR.own_estimate == pytest.approx(3.0 / 1.5)
 
@@ -171,12 +172,12 @@ def test_the_prediction_is_the_formula() -> None:
     tokens = 2 / 12 + 10 / 12 * (1 + a + a**2 + a**3)
     assert PAIR.predicted == pytest.approx(tokens / (1.7 / 12 / 0.1 + 0.3 / 12 / 0.1))
     assert PAIR.if_free == pytest.approx(tokens / (1.0 + 0.3 / 12 / 0.1))
-    # It comes near what was measured.
+    # It is near the measurement.
     assert PAIR.predicted == pytest.approx(3.0 / 2.0, rel=0.1)
 
 
 def test_drafts_of_a_tree() -> None:
-    """Six nodes on two levels: depth is what counts."""
+    """Six nodes on two levels: only depth counts."""
     found = pair(counts(), counts((6, 2), (6, 1), (6, 0), (6, 2)), trees=True)
     assert (found.depth, found.num_places) == (2.0, 2)
     assert found.acceptance == pytest.approx(5 / (4 + 3))
@@ -189,8 +190,8 @@ def test_without_any_drafts() -> None:
     assert found.predicted == pytest.approx(1.0 / found.step_cost)
 
 
-def test_numbers_of_drafts_that_vary() -> None:
-    """Where half of the checks had a second draft, half of those that came so far are taken to."""
+def test_varying_numbers_of_drafts() -> None:
+    """If half of the checks had a second draft, half of those that reached it count."""
     found = pair(counts(), counts((1, 1), (1, 0), (2, 1), (2, 1)))
     a = found.acceptance
     assert a == pytest.approx(3 / (4 + 3 * 2 / 4))
@@ -199,6 +200,6 @@ def test_numbers_of_drafts_that_vary() -> None:
     assert found.predicted == pytest.approx(tokens / (found.step_cost + 0.3 / 12 / 0.1))
 
 
-def test_other_tokens_are_seen() -> None:
+def test_other_tokens_are_reported() -> None:
     other = replace(PAIR.guessing, answers=[[*range(TOKENS - 1), 99]])
     assert replace(PAIR, guessing=other).equal == pytest.approx(30 / 31)

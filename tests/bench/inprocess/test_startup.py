@@ -14,7 +14,7 @@ OPTIONS = {"device": "cpu", "threads": 1, "max_num_seqs": 2, "max_model_len": 32
 
 
 @pytest.mark.full
-def test_parts_add_up_to_the_way_to_the_first_token(uncalibrated: Path) -> None:
+def test_parts_add_up_to_the_time_of_the_first_token(uncalibrated: Path) -> None:
     started = time.monotonic()
     start = start_once(OPTIONS, [20, 21])
     seconds = time.monotonic() - started
@@ -24,6 +24,6 @@ def test_parts_add_up_to_the_way_to_the_first_token(uncalibrated: Path) -> None:
     assert start.peak_bytes > 50 << 20
 
 
-def test_a_process_that_fails_says_why() -> None:
+def test_a_failing_process_is_reported_with_the_reason() -> None:
     with pytest.raises(KvikError, match="startup: the process failed: .*no folder"):
         start_once({**OPTIONS, "model": "/no/such/model"}, [20])

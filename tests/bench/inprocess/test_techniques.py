@@ -55,7 +55,7 @@ def test_the_ladder(quiet: None, uncalibrated: Path) -> None:
         assert rows[name]["equal tokens"].values == (100.0, 100.0)
     assert rows["continuous batching"]["prefix hits"].values == (0.0, 0.0)
     assert rows["prefix cache"]["prefix hits"].values == (80.0, 80.0)  # 16 of 20 tokens
-    # 21 tokens take two blocks of 16, and three requests share the first one where it is cached
+    # 21 tokens take two blocks of 16, and three requests share the first one if it is cached.
     block = 16 * 3072 / (1 << 20)
     peaks = {name: figures["KV peak"].values[0] / block for name, figures in rows.items()}
     assert peaks["KV cache"] == pytest.approx(2)
@@ -70,7 +70,7 @@ def test_the_ladder(quiet: None, uncalibrated: Path) -> None:
     assert result.remarks[1].startswith("All rungs with plain weights gave the same tokens")
 
 
-def test_a_rung_that_gives_other_tokens_is_named(uncalibrated: Path) -> None:
+def test_a_technique_that_changes_tokens_is_named(uncalibrated: Path) -> None:
     wrong = replace(
         RUNGS[2],
         name="wrong",

@@ -1,4 +1,4 @@
-"""Loads on a virtual clock: when each request is sent is checked to the microsecond."""
+"""Loads on a virtual clock, which checks to the microsecond when each request is sent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvik_bench.load.workload import LoadConversation, LoadRequest, LoadTurn, po
 
 
 class Numbered:
-    """Conversation i says "i.0", "i.1" ..."""
+    """Conversation i sends "i.0", "i.1", ..."""
 
     def __init__(self, turns: int = 1) -> None:
         self.turns = turns
@@ -29,7 +29,7 @@ class Numbered:
 
 
 class Clockwork:
-    """Answers after a known time, and notes when it was asked what."""
+    """Answers after a known time, and records when each request arrived."""
 
     def __init__(self, seconds: Callable[[str], float] = lambda name: 1.0) -> None:
         self.seconds = seconds
@@ -66,7 +66,7 @@ def run(
     num_requests: int | None = None,
     duration: float | None = None,
 ) -> tuple[RunLog, list[tuple[float, str]]]:
-    """The log, and (seconds since the start, what was asked)."""
+    """Return the log, and (seconds since the start, request) pairs."""
     log = RunLog()
     budget = Budget(num_requests, duration)
     run_virtually(drive(load, target, Numbered(turns), budget, log, think_time))
@@ -99,7 +99,7 @@ def test_poisson_arrivals_are_sent_as_drawn() -> None:
     assert [at for at, _ in asked] == pytest.approx(drawn, abs=1e-5)
 
 
-def test_time_held_by_the_concurrency_limit_is_not_lag() -> None:
+def test_waiting_for_the_concurrency_limit_is_not_lag() -> None:
     target = Clockwork(lambda name: 1.0)
     log, asked = run(OpenLoop([0.0, 0.1, 0.2, 0.9, 5.0], 2), target)
     assert target.most == 2
@@ -109,7 +109,7 @@ def test_time_held_by_the_concurrency_limit_is_not_lag() -> None:
 
 
 def test_requests_due_while_another_is_held_are_held_too() -> None:
-    """When places come free together, the second does not wait; it was late all the same."""
+    """If slots become free together, the second request does not wait, but it was late."""
     log, asked = run(OpenLoop([0.0, 0.0, 0.1, 0.2], 2), Clockwork())
     assert asked == [(0.0, "0.0"), (0.0, "1.0"), (1.0, "2.0"), (1.0, "3.0")]
     assert [r.held for r in log.records] == pytest.approx([0, 0, 0.9, 0.8], abs=1e-6)
@@ -132,7 +132,7 @@ def test_users_start_one_after_the_other() -> None:
     assert all(abs(record.lag) < 1e-6 for record in log.records)
 
 
-def test_users_think() -> None:
+def test_users_pause_between_requests() -> None:
     _, asked = run(ClosedLoop(1, think_time=0.5), Clockwork(), num_requests=3)
     assert asked == [(0.0, "0.0"), (1.5, "1.0"), (3.0, "2.0")]
 
@@ -190,8 +190,8 @@ def test_an_interrupted_run_keeps_its_measurements() -> None:
     assert log.in_flight == 0
 
 
-def test_the_client_sees_its_own_lag() -> None:
-    """Something else holds the event loop for 50 ms at a time; the server answers at once."""
+def test_the_client_measures_its_own_lag() -> None:
+    """Something else blocks the event loop for 50 ms at a time; the server answers at once."""
     log = RunLog()
 
     async def hog() -> None:
@@ -232,7 +232,7 @@ def test_the_share_of_a_core_is_measured() -> None:
     asyncio.run(drive(ClosedLoop(1), target, Numbered(), Budget(1), log))
     assert log.cpu_seconds == pytest.approx(0.2, rel=0.2)
     assert log.cpu_share == pytest.approx(log.cpu_seconds / (log.ended - log.started))
-    assert log.ended - log.started > 0.19  # but how much more, other processes decide
+    assert log.ended - log.started > 0.19  # how much more depends on other processes
 
 
 def test_the_virtual_clock_jumps() -> None:

@@ -1,4 +1,4 @@
-"""Every figure against numbers worked out by hand."""
+"""Every figure compared with values computed by hand."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_an_answer_of_one_token_has_no_tpot_and_no_gaps() -> None:
     assert found.goodput == pytest.approx(1.0)
 
 
-def test_the_servers_count_decides_over_the_chunks() -> None:
+def test_the_servers_count_overrides_the_chunks() -> None:
     one = record(0.0, [(1.0, 1), (2.0, 1), (3.0, 1)], 3.0, output_tokens=5)
     assert one.tpot == pytest.approx(2.0 / 4)
     found = summarise([one], 0.0, 3.0)
     assert (found.output_tokens, found.uneven) == (5, 1)
-    assert found.itl_token is None  # which chunk brought how many is not known
+    assert found.itl_token is None  # tokens per chunk are unknown
     assert found.itl and found.itl.p50 == pytest.approx(1.0)
 
 
@@ -80,7 +80,7 @@ def test_rates_are_over_wall_time() -> None:
     assert list(found.errors) == ["timeout", "HTTP 500"]
     assert found.request_rate == pytest.approx(2 / 4)
     assert found.input_rate == pytest.approx(20 / 4)
-    assert found.output_rate == pytest.approx((2 + 4 + 7) / 4)  # what failed does not count
+    assert found.output_rate == pytest.approx((2 + 4 + 7) / 4)  # failed requests do not count
     assert found.total_rate == pytest.approx((20 + 13) / 4)
     assert found.goodput is None
     assert found.ttft and found.ttft.count == 2
@@ -105,10 +105,10 @@ def test_goodput_needs_every_limit() -> None:
     assert good(e2e=0.35) == 1
     assert good(ttft=0.15, tpot=0.11) == 1
     assert good(ttft=0.15, tpot=0.11, e2e=0.5) == 0
-    assert good(ttft=0.2) == 3  # a limit may be reached
+    assert good(ttft=0.2) == 3  # the limit itself is allowed
 
 
-def test_lag_leaves_out_the_time_held() -> None:
+def test_lag_excludes_the_time_held() -> None:
     late = RequestRecord(1, due=1.0, sent=1.5, held=0.4)
     assert late.lag == pytest.approx(0.1)
     assert summarise([late], 0.0, 1.0).lag.highest == pytest.approx(0.1)

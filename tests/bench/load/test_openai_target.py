@@ -1,4 +1,4 @@
-"""The HTTP client against a server that keeps its own times, and against servers that misbehave."""
+"""The HTTP client with a server that records its own times, and with misbehaving servers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EXACT = 0.002  # seconds
 def ask(
     server: TargetServer, count: int = 1, request: LoadRequest = ASK
 ) -> list[tuple[RequestRecord, str | None]]:
-    """Send the request so many times, one after another."""
+    """Send the request repeatedly, one after another."""
 
     async def main() -> list[tuple[RequestRecord, str | None]]:
         found = []
@@ -71,7 +71,7 @@ def answered(reply: Reply, endpoint: str = "completions") -> tuple[RequestRecord
 
 
 def worst_error(records: list[RequestRecord], requests: list[Received]) -> float:
-    """The largest difference between medians of what the client saw and what the server did."""
+    """Return the largest difference between medians of the client's times and the server's."""
     pairs = list(zip(records, requests, strict=True))
     stamps = [
         abs(seen - written)
@@ -91,9 +91,9 @@ def worst_error(records: list[RequestRecord], requests: list[Received]) -> float
     return max(errors)
 
 
-def test_times_are_those_of_the_server_to_two_milliseconds() -> None:
-    """Known delays and the server's own stamps. Medians, and several chances, as any one chunk may
-    meet a busy processor."""
+def test_times_match_the_servers_to_two_milliseconds() -> None:
+    """With known delays and the server's own time stamps. Medians and several attempts, as any one
+    chunk may meet a busy processor."""
     for _ in range(10):
         with FakeServer(lambda request: stream(8, first=0.05, gap=0.02)) as fake:
             records = [
@@ -229,7 +229,7 @@ def test_after_an_error_the_next_request_is_fine() -> None:
     replies = [json_reply(500, b"x" * 100_000), Reply([b"data: {\n\n"]), stream(2)]
     with FakeServer(lambda request: replies[len(fake.requests) - 1]) as fake:
         found = ask(TargetServer(fake.url, "completions", "m"), 3)
-        assert len(fake.requests) == 3  # nothing is tried again
+        assert len(fake.requests) == 3  # nothing is retried
     assert [record.error for record, _ in found] == ["HTTP 500", "bad chunk", None]
     assert len(found[0][0].detail) <= 200
 
@@ -250,7 +250,7 @@ def negotiated(refuses: Callable[[dict], str | None]) -> Dialect:
         return asyncio.run(main(fake.url))
 
 
-def test_a_server_that_takes_everything() -> None:
+def test_a_server_that_accepts_everything() -> None:
     assert negotiated(lambda body: None) == Dialect()
 
 
@@ -302,7 +302,7 @@ def test_a_refusal_comes_with_a_hint(status: int, hint: str) -> None:
         asyncio.run(main(unused_url()))
 
 
-def test_temporary_errors_are_no_refusal() -> None:
+def test_temporary_errors_are_not_refusals() -> None:
     async def main(url: str) -> TargetServer:
         server = TargetServer(url, "completions", "m")
         async with connected(server) as session:
@@ -312,7 +312,7 @@ def test_temporary_errors_are_no_refusal() -> None:
         assert asyncio.run(main(fake.url)).dialect == Dialect()
 
 
-def test_the_first_model_is_taken() -> None:
+def test_the_first_model_is_used() -> None:
     async def main(url: str) -> str:
         server = TargetServer(url, "completions", "")
         async with connected(server) as session:
@@ -348,14 +348,14 @@ def test_messages_of_errors() -> None:
     assert message_of(b"[" * 4096) == "[" * 4096
 
 
-# What of a stream counts as output, when, and how many tokens it is.
+# Output in a stream: which chunks, when, and how many tokens.
 
 
 END = event(choices=[], usage=usage(7, 3, prompt_tokens_details={"cached_tokens": 4}))
 
 
 def read(*chunks: bytes, end: bool = True) -> tuple[RequestRecord, str]:
-    """The record of a stream whose chunks arrive at 1.0, 2.0, 3.0 ..."""
+    """Return the record of a stream whose chunks arrive at 1.0, 2.0, 3.0, ..."""
     record = RequestRecord(prompt_tokens=5, due=0.0, sent=0.0)
     reader = AnswerReader(record, msgspec.json.Decoder(Chunk))
     for i, chunk in enumerate(chunks):
@@ -429,7 +429,7 @@ def test_chunks_of_several_tokens_without_running_counts() -> None:
     assert (list(record.tokens), record.output_tokens, record.even) == ([1, 1], 9, False)
 
 
-def test_running_counts_say_how_many_tokens_a_chunk_has() -> None:
+def test_running_counts_give_the_tokens_of_a_chunk() -> None:
     record, _ = read(
         text("", usage=usage(7, 0)),
         text("a b c", usage=usage(7, 3)),
@@ -457,7 +457,7 @@ def test_withheld_text_counts_as_no_new_token() -> None:
     assert words == "abc" and record.finished == 3.0
 
 
-def test_counts_that_do_not_run_are_not_believed() -> None:
+def test_counts_that_do_not_increase_are_ignored() -> None:
     nothing = {"prompt_tokens": 7, "completion_tokens": 0}
     record, _ = read(
         text("a", usage=nothing),
@@ -469,7 +469,7 @@ def test_counts_that_do_not_run_are_not_believed() -> None:
     assert (list(record.tokens), record.even) == ([1, 1, 1], True)
 
 
-def test_counts_that_come_now_and_then() -> None:
+def test_counts_in_some_chunks() -> None:
     record, _ = read(
         text("a"), text("b", usage=usage(7, 2)), text("c"), text("d e", usage=usage(7, 5)),
         text("f", "stop", usage=usage(7, 6)), DONE,
@@ -508,7 +508,7 @@ def test_broken_answers() -> None:
     assert kind(b'data: {"choices": 3}\n\n') == "bad chunk"
     assert kind(b'data: {"choices": [{"text": "\xff"}]}\n\n') == "bad chunk"
     assert kind(b"data: " + b"[" * 100_000 + b"\n\n") == "bad chunk"
-    assert kind(b'data: {"x": ' + b"[" * 100_000 + b"\n\n") == "bad chunk"  # is skipped
+    assert kind(b'data: {"x": ' + b"[" * 100_000 + b"\n\n") == "bad chunk"  # it is skipped
     assert kind(b'data: {"error": ' + b"[" * 100_000 + b"\n\n") == "bad chunk"
     assert kind(text("a"), event(error={"message": "out of memory"})) == "error event"
     assert kind(text("a"), b'event: error\ndata: "x"\n\n') == "error event"
@@ -536,7 +536,7 @@ STREAM = (
 
 @pytest.mark.full
 @given(st.lists(st.integers(0, len(STREAM)), max_size=10))
-def test_cuts_anywhere_do_not_show(cuts: list[int]) -> None:
+def test_answers_do_not_depend_on_chunks(cuts: list[int]) -> None:
     places = sorted({0, len(STREAM), *cuts})
     pieces = [STREAM[a:b] for a, b in pairwise(places)]
     record, words = read(*pieces)
@@ -551,7 +551,7 @@ def test_cuts_at_every_byte() -> None:
 
 
 @pytest.mark.parametrize("count", [-1, 1 << 31, 10**30, 2.5, "many"])
-def test_counts_that_are_none(count: object) -> None:
+def test_invalid_counts(count: object) -> None:
     assert kind(text("a", usage={"completion_tokens": count})) == "bad chunk"
     assert kind(text("a"), event(choices=[], usage={"prompt_tokens": count})) == "bad chunk"
 

@@ -71,11 +71,11 @@ def test_without_requests_there_are_no_rows() -> None:
     assert bench.result({}).rows == ()
 
 
-# What is said of a load: figures, and the words of warning.
+# Reports on a load: figures and warnings.
 
 
 def answer(sent: float, tokens: tuple[int, ...] = (1, 1, 1), **others: object) -> RequestRecord:
-    """First output after 100 ms, then a chunk every 10 ms."""
+    """Return a record with the first output after 100 ms, then a chunk every 10 ms."""
     record = RequestRecord(prompt_tokens=10, due=sent, sent=sent, **others)
     for i, count in enumerate(tokens):
         record.chunk(sent + 0.1 + 0.01 * i, count)
@@ -115,7 +115,7 @@ def test_figures_of_a_run() -> None:
     assert "prefix cache" not in found.facts
 
 
-def test_chunks_of_several_tokens_are_shown_both_ways() -> None:
+def test_gaps_of_chunks_and_of_tokens_are_shown() -> None:
     found = row("a", [measured(answer(0.0, (1, 4)))], None)
     values = {figure.name: figure.median for figure in found.figures}
     assert values["ITL p50"] == pytest.approx(10.0)
@@ -142,8 +142,8 @@ def test_prefix_cache_hits_are_reported() -> None:
     assert found.facts["prefix cache"] == "50% of the prompt tokens"
 
 
-def test_prompts_that_cannot_be_known_and_are() -> None:
-    """Most likely the same command, a second time."""
+def test_cache_hits_of_new_prompts_are_reported() -> None:
+    """Most likely the same command a second time."""
     known = [measured(answer(0.0, cached_tokens=9), answer(1.0, cached_tokens=9))]
     (text,) = remarks("a", known)
     assert "found 90% of the prompt tokens in its prefix cache" in text and "--seed" in text
@@ -171,7 +171,7 @@ def test_a_late_client_is_called_the_bottleneck() -> None:
     assert "it used 5% of a core on the whole: other processes" in text
 
 
-def test_held_requests_are_remarked_and_measured() -> None:
+def test_held_requests_are_reported_and_measured() -> None:
     held = answer(1.0, held=1.0)
     held.due = 0.0
     (text,) = remarks("a", [measured(answer(0.0), held)])
@@ -195,21 +195,21 @@ def test_errors_are_counted_by_kind_with_an_example() -> None:
     assert last.startswith("a: times are those of completed requests alone")
 
 
-def test_estimated_token_counts_are_remarked() -> None:
+def test_estimated_token_counts_are_reported() -> None:
     (text,) = remarks("a", [measured(answer(0.0, assumed=True), answer(0.0))])
     assert "in 1 of 2 answers the server did not count tokens" in text
     (text,) = remarks("a", [measured(answer(0.0, output_tokens=9))])
     assert "in 1 of 1 answers chunks and tokens differ in number" in text
 
 
-def test_answers_shorter_than_requested_are_remarked() -> None:
-    """A server that takes `ignore_eos` without a word and ends its answers all the same."""
+def test_answers_shorter_than_requested_are_reported() -> None:
+    """A server that accepts `ignore_eos` silently, but still ends its answers."""
     (text,) = remarks("a", [measured(answer(0.0, asked_tokens=3), answer(0.0, asked_tokens=5))])
     assert "with 6 of the 8 tokens asked for" in text and "--extra-body" in text
     assert remarks("a", [measured(answer(0.0, asked_tokens=3), answer(0.0))]) == []
 
 
-def test_interrupted_requests_are_remarked() -> None:
+def test_interrupted_requests_are_reported() -> None:
     (text,) = remarks("a", [measured(answer(0.0), RequestRecord(1, 0, 0, error=INTERRUPTED))])
     assert text.startswith("a: 1 of 2 requests were interrupted")
 
@@ -222,7 +222,7 @@ def test_series_are_thinned_but_keep_their_ends() -> None:
     assert found.series["sent, s"][-1] == pytest.approx(0.001 * (MAX_SERIES + 99))
 
 
-def test_charts_name_figures_that_rows_have() -> None:
+def test_charts_use_existing_figures() -> None:
     rows = [row("a", [measured(answer(0.0))], None), row("b", [measured(answer(0.0))], None)]
     assert {chart.kind for chart in charts(rows)} == {"curve", "ecdf", "points"}
     for chart in charts(rows):

@@ -1,4 +1,4 @@
-"""Tests."""
+"""Workloads: lengths, texts, arrivals and traces."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_lengths_of_a_trace() -> None:
              "normal:5:-1", "lognormal:nan:1", "lognormal:5:nan", "normal:inf:1", "1:2",
              "uniform:1:2", "99999999999"]
 )  # fmt: skip
-def test_lengths_that_are_none(text: str) -> None:
+def test_invalid_lengths(text: str) -> None:
     with pytest.raises(ParamError, match="prompt_tokens: must be like 512"):
         parse_length("prompt_tokens", text)
 
@@ -93,7 +93,7 @@ def test_the_same_seed_makes_the_same_requests(filler: object) -> None:
 
 
 def test_these_requests_must_not_change() -> None:
-    """A load is to be repeatable with a later version of kvik, numpy and Python."""
+    """A load must be repeatable with later versions of kvik, numpy and Python."""
     assert TokenFiller(32000).fill(6, "a") == [12784, 3406, 3736, 27929, 4822, 11475]
     assert WordFiller().fill(6, "a") == "smile picture few question move white"
     lengths = DrawnLengths(parse_length("x", "lognormal:500:0.5"), TEN, "0")
@@ -138,7 +138,7 @@ def test_a_conversation_repeats_its_earlier_turns() -> None:
     )  # fmt: skip
     assert (second.prompt_tokens, second.output_tokens) == (10 + 1 + 5 + 2, 6)
     third = conversation.request(["A", "B"])
-    assert third.messages[: len(second.messages)] == second.messages  # a prefix cache's delight
+    assert third.messages[: len(second.messages)] == second.messages  # hits of the prefix cache
     assert conversation.first(2).turns == turns[:2]
 
 
@@ -147,7 +147,7 @@ def test_turns_differ() -> None:
     assert len({turn.content for turn in conversation.turns}) == 3
 
 
-def test_texts_come_in_their_order() -> None:
+def test_texts_are_used_in_order() -> None:
     workload: LoadWorkload = TextWorkload(["a b", "c", "d"], FIVE, "0", turns=2)
     contents = [turn.content for i in range(2) for turn in workload.conversation(i).turns]
     assert contents == ["a b", "c", "d", "a b"]
@@ -173,7 +173,7 @@ def test_texts_from_files(tmp_path: Path) -> None:
         ("a.jsonl", b"[" * 100_000, "must be objects"),
     ],
 )
-def test_texts_that_are_none(tmp_path: Path, name: str, data: bytes, message: str) -> None:
+def test_invalid_texts(tmp_path: Path, name: str, data: bytes, message: str) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(ParamError, match=message):
         read_texts(tmp_path / name)
@@ -181,7 +181,7 @@ def test_texts_that_are_none(tmp_path: Path, name: str, data: bytes, message: st
         read_texts(tmp_path / "none")
 
 
-# Tests.
+# Arrivals.
 
 
 HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -198,13 +198,13 @@ def test_constant() -> None:
 @pytest.mark.parametrize("seed", ["0", "1", "2"])
 def test_poisson_gaps_are_exponential(seed: str) -> None:
     gaps = between(list(islice(poisson(5.0, seed), 20_000)))
-    # mean and deviation of an exponential are both 1/rate; four standard errors of room
+    # Mean and deviation of an exponential are both 1/rate; allow four standard errors.
     assert fmean(gaps) == pytest.approx(0.2, rel=4 / 20_000**0.5)
     assert pstdev(gaps) == pytest.approx(0.2, rel=0.05)
-    # and its tail: P(gap > t) = exp(-rate t)
+    # And its tail: P(gap > t) = exp(-rate t).
     for t, share in ((0.2, 0.3679), (0.4, 0.1353), (0.6, 0.0498)):
         assert sum(gap > t for gap in gaps) / 20_000 == pytest.approx(share, abs=0.014)
-    # gaps know nothing of each other
+    # Gaps are independent.
     mean = fmean(gaps)
     covariance = fmean((a - mean) * (b - mean) for a, b in pairwise(gaps))
     assert abs(covariance) / 0.04 < 4 / 20_000**0.5
@@ -223,7 +223,7 @@ def test_seeds() -> None:
 
     assert first("a") == first("a") != first("b")
     assert list(islice(bursts(1.0, 2.0, "a"), 5)) == list(islice(bursts(1.0, 2.0, "a"), 5))
-    # These numbers must not change: a load is to be repeatable with a later version.
+    # These numbers must not change, so that loads are repeatable with later versions.
     assert first("0") == pytest.approx(
         [0.448931968, 2.820944066, 3.271749358, 6.205327234, 6.309510582]
     )
@@ -263,7 +263,7 @@ def test_seconds_without_a_fraction_and_line_ends_of_windows(tmp_path: Path) -> 
 
 
 def test_times_with_a_zone_and_without_a_fraction(tmp_path: Path) -> None:
-    """As in Azure's traces of 2024, where a time on the full second has no fraction."""
+    """As in Azure's traces of 2024, where times on a full second have no fraction."""
     text = "2024-05-10 00:00:00.009930+00:00,1,1\n2024-05-10 00:00:01+00:00,2,2\n"
     rows = read_trace(trace(tmp_path, HEADER + text + "2024-05-10 02:00:02.5+02:00,3,3\n"))
     assert [row.offset for row in rows] == pytest.approx([0.0, 0.99007, 2.49007])
@@ -283,7 +283,7 @@ def test_times_with_a_zone_and_without_a_fraction(tmp_path: Path) -> None:
         (HEADER + ROWS + ROWS, "must be sorted"),
     ],
 )
-def test_a_trace_that_is_none(tmp_path: Path, text: str, message: str) -> None:
+def test_invalid_traces(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ParamError, match=message):
         read_trace(trace(tmp_path, text))
 

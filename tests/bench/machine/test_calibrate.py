@@ -1,4 +1,4 @@
-"""A calibration that measures little: figures of the right kind, whatever the machine is doing."""
+"""A short calibration: plausible figures on any machine under any load."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def without_native(hardware: Hardware) -> Hardware:
     [pytest.param(HARDWARE, marks=needs_native, id="native"), without_native(HARDWARE)],
 )
 def test_everything_is_measured_and_can_be_used(hardware: Hardware, tmp_path: Path) -> None:
-    told: list[tuple[float, str]] = []
-    found, _ = calibrate(hardware, 1, TINY, lambda what, share: told.append((share, what)))
-    assert [share for share, _ in told] == sorted({share for share, _ in told})
-    assert told[0][0] == 0.0 and told[-1][0] == 1.0
+    progress: list[tuple[float, str]] = []
+    found, _ = calibrate(hardware, 1, TINY, lambda what, share: progress.append((share, what)))
+    assert [share for share, _ in progress] == sorted({share for share, _ in progress})
+    assert progress[0][0] == 0.0 and progress[-1][0] == 1.0
 
     save(found, tmp_path / "calibration.json")
-    assert load(tmp_path / "calibration.json") == found  # which refuses figures that cannot be
+    assert load(tmp_path / "calibration.json") == found  # it refuses impossible figures
     assert stale(found, this_machine(hardware, 1, "")) is None
     assert [read.bytes for read in found.reads] == list(TINY.reads)
     assert found.linears.keys() == set(TINY.kinds)
@@ -121,14 +121,14 @@ costs = st.floats(1e-9, 1e-3)
 
 
 @given(costs, costs, costs)
-def test_costs_are_found_again(a: float, b: float, c: float) -> None:
+def test_costs_are_recovered(a: float, b: float, c: float) -> None:
     columns = np.array([[1, 1, 1, 1, 1], [1, 2, 4, 9, 1], [3, 1, 4, 1, 5]], dtype=float)
     seconds = (np.array([a, b, c]) @ columns).tolist()
     assert nonnegative_fit(columns.tolist(), seconds) == pytest.approx([a, b, c], rel=1e-4)
 
 
 def test_a_cost_is_never_negative() -> None:
-    """Falling times would make the second cost negative: it is left out, the first is refitted."""
+    """Falling times would make the second cost negative: it is omitted, and the first refitted."""
     first, second = nonnegative_fit([[1, 1, 1], [1, 2, 3]], [3.0, 2.9, 2.8])
     assert second == 0.0
     assert first == pytest.approx(2.9, rel=0.01)
@@ -140,7 +140,7 @@ def test_a_line_through_steps() -> None:
     assert line_through((4,), [5.0]) == (5.0, 0.0)
 
 
-def test_disturbed_measurements_are_remarked() -> None:
+def test_disturbed_measurements_are_reported() -> None:
     assert remarks(0.0, [50e9] * 20) == ()
     busy, changing = remarks(0.5, [50e9] * 10 + [76e9] * 10)
     assert busy.startswith("other processes took 50% of the cores")
@@ -166,15 +166,15 @@ def test_stages_time_the_given_sizes(native: bool) -> None:
     assert all(stage.limits.peak(arithmetic) > 0 for arithmetic in ("fp32", "bf16", "int8"))
 
 
-def test_what_attends_is_counted() -> None:
+def test_attention_work_is_counted() -> None:
     work = Attended(3, 4, 10, (8, 2), 16)
     assert work.key_elements == 3 * 10 * 2 * 16
     assert work.score_elements == 3 * (7 + 8 + 9 + 10) * 8 * 16
 
 
 class Memory:
-    """A machine whose caches end at 32 MiB, and whose kernels of attention wait for memory: of its
-    rate they reach `reached`. A set of keys is as large as all works that have been prepared."""
+    """A machine with 32 MiB of caches whose attention kernels are bound by memory, at `reached` of
+    its rate. A set of keys is as large as all prepared works."""
 
     RATES = ((8 * MIB, 40e9), (16 * MIB, 38e9), (32 * MIB, 30e9), (48 * MIB, 9e9), (64 * MIB, 8e9))
     CALL, SEQUENCE, ELEMENT, SCORE = 2e-7, 1e-6, 120e-12, 1e-12
@@ -209,9 +209,9 @@ class Memory:
 
 @pytest.mark.parametrize("reached", [1.0, 0.85, 0.5])
 @pytest.mark.parametrize("speed", [1.0, 3.0])
-def test_keys_take_as_long_as_memory_lets_them(reached, speed, monkeypatch, tmp_path) -> None:
-    """At any context, also where a cache holds a part of them, and when memory is faster than it
-    was while its rate was measured."""
+def test_keys_are_bound_by_memory(reached, speed, monkeypatch, tmp_path) -> None:
+    """At any context, also if a cache has a part of the keys, or memory is faster than when its
+    rate was measured."""
     monkeypatch.setattr(kernels, "measure_positions", lambda *_: (0.0, 0.0, 0.0))
     stage = Memory(reached)
     cost = measure_attention(stage, 64, stage.CALL, FULL, Readings(stage))

@@ -1,4 +1,4 @@
-"""Whose attention reads prompts faster: what is timed, and what follows from it."""
+"""Comparison of torch's and Triton's attention for prompts: measurements and thresholds."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_both_are_timed_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @INTERPRETED_ONLY
 @pytest.mark.parametrize("broken", ["wrong", "missing"])
-def test_what_is_wrong_is_not_fast(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+def test_wrong_results_have_no_time(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     attend = FreshPrompts.attend
 
     def worse(self, *args):
@@ -55,9 +55,9 @@ def test_what_is_wrong_is_not_fast(monkeypatch: pytest.MonkeyPatch, broken: str)
     assert times == PromptTimes(16, 20, 1.0, None)
 
 
-def test_torch_is_taken_from_where_it_always_gains() -> None:
+def test_torch_is_used_from_the_length_where_it_is_always_faster() -> None:
     def measured(dim: int, **times: float | None):
-        """torch's, where Triton's takes one second."""
+        """Return torch's times, where Triton's takes one second."""
         return [PromptTimes(dim, int(tokens[1:]), 1.0, time) for tokens, time in times.items()]
 
     found = [

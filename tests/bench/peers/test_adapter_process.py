@@ -1,4 +1,4 @@
-"""Runs of adapters that answer, crash, hang, lie and swell."""
+"""Runs of adapters that answer, crash, hang, report nonsense or use much memory."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def reason(folder: Path, text: str, job: Job, timeout: float = 60.0) -> str:
     return run_adapter(entry(folder, text), job, timeout).answer.failed
 
 
-def test_an_answer_comes_back_as_it_was_given(tmp_path: Path, job: Job) -> None:
+def test_an_answer_is_returned_unchanged(tmp_path: Path, job: Job) -> None:
     found = run_adapter(entry(tmp_path, GOOD), job, 60.0)
     assert found.answer.rates == {"b2": [100.0, 200.0]}
     assert found.answer.tokens == {"b2": [[1] * 4] * 2}
@@ -54,7 +54,7 @@ def test_an_answer_comes_back_as_it_was_given(tmp_path: Path, job: Job) -> None:
     assert found.peak_bytes > 1 << 20
 
 
-def test_the_adapter_is_told_everything(tmp_path: Path, job: Job) -> None:
+def test_the_adapter_gets_the_whole_job(tmp_path: Path, job: Job) -> None:
     text = (
         "import os, sys\n"
         "def run(job):\n"
@@ -148,7 +148,7 @@ def test_children_do_not_outlive_an_engine_that_answered(tmp_path: Path, job: Jo
 
 
 def _wait_for_the_end(process: int) -> None:
-    """Killed processes may stay as zombies of a container whose first process reaps nobody."""
+    """Killed processes may stay as zombies in a container whose first process reaps none."""
     for _ in range(100):
         shown = subprocess.run(
             ["ps", "-o", "stat=", "-p", str(process)], capture_output=True, text=True, check=False
@@ -175,7 +175,7 @@ for megabytes in (0, 200):
 
 
 def test_the_peak_of_an_engine_that_failed_is_known(tmp_path: Path) -> None:
-    # In a process of its own: a child's figure starts at the memory of what started it.
+    # In a separate process: a child's figure starts at the memory of its parent.
     source = str(Path(__file__).parents[3] / "src")
     script = PEAK.format(source=source, folder=str(tmp_path))
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Order of runs, prompts, and what the table makes of known answers."""
+"""Order of runs, prompts, and the table of known answers."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ WORKS = (Workload("prefill", 1, [[1] * 9], [[[2] * 9]]), Workload("b1", 4, [[1]]
 
 
 class Engine:
-    """Answers with the rate, start and tokens it was given; an Exception's text is a failure."""
+    """Answers with given rates, start and tokens; an Exception's text is a failure."""
 
     def __init__(
         self,
-        rates: Mapping[str, list[float | Exception]],  # of each round
+        rates: Mapping[str, list[float | Exception]],  # by round
         tokens: Mapping[str, list[list[int]]] | None = None,
         peak: int = 1 << 20,
     ) -> None:
@@ -40,7 +40,7 @@ class Engine:
 
 
 class Runs:
-    """Runs fakes in place of processes, and keeps who was asked for what."""
+    """Runs fakes in place of processes, and records their jobs."""
 
     def __init__(self, engines: Mapping[str, Engine]) -> None:
         self.engines = engines
@@ -164,7 +164,7 @@ def test_only_engines_of_the_same_format_are_compared() -> None:
     assert "bf16: no other engine to compare with." in result.remarks
 
 
-def test_a_failure_is_a_line_and_is_not_tried_again() -> None:
+def test_a_failure_is_a_line_and_is_not_retried() -> None:
     engines = {
         "k": always(6.0, 3),
         "a": Engine({"prefill": [3.0, ValueError("ran dry")], "b1": [1.0, 2.0, 3.0]}),
@@ -180,14 +180,14 @@ def test_a_failure_is_a_line_and_is_not_tried_again() -> None:
     assert row(result, "t").facts == {"format": "bf16", "failed": "prefill, b1: no GPU"}
     assert row(result, "t").figures == ()
     assert row(result, "a").facts["failed"] == "prefill: ran dry"
-    assert values(result, "a", "prefill") == (3.0,)  # of the round before
+    assert values(result, "a", "prefill") == (3.0,)  # of the previous round
     assert values(result, "a", "kvik / this, prefill") == (2.0,)
     assert values(result, "a", "b1") == (1.0, 2.0, 3.0)
     assert values(result, "k", "b1") == (6.0, 6.0, 6.0)
     assert row(result, "x-bf16").facts == {"failed": "is not installed"}
 
 
-def test_a_long_reason_stands_in_full_below_the_table() -> None:
+def test_a_long_reason_is_in_full_below_the_table() -> None:
     entries = {"k": entry("k", "kvik"), "a": entry("a", "vllm")}
     broken = Engine({"prefill": [ValueError("x" * 300)], "b1": [ValueError("x" * 300)]})
     result, _ = compare(entries, 1, {"k": always(1.0, 1), "a": broken})
@@ -266,8 +266,8 @@ def test_workloads_are_the_same_prompts_for_a_seed() -> None:
     assert all(0 <= token < 1000 for prompt in b8.warm_up for token in prompt)
 
 
-def test_no_workload_knows_the_prompts_of_another() -> None:
-    """Or an engine that runs them in one process would find them in its cache."""
+def test_workloads_have_different_prompts() -> None:
+    """Otherwise an engine that runs them in one process would have cache hits."""
     works = make_workloads(("prefill", "b1", "b4"), 16, 8, 32000, 0)
     prompts = [tuple(p) for work in works for rows in (work.warm_up, *work.batches) for p in rows]
     assert len(set(prompts)) == len(prompts)

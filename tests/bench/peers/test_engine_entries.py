@@ -1,4 +1,4 @@
-"""Which engines a comparison runs."""
+"""The engines of a comparison."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_adapter_has_its_file() -> None:
     assert scripts | others == set(FOLDER.glob("*.py"))
 
 
-def test_what_is_installed_runs_in_each_format_and_kvik_always() -> None:
+def test_installed_engines_run_in_each_format_and_kvik_always() -> None:
     found = installed_engines([], ["fp32", "int8"], found=["kvik", "transformers"])
     assert [*found.entries] == [
         "kvik-fp32",
@@ -59,7 +59,7 @@ def test_what_is_installed_runs_in_each_format_and_kvik_always() -> None:
     assert {"vllm", "openvino", "llama.cpp"} <= {*found.left_out}
 
 
-def test_what_is_asked_for_and_cannot_run_says_why() -> None:
+def test_requested_engines_that_cannot_run_are_errors() -> None:
     found = installed_engines(
         ["vllm", "openvino", "transformers"], ["bf16", "int4"], found=["kvik", "transformers"]
     )
@@ -76,11 +76,11 @@ def test_what_is_asked_for_and_cannot_run_says_why() -> None:
     assert not found.left_out
 
 
-def test_what_this_python_can_import_is_found() -> None:
+def test_installed_engines_are_found() -> None:
     assert "transformers-bf16" in installed_engines([], ["bf16"]).entries
 
 
-def test_a_file_says_everything_of_an_engine(file: Path) -> None:
+def test_a_file_describes_engines(file: Path) -> None:
     found = engines_of_file(file, [], [])
     assert found.threads == 3
     assert [*found.entries] == ["kvik-int8", "kvik-bf16", "fast", "plain"]
@@ -109,8 +109,8 @@ def test_a_part_of_a_file_is_chosen_by_name_adapter_or_format(
     assert [*engines_of_file(file, wanted, formats).entries] == names
 
 
-def test_the_format_decides_what_every_engine_computes_in(tmp_path: Path) -> None:
-    """It was a label alone: transformers ran in bfloat16 under "fp32", and kvik was blamed."""
+def test_the_format_sets_the_dtype_of_every_engine(tmp_path: Path) -> None:
+    """Regression: transformers ran in bfloat16 under the label "fp32"."""
     path = tmp_path / "engines.toml"
     path.write_text(
         '[engines.t]\nadapter = "transformers"\nformat = "fp32"\n'
@@ -138,7 +138,7 @@ def test_a_file_may_bring_its_own_kvik_and_its_own_adapter(tmp_path: Path) -> No
     (tmp_path / "mine.py").write_text("")
     path = tmp_path / "engines.toml"
     path.write_text(
-        '[engines.away]\nadapter = "kvik"\nmodel = "/q6"\nformat = "q6"\n'  # nothing beside it
+        '[engines.away]\nadapter = "kvik"\nmodel = "/q6"\nformat = "q6"\n'  # in another folder
         '[engines.ours]\nadapter = "kvik"\nmodel = "/q5"\nformat = "q5"\n'
         '[engines.mine]\nadapter = "mine.py"\nformat = "q5"\n'
     )
@@ -180,7 +180,7 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, field: str)
     assert caught.value.field == field
 
 
-def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"config: .*none.toml cannot be read \(No such file"):
         engines_of_file(tmp_path / "none.toml", [], [])
 

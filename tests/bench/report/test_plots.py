@@ -1,4 +1,4 @@
-"""PNG files of the right number and names; the odd results that must still draw."""
+"""PNG files with the right number and names, also for unusual results."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_odd_rows_draw(row: Row, tmp_path: Path) -> None:
     assert len(write_plots(result, tmp_path)) == 4
 
 
-def test_a_curve_of_one_point_is_none() -> None:
+def test_a_curve_of_one_point_is_not_drawn() -> None:
     result = sample_result()
     alone = replace(result, rows=result.rows[:1])
     assert "curve" not in [chart.kind for chart in drawable(alone)]
@@ -76,7 +76,7 @@ def test_a_curve_of_one_point_is_none() -> None:
 def test_numbers_of_a_distribution() -> None:
     table = chart_table(sample_result(), Chart("ecdf", "", "ITL, ms"))
     assert table.header == ("", "p10", "p50", "p90", "p99", "highest", "count")
-    # 1 to 15 six times, 16 and 17 five times: the 90th percentile lies a tenth of the way to 16
+    # 1 to 15 six times, 16 and 17 five times: the 90th percentile is a tenth of the way to 16.
     assert table.lines[0] == ("batch 1", "2", "9", "15.1", "17", "17", "100")
 
 
@@ -87,7 +87,8 @@ def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
 
 
 def test_points_of_a_measured_curve_have_names_and_the_order_of_the_loads() -> None:
-    """Past the knee a higher load has less throughput: a line in the order of x would lie."""
+    """Beyond the knee, a higher load has less throughput: a line in the order of x would be
+    wrong."""
     loads = {"concurrency 1": 30.0, "concurrency 2": 70.0, "concurrency 4": 50.0}
     rows = tuple(
         Row(name, (Figure("rate", "tokens/s", (rate,)), Figure("TTFT", "ms", (10.0,))))
@@ -103,8 +104,8 @@ def test_points_of_a_measured_curve_have_names_and_the_order_of_the_loads() -> N
     assert xs[0] < xs[2] < xs[1]
 
 
-def test_gaps_of_nothing_do_not_stretch_a_logarithmic_axis() -> None:
-    """Tokens that came in one packet: the others are told apart all the same."""
+def test_gaps_of_zero_do_not_stretch_a_logarithmic_axis() -> None:
+    """For tokens that arrived in one packet; the others are still distinguished."""
     gaps = (0.0,) * 50 + (1e-6,) + tuple(float(i) for i in range(1, 101)) + (900.0,)
     rows = (Row("a", (), {}, {"ITL, ms": gaps}),)
     chart = Chart("ecdf", "Gaps", "ITL, ms")
@@ -112,14 +113,14 @@ def test_gaps_of_nothing_do_not_stretch_a_logarithmic_axis() -> None:
     assert ">100</text>" in drawing and ">1e-06</text>" not in drawing
 
 
-# The page is well-formed, needs nothing from elsewhere, and shows hostile names as text.
+# The page is well-formed, loads nothing else, and shows hostile names as text.
 
 
 VOID = {"meta", "br"}
 
 
 class Page(HTMLParser):
-    """Checks nesting; gathers attributes, ids and text."""
+    """Checks nesting; collects attributes, ids and text."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)

@@ -1,4 +1,4 @@
-"""A result keeps every value, and survives its file."""
+"""A result keeps every value, and survives a round trip through its file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvik.errors import KvikError
 from kvik_bench.report.result import Figure, Result, peak_bytes, run_facts
 
 
-def test_json_and_back() -> None:
+def test_json_round_trip() -> None:
     result = sample_result()
     assert Result.from_json(result.to_json()) == result
 
 
-def test_medians_stand_in_the_file() -> None:
+def test_medians_are_in_the_file() -> None:
     figure = json.loads(sample_result().to_json())["rows"][1]["figures"][1]
     assert figure["name"] == "TTFT p50"
     assert figure["values"] == pytest.approx([81, 89.1, 72.9])
@@ -39,13 +39,13 @@ def test_names_come_once_in_order() -> None:
     assert list(sample_result().names()) == ["batch", "TTFT p50", "output"]
 
 
-# What stands beside every figure.
+# Facts stored with every figure.
 
 
 MEASURE = "from kvik_bench.report.result import peak_bytes; print(peak_bytes())"
 
 
-def test_the_peak_does_not_begin_with_the_memory_of_the_parent() -> None:
+def test_the_peak_excludes_the_memory_of_the_parent() -> None:
     mib = 1 << 20
     ballast = b"x" * (400 * mib)
     command = [sys.executable, "-c", MEASURE]

@@ -8,7 +8,7 @@ from kvik_bench.report.result import Figure, Result, Row
 from kvik_bench.report.table import as_markdown, definitions, show_figure
 
 
-def test_equal_definitions_stand_once() -> None:
+def test_equal_definitions_are_listed_once() -> None:
     row = Row("r", (Figure("a", "", (1,), definition="d"), Figure("b", "", (1,), definition="d")))
     assert definitions(Result("x", {}, (row,))) == [("a, b", "d")]
 

@@ -1,4 +1,4 @@
-"""Adapters on the bundled model, each in its own process as users run them."""
+"""Adapters on the bundled model, each in its own process, as users run them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_other_engines_give_the_same_tokens_in_fp32(adapter: str, kvik_answer: A
     assert [len(rates) for rates in answer.rates.values()] == [5, 3]
 
 
-def test_an_adapter_without_its_engine_says_so() -> None:
+def test_an_adapter_without_its_engine_is_reported() -> None:
     if find_spec("vllm") is not None:
         pytest.skip("vLLM is installed here")
     failed = run("vllm", "bf16").failed

@@ -1,4 +1,4 @@
-"""Clock, job and answer that all adapters share."""
+"""Clock, job and answer shared by all adapters."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from kvik_bench.peers.engines.protocol import (
 
 
 class Time:
-    """A clock that is set by hand."""
+    """A clock set by the test."""
 
     def __init__(self) -> None:
         self.now = 10.0
@@ -46,7 +46,7 @@ def test_decoding_is_timed_after_every_row_has_its_first_token() -> None:
         (11.5, 0, [2]),  # while row 1 is still in its prompt: not counted
         (12.0, 1, [3]),
         (12.5, 0, [4, 5]),
-        (13.0, 1, []),  # nothing came
+        (13.0, 1, []),  # no tokens
         (14.0, 1, [6, 7, 8]),
     ):
         time.now = now
@@ -64,7 +64,7 @@ def test_decoding_is_timed_after_every_row_has_its_first_token() -> None:
         ([4, 4], "all at once"),
     ],
 )
-def test_what_is_no_measurement_is_refused(made: list[int], reason: str) -> None:
+def test_invalid_measurements_are_refused(made: list[int], reason: str) -> None:
     clock = Clock(2, Time())
     for row, count in enumerate(made):
         clock.tokens(row, [1] * count)
