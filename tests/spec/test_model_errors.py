@@ -187,7 +187,7 @@ BAD_LLAMA4: list[tuple[dict[str, Any], str]] = [
         ({**PUBLIC["gpt2"], "scale_attn_weights": False}, "scale_attn_weights"),
     ],
 )
-def test_nonsense_names_its_field(values: dict[str, Any], field: str) -> None:
+def test_an_invalid_value_names_its_field(values: dict[str, Any], field: str) -> None:
     with pytest.raises(ModelError) as caught:
         ModelSpec.from_config(values)
     assert caught.value.field == f"config.json {field}"

@@ -74,7 +74,7 @@ def test_a_stream_builds_the_same_blocks(client: anthropic.Anthropic) -> None:
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
 
 
-def test_an_agent_goes_on_with_results(client: anthropic.Anthropic) -> None:
+def test_an_agent_continues_with_results(client: anthropic.Anthropic) -> None:
     first = client.messages.create(**asked(tool_choice=ONE))
     (call,) = first.content
     result = {

@@ -95,7 +95,7 @@ def test_a_stream_tells_a_call_once_and_then_its_arguments(client: openai.OpenAI
     assert final.message.tool_calls[0].function.arguments == whole.arguments
 
 
-def test_an_agent_goes_on_with_results(client: openai.OpenAI) -> None:
+def test_an_agent_continues_with_results(client: openai.OpenAI) -> None:
     messages = list(ASKED)
     for turn in range(2):
         answer = ask(
