@@ -23,11 +23,11 @@ def test_silence_counts_only_while_it_is_watched() -> None:
 )
 def test_how_long_a_process_may_be_silent(beats: int, begins: bool, limit: float | None) -> None:
     pulse, looks = Pulse(begins=begins), 0
-    while not (told := pulse.look(beats, looks * LOOK_SECONDS)) and looks < 1000:
+    while not (reason := pulse.look(beats, looks * LOOK_SECONDS)) and looks < 1000:
         looks += 1
     if limit is None:
-        assert not told
+        assert not reason
     else:
         assert looks * LOOK_SECONDS == limit
-        assert told == f"has been silent for {limit:.0f} s"
+        assert reason == f"has been silent for {limit:.0f} s"
         assert not pulse.look(beats + 1, looks * LOOK_SECONDS)

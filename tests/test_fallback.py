@@ -308,8 +308,8 @@ def test_a_process_of_its_own_asks_transformers(saved, tmp_path):
     done = subprocess.run(
         [*command, "--fallback", "transformers"], capture_output=True, text=True, check=True
     )
-    told = json.loads(done.stdout)
-    assert told["fallback"]["parameters"] == told["parameters"] > 0
+    printed = json.loads(done.stdout)
+    assert printed["fallback"]["parameters"] == printed["parameters"] > 0
     refused = subprocess.run(command, capture_output=True, text=True, check=False)
     assert refused.returncode and "fallback=transformers" in refused.stderr
     (tmp_path / "transformers.py").write_text("raise ImportError('gone')")

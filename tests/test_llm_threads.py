@@ -179,10 +179,10 @@ def in_fork(work: Callable[[], str]) -> str:
     child = os.fork()
     if child == 0:
         try:
-            told = work()
+            result = work()
         except BaseException as error:
-            told = f"{type(error).__name__}: {error}"
-        os.write(write, told.encode())
+            result = f"{type(error).__name__}: {error}"
+        os.write(write, result.encode())
         os._exit(0)
     os.close(write)
     until = time.monotonic() + 60
@@ -210,8 +210,8 @@ def test_a_fork_has_no_engine_and_can_load_its_own(llm: LLM) -> None:
         lambda: llm.render_chat(hello),
     ]
     for use in uses:
-        told = in_fork(lambda use=use: str(use()))
-        assert told.startswith("RuntimeError") and str(os.getpid()) in told and "fork" in told
+        result = in_fork(lambda use=use: str(use()))
+        assert result.startswith("RuntimeError") and str(os.getpid()) in result and "fork" in result
 
     def load() -> str:
         llm.close()  # no effect: the engine is the parent's

@@ -132,9 +132,9 @@ def test_a_stage_with_other_files_is_refused(monkeypatch) -> None:
 def test_a_stage_with_other_kernels_is_refused(monkeypatch) -> None:
     here = replace(detect(), isa=frozenset())
     monkeypatch.setattr(stage_process, "detect", lambda: here)
-    with pytest.raises(ConfigError, match="the engine of portable: bits would differ; use") as told:
+    with pytest.raises(ConfigError, match="the engine of portable: bits would differ; use") as info:
         LLM(**COMMON)
-    assert told.value.field == "pipeline_parallel_size" and not stages()
+    assert info.value.field == "pipeline_parallel_size" and not stages()
 
 
 BEATS_ALONE = """
@@ -155,7 +155,7 @@ time.sleep(1000)
 
 def test_a_stage_without_progress_ends_the_start(monkeypatch) -> None:
     monkeypatch.setattr(
-        stage_process, "python_command", lambda _, *told: (sys.executable, "-c", BEATS_ALONE, *told)
+        stage_process, "python_command", lambda _, *args: (sys.executable, "-c", BEATS_ALONE, *args)
     )
     monkeypatch.setattr(stage_process, "END_SECONDS", 0.5)
     monkeypatch.setattr(stage_process, "LEAST_LOAD_SECONDS", 0.0)
@@ -168,7 +168,7 @@ def test_a_stage_without_progress_ends_the_start(monkeypatch) -> None:
 def test_an_engine_that_cannot_be_reached_is_one_error(monkeypatch) -> None:
     """Because a stage has another token, or a firewall blocks the connection."""
     start = stage_process.start_stage
-    monkeypatch.setattr(stage_process, "start_stage", lambda told, token: start(told, "00" * 32))
+    monkeypatch.setattr(stage_process, "start_stage", lambda args, token: start(args, "00" * 32))
     with pytest.raises(ConfigError, match=r"stage . cannot connect to the engine at 127\.0\.0\.1:"):
         LLM(**COMMON)
     assert not stages()
@@ -182,12 +182,12 @@ def test_the_start_logs_where_each_process_runs(caplog) -> None:
     assert [line.partition(",")[0] for line in told] == [
         *("rank 0 of 2: cpu", "rank 1 of 2: cpu", "stage 0 of 2: layers 0 to 2")
     ]
-    assert "at 127.0.0.1" in told[2] and ("cores" in told[2]) == (cores >= 2)
+    assert "at 127.0.0.1" in lines[2] and ("cores" in lines[2]) == (cores >= 2)
 
 
 def test_a_stage_that_ends_at_once_is_one_error(monkeypatch) -> None:
     start = stage_process.start_stage
-    monkeypatch.setattr(stage_process, "start_stage", lambda told, token: start(told, "no token"))
+    monkeypatch.setattr(stage_process, "start_stage", lambda args, token: start(args, "no token"))
     with pytest.raises(ConfigError, match="stage . has ended with code 1 before it could load"):
         LLM(**COMMON)
     assert not stages()

@@ -76,12 +76,12 @@ def moves(server: ServerProcess) -> Any:
     time."""
     found: list[Any] = []
 
-    def told() -> bool:
+    def answered() -> bool:
         live = json.loads(server.get("/v1/engine")[1])["live"]
         found.extend([] if live is None else [live["stats"]])
         return bool(found)
 
-    until(told)
+    until(answered)
     return found[0]
 
 

@@ -178,9 +178,9 @@ def test_figures(plain, monkeypatch):
         assert counts.acceptance == share
         assert stats.speculation.proposing > 0
         assert stats.delivered_tokens == len(PROMPTS) * 40
-        told = [output.outputs[0].speculation for output in found]
-        assert sum((one.drafts for one in told), DraftCounts()) == counts
-        for one in told:  # 39 tokens after the first
+        figures = [output.outputs[0].speculation for output in found]
+        assert sum((one.drafts for one in figures), DraftCounts()) == counts
+        for one in figures:  # 39 tokens after the first
             assert one.drafts.accepted_at == [share * count for count in one.drafts.at]
             assert one.drafts.rows == (8 if share else 38)
     assert plain.stats().speculation is None

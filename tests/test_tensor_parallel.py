@@ -255,14 +255,14 @@ group = connect(torch.device("cpu"), sys.argv[4], 1, 2, lambda: False)
 
 
 @pytest.mark.parametrize(
-    ("kernels", "connect", "told"),
+    ("kernels", "connect", "message"),
     [
         ("native", "", "rank 1 has not come to an exchange within 2 s"),
         ("torch", CONNECTS, "the processes have not met.*imed out"),
     ],
 )
 def test_a_process_that_misses_an_exchange_is_lost(
-    monkeypatch: pytest.MonkeyPatch, kernels: str, connect: str, told: str
+    monkeypatch: pytest.MonkeyPatch, kernels: str, connect: str, message: str
 ) -> None:
     """It sends heartbeats, so that only the limit of the exchange ends the wait."""
     program = LOADS_AND_BEATS.format(connect=connect)
@@ -276,8 +276,8 @@ def test_a_process_that_misses_an_exchange_is_lost(
     monkeypatch.setattr(module, "END_SECONDS", 0.5)
     with LLM(**OPTIONS, kernels=kernels) as made:
         (error,) = errors(made)
-        assert re.search(told, error)
-        with pytest.raises(GroupLost, match=told):
+        assert re.search(message, error)
+        with pytest.raises(GroupLost, match=message):
             made.generate("Once", LONG)
 
 

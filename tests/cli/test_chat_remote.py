@@ -151,8 +151,10 @@ def test_drafts_are_shown_if_there_were_any(
     accepted: int, rejected: int | None, shown: str, capsys: Any
 ) -> None:
     guessed = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
-    told = usage(7, 2, completion_tokens_details=guessed)
-    with answering(Reply([delta("Hello", "stop"), event(choices=[], usage=told) + DONE])) as server:
+    reported = usage(7, 2, completion_tokens_details=guessed)
+    with answering(
+        Reply([delta("Hello", "stop"), event(choices=[], usage=reported) + DONE])
+    ) as server:
         talk = chat(server.url)
         talk.take("One")
         talk.take("/stats")

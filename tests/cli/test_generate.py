@@ -68,9 +68,9 @@ def test_a_text_cut_by_a_default_limit_is_noted(
         prompt = llm.tokenizer.decode(ids)
     arguments = ["--temperature", "0", "--ignore-eos", *words]
     assert main(["generate", *arguments, prompt]) == 0
-    _, *told = capsys.readouterr().err.splitlines()
-    assert len(told) == (note is not None)
-    assert note is None or note in told[0]
+    _, *notes = capsys.readouterr().err.splitlines()
+    assert len(notes) == (note is not None)
+    assert note is None or note in notes[0]
 
 
 def test_it_runs_with_a_real_model(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,12 +15,12 @@ def test_it_measures_and_saves(tmp_path, capsys):
     text.write_text("Once upon a time there was a small dog. " * 20)
     words = ["kv-budget", "--data", str(text), "--save", str(file), "--context", "512"]
     assert main([*words, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    printed = json.loads(capsys.readouterr().out)
     saved = json.loads(file.read_text())
-    assert saved == {"kv_budget": 1, **told}
-    assert told["data"] == "a.txt" and told["tokens"] > 100
-    assert sum(told["budgets"]) <= 0.25 * 512 * len(told["budgets"])
-    assert len(set(told["budgets"])) > 1
+    assert saved == {"kv_budget": 1, **printed}
+    assert printed["data"] == "a.txt" and printed["tokens"] > 100
+    assert sum(printed["budgets"]) <= 0.25 * 512 * len(printed["budgets"])
+    assert len(set(printed["budgets"])) > 1
     assert main(words) == 2 and "--force" in capsys.readouterr().err
 
 

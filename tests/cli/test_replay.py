@@ -82,12 +82,12 @@ def test_an_engine_that_has_lost_a_process(tmp_path, capsys):
         events = list(RecordReader(file, "").events())
     failed = [event for event in events if isinstance(event, Failed)]
     assert [event.error for event in failed] == ["GroupLost: rank 1 has ended with signal 9"]
-    told = set()
+    outputs = set()
     for ranks in ([], ["1"], ["2"], ["4"]):
         options = ["--tensor-parallel-size", *ranks] if ranks else []
         assert main(["replay", str(path), *options]) == 0
-        told.add(capsys.readouterr().out)
-    (out,) = told
+        outputs.add(capsys.readouterr().out)
+    (out,) = outputs
     first, *rest = out.splitlines()
     assert first.startswith("equal: ") and " requests, " in first
     assert rest == [

@@ -262,9 +262,9 @@ def test_detected_instruction_sets_run() -> None:
     """Except AMX, which the compiler, the system or the self-check may exclude."""
     found, running = detect(), instruction_sets()
     assert found.native
-    told = [name for name, flags in NATIVE_ISAS.items() if flags <= found.isa] + ["portable"]
-    assert found.native_isa == told[0]
-    assert running in (told, [name for name in told if name != "amx"])
+    detected = [name for name, flags in NATIVE_ISAS.items() if flags <= found.isa] + ["portable"]
+    assert found.native_isa == detected[0]
+    assert running in (detected, [name for name in detected if name != "amx"])
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """Tenants, pins, deadlines, embeddings, siblings, drafts and windows under constant load.
 
-The simulation audits the books after each call and compares all tokens and vectors. What is asked
-here is that nobody waits forever: each request ends within so many steps of its arrival, although
-there is always more to do than can be done.
+The simulation checks invariants after each call and compares all tokens and embeddings. These tests
+check that no request waits forever: each ends within a bounded number of steps of its arrival,
+although there is always more work than can be done.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def keep_busy(
         sim.now += 0.1
         for key in sim.ended:
             arrived.pop(key, None)
-        assert step - min(arrived.values(), default=step) <= most, "somebody starves"
+        assert step - min(arrived.values(), default=step) <= most, "a request starves"
     sim.failing_row = None
     left = [r for r in sim.requests.values() if not r.finished]
     sim.drain(max_steps=20 + 2 * sum(r.max_length for r in left))

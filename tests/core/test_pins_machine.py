@@ -1,7 +1,7 @@
 """Pins stay consistent under any order of pinning, use, shortage, failures and resets.
 
-The invariants are audited after each step: what is pinned can be matched, is counted rightly and
-stays within the quotas. The fake worker checks the contents of all blocks that are shared.
+Invariants are checked after each step: pinned blocks can be matched, are counted correctly and stay
+within the quotas. The fake worker checks the contents of all blocks that are shared.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Random service under every policy: each request gets its own tokens, whatever happens around it.
+"""Random service under every policy: each request gets its own tokens.
 
-The fake worker checks every key that every forward sees; the simulation audits the scheduler after
-each call. The second half breaks the core on purpose and expects to be told.
+The fake worker checks every key that every forward sees; the simulation checks invariants
+after each call. The second half breaks the core on purpose and expects that to be detected.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Any order of adding, stepping, aborting and failing leaves the scheduler consistent.
 
-After each rule the invariants are audited; the fake worker checks the contents of every block that
-a forward sees; at the end everything must come out and every block must be free again.
+Invariants are checked after each rule, and the fake worker checks the contents of every block that
+a forward reads. At the end every request must end and every block must be free.
 """
 
 from __future__ import annotations

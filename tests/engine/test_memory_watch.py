@@ -58,7 +58,7 @@ class Given(LoopObserver):
 
 
 class Pressed:
-    """An engine without a model on a system whose memory is what `left` says."""
+    """An engine without a model on a system with `left` bytes of memory."""
 
     def __init__(self, rig: Callable[..., Any], depth: int = 1) -> None:
         made = rig(depth)

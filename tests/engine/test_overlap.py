@@ -184,7 +184,7 @@ def test_a_failure_ends_only_the_affected_requests(in_turn, overlapping, what, m
         assert comparable(others) == comparable(others_right)
     assert comparable([output for part in victims(llm) for output in part]) == comparable(
         [*victim_right, *others_right]
-    )  # and goes on
+    )  # and the engine continues
     assert llm.stats().kv_usage == 0
 
 

@@ -122,9 +122,9 @@ class FakeGpu(TorchDispatchMode):
             made = func(*args, **kwargs)
             return self._pin(made) if pinned else made
         if name in ("to", "_to_copy") and device is not None:
-            told = bool(kwargs.get("non_blocking", False))
+            non_blocking = bool(kwargs.get("non_blocking", False))
             to = CUDA if there else device
-            return self._brought(args[0], to, kwargs.get("dtype"), told)
+            return self._brought(args[0], to, kwargs.get("dtype"), non_blocking)
         decomposed = self._decomposed(func, args, kwargs)
         if decomposed is not NotImplemented:
             return decomposed

@@ -128,7 +128,7 @@ def test_logits_are_those_of_lists(model, listed, tmp_path, way):
             right = listed[tuple(text)].log_softmax(-1)
             all_keys = network(torch.tensor([text[:-1]])).logits[0].log_softmax(-1)
         for place, found in enumerate(completion.logprobs, len(ids) - 1):
-            for token, told in ((found.token_id, found.logprob), *found.top):
-                assert told == pytest.approx(float(right[place, token]), abs=1e-4), place
+            for token, logprob in ((found.token_id, found.logprob), *found.top):
+                assert logprob == pytest.approx(float(right[place, token]), abs=1e-4), place
         assert (right - all_keys)[-1].abs().max() > 1e-2  # dropped tokens matter
         assert (right - all_keys)[: len(ids)].abs().max() < 1e-3  # a prompt is computed whole

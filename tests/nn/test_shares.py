@@ -139,7 +139,7 @@ def check(model: Path, size: int) -> None:
         assert matrices <= MORE * sum(divided.values()) / size, f"rank {rank}"
         assert abs(read - given.total()) <= 1 << 14, f"rank {rank} reads what it does not use"
     for name, count in divided.items():
-        assert sum(given[name] for given, _ in found) >= count, f"nobody reads all of {name}"
+        assert sum(given[name] for given, _ in found) >= count, f"{name} is not read whole"
 
 
 def save(folder: Path, case: str) -> None:

@@ -236,8 +236,8 @@ def test_a_draft_model_costs_the_time_of_its_roofline(tmp_path: Path) -> None:
         (its,) = (row for row in draft.decode if row.batch == curve.batch)
         assert curve.draft_cost == pytest.approx(its.floor / own.floor)
     assert [curve.batch for curve in found.speed.speculation] == [1, 4]
-    told = answer("llama-3-8b", TOY, replace(question, draft_cost=0.25))
-    assert told.speed is not None and told.speed.speculation[0].draft_cost == 0.25
+    given = answer("llama-3-8b", TOY, replace(question, draft_cost=0.25))
+    assert given.speed is not None and given.speed.speculation[0].draft_cost == 0.25
 
 
 def test_default_formats() -> None:

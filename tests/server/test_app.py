@@ -221,9 +221,9 @@ def test_a_stopping_server_accepts_returned_requests() -> None:
     """A request cannot fake this, because the state in it is signed."""
     report = RequestReport(90.0, 95.0, None, 100.0, 16, 1)
     output = MovedOutput.of(0, OutputSoFar([], [], False), Handover([], 7, None, report), 100.0, 0)
-    told = Resumption("gen-1", 1, b"", None, False, [output])
+    resumption = Resumption("gen-1", 1, b"", None, False, [output])
     drain, token = Drain(), b"a secret of servers"
-    signed, foreign = (make_resumption(told, each) for each in (token, b"another secret"))
+    signed, foreign = (make_resumption(resumption, each) for each in (token, b"another secret"))
     edge = AppConfig("127.0.0.1", kv_token=token)
     with edge_server(["right"], edge, drain=drain) as server:
         drain.start()

@@ -149,8 +149,8 @@ def test_an_engine_whose_steps_all_fail_is_abandoned() -> None:
             assert time.monotonic() < deadline
         for _ in range(3):
             reply = ask(server.http, "POST", "/v1/completions", body)
-            told = (reply.status, reply.headers[RETRY], reply.headers["retry-after"])
-            assert told == (503, "true", "1")
+            answer = (reply.status, reply.headers[RETRY], reply.headers["retry-after"])
+            assert answer == (503, "true", "1")
         for path in ("/health", "/ready", "/ping"):
             assert ask(server.http, "GET", path).status == 503
         assert not server.inner.generations.live
@@ -200,8 +200,8 @@ def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
             assert (reply.status, reply.headers[RETRY]) == (503, "true")
             assert reply.error["message"].startswith(f"the engine failed ({lost}) and ")
             assert waits.result() == text
-        told = read_until(stream, b"\r\n0\r\n\r\n").decode()
-        assert told.count(lost) == 1 and "[DONE]" not in told
+        events = read_until(stream, b"\r\n0\r\n\r\n").decode()
+        assert events.count(lost) == 1 and "[DONE]" not in events
         stream.close()
         assert not ranks_of(pid)
         # While idle
@@ -231,9 +231,9 @@ def test_an_engine_process_that_is_killed_is_replaced() -> None:
                 assert reply.error["code"] == "engine_error"
                 assert waits.result() == text
                 pid = server.engine_pid
-            told = read_until(stream, b"\r\n0\r\n\r\n")  # the answer is complete
-            assert b"engine_error" in told
-            assert b"[DONE]" not in told
+            events = read_until(stream, b"\r\n0\r\n\r\n")  # the answer is complete
+            assert b"engine_error" in events
+            assert b"[DONE]" not in events
             stream.close()
             # While there is no engine
             os.kill(pid, number)
@@ -300,17 +300,17 @@ def test_a_truncated_stream_ends_with_an_error(seconds: str, signals: int) -> No
     with server_process(*flags) as server:
         stream = connect(server.port)
         post(stream, "/v1/completions", {**LONG, "stream": True, "max_tokens": 480, "n": 64})
-        told = read_until(stream, b"data: ")
+        text = read_until(stream, b"data: ")
         start = time.monotonic()
         for _ in range(signals):
             server.process.send_signal(signal.SIGTERM)
             time.sleep(0.1)
-        told += read_all(stream)
+        text += read_all(stream)
         assert server.process.wait(30) == 0
         assert time.monotonic() - start < 20
         stream.close()
-        last = told.decode().rpartition("data: ")[2].partition("\n\n")[0]
+        last = text.decode().rpartition("data: ")[2].partition("\n\n")[0]
         assert json.loads(last)["error"]["code"] == "aborted"
-        assert b"[DONE]" not in told
+        assert b"[DONE]" not in text
         with pytest.raises(OSError):
             server.get("/health")

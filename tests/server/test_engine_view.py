@@ -142,8 +142,8 @@ def test_the_view_has_no_text_and_no_tenant(site: Site) -> None:
     generate(site, SECRET)
     body = ask(site.server, "GET", "/v1/engine").body
     with watch(site) as stream:
-        told = json.dumps(next_frame(stream)).encode()
-    for text in (body, told):
+        frame = json.dumps(next_frame(stream)).encode()
+    for text in (body, frame):
         assert SECRET.encode() not in text
         assert not {b"prompt_token_ids", b"token_ids", b"tenant", b"request_id"} & set(
             text.replace(b'"', b" ").split()
@@ -175,17 +175,17 @@ def test_a_stream_of_frames(site: Site) -> None:
 
 def test_a_watcher_that_connects_late_gets_the_whole_state(site: Site) -> None:
     with watch(site) as early:
-        told = next_frame(early)["view"]["finished"]
+        finished = next_frame(early)["view"]["finished"]
         generate(site)
 
         def ends(frame: dict[str, Any]) -> bool:
-            told.extend(frame["view"]["finished"])
+            finished.extend(frame["view"]["finished"])
             return bool(frame["view"]["finished"])
 
         until(early, ends)
         with watch(site) as late:
             seen = next_frame(late)["view"]["finished"]
-    assert seen and seen == told[-len(seen) :]
+    assert seen and seen == finished[-len(seen) :]
 
 
 # -- access --------------------------------------------------------------------------------------

@@ -75,8 +75,8 @@ class Fuzzer:
         finally:
             connection.close()
         self.statuses[answer.status] += 1
-        told = (seed, path, data[:2000], answer.status, text[:500])
-        assert answer.status < 500 or answer.status in NO_ROOM, told
+        context = (seed, path, data[:2000], answer.status, text[:500])
+        assert answer.status < 500 or answer.status in NO_ROOM, context
         assert answer.status not in NO_ROOM or answer.status == 504 or answer.headers["Retry-After"]
         return answer.status, text
 

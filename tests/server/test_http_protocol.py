@@ -110,9 +110,9 @@ def test_a_usual_head_with_many_headers(server: HttpServer) -> None:
     ],
 )
 def test_a_head_that_is_too_large(server: HttpServer, head: bytes) -> None:
-    status, told = error(raw(server, head))
+    status, details = error(raw(server, head))
     assert status == 431
-    assert told["type"] == "invalid_request_error"
+    assert details["type"] == "invalid_request_error"
 
 
 def test_a_large_head_in_small_pieces(server: HttpServer) -> None:
@@ -159,9 +159,9 @@ def test_a_large_head_in_small_pieces(server: HttpServer) -> None:
     ],
 )
 def test_invalid_or_ambiguous_requests(server: HttpServer, data: bytes) -> None:
-    status, told = error(raw(server, data))
+    status, details = error(raw(server, data))
     assert status == 400
-    assert told["message"]
+    assert details["message"]
 
 
 def test_bad_chunks(server: HttpServer) -> None:
@@ -181,9 +181,9 @@ def test_a_bad_body_without_a_reader_is_answered_once(
 
 def test_a_late_head(server: HttpServer) -> None:
     start = time.monotonic()
-    status, told = error(raw(server, GET))
+    status, details = error(raw(server, GET))
     assert status == 408
-    assert "headers" in told["message"]
+    assert "headers" in details["message"]
     assert time.monotonic() - start < 5
 
 
@@ -260,9 +260,9 @@ def test_a_large_body_of_which_the_client_sends_all(server: HttpServer) -> None:
 def test_an_answer_is_read_before_the_connection_closes(server: HttpServer, size: int) -> None:
     """It sends all of its body before it reads. Closing at once would lose the answer."""
     head = POST + CLOSE + b"Content-Length: %d\r\n\r\n" % size
-    status, told = error(raw(server, head + b" " * size))
+    status, details = error(raw(server, head + b" " * size))
     assert status == 413
-    assert "large" in told["message"] or "bytes" in told["message"]
+    assert "large" in details["message"] or "bytes" in details["message"]
 
 
 @pytest.mark.parametrize("last", [b"", CLOSE])
@@ -277,9 +277,9 @@ def test_the_rest_of_a_body_has_limited_time(server: HttpServer, last: bytes) ->
 
 @pytest.mark.parametrize("start", [b"", b'{"text": "'])
 def test_a_late_body(server: HttpServer, start: bytes) -> None:
-    status, told = error(raw(server, POST + b"Content-Length: 100\r\n\r\n" + start))
+    status, details = error(raw(server, POST + b"Content-Length: 100\r\n\r\n" + start))
     assert status == 408
-    assert "body" in told["message"]
+    assert "body" in details["message"]
 
 
 def test_concurrent_large_bodies_are_refused(server: HttpServer) -> None:
@@ -348,9 +348,9 @@ def test_a_connection_is_refused_if_all_others_are_busy(server: HttpServer) -> N
     try:
         until(lambda: server.listener.num_connections == LIMITS.max_connections)
         time.sleep(0.05)
-        status, told = error(raw(server, b""))
+        status, details = error(raw(server, b""))
         assert status == 503
-        assert told["type"] == "server_error"
+        assert details["type"] == "server_error"
     finally:
         for connection in (*held, *busy):
             connection.close()

@@ -406,8 +406,8 @@ def lose_while_it_loads(
                 process.send_signal(signal.SIGTERM)
             elif one.at_once:
                 figures.ends.append(time.monotonic() - sent)
-            _, told = process.communicate(timeout=60)
-            assert process.returncode == (0 if ready else 1), told
+            _, output = process.communicate(timeout=60)
+            assert process.returncode == (0 if ready else 1), output
             if not ready:  # one error
                 why = re.findall("while it loaded|before it could load|not connected within", told)
                 assert one.rank == 1 and len(why) == 1, told

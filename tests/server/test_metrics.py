@@ -249,8 +249,8 @@ def test_every_metric_has_our_name_and_is_in_the_docs() -> None:
     found = read(metrics.text(later, 9.0))
     assert found["kvik:working_threads"] == 2
     assert found["kvik:cuda_graphs"] == 12 and found["kvik:cuda_graph_bytes{kind=taken}"] == 300
-    told = set(re.findall(r"`kvik:(\w+)`", (DOCS / "metrics.md").read_text()))
-    assert {name.removesuffix("_total") for name in told} >= {
+    documented = set(re.findall(r"`kvik:(\w+)`", (DOCS / "metrics.md").read_text()))
+    assert {name.removesuffix("_total") for name in documented} >= {
         name.removesuffix("_total") for name in ours
     }
 

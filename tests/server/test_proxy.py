@@ -54,8 +54,8 @@ class Backend:
         body = b"".join([part async for part in Request(scope, receive).stream()])
         if scope["path"] in ("/health", "/v1/models"):
             status = 200 if self.healthy else 503
-            told = {"object": "list", "reason": "it rests", "role": self.role}
-            await respond(send, status, json.dumps(told).encode())
+            content = {"object": "list", "reason": "it rests", "role": self.role}
+            await respond(send, status, json.dumps(content).encode())
             return
         self.requests.append((scope, body))
         if self.answer is None:
@@ -539,8 +539,10 @@ def test_incompatible_roles_are_reported_once(
 
     with site(*(Asked(name, role=role) for name, role in zip("ab", roles, strict=True))):
         until(lambda: min(asked.values()) > 5)
-    told = [each.getMessage() for each in caplog.records if "roles" in each.getMessage()]
-    assert len(told) == bool(missing) and all(f"no server has --role {missing}" in t for t in told)
+    warnings = [each.getMessage() for each in caplog.records if "roles" in each.getMessage()]
+    assert len(warnings) == bool(missing) and all(
+        f"no server has --role {missing}" in t for t in warnings
+    )
 
 
 def test_a_disconnect_ends_the_computation_of_a_prompt():
@@ -589,15 +591,15 @@ STREAM = b'data: {"text": "a"}\n\n: alive\n\ndata: {": kvik-moved "}\n\n'
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 13, 1000])
 def test_the_mark_of_a_move_is_found_in_any_chunks(size: int) -> None:
-    for told in (b"", b"abc="):
-        data = STREAM + (b": kvik-moved " + told + b"\n\n\n\n" if told else b"")
+    for moved in (b"", b"abc="):
+        data = STREAM + (b": kvik-moved " + moved + b"\n\n\n\n" if moved else b"")
         mark, passed = MovedMark(), []
         for start in range(0, len(data), size):
             passed.append(mark.feed(data[start : start + size]))
-            if not told:  # whole events are not held back
+            if not moved:  # whole events are not held back
                 assert b"".join(passed).count(b"\n\n") == data[: start + size].count(b"\n\n")
         assert b"".join(passed) == STREAM
-        assert mark.told == (told or None)
+        assert mark.told == (moved or None)
 
 
 def header_of(scope: Scope, name: str) -> bytes | None:
@@ -607,7 +609,7 @@ def header_of(scope: Scope, name: str) -> bytes | None:
 EVENTS = (b"content-type", b"text/event-stream")
 
 
-def giving(told: bytes, *, stream: bool) -> Any:
+def giving(moved: bytes, *, stream: bool) -> Any:
     """Return a server that gives a request away, and accepts it back without that header."""
 
     async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
@@ -620,7 +622,7 @@ def giving(told: bytes, *, stream: bool) -> Any:
         status = 200 if stream else 503
         await send({"type": "http.response.start", "status": status, "headers": headers})
         begun = b"data: 1\n\n: kvik-moved " if stream else b""
-        for part in (begun + told[:2], told[2:] + b"\n\n", *[b"\n"] * 10):
+        for part in (begun + moved[:2], moved[2:] + b"\n\n", *[b"\n"] * 10):
             await send({"type": "http.response.body", "body": part, "more_body": True})
             await asyncio.sleep(0.05)
         await send({"type": "http.response.body", "body": b""})
@@ -661,9 +663,11 @@ def test_an_answer_continues_at_another_server_or_returns(
         assert made.proxy.moves == 1
         until(lambda: not any(one.unfinished for one in made.proxy.upstreams))
         url = made.servers[1].url
-    told = [each.getMessage() for each in caplog.records if "does not go on" in each.getMessage()]
-    assert len(told) == (status != 200)
-    assert all(url in each and "another kv_token" in each for each in told)
+    warnings = [
+        each.getMessage() for each in caplog.records if "does not go on" in each.getMessage()
+    ]
+    assert len(warnings) == (status != 200)
+    assert all(url in each and "another kv_token" in each for each in warnings)
 
 
 def test_clients_cannot_claim_that_a_request_moves() -> None:

@@ -243,8 +243,8 @@ def test_an_error_in_formatting_a_stream_is_reported_without_its_cause(caplog):
         assert answer.status_code == 200
         assert "internal error" in answer.text.split("\n\n")[-2]
         assert "secret" not in answer.text
-    (told,) = [r for r in caplog.records if r.name == "kvik.server.responses"]
-    _, *lines = logging.Formatter().format(told).split("\n")
+    (record,) = [r for r in caplog.records if r.name == "kvik.server.responses"]
+    _, *lines = logging.Formatter().format(record).split("\n")
     assert any("secret" in line for line in lines)
     assert all(line.startswith("    ") and line.isprintable() for line in lines)
 

@@ -123,8 +123,8 @@ def test_drafts_are_reported() -> None:
         found = traced(output=finished(speculation=given))[-1].attributes
         assert found is not None
         prefix = "kvik.speculation."
-        told = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
-        assert told == expected
+        attributes = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
+        assert attributes == expected
 
 
 def test_spans_join_the_callers_trace() -> None:

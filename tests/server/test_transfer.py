@@ -112,13 +112,13 @@ def some_tokens(count: int) -> list[int]:
 def test_times_are_converted_to_the_clock_of_the_other_server() -> None:
     tokens = some_tokens(50)
     header = make_resumption(resumption(moved(tokens, NEVER)), TOKEN)
-    told = transfer_of({RESUMED_HEADER: header, MOVES_HEADER: "1"}, "both", TOKEN)
-    assert told.moves and told.resumed is not None
-    (handover,) = told.resumed.handovers(1000.0)
+    move = transfer_of({RESUMED_HEADER: header, MOVES_HEADER: "1"}, "both", TOKEN)
+    assert move.moves and move.resumed is not None
+    (handover,) = move.resumed.handovers(1000.0)
     assert handover.output_token_ids == tokens and handover.source == SOURCE
     report = handover.report
     assert (report.arrival, report.first_scheduled, report.first_token) == (990.0, 995.0, None)
-    assert told.resumed.prompt == prompt_digest([1, 2]) != prompt_digest([1, 3])
+    assert move.resumed.prompt == prompt_digest([1, 2]) != prompt_digest([1, 3])
 
 
 @pytest.mark.parametrize(("n", "top"), [(1, None), (1, 0), (1, 20), (16, None), (16, 5), (64, 0)])

@@ -38,18 +38,18 @@ class Other:
 
     def __init__(self) -> None:
         self.cache, self.pages = part(1)
-        self.told: deque[Message] = deque()
+        self.messages: deque[Message] = deque()
         self.lost = ""
         self.memory: PageMemory | None = None
 
     def tell(self, message: Message) -> None:
         if self.lost:
             raise GroupLost("tensor_parallel_size", self.lost)
-        self.told.append(message)
+        self.messages.append(message)
 
     def run(self, most: int = 1000) -> None:
-        for _ in range(min(most, len(self.told))):
-            message = self.told.popleft()
+        for _ in range(min(most, len(self.messages))):
+            message = self.messages.popleft()
             if isinstance(message, OpenPages):
                 self.memory = PageMemory.open(message)
                 continue

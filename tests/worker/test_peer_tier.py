@@ -243,10 +243,12 @@ def test_an_incompatible_engine_is_reported_once_and_retried(
         with caplog.at_level(logging.WARNING):
             for _ in range(3):
                 assert fetched(peers, memory, of) == [False] * 12
-        (told,) = [each.getMessage() for each in caplog.records if "cannot be" in each.getMessage()]
-        assert f":{of.port}" in told and "kv_token" in told
+        (warning,) = [
+            each.getMessage() for each in caplog.records if "cannot be" in each.getMessage()
+        ]
+        assert f":{of.port}" in warning and "kv_token" in warning
         if what == "fingerprint":
-            assert (b"g" * 4).hex() in told and (b"f" * 4).hex() in told
+            assert (b"g" * 4).hex() in warning and (b"f" * 4).hex() in warning
         monkeypatch.setattr(peer_tier.time, "monotonic", lambda now=time.monotonic: now() + 31)
         with caplog.at_level(logging.WARNING):
             fetched(peers, memory, of)

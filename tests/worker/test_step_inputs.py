@@ -58,15 +58,15 @@ def test_results_of_a_gpu_are_copied_at_once_and_awaited_when_read(
 ) -> None:
     """Copies are non-blocking into pinned memory, and an event marks their end, when the device may
     already have overwritten the tensors."""
-    told: list[str] = []
+    events: list[str] = []
     empty, copy = torch.empty, Tensor.copy_
 
     class Event:
         def record(self) -> None:
-            told.append("recorded")
+            events.append("recorded")
 
         def synchronize(self) -> None:
-            told.append("waited")
+            events.append("waited")
 
     def pinned(shape: torch.Size, *, dtype: torch.dtype, pin_memory: bool) -> Tensor:
         assert pin_memory
@@ -74,7 +74,7 @@ def test_results_of_a_gpu_are_copied_at_once_and_awaited_when_read(
 
     def begun(self: Tensor, source: Tensor, *, non_blocking: bool = False) -> Tensor:
         assert non_blocking
-        told.append("copied")
+        events.append("copied")
         return copy(self, source)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
@@ -82,10 +82,10 @@ def test_results_of_a_gpu_are_copied_at_once_and_awaited_when_read(
     monkeypatch.setattr(Tensor, "copy_", begun)
     ids, shares = torch.arange(3), torch.ones(2, 2)
     arrival = PinnedCopies().start([ids, shares])
-    assert told == ["copied", "copied", "recorded"]
+    assert events == ["copied", "copied", "recorded"]
     ids.zero_()
     found = arrival.wait()
-    assert told[3:] == ["waited"]
+    assert events[3:] == ["waited"]
     assert [array.tolist() for array in found] == [[0, 1, 2], [[1.0, 1.0], [1.0, 1.0]]]
 
 

@@ -21,10 +21,10 @@ class FakeThreads:
 def test_the_number_of_threads_is_reported_on_change() -> None:
     threads = FakeThreads()
     team = Team(threads, 2, clock=lambda: 0.0)
-    told = []
+    changes = []
     for threads.working in (2, 2, 1, 1, 2):
-        told.append(team.changes())
-    assert told == [2, None, 1, None, 2]
+        changes.append(team.changes())
+    assert changes == [2, None, 1, None, 2]
 
 
 def test_the_number_of_threads_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

@@ -110,9 +110,9 @@ def test_only_requests_that_sample_without_a_seed_take_them() -> None:
     expected[0] = 2  # not row 6, where 2 is not among the two likeliest
     assert found.token_ids.tolist() == expected
     arrays = [tensor.numpy() for tensor in found.tensors]
-    told = found.read(found.token_ids.numpy(), arrays).logprobs
-    assert told[0].token_id == 2
-    assert told[0].logprob == pytest.approx(math.log(0.15), abs=1e-5)
+    logprobs = found.read(found.token_ids.numpy(), arrays).logprobs
+    assert logprobs[0].token_id == 2
+    assert logprobs[0].logprob == pytest.approx(math.log(0.15), abs=1e-5)
     for first in range(0, 8, 2):
         part = slice(first, first + 2)
         alone = table.batch(slots[part], positions[part], judged=offers.part(first, first + 2))

@@ -147,18 +147,18 @@ def test_attention_planned_on_the_host_gets_the_exact_numbers_of_keys(
 ) -> None:
     """Also of each draft, although the layout of the first ones serves the others."""
     options, plan = wishes("draft_model"), SdpaAttention.plan
-    told: list[tuple[int, ...]] = []
+    seen: list[tuple[int, ...]] = []
     there: list[tuple[int, ...]] = []
 
     def watched(self: SdpaAttention, layout: StepLayout, window: int | None) -> SdpaMetadata:
-        told.append(layout.contexts)
+        seen.append(layout.contexts)
         there.append(tuple(layout.seq_lens.tolist()))
         return plan(self, layout, window)
 
     monkeypatch.setattr(SdpaAttention, "plan", watched)
     with fake_gpu(), on_gpu("triton", "sdpa"), LLM(str(model), **OPTIONS, **options) as llm:
         asked(llm, "usual")
-    assert told and told == there
+    assert seen and seen == there
 
 
 @pytest.fixture(autouse=True)

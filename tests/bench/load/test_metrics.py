@@ -115,9 +115,9 @@ def test_lag_excludes_the_time_held() -> None:
 
 
 def test_cached_tokens_are_known_or_not() -> None:
-    told = record(0.0, [(1.0, 1)], 1.0, cached_tokens=0)
+    known = record(0.0, [(1.0, 1)], 1.0, cached_tokens=0)
     silent = record(0.0, [(1.0, 1)], 1.0)
-    assert summarise([told, silent], 0.0, 1.0).cached_tokens == 0
+    assert summarise([known, silent], 0.0, 1.0).cached_tokens == 0
     assert summarise([silent], 0.0, 1.0).cached_tokens is None
 
 

@@ -46,6 +46,6 @@ def test_all_its_requests_are_answered(
     totals = benchmark["metrics"]["request_totals"]
     assert totals == {"successful": REQUESTS, "errored": 0, "incomplete": 0, "total": REQUESTS}
     # It requests this many tokens, and counts them by the usage in the answer.
-    told = benchmark["metrics"]["output_token_count"]["successful"]["total_sum"]
-    assert told == REQUESTS * OUTPUT_TOKENS
+    counted = benchmark["metrics"]["output_token_count"]["successful"]["total_sum"]
+    assert counted == REQUESTS * OUTPUT_TOKENS
     site.at_rest()

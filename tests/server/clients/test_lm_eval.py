@@ -78,9 +78,9 @@ def test_scores_are_those_of_transformers(
     assert len(samples) == len(DOCS)
     for sample in samples:
         doc: Any = sample["doc"]
-        for choice, ((told, greedy),) in zip(doc["choices"], sample["resps"], strict=True):
+        for choice, ((logprob, greedy),) in zip(doc["choices"], sample["resps"], strict=True):
             expected, is_greedy = score(folder, doc["context"], f" {choice}")
-            assert float(told) == pytest.approx(expected, abs=2e-3)
+            assert float(logprob) == pytest.approx(expected, abs=2e-3)
             assert greedy == str(is_greedy)
 
 
