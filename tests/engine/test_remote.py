@@ -42,7 +42,7 @@ async def connected() -> AsyncIterator[Rig]:
     rig = Rig()
     rig.client.start(rig.calls.append)
     assert rig.client.state is EngineState.STARTING
-    rig.source.say(Ready())
+    rig.source.send(Ready())
     await rig.settle()
     assert (rig.client.state, rig.client.reason) == (EngineState.READY, "")
     yield rig
@@ -52,7 +52,7 @@ async def connected() -> AsyncIterator[Rig]:
 
 async def test_requests_and_deltas_go_through(rig):
     rig.client.add(request())
-    (add,) = rig.source.heard()
+    (add,) = rig.source.received()
     assert isinstance(add, Add)
     assert wire.engine_request.decode(add.request) == request()
     rig.source.step(token("a"))
@@ -104,7 +104,7 @@ async def test_a_lost_engine_ends_everything_at_once(rig):
     assert error.refused is None
     assert error.report.arrival <= error.report.finished <= time.monotonic()
     assert rig.client.state is EngineState.RESTARTING
-    assert rig.source.lost_why == [(rig.client.reason, False)]
+    assert rig.source.losses == [(rig.client.reason, False)]
     assert rig.client.num_unfinished == 0
     with pytest.raises(UnavailableError, match="ended unexpectedly"):
         rig.client.add(request("c"))
@@ -121,7 +121,7 @@ async def test_a_restarted_engine_starts_without_old_requests(rig):
     assert wire.to_start.decode(body) == EngineStart(rig.client.config)
     assert rig.client.state is EngineState.RESTARTING
     signs = rig.client.signs_of_life
-    rig.source.say(Ready())
+    rig.source.send(Ready())
     await rig.settle()
     assert rig.client.state is EngineState.READY
     assert rig.client.signs_of_life == signs + 1
@@ -149,16 +149,16 @@ async def test_an_engine_that_sends_invalid_frames_is_lost(rig, garbage, caplog)
     await rig.settle()
     assert rig.ends == [("a", 0, FinishReason.ERROR)]
     assert "cannot be understood" in rig.client.reason
-    assert len(rig.source.lost_why) == 1
+    assert len(rig.source.losses) == 1
 
 
 async def test_the_reason_of_a_failed_load_is_reported(rig):
-    rig.source.say(Unusable("model", "has no weights"))
+    rig.source.send(Unusable("model", "has no weights"))
     rig.source.sock.close()
     await rig.settle()
     assert rig.client.state is EngineState.RESTARTING  # it could be loaded before
     assert rig.client.reason == "model: has no weights"
-    assert rig.source.lost_why == [("model: has no weights", True)]
+    assert rig.source.losses == [("model: has no weights", True)]
 
 
 async def test_a_failing_sink_affects_no_request(rig, caplog):
@@ -186,22 +186,22 @@ async def test_the_client_refuses_requests_that_cannot_be_served(rig):
     rig.client.add(request("a"))
     with pytest.raises(ParamError, match="already being served"):
         rig.client.add(request("a"))
-    assert len(rig.source.heard()) == 1
+    assert len(rig.source.received()) == 1
     assert rig.client.num_unfinished == 1
 
 
 async def test_an_end_is_sent_only_for_running_requests(rig):
     rig.client.add(request("a"))
-    rig.source.heard()
+    rig.source.received()
     rig.client.end("unknown")
     rig.client.end("a", 0, FinishReason.ERROR, "text \ud800")
-    (heard,) = rig.source.heard()
+    (heard,) = rig.source.received()
     assert heard == End("a", 0, FinishReason.ERROR, "text ?")
     assert rig.client.num_unfinished == 1  # until the engine confirms
     rig.source.step(end("a"))
     await rig.settle()
     rig.client.end("a")
-    assert rig.source.heard() == []
+    assert rig.source.received() == []
 
 
 @pytest.mark.parametrize("state", [s for s in EngineState if s is not EngineState.READY])
@@ -212,7 +212,7 @@ async def test_only_a_ready_engine_gets_requests(rig, state):
     with pytest.raises(UnavailableError):
         await rig.client.live()
     assert (await rig.client.stats()).num_blocks == 512
-    assert rig.source.heard() == []
+    assert rig.source.received() == []
 
 
 async def test_an_engine_that_does_not_read_does_not_block_the_client(rig, monkeypatch):
@@ -227,7 +227,7 @@ async def test_an_engine_that_does_not_read_does_not_block_the_client(rig, monke
     rig.client.end("r1")
     heard = []
     while len(heard) < added + 1:
-        heard += rig.source.heard()
+        heard += rig.source.received()
         await asyncio.sleep(0)
     assert [m.request_id for m in heard] == [
         "first",
@@ -243,14 +243,14 @@ async def test_old_stats_are_returned_if_no_new_ones_arrive(rig, monkeypatch):
     known = (await rig.client.stats()).steps
     asking = asyncio.create_task(rig.client.stats())
     await rig.settle()
-    ask = rig.source.heard()[-1]
+    ask = rig.source.received()[-1]
     assert isinstance(ask, Query)
     fresh = rig.client._stats
     body = wire.msgspec.Raw(wire.encode(module.EngineStats(*[7] * 12)))
-    rig.source.say(Reply(ask.ticket, body))
+    rig.source.send(Reply(ask.ticket, body))
     assert (await asking).steps == 7 != known
     assert (await rig.client.stats()).steps == 7  # without an answer
-    rig.source.say(Reply(999, body), Reply(ask.ticket, body))  # too late, or without a query
+    rig.source.send(Reply(999, body), Reply(ask.ticket, body))  # too late, or without a query
     await rig.settle()
     assert fresh.steps == 0
     with pytest.raises(UnavailableError, match="in time"):
@@ -339,9 +339,9 @@ async def lose(rig: Rig) -> None:
 async def begin_another(rig: Rig) -> list:
     """Return the messages that the next engine receives when it is ready."""
     rig.source.connect()
-    rig.source.say(Ready())
+    rig.source.send(Ready())
     await rig.settle()
-    return rig.source.heard()
+    return rig.source.received()
 
 
 async def test_requests_without_output_are_sent_to_the_next_engine(rig):
@@ -349,7 +349,7 @@ async def test_requests_without_output_are_sent_to_the_next_engine(rig):
     rig.client.add(request("begun", n=2))
     rig.client.add(request("left"))
     rig.client.end("left")
-    first = rig.source.heard()[0]
+    first = rig.source.received()[0]
     rig.source.step(token("begun", 1))
     await lose(rig)
     assert [(d.request_id, d.index, d.again) for d in rig.deltas[1:]] == [
@@ -370,18 +370,18 @@ async def test_requests_without_output_are_sent_to_the_next_engine(rig):
 async def test_an_engine_reports_a_lost_rank_after_its_last_tokens(rig):
     for name in ("begun", "running", "waits"):
         rig.client.add(request(name))
-    rig.source.say(stepped(1, False, [token("begun")]), Lost("GroupLost: rank 1", ["waits"]))
+    rig.source.send(stepped(1, False, [token("begun")]), Lost("GroupLost: rank 1", ["waits"]))
     await rig.settle()
     begun, lost = rig.deltas
     assert begun == token("begun")
     assert (lost.request_id, lost.error, lost.again) == ("begun", "GroupLost: rank 1", True)
     assert rig.client.state is EngineState.RESTARTING
-    assert rig.source.lost_why == [("GroupLost: rank 1", False)]
+    assert rig.source.losses == [("GroupLost: rank 1", False)]
     for _ in range(3):  # requests that no engine has begun do not count
         rig.source.sock.close()
         heard = await begin_another(rig)
         assert {message.request_id for message in heard} >= {"waits"}
-        rig.source.say(Lost("GroupLost: rank 2", ["waits"]))
+        rig.source.send(Lost("GroupLost: rank 2", ["waits"]))
         await rig.settle()
     lost = rig.deltas[-1]
     assert (lost.request_id, lost.error, lost.again) == ("running", "GroupLost: rank 2", False)

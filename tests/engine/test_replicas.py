@@ -48,7 +48,7 @@ class Cluster:
         self.all.start(self.deltas.extend)
         assert self.all.state is EngineState.STARTING
         for source in self.sources:
-            source.say(Ready())
+            source.send(Ready())
         await self.settle()
         assert (self.all.state, self.all.reason) == (EngineState.READY, "")
         return self
@@ -66,18 +66,18 @@ class Cluster:
         hashes: list[bytes] = []
         extend_hashes(hashes, prompt, 4, "", len(prompt) // 4)
         report = ReplicaReport(ContentChanges(1, hashes, [], cleared=True), 0.0, 1000.0)
-        self.sources[replica].say(Told(report))
+        self.sources[replica].send(Told(report))
 
     def added(self) -> list[list[str]]:
         """Return the ids of the requests that each engine got since the last call."""
-        return [[m.request_id for m in s.heard() if isinstance(m, Add)] for s in self.sources]
+        return [[m.request_id for m in s.received() if isinstance(m, Add)] for s in self.sources]
 
     def lose(self, replica: int) -> None:
         self.sources[replica].sock.close()
 
     async def again(self, replica: int) -> None:
         self.sources[replica].connect()
-        self.sources[replica].say(Ready())
+        self.sources[replica].send(Ready())
         await self.settle()
 
     @property
@@ -161,7 +161,7 @@ async def test_ended_requests_are_not_sent_again():
         cluster.all.add(engine_request("a", PROMPT))
         first = 0 if cluster.added()[0] else 1
         cluster.all.end("a")
-        assert [type(m) for m in cluster.sources[first].heard()] == [End]
+        assert [type(m) for m in cluster.sources[first].received()] == [End]
         cluster.lose(first)
         await cluster.settle()
         assert len(cluster.ends) == 1
@@ -184,7 +184,7 @@ async def test_requests_wait_for_the_first_ready_replica():
             cluster.all.add(engine_request("a"))
         cluster.all.end("b", 0)
         await cluster.again(0)
-        heard = cluster.sources[0].heard()
+        heard = cluster.sources[0].received()
         assert [m.request_id for m in heard if isinstance(m, Add)] == ["a", "b"]
         assert [(m.request_id, m.index) for m in heard if isinstance(m, End)] == [("b", 0)]
         cluster.sources[0].step(end("a"), end("b", 0), end("b", 1))
@@ -204,10 +204,10 @@ async def test_closing_ends_waiting_requests():
 async def test_a_replica_that_cannot_be_loaded_does_not_affect_others():
     cluster = Cluster(2)
     cluster.all.start(cluster.deltas.extend)
-    cluster.sources[0].say(Unusable("model", "has no weights"))
+    cluster.sources[0].send(Unusable("model", "has no weights"))
     await cluster.settle()
     assert cluster.all.state is EngineState.STARTING
-    cluster.sources[1].say(Ready())
+    cluster.sources[1].send(Ready())
     await cluster.all.ready()
     cluster.all.add(engine_request("a"))
     assert cluster.added()[1] == ["a"]
@@ -218,7 +218,7 @@ async def test_the_client_fails_when_all_replicas_have():
     cluster = Cluster(2)
     cluster.all.start(cluster.deltas.extend)
     for source in cluster.sources:
-        source.say(Unusable("model", "has no weights"))
+        source.send(Unusable("model", "has no weights"))
     with pytest.raises(UnavailableError, match="no weights"):
         await cluster.all.ready()
     assert cluster.all.state is EngineState.FAILED
@@ -263,12 +263,12 @@ async def test_requests_of_a_draining_replica_continue_in_another():
         cluster.sources[1].step(token("a"))
         await cluster.settle()
         cluster.all.drain_replica(1, drain=True)
-        assert [m.request_id for m in cluster.sources[1].heard() if isinstance(m, HandOver)] == [
+        assert [m.request_id for m in cluster.sources[1].received() if isinstance(m, HandOver)] == [
             "a"
         ]
         cluster.sources[1].step(handed("a", 2, 3))
         await cluster.settle()
-        (added,) = [m for m in cluster.sources[0].heard() if isinstance(m, Add)]
+        (added,) = [m for m in cluster.sources[0].received() if isinstance(m, Add)]
         request = engine_request_of.decode(added.request)
         (resumed,) = request.resumed
         assert request.prompt_token_ids == [*PROMPT, 7] and resumed.source.lease == "a"
@@ -317,7 +317,7 @@ async def test_siblings_continue_together_except_those_that_end():
         assert not cluster.added()[0]  # one is missing
         first.step(handed("a", 4, index=3))
         await cluster.settle()
-        (added,) = [m for m in second.heard() if isinstance(m, Add)]
+        (added,) = [m for m in second.received() if isinstance(m, Add)]
         resumed = engine_request_of.decode(added.request).resumed
         assert [(one.index, one.output_token_ids) for one in resumed] == [(0, [1, 2]), (3, [1, 4])]
         second.step(token("a"), token("a", 3), end("a"), end("a", index=3))
@@ -336,29 +336,29 @@ async def test_without_another_replica_requests_end_in_place():
         cluster.lose(1 - first)
         await cluster.settle()
         assert cluster.all.drain_replica(first, drain=True) == 1
-        assert cluster.sources[first].heard() == []
+        assert cluster.sources[first].received() == []
 
 
 async def test_a_gap_in_the_reports_requests_a_full_report():
     async with Cluster(1) as cluster:
         cluster.holds(0, PROMPT)
-        cluster.sources[0].say(Told(ReplicaReport(ContentChanges(3, [], []))))
+        cluster.sources[0].send(Told(ReplicaReport(ContentChanges(3, [], []))))
         await cluster.settle()
-        asked = [m.question for m in cluster.sources[0].heard() if isinstance(m, Query)]
+        asked = [m.question for m in cluster.sources[0].received() if isinstance(m, Query)]
         assert asked == ["report_all"]
 
 
 async def test_each_engine_is_credited_with_what_others_served(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvik.engine.replicas.CREDIT_SECONDS", 0.01)
     async with Cluster(3) as cluster:
-        cluster.sources[0].say(Told(ReplicaReport(served={"a": 5, "b": 2})))
-        cluster.sources[1].say(Told(ReplicaReport(served={"a": 10})))
+        cluster.sources[0].send(Told(ReplicaReport(served={"a": 5, "b": 2})))
+        cluster.sources[1].send(Told(ReplicaReport(served={"a": 10})))
         credits: list[Counter[str]] = [Counter() for _ in range(3)]
         async with asyncio.timeout(10):
             while credits != [{"a": 10}, {"a": 5, "b": 2}, {"a": 15, "b": 2}]:
                 await asyncio.sleep(0.01)
                 for count, source in zip(credits, cluster.sources, strict=True):
-                    for message in source.heard():
+                    for message in source.received():
                         if isinstance(message, Credit):
                             count.update(message.served)
 

@@ -25,16 +25,16 @@ def with_newest(counts: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
 
 
 class Scripted:
-    """Drafts the continuations of known texts, with a chosen number of right tokens."""
+    """Drafts the continuations of known texts, with a chosen number of right tokens.
+
+    Args:
+        texts: prompts with their outputs.
+        right: maps the number of drafts to how many of them are right.
+    """
 
     def __init__(
         self, parts: DrafterParts, texts: Sequence[Sequence[int]], right: Callable[[int], int]
     ) -> None:
-        """
-        Args:
-            texts: prompts with their outputs.
-            right: maps the number of drafts to how many of them are right.
-        """
         self.table = parts.table
         self.vocab_size = parts.vocab_size
         self.texts = [list(text) for text in texts]

@@ -29,7 +29,7 @@ class Scripted:
     def __init__(self) -> None:
         self.client: RemoteClient | None = None
         self.sock: socket.socket | None = None
-        self.lost_why: list[tuple[str, bool]] = []
+        self.losses: list[tuple[str, bool]] = []
         self.closed = False
         self._frames = FrameReader()
 
@@ -44,18 +44,18 @@ class Scripted:
         self.client.connect(ours, start)
 
     def lost(self, why: str, *, for_good: bool) -> None:
-        self.lost_why.append((why, for_good))
+        self.losses.append((why, for_good))
 
     async def close(self) -> None:
         self.closed = True
 
-    def say(self, *messages) -> None:
+    def send(self, *messages) -> None:
         self.sock.sendall(b"".join(wire.frame(message) for message in messages))
 
     def step(self, *deltas: RequestDelta, steps: int = 1, waits: bool = False) -> None:
-        self.say(stepped(steps, waits, deltas))
+        self.send(stepped(steps, waits, deltas))
 
-    def heard(self) -> list:
+    def received(self) -> list:
         return [wire.to_engine.decode(b) for b in self._frames.receive(self.sock)[0]]
 
 

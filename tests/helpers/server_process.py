@@ -24,7 +24,7 @@ POOLED = THREADS + min(32, (os.cpu_count() or 1) + 4)
 
 
 @dataclass(frozen=True)
-class Held:
+class ProcessResources:
     """Resources of a process; `memory` is its private memory in bytes."""
 
     files: int
@@ -86,9 +86,9 @@ class ServerProcess:
             time.sleep(0.05)
         raise TimeoutError("it is not ready")
 
-    def held(self) -> tuple[Held, Held]:
+    def resources(self) -> tuple[ProcessResources, ProcessResources]:
         """Return the resources of the HTTP process and of the engine's."""
-        return held(self.process.pid), held(self.engine_pid)
+        return resources(self.process.pid), resources(self.engine_pid)
 
 
 @contextmanager
@@ -139,11 +139,11 @@ def command(pid: int) -> str:
     return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
 
 
-def held(pid: int) -> Held:
+def resources(pid: int) -> ProcessResources:
     status = dict(
         line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
     )
-    return Held(
+    return ProcessResources(
         files=len(os.listdir(f"/proc/{pid}/fd")),
         threads=int(status["Threads"]),
         memory=int(status["RssAnon"].split()[0]) * 1024,

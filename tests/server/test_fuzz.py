@@ -101,7 +101,7 @@ def test_drawn_bodies_are_answered_or_refused(request: pytest.FixtureRequest) ->
         fuzzer = Fuzzer(server)
         for seed in range(200):
             fuzzer.one(-1 - seed)
-        base = server.held()
+        base = server.resources()
         deadline, seed = time.monotonic() + seconds, 0
         while time.monotonic() < deadline:
             fuzzer.one(seed)
@@ -111,7 +111,7 @@ def test_drawn_bodies_are_answered_or_refused(request: pytest.FixtureRequest) ->
         found = server.metrics()
         assert found["num_requests_running"] == found["num_requests_waiting"] == 0
         assert found["kv_cache_usage_perc"] == 0.0
-        for then, now in zip(base, server.held(), strict=True):
+        for then, now in zip(base, server.resources(), strict=True):
             assert now.threads <= then.threads + POOLED
             assert now.files <= then.files + 4
             assert now.memory <= then.memory + 32 * MIB

@@ -31,12 +31,12 @@ from helpers.http_server import Reply, ask
 from helpers.optional_native import needs_native
 from helpers.server_process import (
     POOLED,
-    Held,
+    ProcessResources,
     ServerProcess,
     children,
     command,
     free_port,
-    held,
+    resources,
     serve_command,
     server_process,
 )
@@ -284,7 +284,7 @@ class Session:
             load = Load(server, kind, self.texts[kind], dice)
             time.sleep(0.5)
             assert not any(answer.error for answer in load.stop())
-        self._before = self._held()
+        self._before = self._resources()
 
     def play(self, one: Round) -> None:
         kind = "decode" if one.phase == REBUILDING else one.phase
@@ -340,10 +340,10 @@ class Session:
                         which = rf"(rank 1|stage 0) has .*{how}"
                         assert re.search(which, answer.error["message"]), answer
 
-    def _held(self) -> tuple[tuple[Held, int], ...]:
+    def _resources(self) -> tuple[tuple[ProcessResources, int], ...]:
         engine = engine_of(self.pid)
         assert engine is not None
-        return tuple((held(pid), memory_files(pid)) for pid in (self.pid, engine))
+        return tuple((resources(pid), memory_files(pid)) for pid in (self.pid, engine))
 
     def _at_rest(self) -> None:
         """Check that nothing is left of earlier engines."""
@@ -353,7 +353,7 @@ class Session:
         assert sorted(children(self.pid)) == sorted((engine, *ranks)) and len(ranks) == 1
         wait_until("all processes end", 10, lambda: all(map(gone, self.seen)))
         wait_until("all requests end", 30, self._idle)
-        for (then, memory), (now, files) in zip(self._before, self._held(), strict=True):
+        for (then, memory), (now, files) in zip(self._before, self._resources(), strict=True):
             assert now.threads <= then.threads + POOLED
             assert now.files <= then.files + 2 and files <= memory
             assert now.memory <= then.memory + 64 * MIB

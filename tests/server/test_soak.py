@@ -232,7 +232,7 @@ def test_two_thousand_requests_leave_nothing_behind() -> None:
     with server_process("--max-num-seqs", "16", "--max-model-len", "512") as server:
         asyncio.run(crowd(server.port, WARM_UP, 1))
         before = at_rest(server)
-        base = server.held()
+        base = server.resources()
         statuses = asyncio.run(crowd(server.port, REQUESTS, 2))
         after = at_rest(server)
         assert after["kv_cache_usage_perc"] == 0.0
@@ -240,7 +240,7 @@ def test_two_thousand_requests_leave_nothing_behind() -> None:
         assert after["generation_tokens_total"] > before["generation_tokens_total"] + 5000
         assert statuses[200] > 0.45 * REQUESTS and statuses[400] > 50
         assert server.get("/health")[0] == 200
-        for then, now in zip(base, server.held(), strict=True):
+        for then, now in zip(base, server.resources(), strict=True):
             assert now.threads <= then.threads + POOLED
             assert now.files <= then.files + 2
             assert now.memory <= then.memory + 16 * MIB

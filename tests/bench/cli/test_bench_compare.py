@@ -147,9 +147,7 @@ def run(job):
 def test_signals_that_end_the_command_end_the_engine_too(
     number: signal.Signals, in_background: bool, tmp_path: Path
 ) -> None:
-    """Args:
-    in_background: as a shell starts such jobs, with Ctrl-C ignored.
-    """
+    """In the background, a shell starts jobs with Ctrl-C ignored."""
     (tmp_path / "stuck.py").write_text(STUCK)
     pid, config = tmp_path / "pid", tmp_path / "engines.toml"
     config.write_text(
