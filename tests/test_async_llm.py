@@ -200,7 +200,7 @@ async def test_a_request_that_waits_for_the_queue_can_be_aborted_and_cancelled(f
         await at_rest(engine)
 
 
-async def test_a_stream_that_another_task_closes_before_it_is_sent_leaves_nothing(faked):
+async def test_a_stream_closed_by_another_task_before_sending_leaves_nothing(faked):
     engine, executor = faked(gated_executor(), max_num_seqs=1, max_queued_requests=1)
     async with engine:
         streams = [engine.generate("A", GREEDY) for _ in range(4)]

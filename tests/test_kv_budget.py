@@ -50,7 +50,7 @@ def test_budgets_are_off_by_default_and_reported_as_lossy(llm, file, caplog):
         assert any("lossy" in record.getMessage() for record in caplog.records)
 
 
-def test_a_long_prompt_leaves_few_blocks_behind_and_its_prefix_is_found_again(llm):
+def test_a_long_prompt_keeps_few_blocks_and_its_prefix_hits(llm):
     prompt = tokens(400, seed=1, vocab=2000)
     usage: list[float] = []
     for _ in llm.stream(prompt, LONG):
@@ -63,7 +63,7 @@ def test_a_long_prompt_leaves_few_blocks_behind_and_its_prefix_is_found_again(ll
     assert llm.stats().kv_usage == 0
 
 
-def test_a_fault_while_tokens_are_chosen_ends_one_request_and_leaks_nothing(llm, monkeypatch):
+def test_a_fault_in_choosing_tokens_ends_one_request(llm, monkeypatch):
     kept, calls = graphs.kept, 0
 
     def failing(queries: Tensor, k: Tensor, budget: Any) -> Tensor:

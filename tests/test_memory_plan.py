@@ -171,7 +171,7 @@ def test_a_draft_model_is_planned_with_its_cache_and_probabilities(
 
 @pytest.mark.full
 @linux
-def test_the_pages_of_an_engine_folder_are_planned_as_weights_that_are_loaded(
+def test_mapped_weights_are_planned_like_loaded_ones(
     tmp_path: Path,
 ) -> None:
     """Mapped pages occupy as much memory as loaded weights."""

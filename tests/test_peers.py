@@ -95,7 +95,7 @@ def alone() -> list[object]:
         loop.close()
 
 
-def test_the_decoder_computes_less_than_a_block_and_answers_with_the_same_bits(
+def test_the_decoder_computes_less_than_a_block_with_the_same_bits(
     prefiller: EngineLoop, decoder: EngineLoop, alone: list[object]
 ) -> None:
     source = prefill(prefiller, "bits")

@@ -204,7 +204,7 @@ def test_small_groups_are_multiplied_by_torch(group: int, kernels: str) -> None:
     assert ("groups of 8" in notes.decisions[0].reason) == (group == 8)
 
 
-def test_attention_in_place_takes_the_same_memory_however_long_contexts_are() -> None:
+def test_memory_of_attention_in_place_does_not_depend_on_the_context() -> None:
     """sdpa gathers keys and makes masks."""
 
     def activations(backend: str, max_model_len: int) -> int:

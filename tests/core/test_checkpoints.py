@@ -38,7 +38,7 @@ def test_a_repeated_prompt_hits_at_its_last_block_boundary() -> None:
     assert served(sim, PROMPT[:8]).num_cached_tokens == 4
 
 
-def test_where_prefixes_part_the_second_request_leaves_a_copy_for_the_third() -> None:
+def test_a_copy_is_made_where_prefixes_diverge() -> None:
     sim = Simulation(Setup(checkpoints=8))
     shared = PROMPT[:8]
     assert served(sim, [*shared, 7, 7, 7, 7, 7, 7]).num_cached_tokens == 0

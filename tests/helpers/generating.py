@@ -123,7 +123,7 @@ async def generating(
             await texts.close()
 
 
-def new_request(prompt: str | list[int] = "AB", **params: Any) -> GenerationRequest:
+def request(prompt: str | list[int] = "AB", **params: Any) -> GenerationRequest:
     """Return a request; `params` are fields of it or of its sampling parameters."""
     own = {name: params.pop(name) for name in list(params) if name in _OWN}
     return GenerationRequest(ids_of(prompt), SamplingParams(**{"max_tokens": 8, **params}), **own)

@@ -141,7 +141,7 @@ def test_a_deadline_that_the_queue_cannot_meet():
     assert caught.value.retry_after >= 1
 
 
-def test_a_flood_of_another_tenant_hardly_moves_the_estimate_for_a_deadline():
+def test_a_flood_of_another_tenant_hardly_changes_estimates():
     queue, clock = admission(1000, 10**6)
     tickets = [queue.admit("flood", 1, 10) for _ in range(100)]
     for ticket in tickets[:20]:

@@ -7,7 +7,7 @@ import threading
 from contextlib import suppress
 
 import pytest
-from helpers.generating import LETTERS, generating, new_request
+from helpers.generating import LETTERS, generating, request
 from helpers.served_engine import EOS, FakeExecutor, gated_executor
 
 from kvik.core.types import FinishReason, RequestDelta
@@ -31,7 +31,7 @@ async def text_of(generation) -> str:
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_text_and_result(streaming):
     async with generating(counting()) as serving:
-        generation = await serving.start(new_request("AB"), streaming=streaming)
+        generation = await serving.start(request("AB"), streaming=streaming)
         shown = await text_of(generation) if streaming else None
         output = await generation.output()
         assert len(output.text) == 8
@@ -48,7 +48,7 @@ async def test_many_streams_get_their_own_text_and_few_pieces():
 
     async with generating(counting(), max_num_seqs=32, max_num_batched_tokens=256) as serving:
         started = [
-            await serving.start(new_request([i], max_tokens=100, n=1 + i % 3), streaming=True)
+            await serving.start(request([i], max_tokens=100, n=1 + i % 3), streaming=True)
             for i in range(10)
         ]
         for generation in started:
@@ -85,7 +85,7 @@ async def test_a_stop_string_ends_one_sibling_early():
 
     async with generating(executor) as serving:
         generation = await serving.start(
-            new_request("A", n=2, max_tokens=200, stop="DE"), streaming=True
+            request("A", n=2, max_tokens=200, stop="DE"), streaming=True
         )
         shown = {0: "", 1: ""}
         reasons = {}
@@ -107,7 +107,7 @@ async def test_tokens_between_the_first_and_the_last_are_merged(monkeypatch):
     monkeypatch.setattr(host, "EVENTS_PER_SECOND", 0.1)
     async with generating(counting()) as serving:
         rings = 0
-        generation = await serving.start(new_request("A", max_tokens=250), streaming=True)
+        generation = await serving.start(request("A", max_tokens=250), streaming=True)
         async for _ in generation:
             rings += 1
         assert rings <= 3  # the first, the last, and one more by thread scheduling
@@ -119,13 +119,13 @@ async def test_tokens_between_the_first_and_the_last_are_merged(monkeypatch):
 @pytest.mark.parametrize(
     ("request_of", "field"),
     [
-        (lambda: new_request([]), "prompt"),
-        (lambda: new_request([64]), "prompt"),
-        (lambda: new_request([-1]), "prompt"),
-        (lambda: new_request("A" * 300), "prompt"),
-        (lambda: new_request("A", bad_words=("x" * 70_000,)), "bad_words"),
-        (lambda: new_request("A", logit_bias={64: 1.0}), "logit_bias"),
-        (lambda: new_request("A", n=128), "n"),
+        (lambda: request([]), "prompt"),
+        (lambda: request([64]), "prompt"),
+        (lambda: request([-1]), "prompt"),
+        (lambda: request("A" * 300), "prompt"),
+        (lambda: request("A", bad_words=("x" * 70_000,)), "bad_words"),
+        (lambda: request("A", logit_bias={64: 1.0}), "logit_bias"),
+        (lambda: request("A", n=128), "n"),
     ],
 )
 async def test_impossible_requests_are_refused_and_leave_nothing(request_of, field):
@@ -142,11 +142,11 @@ async def test_a_priority_that_the_policy_ignores_is_refused(priority):
 
     async with generating() as serving:
         with pytest.raises(ParamError, match="Priority scheduling is not enabled") as caught:
-            await serving.start(new_request("A", priority=priority), streaming=True)
+            await serving.start(request("A", priority=priority), streaming=True)
         assert caught.value.field == "priority"
 
     async with generating(policy="priority") as serving:
-        await (await serving.start(new_request("A", priority=priority, max_tokens=1))).output()
+        await (await serving.start(request("A", priority=priority, max_tokens=1))).output()
 
 
 async def test_a_batch_is_accepted_whole_or_not_at_all():
@@ -154,14 +154,14 @@ async def test_a_batch_is_accepted_whole_or_not_at_all():
 
     async with generating(gate, max_requests=3) as serving:
         for bad in (
-            [new_request("A"), new_request([99])],
-            [new_request("A"), new_request("B", n=2), new_request("C")],
+            [request("A"), request([99])],
+            [request("A"), request("B", n=2), request("C")],
         ):
             with pytest.raises((ParamError, OverloadError)):
                 await serving.start_all(bad)
         gate.gate.set()
         await serving.at_rest()
-        both = await serving.start_all([new_request("A"), new_request("BC")])
+        both = await serving.start_all([request("A"), request("BC")])
         assert [len((await g.output()).prompt_token_ids) for g in both] == [1, 2]
 
 
@@ -169,14 +169,14 @@ async def test_a_full_queue_refuses_and_drains():
     gate = gated_executor()
 
     async with generating(gate, max_requests=4) as serving:
-        first = await serving.start(new_request("A", n=4))
+        first = await serving.start(request("A", n=4))
         with pytest.raises(OverloadError) as caught:
-            await serving.start(new_request("A"))
+            await serving.start(request("A"))
         assert not caught.value.own
         assert 1 <= caught.value.retry_after <= 60
         gate.gate.set()
         await first.output()
-        await (await serving.start(new_request("A"))).output()
+        await (await serving.start(request("A"))).output()
         assert serving.watcher.refusals == [("", "queue")]
 
 
@@ -184,7 +184,7 @@ async def test_an_engine_that_is_not_ready():
     async with generating() as serving:
         await serving.engine.client.close()
         with pytest.raises(UnavailableError):
-            await serving.start(new_request("A"))
+            await serving.start(request("A"))
         assert serving.watcher.refusals == [("", "unavailable")]
 
 
@@ -194,10 +194,10 @@ async def test_an_engine_that_is_not_ready():
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_abort_while_queued_and_while_running(streaming):
     async with generating(FakeExecutor(seconds=0.002), max_num_seqs=1) as serving:
-        running = await serving.start(new_request("A", max_tokens=250), streaming=streaming)
+        running = await serving.start(request("A", max_tokens=250), streaming=streaming)
         while running.record.first_token is None:
             await asyncio.sleep(0.001)
-        queued = await serving.start(new_request("B", n=3, max_tokens=250), streaming=streaming)
+        queued = await serving.start(request("B", n=3, max_tokens=250), streaming=streaming)
         assert serving.admission.num_waiting == 3
         for generation in (queued, running):
             generation.abort()
@@ -210,7 +210,7 @@ async def test_abort_while_queued_and_while_running(streaming):
 
 async def test_abort_by_id_needs_the_same_tenant():
     async with generating(FakeExecutor(seconds=0.002)) as serving:
-        generation = await serving.start(new_request("A", max_tokens=250), "me", streaming=True)
+        generation = await serving.start(request("A", max_tokens=250), "me", streaming=True)
         assert not serving.generations.abort(generation.request_id, "you")
         assert not serving.generations.abort("unknown")
         assert not generation.ended
@@ -220,9 +220,7 @@ async def test_abort_by_id_needs_the_same_tenant():
 
 async def test_a_deadline_before_and_after_the_first_token():
     async with generating(FakeExecutor(seconds=0.005), max_num_seqs=1) as serving:
-        late = await serving.start(
-            new_request("A", max_tokens=250, deadline_ms=200), streaming=True
-        )
+        late = await serving.start(request("A", max_tokens=250, deadline_ms=200), streaming=True)
         shown = ""
         with pytest.raises(HttpError) as caught:
             async for deltas in late:
@@ -236,7 +234,7 @@ async def test_the_servers_own_time_limit():
     limits = RequestLimits(request_timeout=0.1)
 
     async with generating(FakeExecutor(seconds=0.005), limits=limits) as serving:
-        generation = await serving.start(new_request("A", max_tokens=250, deadline_ms=60_000))
+        generation = await serving.start(request("A", max_tokens=250, deadline_ms=60_000))
         with pytest.raises(HttpError) as caught:
             await generation.output()
         assert caught.value.code == DEADLINE
@@ -247,17 +245,17 @@ async def test_a_failing_step_fails_its_requests_and_no_others():
 
     async with generating(executor) as serving:
         executor.raises = RuntimeError("the step failed")
-        generation = await serving.start(new_request("A", n=2), streaming=True)
+        generation = await serving.start(request("A", n=2), streaming=True)
         with pytest.raises(HttpError, match="the engine failed in this request"):
             await generation.output()
-        other = await serving.start(new_request("A"), streaming=True)
+        other = await serving.start(request("A"), streaming=True)
         assert len((await other.output()).text) == 8
 
 
 async def test_an_error_in_one_requests_text_affects_no_other(monkeypatch):
     async with generating(counting()) as serving:
-        bad = await serving.start(new_request("A", max_tokens=50), streaming=True)
-        good = await serving.start(new_request("B", max_tokens=50), streaming=True)
+        bad = await serving.start(request("A", max_tokens=50), streaming=True)
+        good = await serving.start(request("B", max_tokens=50), streaming=True)
         entry = serving.generations._processor._entries[bad.request_id]
 
         def fail(ids):
@@ -278,8 +276,8 @@ class FailingDetokenizer:
 async def test_a_reader_that_stalls_loses_its_own_request(monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 50)
     async with generating(counting()) as serving:
-        slow = await serving.start(new_request("A", max_tokens=200), streaming=True)
-        whole = await serving.start(new_request("B", max_tokens=200))
+        slow = await serving.start(request("A", max_tokens=200), streaming=True)
+        whole = await serving.start(request("B", max_tokens=200))
         with pytest.raises(HttpError, match="too slow"):
             await slow.output()
         assert len((await whole.output()).text) == 200
@@ -289,7 +287,7 @@ async def test_the_end_of_the_engine_fails_running_requests():
     executor = FakeExecutor(seconds=0.005)
 
     async with generating(executor) as serving:
-        generation = await serving.start(new_request("A", max_tokens=250), streaming=True)
+        generation = await serving.start(request("A", max_tokens=250), streaming=True)
         await anext(generation)
         await serving.engine.client.close()
         with pytest.raises(HttpError) as caught:
@@ -313,7 +311,7 @@ async def test_ids_are_random_and_tenants_share_no_prefix():
     async with generating() as serving:
         requests = sent(serving)
         for tenant, salt in [("a", ""), ("b", ""), ("a", "s"), ("as", "")]:
-            one = await serving.start(new_request("A", cache_salt=salt), tenant)
+            one = await serving.start(request("A", cache_salt=salt), tenant)
             await one.output()
         assert len({r.cache_salt for r in requests}) == 4
         assert len({r.request_id for r in requests}) == 4
@@ -324,7 +322,7 @@ async def test_the_operator_may_let_tenants_share_prefixes():
     async with generating(limits=RequestLimits(share_prefix_cache=True)) as serving:
         requests = sent(serving)
         for tenant, salt in [("a", ""), ("b", ""), ("b", "s")]:
-            await serving.start(new_request("A", cache_salt=salt), tenant)
+            await serving.start(request("A", cache_salt=salt), tenant)
         assert [r.cache_salt for r in requests] == ["", "", "s"]
 
 
@@ -333,9 +331,9 @@ async def test_under_pressure_answers_are_shorter_if_the_operator_allows_it():
     limits = RequestLimits(degradation=Degradation(max_tokens=5, threshold=0.5))
 
     async with generating(gate, limits=limits, max_requests=4) as serving:
-        free = [await serving.start(new_request("A", max_tokens=20)) for _ in range(2)]
-        capped = await serving.start(new_request("A", max_tokens=20))
-        small = await serving.start(new_request("A", max_tokens=3))
+        free = [await serving.start(request("A", max_tokens=20)) for _ in range(2)]
+        capped = await serving.start(request("A", max_tokens=20))
+        small = await serving.start(request("A", max_tokens=3))
         gate.gate.set()
         lengths = [(await g.output()).num_output_tokens for g in [*free, capped, small]]
         assert lengths == [20, 20, 5, 3]
@@ -345,7 +343,7 @@ async def test_under_pressure_answers_are_shorter_if_the_operator_allows_it():
 async def test_bad_words_become_ids_outside_the_event_loop():
     async with generating() as serving:
         requests = sent(serving)
-        await serving.start(new_request("A", bad_words=("Cat",)))
+        await serving.start(request("A", bad_words=("Cat",)))
         cat = tuple(LETTERS.index(c) for c in "Cat")
         assert cat in requests[0].params.bad_words
 
@@ -361,14 +359,14 @@ async def test_stop_needs_a_tokenizer():
             RequestLimits(),
         )
         with pytest.raises(ParamError, match="stop"):
-            await bare.start(new_request([1], stop="x"), "", streaming=False)
+            await bare.start(request([1], stop="x"), "", streaming=False)
 
 
 async def test_end_of_text_is_not_shown():
     executor = FakeExecutor(token=lambda step, row: EOS if step == 3 else 1)
 
     async with generating(executor) as serving:
-        generation = await serving.start(new_request("A"), streaming=True)
+        generation = await serving.start(request("A"), streaming=True)
         assert set(await text_of(generation)) <= {"B"}
         assert generation.result.outputs[0].finish_reason == "stop"
         assert threading.active_count() < 20
@@ -379,7 +377,7 @@ async def test_bursts_are_not_too_much_for_an_active_reader(monkeypatch):
 
     monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 4)
     async with generating(FakeExecutor(seconds=0.005)) as serving:
-        generation = await serving.start(new_request("A", n=8, max_tokens=20), streaming=True)
+        generation = await serving.start(request("A", n=8, max_tokens=20), streaming=True)
         async for _ in generation:
             pass
         assert [len(one.token_ids) for one in generation.result.outputs] == [20] * 8
@@ -396,7 +394,7 @@ async def test_the_event_loop_runs_while_many_prompts_are_sent():
                 await asyncio.sleep(0)
 
         task = asyncio.get_running_loop().create_task(other())
-        all_of_them = await serving.start_all([new_request([1] * 200)] * 32)
+        all_of_them = await serving.start_all([request([1] * 200)] * 32)
         assert turns >= 32
         task.cancel()
         for generation in all_of_them:
@@ -406,7 +404,7 @@ async def test_the_event_loop_runs_while_many_prompts_are_sent():
 @pytest.mark.parametrize("turns", [0, 3, 10, 40])
 async def test_cancellation_while_many_are_sent_leaves_nothing(turns):
     async with generating(max_requests=64) as serving:
-        requests = [new_request([1] * 20, max_tokens=200)] * 16
+        requests = [request([1] * 20, max_tokens=200)] * 16
         task = asyncio.get_running_loop().create_task(serving.start_all(requests, streaming=True))
         for _ in range(turns):
             await asyncio.sleep(0)
@@ -423,14 +421,14 @@ async def test_requests_without_tokens_count_for_the_start_rate():
 
     async with generating(gate) as serving:
         for _ in range(3):
-            read = await serving.start(new_request("A"))
+            read = await serving.start(request("A"))
             await asyncio.sleep(0.02)
             delta = RequestDelta(read.request_id, 0, [], finish_reason=FinishReason.LENGTH)
             serving.generations.take([delta])
             await read.output()
-        await serving.start(new_request("A"))
+        await serving.start(request("A"))
         with pytest.raises(OverloadError) as caught:
-            await serving.start(new_request("A", deadline_ms=1))
+            await serving.start(request("A", deadline_ms=1))
         assert caught.value.field == "deadline_ms"
         serving.generations.abort_all("the test is over")
         gate.gate.set()
@@ -442,12 +440,12 @@ async def test_without_a_deadline_no_error_names_one():
     gate = FakeExecutor()
 
     async with generating(gate, limits=RequestLimits(request_timeout=0.5)) as serving:
-        await (await serving.start(new_request("A"))).output()
+        await (await serving.start(request("A"))).output()
         gate.gate.clear()
-        await serving.start(new_request("A"))
+        await serving.start(request("A"))
         serving.admission._start_rate._seconds = 1e6  # as slow as possible
-        await serving.start(new_request("A"))
+        await serving.start(request("A"))
         with pytest.raises(OverloadError, match="deadline_ms"):
-            await serving.start(new_request("A", deadline_ms=1000))
+            await serving.start(request("A", deadline_ms=1000))
         serving.generations.abort_all("the test is over")
         gate.gate.set()

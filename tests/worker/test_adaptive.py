@@ -248,7 +248,7 @@ def test_a_new_request_is_not_judged_by_the_one_before_it() -> None:
     assert before[0] > before[1] and after[1] > before[1]
 
 
-def test_a_choice_of_drafts_is_reused_only_while_it_gains_for_the_same_requests() -> None:
+def test_a_choice_of_drafts_is_reused_while_it_gains() -> None:
     control = DraftControl(3, DRAFTS, 3 * DRAFTS)
     slots, none, room = np.arange(2), np.zeros(2, np.int64), np.full(2, DRAFTS)
     weighed: list[int] = []
