@@ -178,8 +178,8 @@ def test_the_start_logs_where_each_process_runs(caplog) -> None:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
     options = {"threads": 4, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}
     with caplog.at_level(logging.INFO, NOTES_LOG), LLM(**{**COMMON, **options}):
-        told = sorted(one.getMessage() for one in caplog.records if one.name == NOTES_LOG)
-    assert [line.partition(",")[0] for line in told] == [
+        lines = sorted(one.getMessage() for one in caplog.records if one.name == NOTES_LOG)
+    assert [line.partition(",")[0] for line in lines] == [
         *("rank 0 of 2: cpu", "rank 1 of 2: cpu", "stage 0 of 2: layers 0 to 2")
     ]
     assert "at 127.0.0.1" in lines[2] and ("cores" in lines[2]) == (cores >= 2)

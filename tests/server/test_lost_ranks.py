@@ -409,8 +409,10 @@ def lose_while_it_loads(
             _, output = process.communicate(timeout=60)
             assert process.returncode == (0 if ready else 1), output
             if not ready:  # one error
-                why = re.findall("while it loaded|before it could load|not connected within", told)
-                assert one.rank == 1 and len(why) == 1, told
+                why = re.findall(
+                    "while it loaded|before it could load|not connected within", output
+                )
+                assert one.rank == 1 and len(why) == 1, output
         finally:
             process.kill()
     wait_until("all processes end", 10, lambda: all(map(gone, seen)))
