@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers import tiny_models
 from helpers.calibrated import LEFT, calibrated, quiet, random_windows, save_multiplied_out
 from helpers.optional_native import NATIVE
 from helpers.paged_model import PagedModel
@@ -23,19 +24,9 @@ from kvik.quantize.source import open_source
 # nearly as good in a random model, would matter more than rounding.
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 6, "moe_intermediate_size": 32}
 LATENT: dict[str, Any] = {
-    "q_lora_rank": 32,
-    "kv_lora_rank": 48,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 24,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 6,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    **tiny_models.LATENT,
+    **{"q_lora_rank": 32, "qk_nope_head_dim": 24, "v_head_dim": 8, "moe_intermediate_size": 32},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 6},
 }
 STATES: dict[str, Any] = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from helpers import tiny_models
 from helpers.tiny_models import DELTA
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -22,19 +23,9 @@ from kvik.quantize.recipe import Recipe
 # All experts of a layer are active, because in a random model a different choice of experts matters
 # more than rounding.
 LATENT = {
-    "kv_lora_rank": 24,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 6,
-    "num_experts_per_tok": 6,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
+    **tiny_models.LATENT,
+    **{"q_lora_rank": 16, "kv_lora_rank": 24, "qk_rope_head_dim": 8, "v_head_dim": 10},
+    **{"n_routed_experts": 6, "num_experts_per_tok": 6},
 }
 STATES = {
     **DELTA,

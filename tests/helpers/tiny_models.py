@@ -57,6 +57,21 @@ LLAMA4: dict[str, Any] = {
     "floor_scale": 8,
     "attn_scale": 0.7,
 }
+LATENT: dict[str, Any] = {  # of DeepSeek
+    "q_lora_rank": 24,
+    "kv_lora_rank": 48,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "num_key_value_heads": 4,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
 DELTA = {  # of Qwen 3.5
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

@@ -14,6 +14,7 @@ from helpers.optional_native import needs_native
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
     DELTA,
+    LATENT,
     LLAMA4,
     reference_greedy,
     reference_logits,
@@ -57,22 +58,6 @@ ROUTED = {
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.7,
-}
-
-LATENT: dict[str, Any] = {
-    "q_lora_rank": 24,
-    "kv_lora_rank": 48,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 20,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 24,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
 }
 
 GEMMA4: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.optional_native import needs_native
-from helpers.tiny_models import reference_greedy, save_tiny, tokens
+from helpers.tiny_models import LATENT, reference_greedy, save_tiny, tokens
 from transformers import AutoModelForCausalLM
 
 import kvik
@@ -63,20 +63,7 @@ WIRINGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32,
         "use_qk_norm": True,
     },
-    "DeepseekV3": {
-        "q_lora_rank": 32,
-        "kv_lora_rank": 48,
-        "qk_rope_head_dim": 16,
-        "qk_nope_head_dim": 12,
-        "v_head_dim": 20,
-        "num_key_value_heads": 4,
-        "first_k_dense_replace": 1,
-        "moe_intermediate_size": 32,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 3,
-        "n_group": 2,
-        "topk_group": 1,
-    },
+    "DeepseekV3": {**LATENT, "q_lora_rank": 32, "moe_intermediate_size": 32, "n_group": 2},
     "Exaone4": {"num_hidden_layers": 4, "sliding_window": 9, "head_dim": 16},
     "Gemma2": {
         "head_dim": 16,

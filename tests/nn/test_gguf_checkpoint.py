@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader
+from helpers import tiny_models
 from helpers.gguf_files import llama_file
 from helpers.optional_native import needs_native
 from helpers.paged_model import PagedModel
@@ -154,18 +155,10 @@ STATES = {
 SHARED = {**SOME, "num_experts": 6, "shared_expert_intermediate_size": 64}
 LATENT = {
     **WIDE,
+    **tiny_models.LATENT,
     **SOME,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 6,
-    "n_shared_experts": 2,
-    "n_group": 3,
-    "topk_group": 1,
+    **{"q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
+    **{"n_routed_experts": 6, "n_shared_experts": 2, "n_group": 3},
 }
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "original_max_position_embeddings": 32}
 YARN |= {"factor": 4.0}

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers import tiny_models
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import save_tiny, tokens
 from torch import Tensor
@@ -32,19 +33,9 @@ NETS = {
 }
 LATENT = {
     **WIDE,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 64,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 32,
-    "v_head_dim": 32,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
+    **tiny_models.LATENT,
+    **{"q_lora_rank": 32, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32},
     "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
 }
 YARN = {"rope_theta": 1e4, "rope_type": "yarn", "original_max_position_embeddings": 32}
 YARN |= {"factor": 4.0}

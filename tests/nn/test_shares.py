@@ -13,7 +13,7 @@ import torch
 from helpers.optional_native import needs_native
 from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config
 from helpers.stored_models import save_quantised
-from helpers.tiny_models import LLAMA4, save_tiny
+from helpers.tiny_models import LATENT, LLAMA4, save_tiny
 
 from kvik.config.config import EngineConfig
 from kvik.export import plan_export
@@ -57,18 +57,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "latent": (
         "DeepseekV3",
         {
-            "num_key_value_heads": 6,
-            "q_lora_rank": 96,
-            "kv_lora_rank": 64,
-            "qk_rope_head_dim": 32,
-            "qk_nope_head_dim": 32,
-            "v_head_dim": 32,
-            "moe_intermediate_size": 96,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
+            **LATENT,
+            **{"num_key_value_heads": 6, "q_lora_rank": 96, "kv_lora_rank": 64},
+            **{"qk_rope_head_dim": 32, "qk_nope_head_dim": 32, "v_head_dim": 32},
+            **{"moe_intermediate_size": 96, "n_routed_experts": 4, "num_experts_per_tok": 2},
         },
     ),
 }
