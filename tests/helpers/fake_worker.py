@@ -136,6 +136,12 @@ class Row:
     held: list[list[int]] = field(default_factory=list)  # by group, tokens from the first key on
     queries: dict[int, int] = field(default_factory=dict)  # states of tokens computed in this slot
 
+    def first_states(self, count: int) -> list[int]:
+        """Return the identities of the prefixes of 1 to `count` tokens."""
+        if count:
+            self.state(count)
+        return self.states[:count]
+
     def state(self, count: int) -> int:
         """Return the identity of the first `count` tokens."""
         while len(self.states) < count:
@@ -344,7 +350,7 @@ class FakeWorker:
             held[:] = held[-(cut.end - cut.first_key) :]
             row.first_keys[cut.group] = cut.first_key
             return
-        states = [row.state(p + 1) for p in range(cut.end)]
+        states = row.first_states(cut.end)
         right = [self._cell(row, cut.group, p, states[p]) for p in held]
         if found != right:
             raise ContentError(f"slot {cut.slot}, group {cut.group}: keeps of {found}")
@@ -362,6 +368,8 @@ class FakeWorker:
     def _cell(self, row: Row, group: int, position: int, state: int) -> Cell:
         """Return the content that a token's cell must have. With budgets, it depends on the length
         of the prompt for tokens computed after a drop."""
+        if not self.budgets:
+            return group, state
         cuts = [cut_points(b, row.num_prompt, position)[:1] for b in self.budgets]
         return (group, hash((state, row.num_prompt))) if any(cuts) else (group, state)
 
@@ -410,7 +418,7 @@ class FakeWorker:
             samples = end - len(drafts) == known and not row.only_prompt
             if samples != plan.samples[i] or end - len(drafts) > known:
                 raise ContentError(f"tokens {start}..{end} of {known} with {plan.samples[i]=}")
-        states = [] if row.broken else [row.state(p + 1) for p in range(end - len(drafts))]
+        states = [] if row.broken else row.first_states(end - len(drafts))
         for draft in drafts:
             if not row.broken:
                 states.append(extend_state(states[-1], draft))
