@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -31,9 +32,15 @@ def structure(value: object) -> Constraint:
 
 def matcher(value: object, output: bytes = b"") -> GrammarMatcher:
     """Return the matcher of a constraint, at its start or after `output`."""
+    start = _at_start(structure(value))
+    return GrammarMatcher(start, byte_vocabulary().stop, [STOP], output)
+
+
+@lru_cache(8)
+def _at_start(constraint: Constraint) -> Any:
+    """Return llguidance's matcher, cached because tests walk many texts through one grammar."""
     vocabulary = byte_vocabulary()
-    grammar, _ = translate(structure(value), vocabulary)
-    return GrammarMatcher(vocabulary.build(grammar), vocabulary.stop, [STOP], output)
+    return vocabulary.build(translate(constraint, vocabulary)[0])
 
 
 def tokens_of(one: GrammarMatcher, size: int, supposed: list[int] | None = None) -> list[int]:
