@@ -47,7 +47,10 @@ def in_threads(work: Callable[[int], object], count: int = THREADS) -> list[obje
         return [done.result(120) for done in [pool.submit(work, i) for i in range(count)]]
 
 
-@pytest.mark.parametrize("calls", [20, pytest.param(200, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "calls",
+    [3, pytest.param(20, marks=pytest.mark.full), pytest.param(200, marks=pytest.mark.nightly)],
+)
 def test_calls_of_many_threads_give_the_outputs_of_one(llm: LLM, calls: int) -> None:
     """Batches, streams, embeddings, abandoned streams and invalid calls, all at once."""
     jobs = [(prompt, params) for prompt in PROMPTS for params in KINDS]

@@ -38,6 +38,7 @@ def system(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return left
 
 
+@pytest.mark.full
 def test_memory_of_blocks_comes_with_their_use_and_goes_under_pressure(system: list[int]) -> None:
     prompts = [[5 + (31 * i + j) % 900 for j in range(900)] for i in range(12)]
     with LLM(device="cpu", kv_cache_memory=POOL, max_model_len=1024, max_num_seqs=8) as llm:

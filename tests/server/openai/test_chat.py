@@ -327,7 +327,8 @@ def test_tokens_are_named_by_id_on_request(http: httpx2.Client, llm: LLM) -> Non
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
 def test_minus_one_is_to_the_end_of_the_context(http: httpx2.Client, name: str) -> None:
-    body = {"messages": TALK, name: -1, "ignore_eos": True}
+    talk = [{"role": "user", "content": "word " * 100}]
+    body = {"messages": talk, name: -1, "ignore_eos": True}
     usage = http.post("/v1/chat/completions", json=body).json()["usage"]
     assert usage["total_tokens"] == MAX_MODEL_LEN
 

@@ -285,7 +285,7 @@ def test_the_end_of_a_prompt_is_kept(http: httpx2.Client, llm: LLM, as_ids: bool
 
 
 def test_minus_one_is_to_the_end_of_the_context(complete: Any) -> None:
-    answer = complete(max_tokens=-1, extra_body={"ignore_eos": True})
+    answer = complete(prompt="word " * 100, max_tokens=-1, extra_body={"ignore_eos": True})
     assert answer.usage.total_tokens == MAX_MODEL_LEN
     assert answer.choices[0].finish_reason == "length"
 
