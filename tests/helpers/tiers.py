@@ -4,8 +4,7 @@
   cases, it runs a cover with each value of each axis at least once.
 - **full** (`make test-full`): also tests marked `full`, and all examples. Of a product of three or
   more axes, it runs a cover with each pair of values of two axes at least once.
-- **check** (`make check`): tests marked `check`, which check the form of sources and documents.
-They
+- **check** (`make check`): tests marked `check`, which check the form of sources and documents and
   belong to no other tier.
 - **nightly** (`make test-nightly`): also tests marked `nightly`, and whole products; ten times the
   examples, drawn from a new seed that the run's header shows (`--seed` repeats it).
