@@ -80,7 +80,7 @@ class GraphMemory:
         return True
 
     def keep(self, size: int) -> None:
-        """Count a captured graph of so many bytes."""
+        """Count a captured graph, which takes `size` bytes."""
         if not self.graphs:
             self._shared += size
         self.graphs += 1
