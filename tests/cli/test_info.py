@@ -86,6 +86,39 @@ def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert kept == [tokens[0] * 512, tokens[1] * 1024]
 
 
+EXPERTS = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+LATENT = {"first_k_dense_replace": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+
+
+@pytest.mark.parametrize(
+    ("config", "figures"),
+    [
+        (PUBLIC["Gemma-3-1B"], ("22 ", "512 tokens", "10,000")),
+        (PUBLIC["Gemma-3-1B"], ("4 ", "all tokens", "1,000,000")),
+        (PUBLIC["gemma-4-31b"], ("10 ", "4 key/value heads of 512", "1,000,000 in 25%")),
+        (
+            small(architectures=["Glm4MoeForCausalLM"], n_shared_experts=2, **EXPERTS),
+            ("3 of 8 experts", "24", "48"),
+        ),
+        (small(architectures=["DeepseekV3ForCausalLM"], **LATENT), ("latent vectors of 576",)),
+        (
+            small(architectures=["Llama4ForCausalLM"], head_dim=16, attention_chunk_size=64),
+            ("3 ", "chunks of 64"),
+        ),
+    ],
+)
+def test_the_report_has_the_figures_of_each_kind_of_layer(
+    config: dict[str, object],
+    figures: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["info", str(tmp_path), "--device", "cpu", "--max-model-len", "1024"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(all(figure in line for figure in figures) for line in lines), lines
+
+
 @pytest.mark.parametrize(
     ("words", "kernels", "attention"),
     [
