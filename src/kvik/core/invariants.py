@@ -244,6 +244,8 @@ def _check_budgets(scheduler: Scheduler) -> None:
         _require(r.num_computed_tokens <= r.next_cut, f"{r.key} computed past a cut")
         if not r.num_cut_tokens:
             continue
+        first = kv.cut_after(r, 0)
+        _require(first <= r.num_cut_tokens, f"{r.key} drops tokens before the first cut")
         for group, ids in zip(kv.groups, r.block_ids, strict=True):
             visible, prompt = group.visible, r.num_prompt_tokens
             hidden = visible.hidden_blocks(r.num_cut_tokens, kv.block_size, prompt)
@@ -255,7 +257,6 @@ def _check_budgets(scheduler: Scheduler) -> None:
             alone = all(kv.pool.ref_counts[block] == 1 for block in own)
             _require(alone, f"{r.key} shares blocks of what it keeps")
             _require(public.isdisjoint(own), f"{r.key}: what it keeps can be matched")
-        first = kv.cut_after(r, 0)
         for ids in r.block_ids:
             later = ids[first // kv.block_size :]
             _require(public.isdisjoint(later), f"{r.key}: what it made of the kept can be matched")

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import StrEnum
@@ -259,7 +260,7 @@ class ResendQueue:
 R = TypeVar("R", bound=SentRequest)
 
 
-class RequestClient(Generic[R]):
+class RequestClient(ABC, Generic[R]):
     """The requests of a client whose last deltas have not come, and the sinks that get deltas.
 
     Args:
@@ -280,13 +281,14 @@ class RequestClient(Generic[R]):
         return self._config
 
     @property
+    @abstractmethod
     def state(self) -> EngineState:
-        raise NotImplementedError
+        """Whether an engine can take requests."""
 
     @property
+    @abstractmethod
     def reason(self) -> str:
         """Why no engine is ready, as a message for users; "" if one is."""
-        raise NotImplementedError
 
     def add_sink(self, sink: Sink) -> None:
         """Hand all deltas to this sink too; it must ignore requests that it does not know."""

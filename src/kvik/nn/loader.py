@@ -114,8 +114,8 @@ def check_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
         found = [scope for scope in skipped if any(name.startswith(scope) for name in left)]
         parts = _listed(scope.removesuffix(".") for scope in found)
         count = len(left) - len(extra)
-        told = "%d tensors are not read, as they are not of the text model: %s"
-        logging.getLogger(NOTES_LOG).info(told, count, parts)
+        note = "%d tensors are not read, as they are not of the text model: %s"
+        logging.getLogger(NOTES_LOG).info(note, count, parts)
     if extra:
         raise ModelError("model", f"its weights hold {_listed(extra)}, unknown to the architecture")
     for name, tensor in wanted.items():

@@ -2,8 +2,8 @@
 
 Each kind is three pure functions, by which `core` allocates blocks: how many a request needs
 (`max_blocks`), which ones it can drop (`hidden_blocks`), and how many it can take from the prefix
-cache (`hit_length`). Where a kind drops keys that it has seen, cuts say when. `core` asks for
-nothing else, so it does not depend on the kind.
+cache (`hit_length`). Where a kind drops keys that queries have seen, cuts say when; `pairs` and
+`keys_read` count work. `core` calls these methods whatever the kind is.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Window(VisibleKeys):
             length = missing  # every longer prefix up to here needs this block
         return length
 
-    def pairs(self, first: int, end: int, prompt: int = 0) -> int:
+    def pairs(self, first: int, end: int, prompt: int) -> int:
         return self._pairs_before(end) - self._pairs_before(first)
 
     def _pairs_before(self, end: int) -> int:
@@ -169,7 +169,7 @@ class Window(VisibleKeys):
             return chunks * _triangle(self.keys) + _triangle(rest)
         return _triangle(min(end, self.most)) + max(0, end - self.most) * self.most
 
-    def keys_read(self, first: int, end: int, prompt: int = 0) -> int:
+    def keys_read(self, first: int, end: int, prompt: int) -> int:
         seen = self.first_key(first)
         return end - seen + min(seen, self.sinks)
 

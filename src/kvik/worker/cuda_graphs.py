@@ -98,7 +98,7 @@ class DecodeGraphs:
         """Run the forward of a step, whose inputs are in `inputs`; see `EngineNetwork.forward`. All
         processes of a group choose the same size, because they have captured the same ones."""
         samples, output = len(logits_indices), self._output
-        size = self._size_of(layouts[0], samples)
+        size = self._size_of(layouts[0], len(input_ids), samples)
         if size is None or output is None:
             return self._eager.forward(input_ids, positions, layouts, logits_indices)
         self.captured[size]()
@@ -109,12 +109,12 @@ class DecodeGraphs:
             output.top_ids[:samples],
         )
 
-    def _size_of(self, layout: StepLayout, samples: int) -> GraphSize | None:
+    def _size_of(self, layout: StepLayout, tokens: int, samples: int) -> GraphSize | None:
         """Return the captured size that fits a step; None: there is none."""
-        rows, tokens = len(layout.num_scheduled), sum(layout.num_scheduled)
         if tokens > self._most_tokens:
             return None
-        longest, tree = max(layout.num_scheduled), layout.tree is not None
+        rows, tree = len(layout.num_scheduled), layout.tree is not None
+        longest = 1 if tokens == rows else max(layout.num_scheduled)
         best: GraphSize | None = None
         found: GraphSize | None = None
         sizes = self._captures.sizes

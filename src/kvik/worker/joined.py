@@ -64,7 +64,7 @@ class Joined:
         sent = SentInputs(inputs)
         return SentSteps(graph, sent, self._others, self.group), sent
 
-    # What only the first process decides, and all do; see `captures.CapturePeers`.
+    # What only the first process decides, and all do; see `CapturePeers`.
 
     def capturing(self, number: int) -> AbstractContextManager[None]:
         return self._together(CaptureStep(number))

@@ -56,7 +56,8 @@ class WarmUp:
     ) -> None:
         """
         Args:
-            together: returns a context in which the other processes of a group make the same call.
+            together: returns a context in which the other processes of a group make the same call;
+                as in any step, the group is lost if one of them fails.
         """
         self._calls = deque(calls)
         self._together = together
