@@ -103,6 +103,7 @@ CORRUPTIONS: list[tuple[str, Corruption]] = [
     ("holds blocks or a slot", lambda s: setattr(s.waiting.snapshot()[0], "block_ids", [[3], [4]])),
     ("waits with computed", lambda s: setattr(s.waiting.snapshot()[0], "num_computed_tokens", 1)),
     ("waits with computed", lambda s: setattr(s.waiting.snapshot()[0], "num_written_tokens", 1)),
+    ("drops tokens before the first cut", set_first("num_cut_tokens", 4)),
     ("computed more than is known", add_to_first("num_computed_tokens", 1)),
     ("computed more than is known", set_first("num_computed_tokens", -1)),
     ("outgrew its limit", set_first("max_length", 9)),
