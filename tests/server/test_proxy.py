@@ -647,9 +647,9 @@ def test_an_answer_continues_at_another_server_or_returns(
         made.proxy._router.set_available(1, False)  # the request goes to the first server
         choose = made.proxy.choose
 
-        def chosen(hashes: Any, size: int, session: str, avoid: Any) -> Any:
+        def chosen(request: Any, avoid: Any) -> Any:
             made.proxy._router.set_available(1, True)
-            return choose(hashes, size, session, avoid if avoid else [1])
+            return choose(request, avoid if avoid else [1])
 
         made.proxy.choose = chosen  # type: ignore[method-assign]
         answer = made.post("Where?", stream=stream)

@@ -14,8 +14,8 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,9 +58,8 @@ MAX_BODY = 64 << 20  # bytes of a request
 TAIL = 4096  # bytes at the end of an answer that are searched for its usage
 HEALTH_SECONDS, HEALTH_TIMEOUT = 1.0, 2.0
 CONNECT_SECONDS = 5.0
-BODY_SECONDS = (
-    60.0  # limit for the next part of a request's body, and for a client to read the answer's
-)
+# Limit for the next part of a request's body, and for a client to read the answer's.
+BODY_SECONDS = 60.0
 # Headers of a connection, not of the message (RFC 9110, section 7.6.1).
 HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization proxy-connection te trailer "
@@ -81,8 +80,7 @@ _CACHED_TOKENS = re.compile(rb'"cached_tokens"\s*:\s*(\d{1,12})')
 _canonical = msgspec.json.Encoder(order="deterministic").encode
 
 
-# -- prompts of requests
-# ------------------------------------------------------------------------------
+# -- prompts of requests ---------------------------------------------------------------------------
 
 
 def rendered(body: Mapping[str, Any]) -> bytes:
@@ -302,33 +300,28 @@ class Proxy:
         assert self._session is not None, "start was not called"
         return self._session
 
-    def choose(
-        self, hashes: Sequence[bytes], size: int, session: str, avoid: Sequence[int]
-    ) -> ReplicaChoice | None:
-        """Choose a server for a prompt of `size` characters; None if there is none. A prefill
-        server is chosen only if there is no other."""
-        now, prefill = self._clock(), self._prefill_servers()
-        choice = self._router.choose(hashes, size, now, session, {*avoid, *prefill})
-        if choice is None and prefill:
-            choice = self._router.choose(hashes, size, now, session, avoid)
-        return choice
+    def choose(self, request: _Asked, avoid: Sequence[int]) -> ReplicaChoice | None:
+        """Choose a server for a request; None if there is none. A prefill server is chosen only if
+        there is no other."""
+        prefill = self._prefill_servers()
+        facts = (request.hashes, request.size, self._clock(), request.session)
+        choice = self._router.choose(*facts, {*avoid, *prefill})
+        return self._router.choose(*facts, avoid) if choice is None and prefill else choice
 
-    def choose_prefill(
-        self, choice: ReplicaChoice, hashes: Sequence[bytes], size: int
-    ) -> ReplicaChoice | None:
+    def choose_prefill(self, choice: ReplicaChoice, request: _Asked) -> ReplicaChoice | None:
         """Choose a server to compute the prompt for the chosen one; None if that computes it
         itself."""
-        missing = len(hashes) - choice.hit
+        missing = len(request.hashes) - choice.hit
         if self.upstreams[choice.replica].role != "decode" or missing < LEAST_MISSING:
             return None
         others = set(range(len(self.upstreams))) - self._prefill_servers()
-        return self._router.choose(hashes, size, self._clock(), avoid=others)
+        return self._router.choose(request.hashes, request.size, self._clock(), avoid=others)
 
-    def sent(self, name: str, choice: ReplicaChoice, hashes: Sequence[bytes], size: int) -> None:
+    def sent(self, name: str, choice: ReplicaChoice, request: _Asked) -> None:
         upstream = self.upstreams[choice.replica]
         upstream.unfinished += 1
         upstream.requests += 1
-        self._router.sent(name, choice, hashes, size, self._clock())
+        self._router.sent(name, choice, request.hashes, request.size, self._clock())
 
     def began(self, name: str) -> None:
         self._router.began(name, self._clock())
@@ -397,9 +390,11 @@ class Proxy:
             self._set(number, str(error))
             return False
         if status == 200:
-            self.upstreams[number].role = _role(body)
+            role = _text(body, "role")
+            self.upstreams[number].role = role if role in ("prefill", "decode") else "both"
         # Servers without this path count as healthy.
-        self._set(number, "" if status < 500 else _why(status, body))
+        why = _text(body, "reason") or f"/health answers with status {status}"
+        self._set(number, "" if status < 500 else why)
         return True
 
     async def _check_api(self, one: Upstream) -> None:
@@ -439,12 +434,10 @@ class Proxy:
         return _json(200, {"replicas": self.upstreams, "retries": self.retries})
 
     def _metrics(self) -> Response:
-        lines = ["# TYPE kvik_route_retries_total counter"]
-        lines.append(f"kvik_route_retries_total {self.retries}")
-        lines.append("# TYPE kvik_route_prefills_total counter")
-        lines.append(f"kvik_route_prefills_total {self.prefills}")
-        lines.append("# TYPE kvik_route_moves_total counter")
-        lines.append(f"kvik_route_moves_total {self.moves}")
+        lines = []
+        for name in ("retries", "prefills", "moves"):
+            lines.append(f"# TYPE kvik_route_{name}_total counter")
+            lines.append(f"kvik_route_{name}_total {getattr(self, name)}")
         for name, kind, of in (
             ("up", "gauge", lambda one: int(one.healthy)),
             ("unfinished_requests", "gauge", lambda one: one.unfinished),
@@ -482,7 +475,8 @@ class _Asked:
     """A request for servers.
 
     Attributes:
-        hashes, size, session: facts about the prompt, see `Proxy.choose`.
+        hashes, size: of the prompt, in pieces and in characters.
+        session: name shared by requests that belong together.
         resumed: set if another server has begun it.
     """
 
@@ -515,18 +509,17 @@ class _Passing:
         client = self._scope.get("client")
         if client is not None:
             headers.append((b"x-forwarded-for", str(client[0]).encode()))
-        hashes, size, session = self._prompt(body)
+        request = _Asked(headers, body, *self._prompt(body))
         tried: list[int] = []
         while True:
-            choice = self._proxy.choose(hashes, size, session, tried)
+            choice = self._proxy.choose(request, tried)
             if choice is None and tried:  # retry the same one, in case it only closed a connection
-                choice = self._proxy.choose(hashes, size, session, ())
+                choice = self._proxy.choose(request, ())
             if choice is None:
                 await self._proxy.unavailable()(self._scope, self._receive, self._send)
                 return
             if not tried:
-                headers += await self._prefilled(choice, headers, body, hashes, size)
-            request = _Asked(headers, body, hashes, size, session)
+                headers += await self._prefilled(choice, request)
             if await self._ask(choice, request, again=not tried):
                 return
             tried.append(choice.replica)
@@ -569,21 +562,15 @@ class _Passing:
         session = found.get("session_id") or found.get("prompt_cache_key")
         return piece_hashes(text), len(text), session if isinstance(session, str) else ""
 
-    async def _ask(
-        self,
-        choice: ReplicaChoice,
-        request: _Asked,
-        *,
-        again: bool,
-    ) -> bool:
+    async def _ask(self, choice: ReplicaChoice, request: _Asked, *, again: bool) -> bool:
         """Send a request to a server and forward its answer. Return whether the client has one.
 
         Args:
             again: whether another attempt is possible if this server does not answer.
         """
         proxy, name = self._proxy, secrets.token_hex(8)
-        others = proxy.choose((), 0, "", [choice.replica]) is not None
-        proxy.sent(name, choice, request.hashes, request.size)
+        others = proxy.choose(request, [choice.replica]) is not None
+        proxy.sent(name, choice, request)
         tail: bytes | None = b""
         try:
             passing = self._pass(choice, request, name, again=again and others, others=others)
@@ -622,7 +609,7 @@ class _Passing:
         release = asyncio.get_running_loop().call_later(LET_GO_SECONDS, answer.close)
         try:
             while True:
-                choice = proxy.choose(request.hashes, request.size, request.session, tried)
+                choice = proxy.choose(request, tried)
                 resumed = _Resumed(told, answer, back=choice is None)
                 if await self._ask(choice or left, replace(request, resumed=resumed), again=False):
                     return
@@ -632,24 +619,16 @@ class _Passing:
         finally:
             release.cancel()
 
-    async def _prefilled(
-        self,
-        choice: ReplicaChoice,
-        headers: list[tuple[bytes, bytes]],
-        body: bytes,
-        hashes: Sequence[bytes],
-        size: int,
-    ) -> list[tuple[bytes, bytes]]:
+    async def _prefilled(self, choice: ReplicaChoice, request: _Asked) -> list[tuple[bytes, bytes]]:
         """Let a prefill server compute the prompt for the chosen server. Return the header with the
         location of its pages; [] if the chosen server computes it itself."""
         proxy, name = self._proxy, secrets.token_hex(8)
-        prefill = proxy.choose_prefill(choice, hashes, size)
+        prefill = proxy.choose_prefill(choice, request)
         if prefill is None or not GENERATES.search(self._scope["path"]):
             return []
-        proxy.sent(name, prefill, hashes, size)
-        asked = [*headers, (PREFILL_HEADER.encode(), b"1")]
+        proxy.sent(name, prefill, request)
         try:
-            ticket = await self._unless_gone(self._ask_prefill(prefill, asked, body))
+            ticket = await self._unless_gone(self._ask_prefill(prefill, request))
             proxy.began(name)
         except UpstreamError as error:
             if not error.closed:
@@ -662,23 +641,35 @@ class _Passing:
         proxy.prefills += 1
         return [(SOURCE_HEADER.encode(), ticket)]
 
-    async def _ask_prefill(
-        self, choice: ReplicaChoice, headers: list[tuple[bytes, bytes]], body: bytes
-    ) -> bytes | None:
+    async def _ask_prefill(self, choice: ReplicaChoice, request: _Asked) -> bytes | None:
         """Return the location of the prompt's pages from a prefill answer; None if there is
         none."""
+        headers = [*request.headers, (PREFILL_HEADER.encode(), b"1")]
+        async with self._answer(choice, headers, request.body) as answer:
+            await answer.content.read(MAX_PREFILLED)
+            ticket = answer.headers.get(SOURCE_HEADER)
+            return None if answer.status != 200 or ticket is None else ticket.encode("latin-1")
+
+    @asynccontextmanager
+    async def _answer(
+        self, choice: ReplicaChoice, headers: list[tuple[bytes, bytes]], body: bytes
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Send a request to a server and provide its answer.
+
+        Raises:
+            UpstreamError: there is none, or it breaks off.
+        """
         import aiohttp
 
         pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
+        method, target = self._scope["method"], self._target(choice)
         try:
             async with self._proxy.session.request(
-                "POST", self._target(choice), headers=pairs, data=body, allow_redirects=False
+                method, target, headers=pairs, data=body or None, allow_redirects=False
             ) as answer:
-                await answer.content.read(MAX_PREFILLED)
-                ticket = answer.headers.get(SOURCE_HEADER)
-                return None if answer.status != 200 or ticket is None else ticket.encode("latin-1")
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            closed = isinstance(error, aiohttp.ServerDisconnectedError)
+                yield answer
+        except (aiohttp.ClientError, asyncio.IncompleteReadError, OSError, ValueError) as error:
+            closed = isinstance(error, aiohttp.ServerDisconnectedError) and not self._begun
             raise UpstreamError(error, closed=closed) from None
 
     async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
@@ -712,13 +703,7 @@ class _Passing:
             pass
 
     async def _pass(
-        self,
-        choice: ReplicaChoice,
-        request: _Asked,
-        name: str,
-        *,
-        again: bool,
-        others: bool,
+        self, choice: ReplicaChoice, request: _Asked, name: str, *, again: bool, others: bool
     ) -> bytes | None:
         """Send the request and forward the answer. Return its end; None if another server should be
         asked.
@@ -726,60 +711,51 @@ class _Passing:
         Args:
             others: whether there are other servers to which it may be moved.
         """
-        import aiohttp
-
         scope, proxy, resumed = self._scope, self._proxy, request.resumed
-        whole = self._target(choice)
-        headers = request.headers
+        headers, tail = request.headers, b""
         if resumed is not None:
             headers = [pair for pair in headers if pair[0] != SOURCE_HEADER.encode()]
             headers.append((RESUMED_HEADER.encode(), resumed.told))
         if others and not (resumed is not None and resumed.back):
             headers = [*headers, (MOVES_HEADER.encode(), b"1")]
-        pairs = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in headers]
-        body, tail = request.body, b""
-        try:
-            async with proxy.session.request(
-                scope["method"], whole, headers=pairs, data=body or None, allow_redirects=False
-            ) as answer:
-                if MOVED_HEADER in answer.headers:
-                    told = await answer.content.readuntil(MOVED_END)
-                    await self._go_on(choice, answer, request, told.removesuffix(MOVED_END))
-                    return b""
-                if resumed is not None and answer.status != 200:
-                    error = await answer.content.read(MAX_PREFILLED)
-                    proxy.refused(choice.replica, _refusal(answer.status, error))
-                    return None
-                if answer.status in RETRIED and again:
-                    return None
-                passed = passed_on(answer.raw_headers, HOP_BY_HOP)
-                limit_unread(scope, BODY_SECONDS)
-                start = {"type": "http.response.start", "status": answer.status}
-                mark = MovedMark() if answer.content_type == "text/event-stream" else None
-                first = True
-                async for part in answer.content.iter_any():
-                    if first:
-                        proxy.began(name)
-                        if resumed is not None:
-                            resumed.begin()
-                        await self._start({**start, "headers": passed})
-                        first = False
-                    passing = part if mark is None else mark.feed(part)
-                    tail = (tail + passing)[-TAIL:]
-                    if passing:
-                        sent = {"type": "http.response.body", "body": passing, "more_body": True}
-                        await self._out(sent)
-                    if mark is not None and mark.told is not None:
-                        await self._go_on(choice, answer, request, mark.told)
-                        return tail
-                if mark is not None and mark.found:
-                    raise ConnectionError("it broke off as it gave an answer away")
+        async with self._answer(choice, headers, request.body) as answer:
+            if MOVED_HEADER in answer.headers:
+                told = await answer.content.readuntil(MOVED_END)
+                await self._go_on(choice, answer, request, told.removesuffix(MOVED_END))
+                return b""
+            if resumed is not None and answer.status != 200:
+                error = await answer.content.read(MAX_PREFILLED)
+                why = _text(error, "error", "message") or f"status {answer.status}"
+                proxy.refused(choice.replica, why)
+                return None
+            if answer.status in RETRIED and again:
+                return None
+            passed = passed_on(answer.raw_headers, HOP_BY_HOP)
+            limit_unread(scope, BODY_SECONDS)
+            start = {"type": "http.response.start", "status": answer.status, "headers": passed}
+            mark = MovedMark() if answer.content_type == "text/event-stream" else None
+            first = True
+            async for part in answer.content.iter_any():
                 if first:
                     proxy.began(name)
-                    await self._start({**start, "headers": passed})
-        except (aiohttp.ClientError, asyncio.IncompleteReadError, OSError, ValueError) as error:
-            closed = isinstance(error, aiohttp.ServerDisconnectedError) and not self._begun
-            raise UpstreamError(error, closed=closed) from None
+                    if resumed is not None:
+                        resumed.begin()
+                    await self._start(start)
+                    first = False
+                passing = part if mark is None else mark.feed(part)
+                tail = (tail + passing)[-TAIL:]
+                if passing:
+                    await self._out(
+                        {"type": "http.response.body", "body": passing, "more_body": True}
+                    )
+                if mark is not None and mark.told is not None:
+                    await self._go_on(choice, answer, request, mark.told)
+                    return tail
+            if mark is not None and mark.found:
+                raise ConnectionError("it broke off as it gave an answer away")
+            if first:
+                proxy.began(name)
+                await self._start(start)
         await self._out({"type": "http.response.body", "body": b"", "more_body": False})
         return tail
 
@@ -814,28 +790,12 @@ def _described(error: Exception) -> str:
     return f"it cannot be reached ({text})" if cause is not None else f"it failed ({text})"
 
 
-def _role(body: bytes) -> str:
-    """Return the role of a server from its /health."""
+def _text(body: bytes, *names: str) -> str:
+    """Return a text inside a JSON object, by the names that lead to it; "" if there is none."""
     with suppress(msgspec.DecodeError, AttributeError):
-        role = msgspec.json.decode(body).get("role")
-        if role in ("prefill", "decode"):
-            return str(role)
-    return "both"
-
-
-def _refusal(status: int, body: bytes) -> str:
-    """Return why a server refuses a request, by the error that is its answer."""
-    with suppress(msgspec.DecodeError, AttributeError):
-        message = msgspec.json.decode(body).get("error", {}).get("message")
-        if isinstance(message, str):
-            return message[:200]
-    return f"status {status}"
-
-
-def _why(status: int, body: bytes) -> str:
-    """Return the reason in the answer of an unhealthy server."""
-    with suppress(msgspec.DecodeError, AttributeError):
-        reason = msgspec.json.decode(body).get("reason")
-        if isinstance(reason, str):
-            return reason[:200]
-    return f"/health answers with status {status}"
+        found = msgspec.json.decode(body)
+        for name in names:
+            found = found.get(name)
+        if isinstance(found, str):
+            return found[:200]
+    return ""
