@@ -13,9 +13,10 @@ from helpers.http_server import HttpServer, http_server
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kvik.config.server_config import ServerConfig
 from kvik.errors import CapacityError, Overflow, OverloadError, ParamError
 from kvik.server.access import read_keys
-from kvik.server.app import App, AppConfig
+from kvik.server.app import App
 from kvik.server.route import Route, caller_of, read_body
 from kvik.server.server import Drain
 
@@ -87,7 +88,7 @@ def table(calls: Calls) -> list[Route]:
 @contextmanager
 def edge_server(
     keys: Sequence[str],
-    edge: AppConfig,
+    edge: ServerConfig,
     calls: Calls | None = None,
     drain: Drain | None = None,
     *,

@@ -12,6 +12,7 @@ from helpers.served_engine import FakeExecutor, ServedEngine, engine_in_thread
 from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers
 
+from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.output import RequestOutput
 from kvik.engine.remote import EngineState
@@ -21,11 +22,12 @@ from kvik.server.generation import (
     GenerationRecord,
     GenerationRequest,
     Generations,
-    RequestLimits,
+    Observer,
 )
 from kvik.server.texts import Texts
 from kvik.text.tokenizer import Tokenizer
 
+DEFAULTS = ServerConfig()
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789."  # token id -> letter
 
 
@@ -38,7 +40,7 @@ def letters(template: str | None = None) -> Tokenizer:
 
 
 @dataclass
-class Watcher:
+class Watcher(Observer):
     """An observer that records its calls."""
 
     arrived_ids: list[str] = field(default_factory=list)
@@ -93,7 +95,7 @@ class Generating:
 async def generating(
     executor: FakeExecutor | None = None,
     *,
-    limits: RequestLimits | None = None,
+    config: ServerConfig = DEFAULTS,
     shared: bool = False,
     max_requests: int = 64,
     max_tokens: int = 4096,
@@ -109,9 +111,7 @@ async def generating(
         texts = Texts(letters(), engine.client.config.scheduler.max_model_len)
         admission = Admission(max_requests, max_tokens, shared=shared, clock=time.monotonic)
         watcher = Watcher()
-        generations = Generations(
-            engine.client, texts, admission, watcher, limits or RequestLimits()
-        )
+        generations = Generations(engine.client, texts, admission, [watcher], config)
         engine.client.start(generations.take)
         await engine.ready()
         try:

@@ -17,10 +17,12 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.server.access import Keys
 from kvik.server.admission import Admission
 from kvik.server.app import make_app
-from kvik.server.generation import Generations, RequestLimits
+from kvik.server.generation import Generations
 from kvik.server.route import Route
 from kvik.server.server import Server
 from kvik.server.texts import Texts
+
+DEFAULTS = ServerConfig()
 
 
 @dataclass
@@ -39,12 +41,11 @@ def served(
     routes: Callable[[Server], Sequence[Route]],
     executor: FakeExecutor | None = None,
     *,
-    limits: RequestLimits | None = None,
     max_requests: int = 64,
     keys: Keys | None = None,
     template: str | None = None,
     config: ResolvedConfig | None = None,
-    server_config: ServerConfig | None = None,
+    server_config: ServerConfig = DEFAULTS,
     **scheduler: object,
 ) -> Iterator[Served]:
     """Provide a server on a real socket that generates letters, and check that it is idle at the
@@ -61,9 +62,9 @@ def served(
     keys = keys or Keys()
     admission = Admission(max_requests, 1 << 20, shared=keys.needed, clock=time.monotonic)
     watcher = Watcher()
-    generations = Generations(engine.client, texts, admission, watcher, limits or RequestLimits())
+    generations = Generations(engine.client, texts, admission, [watcher], server_config)
     parts = Server(
-        server_config or ServerConfig(),
+        server_config,
         ("letters",),
         engine.client,
         texts,

@@ -12,9 +12,9 @@ from helpers.edge import KEY, Calls, edge_server
 from helpers.http_server import HttpServer, ask, raw
 from starlette.datastructures import Headers
 
+from kvik.config.server_config import ServerConfig
 from kvik.errors import ConfigError
 from kvik.server.access import Keys, read_keys
-from kvik.server.app import AppConfig
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +24,7 @@ def calls() -> Calls:
 
 @pytest.fixture(scope="module")
 def server(calls: Calls) -> Iterator[HttpServer]:
-    with edge_server(["right", "other"], AppConfig("127.0.0.1"), calls) as running:
+    with edge_server(["right", "other"], ServerConfig(), calls) as running:
         yield running
 
 

@@ -15,10 +15,10 @@ from kvik.errors import CapacityError, OverloadError
 from kvik.server.admission import (
     FREE_MULTIPLE,
     Admission,
-    Degradation,
     Reservation,
     StartRate,
     pressure,
+    shortened,
 )
 
 
@@ -249,16 +249,10 @@ def test_a_full_cache_only_shortens_answers_that_wait_for_it(fill, kv, waiting, 
     assert pressure(fill, kv, waiting=waiting) == expected
 
 
-def test_answers_are_only_shortened_by_option_and_under_pressure():
-    params = SamplingParams(max_tokens=None)
-    assert Degradation().apply(params, 1.0) is params
-    assert Degradation(8, threshold=0.5).apply(params, 0.4) is params
-
-
 @pytest.mark.parametrize(
     ("asked", "least", "given"),
     [(None, 0, 8), (100, 0, 8), (8, 0, 8), (3, 0, 3), (100, 50, 50), (None, 9, 9)],
 )
 def test_the_cap_is_never_below_the_minimum(asked, least, given):
     params = SamplingParams(max_tokens=asked, min_tokens=least)
-    assert Degradation(8).apply(params, 0.8).max_tokens == given
+    assert shortened(params, 8).max_tokens == given

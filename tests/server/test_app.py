@@ -13,9 +13,9 @@ from helpers.edge import KEY, edge_server
 from helpers.http_server import HttpServer, ask, raw
 from helpers.raw_http import read_all
 
+from kvik.config.server_config import ServerConfig
 from kvik.core.types import Handover, RequestReport
 from kvik.engine.output import OutputSoFar
-from kvik.server.app import AppConfig
 from kvik.server.server import Drain
 from kvik.server.transfer import (
     MOVES_HEADER,
@@ -33,7 +33,7 @@ def drain() -> Drain:
 
 @pytest.fixture(scope="module")
 def server(drain: Drain) -> Iterator[HttpServer]:
-    with edge_server(["right"], AppConfig("127.0.0.1"), drain=drain) as running:
+    with edge_server(["right"], ServerConfig(), drain=drain) as running:
         yield running
 
 
@@ -224,7 +224,7 @@ def test_a_stopping_server_accepts_returned_requests() -> None:
     resumption = Resumption("gen-1", 1, b"", None, False, [output])
     drain, token = Drain(), b"a secret of servers"
     signed, foreign = (make_resumption(resumption, each) for each in (token, b"another secret"))
-    edge = AppConfig("127.0.0.1", kv_token=token)
+    edge = ServerConfig(kv_token=token.decode())
     with edge_server(["right"], edge, drain=drain) as server:
         drain.start()
         for headers, status in (

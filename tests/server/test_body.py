@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from kvik.config.server_config import ServerConfig
 from kvik.errors import OverloadError
 from kvik.server import route as body
 from kvik.server.access import Keys
-from kvik.server.app import App, AppConfig
+from kvik.server.app import App
 from kvik.server.errors import HttpError
 from kvik.server.route import BodyBudget, BodyLimits, Route, parse_json, read_body
 from kvik.server.server import Drain
@@ -56,7 +57,7 @@ def server() -> Iterator[HttpServer]:
 
     async def make() -> App:
         routes = [Route("/body", body), Route("/needed", needed)]
-        return App(routes, Keys(), Drain(), AppConfig(limits=LIMITS))
+        return App(routes, Keys(), Drain(), ServerConfig(host=""), limits=LIMITS)
 
     with http_server(make) as running:
         yield running

@@ -17,6 +17,7 @@ from helpers.serving import Served, served
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvik.config.server_config import ServerConfig
 from kvik.errors import (
     CapacityError,
     KvikError,
@@ -26,7 +27,7 @@ from kvik.errors import (
     UnavailableError,
 )
 from kvik.server.access import Keys
-from kvik.server.app import App, AppConfig, openai_routes
+from kvik.server.app import App, openai_routes
 from kvik.server.errors import HttpError, aborted, deadline_exceeded, failed, model_not_found
 from kvik.server.route import Route
 from kvik.server.server import Drain
@@ -72,7 +73,7 @@ def server(seen: Counter[str]) -> Iterator[HttpServer]:
             Route("/{which}/chat/completions", refuse),
             Route("/{which}/v1/messages", refuse),
         ]
-        return App(routes, Keys(), Drain(), AppConfig())
+        return App(routes, Keys(), Drain(), ServerConfig(host=""))
 
     with http_server(make) as running:
         yield running

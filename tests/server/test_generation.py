@@ -10,13 +10,13 @@ import pytest
 from helpers.generating import LETTERS, generating, request
 from helpers.served_engine import EOS, FakeExecutor, gated_executor
 
+from kvik.config.server_config import ServerConfig
 from kvik.core.types import FinishReason, RequestDelta
 from kvik.engine import host
 from kvik.errors import CapacityError, OverloadError, ParamError, UnavailableError
 from kvik.server import generation as module
-from kvik.server.admission import Degradation
 from kvik.server.errors import ABORTED, DEADLINE, FAILED, HttpError
-from kvik.server.generation import Generations, RequestLimits
+from kvik.server.generation import Generations
 
 
 def counting() -> FakeExecutor:
@@ -231,9 +231,9 @@ async def test_a_deadline_before_and_after_the_first_token():
 
 
 async def test_the_servers_own_time_limit():
-    limits = RequestLimits(request_timeout=0.1)
+    config = ServerConfig(request_timeout=0.1)
 
-    async with generating(FakeExecutor(seconds=0.005), limits=limits) as serving:
+    async with generating(FakeExecutor(seconds=0.005), config=config) as serving:
         generation = await serving.start(request("A", max_tokens=250, deadline_ms=60_000))
         with pytest.raises(HttpError) as caught:
             await generation.output()
@@ -319,18 +319,19 @@ async def test_ids_are_random_and_tenants_share_no_prefix():
 
 
 async def test_the_operator_may_let_tenants_share_prefixes():
-    async with generating(limits=RequestLimits(share_prefix_cache=True)) as serving:
+    async with generating(config=ServerConfig(share_prefix_cache=True)) as serving:
         requests = sent(serving)
         for tenant, salt in [("a", ""), ("b", ""), ("b", "s")]:
             await serving.start(request("A", cache_salt=salt), tenant)
         assert [r.cache_salt for r in requests] == ["", "", "s"]
 
 
-async def test_under_pressure_answers_are_shorter_if_the_operator_allows_it():
+async def test_under_pressure_answers_are_shorter_if_the_operator_allows_it(monkeypatch):
+    monkeypatch.setattr(module, "PRESSURE", 0.5)
     gate = gated_executor()
-    limits = RequestLimits(degradation=Degradation(max_tokens=5, threshold=0.5))
+    config = ServerConfig(pressure_max_tokens=5)
 
-    async with generating(gate, limits=limits, max_requests=4) as serving:
+    async with generating(gate, config=config, max_requests=4) as serving:
         free = [await serving.start(request("A", max_tokens=20)) for _ in range(2)]
         capped = await serving.start(request("A", max_tokens=20))
         small = await serving.start(request("A", max_tokens=3))
@@ -351,13 +352,8 @@ async def test_bad_words_become_ids_outside_the_event_loop():
 async def test_stop_needs_a_tokenizer():
     async with generating() as serving:
         serving.texts.tokenizer = None
-        bare = Generations(
-            serving.engine.client,
-            serving.texts,
-            serving.admission,
-            serving.watcher,
-            RequestLimits(),
-        )
+        client, config = serving.engine.client, ServerConfig()
+        bare = Generations(client, serving.texts, serving.admission, [serving.watcher], config)
         with pytest.raises(ParamError, match="stop"):
             await bare.start(request([1], stop="x"), "", streaming=False)
 
@@ -439,7 +435,7 @@ async def test_without_a_deadline_no_error_names_one():
 
     gate = FakeExecutor()
 
-    async with generating(gate, limits=RequestLimits(request_timeout=0.5)) as serving:
+    async with generating(gate, config=ServerConfig(request_timeout=0.5)) as serving:
         await (await serving.start(request("A"))).output()
         gate.gate.clear()
         await serving.start(request("A"))

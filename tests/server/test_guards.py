@@ -11,7 +11,7 @@ from helpers import chromium
 from helpers.edge import KEY, Calls, edge_server
 from helpers.http_server import HttpServer, ask, raw
 
-from kvik.server.app import AppConfig
+from kvik.config.server_config import ServerConfig
 
 
 @pytest.fixture(scope="module")
@@ -21,14 +21,14 @@ def calls() -> Calls:
 
 @pytest.fixture(scope="module")
 def server(calls: Calls) -> Iterator[HttpServer]:
-    edge = AppConfig("127.0.0.1", cors_origin=("https://good.example",))
+    edge = ServerConfig(cors_origin=("https://good.example",))
     with edge_server(["right"], edge, calls) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def keyless() -> Iterator[HttpServer]:
-    with edge_server([], AppConfig("127.0.0.1")) as running:
+    with edge_server([], ServerConfig()) as running:
         yield running
 
 
@@ -73,31 +73,36 @@ OWN_NAME = socket.gethostname()
     ("keys", "edge", "known", "unknown"),
     [
         # A page of another site cannot send the key.
-        (["right"], AppConfig(), ["gpu.example:8000", "10.0.0.1"], []),
+        (["right"], ServerConfig(host=""), ["gpu.example:8000", "10.0.0.1"], []),
         (
             [],
-            AppConfig(),
+            ServerConfig(host=""),
             ["10.0.0.1:80", "[fd00::1]:80", "localhost", OWN_NAME, OWN_NAME.upper()],
             ["gpu.example", "10.0.0.1.evil.example", f"{OWN_NAME}.evil.example"],
         ),
         (
             [],
-            AppConfig(allowed_host=("gpu.example", "OTHER.")),
+            ServerConfig(host="", allowed_host=("gpu.example", "OTHER.")),
             ["gpu.example:80", "GPU.example.", "other", "10.0.0.1", "localhost"],
             ["x.gpu.example", "evil.example"],
         ),
-        (["right"], AppConfig(allowed_host=("gpu.example",)), ["gpu.example"], ["evil.example"]),
-        ([], AppConfig(allowed_host=("*",)), ["any.example"], []),
+        (
+            ["right"],
+            ServerConfig(host="", allowed_host=("gpu.example",)),
+            ["gpu.example"],
+            ["evil.example"],
+        ),
+        ([], ServerConfig(host="", allowed_host=("*",)), ["any.example"], []),
         (
             [],
-            AppConfig("127.0.0.1", allowed_host=("gpu.example",)),
+            ServerConfig(allowed_host=("gpu.example",)),
             ["gpu.example", "localhost"],
             ["evil.example", "10.0.0.1", OWN_NAME],
         ),
     ],
 )
 def test_names_under_which_a_server_is_reached(
-    keys: list[str], edge: AppConfig, known: list[str], unknown: list[str]
+    keys: list[str], edge: ServerConfig, known: list[str], unknown: list[str]
 ) -> None:
     with edge_server(keys, edge) as running:
         for name in known:
@@ -169,7 +174,7 @@ def test_every_answer_names_the_origin_once(
         f"{target} HTTP/1.1\r\nHost: 127.0.0.1\r\nOrigin: https://good.example\r\n"
         f"{fields}Connection: close\r\n\r\n"
     )
-    with edge_server(["right"], AppConfig("127.0.0.1", cors_origin=(origin,))) as running:
+    with edge_server(["right"], ServerConfig(cors_origin=(origin,))) as running:
         answer = raw(running, head.encode())
     lines = answer.partition(b"\r\n\r\n")[0].decode().lower().split("\r\n")
     assert lines[0].split()[1] == str(status)
@@ -188,16 +193,16 @@ def test_a_page_of_another_origin_in_a_browser() -> None:
     script = """fetch(%r, {method: "POST", body: "{\\"number\\": 7}", headers: {
         authorization: "Bearer right", "content-type": "application/json"}})
         .then(answer => answer.json()).then(value => value.number, error => String(error))"""
-    with edge_server([], AppConfig("127.0.0.1")) as page, chromium.Browser(program) as browser:
+    with edge_server([], ServerConfig()) as page, chromium.Browser(program) as browser:
         browser.go(page.url + "/health")
-        with edge_server(["right"], AppConfig("127.0.0.1", cors_origin=(page.url,))) as listed:
+        with edge_server(["right"], ServerConfig(cors_origin=(page.url,))) as listed:
             assert browser.evaluate(script % f"{listed.url}/v1/echo") == 7
-        with edge_server(["right"], AppConfig("127.0.0.1")) as unlisted:
+        with edge_server(["right"], ServerConfig()) as unlisted:
             assert "TypeError" in browser.evaluate(script % f"{unlisted.url}/v1/echo")
 
 
 def test_any_origin_if_the_operator_allows_it_but_never_with_credentials() -> None:
-    with edge_server([], AppConfig(cors_origin=("*",))) as running:
+    with edge_server([], ServerConfig(host="", cors_origin=("*",))) as running:
         reply = ask(running, "POST", "/v1/echo", {}, origin="https://any.example")
     assert reply.status == 200
     assert reply.headers["access-control-allow-origin"] == "*"

@@ -15,8 +15,9 @@ from helpers.http_server import HttpServer, ask, http_server, raw, until, until_
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
+from kvik.config.server_config import ServerConfig
 from kvik.server.access import Keys
-from kvik.server.app import App, AppConfig
+from kvik.server.app import App
 from kvik.server.http_protocol import ConnectionLimits
 from kvik.server.route import BodyLimits, Route, read_body
 from kvik.server.run import bind
@@ -75,7 +76,7 @@ def server(state: State) -> Iterator[HttpServer]:
     async def make() -> App:
         routes = [Route("/ok", ok, "GET"), Route("/echo", echo), Route("/endless", endless, "GET")]
         limits = BodyLimits(max_bytes=1 << 20, seconds=0.3, total_bytes=1 << 20)
-        return App(routes, Keys(), Drain(), AppConfig("127.0.0.1", limits=limits))
+        return App(routes, Keys(), Drain(), ServerConfig(), limits=limits)
 
     with http_server(make, LIMITS) as running:
         yield running

@@ -15,8 +15,8 @@ from helpers.http_server import HttpServer, ask, http_server, until
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from kvik.cli.main import main
+from kvik.config.server_config import ServerConfig
 from kvik.errors import ConfigError
-from kvik.server.app import AppConfig
 from kvik.server.http_protocol import ConnectionLimits
 from kvik.server.run import bind_unix, server_tls
 
@@ -43,7 +43,7 @@ def trusting(file: str) -> ssl.SSLContext:
 @pytest.mark.parametrize("names", [("cert", "key"), ("both", None)])
 def test_https(files: dict[str, str], names: tuple[str, str | None]) -> None:
     tls = server_tls(files[names[0]], None if names[1] is None else files[names[1]])
-    with edge_server([], AppConfig("127.0.0.1"), tls=tls) as server:
+    with edge_server([], ServerConfig(), tls=tls) as server:
         context = trusting(files["cert"])
         connection = HTTPSConnection("localhost", server.port, timeout=30, context=context)
         for path in ("/v1/models", "/v1/stream"):
@@ -118,7 +118,7 @@ def test_a_unix_socket(tmp_path: Path) -> None:
     with bind_unix(path) as listening:
         with pytest.raises(ConfigError, match="uds: cannot listen on .* in use"), bind_unix(path):
             pass
-        edge = AppConfig("127.0.0.1", allowed_host=("*",))
+        edge = ServerConfig(allowed_host=("*",))
         with edge_server(["right"], edge, listening=listening) as server:
             connection = UnixConnection(path)
             for _ in range(2):
@@ -156,7 +156,7 @@ def test_only_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def prefixed() -> Iterator[HttpServer]:
-    with edge_server([], AppConfig("127.0.0.1", root_path="/llm")) as server:
+    with edge_server([], ServerConfig(root_path="/llm")) as server:
         yield server
 
 

@@ -13,9 +13,10 @@ from helpers.http_server import HttpServer, ask, http_server
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvik.config.server_config import ServerConfig
 from kvik.server import pages
 from kvik.server.access import read_keys
-from kvik.server.app import App, AppConfig
+from kvik.server.app import App
 from kvik.server.app import openai_routes as openai
 from kvik.server.route import Route
 from kvik.server.server import Drain
@@ -43,7 +44,12 @@ TABLE = [
 @pytest.fixture(scope="module")
 def server() -> Iterator[HttpServer]:
     async def make() -> App:
-        return App([*TABLE, *pages.document_routes(TABLE)], read_keys(["k"]), Drain(), AppConfig())
+        return App(
+            [*TABLE, *pages.document_routes(TABLE)],
+            read_keys(["k"]),
+            Drain(),
+            ServerConfig(host=""),
+        )
 
     with http_server(make) as running:
         yield running
@@ -115,7 +121,7 @@ def test_every_reference_has_a_target() -> None:
 @pytest.fixture(scope="module")
 def playground() -> Iterator[HttpServer]:
     async def make() -> App:
-        return App(pages.playground_routes(), read_keys([]), Drain(), AppConfig())
+        return App(pages.playground_routes(), read_keys([]), Drain(), ServerConfig(host=""))
 
     with http_server(make) as running:
         yield running

@@ -11,8 +11,9 @@ import pytest
 from helpers import chromium
 from helpers.http_server import http_server
 
+from kvik.config.server_config import ServerConfig
 from kvik.server.access import read_keys
-from kvik.server.app import App, AppConfig
+from kvik.server.app import App
 from kvik.server.pages import playground_routes
 from kvik.server.server import Drain
 
@@ -95,7 +96,7 @@ SHOWN = {
 @pytest.fixture(scope="module")
 def browser() -> Iterator[chromium.Browser]:
     async def make() -> App:
-        return App(playground_routes(), read_keys([]), Drain(), AppConfig())
+        return App(playground_routes(), read_keys([]), Drain(), ServerConfig(host=""))
 
     program = chromium.find()
     assert program is not None

@@ -19,11 +19,11 @@ from helpers.stalls import assert_turns
 from msgspec import UNSET
 from starlette.requests import Request
 
+from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import TokenLogprobs
-from kvik.server import native
-from kvik.server.admission import Degradation
-from kvik.server.generation import GenerationRequest, RequestLimits
+from kvik.server import generation, native
+from kvik.server.generation import GenerationRequest
 from kvik.server.native import GenerateFormat, GenerateRequest
 from kvik.server.openai.answers import TokenNames, Usage
 from kvik.server.openai.chat import AnswerMessage as Message
@@ -262,9 +262,9 @@ def test_keepalive_comments_precede_the_first_token():
         sock.close()
 
 
-def test_reductions_by_the_server_are_in_a_header():
-    limits = RequestLimits(degradation=Degradation(max_tokens=2, threshold=0.0))
-    with served(routes, limits=limits) as server:
+def test_reductions_by_the_server_are_in_a_header(monkeypatch):
+    monkeypatch.setattr(generation, "PRESSURE", 0.0)
+    with served(routes, server_config=ServerConfig(pressure_max_tokens=2)) as server:
         for stream in (True, False):
             body = {"prompt": "A", "max_tokens": 50, "stream": stream}
             answer = httpx2.post(f"{server.http.url}/v1/generate", json=body)

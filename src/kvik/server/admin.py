@@ -6,7 +6,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from kvik.server.app import App, AppConfig
+from kvik.config.server_config import ServerConfig
+from kvik.server.app import App
 from kvik.server.errors import HttpError
 from kvik.server.health import ENDPOINTS as HEALTH
 from kvik.server.responses import json_response
@@ -93,7 +94,7 @@ async def stats(server: Server, request: Request) -> Response:
 
 def make_admin_app(server: Server) -> App:
     """Return the application on the admin port. Shutdown does not wait for its requests."""
-    return App(routes(server), server.keys, Drain(), AppConfig(LOOPBACK, admin=True))
+    return App(routes(server), server.keys, Drain(), ServerConfig(host=LOOPBACK), admin=True)
 
 
 routes = routes_of(*HEALTH, abort, reset_prefix_cache, drain, drain_replica, stats)

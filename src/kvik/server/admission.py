@@ -215,26 +215,15 @@ def _retry(seconds: float) -> float:
     return float(math.ceil(min(max(seconds, MIN_RETRY), MAX_RETRY)))
 
 
-@dataclass(frozen=True, slots=True)
-class Degradation:
-    """Shorter answers under pressure.
+PRESSURE = 0.75  # load of the server from which the operator's limit of answers applies
 
-    Attributes:
-        max_tokens: limit of an answer under pressure; None: no limit.
-        threshold: pressure from which this applies, 0 to 1.
-    """
 
-    max_tokens: int | None = None
-    threshold: float = 0.75
-
-    def apply(self, params: SamplingParams, pressure: float) -> SamplingParams:
-        """Return the parameters to use: the same object if nothing changes."""
-        if self.max_tokens is None or pressure < self.threshold:
-            return params
-        cap = max(self.max_tokens, params.min_tokens)
-        if params.max_tokens is not None and params.max_tokens <= cap:
-            return params
-        return replace(params, max_tokens=cap)
+def shortened(params: SamplingParams, max_tokens: int) -> SamplingParams:
+    """Return parameters with at most `max_tokens`: the same object if nothing changes."""
+    cap = max(max_tokens, params.min_tokens)
+    if params.max_tokens is not None and params.max_tokens <= cap:
+        return params
+    return replace(params, max_tokens=cap)
 
 
 def pressure(queue_fill: float, kv_usage: float, *, waiting: bool) -> float:

@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from email.utils import formatdate
 from typing import Any
 
@@ -123,59 +123,40 @@ class ResponseSender:
         await self._send(message)
 
 
-@dataclass(frozen=True, slots=True)
-class AppConfig:
-    """Access options of an app.
-
-    Attributes:
-        host: the address it listens on; "" is every address.
-        allowed_host: host names to accept in addition to the default ones.
-        cors_origin: origins of the pages that may use it.
-        admin: whether every non-open route needs an administrator's key.
-        root_path: prefix of all paths, which a reverse proxy may or may not have removed.
-        kv_token: secret with which servers sign the requests that they hand over.
-    """
-
-    host: str = ""
-    allowed_host: Sequence[str] = ()
-    cors_origin: Sequence[str] = ()
-    admin: bool = False
-    root_path: str = ""
-    limits: BodyLimits = DEFAULT_LIMITS
-    kv_token: bytes = b""
-
-
 def make_app(server: Server, routes: Sequence[Route]) -> App:
     """Return the application on the main port."""
-    config = server.config
-    # Web pages cannot reach a Unix socket, and a proxy in front of it may forward any Host.
-    allowed = config.allowed_host or ((ANY,) if config.uds is not None else ())
-    app_config = AppConfig(
-        config.host,
-        allowed,
-        config.cors_origin,
-        root_path=config.root_path,
-        kv_token=(config.kv_token or "").encode(),
-    )
-    return App(routes, server.keys, server.drain, app_config)
+    return App(routes, server.keys, server.drain, server.config)
 
 
 class App:
-    """An ASGI application over a table of routes."""
+    """An ASGI application over a table of routes.
+
+    Args:
+        admin: every non-open route needs an administrator's key.
+    """
 
     def __init__(
-        self, routes: Sequence[Route], keys: Keys, drain: Drain, config: AppConfig
+        self,
+        routes: Sequence[Route],
+        keys: Keys,
+        drain: Drain,
+        config: ServerConfig,
+        *,
+        admin: bool = False,
+        limits: BodyLimits = DEFAULT_LIMITS,
     ) -> None:
+        # Web pages cannot reach a Unix socket, and a proxy in front of it may forward any Host.
+        allowed = config.allowed_host or ((ANY,) if config.uds is not None else ())
         self.routes = tuple(routes)
         self.origins = Origins(config.cors_origin)
         self._table = RouteTable(routes)
         self._keys = keys
         self._drain = drain
-        self._admin = config.admin
+        self._admin = admin
         self._root_path = config.root_path
-        self._kv_token = config.kv_token
-        self._hosts = Hosts(config.host, config.allowed_host, keyed=keys.needed)
-        self._budget = BodyBudget(config.limits)
+        self._kv_token = (config.kv_token or "").encode()
+        self._hosts = Hosts(config.host, allowed, keyed=keys.needed)
+        self._budget = BodyBudget(limits)
         self._reported_fields: set[str] = set()
         bodies = [route.body for route in routes if route.body is not None]
         self._fields = sorted({name for body in bodies for name in body.__struct_encode_fields__})

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
+from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import NOTHING_ALLOWED, PARAMETERS, SamplingParams
 from kvik.core.types import (
     EngineRequest,
@@ -24,7 +24,7 @@ from kvik.core.types import (
 from kvik.engine.output import OutputProcessor, OutputSoFar, RequestOutput, TextDelta, merged
 from kvik.engine.remote import EngineClient, EngineState
 from kvik.errors import GroupLost, KvikError, OverloadError, ParamError, UnavailableError
-from kvik.server.admission import Admission, Degradation, KVUsage, Reservation, pressure
+from kvik.server.admission import PRESSURE, Admission, KVUsage, Reservation, pressure, shortened
 from kvik.server.errors import (
     aborted,
     deadline_exceeded,
@@ -71,16 +71,15 @@ class GenerationRecord:
     trace_parent: str | None = None  # the caller's trace, from the header `traceparent`
 
 
-class Observer(Protocol):
-    """Observes generations. Its methods are called in the event loop and must be fast."""
+class Observer:
+    """Observes generations. Its methods are called in the event loop and must be fast; here they do
+    nothing."""
 
     def arrived(self, record: GenerationRecord) -> None:
         """A request was admitted and sent to the engine."""
-        ...
 
     def delivered(self, record: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
         """Tokens of one completion arrived; `record` does not count them yet."""
-        ...
 
     def finished(self, record: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         """A request ended; without output, it failed or was aborted.
@@ -89,7 +88,6 @@ class Observer(Protocol):
             reason: "stop" or "length" of its first completion; "moved": another server goes on
                 with it; else "abort", "deadline" or "error".
         """
-        ...
 
     def refused(self, tenant: str, reason: str) -> None:
         """A request was not admitted.
@@ -97,37 +95,6 @@ class Observer(Protocol):
         Args:
             reason: "queue" or "share" (full), "deadline" (too near), "unavailable" or "invalid".
         """
-        ...
-
-
-class Observers:
-    """Combines several observers. Their exceptions are logged and suppressed."""
-
-    def __init__(self, observers: Sequence[Observer] = ()) -> None:
-        self._observers = tuple(observers)
-
-    def arrived(self, record: GenerationRecord) -> None:
-        for observer in self._observers:
-            _call(observer.arrived, record)
-
-    def delivered(self, record: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
-        for observer in self._observers:
-            _call(observer.delivered, record, index, num_tokens, now)
-
-    def finished(self, record: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
-        for observer in self._observers:
-            _call(observer.finished, record, output, reason)
-
-    def refused(self, tenant: str, reason: str) -> None:
-        for observer in self._observers:
-            _call(observer.refused, tenant, reason)
-
-
-def _call(method: Callable[..., None], *arguments: object) -> None:
-    try:
-        method(*arguments)
-    except Exception as error:
-        _log.error("an observer failed:\n%s", escaped_traceback(error))
 
 
 _log = logging.getLogger(__name__)
@@ -171,23 +138,6 @@ class GenerationRequest:
     marks: Mapping[int, str] = field(default_factory=lambda: NO_MARKS)
     unenforced: tuple[str, ...] = ()
     field: str = "prompt"
-
-
-@dataclass(frozen=True, slots=True)
-class RequestLimits:
-    """Limits set by the operator for all requests.
-
-    Attributes:
-        request_timeout: seconds after which any request ends; None: no limit.
-        share_prefix_cache: whether tenants share cached prefixes.
-        kv_token: secret of servers that compute prompts for each other; b"": there are none.
-        degradation: shorter answers under pressure.
-    """
-
-    request_timeout: float | None = None
-    share_prefix_cache: bool = False
-    kv_token: bytes = b""
-    degradation: Degradation = field(default_factory=Degradation)
 
 
 class GivenAway(Exception):
@@ -357,16 +307,17 @@ class Generations:
         engine: EngineClient,
         texts: Texts,
         admission: Admission,
-        observer: Observer,
-        limits: RequestLimits,
+        observers: Sequence[Observer],
+        config: ServerConfig,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._texts = texts
         self._admission = admission
-        self._observer = observer
-        self._limits = limits
+        self._observers = tuple(observers)
+        self._config = config
+        self._kv_token = (config.kv_token or "").encode()
         self._clock = clock
         self._kv_usage = KVUsage(engine, clock)
         self._processor = OutputProcessor(texts.tokenizer)
@@ -430,7 +381,7 @@ class Generations:
             role = self._engine.config.runner.role
             transfer = ALONE
             if not any(request.pooling for request in requests):
-                transfer = transfer_of(headers, role, self._limits.kv_token)
+                transfer = transfer_of(headers, role, self._kv_token)
             if transfer.resumed is not None:
                 _check_resumed(transfer.resumed, requests)
             checked: list[tuple[EngineRequest, tuple[str, ...]]] = []
@@ -493,7 +444,8 @@ class Generations:
         try:
             yield
         except KvikError as error:
-            self._observer.refused(tenant, _why(error))
+            reason = _why(error)
+            self._tell(lambda one: one.refused(tenant, reason))
             raise
 
     def _check_ready(self) -> None:
@@ -519,7 +471,7 @@ class Generations:
             params = await self._spelled(params)
         params, left_out = await self._texts.of(tenant).checked(params)
         salt = request.cache_salt
-        if tenant and not self._limits.share_prefix_cache:  # without keys there is only one tenant
+        if tenant and not self._config.share_prefix_cache:  # without keys there is only one tenant
             salt = f"{tenant}\0{salt}"
         name, handovers = f"gen-{secrets.token_hex(12)}", tuple[Handover, ...]()
         if (resumed := transfer.resumed) is not None:
@@ -554,17 +506,18 @@ class Generations:
 
     def _degraded(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters, with fewer output tokens under pressure."""
-        policy = self._limits.degradation
-        if policy.max_tokens is None:
+        most = self._config.pressure_max_tokens
+        if most is None:
             return params
         fill, waiting = self._admission.fill, self._admission.num_waiting > 0
-        return policy.apply(params, pressure(fill, self._kv_usage.read(), waiting=waiting))
+        load = pressure(fill, self._kv_usage.read(), waiting=waiting)
+        return params if load < PRESSURE else shortened(params, most)
 
-    def _deadline(self, request: GenerationRequest, arrived: float) -> float | None:
-        limits = [] if request.deadline_ms is None else [request.deadline_ms / 1000]
-        if self._limits.request_timeout is not None:
-            limits.append(self._limits.request_timeout)
-        return arrived + min(limits) if limits else None
+    def _deadline(self, request: GenerationRequest, arrived: float) -> float:
+        seconds = self._config.request_timeout
+        if request.deadline_ms is not None:
+            seconds = min(seconds, request.deadline_ms / 1000)
+        return arrived + seconds
 
     def _add(
         self,
@@ -594,7 +547,7 @@ class Generations:
             reservation.release()
             raise
         self._live[engine_request.request_id] = generation
-        self._observer.arrived(record)
+        self._tell(lambda one: one.arrived(record))
         return generation
 
     def _replay(self, generation: Generation, told: Resumption) -> None:
@@ -672,7 +625,7 @@ class Generations:
         record, count = generation.record, len(delta.token_ids)
         if delta.index == 0 and delta.prompt is not None:
             generation.prompt_use = delta.prompt
-        self._observer.delivered(record, delta.index, count, now)
+        self._tell(lambda one: one.delivered(record, delta.index, count, now))
         if record.first_token is None:
             record.first_token = now
         record.last_tokens[delta.index] = now
@@ -697,7 +650,8 @@ class Generations:
             return
         generation.result = output
         self._forget(generation)
-        self._observer.finished(generation.record, output, output.outputs[0].finish_reason)
+        reason = output.outputs[0].finish_reason
+        self._tell(lambda one: one.finished(generation.record, output, reason))
         generation.changed.set()
 
     def _move(self, generation: Generation, now: float) -> None:
@@ -708,7 +662,8 @@ class Generations:
         tokens = generation.record.num_output_tokens
         name = generation.request_id
         _log.info("request %s goes on in another server, after %d tokens", name, tokens)
-        self._observer.finished(generation.record, None, FinishReason.MOVED.value)
+        moved = FinishReason.MOVED.value
+        self._tell(lambda one: one.finished(generation.record, None, moved))
         generation.changed.set()
 
     def _fail(self, generation: Generation, failure: KvikError, why: FinishReason) -> None:
@@ -719,12 +674,20 @@ class Generations:
         self._processor.discard(generation.request_id)
         self._engine.end(generation.request_id, None, FinishReason.ABORT)
         self._forget(generation)
-        self._observer.finished(generation.record, None, _FAILED[why])
+        self._tell(lambda one: one.finished(generation.record, None, _FAILED[why]))
         generation.changed.set()
 
     def _forget(self, generation: Generation) -> None:
         generation._reservation.release()
         del self._live[generation.request_id]
+
+    def _tell(self, call: Callable[[Observer], None]) -> None:
+        """Call a method of each observer. Their exceptions are logged and suppressed."""
+        for observer in self._observers:
+            try:
+                call(observer)
+            except Exception as error:
+                _log.error("an observer failed:\n%s", escaped_traceback(error))
 
 
 def _movable(request: EngineRequest) -> bool:

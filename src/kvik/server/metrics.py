@@ -34,7 +34,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.engine.output import RequestOutput
 from kvik.engine.remote import EngineState
 from kvik.engine.stats import EngineStats
-from kvik.server.generation import GenerationRecord
+from kvik.server.generation import GenerationRecord, Observer
 from kvik.server.responses import json_response
 from kvik.server.route import Route
 from kvik.server.server import Server
@@ -165,8 +165,8 @@ class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: dict[str, int]
 
 
-class RequestMetricsObserver:
-    """An `Observer` that counts requests and measures their times.
+class RequestMetricsObserver(Observer):
+    """Counts requests and measures their times.
 
     Durations are measured by the engine's clock, except the gaps between tokens, which are measured
     in this process.

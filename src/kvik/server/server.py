@@ -12,9 +12,9 @@ from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.engine.remote import EngineClient
 from kvik.server.access import Keys
-from kvik.server.admission import Admission, Degradation
+from kvik.server.admission import Admission
 from kvik.server.errors import model_not_found
-from kvik.server.generation import Generations, Observer, Observers, RequestLimits
+from kvik.server.generation import Generations, Observer
 from kvik.server.texts import Texts
 
 
@@ -120,18 +120,12 @@ def assemble(
         shared=keys.needed,
         clock=time.monotonic,
     )
-    limits = RequestLimits(
-        config.request_timeout,
-        config.share_prefix_cache,
-        (config.kv_token or "").encode(),
-        Degradation(config.pressure_max_tokens),
-    )
     return Server(
         config=config,
         model_names=tuple(model_names),
         engine=engine,
         texts=texts,
-        generations=Generations(engine, texts, admission, Observers(observers), limits),
+        generations=Generations(engine, texts, admission, observers, config),
         admission=admission,
         default_params=default_params,
         keys=keys,

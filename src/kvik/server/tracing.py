@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvik.engine.output import RequestOutput
 from kvik.errors import ConfigError
-from kvik.server.generation import GenerationRecord
+from kvik.server.generation import GenerationRecord, Observer
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -39,8 +39,8 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
     return exporter
 
 
-class Tracing:
-    """An `Observer` that records a trace of each request.
+class Tracing(Observer):
+    """Records a trace of each request.
 
     Args:
         exporter: sends the spans, from a separate thread.
@@ -56,12 +56,6 @@ class Tracing:
         self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(SERVICE)
-
-    def arrived(self, record: GenerationRecord) -> None:
-        pass
-
-    def delivered(self, record: GenerationRecord, index: int, num_tokens: int, now: float) -> None:
-        pass
 
     def finished(self, record: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -99,9 +93,6 @@ class Tracing:
             part = self._tracer.start_span(name, inside, start_time=clock.at(start))
             part.end(clock.at(end))
         span.end(clock.now)
-
-    def refused(self, tenant: str, reason: str) -> None:
-        pass
 
     def close(self) -> None:
         """Send the remaining spans."""
