@@ -109,21 +109,6 @@ def test_a_failed_step_only_ends_its_requests(
     site.at_rest()
 
 
-@pytest.mark.parametrize("spoil", FAULTS)
-def test_a_failure_within_a_stream_is_an_event(
-    site: Site, monkeypatch: pytest.MonkeyPatch, expected: str, spoil: Any
-) -> None:
-    break_step(site, monkeypatch, 60, spoil)
-    reply = ask(site.server, "POST", "/v1/completions", {**LONG, "stream": True})
-    assert reply.status == 200
-    *pieces, last = [e for e in reply.body.decode().split("\n\n") if e]
-    assert pieces
-    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_error"
-    assert b"[DONE]" not in reply.body
-    assert said(site.server) == expected
-    site.at_rest()
-
-
 def ended(site: Site, reason: str) -> float:
     text = ask(site.server, "GET", "/metrics").body.decode()
     rows = [r for r in text.splitlines() if r.startswith("kvik:request_success_total")]

@@ -216,11 +216,6 @@ def test_operators_can_watch_a_stopping_server() -> None:
             assert ask(site.server, "GET", path).status == 503
 
 
-def test_only_get(site: Site) -> None:
-    for path in ("/v1/engine", "/v1/engine/live"):
-        assert ask(site.server, "POST", path, {}).status == 405
-
-
 # -- number of watchers --------------------------------------------------------------------------
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import suppress
 
 import pytest
 from helpers.generating import LETTERS, generating, request
-from helpers.served_engine import EOS, FakeExecutor, gated_executor
+from helpers.served_engine import FakeExecutor, gated_executor
 
 from kvik.config.server_config import ServerConfig
 from kvik.core.types import FinishReason, RequestDelta
@@ -121,7 +120,6 @@ async def test_tokens_between_the_first_and_the_last_are_merged(monkeypatch):
     [
         (lambda: request([]), "prompt"),
         (lambda: request([64]), "prompt"),
-        (lambda: request([-1]), "prompt"),
         (lambda: request("A" * 300), "prompt"),
         (lambda: request("A", bad_words=("x" * 70_000,)), "bad_words"),
         (lambda: request("A", logit_bias={64: 1.0}), "logit_bias"),
@@ -240,18 +238,6 @@ async def test_the_servers_own_time_limit():
         assert caught.value.code == DEADLINE
 
 
-async def test_a_failing_step_fails_its_requests_and_no_others():
-    executor = FakeExecutor()
-
-    async with generating(executor) as serving:
-        executor.raises = RuntimeError("the step failed")
-        generation = await serving.start(request("A", n=2), streaming=True)
-        with pytest.raises(HttpError, match="the engine failed in this request"):
-            await generation.output()
-        other = await serving.start(request("A"), streaming=True)
-        assert len((await other.output()).text) == 8
-
-
 async def test_an_error_in_one_requests_text_affects_no_other(monkeypatch):
     async with generating(counting()) as serving:
         bad = await serving.start(request("A", max_tokens=50), streaming=True)
@@ -356,16 +342,6 @@ async def test_stop_needs_a_tokenizer():
         bare = Generations(client, serving.texts, serving.admission, [serving.watcher], config)
         with pytest.raises(ParamError, match="stop"):
             await bare.start(request([1], stop="x"), "", streaming=False)
-
-
-async def test_end_of_text_is_not_shown():
-    executor = FakeExecutor(token=lambda step, row: EOS if step == 3 else 1)
-
-    async with generating(executor) as serving:
-        generation = await serving.start(request("A"), streaming=True)
-        assert set(await text_of(generation)) <= {"B"}
-        assert generation.result.outputs[0].finish_reason == "stop"
-        assert threading.active_count() < 20
 
 
 async def test_bursts_are_not_too_much_for_an_active_reader(monkeypatch):

@@ -101,13 +101,10 @@ def test_a_usual_head_with_many_headers(server: HttpServer) -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        GET + b"".join(b"X-%d: v\r\n" % i for i in range(101)) + b"\r\n",
         GET + b"X: " + b"v" * 70_000 + b"\r\n\r\n",
         GET + b"X: " + b"v" * 70_000,  # and no end
-        GET + b"".join(b"X-%d: %s\r\n" % (i, b"v" * 3000) for i in range(30)) + b"\r\n",
         b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"GET /" + b"a" * 70_000,
-        GET + b"X" * 70_000,
     ],
 )
 def test_a_head_that_is_too_large(server: HttpServer, head: bytes) -> None:
@@ -143,20 +140,15 @@ def test_a_large_head_in_small_pieces(server: HttpServer) -> None:
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
         b"HELLO\r\n\r\n",
-        b"GET /ok HTTP/9.9\r\n\r\n",
-        b"GET\r\n\r\n",
         GET + b"Bad Header: x\r\n\r\n",
-        GET + b"X: a\x00b\r\n\r\n",
         GET + b" folded: x\r\n\r\n",
         POST + b"Content-Length: x\r\n\r\n",
-        POST + b"Content-Length: -1\r\n\r\n",
         POST + b"Content-Length: 99999999999999999999999\r\n\r\n",
         POST + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{}",
         POST + b"Content-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n{}",
         POST + b"Transfer-Encoding: chunked\r\nContent-Length: 2\r\n\r\n{}",
         POST + b"Transfer-Encoding: xchunked\r\n\r\n{}",
         POST + b"Transfer-Encoding: chunked, identity\r\n\r\n{}",
-        b"CONNECT localhost:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
 )
 def test_invalid_or_ambiguous_requests(server: HttpServer, data: bytes) -> None:

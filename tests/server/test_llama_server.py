@@ -86,11 +86,9 @@ def test_without_a_limit_it_fills_the_context(server: Served, body: dict[str, in
     ("body", "param"),
     [
         ({}, "prompt"),
-        ({"prompt": ""}, "prompt"),
         ({"prompt": ["A", "B"]}, "prompt[0]"),
         ({"prompt": "A", "n_predict": 0}, "max_tokens"),
         ({"prompt": "A", "n_predict": 5, "max_tokens": 6}, "max_tokens"),
-        ({"prompt": "A", "temperature": -1}, "temperature"),
         ({"prompt": "A", "n_probs": 5}, "n_probs"),
         ({"prompt": "A", "grammar": "root ::= x"}, "grammar"),
         ({"prompt": "A", "model": "other"}, "model"),

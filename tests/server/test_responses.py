@@ -168,18 +168,6 @@ def slow(seconds: float = 0.003) -> FakeExecutor:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_failures_before_the_first_token_have_their_own_status(stream):
-    executor = gated_executor()
-    with served(routes, executor) as server:
-        executor.raises = RuntimeError("the step failed")
-        threading.Timer(0.05, executor.gate.set).start()
-        answer = httpx2.post(f"{server.http.url}/v1/generate", json={**LONG, "stream": stream})
-        assert answer.status_code == 500
-        assert answer.headers["x-should-retry"] == "false"
-        assert "the engine failed in this request" in answer.json()["error"]["message"]
-
-
-@pytest.mark.parametrize("stream", [True, False])
 def test_a_deadline_in_the_queue(stream):
     executor = gated_executor()
     with served(routes, executor, max_num_seqs=1) as server:
@@ -213,22 +201,6 @@ def test_later_failures_are_the_last_event(anthropic):
             assert json.loads(data[6:])["error"]["type"] == "timeout_error"
         else:
             assert json.loads(last[6:])["error"]["code"] == "deadline_exceeded"
-
-
-def test_an_abort_by_the_operator_is_an_event_of_the_stream():
-    with served(routes, slow()) as server:
-        sock = connect(server.http.port)
-        post(sock, "/stream", LONG)
-        seen = read_until(sock, b'"text"')
-        for request_id in list(server.inner.generations.live):
-            server.http.call(abort(server, request_id))
-        seen += read_until(sock, b"0\r\n\r\n") if b"0\r\n\r\n" not in seen else b""
-        assert b'"code":"aborted"' in seen
-        sock.close()
-
-
-async def abort(server, request_id: str) -> None:
-    assert server.inner.generations.abort(request_id)
 
 
 def test_an_error_in_formatting_a_stream_is_reported_without_its_cause(caplog):
@@ -299,22 +271,6 @@ def test_the_connection_serves_the_next_request_after_a_stream():
             answer = client.post("/stream", json={"prompt": "A", "max_tokens": 5})
             assert "tokens_generated" in answer.text
             assert client.post("/v1/generate", json={"prompt": "A"}).status_code == 200
-
-
-def test_an_overload_is_503_with_retry_after():
-    executor = gated_executor()
-    with served(routes, executor, max_requests=1) as server:
-        first = connect(server.http.port)
-        post(first, "/v1/generate", LONG)
-        until(lambda: server.inner.generations.live)
-        for stream in (True, False):
-            body = {**LONG, "stream": stream}
-            answer = httpx2.post(f"{server.http.url}/v1/generate", json=body)
-            assert answer.status_code == 503
-            assert 1 <= int(answer.headers["retry-after"]) <= 60
-        executor.gate.set()
-        assert b"tokens_generated" in read_until(first, b"}")
-        first.close()
 
 
 def test_a_pipelined_request_is_answered():

@@ -9,10 +9,7 @@ import anthropic
 import httpx2
 import pytest
 from helpers.http_server import HttpServer
-from helpers.story_site import NAMES, story_site
-
-from kvik.server.access import read_keys
-from kvik.server.anthropic import routes
+from helpers.story_site import NAMES
 
 MODEL = NAMES[0]
 USER: Any = {"role": "user", "content": "A dog."}
@@ -27,18 +24,11 @@ def content(*blocks: Any) -> dict[str, Any]:
 
 BAD: list[tuple[str, dict[str, Any]]] = [
     ("max_tokens", {"max_tokens": None}),
-    ("max_tokens", {"max_tokens": -1}),
-    ("max_tokens", {"max_tokens": 1.5}),
-    ("max_tokens", {"max_tokens": 2**63}),
     ("temperature", {"temperature": 1.1}),
-    ("temperature", {"temperature": -0.1}),
     ("top_p", {"top_p": 0}),
     ("top_k", {"top_k": -1}),
-    ("stop_sequences", {"stop_sequences": [""]}),
     ("stop_sequences", {"stop_sequences": ["x"] * 17}),
-    ("stop_sequences", {"stop_sequences": "x"}),
     ("messages", {"messages": []}),
-    ("messages", {"messages": "A dog."}),
     ("messages[0].role", {"messages": [{"role": "tool", "content": "x"}]}),
     ("messages.0.content", {"messages": [{"role": "user", "content": []}]}),
     ("messages.0.content.0.type", content({"type": "image", "source": {"type": "base64"}})),
@@ -47,22 +37,18 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("tool_use_id", content({"type": "tool_result", "content": "5"})),
     ("messages.0.content.0.type", content({"type": "tool_use", "id": "x", "name": "f"})),
     ("messages", {"messages": [{"role": "system", "content": "x"}]}),
-    ("messages.0.content.0.type", content({"type": "thinking", "thinking": "x"})),
     ("messages.0.content.0.text", content({"type": "text"})),
     ("system.0.type", {"system": [{"type": "image"}]}),
     ("tools", {"tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
     ("tool_choice", {"tool_choice": {"type": "any"}}),
     ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
-    ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 0}}),
     ("mcp_servers", {"mcp_servers": [{"url": "x"}]}),
     ("output_config", {"output_config": {"format": {"type": "json_schema"}}}),
-    ("container", {"container": "x"}),
     ("cache_control", content(*[MARKED] * 5)),
     ("cache_control", {**content(*[MARKED] * 4), "cache_control": EPHEMERAL}),
     ("ttl", content({**MARKED, "cache_control": {"type": "ephemeral", "ttl": "1d"}})),
     ("type", content({**MARKED, "cache_control": {"type": "persistent"}})),
     ("messages", {"messages": [USER, {"role": "assistant", "content": "Once "}]}),
-    ("messages", {"messages": [{"role": "user", "content": "dog " * 600}]}),
 ]
 
 
@@ -92,10 +78,8 @@ def test_a_prompt_that_is_too_long(server: HttpServer, words: int) -> None:
     "harmless",
     [
         {"tools": []},
-        {"tool_choice": {"type": "auto"}},
         {"thinking": {"type": "disabled"}},
         {"stop_sequences": []},
-        {"system": ""},
         {"system": []},
         {"top_k": 0},
     ],
@@ -105,26 +89,8 @@ def test_fields_without_effect_are_accepted(server: HttpServer, harmless: dict[s
     assert answer.status_code == 200
 
 
-def test_an_unknown_model_is_not_found(client: anthropic.Anthropic) -> None:
-    with pytest.raises(anthropic.NotFoundError) as error:
-        client.messages.create(model="moon", max_tokens=2, messages=[USER])
-    assert error.value.type == "not_found_error"
-
-
 def test_counting_refuses_the_same(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="tools"):
         client.messages.count_tokens(
             model=MODEL, messages=[USER], tools=[{"name": "f", "input_schema": {"type": "object"}}]
         )
-
-
-def test_a_wrong_key_is_an_authentication_error() -> None:
-    with story_site(routes, read_keys(["right"])) as site:
-        for key, wrong in (("wrong", True), ("right", False)):
-            with anthropic.Anthropic(base_url=site.url, api_key=key, max_retries=0) as client:
-                if wrong:
-                    with pytest.raises(anthropic.AuthenticationError) as error:
-                        client.messages.create(**GOOD)
-                    assert error.value.type == "authentication_error"
-                else:
-                    assert client.messages.create(**GOOD).usage.output_tokens == 2

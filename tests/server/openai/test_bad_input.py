@@ -24,52 +24,37 @@ BOTH = [
     *((name, json.dumps(values[0])) for name, values in BAD.items()),
     # too large, or impossible for this model
     ("beam_width", "1000000"),
-    ("use_beam_search", "true"),
     ("max_tokens", "512"),  # the context, which includes the prompt
-    ("max_tokens", str(2**63)),
     ("min_tokens", "2"),  # more than max_tokens
-    ("temperature", "1e-45"),
     ("logit_bias", '{"99999": 1}'),
     ("logit_bias", json.dumps({str(i): 1 for i in range(100_000)})),
     ("allowed_token_ids", f"[{VOCAB}]"),
-    ("allowed_token_ids", str([1] * 100_000)),
     ("bad_words", f"[[{VOCAB}]]"),
-    ("bad_words", json.dumps(["a"] * 100_000)),
     ("bad_words", json.dumps(["word " * 200] * 100)),
     ("stop_token_ids", f"[{VOCAB}]"),
     ("stop", json.dumps([str(i) for i in range(10_000)])),
     ("stop", json.dumps("a" * (1 << 20))),
-    ("stop", json.dumps("ä" * 600)),  # bytes count, not characters
     ("seed", str(2**63)),
     ("priority", str(2**40)),
-    ("priority", "5000"),
     ("deadline_ms", "0"),
-    ("deadline_ms", "-5"),
     ("cache_salt", json.dumps("a" * 129)),
-    ("cache_salt", '"a b"'),
     ("prompt_cache_retention", '"forever"'),
     ("prompt_cache_key", json.dumps("k" * 1000)),
     # constraints on the text
     ("response_format", '{"type": "json_schema"}'),
-    ("response_format", '{"type": "json_schema", "json_schema": {"name": "x"}}'),
     ("response_format", '{"type": "json_schema", "json_schema": {"schema": {"$ref": "http://x"}}}'),
     ("response_format", STRICT),
-    ("response_format", '{"type": "json_object", "schema": {"type": "nothing"}}'),
     ("guided_json", '"{"'),
     ("guided_regex", '"("'),
     ("guided_regex", json.dumps("a" * 300_000)),
     ("guided_choice", '[""]'),
     ("guided_grammar", '"start: nothing"'),
     ("structured_outputs", '{"rgex": "a"}'),
-    ("structured_outputs", '{"regex": "a", "choice": ["a"]}'),
-    ("structured", '{"json": {"allOf": [{"type": "string"}, {"type": "null"}]}}'),
     # known fields that would change the answer
     ("logits_processors", '["os.system"]'),
     ("truncate_prompt_tokens", "0"),
-    ("truncate_prompt_tokens", "-2"),
     ("truncate_prompt_tokens", "100000"),
     ("return_token_ids", "1"),
-    ("max_tokens", "-2"),
     # streams
     ("stream_options", '{"include_usage": true}'),
     ("stream", '"yes"'),
@@ -77,8 +62,6 @@ BOTH = [
 ]
 CHAT_ONLY = [
     ("messages", "[]"),
-    ("messages", "null"),
-    ("messages", '"Hi"'),
     ("messages", '[{"role": "robot", "content": "Hi"}]'),
     ("messages", '[{"content": "Hi"}]'),
     ("messages", '[{"role": "user"}]'),
@@ -90,12 +73,9 @@ CHAT_ONLY = [
     ("messages", '[{"role": "user", "content": [{"type": "text"}]}]'),
     ("messages", '[{"role": "tool", "content": "5", "tool_call_id": "a"}]'),
     ("messages", '[{"role": "assistant", "tool_calls": [{"id": "a"}]}]'),
-    ("messages", json.dumps([{"role": "user", "content": "word " * 2000}])),
     ("messages", json.dumps([{"role": "user", "content": "word " * 2_000_000}])),
     ("top_logprobs", "5"),  # without logprobs
-    ("top_logprobs", "1000000"),
     ("max_completion_tokens", "0"),
-    ("max_completion_tokens", "-2"),
     ("max_completion_tokens", "600"),
     ("tools", json.dumps([{"type": "function", "function": {"name": f"f{i}"}} for i in range(9)])),
     ("tools", '{"$ref": "#"}'),
@@ -105,15 +85,11 @@ CHAT_ONLY = [
     ("function_call", '{"name": "f"}'),
     ("chat_template", '"{{ 1 }}"'),
     ("chat_template_kwargs", '{"chat_template": "{{ 1 }}"}'),
-    ("chat_template_kwargs", '{"messages": "x"}'),
     ("chat_template_kwargs", '{"a": {"b": 1}}'),
     ("continue_final_message", "5"),
     ("modalities", '["audio"]'),
-    ("audio", '{"voice": "alloy"}'),
     ("reasoning_effort", '"high"'),  # of a model without reasoning
-    ("reasoning_effort", '"huge"'),
     ("thinking_token_budget", "5"),
-    ("thinking_token_budget", "0"),
     ("verbosity", '"low"'),
     ("web_search_options", "{}"),
     ("documents", '[{"text": "a"}]'),
@@ -121,32 +97,16 @@ CHAT_ONLY = [
 ]
 TEXT_ONLY = [
     ("prompt", '""'),
-    ("prompt", "null"),
-    ("prompt", "[]"),
-    ("prompt", "[[]]"),
-    ("prompt", '["a", ""]'),
-    ("prompt", "[[[1]]]"),
     ("prompt", "[-1]"),
     ("prompt", f"[{VOCAB}]"),
-    ("prompt", f"[{2**31}]"),
-    ("prompt", "[1.5]"),
-    ("prompt", "[true]"),
-    ("prompt", '[1, "a"]'),
-    ("prompt", '["a", 1]'),
     ("prompt", '{"a": 1}'),
-    ("prompt", json.dumps(["a"] * 10_000)),
     ("prompt", str([[1]] * 129)),
-    ("prompt", str([1] * 512)),
-    ("prompt", json.dumps("word " * 2000)),
     ("prompt", json.dumps("word " * 5_000_000)),
     ("prompt", json.dumps("\U0001f415" * 2_500_000, ensure_ascii=False)),
     ("best_of", "1000000000"),
-    ("best_of", "2"),
-    ("best_of", "true"),
     ("suffix", '" the end"'),
     ("prompt_embeds", '"AAAA"'),
     ("logprobs", "true"),
-    ("logprobs", "-1"),
 ]
 ROWS = [
     # The routes have the same fields, so each gets every other row.
@@ -185,11 +145,8 @@ def test_it_is_refused_by_name(
     ("field", "value"),
     [
         ("temperature", "NaN"),
-        ("max_tokens", "Infinity"),
-        ("seed", "-Infinity"),
         ("logprobs", "1e400"),
         ("n", HUGE),
-        ("top_p", f"-{HUGE}"),
     ],
     ids=ids,
 )
@@ -203,24 +160,13 @@ def test_invalid_numbers(http: httpx2.Client, field: str, value: str) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "status"),
     [
-        ("chat/completions", "", 400),
-        ("chat/completions", "{", 400),
-        ("chat/completions", '{"messages": []} x', 400),
-        ("chat/completions", "[]", 400),
-        ("chat/completions", "[" * 100_000, 400),
-        ("chat/completions", '{"a": 1, "a": 2}', 400),
-        ("chat/completions", '{"a": ' + "9" * 10_000 + "}", 400),
         ("chat/completions", "{}", 400),
         ("chat/completions", json.dumps({"messages": [{"role": "user"}] * 100_000}), 400),
         ("completions", '{"prompt": "\\ud800"}', 400),
         ("completions", '{"model": "gpt-9", "prompt": "a"}', 404),
-        ("embeddings", '{"input": ""}', 400),
-        ("embeddings", '{"input": []}', 400),
-        ("embeddings", '{"input": ["a", 1]}', 400),
         ("embeddings", '{"input": "a", "dimensions": 7}', 400),
         ("embeddings", '{"input": "a", "encoding_format": "int8"}', 400),
         ("embeddings", '{"input": "a", "pooling": "median"}', 400),
-        ("embeddings", '{"input": [2048]}', 400),
         ("embeddings", '{"input": "a", "model": "gpt-9"}', 404),
     ],
     ids=ids,
@@ -274,13 +220,6 @@ def test_more_logprobs_than_a_stream_may_buffer(http: httpx2.Client) -> None:
     chat = {**CHAT, "n": 128, "max_tokens": 500, "logprobs": True, "top_logprobs": 100}
     error = http.post("/v1/chat/completions", json=chat).json()["error"]
     assert error["param"] == "top_logprobs"
-
-
-def test_an_unknown_model_is_a_404_with_its_code(http: httpx2.Client) -> None:
-    for path, base in (("chat/completions", CHAT), ("completions", TEXT)):
-        answer = http.post(f"/v1/{path}", json={**base, "model": "gpt-9"})
-        assert answer.status_code == 404
-        assert answer.json()["error"]["code"] == "model_not_found"
 
 
 def test_texts_of_any_characters_are_read(http: httpx2.Client) -> None:

@@ -71,15 +71,6 @@ def test_many_prompts_with_many_choices(complete: Any, llm: LLM, kind: str, stre
     assert grown == expected and ended == set(range(6))
 
 
-def test_one_prompt_of_ids(complete: Any, llm: LLM) -> None:
-    asked: Any = {"temperature": 0, "max_tokens": 10}
-    ids = llm.tokenizer.encode(TEXT)
-    by_ids = complete(prompt=ids, **asked)
-    by_text = complete(**asked)
-    assert by_ids.choices[0].text == by_text.choices[0].text
-    assert len(by_ids.choices) == 1
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_echo(complete: Any, stream: bool) -> None:
     asked: Any = {"temperature": 0, "max_tokens": 8}
@@ -282,12 +273,6 @@ def test_the_end_of_a_prompt_is_kept(http: httpx2.Client, llm: LLM, as_ids: bool
     short = {**body, "prompt": TEXT, "truncate_prompt_tokens": 100}
     (choice,) = http.post("/v1/completions", json=short).json()["choices"]
     assert choice["text"].startswith(TEXT)
-
-
-def test_minus_one_is_to_the_end_of_the_context(complete: Any) -> None:
-    answer = complete(prompt="word " * 100, max_tokens=-1, extra_body={"ignore_eos": True})
-    assert answer.usage.total_tokens == MAX_MODEL_LEN
-    assert answer.choices[0].finish_reason == "length"
 
 
 def test_texts_and_ids_in_one_request(complete: Any, llm: LLM) -> None:

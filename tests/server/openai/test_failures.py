@@ -126,23 +126,3 @@ def test_a_lost_rank_is_named(stream: bool) -> None:
         error = answer.error
         assert error["message"].startswith("the engine failed (rank 1 has ended with signal 9)")
     assert error["code"] == "engine_error"
-
-
-@pytest.mark.parametrize(("path", "body"), ROUTES)
-def test_a_deadline_that_passes(
-    site: Site, http: httpx2.Client, path: str, body: dict[str, Any]
-) -> None:
-    answer = http.post(f"/v1/{path}", json={**body, "deadline_ms": 20})
-    assert answer.status_code in (503, 504)
-    if answer.status_code == 504:
-        assert answer.json()["error"]["code"] == "deadline_exceeded"
-        assert answer.headers["x-should-retry"] == "false"
-    site.at_rest()
-
-
-def test_all_prompts_of_a_request_or_none(site: Site, http: httpx2.Client) -> None:
-    """The last one is too long; the others leave nothing in the engine."""
-    prompts = [[5, 6, 7]] * 20 + [[5] * 600]
-    answer = http.post("/v1/completions", json={"prompt": prompts, "max_tokens": 5})
-    assert answer.status_code == 400
-    site.at_rest()

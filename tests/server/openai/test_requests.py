@@ -101,7 +101,6 @@ def test_every_parameter_reaches_the_engine() -> None:
     [
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 0, "echo": True, "n": 2}, "max_tokens"),
-        ({"best_of": 2}, "best_of"),
     ],
 )
 def test_contradictory_fields(fields: dict[str, Any], field: str) -> None:
