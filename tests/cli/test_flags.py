@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
-from importlib import import_module
 
 import pytest
 
@@ -16,7 +15,7 @@ from kvik.cli.flags import (
     engine_options,
     given_sampling_options,
 )
-from kvik.cli.main import VERBS
+from kvik.cli.main import VERBS, main
 from kvik.cli.plugins import added_verbs
 from kvik.config.config import EngineConfig
 from kvik.config.server_config import ServerConfig
@@ -87,9 +86,11 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("verb", [*VERBS, *added_verbs()])
-def test_help_names_flags_and_not_python(verb: str) -> None:
-    module = import_module({**VERBS, **added_verbs()}[verb][0])
-    text = module.build_parser().format_help()
+def test_help_names_flags_and_not_python(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([verb, "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and f"usage: kvik {verb} [options]" in text
     assert not re.search(r"\b(None|True|False)\b|`|\bKwargs\b|[a-z](Config|Params)\b", text)
     named = {word for word in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", text) if word in OPTIONS}
     assert not named

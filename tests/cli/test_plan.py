@@ -129,12 +129,9 @@ def test_this_machine_without_a_calibration(
         (["--context", "many"], "--context:"),
         (["--hardware", "h2000"], "--hardware:"),
         (["--dtype", "int3"], "--dtype:"),
-        (["--kv-cache-dtype", "int3"], "--kv-cache-dtype:"),
         (["--price", "free"], "--price:"),
         (["--tokens-per-second", "5"], "--tokens-per-second:"),
-        (["--tokens-per-second", "0"], "--tokens-per-second:"),
         (["--draft", "/no/such", "--hardware", "t4"], "model:"),
-        (["--price"], "--price:"),
         (["--bogus"], "arguments:"),
     ],
 )

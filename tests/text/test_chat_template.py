@@ -76,22 +76,9 @@ def test_real_templates(
         ("{{ strftime_now('%Y') | length }}", "4"),
         ("{{ '<b>' }}", "<b>"),  # no escaping
         ("{{ nothing }}|{{ tools is none }}|{{ documents is none }}", "|True|True"),
-        ("{% for m in messages %}{{ loop.last }}{{ loop.length }}{% endfor %}", "True1"),
-        ("{% for x in [] %}a{% else %}b{% endfor %}", "b"),
-        ("{% for x in [1, 2, 3] if x > 1 %}{{ loop.index }}{{ x }}{% endfor %}", "1223"),
-        ("{{ 'a' ~ 1 ~ none ~ ['b'] }}", "a1None['b']"),
-        ("{{ 'x' * 3 + 'y' }}{{ 2 ** 5 }}{{ 7 % 4 }}{{ '%s-%d' % ('a', 2) }}", "xxxy323a-2"),
-        ("{{ ['a', 'b'] | join(', ') }}{{ 'aba' | replace('a', 'c') }}", "a, bcbc"),
-        ("{{ 'a\nb' | indent(2) }}", "a\n  b"),
         ("{% macro m(x) %}[{{ x }}]{% endmacro %}{{ m(1234567890123) }}", "[1234567890123]"),
-        ("{% set ns = namespace(n=0) %}{% for i in 'abc' %}{% set ns.n = ns.n + 1 %}{% endfor %}"
-         "{{ ns.n }}", "3"),
-        ("{{ '{}/{x}'.format(1, x='a') }}{{ '{a}'.format_map({'a': 2}) }}", "1/a2"),
         ("{{ '{{\"y\": {0}}} 2024'.format(5) }}{{ 'in %s 20240101' % 'a' }}",
          '{"y": 5} 2024in a 20240101'),
-        ("{{ '{:>4}|{:.1f}'.format('a', 1.25) }}{{ '%3d' % 1 }}", "   a|1.2  1"),
-        ("{{ 'a,b'.split(',')[1] }}{{ '-'.join(['a', 'b']) }}", "ba-b"),
-        ("{{ 'a'.ljust(3) }}{{ 'a\tb'.expandtabs() }}", "a  a       b"),
         ("{{ messages[0].get('x', 1000000000) }}", "1000000000"),
         ("{% if add_generation_prompt %}>{% endif %}", ">"),
     ],
@@ -145,14 +132,10 @@ def test_text_parts_become_one_text(template: Make) -> None:
     [
         ([], "must be a list of at least one message"),
         ("hi", "must be a list of at least one message"),
-        (None, "must be a list of at least one message"),
         (["hi"], "message 0 must be an object"),
         ([*USER, {"content": "x"}], "message 1 needs a role"),
-        ([{"role": "", "content": "x"}], "message 0 needs a role"),
         ([{"role": 5, "content": "x"}], "message 0 needs a role"),
         ([{"role": "user"}], "message 0 needs a content"),
-        ([{"role": "user", "content": None}], "message 0 needs a content"),
-        ([{"role": "user", "content": 5}], "message 0 needs a content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 may only have content"),
         ([{"role": "user", "content": ["x"]}], "message 0 may only have content"),
         ([{"role": "user", "content": [{"type": "text"}]}], "whose text is no string"),
@@ -213,17 +196,12 @@ def test_a_template_may_append_to_its_own_lists(template: Make) -> None:
     "source",
     [
         "{{ messages.extend([1]) }}",
-        "{{ messages.clear() }}",
         "{{ namespace().__init__.__globals__ }}",
         "{{ messages[0].__class__.__mro__ }}",
-        "{{ ''.__class__ }}",
         "{{ raise_exception.__globals__ }}",
         "{{ strftime_now.__globals__['json'] }}",
         "{{ '{0.__class__}'.format(1) }}",
-        "{{ self.__init__.__globals__ }}",
-        "{{ (messages | map(attribute='__class__') | list)[0].mro() }}",
         "{{ cycler.__init__.__globals__ }}",
-        "{% include 'x' %}",
         "{% import '/etc/passwd' as x %}",
     ],
 )
@@ -239,11 +217,8 @@ NESTED = "".join("{% for a" + str(i) + " in x %}" for i in range(6)) + "{% endfo
 
 BOMBS = {
     "product": "{{ 'a' * 10**9 }}",
-    "list product": "{{ ([1] * 10**9) | length }}",
-    "reversed product": "{% set n = 1000000000 %}{{ n * 'a' }}",
     "range": "{% for i in range(10**9) %}{% endfor %}",
     "loops": "{% set x = range(99999) %}" + NESTED,
-    "loops over lists": "{% set x = range(99999) | list %}" + NESTED,
     "output": "{% for i in range(99999) %}{% for j in range(999) %}aaaaaaa{% endfor %}{% endfor %}",
     "output of a macro": "{% macro m() %}{% for i in range(99999) %}" + "a" * 9999
     + "{% endfor %}{% endmacro %}{% set x = m() %}",
@@ -251,46 +226,20 @@ BOMBS = {
     + "{% endfor %}{% endset %}",
     "doubling": "{% set n = namespace(s='aaaa') %}{% for i in range(99) %}"
     "{% set n.s = n.s + n.s %}{% endfor %}",
-    "doubling with ~": "{% set n = namespace(s='aaaa') %}{% for i in range(99) %}"
-    "{% set n.s = n.s ~ n.s %}{% endfor %}",
-    "doubling lists": "{% set n = namespace(s=[1]) %}{% for i in range(99) %}"
-    "{% set n.s = n.s + n.s %}{% endfor %}",
     "power": "{{ 9 ** 99999999 }}",
     "squares": "{% set n = namespace(s=9) %}{% for i in range(99) %}"
     "{% set n.s = n.s * n.s %}{% endfor %}",
-    "padding": "{{ 'a'.center(1000000000) }}",
-    "padding with zeros": "{{ 'a'.zfill(1000000000) }}",
     "tabs": "{{ ('\t' * 9999).expandtabs(4000).expandtabs(4000) }}",
-    "center filter": "{{ 'a' | center(1000000000) }}",
-    "indent filter": "{{ ('a\n' * 99) | indent(1000000000) }}",
     "indent filter with text": "{{ ('a\n' * 99999) | indent('a' * 99999) }}",
-    "replace": "{{ ('a' * 99999).replace('a', 'a' * 99999) }}",
     "replace filter": "{{ ('a' * 99999) | replace('a', 'a' * 99999) }}",
-    "join": "{{ ('a' * 99999).join('b' * 99999) }}",
-    "join filter": "{{ ('b' * 99999) | join('a' * 99999) }}",
     "json indent": "{{ [1] | tojson(indent=1000000000) }}",
-    "format width": "{{ '{:1000000000}'.format(1) }}",
     "nested format width": "{{ '{:{}}'.format(1, 1000000000) }}",
-    "repeated format": "{{ ('{0}' * 99999).format('a' * 99999) }}",
-    "repeated format of lists": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
-    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ '{}'.format(n.s) }}",
-    "join of a map": "{{ (['a' * 9999] * 99999) | map('upper') | join }}",
-    "percent width": "{{ '%1000000000d' % 1 }}",
-    "percent star": "{{ '%*d' % (1000000000, 1) }}",
     "lipsum": "{{ lipsum(n=1000000000) }}",
     "recursion": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "double recursion": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}"
     "{% endmacro %}{{ m(60) }}",
-    "lists of lists": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
-    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s }}",
-    "lists of lists as json": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
-    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s | tojson }}",
-    "lists of lists as text": "{% set n = namespace(s=[1]) %}{% for i in range(40) %}"
-    "{% set n.s = [n.s, n.s] %}{% endfor %}{{ n.s | string | length }}",
     "filters": "{% set s = 'a' * 999999 %}{% for i in range(99999) %}"
     "{% set x = s | upper | lower %}{% endfor %}",
-    "methods": "{% set s = 'a' * 999999 %}{% for i in range(99999) %}"
-    "{% set x = s.upper() %}{% endfor %}",
 }  # fmt: skip
 
 

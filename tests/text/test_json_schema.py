@@ -16,7 +16,6 @@ TEXT = {"type": "string"}
     [
         (True, {}, []),
         (False, False, []),
-        ({"title": "T", "$comment": "c", "x": 1}, {"title": "T", "$comment": "c", "x": 1}, []),
         ({"not": TEXT, **TEXT}, TEXT, ["not at /"]),
         ({"x-guidance": {"max_items": 9**9}, **TEXT}, TEXT, []),
         ({"uniqueItems": True, "type": "array"}, {"type": "array"}, ["uniqueItems at /"]),
@@ -25,12 +24,9 @@ TEXT = {"type": "string"}
         ({"format": "iri"}, {}, ["format iri at /"]),
         ({"pattern": "^a$"}, {"pattern": "^a$"}, []),
         ({"pattern": r"a(?=b)"}, {}, ["pattern at /"]),
-        ({"pattern": r"(?<!a)b"}, {}, ["pattern at /"]),
-        ({"pattern": r"\bword"}, {}, ["pattern at /"]),
         ({"pattern": r"(a)\1"}, {}, ["pattern at /"]),
         ({"pattern": r"\\b(?:c)"}, {"pattern": r"\\b(?:c)"}, []),
         ({"maxItems": 2.0, "minLength": 1}, {"maxItems": 2, "minLength": 1}, []),
-        ({"items": True}, {"items": True}, []),
         ({"items": [True, {"if": TEXT}]}, {"items": [{}, {}]}, ["if at /items/1"]),
         ({"properties": {"not": TEXT}}, {"properties": {"not": TEXT}}, []),
         (
@@ -44,7 +40,6 @@ TEXT = {"type": "string"}
             [r"patternProperties \bb at /"],
         ),
         ({"anyOf": [{"else": TEXT}, True]}, {"anyOf": [{}, {}]}, ["else at /anyOf/0"]),
-        ({"minProperties": 1}, {"minProperties": 1}, []),
         (
             {"properties": {"a": TEXT}, "maxProperties": 3},
             {"properties": {"a": TEXT}},

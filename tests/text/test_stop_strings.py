@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from helpers.tiers import examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -74,24 +73,6 @@ def test_character_by_character(stop: list[str], text: str) -> None:
         assert found.index(expected[1]) == expected[0] - 1
 
 
-@pytest.mark.parametrize(("include", "shown"), [(False, "so "), (True, "so END")])
-def test_across_pushes(include: bool, shown: str) -> None:
-    watcher = StopStrings(StopTable(("END",)), include)
-    assert watcher.push("so E") == ("so ", None)
-    assert watcher.push("N") == ("", None)
-    released, found = watcher.push("D and more")
-    assert ("so " + released, found) == (shown, "END")
-
-
-def test_failed_match_is_released() -> None:
-    watcher = StopStrings(StopTable(("\n\nUser:",)), include=False)
-    assert watcher.push("a\n") == ("a", None)
-    assert watcher.push("\nUse") == ("", None)
-    assert watcher.push("d\n") == ("\n\nUsed", None)
-    assert watcher.flush() == "\n"
-    assert watcher.push("\nUser") == ("\nUser", None)  # the first line break was flushed
-
-
 def test_memory_does_not_grow_with_the_text() -> None:
     watcher = StopStrings(StopTable(("a" * 50 + "b",)), include=False)
     held = 0
@@ -100,12 +81,6 @@ def test_memory_does_not_grow_with_the_text() -> None:
         held += 1 - len(released)
     assert held == 50
     assert watcher.flush() == "a" * 50
-
-
-def test_without_stop_strings_everything_passes() -> None:
-    watcher = StopStrings(StopTable(()), include=False)
-    assert watcher.push("anything") == ("anything", None)
-    assert watcher.flush() == ""
 
 
 def test_outputs_that_share_a_table_are_independent() -> None:

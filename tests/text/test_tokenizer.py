@@ -131,11 +131,8 @@ def test_chat_template_files(folder: Path) -> None:
     [
         ("tokenizer.json", "", "tokenizer.json: is not a tokenizer: "),
         ("tokenizer.json", "{}", "tokenizer.json: is not a tokenizer: "),
-        ("tokenizer.json", "[" * 100_000, "tokenizer.json: is not a tokenizer: "),
         ("tokenizer.json", '{"model": {"type": "BPE"}}', "tokenizer.json: is not a tokenizer: "),
-        ("tokenizer_config.json", "{", "tokenizer_config.json: is not JSON: "),
         ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json: is not JSON: "),
-        ("tokenizer_config.json", "[]", "tokenizer_config.json: must be a JSON object"),
         ("tokenizer_config.json", '{"bos_token": 5}', "bos_token: must be a string or an object"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat_template: must be a string or"),
         ("chat_template.json", "nonsense", "chat_template.json: is not JSON: "),
