@@ -36,7 +36,6 @@ from kvik.server.responses import (
     HOLE,
     LazyList,
     StreamReply,
-    StreamTimeouts,
     Template,
     encode_in_chunks,
     event,
@@ -143,7 +142,7 @@ def test_a_template_must_have_its_placeholder():
 LONG = {"prompt": "AB", "max_tokens": 250, "ignore_eos": True}
 
 
-def routes(parts, *, timeouts=StreamTimeouts(), events=GenerateFormat):  # noqa: B008
+def routes(parts, *, heartbeat=15.0, events=GenerateFormat):
     async def stream(request: Request):
         body = await read_body(request, GenerateRequest)
         wish = GenerationRequest(
@@ -154,7 +153,7 @@ def routes(parts, *, timeouts=StreamTimeouts(), events=GenerateFormat):  # noqa:
         tenant = caller_of(request).tenant
         wishes = [wish, wish] if body.seed == 2 else [wish]
         started = await parts.generations.start_all(wishes, tenant, streaming=True)
-        return StreamReply(started, events(started[0]), timeouts=timeouts)
+        return StreamReply(started, events(started[0]), heartbeat=heartbeat)
 
     return [
         *native.routes(parts),
@@ -223,7 +222,7 @@ def test_an_error_in_formatting_a_stream_is_reported_without_its_cause(caplog):
 
 def test_keepalive_comments_precede_the_first_token():
     executor = gated_executor()
-    with served(partial(routes, timeouts=StreamTimeouts(heartbeat=0.1)), executor) as server:
+    with served(partial(routes, heartbeat=0.1), executor) as server:
         sock = connect(server.http.port)
         post(sock, "/stream", {"prompt": "A", "max_tokens": 3})
         seen = read_until(sock, b": alive\n\n")

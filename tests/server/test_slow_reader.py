@@ -17,7 +17,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.engine import host
 from kvik.server.generation import GenerationRequest
 from kvik.server.native import GenerateFormat, GenerateRequest
-from kvik.server.responses import StreamReply, StreamTimeouts
+from kvik.server.responses import StreamReply
 from kvik.server.route import Route, read_body
 
 PADDING = b"x" * 200_000
@@ -30,12 +30,12 @@ class Wordy(GenerateFormat):
         return b"data: " + PADDING + b"\n\n" + super().grow(position, deltas)
 
 
-def routes(parts, timeouts):
+def routes(parts, seconds):
     async def stream(request: Request):
         body = await read_body(request, GenerateRequest)
         wanted = GenerationRequest(ids_of(body.prompt), SamplingParams(max_tokens=body.max_tokens))
         (generation,) = await parts.generations.start_all([wanted], "", streaming=True)
-        return StreamReply([generation], Wordy(generation), timeouts=timeouts)
+        return StreamReply([generation], Wordy(generation), send=seconds)
 
     return [Route("/stream", stream)]
 
@@ -47,9 +47,8 @@ def _every_step_is_a_piece(monkeypatch):
 
 @pytest.mark.full
 def test_a_stalled_reader_loses_the_request_after_a_while():
-    timeouts = StreamTimeouts(send=0.4)
     executor = FakeExecutor(seconds=0.004)
-    with served(partial(routes, timeouts=timeouts), executor, max_num_seqs=4) as server:
+    with served(partial(routes, seconds=0.4), executor, max_num_seqs=4) as server:
         stuck = connect(server.http.port, receive_buffer=4096)
         post(stuck, "/stream", {"prompt": "A", "max_tokens": 250})
         good = connect(server.http.port)
@@ -67,8 +66,7 @@ def test_a_stalled_reader_loses_the_request_after_a_while():
 
 
 def test_a_slow_reader_gets_everything_in_fewer_events():
-    timeouts = StreamTimeouts(send=5.0)
-    with served(partial(routes, timeouts=timeouts), FakeExecutor(seconds=0.001)) as server:
+    with served(partial(routes, seconds=5.0), FakeExecutor(seconds=0.001)) as server:
         slow = connect(server.http.port, receive_buffer=4096)
         post(slow, "/stream", {"prompt": "A", "max_tokens": 200})
         time.sleep(0.5)

@@ -93,50 +93,19 @@ HISTOGRAMS: Mapping[str, tuple[str, Sequence[float]]] = {
     "request_num_preemptions": ("Times a request lost its blocks.", FEW),
     "request_prefill_kv_computed_tokens": ("Prompt tokens not cached.", TOKENS),
 }
-# Metrics without a counterpart in other engines. fmt: off
-ONLY_OURS = frozenset(
-    (
-        "engine_state",
-        "engine_starts",
-        "open_responses",
-        "queued_tokens",
-        "engine_steps",
-        "engine_step_requests",
-        "engine_memory_bytes",
-        "engine_seconds",
-        "cuda_graphs",
-        "cuda_graph_bytes",
-        "working_threads",
-        "given_back_blocks",
-        "cached_blocks",
-        "pinned_blocks",
-        "kv_cache_tokens",
-        "kv_tier_pages",
-        "kv_tier_bytes",
-        "kv_tier_capacity_bytes",
-        "kv_tier_stored_pages",
-        "kv_tier_loaded_pages",
-        "kv_tier_failed_pages",
-        "kv_tier_evicted_pages",
-        "kv_tier_bytes_per_second",
-        "kv_tier_loaded_tokens",
-        "kv_tier_choices",
-        "kv_swaps",
-        "kv_tier_lent_tokens",
-        "kv_leases",
-        "speculation_drafts_per_pos",
-        "speculation_accepted_length",
-        "speculation_speedup",
-        "memory_bytes_per_second",
-        "flops_per_second",
-        "memory_bytes_ceiling",
-        "flops_ceiling",
-        "memory_bandwidth_share",
-        "compute_share",
-        "bottleneck",
-    )
-)
-# fmt: on
+# Metrics without a counterpart in other engines.
+ONLY_OURS = frozenset((
+    "engine_state", "engine_starts", "open_responses", "queued_tokens", "engine_steps",
+    "engine_step_requests", "engine_memory_bytes", "engine_seconds", "cuda_graphs",
+    "cuda_graph_bytes", "working_threads", "given_back_blocks", "cached_blocks",
+    "pinned_blocks", "kv_cache_tokens", "kv_tier_pages", "kv_tier_bytes",
+    "kv_tier_capacity_bytes", "kv_tier_stored_pages", "kv_tier_loaded_pages",
+    "kv_tier_failed_pages", "kv_tier_evicted_pages", "kv_tier_bytes_per_second",
+    "kv_tier_loaded_tokens", "kv_tier_choices", "kv_swaps", "kv_tier_lent_tokens", "kv_leases",
+    "speculation_drafts_per_pos", "speculation_accepted_length", "speculation_speedup",
+    "memory_bytes_per_second", "flops_per_second", "memory_bytes_ceiling", "flops_ceiling",
+    "memory_bandwidth_share", "compute_share", "bottleneck",
+))  # fmt: skip
 
 
 class MetricsSummary(msgspec.Struct, frozen=True, kw_only=True):

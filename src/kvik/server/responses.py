@@ -7,7 +7,6 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
@@ -269,22 +268,6 @@ def _prefilled(generations: Sequence[Generation]) -> Response:
     return response
 
 
-@dataclass(frozen=True, slots=True)
-class StreamTimeouts:
-    """Timeouts of a stream in seconds.
-
-    Attributes:
-        send: how long the response may wait for its client; then the request ends.
-        heartbeat: a heartbeat is sent after this long without an event.
-    """
-
-    send: float = 60.0
-    heartbeat: float = 15.0
-
-
-DEFAULT_TIMEOUTS = StreamTimeouts()
-
-
 class StreamReply(Response):
     """Generations as server-sent events.
 
@@ -293,6 +276,8 @@ class StreamReply(Response):
 
     Args:
         generations: started together, in the order of `ResponseFormat.grow`.
+        send: seconds that the response may wait for its client; then the request ends.
+        heartbeat: seconds without an event after which a heartbeat is sent.
     """
 
     media_type = CONTENT_TYPE
@@ -301,7 +286,9 @@ class StreamReply(Response):
         self,
         generations: Sequence[Generation],
         form: ResponseFormat,
-        timeouts: StreamTimeouts = DEFAULT_TIMEOUTS,
+        *,
+        send: float = 60.0,
+        heartbeat: float = 15.0,
     ) -> None:
         self.status_code = 200
         self.background = None
@@ -309,7 +296,7 @@ class StreamReply(Response):
         self._generations = generations
         self._form = form
         self._anthropic = False  # whether errors have the format of the Anthropic API
-        self._timeouts = timeouts
+        self._send_seconds, self._heartbeat = send, heartbeat
         self._begun = False
         self._opened = False  # whether the client has the events before the first text
         self._beat = False  # whether a heartbeat is due
@@ -319,7 +306,7 @@ class StreamReply(Response):
         self._anthropic = in_messages(scope["path"])
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
-        limit_unread(scope, self._timeouts.send)
+        limit_unread(scope, self._send_seconds)
         with _watched(receive, self._generations) as watch:
             ticker = loop.create_task(self._tick())
             try:
@@ -415,8 +402,8 @@ class StreamReply(Response):
         """Check periodically for an idle stream: cheaper than a timer for each event."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._timeouts.heartbeat / 4)
-            if loop.time() - self._sent_at > self._timeouts.heartbeat:
+            await asyncio.sleep(self._heartbeat / 4)
+            if loop.time() - self._sent_at > self._heartbeat:
                 self._beat = True
                 self._generations[0].changed.set()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -109,16 +110,6 @@ UNHONOURED: Table = {
 @post("/v1/rerank", UNHONOURED, answer=RerankAnswer, note="Documents by how well they fit a query.")
 async def rerank(server: Server, request: Request, body: RerankRequest) -> Response:
     """Return the documents most relevant to a query, each with its score."""
-    return await _rerank(server, request, body)
-
-
-@post("/v2/rerank", UNHONOURED, answer=RerankAnswer, note="As /v1/rerank.")
-async def rerank_v2(server: Server, request: Request, body: RerankRequest) -> Response:
-    """Do as `rerank` does, where clients of a second version look for it."""
-    return await _rerank(server, request, body)
-
-
-async def _rerank(server: Server, request: Request, body: RerankRequest) -> Response:
     texts = [one if isinstance(one, str) else one.text for one in body.documents]
     pairs = {f"documents[{i}]": (body.query, text) for i, text in enumerate(texts)}
     scores, usage = await _scores(server, request, body, pairs, "documents")
@@ -132,6 +123,9 @@ async def _rerank(server: Server, request: Request, body: RerankRequest) -> Resp
         usage=usage,
     )
     return await _written(answer, len(results))
+
+
+rerank_v2 = replace(rerank, path="/v2/rerank", note="As /v1/rerank.")
 
 
 @post("/v1/score", UNHONOURED, answer=ScoreList, note="Scores of pairs of texts.")
