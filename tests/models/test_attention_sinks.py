@@ -3,6 +3,7 @@ places in the cache (StreamingLLM, Xiao et al. 2023, section 3.2)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def test_without_sinks_or_rotation_logits_differ(case) -> None:
     assert (found[-1] - expected[-1]).abs().max() > 1e-2
     model = streamed(folder, "reference")
     for layer in model.model.layers:
-        layer.attention.attend.sink_rope = None
+        layer.attention.attend = replace(layer.attention.attend, sink_rope=None)
     assert (model.logits(ids)[-1] - expected[-1]).abs().max() > 1e-3
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -20,15 +21,13 @@ from kvik.spec.pooling import PooledLayer
 # Embeddings at the bottom of a model.
 
 
+@dataclass(frozen=True, slots=True)
 class Embedding:
     """A table of vectors: of tokens, or of positions."""
 
-    __slots__ = ("ops", "scale", "table")
-
-    def __init__(self, ops: Ops, table: Tensor, scale: float = 1.0) -> None:
-        self.ops = ops
-        self.table = table  # [rows, hidden]
-        self.scale = scale  # of the vectors
+    ops: Ops
+    table: Tensor  # [rows, hidden]
+    scale: float = 1.0  # of the vectors
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -46,20 +45,16 @@ class Embedding:
         return self.ops.add(x, self(ids))
 
 
+@dataclass(frozen=True, slots=True)
 class MatrixEmbedding:
     """A token embedding whose vectors are rows of a matrix: it is shared with the head (Press and
     Wolf 2017), or stored in a format that kernels unpack."""
 
-    __slots__ = ("dtype", "matrix", "ops", "scale", "tied")
-
-    def __init__(
-        self, ops: Ops, matrix: Matrix, dtype: torch.dtype, tied: bool, scale: float = 1.0
-    ) -> None:
-        self.ops = ops
-        self.matrix = matrix
-        self.dtype = dtype  # of the vectors
-        self.tied = tied  # the matrix is the head's
-        self.scale = scale  # of the vectors
+    ops: Ops
+    matrix: Matrix
+    dtype: torch.dtype  # of the vectors
+    tied: bool  # the matrix is the head's
+    scale: float = 1.0  # of the vectors
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -75,15 +70,13 @@ class MatrixEmbedding:
 # Normalisation layers.
 
 
+@dataclass(frozen=True, slots=True)
 class RMSNorm:
     """RMSNorm, x / rms(x) * weight (Zhang and Sennrich 2019), over the last axis."""
 
-    __slots__ = ("eps", "ops", "weight")
-
-    def __init__(self, ops: Ops, weight: Tensor, eps: float) -> None:
-        self.ops = ops
-        self.weight = weight
-        self.eps = eps
+    ops: Ops
+    weight: Tensor
+    eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., dim] -> [..., dim]."""
@@ -94,20 +87,14 @@ class RMSNorm:
         return self.ops.add(residual, self(x).view_as(residual))
 
 
+@dataclass(frozen=True, slots=True)
 class LayerNorm:
     """(x - mean) / std * weight + bias (Ba et al. 2016), over the last axis."""
 
-    __slots__ = ("bias", "eps", "ops", "weight")
-
-    def __init__(self, ops: Ops, weight: Tensor, bias: Tensor, eps: float) -> None:
-        """
-        Args:
-            weight, bias: [dim], or [heads, dim] if each head has its own.
-        """
-        self.ops = ops
-        self.weight = weight
-        self.bias = bias
-        self.eps = eps
+    ops: Ops
+    weight: Tensor  # [dim], or [heads, dim] if each head has its own
+    bias: Tensor  # likewise
+    eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., dim] -> [..., dim]."""
@@ -118,14 +105,12 @@ class LayerNorm:
         return self.ops.add(residual, self(x))
 
 
+@dataclass(frozen=True, slots=True)
 class ScaledSum:
     """residual + x times a constant."""
 
-    __slots__ = ("factor", "ops")
-
-    def __init__(self, ops: Ops, factor: float) -> None:
-        self.ops = ops
-        self.factor = factor
+    ops: Ops
+    factor: float
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
         """x, residual [tokens, hidden] -> [tokens, hidden]."""
@@ -135,26 +120,16 @@ class ScaledSum:
 # Attention over the paged cache.
 
 
+@dataclass(frozen=True, slots=True)
 class Attention:
     """softmax(q k^T * scale) v of one layer, causal, over everything cached."""
 
-    __slots__ = ("backend", "group", "position", "q_rope", "sink_rope", "spec")
-
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        position: int,
-        group: int,
-        spec: AttentionSpec,
-        q_rope: Rope | None = None,
-        sink_rope: Rope | None = None,
-    ) -> None:
-        self.backend = backend
-        self.position = position  # of the layer that stores its keys, among layers that store any
-        self.group = group  # KV group of that layer
-        self.spec = spec
-        self.q_rope = q_rope  # rotation of q, if it differs from k's
-        self.sink_rope = sink_rope  # rotation of q and k, if the window has sinks
+    backend: AttentionBackend
+    position: int  # of the layer that stores its keys, among layers that store any
+    group: int  # KV group of that layer
+    spec: AttentionSpec
+    q_rope: Rope | None = None  # rotation of q, if it differs from k's
+    sink_rope: Rope | None = None  # rotation of q and k, if the window has sinks
 
     def __call__(
         self,
@@ -183,14 +158,12 @@ class Attention:
         return self.backend.run(attend).flatten(1)
 
 
+@dataclass(frozen=True, slots=True)
 class ScaledQueries:
     """Queries times a factor that depends on their positions (`QueryScale`)."""
 
-    __slots__ = ("ops", "table")
-
-    def __init__(self, ops: Ops, table: Tensor) -> None:
-        self.ops = ops
-        self.table = table  # [positions, 1] fp32
+    ops: Ops
+    table: Tensor  # [positions, 1] fp32
 
     def __call__(self, q: Tensor, ctx: ForwardContext) -> Tensor:
         """q [tokens, heads, head_dim] -> the same shape."""
@@ -198,24 +171,15 @@ class ScaledQueries:
         return self.ops.gated(q.flatten(1), scale, "none").view(q.shape)
 
 
+@dataclass(frozen=True, slots=True)
 class LatentAttention:
     """Attention of one layer over latent vectors, causal, over everything cached (`LatentSpec`)."""
 
-    __slots__ = ("backend", "group", "position", "spec", "up")
-
-    def __init__(
-        self,
-        backend: AttentionBackend,
-        position: int,
-        group: int,
-        spec: AttentionSpec,
-        up: LatentUp,
-    ) -> None:
-        self.backend = backend
-        self.position = position
-        self.group = group  # KV group of the layer
-        self.spec = spec
-        self.up = up
+    backend: AttentionBackend
+    position: int
+    group: int  # KV group of the layer
+    spec: AttentionSpec
+    up: LatentUp
 
     def __call__(
         self,
@@ -239,19 +203,15 @@ class LatentAttention:
 # Layers that keep a state of each request.
 
 
+@dataclass(frozen=True, slots=True)
 class CausalConv:
     """A convolution of each channel over the last tokens of a sequence."""
 
-    __slots__ = ("bias", "ops", "position", "silu", "weight")
-
-    def __init__(
-        self, ops: Ops, weight: Tensor, bias: Tensor | None, position: int, silu: bool
-    ) -> None:
-        self.ops = ops
-        self.weight = weight  # [width, channels]
-        self.bias = bias
-        self.position = position  # among the layers that keep a state
-        self.silu = silu
+    ops: Ops
+    weight: Tensor  # [width, channels]
+    bias: Tensor | None
+    position: int  # among the layers that keep a state
+    silu: bool
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
         """x [tokens, channels] -> [tokens, channels]."""
@@ -261,15 +221,13 @@ class CausalConv:
         )
 
 
+@dataclass(frozen=True, slots=True)
 class GatedDelta:
     """The gated delta rule (Yang et al. 2024) of one layer."""
 
-    __slots__ = ("heads", "ops", "position")
-
-    def __init__(self, ops: Ops, heads: DeltaHeads, position: int) -> None:
-        self.ops = ops
-        self.heads = heads
-        self.position = position  # among the layers that keep a state
+    ops: Ops
+    heads: DeltaHeads
+    position: int  # among the layers that keep a state
 
     def __call__(self, x: Tensor, gates: Tensor, ctx: ForwardContext) -> Tensor:
         """x [tokens, channels], gates [tokens, 2 * value_heads] -> [tokens, value_heads *
@@ -278,14 +236,12 @@ class GatedDelta:
         return self.ops.gated_delta(x, gates, self.heads, states.matrices, sequences)
 
 
+@dataclass(frozen=True, slots=True)
 class GatedProduct:
     """x times a function of a gate."""
 
-    __slots__ = ("by", "ops")
-
-    def __init__(self, ops: Ops, by: Gate) -> None:
-        self.ops = ops
-        self.by = by
+    ops: Ops
+    by: Gate
 
     def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
         """x, gate [tokens, dim] -> [tokens, dim]."""
@@ -295,22 +251,14 @@ class GatedProduct:
 # Queries, keys and values: projections of one input, cut into heads.
 
 
+@dataclass(frozen=True, slots=True)
 class Heads:
     """Several projections of x. Consecutive projections with the same storage format form one
     matrix."""
 
-    __slots__ = ("head_dim", "heads", "linears")
-
-    def __init__(
-        self, linears: Sequence[Linear], heads: Sequence[tuple[int, ...]], head_dim: int
-    ) -> None:
-        """
-        Args:
-            heads: for each of `linears`, the number of heads of each of its projections.
-        """
-        self.linears = linears
-        self.heads = heads
-        self.head_dim = head_dim
+    linears: Sequence[Linear]
+    heads: Sequence[tuple[int, ...]]  # of each projection, for each of `linears`
+    head_dim: int
 
     def __call__(self, x: Tensor, ctx: ForwardContext | None) -> list[Tensor]:
         """x [tokens, inputs] -> [tokens, heads, head_dim] of each projection."""
@@ -324,15 +272,13 @@ class Heads:
 # Feed-forward blocks.
 
 
+@dataclass(frozen=True, slots=True)
 class MLP:
     """down(activation(up(x))) + residual. With a gate (SwiGLU and GEGLU, Shazeer 2020) `up` has the
     rows of both gate and up."""
 
-    __slots__ = ("down", "up")
-
-    def __init__(self, up: Linear, down: Linear) -> None:
-        self.up = up
-        self.down = down
+    up: Linear
+    down: Linear
 
     def __call__(
         self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
@@ -341,36 +287,18 @@ class MLP:
         return self.down(self.up(x, ctx), ctx, residual)
 
 
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Routed experts, and optionally a shared MLP for every token (`ExpertsSpec`)."""
 
-    __slots__ = ("correction", "experts", "gate", "ops", "router", "rule", "scales", "shared")
-
-    def __init__(
-        self,
-        ops: Ops,
-        router: Linear,
-        rule: Router,
-        correction: Tensor | None,
-        experts: ExpertSet,
-        shared: MLP | None,
-        gate: Linear | None,
-        scales: Tensor | None = None,
-    ) -> None:
-        """
-        Args:
-            router: computes the routing logits, fp32.
-            correction, scales: [experts] fp32, of `rule`.
-            gate: one number per token, for the output of `shared`; None: none.
-        """
-        self.ops = ops
-        self.router = router
-        self.rule = rule
-        self.correction = correction
-        self.experts = experts
-        self.shared = shared
-        self.gate = gate
-        self.scales = scales
+    ops: Ops
+    router: Linear  # computes the routing logits, fp32
+    rule: Router
+    correction: Tensor | None  # [experts] fp32, of `rule`
+    experts: ExpertSet
+    shared: MLP | None
+    gate: Linear | None  # one number per token, for the output of `shared`
+    scales: Tensor | None = None  # [experts] fp32, of `rule`
 
     def __call__(
         self,
@@ -391,15 +319,13 @@ class Experts:
         return self.ops.experts(x, ids, weights, self.experts, residual)
 
 
+@dataclass(slots=True)
 class LearnedScale:
     """x times a scalar of the checkpoint."""
 
-    __slots__ = ("factor", "ops", "value")
-
-    def __init__(self, ops: Ops, value: Tensor) -> None:
-        self.ops = ops
-        self.value = value  # [1]
-        self.factor = 1.0  # the value on the host, once loaded
+    ops: Ops
+    value: Tensor  # [1]
+    factor: float = 1.0  # the value on the host, once loaded
 
     def fill(self, first: int, values: Tensor) -> None:
         self.value.copy_(values)
@@ -424,6 +350,7 @@ class Stage(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
 class Linear:
     """y = activation(x W^T + b) + residual.
 
@@ -431,23 +358,10 @@ class Linear:
     residual, and the matrix itself has no activation.
     """
 
-    __slots__ = ("activation", "matrix", "ops", "stages")
-
-    def __init__(
-        self,
-        ops: Ops,
-        matrix: Matrix,
-        stages: Sequence[Stage] = (),
-        activation: Activation | None = None,
-    ) -> None:
-        """
-        Args:
-            activation: applied after the stages; None: none, or the matrix applies it.
-        """
-        self.ops = ops
-        self.matrix = matrix
-        self.stages = stages
-        self.activation = activation
+    ops: Ops
+    matrix: Matrix
+    stages: Sequence[Stage] = ()
+    activation: Activation | None = None  # applied after the stages; None: none, or the matrix's
 
     def __call__(
         self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
@@ -477,6 +391,7 @@ POOLED_FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass(frozen=True, slots=True)
 class PooledHead:
     """Layers over the pooled vector of a prompt (`PoolingSpec`), in fp32.
 
@@ -484,14 +399,8 @@ class PooledHead:
     not depend on the other prompts in the step.
     """
 
-    __slots__ = ("layers",)
-
-    def __init__(self, layers: Sequence[tuple[PooledLayer, Tensor, Tensor | None]]) -> None:
-        """
-        Args:
-            layers: each with its weight [outputs, inputs], or [outputs] of a norm, and bias.
-        """
-        self.layers = layers
+    # Each with its weight [outputs, inputs], or [outputs] of a norm, and bias.
+    layers: Sequence[tuple[PooledLayer, Tensor, Tensor | None]]
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [hidden] fp32 -> [outputs] fp32."""
@@ -504,14 +413,12 @@ class PooledHead:
         return x
 
 
+@dataclass(frozen=True, slots=True)
 class CappedHead:
     """A head with capped logits: softcap * tanh(logits / softcap)."""
 
-    __slots__ = ("head", "softcap")
-
-    def __init__(self, head: Linear, softcap: float) -> None:
-        self.head = head
-        self.softcap = softcap
+    head: Linear
+    softcap: float
 
     def __call__(
         self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
