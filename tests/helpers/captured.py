@@ -24,7 +24,7 @@ from kvik.worker.group import Seat
 from kvik.worker.joined import Joined
 from kvik.worker.platforms import NativePlatform, TorchPlatform
 from kvik.worker.step_inputs import DeviceInputs, StepInputs, StepSizes
-from kvik.worker.warm_up import NoWarmUps, WarmUp, forwards
+from kvik.worker.warm_up import WarmUp, WarmUps, forwards
 
 CPU = torch.device("cpu")
 ROOMY = 1 << 40
@@ -188,7 +188,7 @@ def captured_steps(
         yield made
 
 
-class _ForwardWarmUps(NoWarmUps):
+class _ForwardWarmUps(WarmUps):
     """Warm-ups of a group that run the forward for a few lengths."""
 
     def __init__(self, joined: Joined) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvik.worker.captures import CudaCapturer, NoCapturePeers, NotCaptured
+from kvik.worker.captures import CapturePeers, CudaCapturer, NotCaptured
 
 USUAL, ASIDE = "usual", "aside"
 GPU = torch.device("cuda", 1)
@@ -181,18 +181,18 @@ def test_a_capture_that_fails_leaves_nothing_behind(
 
 
 def test_nothing_is_replayed_if_another_process_cannot_capture(device: Device) -> None:
-    class CapturePeers(NoCapturePeers):
+    class Peers(CapturePeers):
         def agree(self, done: bool) -> bool:
             device.told.append(f"agree {done}")
             return False
 
     with pytest.raises(NotCaptured, match="another process"):
-        CudaCapturer(GPU).capture(device.call, CapturePeers())
+        CudaCapturer(GPU).capture(device.call, Peers())
     assert device.told[-2:] == ["usual waits for aside", "agree True"]
     assert device.underway == set() and list(device.pools.values()) == [0]
     device.breaks = "call"
     with pytest.raises(NotCaptured):
-        CudaCapturer(GPU).capture(device.call, CapturePeers())
+        CudaCapturer(GPU).capture(device.call, Peers())
     assert device.told[-1] == "agree False"
 
 

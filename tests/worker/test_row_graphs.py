@@ -7,7 +7,7 @@ from helpers.captured import Again
 from torch import Tensor
 
 from kvik.worker.captures import MIN_MISSES, GraphMemory
-from kvik.worker.graphs import CapturedRows, EagerRows
+from kvik.worker.graphs import CapturedRows, RowGraph
 
 calls: list[int] = []
 
@@ -57,5 +57,5 @@ def test_rows_are_not_padded_to_far_more() -> None:
 
 
 def test_an_eager_graph_has_nothing_to_do_while_idle() -> None:
-    graph = EagerRows(scaled)
+    graph = RowGraph(scaled)
     assert graph.run(*rows(3)).shape == (3, 3) and not graph.rest()

@@ -128,30 +128,21 @@ class NotCaptured(Exception):
     """A function cannot be captured; others may be. In a group no process has captured it."""
 
 
-class CapturePeers(Protocol):
-    """The processes of a group, which capture and replay the same sizes."""
+class CapturePeers:
+    """The processes of a group, which capture and replay the same sizes. This class is for a
+    process without a group."""
 
     def capturing(self, number: int) -> AbstractContextManager[None]:
         """Return a context in which this process captures the size of this number, and the others
         do too."""
-        ...
-
-    def agree(self, done: bool) -> bool:
-        """Return whether `done` holds in all processes, which all call this."""
-        ...
-
-
-class NoCapturePeers:
-    """A process without a group."""
-
-    def capturing(self, number: int) -> AbstractContextManager[None]:
         return nullcontext()
 
     def agree(self, done: bool) -> bool:
+        """Return whether `done` holds in all processes, which all call this."""
         return done
 
 
-NO_CAPTURE_PEERS = NoCapturePeers()
+NO_CAPTURE_PEERS = CapturePeers()
 
 
 class Capturer(Protocol):

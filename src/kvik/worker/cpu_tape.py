@@ -5,14 +5,19 @@ from __future__ import annotations
 from kvik.attention.base import StepLayout
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.recording import Recording
-from kvik.worker.graphs import EngineNetwork, StepOutput
+from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
 from kvik.worker.group import Others, RunStep
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import PARTS, FixedInputs
 
 
-class CpuTape:
-    """A forward of the largest step as one sequence of native calls, for steps of every size."""
+class CpuTape(Graph):
+    """A forward of the largest step as one sequence of native calls, for steps of every size.
+
+    Attributes:
+        others: the other processes of a group, in which this one starts each step; None: there are
+            none, or this process does not direct them.
+    """
 
     def __init__(
         self,
@@ -31,6 +36,7 @@ class CpuTape:
         self.output = output
         self.network = network
         self.inputs = inputs
+        self.others: Others | None = None
         self._planted = False  # the inputs have trees of drafts
         # Views of the output by (tokens, samples): most steps have the size of a recent one.
         self._parts: dict[tuple[int, int], StepOutput] = {}
@@ -70,76 +76,35 @@ class CpuTape:
             )
         return CpuTape(native, recording, output, network, inputs)
 
-    def prepare(self) -> None:
-        pass
-
-    def rest(self) -> bool:
-        return False
-
     def run(self, batch: InputBatch) -> StepOutput:
-        """Run a step. The batch must be in the recorded inputs."""
-        return self.replay(*_size(batch))
+        """Run a step. The batch must be in the recorded inputs; see `replay`."""
+        tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
+        step = RunStep(tokens, len(batch.slots), samples)
+        return self.replay(step, batch.layouts[0].tree is not None)
 
     def replay(self, step: RunStep, planted: bool) -> StepOutput:
         """Run a step whose inputs are in the recorded memory.
 
         Args:
             planted: it has trees of drafts.
-        """
-        tokens, samples = step.tokens, step.samples
-        self.plant(planted)
-        self.native.replay(self.recording, (tokens, step.seqs, samples))
-        part = self._parts.get((tokens, samples))
-        return self._cut(tokens, samples) if part is None else part
 
-    def plant(self, planted: bool) -> None:
-        """Clear trees that an earlier step left in the inputs, if this step has none."""
+        Raises:
+            GroupLost: one of the other processes is gone.
+        """
         if self.inputs.sizes.trees:
             if self._planted and not planted:
                 self.inputs.whole("tree").zero_()
             self._planted = planted
-
-    def _cut(self, tokens: int, samples: int) -> StepOutput:
-        if len(self._parts) == PARTS:
-            self._parts.clear()
-        output = self.output
-        part = StepOutput(
-            output.hidden[:tokens],
-            output.logits[:samples],
-            output.top[:samples],
-            output.top_ids[:samples],
-        )
-        self._parts[tokens, samples] = part
+        size = step.tokens, step.seqs, step.samples
+        if self.others is None:
+            self.native.replay(self.recording, size)
+        else:
+            with self.others.together(step):
+                self.native.replay(self.recording, size)
+        part = self._parts.get((step.tokens, step.samples))
+        if part is None:
+            if len(self._parts) == PARTS:
+                self._parts.clear()
+            part = self.output.first(step.tokens, step.samples)
+            self._parts[step.tokens, step.samples] = part
         return part
-
-
-class GroupTape:
-    """A recorded forward of the first process, which starts each step in the others too."""
-
-    def __init__(self, tape: CpuTape, others: Others) -> None:
-        self._tape, self._others = tape, others
-
-    def prepare(self) -> None:
-        self._tape.prepare()
-
-    def rest(self) -> bool:
-        return self._tape.rest()
-
-    def run(self, batch: InputBatch) -> StepOutput:
-        """
-        Raises:
-            GroupLost: one of the other processes is gone.
-        """
-        return self.replay(*_size(batch))
-
-    def replay(self, step: RunStep, planted: bool) -> StepOutput:
-        """See `CpuTape.replay`, and `run`."""
-        self._tape.plant(planted)
-        with self._others.together(step):
-            return self._tape.replay(step, planted)
-
-
-def _size(batch: InputBatch) -> tuple[RunStep, bool]:
-    """Return how large a step is, and whether it has trees of drafts."""
-    tokens, samples = batch.input_ids.shape[0], batch.logits_indices.shape[0]
-    return RunStep(tokens, len(batch.slots), samples), batch.layouts[0].tree is not None

@@ -29,12 +29,12 @@ from kvik.worker.captures import (
     Captures,
     GraphMemory,
 )
-from kvik.worker.graphs import Eager, EngineNetwork, StepOutput, zero_rows
+from kvik.worker.graphs import Eager, EngineNetwork, Graph, StepOutput, zero_rows
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import DeviceInputs
 
 
-class DecodeGraphs:
+class DecodeGraphs(Graph):
     def __init__(
         self,
         network: EngineNetwork,
@@ -102,12 +102,7 @@ class DecodeGraphs:
         if size is None or output is None:
             return self._eager.forward(input_ids, positions, layouts, logits_indices)
         self.captured[size]()
-        return StepOutput(
-            output.hidden[: len(input_ids)],
-            output.logits[:samples],
-            output.top[:samples],
-            output.top_ids[:samples],
-        )
+        return output.first(len(input_ids), samples)
 
     def _size_of(self, layout: StepLayout, tokens: int, samples: int) -> GraphSize | None:
         """Return the captured size that fits a step; None: there is none."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -45,28 +44,22 @@ from kvik.worker.input_batch import InputBatch
 RowFunction = Callable[..., Tensor]  # of tensors [rows, ...] -> [rows, ...], asynchronous
 
 
-class RowGraph(Protocol):
-    def run(self, *inputs: Tensor) -> Tensor:
-        """Return the function of the inputs; valid until the next call."""
-        ...
+class RowGraph:
+    """Calls a function of rows each time."""
 
-    def rest(self) -> bool:
-        """See `Graph.rest`."""
-        ...
-
-
-class EagerRows:
     def __init__(self, function: RowFunction) -> None:
         self._function = function
 
     def run(self, *inputs: Tensor) -> Tensor:
+        """Return the function of the inputs; valid until the next call."""
         return self._function(*inputs)
 
     def rest(self) -> bool:
+        """See `Graph.rest`."""
         return False
 
 
-class CapturedRows:
+class CapturedRows(RowGraph):
     def __init__(
         self,
         function: RowFunction,
@@ -84,7 +77,7 @@ class CapturedRows:
             sizes: numbers of rows, ascending.
             memory: see `Captures`.
         """
-        self._function = function
+        super().__init__(function)
         self._inputs = [zero_rows(sizes[-1], tensor) for tensor in like]
         self._output: Tensor | None = None  # of every size, in the first rows
         self._captures = Captures(
@@ -149,20 +142,26 @@ class StepOutput:
     top: Tensor
     top_ids: Tensor
 
+    def first(self, tokens: int, samples: int) -> StepOutput:
+        """Return the first tokens and sampling rows."""
+        part = self.logits[:samples], self.top[:samples], self.top_ids[:samples]
+        return StepOutput(self.hidden[:tokens], *part)
 
-class Graph(Protocol):
+
+class Graph:
+    """Runs the forwards of steps. By default there is nothing to prepare."""
+
     def prepare(self) -> None:
         """Spend a moment to make later steps faster; called before the inputs of a step are
         written."""
-        ...
 
     def rest(self) -> bool:
         """Spend idle time to make later steps faster. Returns whether there is more to prepare."""
-        ...
+        return False
 
     def run(self, batch: InputBatch) -> StepOutput:
         """Return the forward of one step."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,17 +289,11 @@ class EngineNetwork:
             self.backend.move(kv, at[which], to)
 
 
-class Eager:
+class Eager(Graph):
     """Runs the model each step."""
 
     def __init__(self, network: EngineNetwork) -> None:
         self.network = network
-
-    def prepare(self) -> None:
-        pass
-
-    def rest(self) -> bool:
-        return False
 
     def run(self, batch: InputBatch) -> StepOutput:
         return self.forward(batch.input_ids, batch.positions, batch.layouts, batch.logits_indices)

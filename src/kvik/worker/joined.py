@@ -17,6 +17,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.errors import ConfigError
 from kvik.kernels.cut_ops import cut_ops
 from kvik.kernels.ops import Ops
+from kvik.worker.captures import CapturePeers
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.group import CaptureStep, JoinedStep, Message, Others, Seat, WarmUpStep
 from kvik.worker.input_batch import InputBatch
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from kvik.kernels.torch_group import TorchGroup
 
 
-class Joined:
+class Joined(CapturePeers):
     """The connection of a process to its group, for kernels of torch or Triton."""
 
     def __init__(self, config: ResolvedConfig, seat: Seat) -> None:
@@ -82,7 +83,7 @@ class Joined:
         return nullcontext() if self._others is None else self._others.together(message)
 
 
-class SentInputs:
+class SentInputs(StepInputs):
     """Inputs of the first process, kept to send them to the others."""
 
     def __init__(self, inputs: StepInputs) -> None:
@@ -104,7 +105,7 @@ class SentInputs:
         return JoinedStep({name: (list(a.shape), a.tobytes()) for name, a in self._sent.items()})
 
 
-class SentSteps:
+class SentSteps(Graph):
     """Steps of the first process, which all processes compute together."""
 
     def __init__(self, graph: Graph, inputs: SentInputs, others: Others, group: TorchGroup) -> None:

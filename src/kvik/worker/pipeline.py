@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from kvik.core.plan import SchedulerOutput
-from kvik.worker.graphs import StepOutput
+from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.group import EarlierStages, RunStep, StageStep
 from kvik.worker.input_batch import InputBatch
-from kvik.worker.step_inputs import FixedInputs
+from kvik.worker.step_inputs import FixedInputs, StepInputs
 
 Arrays = dict[str, np.ndarray]
 
 
-class HeldInputs:
+class HeldInputs(StepInputs):
     """Inputs of a step that runs later, when the memory that kernels read is free."""
 
     fixed = False
@@ -34,9 +34,6 @@ class HeldInputs:
     def put(self, name: str, array: np.ndarray) -> Tensor:
         self._arrays[name] = array
         return torch.from_numpy(array)
-
-    def send(self) -> None:
-        pass
 
     def take(self) -> Arrays:
         """Return the arrays put since the last call."""
@@ -84,7 +81,7 @@ class StageTape:
         }
 
 
-class Pipeline:
+class Pipeline(Graph):
     """The last stage, which hands steps to the earlier ones."""
 
     def __init__(self, tape: StageTape, stages: EarlierStages) -> None:
@@ -102,12 +99,6 @@ class Pipeline:
         inputs = {name: (list(array.shape), array.tobytes()) for name, array in arrays.items()}
         self._stages.tell(StageStep(inputs, plan.block_copies, plan.state_copies))
         self._begun.append(arrays)
-
-    def prepare(self) -> None:
-        pass
-
-    def rest(self) -> bool:
-        return False
 
     def run(self, batch: InputBatch) -> StepOutput:
         """Run the oldest step that was begun, which must be the one of the batch.

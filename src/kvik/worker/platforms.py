@@ -33,7 +33,6 @@ from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import (
     CapturedRows,
     Eager,
-    EagerRows,
     EngineNetwork,
     Graph,
     RowFunction,
@@ -43,7 +42,7 @@ from kvik.worker.group import Seat
 from kvik.worker.joined import Joined
 from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
 from kvik.worker.team import Team, pace_of
-from kvik.worker.warm_up import NoWarmUps, WarmUps
+from kvik.worker.warm_up import WarmUps
 
 if TYPE_CHECKING:
     from kvik.worker.cpu_tape import CpuTape
@@ -137,22 +136,25 @@ class PlatformParts:
     draw_bytes: int  # see `SamplingTable`
     backend: AttentionBackend
     kv_zeros: Zeros  # where the memory of the KV cache comes from
-    warm_ups: WarmUps = field(default_factory=NoWarmUps)
+    warm_ups: WarmUps = field(default_factory=WarmUps)
 
 
 class Platform(Protocol):
-    @property
-    def parts(self) -> PlatformParts: ...
+    """The kernels and the memory of a device, and how steps run there.
 
-    @property
-    def team(self) -> Team | None:
-        """Threads of the native kernels; None: other kernels."""
-        ...
+    Attributes:
+        team: threads of the native kernels; None: other kernels.
+        joined: the group of this process, for kernels of torch or Triton; None: there is none.
+    """
+
+    parts: PlatformParts
+    team: Team | None = None
+    joined: Joined | None = None
 
     @property
     def graph_memory(self) -> GraphMemory | None:
         """Memory of graphs captured on a GPU; None: nothing can be captured."""
-        ...
+        return None
 
     def graph(
         self, network: EngineNetwork, sizes: StepSizes, *, drafts: bool = False
@@ -176,12 +178,12 @@ class Platform(Protocol):
         Args:
             function, like: see `CapturedRows`.
         """
-        ...
+        return RowGraph(function)
 
     @staticmethod
     def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:
         """Give the memory of blocks back to the system, where possible. Returns bytes."""
-        ...
+        return 0
 
     @staticmethod
     def release_freed() -> None:
@@ -198,11 +200,8 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
         yield members[0], len(members)
 
 
-class TorchPlatform:
+class TorchPlatform(Platform):
     """torch's own kernels, on any of its devices."""
-
-    graph_memory: GraphMemory | None = None
-    team: Team | None = None
 
     def __init__(self, config: ResolvedConfig, seat: Seat | None = None) -> None:
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
@@ -223,13 +222,6 @@ class TorchPlatform:
     def alone(self) -> Platform:
         return self if self.joined is None else TorchPlatform(self._config)
 
-    def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
-        return EagerRows(function)
-
-    @staticmethod
-    def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:
-        return 0
-
     @staticmethod
     def release_freed() -> None:
         torch.cuda.empty_cache()  # does nothing if no GPU was used
@@ -249,10 +241,8 @@ class TransformersPlatform(TorchPlatform):
         return steps, FreshInputs(self.parts.device)
 
 
-class NativePlatform:
+class NativePlatform(Platform):
     """The native kernels for CPUs. For `memory` see `WeightMemory`."""
-
-    graph_memory: GraphMemory | None = None
 
     def __init__(
         self, config: ResolvedConfig, memory: np.ndarray | None = None, seat: Seat | None = None
@@ -299,7 +289,6 @@ class NativePlatform:
     ) -> tuple[Graph, StepInputs]:
         from kvik.attention.cpu import CpuAttention
         from kvik.kernels.cpu.recording import CaptureError
-        from kvik.worker.cpu_tape import GroupTape
 
         eager = Eager(network), FreshInputs(self.parts.device)
         if self.group is None and not isinstance(self.parts.backend, CpuAttention):
@@ -313,10 +302,10 @@ class NativePlatform:
                 raise ConfigError("pipeline_parallel_size", f"must be 1: {error}") from None
             log.warning("every step runs through Python: %s", error)
             return eager
-        if self.group is None or self._others is None:
-            return tape, tape.inputs
-        self._others.meet(self.group)
-        return GroupTape(tape, self._others), tape.inputs
+        if self.group is not None and self._others is not None:
+            self._others.meet(self.group)
+            tape.others = self._others
+        return tape, tape.inputs
 
     def tape(self, network: EngineNetwork, sizes: StepSizes) -> CpuTape:
         """Record a forward of the largest step.
@@ -336,9 +325,6 @@ class NativePlatform:
 
     def alone(self) -> Platform:
         return self if self.group is None else NativePlatform(self._config)
-
-    def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
-        return EagerRows(function)
 
     @staticmethod
     def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:
@@ -373,10 +359,8 @@ class GpuMemory:
         return CudaCapturer(self._device)
 
 
-class TritonPlatform:
+class TritonPlatform(Platform):
     """Triton's kernels on a GPU."""
-
-    team: Team | None = None
 
     def __init__(
         self, config: ResolvedConfig, seat: Seat | None = None, memory: GpuMemory | None = None
@@ -453,13 +437,9 @@ class TritonPlatform:
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:
         sizes = [size.rows for size in self._config.runner.draft_graph_sizes]
         if not sizes:
-            return EagerRows(function)
+            return super().rows(function, like)
         memory = self._memory
         return CapturedRows(function, like, sizes, memory.capturer, time.monotonic, memory.graphs)
-
-    @staticmethod
-    def give_back(storages: Sequence[Tensor], blocks: Sequence[int]) -> int:
-        return 0  # GPU memory, which other processes do not need
 
     @staticmethod
     def release_freed() -> None:

@@ -88,6 +88,30 @@ class _OnItsWay:
         return [copy.numpy() for copy in self.copies]
 
 
+class StepInputs:
+    """Takes the input arrays of steps.
+
+    Attributes:
+        fixed: an array is written where the last one of its name and shape was, so tensors returned
+            before show later values.
+    """
+
+    fixed: bool
+
+    def put(self, name: str, array: np.ndarray) -> Tensor:
+        """Return the array as a tensor on the device, valid until the next step.
+
+        Args:
+            name: a field of `InputBatch` or `StepLayout`; the latter's are followed by the number
+                of the KV group where groups differ.
+        """
+        raise NotImplementedError
+
+    def send(self) -> None:
+        """Send all arrays that were put: kernels launched after this see them. By default `put`
+        has sent them."""
+
+
 # Inputs of a step at fixed addresses on a device, written by one copy.
 #
 # A captured forward reads the same memory at every replay. After the inputs of a step comes
@@ -103,7 +127,7 @@ PADDING = {
 COUNTING = "query_start_loc"
 
 
-class DeviceInputs:
+class DeviceInputs(StepInputs):
     fixed = True
 
     def __init__(
@@ -245,31 +269,7 @@ def _host_memory(count: int, device: torch.device) -> Tensor:
     return torch.zeros(count, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
-class StepInputs(Protocol):
-    """Takes the input arrays of steps.
-
-    Attributes:
-        fixed: an array is written where the last one of its name and shape was, so tensors returned
-            before show later values.
-    """
-
-    fixed: bool
-
-    def put(self, name: str, array: np.ndarray) -> Tensor:
-        """Return the array as a tensor on the device, valid until the next step.
-
-        Args:
-            name: a field of `InputBatch` or `StepLayout`; the latter's are followed by the number
-                of the KV group where groups differ.
-        """
-        ...
-
-    def send(self) -> None:
-        """Send all arrays that were put: kernels launched after this see them."""
-        ...
-
-
-class FreshInputs:
+class FreshInputs(StepInputs):
     """Makes a new tensor for each array."""
 
     fixed = False
@@ -280,9 +280,6 @@ class FreshInputs:
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array) if self._here else upload(array, self.device)
-
-    def send(self) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,7 +313,7 @@ class StepSizes:
 PARTS = 64  # views of an input that are cached
 
 
-class FixedInputs:
+class FixedInputs(StepInputs):
     """Host memory that recorded kernels read; each step overwrites the first part of it."""
 
     fixed = True
@@ -375,9 +372,6 @@ class FixedInputs:
             parts.clear()
         parts[shape] = self._arrays[name][where], self._tensors[name][where]
         return parts[shape]
-
-    def send(self) -> None:
-        pass
 
     def whole(self, name: str) -> Tensor:
         """Return the memory of an input, with the size of the largest step."""

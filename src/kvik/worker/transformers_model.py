@@ -29,7 +29,7 @@ from kvik.spec.declare import ALL, ForwardContext
 from kvik.spec.fields import read_json
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.rope import MAX_POSITIONS
-from kvik.worker.graphs import StepOutput
+from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.participant import Participant
 
@@ -374,7 +374,7 @@ class RequestCaches(Participant[None]):
         self.scored.discard(slot)
 
 
-class TransformersSteps:
+class TransformersSteps(Graph):
     """The forward of each step, as a `Graph`."""
 
     def __init__(self, model: TransformersModel, vocab_size: int, ops: Ops) -> None:
@@ -382,9 +382,6 @@ class TransformersSteps:
         self._vocab_size = vocab_size
         self._ops = ops
         self.caches = RequestCaches()
-
-    def prepare(self) -> None:
-        pass
 
     def rest(self) -> bool:
         """Free all caches: no request is running."""

@@ -22,10 +22,10 @@ from kvik.models.model_spec import ModelSpec
 from kvik.worker.graphs import EngineNetwork, RowFunction
 from kvik.worker.joined import Joined
 from kvik.worker.step_inputs import StepSizes
-from kvik.worker.warm_up import NOTHING, Resting, WarmUp, forwards, heads, rules
+from kvik.worker.warm_up import NOTHING, Resting, WarmUp, WarmUps, forwards, heads, rules
 
 
-class TritonWarmUps:
+class TritonWarmUps(WarmUps):
     """`WarmUps` that compile the kernels for the lengths, heads and rules of a configuration."""
 
     def __init__(

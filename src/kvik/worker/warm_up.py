@@ -80,8 +80,9 @@ class WarmUp:
 NOTHING = WarmUp(())
 
 
-class WarmUps(Protocol):
-    """Makes the warm-ups that the kernels of a platform need."""
+class WarmUps:
+    """Makes the warm-ups that the kernels of a platform need. This class is for kernels that are
+    compiled ahead of time."""
 
     def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
         """Return the warm-up of a network's forwards; it runs before `Graph.rest`.
@@ -89,27 +90,14 @@ class WarmUps(Protocol):
         Args:
             sizes: see `Platform.graph`.
         """
-        ...
+        return NOTHING
 
     def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
         """Return the warm-up of draft heads. Arguments as in `Platform.rows`."""
-        ...
+        return NOTHING
 
     def rules(self) -> Resting:
         """Return the warm-up of sampling, which runs last."""
-        ...
-
-
-class NoWarmUps:
-    """For kernels that are compiled ahead of time."""
-
-    def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
-        return NOTHING
-
-    def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
-        return NOTHING
-
-    def rules(self) -> Resting:
         return NOTHING
 
 

@@ -12,7 +12,7 @@ from kvik.worker.captures import GraphMemory
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows
 from kvik.worker.drafters.eagle import EagleDrafter
-from kvik.worker.graphs import CapturedRows, EagerRows, RowFunction
+from kvik.worker.graphs import CapturedRows, RowFunction, RowGraph
 from kvik.worker.request_table import RequestTable
 
 VOCAB = 50
@@ -75,7 +75,7 @@ def captured(function: RowFunction) -> CapturedRows:
     return graph
 
 
-@pytest.mark.parametrize("rows", [EagerRows, captured])
+@pytest.mark.parametrize("rows", [RowGraph, captured])
 @pytest.mark.parametrize("tree", TREES)
 def test_each_node_follows_its_path(tree, rows):
     table = RequestTable(3, 32, 1, 16)

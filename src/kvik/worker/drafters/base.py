@@ -1,10 +1,10 @@
-"""The protocol of drafters, which propose the next tokens of requests."""
+"""The interface of drafters, which propose the next tokens of requests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import chain, pairwise
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from torch import Tensor
@@ -77,30 +77,19 @@ class Drafts:
         return [tokens[begin:end] for begin, end in pairwise([0, *ends])]
 
 
-class NoDrafter:
-    """A `Drafter` that proposes nothing, for engines whose only drafts are forced tokens."""
-
-    def enter(self, slot: int) -> None:
-        """Do nothing."""
-
-    def leave(self, slot: int) -> None:
-        """Do nothing."""
-
-    def propose(self, rows: DraftRows) -> Drafts:
-        return Drafts.of([()] * len(rows.slots))
-
-
-class Drafter(Protocol):
+class Drafter:
     """Proposes drafts. It reads the tokens of a slot from a `RequestTable`, and uses a
-    `SamplingTable` if it samples. An exception only loses the drafts of the step."""
+    `SamplingTable` if it samples. An exception only loses the drafts of the step.
+
+    This class proposes nothing, for engines whose only drafts are forced tokens; subclasses with a
+    state for each request override `enter` and `leave`."""
 
     def enter(self, slot: int) -> None:
         """Begin a request, or resume it after a preemption. Its tokens and blocks are in the
         table."""
-        ...
 
     def leave(self, slot: int) -> None:
         """Forget the request of this slot, which ended or was preempted."""
-        ...
 
-    def propose(self, rows: DraftRows) -> Drafts: ...
+    def propose(self, rows: DraftRows) -> Drafts:
+        return Drafts.of([()] * len(rows.slots))

@@ -18,7 +18,7 @@ from torch import Tensor
 from kvik.attention.base import StepLayout
 from kvik.kernels.ops import Draws
 from kvik.kernels.upload import upload
-from kvik.worker.drafters.base import DraftRows, Drafts
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
@@ -542,7 +542,7 @@ class Vocabulary:
 NONE = -1  # no token
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """A `Drafter` that makes chains of drafts with a separate model and KV cache."""
 
     def __init__(

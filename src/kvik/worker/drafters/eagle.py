@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kvik.kernels.upload import upload
 from kvik.worker.draft_tree import DraftTree
-from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.graphs import EagerRows, RowFunction, RowGraph
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
+from kvik.worker.graphs import RowFunction, RowGraph
 from kvik.worker.request_table import RequestTable
 
 
@@ -65,7 +65,7 @@ class _Level:
         )
 
 
-class EagleDrafter:
+class EagleDrafter(Drafter):
     """Drafts with an EAGLE layer. Stores no state for a request."""
 
     def __init__(
@@ -73,7 +73,7 @@ class EagleDrafter:
         network: EagleNetwork,
         table: RequestTable,
         tree: DraftTree,
-        rows: Callable[[RowFunction], RowGraph] = EagerRows,
+        rows: Callable[[RowFunction], RowGraph] = RowGraph,
     ) -> None:
         """
         Args:
@@ -84,12 +84,6 @@ class EagleDrafter:
         self.tree = tree
         self._levels = _levels(tree)
         self._rows = rows(self._grow)
-
-    def enter(self, slot: int) -> None:
-        pass
-
-    def leave(self, slot: int) -> None:
-        pass
 
     def propose(self, rows: DraftRows) -> Drafts:
         slots = rows.slots

@@ -18,21 +18,21 @@ from kvik.nn.checkpoint import SINGLE, FolderCheckpoint, open_checkpoint
 from kvik.nn.loader import load_weights
 from kvik.nn.safetensors import read_header
 from kvik.worker.draft_tree import MAX_NODES, DraftTree
-from kvik.worker.drafters.base import DraftRows, Drafts
-from kvik.worker.graphs import EagerRows, RowFunction, RowGraph
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
+from kvik.worker.graphs import RowFunction, RowGraph
 from kvik.worker.platforms import PlatformParts
 
 # A tree of drafts from heads that read the model's last hidden state (models/draft_heads.py).
 
 
-class MedusaDrafter:
+class MedusaDrafter(Drafter):
     """Drafts with Medusa heads. Stores no state for a request."""
 
     def __init__(
         self,
         heads: Callable[[Tensor], Tensor],
         tree: DraftTree,
-        rows: Callable[[RowFunction], RowGraph] = EagerRows,
+        rows: Callable[[RowFunction], RowGraph] = RowGraph,
     ) -> None:
         """
         Args:
@@ -45,12 +45,6 @@ class MedusaDrafter:
         self._depth = torch.from_numpy(tree.depths[1:] - 1)  # [drafts]
         self._rank = torch.tensor(tree.ranks[1:], dtype=torch.int64)
         self._rows = rows(self._guess)
-
-    def enter(self, slot: int) -> None:
-        pass
-
-    def leave(self, slot: int) -> None:
-        pass
 
     def propose(self, rows: DraftRows) -> Drafts:
         tokens = self._rows.run(rows.hidden()).cpu()  # [rows, drafts]

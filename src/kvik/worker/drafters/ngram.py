@@ -11,11 +11,11 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from kvik.worker.drafters.base import DraftRows, Drafts
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.request_table import RequestTable
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     def __init__(self, table: RequestTable, min_ngram: int, max_ngram: int) -> None:
         """
         Args:
@@ -23,12 +23,6 @@ class NgramDrafter:
         """
         self._table = table
         self._min, self._max = min_ngram, max_ngram
-
-    def enter(self, slot: int) -> None:
-        """Do nothing: the drafter has no state for a request."""
-
-    def leave(self, slot: int) -> None:
-        """Do nothing."""
 
     def propose(self, rows: DraftRows) -> Drafts:
         texts, counts = self._table.token_ids, self._table.num_tokens[rows.slots].tolist()

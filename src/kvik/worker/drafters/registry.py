@@ -17,7 +17,7 @@ from kvik.errors import ModelError
 from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.worker.draft_tree import DraftTree
-from kvik.worker.drafters.base import Drafter, NoDrafter
+from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.drafters.eagle import EagleDrafter
 from kvik.worker.drafters.heads import HeadTarget, MedusaDrafter, load_eagle, load_medusa, tree_of
@@ -141,7 +141,7 @@ DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
     "draft_model": _draft_model,
     "ngram": _ngram,
     "suffix": _suffix,
-    FORCED: lambda parts: NoDrafter(),
+    FORCED: lambda parts: Drafter(),
     "medusa": _medusa,
     "eagle": _eagle,
 }

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvik.worker.drafters.base import DraftRows, Drafts
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.request_table import RequestTable
 
 # A suffix automaton (Blumer et al. 1985) contains all substrings of a text and grows token by
@@ -189,7 +189,7 @@ MAX_LEARNED_PER_STEP = 1024  # tokens of a text in a step: about 4 ms
 CONTEXT = 64  # tokens of a text that are matched against earlier outputs
 
 
-class SuffixDrafter:
+class SuffixDrafter(Drafter):
     def __init__(self, table: RequestTable, shared: bool, max_tokens: int = MAX_TOKENS) -> None:
         """
         Args:
