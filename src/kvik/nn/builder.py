@@ -259,7 +259,6 @@ class Builder(LayerBuilder):
         names = (names,) if isinstance(names, str) else names
         outputs = (outputs,) if isinstance(outputs, int) else outputs
         shapes = [LinearShape(inputs, width, transposed, tuple(columns)) for width in outputs]
-        stored = [self._scheme(name) for name in names]
         between = self.declared.heads.get(self._scope) if role == "o" else None
         if between is not None:
             assert between.count * between.width == inputs
@@ -271,7 +270,6 @@ class Builder(LayerBuilder):
         return self._linear(
             names,
             shapes,
-            stored,
             bias=bias,
             activation=activation,
             places=places,
@@ -323,7 +321,8 @@ class Builder(LayerBuilder):
                 alone = replace(
                     alone, projections=tuple((i == 0, head_dim) for i in range(len(heads)))
                 )
-            linear = self._heads(names, inputs, (total,), bias, places, alone)
+            shape = LinearShape(inputs, total)
+            linear = self._linear(names, [shape], bias=bias, places=places, between=alone)
             return Heads([linear], [heads], head_dim)
         linears, parts, first = [], [], 0
         for size in self._matrix_sizes(names):
@@ -332,25 +331,15 @@ class Builder(LayerBuilder):
             if alone is not None:
                 made = [(i == 0, head_dim) for i in range(first, first + size) for _ in each[i]]
                 alone = replace(alone, projections=tuple(made))
-            linears.append(self._heads(names[members], inputs, widths, bias, places, alone))
+            shapes = [LinearShape(inputs, width) for width in widths]
+            linears.append(
+                self._linear(names[members], shapes, bias=bias, places=places, between=alone)
+            )
             parts.append(tuple(chain(*each[members])))
             first += size
             if places is not None:
                 places = places[sum(widths) :] - sum(widths)
         return Heads(linears, parts, head_dim)
-
-    def _heads(
-        self,
-        names: tuple[str, ...],
-        inputs: int,
-        widths: tuple[int, ...],
-        bias: bool,
-        places: Tensor | None,
-        between: Between | None,
-    ) -> Linear:
-        shapes = [LinearShape(inputs, width) for width in widths]
-        stored = [self._scheme(name) for name in names]
-        return self._linear(names, shapes, stored, bias=bias, places=places, between=between)
 
     def gated_mlp(
         self,
@@ -368,17 +357,42 @@ class Builder(LayerBuilder):
             names: of gate and up, or of one layer for both.
             down: name of the down projection.
         """
-        shapes = [LinearShape(hidden, 2 * inner // len(names))] * len(names)
+        return self._gated(names, down, hidden, inner, bias, activation)
+
+    def _gated(
+        self,
+        names: tuple[str, ...],
+        down: str,
+        hidden: int,
+        inner: int,
+        bias: bool,
+        activation: Activation,
+        mixed: bool = False,
+        expert: tuple[int, int] | None = None,
+    ) -> MLP:
+        """See `gated_mlp`.
+
+        Args:
+            mixed: see `ExpertNames`.
+            expert: see `MatrixSpec`.
+        """
+        shapes = [LinearShape(hidden, 2 * inner // len(names), mixed)] * len(names)
+        places = None
+        if mixed:
+            rows = torch.arange(2 * inner)
+            places = rows % 2 * inner + rows // 2
         made = self._channels(inner, down)
         gate_up = self._linear(
             names,
             shapes,
-            [self._scheme(name) for name in names],
             bias=bias,
             activation=activation,
+            places=places,
+            expert=expert,
             between=made,
         )
-        return MLP(gate_up, self._down(down, LinearShape(inner, hidden), bias, made))
+        last = LinearShape(inner, hidden, mixed)
+        return MLP(gate_up, self._down(down, last, bias, made, expert))
 
     def _channels(self, inner: int, down: str) -> Between | None:
         """Return the channels between an MLP's matrices, to be divided only between groups of
@@ -397,8 +411,7 @@ class Builder(LayerBuilder):
         expert: tuple[int, int] | None = None,
     ) -> Linear:
         between = None if made is None else replace(made, read=True)
-        scheme = self._scheme(name)
-        return self._linear((name,), [shape], [scheme], bias=bias, expert=expert, between=between)
+        return self._linear((name,), [shape], bias=bias, expert=expert, between=between)
 
     def mlp(
         self,
@@ -420,7 +433,6 @@ class Builder(LayerBuilder):
         first = self._linear(
             (up,),
             [LinearShape(hidden, inner, transposed)],
-            [self._scheme(up)],
             bias=bias,
             activation=MLP_ACTIVATIONS[activation],
             between=made,
@@ -446,12 +458,10 @@ class Builder(LayerBuilder):
         """
         rule, inner = spec.router, spec.inner
         shape = LinearShape(hidden, rule.experts)
-        router = self._linear((names.router,), [shape], [None], bias=bias, exact=True, wide=True)
+        router = self._linear((names.router,), [shape], bias=bias, exact=True, wide=True)
         correction, scales = None, None
         if rule.scaled:
-            full = self._name(names.scales)
-            scales = self.storage.tensor(full, (rule.experts,), torch.float32, self.device)
-            self._declare(full, scales, "gain")
+            scales = self._tensor(self._name(names.scales), (rule.experts,), "gain")
         if rule.corrected:
             full, sizes = self._name(names.correction), (rule.experts,)
             correction = self.storage.tensor(full, sizes, torch.float32, self.device)
@@ -460,13 +470,10 @@ class Builder(LayerBuilder):
         up, down = [], []
         for expert in range(rule.experts):
             gate_up = tuple(name.format(expert) for name in names.gate_up)
-            one = (expert, rule.experts)
-            last = LinearShape(inner, hidden, names.mixed)
-            name = names.down.format(expert)
-            made = self._channels(inner, name)
-            first = self._gate_up(gate_up, hidden, inner, bias, activation, names.mixed, one, made)
-            up.append(first.matrix)
-            down.append(self._down(name, last, bias, made, one).matrix)
+            last, number = names.down.format(expert), (expert, rule.experts)
+            one = self._gated(gate_up, last, hidden, inner, bias, activation, names.mixed, number)
+            up.append(one.up.matrix)
+            down.append(one.down.matrix)
         for matrices in (up, down):
             if len({matrix.spec.kind for matrix in matrices}) > 1:
                 named = shown(self._name(names.down.format("*")))
@@ -474,7 +481,7 @@ class Builder(LayerBuilder):
         shared, gate = None, None
         if spec.gated:
             column = LinearShape(hidden, 1)
-            gate = self._linear((names.shared_gate,), [column], [None], bias=False, exact=True)
+            gate = self._linear((names.shared_gate,), [column], bias=False, exact=True)
         if spec.shared:
             inside = self._at(names.shared)
             shared = inside.gated_mlp(
@@ -482,36 +489,6 @@ class Builder(LayerBuilder):
             )
         experts = replace(self.ops.expert_set(up, down), weigh_inputs=rule.weigh_inputs)
         return Experts(self.ops, router, rule, correction, experts, shared, gate, scales)
-
-    def _gate_up(
-        self,
-        names: tuple[str, ...],
-        hidden: int,
-        inner: int,
-        bias: bool,
-        activation: Activation,
-        mixed: bool,
-        expert: tuple[int, int],
-        between: Between | None,
-    ) -> Linear:
-        """See `ExpertNames`."""
-        widths = (2 * inner // len(names),) * len(names)
-        shapes = [LinearShape(hidden, width, mixed) for width in widths]
-        places = None
-        if mixed:
-            rows = torch.arange(2 * inner)
-            places = rows % 2 * inner + rows // 2
-        stored = [self._scheme(name) for name in names]
-        return self._linear(
-            names,
-            shapes,
-            stored,
-            bias=bias,
-            activation=activation,
-            places=places,
-            expert=expert,
-            between=between,
-        )
 
     def embedding(
         self,
@@ -548,8 +525,8 @@ class Builder(LayerBuilder):
         return Embedding(self.ops, table[skipped:])
 
     def _table(self, name: str, rows: int, hidden: int, skipped: int = 0) -> Embedding:
-        table = self._empty(f"{name}.weight", skipped + rows, hidden)
-        self._declare(self._name(f"{name}.weight"), table, "matrix")
+        full = self._name(f"{name}.weight")
+        table = self._tensor(full, (skipped + rows, hidden), "matrix", self.dtype)
         return Embedding(self.ops, table[skipped:])
 
     def token_embedding(
@@ -584,7 +561,7 @@ class Builder(LayerBuilder):
         self, name: str, shape: LinearShape, tied: bool, scale: float
     ) -> MatrixEmbedding:
         scheme = self._embedding_scheme(name)
-        linear = self._linear((name,), [shape], [scheme], bias=False, head=True)
+        linear = self._linear((name,), [shape], stored=[scheme], bias=False, head=True)
         return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
 
     def _embedding_scheme(self, name: str) -> StoredScheme | None:
@@ -614,8 +591,7 @@ class Builder(LayerBuilder):
             head = Linear(self.ops, embedding.matrix)
         else:
             vocab, hidden = embedding.shape
-            shape, stored = LinearShape(hidden, vocab), self._scheme(name)
-            head = self._linear((name,), [shape], [stored], bias=bias, head=True)
+            head = self._linear((name,), [LinearShape(hidden, vocab)], bias=bias, head=True)
         return head if softcap is None else CappedHead(head, softcap)
 
     def rms_norm(
@@ -739,9 +715,7 @@ class Builder(LayerBuilder):
             head_norms = HeadNorms(q_norm.weight, k_weight, q_norm.eps)
         learned = None
         if sinks:
-            name = self._name("sinks")
-            learned = self.storage.tensor(name, (sinks,), torch.float32, self.device)
-            self._declare(name, learned, "bias")
+            learned = self._tensor(self._name("sinks"), (sinks,), "bias")
         scale = head_dim**-0.5 if scale is None else scale
         apart = self._scope in self.declared.heads
         spec = AttentionSpec(scale, head_norms, softcap, learned, apart, bidirectional)
@@ -824,10 +798,9 @@ class Builder(LayerBuilder):
         for layer in spec.layers:
             made: list[Tensor] = []
             for name, shape in layer.tensors.items():
-                made.append(self.storage.tensor(name, shape, torch.float32, self.device))
                 gain = layer.norm_eps is not None and not name.endswith(BIAS)
                 kind = "gain" if gain else "matrix" if len(shape) == 2 else "bias"
-                self._declare(name, made[-1], kind)
+                made.append(self._tensor(name, shape, kind))
             layers.append((layer, made[0], made[1] if layer.bias else None))
         return PooledHead(layers)
 
@@ -852,21 +825,10 @@ class Builder(LayerBuilder):
         width, channels = spec.width, spec.channels
         full = self._name(f"{name}.weight")
         weight = self.storage.tensor(full, (width, channels), self.dtype, self.device)
-        if not self.storage.names:
-            self.declared.tensors.append(
-                DeclaredTensor(
-                    full,
-                    (channels, 1, width),
-                    self.dtype,
-                    "gain",
-                    IN_RUNS,
-                    fill=partial(_fill_taps, weight),
-                )
-            )
+        self._declare(full, weight.t()[:, None], "gain")
         offset = None
         if spec.bias:
-            offset = self._empty(f"{name}.bias", channels)
-            self._declare(self._name(f"{name}.bias"), offset, "bias")
+            offset = self._tensor(self._name(f"{name}.bias"), (channels,), "bias", self.dtype)
         return CausalConv(self.ops, weight, offset, self._state_of(layer), silu)
 
     def gated_delta(self, decay: str, bias: str, layer: int, spec: StateSpec) -> GatedDelta:
@@ -875,13 +837,9 @@ class Builder(LayerBuilder):
         Args:
             decay, bias: names of the learned decay parameters of the heads; see `DeltaHeads`.
         """
-        vectors = []
-        for name in (decay, bias):
-            full = self._name(name)
-            size = (spec.value_heads,)
-            vectors.append(self.storage.tensor(full, size, torch.float32, self.device))
-            self._declare(full, vectors[-1], "bias")
-        heads = DeltaHeads(vectors[0], vectors[1], spec.key_heads)
+        size = (spec.value_heads,)
+        rates, offsets = (self._tensor(self._name(name), size, "bias") for name in (decay, bias))
+        heads = DeltaHeads(rates, offsets, spec.key_heads)
         return GatedDelta(self.ops, heads, self._state_of(layer))
 
     def _state_of(self, layer: int) -> int:
@@ -891,9 +849,9 @@ class Builder(LayerBuilder):
         self,
         names: tuple[str, ...],
         shapes: Sequence[LinearShape],
-        stored: Sequence[StoredScheme | None],
         *,
         bias: bool,
+        stored: Sequence[StoredScheme | None] | None = None,
         activation: Activation | None = None,
         head: bool = False,
         exact: bool = False,
@@ -907,15 +865,18 @@ class Builder(LayerBuilder):
 
         Args:
             expert, between, alone: see `MatrixSpec`; `exact` implies `alone`.
-            exact: the weight is never quantised.
+            stored: how the checkpoint stores each layer, None for floats; None: as for any layer of
+                its name.
+            exact: the weight is never quantised, neither here nor in the checkpoint.
             wide: the outputs are fp32.
             places: destinations of the first rows; see `Rows`.
-            stored: how the checkpoint stores each layer; None: as floats.
             head: the layer computes logits or is the embedding. Logits are fp32, because small
                 differences between them matter; the weight keeps at least eight bits.
         """
         layers = [self._name(name) for name in names]
         inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
+        if stored is None:
+            stored = [None if exact else self._scheme(name) for name in names]
         quantised = None if exact else matrix_kind(self.quantization, inputs, stored, head=head)
         kind = quantised or float_kind(self.dtype)
         quantizer = Quantizer(kind, self._joined(names))
@@ -1026,6 +987,18 @@ class Builder(LayerBuilder):
         self._declare(full, weight, "gain", fill)
         return weight
 
+    def _tensor(
+        self,
+        full: str,
+        shape: tuple[int, ...],
+        kind: str,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """Declare a tensor by its name in the checkpoint, and return its memory."""
+        tensor = self.storage.tensor(full, shape, dtype, self.device)
+        self._declare(full, tensor, kind)
+        return tensor
+
     def _empty(self, name: str, *shape: int) -> Tensor:
         return self.storage.tensor(self._name(name), shape, self.dtype, self.device)
 
@@ -1062,11 +1035,6 @@ def _add_positions(sums: Tensor, first: int, values: Tensor) -> None:
 def _add_types(sums: Tensor, first: int, values: Tensor) -> None:
     """Add values [n, hidden], from type `first`, to sums [types, positions, hidden]."""
     sums[first : first + len(values)].add_(values.to(sums)[:, None])
-
-
-def _fill_taps(target: Tensor, first: int, values: Tensor) -> None:
-    """Take values [channels, 1, width], from channel `first`."""
-    target[:, first : first + len(values)].copy_(values[:, 0].t())
 
 
 def _with_gates(places: Tensor | None, heads: int, kv_heads: int, head_dim: int) -> Tensor:

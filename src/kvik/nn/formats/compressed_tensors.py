@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvik.kernels.weights import Weight
 from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import (
     WORD,
@@ -20,12 +19,12 @@ from kvik.nn.formats.bits import (
 from kvik.nn.formats.integers import (
     SIGN,
     Codes,
+    IntegerFormat,
     along_words,
     because,
     check_group,
     finite,
     group_index,
-    weight_of,
 )
 from kvik.spec.stored_weights import StoredScheme
 
@@ -58,7 +57,7 @@ def scale_shape(
     return outputs, check_group(scheme, shape)
 
 
-class PackQuantized:
+class PackQuantized(IntegerFormat):
     """weight_packed [outputs, inputs * bits / 32], weight_scale [outputs, groups] and weight_shape
     [2]; asymmetric weights also have weight_zero_point [outputs * bits / 32, groups], act-order
     adds weight_g_idx [inputs]."""
@@ -66,13 +65,9 @@ class PackQuantized:
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """
-        Raises:
-            ValueError: the layer cannot be stored like this.
-        """
-        self.scheme, self.shape = scheme, shape
+        """See `IntegerFormat`."""
+        super().__init__(scheme, shape, stored)
         self.scale = scale_shape(scheme, shape, stored.get(SCALE))
-        self.groups = check_group(scheme, shape)
         self.unread = (*ACTIVATIONS, ZERO) if scheme.symmetric else ACTIVATIONS
         self.has_index = scheme.ordered or INDEX in stored
 
@@ -91,11 +86,7 @@ class PackQuantized:
             found[INDEX] = StoredTensor((self.shape.inputs,), torch.int64)
         return found
 
-    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
-        return weight_of(self.codes(tensors, rows), self.scheme)
-
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
-        """Of some outputs."""
         shape, bits = self.shape, self.scheme.bits
         if tensors[SHAPE].tolist() != [shape.outputs, shape.inputs]:
             message = f"must be [{shape.outputs}, {shape.inputs}], not {tensors[SHAPE].tolist()}"
@@ -135,18 +126,15 @@ class PackQuantized:
         return found
 
 
-class IntQuantized:
+class IntQuantized(IntegerFormat):
     """weight [outputs, inputs] int8 and weight_scale; asymmetric weights also have
     weight_zero_point int8."""
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """
-        Raises:
-            ValueError: the layer cannot be stored like this.
-        """
-        self.scheme, self.shape = scheme, shape
+        """See `IntegerFormat`."""
+        super().__init__(scheme, shape, stored)
         self.scale = scale_shape(scheme, shape, stored.get(SCALE))
         self.unread = (*ACTIVATIONS, ZERO) if scheme.symmetric else ACTIVATIONS
 
@@ -161,11 +149,7 @@ class IntQuantized:
             found[ZERO] = StoredTensor(self.scale, torch.int8, along, because=why)
         return found
 
-    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
-        return weight_of(self.codes(tensors, rows), self.scheme)
-
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
-        """Of some outputs."""
         q = tensors[WEIGHT][rows].view(torch.uint8) ^ SIGN
         zeros = None
         if not self.scheme.symmetric:

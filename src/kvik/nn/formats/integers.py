@@ -37,31 +37,54 @@ from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import loaded_kind
 
-# GPTQ's layout, as AutoGPTQ and GPTQModel write it (their `QuantLinear.pack`).
-
-INDEX = "g_idx"
+# The part that all integer layouts share.
 
 
-class Gptq:
-    """qweight [inputs * bits / 32, outputs], qzeros [groups, outputs * bits / 32], scales
-    [groups, outputs], g_idx [inputs], which may be absent if groups are contiguous."""
+class IntegerFormat:
+    """A format of codes with scales and zero points."""
 
-    unread = ()
+    unread: tuple[str, ...] = ()
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
     ) -> None:
         """
+        Args:
+            stored: shapes of the tensors that the layer has in the checkpoint, by name.
+
         Raises:
             ValueError: the layer cannot be stored like this.
         """
+        self.scheme, self.shape = scheme, shape
+        self.groups = check_group(scheme, shape)
+
+    def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
+        """Return the codes of some outputs; see `WeightFormat.weight`."""
+        raise NotImplementedError
+
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
+        return weight_of(self.codes(tensors, rows), self.scheme)
+
+
+# GPTQ's layout, as AutoGPTQ and GPTQModel write it (their `QuantLinear.pack`).
+
+INDEX = "g_idx"
+
+
+class Gptq(IntegerFormat):
+    """qweight [inputs * bits / 32, outputs], qzeros [groups, outputs * bits / 32], scales
+    [groups, outputs], g_idx [inputs], which may be absent if groups are contiguous."""
+
+    def __init__(
+        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """See `IntegerFormat`."""
         for name, count in (("inputs", shape.inputs), ("outputs", shape.outputs)):
             if count * scheme.bits % WORD:
                 raise ValueError(
                     f"its {count} {name} of {scheme.bits} bits do not fill words of {WORD}"
                 )
-        self.scheme, self.shape = scheme, shape
-        self.groups = check_group(scheme, shape)
+        super().__init__(scheme, shape, stored)
         self.has_index = scheme.ordered or INDEX in stored
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -81,11 +104,7 @@ class Gptq:
             found[INDEX] = StoredTensor((inputs,), torch.int64)
         return found
 
-    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
-        return weight_of(self.codes(tensors, rows), self.scheme)
-
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
-        """Of some outputs."""
         bits = self.scheme.bits
         q = unpack_gptq(tensors["qweight"][:, rows], bits)
         scales = finite("scales", tensors["scales"][:, rows]).t()
@@ -144,22 +163,16 @@ def natural_index(inputs: int, groups: int, device: torch.device) -> Tensor:
 PER_WORD = len(AWQ_ORDER)  # outputs in a word
 
 
-class Awq:
+class Awq(IntegerFormat):
     """qweight [inputs, outputs / 8], qzeros [groups, outputs / 8], scales [groups, outputs]."""
-
-    unread = ()
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """
-        Raises:
-            ValueError: the layer cannot be stored like this.
-        """
+        """See `IntegerFormat`."""
         if shape.outputs % PER_WORD:
             raise ValueError(f"its {shape.outputs} outputs do not fill words of {PER_WORD}")
-        self.scheme, self.shape = scheme, shape
-        self.groups = check_group(scheme, shape)
+        super().__init__(scheme, shape, stored)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         inputs, outputs, why = self.shape.inputs, self.shape.outputs, because(self.scheme)
@@ -174,11 +187,7 @@ class Awq:
             "scales": stored(self.groups, outputs, torch.float16, Along(1)),
         }
 
-    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
-        return weight_of(self.codes(tensors, rows), self.scheme)
-
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
-        """Of some outputs."""
         first = rows.start // PER_WORD
         words = slice(first, -(-rows.stop // PER_WORD))
         own = slice(rows.start - first * PER_WORD, rows.stop - first * PER_WORD)

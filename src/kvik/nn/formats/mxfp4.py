@@ -21,7 +21,7 @@ from kvik.kernels.weights import (
 from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
 from kvik.nn.formats.bits import pack_nibbles
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, PACKED, SCALE
-from kvik.nn.formats.integers import because, check_group
+from kvik.nn.formats.integers import because, check_group, finite
 from kvik.nn.gguf_blocks import BlockParts, mxfp4_parts, take_apart
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weight_kind import MX_GROUP
@@ -40,10 +40,7 @@ class Mxfp4Packed:
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """
-        Raises:
-            ValueError: the layer cannot be stored like this.
-        """
+        """See `IntegerFormat`."""
         self.scheme, self.shape = scheme, shape
         self.groups = check_group(scheme, shape)
 
@@ -127,9 +124,9 @@ class Blocks:
                 self.shape.ordered(parts.scales),
                 None if parts.minima is None else self.shape.ordered(parts.minima),
             )
-        scales, minima, loaded = _finite(parts.scales), parts.minima, self.loaded
+        scales, minima, loaded = finite(WEIGHT, parts.scales), parts.minima, self.loaded
         if minima is not None:
-            _finite(minima)
+            finite(WEIGHT, minima)
         if loaded is None:
             return float_weight(parts.weights())
         if loaded.bits == 8:
@@ -139,14 +136,3 @@ class Blocks:
             return int4_min_weight(pack_nibbles(parts.codes), scales, minima, loaded.group)
         codes = (parts.codes + SYMMETRIC_ZERO).view(torch.uint8)
         return int4_weight(pack_nibbles(codes), scales, None, loaded.group)
-
-
-def _finite(values: Tensor) -> Tensor:
-    """Return the values, all of them finite.
-
-    Raises:
-        TensorError: one is NaN or infinite.
-    """
-    if not bool(values.isfinite().all()):
-        raise TensorError(WEIGHT, "holds NaN or infinity")
-    return values
