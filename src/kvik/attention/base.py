@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -308,10 +307,14 @@ class BackendCaps:
             raise ConfigError("attention_backend", reason)
 
 
-class AttentionBackend(Protocol):
-    """A family of attention kernels over the paged cache."""
+class AttentionBackend:
+    """A family of attention kernels over the paged cache. By default a plan is only the layout, and
+    the cache is read and written with torch's operations."""
 
     caps: BackendCaps
+
+    def __init__(self, ops: Ops) -> None:
+        self._ops = ops
 
     def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
         """Return the part of a step that is the same for all layers of a KV group.
@@ -319,7 +322,7 @@ class AttentionBackend(Protocol):
         Args:
             window: which keys a query sees; None: all.
         """
-        ...
+        return AttentionMetadata(layout, window)
 
     def run(self, attend: Attend) -> Tensor:
         """Normalise and rotate q and k, write this step's k and v into the cache, then attend.
@@ -327,7 +330,7 @@ class AttentionBackend(Protocol):
         Returns:
             [tokens, heads, head_dim].
         """
-        ...
+        raise NotImplementedError
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
         """Rotate, write this step's latent vectors into the cache, then attend.
@@ -335,7 +338,8 @@ class AttentionBackend(Protocol):
         Returns:
             [tokens, heads, value].
         """
-        ...
+        means = self.run(attend.joined(self._ops))[..., : attend.up.rank]
+        return attend.up.to_values(self._ops, means)
 
     def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
         """Copy the cached keys and values of some tokens to other positions.
@@ -344,7 +348,9 @@ class AttentionBackend(Protocol):
             source, target: [n] int64, KV positions. Targets are distinct, and target[i] is not
                 source[j] for any j > i.
         """
-        ...
+        for tensor in kv.tensors:
+            tokens = tensor.flatten(0, 1)
+            tokens.index_copy_(0, target, tokens.index_select(0, source))
 
     def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
         """Return the cached keys of some tokens, [n, kv_heads, head_dim] fp32.
@@ -352,7 +358,7 @@ class AttentionBackend(Protocol):
         Args:
             at: [n] int64, KV positions.
         """
-        ...
+        return read(kv.k, kv.k_scales, at).float()
 
 
 # Writing and reading the cache in any of its formats, with torch's operations.
@@ -427,15 +433,3 @@ def keep_queries(q: Tensor, ring: Tensor, layout: StepLayout, scale: float) -> N
         places = torch.arange(context - count, context, device=ring.device) % last
         ring[row, places] = q[start + length - count : start + length].float() * scale
         start += length
-
-
-def cached_keys(kv: LayerKV, at: Tensor) -> Tensor:
-    """Return cached keys; see `AttentionBackend.keys`."""
-    return read(kv.k, kv.k_scales, at).float()
-
-
-def move(kv: LayerKV, source: Tensor, target: Tensor) -> None:
-    """Copy cached tokens to other positions; see `AttentionBackend.move`."""
-    for tensor in kv.tensors:
-        tokens = tensor.flatten(0, 1)
-        tokens.index_copy_(0, target, tokens.index_select(0, source))

@@ -13,28 +13,25 @@ from torch import Tensor
 from kvik.attention.base import (
     Attend,
     AttendLatent,
+    AttentionBackend,
     AttentionMetadata,
     AttentionSpec,
     BackendCaps,
     LayerKV,
     StepLayout,
 )
-from kvik.kernels.cpu.native import DTYPES, Native, pointer
+from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
 from kvik.kernels.ops import Ops
-from kvik.spec.visible_keys import Window
 
 
-class CpuAttention:
+class CpuAttention(AttentionBackend):
     """See csrc/attention.hpp."""
 
     caps = BackendCaps("cpu", frozenset({"cpu"}), frozenset({torch.float32, torch.bfloat16}))
 
     def __init__(self, native: Native, ops: Ops) -> None:
+        super().__init__(ops)
         self.native = native
-        self._ops = ops
-
-    def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
-        return AttentionMetadata(layout, window)
 
     def run(self, attend: Attend) -> Tensor:
         return self.run_into(attend, self.native.empty(*attend.q.shape, dtype=attend.q.dtype))
@@ -53,10 +50,7 @@ class CpuAttention:
     def _store(self, k: Tensor, v: Tensor, kv: LayerKV, layout: StepLayout) -> None:
         self.native.launch(
             "store_kv",
-            k=k.data_ptr(),
-            k_stride=k.stride(0),
-            v=v.data_ptr(),
-            v_stride=v.stride(0),
+            **strided(k=k, v=v),
             k_cache=kv.k.data_ptr(),
             v_cache=kv.v.data_ptr(),
             k_scales=pointer(kv.k_scales),
@@ -74,8 +68,7 @@ class CpuAttention:
         assert layout.state_rows is not None
         self.native.launch(
             "keep_queries",
-            q=q.data_ptr(),
-            q_stride=q.stride(0),
+            **strided(q=q),
             starts=layout.query_start_loc.data_ptr(),
             lengths=layout.seq_lens.data_ptr(),
             state_rows=layout.state_rows.data_ptr(),
@@ -98,10 +91,7 @@ class CpuAttention:
         width = latent.shape[1] + k_rope.shape[2]
         self.native.launch(
             "store_latent",
-            latent=latent.data_ptr(),
-            latent_stride=latent.stride(0),
-            rope=k_rope.data_ptr(),
-            rope_stride=k_rope.stride(0),
+            **strided(latent=latent, rope=k_rope),
             cache=kv.k.data_ptr(),
             scales=pointer(kv.k_scales),
             slot_mapping=layout.slot_mapping.data_ptr(),
@@ -139,8 +129,7 @@ class CpuAttention:
         (_, heads, value_dim), (kv_heads, head_dim) = q.shape, keys
         self.native.launch(
             "attention",
-            q=q.data_ptr(),
-            q_stride=q.stride(0),
+            **strided(q=q, out=out, sink_q=for_sinks),
             q_rope=pointer(q_rope),
             q_rope_stride=0 if q_rope is None else q_rope.stride(0),
             value_dim=value_dim,
@@ -165,11 +154,7 @@ class CpuAttention:
             softcap=spec.softcap or 0.0,
             sinks=pointer(spec.sinks),
             sink_keys=window.sinks if window else 0,
-            sink_q=pointer(for_sinks),
-            sink_q_stride=0 if for_sinks is None else for_sinks.stride(0),
             first_keys=pointer(layout.first_keys),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
             dtype=DTYPES[q.dtype],
             kv_dtype=DTYPES[kv.k.dtype],
         )
@@ -196,8 +181,7 @@ class CpuAttention:
         found = torch.empty(len(at), heads, width)
         self.native.launch(
             "load_kv",
-            k=found.data_ptr(),
-            k_stride=found.stride(0),
+            **strided(k=found),
             v=0,
             v_stride=0,
             k_cache=kv.k.data_ptr(),

@@ -34,23 +34,41 @@ def own_heads(attend: Attend, share: HeadShare) -> Attend:
     )
 
 
-class SharedHeads:
-    """Attention in which each process computes some heads, over any backend. Results are gathered,
-    unless their consumer is divided in the same way; then each process keeps its own part."""
+class DividedHeads(AttentionBackend):
+    """Attention in which each process computes some heads by another backend, which plans steps and
+    has the cache."""
 
-    def __init__(self, backend: AttentionBackend, group: TorchGroup, *, fast: bool) -> None:
-        self._backend, self._group, self._fast = backend, group, fast
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
         self.caps = backend.caps
         self._kv_heads: dict[int, int] = {}  # of all processes, by the id of a layer's cache
 
     def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
         return self._backend.plan(layout, window)
 
-    def run(self, attend: Attend) -> Tensor:
-        _, heads, _ = attend.q.shape
+    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
+        self._backend.move(kv, source, target)
+
+    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
+        return self._backend.keys(kv, at)
+
+    def kv_heads(self, attend: Attend) -> int:
+        """Return the number of kv heads of a layer, in all processes."""
         if attend.k is not None:
             self._kv_heads[id(attend.kv)] = attend.k.shape[1]
-        kv_heads, group = self._kv_heads[id(attend.kv)], self._group
+        return self._kv_heads[id(attend.kv)]
+
+
+class SharedHeads(DividedHeads):
+    """Attention divided by heads, over any backend. Results are gathered, unless their consumer is
+    divided in the same way; then each process keeps its own part."""
+
+    def __init__(self, backend: AttentionBackend, group: TorchGroup, *, fast: bool) -> None:
+        super().__init__(backend)
+        self._group, self._fast = group, fast
+
+    def run(self, attend: Attend) -> Tensor:
+        heads, kv_heads, group = attend.q.shape[1], self.kv_heads(attend), self._group
         shares = [HeadShare.of(heads, kv_heads, rank, group.size) for rank in range(group.size)]
         found = self._backend.run(own_heads(attend, shares[group.rank]))
         return self._whole(found, [share.heads for share in shares], apart=attend.spec.apart)
@@ -71,9 +89,3 @@ class SharedHeads:
             return found
         widths = [(end - first) * dim for first, end in shares]
         return self._group.gather_columns(own.flatten(1), widths).view(tokens, heads, dim)
-
-    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
-        self._backend.move(kv, source, target)
-
-    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
-        return self._backend.keys(kv, at)

@@ -17,33 +17,22 @@ from torch import Tensor
 
 from kvik.attention.base import (
     Attend,
-    AttendLatent,
-    AttentionMetadata,
+    AttentionBackend,
     AttentionSpec,
     BackendCaps,
     LayerKV,
-    StepLayout,
-    cached_keys,
     keep_queries,
-    move,
     read_both,
 )
-from kvik.kernels.ops import Ops
 from kvik.spec.visible_keys import Window, first_visible
 
 
-class ReferenceAttention:
+class ReferenceAttention(AttentionBackend):
     caps = BackendCaps(
         name="reference",
         devices=frozenset({"cpu", "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
     )
-
-    def __init__(self, ops: Ops) -> None:
-        self._ops = ops
-
-    def plan(self, layout: StepLayout, window: Window | None) -> AttentionMetadata:
-        return AttentionMetadata(layout, window)
 
     def run(self, attend: Attend) -> Tensor:
         for_sinks = attend.for_sinks(self._ops)
@@ -65,16 +54,6 @@ class ReferenceAttention:
             out[rows] = self._attend(q[rows], None if for_sinks is None else for_sinks[rows], *of)
             start += length
         return out
-
-    def run_latent(self, attend: AttendLatent) -> Tensor:
-        means = self.run(attend.joined(self._ops))[..., : attend.up.rank]
-        return attend.up.to_values(self._ops, means)
-
-    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
-        move(kv, source, target)
-
-    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
-        return cached_keys(kv, at)
 
     def _attend(
         self,

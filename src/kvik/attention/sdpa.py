@@ -26,14 +26,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kvik.attention.base import (
     Attend,
-    AttendLatent,
+    AttentionBackend,
     AttentionMetadata,
     BackendCaps,
     LayerKV,
     StepLayout,
-    cached_keys,
     keep_queries,
-    move,
     read_both,
 )
 from kvik.attention.reference import ReferenceAttention, near
@@ -162,7 +160,7 @@ class SdpaMetadata(AttentionMetadata):
     prefill: tuple[PrefillRow, ...]
 
 
-class SdpaAttention:
+class SdpaAttention(AttentionBackend):
     caps = BackendCaps(
         name="sdpa",
         devices=frozenset({"cpu", "cuda"}),
@@ -170,7 +168,7 @@ class SdpaAttention:
     )
 
     def __init__(self, ops: Ops) -> None:
-        self._ops = ops
+        super().__init__(ops)
         self._reference = ReferenceAttention(ops)
         self._workspace = Workspace()
 
@@ -235,16 +233,6 @@ class SdpaAttention:
             parts.append(self._prefill(q[part], k[part], v[part], mask, attend.spec.scale, False))
             start += length
         return torch.cat(parts)
-
-    def run_latent(self, attend: AttendLatent) -> Tensor:
-        means = self.run(attend.joined(self._ops))[..., : attend.up.rank]
-        return attend.up.to_values(self._ops, means)
-
-    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
-        move(kv, source, target)
-
-    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
-        return cached_keys(kv, at)
 
     def _decode(self, q: Tensor, kv: LayerKV, batch: DecodeBatch, scale: float) -> Tensor:
         """Attend for a batch of q [rows, heads, head_dim]; returns the same shape."""

@@ -18,12 +18,10 @@ from kvik.attention.base import (
     OPTIONS,
     Attend,
     AttendLatent,
+    AttentionBackend,
     AttentionMetadata,
     BackendCaps,
-    LayerKV,
     StepLayout,
-    cached_keys,
-    move,
     store,
 )
 from kvik.attention.fresh_prompts import FreshPrompt, FreshPrompts
@@ -55,7 +53,7 @@ class TritonMetadata(AttentionMetadata):
     all: tuple[PagedStep, ...]
 
 
-class TritonAttention:
+class TritonAttention(AttentionBackend):
     """See kernels/triton/attention_decode.py and attention_prefill.py."""
 
     caps = BackendCaps(
@@ -70,7 +68,7 @@ class TritonAttention:
         Args:
             prompts: attention for fresh prompts, for floats in a cache that does not round them.
         """
-        self._ops = ops
+        super().__init__(ops)
         self.prompts = prompts
 
     def plan(self, layout: StepLayout, window: Window | None) -> TritonMetadata:
@@ -151,12 +149,6 @@ class TritonAttention:
         for step in metadata.steps:
             latent_attention(q, q_rope, attend.kv.k, step, attend.spec.scale, means)
         return means
-
-    def move(self, kv: LayerKV, source: Tensor, target: Tensor) -> None:
-        move(kv, source, target)
-
-    def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
-        return cached_keys(kv, at)
 
 
 def _steps_between(

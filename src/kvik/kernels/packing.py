@@ -44,10 +44,7 @@ def check_order(order: Tensor) -> None:
     Raises:
         ValueError: it is not a permutation, so kernels would read beyond their inputs.
     """
-    ids = order.long()
-    if bool((ids < 0).any()) or bool((ids >= len(ids)).any()):
-        raise ValueError("the order of its inputs is no permutation")
-    if not bool((ids.bincount(minlength=len(ids)) == 1).all()):
+    if not torch.equal(order.sort().values, torch.arange(len(order)).to(order)):
         raise ValueError("the order of its inputs is no permutation")
 
 

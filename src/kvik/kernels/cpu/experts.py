@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.cpu.matrix import CpuPacked
-from kvik.kernels.cpu.native import DTYPES, Native, pointer
+from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
 from kvik.kernels.weights import ACTIVATIONS, ExpertSet, Matrix
 from kvik.spec.experts import SCORES, Router
 
@@ -99,8 +99,7 @@ class CpuExperts:
         pair = up.spec.outputs if up.data.bias_pair is None else up.data.bias_pair
         self.native.launch(
             "experts",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
+            **strided(x=x, y=y, residual=residual, made=made),
             rows=self.native.rows(x),
             ids=ids.data_ptr(),
             weights=weights.data_ptr(),
@@ -121,13 +120,7 @@ class CpuExperts:
             down_kind=down.data.kind,
             down_group=down.data.group,
             down_fp8_x=down.data.fp8_activations,
-            residual=pointer(residual),
-            residual_stride=0 if residual is None else residual.stride(0),
             part=part,
-            made=pointer(made),
-            made_stride=0 if made is None else made.stride(0),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
             dtype=DTYPES[x.dtype],
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvik.kernels.cpu.native import DTYPES, Native, pointer
+from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
 from kvik.kernels.packing import Packing, Parts, check_order
 from kvik.kernels.reference.ops import fill_input_scale, fill_order
 from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight, in_nibbles, scale_dtype
@@ -141,8 +141,7 @@ class CpuMatrices:
         values, scales, zeros = _arguments(weight)
         self.native.launch(
             "pack_matrix",
-            values=values.data_ptr(),
-            values_stride=values.stride(0),
+            **strided(values=values),
             scales=pointer(scales),
             zeros=pointer(zeros),
             first=first,
@@ -188,8 +187,7 @@ class CpuMatrices:
             y = self.native.empty(x.shape[0], spec.outputs, dtype=spec.out_dtype)
         self.native.launch(
             "linear",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
+            **strided(x=x, y=y, residual=residual),
             rows=self.native.rows(x),
             weight=packed.weight.data_ptr(),
             scales=packed.scales.data_ptr(),
@@ -202,10 +200,6 @@ class CpuMatrices:
             activation=ACTIVATIONS[spec.activation],
             bias=pointer(matrix.bias),
             bias_pair=spec.outputs if packed.bias_pair is None else packed.bias_pair,
-            residual=pointer(residual),
-            residual_stride=0 if residual is None else residual.stride(0),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
             dtype=DTYPES[x.dtype],
             out_dtype=DTYPES[spec.out_dtype],
             fp8_x=packed.fp8_activations,
@@ -221,8 +215,7 @@ class CpuMatrices:
         y = self.native.empty(x.shape[0], heads, outputs, dtype=x.dtype)
         self.native.launch(
             "linear_each",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
+            **strided(x=x),
             x_head_stride=x.stride(1),
             rows=self.native.rows(x),
             heads=heads,
@@ -267,8 +260,7 @@ class CpuMatrices:
             group=packed.group,
             order=pointer(packed.order),
             ids=ids.data_ptr(),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
+            **strided(out=out),
             rows=self.native.rows(ids),
             dtype=DTYPES[dtype],
         )

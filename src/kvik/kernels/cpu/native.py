@@ -32,6 +32,14 @@ def pointer(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
 
+def strided(**tensors: Tensor | None) -> dict[str, int]:
+    """Return the arguments of `Native.launch` for tensors whose rows need not be dense: NAME, the
+    address, and NAME_stride, from row to row; both 0 for None."""
+    strides = {name: 0 if x is None else x.stride(0) for name, x in tensors.items()}
+    found = {f"{name}_stride": stride for name, stride in strides.items()}
+    return found | {name: pointer(tensor) for name, tensor in tensors.items()}
+
+
 def notices() -> list[str]:
     """Return what a user should know about this build on this machine."""
     return [

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import CpuMatrices
-from kvik.kernels.cpu.native import DTYPES, Native, pointer
+from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
 from kvik.kernels.ops import DeltaHeads, Draws, Gate, Masks, Ops, Penalties, Sequences, Truncation
 from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
@@ -19,61 +19,16 @@ RULES = ("top_k", "top_p", "min_p")
 GATES: Mapping[Gate, int] = {"none": 0, "silu": 1, "sigmoid": 2}  # csrc/arguments.hpp
 
 
-class Drawing:
-    """Draws by the native kernels."""
-
-    def __init__(self, native: Native) -> None:
-        self.native = native
-
-    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
-        """See `Ops.draw`."""
-        logits, rules = logits.float(), draws.truncation
-        ids = self.native.empty(len(logits), dtype=torch.int64)
-        self.native.launch(
-            "draw",
-            logits=logits.data_ptr(),
-            stride=logits.stride(0),
-            rows=self.native.rows(logits),
-            vocab=logits.shape[1],
-            temperature=draws.temperature.data_ptr(),
-            uniforms=draws.uniforms.data_ptr(),
-            **_addresses(rules),
-            ids=ids.data_ptr(),
-        )
-        return ids
-
-    def probabilities(self, logits: Tensor, temperature: Tensor, rules: Truncation) -> Tensor:
-        """See `Ops.probabilities`."""
-        logits = logits.float()
-        shares = self.native.empty(*logits.shape, dtype=torch.float32)
-        self.native.launch(
-            "probabilities",
-            logits=logits.data_ptr(),
-            stride=logits.stride(0),
-            rows=self.native.rows(logits),
-            vocab=logits.shape[1],
-            temperature=temperature.data_ptr(),
-            **_addresses(rules),
-            shares=shares.data_ptr(),
-            shares_stride=shares.stride(0),
-        )
-        return shares
-
-
 def _addresses(rules: Truncation) -> dict[str, int]:
     """Return addresses of the rules that kernels apply, by argument; 0: no row uses the rule."""
-    values = {name: getattr(rules, name) for name in RULES}
-    return {name: 0 if value is None else value.data_ptr() for name, value in values.items()}
+    return {name: pointer(getattr(rules, name)) for name in RULES}
 
 
 def scale(native: Native, x: Tensor, factor: float, y: Tensor) -> None:
     """Write x * factor to y, both [rows, columns]."""
     native.launch(
         "scaled",
-        x=x.data_ptr(),
-        x_stride=x.stride(0),
-        y=y.data_ptr(),
-        y_stride=y.stride(0),
+        **strided(x=x, y=y),
         rows=native.rows(x),
         dim=x.shape[1],
         factor=factor,
@@ -85,9 +40,7 @@ def native_ops(native: Native) -> Ops:
     """Return operations on float32 and bfloat16 tensors whose last axis is dense. Copying blocks of
     the cache is not part of a forward, so torch does that."""
     matrices, experts = CpuMatrices(native), CpuExperts(native)
-    rows = _Rows(native)
-    drawing = Drawing(native)
-    states = _States(native)
+    others = _Operations(native)
     table = Ops(
         matrix=matrices.matrix,
         pack_rows=matrices.pack_rows,
@@ -97,32 +50,32 @@ def native_ops(native: Native) -> Ops:
         experts=experts.experts,
         linear_each=matrices.linear_each,
         matrix_rows=matrices.rows,
-        gather_rows=rows.gather,
-        add=rows.add,
-        largest=rows.largest,
-        penalize=rows.penalize,
-        mask=rows.mask,
-        draw=drawing.draw,
-        probabilities=drawing.probabilities,
-        rms_norm=rows.rms_norm,
-        layer_norm=rows.layer_norm,
-        rotations=rows.rotations,
-        rotary=rows.rotary,
-        activate=rows.activate,
-        scaled=rows.scaled,
-        softcap=rows.softcap,
-        gated=rows.gated,
-        causal_conv=states.causal_conv,
-        gated_delta=states.gated_delta,
+        gather_rows=others.gather,
+        add=others.add,
+        largest=others.largest,
+        penalize=others.penalize,
+        mask=others.mask,
+        draw=others.draw,
+        probabilities=others.probabilities,
+        rms_norm=others.rms_norm,
+        layer_norm=others.layer_norm,
+        rotations=others.rotations,
+        rotary=others.rotary,
+        activate=others.activate,
+        scaled=others.scaled,
+        softcap=others.softcap,
+        gated=others.gated,
+        causal_conv=others.causal_conv,
+        gated_delta=others.gated_delta,
         store_kv=TORCH.store_kv,
         copy_blocks=TORCH.copy_blocks,
     )
     return with_torch_for_others(table, RULES)
 
 
-class _Rows:
-    """Operations row by row. All results are new tensors, except for `rotary`, `softcap`,
-    `penalize` and `mask`."""
+class _Operations:
+    """Operations other than products with matrices. All results are new tensors, except for
+    `rotary`, `softcap`, `penalize` and `mask`."""
 
     def __init__(self, native: Native) -> None:
         self.native = native
@@ -146,12 +99,7 @@ class _Rows:
         out = self.native.empty(*x.shape, dtype=x.dtype)
         self.native.launch(
             "add",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
+            **strided(x=x, y=y, out=out),
             rows=self.native.rows(x),
             dim=x.shape[1],
             dtype=DTYPES[x.dtype],
@@ -198,8 +146,7 @@ class _Rows:
             vocab=logits.shape[1],
             count=self.native.rows(masks.rows),
             rows=masks.rows.data_ptr(),
-            words=masks.words.data_ptr(),
-            words_stride=masks.words.stride(0),
+            **strided(words=masks.words),
         )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -207,12 +154,9 @@ class _Rows:
         inner = x.shape[1] if x.dim() == 3 else 1  # heads, each normalised separately
         self.native.launch(
             "rms_norm",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
+            **strided(x=x, y=y),
             x_inner_stride=x.stride(-2),
             weight=weight.data_ptr(),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
             y_inner_stride=y.stride(-2),
             rows=self.native.rows(x),
             inner=inner,
@@ -238,13 +182,8 @@ class _Rows:
         y = self.native.empty(*x.shape, dtype=x.dtype)
         self.native.launch(
             "gated",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            gate=gate.data_ptr(),
-            gate_stride=gate.stride(0),
+            **strided(x=x, gate=gate, y=y),
             gate_dim=gate.shape[1],
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
             rows=self.native.rows(x),
             dim=x.shape[1],
             by=GATES[by],
@@ -257,14 +196,11 @@ class _Rows:
         y = self.native.empty(*x.shape, dtype=x.dtype)
         self.native.launch(
             "layer_norm",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
+            **strided(x=x, y=y),
             x_inner_stride=x.stride(-2),
             weight=weight.data_ptr(),
             bias=bias.data_ptr(),
             weight_stride=weight.shape[-1] if weight.dim() == 2 else 0,
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
             y_inner_stride=y.stride(-2),
             rows=self.native.rows(x),
             inner=x.shape[1] if x.dim() == 3 else 1,
@@ -293,11 +229,8 @@ class _Rows:
         """See `Ops.rotary`; changes q and k in place."""
         self.native.launch(
             "rotary",
-            q=q.data_ptr(),
-            q_stride=q.stride(0),
+            **strided(q=q, k=k),
             heads=q.shape[1],
-            k=k.data_ptr(),
-            k_stride=k.stride(0),
             kv_heads=k.shape[1],
             rotation=rotation.data_ptr(),
             rows=self.native.rows(q),
@@ -311,10 +244,7 @@ class _Rows:
         y = self.native.empty(x.shape[0], columns, dtype=x.dtype)
         self.native.launch(
             "activate",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
+            **strided(x=x, y=y),
             rows=self.native.rows(x),
             columns=columns,
             activation=ACTIVATIONS[activation],
@@ -322,12 +252,36 @@ class _Rows:
         )
         return y
 
+    def draw(self, logits: Tensor, draws: Draws) -> Tensor:
+        logits, rules = logits.float(), draws.truncation
+        ids = self.native.empty(len(logits), dtype=torch.int64)
+        self.native.launch(
+            "draw",
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            rows=self.native.rows(logits),
+            vocab=logits.shape[1],
+            temperature=draws.temperature.data_ptr(),
+            uniforms=draws.uniforms.data_ptr(),
+            **_addresses(rules),
+            ids=ids.data_ptr(),
+        )
+        return ids
 
-class _States:
-    """Operations of layers that keep a state of each sequence."""
-
-    def __init__(self, native: Native) -> None:
-        self.native = native
+    def probabilities(self, logits: Tensor, temperature: Tensor, rules: Truncation) -> Tensor:
+        logits = logits.float()
+        shares = self.native.empty(*logits.shape, dtype=torch.float32)
+        self.native.launch(
+            "probabilities",
+            logits=logits.data_ptr(),
+            stride=logits.stride(0),
+            rows=self.native.rows(logits),
+            vocab=logits.shape[1],
+            temperature=temperature.data_ptr(),
+            **_addresses(rules),
+            **strided(shares=shares),
+        )
+        return shares
 
     def causal_conv(
         self,
@@ -341,18 +295,13 @@ class _States:
         y = self.native.empty(*x.shape, dtype=x.dtype)
         self.native.launch(
             "causal_conv",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
+            **strided(x=x, state=state, y=y),
             weight=weight.data_ptr(),
             bias=pointer(bias),
-            state=state.data_ptr(),
-            state_stride=state.stride(0),
             **self._places(sequences),
             channels=x.shape[1],
             width=weight.shape[0],
             silu=silu,
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
             dtype=DTYPES[x.dtype],
         )
         return y
@@ -364,21 +313,14 @@ class _States:
         y = self.native.empty(x.shape[0], value_heads * value_dim, dtype=x.dtype)
         self.native.launch(
             "gated_delta",
-            x=x.data_ptr(),
-            x_stride=x.stride(0),
-            gates=gates.data_ptr(),
-            gates_stride=gates.stride(0),
+            **strided(x=x, gates=gates, state=state, y=y),
             decay=heads.decay.data_ptr(),
             bias=heads.bias.data_ptr(),
-            state=state.data_ptr(),
-            state_stride=state.stride(0),
             **self._places(sequences),
             key_heads=heads.key_heads,
             value_heads=value_heads,
             key_dim=key_dim,
             value_dim=value_dim,
-            y=y.data_ptr(),
-            y_stride=y.stride(0),
             dtype=DTYPES[x.dtype],
         )
         return y
