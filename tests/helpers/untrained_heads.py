@@ -12,7 +12,7 @@ from kvik.nn.loader import random_weights
 from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.eagle import EagleDrafter
-from kvik.worker.drafters.heads import MedusaDrafter, TargetLayer
+from kvik.worker.drafters.heads import MedusaDrafter
 from kvik.worker.drafters.registry import DrafterParts
 
 TREE = DraftTree.best([[0.6, 0.3]] * 3, 8)
@@ -40,7 +40,7 @@ def eagle(parts: DrafterParts) -> Drafter:
         random_weights(builder.declared, seed=0)
     ids = torch.zeros(1, dtype=torch.int64, device=parts.platform.parts.device)
     rows = partial(parts.rows, more=(ids, ids))
-    return EagleDrafter(TargetLayer(layer, parts.network), parts.table, TREE, rows)
+    return EagleDrafter(layer, parts.network, parts.table, TREE, rows)
 
 
 def _builder(parts: DrafterParts) -> Builder:

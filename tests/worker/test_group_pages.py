@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvik.core.plan import NOWHERE, Moved, PageKey, PageLoad, PageStore, SchedulerOutput
+from kvik.core.plan import NOWHERE, PageKey, PageLoad, PageStore, SchedulerOutput
 from kvik.errors import GroupLost
 from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.nn.pages import GroupPages, PagePart, group_pages
@@ -20,6 +20,7 @@ from kvik.spec.shares import cut_groups
 from kvik.worker import group_pages as module
 from kvik.worker.group import CopyPages, Message, OpenPages
 from kvik.worker.group_pages import GroupPageMover, PageMemory, copy_pages
+from kvik.worker.page_mover import PageFolder
 
 BLOCKS, SIZE = 40, 16
 GROUPS = group_layers([KVCacheSpec(2, 4, 2 * 2 * 4 * 4)] * 2)
@@ -58,7 +59,7 @@ class Other:
             self.memory.tell(1, message.number)
 
 
-class Disk:
+class Disk(PageFolder):
     def __init__(self) -> None:
         self.pages: dict[PageKey, np.ndarray] = {}
 
@@ -70,14 +71,6 @@ class Disk:
         if key in self.pages:
             page[:] = self.pages[key]
         return key in self.pages
-
-    def take(self) -> Moved:
-        return Moved()
-
-    def drop(self, key: PageKey) -> None: ...
-    def tell_again(self) -> None: ...
-    def wait(self, seconds: float) -> None: ...
-    def close(self) -> None: ...
 
 
 class World:

@@ -258,13 +258,13 @@ class DraftControl:
         making = min(step.making / plain, _MOST)
         if not drafts:
             if not self._reading:
-                self._costs.observe_making(requests, step.asked, making)
-                usual = self._costs.making_at(requests, step.asked)
+                self._costs.making(requests).observe(step.asked, making)
+                usual = self._costs.making(requests).at(step.asked)
                 making = min(making, _SURPRISE * usual + _HELD_UP)
             # The first time for a request usually takes longer, as caches are cold.
             self.budget.settle(plain, plain * (1 + min(making, 1.0)), ROOM * plain)
             return
-        expected = self._costs.judging_at(requests, drafts)
+        expected = self._costs.judging(requests).at(drafts)
         tokens = 1.0 + sum(step.accepted.tolist()) / requests
         known = self._costs.num_plain(requests) > 0
         if step.pure and known:
@@ -275,7 +275,7 @@ class DraftControl:
                 self._without = self._longest  # steps without drafts may have changed as well
         else:  # prompts took part of its time, or its time without drafts is unknown
             time, tokens = expected, tokens if known else 1.0
-        usual = self._costs.making_at(requests, step.asked)
+        usual = self._costs.making(requests).at(step.asked)
         if not self._reading:  # a much longer time means that something else caused a delay
             making = min(making, _SURPRISE * usual + _HELD_UP)
         self.budget.settle(tokens * plain, (time + making) * plain, ROOM * plain)
@@ -351,8 +351,9 @@ class DraftControl:
         gains = gains.ravel()  # [rows x drafts]
         order = (-gains).argsort(kind="stable")[:most]
         tokens = 1.0 + gains[order].cumsum() / requests
-        time = self._costs.judging(requests, most)[1:]
-        time += self._costs.making(requests, deepest)[1:][np.maximum.accumulate(order % deepest)]
+        time = self._costs.judging(requests).upto(most)[1:]
+        making = self._costs.making(requests).upto(deepest)[1:]
+        time += making[np.maximum.accumulate(order % deepest)]
         speed_ups = tokens / time
         best = int(speed_ups.argmax())
         chosen = order[: best + 1] // deepest  # rows
@@ -366,7 +367,7 @@ class DraftControl:
             self.budget.needed = self.budget.left  # the time of deciding must be earned first
             return limits
         requests = len(room)
-        time = self._costs.judging_at(requests, _PROBE) + self._costs.making_at(requests, _PROBE)
+        time = self._costs.judging(requests).at(_PROBE) + self._costs.making(requests).at(_PROBE)
         loss = (time - 1.0) * plain
         if self.budget.left < loss:
             self.budget.needed = loss + self._deciding

@@ -40,6 +40,7 @@ from kvik.core.types import PageSource
 from kvik.errors import ConfigError
 from kvik.files import regular
 from kvik.nn.pages import PageName, is_good, seal
+from kvik.worker.page_mover import PageFolder
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +58,8 @@ _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _BYTES = struct.Struct("<q")
 
 
-class DiskTier:
-    """The pages of one fingerprint. See `PageFolder`."""
+class DiskTier(PageFolder):
+    """The pages of one fingerprint."""
 
     def __init__(self, folder: str, fingerprint: bytes, quota: int) -> None:
         """
@@ -115,7 +116,6 @@ class DiskTier:
     # -- the engine's thread ---------------------------------------------------------------------
 
     def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
-        """See `PageFolder.store`."""
         if self._off or self._waiting + len(page) > MAX_WAITING:
             return False
         with self._lock:
@@ -127,12 +127,10 @@ class DiskTier:
         return True
 
     def drop(self, key: PageKey) -> None:
-        """See `PageFolder.drop`."""
         if not self._off:
             self._jobs.put((key, None))
 
     def read(self, key: PageKey, page: np.ndarray) -> bool:
-        """See `PageFolder.read`."""
         path = self._path(key)
         try:
             file = regular(str(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -155,7 +153,6 @@ class DiskTier:
         return False
 
     def take(self) -> Moved:
-        """See `PageFolder.take`."""
         self._news.clear()
         with self._lock:
             moved = Moved(
@@ -171,18 +168,15 @@ class DiskTier:
         return moved
 
     def tell_again(self) -> None:
-        """See `PageFolder.tell_again`."""
         with self._lock:
             if self._told:
                 self._told, self._told_off = False, False
                 self._jobs.put(None)
 
     def wait(self, seconds: float) -> None:
-        """See `PageFolder.wait`."""
         self._news.wait(seconds)
 
     def close(self) -> None:
-        """See `PageFolder.close`."""
         self._end.set()
         self._thread.join(CLOSE_SECONDS)
         while self._files and not self._thread.is_alive():
@@ -432,9 +426,9 @@ class DiskTier:
         return f"{self._own}/{name[:2]}", f"{name}-{key[0]}.kv"
 
 
-class ReplayTier:
+class ReplayTier(PageFolder):
     """The disk tier of a replay: reads pages that the replay stored, else those of the folder,
-    which it does not change. See `PageFolder`.
+    which it does not change.
 
     Its own pages are in an unnamed file, since a disk tier may be larger than memory. They take no
     more space than in the recorded tier, since pages dropped there are dropped here.
@@ -496,15 +490,6 @@ class ReplayTier:
             return False
         page[:] = found
         return True
-
-    def take(self) -> Moved:
-        return Moved()
-
-    def tell_again(self) -> None:
-        pass
-
-    def wait(self, seconds: float) -> None:
-        pass
 
     def close(self) -> None:
         self._pages.clear()

@@ -46,24 +46,16 @@ def build_weights(
         ModelError: the weights do not fit the model.
         OSError: they cannot be written.
     """
-    if config.runner.device == "cpu":
-        torch.set_num_threads(config.runner.threads)
-    with on_device(torch.device(config.runner.device)):
-        return _build_weights(config, file, progress)
-
-
-def _build_weights(
-    config: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
-) -> Manifest:
-    runner = config.runner
-    parts = platform(config).parts
-    storage = FreshStorage(parts.ops)
-    checkpoint = open_weights(Path(runner.model_path), modules_of(config.model))
-    groups = config.cache.groups
-    builder = make_builder(
-        config, parts, config.model, groups, runner.quantization, checkpoint, storage
-    )
-    with torch.inference_mode():
+    runner, groups = config.runner, config.cache.groups
+    if runner.device == "cpu":
+        torch.set_num_threads(runner.threads)
+    with on_device(torch.device(runner.device)), torch.inference_mode():
+        parts = platform(config).parts
+        storage = FreshStorage(parts.ops)
+        checkpoint = open_weights(Path(runner.model_path), modules_of(config.model))
+        builder = make_builder(
+            config, parts, config.model, groups, runner.quantization, checkpoint, storage
+        )
         load_model(config.model, builder)
         total, done = stored_bytes(storage, parts.packing), 0
 

@@ -46,37 +46,34 @@ JOB_PAGES = 32  # pages of a load that a thread copies at a time
 NOTHING = Moved()
 
 
-class PageFolder(Protocol):
-    """The interface of the disk tier."""
+class PageFolder:
+    """The interface of the disk tier. By default, nothing changes by itself."""
 
     def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
         """Begin to write a page, whose bytes may change afterwards. Returns False if too many are
         waiting to be written."""
-        ...
+        raise NotImplementedError
 
     def drop(self, key: PageKey) -> None:
         """Begin to delete a page."""
-        ...
+        raise NotImplementedError
 
     def read(self, key: PageKey, page: np.ndarray) -> bool:
         """Read a page. Returns whether it exists and is intact; called in several threads."""
-        ...
+        raise NotImplementedError
 
     def take(self) -> Moved:
         """Return changes of pages since the last call, without loads."""
-        ...
+        return NOTHING
 
     def tell_again(self) -> None:
         """Make `take` report all pages again, if it has reported them."""
-        ...
 
     def wait(self, seconds: float) -> None:
         """Wait until there is something for `take`."""
-        ...
 
     def close(self) -> None:
         """Write what is waiting, for a limited time."""
-        ...
 
 
 class Peers(Protocol):

@@ -48,7 +48,7 @@ from kvik.worker.platforms import (
     on_device,
     platform,
 )
-from kvik.worker.step_inputs import FixedInputs, StepSizes
+from kvik.worker.step_inputs import FixedInputs, StepSizes, dtype_of
 
 
 class Member(Protocol):
@@ -302,11 +302,3 @@ def _change_caches(network: EngineNetwork, message: CopyBlocks | CopyStates | Mo
             network.copy_states(pairs)
         case MoveTokens(group, places):
             network.move(group, np.array(places, np.int64))
-
-
-_NARROW = ("query_start_loc", "seq_lens", "state_rows", "block_table")
-
-
-def dtype_of(name: str) -> type:
-    """Return the dtype of an input of a step."""
-    return np.int32 if name.partition(" ")[0] in _NARROW else np.int64

@@ -37,8 +37,8 @@ class StepCosts:
         """
         self._max_drafts, self._max_draft_rows = max_drafts, max_draft_rows
         self._plain: dict[int, _Plain] = {}  # by requests
-        self._judging: dict[int, _Curve] = {}  # by size of the batch: ratio by drafts in total
-        self._making: dict[int, _Curve] = {}  # by size of the batch: ratio by most per request
+        self._judging: dict[int, Curve] = {}  # by size of the batch: ratio by drafts in total
+        self._making: dict[int, Curve] = {}  # by size of the batch: ratio by most per request
         self._excused: list[float] = []  # excess of the last steps with drafts that did not count
 
     def observe_plain(self, requests: int, seconds: float, steps: int = 1) -> None:
@@ -47,7 +47,7 @@ class StepCosts:
         If drafts do not pay off, nearly all steps are like this, so this only appends."""
         found = self._plain.get(requests)
         if found is None:
-            found = _Plain(self._judging_of(requests), self._making_of(requests))
+            found = _Plain(self.judging(requests), self.making(requests))
             self._plain[requests] = found
         found.seconds.append(seconds)
         found.ordered = None
@@ -68,9 +68,9 @@ class StepCosts:
             the step. The third such step in a row is charged in full, together with the excess of
             the steps before it.
         """
-        curve = self._judging_of(requests)
+        curve = self.judging(requests)
         curve.observe(drafts, judging)
-        self._making_of(requests).observe(asked, making)
+        self.making(requests).observe(asked, making)
         expected = curve.at(drafts)
         if judging <= expected * _CLIP:
             self._excused.clear()
@@ -81,10 +81,6 @@ class StepCosts:
         counted = expected * _CLIP + sum(self._excused)
         self._excused = [0.0] * (_ACCIDENTS - 1)  # so further ones count until one is as expected
         return counted
-
-    def observe_making(self, requests: int, asked: int, making: float) -> None:
-        """Record the time of making drafts when none were found."""
-        self._making_of(requests).observe(asked, making)
 
     def num_plain(self, requests: int) -> int:
         """Return the number of measurements of a step without drafts."""
@@ -102,37 +98,23 @@ class StepCosts:
         seconds = [self._plain[n].middle() for n in known]
         return float(np.interp(requests, known, seconds))
 
-    def judging(self, requests: int, drafts: int) -> NDArray[np.float64]:
-        """Return the time of a step relative to one without drafts: [drafts + 1]."""
-        return self._judging_of(requests).upto(drafts)
-
-    def making(self, requests: int, drafts: int) -> NDArray[np.float64]:
-        """Return the relative time of making drafts: [drafts + 1], by the most per request."""
-        return self._making_of(requests).upto(drafts)
-
-    def judging_at(self, requests: int, drafts: int) -> float:
-        """Return the last of `judging`."""
-        return self._judging_of(requests).at(drafts)
-
-    def making_at(self, requests: int, drafts: int) -> float:
-        """Return the last of `making`."""
-        return self._making_of(requests).at(drafts)
-
     def reach(self, requests: int) -> int:
         """Return the most drafts in a step whose cost is sufficiently known: twice the most
         measured, initially one per request."""
-        return max(requests, 2 * self._judging_of(requests).most)
+        return max(requests, 2 * self.judging(requests).most)
 
-    def _judging_of(self, requests: int) -> _Curve:
+    def judging(self, requests: int) -> Curve:
+        """Return the time of a step relative to one without drafts, by its drafts in total."""
         size = _size_of(requests)
         if size not in self._judging:
-            self._judging[size] = _Curve(1.0, self._max_draft_rows)
+            self._judging[size] = Curve(1.0, self._max_draft_rows)
         return self._judging[size]
 
-    def _making_of(self, requests: int) -> _Curve:
+    def making(self, requests: int) -> Curve:
+        """Return the relative time of making drafts, by the most per request."""
         size = _size_of(requests)
         if size not in self._making:
-            self._making[size] = _Curve(0.0, self._max_drafts)
+            self._making[size] = Curve(0.0, self._max_drafts)
         return self._making[size]
 
 
@@ -146,8 +128,8 @@ class _Plain:
         ordered: the same sorted; None if it changed since.
     """
 
-    judging: _Curve
-    making: _Curve
+    judging: Curve
+    making: Curve
     seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
     ordered: list[float] | None = None
 
@@ -159,7 +141,7 @@ class _Plain:
         return max(self.ordered[2 * len(self.ordered) // 5], _SHORTEST)
 
 
-class _Curve:
+class Curve:
     """A cost as a function of the number of drafts.
 
     It is linear between 0, 1, 2, 4, 8, ... drafts and never falls. A measurement moves the two
@@ -196,6 +178,7 @@ class _Curve:
         return self._read(drafts)[0]
 
     def observe(self, drafts: int, cost: float) -> None:
+        """Record a measurement."""
         self._forget()
         self.most = max(self.most, drafts)
         expected, above, part = self._read(drafts)

@@ -146,37 +146,25 @@ class DeviceInputs(StepInputs):
         rows = max((size.rows for size in captured), default=0)
         tokens = max((size.tokens for size in captured), default=0)
         samples = max((size.samples for size in captured), default=0)
-        counts = {
-            "input_ids": (sizes.tokens, np.int64),
-            "positions": (sizes.tokens, np.int64),
-            "logits_indices": (sizes.samples, np.int64),
-            "query_start_loc": (sizes.seqs + 1, np.int32),
-            "seq_lens": (sizes.seqs, np.int32),
-            "state_rows": (sizes.seqs, np.int32),
-        }
-        if sizes.trees:
-            counts["tree"] = (sizes.tokens, np.int64)
+        counts = sizes.inputs(num_groups)
         padded = {
             "seq_lens": rows,
             "state_rows": rows,
             COUNTING: rows + 1,
             "logits_indices": samples,
         }
-        for group in self.groups:
-            counts[f"slot_mapping {group}"] = (sizes.tokens, np.int64)
-            counts[f"first_keys {group}"] = (sizes.seqs, np.int32)
-            padded[f"first_keys {group}"] = rows
+        padded |= {f"first_keys {group}": rows for group in self.groups}
         self._padded = {name: padded.get(name, tokens) for name in counts}  # entries
         places: dict[str, slice] = {}
         end = 0
-        for name, (count, dtype) in counts.items():
-            places[name] = slice(end, end + count * np.dtype(dtype).itemsize)
+        for name, count in counts.items():
+            places[name] = slice(end, end + count * np.dtype(dtype_of(name)).itemsize)
             end = -(-places[name].stop // ALIGNMENT) * ALIGNMENT
         self._host = _host_memory(end, device)
         self._there = torch.zeros(end, dtype=torch.uint8, device=device)
         self._places = places
         self._arrays = {
-            name: self._host.numpy()[where].view(counts[name][1]) for name, where in places.items()
+            name: self._host.numpy()[where].view(dtype_of(name)) for name, where in places.items()
         }
         self._tensors = {
             name: self._there[where].view(torch.from_numpy(self._arrays[name]).dtype)
@@ -309,6 +297,27 @@ class StepSizes:
         sizes = StepSizes.of(tokens, seqs, speculation.max_draft_rows)
         return replace(sizes, trees=speculation.trees)
 
+    def inputs(self, num_groups: int) -> dict[str, int]:
+        """Return the number of entries of each input of the largest step, by name, except the block
+        tables."""
+        found = dict.fromkeys(("input_ids", "positions"), self.tokens)
+        found |= {"query_start_loc": self.seqs + 1, "seq_lens": self.seqs, "state_rows": self.seqs}
+        found["logits_indices"] = self.samples
+        if self.trees:
+            found["tree"] = self.tokens
+        for group in range(num_groups):
+            found[f"slot_mapping {group}"] = self.tokens
+            found[f"first_keys {group}"] = self.seqs
+        return found
+
+
+_NARROW = ("query_start_loc", "seq_lens", "state_rows", "block_table", "first_keys")
+
+
+def dtype_of(name: str) -> type[np.integer]:
+    """Return the dtype of an input of a step."""
+    return np.int32 if name.partition(" ")[0] in _NARROW else np.int64
+
 
 PARTS = 64  # views of an input that are cached
 
@@ -335,19 +344,11 @@ class FixedInputs(StepInputs):
         """
         self.sizes = sizes
         self._arrays: dict[str, np.ndarray] = {
-            "input_ids": zeros((sizes.tokens,), np.int64),
-            "positions": zeros((sizes.tokens,), np.int64),
-            "query_start_loc": zeros((sizes.seqs + 1,), np.int32),
-            "seq_lens": zeros((sizes.seqs,), np.int32),
-            "state_rows": zeros((sizes.seqs,), np.int32),
-            "logits_indices": zeros((sizes.samples,), np.int64),
+            name: zeros((count,), dtype_of(name))
+            for name, count in sizes.inputs(num_groups).items()
         }
-        if sizes.trees:
-            self._arrays["tree"] = zeros((sizes.tokens,), np.int64)
         for group in range(num_groups):
-            self._arrays[f"slot_mapping {group}"] = zeros((sizes.tokens,), np.int64)
             self._arrays[f"block_table {group}"] = zeros((sizes.seqs, max_blocks), np.int32)
-            self._arrays[f"first_keys {group}"] = zeros((sizes.seqs,), np.int32)
         self._tensors = {name: torch.from_numpy(array) for name, array in self._arrays.items()}
         self.entered: Tensor | None = None  # [tokens, hidden]
         if entered is not None:

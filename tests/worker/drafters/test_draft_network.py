@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from kvik.worker.drafters.draft_model import DraftNetwork, Vocabulary
+from kvik.worker.drafters.draft_model import DraftNetwork, Forwards, Vocabulary
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.request_table import RequestTable
@@ -115,7 +115,7 @@ def test_forwards_are_laid_out_like_those_of_a_plain_loop(kind: str, even: bool)
             )
         graph.steps.clear()
         table.num_computed[:] = 0
-        forwards = network.forwards(slots, computed, chunks, drafts)
+        forwards = Forwards(network, slots, computed, chunks, drafts)
         forwards.first()
         assert (table.num_computed[slots] == computed + chunks).all()
         for depth in range(1, int(drafts[0])):

@@ -28,10 +28,10 @@ class Counting:
     """The hidden state is a number that grows with the tokens taken in, and determines the
     likeliest tokens."""
 
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+    def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
         return torch.stack((ids, positions), 1).double()
 
-    def step(self, embedded: Tensor, hidden: Tensor) -> Tensor:
+    def __call__(self, embedded: Tensor, hidden: Tensor) -> Tensor:
         return (3 * hidden + embedded[:, :1] + 7 * embedded[:, 1:]) % VOCAB
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def expected(tree: DraftTree, newest: int, position: int, hidden: float) -> list
         state = torch.tensor([[hidden]], dtype=torch.float64)
         for depth, before in enumerate(tree.path(node)[:-1]):
             ids, places = torch.tensor([tokens[before]]), torch.tensor([position + depth])
-            state = network.step(network.embed(ids, places), state)
+            state = network(network.enter(ids, places), state)
         likely = network.logits(state)[0].topk(tree.ranks[node] + 1).indices
         tokens.append(int(likely[-1]))
     return tokens[1:]
@@ -55,13 +55,13 @@ def test_positions_end_at_the_longest_text():
     places: list[int] = []
 
     class Noting(Counting):
-        def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
+        def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
             places.extend(positions.tolist())
-            return super().embed(ids, positions)
+            return super().enter(ids, positions)
 
     table = RequestTable(1, 8, 1, 4)
     table.num_tokens[0] = 7
-    drafter = EagleDrafter(Noting(), table, DraftTree.chain(4))
+    drafter = EagleDrafter(Noting(), Noting(), table, DraftTree.chain(4))
     hidden = torch.zeros(1, 1, dtype=torch.float64)
     rows = DraftRows(np.zeros(1, np.int64), np.array([1]), lambda: hidden)
     assert len(drafter.propose(rows).token_ids) == 1
@@ -82,7 +82,7 @@ def test_each_node_follows_its_path(tree, rows):
     for slot, tokens in ((0, [5, 9, 11]), (2, [8, 2, 3, 44, 17])):
         table.token_ids[slot, : len(tokens)] = tokens
         table.num_tokens[slot] = len(tokens)
-    drafter = EagleDrafter(Counting(), table, tree)
+    drafter = EagleDrafter(Counting(), Counting(), table, tree)
     drafter._rows = rows(drafter._grow)
     hidden = torch.tensor([[4.0], [21.0]], dtype=torch.float64)
     limits = np.array([tree.drafts, 3])

@@ -26,7 +26,7 @@ from kvik.kernels.triton.launch import ceil_div, power_of_two
 from kvik.kernels.triton.linear_bytes import scaled, sums_of_bytes
 from kvik.kernels.triton.linear_end import end_and_store
 from kvik.kernels.triton.linear_words import dot, sums_of_words
-from kvik.kernels.triton.matrix import TritonMatrices, format_of
+from kvik.kernels.triton.matrix import TritonMatrices, format_of, how_bytes
 from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, Tile, tile_of_experts
 from kvik.kernels.triton.packed import (
     LEAST_GROUP,
@@ -392,7 +392,8 @@ class TritonExperts:
         up_tile, down_tile = (self._tile(each, x.dtype, ids.numel(), count) for each in (up, down))
         rows = by_expert(ids, count, up_tile.tokens)
         if experts.weigh_inputs:
-            given, per, shares = _weighed(x, ids, weights, tables.up), 1, None
+            given, _ = _pair_inputs(x, active, ids, tables.up, weights)
+            per, shares = 1, None
         else:
             given, per, shares = x, active, weights
         inner = self._product(given, per, ids, up, tables.up, up_tile, rows)
@@ -408,19 +409,9 @@ class TritonExperts:
             int4 = kind.codes == "int4" and not narrow
             fp32 = dtype == torch.float32
             return tile_of_experts(pairs, experts, narrow=narrow, fp32=fp32, int4=int4)
-        narrow = self._how(matrix) == linear_bytes.E4M3_IN_FP16.value
+        how = how_bytes(kind, self._matrices.library)
+        narrow = how == linear_bytes.E4M3_IN_FP16.value
         return tile_of_experts(pairs, experts, narrow=narrow)
-
-    def _how(self, matrix: Matrix) -> int:
-        """Return how bytes are multiplied by rounded x."""
-        kind = matrix.spec.kind
-        wide = span_of(kind.group) > LEAST_GROUP
-        if kind.codes == "int8":
-            how = linear_bytes.INT8 if wide else linear_bytes.INT8_IN_FP16
-        else:
-            native = self._matrices.library.tensor_cores and wide
-            how = linear_bytes.E4M3 if native else linear_bytes.E4M3_IN_FP16
-        return int(how.value)
 
     def _product(
         self,
@@ -470,7 +461,15 @@ class TritonExperts:
             return y
         scale = None
         if packed.order is not None or packed.input_scale is not None:
-            x, scale = _pair_inputs(x, per, ids, packed, table)
+            x, scale = _pair_inputs(
+                x,
+                per,
+                ids,
+                table,
+                None,
+                ordered=packed.order is not None,
+                calibrated=packed.input_scale is not None,
+            )
             per = 1
         group, scale_stride = kind.group, packed.scales.shape[-1]
         if in_words(kind):
@@ -500,7 +499,7 @@ class TritonExperts:
                 num_warps=tile.num_warps,
             )
             return y
-        how, filled = self._how(like), packed.values.shape[1]
+        how, filled = how_bytes(kind, self._matrices.library), packed.values.shape[1]
         x_group = group if kind.codes == "int8" or kind.activations == "group" else 0
         codes, x_scales = round_tokens(x, filled, x_group, kind.codes == "fp8", scale)
         if how == linear_bytes.E4M3_IN_FP16.value:
@@ -542,31 +541,31 @@ def float_span(tile: Tile, dtype: torch.dtype) -> int:
 
 
 def _pair_inputs(
-    x: Tensor, per: int, ids: Tensor, packed: TritonPacked, table: Tensor
+    x: Tensor,
+    per: int,
+    ids: Tensor,
+    table: Tensor,
+    weights: Tensor | None,
+    *,
+    ordered: bool = False,
+    calibrated: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the inputs of each pair in its expert's order, and the calibrated scale if there is
-    one: x [pairs / per, inputs] -> [pairs, inputs], [pairs]."""
-    pairs, inputs = ids.numel(), x.shape[1]
+    """Return the inputs of each pair, and its expert's calibrated scale: x [pairs / per, inputs] ->
+    [pairs, inputs], [pairs].
+
+    Args:
+        weights: that multiply the inputs of each pair; None: none.
+        ordered: return inputs in the order of the expert.
+        calibrated: the experts have calibrated scales.
+    """
+    pairs, inputs, experts = ids.numel(), x.shape[1], table.shape[1]
     out = torch.empty(pairs, inputs, dtype=x.dtype, device=x.device)
-    scales = None
-    if packed.input_scale is not None:
-        scales = torch.empty(pairs, dtype=torch.float32, device=x.device)
+    scales = torch.empty(pairs, dtype=torch.float32, device=x.device) if calibrated else None
     block = min(PIECE, power_of_two(inputs))
     kernel: Any = pair_inputs_kernel[(pairs, ceil_div(inputs, block))]
-    ordered, experts = packed.order is not None, table.shape[1]
-    kernel(x, table, ids, None, out, scales, experts, inputs, x.stride(0), per, ordered, block)
+    stride = x.stride(0)
+    kernel(x, table, ids, weights, out, scales, experts, inputs, stride, per, ordered, block)
     return out, scales
-
-
-def _weighed(x: Tensor, ids: Tensor, weights: Tensor, table: Tensor) -> Tensor:
-    """Return the inputs of each pair times its weight: x [tokens, inputs] -> [pairs, inputs]."""
-    pairs, inputs = ids.numel(), x.shape[1]
-    out = torch.empty(pairs, inputs, dtype=x.dtype, device=x.device)
-    block = min(PIECE, power_of_two(inputs))
-    kernel: Any = pair_inputs_kernel[(pairs, ceil_div(inputs, block))]
-    per, experts = ids.shape[1], table.shape[1]
-    kernel(x, table, ids, weights, out, None, experts, inputs, x.stride(0), per, False, block)
-    return out
 
 
 def _combined(

@@ -174,6 +174,17 @@ def format_of(kind: WeightKind) -> tuple[int, int]:
     return formats[kind.codes].value, offset.value
 
 
+def how_bytes(kind: WeightKind, library: Library) -> int:
+    """Return how weights in bytes are multiplied by rounded x (`linear_bytes.py`)."""
+    wide = span_of(kind.group) > LEAST_GROUP
+    if kind.codes == "int8":
+        how = linear_bytes.INT8 if wide else linear_bytes.INT8_IN_FP16
+    else:
+        native = library.tensor_cores and wide
+        how = linear_bytes.E4M3 if native else linear_bytes.E4M3_IN_FP16
+    return int(how.value)
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     tile: Tile
@@ -355,8 +366,7 @@ class TritonMatrices:
         if kind.codes == "int8":
             filled = packed.values.shape[1]
             codes, x_scales = round_tokens(x, filled, kind.group, False, None)
-            wide = span_of(kind.group) > LEAST_GROUP
-            how = (linear_bytes.INT8 if wide else linear_bytes.INT8_IN_FP16).value
+            how = how_bytes(kind, self.library)
             return bytes_linear(codes, x_scales, kind.group, how, packed, matrix, residual)
         return self._e4m3_linear(x, packed, kind, matrix, residual)
 
@@ -435,8 +445,7 @@ class TritonMatrices:
             z = product_of_blocks(codes, x_scales, packed.values, squares, library.multiply)
         else:
             codes, x_scales = round_tokens(x, filled, x_group, True, packed.input_scale)
-            native = library.tensor_cores and span_of(kind.group) > LEAST_GROUP
-            how = (linear_bytes.E4M3 if native else linear_bytes.E4M3_IN_FP16).value
+            how = how_bytes(kind, library)
             if not spec.paired:
                 return bytes_linear(codes, x_scales, x_group, how, packed, matrix, residual)
             plain = Matrix(replace(spec, activation=None), None, packed)

@@ -66,24 +66,6 @@ class DraftNetwork:
         self._vocabulary = vocabulary
         self._same = vocabulary.same
 
-    def prepare(self) -> None:
-        """Prepare the first forward of a step; see `Graph.prepare`."""
-        self.graph.prepare()
-
-    def forwards(
-        self, slots: np.ndarray, computed: np.ndarray, chunks: np.ndarray, drafts: np.ndarray
-    ) -> Forwards:
-        """Return the forwards of one proposal; none has run.
-
-        Args:
-            slots: [rows] int64.
-            computed: [rows] int64, tokens of each that the model has computed.
-            chunks: [rows] int64, how many more the first forward computes; at least 1.
-            drafts: [rows] int64, descending, how many will be made for each. Every slot has places
-                for its drafts except the last one, which is not computed.
-        """
-        return Forwards(self, slots, computed, chunks, drafts)
-
     def logits(self, output: StepOutput) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return logits of the target's tokens, and their `Ops.largest` if it is known."""
         if self._same:
@@ -121,7 +103,14 @@ class Forwards:
         chunks: np.ndarray,
         drafts: np.ndarray,
     ) -> None:
-        """See `DraftNetwork.forwards`."""
+        """
+        Args:
+            slots: [rows] int64.
+            computed: [rows] int64, tokens of each that the model has computed.
+            chunks: [rows] int64, how many more the first forward computes; at least 1.
+            drafts: [rows] int64, descending, how many will be made for each. Every slot has places
+                for its drafts except the last one, which is not computed.
+        """
         self._network = network
         self._slots = slots
         table, count, size = network.table, len(slots), network.table.block_size
@@ -582,7 +571,7 @@ class DraftModel(Drafter):
 
     def propose(self, rows: DraftRows) -> Drafts:
         network, slots = self.network, rows.slots
-        network.prepare()
+        network.graph.prepare()
         known = self._table.num_tokens[slots].astype(np.int64)
         computed = self._settle(slots, known)
         # The last draft is not computed, so it may be beyond the context of the model.
@@ -595,7 +584,7 @@ class DraftModel(Drafter):
         if not len(going):
             return _none(len(slots))
         drafted = counts[going]
-        forwards = network.forwards(slots[going], computed[going], chunks[going], drafted)
+        forwards = Forwards(network, slots[going], computed[going], chunks[going], drafted)
         self._filled.overwrite(forwards.blocks)
         output = forwards.first()
         most = int(drafted[0])

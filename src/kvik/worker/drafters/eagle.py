@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,19 +16,8 @@ from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.graphs import RowFunction, RowGraph
 from kvik.worker.request_table import RequestTable
 
-
-class EagleNetwork(Protocol):
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        """Tokens [rows] at positions [rows] -> the model's input, [rows, hidden]."""
-        ...
-
-    def step(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> the next hidden state."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[rows, hidden] -> [rows, vocab]."""
-        ...
+if TYPE_CHECKING:
+    from kvik.worker.drafters.heads import HeadTarget
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +59,20 @@ class EagleDrafter(Drafter):
 
     def __init__(
         self,
-        network: EagleNetwork,
+        layer: Callable[[Tensor, Tensor], Tensor],
+        model: HeadTarget,
         table: RequestTable,
         tree: DraftTree,
         rows: Callable[[RowFunction], RowGraph] = RowGraph,
     ) -> None:
         """
         Args:
+            layer: inputs and hidden states, [rows, hidden] each -> the next hidden states.
+            model: whose embedding and head the layer is used with.
             rows: makes the graph that runs `_grow`.
         """
-        self.network = network
+        self.layer = layer
+        self.model = model
         self.table = table
         self.tree = tree
         self._levels = _levels(tree)
@@ -116,10 +109,9 @@ class EagleDrafter(Drafter):
             ids = tokens.index_select(1, level.nodes)
             positions = (places + depth).clamp(max=last)[:, None].expand(count, wide)
             before = hidden.index_select(1, level.parents)
-            after = self.network.step(
-                self.network.embed(ids.flatten(), positions.flatten()), before.flatten(0, 1)
-            )
-            likely = torch.topk(self.network.logits(after), level.candidates, dim=-1).indices
+            inputs = self.model.enter(ids.flatten(), positions.flatten())
+            after = self.layer(inputs, before.flatten(0, 1))
+            likely = torch.topk(self.model.logits(after), level.candidates, dim=-1).indices
             found = likely.view(count, wide, level.candidates)
             tokens.index_copy_(1, level.children, found[:, level.owners, level.ranks])
             hidden = after.view(count, wide, -1)

@@ -78,23 +78,6 @@ class HeadTarget(Protocol):
         ...
 
 
-class TargetLayer:
-    """An EAGLE layer between the embedding and the head of the model itself."""
-
-    def __init__(self, layer: EagleLayer, model: HeadTarget) -> None:
-        self.layer = layer
-        self.model = model
-
-    def embed(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self.model.enter(ids, positions)
-
-    def step(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        return self.layer(embedded, hidden)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self.model.logits(hidden)
-
-
 def load_medusa(
     folder: Path, model: HeadTarget, sizes: tuple[int, int], parts: PlatformParts
 ) -> MedusaHeads:
@@ -120,15 +103,13 @@ def load_medusa(
     return heads
 
 
-def load_eagle(
-    folder: Path, model: HeadTarget, sizes: tuple[int, int], parts: PlatformParts
-) -> TargetLayer:
+def load_eagle(folder: Path, sizes: tuple[int, int], parts: PlatformParts) -> EagleLayer:
     """Load an EAGLE layer. Arguments and errors as in `load_medusa`."""
     spec, builder = _open(folder, EAGLE, sizes, parts)
     with torch.inference_mode():
         layer = EagleLayer(builder, hidden=spec.hidden_size, inner=spec.inner_size)
         _load(builder)
-    return TargetLayer(layer, model)
+    return layer
 
 
 def tree_of(spec: HeadsSpec, drafts: int) -> DraftTree:

@@ -84,10 +84,10 @@ def _medusa(parts: DrafterParts) -> Drafter:
 
 def _eagle(parts: DrafterParts) -> Drafter:
     folder, (model, sizes) = Path(parts.speculation.source.path), _target(parts)
-    layer = load_eagle(folder, model, sizes, parts.platform.parts)
+    layer = load_eagle(folder, sizes, parts.platform.parts)
     ids = torch.zeros(1, dtype=torch.int64, device=parts.platform.parts.device)
     rows = partial(parts.rows, more=(ids, ids))
-    return EagleDrafter(layer, parts.table, _tree(parts.speculation), rows)
+    return EagleDrafter(layer, model, parts.table, _tree(parts.speculation), rows)
 
 
 def _tree(chosen: ResolvedSpeculation) -> DraftTree:
