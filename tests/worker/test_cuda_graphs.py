@@ -193,8 +193,7 @@ class Rig:
     def output_bytes(self) -> int:
         output = self.graphs._output
         assert output is not None
-        every = (output.hidden, output.logits, output.top, output.top_ids)
-        return sum(tensor.nbytes for tensor in every)
+        return sum(tensor.nbytes for tensor in output.tensors)
 
     def step(self, *lengths: int) -> None:
         """A step of rows of so many tokens; its output must be that of its own inputs."""

@@ -666,8 +666,8 @@ class Builder(LayerBuilder):
             fill = partial(_fill_scaled, gains[head], 1.0, 0.0, places)
             self._declare(self._name(f"{name.format(head)}.weight"), gains[head], "gain", fill)
         if "{}" not in name:
-            fill = partial(_fill_heads, gains, places)
-            self._declare(self._name(f"{name}.weight"), gains, "gain", fill)
+            moved = None if places is None else partial(_fill_heads, gains, places)
+            self._declare(self._name(f"{name}.weight"), gains, "gain", moved)
         return LayerNorm(self.ops, gains, offsets, eps)
 
     def query_scale(self, spec: QueryScale) -> ScaledQueries:
@@ -1074,13 +1074,10 @@ def _fill_scaled(
         _fill_moved(target, places, first, scaled)
 
 
-def _fill_heads(target: Tensor, places: Tensor | None, first: int, values: Tensor) -> None:
+def _fill_heads(target: Tensor, places: Tensor, first: int, values: Tensor) -> None:
     """Take values [heads, head_dim], from head `first`."""
     rows = target[first : first + len(values)]
-    if places is None:
-        rows.copy_(values)
-    else:
-        rows.index_copy_(1, places.to(rows.device), values.to(rows))
+    rows.index_copy_(1, places.to(rows.device), values.to(rows))
 
 
 def _places(rope: RopeSpec | None, heads: int, head_dim: int) -> Tensor | None:

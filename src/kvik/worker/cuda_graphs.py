@@ -56,7 +56,7 @@ class DecodeGraphs(Graph):
         """
         self.network = network
         self.inputs = inputs
-        ordered = sorted(sizes, key=_by_tokens)
+        ordered = sorted(sizes, key=lambda size: (size.tokens, size.longest, size.rows))
         self._captures = Captures(capturer, ordered, self._laid_out, clock, memory, peers)
         self._memory = memory
         self._most_tokens = max(size.tokens for size in sizes)
@@ -161,23 +161,8 @@ class DecodeGraphs(Graph):
         )
         if self._output is None:  # one for all sizes: it is read before the next step
             samples = self._most_samples
-            self._output = output = StepOutput(
-                hidden=zero_rows(self._most_tokens, found.hidden),
-                logits=zero_rows(samples, found.logits),
-                top=zero_rows(samples, found.top),
-                top_ids=zero_rows(samples, found.top_ids),
-            )
-            every = (output.hidden, output.logits, output.top, output.top_ids)
-            self._memory.share(sum(tensor.nbytes for tensor in every))
-        output = self._output
-        for whole, part in (
-            (output.hidden, found.hidden),
-            (output.logits, found.logits),
-            (output.top, found.top),
-            (output.top_ids, found.top_ids),
-        ):
+            rest = (zero_rows(samples, tensor) for tensor in found.tensors[1:])
+            self._output = StepOutput(zero_rows(self._most_tokens, found.hidden), *rest)
+            self._memory.share(sum(tensor.nbytes for tensor in self._output.tensors))
+        for whole, part in zip(self._output.tensors, found.tensors, strict=True):
             whole[: len(part)].copy_(part)
-
-
-def _by_tokens(size: GraphSize) -> tuple[int, int, int]:
-    return size.tokens, size.longest, size.rows

@@ -142,10 +142,13 @@ class StepOutput:
     top: Tensor
     top_ids: Tensor
 
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.hidden, self.logits, self.top, self.top_ids
+
     def first(self, tokens: int, samples: int) -> StepOutput:
         """Return the first tokens and sampling rows."""
-        part = self.logits[:samples], self.top[:samples], self.top_ids[:samples]
-        return StepOutput(self.hidden[:tokens], *part)
+        return StepOutput(self.hidden[:tokens], *(rows[:samples] for rows in self.tensors[1:]))
 
 
 class Graph:

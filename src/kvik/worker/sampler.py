@@ -280,25 +280,24 @@ class Sampler:
         return shaped
 
     def _guess(self, logits: Tensor, draws: Draws) -> tuple[Tensor, Tensor]:
-        shares = self._ops.probabilities(logits, draws.temperature, draws.truncation)
+        shares = self._probabilities(logits, draws)
         mass = shares.cumsum(-1, dtype=torch.float64)
         # Drawn from exactly the returned probabilities, so a token of probability 0 is never drawn.
         drawn = torch.searchsorted(mass, draws.uniforms[:, None] * mass[:, -1:], right=True)
         return drawn[:, 0], shares
 
+    def _probabilities(self, logits: Tensor, draws: Draws) -> Tensor:
+        return self._ops.probabilities(logits, draws.temperature, draws.truncation)
+
     def _judge(self, logits: Tensor, token_ids: Tensor, guessed: GuessedRows) -> Tensor:
-        draws = guessed.draws
-        p = self._ops.probabilities(
-            logits.index_select(0, guessed.rows), draws.temperature, draws.truncation
-        )
-        tokens = coupled(p, guessed.probs, guessed.token_ids, guessed.accept, draws.uniforms)
+        p = self._probabilities(logits.index_select(0, guessed.rows), guessed.draws)
+        uniforms = guessed.draws.uniforms
+        tokens = coupled(p, guessed.probs, guessed.token_ids, guessed.accept, uniforms)
         return token_ids.index_copy(0, guessed.rows, tokens)
 
     def _take(self, logits: Tensor, token_ids: Tensor, offered: TypicalRows) -> Tensor:
-        rows, draws = offered.rows, offered.draws
-        p = self._ops.probabilities(
-            logits.index_select(0, rows), draws.temperature, draws.truncation
-        )
+        rows = offered.rows
+        p = self._probabilities(logits.index_select(0, rows), offered.draws)
         drawn = token_ids.index_select(0, rows)
         tokens = typical(p, drawn, offered.owners, offered.token_ids, offered.rule)
         return token_ids.index_copy(0, rows, tokens)

@@ -113,12 +113,12 @@ def pack_awq(q: Tensor) -> Tensor:
         raise ValueError(f"{outputs} outputs do not fill words of {len(AWQ_ORDER)}")
     order = torch.tensor(AWQ_ORDER, device=q.device)
     mixed = q.t().reshape(inputs, -1, len(AWQ_ORDER))[:, :, order]
-    return _fixed(mixed, AWQ_BITS)
+    return _stream(mixed.flatten(1), AWQ_BITS)
 
 
 def unpack_awq(words: Tensor) -> Tensor:
     """[inputs, words] -> [outputs, inputs]."""
-    mixed = _unfixed(words, AWQ_BITS)  # [inputs, words, 8]
+    mixed = _unstream(words, AWQ_BITS).view(*words.shape, len(AWQ_ORDER))
     place = torch.tensor(AWQ_ORDER, device=words.device).argsort()
     return mixed[:, :, place].flatten(1).t().contiguous()
 
@@ -156,21 +156,6 @@ def pack_compressed_zeros(zeros: Tensor, bits: int) -> Tensor:
 def unpack_compressed_zeros(words: Tensor, bits: int, outputs: int) -> Tensor:
     """[words, groups] -> [outputs, groups]."""
     return unpack_compressed(words.t(), bits, outputs).t().contiguous()
-
-
-def _fixed(codes: Tensor, bits: int) -> Tensor:
-    """[rows, words, codes of a word] -> [rows, words] int32."""
-    words = torch.zeros(codes.shape[:2], dtype=torch.int32, device=codes.device)
-    for i in range(codes.shape[2]):
-        words |= codes[:, :, i].to(torch.int32) << bits * i
-    return words
-
-
-def _unfixed(words: Tensor, bits: int) -> Tensor:
-    """[rows, words] -> [rows, words, 32 // bits] uint8."""
-    shifts = torch.arange(WORD // bits, dtype=torch.int32, device=words.device) * bits
-    # The mask removes the sign bits that an arithmetic shift brings in.
-    return (words[:, :, None] >> shifts).bitwise_and_(2**bits - 1).to(torch.uint8)
 
 
 def _stream(codes: Tensor, bits: int) -> Tensor:
