@@ -43,8 +43,6 @@ WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # h
 MODELS = {
     "llama": small(**WIDE, attention_bias=True, mlp_bias=True),
     "tied": small(**WIDE, tie_word_embeddings=True),
-    "olmo2": small(**WIDE, architectures=["Olmo2ForCausalLM"]),
-    "qwen3": small(**WIDE, head_dim=32, architectures=["Qwen3ForCausalLM"]),
     "windowed": small(
         **(WIDE | {"num_hidden_layers": 3}),
         architectures=["Qwen2ForCausalLM"],
@@ -91,14 +89,6 @@ MODELS = {
         sliding_window=9,
         attn_logit_softcapping=0.5,
         final_logit_softcapping=1.0,
-    ),
-    "gemma3": small(
-        **(WIDE | {"num_hidden_layers": 3}),
-        architectures=["Gemma3ForCausalLM"],
-        hidden_act=None,
-        head_dim=32,
-        sliding_window=9,
-        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
     ),
     "gemma4": small(
         **(WIDE | {"num_hidden_layers": 5}),

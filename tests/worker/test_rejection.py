@@ -19,7 +19,7 @@ from torch import Tensor
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.torch_ops import TORCH
 from kvik.worker.draft_tree import DraftTree
-from kvik.worker.rejection import Chains, CheckedDrafts, Trees, accepted_paths, coupled
+from kvik.worker.rejection import Chains, CheckedDrafts, Trees, coupled
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_batch import Guesses, Supposed
 from kvik.worker.sampling_table import ACCEPT, DRAFT, SamplingTable, uniform
@@ -131,35 +131,6 @@ def test_parts_of_a_batch_keep_the_data_of_their_rows() -> None:
     assert part is not None and part.rows.tolist() == [0, 3]
     assert part.token_ids.tolist() == [6, 7] and torch.equal(part.probs, torch.eye(3)[1:])
     assert guesses.part(2, 4) is None
-
-
-def slow_path(parents: list[int], tokens: list[int], drafts: list[int]) -> list[int]:
-    path = [0]
-    while True:
-        fits = [
-            i
-            for i in range(1, len(parents))
-            if parents[i] == path[-1] and drafts[i] == tokens[path[-1]]
-        ]
-        if not fits:
-            return path[1:]
-        path.append(fits[0])
-
-
-@given(st.data(), st.integers(0, 8), st.integers(1, 4))
-def test_paths_go_down_the_tree_as_far_as_drafts_are_right(
-    data: st.DataObject, drafts: int, requests: int
-) -> None:
-    parents = [-1] + [data.draw(st.integers(0, i)) for i in range(drafts)]
-    nodes = drafts + 1
-    few = st.lists(st.integers(0, 1), min_size=nodes, max_size=nodes)
-    some = st.lists(st.integers(-1, 1), min_size=nodes, max_size=nodes)
-    tokens = [data.draw(few) for _ in range(requests)]
-    tree = [data.draw(some) for _ in range(requests)]
-    paths, lengths = accepted_paths(np.array(parents), np.array(tokens), np.array(tree))
-    for i in range(requests):
-        expected = slow_path(parents, tokens[i], tree[i])
-        assert paths[i, : lengths[i]].tolist() == expected
 
 
 # ------------------------------------------------------------------ requests
@@ -340,12 +311,12 @@ def test_requests_that_must_match_get_no_drawn_drafts() -> None:
 TREE = DraftTree((-1, 0, 0, 1, 1, 2, 4, 6), (0, 0, 1, 0, 1, 0, 0, 0))
 
 
-def walk(drafts: list[int], tokens: list[int], bad: list[bool]) -> list[int]:
+def walk(tree: DraftTree, drafts: list[int], tokens: list[int], bad: list[bool]) -> list[int]:
     """Return the nodes whose tokens are output."""
     path = [0]
     while True:
         node = path[-1]
-        children = [c for c in range(1, len(drafts) + 1) if TREE.parents[c] == node]
+        children = [c for c in range(1, len(drafts) + 1) if tree.parents[c] == node]
         right = [c for c in children if drafts[c - 1] == tokens[node] and not bad[node]]
         if not right:
             break
@@ -355,18 +326,17 @@ def walk(drafts: list[int], tokens: list[int], bad: list[bool]) -> list[int]:
     return path
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_paths_are_those_of_a_walk(seed: int) -> None:
-    rng = random.Random(seed)
-    counts = [rng.randint(0, TREE.drafts) for _ in range(5)]
+@given(st.lists(st.integers(0, 7), max_size=8), st.integers(0))
+def test_paths_are_those_of_a_walk(parents: list[int], seed: int) -> None:
+    parents = [-1, *(parent % (node + 1) for node, parent in enumerate(parents))]
+    tree, rng = DraftTree(tuple(parents), tuple(range(len(parents)))), random.Random(seed)
+    counts = [rng.randint(0, tree.drafts) for _ in range(5)]
     drafts = [[rng.randrange(3) for _ in range(count)] for count in counts]
     tokens = [[rng.randrange(3) for _ in range(count + 1)] for count in counts]
     bad = [[rng.random() < 0.1 for _ in range(count + 1)] for count in counts]
-    trees = Trees.of(
-        TREE, np.array(counts), with_newest(counts, [d for row in drafts for d in row])
-    )
+    trees = Trees.of(tree, np.array(counts), with_newest(counts, list(chain(*drafts))))
     rows, lengths = trees.output(np.concatenate(tokens), np.concatenate(bad))
-    paths = [walk(*case) for case in zip(drafts, tokens, bad, strict=True)]
+    paths = [walk(tree, *case) for case in zip(drafts, tokens, bad, strict=True)]
     assert lengths.tolist() == [len(path) for path in paths]
     starts = trees.starts[:-1].tolist()
     assert rows.tolist() == [s + n for s, path in zip(starts, paths, strict=True) for n in path]

@@ -32,16 +32,6 @@ def test_a_slot_is_reset_for_each_request() -> None:
     assert table.num_tokens[1] == 2
 
 
-def test_tokens_are_appended_to_their_own_slots() -> None:
-    table = RequestTable(4, 32, 1, 8)
-    table.add(request(0, [1, 2], [[1]]))
-    table.add(request(3, [7], [[2]]))
-    table.learn(table.expect(np.array([3, 0])), np.array([8, 9]))
-    assert table.token_ids[0, :3].tolist() == [1, 2, 9]
-    assert table.token_ids[3, :2].tolist() == [7, 8]
-    assert table.num_tokens.tolist() == [3, 0, 0, 2]
-
-
 def test_the_context_can_be_filled_to_the_end() -> None:
     table = RequestTable(1, 5, 1, 4)
     table.add(request(0, [1, 2, 3, 4], [[1, 2]]))

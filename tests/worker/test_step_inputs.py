@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import numpy as np
 import pytest
 import torch
@@ -11,15 +13,13 @@ from kvik.worker.step_inputs import AtOnce, FixedInputs, PinnedCopies, StepSizes
 from kvik.worker.worker import best_copies
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 9, 10])
-@pytest.mark.parametrize("seqs", [1, 2, 7, 8, 9])
-@pytest.mark.parametrize("drafts", [0, 1, 3])
-def test_sizes_differ_and_are_large_enough(tokens: int, seqs: int, drafts: int) -> None:
-    sizes = StepSizes.of(tokens, seqs, drafts)
-    assert len({sizes.tokens, sizes.seqs, sizes.samples}) == 3
-    assert sizes.tokens == tokens
-    assert seqs <= sizes.seqs <= seqs + 2
-    assert seqs + drafts <= sizes.samples <= seqs + drafts + 2
+def test_sizes_differ_and_are_large_enough() -> None:
+    for tokens, seqs, drafts in product(range(1, 11), range(1, 10), range(4)):
+        sizes = StepSizes.of(tokens, seqs, drafts)
+        assert len({sizes.tokens, sizes.seqs, sizes.samples}) == 3
+        assert sizes.tokens == tokens
+        assert seqs <= sizes.seqs <= seqs + 2
+        assert seqs + drafts <= sizes.samples <= seqs + drafts + 2
 
 
 def test_arrays_use_the_same_memory_every_step() -> None:
