@@ -10,7 +10,6 @@ from kvik.kernels import fp8
 from kvik.kernels.fp8 import (
     LARGEST,
     ROW,
-    SQUARE,
     WHOLE,
     Block,
     fp8_scale,
@@ -73,41 +72,6 @@ def test_against_a_double_loop(dtype: torch.dtype, block: Block, source: torch.d
             assert float(found.abs().max()) == LARGEST[dtype]
 
 
-@pytest.mark.parametrize(("dtype", "half_step"), [(E4M3, 2**-4), (E5M2, 2**-3)])
-def test_relative_errors(dtype: torch.dtype, half_step: float) -> None:
-    """With three and two bits of mantissa, half a step is 1/16 and 1/8 of the power of two below,
-    so the worst error is half a step after it."""
-    values = normal(64, 256, seed=1)
-    scales = fp8_scales(values, dtype, ROW)
-    back = unround_fp8(round_fp8(values, scales, dtype, ROW), scales, ROW)
-    normals = values.abs() > values.abs().amax(1, keepdim=True) / 1000
-    error = ((back - values) / values).abs()[normals]
-    worst = half_step / (1 + half_step)
-    assert 0.98 * worst < float(error.max()) <= worst * (1 + 1e-5)
-
-
-def test_blocks_of_128_by_128_with_ragged_ends() -> None:
-    values = normal(200, 300, seed=2)
-    values[130, 290] = 1e4
-    scales = fp8_scales(values, E4M3, SQUARE)
-    assert scales.shape == (2, 3)
-    assert scales[1, 2].item() == pytest.approx(1e4 / 448)
-    assert float(scales.flatten()[:5].max()) < 0.02
-    back = unround_fp8(round_fp8(values, scales, E4M3, SQUARE), scales, SQUARE)
-    error = (back - values).abs()
-    assert float(error[:, :256].max()) < 0.3 and float(error[:128].max()) < 0.3
-
-
-def test_a_scale_for_each_token() -> None:
-    x = torch.cat((normal(3, 32), normal(3, 32) * 1e4, torch.zeros(1, 32)))
-    scales = fp8_scales(x, E4M3, ROW)
-    assert scales.shape == (7, 1) and scales[6] == 1.0
-    back = unround_fp8(round_fp8(x, scales, E4M3, ROW), scales, ROW)
-    large = x.abs() > x.abs().amax(1, keepdim=True) / 50
-    assert float(((back - x) / x).abs()[large].max()) <= 1 / 17 * 1.0001
-    assert torch.equal(back[6], x[6])
-
-
 def test_calibrated_activations_are_scaled_and_clamped() -> None:
     """A scale of 1 would clamp at 448 and lose small numbers."""
     seen = normal(100, 16) * 1e4
@@ -132,12 +96,12 @@ def test_rounding_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-@pytest.mark.parametrize("block", BLOCKS)
-def test_nan_and_infinity_are_refused(bad: float, block: Block) -> None:
+def test_nan_and_infinity_are_refused(bad: float) -> None:
     values = normal(19, 40)
     values[18, 39] = bad
-    with pytest.raises(ValueError, match="NaN or infinity"):
-        fp8_scales(values, E4M3, block)
+    for block in BLOCKS:
+        with pytest.raises(ValueError, match="NaN or infinity"):
+            fp8_scales(values, E4M3, block)
     with pytest.raises(ValueError, match="NaN or infinity"):
         fp8_scale(torch.tensor(bad), E5M2)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.optional_native import NATIVE, instruction_sets, needs_native
+from helpers.optional_native import NATIVE
 from helpers.optional_triton import TRITON, device
 
 from kvik.kernels.ops import Ops
@@ -66,7 +66,7 @@ def weights() -> dict[str, Weight]:
     return {**plain, "ordered int4": ordered_weight(plain["int4"], order)}
 
 
-def implementation(name: str, isa: str | None = None) -> tuple[Ops, Packing]:
+def implementation(name: str) -> tuple[Ops, Packing]:
     if name == "torch":
         return TORCH, PLAIN
     if name == "triton":
@@ -78,7 +78,7 @@ def implementation(name: str, isa: str | None = None) -> tuple[Ops, Packing]:
     from kvik.kernels.cpu.native import Native
     from kvik.kernels.cpu.ops import native_ops
 
-    return native_ops(Native(1, isa)), TILES
+    return native_ops(Native(1)), TILES
 
 
 def made(ops: Ops, weight: Weight, activation: Activation | None = None) -> Matrix:
@@ -111,17 +111,6 @@ def test_a_packed_matrix_multiplies_to_the_same_bits(
     again = packing.over(matrix.spec, {k: v.clone() for k, v in parts.items()})
     x = integers(-8, 8, 5, INPUTS).to(torch.bfloat16 if kind == "bfloat16" else torch.float32)
     assert torch.equal(ops.linear(x, again, None), ops.linear(x, matrix, None))
-
-
-@needs_native
-@pytest.mark.parametrize("kind", weights())
-def test_all_instruction_sets_have_the_same_bytes(kind: str) -> None:
-    """A folder built on one machine runs on another."""
-    hashes = set()
-    for isa in instruction_sets():
-        ops, packing = implementation("native", isa)
-        hashes.add(digest(packing, made(ops, weights()[kind], "silu_and_mul")))
-    assert len(hashes) == 1
 
 
 def digest(packing: Packing, matrix: Matrix) -> str:

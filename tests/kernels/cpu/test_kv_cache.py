@@ -137,19 +137,6 @@ def test_extreme_values_stay_with_their_token(runtime, kv_dtype) -> None:
         torch.testing.assert_close(found, kept, rtol=0, atol=atol, equal_nan=True)
 
 
-@pytest.mark.parametrize("kv_dtype", SCALES, ids=name)
-def test_every_instruction_set_writes_the_same(kv_dtype) -> None:
-    x = normal(16, 2, 32)
-    found = []
-    for parameter in runtimes((1,)):
-        cache = NativeCache(1, 2, 16, 32, kv_dtype)
-        cache.store(parameter.values[0], x, x, torch.arange(16))
-        found.append((cache.k, cache.v, cache.k_scales, cache.v_scales))
-    for other in found[1:]:
-        for a, b in zip(found[0], other, strict=True):
-            assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
 @pytest.mark.parametrize("runtime", runtimes((5,)))
 def test_neighbours_of_four_bits_do_not_disturb_each_other(runtime) -> None:
     """Tokens are stored one by one, and by many threads at once."""

@@ -9,10 +9,7 @@ import pytest
 import torch
 from helpers.native import Runtime, normal, runtimes
 from helpers.native_matrix import (
-    BF16,
     CLAMPED_SWIGLU,
-    F32,
-    FP8,
     FP8_X,
     GELU,
     GELU_AND_MUL,
@@ -20,7 +17,6 @@ from helpers.native_matrix import (
     GELU_TANH_AND_MUL,
     I4,
     I8,
-    I8_WEIGHT_ONLY,
     KINDS,
     NO_ACTIVATION,
     NUMBERS,
@@ -185,7 +181,7 @@ def test_a_row_does_not_depend_on_the_batch(runtime: Runtime, kind: str) -> None
     matrix = random_matrix(runtime, kind, 35, inputs)
     x = normal(rows, inputs, dtype=torch.bfloat16)
     together = linear(runtime, x, matrix)
-    for few in (*range(1, 6), 9, 13, 25):
+    for few in (*range(6), 9, 13, 25):
         for first in {few % 3, rows - few}:
             alone = linear(runtime, x[first : first + few], matrix)
             assert torch.equal(alone, together[first : first + few]), (few, first)
@@ -285,13 +281,6 @@ def test_small_and_large_numbers(runtime: Runtime, kind: str, scale: float) -> N
     assert bool(((y.double() - expected).abs() <= 0.05 * scale * 64 + 1e-37).all())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("runtime", runtimes(threads=[2]))
-def test_nothing_to_do(runtime: Runtime, kind: str) -> None:
-    matrix = random_matrix(runtime, kind, 33, 64)
-    assert linear(runtime, normal(0, 64), matrix).shape == (0, 33)
-
-
 @pytest.mark.parametrize("kind", ONE_OF_EACH)
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
 def test_without_inputs_the_bias_remains(runtime: Runtime, kind: str) -> None:
@@ -301,27 +290,6 @@ def test_without_inputs_the_bias_remains(runtime: Runtime, kind: str) -> None:
         linear(runtime, torch.full((rows, 64), torch.nan), before)  # leaves NaN in the scratch
         y = linear(runtime, normal(rows, 1)[:, :0], matrix, bias=bias)
         assert torch.equal(y, bias.expand(rows, 33))
-
-
-# Root mean squared error relative to the result, with normal x and W, W rounded to nearest; for
-# integers it includes the rounding of W.
-BOUNDS = {
-    **{F32: 1e-6, BF16: 3e-3, I8_WEIGHT_ONLY: 0.01, I8: 0.015, FP8: 0.03},
-    **{"int8-weight-only/32": 0.006, "int8/32": 0.008, "int8/16": 0.007},
-    **{"int4/128": 0.12, "int4-min/32": 0.09, "fp8/128": 0.03},
-    **{"fp8/0-token": 0.045, "fp8/0-static": 0.045, "fp8/128-group": 0.045},
-    "mxfp4/32": 0.14,
-}
-
-
-@pytest.mark.parametrize("kind", list(BOUNDS))
-@pytest.mark.parametrize("runtime", runtimes(threads=[2]))
-def test_relative_error(runtime: Runtime, kind: str) -> None:
-    matrix = random_matrix(runtime, kind, 64, 1024)
-    x = normal(4, 1024, seed=9)
-    exact = x.double() @ matrix.source.double().T
-    error = linear(runtime, x, matrix).double() - exact
-    assert float(error.norm() / exact.norm()) < BOUNDS[kind]
 
 
 @pytest.mark.parametrize("kind", ONE_OF_EACH)

@@ -77,6 +77,7 @@ def test_all_machines_have_the_same_layout(kind: str) -> None:
     for other in others:
         assert torch.equal(first.weight, other.weight)
         assert torch.equal(first.scales, other.scales)
+        assert first.zeros is None or torch.equal(first.zeros, other.zeros)
 
 
 @pytest.mark.parametrize("runtime", runtimes(threads=[2]))
