@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -213,11 +213,26 @@ def type_of(name: str, type: str, family: str) -> str:
     return "Q8_0" if type == "Q4_0" and finer else type
 
 
-def export(folder: Path, type: str) -> Path:
+Tensors = Iterable[OutTensor]
+
+
+def export(
+    folder: Path, type: str, change: Callable[[Tensors], Tensors] = list, **more: int
+) -> Path:
+    """Write a file, with `more` metadata and perhaps other tensors."""
     spec, path = read_model_spec(folder), folder / "m.gguf"
-    metadata = {**model_metadata(spec, "tiny", type), **token_id_metadata(spec)}
-    write_gguf(path, metadata, gguf_tensors(open_checkpoint(folder), spec, type))
+    metadata = {**model_metadata(spec, "tiny", type), **token_id_metadata(spec), **more}
+    write_gguf(path, metadata, list(change(gguf_tensors(open_checkpoint(folder), spec, type))))
     return path
+
+
+def holding(one: OutTensor, values: torch.Tensor, name: str = "") -> OutTensor:
+    data = values.numpy().tobytes()
+    return OutTensor(name or one.name, one.type, tuple(values.shape), lambda: [data])
+
+
+def logits(path: Path) -> torch.Tensor:
+    return PagedModel(path).step({0: tokens(20)})[0]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -302,12 +317,11 @@ def rounded(type: str, matrices: torch.Tensor) -> torch.Tensor:
     + [pytest.param(family, "F32", marks=pytest.mark.full) for family in ALL],
 )
 def test_the_same_model(tmp_path: Path, family: str, type: str) -> None:
-    options, ids = ALL[family], tokens(20)
+    options = ALL[family]
     family = family.partition("-")[0]
     save_tiny(tmp_path, family, **options)
-    expected = PagedModel(multiplied_out(tmp_path, type, family)).step({0: ids})[0]
-    logits = PagedModel(export(tmp_path, type)).step({0: ids})[0]
-    assert torch.equal(logits, expected)
+    expected = logits(multiplied_out(tmp_path, type, family))
+    assert torch.equal(logits(export(tmp_path, type)), expected)
 
 
 @pytest.mark.parametrize("family", EXPERTS)
@@ -330,29 +344,21 @@ def test_experts_are_parts_of_one_tensor(tmp_path: Path, family: str) -> None:
 
 def test_gate_and_up_of_experts_in_one_tensor(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Gemma4", **GEMMA4["Gemma4-experts"])
-    spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
-    tensors, weights = [], load_file(tmp_path / "model.safetensors")
-    for one in gguf_tensors(open_checkpoint(tmp_path), spec, "F32"):
-        block, last, *_ = one.name.removeprefix("blk.").split(".")
-        if last == "ffn_gate_exps":
-            whole = weights[f"model.layers.{block}.experts.gate_up_proj"]
-            shape, data = tuple(whole.shape), whole.numpy().tobytes()
-            name = f"blk.{block}.ffn_gate_up_exps.weight"
-            tensors.append(OutTensor(name, one.type, shape, lambda data=data: [data]))
-        elif last != "ffn_up_exps":
-            tensors.append(one)
-    write_gguf(path, model_metadata(spec, "tiny", "F32"), tensors)
-    expected = PagedModel(tmp_path).step({0: tokens(20)})[0]
-    assert torch.equal(PagedModel(path).step({0: tokens(20)})[0], expected)
-    odd = [
-        replace(one, shape=(6, 63, 64), data=lambda: [bytes(6 * 63 * 64 * 4)])
-        if one.name == "blk.1.ffn_gate_up_exps.weight"
-        else one
-        for one in tensors
-    ]
-    write_gguf(path, model_metadata(spec, "tiny", "F32"), odd)
+    weights = load_file(tmp_path / "model.safetensors")
+
+    def joined(tensors: Tensors, rows: int = 64) -> Iterator[OutTensor]:
+        for one in tensors:
+            block, last, *_ = one.name.removeprefix("blk.").split(".")
+            if last == "ffn_gate_exps":
+                whole = weights[f"model.layers.{block}.experts.gate_up_proj"][:, :rows]
+                yield holding(one, whole.contiguous(), f"blk.{block}.ffn_gate_up_exps.weight")
+            elif last != "ffn_up_exps":
+                yield one
+
+    assert torch.equal(logits(export(tmp_path, "F32", joined)), logits(tmp_path))
+    odd = export(tmp_path, "F32", partial(joined, rows=63))
     with pytest.raises(ModelError, match="as many rows of gate as of up, not 63 in all"):
-        PagedModel(path)
+        PagedModel(odd)
 
 
 Parts = Mapping[str, Callable[[torch.Tensor], torch.Tensor]]
@@ -475,33 +481,28 @@ def test_parts_of_two_types(family: str, tmp_path: Path, monkeypatch: pytest.Mon
 def test_old_files_of_qwen3_next(tmp_path: Path) -> None:
     """Inputs of delta nets are stored as in checkpoints."""
     save_tiny(tmp_path, "Qwen3Next", **APART["Qwen3Next"])
-    spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
-    tensors, weights = [], load_file(tmp_path / "model.safetensors")
-    for one in gguf_tensors(open_checkpoint(tmp_path), spec, "F32"):
-        block, last, *_ = one.name.removeprefix("blk.").split(".")
-        whole = weights.get(f"model.layers.{block}.linear_attn.in_proj_qkvz.weight")
-        if whole is None or last not in ("attn_qkv", "attn_gate"):
-            tensors.append(one)
-        elif last == "attn_qkv":
-            data = whole.numpy().tobytes()
-            shape, name = tuple(whole.shape), f"blk.{block}.ssm_in.weight"
-            tensors.append(OutTensor(name, one.type, shape, lambda data=data: [data]))
-    write_gguf(path, model_metadata(spec, "tiny", "F32"), tensors)
-    expected = PagedModel(tmp_path).step({0: tokens(20)})[0]
-    torch.testing.assert_close(PagedModel(path).step({0: tokens(20)})[0], expected)
+    weights = load_file(tmp_path / "model.safetensors")
+
+    def joined(tensors: Tensors) -> Iterator[OutTensor]:
+        for one in tensors:
+            block, last, *_ = one.name.removeprefix("blk.").split(".")
+            whole = weights.get(f"model.layers.{block}.linear_attn.in_proj_qkvz.weight")
+            if whole is None or last not in ("attn_qkv", "attn_gate"):
+                yield one
+            elif last == "attn_qkv":
+                yield holding(one, whole, f"blk.{block}.ssm_in.weight")
+
+    torch.testing.assert_close(logits(export(tmp_path, "F32", joined)), logits(tmp_path))
 
 
 def test_states_that_would_grow(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Qwen3_5", **APART["Qwen3_5"])
-    spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
-    tensors = gguf_tensors(open_checkpoint(tmp_path), spec, "F32")
-    grown = [
-        replace(one, data=lambda size=one.size: [bytes(size)])
-        if one.name.endswith("ssm_a")
-        else one
-        for one in tensors
-    ]
-    write_gguf(path, model_metadata(spec, "tiny", "F32"), grown)
+
+    def grown(tensors: Tensors) -> Iterator[OutTensor]:
+        for one in tensors:
+            yield holding(one, torch.zeros(one.shape)) if one.name.endswith("ssm_a") else one
+
+    path = export(tmp_path, "F32", grown)
     with pytest.raises(ModelError, match="must hold negative numbers in ssm_a"):
         PagedModel(path)
 
@@ -525,8 +526,7 @@ def test_blocks_of_gpt_oss_keep_their_bits(tmp_path: Path) -> None:
     plan_export(tmp_path, "F32").write(path, lambda count: None)
     kinds = {one.name: one.tensor_type.name for one in GGUFReader(path).tensors}
     assert {kind for name, kind in kinds.items() if name.endswith("_exps.weight")} == {"MXFP4"}
-    expected = PagedModel(tmp_path).step({0: tokens(20)})[0]
-    assert torch.equal(PagedModel(path).step({0: tokens(20)})[0], expected)
+    assert torch.equal(logits(path), logits(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -537,8 +537,7 @@ def test_text_models_of_models_with_images(tmp_path: Path, family: str, prefix: 
     save_tiny_with_images(tmp_path, prefix, family)
     path = tmp_path / "m.gguf"
     plan_export(tmp_path, "F32").write(path, lambda count: None)
-    expected = PagedModel(tmp_path).step({0: tokens(20)})[0]
-    torch.testing.assert_close(PagedModel(path).step({0: tokens(20)})[0], expected)
+    torch.testing.assert_close(logits(path), logits(tmp_path))
 
 
 # Mean error of a log probability; the native kernels round activations. Measured: 0 and 0.027.
@@ -568,24 +567,23 @@ def test_experts_in_the_engine(kernels: str, off: float, tmp_path: Path) -> None
 )
 def test_files_with_other_experts(tmp_path: Path, key: str, value: int, message: str) -> None:
     save_tiny(tmp_path, "Qwen3Moe", **EXPERTS["Qwen3Moe"])
-    spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
-    metadata = {**model_metadata(spec, "tiny", "F32"), f"qwen3moe.{key}": value}
-    write_gguf(path, metadata, gguf_tensors(open_checkpoint(tmp_path), spec, "F32"))
+    path = export(tmp_path, "F32", **{f"qwen3moe.{key}": value})
     with pytest.raises(ModelError, match=message):
         PagedModel(path)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
     save_tiny(tmp_path, "Glm4Moe", **EXPERTS["Glm4Moe"])
-    spec, path = read_model_spec(tmp_path), tmp_path / "m.gguf"
-    metadata = model_metadata(spec, "tiny", "F32")
+
+    def further(tensors: Tensors) -> Iterator[OutTensor]:
+        for one in tensors:
+            yield one
+            if one.name == "blk.2.attn_norm.weight":
+                for name in ("attn_norm", "nextn.enorm"):
+                    yield replace(one, name=f"blk.3.{name}.weight")
+
     more = {"glm4moe.block_count": 4, "glm4moe.nextn_predict_layers": 1}
-    tensors = gguf_tensors(open_checkpoint(tmp_path), spec, "F32")
-    norm = next(tensor for tensor in tensors if tensor.name == "blk.2.attn_norm.weight")
-    extra = [replace(norm, name=f"blk.3.{name}.weight") for name in ("attn_norm", "nextn.enorm")]
-    write_gguf(path, metadata | more, [*tensors, *extra])
-    expected = PagedModel(tmp_path).step({0: tokens(9)})[0]
-    assert torch.equal(PagedModel(path).step({0: tokens(9)})[0], expected)
+    assert torch.equal(logits(export(tmp_path, "F32", further, **more)), logits(tmp_path))
 
 
 def test_unknown_names_are_left_for_the_loader(tmp_path: Path) -> None:
