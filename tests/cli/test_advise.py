@@ -75,10 +75,11 @@ def test_a_model_that_fits_nowhere_has_no_command(
 
 
 def test_an_unsupported_model_has_no_command(
-    machine: str, capsys: pytest.CaptureFixture[str]
+    machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    model = "starcoder"
-    assert main(["advise", model, "--hardware", machine]) == 0
+    path = tmp_path / "novel.json"
+    path.write_text(json.dumps(PUBLIC["llama-3-8b"] | {"architectures": ["NovelForCausalLM"]}))
+    assert main(["advise", str(path), "--hardware", machine]) == 0
     assert "kvik serve" not in capsys.readouterr().out
 
 

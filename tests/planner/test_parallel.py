@@ -99,9 +99,11 @@ def test_no_stage_has_more_than_its_share() -> None:
     assert max(sizes) - min(sizes) < 1.1 * expert_layer
 
 
-@pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-2-9b", "gemma-4-31b", "qwen-72b", "gpt2"])
+@pytest.mark.parametrize(
+    "name", ["llama-3.2-1b", "gemma-2-9b", "gemma-4-31b", "qwen2.5-72b", "gpt2"]
+)
 def test_stages_together_have_the_whole_model(name: str) -> None:
-    """A tied embedding counts twice; layers that are not known individually by their number."""
+    """A tied embedding counts twice."""
     whole = shape(name)
     runs = stage_runs(whole, 4, "bf16")
     parts = stages(whole, runs)

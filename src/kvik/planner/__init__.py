@@ -1,7 +1,7 @@
 """Predicts a model's cost on a machine: memory, rooflines, money, advice. Without torch.
 
 `shape.py` describes the properties of a model that its cost depends on. `families.py` reads them
-from the model's declaration or, if kvik does not run the model, with the table in `layers.py`.
+from the model's declaration or, if kvik does not run the model, from that of a similar one.
 `devices.py` and `calibration.py` describe machines, `memory.py` what fits, `roofline.py` how long a
 step takes, `parallel.py` how several processes or devices share a model, `cost.py` money,
 `speculation.py` the gain from drafts, `serving.py` a load on a server and its objectives.

@@ -1,4 +1,4 @@
-"""config.json -> the shape of a model, for models that kvik runs and many that it does not."""
+"""config.json -> the shape of a model, also of decoders that kvik does not run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,17 @@ from kvik.files import is_gguf
 from kvik.gguf.facts import METHOD, gguf_model_spec, model_config, usual_bits
 from kvik.gguf.reader import GgufFile, read_gguf
 from kvik.models import registry
+from kvik.models.deepseek import DEEPSEEK3
 from kvik.models.model_spec import ModelSpec, text_config
-from kvik.planner.layers import (
-    FAMILIES,
-    LLAMA_LIKE,
-    ExpertFields,
-    Family,
-    attention_kind,
-    read_decoder,
-    stored_format,
-    uncounted,
-)
+from kvik.models.qwen3 import QWEN3, QWEN3_MOE
+from kvik.planner.formats import weight_format
 from kvik.planner.shape import CacheShape, LayerShape, MatrixGroup, ModelShape
 from kvik.spec.declare import DeclaredLinear, DeclaredNorm, DeclaredOther
 from kvik.spec.engine_folder import read_built
-from kvik.spec.experts import EXPERT_KEYS
+from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.kv import STATE_BYTES
+from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 
 # Parts in which names of one configuration differ: owner, maker, and the purpose of tuning.
 _OWNER = re.compile(r".*/|^meta-")
@@ -72,6 +66,17 @@ FOREIGN_KEYS = (
     "num_kv_shared_layers",
     "ssm_state_size",
     "state_size",
+)
+# Keys that determine the cost of an unknown decoder. Others may have values that kvik lacks.
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings"),
+    *("attention_bias", "tie_word_embeddings", "dtype", "torch_dtype"),
+    *("layer_types", "sliding_window"),
+    *("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"),
+    *("num_experts_per_tok", "moe_intermediate_size", "n_shared_experts"),
+    *("mlp_layer_types", "moe_layers", "first_k_dense_replace", "moe_layer_freq"),
+    *("decoder_sparse_step", "interleave_moe_layer_step", "mlp_only_layers"),
 )
 DECODER_ENDINGS = ("ForCausalLM", "LMHeadModel")
 
@@ -137,22 +142,16 @@ def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
 
 def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShape:
     architecture = _architecture(fields)
-    if architecture in ARCHITECTURES:
-        named = {**config, "architectures": [architecture]}
-        plain = {key: value for key, value in named.items() if key != "quantization_config"}
-        try:
-            spec = ModelSpec.from_config(plain, fields.where)
-        except ModelError:
-            if architecture not in FAMILIES:
-                raise
-        else:
-            shape = _from_spec(spec, fields, name)
-            return shape if plain == named else replace(shape, spec=_runnable(named))
-    if architecture in FAMILIES:
-        return read_decoder(fields, FAMILIES[architecture], name, architecture)
-    shape = read_decoder(fields, _assumed(fields, architecture), name, architecture)
-    note = f"{shown(architecture)} is not known: read as a decoder like Llama's"
-    return replace(shape, notes=(note, *shape.notes))
+    if architecture not in ARCHITECTURES:
+        spec = _most_similar(fields, architecture)
+        shape = _from_spec(spec, fields, name)
+        note = f"{shown(architecture)} is not known: counted like {spec.architecture}"
+        notes = (note, *shape.notes)
+        return replace(shape, architecture=architecture, spec=None, notes=notes)
+    named = {**config, "architectures": [architecture]}
+    plain = {key: value for key, value in named.items() if key != "quantization_config"}
+    shape = _from_spec(ModelSpec.from_config(plain, fields.where), fields, name)
+    return shape if plain == named else replace(shape, spec=_runnable(named))
 
 
 def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
@@ -169,11 +168,10 @@ def _architecture(fields: Fields) -> str:
     named."""
     names = fields.strings("architectures")
     for name in names:
-        if name in ARCHITECTURES or name in FAMILIES:
+        if name in ARCHITECTURES:
             return name
     model_type = fields.raw("model_type")
     types = {row.model_type: name for name, row in ARCHITECTURES.items()}
-    types |= {kind: name for name, row in FAMILIES.items() for kind in row.model_types}
     if not names and isinstance(model_type, str):
         return types.get(model_type, types.get(model_type.removesuffix("_text"), model_type))
     if not names:
@@ -181,8 +179,12 @@ def _architecture(fields: Fields) -> str:
     return names[0]
 
 
-def _assumed(fields: Fields, architecture: str) -> Family:
-    """Return Llama's row for a decoder without its own row, with experts if it has them."""
+def _most_similar(fields: Fields, architecture: str) -> ModelSpec:
+    """Return the spec of the most similar decoder that kvik runs, with the sizes of an unknown one.
+
+    Raises:
+        ModelError: it is no decoder, its layers have no similar ones, or a size is invalid.
+    """
     if fields.raw("architectures") and not architecture.endswith(DECODER_ENDINGS):
         raise fields.error("architectures", f"{shown(architecture)} is no decoder of text")
     if fields.boolean("is_encoder_decoder", False):
@@ -190,19 +192,79 @@ def _assumed(fields: Fields, architecture: str) -> Family:
     for key in FOREIGN_KEYS:
         if key in fields:
             raise fields.error(key, "means layers that are not plain attention: cannot be planned")
-    for key in EXPERT_KEYS:
-        if key in fields:
-            width = "moe_intermediate_size"
-            if width not in fields:
-                width = "intermediate_size"
-            return replace(
-                LLAMA_LIKE, experts=ExpertFields(key, width=width, shared="n_shared_experts")
-            )
-    return LLAMA_LIKE
+    counts = [fields.raw(key) for key in EXPERT_KEYS if key in fields]
+    similar = QWEN3_MOE if counts else QWEN3
+    if "kv_lora_rank" in fields:
+        similar = DEEPSEEK3
+    heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
+    defaults = {
+        "head_dim": fields.integer("hidden_size", 1, MAX_WIDTH) // heads,
+        "moe_intermediate_size": fields.raw("intermediate_size"),
+        "first_k_dense_replace": 0,
+    }
+    sizes = {key: fields.raw(key) for key in SIZES if key in fields}
+    if not counts:
+        sizes["first_k_dense_replace"] = fields.raw("num_hidden_layers")
+    windows = "sliding_window" in fields and fields.boolean("use_sliding_window", True)
+    fixed = {
+        "architectures": [similar.name],
+        "num_local_experts": counts[0] if counts else None,
+        "use_sliding_window": windows,
+        "max_window_layers": 0,
+    }
+    spec = ModelSpec.from_config({**defaults, **sizes, **fixed}, fields.where)
+    shared = fields.integer("n_shared_experts", 0, MAX_EXPERTS, 0)
+    if similar is QWEN3_MOE and shared:
+        found = ((layer, layer.experts) for layer in spec.layers)
+        layers = (
+            replace(layer, experts=experts and replace(experts, shared=shared * experts.inner))
+            for layer, experts in found
+        )
+        spec = replace(spec, layers=tuple(layers))
+    return spec
+
+
+# Method, format or bits in a quantization_config -> the nearest weight format.
+STORED: Mapping[str | int, str] = {
+    "fp8": "fp8",
+    "fbgemm_fp8": "fp8",
+    "float-quantized": "fp8",
+    "mxfp4": "mxfp4",
+    "mxfp4-pack-quantized": "mxfp4",
+    "int-quantized": "int8",
+    "pack-quantized": "int4",
+    4: "int4",
+    8: "int8-weight-only",
+}
+
+
+def _stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
+    """Return the dtype of a checkpoint, the nearest weight format, and notes on both."""
+    key = "dtype" if "dtype" in fields else "torch_dtype"
+    dtype = fields.choice(key, tuple(DTYPE_BYTES), "float32")
+    plain = weight_format(dtype)
+    if "quantization_config" not in fields:
+        return dtype, plain, () if key in fields else (f"no dtype is given: {dtype} taken",)
+    config = fields.inside("quantization_config")
+    method = config.raw("quant_method")
+    # compressed-tensors has one method name for everything; its "format" tells them apart
+    for said in (method, config.raw("format"), config.raw("bits")):
+        nearest = STORED.get(said) if isinstance(said, str | int) else None
+        if nearest == "fp8":
+            return dtype, nearest, ()
+        if nearest is not None:
+            return dtype, nearest, (f"quantised by {shown(method)}: counted as {nearest}",)
+    return dtype, plain, (f"quantised by {shown(method)}, which is not known: {plain} taken",)
+
+
+def attention_kind(heads: int, kv_heads: int) -> str:
+    if kv_heads == heads:
+        return "MHA"
+    return "MQA" if kv_heads == 1 else "GQA"
 
 
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
-    """Return the shape of a model that kvik runs, from the engine's spec."""
+    """Return the shape of a model with the engine's spec."""
     hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
     latent, declared, apart = spec.latent, spec.declaration, _layers(spec)
     caching, shared = Counter[CacheShape](), Counter[CacheShape]()
@@ -215,7 +277,10 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         if not table.tied:  # else it is the head
             counts[MatrixGroup(table.role, 1, table.width, table.rows, multiplied=False)] += 1
     matrices = [replace(matrix, count=count) for matrix, count in counts.items()]
-    dtype, stored, notes = stored_format(fields)
+    dtype, stored, notes = _stored_format(fields)
+    predicting = fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0)
+    if predicting:
+        notes += (f"layers for multi-token prediction are not counted: {predicting}",)
     return ModelShape(
         name=name,
         architecture=spec.architecture,
@@ -243,7 +308,7 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         state_flops=sum(state.flops for state in spec.states),
         layers=apart,
         spec=spec,
-        notes=(*notes, *uncounted(fields)),
+        notes=notes,
     )
 
 

@@ -24,7 +24,6 @@ from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import weight_facts
 from kvik.planner.parallel import (
     check_parallel,
-    layers_of,
     own_rows,
     repeated_tables,
     share,
@@ -481,7 +480,7 @@ def _specs_by_stage(
         (cache,) = shape.caches
         runs = pairwise((0, *ends))
         return tuple(_kv_spec(cache, end - begin, kv_format) for begin, end in runs)
-    caches = (layer.cache for layer in layers_of(shape))
+    caches = (layer.cache for layer in shape.layers)
     return tuple(None if cache is None else _kv_spec(cache, 1, kv_format) for cache in caches)
 
 

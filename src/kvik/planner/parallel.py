@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvik.errors import ConfigError
-from kvik.planner.shape import CacheShape, LayerShape, MatrixGroup, ModelShape
+from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
 from kvik.spec.shares import MAX_RANKS, MAX_STAGES, TILE, HeadShare, share_of, stages_of
 
 MAX_DEVICES = 1024
@@ -24,8 +24,6 @@ MAX_DEVICES = 1024
 REPLICATED = frozenset({"router", "positions", "q_down", "kv_down"})
 # Cut by inputs: the second matrix of each pair. All others are cut by outputs.
 SECOND = frozenset({"o", "down", "expert_down", "shared_down"})
-# Not part of a layer.
-ENDS = frozenset({"embedding", "positions", "head", ""})
 # Products of the exact cut that no other process reads: a process expands latents only for its own
 # heads.
 UNSHARED = frozenset({"kv_up"})
@@ -155,7 +153,7 @@ def stage_runs(
     """
     check_parallel(shape, 1, pp)
     costs = []
-    for layer in layers_of(shape):
+    for layer in shape.layers:
         cost = shape.bytes_of(layer.matrices, layer.other_parameters, weight_format)
         costs.append(
             cost + (tokens * layer.cache.token_bytes(kv_format) if layer.cache and tokens else 0)
@@ -168,7 +166,7 @@ def stages(shape: ModelShape, runs: Sequence[range]) -> tuple[ModelShape, ...]:
     """Return the stages of a pipeline as smaller models. The first also has a tied embedding."""
     if len(runs) <= 1:
         return (shape,)
-    layers, (first, last) = layers_of(shape), _ends(shape)
+    layers, (first, last) = shape.layers, _ends(shape)
     outside = shape.other_parameters - sum(layer.other_parameters for layer in layers)
     found = []
     for run in runs:
@@ -229,31 +227,8 @@ def _joined(shape: ModelShape) -> list[tuple[int, int]]:
 
 def _outside(shape: ModelShape) -> list[MatrixGroup]:
     """Return the matrices and tables that are not part of a layer."""
-    if not shape.layers:
-        return [matrix for matrix in shape.matrices if matrix.role in ENDS]
     inside = {(m.role, m.inputs, m.outputs) for layer in shape.layers for m in layer.matrices}
     return [m for m in shape.matrices if (m.role, m.inputs, m.outputs) not in inside]
-
-
-def layers_of(shape: ModelShape) -> tuple[LayerShape, ...]:
-    """Return the contents of each layer. If it is not known which layers have a part, it is spread
-    evenly over all."""
-    count = shape.num_layers
-    if shape.layers:
-        return shape.layers
-
-    def spread(total: int, layer: int) -> int:
-        return total * (layer + 1) // count - total * layer // count
-
-    inner = [matrix for matrix in shape.matrices if matrix.role not in ENDS]
-    kinds = [cache for cache in shape.caches for _ in range(cache.layers)]
-    found = []
-    for i in range(count):
-        counts = (spread(m.count // (m.experts or 1), i) * (m.experts or 1) for m in inner)
-        own = (replace(m, count=n) for m, n in zip(inner, counts, strict=True) if n)
-        cache = replace(kinds[i], layers=1) if i < len(kinds) else None
-        found.append(LayerShape(tuple(own), spread(shape.other_parameters, i), cache))
-    return tuple(found)
 
 
 # The exact cut.
@@ -330,7 +305,7 @@ def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
         return Collectives("all-reduce", 2 * layers, 2, each, layers * each)
     counts: list[int] = []
     numbers: list[int] = []
-    for layer in layers_of(shape):
+    for layer in shape.layers:
         products = [m for m in layer.matrices if m.role not in UNSHARED and not m.experts]
         routed = [matrix for matrix in layer.matrices if matrix.experts]
         counts.append(sum(m.count for m in products) + len(routed) + layer.attends)

@@ -141,7 +141,7 @@ class ModelShape:
         stored: weight format of the checkpoint: "bf16", "fp8", ...
         tied: the head is the embedding, which then counts once, as the head.
         other_parameters: norms and biases, which keep the dtype.
-        layers: shape of each layer; () if layers differ and it is not known which is which.
+        layers: shape of each layer; () for a part on one of several devices.
         kernels: the layout of quantised weights: "torch", "native" or "triton" (`laid_out` in
             `memory.py` sets it for a machine).
         spec: set if this engine runs the model.

@@ -12,7 +12,7 @@ from kvik.planner.formats import WEIGHT_FORMATS
 from kvik.planner.memory import Memory, memory_of
 from kvik.planner.parallel import MAX_DEVICES, can_share, share
 from kvik.planner.roofline import PlannedStep, decode, decode_rate, prefill, step_time
-from kvik.planner.shape import ModelShape
+from kvik.planner.shape import CacheShape, ModelShape
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import DTYPE_BYTES
 
@@ -297,7 +297,15 @@ def _with_latent(shape: ModelShape) -> ModelShape:
 def _with_cache(
     shape: ModelShape, attention: str, elements: int, vectors: int, latent: int
 ) -> ModelShape:
-    caches = tuple(replace(cache, elements=elements, vectors=vectors) for cache in shape.caches)
+    def changed(cache: CacheShape) -> CacheShape:
+        return replace(cache, elements=elements, vectors=vectors)
+
+    layers = (replace(layer, cache=layer.cache and changed(layer.cache)) for layer in shape.layers)
     return replace(
-        shape, attention=attention, latent_dim=latent, caches=caches, layers=(), spec=None
+        shape,
+        attention=attention,
+        latent_dim=latent,
+        caches=tuple(map(changed, shape.caches)),
+        layers=tuple(layers),
+        spec=None,
     )
