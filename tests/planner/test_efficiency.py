@@ -15,7 +15,7 @@ from kvik.config.hardware import Hardware
 from kvik.config.resolve import resolve
 from kvik.core.work import Work
 from kvik.engine.stats import EngineStats, LoopTime
-from kvik.planner.devices import Device
+from kvik.planner.devices import Device, Setting
 from kvik.planner.efficiency import WHAT_HELPS, Efficiency, efficiency, running_device
 from kvik.planner.families import read_shape, shape_from_config
 
@@ -56,7 +56,7 @@ def both(a: Work, b: Work) -> Work:
 def judge(work: Work, time: LoopTime, device: Device = DEVICE) -> Efficiency:
     seconds = time.executor + time.host + time.idle
     after = replace(START, work=work, time=time)
-    return efficiency(START, after, seconds, SHAPE, "bf16", "bf16", device)
+    return efficiency(START, after, seconds, SHAPE, Setting(device, "bf16", "bf16"))
 
 
 def floor_of(work: Work) -> float:
@@ -84,7 +84,7 @@ def test_mla_attends_in_the_latent_space() -> None:
     work = Work(decode_steps=1, decode_step_tokens=1, decode_tokens=1, decode_pairs=61 * 1000)
     after = replace(START, work=work, time=LoopTime(executor=1.0))
     device = replace(DEVICE, rates={"bf16": 500e12, "fp8": 1e15})
-    found = efficiency(START, after, 1.0, shape, "fp8", "bf16", device)
+    found = efficiency(START, after, 1.0, shape, Setting(device, "fp8", "bf16"))
     pairs = 2 * 128 * (576 + 512) * 61 * 1000
     assert found.flops == shape.matmul_flops(1, 0) + pairs
 
@@ -94,7 +94,7 @@ def test_states_are_read_and_written_for_each_row() -> None:
     shape = shape_from_config(PUBLIC["LFM2-1.2B"], "lfm2")
     work = both(decoding(10, 4, 0), Work(mixed_steps=3, prefill_tokens=90, decode_tokens=5))
     after = replace(START, work=work, time=LoopTime(executor=1.0))
-    found = efficiency(START, after, 1.0, shape, "bf16", "bf16", DEVICE)
+    found = efficiency(START, after, 1.0, shape, Setting(DEVICE, "bf16", "bf16"))
     assert found.state_bytes == (40 + 3 + 5) * 2 * (10 * 2 * 2048 * 4)
     assert found.kv_bytes == found.state_bytes + 135 * shape.kv_bytes_per_token("bf16")
     states = 135 * 10 * 2 * 3 * 2048
@@ -186,7 +186,7 @@ def test_without_ceilings_the_report_names_the_command() -> None:
 
 def test_statistics_without_times_count_as_work() -> None:
     after = replace(START, work=FEW)
-    found = efficiency(START, after, 2.0, SHAPE, "bf16", "bf16", DEVICE)
+    found = efficiency(START, after, 2.0, SHAPE, Setting(DEVICE, "bf16", "bf16"))
     assert found.time == LoopTime(executor=2.0)
 
 
@@ -208,9 +208,8 @@ def test_a_real_engine_counts_the_work_of_its_requests() -> None:
     assert work.prefill_pairs == shape.num_layers * 37 * 38 // 2
     time = after.time.since(before.time)
     assert time.executor > 0 and time.host > 0
-    found = efficiency(
-        before, after, 1.0, shape, "fp32", "fp32", replace(DEVICE, kind="cpu", rates={"fp32": 1e12})
-    )
+    cpu = replace(DEVICE, kind="cpu", rates={"fp32": 1e12})
+    found = efficiency(before, after, 1.0, shape, Setting(cpu, "fp32", "fp32"))
     assert found.tokens == 37 + output - 1
     assert found.weight_bytes == pytest.approx(output * shape.read_bytes("fp32", 1), rel=0.05)
 

@@ -18,7 +18,6 @@ from kvik.planner.families import shape_from_config
 from kvik.planner.parallel import shares
 from kvik.planner.roofline import (
     PlannedStep,
-    ProductCost,
     StepTime,
     compute_bound_batch,
     costs_at,
@@ -27,6 +26,7 @@ from kvik.planner.roofline import (
     linear_kind,
     prefill,
     prefill_rate,
+    product_costs,
     step_time,
     verify,
 )
@@ -285,10 +285,10 @@ def test_the_weight_kind_of_a_matrix(weight_format: str, role: str, inputs: int,
 
 def test_an_unmeasured_kind_has_a_substitute_or_none() -> None:
     device, linears = measured_device(), calibration().linears
-    assert ProductCost.of(device, "int4-g64").costs == linears["int4-g128"]
-    assert ProductCost.of(device, "bf16").costs == linears["bf16"]
-    assert ProductCost.of(device, "int8-weight-only").costs == ()
-    assert ProductCost.of(ROUND, "bf16").costs == ()
+    assert product_costs(device, "int4-g64") == linears["int4-g128"]
+    assert product_costs(device, "bf16") == linears["bf16"]
+    assert product_costs(device, "int8-weight-only") == ()
+    assert product_costs(ROUND, "bf16") == ()
 
 
 def test_costs_between_rows_follow_the_rows() -> None:

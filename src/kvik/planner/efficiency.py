@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from kvik import __version__
 from kvik.config.config import ResolvedConfig
@@ -109,42 +109,39 @@ class Efficiency:
 
 
 def efficiency(
-    before: EngineStats,
-    after: EngineStats,
-    seconds: float,
-    shape: ModelShape,
-    weight_format: str,
-    kv_format: str,
-    device: Device,
+    before: EngineStats, after: EngineStats, seconds: float, shape: ModelShape, at: Setting
 ) -> Efficiency:
     """Return the efficiency between two readings of an engine's statistics.
 
     Args:
         seconds: time between them; all of it counts as work if the statistics have no times.
-        device: if its speed is unknown, shares are absent and `missing` says why.
+        at: if the device's speed is unknown, shares are absent and `missing` says why.
     """
     work = after.work.since(before.work)
     time = after.time.since(before.time)
     if after.time == LoopTime():
         time = LoopTime(executor=seconds)
-    kinds = _split(work, shape, weight_format, kv_format)
-    steps = sum(kind.steps for kind in kinds)
-    ceiling, missing = None, ""
+    kinds = _split(work, shape, at)
+    total = _Kind(*map(sum, zip(*map(astuple, kinds), strict=True)))
+    ceiling, needs, missing = None, None, ""
     try:
-        ceiling = _ceiling(kinds, weight_format, device)
+        ceiling = Ceiling(
+            bandwidth=at.device.read_rate(_ratio(total.moved, total.steps)),
+            compute=at.device.rate(arithmetic(at.weight_format, at.device.kind)),
+        )
+        needs = _needs(kinds, ceiling)
     except ConfigError as error:
         missing = error.message
-    needs = _needs(kinds, ceiling) if ceiling else None
-    bottleneck, reason = _bottleneck(work, kinds, time, ceiling)
+    bottleneck, reason = _bottleneck(work, total, needs, time, ceiling)
     return Efficiency(
         seconds=seconds,
         time=time,
-        steps=steps,
+        steps=total.steps,
         tokens=work.prefill_tokens + work.decode_tokens,
-        weight_bytes=sum(kind.weight_bytes for kind in kinds),
-        kv_bytes=sum(kind.kv_bytes for kind in kinds),
-        state_bytes=sum(kind.state_bytes for kind in kinds),
-        flops=sum(kind.flops for kind in kinds),
+        weight_bytes=total.weight_bytes,
+        kv_bytes=total.kv_bytes,
+        state_bytes=total.state_bytes,
+        flops=total.flops,
         ceiling=ceiling,
         floor=sum(needs.values()) if needs else None,
         bottleneck=bottleneck,
@@ -155,7 +152,7 @@ def efficiency(
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The total of all steps of one kind."""
+    """The total of all steps of one kind, as in `Efficiency`."""
 
     steps: int
     weight_bytes: float
@@ -163,10 +160,12 @@ class _Kind:
     state_bytes: float
     flops: float
 
+    @property
+    def moved(self) -> float:
+        return self.weight_bytes + self.kv_bytes
 
-def _split(
-    work: Work, shape: ModelShape, weight_format: str, kv_format: str
-) -> tuple[_Kind, _Kind]:
+
+def _split(work: Work, shape: ModelShape, at: Setting) -> tuple[_Kind, _Kind]:
     """Return the totals of steps that only decode and of steps with part of a prompt.
 
     The former are bound by reading, the latter by arithmetic, so each kind has its own floor.
@@ -176,18 +175,20 @@ def _split(
     tokens = work.prefill_tokens + work.decode_tokens
     alone = min(work.decode_step_tokens, tokens)
     share = min(1.0, _ratio(work.decode_step_tokens, work.decode_tokens))
+    readers = sum(cache.readers for cache in shape.caches)
+    pair = sum(cache.readers * shape.pair_flops(cache) for cache in shape.caches) / readers
 
     def kind(
         steps: int, rows: int, sequences: int, logits: int, read: float, pairs: float
     ) -> _Kind:
         # Routed experts: assume that all steps have the same number of rows, which maximises reads.
-        weights = shape.read_bytes(weight_format, max(1, round(rows / steps))) if steps else 0.0
+        weights = shape.read_bytes(at.weight_format, max(1, round(rows / steps))) if steps else 0.0
         states = sequences * shape.state_traffic(cached=1)
-        flops = shape.matmul_flops(rows, logits) + _attention_flops(shape, pairs)
+        flops = shape.matmul_flops(rows, logits) + pair * pairs
         return _Kind(
             steps=steps,
             weight_bytes=steps * weights,
-            kv_bytes=read + rows * shape.kv_bytes_per_token(kv_format) + states,
+            kv_bytes=read + rows * shape.kv_bytes_per_token(at.kv_format) + states,
             state_bytes=states,
             flops=flops + rows * shape.state_flops,
         )
@@ -207,24 +208,6 @@ def _split(
     )
 
 
-def _attention_flops(shape: ModelShape, pairs: float) -> float:
-    """Return the operations for (query, key) pairs in all layers; MLA attends in latent space."""
-    width = shape.head_dim + shape.v_head_dim
-    if shape.latent_dim:
-        width = shape.caches[0].elements + shape.latent_dim
-    return 2.0 * shape.num_heads * width * pairs
-
-
-def _ceiling(kinds: tuple[_Kind, ...], weight_format: str, device: Device) -> Ceiling:
-    """Return the ceiling. Raises ConfigError if the device's speed is unknown."""
-    steps = sum(kind.steps for kind in kinds)
-    read = sum(kind.weight_bytes + kind.kv_bytes for kind in kinds)
-    return Ceiling(
-        bandwidth=device.read_rate(_ratio(read, steps)),
-        compute=device.rate(arithmetic(weight_format, device.kind)),
-    )
-
-
 def _needs(kinds: tuple[_Kind, ...], ceiling: Ceiling) -> dict[str, float]:
     """Return the seconds bound by each resource; reading and arithmetic overlap, so only the longer
     counts."""
@@ -241,26 +224,28 @@ def _needs(kinds: tuple[_Kind, ...], ceiling: Ceiling) -> dict[str, float]:
 
 
 def _bottleneck(
-    work: Work, kinds: tuple[_Kind, ...], time: LoopTime, ceiling: Ceiling | None
+    work: Work,
+    total: _Kind,
+    needs: dict[str, float] | None,
+    time: LoopTime,
+    ceiling: Ceiling | None,
 ) -> tuple[str, str]:
     """Return the bottleneck, and the figure that shows it."""
-    steps = sum(kind.steps for kind in kinds)
     idle = _ratio(time.idle, time.idle + time.busy)
-    if not steps:
+    if not total.steps:
         return "load", "no step was computed"
     # Check this first: nothing follows from wrong counts or a wrong calibration.
-    impossible = _impossible(kinds, time, ceiling) if ceiling is not None else ""
+    impossible = _impossible(total, time, ceiling) if ceiling is not None else ""
     if impossible:
         return "ceiling", impossible
     if idle >= MOSTLY:
         return "load", f"idle for {idle:.0%} of the time"
     host = f"{_ratio(time.host, time.busy):.0%} of the time with work passed between the steps"
-    if ceiling is None:
+    if ceiling is None or needs is None:
         if time.host >= time.executor:
             return "host", host
         share = _ratio(time.executor, time.busy)
         return "executor", f"{share:.0%} of the time with work passed in the steps"
-    needs = _needs(kinds, ceiling)
     floor = sum(needs.values())
     taken = {**needs, "host": time.host, "overhead": max(0.0, time.executor - floor)}
     most = max(taken, key=taken.__getitem__)
@@ -269,30 +254,28 @@ def _bottleneck(
     if most == "overhead":
         share = _ratio(time.executor - floor, time.busy)
         return most, f"{share:.0%} of the time with work, the steps took longer than they must"
-    short = _queue(work, steps)
+    short = _queue(work, total.steps)
     if most == "weights bandwidth" and short:
         return "queue", short
     least = f"{_ratio(needs[most], floor):.0%} of the least time that these steps can take"
     if most == "compute":
-        rate = _ratio(sum(kind.flops for kind in kinds), time.busy)
+        rate = _ratio(total.flops, time.busy)
         peak = ceiling.compute
         return (
             most,
             f"{least} is arithmetic; {rate / peak:.2f} of {peak / 1e12:,.3g} TFLOP/s reached",
         )
-    rate = _ratio(sum(kind.weight_bytes + kind.kv_bytes for kind in kinds), time.busy)
+    rate = _ratio(total.moved, time.busy)
     what = "weights" if most == "weights bandwidth" else "the KV cache"
     reached = f"{rate / ceiling.bandwidth:.2f} of {ceiling.bandwidth / 1e9:,.3g} GB/s reached"
     return most, f"{least} goes to reading {what}; {reached}"
 
 
-def _impossible(kinds: tuple[_Kind, ...], time: LoopTime, ceiling: Ceiling) -> str:
+def _impossible(total: _Kind, time: LoopTime, ceiling: Ceiling) -> str:
     """Return which ceiling was exceeded, in words; "" if none was."""
-    read = sum(kind.weight_bytes + kind.kv_bytes for kind in kinds)
-    done = sum(kind.flops for kind in kinds)
     for work, most, what in (
-        (read, ceiling.bandwidth, f"{ceiling.bandwidth / 1e9:,.3g} GB/s"),
-        (done, ceiling.compute, f"{ceiling.compute / 1e12:,.3g} TFLOP/s"),
+        (total.moved, ceiling.bandwidth, f"{ceiling.bandwidth / 1e9:,.3g} GB/s"),
+        (total.flops, ceiling.compute, f"{ceiling.compute / 1e12:,.3g} TFLOP/s"),
     ):
         share = _ratio(work, time.busy * most)
         if share > POSSIBLE:
@@ -324,9 +307,7 @@ def _ratio(part: float, whole: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class RunningModel:
-    """Attributes:
-    device: the engine's device; its speed is known if the machine was calibrated.
-    """
+    """An engine's model and its device, whose speed is known if the machine was calibrated."""
 
     resolved: ResolvedConfig
     shape: ModelShape
@@ -356,10 +337,7 @@ class RunningModel:
 
     def efficiency(self, before: EngineStats, after: EngineStats, seconds: float) -> Efficiency:
         """Return the efficiency between two readings of the statistics, `seconds` apart."""
-        at = self.setting
-        return efficiency(
-            before, after, seconds, self.shape, at.weight_format, at.kv_format, self.device
-        )
+        return efficiency(before, after, seconds, self.shape, self.setting)
 
 
 def running_device(resolved: ResolvedConfig) -> Device:

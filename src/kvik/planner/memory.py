@@ -8,7 +8,6 @@ model are planned together, as in the engine, since they share one memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -157,13 +156,7 @@ class StoredModel:
     encoder: bool = False
 
     @classmethod
-    def of(
-        cls, shape: ModelShape, weight_format: str, kv_format: str, ends: Sequence[int] = ()
-    ) -> StoredModel:
-        """
-        Args:
-            ends: where the layers of each stage end, as indices into `kv`; (): one stage.
-        """
+    def of(cls, shape: ModelShape, weight_format: str, kv_format: str) -> StoredModel:
         learned = any(matrix.role == "positions" for matrix in shape.matrices)
         # MLA gathers its latent instead of K and V.
         widest = max((cache.elements for cache in shape.caches), default=0)
@@ -180,7 +173,7 @@ class StoredModel:
             rotations=() if learned else ((RopeSpec(), shape.head_dim),),
             shape=shape,
             weight_format=weight_format,
-            kv=_kv_specs(shape, kv_format, ends),
+            kv=_kv_specs(shape, kv_format),
             state_bytes=shape.state_bytes,
             state_width=shape.state_width,
         )
@@ -379,13 +372,15 @@ class _Planner:
         config, hardware, stored, compute = _computing(shape, at)
         whole = replace(shape, kernels=compute.kernels)
         runs, repeated = _divided(whole, at, config, hardware, compute)
-        stored = StoredModel.of(whole, at.weight_format, at.kv_format, [run.stop for run in runs])
+        stored = StoredModel.of(whole, at.weight_format, at.kv_format)
+        ends: tuple[int, ...] = ()
+        if at.pp > 1:  # layers of different stages cannot be merged
+            ends = tuple(run.stop for run in runs)
+            caches = (layer.cache for layer in whole.layers)
+            kv = (None if kept is None else _kv_spec(kept, 1, at.kv_format) for kept in caches)
+            stored = replace(stored, kv=tuple(kv))
         footprint = footprint_of(config, stored, hardware, compute)
-        footprint = replace(
-            footprint,
-            repeated=repeated,
-            stage_ends=_kv_ends(whole, [run.stop for run in runs]) if at.pp > 1 else (),
-        )
+        footprint = replace(footprint, repeated=repeated, stage_ends=ends)
         part = together(whole, at.tp)
         return cls(part, Fit(config, footprint, _limit(at)), whole, runs)
 
@@ -459,38 +454,14 @@ def hardware_of(device: Device) -> Hardware:
     return replace(bare, native=True, triton=True)
 
 
-def _kv_specs(
-    shape: ModelShape, kv_format: str, ends: Sequence[int]
-) -> tuple[KVCacheSpec | None, ...]:
-    """Return the KV specs with equal layers of a stage merged, which makes planning faster and does
-    not change the blocks."""
-    if len(ends) > 1:
-        return _specs_by_stage(shape, kv_format, ends)
+def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec | None, ...]:
+    """Return the KV specs with equal layers merged, which makes planning faster and does not change
+    the blocks."""
     merged = math.gcd(*(cache.layers for cache in shape.caches))
     specs: list[KVCacheSpec] = []
     for cache in shape.caches:
         specs += [_kv_spec(cache, merged, kv_format)] * (cache.layers // merged)
     return tuple(specs)
-
-
-def _specs_by_stage(
-    shape: ModelShape, kv_format: str, ends: Sequence[int]
-) -> tuple[KVCacheSpec | None, ...]:
-    if _merges(shape):
-        (cache,) = shape.caches
-        runs = pairwise((0, *ends))
-        return tuple(_kv_spec(cache, end - begin, kv_format) for begin, end in runs)
-    caches = (layer.cache for layer in shape.layers)
-    return tuple(None if cache is None else _kv_spec(cache, 1, kv_format) for cache in caches)
-
-
-def _kv_ends(shape: ModelShape, ends: Sequence[int]) -> tuple[int, ...]:
-    """Return where stages end, as indices into the specs that `_kv_specs` returns."""
-    return tuple(range(1, len(ends) + 1)) if _merges(shape) else tuple(ends)
-
-
-def _merges(shape: ModelShape) -> bool:
-    return len(shape.caches) == 1 and shape.caches[0].layers == shape.num_layers
 
 
 def _kv_spec(cache: CacheShape, layers: int, kv_format: str) -> KVCacheSpec:

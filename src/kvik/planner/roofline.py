@@ -35,53 +35,16 @@ from kvik.spec.weight_kind import WeightKind
 LAYER_CALLS, STEP_CALLS = 5, 5
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryReads:
-    """The bytes that every step reads, and the rate at which they are read."""
-
-    working_set: float
-    rate: float
-
-
-@dataclass(frozen=True, slots=True)
-class ProductCost:
-    """The cost of products with matrices of one kind; without measured costs, that of reading."""
-
-    costs: tuple[LinearCosts, ...]
-
-    @staticmethod
-    def of(device: Device, kind: str) -> ProductCost:
-        """Return the costs of a kind, named by `linear_kind`."""
-        measured = device.calibration
-        if measured is None:
-            return ProductCost(())
-        # A quick calibration omits some kinds: other group sizes cost about the same.
-        alike = [k for k in measured.linears if k.partition("-g")[0] == kind.partition("-g")[0]]
-        found = kind if kind in measured.linears else next(iter(alike), "")
-        return ProductCost(measured.linears.get(found, ()))
-
-    def seconds(
-        self,
-        rows: float,
-        matrix: MatrixGroup,
-        num_bytes: float,
-        reading: MemoryReads,
-        processes: int = 1,
-    ) -> float:
-        """Return the seconds of one product.
-
-        Args:
-            num_bytes: bytes of the matrix and of those outputs that are written to memory.
-            processes: number of processes that share it; each prepares all inputs.
-        """
-        if not self.costs:
-            return 0.0
-        cost = costs_at(self.costs, rows)
-        working = matrix.inputs * matrix.outputs * cost.weight(reading.working_set)
-        moving = num_bytes / (reading.rate * cost.reached(reading.working_set))
-        inputs = processes * matrix.inputs
-        beside = cost.call + inputs * cost.input + matrix.outputs * cost.output
-        return beside + max(moving, working)
+def product_costs(device: Device, kind: str) -> tuple[LinearCosts, ...]:
+    """Return the costs of products with matrices of a kind, named by `linear_kind`; (): not
+    measured."""
+    measured = device.calibration
+    if measured is None:
+        return ()
+    # A quick calibration omits some kinds: other group sizes cost about the same.
+    alike = [k for k in measured.linears if k.partition("-g")[0] == kind.partition("-g")[0]]
+    found = kind if kind in measured.linears else next(iter(alike), "")
+    return measured.linears.get(found, ())
 
 
 def linear_kind(kind: WeightKind | None, weight_format: str) -> str:
@@ -321,26 +284,25 @@ class _Work:
     Attributes:
         working_set: bytes that every step reads; assumed to be entirely cached or not at all.
         read_rate: bytes per second at which the working set is read.
-        processes: number of CPU processes that share each layer.
     """
 
     shape: ModelShape
-    device: Device
-    weight_format: str
-    kv_format: str
+    at: Setting
     step: PlannedStep
     working_set: float
     read_rate: float
-    processes: int
 
     @classmethod
     def of(cls, shape: ModelShape, at: Setting, step: PlannedStep) -> _Work:
         read = shape.read_bytes(at.weight_format, step.rows)
         for count, new, cached in step.runs:
             read += count * (shape.kv_read_bytes(new + cached, at.kv_format) + shape.state_bytes)
-        rate = at.device.read_rate(read)
-        processes = at.tp if at.exact else 1
-        return cls(shape, at.device, at.weight_format, at.kv_format, step, read, rate, processes)
+        return cls(shape, at, step, read, at.device.read_rate(read))
+
+    @property
+    def processes(self) -> int:
+        """Number of CPU processes that share each layer."""
+        return self.at.tp if self.at.exact else 1
 
     def parts(self) -> list[StepPart]:
         inner = [m for m in self.shape.matrices if m.multiplied and m.role != "head"]
@@ -354,8 +316,8 @@ class _Work:
             self._prompts(),
             self._states(),
         ]
-        measured = self.device.calibration
-        cost = attention_costs(self.device, self.shape.head_dim)
+        measured = self.at.device.calibration
+        cost = attention_costs(self.at.device, self.shape.head_dim)
         if measured is not None and cost is not None:
             prompts = self._runs(decoding=False)
             prompted = sum(count * new for count, new, _ in prompts)
@@ -382,33 +344,45 @@ class _Work:
         """Args:
         item: bytes per output that are written to memory; 0: outputs stay in the cache.
         """
-        rate = self.read_rate
-        reading = MemoryReads(self.working_set, rate)
+        at, rate = self.at, self.read_rate
         num_bytes = flops = expected = 0.0
         for matrix in matrices:
-            moved = self.shape.read_of(matrix, self.weight_format, rows)
+            moved = self.shape.read_of(matrix, at.weight_format, rows)
             moved += item * rows * matrix.outputs
             num_bytes += moved
             flops += 2.0 * matrix.active_parameters * rows
             copies = matrix.touched(rows)
             if copies:
-                kind = self.shape.kind_of(matrix, self.weight_format)
-                cost = ProductCost.of(self.device, linear_kind(kind, self.weight_format))
                 # of routed experts each gets its share of the rows
                 part = rows * matrix.active / matrix.experts if matrix.experts else rows
-                one = moved / copies, reading, self.processes
-                expected += copies * cost.seconds(max(1.0, part), matrix, *one)
-        unit = self.device.rate(arithmetic(self.weight_format, self.device.kind))
+                expected += copies * self._product(matrix, max(1.0, part), moved / copies)
+        unit = at.device.rate(arithmetic(at.weight_format, at.device.kind))
         return _part(name, num_bytes, flops, num_bytes / rate, flops / unit, expected)
+
+    def _product(self, matrix: MatrixGroup, rows: float, num_bytes: float) -> float:
+        """Return the seconds of one product; 0 if its costs were not measured.
+
+        Args:
+            num_bytes: bytes of the matrix and of those outputs that are written to memory.
+        """
+        kind = self.shape.kind_of(matrix, self.at.weight_format)
+        costs = product_costs(self.at.device, linear_kind(kind, self.at.weight_format))
+        if not costs:
+            return 0.0
+        cost = costs_at(costs, rows)
+        working = matrix.inputs * matrix.outputs * cost.weight(self.working_set)
+        moving = num_bytes / (self.read_rate * cost.reached(self.working_set))
+        inputs = self.processes * matrix.inputs  # each process prepares all inputs
+        return cost.call + inputs * cost.input + matrix.outputs * cost.output + max(moving, working)
 
     def _decoding(self) -> StepPart:
         """Return the attention of decoding sequences, drafts included."""
         shape, rate = self.shape, self.read_rate
         num_bytes = flops = expected = 0.0
-        cost = attention_costs(self.device, shape.head_dim)
+        cost = attention_costs(self.at.device, shape.head_dim)
         for count, new, cached in self._runs(decoding=True):
             context = new + cached
-            read = float(count * shape.kv_read_bytes(context, self.kv_format))
+            read = float(count * shape.kv_read_bytes(context, self.at.kv_format))
             num_bytes += read
             flops += count * shape.attention_flops(new, context)
             if cost is None:
@@ -428,9 +402,9 @@ class _Work:
         """Return the attention of prompts."""
         shape, rate = self.shape, self.read_rate
         num_bytes = flops = expected = 0.0
-        cost = attention_costs(self.device, shape.head_dim)
+        cost = attention_costs(self.at.device, shape.head_dim)
         for count, new, cached in self._runs(decoding=False):
-            read = float(count * shape.kv_read_bytes(new + cached, self.kv_format))
+            read = float(count * shape.kv_read_bytes(new + cached, self.at.kv_format))
             computed = count * shape.attention_flops(new, new + cached)
             num_bytes += read
             flops += computed
@@ -444,12 +418,12 @@ class _Work:
         shape, runs = self.shape, self.step.runs
         num_bytes = float(sum(n * shape.state_traffic(cached) for n, _, cached in runs))
         flops = float(self.step.rows * shape.state_flops)
-        computing = flops / self.device.rate("fp32") if flops else 0.0
+        computing = flops / self.at.device.rate("fp32") if flops else 0.0
         return _part("states", num_bytes, flops, num_bytes / self.read_rate, computing, 0.0)
 
     def _attention(self, name: str, num_bytes: float, flops: float, expected: float) -> StepPart:
-        unit = "bf16" if kv_facts(self.kv_format).bits <= 16 else "fp32"
-        computing = flops / self.device.rate(unit)
+        unit = "bf16" if kv_facts(self.at.kv_format).bits <= 16 else "fp32"
+        computing = flops / self.at.device.rate(unit)
         return _part(name, num_bytes, flops, num_bytes / self.read_rate, computing, expected)
 
 

@@ -279,19 +279,24 @@ class ModelShape:
         total = 0.0
         for cache in self.caches:
             pairs = (cache.window or ALL_KEYS).pairs(cached, context, context)
-            width = self.head_dim + self.v_head_dim
-            if not self.latent_dim:  # head sizes may differ by layer
-                width = 2 * cache.elements // cache.vectors
-            layer = 2.0 * self.num_heads * width * pairs
+            layer = self.pair_flops(cache) * pairs
             if self.latent_dim:
-                # Either expand cached latents to K and V, or attend in the latent space
-                # ("absorbed"), whichever is less work.
+                # Expand cached latents to K and V, if that is less work than to attend in latent
+                # space ("absorbed").
+                width = self.head_dim + self.v_head_dim
                 per_key = self.latent_dim * (width - (cache.elements - self.latent_dim))
-                expanded = layer + 2.0 * self.num_heads * per_key * cached
-                absorbed = 2.0 * self.num_heads * (cache.elements + self.latent_dim) * pairs
-                layer = min(expanded, absorbed)
+                expanded = 2.0 * self.num_heads * (width * pairs + per_key * cached)
+                layer = min(expanded, layer)
             total += cache.readers * layer
         return total
+
+    def pair_flops(self, cache: CacheShape) -> float:
+        """Return the operations of a layer for one (query, key) pair; MLA attends in latent
+        space."""
+        width = 2 * cache.elements // cache.vectors  # head sizes may differ by layer
+        if self.latent_dim:
+            width = cache.elements + self.latent_dim
+        return 2.0 * self.num_heads * width
 
     def _item(self, weight_format: str) -> int:
         return DTYPE_BYTES[self.working_dtype(weight_format)]
