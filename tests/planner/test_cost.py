@@ -44,8 +44,6 @@ def test_a_day(a_second: int, copies: int, share: float) -> None:
     ("text", "requests"),
     [
         ("5/s", 5 * 86_400),
-        ("0.5/s", 43_200),
-        ("1000000", 1000),
         ("1M", 1000),
         ("2k", 2),
         ("1.5G", 1_500_000),
@@ -58,7 +56,7 @@ def test_loads(text: str, requests: float) -> None:
     assert load.tokens == pytest.approx(requests * 1000)
 
 
-@pytest.mark.parametrize("text", ["", "x", "M", "5/m", "/s", "0", "-1", "nan", "inf", "1e999"])
+@pytest.mark.parametrize("text", ["", "M", "5/m", "/s", "0", "nan", "inf"])
 def test_invalid_loads(text: str) -> None:
     with pytest.raises(ConfigError, match="load: must be tokens per day"):
         parse_load(text, 900, 100)

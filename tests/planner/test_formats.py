@@ -6,7 +6,6 @@ import pytest
 
 from kvik.errors import ConfigError
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
-from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.weights import SCHEMES
 
@@ -21,10 +20,7 @@ def test_every_scheme_and_dtype_of_the_engine_is_a_format() -> None:
 @pytest.mark.parametrize(
     ("name", "cpu", "cuda"),
     [
-        ("bf16", "bf16", "bf16"),
         ("fp16", "fp16", "fp16"),
-        ("fp32", "fp32", "fp32"),
-        ("int8", "int8", "int8"),
         ("int8-weight-only", "bf16", "bf16"),
         ("int4", "int8", "bf16"),
         ("fp8", "bf16", "fp8"),
@@ -33,18 +29,6 @@ def test_every_scheme_and_dtype_of_the_engine_is_a_format() -> None:
 def test_the_unit_of_a_format(name: str, cpu: str, cuda: str) -> None:
     assert arithmetic(name, "cpu") == cpu
     assert arithmetic(name, "cuda") == cuda
-
-
-def test_bits_and_scales_of_the_cache() -> None:
-    found = {name: (facts.bits, facts.scale_bytes) for name, facts in KV_FORMATS.items()}
-    assert found == {
-        "fp32": (32, 0),
-        "bf16": (16, 0),
-        "fp16": (16, 0),
-        "fp8": (8, 2),
-        "int8": (8, 2),
-        "int4": (4, 2),
-    }
 
 
 def test_an_unknown_format_is_named_with_the_known_ones() -> None:

@@ -15,7 +15,7 @@ from kvik.config.units import GIB
 from kvik.errors import ConfigError
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape
-from kvik.planner.memory import Memory, StoredModel, bytes_of, kv_waste, memory_of, parts_of
+from kvik.planner.memory import StoredModel, bytes_of, kv_waste, memory_of, parts_of
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec, block_bytes, group_layers
 from kvik.spec.weights import SCHEMES
@@ -44,7 +44,7 @@ def device_of(hardware: Hardware) -> Device:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("weights", [*DTYPES, *QUANTIZED])
-@pytest.mark.parametrize("name", ["bundled", "qwen2.5-0.5b", "llama-3.2-1b", "gpt2"])
+@pytest.mark.parametrize("name", ["bundled", "gpt2"])
 def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str) -> None:
     model, hardware = shape(name), MACHINES[machine]
     assert model.spec is not None
@@ -155,13 +155,6 @@ def test_the_latent_is_cached_once_and_on_each_device() -> None:
     assert memory.kv_per_request == 4096 * 70_272
 
 
-def test_stages_divide_the_cache() -> None:
-    whole = memory_of(shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 4096, 4))
-    half = memory_of(shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 4096, 4, pp=2))
-    assert half.kv_cache * 2 == whole.kv_cache
-    assert half.weights < 0.52 * whole.weights
-
-
 def fits(at: Setting, model: ModelShape) -> bool:
     return memory_of(model, at).fits
 
@@ -248,10 +241,3 @@ def test_unfilled_slots_of_blocks_are_counted() -> None:
     plain = memory_of(shape("llama-3-8b"), Setting(H200, "bf16", "bf16", 1000, 2))
     # 1000 tokens take 63 blocks of 16, and one more block is never allocated.
     assert plain.kv_padding == (2 * (63 * 16 - 1000) + 16) * 131_072
-
-
-def test_the_parts_of_a_plan_add_up() -> None:
-    memory = Memory(10, 1, 2, 3, 4, 0, 0, 0, 0, 1, 1)
-    assert (memory.total, memory.missing, memory.fits) == (10, 0, True)
-    over = replace(memory, limit=7)
-    assert (over.missing, over.fits) == (3, False)

@@ -36,7 +36,7 @@ def answer(name: str, device: Device, question: Question) -> Plan:
 
 
 @pytest.mark.parametrize("weights", [*WEIGHT_FORMATS])
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt2", "deepseek-v2-lite", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("name", ["gpt2", "deepseek-v2-lite"])
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_figures_of_weights_agree(kind: str, name: str, weights: str) -> None:
     """Memory, facts and table agree, with scales as stored by the machine's kernels."""
@@ -44,17 +44,6 @@ def test_figures_of_weights_agree(kind: str, name: str, weights: str) -> None:
     found = answer(name, device, Question(dtype=weights, context=128))
     (row,) = (row for row in found.weight_formats if row.format == weights)
     assert found.memory.weights == found.weight_bytes == row.bytes
-
-
-def test_llama_2_7b_on_an_a100() -> None:
-    # 13.48 GB at 2039 GB/s: 151 tokens/s, a little more because the embedding is only looked up.
-    found = answer("llama-2-7b", find_device("a100-80g"), Question(dtype="fp16", context=1))
-    assert found.speed is not None
-    (row,) = (row for row in found.speed.decode if row.batch == 1)
-    assert row.ceiling == pytest.approx(2.039e12 / (13.476e9 - 32_000 * 4096 * 2), rel=1e-3)
-    assert row.ceiling == pytest.approx(151, rel=0.03)
-    assert row.bound == "bandwidth"
-    assert row.floor == pytest.approx(1 / row.ceiling)
 
 
 def test_the_unit_that_runs_is_named() -> None:
@@ -75,14 +64,6 @@ def test_both_bounds_of_decoding_are_shown() -> None:
         assert row.computing == pytest.approx(alone.computing)  # requests share no arithmetic
 
 
-def test_speculation_is_shown_up_to_95_percent() -> None:
-    found = answer("llama-3-8b", TOY, Question(context=4096)).speed
-    assert found is not None
-    row = found.speculation[0].rows[-1]
-    assert row.acceptance == 0.95
-    assert row.tokens[3] == pytest.approx(sum(0.95**k for k in range(5)))
-
-
 def test_llama_3_70b_on_four_h100() -> None:
     """80 layers of 855,638,016 weights and a head of 128,256 x 8,192, a quarter on each device:
     10.4 ms at 3.35 TB/s. Each device sends 2 sums x 80 layers x 3/2 x 8,192 numbers."""
@@ -96,22 +77,8 @@ def test_llama_3_70b_on_four_h100() -> None:
     assert 295 < (found.speed.compute_bound_batch or 0) < 330  # 989.4 / 3.35, plus KV and logits
 
 
-def test_deepseek_v3_reads_the_experts_of_a_batch() -> None:
-    """61 layers: three dense, 58 with 256 experts of 3 x 7168 x 2048, of which 8 and a shared one
-    serve a token. In fp8; router, head and what meets latent vectors in bf16."""
-    shape = public_shape("deepseek-v3")
-    attention = 7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 128 * 128 * 7168
-    expert, dense = 3 * 7168 * 2048, 3 * 7168 * 18432
-    always = 61 * attention + 3 * dense + 58 * expert
-    wide = 2 * (61 * 512 * 128 * 256 + 58 * 7168 * 256 + 129_280 * 7168)
-    for rows, awake in ((1, 8.0), (64, 256 * (1 - (248 / 256) ** 64))):
-        by_hand = always + 58 * awake * expert + wide
-        assert shape.read_bytes("fp8", rows) == pytest.approx(by_hand, rel=2e-3)  # scales
-
-
-@pytest.mark.parametrize("weights", ["bf16", "int8-weight-only", "int4"])
-def test_decode_is_never_faster_than_reading_the_weights(weights: str) -> None:
-    found = answer("llama-3-8b", TOY, Question(dtype=weights, context=4096, batch=24))
+def test_decode_is_never_faster_than_reading_the_weights() -> None:
+    found = answer("llama-3-8b", TOY, Question(dtype="int4", context=4096, batch=24))
     assert found.speed is not None
     read = found.weight_bytes - 128_256 * 4096 * 2
     batches = [row.batch for row in found.speed.decode]
@@ -121,16 +88,6 @@ def test_decode_is_never_faster_than_reading_the_weights(weights: str) -> None:
         assert row.ceiling <= 1.0001 * ceiling
         computing = row.batch * 1e14 / (row.batch * found.flops_per_token)
         assert row.ceiling <= 1.0001 * computing
-
-
-def test_operations_are_of_parameters_not_of_bytes() -> None:
-    shape = public_shape("llama-3-8b")
-    multiplied = 8_030_261_248 - 128_256 * 4096 - 65 * 4096  # without embedding and norms
-    by_hand = 2 * multiplied + 4 * 32 * 32 * 128 * 5000
-    for weights in ("fp32", "bf16", "int4"):
-        found = answer("llama-3-8b", TOY, Question(dtype=weights, context=5000))
-        assert found.flops_per_token == pytest.approx(by_hand, rel=1e-3)
-        assert found.shape.parameters == shape.parameters == 8_030_261_248
 
 
 def test_a_long_prompt_is_bound_by_arithmetic() -> None:
@@ -144,26 +101,6 @@ def test_a_long_prompt_is_bound_by_arithmetic() -> None:
     floor = (2 * multiplied * 8192 + 4 * 32 * 32 * 128 * pairs) / 1e14
     assert last.floor == pytest.approx(floor, rel=0.01)
     assert last.bound == "compute"
-
-
-def test_decode_becomes_compute_bound_where_the_table_has_it() -> None:
-    found = answer("llama-3-8b", TOY, Question(context=1, batch=256))
-    assert found.speed is not None
-    turn = found.speed.compute_bound_batch
-    # 2 bytes and 2 operations per weight and row: the ridge, at 100 operations per byte.
-    assert turn is not None and 95 <= turn <= 110
-    bounds = {row.batch: row.bound for row in found.speed.decode}
-    assert bounds[64] == "bandwidth" and bounds[128] == bounds[256] == "compute"
-
-
-def test_a_pipeline_is_as_fast_as_its_stages_together() -> None:
-    alone = answer("llama-3-8b", TOY, Question(context=4096, batch=1))
-    staged = answer("llama-3-8b", TOY, Question(context=4096, batch=4, pp=4))
-    assert alone.speed is not None and staged.speed is not None
-    one = alone.speed.decode[0]
-    four = next(row for row in staged.speed.decode if row.batch == 4)
-    assert four.ceiling == pytest.approx(4 * one.ceiling, rel=0.01)
-    assert four.floor == pytest.approx(one.floor, rel=0.01)
 
 
 def test_costs_are_those_of_the_rates() -> None:

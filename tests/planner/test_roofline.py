@@ -141,11 +141,6 @@ def test_states_by_hand() -> None:
     assert sum(states) == state / 2 and set(states) == {7 * state / 60, 8 * state / 60}
 
 
-def test_a_model_without_states_has_no_such_part(llama: ModelShape) -> None:
-    time = step_time(llama, Setting(ROUND, "fp16", "fp16"), decode(4, 100))
-    assert "states" not in {p.name for p in time.parts}
-
-
 def test_prompts_of_a_batch_share_the_weights(llama: ModelShape) -> None:
     at = Setting(ROUND, "fp16", "fp16", batch=8)
     together = step_time(llama, at, PlannedStep(((8, 10, 0),)))
@@ -189,13 +184,6 @@ def test_tensor_parallelism_by_hand(llama: ModelShape) -> None:
     sent = 32 * 2 * 1.5 * 16 * 4096 * 2
     assert part(four, "links").bytes == sent
     assert part(four, "links").expected == pytest.approx(sent / 1e11)
-
-
-def test_kv_heads_are_copied_if_there_are_more_devices(small: ModelShape) -> None:
-    two, eight = (
-        step_time(small, Setting(ROUND, "bf16", "bf16", tp=tp), decode(4, 500)) for tp in (2, 8)
-    )
-    assert part(two, "kv cache").bytes == part(eight, "kv cache").bytes
 
 
 def test_a_pipeline_has_the_latency_of_one_and_the_rate_of_many(llama: ModelShape) -> None:

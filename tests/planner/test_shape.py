@@ -22,13 +22,6 @@ def test_a_window_bounds_the_cache_and_the_operations() -> None:
     assert mistral.attention_flops(1, 4095) < mistral.attention_flops(1, 4096)
 
 
-def test_every_other_layer_of_gemma_2_has_a_window() -> None:
-    gemma = shape("gemma-2-9b")
-    layer = 2 * 8 * 256 * 2  # K and V, heads, head_dim, bytes
-    assert gemma.kv_bytes(8192, "bf16") == 21 * 8192 * layer + 21 * 4096 * layer
-    assert gemma.kv_bytes_per_token("bf16") == 42 * layer
-
-
 def test_layers_that_share_caches_and_heads_of_two_sizes() -> None:
     gemma = shape("gemma-4-e2b")  # 12 caches with a window and 3 without, read by 16 and 4
     windowed, full = 512 * 2 * 256 * 2, 9000 * 2 * 512 * 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 from helpers.configs import PUBLIC
@@ -367,18 +366,6 @@ def test_steps_towards_a_load_that_no_single_one_can_serve() -> None:
     assert found.start.load is None and found.end.load is None
     assert found.end.full.rate > 3 * found.start.full.rate
     assert any(flag.startswith("--quantization") for flag in found.flags)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("device", [H100, CPU])
-def test_tighter_limits_never_allow_a_larger_load(device: Device) -> None:
-    loads = []
-    for scale in (4.0, 1.0, 0.25, 0.02):
-        limits = Slo(ttft=0.4 * scale, tpot=0.04 * scale)
-        end = report("qwen2.5-0.5b", device, Wish(slo=limits, prompt_tokens=64)).end
-        loads.append(end.largest.rate if end.largest else 0.0)
-    assert all(tight <= 1.02 * wide for wide, tight in pairwise(loads)), loads
-    assert loads[0] > loads[-1]
 
 
 def test_a_faster_memory_never_lowers_the_rate() -> None:
