@@ -18,6 +18,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvik.errors import ConfigError, shown
 from kvik.files import write_whole
 from kvik.options import Integer, Number, OneOf, option
@@ -216,44 +218,34 @@ def read_budgets(path: Path, spec: ModelSpec) -> KVBudgets:
             invalid values.
     """
     values = _read(path)
-    if values.get("kv_budget") != VERSION:
+    if values.pop("kv_budget", None) != VERSION:
         raise ConfigError(FIELD, f"must be a file of `kvik kv-budget`, not {shown(str(path))}")
-    found = {name: values.get(name) for name in KVBudgets.__dataclass_fields__}
-    if found["fingerprint"] != fingerprint_of(spec):
+    try:
+        found = msgspec.convert(values, KVBudgets)
+    except msgspec.ValidationError as error:
+        raise ConfigError(FIELD, f"{shown(str(path))} is wrong: {error}") from None
+    if found.fingerprint != fingerprint_of(spec):
         raise ConfigError(
             FIELD,
             f"must be made of {spec.architecture} in this shape; {shown(str(path))} is of another "
-            f"model ({shown(found['architecture'])})",
+            f"model ({shown(found.architecture)})",
         )
-    kinds = (
-        *(("architecture", str), ("fingerprint", str), ("by", str), ("data", str)),
-        *(("bytes", int | float), ("context", int), ("tokens", int)),
-    )
-    for name, kind in kinds:
-        if not isinstance(found[name], kind) or isinstance(found[name], bool):
-            raise ConfigError(FIELD, f"{name} is wrong in {shown(str(path))}")
-    for name, least in (("scores", 0), ("budgets", LEAST_TOKENS)):
-        numbers, count = found[name], spec.num_layers
-        if not (
-            isinstance(numbers, list)
-            and len(numbers) == count
-            and all(isinstance(n, int | float) and not isinstance(n, bool) for n in numbers)
-        ):
-            raise ConfigError(FIELD, f"{name} must be {count} numbers in {shown(str(path))}")
+    lists: dict[str, tuple[Sequence[float], int]] = {
+        "scores": (found.scores, 0),
+        "budgets": (found.budgets, LEAST_TOKENS),
+    }
+    for name, (numbers, least) in lists.items():
+        if len(numbers) != spec.num_layers:
+            text = f"{name} must be {spec.num_layers} numbers in {shown(str(path))}"
+            raise ConfigError(FIELD, text)
         if any(not least <= n <= MAX_CONTEXT for n in numbers):
-            raise ConfigError(
-                FIELD, f"{name} must be {least} to {MAX_CONTEXT} each, not {min(numbers)}"
-            )
-    budgets = found["budgets"]
-    assert isinstance(budgets, list)
-    if any(not isinstance(n, int) for n in budgets):
-        raise ConfigError(FIELD, "budgets must be whole numbers")
-    if len(set(budgets)) > MAX_CLASSES:
-        raise ConfigError(
-            FIELD, f"budgets must be at most {MAX_CLASSES} different ones, not {len(set(budgets))}"
-        )
-    lists = {name: tuple(value) for name, value in found.items() if isinstance(value, list)}
-    return KVBudgets(**{**found, **lists})  # type: ignore[arg-type]
+            text = f"{name} must be {least} to {MAX_CONTEXT} each, not {min(numbers)}"
+            raise ConfigError(FIELD, text)
+    different = len(set(found.budgets))
+    if different > MAX_CLASSES:
+        text = f"budgets must be at most {MAX_CLASSES} different ones, not {different}"
+        raise ConfigError(FIELD, text)
+    return found
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -174,150 +174,6 @@ class StepSize:
         return StepSize(self.max_model_len, rows, tokens)
 
 
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """Bytes as functions of the step size, for one model on one kind of device.
-
-    Attributes:
-        item: bytes of a number that the model computes with.
-        quantization: see `EngineConfig`.
-        quantized: whether any weights are quantised, by the engine or in the checkpoint.
-        converted: whether keys and values are stored in another format than the model's.
-        num_groups: number of KV groups.
-        most_keys: largest number of keys that a query sees; None: all.
-    """
-
-    spec: ModelSizes
-    item: int
-    device: str
-    attention_backend: str
-    block_size: int
-    quantization: str
-    quantized: bool
-    converted: bool
-    num_groups: int
-    most_keys: int | None = None
-
-    def _keys(self, size: StepSize) -> int:
-        """Largest number of keys that the queries of a sequence read in a step."""
-        if self.most_keys is None:
-            return size.max_model_len
-        return min(size.max_model_len, self.most_keys + size.max_num_batched_tokens)
-
-    @property
-    def _qkv(self) -> int:
-        return self.spec.query_width + 2 * self.spec.key_width
-
-    def tape(self, size: StepSize) -> int:
-        """Return the permanent buffers of a tape and the scratch of its kernels. In a layer there
-        are three copies of the residual stream (before, normalised, after), Q, K and V (twice if
-        they are normalised, but then they replace others), the output of attention, and the inner
-        activations. Kernels copy the inputs of a product."""
-        spec, tokens = self.spec, size.max_num_batched_tokens
-        widths = 3 * spec.hidden_size + self._qkv + spec.query_width + spec.inner_width
-        widths += max(0, spec.state_width - self._qkv - spec.query_width)
-        normalised = self._qkv
-        rotation = 4 * sum(rope.of_token * width for rope, width in spec.rotations)
-        buffers = tokens * ((widths + normalised) * self.item + rotation)
-        experts = spec.experts_of_token  # each has a copy of a token's inputs
-        inputs = max(spec.hidden_size * max(1, experts), spec.query_width, spec.inner_width)
-        rounded = self.quantization in ("int8", "int4", "mxfp4")  # to a byte, and scales of groups
-        copied = tokens * (inputs + inputs // 4 if rounded else inputs * self.item)
-        copied += experts * tokens * EXPERT_ROW_BYTES
-        return buffers + copied + self._attention_scratch(size) + self._logits(size)
-
-    def eager(self, size: StepSize) -> int:
-        """Return the residual stream, plus the peak of a layer or the sampler, whichever is larger.
-        Operations compute in fp32."""
-        widest = max(self.widest(size), self._logits(size))
-        return self.stream(size) + widest + self._masks(size)
-
-    def stream(self, size: StepSize) -> int:
-        """Return the residual stream, its normalised copy, and the next residual stream."""
-        return size.max_num_batched_tokens * self.spec.hidden_size * 3 * self.item
-
-    def widest(self, size: StepSize) -> int:
-        spec, item, tokens = self.spec, self.item, size.max_num_batched_tokens
-        queries, keys = spec.query_width, spec.key_width
-        norm = tokens * spec.hidden_size * 16
-        qkv = tokens * self._qkv * item
-        rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
-        attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
-        mlp = tokens * spec.inner_width * (3 * item + 20)
-        # inner activations of each expert, and its inputs and outputs for a token
-        routed = tokens * spec.experts_of_token * (2 * spec.hidden_size * item + EXPERT_ROW_BYTES)
-        routed += tokens * spec.inner_width * 2 * item
-        states = tokens * spec.state_width * (item + 4)
-        return max(norm, rotary, attended, mlp, routed, states, self._quantized_product(size))
-
-    def _logits(self, size: StepSize) -> int:
-        """Logits of the rows that sample, and the larger of sampling and of reading logprobs of a
-        prompt."""
-        if self.spec.encoder:
-            return 0
-        vocab, tokens = self.spec.vocab_size, size.max_num_batched_tokens
-        rows = min(size.max_num_seqs + size.max_draft_rows, tokens)
-        row = vocab * (DRAW_BYTES + RULES_BYTES)
-        at_once = max(row, min(rows * row, SAMPLER_BYTES[self.device]))
-        prompt_rows, copied = min(PROMPT_ROWS, tokens), min(PROMPT_COPIED_ROWS, tokens)
-        prompt = vocab * (prompt_rows * LOGIT_BYTES + copied * PROMPT_BYTES_PER_LOGIT)
-        return rows * vocab * LOGIT_BYTES + max(at_once, prompt)
-
-    def _quantized_product(self, size: StepSize) -> int:
-        """Return x and its rounded copy, and y before and after its activation, in fp32, if weights
-        are quantised."""
-        if not self.quantized:
-            return 0
-        spec, item = self.spec, self.item
-        inputs = max(spec.hidden_size, spec.query_width, spec.inner_width)
-        outputs = max(spec.hidden_size, self._qkv, 3 * spec.inner_width)
-        return size.max_num_batched_tokens * (8 * inputs + (4 + item) * outputs)
-
-    def _attention_scratch(self, size: StepSize) -> int:
-        """K and V gathered from the cache in one layer, and scores if they are materialised."""
-        spec, item = self.spec, self.item
-        if self.attention_backend == "reference":
-            # fp32 copies for every query head and the gathered ones; scores, masked, softmax
-            gathered = 2 * self._keys(size) * spec.query_width * (4 + 4 + item)
-            scores = self._pairs(size) * (3 * spec.num_heads * 4)
-            return gathered + scores + self._converted_kv(size)
-        if self.attention_backend == "triton":
-            return TRITON_WORKSPACE
-        if self.attention_backend == TRITON_SDPA:  # copies of q, k and v, and the output
-            width = 2 * (spec.query_width + spec.key_width)
-            if spec.latent is not None:  # keys and values of all heads, and widened ones
-                each = spec.latent.query + max(spec.latent.query, spec.latent.value)
-                width = spec.num_heads * (3 * each + spec.latent.nope + spec.latent.value)
-            copies = (size.max_num_batched_tokens + PROMPT_PADDING) * width * item
-            return TRITON_WORKSPACE + CUDNN_BYTES + copies
-        if self.attention_backend == "cpu":  # partial results of the splits of long contexts
-            splits = size.max_num_seqs + LONG_CONTEXTS * -(-self._keys(size) // SPLIT_KEYS)
-            return splits * (spec.query_width + 32 * spec.num_heads) * 5
-        keys = max(self._keys(size) + self.block_size, GATHERED_KEYS)
-        width = spec.key_width + (spec.query_width if self.device == "cuda" else 0)
-        return 2 * keys * width * item + self._converted_kv(size)
-
-    def _converted_kv(self, size: StepSize) -> int:
-        """Return the fp32 copies that torch makes to round for the cache and to gather from it, if
-        its format is not the model's."""
-        if not self.converted:
-            return 0
-        keys = max(self._keys(size) + self.block_size, GATHERED_KEYS)
-        numbers = 2 * self.spec.key_width
-        copies = size.max_num_batched_tokens * STORED_COPIES + keys * GATHERED_COPIES
-        return 4 * numbers * copies
-
-    def _masks(self, size: StepSize) -> int:
-        """Masks of all prefilling sequences, per KV group, which live as long as the step."""
-        if self.attention_backend in ("cpu", *TRITON_BACKENDS):
-            return 0
-        return self._pairs(size) * (1 + 1 + 4) * self.num_groups
-
-    def _pairs(self, size: StepSize) -> int:
-        """Largest number of (query, key) pairs of a step."""
-        return size.max_num_batched_tokens * self._keys(size)
-
-
 # Bytes of a logit while the most likely tokens are found (a value and an index), and rows at a
 # time.
 RANKED_BYTES, RANKED_ROWS = 16, 16
@@ -546,7 +402,7 @@ class Footprint:
     def _item(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    @property
+    @cached_property
     def _most_keys(self) -> int | None:
         """Largest number of keys that a query sees if all layers have windows; otherwise None."""
         windows = [group.spec.window for group in self.groups]
@@ -555,19 +411,9 @@ class Footprint:
         return max(window.most for window in windows if window is not None)
 
     @property
-    def _step(self) -> StepMemory:
-        return StepMemory(
-            spec=self.spec,
-            item=self._item,
-            device=self.device,
-            attention_backend=self.attention_backend,
-            block_size=self.block_size,
-            quantization=self.quantization,
-            quantized=self.quantization != "none" or bool(self._stored) or self.mapped is not None,
-            converted=self.kv_cache_dtype != AUTO,
-            num_groups=len(self.groups),
-            most_keys=self._most_keys,
-        )
+    def _quantized(self) -> bool:
+        """Whether any weights are quantised, by the engine or in the checkpoint."""
+        return self.quantization != "none" or bool(self._stored) or self.mapped is not None
 
     @property
     def _taped(self) -> bool:
@@ -576,7 +422,7 @@ class Footprint:
 
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
-        own = self._step.tape(size) if self._taped else self._step.eager(size)
+        own = self._tape(size) if self._taped else self._eager(size)
         own += self._choosing(size)
         own *= self._processes  # counts shared memory once per process
         own += size.max_num_batched_tokens * self.given
@@ -667,7 +513,7 @@ class Footprint:
         spec, tokens = self.spec, max(each.tokens for each in sizes)
         largest = replace(size, max_num_batched_tokens=tokens, max_draft_rows=0)
         logits = max(each.samples for each in sizes) * spec.vocab_size * LOGIT_BYTES
-        shared = self._step.stream(largest) + max(self._step.widest(largest), logits)
+        shared = self._stream(largest) + max(self._widest(largest), logits)
         output = logits + tokens * spec.hidden_size * self._item
         output += max(each.samples for each in sizes) * (4 + 8)
         each = graph_bytes(sum(len(group.layers) for group in self.groups))
@@ -743,8 +589,129 @@ class Footprint:
         total += 2 * self.spec.transposed_numbers * 4
         if self.spec.experts_of_token:
             total += TURNED_LOADING_BYTES
-        if self.quantization != "none" or self._stored:
+        if self._quantized:
             total += QUANTIZED_SCRATCH_BYTES
         # Quantised tensors are read whole, the next one while one is converted.
         total += 2 * max((like.stored_bytes for like in self._stored), default=0)
         return total
+
+    # The tensors of one step.
+
+    def _keys(self, size: StepSize) -> int:
+        """Largest number of keys that the queries of a sequence read in a step."""
+        if self._most_keys is None:
+            return size.max_model_len
+        return min(size.max_model_len, self._most_keys + size.max_num_batched_tokens)
+
+    @property
+    def _qkv(self) -> int:
+        return self.spec.query_width + 2 * self.spec.key_width
+
+    def _tape(self, size: StepSize) -> int:
+        """Return the permanent buffers of a tape and the scratch of its kernels. In a layer there
+        are three copies of the residual stream (before, normalised, after), Q, K and V (twice if
+        they are normalised, but then they replace others), the output of attention, and the inner
+        activations. Kernels copy the inputs of a product."""
+        spec, tokens = self.spec, size.max_num_batched_tokens
+        widths = 3 * spec.hidden_size + self._qkv + spec.query_width + spec.inner_width
+        widths += max(0, spec.state_width - self._qkv - spec.query_width)
+        normalised = self._qkv
+        rotation = 4 * sum(rope.of_token * width for rope, width in spec.rotations)
+        buffers = tokens * ((widths + normalised) * self._item + rotation)
+        experts = spec.experts_of_token  # each has a copy of a token's inputs
+        inputs = max(spec.hidden_size * max(1, experts), spec.query_width, spec.inner_width)
+        rounded = self.quantization in ("int8", "int4", "mxfp4")  # to a byte, and scales of groups
+        copied = tokens * (inputs + inputs // 4 if rounded else inputs * self._item)
+        copied += experts * tokens * EXPERT_ROW_BYTES
+        return buffers + copied + self._attention_scratch(size) + self._logits(size)
+
+    def _eager(self, size: StepSize) -> int:
+        """Return the residual stream, plus the peak of a layer or the sampler, whichever is larger.
+        Operations compute in fp32."""
+        widest = max(self._widest(size), self._logits(size))
+        return self._stream(size) + widest + self._masks(size)
+
+    def _stream(self, size: StepSize) -> int:
+        """Return the residual stream, its normalised copy, and the next residual stream."""
+        return size.max_num_batched_tokens * self.spec.hidden_size * 3 * self._item
+
+    def _widest(self, size: StepSize) -> int:
+        spec, item, tokens = self.spec, self._item, size.max_num_batched_tokens
+        queries, keys = spec.query_width, spec.key_width
+        norm = tokens * spec.hidden_size * 16
+        qkv = tokens * self._qkv * item
+        rotary = qkv + tokens * ((queries + keys) * item + queries * 16)
+        attended = qkv + tokens * (3 * queries + keys) * item + self._attention_scratch(size)
+        mlp = tokens * spec.inner_width * (3 * item + 20)
+        # inner activations of each expert, and its inputs and outputs for a token
+        routed = tokens * spec.experts_of_token * (2 * spec.hidden_size * item + EXPERT_ROW_BYTES)
+        routed += tokens * spec.inner_width * 2 * item
+        states = tokens * spec.state_width * (item + 4)
+        return max(norm, rotary, attended, mlp, routed, states, self._quantized_product(size))
+
+    def _logits(self, size: StepSize) -> int:
+        """Logits of the rows that sample, and the larger of sampling and of reading logprobs of a
+        prompt."""
+        if self.spec.encoder:
+            return 0
+        vocab, tokens = self.spec.vocab_size, size.max_num_batched_tokens
+        rows = min(size.max_num_seqs + size.max_draft_rows, tokens)
+        row = vocab * (DRAW_BYTES + RULES_BYTES)
+        at_once = max(row, min(rows * row, SAMPLER_BYTES[self.device]))
+        prompt_rows, copied = min(PROMPT_ROWS, tokens), min(PROMPT_COPIED_ROWS, tokens)
+        prompt = vocab * (prompt_rows * LOGIT_BYTES + copied * PROMPT_BYTES_PER_LOGIT)
+        return rows * vocab * LOGIT_BYTES + max(at_once, prompt)
+
+    def _quantized_product(self, size: StepSize) -> int:
+        """Return x and its rounded copy, and y before and after its activation, in fp32, if weights
+        are quantised."""
+        if not self._quantized:
+            return 0
+        spec, item = self.spec, self._item
+        inputs = max(spec.hidden_size, spec.query_width, spec.inner_width)
+        outputs = max(spec.hidden_size, self._qkv, 3 * spec.inner_width)
+        return size.max_num_batched_tokens * (8 * inputs + (4 + item) * outputs)
+
+    def _attention_scratch(self, size: StepSize) -> int:
+        """K and V gathered from the cache in one layer, and scores if they are materialised."""
+        spec, item = self.spec, self._item
+        if self.attention_backend == "reference":
+            # fp32 copies for every query head and the gathered ones; scores, masked, softmax
+            gathered = 2 * self._keys(size) * spec.query_width * (4 + 4 + item)
+            scores = self._pairs(size) * (3 * spec.num_heads * 4)
+            return gathered + scores + self._converted_kv(size)
+        if self.attention_backend == "triton":
+            return TRITON_WORKSPACE
+        if self.attention_backend == TRITON_SDPA:  # copies of q, k and v, and the output
+            width = 2 * (spec.query_width + spec.key_width)
+            if spec.latent is not None:  # keys and values of all heads, and widened ones
+                each = spec.latent.query + max(spec.latent.query, spec.latent.value)
+                width = spec.num_heads * (3 * each + spec.latent.nope + spec.latent.value)
+            copies = (size.max_num_batched_tokens + PROMPT_PADDING) * width * item
+            return TRITON_WORKSPACE + CUDNN_BYTES + copies
+        if self.attention_backend == "cpu":  # partial results of the splits of long contexts
+            splits = size.max_num_seqs + LONG_CONTEXTS * -(-self._keys(size) // SPLIT_KEYS)
+            return splits * (spec.query_width + 32 * spec.num_heads) * 5
+        keys = max(self._keys(size) + self.block_size, GATHERED_KEYS)
+        width = spec.key_width + (spec.query_width if self.device == "cuda" else 0)
+        return 2 * keys * width * item + self._converted_kv(size)
+
+    def _converted_kv(self, size: StepSize) -> int:
+        """Return the fp32 copies that torch makes to round for the cache and to gather from it, if
+        its format is not the model's."""
+        if self.kv_cache_dtype == AUTO:
+            return 0
+        keys = max(self._keys(size) + self.block_size, GATHERED_KEYS)
+        numbers = 2 * self.spec.key_width
+        copies = size.max_num_batched_tokens * STORED_COPIES + keys * GATHERED_COPIES
+        return 4 * numbers * copies
+
+    def _masks(self, size: StepSize) -> int:
+        """Masks of all prefilling sequences, per KV group, which live as long as the step."""
+        if self.attention_backend in ("cpu", *TRITON_BACKENDS):
+            return 0
+        return self._pairs(size) * (1 + 1 + 4) * len(self.groups)
+
+    def _pairs(self, size: StepSize) -> int:
+        """Largest number of (query, key) pairs of a step."""
+        return size.max_num_batched_tokens * self._keys(size)
