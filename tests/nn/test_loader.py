@@ -120,7 +120,7 @@ def test_random_weights_depend_on_the_seed_alone(llama: Path) -> None:
     assert torch.equal(first, again) and not torch.equal(first, other)
     assert torch.isfinite(first).all()
     layer = PagedModel(None, spec=spec).model.layers[0]
-    assert torch.equal(layer.mlp_norm.weight, torch.ones(32))
+    assert torch.equal(layer.norms[1].weight, torch.ones(32))
     assert torch.equal(layer.attention.qkv.linears[0].matrix.bias, torch.zeros(64))
     assert 0.01 < float(layer.attention.qkv.linears[0].matrix.data.values.std()) < 0.03
 
@@ -139,7 +139,7 @@ def test_weights_are_freed_with_the_model(llama: Path) -> None:
     collector."""
     paged = PagedModel(llama)
     layer = paged.model.layers[0]
-    tensors = (layer.mlp.down.matrix.data.values, layer.mlp_norm.weight, paged.model.embed.table)
+    tensors = (layer.mlp.down.matrix.data.values, layer.norms[1].weight, paged.model.embed.table)
     alive = [weakref.ref(tensor) for tensor in tensors]
     gc.disable()
     try:

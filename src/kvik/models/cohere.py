@@ -3,6 +3,7 @@ Pairs of neighbours are rotated, and logits are scaled. In R+, q and k heads are
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -83,19 +84,12 @@ COHERE = Architecture(
     gguf_scales=("logit_scale",),
 )
 # Command R7B and A: three layers with a window, then one without positions.
-COHERE2 = Architecture(
-    "Cohere2ForCausalLM",
-    "cohere2",
-    "Command R7B and A",
-    partial(Decoder, make_layer=cohere_layer, make_norm=last_norm),
+COHERE2 = replace(
+    COHERE,
+    name="Cohere2ForCausalLM",
+    model_type="cohere2",
+    models="Command R7B and A",
     layers=partial(mixed_layers, every=4, full_turns=False, interleaved=True),
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    rms_norm=False,
-    tied=True,
-    scales=cohere_scales,
-    eos_token_ids=(255001,),
-    keys={"rms_norm_eps": "layer_norm_eps"},
+    qk_norm=False,
     gguf="cohere2",
-    gguf_scales=("logit_scale",),
 )

@@ -41,7 +41,7 @@ class GroupedQueryAttention:
         o: name of the output projection.
         norms: names of the RMSNorm on each head of q and of k, before the rotation; (): none.
         offset: of the norms' gains.
-        by_head: as in `LayerBuilder.heads`.
+        by_head, gated, whole: as in `LayerBuilder.heads`.
         sinks: each head has a learned score in the softmax without a key or value.
     """
 
@@ -56,13 +56,23 @@ class GroupedQueryAttention:
         norms: tuple[str, ...] = (),
         offset: float = 0.0,
         by_head: bool = False,
+        gated: bool = False,
+        whole: bool = False,
         sinks: bool = False,
     ) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         hidden, facts, inner = spec.hidden_size, spec.layers[layer], builder.at(scope)
         counts = (heads, kv_heads, kv_heads)
         self.qkv = inner.heads(
-            qkv, hidden, counts, dim, bias=spec.qkv_bias, rope=facts.rope, by_head=by_head
+            qkv,
+            hidden,
+            counts,
+            dim,
+            bias=spec.qkv_bias,
+            rope=facts.rope,
+            by_head=by_head,
+            gated=gated,
+            whole=whole,
         )
         norm = partial(inner.rms_norm, dim=dim, eps=spec.norm_eps, offset=offset, rope=facts.rope)
         self.attend = inner.attention(
@@ -144,25 +154,28 @@ def plain_mlp(
 
 
 def layer_norms(
-    spec: ModelFacts, builder: LayerBuilder, offset: float = 0.0
+    spec: ModelFacts, builder: LayerBuilder, offset: float = 0.0, bias: bool = True
 ) -> Callable[..., Norm]:
-    """Return a function that makes norms of the model's kind over the residual stream, by name."""
-    make = builder.rms_norm if spec.rms_norm else builder.layer_norm
+    """Return a function that makes norms of the model's kind over the residual stream, by name.
+
+    Args:
+        offset: of the norms' gains.
+        bias: LayerNorms have a bias.
+    """
+    make = builder.rms_norm if spec.rms_norm else partial(builder.layer_norm, bias=bias)
     return partial(make, dim=spec.hidden_size, eps=spec.norm_eps, offset=offset)
 
 
-def first_of_mlp(spec: ModelFacts) -> Role:
-    """Return the role of the matrices that read the input of an MLP."""
-    return "gate_up" if spec.gated_mlp else "up"
-
-
-class PreNormLayer:
-    """Attention, then MLP or experts; each reads the normalised residual stream and adds to it.
+class NormedLayer:
+    """Attention, an MLP or experts, and norms; subclasses combine them.
 
     Args:
-        norms: names of the norms before each.
-        offset: of the norms' gains.
+        norms: names of the norms, in the order in which they compute; (): the usual ones.
+        offset, norm_bias: as in `layer_norms`.
     """
+
+    usual_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    before: tuple[Role, ...] = ("qkv", "gate_up")  # what alone reads a norm's output
 
     def __init__(
         self,
@@ -171,148 +184,91 @@ class PreNormLayer:
         layer: int,
         attention: MakeAttention = GroupedQueryAttention,
         feed: MakeFeedForward = feed_forward,
-        norms: tuple[str, str] = ("input_layernorm", "post_attention_layernorm"),
+        norms: tuple[str, ...] = (),
         offset: float = 0.0,
-    ) -> None:
-        norm = layer_norms(spec, builder, offset)
-        self.attention_norm = norm(norms[0], before="qkv")
-        self.attention = attention(spec, builder, layer)
-        self.mlp_norm = norm(norms[1], before=first_of_mlp(spec))
-        self.mlp = feed(spec, builder, layer)
-
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attention(self.attention_norm(x), x, rotation, ctx)
-        return self.mlp(self.mlp_norm(x), ctx, x)
-
-
-class ParallelLayer:
-    """Attention and MLP in parallel; both read the residual stream, normalised by LayerNorm, and
-    add to it.
-
-    Args:
-        norms: names of one norm for both, or of one for each.
-        norm_bias: norms have a bias.
-    """
-
-    def __init__(
-        self,
-        spec: ModelFacts,
-        builder: LayerBuilder,
-        layer: int,
-        attention: MakeAttention = GroupedQueryAttention,
-        feed: MakeFeedForward = feed_forward,
-        norms: tuple[str, ...] = ("input_layernorm",),
         norm_bias: bool = True,
     ) -> None:
-        norm = partial(builder.layer_norm, dim=spec.hidden_size, eps=spec.norm_eps, bias=norm_bias)
-        if len(norms) == 1:
-            self.attention_norm = self.mlp_norm = norm(norms[0])
-        else:
-            self.attention_norm = norm(norms[0], before="qkv")
-            self.mlp_norm = norm(norms[1], before=first_of_mlp(spec))
+        make, up = (
+            layer_norms(spec, builder, offset, norm_bias),
+            "gate_up" if spec.gated_mlp else "up",
+        )
+        names = norms or self.usual_norms
+        readers = self.before if len(names) > 1 else ("",)  # attention and MLP read a single norm
+        self.norms = [
+            make(name, before=up if role == "gate_up" else role)
+            for name, role in zip(names, readers, strict=True)
+        ]
         self.attention = attention(spec, builder, layer)
         self.mlp = feed(spec, builder, layer)
 
+
+class PreNormLayer(NormedLayer):
+    """Attention, then MLP or experts; each reads the normalised residual stream and adds to it."""
+
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        normed = self.attention_norm(x)
-        fed = normed if self.mlp_norm is self.attention_norm else self.mlp_norm(x)
+        attention_norm, mlp_norm = self.norms
+        x = self.attention(attention_norm(x), x, rotation, ctx)
+        return self.mlp(mlp_norm(x), ctx, x)
+
+
+class ParallelLayer(NormedLayer):
+    """Attention and MLP in parallel; both read the residual stream, normalised by one norm for both
+    or by one for each, and add to it."""
+
+    usual_norms = ("input_layernorm",)
+
+    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
+        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        normed, *others = (norm(x) for norm in self.norms)
+        fed = others[0] if others else normed
         return self.mlp(fed, ctx, self.attention(normed, x, rotation, ctx))
 
 
-class PostNormLayer:
+class PostNormLayer(NormedLayer):
     """Attention, then MLP; each reads the residual stream, and its output is normalised and added
-    to the stream.
+    to the stream."""
 
-    Args:
-        norms: names of the norms after each.
-    """
-
-    def __init__(
-        self,
-        spec: ModelFacts,
-        builder: LayerBuilder,
-        layer: int,
-        attention: MakeAttention = GroupedQueryAttention,
-        feed: MakeFeedForward = feed_forward,
-        norms: tuple[str, str] = ("post_attention_layernorm", "post_feedforward_layernorm"),
-    ) -> None:
-        norm = layer_norms(spec, builder)
-        self.attention = attention(spec, builder, layer)
-        self.attention_norm = norm(norms[0])
-        self.mlp = feed(spec, builder, layer)
-        self.mlp_norm = norm(norms[1])
+    usual_norms = ("post_attention_layernorm", "post_feedforward_layernorm")
+    before = ("", "")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attention_norm.add(self.attention(x, None, rotation, ctx), x)
-        return self.mlp_norm.add(self.mlp(x, ctx), x)
+        attended_norm, fed_norm = self.norms
+        x = attended_norm.add(self.attention(x, None, rotation, ctx), x)
+        return fed_norm.add(self.mlp(x, ctx), x)
 
 
-class NormedSumLayer:
+class NormedSumLayer(NormedLayer):
     """Attention, then MLP; each adds to the residual stream, and the sum is normalised (Vaswani et
-    al. 2017, section 3.1).
+    al. 2017, section 3.1)."""
 
-    Args:
-        norms: names of the norms after each.
-    """
-
-    def __init__(
-        self,
-        spec: ModelFacts,
-        builder: LayerBuilder,
-        layer: int,
-        attention: MakeAttention,
-        feed: MakeFeedForward,
-        norms: tuple[str, str],
-    ) -> None:
-        self.attention = attention(spec, builder, layer)
-        self.mlp = feed(spec, builder, layer)
-        self.attention_norm, self.mlp_norm = map(layer_norms(spec, builder), norms)
+    before = ("", "")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attention_norm(self.attention(x, x, rotation, ctx))
-        return self.mlp_norm(self.mlp(x, ctx, x))
+        attended_norm, fed_norm = self.norms
+        x = attended_norm(self.attention(x, x, rotation, ctx))
+        return fed_norm(self.mlp(x, ctx, x))
 
 
-class SandwichLayer:
+class SandwichLayer(NormedLayer):
     """Attention, then MLP; each reads the normalised residual stream, and its output is normalised
-    and added to the stream.
+    and added to the stream."""
 
-    Args:
-        norms: names of the norms before and after attention, and before and after the MLP.
-        offset: of the norms' gains.
-    """
-
-    def __init__(
-        self,
-        spec: ModelFacts,
-        builder: LayerBuilder,
-        layer: int,
-        attention: MakeAttention = GroupedQueryAttention,
-        feed: MakeFeedForward = feed_forward,
-        norms: tuple[str, str, str, str] = (
-            "input_layernorm",
-            "post_attention_layernorm",
-            "pre_feedforward_layernorm",
-            "post_feedforward_layernorm",
-        ),
-        offset: float = 0.0,
-    ) -> None:
-        norm = layer_norms(spec, builder, offset)
-        self.attention_norm = norm(norms[0], before="qkv")
-        self.attention = attention(spec, builder, layer)
-        self.attended_norm = norm(norms[1])
-        self.mlp_norm = norm(norms[2], before=first_of_mlp(spec))
-        self.mlp = feed(spec, builder, layer)
-        self.fed_norm = norm(norms[3])
+    usual_norms = (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    )
+    before = ("qkv", "", "gate_up", "")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.attended_norm.add(self.attention(self.attention_norm(x), None, rotation, ctx), x)
-        return self.fed_norm.add(self.mlp(self.mlp_norm(x), ctx), x)
+        attention_norm, attended_norm, mlp_norm, fed_norm = self.norms
+        x = attended_norm.add(self.attention(attention_norm(x), None, rotation, ctx), x)
+        return fed_norm.add(self.mlp(mlp_norm(x), ctx), x)
 
 
 class Decoder:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, GroupedQueryAttention, MakeFeedForward, feed_forward
+from kvik.models.decoder import Decoder, MakeFeedForward, NormedLayer, feed_forward
 from kvik.spec.declare import (
     APART,
     Architecture,
@@ -64,7 +64,7 @@ def shared_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForw
     )
 
 
-class GraniteLayer:
+class GraniteLayer(NormedLayer):
     """Attention, then MLP or experts; each reads the normalised residual stream and adds its scaled
     output."""
 
@@ -75,17 +75,14 @@ class GraniteLayer:
         layer: int,
         feed: MakeFeedForward = granite_feed,
     ) -> None:
-        hidden, eps = spec.hidden_size, spec.norm_eps
-        self.attention_norm = builder.rms_norm("input_layernorm", hidden, eps, before="qkv")
-        self.attention = GroupedQueryAttention(spec, builder, layer)
-        self.mlp_norm = builder.rms_norm("post_attention_layernorm", hidden, eps, before="gate_up")
-        self.mlp = feed(spec, builder, layer)
+        super().__init__(spec, builder, layer, feed=feed)
         self.add = builder.scaled_sum(spec.scales.residual)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        x = self.add(self.attention(self.attention_norm(x), None, rotation, ctx), x)
-        return self.add(self.mlp(self.mlp_norm(x), ctx), x)
+        attention_norm, mlp_norm = self.norms
+        x = self.add(self.attention(attention_norm(x), None, rotation, ctx), x)
+        return self.add(self.mlp(mlp_norm(x), ctx), x)
 
 
 def granite_scales(fields: Fields) -> ModelScales:

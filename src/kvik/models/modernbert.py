@@ -7,13 +7,12 @@ norm. Layers that see near keys have another rotary base.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, GroupedQueryAttention, feed_forward
-from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
+from kvik.models.decoder import Decoder, GroupedQueryAttention, feed_forward, layer_norms
+from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types
 from kvik.spec.model import ModelFacts
@@ -30,9 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def plain_norms(spec: ModelFacts, builder: LayerBuilder) -> Callable[..., Norm]:
-    """Return a function that makes norms without biases, by name."""
-    return partial(builder.layer_norm, dim=spec.hidden_size, eps=spec.norm_eps, bias=False)
+plain_norms = partial(layer_norms, bias=False)
 
 
 class ModernBertLayer:

@@ -8,10 +8,11 @@ over all heads together before the rotation.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, PostNormLayer, PreNormLayer
+from kvik.models.decoder import Decoder, GroupedQueryAttention, PostNormLayer, PreNormLayer
 from kvik.models.qwen3 import Qwen3Attention
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.experts import read_experts, softmax_router
@@ -31,32 +32,21 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Olmo2Attention:
+class Olmo2Attention(GroupedQueryAttention):
     """Grouped-query attention with RMSNorm over all queries and over all keys of a token."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        builder = builder.at("self_attn")
+        super().__init__(spec, builder, layer, whole=True)
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        rope = spec.layers[layer].rope
-        self.qkv = builder.heads(
-            ("q_proj", "k_proj", "v_proj"),
-            spec.hidden_size,
-            (heads, kv_heads, kv_heads),
-            dim,
-            bias=spec.qkv_bias,
-            rope=rope,
-            whole=True,
-        )
-        norm = partial(builder.rms_norm, eps=spec.norm_eps, rope=rope)
+        make, rope = builder.at("self_attn").rms_norm, spec.layers[layer].rope
+        norm = partial(make, eps=spec.norm_eps, rope=rope)
         self.q_norm = norm("q_norm", heads * dim, heads=heads)
         self.k_norm = norm("k_norm", kv_heads * dim, heads=kv_heads)
-        self.attend = builder.attention(layer, dim)
-        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
         q = self.q_norm(q.flatten(1)).view(q.shape)
         k = self.k_norm(k.flatten(1)).view(k.shape)
@@ -94,18 +84,13 @@ def olmo3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec
 
 
 # OLMo 3 (OLMo team 2025): most layers have a sliding window.
-OLMO3 = Architecture(
-    "Olmo3ForCausalLM",
-    "olmo3",
-    "OLMo 3",
-    partial(Decoder, make_layer=partial(PostNormLayer, attention=Olmo2Attention)),
+OLMO3 = replace(
+    OLMO2,
+    name="Olmo3ForCausalLM",
+    model_type="olmo3",
+    models="OLMo 3",
     layers=olmo3_layers,
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    eos_token_ids=(50279,),
-    gguf="olmo2",
     gguf_told=("attention.sliding_window", 1),
-    gguf_names=POST_NORMS,
 )
 # EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): each head of q and k is normalised separately,
 # and layers without a window have no positions.

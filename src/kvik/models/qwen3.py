@@ -23,21 +23,6 @@ def qwen3(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
     return Decoder(spec, builder, partial(PreNormLayer, attention=Qwen3Attention))
 
 
-# Qwen3 with routed experts (Yang et al. 2025, section 2).
-QWEN3_MOE = Architecture(
-    "Qwen3MoeForCausalLM",
-    "qwen3_moe",
-    "Qwen 3 with experts",
-    qwen3,
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
-    qk_norm=True,
-    layers=switched_layers,
-    experts=partial(read_experts, router=softmax_router),
-    head_dim=128,
-    gguf="qwen3moe",
-    gguf_implied=lambda fields: {"norm_topk_prob": True},
-)
 QWEN3 = Architecture(
     "Qwen3ForCausalLM",
     "qwen3",
@@ -49,6 +34,16 @@ QWEN3 = Architecture(
     layers=switched_layers,
     head_dim=128,
     gguf="qwen3",
+)
+# Qwen3 with routed experts (Yang et al. 2025, section 2).
+QWEN3_MOE = replace(
+    QWEN3,
+    name="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    models="Qwen 3 with experts",
+    experts=partial(read_experts, router=softmax_router),
+    gguf="qwen3moe",
+    gguf_implied=lambda fields: {"norm_topk_prob": True},
 )
 
 

@@ -10,7 +10,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import AttentionBlock, Decoder, PreNormLayer
+from kvik.models.decoder import (
+    AttentionBlock,
+    Decoder,
+    GroupedQueryAttention,
+    PreNormLayer,
+)
 from kvik.models.gemma import last_norm
 from kvik.models.qwen3 import SHARED_NAMES, shared_experts
 from kvik.spec.declare import (
@@ -41,31 +46,19 @@ QKVZ, BA = "in_proj_qkvz", "in_proj_ba"
 QKV_Z, B_A = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
 
 
-class GatedAttention:
+class GatedAttention(GroupedQueryAttention):
     """Grouped-query attention with RMSNorm on each head of q and k, then rotary positions in a part
     of each head; the output of the heads is gated."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        rope = spec.layers[layer].rope
-        self.qkv = builder.heads(
-            ("q_proj", "k_proj", "v_proj"),
-            spec.hidden_size,
-            (heads, kv_heads, kv_heads),
-            dim,
-            bias=spec.qkv_bias,
-            rope=rope,
-            gated=True,
-        )
-        norm = partial(builder.rms_norm, dim=dim, eps=spec.norm_eps, offset=1.0, rope=rope)
-        self.attend = builder.attention(layer, dim, norms=(norm("q_norm"), norm("k_norm")))
+        names = ("q_norm", "k_norm")
+        super().__init__(spec, builder, layer, norms=names, offset=1.0, gated=True)
         self.gated = builder.gated("sigmoid")
-        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
 
     def __call__(
         self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
     ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] -> [tokens, hidden]."""
+        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
         q, gate, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
         attended = self.attend(q, k, v, ctx, rotation)
         return self.o(self.gated(attended, gate.flatten(1)), ctx, residual)
@@ -209,7 +202,7 @@ def mixer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock
     state = spec.layers[layer].state
     if state is not None:
         return GatedDeltaNet(spec, builder.at("linear_attn"), layer, state)
-    return GatedAttention(spec, builder.at("self_attn"), layer)
+    return GatedAttention(spec, builder, layer)
 
 
 Qwen35Layer = partial(PreNormLayer, attention=mixer, feed=shared_experts, offset=1.0)
