@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from kvik.errors import ConfigError
 from kvik.models.model_spec import read_model_spec
 from kvik.quantize import budget as module
-from kvik.quantize.budget import CHOICE, Candidate, FormatChoice, choose_bits, choose_formats
+from kvik.quantize.budget import CHOICE, Candidate, choose_bits, choose_formats
 from kvik.quantize.quantised import Quantised
 from kvik.quantize.recipe import Recipe
 from kvik.quantize.source import open_source
@@ -94,13 +94,6 @@ def test_the_choice_is_saved(tmp_path: Path) -> None:
     assert chosen(tmp_path / "model", recipe, tmp_path / "work") == found
 
 
-def test_without_a_budget(tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", "Llama")
-    recipe = Recipe("rtn", 4, 8)
-    assert chosen(tmp_path / "model", recipe, tmp_path / "work") is recipe
-    assert not (tmp_path / "work").exists()
-
-
 def test_nothing_left_to_choose(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "Llama")
     recipe = Recipe("rtn", 4, 8, average_bits=5.0, skip=("*",))
@@ -121,9 +114,9 @@ def made(layers: int, seed: int, unit: int = 1, most: int = 40) -> Layers:
         size, loss = draw.randint(1, most), draw.uniform(0.1, 10)
         found.append(
             [
-                Candidate("int3", 3 * size * unit, loss * draw.uniform(0.5, 1.5)),
-                Candidate("int4", 4 * size * unit, loss * draw.uniform(0.1, 0.6)),
-                Candidate("int8", 8 * size * unit, loss * draw.uniform(-0.05, 0.1)),
+                Candidate(3 * size * unit, loss * draw.uniform(0.5, 1.5)),
+                Candidate(4 * size * unit, loss * draw.uniform(0.1, 0.6)),
+                Candidate(8 * size * unit, loss * draw.uniform(-0.05, 0.1)),
             ]
         )
     return found
@@ -166,31 +159,31 @@ def lagrangian_bound(layers: Layers, budget: int) -> float:
     return bound
 
 
-def check(layers: Layers, budget: int, found: FormatChoice) -> None:
-    chosen = [
-        next(c for c in layer if c.format == name)
-        for layer, name in zip(layers, found.formats, strict=True)
-    ]
-    assert found.bytes == sum(c.bytes for c in chosen) <= budget
-    assert found.loss == pytest.approx(sum(c.loss for c in chosen))
-    assert lagrangian_bound(layers, budget) <= found.loss + 1e-9
+def totals(layers: Layers, budget: int) -> tuple[int, float]:
+    """Return the bytes and the loss of the chosen formats."""
+    chosen = [layer[i] for layer, i in zip(layers, choose_formats(layers, budget), strict=True)]
+    return sum(c.bytes for c in chosen), sum(c.loss for c in chosen)
 
 
-@pytest.mark.parametrize("seed", range(12))
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.9, 1.0])
+def loss_within(layers: Layers, budget: int) -> float:
+    """Check that the choice fits, and return its loss."""
+    taken, loss = totals(layers, budget)
+    assert taken <= budget
+    assert lagrangian_bound(layers, budget) <= loss + 1e-9
+    return loss
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 1.0])
 def test_the_best_of_all_choices(seed: int, share: float) -> None:
     layers = made(7, seed, unit=1000)
     least = sum(min(c.bytes for c in layer) for layer in layers)
     most = sum(max(c.bytes for c in layer) for layer in layers)
     budget = int(least + share * (most - least))
-    found = choose_formats(layers, budget)
-    check(layers, budget, found)
-    exact = best(layers, budget)
-    assert found.loss == pytest.approx(exact)
-    assert lagrangian_bound(layers, budget) <= exact + 1e-9
+    assert loss_within(layers, budget) == pytest.approx(best(layers, budget))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_rounded_sizes_lose_at_most_the_stated_bound(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,9 +193,7 @@ def test_rounded_sizes_lose_at_most_the_stated_bound(
     most = sum(max(c.bytes for c in layer) for layer in layers)
     budget = (least + most) // 2
     unit = -(-(budget - least) // 50)
-    found = choose_formats(layers, budget)
-    check(layers, budget, found)
-    assert found.loss <= best(layers, budget - 6 * unit) + 1e-9
+    assert loss_within(layers, budget) <= best(layers, budget - 6 * unit) + 1e-9
 
 
 def test_a_large_model_is_near_its_bound() -> None:
@@ -210,52 +201,46 @@ def test_a_large_model_is_near_its_bound() -> None:
     least = sum(min(c.bytes for c in layer) for layer in layers)
     most = sum(max(c.bytes for c in layer) for layer in layers)
     budget = int(least + 0.2 * (most - least))
-    found = choose_formats(layers, budget)
-    check(layers, budget, found)
+    loss = loss_within(layers, budget)
     worst = sum(max(c.loss for c in layer) for layer in layers)
     bound = lagrangian_bound(layers, budget)
-    assert found.loss - bound < 0.005 * (worst - bound)
-    assert found == choose_formats(layers, budget)
+    assert loss - bound < 0.005 * (worst - bound)
 
 
 def test_the_most_sensitive_layer_stays_higher() -> None:
-    layers = [
-        [Candidate("int4", 4, loss), Candidate("int8", 8, loss / 10)] for loss in (1.0, 9.0, 2.0)
-    ]
-    assert choose_formats(layers, 16).formats == ("int4", "int8", "int4")
-    assert choose_formats(layers, 20).formats == ("int4", "int8", "int8")
-    assert choose_formats(layers, 10**12).formats == ("int8", "int8", "int8")
+    layers = [[Candidate(4, loss), Candidate(8, loss / 10)] for loss in (1.0, 9.0, 2.0)]
+    assert choose_formats(layers, 16) == [0, 1, 0]
+    assert choose_formats(layers, 20) == [0, 1, 1]
+    assert choose_formats(layers, 10**12) == [1, 1, 1]
 
 
 def test_ties_go_to_fewer_bytes_then_to_the_first() -> None:
     layers = [
-        [Candidate("large", 8, 1.0), Candidate("a", 4, 1.0), Candidate("b", 4, 1.0)],
-        [Candidate("large", 6, 2.0), Candidate("a", 3, 2.0)],
+        [Candidate(8, 1.0), Candidate(4, 1.0), Candidate(4, 1.0)],
+        [Candidate(6, 2.0), Candidate(3, 2.0)],
     ]
-    found = choose_formats(layers, 100)
-    assert found.formats == ("a", "a") and found.bytes == 7
+    assert choose_formats(layers, 100) == [1, 1]
     one_of_two = [
-        [Candidate("int4", 4, 1.0), Candidate("int8", 10, 0.0)],
-        [Candidate("int4", 4, 1.0), Candidate("int8", 8, 0.0)],
+        [Candidate(4, 1.0), Candidate(10, 0.0)],
+        [Candidate(4, 1.0), Candidate(8, 0.0)],
     ]
-    for order, formats in ((1, ("int4", "int8")), (-1, ("int8", "int4"))):
-        found = choose_formats(one_of_two[::order], 15)
-        assert found.formats == formats and found.bytes == 12
+    assert choose_formats(one_of_two, 15) == [0, 1]
+    assert choose_formats(one_of_two[::-1], 15) == [1, 0]
 
 
 def test_more_bytes_never_lose_more() -> None:
     layers = made(12, seed=3)
     least = sum(min(c.bytes for c in layer) for layer in layers)
-    losses = [choose_formats(layers, least + extra).loss for extra in range(0, 400, 7)]
+    losses = [totals(layers, least + extra)[1] for extra in range(0, 400, 7)]
     assert losses == sorted(losses, reverse=True) and losses[0] > losses[-1]
 
 
 def test_impossible_budgets_are_refused() -> None:
-    layer = [Candidate("int4", 4, 1.0), Candidate("int8", 8, 0.1)]
+    layer = [Candidate(4, 1.0), Candidate(8, 0.1)]
     with pytest.raises(ValueError, match="8 bytes, the budget is 7"):
         choose_formats([layer, layer], 7)
     with pytest.raises(ValueError, match="not finite"):
-        choose_formats([[*layer, Candidate("int3", 3, float("nan"))]], 8)
+        choose_formats([[*layer, Candidate(3, float("nan"))]], 8)
     with pytest.raises(ValueError, match="no candidate"):
         choose_formats([layer, []], 100)
-    assert choose_formats([], 0).formats == ()
+    assert choose_formats([], 0) == []

@@ -22,9 +22,8 @@ from kvik.quantize.factors import (
     Folded,
     InputStatistics,
     clip,
+    divided,
     fold_block,
-    fold_into_linear,
-    fold_into_norm,
     kept_scales,
     scale_inputs,
     search_clip,
@@ -192,14 +191,13 @@ def test_into_a_norm(bias: bool) -> None:
     gain = normal64(16, seed=1).float()
     shift = normal64(16, seed=2).float() if bias else None
     w = normal64(8, 16, seed=3)
-    folded, folded_shift = fold_into_norm(gain, shift, s)
-    assert folded.dtype == gain.dtype and (folded_shift is None) == (not bias)
-    if shift is None or folded_shift is None:
+    folded = divided(gain, s)
+    if shift is None:
         before = rms_norm(x, (16,), gain.double())
         after = rms_norm(x, (16,), folded.double())
     else:
         before = layer_norm(x, (16,), gain.double(), shift.double())
-        after = layer_norm(x, (16,), folded.double(), folded_shift.double())
+        after = layer_norm(x, (16,), folded.double(), divided(shift, s).double())
     same(linear(after, scaled(w, s)), linear(before, w))
 
 
@@ -212,9 +210,9 @@ def test_into_the_up_projection(bias: bool) -> None:
         normal64(8, 16, seed=7),
     )
     shift = normal64(16, seed=8).float() if bias else None
-    folded, folded_shift = fold_into_linear(up, shift, s)
+    folded = divided(up, s[:, None])
     wide = None if shift is None else shift.double()
-    wide_folded = None if folded_shift is None else folded_shift.double()
+    wide_folded = None if shift is None else divided(shift, s).double()
     before = silu(linear(x, gate)) * linear(x, up.double(), wide)
     after = silu(linear(x, gate)) * linear(x, folded.double(), wide_folded)
     same(linear(after, scaled(down, s)), linear(before, down))
@@ -232,14 +230,14 @@ def test_into_values_that_heads_share() -> None:
         v = linear(x, weight.double()).view(tokens, kv_heads, head_dim).transpose(0, 1)
         return (attention @ v.repeat_interleave(2, dim=0)).transpose(0, 1).reshape(tokens, -1)
 
-    folded, _ = fold_into_linear(value, None, s)
+    folded = divided(value, s[:, None])
     same(linear(attended(folded), scaled(out, shared)), linear(attended(value), out))
 
 
 def test_dtypes_are_kept() -> None:
-    weight, bias = torch.ones(4, 3).bfloat16(), torch.ones(4).half()
-    folded, shift = fold_into_linear(weight, bias, torch.tensor([1.0, 2.0, 3.0, 4.0]))
-    assert folded.dtype == torch.bfloat16 and shift is not None and shift.dtype == torch.float16
+    weight, scales = torch.ones(4, 3).bfloat16(), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    folded = divided(weight, scales[:, None])
+    assert folded.dtype == torch.bfloat16
     assert torch.equal(folded[2], torch.full((3,), 1 / 3).bfloat16())
     assert scale_inputs(weight, torch.ones(3)).dtype == torch.float32
 
@@ -250,10 +248,10 @@ def test_factors_that_fit_a_gain() -> None:
     gain = torch.randn(64, generator=generator).bfloat16()
     scales = torch.empty(64).uniform_(0.1, 9, generator=generator)
     kept = kept_scales(gain, scales)
-    folded, _ = fold_into_norm(gain, None, kept)
+    folded = divided(gain, kept)
     torch.testing.assert_close(folded.float() * kept, gain.float(), rtol=1e-6, atol=0)
     torch.testing.assert_close(kept, scales, rtol=2**-8, atol=0)
-    rounded, _ = fold_into_norm(gain, None, scales)
+    rounded = divided(gain, scales)
     assert torch.equal(rounded, folded)
     assert float((rounded.float() * scales - gain.float()).abs().max()) > 1e-4
 
@@ -268,7 +266,7 @@ def test_factors_that_do_not_fit_the_gain() -> None:
     gain, scales = torch.tensor([1.0, 1.0, 2.0]).half(), torch.tensor([1e-6, 1e9, 4.0])
     kept = kept_scales(gain, scales)
     assert kept.tolist() == [1.0, 1.0, 4.0]
-    assert fold_into_norm(gain, None, kept)[0].tolist() == [1.0, 1.0, 0.5]
+    assert divided(gain, kept).tolist() == [1.0, 1.0, 0.5]
 
 
 # SmoothQuant: the same outputs before rounding, smaller errors after.

@@ -40,33 +40,14 @@ CELLS = 1 << 15  # largest number of units that the budget is divided into
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One format for one layer.
+    """The bytes of a layer in one format, and the loss of the model if this layer alone has it."""
 
-    Attributes:
-        loss: of the model if this layer alone has this format.
-    """
-
-    format: str
     bytes: int
     loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class FormatChoice:
-    """A format for each layer.
-
-    Attributes:
-        formats: by layer, in the order given.
-        bytes, loss: of all layers.
-    """
-
-    formats: tuple[str, ...]
-    bytes: int
-    loss: float
-
-
-def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> FormatChoice:
-    """Return the formats with the least sum of losses among those that fit.
+def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> list[int]:
+    """Return the index of each layer's format: the least sum of losses among those that fit.
 
     Exact if the differences of sizes are multiples of a unit, and the budget is at most `CELLS`
     units. Otherwise they are rounded up to such a unit, which leaves at most one unit per layer
@@ -94,13 +75,7 @@ def choose_formats(layers: Sequence[Sequence[Candidate]], budget: int) -> Format
         *(c.bytes - low for layer, low in zip(layers, least, strict=True) for c in layer)
     )
     unit = max(unit, -(-spare // CELLS), 1)
-    picks = _dynamic_programme(layers, least, unit, spare // unit)
-    chosen = [layer[i] for layer, i in zip(layers, picks, strict=True)]
-    return FormatChoice(
-        formats=tuple(c.format for c in chosen),
-        bytes=sum(c.bytes for c in chosen),
-        loss=sum(c.loss for c in chosen),
-    )
+    return _dynamic_programme(layers, least, unit, spare // unit)
 
 
 def _dynamic_programme(
@@ -147,7 +122,7 @@ def choose_bits(
     progress: Progress,
     device: torch.device = CPU,
 ) -> Recipe:
-    """Return the recipe with `layer_bits` for its `average_bits`; without a budget, unchanged.
+    """Return the recipe, which has a budget of `average_bits`, with `layer_bits`.
 
     Args:
         windows: [windows, tokens] int64; a few of them are used.
@@ -157,14 +132,13 @@ def choose_bits(
         ModelError, ConfigError: as `quantise_blocks`.
     """
     average_bits = recipe.average_bits
-    if average_bits is None:
-        return recipe
+    assert average_bits is not None
     if (work / CHOICE).is_file():
         return recipe.with_layer_bits(_remembered(work / CHOICE))
     model, recipe = open_blocks(folder, spec, windows, device), keeping_floats(recipe, spec)
     check_groups(recipe, model.inputs())
     model.check()
-    dtype = STORED_DTYPES[spec.dtype]
+    dtype, choices = STORED_DTYPES[spec.dtype], (recipe.bits, MANY)
     some = windows[:: -(-windows.numel() // STEP_TOKENS)]
     names: list[list[str]] = []
     candidates: list[list[Candidate]] = []
@@ -177,21 +151,17 @@ def choose_bits(
             progress(f"sensitivity of {layers[0].name}", index / spec.num_layers)
             names.append([layer.name for layer in layers])
             found = []
-            for bits in (recipe.bits, MANY):
+            for bits in choices:
                 tried = recipe.with_layer_bits(dict.fromkeys(names[-1], bits))
                 loss = _loss(block, layers, tried, dtype, inputs, y)
                 weights = sum(layer.weight.numel() for layer in layers)
-                found.append(Candidate(str(bits), weights * bits // BYTE, loss))
+                found.append(Candidate(weights * bits // BYTE, loss))
             candidates.append(found)
             total += sum(layer.weight.numel() for layer in layers)
     if not candidates:
         raise ConfigError("skip", "leaves no layer to quantise")
-    choice = choose_formats(candidates, int(total * average_bits / BYTE))
-    chosen = {
-        name: int(bits)
-        for layers, bits in zip(names, choice.formats, strict=True)
-        for name in layers
-    }
+    picked = choose_formats(candidates, int(total * average_bits / BYTE))
+    chosen = {name: choices[i] for alike, i in zip(names, picked, strict=True) for name in alike}
     work.mkdir(parents=True, exist_ok=True)
     write_whole(work / CHOICE, json.dumps(chosen, indent=1).encode())
     return recipe.with_layer_bits(chosen)

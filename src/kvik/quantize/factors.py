@@ -172,49 +172,22 @@ def kept_scales(weight: Tensor, scales: Tensor, offset: float = 0.0) -> Tensor:
         [inputs] fp32.
     """
     gain = weight.float() + offset
-    kept = gain / (_divided(weight, scales, offset).float() + offset)
+    kept = gain / (divided(weight, scales, offset).float() + offset)
     kept = kept.masked_fill(~(kept.isfinite() & (kept > 0)), 1.0)
     return torch.where(gain == 0, scales, kept)
 
 
-def fold_into_norm(
-    weight: Tensor, bias: Tensor | None, scales: Tensor, offset: float = 0.0
-) -> tuple[Tensor, Tensor | None]:
-    """Return the gain and bias of a norm whose outputs are divided by s.
+def divided(values: Tensor, scales: Tensor, offset: float = 0.0) -> Tensor:
+    """Return a gain, weight or bias whose outputs are divided by s, in its dtype.
+
+    Operations between a linear layer and its readers must be linear in each channel: attention
+    after the value projection, the product with the gate after the up projection. Heads that share
+    a value need equal factors.
 
     Args:
-        weight: [inputs], the gain less `offset`.
-        bias: [inputs]; None: none.
-        scales: [inputs].
-
-    Returns:
-        Both in their original dtypes.
+        values: the gain of a norm less `offset`; a bias; or a weight [outputs, inputs], with scales
+            [outputs, 1].
     """
-    return _divided(weight, scales, offset), None if bias is None else _divided(bias, scales)
-
-
-def fold_into_linear(
-    weight: Tensor, bias: Tensor | None, scales: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Return the weight and bias of a linear layer whose outputs are divided by s.
-
-    Operations between the two layers must be linear in each channel: attention after the value
-    projection, the product with the gate after the up projection. Heads that share a value need
-    equal factors: average mean |x| over them before the search, and pass the shared ones here.
-
-    Args:
-        weight: [outputs, inputs].
-        bias: [outputs]; None: none.
-        scales: [outputs].
-
-    Returns:
-        Both in their original dtypes.
-    """
-    folded = _divided(weight, scales[:, None])
-    return folded, None if bias is None else _divided(bias, scales)
-
-
-def _divided(values: Tensor, scales: Tensor, offset: float = 0.0) -> Tensor:
     return ((values.float() + offset) / scales - offset).to(values.dtype)
 
 
@@ -437,10 +410,9 @@ def _into_norm(block: Block, folded: Folded, fold: Fold, scales: Tensor) -> Tens
     weight_name, bias_name = fold.source + WEIGHT, fold.source + BIAS
     weight, bias = block.tensors[weight_name], block.tensors.get(bias_name)
     kept = kept_scales(weight, fold.of_channels(scales), fold.offset)
-    weight, bias = fold_into_norm(weight, bias, kept, fold.offset)
-    folded.tensors[weight_name] = weight
+    folded.tensors[weight_name] = divided(weight, kept, fold.offset)
     if bias is not None:
-        folded.tensors[bias_name] = bias
+        folded.tensors[bias_name] = divided(bias, kept)
     return kept[fold.channels]
 
 
@@ -452,7 +424,6 @@ def _into_linear(
     bias = folded.tensors.get(bias_name, block.tensors.get(bias_name))
     by_row = torch.ones(len(weight), device=weight.device)
     by_row[outputs] = scales
-    weight, bias = fold_into_linear(weight, bias, by_row)
-    folded.weights[source] = weight
+    folded.weights[source] = divided(weight, by_row[:, None])
     if bias is not None:
-        folded.tensors[bias_name] = bias
+        folded.tensors[bias_name] = divided(bias, by_row)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,33 +105,21 @@ def _float8(w: Tensor, recipe: Recipe, given: Given | None, dtype: torch.dtype) 
 def _gptq(
     recipe: Recipe, weights: Mapping[str, Tensor], given: Given, dtype: torch.dtype
 ) -> Iterator[tuple[str, Result]]:
-    """Quantise layers that share a grid as one weight: rows are independent, and so the second
-    moment of the inputs is factored once."""
-    hessian = given.statistics.hessian()
-    for grid, names in _by_grid(recipe, weights, dtype):
-        together = torch.cat([weights[name].float() for name in names])
-        found = gptq(
-            together,
-            hessian,
-            grid,
-            damping=recipe.damping,
-            act_order=recipe.act_order,
-            static_groups=recipe.static_groups,
-        )
-        first = 0
-        for name in names:
-            rows = slice(first, first + len(weights[name]))
-            yield name, _rows(found, rows)
-            first = rows.stop
-
-
-def _by_grid(
-    recipe: Recipe, names: Sequence[str] | Mapping[str, Tensor], dtype: torch.dtype
-) -> list[tuple[Grid, list[str]]]:
-    found: dict[Grid, list[str]] = {}
-    for name in names:
-        found.setdefault(recipe_grid(recipe, name, dtype), []).append(name)
-    return list(found.items())
+    """Quantise the layers, which have equal bits, as one weight: rows are independent, and so the
+    second moment of the inputs is factored once."""
+    found = gptq(
+        torch.cat([w.float() for w in weights.values()]),
+        given.statistics.hessian(),
+        recipe_grid(recipe, next(iter(weights)), dtype),
+        damping=recipe.damping,
+        act_order=recipe.act_order,
+        static_groups=recipe.static_groups,
+    )
+    first = 0
+    for name, w in weights.items():
+        rows = slice(first, first + len(w))
+        yield name, _rows(found, rows)
+        first = rows.stop
 
 
 def _rows(whole: Quantised, rows: slice) -> Quantised:
