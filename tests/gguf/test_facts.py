@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -335,10 +334,10 @@ def test_scaling_is_recovered_from_divisors(
         "original_max_position_embeddings": original,
     }
     divisors = original_divisors(theta, head_dim, scaling)
-    ours = torch.tensor(llama3_divisors(scaling, theta, head_dim))  # type: ignore[arg-type]
+    rope = RopeSpec("llama3", theta, factor, original, low_freq_factor=low, high_freq_factor=high)
+    ours = torch.tensor(llama3_divisors(rope, head_dim))
     torch.testing.assert_close(ours, divisors, rtol=2e-5, atol=0)
-    data = struct.pack(f"<{len(divisors)}f", *divisors.tolist())
-    found = llama3_scaling(data, theta, head_dim)
+    found = llama3_scaling(divisors.tolist(), theta, head_dim)
     assert found is not None and found["rope_type"] == "llama3"
     again = original_divisors(theta, head_dim, dict(found))
     torch.testing.assert_close(again, divisors, rtol=1e-4, atol=0)
@@ -347,7 +346,7 @@ def test_scaling_is_recovered_from_divisors(
 
 
 def test_no_stretching() -> None:
-    assert llama3_scaling(struct.pack("<4f", 1, 1, 1, 1), 10_000.0, 8) is None
+    assert llama3_scaling([1.0] * 4, 10_000.0, 8) is None
 
 
 @pytest.mark.parametrize(
@@ -364,7 +363,7 @@ def test_no_stretching() -> None:
 )
 def test_other_divisors_are_refused(divisors: list[float]) -> None:
     with pytest.raises(ModelError, match=r"^rope_freqs\.weight: must hold"):
-        llama3_scaling(struct.pack(f"<{len(divisors)}f", *divisors), 10_000.0, 8)
+        llama3_scaling(divisors, 10_000.0, 8)
 
 
 def test_layers_with_a_window_as_a_file_lists_them(tmp_path: Path) -> None:

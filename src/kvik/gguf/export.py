@@ -38,10 +38,6 @@ from kvik.spec.experts import ExpertsSpec
 from kvik.spec.rope import RopeSpec
 
 Entry = Scalar | Sequence[Scalar]
-# Architecture of config.json -> the one that names its files.
-FAMILIES: Mapping[str, Architecture] = {
-    name: row for name, row in ARCHITECTURES.items() if row.gguf is not None
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,10 +136,10 @@ def gguf_family(spec: ModelSpec) -> Architecture:
     Raises:
         ModelError: GGUF has no name for this model that kvik can read back.
     """
-    if spec.architecture not in FAMILIES:
-        known = ", ".join(FAMILIES)
+    if spec.family.gguf is None:
+        known = ", ".join(name for name, row in ARCHITECTURES.items() if row.gguf is not None)
         raise ModelError("architectures", f"must be one of {known} for GGUF")
-    return FAMILIES[spec.architecture]
+    return spec.family
 
 
 def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Entry]:
@@ -363,14 +359,7 @@ def rope_divisors(spec: ModelSpec) -> list[float] | None:
         return proportional_divisors(*main)
     if not spec.ropes or spec.ropes[0].kind != "llama3":
         return None
-    rope = spec.ropes[0]
-    scaling = {
-        "factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_position,
-    }
-    return llama3_divisors(scaling, rope.theta, spec.head_dim)
+    return llama3_divisors(spec.ropes[0], spec.head_dim)
 
 
 def token_id_metadata(spec: ModelSpec) -> dict[str, Scalar]:

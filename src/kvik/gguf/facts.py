@@ -21,7 +21,7 @@ from kvik.gguf.names import (
     hf_name,
 )
 from kvik.gguf.reader import GgufFile, GgufTensor, Scalar
-from kvik.gguf.rope import MAX_FACTORS_BYTES, llama3_scaling, proportional_rope, rope_scaling
+from kvik.gguf.rope import llama3_scaling, proportional_rope, rope_scaling
 from kvik.gguf.types import Array, Metadata, ValueKind, shortest
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
@@ -37,6 +37,7 @@ from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredSchem
 # Storage schemes of GGUF's matrices, in the terms of other quantised checkpoints.
 
 METHOD = "gguf"
+MAX_DIVISORS_BYTES = 1 << 16
 WEIGHT = ".weight"
 
 # By type of block: bits of a code, weights that share a scale, and the meaning of code 0.
@@ -258,13 +259,12 @@ def model_config(file: GgufFile) -> dict[str, object]:
         "tie_word_embeddings": HEAD not in names,
         "dtype": _dtype(file),
     }
-    factors = file.tensor(ROPE_FACTORS)
     if known.gguf_by_kind:
         config |= _full_layers_config(file, config)
-    elif "rope_scaling" not in config and factors is not None:
+    elif "rope_scaling" not in config and ROPE_FACTORS in names:
         width = _rope_width(file.metadata, name)
         theta = Fields(config).number("rope_theta", 1.0, 1e12)
-        scaling = llama3_scaling(file.read(factors, MAX_FACTORS_BYTES), theta, width)
+        scaling = llama3_scaling(_divisors(file, ROPE_FACTORS), theta, width)
         if scaling is not None:
             config["rope_scaling"] = scaling
     if "rope_scaling" not in config and {LONG_FACTORS, SHORT_FACTORS} & names:
@@ -275,12 +275,8 @@ def model_config(file: GgufFile) -> dict[str, object]:
 def _full_layers_config(file: GgufFile, config: Mapping[str, object]) -> dict[str, object]:
     """Return the facts of layers without a window that only tensors give: which pairs are rotated,
     and whether keys are values."""
-    name, fields = architecture(file), Fields(config)
-    factors = file.tensor(ROPE_FACTORS)
-    if factors is None or factors.type.name != "F32":
-        raise ModelError(file.path.name, f"must have a vector {ROPE_FACTORS} of F32")
-    data = file.read(factors, MAX_FACTORS_BYTES)
-    turns = proportional_rope(data, _head_size(file.metadata, name))
+    fields, size = Fields(config), _head_size(file.metadata, architecture(file))
+    turns = proportional_rope(_divisors(file, ROPE_FACTORS), size)
     ropes = fields.inside("rope_parameters")
     told = {kind: ropes.mapping(kind) or {} for kind in (SLIDING, FULL)}
     types = fields.strings("layer_types")
@@ -303,13 +299,18 @@ def _longrope_scaling(file: GgufFile, name: str) -> dict[str, object]:
     }
     if f"{at}.attn_factor" in metadata:
         scaling["attention_factor"] = metadata.number(f"{at}.attn_factor", 0.0, 1e6)
-    for key, tensor_name in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
-        tensor = file.tensor(tensor_name)
-        if tensor is None or tensor.type.name != "F32":
-            raise ModelError(file.path.name, f"must have a vector {tensor_name} of F32")
-        data = file.read(tensor, MAX_FACTORS_BYTES)
-        scaling[key] = [shortest(value) for (value,) in struct.iter_unpack("<f", data)]
+    for key, tensor in (("long_factor", LONG_FACTORS), ("short_factor", SHORT_FACTORS)):
+        scaling[key] = [shortest(divisor) for divisor in _divisors(file, tensor)]
     return scaling
+
+
+def _divisors(file: GgufFile, name: str) -> tuple[float, ...]:
+    """Return the divisors of the frequencies in a tensor."""
+    tensor = file.tensor(name)
+    if tensor is None or tensor.type.name != "F32":
+        raise ModelError(file.path.name, f"must have a vector {name} of F32")
+    data = file.read(tensor, MAX_DIVISORS_BYTES)
+    return struct.unpack(f"<{len(data) // 4}f", data)
 
 
 # Constant factors of networks: key of config.json -> key of a GGUF file, and its value for export.

@@ -38,7 +38,7 @@ from kvik.gguf.types import (
 
 MAX_HEAD_BYTES = 128 << 20  # vocabularies of half a million tokens take about 20 MB
 CHUNK_BYTES = 1 << 20  # smallest read
-_LENGTH = struct.Struct("<Q")
+_U64 = struct.Struct("<Q")
 
 
 class Cursor:
@@ -111,7 +111,7 @@ class Cursor:
 
     def string(self, what: str, most: int | None = None) -> str:
         """Take a string: its length, and that many bytes of UTF-8, at most `most`."""
-        length = self.whole(_LENGTH, what)
+        length = self.whole(_U64, what)
         if most is not None and length > most:
             raise self.error(what, f"must have at most {most} bytes, not {length}")
         place = self.need(length, what)
@@ -124,7 +124,7 @@ class Cursor:
 
     def skip_strings(self, count: int, what: str) -> None:
         """Skip `count` strings without decoding them."""
-        unpack, data, at = _LENGTH.unpack_from, self.data, self.at
+        unpack, data, at = _U64.unpack_from, self.data, self.at
         for index in range(count):
             if at + 8 > len(data):
                 self.at = at
@@ -146,7 +146,6 @@ MIN_ENTRY_BYTES = 8 + 4 + 1
 MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
 _U32 = struct.Struct("<I")
-_U64 = struct.Struct("<Q")
 _LAYOUTS = {kind: struct.Struct("<" + code) for kind, code in STRUCT_CODES.items()}
 _KINDS = {int(kind): kind for kind in ValueKind}
 _TYPES = {known.code: known for known in BLOCK_TYPES.values()}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from collections.abc import Mapping, Sequence
 
 from kvik.errors import ModelError
@@ -16,7 +15,6 @@ from kvik.spec.rope import MAX_POSITIONS, RopeSpec
 # by 1 / ((1 - s) / factor + s). The divisors determine `factor` and s, and s is linear in the
 # frequency, so two of its points determine the other parameters.
 
-MAX_FACTORS_BYTES = 1 << 16
 TOLERANCE = 1e-4  # relative; neighbours differ by far more
 USUAL = ((1.0, 4.0, 8192), (1.0, 1.0, 8192))  # low, high, original of Meta's models
 TEMPERATURE = "attention.temperature_scale"  # scale of queries, by their positions
@@ -62,16 +60,15 @@ def rope_scaling(
     return scaling
 
 
-def llama3_scaling(data: bytes, theta: float, head_dim: int) -> Mapping[str, object] | None:
-    """Return `rope_scaling` of config.json from the divisors of the frequencies; None: all are 1.
-
-    Args:
-        data: [head_dim / 2] fp32, the bytes in the file.
+def llama3_scaling(
+    divisors: Sequence[float], theta: float, head_dim: int
+) -> Mapping[str, object] | None:
+    """Return `rope_scaling` of config.json from the divisors [head_dim / 2] of the frequencies;
+    None: all are 1.
 
     Raises:
         ModelError: the divisors are not of the kind "llama3".
     """
-    divisors = struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4])
     good = len(divisors) == head_dim // 2
     if not good or not all(math.isfinite(d) and d > 1 - TOLERANCE for d in divisors):
         raise ModelError("rope_freqs.weight", f"must hold {head_dim // 2} divisors of at least 1")
@@ -95,14 +92,11 @@ def llama3_scaling(data: bytes, theta: float, head_dim: int) -> Mapping[str, obj
     raise ModelError("rope_freqs.weight", "must hold divisors as Llama 3 has them")
 
 
-def llama3_divisors(scaling: Mapping[str, float], theta: float, head_dim: int) -> list[float]:
-    """Return the divisors [head_dim / 2] of a "llama3" `rope_scaling` of config.json."""
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    original = scaling["original_max_position_embeddings"]
-    return [
-        _divisor(theta ** (-2 * i / head_dim), scaling["factor"], low, high, original)
-        for i in range(head_dim // 2)
-    ]
+def llama3_divisors(rope: RopeSpec, head_dim: int) -> list[float]:
+    """Return the divisors [head_dim / 2] of the kind "llama3"."""
+    scaling = rope.factor, rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position
+    frequencies = (rope.theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
+    return [_divisor(frequency, *scaling) for frequency in frequencies]
 
 
 def _divisor(frequency: float, factor: float, low: float, high: float, original: float) -> float:
@@ -141,16 +135,13 @@ def proportional_divisors(rope: RopeSpec, head_dim: int) -> list[float]:
     return [rope.factor] * turned + [NEVER] * (head_dim // 2 - turned)
 
 
-def proportional_rope(data: bytes, head_dim: int) -> Mapping[str, object]:
-    """Return keys of `rope_parameters` of config.json from the divisors of the frequencies.
-
-    Args:
-        data: [head_dim / 2] fp32, the bytes in the file.
+def proportional_rope(divisors: Sequence[float], head_dim: int) -> Mapping[str, object]:
+    """Return keys of `rope_parameters` of config.json from the divisors [head_dim / 2] of the
+    frequencies.
 
     Raises:
         ModelError: the divisors are not of the kind "proportional".
     """
-    divisors = struct.unpack(f"<{len(data) // 4}f", data[: len(data) // 4 * 4])
     half, turned = head_dim // 2, sum(one < NEVER / 2 for one in divisors)
     factor, *more = dict.fromkeys(divisors[:turned]) or (0.0,)
     if more or not 1 <= factor < NEVER / 2 or len(divisors) != half:
