@@ -62,14 +62,14 @@ def record(folder: Path, **options: object) -> tuple[Path, object]:
     """Record a run with loads and swaps."""
     file = folder / "flight"
     engine = start(resolve_config(EngineConfig(**{**TINY, **options})), record=file)
-    client = engine.client
+    loop = engine.loop
     for round_ in range(2):
         for i, prompt in enumerate(prompts(4, 120)):
-            client.add(EngineRequest(f"{round_}-{i}", prompt, GREEDY.with_changes(max_tokens=60)))
-        while client.has_requests:
-            client.poll()
-    stats = client.stats()
-    client.close()
+            loop.add(EngineRequest(f"{round_}-{i}", prompt, GREEDY.with_changes(max_tokens=60)))
+        while loop.has_work:
+            loop.poll()
+    stats = loop.stats()
+    loop.close()
     return file, stats
 
 
@@ -89,14 +89,14 @@ def test_another_scheduler_of_the_same_worker_has_the_tiers_too(tmp_path: Path) 
     tiers = f"memory:64MiB,disk:{tmp_path / 'kv'}:1GiB"
     engine = start(resolve_config(EngineConfig(**TINY, kv_tiers=tiers)))
     for _ in range(2):
-        client, found = engine.client, []
+        loop, found = engine.loop, []
         for prompt in prompts(3):
-            client.add(EngineRequest("a", prompt, GREEDY))
-            while client.has_requests:
-                found += [delta.report for delta in client.poll() if delta.report]
+            loop.add(EngineRequest("a", prompt, GREEDY))
+            while loop.has_work:
+                found += [delta.report for delta in loop.poll() if delta.report]
         engine = reschedule(engine, engine.resolved.scheduler, engine.resolved.cache)
     assert [report.num_cached_tokens for report in found] == [192] * 3
-    engine.client.close()
+    engine.loop.close()
 
 
 def test_a_disk_that_does_not_answer_keeps_no_request_waiting(

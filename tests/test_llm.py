@@ -317,7 +317,7 @@ def test_the_template_process_ends_with_the_llm():
 
 
 def graph_of(llm: LLM):
-    return llm._client._loop.executor._runner.graph
+    return llm._loop.executor._runner.graph
 
 
 def test_ctrl_c_in_a_batch_frees_everything(llm, monkeypatch, default_sigint):

@@ -162,7 +162,7 @@ def test_an_unreferenced_stream_ends(llm: LLM) -> None:
 def test_an_engine_that_fails_tells_all_callers_and_serves_the_next(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(timeout: float) -> None:
+    def broken(*_: object) -> None:
         raise ZeroDivisionError("broken")
 
     def work(_: int) -> None:
@@ -171,7 +171,7 @@ def test_an_engine_that_fails_tells_all_callers_and_serves_the_next(
 
     (right,) = llm.generate("Once", KINDS[0])
     with monkeypatch.context() as patch:
-        patch.setattr(llm._client, "poll", broken)
+        patch.setattr(llm._loop, "poll", broken)
         in_threads(work, 4)
     assert llm.generate("Once", KINDS[0])[0].text == right.text
 

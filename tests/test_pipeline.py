@@ -83,18 +83,18 @@ def test_requests_end_when_a_stage_is_lost_under_way(llm) -> None:
 
 def test_results_are_never_taken_for_those_of_other_steps() -> None:
     """An interruption in the last stage leaves the others a step ahead."""
-    with closing(launch(EngineConfig(**COMMON)).client) as client:
+    with closing(launch(EngineConfig(**COMMON)).loop) as loop:
         params = SamplingParams(max_tokens=9, ignore_eos=True)
-        client.add(EngineRequest("a", [1, 2, 3], params))
+        loop.add(EngineRequest("a", [1, 2, 3], params))
         with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr("kvik.worker.pipeline.StageTape.run", raising(KeyboardInterrupt()))
             while True:
-                client.poll()
+                loop.poll()
         found = []
         for name in "bc":  # the interrupted request ends with the first of these
-            client.add(EngineRequest(name, [1, 2, 3], params))
-            while client.has_requests:
-                found += client.poll()
+            loop.add(EngineRequest(name, [1, 2, 3], params))
+            while loop.has_work:
+                found += loop.poll()
         assert all("interrupted" in delta.error for delta in found) and len(found) == 3
         assert "interrupted in the last" in found[-1].error
     assert not stages()

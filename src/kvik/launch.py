@@ -34,7 +34,7 @@ from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.core.structured import Grammars
 from kvik.engine.core import EngineCore
-from kvik.engine.loop import Engine, EngineLoop, InprocClient, Sleep
+from kvik.engine.loop import Engine, EngineLoop
 from kvik.engine.memory_watch import MemoryWatch
 from kvik.errors import START_LOG, ConfigError, ModelError, ParamError
 from kvik.model_files import model_files
@@ -153,13 +153,10 @@ def launch(config: EngineConfig) -> Engine:
     return start(resolve_config(config))
 
 
-def start(
-    resolved: ResolvedConfig, sleep: Sleep = time.sleep, *, record: Path | None = None
-) -> Engine:
+def start(resolved: ResolvedConfig, *, record: Path | None = None) -> Engine:
     """Load a resolved config, and return the running engine.
 
     Args:
-        sleep: how the client waits while a policy delays a step for more requests.
         record: file to record events to, for `kvik replay`.
 
     Raises:
@@ -187,8 +184,7 @@ def start(
         except BaseException:
             loop.close()
             raise
-    client = InprocClient(loop, sleep)
-    return Engine(resolved, client, tokenizer, default_params, loop.executor)
+    return Engine(loop, tokenizer, default_params)
 
 
 def check_no_role(resolved: ResolvedConfig) -> None:
@@ -404,9 +400,9 @@ def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -
     afterwards.
     """
     resolved = replace(engine.resolved, scheduler=scheduler, cache=cache)
-    loop = EngineLoop(EngineCore(resolved), engine.executor, time.monotonic)
+    loop = EngineLoop(EngineCore(resolved), engine.loop.executor, time.monotonic)
     loop.find_pages()
-    return replace(engine, resolved=resolved, client=InprocClient(loop, time.sleep))
+    return replace(engine, loop=loop)
 
 
 def _tell_what_matters(resolved: ResolvedConfig) -> None:

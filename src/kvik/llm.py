@@ -194,7 +194,7 @@ class LLM:
         self._engine = EngineThread(partial(start, self.resolved))
         finalize(self, self._engine.close)  # when the program ends or forgets it
         self.default_params: SamplingParams = self._engine.engine.default_params
-        self._client = self._engine.engine.client
+        self._loop = self._engine.engine.loop
         self._tokenizer = self._engine.engine.tokenizer
         self._chat_template: ChatTemplate | None = None
         self._grammar_check: GrammarCheck | None = None
@@ -408,12 +408,12 @@ class LLM:
         return self._chat_template.render(messages)
 
     def stats(self) -> EngineStats:
-        return self._engine.ask(self._client.stats)
+        return self._engine.ask(self._loop.stats)
 
     def reset_prefix_cache(self) -> int:
         """Drop all cached prefixes; running requests continue. Returns the number of blocks that
         held one."""
-        return self._engine.ask(self._client.reset_prefix_cache)
+        return self._engine.ask(self._loop.reset_prefix_cache)
 
     def close(self) -> None:
         """Free the model and its cache; a closed LLM cannot be used again. Pending calls in other
@@ -468,7 +468,7 @@ class LLM:
             for one in inputs
         ]
         for request in requests:
-            self._client.check(request)
+            self._loop.core.check(request)
         return self._collect(prompts, requests, progress)
 
     def _request(
@@ -493,7 +493,7 @@ class LLM:
             self._tokenizer,
             priority=priority,
         )
-        self._client.check(request)
+        self._loop.core.check(request)
         return request
 
     def _checked(self, params: SamplingParams) -> SamplingParams:

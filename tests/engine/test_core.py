@@ -8,7 +8,6 @@ from helpers.served_engine import engine_request as request
 from kvik.core import invariants, scheduler
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, Pin, PromptUse, RequestDelta
-from kvik.engine.loop import InprocClient
 from kvik.errors import CapacityError, ParamError
 
 
@@ -218,20 +217,18 @@ def test_unseeded_requests_differ_and_repeat_with_the_engine_seed(rig):
 
 def test_the_dynamic_policy_waits_without_spinning(rig):
     rig = rig(policy="dynamic", batch_size=4, max_wait=0.5)
-    client = InprocClient(rig.loop, rig.clock.sleep)
-    client.add(request("a"))
+    rig.loop.add(request("a"))
     rig.clock.now += 0.2
-    assert tokens_of(client.poll(), "a") == [1]
+    assert tokens_of(rig.loop.poll(sleep=rig.clock.sleep), "a") == [1]
     assert rig.clock.slept == [pytest.approx(0.3)]
 
 
 def test_poll_honours_its_timeout(rig):
     rig = rig(policy="dynamic", batch_size=4, max_wait=5.0)
-    client = InprocClient(rig.loop, rig.clock.sleep)
-    client.add(request("a"))
-    assert client.poll(timeout=0.1) == []
+    rig.loop.add(request("a"))
+    assert rig.loop.poll(0.1, rig.clock.sleep) == []
     assert rig.clock.slept == [pytest.approx(0.1)]
-    client.close()
+    rig.loop.close()
     assert rig.executor.stopped == 1
 
 

@@ -178,7 +178,7 @@ def test_logits_that_are_not_finite_fail_their_row(llm, undisturbed):
 
 
 def graph_of(llm: LLM):
-    return llm._client._loop.executor._runner.graph
+    return llm._loop.executor._runner.graph
 
 
 def test_a_failed_forward_ends_its_requests_and_later_ones_are_served(llm, undisturbed):

@@ -11,7 +11,7 @@ import pytest
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
-from kvik.engine.loop import EngineLoop, InprocClient
+from kvik.engine.loop import EngineLoop
 from kvik.engine.stats import LoopTime
 
 
@@ -117,23 +117,21 @@ def test_time_of_a_failed_step_counts(make: Make) -> None:
 
 def test_time_in_which_a_dynamic_batch_waits_is_idle(make: Make) -> None:
     loop, clock = make(1, submit=0.0, compute=5.0, policy="dynamic", batch_size=4, max_wait=3.0)
-    client = InprocClient(loop, clock.sleep)
-    client.add(EngineRequest("a", [1, 2], SamplingParams(max_tokens=1)))
-    while client.has_requests:
-        client.poll()
-    assert client.stats().time == LoopTime(executor=5.0, host=0.0, idle=3.0)
+    loop.add(EngineRequest("a", [1, 2], SamplingParams(max_tokens=1)))
+    while loop.has_work:
+        loop.poll(sleep=clock.sleep)
+    assert loop.stats().time == LoopTime(executor=5.0, host=0.0, idle=3.0)
 
 
 def test_a_batch_that_waits_without_limit_does_not_spin(make: Make) -> None:
     loop, clock = make(1, submit=0.0, compute=5.0, policy="static", batch_size=2, max_wait=0.0)
-    client = InprocClient(loop, clock.sleep)
-    client.add(EngineRequest("a", [1, 2], SamplingParams(max_tokens=1)))
-    assert client.poll(2.0) == [] and loop.idle_seconds() is None
-    assert client.stats().time == LoopTime(idle=2.0)
-    client.expect_more(False)
-    while client.has_requests:
-        client.poll(2.0)
-    assert client.stats().time == LoopTime(executor=5.0, idle=2.0)
+    loop.add(EngineRequest("a", [1, 2], SamplingParams(max_tokens=1)))
+    assert loop.poll(2.0, clock.sleep) == [] and loop.idle_seconds() is None
+    assert loop.stats().time == LoopTime(idle=2.0)
+    loop.core.scheduler.more_expected = False
+    while loop.has_work:
+        loop.poll(2.0, clock.sleep)
+    assert loop.stats().time == LoopTime(executor=5.0, idle=2.0)
 
 
 def test_reading_the_time_does_not_change_it(make: Make) -> None:

@@ -105,7 +105,7 @@ def test_arrivals_and_ends_do_not_change_other_requests(in_turn, overlapping) ->
     params = [p.with_changes(n=1, max_tokens=16) for p in params]
     right = {i: comparable(generate(in_turn, [p]))[0][0] for i, p in enumerate(params)}
     prompt = generate(in_turn, params[:1])[0].prompt_token_ids
-    client = llm._client
+    loop = llm._loop
     rng = random.Random(5)
     outputs: dict[str, list[int]] = {}
     ended: dict[str, FinishReason] = {}
@@ -115,16 +115,16 @@ def test_arrivals_and_ends_do_not_change_other_requests(in_turn, overlapping) ->
             kind = rng.randrange(len(params))
             name = f"{len(names)}/{kind}"
             names.append(name)
-            deadline = None if rng.random() < 0.9 else client._loop.clock() + 0.01
-            client.add(EngineRequest(name, prompt, params[kind], deadline=deadline))
+            deadline = None if rng.random() < 0.9 else loop.clock() + 0.01
+            loop.add(EngineRequest(name, prompt, params[kind], deadline=deadline))
         alive = [name for name in names if name not in ended]
         if alive and rng.random() < 0.15:
-            client.end(rng.choice(alive))
-        for delta in client.poll():
+            loop.end(rng.choice(alive))
+        for delta in loop.poll():
             outputs.setdefault(delta.request_id, []).extend(delta.token_ids)
             if delta.finish_reason is not None:
                 ended[delta.request_id] = delta.finish_reason
-        if len(names) == 60 and not client.has_requests:
+        if len(names) == 60 and not loop.has_work:
             break
     assert ended.keys() == set(names) and FinishReason.ERROR not in ended.values()
     assert FinishReason.LENGTH in ended.values() and FinishReason.ABORT in ended.values()
@@ -132,7 +132,7 @@ def test_arrivals_and_ends_do_not_change_other_requests(in_turn, overlapping) ->
         found, expected = outputs.get(name, []), right[int(name.partition("/")[2])]
         whole = reason in (FinishReason.LENGTH, FinishReason.STOP)
         assert found == (expected if whole else expected[: len(found)]), name
-    assert client.stats().kv_usage == 0
+    assert loop.stats().kv_usage == 0
 
 
 LONG = "The dog and the cat went to the park. " * 3  # no other request has as many positions
@@ -233,7 +233,7 @@ class DeviceReads:
 )
 def test_nothing_is_read_before_a_step_is_finished(in_turn, overlapping, name) -> None:
     llm, _ = overlapping
-    runner, guard = llm._client._loop.executor._runner, DeviceReads()
+    runner, guard = llm._loop.executor._runner, DeviceReads()
     tokens, steps = participant(runner, OutputTokens), []
     calls = [(tokens.newest, "fill"), *((each, "launch") for each in runner.participants)]
 
@@ -285,7 +285,7 @@ def test_masks_are_filled_while_a_forward_runs(in_turn, overlapping, monkeypatch
     (right,) = generate(in_turn, [params])
     ids = right.outputs[0].token_ids
     assert len(ids) == 12 and all((b - a) % Grammar.MODULUS == 1 for a, b in pairwise(ids))
-    runner, events = llm._client._loop.executor._runner, []
+    runner, events = llm._loop.executor._runner, []
 
     def noted(event: str, call):
         return lambda *arguments: events.append(event) or call(*arguments)
@@ -321,7 +321,7 @@ def test_steps_with_drafts_overlap_with_delivery_only(monkeypatch) -> None:
         right = generate(llm, params)
     left: list[int] = []  # steps in flight while the host does other work
     with steps_in_flight(2) as made, LLM("", **CONFIG, **DRAFTS) as llm:
-        loop = llm._client._loop
+        loop = llm._loop
         step = loop.step
         monkeypatch.setattr(loop, "step", lambda: (step(), left.append(len(loop._in_flight)))[0])
         found = generate(llm, params)

@@ -33,33 +33,33 @@ def record_flight(
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 128}
     wishes = {"device": "cpu", "threads": 1, "num_blocks": 12, **sizes, **config}
     engine = start(resolve_config(EngineConfig(**wishes)), record=path)
-    client, rng = engine.client, random.Random(seed)
+    loop, rng = engine.loop, random.Random(seed)
     shared = [rng.randrange(5, 200) for _ in range(40)]
     unsent = [_request(i, rng, shared) for i in range(requests)]
     kinds = {request.request_id: request.pooling for request in unsent}
     serving: set[str] = set()
     try:
-        while (unsent or client.has_requests) and not client.lost:
+        while (unsent or loop.has_work) and not loop.lost:
             if lose is not None and serving and len(unsent) < requests / 2:
                 lose()
                 lose = None
             for _ in range(rng.choice((0, 0, 1, 3))):
                 if unsent:
                     request = unsent.pop()
-                    client.add(request)
+                    loop.add(request)
                     serving.add(request.request_id)
             if serving and rng.random() < 0.05:
-                client.end(rng.choice(sorted(serving)))
-            for delta in client.poll():
+                loop.end(rng.choice(sorted(serving)))
+            for delta in loop.poll():
                 assert delta.error is None or delta.again
                 if delta.finish_reason is not None and not delta.again:
                     serving.discard(delta.request_id)
                     computed = delta.finish_reason is FinishReason.LENGTH
                     pooled = kinds[delta.request_id] is not None
                     assert (delta.embedding is not None) == (pooled and computed)
-        return client.stats()
+        return loop.stats()
     finally:
-        client.close()
+        loop.close()
 
 
 def written(header: Header, events: list[Event]) -> bytes:

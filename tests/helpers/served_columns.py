@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack
@@ -18,7 +17,7 @@ from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import Constraint
 from kvik.core.types import EngineRequest, Handover, PageSource, Pin, RequestDelta
-from kvik.engine.loop import Engine, EngineLoop, Executor, InprocClient
+from kvik.engine.loop import Engine, EngineLoop, Executor
 from kvik.engine.output import OutputProcessor, RequestOutput
 from kvik.engine.recorder import RecordReader, open_recording
 from kvik.engine.replicas import Replicas
@@ -76,7 +75,7 @@ def serve_over_the_wire(config: EngineConfig, rounds: Rounds) -> Served:
     try:
         return asyncio.run(_over_the_wire(engine, rounds))
     finally:
-        engine.client.close()
+        engine.loop.close()
 
 
 def serve_by_replicas(config: EngineConfig, rounds: Rounds) -> Served:
@@ -86,7 +85,7 @@ def serve_by_replicas(config: EngineConfig, rounds: Rounds) -> Served:
         return asyncio.run(_by_replicas(engines, rounds))
     finally:
         for engine in engines:
-            engine.client.close()
+            engine.loop.close()
 
 
 async def _by_replicas(engines: Sequence[Engine], rounds: Rounds) -> Served:
@@ -97,7 +96,7 @@ async def _by_replicas(engines: Sequence[Engine], rounds: Rounds) -> Served:
         processed = outputs.process(deltas)
         found.update({output.request_id: output for output in processed.finished})
 
-    held = [_GatedExecutor(engine.executor) for engine in engines]
+    held = [_GatedExecutor(engine.loop.executor) for engine in engines]
     async with AsyncExitStack() as stack:
         served = []
         for engine, one in zip(engines, held, strict=True):
@@ -129,7 +128,7 @@ async def _by_replicas(engines: Sequence[Engine], rounds: Rounds) -> Served:
 
 def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
     """Compute prompts in one engine, and the rest in another one that fetches their pages."""
-    clients = [InprocClient(loop, time.sleep) for loop in _lender_and_borrower(config)]
+    loops = _lender_and_borrower(config)
     outputs = OutputProcessor(None)
     found: dict[str, RequestOutput] = {}
     try:
@@ -137,26 +136,25 @@ def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
             sources: dict[str, PageSource] = {}
             for request in batch:
                 params = request.params.with_changes(max_tokens=1, min_tokens=0, n=1)
-                clients[0].add(replace(request, params=params, lends=True))
-            while clients[0].has_requests:
-                deltas = clients[0].poll()
+                loops[0].add(replace(request, params=params, lends=True))
+            while loops[0].has_work:
+                deltas = loops[0].poll()
                 sources |= {d.request_id: d.kept for d in deltas if d.kept is not None}
             for request in batch:
                 outputs.add(request, None, streaming=False)
-                clients[1].add(replace(request, source=sources.get(request.request_id)))
-            while clients[1].has_requests:
-                processed = outputs.process(clients[1].poll())
+                loops[1].add(replace(request, source=sources.get(request.request_id)))
+            while loops[1].has_work:
+                processed = outputs.process(loops[1].poll())
                 found.update({output.request_id: output for output in processed.finished})
-        return [found[request.request_id] for request in rounds[-1]], clients[1].stats()
+        return [found[request.request_id] for request in rounds[-1]], loops[1].stats()
     finally:
-        for client in clients:
-            client.close()
+        for loop in loops:
+            loop.close()
 
 
 def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
     """Serve by one engine until all have begun, then by another one that fetches their pages."""
     loops = _lender_and_borrower(config)
-    clients = [InprocClient(loop, time.sleep) for loop in loops]
     outputs = OutputProcessor(None)
     found: dict[str, RequestOutput] = {}
     handed: dict[str, list[Handover]] = {}
@@ -176,24 +174,24 @@ def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
             begun = set[tuple[str, int]]()
             for request in batch:
                 outputs.add(request, None, streaming=False)
-                clients[0].add(request)
+                loops[0].add(request)
             while len(begun) < sum(request.params.n for request in batch):
-                begun |= take(clients[0].poll())
-            while clients[0].has_requests:
+                begun |= take(loops[0].poll())
+            while loops[0].has_work:
                 for request in batch:
                     loops[0].hand_over(request.request_id)
-                take(clients[0].poll())
+                take(loops[0].poll())
             for request in batch:
                 if request.request_id not in found:
                     resumed = tuple(handed[request.request_id])
-                    clients[1].add(replace(request, resumed=resumed))
-            while clients[1].has_requests:
-                take(clients[1].poll())
+                    loops[1].add(replace(request, resumed=resumed))
+            while loops[1].has_work:
+                take(loops[1].poll())
         assert handed
-        return [found[request.request_id] for request in rounds[-1]], clients[1].stats()
+        return [found[request.request_id] for request in rounds[-1]], loops[1].stats()
     finally:
-        for client in clients:
-            client.close()
+        for loop in loops:
+            loop.close()
 
 
 def _lender_and_borrower(config: EngineConfig) -> tuple[EngineLoop, EngineLoop]:
@@ -209,19 +207,19 @@ def _lender_and_borrower(config: EngineConfig) -> tuple[EngineLoop, EngineLoop]:
 
 
 def _by_steps(engine: Engine, rounds: Rounds) -> Served:
-    client, outputs = engine.client, OutputProcessor(None)
+    loop, outputs = engine.loop, OutputProcessor(None)
     found: dict[str, RequestOutput] = {}
     try:
         for batch in rounds:
             for request in batch:
                 outputs.add(request, None, streaming=False)
-                client.add(request)
-            while client.has_requests:
-                processed = outputs.process(client.poll())
+                loop.add(request)
+            while loop.has_work:
+                processed = outputs.process(loop.poll())
                 found.update({output.request_id: output for output in processed.finished})
-        return [found[request.request_id] for request in rounds[-1]], client.stats()
+        return [found[request.request_id] for request in rounds[-1]], loop.stats()
     finally:
-        client.close()
+        loop.close()
 
 
 class _GatedExecutor:
@@ -262,7 +260,7 @@ async def _over_the_wire(engine: Engine, rounds: Rounds) -> Served:
         processed = outputs.process(deltas)
         found.update({output.request_id: output for output in processed.finished})
 
-    held = _GatedExecutor(engine.executor)
+    held = _GatedExecutor(engine.loop.executor)
     async with engine_in_thread(engine.resolved, held) as served:
         served.client.start(take)
         await served.ready()

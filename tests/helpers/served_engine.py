@@ -156,7 +156,7 @@ def bundled() -> tuple[ResolvedConfig, Executor]:
             num_blocks=512,
         )
     )
-    return engine.resolved, engine.executor
+    return engine.resolved, engine.loop.executor
 
 
 class KeptLoop(EngineLoop):

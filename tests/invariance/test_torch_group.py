@@ -133,7 +133,7 @@ def batch_on_torch(**options: object) -> list[list[int]]:
     common = {"device": "cpu", "max_model_len": CONTEXT, "max_num_seqs": 4, **TORCH}
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     with LLM(str(BUNDLED), **{**common, **options}) as llm:
-        loop = llm._client._loop
+        loop = llm._loop
         while loop.rest():
             pass
         outputs = llm.generate([tokens(24, seed) for seed in range(4)], params)

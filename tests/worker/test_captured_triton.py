@@ -66,7 +66,7 @@ def tokens(model: Path, graphs: int | None = None, **options: Any) -> list[list[
     """With all that may be captured before the first request, which is so much."""
     limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8, **options}
     with LLM(str(model), **{**COMMON, **limits}) as llm:
-        loop = llm._client._loop
+        loop = llm._loop
         while loop.rest():
             pass
         outputs = llm.generate(PROMPTS, SAMPLING, progress=False)
@@ -235,7 +235,7 @@ def test_close_gives_weights_and_cache_back(model, monkeypatch) -> None:
     )
     limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8}
     with captured(DECODING, by=[Called()]), LLM(str(model), **COMMON, **limits) as llm:
-        while llm._client._loop.rest():
+        while llm._loop.rest():
             pass
         assert all(ref() is not None for ref in kept)
     assert alive[0] == alive[1] == [] and alive[-1] == [False] * 4

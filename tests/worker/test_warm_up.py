@@ -151,7 +151,7 @@ def ask(llm: LLM, *wishes: tuple[tuple[int, ...], list[SamplingParams]]) -> None
 def ready(llm: LLM, compiled: Callable[[], set[str]]) -> set[str]:
     """What an engine compiles while it is idle."""
     compiled()
-    while llm._client._loop.rest():
+    while llm._loop.rest():
         pass
     return compiled()
 

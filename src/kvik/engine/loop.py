@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -288,6 +289,18 @@ class EngineLoop:
                 observer.idle()
         return deltas
 
+    def poll(
+        self, timeout: float | None = None, sleep: Callable[[float], object] = time.sleep
+    ) -> list[RequestDelta]:
+        """Run a step and return the deltas since the last call; sleeps up to `timeout` seconds
+        while a policy waits for more requests."""
+        idle = self.idle_seconds()
+        if idle is None and self.has_work:  # a batch waits for requests without a limit
+            idle = timeout
+        if idle:
+            sleep(idle if timeout is None else min(idle, timeout))
+        return self.step()
+
     def look_at_memory(self) -> float | None:
         """Give back KV blocks that no request refers to if the system is short of memory.
 
@@ -412,80 +425,14 @@ class _Watch:
         return LoopTime(**self._seconds)
 
 
-# An engine in this process, as a frontend uses it.
-
-
-class InprocClient:
-    """Takes requests and returns their deltas; polling runs the steps of the engine."""
-
-    def __init__(self, loop: EngineLoop, sleep: Sleep) -> None:
-        self._loop = loop
-        self._sleep = sleep
-
-    def check(self, request: EngineRequest) -> None:
-        """Raise `ParamError` or `CapacityError` if the request can never be served."""
-        self._loop.core.check(request)
-
-    def add(self, request: EngineRequest) -> None:
-        """Check and queue a request; raises `CapacityError` if the queue is full."""
-        self._loop.add(request)
-
-    def end(
-        self,
-        request_id: str,
-        index: int | None = None,
-        reason: FinishReason = FinishReason.ABORT,
-        error: str | None = None,
-    ) -> None:
-        self._loop.end(request_id, index, reason, error)
-
-    def expect_more(self, more: bool) -> None:
-        """Set whether more requests may arrive, for which batches wait. Initially they may."""
-        self._loop.core.scheduler.more_expected = more
-
-    def poll(self, timeout: float | None = None) -> list[RequestDelta]:
-        """Run a step and return the deltas since the last call; waits up to `timeout` seconds."""
-        idle = self._loop.idle_seconds()
-        if idle is None and self._loop.has_work:  # a batch waits for requests without a limit
-            idle = timeout
-        if idle:  # the policy waits for more requests: do not spin
-            self._sleep(idle if timeout is None else min(idle, timeout))
-        return self._loop.step()
-
-    def reset_prefix_cache(self) -> int:
-        """See `EngineCore.reset_prefix_cache`."""
-        return self._loop.reset_prefix_cache()
-
-    def look_at_memory(self) -> float | None:
-        """See `EngineLoop.look_at_memory`."""
-        return self._loop.look_at_memory()
-
-    @property
-    def has_requests(self) -> bool:
-        return self._loop.has_work
-
-    @property
-    def lost(self) -> str:
-        """See `EngineLoop.lost`."""
-        return self._loop.lost
-
-    def stats(self) -> EngineStats:
-        return self._loop.stats()
-
-    def close(self) -> None:
-        self._loop.close()
-
-
-class Sleep(Protocol):
-    def __call__(self, seconds: float, /) -> object: ...
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A running engine and what a frontend needs to know about its model."""
+    """An engine in this process, and what a frontend needs to know about its model."""
 
-    resolved: ResolvedConfig
-    client: InprocClient
+    loop: EngineLoop
     tokenizer: Tokenizer | None  # None: the model has none; prompts are token ids
     default_params: SamplingParams
-    executor: Executor
+
+    @property
+    def resolved(self) -> ResolvedConfig:
+        return self.loop.core.config

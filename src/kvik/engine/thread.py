@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from kvik.core.types import EngineRequest, FinishReason
-from kvik.engine.loop import Engine, Sleep
+from kvik.engine.loop import Engine
 from kvik.engine.output import OutputProcessor, RequestOutput, TextDelta
 from kvik.errors import GroupLost
 
@@ -74,14 +74,13 @@ class EngineThread:
 
     Args:
         load: makes the engine, in the thread, since some of what it sets is per thread (torch's
-            number of threads, the current GPU). Its argument is a way to sleep that
-            ends early when work is posted.
+            number of threads, the current GPU).
 
     Raises:
         BaseException: what `load` raises.
     """
 
-    def __init__(self, load: Callable[[Sleep], Engine]) -> None:
+    def __init__(self, load: Callable[[], Engine]) -> None:
         self._process = os.getpid()
         self._lock = threading.RLock()  # a signal handler may post while its thread does
         self._posted: deque[Callable[[], None]] = deque()
@@ -193,14 +192,14 @@ class EngineThread:
     # -- in the engine's thread ------------------------------------------------------------------
 
     def _main(
-        self, load: Callable[[Sleep], Engine], loaded: SimpleQueue[Engine | BaseException]
+        self, load: Callable[[], Engine], loaded: SimpleQueue[Engine | BaseException]
     ) -> None:
         try:
-            engine = load(self._woken.wait)
+            engine = load()
         except BaseException as error:
             loaded.put(error)
             return
-        self._client = engine.client
+        self._loop = engine.loop
         self._processor = OutputProcessor(engine.tokenizer)
         self._limits = engine.resolved.scheduler
         loaded.put(engine)
@@ -212,7 +211,7 @@ class EngineThread:
             self._stopping = True
             for call in self._calls:
                 call.updates.put(CallUpdate(error=RuntimeError("this LLM was closed")))
-            self._client.close()
+            self._loop.close()
 
     def _run(self) -> None:
         while True:
@@ -227,27 +226,28 @@ class EngineThread:
                 self._fail(error)
                 busy = False  # until the next call, as it may fail every time
             if not busy:
-                self._woken.wait(self._client.look_at_memory())
+                self._woken.wait(self._loop.look_at_memory())
 
     def _advance(self) -> bool:
         """Run one step. Returns whether there may be more to do."""
         self._send()
-        if not self._client.has_requests:
+        if not self._loop.has_work:
             return False
-        self._client.expect_more(any(call.unsent for call in self._calls))
-        processed = self._processor.process(self._client.poll(_POLL_SECONDS))
+        self._loop.core.scheduler.more_expected = any(call.unsent for call in self._calls)
+        deltas = self._loop.poll(_POLL_SECONDS, self._woken.wait)  # posted work ends the sleep
+        processed = self._processor.process(deltas)
         for request_id, index, reason, error in processed.to_end:
-            self._client.end(request_id, index, reason, error)
-        deltas: dict[str, list[TextDelta]] = {}
+            self._loop.end(request_id, index, reason, error)
+        texts: dict[str, list[TextDelta]] = {}
         for delta in processed.deltas:
-            deltas.setdefault(delta.request_id, []).append(delta)
+            texts.setdefault(delta.request_id, []).append(delta)
         for output in processed.finished:
             call = self._owner.pop(output.request_id)
             call.sent.discard(output.request_id)
             if not call.sent and not call.unsent:
                 self._calls.remove(call)
-            call.updates.put(CallUpdate(tuple(deltas.pop(output.request_id, ())), output))
-        for request_id, some in deltas.items():
+            call.updates.put(CallUpdate(tuple(texts.pop(output.request_id, ())), output))
+        for request_id, some in texts.items():
             self._owner[request_id].updates.put(CallUpdate(tuple(some)))
         return True
 
@@ -267,14 +267,14 @@ class EngineThread:
             self._owner[request.request_id] = call
             try:
                 self._processor.add(request, prompt, streaming=call.streaming)
-                self._client.add(request)
+                self._loop.add(request)
             except Exception as error:
                 self._end(call)
                 call.updates.put(CallUpdate(error=error))
 
     def _has_room(self, request: EngineRequest) -> bool:
         """Return whether the queue has room now: long batches must stay within its limits."""
-        stats, n = self._client.stats(), request.params.n
+        stats, n = self._loop.stats(), request.params.n
         if stats.num_waiting == 0:
             return True  # it is refused later if it can never fit
         if stats.num_waiting + n > min(LOOKAHEAD, self._limits.max_queued_requests):
@@ -283,8 +283,8 @@ class EngineThread:
         return tokens <= self._limits.max_queued_tokens
 
     def _begin(self, call: Call) -> None:
-        if self._client.lost:
-            told = f"{self._client.lost}: close this LLM and make a new one"
+        if self._loop.lost:
+            told = f"{self._loop.lost}: close this LLM and make a new one"
             call.updates.put(CallUpdate(error=GroupLost("engine", told)))
             return
         self._calls.append(call)
@@ -296,7 +296,7 @@ class EngineThread:
             request_id = call.sent.pop()
             del self._owner[request_id]
             self._processor.discard(request_id)
-            self._client.end(request_id, None, FinishReason.ABORT)
+            self._loop.end(request_id, None, FinishReason.ABORT)
         if call in self._calls:
             self._calls.remove(call)
 

@@ -60,14 +60,14 @@ def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
         KvikError: a request can never be served (checked before any is), or a request failed.
     """
     load = _Load(engine, jobs)
-    before = engine.client.stats()
+    before = engine.loop.stats()
     started = time.monotonic()
     load.start(started)
     while load.unfinished:
         load.send_due()
-        engine.client.expect_more(load.more_due)
-        if engine.client.has_requests:
-            load.take(engine.client.poll(min(PATIENCE, load.until_next_due())))
+        engine.loop.core.scheduler.more_expected = load.more_due
+        if engine.loop.has_work:
+            load.take(engine.loop.poll(min(PATIENCE, load.until_next_due())))
         else:
             time.sleep(load.until_next_due())
     ended = time.monotonic()
@@ -77,7 +77,7 @@ def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
         load.records,
         load.answers,
         before,
-        engine.client.stats(),
+        engine.loop.stats(),
         load.kv_usage,
     )
 
@@ -89,7 +89,7 @@ def loaded(resolved: ResolvedConfig) -> Iterator[Engine]:
     try:
         yield engine
     finally:
-        engine.client.close()
+        engine.loop.close()
 
 
 @dataclass(slots=True)
@@ -117,7 +117,7 @@ class _Load:
             for i, job in enumerate(self.jobs)
         ]
         for request in self._requests:
-            self.engine.client.check(request)
+            self.engine.loop.core.check(request)
         self.answers = [[] for _ in self.jobs]
         self.unfinished = len(self.jobs)
         self._unsent = deque(sorted(range(len(self.jobs)), key=lambda i: self.jobs[i].due))
@@ -133,7 +133,7 @@ class _Load:
         while self._unsent and self.records[self._unsent[0]].due <= now:
             request = self._requests[self._unsent[0]]
             try:
-                self.engine.client.add(request)
+                self.engine.loop.add(request)
             except CapacityError:  # the queue is full: retry later
                 return
             self._unsent.popleft()
@@ -166,4 +166,4 @@ class _Load:
                     record.cached_tokens = delta.report.num_cached_tokens
         if now >= self._next_look:
             self._next_look = now + LOOK_PERIOD
-            self.kv_usage = max(self.kv_usage, self.engine.client.stats().kv_usage)
+            self.kv_usage = max(self.kv_usage, self.engine.loop.stats().kv_usage)

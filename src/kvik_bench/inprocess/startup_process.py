@@ -63,7 +63,7 @@ def main() -> None:
     mark()
     run_jobs(engine, [BenchRequest(order["prompt"], 1)])
     mark()
-    engine.client.close()
+    engine.loop.close()
 
     from kvik_bench.report.result import peak_bytes
 

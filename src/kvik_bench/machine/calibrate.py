@@ -219,10 +219,10 @@ class _Engine:
                 num_blocks=(most + 1) * (longest // 16 + 2),
             )
         )
-        self._client, self._limits = engine.client, limits
+        self._loop, self._limits = engine.loop, limits
         self._processor = OutputProcessor(engine.tokenizer)
         self._vocab, self._random, self._serial = vocab, random.Random(0), 0
-        self.close = engine.client.close
+        self.close = engine.loop.close
 
     def step_seconds(self, batch: int, tokens: int, flushed: int) -> float:
         """Return the time of a step with one token for each of `batch` sequences, after reading
@@ -230,15 +230,15 @@ class _Engine:
         for _ in range(batch):
             self._add(PROMPT, tokens)
         while True:  # until every prompt is computed
-            done = self._client.poll()
+            done = self._loop.poll()
             self._processor.process(done)
             if len(done) == batch:
                 break
         times = []
         for _ in range(tokens - batch // 16 - 3):
             times.append(self._timed_step(flushed))
-        while self._client.has_requests:
-            self._processor.process(self._client.poll())
+        while self._loop.has_work:
+            self._processor.process(self._loop.poll())
         return undisturbed(times)
 
     def prompt_seconds(self, tokens: int, samples: int, flushed: int) -> float:
@@ -248,15 +248,15 @@ class _Engine:
             self._flush(flushed)
             started = time.perf_counter()
             self._add(tokens, 1)
-            while self._client.has_requests:
-                self._processor.process(self._client.poll())
+            while self._loop.has_work:
+                self._processor.process(self._loop.poll())
             times.append(time.perf_counter() - started)
         return undisturbed(times[1:])
 
     def _timed_step(self, flushed: int) -> float:
         self._flush(flushed)
         started = time.perf_counter()
-        self._processor.process(self._client.poll())
+        self._processor.process(self._loop.poll())
         return time.perf_counter() - started
 
     def _flush(self, num_bytes: int) -> None:
@@ -269,7 +269,7 @@ class _Engine:
         prompt = [self._random.randrange(self._vocab) for _ in range(tokens)]
         request = EngineRequest(f"calibrate-{self._serial}", prompt, params)
         self._processor.add(request, None, streaming=False)
-        self._client.add(request)
+        self._loop.add(request)
 
 
 def line_through(xs: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:

@@ -49,8 +49,8 @@ def test_a_short_queue_only_delays(engine: Engine) -> None:
 
 
 def test_nothing_is_sent_when_one_can_never_be_served(engine: Engine) -> None:
-    before = engine.client.stats()
+    before = engine.loop.stats()
     with pytest.raises(KvikError):
         run_jobs(engine, [BenchRequest([1], 2), BenchRequest([1] * 200, 2)])
-    assert engine.client.stats().steps == before.steps
-    assert not engine.client.has_requests
+    assert engine.loop.stats().steps == before.steps
+    assert not engine.loop.has_work

@@ -42,12 +42,14 @@ def embedder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def served(folder: Path) -> Iterator[httpx2.Client]:
     engine = launch(EngineConfig(model=str(folder), **OPTIONS))
     with (
-        story_site(openai_routes, engine=make_engine(engine.resolved, engine.executor)) as site,
+        story_site(
+            openai_routes, engine=make_engine(engine.resolved, engine.loop.executor)
+        ) as site,
         httpx2.Client(base_url=site.url, timeout=60) as client,
     ):
         yield client
         site.at_rest()
-    engine.executor.stop()
+    engine.loop.executor.stop()
 
 
 @pytest.fixture(scope="module")
