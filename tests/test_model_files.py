@@ -8,12 +8,12 @@ import pytest
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ModelError
-from kvik.model_files import read_default_params
+from kvik.model_files import Folder
 
 
 def read(tmp_path, **stored) -> SamplingParams:
     (tmp_path / "generation_config.json").write_text(json.dumps(stored))
-    return read_default_params(tmp_path)
+    return Folder(tmp_path).default_params()
 
 
 def test_values_of_the_file_are_defaults(tmp_path):
@@ -31,7 +31,7 @@ def test_decoding_is_greedy_if_do_sample_is_false(tmp_path):
 
 
 def test_without_a_file_defaults_stay(tmp_path):
-    assert read_default_params(tmp_path) == SamplingParams()
+    assert Folder(tmp_path).default_params() == SamplingParams()
 
 
 @pytest.mark.parametrize(

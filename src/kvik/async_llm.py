@@ -20,7 +20,7 @@ from weakref import finalize
 from kvik.config.config import ResolvedConfig
 from kvik.core.config import SchedulerConfig
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import SCORE, EngineRequest, FinishReason, RequestDelta, RequestReport
+from kvik.core.types import SCORE, EngineRequest, FinishReason, RequestDelta, last_deltas
 from kvik.engine.output import (
     EmbeddingOutput,
     OutputProcessor,
@@ -338,7 +338,8 @@ class AsyncLLM:
             return
         self._processor.add(made, request.prompt, streaming=streaming)
         if request.aborted:
-            self._take(_aborted(made, time.monotonic()))
+            siblings, now = range(made.params.n), time.monotonic()
+            self._take(last_deltas(made.request_id, siblings, now, None, reason=FinishReason.ABORT))
             return
         self.client.add(made)
         request.sent = True
@@ -564,12 +565,3 @@ def _forget_soon(engine: AsyncLLM, request: AsyncRequest) -> None:
     if engine._loop is not None:
         with suppress(RuntimeError):  # the event loop was closed
             engine._loop.call_soon_threadsafe(engine._forget, request)
-
-
-def _aborted(request: EngineRequest, now: float) -> list[RequestDelta]:
-    """Return the last deltas of a request that was ended before it was sent."""
-    report = RequestReport(now, None, None, now, 0, 0)
-    return [
-        RequestDelta(request.request_id, index, [], FinishReason.ABORT, report=report)
-        for index in range(request.params.n)
-    ]

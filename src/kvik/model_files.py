@@ -62,7 +62,8 @@ class Folder:
         return Tokenizer.load(self._path)
 
     def default_params(self) -> SamplingParams:
-        return read_default_params(self._path)
+        file = self._path / GENERATION_CONFIG
+        return default_params(read_json(file), file.name) if file.exists() else SamplingParams()
 
     def descriptions(self) -> dict[str, bytes]:
         patterns = (*DESCRIPTION, MODULE)
@@ -124,17 +125,6 @@ def model_files(path: Path) -> ModelFiles:
 
 def _as_json(values: Mapping[str, object]) -> bytes:
     return json.dumps(values, indent=2, ensure_ascii=False).encode()
-
-
-def read_default_params(folder: Path) -> SamplingParams:
-    """Return the sampling parameters of requests that set none: the file's values, else defaults.
-
-    Raises:
-        ModelError: the file holds an impossible value.
-    """
-    if not (folder / GENERATION_CONFIG).exists():
-        return SamplingParams()
-    return default_params(read_json(folder / GENERATION_CONFIG), GENERATION_CONFIG)
 
 
 def default_params(stored: Mapping[str, object], file: str) -> SamplingParams:

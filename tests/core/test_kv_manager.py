@@ -193,7 +193,7 @@ class CacheMachine(RuleBasedStateMachine):
                 for i, block in enumerate(ids):
                     if holds_seen(i, size, position, window):
                         assert block != NULL_BLOCK
-            most = self.kv.max_blocks(len(request.token_ids), 12)
+            most = self.kv.config.max_blocks(len(request.token_ids), 12)
             assert sum(len(ids) - ids.count(NULL_BLOCK) for ids in request.block_ids) <= most
 
 
@@ -266,7 +266,7 @@ def test_a_window_keeps_exactly_the_keys_it_sees(window: Seen) -> None:
         for i, block in enumerate(ids):
             assert (block != NULL_BLOCK) == holds_seen(i, 4, position, window)
         assert kv.num_held(request) == len(ids) - ids.count(NULL_BLOCK)
-        assert kv.max_blocks(100, 1) >= len(ids) - ids.count(NULL_BLOCK)
+        assert kv.config.max_blocks(100, 1) >= len(ids) - ids.count(NULL_BLOCK)
         request.num_computed_tokens = request.num_written_tokens = position + 1
         kv.commit(request)
 
@@ -427,7 +427,7 @@ def test_a_fork_needs_a_block_for_its_copy() -> None:
 
 def test_blocks_outside_the_window_are_freed_before_allocation() -> None:
     kv = manager(num_blocks=3, block_size=4, windows=(6,))  # 3 blocks
-    assert kv.max_blocks(100, 2) == 3
+    assert kv.config.max_blocks(100, 2) == 3
     request = new_request([1] * 8)
     start(kv, request)
     for written in (9, 10, 11):  # no block boundary is crossed, but key 5 leaves the window

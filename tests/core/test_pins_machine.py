@@ -43,7 +43,7 @@ class PinMachine(RuleBasedStateMachine):
             pinned_share=shares[0],
             tenant_pinned_share=shares[1],
         )
-        needed = Simulation(setup).scheduler.kv.max_blocks(LONGEST, setup.budget)
+        needed = Simulation(setup).scheduler.kv.config.max_blocks(LONGEST, setup.budget)
         self.sim = Simulation(replace(setup, num_blocks=needed + spare_blocks))
 
     @rule(

@@ -395,7 +395,7 @@ def test_a_single_request_waits_for_blocks_freed_by_its_steps_in_flight(
     setup = Setup(
         block_size=1, num_blocks=1, windows=(window,), budget=budget, max_num_seqs=1, depth=3
     )
-    needed = Simulation(setup).scheduler.kv.max_blocks(length + 20, budget)
+    needed = Simulation(setup).scheduler.kv.config.max_blocks(length + 20, budget)
     sim = Simulation(replace(setup, num_blocks=needed))
     sim.add([i % 3 for i in range(length)], 20, stop_ids=NO_STOP)
     sim.drain(max_steps=200)

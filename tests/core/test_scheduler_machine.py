@@ -86,7 +86,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             peers=peers and caching and checkpoints is None,
         )
         # Just enough for the longest request, so that two compete for blocks.
-        needed = Simulation(setup).scheduler.kv.max_blocks(LONGEST, budget)
+        needed = Simulation(setup).scheduler.kv.config.max_blocks(LONGEST, budget)
         self.sim = Simulation(replace(setup, num_blocks=needed + spare_blocks))
 
     @rule(

@@ -74,7 +74,7 @@ def test_the_cache_must_hold_a_single_request(window):
         group = replace(group, specs=(spec,))
     cache = CacheConfig(block_size=4, num_blocks=8, groups=(group,))
     config = replace(config, cache=cache)
-    blocks = EngineCore(config).scheduler.kv.max_blocks(33, 16)
+    blocks = EngineCore(config).scheduler.kv.config.max_blocks(33, 16)
     wanted = request([1] * 8, max_tokens=25)
     if blocks > 8:
         with pytest.raises(CapacityError, match="need 9 KV blocks of 4, the whole cache has 8"):

@@ -317,7 +317,7 @@ def test_a_reset_frees_everything(rig):
     drain(rig)
     cached = rig.core.stats().cached_blocks
     assert cached > 0
-    assert rig.core.reset_prefix_cache() == cached
+    assert rig.loop.reset_prefix_cache() == cached
     stats = rig.core.stats()
     assert (stats.cached_blocks, stats.pinned_blocks) == (0, 0)
     rig.core.add(pinning("b", "t"), rig.clock())

@@ -119,7 +119,7 @@ class Simulation:
     def fits(self, num_tokens: int) -> bool:
         """Return whether the engine core would accept a request of this length."""
         kv = self.scheduler.kv
-        return kv.max_blocks(num_tokens, self.setup.budget) <= kv.pool.num_blocks
+        return kv.config.max_blocks(num_tokens, self.setup.budget) <= kv.pool.num_blocks
 
     def add(
         self,

@@ -12,8 +12,9 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.model_source import find_model
 from kvik.config.parallel import with_ranks
 from kvik.core.types import EngineRequest
-from kvik.engine.recorder import RecordReader, open_recording, version
+from kvik.engine.recorder import RecordReader, open_recording
 from kvik.errors import ModelError
+from kvik.version import __version__
 
 EQUAL, DIFFERENT = 0, 1
 
@@ -47,8 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
     with open_recording(path) as file:
         reader = RecordReader(file, path.name)
         header = reader.header
-        if header.version != version():
-            say(f"recorded by kvik {header.version}; this is {version()}")
+        if header.version != __version__:
+            say(f"recorded by kvik {header.version}; this is {__version__}")
         config = _at(header.config, arguments.model)
         if arguments.tensor_parallel_size is not None:
             config = with_ranks(config, arguments.tensor_parallel_size)

@@ -71,10 +71,6 @@ class KVCacheManager:
         total = self.pool.num_blocks
         return 1.0 - self.pool.num_free / total if total else 0.0
 
-    def max_blocks(self, num_tokens: int, chunk: int) -> int:
-        """Most blocks a request of `num_tokens` holds at once; more than the pool never fits."""
-        return self.config.max_blocks(num_tokens, chunk)
-
     def match(self, request: Request) -> PrefixMatch:
         """Return the longest cached prefix of a waiting request. Nothing is acquired yet."""
         usable = (len(request.token_ids) - 1) // self.block_size
@@ -102,14 +98,15 @@ class KVCacheManager:
         held = sum(len(ids) - ids.count(NULL_BLOCK) for ids in match.block_ids)
         if match.num_tokens % self.block_size:
             held -= len(self.groups)  # the shared partial block is copied
-        return self.max_blocks(num_tokens, chunk) - held + self._revived(match)
+        return self.config.max_blocks(num_tokens, chunk) - held + self._revived(match)
 
     def prompt_demand(self, request: Request, chunk: int) -> int:
         """Return how many more blocks a running request needs for its known tokens; 0 if it
         waits."""
         if request.status is not RequestStatus.RUNNING:
             return 0
-        return max(0, self.max_blocks(len(request.token_ids), chunk) - self.num_held(request))
+        most = self.config.max_blocks(len(request.token_ids), chunk)
+        return max(0, most - self.num_held(request))
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Return how many blocks `extend` would allocate."""

@@ -408,11 +408,6 @@ class SamplingParams(metaclass=_OtherNames):
         return replace(self, prompt_logprobs=None, prompt_logprobs_start=0)
 
     @property
-    def bad_word_ids(self) -> tuple[tuple[int, ...], ...]:
-        """`bad_words` as token ids, as the engine needs them."""
-        return self.word_ids("bad_words")
-
-    @property
     def words(self) -> dict[str, tuple[str | tuple[int, ...], ...]]:
         """The values of all parameters in use that hold words."""
         return {

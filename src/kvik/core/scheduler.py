@@ -194,8 +194,8 @@ class Scheduler:
         return ended
 
     def reset_cache(self) -> int:
-        """Forget all cached prefixes, in tiers too; requests continue. Returns the number of block
-        contents in the cache that were forgotten."""
+        """Forget all cached prefixes, pinned ones and those in tiers included; requests continue.
+        Returns the number of block contents in the cache that were forgotten."""
         if self.moves is not None:
             self.moves.clear()
         return self.kv.reset()

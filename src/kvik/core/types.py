@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableSequence, Sequence
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from itertools import zip_longest
@@ -353,20 +353,21 @@ class RequestDelta:
     handed: Handover | None = None  # with the last delta of one that continues in another engine
 
 
-def failed_request(
+def last_deltas(
     request_id: str,
-    index: int,
+    siblings: Iterable[int],
     now: float,
     error: str | None,
     *,
     reason: FinishReason = FinishReason.ERROR,
     refused: str | None = None,
-) -> RequestDelta:
-    """Return the last delta of a request that ends before it reaches the scheduler."""
+) -> list[RequestDelta]:
+    """Return the last deltas of siblings that end before they reach the scheduler."""
     report = RequestReport(now, None, None, now, 0, 0)
-    return RequestDelta(
-        request_id, index, [], finish_reason=reason, error=error, report=report, refused=refused
-    )
+    return [
+        RequestDelta(request_id, index, [], reason, error=error, report=report, refused=refused)
+        for index in siblings
+    ]
 
 
 @dataclass(frozen=True, slots=True)

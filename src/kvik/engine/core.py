@@ -270,20 +270,6 @@ class EngineCore:
         deadline."""
         return self._note_finished(self.scheduler.take_ended())
 
-    def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes, pinned ones included; requests continue. Returns the number
-        of block contents that were forgotten."""
-        return self.scheduler.reset_cache()
-
-    def give_back(self, count: int) -> list[int]:
-        """Give back the memory of up to `count` KV blocks that no request refers to. Returns these
-        blocks."""
-        return self.scheduler.kv.pool.give_back(count)
-
-    def wakeup(self, now: float) -> float | None:
-        """Return when to call `plan` again if it returned None and nothing else happens."""
-        return self.scheduler.wakeup(now)
-
     @property
     def waiting_ids(self) -> list[str]:
         """Requests for which no step has computed anything."""

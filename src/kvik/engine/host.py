@@ -16,7 +16,7 @@ from kvik.core.block_pool import ContentLog
 from kvik.core.plan import SchedulerOutput
 from kvik.core.routing import ReplicaReport
 from kvik.core.scheduler import Scheduler
-from kvik.core.types import FinishReason, RequestDelta, failed_request
+from kvik.core.types import FinishReason, RequestDelta, last_deltas
 from kvik.engine.live import LiveCollector
 from kvik.engine.loop import EngineLoop, LoopObserver
 from kvik.engine.memory_watch import LOOK_SECONDS
@@ -331,10 +331,10 @@ class EngineHost:
             self._fail(message, _message(error), None)
 
     def _fail(self, message: Add, error: str, refused: str | None) -> None:
-        self._failed += [
-            failed_request(message.request_id, index, self._loop.clock(), error, refused=refused)
-            for index in range(message.n)
-        ]
+        now = self._loop.clock()
+        self._failed += last_deltas(
+            message.request_id, range(message.n), now, error, refused=refused
+        )
 
     def _end(
         self, request_id: str, index: int | None, reason: FinishReason, error: str | None
@@ -374,8 +374,8 @@ class EngineHost:
             if delta.finish_reason is None:
                 self._end(delta.request_id, delta.index, FinishReason.ERROR, _message(error))
             now = self._loop.clock()
-            last = failed_request(delta.request_id, delta.index, now, _message(error))
-            return frame(stepped(steps, waits, [last]))
+            last = last_deltas(delta.request_id, [delta.index], now, _message(error))
+            return frame(stepped(steps, waits, last))
 
 
 def host_engine(load: Callable[[], EngineLoop], line: HostSocket, *, reports: bool = False) -> bool:

@@ -16,7 +16,7 @@ from kvik.config.units import show_bytes
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import Constraint
-from kvik.core.types import EngineRequest, FinishReason, RequestDelta, failed_request
+from kvik.core.types import EngineRequest, FinishReason, RequestDelta, last_deltas
 from kvik.engine.core import EngineCore
 from kvik.engine.memory_watch import LOOK_SECONDS, MemoryWatch
 from kvik.engine.stats import EngineStats, LoopTime
@@ -210,10 +210,8 @@ class EngineLoop:
         request, built = self._building.pop(request_id)
         built.cancel()
         now = self.clock()
-        self._found += [
-            failed_request(request_id, index, now, error, reason=reason, refused=refused)
-            for index in range(request.params.n)
-        ]
+        siblings = range(request.params.n)
+        self._found += last_deltas(request_id, siblings, now, error, reason=reason, refused=refused)
 
     def _enter(self, request: EngineRequest) -> None:
         now = self.clock()
@@ -245,9 +243,9 @@ class EngineLoop:
             observer.handed_over(request_id, now)
 
     def reset_prefix_cache(self) -> int:
-        """See `EngineCore.reset_prefix_cache`."""
+        """See `Scheduler.reset_cache`."""
         now = self.clock()
-        count = self.core.reset_prefix_cache()
+        count = self.core.scheduler.reset_cache()
         for observer in self.observers:
             observer.cache_reset(now)
         return count
@@ -314,7 +312,7 @@ class EngineLoop:
         share, why = self._memory.share_to_give_back(now)
         if share:
             count = ceil(share * pool.num_unused)
-            given = self.executor.give_back(self.core.give_back(count))
+            given = self.executor.give_back(pool.give_back(count))
             log.warning("gave back %d unused KV blocks, %s: %s", count, show_bytes(given), why)
             for observer in self.observers:
                 observer.gave_back(count, now)
@@ -374,7 +372,7 @@ class EngineLoop:
         if not scheduler.has_requests:
             return 0.0 if self.core.has_requests else None
         now = self.clock()
-        at = self.core.wakeup(now)
+        at = scheduler.wakeup(now)
         if at == inf:
             return None
         return 0.0 if at is None else max(0.0, at - now)

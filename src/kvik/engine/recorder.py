@@ -12,7 +12,6 @@ import os
 import struct
 from collections.abc import Callable, Iterator
 from hashlib import blake2b
-from importlib import metadata
 from pathlib import Path
 from typing import BinaryIO
 from zlib import crc32
@@ -25,6 +24,7 @@ from kvik.core.types import EngineRequest, FinishReason
 from kvik.engine.loop import LoopObserver
 from kvik.engine.wire import MAX_FRAME
 from kvik.errors import ConfigError, KvikError
+from kvik.version import __version__
 
 # The format of the file: a line of text, then frames: 4 bytes length, 4 bytes checksum, and an
 # event in msgpack. Each checksum continues the one before it, so that changed, lost or moved frames
@@ -159,14 +159,6 @@ Event = (
 _encode = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(Header).decode
 _decode_event = msgspec.msgpack.Decoder(Event).decode
-
-
-def version() -> str:
-    """Return the installed version of kvik."""
-    try:
-        return metadata.version("kvik")
-    except metadata.PackageNotFoundError:
-        return "from source"
 
 
 def encode(event: Header | Event) -> bytes:
@@ -324,7 +316,7 @@ class Recorder(LoopObserver):
         self._pending = bytearray(MAGIC)
         self._size = 0  # bytes written
         self._file: int | None = _create(path)
-        self._pending += self._frames.frame(encode(Header(version(), config, tape.take())))
+        self._pending += self._frames.frame(encode(Header(__version__, config, tape.take())))
         self._flush()
 
     def added(self, request: EngineRequest, seed: int, now: float) -> None:

@@ -11,10 +11,10 @@ import logging
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from enum import StrEnum
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -93,68 +93,6 @@ class EngineSource(Protocol):
     async def close(self) -> None:
         """End the engine; returns when its process has ended."""
         ...
-
-
-class EngineClient(Protocol):
-    """The interface of a server to its engine, or to several engines for one model.
-
-    Implemented by `RemoteClient` for one engine and `Replicas` for several.
-    """
-
-    @property
-    def config(self) -> ResolvedConfig: ...
-
-    @property
-    def state(self) -> EngineState: ...
-
-    @property
-    def reason(self) -> str: ...
-
-    @property
-    def num_starts(self) -> int: ...
-
-    def start(self, sink: Sink) -> None: ...
-
-    def add_sink(self, sink: Sink) -> None: ...
-
-    async def ready(self) -> None: ...
-
-    def check(self, request: EngineRequest) -> None: ...
-
-    def add(self, request: EngineRequest) -> None: ...
-
-    def end(
-        self,
-        request_id: str,
-        index: int | None = None,
-        reason: FinishReason = FinishReason.ABORT,
-        error: str | None = None,
-    ) -> None: ...
-
-    async def stats(self) -> EngineStats: ...
-
-    async def live(self) -> LiveView: ...
-
-    async def replicas(self) -> tuple[ReplicaView, ...]:
-        """Return the state of each of several engines; (): there is only one."""
-        ...
-
-    def drain_replica(self, replica: int, *, drain: bool) -> int:
-        """Stop (or resume) sending requests to a replica. Returns how many it still has.
-
-        Raises:
-            ParamError: there is no such replica.
-        """
-        ...
-
-    def hand_over(self, request_id: str) -> None:
-        """Let the engine of another server continue a request, if it can be moved: its last delta
-        holds the `Handover`."""
-        ...
-
-    async def reset_prefix_cache(self) -> int: ...
-
-    async def close(self) -> None: ...
 
 
 class SentRequest:
@@ -257,11 +195,9 @@ class ResendQueue:
             timer.cancel()
 
 
-R = TypeVar("R", bound=SentRequest)
-
-
-class RequestClient(ABC, Generic[R]):
-    """The requests of a client whose last deltas have not come, and the sinks that get deltas.
+class EngineClient(ABC):
+    """The interface of a server to its engine, or to several engines for one model: requests go in,
+    and deltas come out at the sinks.
 
     Args:
         config: of every engine.
@@ -269,16 +205,12 @@ class RequestClient(ABC, Generic[R]):
     """
 
     def __init__(self, config: ResolvedConfig, clock: Callable[[], float]) -> None:
-        self._config = config
+        self.config = config
         self._clock = clock
         self._sinks: list[Sink] = []
         self._changed = asyncio.Event()  # the state
-        self._unfinished: dict[str, R] = {}  # in an engine
+        self._unfinished: Mapping[str, SentRequest] = {}  # in an engine
         self._waiting = ResendQueue(clock, self._give)
-
-    @property
-    def config(self) -> ResolvedConfig:
-        return self._config
 
     @property
     @abstractmethod
@@ -289,6 +221,15 @@ class RequestClient(ABC, Generic[R]):
     @abstractmethod
     def reason(self) -> str:
         """Why no engine is ready, as a message for users; "" if one is."""
+
+    @property
+    @abstractmethod
+    def num_starts(self) -> int:
+        """How often an engine became ready; more than once for each: it was restarted."""
+
+    @abstractmethod
+    def start(self, sink: Sink) -> None:
+        """Begin to start all engines; call this once, in the event loop."""
 
     def add_sink(self, sink: Sink) -> None:
         """Hand all deltas to this sink too; it must ignore requests that it does not know."""
@@ -309,7 +250,66 @@ class RequestClient(ABC, Generic[R]):
     def check(self, request: EngineRequest) -> None:
         """Raise `ParamError` or `CapacityError` if the request can never be served."""
         self._check_id(request)
-        check_request(self._config, request)
+        check_request(self.config, request)
+
+    @abstractmethod
+    def add(self, request: EngineRequest) -> None:
+        """Send a request that passed `check`.
+
+        Raises:
+            ParamError: its id is in use, or it cannot be encoded.
+            UnavailableError: no engine takes it.
+        """
+
+    @abstractmethod
+    def end(
+        self,
+        request_id: str,
+        index: int | None = None,
+        reason: FinishReason = FinishReason.ABORT,
+        error: str | None = None,
+    ) -> None:
+        """End a request, or one of its siblings; its last delta comes soon. Unknown ids are already
+        gone."""
+
+    @abstractmethod
+    async def stats(self) -> EngineStats:
+        """Return current statistics, or the last known ones of an engine that does not answer
+        within a second."""
+
+    @abstractmethod
+    async def live(self) -> LiveView:
+        """Return the current state of requests, blocks and steps.
+
+        Raises:
+            UnavailableError: no engine answers within a second.
+        """
+
+    @abstractmethod
+    async def replicas(self) -> tuple[ReplicaView, ...]:
+        """Return the state of each of several engines; (): there is only one."""
+
+    @abstractmethod
+    def drain_replica(self, replica: int, *, drain: bool) -> int:
+        """Stop (or resume) sending requests to a replica. Returns how many it still has.
+
+        Raises:
+            ParamError: there is no such replica.
+        """
+
+    @abstractmethod
+    def hand_over(self, request_id: str) -> None:
+        """Let the engine of another server continue a request, if it can be moved: its last delta
+        holds the `Handover`."""
+
+    @abstractmethod
+    async def reset_prefix_cache(self) -> int:
+        """Forget all cached prefixes, pinned ones included; requests continue. Returns the number
+        of block contents that were forgotten. Raises as `live`."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all engines, and their requests with an error."""
 
     def _check_id(self, request: EngineRequest) -> None:
         if request.request_id in self._unfinished or request.request_id in self._waiting:
@@ -324,7 +324,7 @@ class RequestClient(ABC, Generic[R]):
                 log.exception("deltas were not taken")
 
 
-class RemoteClient(RequestClient[SentRequest]):
+class RemoteClient(EngineClient):
     """Takes requests and hands their deltas to its sinks. No method blocks.
 
     Every request added ends with exactly one last delta for each sibling, whatever happens to the
@@ -351,6 +351,7 @@ class RemoteClient(RequestClient[SentRequest]):
         super().__init__(config, clock)
         self.source = source
         self.name = name
+        self._unfinished: dict[str, SentRequest] = {}
         self._told: Callable[[ReplicaReport], None] = _ignore
         self._state_changed: Callable[[], None] = _nothing
         self._state, self._reason = EngineState.STARTING, "the engine has not been started"
@@ -371,16 +372,13 @@ class RemoteClient(RequestClient[SentRequest]):
 
     @property
     def reason(self) -> str:
-        """Why the engine is not ready, as a message for users; "" if it is."""
         return self._reason
 
     @property
     def num_starts(self) -> int:
-        """How often an engine became ready; more than once: it was restarted."""
         return self._num_starts
 
     def start(self, sink: Sink) -> None:
-        """Begin to start an engine; call this once, in the event loop."""
         self.add_sink(sink)
         self._reason = "the engine is being started"
         self.source.start(self)
@@ -392,12 +390,6 @@ class RemoteClient(RequestClient[SentRequest]):
         self._told, self._state_changed = told, state_changed
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request that passed `check`.
-
-        Raises:
-            ParamError: its id is in use, or it cannot be encoded.
-            UnavailableError: the engine is not ready.
-        """
         sock = self._socket
         if sock is None or self._state is not EngineState.READY:
             raise UnavailableError("engine", self._reason)
@@ -419,8 +411,6 @@ class RemoteClient(RequestClient[SentRequest]):
         reason: FinishReason = FinishReason.ABORT,
         error: str | None = None,
     ) -> None:
-        """End a request, or one of its siblings; its last delta comes soon. Unknown ids are already
-        gone."""
         if error is not None:
             error = error.encode("utf-8", "replace").decode()
         if request_id in self._waiting:
@@ -431,30 +421,20 @@ class RemoteClient(RequestClient[SentRequest]):
         self._socket.send(frame(End(request_id, index, reason, error)))
 
     async def stats(self) -> EngineStats:
-        """Return current statistics, or the last known ones if the engine does not answer within a
-        second."""
         with suppress(UnavailableError):
             self._stats = await self._ask("stats", EngineStats)
         return self._stats
 
     async def live(self) -> LiveView:
-        """Return the current state of requests, blocks and steps.
-
-        Raises:
-            UnavailableError: the engine does not answer within a second.
-        """
         return await self._ask("live", LiveView)
 
     async def replicas(self) -> tuple[ReplicaView, ...]:
-        """Return (): there is only one engine."""
         return ()
 
     def drain_replica(self, replica: int, *, drain: bool) -> int:
-        """Raise `ParamError`: there is only one engine."""
         raise ParamError("replica", "cannot be drained alone: this server has one engine")
 
     def hand_over(self, request_id: str) -> None:
-        """See `EngineClient.hand_over`."""
         if self._socket is not None and request_id in self._unfinished:
             self._socket.send(frame(HandOver(request_id)))
 
@@ -468,12 +448,9 @@ class RemoteClient(RequestClient[SentRequest]):
         await self._ask("report_all", type(None))
 
     async def reset_prefix_cache(self) -> int:
-        """Forget all cached prefixes, pinned ones included; requests continue. Returns the number
-        of block contents that were forgotten. Raises as `live`."""
         return await self._ask("reset_prefix_cache", int)
 
     async def close(self) -> None:
-        """End the engine, and its requests with an error."""
         self.disconnect(EngineState.CLOSED, "the engine was closed")
         await self.source.close()
 

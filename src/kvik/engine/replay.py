@@ -201,9 +201,9 @@ class Replay:
             case HandedOver():
                 core.hand_over(event.request_id, event.now)
             case CacheReset():
-                core.reset_prefix_cache()
+                core.scheduler.reset_cache()
             case GaveBack():
-                core.give_back(event.count)
+                core.scheduler.kv.pool.give_back(event.count)
             case Planned():
                 core.take_ended()
                 self._plan(event)

@@ -20,7 +20,7 @@ from kvik.core.block_pool import extend_hashes
 from kvik.core.routing import ReplicaReport, ReplicaRouter
 from kvik.core.types import EngineRequest, FinishReason, Handover, RequestDelta
 from kvik.engine.live import LiveView, ReplicaView, merge_views
-from kvik.engine.remote import EngineState, RemoteClient, RequestClient, SentRequest, Sink
+from kvik.engine.remote import EngineClient, EngineState, RemoteClient, SentRequest, Sink
 from kvik.engine.stats import EngineStats, sum_stats
 from kvik.errors import ParamError, UnavailableError
 
@@ -63,7 +63,7 @@ class RoutedRequest(SentRequest):
         return not self.endings.keys() >= self.indexes
 
 
-class Replicas(RequestClient[RoutedRequest]):
+class Replicas(EngineClient):
     """Takes requests and hands their deltas to its sinks, as a `RemoteClient` does.
 
     It is ready if at least one replica is. The server enforces limits of queues and rates, so they
@@ -83,6 +83,7 @@ class Replicas(RequestClient[RoutedRequest]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(config, clock)
+        self._unfinished: dict[str, RoutedRequest] = {}
         self._clients = tuple(clients)
         self._block_size = config.cache.block_size
         self._router = ReplicaRouter(
@@ -105,14 +106,12 @@ class Replicas(RequestClient[RoutedRequest]):
 
     @property
     def reason(self) -> str:
-        """Why none is ready; "" if one is."""
         if self.state is EngineState.READY:
             return ""
         return "; ".join(f"{client.name}: {client.reason}" for client in self._clients)
 
     @property
     def num_starts(self) -> int:
-        """How often an engine became ready, summed over replicas."""
         return sum(client.num_starts for client in self._clients)
 
     @property
@@ -125,19 +124,13 @@ class Replicas(RequestClient[RoutedRequest]):
         return len(self._unfinished) + len(self._waiting)
 
     def start(self, sink: Sink) -> None:
-        """Begin to start all engines; call this once, in the event loop."""
         self.add_sink(sink)
         self._crediting = asyncio.get_running_loop().create_task(self._credit())
         for i, client in enumerate(self._clients):
             client.start(partial(self._take, i))
 
     def add(self, request: EngineRequest) -> None:
-        """Send a request that passed `check` to the replica with the lowest cost.
-
-        Raises:
-            ParamError: its id is in use, or it cannot be encoded.
-            UnavailableError: no replica takes it.
-        """
+        """Send a request to the replica with the lowest cost. See `EngineClient.add`."""
         self._check_id(request)
         self._send(RoutedRequest(request, self._hashes(request), self._clock()), set())
 
@@ -148,7 +141,6 @@ class Replicas(RequestClient[RoutedRequest]):
         reason: FinishReason = FinishReason.ABORT,
         error: str | None = None,
     ) -> None:
-        """See `RemoteClient.end`."""
         if request_id in self._waiting:
             self._waiting.end(request_id, index, reason, error)
             return
@@ -160,23 +152,17 @@ class Replicas(RequestClient[RoutedRequest]):
             self._clients[sent.replica].end(request_id, index, reason, error)
 
     async def stats(self) -> EngineStats:
-        """Return the statistics of all replicas, summed; for replicas that do not answer, the last
-        known ones."""
+        """Return the statistics of all replicas, summed. See `EngineClient.stats`."""
         return sum_stats(await asyncio.gather(*(client.stats() for client in self._clients)))
 
     async def live(self) -> LiveView:
-        """Return one view of all replicas that answer.
-
-        Raises:
-            UnavailableError: none answers within a second.
-        """
+        """Return one view of all replicas that answer. See `EngineClient.live`."""
         views = [view for view in await self._views() if view is not None]
         if not views:
             raise UnavailableError("engine", self.reason or "no replica answers in time")
         return merge_views(views)
 
     async def replicas(self) -> tuple[ReplicaView, ...]:
-        """Return the state of each replica."""
         views = await self._views()
         return tuple(
             ReplicaView(
@@ -193,7 +179,6 @@ class Replicas(RequestClient[RoutedRequest]):
         )
 
     def drain_replica(self, replica: int, *, drain: bool) -> int:
-        """See `EngineClient.drain_replica`."""
         if not 0 <= replica < len(self._clients):
             most = len(self._clients) - 1
             raise ParamError("replica", f"must be 0 to {most}, not {replica}")
@@ -206,21 +191,18 @@ class Replicas(RequestClient[RoutedRequest]):
         return self._clients[replica].num_unfinished
 
     def hand_over(self, request_id: str) -> None:
-        """See `EngineClient.hand_over`."""
         sent = self._unfinished.get(request_id)
         if sent is not None and sent.replica is not None and sent.goes_on:
             sent.leaves = True
             self._clients[sent.replica].hand_over(request_id)
 
     async def reset_prefix_cache(self) -> int:
-        """Forget the cached prefixes of all replicas. See `RemoteClient.reset_prefix_cache`."""
         ready = [client for client in self._clients if client.state is EngineState.READY]
         if not ready:
             raise UnavailableError("engine", self.reason)
         return sum(await asyncio.gather(*(client.reset_prefix_cache() for client in ready)))
 
     async def close(self) -> None:
-        """End all engines, and their requests with an error."""
         self._closing = True
         if self._crediting is not None:
             self._crediting.cancel()
@@ -232,7 +214,7 @@ class Replicas(RequestClient[RoutedRequest]):
 
     def _hashes(self, request: EngineRequest) -> list[bytes]:
         """Return the hashes of a prompt's blocks, as engines compute them."""
-        cache, tokens = self._config.cache, request.prompt_token_ids
+        cache, tokens = self.config.cache, request.prompt_token_ids
         hashes: list[bytes] = []
         if cache.enable_prefix_caching:
             blocks = min(len(tokens) // self._block_size, MAX_HASHED)

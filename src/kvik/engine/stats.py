@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import reduce
 from itertools import zip_longest
 from typing import Any, TypeVar
 
@@ -189,7 +191,7 @@ def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
         step_sizes=tuple(map(sum, sizes)),
         work=_sum(works),
         time=_sum(times),
-        speculation=_sum_speculation(drafting),
+        speculation=_sum(drafting) if drafting else None,
         pace=PaceStats(
             sum(one * count for one, count in seconds) / steps if seconds else None,
             sum(rates) if rates else None,
@@ -231,29 +233,15 @@ def _sum_tiers(parts: Sequence[TierStats]) -> TierStats:
 
 
 def _sum(parts: Sequence[T]) -> T:
-    """Add dataclasses of numbers, field by field."""
+    """Add dataclasses, field by field."""
     kind = type(parts[0])
     names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
     return kind(*(_add(getattr(part, name) for part in parts) for name in names))
 
 
 def _add(values: Iterable[Any]) -> Any:
-    """Add numbers, or tuples and lists of numbers place by place."""
+    """Add values that can be added, or tuples and lists of numbers place by place."""
     found = list(values)
     if isinstance(found[0], (list, tuple)):
         return type(found[0])(map(sum, zip_longest(*found, fillvalue=0)))
-    return sum(found)
-
-
-def _sum_speculation(parts: Sequence[SpeculationStats]) -> SpeculationStats | None:
-    if not parts:
-        return None
-    drafts = DraftCounts()
-    for part in parts:
-        drafts += part.drafts
-    return SpeculationStats(
-        drafts,
-        sum(part.proposing for part in parts),
-        sum(part.seconds for part in parts),
-        sum(part.plain_seconds for part in parts),
-    )
+    return reduce(operator.add, found)

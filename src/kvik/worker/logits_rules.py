@@ -93,10 +93,11 @@ class TokenRules(Rule):
         self.allowed = None if allowed is None else np.array(allowed, np.int64)
         self._min_tokens = params.min_tokens
         self._stop_ids = sorted(stop_ids)
-        self._bad_tokens = sorted({word[0] for word in params.bad_word_ids if len(word) == 1})
+        bad_words = params.word_ids("bad_words")
+        self._bad_tokens = sorted({word[0] for word in bad_words if len(word) == 1})
         # Longer words by their second to last token, the only one to compare in each step.
         self._bad_words: dict[int, list[tuple[int, ...]]] = {}
-        for word in params.bad_word_ids:
+        for word in bad_words:
             if len(word) > 1:
                 self._bad_words.setdefault(word[-2], []).append(word)
         self._output = list(output_token_ids) if self._bad_words else []
