@@ -13,7 +13,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvik.core.block_pool import (
     HASH_BYTES,
-    NULL_BLOCK,
     BlockKey,
     BlockPool,
     block_hash,
@@ -161,12 +160,6 @@ TestPool = PoolMachine.TestCase
 TestPool.settings = settings(max_examples=examples(100), stateful_step_count=30)
 
 
-def test_the_null_block_is_never_allocated() -> None:
-    pool = BlockPool(7)
-    assert sorted(pool.allocate(7)) == [1, 2, 3, 4, 5, 6, 7]
-    assert pool.ref_counts[NULL_BLOCK] == 0
-
-
 def test_releasing_too_often_is_an_error() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(1)
@@ -175,32 +168,10 @@ def test_releasing_too_often_is_an_error() -> None:
         pool.release(blocks)
 
 
-def test_cached_blocks_are_evicted_last_and_oldest_first() -> None:
-    pool = BlockPool(4)
-    a, b, c, d = pool.allocate(4)
-    pool.commit(a, (0, b"a"))
-    pool.commit(b, (0, b"b"))
-    pool.release([a])
-    pool.release([b])
-    pool.release([c, d])
-    assert pool.allocate(4) == [d, c, a, b]
-    assert pool.num_cached == 0
-
-
 def hashes(tokens: list[int], salt: str = "", block_size: int = 2) -> list[bytes]:
     found: list[bytes] = []
     extend_hashes(found, tokens, block_size, salt, len(tokens) // block_size)
     return found
-
-
-def test_a_block_after_another_prefix_has_another_hash() -> None:
-    first, second = hashes([1, 2, 5, 6]), hashes([3, 4, 5, 6])
-    assert first[0] != second[0]
-    assert first[1] != second[1]
-
-
-def test_equal_prefixes_have_equal_hashes() -> None:
-    assert hashes([1, 2, 3, 4, 9])[:2] == hashes([1, 2, 3, 4, 5, 6])[:2]
 
 
 def test_salts_separate_tenants() -> None:

@@ -262,9 +262,13 @@ def test_concurrent_loads_are_bounded() -> None:
 
 
 # Longer than the state machine: few blocks and slow loads for many requests.
-@pytest.mark.parametrize("seed", range(examples(150)))
-def test_random_runs(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    rng = random.Random(seed)
+@pytest.mark.parametrize("part", range(5))
+def test_random_runs(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(part, examples(150), 5):
+        run(random.Random(seed), monkeypatch)
+
+
+def run(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_index, "MAX_WRITING", rng.choice([2 * PAGE, 100 * PAGE]))
     setup = Setup(
         num_blocks=rng.choice([12, 16, 20]),

@@ -41,44 +41,39 @@ ONLY_IN_PYTHON: dict[str, list[Any]] = {
     "ignore_eos": [None, "yes" * 10**5],
     "include_stop_str_in_output": [None],
 }
-ROWS = [(name, value) for table in (BAD, ONLY_IN_PYTHON) for name in table for value in table[name]]
 
 
-def test_every_parameter_has_bad_values() -> None:
-    assert set(BAD) == set(PARAMETERS)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), ROWS, ids=lambda v: type(v).__name__ if not isinstance(v, str) else v[:24]
-)
-def test_a_bad_value_is_refused_in_one_line_that_names_its_field(name: str, value: Any) -> None:
-    with pytest.raises(ParamError) as caught:
-        SamplingParams(**{name: value})
-    assert caught.value.field == name
-    assert str(caught.value).startswith(f"{name}: ")
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 200
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_a_bad_value_is_refused_in_one_line_that_names_its_field(name: str) -> None:
+    for value in [*BAD[name], *ONLY_IN_PYTHON.get(name, ())]:
+        with pytest.raises(ParamError) as caught:
+            SamplingParams(**{name: value})
+        assert caught.value.field == name
+        assert str(caught.value).startswith(f"{name}: ")
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 200
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "values"),
     [
-        *[("temperature", v) for v in (0, 0.0, 1e-3, 100)],
-        *[("top_k", v) for v in (-1, 0, 2**31 - 1)],
-        *[("top_p", v) for v in (1, 1e-9)],
-        ("min_p", 1),
-        ("repetition_penalty", 10),
-        ("logit_bias", MappingProxyType({0: -100, 2**31 - 1: 100})),
-        ("allowed_token_ids", (0,)),
-        ("max_tokens", None),
-        ("min_tokens", 16),
-        ("stop", ("x" * 1024,) * 16),
-        *[("seed", v) for v in (-(2**63), 2**63 - 1, 0)],
-        *[("logprobs", v) for v in (0, 100)],
+        ("temperature", (0, 0.0, 1e-3, 100)),
+        ("top_k", (-1, 0, 2**31 - 1)),
+        ("top_p", (1, 1e-9)),
+        ("min_p", (1,)),
+        ("repetition_penalty", (10,)),
+        ("logit_bias", (MappingProxyType({0: -100, 2**31 - 1: 100}),)),
+        ("allowed_token_ids", ((0,),)),
+        ("max_tokens", (None,)),
+        ("min_tokens", (16,)),
+        ("stop", (("x" * 1024,) * 16,)),
+        ("seed", (-(2**63), 2**63 - 1, 0)),
+        ("logprobs", (0, 100)),
     ],
 )
-def test_limits_of_a_range_are_allowed(name: str, value: Any) -> None:
-    assert getattr(SamplingParams(**{name: value}), name) == value
+def test_limits_of_a_range_are_allowed(name: str, values: tuple[Any, ...]) -> None:
+    for value in values:
+        assert getattr(SamplingParams(**{name: value}), name) == value
 
 
 @pytest.mark.parametrize(

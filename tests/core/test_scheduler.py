@@ -14,7 +14,6 @@ from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import FinishReason, Pin, Request, RequestStatus, TokenLogprobs
-from kvik.errors import CapacityError
 
 NO_STOP: frozenset[int] = frozenset()
 
@@ -449,20 +448,6 @@ def test_results_must_come_in_order() -> None:
         sim.scheduler.update(ModelRunnerOutput(late.step, [[1]]), 0.0)
 
 
-def test_the_queue_has_limits_and_preempted_requests_are_exempt() -> None:
-    sim = Simulation(Setup(max_queued_requests=2, max_queued_tokens=10))
-    queue = sim.scheduler.waiting
-    queue.check_room(1, 100)
-    sim.add([0] * 8)
-    with pytest.raises(CapacityError, match="max_queued_tokens"):
-        queue.check_room(1, 3)
-    sim.add([0])
-    with pytest.raises(CapacityError, match="max_queued_requests"):
-        queue.check_room(1, 1)
-    sim.planned()
-    queue.check_room(2, 10)
-
-
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (chunks(6),)])
 def test_max_request_tokens_is_the_longest_request_that_can_be_served(
     windows: tuple[Seen, ...],
@@ -478,21 +463,6 @@ def test_max_request_tokens_is_the_longest_request_that_can_be_served(
             sim.answer(plan, [1] if plan.samples[0] else [])
         assert len(request.token_ids) == longest
         assert request.num_preemptions == 0
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_a_queue_always_drains(policy: str, depth: int) -> None:
-    """Each step makes progress, even if two requests hardly fit."""
-    setup = Setup(
-        policy=policy, depth=depth, block_size=2, num_blocks=12, budget=4, windows=(None,)
-    )
-    sim = Simulation(setup)
-    for i in range(12):
-        sim.add([i % 3] * (1 + i % 9), max_tokens=12, n=1 + i % 2, priority=i % 3)
-    work = sum(r.max_length for r in sim.requests.values())
-    assert sim.drain() < 4 * work
-    assert sim.scheduler.counters.preemptions > 0 or policy in ("static", "dynamic")
 
 
 def test_a_scheduler_without_work_is_idle() -> None:
