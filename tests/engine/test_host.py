@@ -121,17 +121,6 @@ def last(peer: Peer, name: str) -> RequestDelta:
     return delta
 
 
-def test_requests_are_served():
-    with engine() as peer:
-        peer.add(request("a"))
-        peer.add(request("b", max_tokens=7))
-        peer.until_ended("a", "b")
-        tokens = [t for d in peer.deltas if d.request_id == "b" for t in d.token_ids]
-        assert len(tokens) == 7
-        peer.at_rest()
-    assert peer.raised is None
-
-
 GARBAGE = [
     b"",
     b"\xc1",

@@ -115,13 +115,6 @@ def test_text_withheld_for_a_stop_string_is_released_at_the_end(tokenizer):
     assert to_end == []
 
 
-def test_no_stop_string_before_min_tokens(tokenizer):
-    processor = start(tokenizer, stop=("b",), min_tokens=4)
-    shown, _, to_end = feed(processor, tokenizer, "abbab")
-    assert shown == "abba"
-    assert to_end == [("a", 0, FinishReason.STOP, None)]
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize(
     ("min_tokens", "text", "found"),
@@ -209,13 +202,6 @@ def test_logprobs_are_gathered(tokenizer):
     _, (output,), _ = feed(processor, tokenizer, "ab", FinishReason.LENGTH, logprobs=[found])
     assert output.outputs[0].logprobs == [found, found]
     assert output.prompt_logprobs == [None, *prompt]
-
-
-def test_without_a_tokenizer_there_are_only_ids():
-    processor = start(None)
-    out = processor.process([RequestDelta("a", 0, [3], FinishReason.STOP, report=REPORT)])
-    assert out.finished[0].text == ""
-    assert out.finished[0].outputs[0].token_ids == [3]
 
 
 def test_deltas_of_a_discarded_request_are_dropped(tokenizer):

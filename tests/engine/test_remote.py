@@ -8,7 +8,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import uvloop
@@ -25,14 +24,14 @@ from kvik.engine.remote import EngineState
 from kvik.engine.wire import Add, End, EngineStart, Lost, Query, Ready, Reply, Unusable, stepped
 from kvik.errors import ParamError, UnavailableError
 
-
-@pytest.fixture(params=[None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
-def loop_factory(request: pytest.FixtureRequest) -> Any:
-    return request.param
+# For tests of what sockets and timers do, in which event loops differ.
+BOTH_LOOPS = pytest.mark.parametrize(
+    "loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
 
 
 @pytest.fixture
-def rig(loop_factory: Any) -> AbstractAsyncContextManager[Rig]:
+def rig() -> AbstractAsyncContextManager[Rig]:
     """Return a ready client with the test as its engine."""
     return connected()
 
@@ -50,7 +49,8 @@ async def connected() -> AsyncIterator[Rig]:
     rig.source.sock.close()
 
 
-async def test_requests_and_deltas_go_through(rig):
+@BOTH_LOOPS
+async def test_requests_and_deltas_go_through(rig, loop_factory):
     rig.client.add(request())
     (add,) = rig.source.received()
     assert isinstance(add, Add)
@@ -64,7 +64,8 @@ async def test_requests_and_deltas_go_through(rig):
     assert rig.client.num_unfinished == 0
 
 
-async def test_frames_readable_at_once_give_one_call(rig):
+@BOTH_LOOPS
+async def test_frames_readable_at_once_give_one_call(rig, loop_factory):
     rig.client.add(request())
     for i in range(50):
         rig.source.step(token("a"), steps=i)
@@ -88,7 +89,8 @@ async def test_each_sibling_has_exactly_one_end(rig):
     assert rig.client.num_unfinished == 0
 
 
-async def test_a_lost_engine_ends_everything_at_once(rig):
+@BOTH_LOOPS
+async def test_a_lost_engine_ends_everything_at_once(rig, loop_factory):
     rig.client.add(request("a", n=2))
     rig.client.add(request("b"))
     rig.source.step(token("a"), end("a", 1), token("b"))
@@ -204,18 +206,21 @@ async def test_an_end_is_sent_only_for_running_requests(rig):
     assert rig.source.received() == []
 
 
-@pytest.mark.parametrize("state", [s for s in EngineState if s is not EngineState.READY])
-async def test_only_a_ready_engine_gets_requests(rig, state):
-    rig.client.set_state(state, "so it is")
-    with pytest.raises(UnavailableError, match="so it is"):
-        rig.client.add(request())
-    with pytest.raises(UnavailableError):
-        await rig.client.live()
-    assert (await rig.client.stats()).num_blocks == 512
-    assert rig.source.received() == []
+async def test_only_a_ready_engine_gets_requests(rig):
+    for state in set(EngineState) - {EngineState.READY, EngineState.CLOSED}:
+        rig.client.set_state(state, "so it is")
+        with pytest.raises(UnavailableError, match="so it is"):
+            rig.client.add(request())
+        with pytest.raises(UnavailableError):
+            await rig.client.live()
+        assert (await rig.client.stats()).num_blocks == 512
+        assert rig.source.received() == []
 
 
-async def test_an_engine_that_does_not_read_does_not_block_the_client(rig, monkeypatch):
+@BOTH_LOOPS
+async def test_an_engine_that_does_not_read_does_not_block_the_client(
+    rig, loop_factory, monkeypatch
+):
     monkeypatch.setattr(module, "MAX_UNSENT", 1 << 20)
 
     rig.client.add(request("first"))
@@ -265,7 +270,8 @@ async def test_a_query_ends_with_the_engine(rig):
         await asking
 
 
-async def test_closing_ends_everything_and_is_final(rig):
+@BOTH_LOOPS
+async def test_closing_ends_everything_and_is_final(rig, loop_factory):
     rig.client.add(request("a"))
     asking = asyncio.create_task(rig.client.reset_prefix_cache())
     await rig.settle()
@@ -297,6 +303,7 @@ async def test_heartbeats(rig):
     assert not await grows(steps=2)
 
 
+@BOTH_LOOPS
 async def test_with_a_real_loop_at_the_other_end(loop_factory):
     async with engine_in_thread(max_num_seqs=4) as served:
         deltas: list[RequestDelta] = []
@@ -424,7 +431,8 @@ async def test_waiting_requests_can_be_ended(rig):
     assert rig.ends[3:] == [("b", 0, FinishReason.LENGTH)]
 
 
-async def test_waiting_requests_end_at_their_deadline(rig):
+@BOTH_LOOPS
+async def test_waiting_requests_end_at_their_deadline(rig, loop_factory):
     soon = time.monotonic() + 0.05
     rig.client.add(replace(request("a"), deadline=soon))
     rig.client.add(replace(request("b"), deadline=soon + 1000))

@@ -389,18 +389,13 @@ async def test_closing_at_any_moment():
                 await asyncio.sleep(delay)
 
 
-async def test_signals_of_the_terminal_do_not_reach_the_engine_process():
+async def test_the_engine_process_has_its_own_group_in_the_same_session():
+    """Signals of the terminal do not reach it. Linux shares processors between sessions, and would
+    put all threads of another session on one core."""
     async with supervised() as rig:
         await rig.until(EngineState.READY)
-        assert os.getpgid(rig.supervisor.pid) == rig.supervisor.pid != os.getpgid(0)
-
-
-async def test_the_engine_process_shares_the_session():
-    """Linux shares processors between sessions, and would put all its threads on one core."""
-
-    async with supervised() as rig:
-        await rig.until(EngineState.READY)
-        assert os.getsid(rig.supervisor.pid) == os.getsid(0)
+        pid = rig.supervisor.pid
+        assert os.getpgid(pid) == pid != os.getpgid(0) and os.getsid(pid) == os.getsid(0)
 
 
 ORPHAN = """
@@ -410,13 +405,10 @@ from engine.test_sources import Rig, request, QUICK, HANG
 from kvik.engine.remote import EngineState
 
 async def main():
-    rig = Rig({mode!r}, QUICK)
+    rig = Rig("serve", QUICK)
     rig.client.start(rig.deltas.extend)
-    if {mode!r} == "serve":
-        await rig.until(EngineState.READY)
-        rig.client.add(request("a", max_tokens=200))
-    else:
-        await asyncio.sleep(0.5)
+    await rig.until(EngineState.READY)
+    rig.client.add(request("a", max_tokens=200))
     print(rig.supervisor.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -425,8 +417,7 @@ asyncio.run(main())
 
 
 def test_the_engine_process_ends_when_its_parent_is_killed():
-    tests = str(Path(__file__).parents[1])
-    script = ORPHAN.format(tests=tests, mode="serve")
+    script = ORPHAN.format(tests=str(Path(__file__).parents[1]))
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
     )
