@@ -175,9 +175,10 @@ def test_signals_that_end_the_command_end_the_engine_too(
         os.kill(int(pid.read_text()), 0)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_errors_are_reported_before_any_run(
+    runs: list[tuple[EngineEntry, Job, float]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for flags, message in (
         (["--rounds", "0"], "--rounds: must be at least 1, not 0"),
         (["--timeout", "nan"], "--timeout: must be at least 1, not nan"),
         (["--threads", "0"], "--threads: must be at least 1, not 0"),
@@ -186,14 +187,7 @@ def test_signals_that_end_the_command_end_the_engine_too(
         (["--workloads", "b0"], "--workloads: must be prefill, or b1"),
         (["--prompt-tokens", "1020"], "--prompt-tokens: with the output is 1032 tokens"),
         (["--config", "/nowhere.toml"], "--config: /nowhere.toml cannot be read"),
-    ],
-)
-def test_errors_are_reported_before_any_run(
-    runs: list[tuple[EngineEntry, Job, float]],
-    flags: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(small(*flags)) == 2
-    assert f"kvik: error: {message}" in capsys.readouterr().err
+    ):
+        assert main(small(*flags)) == 2
+        assert f"kvik: error: {message}" in capsys.readouterr().err
     assert not runs

@@ -144,9 +144,8 @@ def test_startup(tmp_path: Path) -> None:
     assert 0 < short["seconds"][0] < first["seconds"][0]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, message in (
         (("latency", "--batch", "0"), "--batch:"),
         (("latency", "--batch", "1,9"), "--batch:"),
         (("latency", "--batch", "1", "--output-tokens", "0"), "--output-tokens:"),
@@ -166,9 +165,5 @@ def test_startup(tmp_path: Path) -> None:
         (("techniques", "--spec-method", "suffix"), "--spec-method:"),
         (("techniques", "--prefix-tokens", "0", "--num-requests", "9"), "--num-requests:"),
         (("techniques", "--prefix-tokens", "0", "--alone", "0"), "--alone:"),
-    ],
-)
-def test_invalid_options_are_refused(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert refused(capsys, "bench", *arguments, *ENGINE).startswith(message)
+    ):
+        assert refused(capsys, "bench", *arguments, *ENGINE).startswith(message)

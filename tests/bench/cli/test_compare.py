@@ -89,9 +89,8 @@ def test_plots(tmp_path: Path, text: str) -> None:
     assert {"compare-perplexity.png", "compare-weights-in-memory.png"} <= names
 
 
-@pytest.mark.parametrize(
-    ("words", "wrong"),
-    [
+def test_errors_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, wrong in (
         (("--quantizations", "int8,int8"), "--quantizations: must be different names"),
         (("--quantizations", "int3"), "quantization: must be one of"),
         (("--kv-cache-dtypes", "int3"), "kv_cache_dtype: must be one of"),
@@ -102,9 +101,5 @@ def test_plots(tmp_path: Path, text: str) -> None:
         (("--data", "none"), "--data: none cannot be read"),
         (("/a/b", "/a/b"), "model: /a/b is given twice"),
         (("/a/b",), "model: "),
-    ],
-)
-def test_errors_take_one_line(
-    words: tuple[str, ...], wrong: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert refused(capsys, "compare", *SMALL, *words).startswith(wrong)
+    ):
+        assert refused(capsys, "compare", *SMALL, *words).startswith(wrong)

@@ -47,9 +47,8 @@ def test_markdown_and_the_default_method(capsys: pytest.CaptureFixture[str]) -> 
     assert "- **prompts from**: the story that ships with kvik" in text
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags, message in (
         (("--spec-method", "off"), "--spec-method: must name a method"),
         (("--spec-method", "draft_model"), "--spec-model: must name a draft model"),
         (("--enable-prefix-caching",), "--enable-prefix-caching: is what this benchmark varies"),
@@ -57,9 +56,5 @@ def test_markdown_and_the_default_method(capsys: pytest.CaptureFixture[str]) -> 
         (("--data", "no.txt"), "--data: no.txt cannot be read"),
         (("--prompt-tokens", "0"), "--prompt-tokens: must be at least"),
         (("--repeats", "0"), "--repeats: must be in [1, 1000], not 0"),
-    ],
-)
-def test_invalid_options_are_refused(
-    flags: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert refused(capsys, "spec-report", *ENGINE, *flags).startswith(message)
+    ):
+        assert refused(capsys, "spec-report", *ENGINE, *flags).startswith(message)

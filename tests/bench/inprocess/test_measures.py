@@ -51,9 +51,8 @@ def run_of(*answers: tuple[int, list[float]], ended: float) -> LoadRun:
 RUN = run_of((30, [1.0, 1.5, 2.0]), (10, [2.0, 2.5, 3.0, 4.0]), ended=4.0)
 
 
-@pytest.mark.parametrize(
-    ("measure", "expected"),
-    [
+def test_of_a_known_run() -> None:
+    for measure, expected in (
         (TTFT, 1500.0),
         (TPOT, (500.0 + 2000.0 / 3) / 2),
         (E2E, 3000.0),
@@ -71,11 +70,8 @@ RUN = run_of((30, [1.0, 1.5, 2.0]), (10, [2.0, 2.5, 3.0, 4.0]), ended=4.0)
         (PREEMPTIONS, 2),
         (PREFIX_HITS, 25.0),
         (STEPS, 5),
-    ],
-    ids=lambda value: getattr(value, "name", None),
-)
-def test_of_a_known_run(measure, expected: float) -> None:
-    assert measure.of(RUN) == pytest.approx(expected)
+    ):
+        assert measure.of(RUN) == pytest.approx(expected), measure.name
 
 
 def test_nothing_to_measure_is_no_figure() -> None:

@@ -6,7 +6,6 @@ import pytest
 
 from kvik.errors import ConfigError
 from kvik_bench.inprocess import rounds
-from kvik_bench.inprocess import rounds as disturbance
 from kvik_bench.inprocess.rounds import Rounds, Watch, undisturbed
 
 
@@ -20,10 +19,10 @@ def test_subjects_alternate_in_each_round() -> None:
 def test_load_of_other_processes_is_reported(
     share: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disturbance.Watch, "others", lambda watch: share)
-    with Rounds(1, 0) as rounds:
-        list(rounds.over(["a"]))
-    assert words in " ".join(rounds.remarks) and bool(words) == bool(rounds.remarks)
+    monkeypatch.setattr(Watch, "others", lambda watch: share)
+    with Rounds(1, 0) as one:
+        list(one.over(["a"]))
+    assert words in " ".join(one.remarks) and bool(words) == bool(one.remarks)
 
 
 @pytest.mark.parametrize(("repeats", "warmup", "field"), [(0, 0, "repeats"), (1, -1, "warmup")])

@@ -6,7 +6,6 @@ import pytest
 
 from kvik.planner.serving import Slo
 from kvik_bench.load.metrics import (
-    DEFINITIONS,
     INTERRUPTED,
     RequestRecord,
     gaps,
@@ -125,8 +124,3 @@ def test_a_run_without_requests() -> None:
     found = summarise([], 5.0, 5.0, Slo(ttft=1.0))
     assert found.ttft is None and found.lag is None
     assert found.request_rate == found.output_rate == found.goodput == 0.0
-
-
-def test_figures_have_definitions() -> None:
-    found = summarise([record(0.0, [(1.0, 1)], 1.0)], 0.0, 1.0)
-    assert all(getattr(found, name) is not ... for name in DEFINITIONS)

@@ -158,16 +158,6 @@ def test_answers_of_both_endpoints() -> None:
     assert (words, len(record.times)) == ("ab", 2)
 
 
-WHOLE = text("Größe 漢字 🙂", usage=usage(7, 3)) + text("", "stop", usage=usage(7, 3)) + DONE
-
-
-def test_chunks_cut_at_every_byte_of_the_network() -> None:
-    with FakeServer(lambda request: Reply([WHOLE[i : i + 1] for i in range(len(WHOLE))])) as fake:
-        ((record, words),) = ask(TargetServer(fake.url, "completions", "m"))
-    assert words == "Größe 漢字 🙂" and record.completed
-    assert list(record.tokens) == [3]
-
-
 def json_reply(status: int, body: bytes) -> Reply:
     return Reply([body] if body else [], status=status, content_type="application/json")
 
@@ -177,11 +167,8 @@ def json_reply(status: int, body: bytes) -> Reply:
     [
         (json_reply(500, b'{"error": {"message": "it broke"}}'), "HTTP 500", "it broke"),
         (json_reply(429, b"slow\n  down"), "HTTP 429", "slow down"),
-        (json_reply(503, b""), "HTTP 503", ""),
-        (json_reply(404, b'{"detail": "Not Found"}'), "HTTP 404", '{"detail": "Not Found"}'),
         (json_reply(200, b"{}"), "not a stream", "it is application/json"),
         (Reply([text("a")]), "no [DONE]", "the stream ended early"),
-        (Reply([]), "no [DONE]", "the stream ended early"),
         (Reply([DONE]), "empty answer", "no output came"),
         (Reply([text("a"), b"data: {\n\n", DONE]), "bad chunk", "{"),
         (Reply([text("a"), event(error={"code": 3})]), "error event", '{"code": 3}'),
@@ -284,9 +271,7 @@ def test_a_server_that_refuses_everything() -> None:
         negotiated(lambda body: "prompt too long")
 
 
-@pytest.mark.parametrize(
-    ("status", "hint"), [(401, "--api-key"), (404, "--endpoint chat"), (403, "--api-key")]
-)
+@pytest.mark.parametrize(("status", "hint"), [(401, "--api-key"), (404, "--endpoint chat")])
 def test_a_refusal_comes_with_a_hint(status: int, hint: str) -> None:
     async def main(url: str) -> None:
         server = TargetServer(url, "completions", "m")
@@ -550,10 +535,10 @@ def test_cuts_at_every_byte() -> None:
     assert list(record.tokens) == [1, 1, 1]
 
 
-@pytest.mark.parametrize("count", [-1, 1 << 31, 10**30, 2.5, "many"])
-def test_invalid_counts(count: object) -> None:
-    assert kind(text("a", usage={"completion_tokens": count})) == "bad chunk"
-    assert kind(text("a"), event(choices=[], usage={"prompt_tokens": count})) == "bad chunk"
+def test_invalid_counts() -> None:
+    for count in (-1, 1 << 31, 10**30, 2.5, "many"):
+        assert kind(text("a", usage={"completion_tokens": count})) == "bad chunk"
+        assert kind(text("a"), event(choices=[], usage={"prompt_tokens": count})) == "bad chunk"
 
 
 def test_choices_may_be_null() -> None:

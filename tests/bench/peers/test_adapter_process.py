@@ -83,7 +83,6 @@ def test_adapters_do_not_shadow_the_engines_they_import(tmp_path: Path, job: Job
         ),
         ("raise SystemExit('gave up')", "ended without an answer (exit code 1: gave up)"),
         ("import os; os._exit(0)", "ended without an answer (exit code 0)"),
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "ended by SIGSEGV"),
         ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", "ended by SIGKILL"),
         ("import sys; open(sys.argv[3], 'w').write('{]'); sys.exit()", "its answer cannot be read"),
         (
@@ -91,7 +90,6 @@ def test_adapters_do_not_shadow_the_engines_they_import(tmp_path: Path, job: Job
             "`$.start`",
         ),
         (GOOD.replace("[100.0 * n", "[0.0 * n"), "its answer has rates [0.0, 0.0] for b2"),
-        (GOOD.replace("100.0 * n", "float('inf')"), "its answer cannot be read"),
         (GOOD.replace("(work.batches, 1)", "(work.batches[1:], 1)"), "rates [100.0] for b2"),
         (GOOD.replace("[[1] * work.output]", "[[1]]"), "its answer lacks tokens of b2"),
     ],

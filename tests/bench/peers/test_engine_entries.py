@@ -147,9 +147,9 @@ def test_a_file_may_bring_its_own_kvik_and_its_own_adapter(tmp_path: Path) -> No
     assert entries["mine"].script == tmp_path / "mine.py"
 
 
-@pytest.mark.parametrize(
-    ("text", "field"),
-    [
+def test_what_is_wrong_in_a_file_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "engines.toml"
+    for text, field in (
         ("nonsense", "config"),
         ("colour = 1", "config"),
         ("threads = 0\n[engines.a]", "threads"),
@@ -170,14 +170,11 @@ def test_a_file_may_bring_its_own_kvik_and_its_own_adapter(tmp_path: Path) -> No
             'options = { properties = { INFERENCE_PRECISION_HINT = "bf16" } }',
             "engines.a.options.properties.INFERENCE_PRECISION_HINT",
         ),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_named(tmp_path: Path, text: str, field: str) -> None:
-    path = tmp_path / "engines.toml"
-    path.write_text(text)
-    with pytest.raises(ConfigError) as caught:
-        engines_of_file(path, [], [])
-    assert caught.value.field == field
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError) as caught:
+            engines_of_file(path, [], [])
+        assert caught.value.field == field
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
