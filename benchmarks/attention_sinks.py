@@ -16,13 +16,13 @@ with sinks and with a plain window. "memory" prints the resident memory while it
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
 import statistics
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -41,9 +41,7 @@ STARTED = 8192  # tokens after which lazily filled caches (token texts, for exam
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("perplexity", "speed", "steps", "memory"))
     parser.add_argument("--model", default="")
     parser.add_argument("--window", type=int, default=252)
@@ -60,7 +58,7 @@ def main() -> None:
     run[options.what](options)
 
 
-def ways(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+def ways(options: Namespace) -> dict[str, dict[str, Any]]:
     sinks, window = options.sinks, options.window
     return {
         f"{sinks} sinks + {window}": {"attention_sinks": sinks, "window": window},
@@ -68,7 +66,7 @@ def ways(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     }
 
 
-def common(options: argparse.Namespace) -> dict[str, Any]:
+def common(options: Namespace) -> dict[str, Any]:
     found = {"device": "cpu", "threads": options.threads, "max_num_seqs": 1}
     return found | ({"load_format": "random"} if options.random else {})
 
@@ -87,7 +85,7 @@ def with_context(model: str, tokens: int) -> Iterator[str]:
         yield name
 
 
-def perplexity(options: argparse.Namespace) -> None:
+def perplexity(options: Namespace) -> None:
     size = options.sinks + options.window
     length = options.segments * size
     text = options.data.read_text(encoding="utf-8")
@@ -111,7 +109,7 @@ def perplexity(options: argparse.Namespace) -> None:
             print(f"{name} | {len(texts)} texts | {row} | mean of the last five {last:.2f}")
 
 
-def behind_prompts(options: argparse.Namespace) -> None:
+def behind_prompts(options: Namespace) -> None:
     lengths = [int(word) for word in options.prompts.split(",")]
     with ExitStack() as stack:
         common_options = {**common(options), "enable_prefix_caching": False}
@@ -135,7 +133,7 @@ def behind_prompts(options: argparse.Namespace) -> None:
         print(f"{name} | {length}: {statistics.median(found) * 1e3:.2f} ms", flush=True)
 
 
-def speed(options: argparse.Namespace) -> None:
+def speed(options: Namespace) -> None:
     if options.prompts:
         behind_prompts(options)
         return
@@ -159,7 +157,7 @@ def speed(options: argparse.Namespace) -> None:
         print(f"{name} | {row}", flush=True)
 
 
-def steps(options: argparse.Namespace) -> None:
+def steps(options: Namespace) -> None:
     size = options.sinks + options.window
     contexts = [2 * size, 16 * size, 65_536, 200_000]
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
@@ -219,7 +217,7 @@ def resident() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def memory(options: argparse.Namespace) -> None:
+def memory(options: Namespace) -> None:
     (name, more), *_ = ways(options).items()
     with LLM(options.model, **common(options), **more, max_model_len=1_000_000) as llm:
         count, marks, first = 0, [STARTED * 2**i for i in range(6)], 0

@@ -9,10 +9,10 @@ measures processor time, not wall time, so a busy machine matters little.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
 import multiprocessing
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -107,9 +107,7 @@ def measure(tokens: int, prompt_tokens: int, rate: float, seconds: float) -> Cos
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--rate", type=float, default=200.0, help="requests a second (200)")
     parser.add_argument("--tokens", type=int, default=10, help="of an answer (10)")
     parser.add_argument("--prompt-tokens", type=int, nargs="+", default=[128, 2048])

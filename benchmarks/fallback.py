@@ -11,10 +11,10 @@ of the repeats. The ratio is kvik's rate over the better of transformers' two.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,9 +38,7 @@ Answer = Callable[[list[list[int]]], list[list[int]]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=FAMILIES, default="Bloom")
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--output", type=int, default=64)
@@ -65,7 +63,7 @@ def save(folder: Path, family: str) -> None:
     getattr(transformers, f"{family}ForCausalLM")(config).save_pretrained(folder)
 
 
-def compare(llm: LLM, model: Any, batch: int, options: argparse.Namespace) -> None:
+def compare(llm: LLM, model: Any, batch: int, options: Namespace) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=options.output, ignore_eos=True)
     limits = {"min_new_tokens": options.output, "max_new_tokens": options.output}
 

@@ -14,15 +14,16 @@ shape of Llama-3.2-1B, and the KV cache are random, as no time depends on them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -71,9 +72,7 @@ WARM, STEPS = 3, 16  # steps that warm up, and steps that are measured
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("perplexity", "recall", "speed"))
     parser.add_argument("files", nargs="*")
     parser.add_argument("--model", default="")
@@ -100,7 +99,7 @@ def loaded(config: EngineConfig) -> Iterator[tuple[ResolvedConfig, Worker]]:
         worker.stop()
 
 
-def perplexity(options: argparse.Namespace) -> None:
+def perplexity(options: Namespace) -> None:
     for file in (None, *options.files):
         config = EngineConfig(
             model=options.model,
@@ -135,7 +134,7 @@ def loss(scheduler: Scheduler, worker: Worker, name: str, ids: Sequence[int], pr
     return total / (len(ids) - prompt)
 
 
-def recall(options: argparse.Namespace) -> None:
+def recall(options: Namespace) -> None:
     length = options.length or 512
     asked = questions(options.questions, length)
     with tempfile.TemporaryDirectory() as name:
@@ -173,7 +172,7 @@ def save_recall_budgets(
     return budgets
 
 
-def speed(options: argparse.Namespace) -> None:
+def speed(options: Namespace) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(ONE_BILLION))
@@ -203,7 +202,7 @@ def speed(options: argparse.Namespace) -> None:
         )
 
 
-def decode(model: str, file: str | None, options: argparse.Namespace) -> list[float]:
+def decode(model: str, file: str | None, options: Namespace) -> list[float]:
     """Return the seconds of each step that decodes after a context."""
     batch, context, size = options.batch, options.context, 16
     config = EngineConfig(
@@ -215,18 +214,13 @@ def decode(model: str, file: str | None, options: argparse.Namespace) -> list[fl
         max_num_seqs=batch,
         max_num_batched_tokens=64,
         max_model_len=context + 64,
-        num_blocks=1,
     )
     each = -(-(context + 64) // size)
-    groups = len(resolve_groups(config))
+    # The groups do not depend on the number of blocks.
+    groups = len(resolve_config(config).cache.groups)
     kept = 0 if file is None else json.loads(Path(file).read_text())["budgets"]
     spare = 0 if file is None else -(-max(kept) // size) + 2
-    config = EngineConfig(
-        **{
-            **{name: getattr(config, name) for name in EngineConfig.__dataclass_fields__},
-            "num_blocks": batch * groups * (each + spare) + 1,
-        }
-    )
+    config = replace(config, num_blocks=batch * groups * (each + spare) + 1)
     with loaded(config) as (resolved, worker):
         draw_cache(worker)
         free = iter(range(1, resolved.cache.pool_size))
@@ -258,12 +252,6 @@ def decode(model: str, file: str | None, options: argparse.Namespace) -> list[fl
             worker.result(worker.submit(plan))
             seconds.append(time.perf_counter() - started)
     return seconds[WARM:]
-
-
-def resolve_groups(config: EngineConfig) -> Sequence[object]:
-    """Return an engine's KV groups, which do not depend on its number of blocks."""
-    fields = {name: getattr(config, name) for name in EngineConfig.__dataclass_fields__}
-    return resolve_config(EngineConfig(**{**fields, "num_blocks": None})).cache.groups
 
 
 def draw_cache(worker: Worker) -> None:

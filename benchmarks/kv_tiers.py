@@ -22,7 +22,6 @@ spread. FOLDER needs only a config.json: weights are random. Without it the bund
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import socket
@@ -30,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -57,9 +57,7 @@ PAGE = 1 << 21  # bytes, more than any page here
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument(
         "what", choices=("first", "unique", "lengths", "load", "peer", "child", "lender")
     )
@@ -82,7 +80,7 @@ def main() -> None:
         ways[options.what](options)
 
 
-def engine(options: argparse.Namespace, blocks: int, context: int, **more: Any) -> LLM:
+def engine(options: Namespace, blocks: int, context: int, **more: Any) -> LLM:
     common: dict[str, Any] = {"device": "cpu", "num_blocks": blocks, "max_model_len": context}
     common |= {"tensor_parallel_size": options.tp, "pipeline_parallel_size": options.pp}
     if options.model:
@@ -110,7 +108,7 @@ def tell(name: str, ratios: Sequence[float], **more: object) -> None:
     print(f"{name}: {spread}", json.dumps(more), flush=True)
 
 
-def first(options: argparse.Namespace) -> None:
+def first(options: Namespace) -> None:
     tokens = options.tokens or 4096
     found = (tokens - 1) // BLOCK * BLOCK
     blocks = tokens // BLOCK + 8  # one prompt fits
@@ -143,7 +141,7 @@ def first(options: argparse.Namespace) -> None:
     tell("disk after a kill, cold over loaded", ratios, cold=cold, loaded=warm)
 
 
-def child(options: argparse.Namespace) -> None:
+def child(options: Namespace) -> None:
     """Run an engine until this process is killed."""
     tokens = options.tokens
     tiers = f"disk:{options.folder}:8GiB"
@@ -154,7 +152,7 @@ def child(options: argparse.Namespace) -> None:
             time.sleep(1.0)
 
 
-def unique(options: argparse.Namespace) -> None:
+def unique(options: Namespace) -> None:
     tiers = {
         "none": None,  # any difference here is noise
         "memory": "memory:1GiB",
@@ -183,7 +181,7 @@ def unique(options: argparse.Namespace) -> None:
         tell(f"unique prompts with {name}, throughput over none", ratios)
 
 
-def lengths(options: argparse.Namespace) -> None:
+def lengths(options: Namespace) -> None:
     most = options.tokens or 16384
     length = 64
     while length <= most:
@@ -207,7 +205,7 @@ def lengths(options: argparse.Namespace) -> None:
         length *= 4
 
 
-def load(options: argparse.Namespace) -> None:
+def load(options: Namespace) -> None:
     half, rng = options.prompt // 2, random.Random(0)
     drawn = [rng.randrange(half, 3 * half) for _ in range(options.requests)]  # for both sides
     blocks = sum(-(-(tokens + options.output) // BLOCK) for tokens in drawn) // 2
@@ -250,7 +248,7 @@ def load(options: argparse.Namespace) -> None:
 TOKEN = b"of this benchmark"
 
 
-def side(options: argparse.Namespace, role: str, tokens: int) -> EngineLoop:
+def side(options: Namespace, role: str, tokens: int) -> EngineLoop:
     """Return an engine with a role, as a server runs it in a separate process."""
     asked: dict[str, Any] = {"model": options.model, "device": "cpu", "role": role}
     if options.model:
@@ -269,7 +267,7 @@ def until_done(loop: EngineLoop) -> RequestDelta:
     return last
 
 
-def lender(options: argparse.Namespace) -> None:
+def lender(options: Namespace) -> None:
     """Run the other process: for each line of input, lend a prompt or send bytes."""
     loop, tokens = side(options, "prefill", options.tokens), prompt(options.tokens, 0)
     listening = socket.create_server(("127.0.0.1", 0))
@@ -288,7 +286,7 @@ def lender(options: argparse.Namespace) -> None:
         print(json.dumps(asdict(last.kept)), flush=True)
 
 
-def peer(options: argparse.Namespace) -> None:
+def peer(options: Namespace) -> None:
     tokens = options.tokens or 8192
     words = [sys.executable, __file__, "lender", "--model", options.model, "--tokens", str(tokens)]
     words += ["--quantization", options.quantization]

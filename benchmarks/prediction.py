@@ -16,13 +16,13 @@ other processes disturbed.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -34,9 +34,7 @@ ATTEMPTS = 4  # tries to take a sample while no other process runs
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", metavar="MODEL")
     parser.add_argument("--quantization", nargs="+", default=["none", "int8", "int4"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32])
@@ -44,7 +42,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--calibration", type=Path, help="a saved one, in place of a new one")
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--one", type=Path, help=SUPPRESS)
     args = parser.parse_args()
     if args.one:
         samples = measure(args.models[0], args.quantization[0], args.batch, args.one)

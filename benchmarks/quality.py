@@ -9,7 +9,7 @@ run only measures. Prints the table of `kvik compare`, as Markdown.
 
 from __future__ import annotations
 
-import argparse
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from pathlib import Path
 
 from kvik.cli.main import main as kvik
@@ -38,9 +38,7 @@ CACHES = "fp8,int8,int4"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--data", type=Path)

@@ -17,11 +17,11 @@ highest.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 import tempfile
 import zlib
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -131,7 +131,7 @@ def report(name: str, batch: int, pairs: Sequence[Pair], formula: float) -> None
     )
 
 
-def measure(args: argparse.Namespace, draft: Path) -> None:
+def measure(args: Namespace, draft: Path) -> None:
     answers = Answers(args.acceptance)
     build = registry.DRAFTERS["draft_model"]
     registry.DRAFTERS["draft_model"] = lambda parts: Scripted(build(parts), parts.table, answers)
@@ -173,9 +173,7 @@ def measure(args: argparse.Namespace, draft: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--quantization", default="int4")
     parser.add_argument("--acceptance", type=float, default=0.8)

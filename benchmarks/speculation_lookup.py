@@ -13,9 +13,9 @@ time of the prompts, the other speed-up is of decoding only; medians of the roun
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import re
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
@@ -115,9 +115,7 @@ def gains(measure: RunMeasure, pairs: Sequence[Pair]) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--methods", nargs="+", default=["ngram", "suffix"])

@@ -16,9 +16,9 @@ no processor time.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import comb
@@ -115,7 +115,7 @@ def interval(values: list[float]) -> tuple[float, float]:
     return ordered[max(0, cut - 1)], ordered[-max(1, cut)]
 
 
-def wishes(method: str, args: argparse.Namespace) -> dict[str, str]:
+def wishes(method: str, args: Namespace) -> dict[str, str]:
     if method != "draft_model":
         return {"spec_method": method}
     draft = args.draft or str(find_model("").parent / DRAFT)
@@ -123,9 +123,7 @@ def wishes(method: str, args: argparse.Namespace) -> dict[str, str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--quantization", default="none")
     parser.add_argument(

@@ -17,9 +17,9 @@ on which only the model takes time, and always the same.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from dataclasses import replace
 from statistics import mean, quantiles
@@ -257,9 +257,7 @@ def measure(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--contexts", type=int, nargs="+", default=[100, 1000, 10000])
     parser.add_argument("--steps", type=int, default=300)

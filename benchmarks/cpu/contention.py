@@ -16,12 +16,12 @@ and the longest time between two tokens of a stream over the median.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
@@ -96,9 +96,7 @@ class Llama:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--quantization")
     parser.add_argument("--load-format", default="safetensors", help="random: only config.json")
@@ -107,7 +105,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of each answer; 200, or 32 for a given model")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quotas", type=float, nargs="+", help="cores' worth of time")
-    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--one", action="store_true", help=SUPPRESS)
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--json", type=Path)
@@ -199,7 +197,7 @@ def quota_group(cores: float) -> Iterator[list[str]]:
         folder.rmdir()
 
 
-def within_quotas(arguments: argparse.Namespace) -> None:
+def within_quotas(arguments: Namespace) -> None:
     command = [sys.executable, __file__, arguments.model, "--one"]
     if arguments.quantization:
         command += ["--quantization", arguments.quantization]

@@ -17,7 +17,6 @@ medians, and the smallest and largest ratio of a round.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import json
 import os
@@ -25,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -179,7 +179,7 @@ def serve(engine: str, folder: Path, format: str, threads: int, batch: int, leng
         print(time.perf_counter() - started, flush=True)
 
 
-def measure(args: argparse.Namespace, folder: Path, format: str) -> dict[str, list[float]]:
+def measure(args: Namespace, folder: Path, format: str) -> dict[str, list[float]]:
     """Return the seconds of each engine in each round."""
     running: dict[str, subprocess.Popen[str]] = {}
     for engine in args.engines:
@@ -212,7 +212,7 @@ def measure(args: argparse.Namespace, folder: Path, format: str) -> dict[str, li
     return seconds
 
 
-def report(args: argparse.Namespace, format: str, seconds: dict[str, list[float]]) -> None:
+def report(args: Namespace, format: str, seconds: dict[str, list[float]]) -> None:
     tokens = args.batch * args.length
     print(f"\n{format}, {args.batch} texts of {args.length} tokens, {args.threads} threads")
     for engine, each in seconds.items():
@@ -227,9 +227,7 @@ def report(args: argparse.Namespace, format: str, seconds: dict[str, list[float]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--layers", type=int, default=12)
@@ -238,8 +236,8 @@ def main() -> None:
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
     parser.add_argument("--formats", nargs="+", choices=FORMATS, default=list(FORMATS))
     parser.add_argument("--json", type=Path, help="write all seconds there")
-    parser.add_argument("--child", choices=ENGINES, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--child", choices=ENGINES, help=SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=SUPPRESS)
     args = parser.parse_args()
     if args.child:
         (format,) = args.formats

@@ -15,13 +15,13 @@ KV cache; and in full, over the planned memory.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import resource
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from pathlib import Path
 from statistics import median, quantiles
 
@@ -31,9 +31,7 @@ READ = 256 << 20  # bytes
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--quantization", nargs="+", default=["none", "int8", "int4"])
     parser.add_argument("--load-format", default="auto")
@@ -42,9 +40,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=3, help="of each process (3)")
     parser.add_argument("--json", type=Path)
-    parser.add_argument(
-        "--one", action="store_true", help=argparse.SUPPRESS
-    )  # in a separate process
+    parser.add_argument("--one", action="store_true", help=SUPPRESS)  # in a separate process
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args, args.quantization[0])))
@@ -85,7 +81,7 @@ def report(model: str, samples: dict[str, list[dict[str, float]]]) -> None:
         print(f"  {name:18}" + "  ".join(cells))
 
 
-def measure(args: argparse.Namespace, quantization: str) -> dict[str, float]:
+def measure(args: Namespace, quantization: str) -> dict[str, float]:
     """In a separate process: return the start time, the memory, and the median of several samples
     of each workload."""
     import torch  # noqa: F401  counted as the runtime

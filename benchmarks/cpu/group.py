@@ -19,7 +19,6 @@ highest.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -27,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -41,9 +41,7 @@ WORK = {"prompt": (1, PROMPT, 1), "batch 1": (1, CONTEXT, OUTPUT), "batch 8": (8
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--size", type=int, default=2)
     parser.add_argument("--quantization", nargs="*", default=["none", "int8", "int4"])
@@ -51,8 +49,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--gloo", help=argparse.SUPPRESS)  # rank and file, in a separate process
-    parser.add_argument("--engine", help=argparse.SUPPRESS)  # options, in a separate process
+    parser.add_argument("--gloo", help=SUPPRESS)  # rank and file, in a separate process
+    parser.add_argument("--engine", help=SUPPRESS)  # options, in a separate process
     args = parser.parse_args()
     if args.gloo:
         gloo(*args.gloo.split(":", 1))
@@ -99,7 +97,7 @@ class Start:
     idle: float
 
 
-def starts(args: argparse.Namespace, quantization: str) -> dict[str, dict[str, list[float]]]:
+def starts(args: Namespace, quantization: str) -> dict[str, dict[str, list[float]]]:
     """Return each figure of each round, by the source of the weights and the number of
     processes."""
     found: dict[str, dict[str, list[float]]] = {}
@@ -211,7 +209,7 @@ def gloo(rank: str, store: str) -> None:
 # Rates.
 
 
-def compare(args: argparse.Namespace, quantization: str) -> dict[str, list[float]]:
+def compare(args: Namespace, quantization: str) -> dict[str, list[float]]:
     """Return the ratios of each round, by workload."""
     options = {
         "threads": args.size,

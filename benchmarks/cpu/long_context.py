@@ -19,12 +19,12 @@ peak without keys and values. "!": other processes took more than 5 % of the cor
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import subprocess
 import sys
 import tempfile
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -65,16 +65,14 @@ SCALINGS: dict[str, dict[str, Any]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--scalings", nargs="+", choices=SCALINGS, default=list(SCALINGS))
     parser.add_argument("--contexts", nargs="+", type=int, default=CONTEXTS)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--calibration", type=Path, help="a saved one, in place of a new one")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--one", type=Path, help=SUPPRESS)
     args = parser.parse_args()
     if args.one:
         print(json.dumps(measure(args.one, args.contexts, args.calibration)))

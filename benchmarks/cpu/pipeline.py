@@ -12,7 +12,6 @@ eight tokens and of a chunk of 512 from one process to another.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -20,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -33,16 +33,14 @@ ROWS, REPEATS = (8, 512), 200
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--quantization", nargs="*", default=["none", "int8", "int4"])
     parser.add_argument("--load-format", default="safetensors")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--echo", type=int, help=argparse.SUPPRESS)  # socket of a further process
+    parser.add_argument("--echo", type=int, help=SUPPRESS)  # socket of a further process
     args = parser.parse_args()
     if args.echo is not None:
         echo(args.echo)
@@ -89,7 +87,7 @@ def echo(number: int) -> None:
         line.send_bytes(hop.take())
 
 
-def compare(args: argparse.Namespace, quantization: str) -> dict[str, list[float]]:
+def compare(args: Namespace, quantization: str) -> dict[str, list[float]]:
     """Return the ratios of each round, by workload."""
     options = {
         "threads": args.stages,

@@ -15,10 +15,10 @@ limit, the share, and for layers the share of each matrix product.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -124,9 +124,7 @@ def print_row(row: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--isa", choices=_native.instruction_sets())
     parser.add_argument("--kernel", default="", help="only kernels and cases with this in the name")

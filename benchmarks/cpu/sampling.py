@@ -10,8 +10,8 @@ alone. Then the penalties of rows that have seen 700 tokens. The last lines are 
 
 from __future__ import annotations
 
-import argparse
 import time
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable
 
 import numpy as np
@@ -45,9 +45,7 @@ def least_seconds(function: Callable[..., object], *args: object) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--vocab", type=int, default=151_936)
     parser.add_argument("--threads", type=int, default=2)
     args = parser.parse_args()

@@ -20,7 +20,6 @@ they are left out. Only the bundled model is read: other weights are generated o
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -30,6 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -66,10 +66,8 @@ def main(argv: Sequence[str] | None = None, jobs: Sequence[Job] = JOBS) -> int:
     return 0
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse(argv: Sequence[str] | None) -> Namespace:
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, help="sections; default: all")
     parser.add_argument("--seconds", type=float, default=TOTAL, help="for everything")
     parser.add_argument("--stretch", type=float, default=1, help="factor of the budgets of jobs")

@@ -22,7 +22,6 @@ which measures nothing of GPUs.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import random
@@ -32,6 +31,7 @@ import sys
 import tempfile
 import threading
 import time
+from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
@@ -56,9 +56,7 @@ MOST_APART = 1e-2  # largest difference of log probabilities in fp32; GPUs sum i
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", default="")
     parser.add_argument("--size", type=int, default=2)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
@@ -66,7 +64,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", help=argparse.SUPPRESS)  # rank and file, in a separate process
+    parser.add_argument("--rank", help=SUPPRESS)  # rank and file, in a separate process
     args = parser.parse_args()
     if args.rank:
         rank, file = args.rank.split(":")
@@ -74,7 +72,7 @@ def main() -> int:
         return 0
     found: dict[str, Any] = {}
     wrong: list[str] = []
-    parts: dict[str, Callable[[argparse.Namespace, list[str]], object]] = {
+    parts: dict[str, Callable[[Namespace, list[str]], object]] = {
         "exchange": exchange,
         "parity": parity,
         "rates": rates,
@@ -89,7 +87,7 @@ def main() -> int:
     return int(bool(wrong))
 
 
-def options_of(args: argparse.Namespace, cut: str = "") -> dict[str, Any]:
+def options_of(args: Namespace, cut: str = "") -> dict[str, Any]:
     """Return the options of an engine: of one process, or of several."""
     found: dict[str, Any] = {"device": args.device, "max_model_len": 1024, "max_num_seqs": 16}
     if args.device == "cpu":
@@ -102,7 +100,7 @@ def options_of(args: argparse.Namespace, cut: str = "") -> dict[str, Any]:
 # Exchange.
 
 
-def exchange(args: argparse.Namespace, wrong: list[str]) -> dict[str, float]:
+def exchange(args: Namespace, wrong: list[str]) -> dict[str, float]:
     folder = tempfile.TemporaryDirectory()
     common = [sys.executable, __file__, "--device", args.device, "--size", str(args.size)]
     children = [
@@ -165,7 +163,7 @@ def exchange_here(device: str, size: int, rank: int, file: str) -> None:
 # Parity.
 
 
-def parity(args: argparse.Namespace, wrong: list[str]) -> dict[str, float]:
+def parity(args: Namespace, wrong: list[str]) -> dict[str, float]:
     found: dict[str, float] = {}
     alone: list[Any] = []
     for cut in ("", *CUTS):
@@ -191,7 +189,7 @@ def parity(args: argparse.Namespace, wrong: list[str]) -> dict[str, float]:
 # Rates.
 
 
-def rates(args: argparse.Namespace, wrong: list[str]) -> dict[str, dict[str, list[float]]]:
+def rates(args: Namespace, wrong: list[str]) -> dict[str, dict[str, list[float]]]:
     found: dict[str, dict[str, list[float]]] = {}
     for cut in ("", *CUTS):
         name = f"{args.size} processes, {cut}" if cut else "1 process"
@@ -225,7 +223,7 @@ def one_rate(llm: LLM, batch: int, prompt: int, output: int) -> float:
 # Loss.
 
 
-def loss(args: argparse.Namespace, wrong: list[str]) -> dict[str, float]:
+def loss(args: Namespace, wrong: list[str]) -> dict[str, float]:
     own = os.getpid()
     with LLM(args.model, **options_of(args, CUTS[-1])) as llm:
         llm.generate("Once", GREEDY)

@@ -11,8 +11,8 @@ numbers should choose their experts nearly evenly. Needs kvik.
 
 from __future__ import annotations
 
-import argparse
 import json
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
@@ -165,9 +165,7 @@ def write_file(name: str, folder: Path, type: str, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--layers", type=int, help="fewer than the shape has, for a try")

@@ -9,10 +9,10 @@ depend on the values of weights, only on their shape and format. Needs only nump
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import struct
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,9 +203,7 @@ def write(name: str, folder: Path, seed: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
     parser.add_argument("--seed", type=int, default=0)
