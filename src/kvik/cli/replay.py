@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from kvik import __version__
 from kvik.cli.flags import Parser
 from kvik.cli.terminal import say, share_bar
 from kvik.config.config import ResolvedConfig
@@ -14,7 +15,6 @@ from kvik.config.parallel import with_ranks
 from kvik.core.types import EngineRequest
 from kvik.engine.recorder import RecordReader, open_recording
 from kvik.errors import ModelError
-from kvik.version import __version__
 
 EQUAL, DIFFERENT = 0, 1
 
