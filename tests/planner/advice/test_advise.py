@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from helpers.configs import PUBLIC
+from helpers.public_configs import public_shape
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.config.config import EngineConfig
@@ -18,13 +18,11 @@ from kvik.planner.advice.advise import ORDER, Advice, AdviceReport, advise_shape
 from kvik.planner.advice.reasons import Wish, improvement
 from kvik.planner.cost import seconds
 from kvik.planner.devices import DEVICES, Device, Setting
-from kvik.planner.families import shape_from_config
 from kvik.planner.formats import weight_format
 from kvik.planner.memory import hardware_of
 from kvik.planner.roofline import decode, prefill, step_time
 from kvik.planner.serving import Slo
 
-SHAPES = {name: shape_from_config(config, name) for name, config in PUBLIC.items()}
 H100 = DEVICES["h100"]
 CPU = Device("cpu", "cpu", 64 << 30, 50e9, {"fp32": 0.4e12, "bf16": 0.8e12, "int8": 1.6e12})
 PROMISE = Slo(ttft=0.3, tpot=0.05)
@@ -36,7 +34,7 @@ FOUND: dict[str, AdviceReport] = {}  # by the question, as many tests share one
 def report(model: str, device: Device, wish: Wish) -> AdviceReport:
     question = repr((model, device, wish))
     if question not in FOUND:
-        FOUND[question] = advise_shape(SHAPES[model], device, wish)
+        FOUND[question] = advise_shape(public_shape(model), device, wish)
     return FOUND[question]
 
 
@@ -159,9 +157,9 @@ def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
         assert units == {"int4": "bf16"}  # no unit computes prompts of this load faster
         return
     assert units == {"int8": "int8", "int4": "bf16"}
-    at = Setting(device, "int8", "bf16")
+    at, shape = Setting(device, "int8", "bf16"), public_shape("llama-3-8b")
     seconds = {
-        name: step_time(SHAPES["llama-3-8b"], replace(at, weight_format=name), prefill(4000)).floor
+        name: step_time(shape, replace(at, weight_format=name), prefill(4000)).floor
         for name in ("bf16", "int8", "int4")
     }
     for name, _, times in clauses:
@@ -222,8 +220,8 @@ def test_without_an_acceptance_the_needed_one_is_named() -> None:
 
 def test_an_expensive_draft_model_needs_higher_acceptance() -> None:
     def needed(draft: str | None) -> int:
-        shape = SHAPES[draft] if draft else None
-        found = advise_shape(SHAPES["llama-3-8b"], H100, Wish(concurrency=1), draft=shape)
+        shape = public_shape(draft) if draft else None
+        found = advise_shape(public_shape("llama-3-8b"), H100, Wish(concurrency=1), draft=shape)
         told = re.search(r"from (\d+)% of right", advice(found, "speculation").reason)
         assert told is not None
         return int(told[1])
@@ -234,8 +232,8 @@ def test_an_expensive_draft_model_needs_higher_acceptance() -> None:
 def test_a_draft_model_takes_its_time() -> None:
     wish = Wish(concurrency=1, acceptance=0.7)
     free = report("llama-3-8b", H100, wish)
-    draft = SHAPES["qwen2.5-0.5b"]
-    paid = advise_shape(SHAPES["llama-3-8b"], H100, wish, draft=draft)
+    draft = public_shape("qwen2.5-0.5b")
+    paid = advise_shape(public_shape("llama-3-8b"), H100, wish, draft=draft)
     asked = advice(paid, "speculation").flags
     assert asked[:2] == ("--spec-method draft_model", "--spec-model qwen2.5-0.5b")
     pair = [advice(found, "speculation").after for found in (free, paid)]
@@ -269,14 +267,14 @@ def test_settings_that_the_engine_refuses_are_not_compared(
     change: dict[str, object], why: str
 ) -> None:
     hardware = replace(hardware_of(CPU), **{"cores": 4, **change})
-    found = advise_shape(SHAPES["llama-3-8b"], CPU, Wish(), hardware)
+    found = advise_shape(public_shape("llama-3-8b"), CPU, Wish(), hardware)
     parallel = advice(found, "parallelism")
     assert (parallel.verdict, parallel.flags) == ("no use", ())
     assert parallel.reason.startswith(f"one process: {why}")
 
 
 def test_half_the_dtype_is_the_first_advice() -> None:
-    shape = replace(SHAPES["qwen2.5-0.5b"], dtype="float32", stored="fp32", spec=None)
+    shape = replace(public_shape("qwen2.5-0.5b"), dtype="float32", stored="fp32", spec=None)
     found = advise_shape(shape, H100, Wish())
     first = found.advice[0]
     assert (first.topic, first.flags) == ("precision", ("--dtype bfloat16",))
@@ -285,7 +283,7 @@ def test_half_the_dtype_is_the_first_advice() -> None:
 
 
 def test_what_is_stored_so_needs_no_flag() -> None:
-    shape = replace(SHAPES["llama-3-8b"], stored="int4")
+    shape = replace(public_shape("llama-3-8b"), stored="int4")
     found = advise_shape(shape, H100, Wish(slo=PROMISE))
     assert not any("--quantization" in flag for flag in found.flags)
 
@@ -306,7 +304,8 @@ def test_the_default_step_size_needs_no_flag() -> None:
 
 def test_reasons_quote_the_roofline() -> None:
     found = report("llama-3-8b", H100, Wish(concurrency=4, prompt_tokens=512, output_tokens=128))
-    time = step_time(SHAPES["llama-3-8b"], Setting(H100, "bf16", "bf16"), decode(4, 512 + 64 + 1))
+    setting = Setting(H100, "bf16", "bf16")
+    time = step_time(public_shape("llama-3-8b"), setting, decode(4, 512 + 64 + 1))
     share = sum(p.expected for p in time.parts if p.name in ("weights", "head")) / time.expected
     assert f"{share:.0%} goes to the weights" in advice(found, "quantisation").reason
 
@@ -406,7 +405,7 @@ def test_invalid_questions(wish: Wish, field: str) -> None:
 
 
 def test_the_usual_request_is_cut_to_the_context() -> None:
-    tiny = replace(SHAPES["llama-3-8b"], max_context=20)
+    tiny = replace(public_shape("llama-3-8b"), max_context=20)
     found = advise_shape(tiny, H100, Wish())
     assert found.traffic.context <= 20 and found.traffic.prompt >= 1
     assert found.assumed[0].startswith("--prompt")
