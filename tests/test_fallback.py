@@ -66,7 +66,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def caches_of(llm: LLM) -> RequestCaches:
-    found = llm._engine.engine.executor._caches
+    found = llm._engine.engine.loop.executor._caches
     assert isinstance(found, RequestCaches)
     return found
 
@@ -176,7 +176,7 @@ def test_caches_are_freed(saved, monkeypatch):
         assert not caches.by_slot
         (output,) = llm.generate(PROMPTS[:1], GREEDY)
         assert output.outputs[0].token_ids == reference_greedy(model, PROMPTS[0], 12)
-        llm._engine.engine.executor.rest()
+        llm._engine.engine.loop.executor.rest()
         assert not caches.by_slot and not caches.scored
 
 

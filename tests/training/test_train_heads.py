@@ -206,14 +206,11 @@ def test_the_engine_runs_the_trained_heads(layers, model, tmp_path):
     heads = load_medusa(saved(medusa, tmp_path), stub, sizes, parts)
     torch.testing.assert_close(heads(hidden[:, 0]), medusa.logits(batch), rtol=1e-4, atol=1e-4)
 
-    def enter(ids: Tensor, positions: Tensor) -> Tensor:
-        return stub.table[ids] + positions[:, None]
-
-    eagle = EagleTrainee(eagle_spec(*sizes, DEPTH, 48), stub.output, enter, seed=0)
-    layer = load_eagle(saved(eagle, tmp_path), stub, sizes, parts)
+    eagle = EagleTrainee(eagle_spec(*sizes, DEPTH, 48), stub.output, stub.enter, seed=0)
+    layer = load_eagle(saved(eagle, tmp_path), sizes, parts)
     state = hidden[:, 0]
     for depth in range(DEPTH):
-        embedded = layer.embed(ids[:, depth], batch.positions + 1 + depth)
-        state = layer.step(embedded, state)
+        embedded = stub.enter(ids[:, depth], batch.positions + 1 + depth)
+        state = layer(embedded, state)
         expected = eagle.logits(batch)[:, depth]
-        torch.testing.assert_close(layer.logits(state), expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(stub.logits(state), expected, rtol=1e-4, atol=1e-3)

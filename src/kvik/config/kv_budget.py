@@ -18,8 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from kvik.errors import ConfigError, shown
 from kvik.files import write_whole
 from kvik.options import Integer, Number, OneOf, option
@@ -217,6 +215,8 @@ def read_budgets(path: Path, spec: ModelSpec) -> KVBudgets:
         ConfigError: with field `kv_budget`: the file cannot be read, is for another model, or has
             invalid values.
     """
+    import msgspec  # a start without a file does not need it
+
     values = _read(path)
     if values.pop("kv_budget", None) != VERSION:
         raise ConfigError(FIELD, f"must be a file of `kvik kv-budget`, not {shown(str(path))}")
