@@ -1,4 +1,5 @@
-"""Decoding in latent space by the kernel, compared with a mean of latent vectors."""
+"""Decoding in latent space: the reference compared with attention over keys and values of every
+head, and the kernel compared with the reference."""
 
 from __future__ import annotations
 
@@ -10,9 +11,9 @@ pytest.importorskip("triton", reason=NO_TRITON)
 import torch
 from helpers.optional_triton import device
 
+from kvik.kernels.reference import mla
 from kvik.kernels.triton import attention_mla
-from kvik.kernels.triton.attention_mla import latent_attention
-from kvik.kernels.triton.attention_paged import PagedStep, SequenceRun
+from kvik.kernels.triton.attention_mla import mla_decode
 
 SCALE = 0.2
 
@@ -36,27 +37,23 @@ def make(contexts, queries, heads=4, latent=32, rope=8, block_size=16, dtype=tor
     return (*q.split((latent, rope), 2), *rest)
 
 
-def decode(q, q_rope, cache, table, starts, lens, *, longest, most_queries=1):
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    run = SequenceRun(most_queries, 0, len(lens) - 1, 0, len(q), longest)
-    step = PagedStep(starts, lens, table, None, None, cache.shape[1], None, (run,))
-    latent_attention(q, q_rope, cache, step, SCALE, out)
-    return out
+def test_absorbed_projections_change_nothing():
+    step = [t.cpu() for t in make([21], [1], heads=4, latent=32)]
+    q_rope, cache, table, starts, lens = step[1:]
+    g = torch.Generator().manual_seed(1)
+    up_keys, up_values = torch.randn(2, 4, 24, 32, generator=g)  # [heads, head_dim, latent]
+    q = torch.randn(1, 4, 24, generator=g)
+    place = torch.arange(21)
+    c, k_rope = cache[table[0][place // 16].long(), place % 16].split((32, 8), 1)
+    keys = torch.einsum("hdl,kl->khd", up_keys, c)
+    values = torch.einsum("hdl,kl->khd", up_values, c)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) + torch.einsum("qhr,kr->hqk", q_rope, k_rope)
+    expected = torch.einsum("hqk,khd->qhd", (scores * SCALE).softmax(2), values)
 
-
-def definition(q, q_rope, cache, table, starts, lens):
-    """The queries of a sequence are its last tokens."""
-    out = []
-    for row, context in enumerate(lens.tolist()):
-        place = torch.arange(context, device=cache.device)
-        keys = cache[table[row][place // 16].long(), place % 16].float()
-        own = slice(*starts[row : row + 2].tolist())
-        both = torch.cat((q[own], q_rope[own]), 2).float()
-        position = context - len(both) + torch.arange(len(both), device=cache.device)
-        scores = torch.einsum("qhd,kd->hqk", both, keys) * SCALE
-        weights = scores.masked_fill(place > position[:, None], -torch.inf).softmax(2)
-        out.append(torch.einsum("hqk,kd->qhd", weights, keys[:, : q.shape[2]]))
-    return torch.cat(out)
+    absorbed = torch.einsum("hdl,qhd->qhl", up_keys, q)
+    found = mla.mla_decode(absorbed, q_rope, cache, table, starts, lens, SCALE)
+    found = torch.einsum("hdl,qhl->qhd", up_values, found)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -67,23 +64,24 @@ def definition(q, q_rope, cache, table, starts, lens):
         ([50], [1], 40, 32),  # two tiles of heads
     ],
 )
-def test_matches_the_definition(contexts, queries, heads, latent):
+def test_matches_the_reference(contexts, queries, heads, latent):
     step = make(contexts, queries, heads, latent)
-    found = decode(*step, most_queries=max(queries), longest=max(contexts))
-    torch.testing.assert_close(found, definition(*step), rtol=1e-4, atol=2e-6)
+    found = mla_decode(*step, SCALE, most_queries=max(queries), longest=max(contexts))
+    torch.testing.assert_close(found, mla.mla_decode(*step, SCALE), rtol=1e-4, atol=2e-6)
 
 
 def test_half_precision():
     step = make([150], [1], dtype=torch.bfloat16)
-    found = decode(*step, longest=150).float()
-    torch.testing.assert_close(found, definition(*step), rtol=0.02, atol=0.02)
+    found = mla_decode(*step, SCALE, longest=150)
+    expected = mla.mla_decode(*step, SCALE)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
 
 
 @pytest.mark.full
 def test_results_of_splits_have_bounded_memory(monkeypatch):
     """With little memory, in several launches, with the same bits."""
     step = make([300, 7, 200, 290], [1, 1, 1, 1])
-    expected = decode(*step, longest=300)
+    expected = mla_decode(*step, SCALE, longest=300)
     shapes, empty = [], torch.Tensor.new_empty
 
     def new_empty(self, *shape, **how):
@@ -93,12 +91,12 @@ def test_results_of_splits_have_bounded_memory(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     slab = 3 * 4  # splits and heads of the longest sequence
     monkeypatch.setattr(attention_mla, "WORKSPACE", 3 * 4 * slab * (32 + 1) + 1)
-    assert torch.equal(decode(*step, longest=300), expected)
+    assert torch.equal(mla_decode(*step, SCALE, longest=300), expected)
     assert [shape for shape in shapes if shape[2:] == (32,)] == [(3, slab, 32), (1, slab, 32)]
 
 
 def test_a_row_of_padding_is_zero():
-    step = make([40, 7], [1, 1])
-    step[-1][1] = 0  # its keys
-    found = decode(*step, longest=300)
+    q_latent, q_rope, cache, table, starts, lens = make([40, 7], [1, 1])
+    lens[1] = 0
+    found = mla_decode(q_latent, q_rope, cache, table, starts, lens, SCALE, longest=300)
     assert found[0].any() and not found[1].any()

@@ -1,10 +1,7 @@
 """Decoding in latent space: multi-head latent attention (DeepSeek-V2, 2024, section 2.1.2).
 
-A token's keys and values of all heads are linear in one latent vector c. So a query is multiplied
-by W_UK once, and then by c: q . (W_UK c) = (W_UK^T q) . c. The result is a mean of latent vectors,
-which the caller multiplies by W_UV. In addition, all heads share one key with rotary positions. So
-the latent part of a token's vector is both key and value: a tile of heads (rows) reads it once and
-multiplies it twice.
+`kernels/reference/mla.py` defines the result. All heads share one vector of each token, whose
+latent part is both key and value: a tile of heads (rows) reads it once and multiplies it twice.
 Splits, grid and merge are as in attention_decode.py, with all heads as one group.
 
 Floor: at 128 heads about 240 FLOPs for each byte read (2 * 128 * (576 + 512) over 1152 bytes of
@@ -181,10 +178,7 @@ def latent_attention(
     A sequence's own number of queries determines the height of its tiles and whether it is split.
 
     Args:
-        q: [tokens, heads, latent], W_UK^T q. q_rope: [tokens, heads, rope]; the last dimensions of
-            both are contiguous.
-        cache: [blocks, block_size, ..., latent + rope], c and the rotated key of each token;
-            contiguous, of a float dtype.
+        q, q_rope, cache: see `mla_decode`.
         scale: > 0.
         out: [tokens, heads, latent], contiguous; tokens of other sequences are left as they are.
     """
@@ -197,6 +191,33 @@ def latent_attention(
             alone = len(runs) == len(step.runs) and most * heads <= UNSPLIT
             _launch(q, q_rope, cache, step, scale, out, run, 0 if alone else floor)
         floor = max(floor, most)
+
+
+def mla_decode(
+    q_latent: Tensor,
+    q_rope: Tensor,
+    cache: Tensor,
+    block_table: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    scale: float,
+    *,
+    most_queries: int = 1,
+    longest: int,
+) -> Tensor:
+    """See `kernels/reference/mla.py`. The cache is contiguous, of a float dtype; the last dimension
+    of queries is contiguous.
+
+    Args:
+        most_queries, longest: of any sequence, queries and keys, on the host.
+        scale: > 0.
+    """
+    out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+    run = SequenceRun(most_queries, 0, len(seq_lens) - 1, 0, len(q_latent), longest)
+    size = cache.shape[1]
+    step = PagedStep(query_start_loc, seq_lens, block_table, None, None, size, None, (run,))
+    _launch(q_latent, q_rope, cache, step, scale, out, run, 0)
+    return out
 
 
 def _launch(
