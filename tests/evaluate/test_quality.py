@@ -280,26 +280,27 @@ def test_losses(logits: torch.Tensor) -> None:
 def test_divergence_is_from_the_reference_to_the_model(
     logits: torch.Tensor, reference: torch.Tensor
 ) -> None:
-    found = compared(logits, reference)
+    divergence, agrees = compared(logits, reference)
     p, q = (x.double().log_softmax(-1) for x in (reference, logits))
     expected = kl_div(q, p, log_target=True, reduction="none").sum(-1)
-    torch.testing.assert_close(found.divergence, expected)
-    other = compared(reference, logits).divergence
-    assert not torch.allclose(found.divergence, other, rtol=1e-3)
-    assert torch.equal(found.agrees, logits.argmax(-1) == reference.argmax(-1))
-    assert 0 < int(found.agrees.sum()) < ROWS
+    torch.testing.assert_close(divergence, expected)
+    other, _ = compared(reference, logits)
+    assert not torch.allclose(divergence, other, rtol=1e-3)
+    assert torch.equal(agrees, logits.argmax(-1) == reference.argmax(-1))
+    assert 0 < int(agrees.sum()) < ROWS
 
 
 def test_equal_models_do_not_differ(logits: torch.Tensor) -> None:
-    found = compared(logits, logits + 3)  # softmax ignores a constant, except for rounding
-    assert float(found.divergence.abs().max()) < 1e-12
-    assert bool(found.agrees.all())
+    # Softmax ignores a constant, except for rounding.
+    divergence, agrees = compared(logits, logits + 3)
+    assert float(divergence.abs().max()) < 1e-12
+    assert bool(agrees.all())
 
 
 def test_a_small_divergence_is_not_lost_in_rounding(logits: torch.Tensor) -> None:
     off = torch.zeros(VOCAB)
     off[3] = 1e-4
-    found = compared(logits, logits + off).divergence
+    found, _ = compared(logits, logits + off)
     p = logits.double().softmax(-1)[:, 3]
     expected = p * (1 - p) * 1e-8 / 2  # to second order
     torch.testing.assert_close(found, expected, rtol=0.05, atol=1e-13)
@@ -308,8 +309,8 @@ def test_a_small_divergence_is_not_lost_in_rounding(logits: torch.Tensor) -> Non
 def test_impossible_tokens(logits: torch.Tensor) -> None:
     masked = logits.clone()
     masked[:, 7] = -torch.inf
-    both = compared(masked, masked.clone())
-    assert torch.equal(both.divergence, torch.zeros(ROWS, dtype=torch.float64))
-    lost = compared(masked, logits)  # tokens that the reference allows and the model does not
-    assert bool(lost.divergence.isinf().all())
-    assert bool(compared(logits, masked).divergence.isfinite().all())
+    same, _ = compared(masked, masked.clone())
+    assert torch.equal(same, torch.zeros(ROWS, dtype=torch.float64))
+    lost, _ = compared(masked, logits)  # tokens that the reference allows and the model does not
+    assert bool(lost.isinf().all())
+    assert bool(compared(logits, masked)[0].isfinite().all())

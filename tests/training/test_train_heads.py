@@ -11,18 +11,11 @@ from torch import Tensor
 
 from kvik import LLM, SamplingParams
 from kvik.config.config import EngineConfig
-from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, read_heads_spec
+from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, HeadsSpec, read_heads_spec
 from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.windows import ScoredWindow
 from kvik.launch import resolve_config
-from kvik.training.heads import (
-    EagleTrainee,
-    HeadsRecipe,
-    MedusaTrainee,
-    eagle_spec,
-    medusa_spec,
-    train_heads,
-)
+from kvik.training.heads import EagleTrainee, HeadsRecipe, MedusaTrainee, train_heads
 from kvik.training.train import FILE, Batch, Keeper, Progress, Schedule
 from kvik.worker.drafters.heads import load_eagle, load_medusa
 from kvik.worker.platforms import TorchPlatform
@@ -202,11 +195,12 @@ def test_the_engine_runs_the_trained_heads(layers, model, tmp_path):
     batch, sizes = Batch(hidden, ids, torch.arange(5)), (HIDDEN, VOCAB)
     parts = TorchPlatform(resolve_config(EngineConfig(**options(model), kernels="torch"))).parts
 
-    medusa = MedusaTrainee(medusa_spec(*sizes, DEPTH, layers), stub.output)
+    medusa = MedusaTrainee(HeadsSpec(MEDUSA, *sizes, DEPTH, layers), stub.output)
     heads = load_medusa(saved(medusa, tmp_path), stub, sizes, parts)
     torch.testing.assert_close(heads(hidden[:, 0]), medusa.logits(batch), rtol=1e-4, atol=1e-4)
 
-    eagle = EagleTrainee(eagle_spec(*sizes, DEPTH, 48), stub.output, stub.enter, seed=0)
+    spec = HeadsSpec(EAGLE, *sizes, DEPTH, inner_size=48)
+    eagle = EagleTrainee(spec, stub.output, stub.enter, seed=0)
     layer = load_eagle(saved(eagle, tmp_path), sizes, parts)
     state = hidden[:, 0]
     for depth in range(DEPTH):

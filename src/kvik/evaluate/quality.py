@@ -41,19 +41,6 @@ from kvik.text.tokenizer import Tokenizer
 COPIED_ROWS = 8  # rows of logits that are converted to fp64 at a time
 
 
-@dataclass(frozen=True, slots=True)
-class Compared:
-    """Distances between the distributions of a model and a reference, by row.
-
-    Attributes:
-        divergence: [rows] fp64, KL(reference || model) in nats.
-        agrees: [rows] bool, both have the same largest logit; of ties the first counts.
-    """
-
-    divergence: Tensor
-    agrees: Tensor
-
-
 def losses(logits: Tensor, ids: Tensor) -> Tensor:
     """Return -log softmax(logits)[id] of each row, in nats: [rows] fp64.
 
@@ -67,11 +54,15 @@ def losses(logits: Tensor, ids: Tensor) -> Tensor:
     )
 
 
-def compared(logits: Tensor, reference: Tensor) -> Compared:
+def compared(logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
     """Compare a model's distributions with a reference's, row by row.
 
     Args:
         logits, reference: [rows, vocab], any float dtype.
+
+    Returns:
+        KL(reference || model) in nats, [rows] fp64, and whether both have the same largest logit,
+        [rows] bool; of ties the first counts.
     """
     divergence = []
     for mine, other in zip(
@@ -81,7 +72,7 @@ def compared(logits: Tensor, reference: Tensor) -> Compared:
         p = log_p.exp()
         terms = torch.where(p > 0, p * (log_p - log_q), 0.0)  # 0 log 0 is 0
         divergence.append(terms.sum(-1))
-    return Compared(torch.cat(divergence), logits.argmax(-1) == reference.argmax(-1))
+    return torch.cat(divergence), logits.argmax(-1) == reference.argmax(-1)
 
 
 @contextmanager
@@ -276,9 +267,9 @@ def read(
             found[done : done + count] = _checked(losses(piece.logits[0], piece.ids), model)
             done += count
             if reference is not None:
-                both = compared(*piece.logits)
-                divergence += float(_checked(both.divergence, reference).sum())
-                agreed += int(both.agrees.sum())
+                distances, agrees = compared(*piece.logits)
+                divergence += float(_checked(distances, reference).sum())
+                agreed += int(agrees.sum())
         if progress is not None:
             progress(done, total)
     if reference is None:

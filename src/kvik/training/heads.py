@@ -92,10 +92,6 @@ class MedusaTrainee:
         return found
 
 
-def medusa_spec(hidden: int, vocab: int, depth: int, layers: int) -> HeadsSpec:
-    return HeadsSpec(MEDUSA, hidden, vocab, depth, layers)
-
-
 # Training of EAGLE's layer (models/draft_heads.py), on its own predictions to the full depth.
 
 EPS = 1e-6  # as of models/draft_heads.py
@@ -162,10 +158,6 @@ class EagleTrainee:
             "mlp.up_proj.weight": self.up,
             "mlp.down_proj.weight": self.down,
         }
-
-
-def eagle_spec(hidden: int, vocab: int, depth: int, inner: int) -> HeadsSpec:
-    return HeadsSpec(EAGLE, hidden, vocab, depth, inner_size=inner)
 
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -287,14 +279,14 @@ def _trainee(reader: Reader, recipe: HeadsRecipe) -> Trainee:
         for first in range(0, len(unit), PROMPT_ROWS)
     ]
     output = torch.cat(parts)  # [hidden, vocab]
-    sizes = model.hidden_size, model.vocab_size
+    sizes = model.hidden_size, model.vocab_size, recipe.depth
     if recipe.kind == MEDUSA:
-        return MedusaTrainee(medusa_spec(*sizes, recipe.depth, recipe.layers), output)
+        return MedusaTrainee(HeadsSpec(MEDUSA, *sizes, recipe.layers), output)
 
     def enter(ids: Tensor, positions: Tensor) -> Tensor:
         return reader.model.enter(ids.to(device), positions.to(device)).cpu().float().clone()
 
-    spec = eagle_spec(*sizes, recipe.depth, recipe.inner)
+    spec = HeadsSpec(EAGLE, *sizes, inner_size=recipe.inner)
     return EagleTrainee(spec, output, enter, recipe.schedule.seed)
 
 
