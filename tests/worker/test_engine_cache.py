@@ -155,6 +155,12 @@ def a_tensor_is_missing(entry: Path) -> None:
     (entry / MANIFEST).write_text(json.dumps(manifest))
 
 
+def other_packing(entry: Path) -> None:
+    manifest = json.loads((entry / MANIFEST).read_text())
+    manifest["packing"] = "tiles-0"
+    (entry / MANIFEST).write_text(json.dumps(manifest))
+
+
 def edit(entry: Path, name: str, values: object) -> None:
     """Replace a file and its hash in the manifest; None: by invalid JSON."""
     (entry / name).write_text("{" if values is None else json.dumps(values))
@@ -165,7 +171,8 @@ def edit(entry: Path, name: str, values: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "damage", [cut, no_manifest, another_model, source_is_no_json, a_tensor_is_missing]
+    "damage",
+    [cut, no_manifest, another_model, source_is_no_json, a_tensor_is_missing, other_packing],
 )
 def test_an_entry_that_cannot_be_used_is_made_again(
     model: Path,
