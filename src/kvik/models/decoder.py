@@ -188,10 +188,8 @@ class NormedLayer:
         offset: float = 0.0,
         norm_bias: bool = True,
     ) -> None:
-        make, up = (
-            layer_norms(spec, builder, offset, norm_bias),
-            "gate_up" if spec.gated_mlp else "up",
-        )
+        make = layer_norms(spec, builder, offset, norm_bias)
+        up: Role = "gate_up" if spec.gated_mlp else "up"
         names = norms or self.usual_norms
         readers = self.before if len(names) > 1 else ("",)  # attention and MLP read a single norm
         self.norms = [

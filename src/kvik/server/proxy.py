@@ -308,6 +308,10 @@ class Proxy:
         choice = self._router.choose(*facts, {*avoid, *prefill})
         return self._router.choose(*facts, avoid) if choice is None and prefill else choice
 
+    def has_others(self, number: int) -> bool:
+        """Return whether a server other than this one is available."""
+        return any(one.healthy for i, one in enumerate(self.upstreams) if i != number)
+
     def choose_prefill(self, choice: ReplicaChoice, request: _Asked) -> ReplicaChoice | None:
         """Choose a server to compute the prompt for the chosen one; None if that computes it
         itself."""
@@ -569,7 +573,7 @@ class _Passing:
             again: whether another attempt is possible if this server does not answer.
         """
         proxy, name = self._proxy, secrets.token_hex(8)
-        others = proxy.choose(request, [choice.replica]) is not None
+        others = proxy.has_others(choice.replica)
         proxy.sent(name, choice, request)
         tail: bytes | None = b""
         try:
