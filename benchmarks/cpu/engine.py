@@ -89,7 +89,7 @@ def measure(args: Namespace, quantization: str) -> dict[str, float]:
     from kvik import LLM, SamplingParams
     from kvik.kernels.cpu.native import Native
     from kvik.planner.efficiency import RunningModel
-    from kvik_bench.machine.stage import NativeLimits
+    from kvik_bench.machine.native_stage import NativeLimits
 
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.perf_counter()

@@ -31,7 +31,7 @@ from roofline_work import LAYERS, Work, attentions, linears, small_ones
 from kvik.kernels.cpu import _native
 from kvik.kernels.cpu.native import Native
 from kvik_bench.inprocess.rounds import OTHERS, Watch
-from kvik_bench.machine.stage import NativeLimits
+from kvik_bench.machine.native_stage import NativeLimits
 
 EVERYTHING, QUICK = 384 << 20, 64 << 20  # bytes that a case reads
 

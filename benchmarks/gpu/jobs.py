@@ -108,11 +108,11 @@ BARS = (
     *_checks(),
     # For its bars: 6 + 3, captures 10, 1 x 1k 3, prefill 3, busy 6, load 8, torch's prefill 3, two
     # decodes 6.5, busy at 32 6: 54.5. Then others.
-    _model("8b", "bf16", 65),
+    _model("8b", "bf16", 70),
     # 6; both bars first: 64 random caches of 8k 0.5, timed 0.3; then 12 more of 1 to 2.
     Job("attention kernels", "kernels", "kernels_attention", "measure", 35, needs=12),
     # 6 + 8, captures 10, 1 x 1k 3: 27.
-    _model("8b", "int4", 45),
+    _model("8b", "int4", 50),
     # A process 6 and transformers 4, its weights 3, both caches 2. A step of 256 requests attends
     # to the keys of all of them under a mask, 4 * 256 * 74k * 4096 operations of 32 layers at 100
     # TFLOP/s: 0.1, times 64; 9 steps with 8k tokens of prompts 1 each: 16. Doubled, as this is the

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -40,7 +41,7 @@ CELLS = sized(
     ((1, 5), (2, 5), (1, 6), (2, 6), (1, 7)),
 )
 USUAL = sized((64, 1024), (2, 8))  # batch and context at which Python may be the bottleneck
-BUSY = sized((64, 32), (2, 1))  # batch sizes; Python's time grows more slowly than they do
+BUSY = sized((64, 32, 1), (2, 1, 3))  # batch sizes; Python's time grows more slowly than they do
 LONGEST, SEQS = sized((36_000, 256), (96, 4))
 PREFILL, TIMES = sized((8192, 5), (8, 1))
 BUDGET = sized(8192, 16)  # tokens per step
@@ -52,6 +53,7 @@ WARM_UP, PAUSE = sized((6.0, 0.1), (0.0, 0.0))
 BEFORE, BETWEEN = sized((12, 4), (1, 1))  # untimed steps: at first, and between polls
 MARGIN = sized(700, 60)  # tokens of each answer: more than all steps of a cell
 PROFILED = sized(24, 2)  # steps
+LISTED, NAME = 14, 80  # kernels that are listed, and the letters of their names
 # Seconds that timing a decode takes, and that each step with skipped prompts adds.
 NEEDED, SKIPPING = 3.0, 0.01
 
@@ -122,7 +124,7 @@ class Measured:
             )
             for batch, context in CELLS
         )
-        often, seldom = ((f"busy {batch}", partial(self.busy, batch), 6) for batch in BUSY)
+        often, seldom, alone = ((f"busy {batch}", partial(self.busy, batch), 6) for batch in BUSY)
         parts = [first, ("prefill", self.prefill, 3), often]
         if self.about == LOADED:
             parts.append(("load", self.load, 8))
@@ -131,6 +133,8 @@ class Measured:
             *parts,
             *others[:2],
             seldom,
+            alone,
+            ("busy prefill", self.busy_prefill, 6),
             ("without graphs", partial(self.decode, *USUAL, eager=True), 3),
             ("without overlap", partial(self.decode, *USUAL, depth=1), 3),
             *others[2:],
@@ -210,29 +214,35 @@ class Measured:
 
     def busy(self, batch: int) -> None:
         """Measure the share of the time in which a kernel or a copy runs, with the profiler."""
-        from torch.autograd import DeviceType
-        from torch.profiler import ProfilerActivity, profile
-
         names = self.fill(batch, USUAL[1], 2 * batch + MARGIN)
         self.engine.runner.graph = self.real
+
+        def steps() -> None:
+            for _ in range(PROFILED):
+                self.engine.step()
+
         try:
             self.warm_up(batch, wait=True)
-            activity = sized(ProfilerActivity.CUDA, ProfilerActivity.CPU)
-            with profile(activities=[activity]) as profiled:
-                for _ in range(PROFILED):
-                    self.engine.step()
-                synchronize()
+            spans = profiled(steps)
         finally:
             self.engine.drop(names)
-        spans = sorted(
-            (event.time_range.start, event.time_range.end)
-            for event in profiled.events()
-            if event.device_type == sized(DeviceType.CUDA, DeviceType.CPU)
-        )
-        share, longest = busy_share(spans)
+        share, longest = busy_share([(start, end) for start, end, _ in spans])
         self.notes.fact(
-            f"busy {batch}", share, kernels=len(spans), longest_gap_us=longest, **self.about
+            f"busy {batch}",
+            share,
+            kernels=len(spans),
+            longest_gap_us=longest,
+            longest_kernels_us=longest_kernels(spans, PROFILED),
+            **self.about,
         )
+
+    def busy_prefill(self) -> None:
+        """Note which kernels of a prompt take most time."""
+        prompt = [j % 100 for j in range(PREFILL)]
+        spans = profiled(lambda: answers(self.engine, [prompt], 1))
+        share, _ = busy_share([(start, end) for start, end, _ in spans])
+        kernels = longest_kernels(spans, 1)
+        self.notes.fact("busy prefill", share, longest_kernels_us=kernels, **self.about)
 
     def fill(self, batch: int, context: int, tokens: int) -> list[str]:
         """Return the names of new requests that have their first token, and so will decode."""
@@ -299,6 +309,30 @@ class Measured:
     def _key_bytes(self) -> float:
         """Return the bytes of K and V per token in all layers."""
         return float(sum(group.bytes_per_token for group in self.engine.resolved.cache.groups))
+
+
+def profiled(call: Callable[[], object]) -> list[tuple[float, float, str]]:
+    """Return when each kernel or copy of a call started and ended, in microseconds, and its name,
+    sorted."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[sized(ProfilerActivity.CUDA, ProfilerActivity.CPU)]) as found:
+        call()
+        synchronize()
+    return sorted(
+        (event.time_range.start, event.time_range.end, event.name)
+        for event in found.events()
+        if event.device_type == sized(DeviceType.CUDA, DeviceType.CPU)
+    )
+
+
+def longest_kernels(spans: Sequence[tuple[float, float, str]], calls: int) -> dict[str, float]:
+    """Return the microseconds that each kernel takes in one of so many calls, the longest first."""
+    totals = Counter[str]()
+    for start, end, name in spans:
+        totals[name[:NAME]] += (end - start) / calls
+    return {name: round(total, 1) for name, total in totals.most_common(LISTED)}
 
 
 def busy_share(spans: Sequence[tuple[float, float]]) -> tuple[float, float]:

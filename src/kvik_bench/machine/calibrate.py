@@ -292,7 +292,7 @@ def make_stage(hardware: Hardware, threads: int, effort: Effort) -> Stage:
     """Return the stage with the kernels that the engine would use here."""
     if native_reason(hardware):
         return TorchStage(threads, effort.reads[-1])
-    from kvik_bench.machine.stage import NativeStage
+    from kvik_bench.machine.native_stage import NativeStage
 
     return NativeStage(threads, effort.reads[-1])
 
