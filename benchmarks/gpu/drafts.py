@@ -14,6 +14,7 @@ from notes import Notes
 from place import DEVICE, sized
 from shapes import write_config
 
+from kvik.worker.captures import MAX_PADDING
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.drafters import registry
 from kvik.worker.drafters.base import DraftRows, Drafts
@@ -50,9 +51,12 @@ class Judging(Measured):
         return wait and self._captured(batch)
 
     def _captured(self, batch: int) -> bool:
+        """Return whether a step is a replay: a much larger size serves it, but is not used."""
         graph, tokens = self.real, batch * (1 + DRAFTS)
         return isinstance(graph, DecodeGraphs) and any(
-            size.serves(batch, tokens, 1 + DRAFTS, tokens, tree=False) for size in graph.captured
+            size.serves(batch, tokens, 1 + DRAFTS, tokens, tree=False)
+            and size.tokens <= MAX_PADDING * tokens
+            for size in graph.captured
         )
 
 

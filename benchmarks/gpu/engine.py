@@ -21,6 +21,7 @@ from kvik.core.types import EngineRequest, RequestDelta
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.model_files import model_files
+from kvik.worker.captures import GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
@@ -82,6 +83,7 @@ class Engine:
     loop: EngineLoop
     executor: KeepsErrors
     runner: ModelRunner
+    graph_memory: GraphMemory | None
     serial: Iterator[int] = field(default_factory=count)
 
     @classmethod
@@ -97,7 +99,8 @@ class Engine:
         worker = rehearsed_worker(resolved) if REHEARSED and on_gpu else Worker(resolved)
         executor = KeepsErrors(worker)
         loop = EngineLoop(EngineCore(resolved), executor, time.monotonic)
-        return cls(resolved, loop, executor, worker._ready())  # the runner: its parts get replaced
+        runner = worker._ready()  # its parts get replaced
+        return cls(resolved, loop, executor, runner, worker._graphs)
 
     def add(self, prompt: Sequence[int], tokens: int) -> str:
         name = str(next(self.serial))

@@ -28,7 +28,7 @@ SCALE = HEADS.dim**-0.5
 FORMATS = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}
 DECODES = sized(((64, 8192), (1, 32768), (256, 1024)), ((2, 33),))
 # Heads of DeepSeek-V2-Lite and DeepSeek-V2 (128); widths of a key's latent and rotated parts.
-LATENT_HEADS, LATENT = sized((((16, "copy"), (128, "bf16")), (512, 64)), (((4, "copy"),), (32, 16)))
+LATENT_HEADS, LATENT = sized((((16, "read"), (128, "bf16")), (512, 64)), (((4, "read"),), (32, 16)))
 WHOLE = "prefill 8k"
 PREFILLS = {
     WHOLE: sized((0, 8192), (0, 80)),
@@ -73,7 +73,7 @@ def _decode(notes: Notes, time: Timer, name: str, batch: int, context: int, form
     calls = [_call(q, PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales), step) for kv in caches]
     found = time(calls)
     moved = keys + 2 * q.nbytes
-    notes.rate(name, found.seconds, "copy", moved=moved, captured=found.captured)
+    notes.rate(name, found.seconds, "read", moved=moved, captured=found.captured)
 
 
 def _latent_decode(notes: Notes, time: Timer, name: str, heads: int, ceiling: str) -> None:
@@ -90,7 +90,7 @@ def _latent_decode(notes: Notes, time: Timer, name: str, heads: int, ceiling: st
     keys = batch * context
     moved = 2.0 * (keys * (latent + rope) + batch * heads * (2 * latent + rope))
     operations = 2.0 * keys * heads * (2 * latent + rope)
-    done = {"moved": moved} if ceiling == "copy" else {"operations": operations}
+    done = {"moved": moved} if ceiling == "read" else {"operations": operations}
     notes.rate(name, found.seconds, ceiling, **done, captured=found.captured)
 
 

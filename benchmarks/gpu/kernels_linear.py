@@ -98,7 +98,7 @@ def _products(
     if tokens <= FEW:
         # inputs read and outputs written
         moved += 2 * tokens * sum(i + (o // 2 if act else o) for i, o, act in LAYER)
-        notes.rate(title, seconds, "copy", moved=moved, captured=found.captured)
+        notes.rate(title, seconds, "read", moved=moved, captured=found.captured)
         return
     done = 2.0 * tokens * sum(inputs * outputs for inputs, outputs, _ in LAYER)
     notes.rate(title, seconds, tensor_cores, operations=done, captured=found.captured)

@@ -37,7 +37,8 @@ def measure(notes: Notes, time: Timer = timed) -> None:
             ("rotate and store", partial(_rotate, tokens), _rotated_bytes()),
         ):
             title = f"{name}, {tokens} tokens"
-            notes.attempt(title, partial(_rate, notes, time, title, make, float(tokens * moved)))
+            moves = float(tokens * moved)
+            notes.attempt(title, partial(_rate, notes, time, title, make, moves, "copy"))
     for batch in BATCHES:
         for name, make in (
             ("greedy", partial(_greedy, ops.largest, batch)),
@@ -45,12 +46,20 @@ def measure(notes: Notes, time: Timer = timed) -> None:
             ("draw, top-p", partial(_draw, ops.draw, batch, 0.9)),
         ):
             title = f"{name}, batch {batch}"
-            notes.attempt(title, partial(_rate, notes, time, title, make, 4.0 * batch * VOCAB))
+            moves = 4.0 * batch * VOCAB
+            notes.attempt(title, partial(_rate, notes, time, title, make, moves, "read"))
 
 
-def _rate(notes: Notes, time: Timer, title: str, make: Callable[[], Call], moved: float) -> None:
+def _rate(
+    notes: Notes,
+    time: Timer,
+    title: str,
+    make: Callable[[], Call],
+    moved: float,
+    ceiling: str,
+) -> None:
     found = time([make() for _ in range(copies_for(moved, 16))])
-    notes.rate(title, found.seconds, "copy", moved=moved, captured=found.captured)
+    notes.rate(title, found.seconds, ceiling, moved=moved, captured=found.captured)
 
 
 def _norm(norm: Callable[..., Tensor], weight: Tensor, tokens: int) -> Call:

@@ -20,7 +20,7 @@ from statistics import median
 import torch
 from engine import Engine, Skipped, answers, captured_sizes
 from notes import Notes
-from place import DEVICE, sized, synchronize
+from place import DEVICE, REHEARSED, sized, synchronize
 from shapes import LOAD, write_config
 
 from kvik.attention.fresh_prompts import FreshPrompts
@@ -71,11 +71,12 @@ def measure(notes: Notes, shape: str, format: str) -> None:
         pass  # as an idle server does before its first request: nearly all sizes are captured
     answers(engine, [[1, 2, 3]], 2)  # its steps report the memory that graphs took
     if (graphs := engine.loop.stats().graphs) is not None:
-        planned = graphs.planned
-        notes.fact("graph bytes", graphs.taken, planned=planned, of=graphs.captured, **model.about)
+        counts = {"planned": graphs.planned, "of": graphs.captured, "each": model.graph_bytes}
+        notes.fact("graph bytes", graphs.taken, **counts, **model.about)
     # Each needs a few seconds; the last ones are left out when time is short.
     for name, call, needs in model.parts():
         notes.attempt(name, call, needs)
+    model.memory()
 
 
 def loaded(shape: str, format: str, longest: int, seqs: int, **options) -> Engine:
@@ -140,6 +141,23 @@ class Measured:
             *others[2:],
         ]
 
+    @property
+    def graph_bytes(self) -> float:
+        """Return the bytes of a captured graph, without what all of them share; 0: unknown."""
+        memory = self.engine.graph_memory
+        if memory is None or memory.graphs < 2:
+            return 0.0
+        return (memory.taken - memory._shared) / (memory.graphs - 1)
+
+    def memory(self) -> None:
+        """Note the most memory that was in use outside of the KV cache, and what was planned."""
+        if REHEARSED:
+            return
+        free, total = torch.cuda.mem_get_info()
+        plan = self.engine.resolved.memory
+        used, planned = total - free - plan.kv_cache, plan.total - plan.kv_cache
+        self.notes.fact("memory", used, planned=planned, kv_cache=plan.kv_cache, **self.about)
+
     def decode(self, batch: int, context: int, *, eager: bool = False, depth: int = 2) -> None:
         """Measure a step of `batch` requests with `context` tokens each."""
         name = f"decode {batch} x {context // 1024}k"
@@ -164,7 +182,7 @@ class Measured:
         self.notes.rate(
             name,
             seconds,
-            "copy",
+            "read",
             moved=self.weight_bytes + self._key_bytes * batch * seen,
             batch=batch,
             context=context,

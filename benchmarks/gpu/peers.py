@@ -63,7 +63,7 @@ def compiled(notes: Notes) -> None:
     notes.rate(
         "transformers, decode 1 x 1k",
         (whole - prefill) / (TOKENS - 1),
-        "copy",
+        "read",
         moved=moved,
         prefill=prefill,
     )

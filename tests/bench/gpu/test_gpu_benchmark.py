@@ -220,10 +220,10 @@ def fact(name: str, value: object, **more: object) -> dict:
 def test_shares_and_bars(script: ModuleType) -> None:
     model = {"shape": "8b", "format": "bf16", "section": "engine"}
     records = [
-        fact("copy", 4e12),
+        fact("read", 4e12),
         fact("bf16", 800e12),
-        rate("decode 1 x 1k", 0.005, "copy", moved=18e9, **model),
-        rate("decode 64 x 1k", 0.01, "copy", moved=18e9, captured=False, **model),
+        rate("decode 1 x 1k", 0.005, "read", moved=18e9, **model),
+        rate("decode 64 x 1k", 0.01, "read", moved=18e9, captured=False, **model),
         rate("prefill 8k", 0.5, "bf16", operations=100e12, **model),
         rate("prefill 8k, torch's attention", 0.4, "bf16", operations=100e12, **model),
         fact("busy 64", 0.985, **model),
@@ -243,19 +243,19 @@ def test_shares_and_bars(script: ModuleType) -> None:
 
 def test_the_table_of_all_jobs_is_short(script: ModuleType) -> None:
     """Some readers only see the end of an output."""
-    records = [fact("copy", 4e12), fact("bf16", 8e14), fact("fp8", 1e15), fact("int8", 1e15)]
+    records = [fact("read", 4e12), fact("bf16", 8e14), fact("fp8", 1e15), fact("int8", 1e15)]
     kernels = {"section": "kernels", "moved": 1e9}
     for format in ("bf16", "int4", *(f"fp8, {i}" for i in range(4)), "int8", "int8, tokens too"):
         for tokens in (1, 8, 64, 512, 8192):
-            records.append(rate(f"layer {format}, {tokens} tokens", 1e-3, "copy", **kernels))
+            records.append(rate(f"layer {format}, {tokens} tokens", 1e-3, "read", **kernels))
     for job, count in (("attention kernels", 16), ("other kernels", 15)):
         records += [
-            rate(f"kernel {i} of a name", 1e-3, "copy", job, **kernels) for i in range(count)
+            rate(f"kernel {i} of a name", 1e-3, "read", job, **kernels) for i in range(count)
         ]
     for shape in ("8b", "1b", "0.5b"):
         for format in ("bf16", "int4", "fp8"):
             about = {"shape": shape, "format": format, "section": "engine", "moved": 1e9}
-            records += [rate(f"decode {i} x 1k", 1e-2, "copy", **about) for i in range(15)]
+            records += [rate(f"decode {i} x 1k", 1e-2, "read", **about) for i in range(15)]
     for i in range(99):
         failure = {"kind": "failure", "name": f"part {i}", "job": "x", "error": ["word " * 80] * 8}
         check = {"kind": "check", "name": f"{i}", "passed": False, "detail": "far " * 99}
