@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 
@@ -54,9 +55,12 @@ def measure(notes: Notes) -> None:
 
 def answer(notes: Notes, folder: str, begun: str) -> None:
     """Answer, in the timed process. begun: its start, on a clock that processes share."""
+    imported = [time.monotonic()]
     from engine import Engine, answers
 
     from kvik.worker import worker
+
+    imported.append(time.monotonic())
 
     load, reading = worker.load_share, []
 
@@ -77,11 +81,17 @@ def answer(notes: Notes, folder: str, begun: str) -> None:
         max_model_len=LONGEST,
         **sized({}, {"kv_cache_memory": 4 << 20, "max_num_seqs": 2}),
     )
+    loaded = time.monotonic()
     if not answers(engine, [[1, 2, 3]], 1)[0]:
         raise RuntimeError("there is no answer")
-    seconds = time.monotonic() - float(begun)
+    ended = time.monotonic()
+    seconds = ended - float(begun)
     engine.close()
     notes.fact("first answer", seconds)
+    ends = (float(begun), *imported, imported[-1] + reading[0], loaded, ended)
+    parts = ("torch", "kvik", "weights", "others", "first step")
+    for part, (start, end) in zip(parts, pairwise(ends), strict=True):
+        notes.fact(f"first answer: {part} [s]", end - start)
     notes.fact("first answer: reading", reading[0] / seconds)
 
 
