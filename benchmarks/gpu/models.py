@@ -41,9 +41,10 @@ CELLS = sized(
     ((1, 5), (2, 5), (1, 6), (2, 6), (1, 7)),
 )
 USUAL = sized((64, 1024), (2, 8))  # batch and context at which Python may be the bottleneck
-BUSY = sized((64, 32, 1), (2, 1, 3))  # batch sizes; Python's time grows more slowly than they do
+# Batch sizes, most important first; Python's time grows more slowly than they do.
+BUSY = sized((64, 32, 256, 1), (2, 1, 3, 4))
 LONGEST, SEQS = sized((36_000, 256), (96, 4))
-PREFILL, TIMES = sized((8192, 5), (8, 1))
+PREFILL, SHORTER, TIMES = sized((8192, (2048, 1024), 5), (8, (5,), 1))
 BUDGET = sized(8192, 16)  # tokens per step
 # Fewest and most steps, and the seconds, for which a decode is timed.
 STEPS, MEASURED = sized((24, 200), (1, 1)), 0.7
@@ -125,7 +126,7 @@ class Measured:
             )
             for batch, context in CELLS
         )
-        often, seldom, alone = ((f"busy {batch}", partial(self.busy, batch), 6) for batch in BUSY)
+        often, *seldom = ((f"busy {batch}", partial(self.busy, batch), 6) for batch in BUSY)
         parts = [first, ("prefill", self.prefill, 3), often]
         if self.about == LOADED:
             parts.append(("load", self.load, 8))
@@ -133,8 +134,8 @@ class Measured:
         return [
             *parts,
             *others[:2],
-            seldom,
-            alone,
+            *seldom,
+            *((f"prefill {tokens}", partial(self.prefill, tokens), 3) for tokens in SHORTER),
             ("busy prefill", self.busy_prefill, 6),
             ("without graphs", partial(self.decode, *USUAL, eager=True), 3),
             ("without overlap", partial(self.decode, *USUAL, depth=1), 3),
@@ -191,30 +192,31 @@ class Measured:
             **self.about,
         )
 
-    def prefill(self, *, by_torch: bool = False) -> None:
+    def prefill(self, tokens: int = PREFILL, *, by_torch: bool = False) -> None:
         """Measure a prompt in one step, up to its first token, by Triton's or torch's attention."""
         times, attention = [], self.engine.runner.network.backend
         assert isinstance(attention, TritonAttention)
-        usual, attention.prompts = attention.prompts, FreshPrompts(PREFILL) if by_torch else None
+        usual, attention.prompts = attention.prompts, FreshPrompts(tokens) if by_torch else None
         try:
             for i in range(TIMES):
                 synchronize()
                 started = time.perf_counter()
-                answers(self.engine, [[(7 * j + i) % 100 for j in range(PREFILL)]], 1)
+                answers(self.engine, [[(7 * j + i) % 100 for j in range(tokens)]], 1)
                 times.append(time.perf_counter() - started)
         finally:
             attention.prompts = usual
         spec = self.engine.resolved.model
-        scores = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * PREFILL**2
+        scores = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * tokens**2
         layers = spec.linear_layers()
-        products = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if not m.head) * PREFILL
+        products = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if not m.head) * tokens
         head = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if m.head)
         self.notes.rate(
-            "prefill 8k" + (", torch's attention" if by_torch else ""),
+            f"prefill {tokens // 1024}k" + (", torch's attention" if by_torch else ""),
             median(times),
             "bf16",
             operations=products + scores + head,
-            tokens_per_second=PREFILL / median(times),
+            tokens_per_second=tokens / median(times),
+            spread=(min(times), max(times)),
             **self.about,
         )
 

@@ -141,13 +141,18 @@ def _models(found: Found) -> list[str]:
             for rate in found.of("rate")
             if (rate.get("shape"), rate.get("format")) == (shape, format)
         ]
-        for name, form in (("busy 64", "{:.1%}"), ("busy 32", "{:.1%}"), ("load", "{:.0f} tok/s")):
+        shown = [(f"busy {batch}", "{:.1%}") for batch in (256, 64, 32, 1)]
+        for name, form in (*shown, ("load", "{:.0f} tok/s")):
             value = found.value(name, **about)
             cells += [] if value is None else [f"{name} {form.format(value)}"]
         graphs = found.fact("graph bytes", **about)
         if graphs is not None:
             taken, planned = (number(graphs, key) / 2**20 for key in ("value", "planned"))
             cells.append(f"{graphs['of']} graphs {taken:.0f} of {planned:.0f} MiB")
+        memory = found.fact("memory", **about)
+        if memory is not None:
+            used, planned = (number(memory, key) / 2**30 for key in ("value", "planned"))
+            cells.append(f"memory without KV {used:.2f} of {planned:.2f} GiB planned")
         ready = found.value("ready", **about)
         lines += _packed(f"{shape} {format}" + (f", {ready:.0f} s" if ready else ""), cells)
     return lines
@@ -235,12 +240,17 @@ def _passed(*ops: str) -> Callable[[Found], float | None]:
 
 BARS = (
     Bar("decode 8B bf16, batch 1, 1k: of bandwidth", 0.85, _decode("bf16")),
-    Bar("decode 8B int4, batch 1, 1k: of bandwidth", 0.60, _decode("int4")),
+    Bar("decode 8B int4, batch 1, 1k: of bandwidth", 0.70, _decode("int4")),
     Bar("batch 256: tokens/s over transformers'", 3.0, _over_peer, "{:.2f} x"),
     Bar(
         "prefill 8B bf16, 8k: of the GEMM rate",
         0.65,
         _best_prefill,
+    ),
+    Bar(
+        "prefill 8B bf16, 2k: of the GEMM rate",
+        0.65,
+        lambda f: f.share(f.rate("prefill 2k", **PREFILLED)),
     ),
     Bar(
         "attention prefill 8k: of the GEMM rate",
@@ -252,6 +262,7 @@ BARS = (
         0.80,
         lambda f: f.share(f.rate("decode 64 x 8k bf16")),
     ),
+    Bar("GPU busy at batch 256, 8B bf16", 0.97, _busy(256), "{:.1%}"),
     Bar("GPU busy at batch 64, 8B bf16", 0.97, _busy(64), "{:.1%}"),
     Bar("GPU busy at batch 32, 8B bf16", 0.97, _busy(32), "{:.1%}"),
     Bar(
