@@ -10,7 +10,7 @@ from helpers.configs import small
 from kvik.config.compute import choose_attention, choose_kernels, settled, torch_prompts
 from kvik.config.config import EngineConfig, Notes, ResolvedConfig
 from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
-from kvik.config.memory import Footprint, StepSize
+from kvik.config.memory import TRITON_WIDENED, Footprint, StepSize
 from kvik.config.model_source import find_model
 from kvik.config.resolve import resolve
 from kvik.errors import ConfigError
@@ -214,6 +214,17 @@ def test_memory_of_attention_in_place_does_not_depend_on_the_context() -> None:
 
     assert activations("triton", 1 << 17) == activations("triton", 1 << 10)
     assert activations("sdpa", 1 << 17) > activations("triton", 1 << 17)
+
+
+def test_memory_for_widened_weights_is_in_the_plan() -> None:
+    size = StepSize(1 << 10, max_num_seqs=8, max_num_batched_tokens=512)
+
+    def overhead(quantization: str, kernels: str) -> int:
+        plan = Footprint(MODEL, "bfloat16", quantization, "cuda", "sdpa", 16, 0, kernels=kernels)
+        return plan.overhead(size)
+
+    assert overhead("int4", "triton") == overhead("int4", "torch") + TRITON_WIDENED
+    assert overhead("none", "triton") == overhead("none", "torch")
 
 
 def test_an_engine_folder_for_triton_needs_it() -> None:

@@ -655,29 +655,62 @@ FINISH = Resources(
     max_registers=64,
 )
 
-_ROW_SIZES = "inputs tiles filled scale_stride"
+
+def _word_rows(
+    what: str,
+    code: tl.constexpr,
+    offset: tl.constexpr,
+    group: int,
+    span: int = 128,
+    ids: bool = False,
+    paired: bool = False,
+) -> Resources:
+    absent = ["order"]
+    absent += [] if ids else ["ids"]
+    absent += [] if offset == words.MINIMUM else ["factors"]
+    return Resources(
+        matrix.word_rows_kernel,
+        f"{what}, bf16",
+        {"scales": _scales_of(code, offset)}
+        | _types(
+            p_i32="words",
+            p_fp32="factors",
+            p_i64="ids",
+            p_bf16="out",
+            i32="first count rows inputs steps scale_stride",
+        ),
+        {
+            **dict.fromkeys(absent),
+            "FORMAT": code.value,
+            "OFFSET": offset.value,
+            "GROUP": group,
+            "SPAN": span,
+            "PAIRED": paired,
+            "BO": matrix.ROWS_AT_ONCE,
+            "STEPS": matrix.STEPS_AT_ONCE,
+        },
+        aligned=_aligned("rows inputs scale_stride"),
+        max_registers=64,
+    )
+
 
 MATRIX_ROWS = (
-    Resources(
-        matrix.word_rows_kernel,
-        "int4 in groups of 128, bf16",
-        _types(p_i32="words scales", p_i64="ids", p_bf16="out", i32=_ROW_SIZES),
-        {
-            "factors": None,
-            "order": None,
-            "FORMAT": words.INT4.value,
-            "OFFSET": words.ZERO.value,
-            "GROUP": 128,
-            "HALVES": False,
-            "TILES": matrix.TILES_AT_ONCE,
-        },
-        aligned=_aligned("inputs scale_stride"),
-        max_registers=64,
-    ),
+    _word_rows("int4 in groups of 128, of ids", words.INT4, words.ZERO, 128, ids=True),
+    _word_rows("int4 in groups of 128, gate and up", words.INT4, words.ZERO, 128, paired=True),
+    _word_rows("int4 with minima", words.INT4, words.MINIMUM, 32, 32),
+    _word_rows("int8", words.INT8, words.NO_OFFSET, 0),
+    _word_rows("E4M3", words.E4M3, words.NO_OFFSET, 0),
+    _word_rows("E2M1", words.E2M1, words.NO_OFFSET, 32, 32),
     Resources(
         matrix.byte_rows_kernel,
         "E4M3, bf16",
-        _types(p_i8="values", p_fp32="scales", p_i64="ids", p_bf16="out", i32=_ROW_SIZES),
+        _types(
+            p_i8="values",
+            p_fp32="scales",
+            p_i64="ids",
+            p_bf16="out",
+            i32="inputs filled scale_stride",
+        ),
         {"order": None, "FORMAT": words.E4M3.value, "GROUP": 0, "BLOCK": matrix.BYTES_AT_ONCE},
         aligned=_aligned("inputs filled scale_stride"),
         max_registers=64,

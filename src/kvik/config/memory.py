@@ -56,6 +56,9 @@ STORED_COPIES, GATHERED_COPIES = 6, 3
 # Partial results of split contexts in the triton backend, which splits a batch that would need more
 # (kernels/triton/attention_paged.py).
 TRITON_WORKSPACE = 64 * MIB
+# Quantised weights as floats, for products with many tokens (kernels/triton/matrix_shapes.py).
+# Counted for all formats, also for those whose products do not need it.
+TRITON_WIDENED = 128 * MIB
 # Triton's attention, and torch's for whole prompts, which are padded by fewer than PROMPT_PADDING
 # tokens (attention/fresh_prompts.py); cuDNN's library and workspace (an estimate).
 TRITON_SDPA = "triton+sdpa"
@@ -432,7 +435,7 @@ class Footprint:
         return own + drafting
 
     def overhead(self, size: StepSize) -> int:
-        """Runtime, tables of running requests and of rotary positions, loading."""
+        """Runtime, tables of running requests and of rotary positions, widened weights, loading."""
         spec = self.spec
         longest = size.max_model_len
         entries = -(-longest // self.block_size) * len(self.groups)
@@ -448,6 +451,8 @@ class Footprint:
         total = self.runtime + table + seen + tables + self._pooling(size) + self.graphs(size)
         total += (self._processes - 1) * RANK_BYTES
         total += 0 if self._one_of_several else self.repeated
+        if self.kernels == "triton" and (self._quantized or (self.draft and self.draft._quantized)):
+            total += TRITON_WIDENED
         if self.device == "cpu":
             total += spec.vocab_size * TOKENIZER_BYTES_PER_ENTRY
             total += 0 if self._taped else TORCH_KERNELS_BYTES

@@ -19,10 +19,19 @@ pytest.importorskip("triton", reason=NO_TRITON)
 from helpers.compilations import compilation
 from triton.runtime.interpreter import InterpretedFunction
 
+from kvik.config.memory import TRITON_WIDENED
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.kernels.triton import norm
+from kvik.kernels.triton import matrix, norm
 from kvik.kernels.triton.matrix import TritonMatrices
-from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, splits_for, tile_for
+from kvik.kernels.triton.matrix_shapes import (
+    FEW,
+    FEW_INT4,
+    MANY,
+    MOST_IN_WORDS,
+    WIDENED_BYTES,
+    splits_for,
+    tile_for,
+)
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.triton.packed import TritonPacked, empty
 from kvik.kernels.weights import (
@@ -83,6 +92,18 @@ def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
     (found,) = outputs(OPS, case, arguments(case, dtype, device()))
     assert found.dtype == expected.dtype
     torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [(c, d) for c, d in chosen() if c.name.split("-")[1] in ("int4", "mxfp4", "int8", "fp8")],
+    ids=lambda v: getattr(v, "name", str(v)),
+)
+def test_widened_weights_match_the_reference(
+    case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix, "MOST_IN_WORDS", 0)
+    test_matches_the_reference(case, dtype)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.op == "matrix_rows"], ids=lambda c: c.name)
@@ -196,6 +217,36 @@ def test_groups(kind: str, group: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(rows, weight.rows(ids).dequantized(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("activation", [None, "silu_and_mul", "gelu_tanh"])
+@pytest.mark.parametrize("added", [False, True])
+def test_parts_of_a_widened_matrix(
+    activation: Activation | None, added: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In memory for 128 of 400 rows, whose products may have another order of sums on a GPU."""
+    monkeypatch.setattr(matrix, "MOST_IN_WORDS", 2)
+    weight = weight_of("int4", 400, 192, 64)
+    x = torch.randn(3, 192, generator=drawn()).bfloat16().to(device())
+    whole, parts = TritonMatrices(device()), TritonMatrices(device())
+    filled = made(weight, x.dtype, activation)
+    residual = torch.randn(3, filled.spec.outputs, generator=drawn()).bfloat16().to(device())
+    expected = whole.linear(x, filled, residual.clone() if added else None)
+    monkeypatch.setattr(matrix, "WIDENED_BYTES", 2 * 192 * 200)
+    found = parts.linear(x, filled, residual.clone() if added else None)
+    torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=3e-2)
+    few = whole.linear(x[:2], filled, residual[:2].clone() if added else None)
+    torch.testing.assert_close(found[:2], few, rtol=1.6e-2, atol=3e-2)
+
+
+@pytest.mark.parametrize("kind", ["int4", "symmetric", "minima", "mxfp4", "int8", "fp8"])
+def test_widened_weights_are_rounded_once(kind: str) -> None:
+    """Except to bf16 in the interpreter, which cuts digits off."""
+    weight = weight_of(kind, 70, 320, 32 if kind != "fp8" else 0)
+    ids = torch.arange(70, device=device())
+    for dtype in (torch.float16, torch.float32):
+        rows = OPS.matrix_rows(made(weight, dtype), ids, dtype)
+        assert torch.equal(rows.cpu(), weight.dequantized().to(dtype))
+
+
 @pytest.mark.parametrize("kind", ["int4", "minima"])
 def test_few_tokens_and_several_tiles_of_outputs(kind: str) -> None:
     weight = weight_of(kind, 200, 1152, 128 if kind == "int4" else 32)
@@ -284,6 +335,10 @@ def test_rows_of_one_matrix_have_one_order() -> None:
         OPS.pack_rows(matrix, 0, ordered_weight(weight, order.flip(0).contiguous()))
 
 
+def test_the_memory_plan_covers_widened_weights() -> None:
+    assert TRITON_WIDENED >= WIDENED_BYTES
+
+
 def test_classes_of_tokens() -> None:
     assert [tile_for(n).tokens for n in (1, 8, 9, 17, 64, 65)] == [8, 8, 16, 32, 64, 128]
     assert [tile_for(n, int4=True) for n in (1, 8, 9)] == [FEW_INT4, FEW_INT4, FEW[1]]
@@ -325,8 +380,8 @@ def test_bytes_of_a_packed_matrix_are_those_of_its_parts(
 # How often Triton compiles again as steps have different tokens.
 
 CPU = torch.device("cpu")
-TOKENS = range(1, 130)
-CLASSES = 1 + sum(tile.tokens < max(TOKENS) for tile in FEW)  # by tile sizes
+TOKENS = (*range(1, 130), MOST_IN_WORDS, MOST_IN_WORDS + 1, 1000)
+CLASSES = 1 + len(FEW)  # by tile sizes
 
 
 @pytest.fixture
@@ -345,10 +400,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 @pytest.mark.parametrize(
     ("kind", "kernels"),
     [
-        (WeightKind("int4", 128, "zeros"), 1),
+        (WeightKind("int4", 128, "zeros"), 2),  # one widens weights
         (WeightKind("int8", activations="token"), 2),
         (WeightKind("int8", 128, activations="group"), 2),
-        (WeightKind("fp8"), 1),
+        (WeightKind("fp8"), 2),
     ],
     ids=str,
 )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvik.kernels.triton.launch import MAX_SHARED, ceil_div, power_of_two
-from kvik.kernels.triton.matrix_shapes import FEW
+from kvik.kernels.triton.matrix_shapes import FEW, MOST_IN_WORDS
 
 # Programs that a single sequence may be spread over: about the multiprocessors of the largest GPUs,
 # and a constant, so that results differ neither between GPUs nor between batches.
@@ -196,7 +196,7 @@ def lengths(
         kv_heads: each number of them that layers have.
         others: the largest number of each class of a model's experts.
     """
-    bounds = {1, *(tile.tokens for tile in FEW), *others}
+    bounds = {1, *(tile.tokens for tile in FEW), MOST_IN_WORDS, *others}
     bounds.update(n for kv in kv_heads for n in query_classes(heads // kv, kv))
     return tuple(sorted({min(most, n) for n in (*bounds, max(bounds) + 1)}, reverse=True))
 

@@ -1,8 +1,8 @@
 """Matrices of every kind on a GPU: made, filled, multiplied, read row by row.
 
-Floats are multiplied by cuBLAS, and so is E4M3 with E4M3 for many tokens; the rest by the kernels
-here, and weights in groups that are not a multiple of 16, which are rare, by torch, a few rows at a
-time.
+Floats are multiplied by cuBLAS; for many tokens also E4M3 with E4M3, and weights whose x is not
+rounded, after they were widened to the dtype of x. The rest is multiplied by the kernels here, and
+weights in groups that are not a multiple of 16, which are rare, by torch, a few rows at a time.
 
 The order of a row's sum depends on the kind, the shape and the class of the number of tokens
 (`matrix_shapes.py`: up to 8, 16, 32, 64, more), but not on the number within a class. For cuBLAS it
@@ -24,7 +24,15 @@ from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton import linear_bytes, linear_words, words
 from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.linear_end import finish
-from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, Tile, splits_for, tile_for
+from kvik.kernels.triton.matrix_shapes import (
+    FEW,
+    FEW_INT4,
+    MOST_IN_WORDS,
+    WIDENED_BYTES,
+    Tile,
+    splits_for,
+    tile_for,
+)
 from kvik.kernels.triton.packed import (
     LEAST_GROUP,
     STEP,
@@ -46,50 +54,41 @@ from kvik.kernels.triton.scaled_mm import (
 )
 from kvik.kernels.triton.words import (
     E4M3,
+    INT8,
     MINIMUM,
     NO_OFFSET,
     fp16_pair,
     load_scale,
-    plane_of,
     planes_of,
     scale_and_zero,
+    weights_of,
 )
 from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight
 from kvik.spec.weight_kind import WeightKind
 
-# Rows of a quantised weight as floats: embeddings of tokens. Floor: the bytes of the rows.
+# Rows of a quantised weight as floats: embeddings of tokens, and matrices for many tokens. Floor:
+# the bytes of the rows, as stored and as floats.
 
 
 @triton.jit
-def _scaled(
-    q,
-    scales,
-    factors,
-    row,
-    k,
-    scale_stride,
-    FORMAT: tl.constexpr,
-    OFFSET: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    """Scale q of inputs k of a row to weights, fp32; for INT4 q is 16 too large."""
-    if GROUP == 0:
-        w = q * tl.load(scales + row)
+def _widened(w, at, factors, row, factor_stride, FORMAT: tl.constexpr, OFFSET: tl.constexpr):
+    """Scale unpacked w [BO, SPAN] of a group, whose scales of rows [BO] are `at`, rounded once."""
+    if OFFSET == NO_OFFSET:
+        y = w * load_scale(at, FORMAT)[:, None]
+    elif OFFSET == MINIMUM:
+        scale, minimum = fp16_pair(tl.load(at))
+        scale *= tl.load(factors + row)
+        minimum *= tl.load(factors + factor_stride + row)
+        y = (w - 16.0) * scale[:, None] - minimum[:, None]
     else:
-        at = scales + k // GROUP * scale_stride + row
-        if OFFSET == NO_OFFSET:
-            w = q * load_scale(at, FORMAT)
-        elif OFFSET == MINIMUM:
-            scale, minimum = fp16_pair(tl.load(at))
-            scale *= tl.load(factors + row)
-            w = (q - 16.0) * scale - minimum * tl.load(factors + scale_stride + row)
-        else:
-            scale, zero = scale_and_zero(tl.load(at))
-            w = (q - 16.0 - zero.to(tl.float32)) * scale
-    return w
+        scale, zero = scale_and_zero(tl.load(at))
+        # Exact up to the difference, as a scale has nineteen binary digits: one instruction.
+        y = w * scale[:, None] - ((16 + zero).to(tl.float32) * scale)[:, None]
+    return y
 
 
-@triton.jit
+# Otherwise parts that begin at row 0, or end elsewhere, would be compiled separately.
+@triton.jit(do_not_specialize=["first", "count"])
 def word_rows_kernel(
     words,
     scales,
@@ -97,34 +96,55 @@ def word_rows_kernel(
     order,
     ids,
     out,
+    first,
+    count,
+    rows,
     inputs,
-    tiles,
+    steps,
     scale_stride,
     FORMAT: tl.constexpr,
     OFFSET: tl.constexpr,
     GROUP: tl.constexpr,
-    HALVES: tl.constexpr,
-    TILES: tl.constexpr,
+    SPAN: tl.constexpr,
+    PAIRED: tl.constexpr,
+    BO: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    """grid [n, tiles / TILES]; out [n, inputs]. HALVES: lower halves of words are neighbours."""
-    n = tl.program_id(0).to(tl.int64)
-    row = tl.load(ids + n)
-    PLANES: tl.constexpr = planes_of(FORMAT)
-    tile = tl.program_id(1) * TILES + tl.arange(0, TILES)[:, None]
-    c = tl.arange(0, 16)[None, :]
-    at = words + ((row // 64 * tiles + tile) * 64 + row % 64) * 16 + c
-    w = tl.load(at, mask=tile < tiles, other=0)
-    for plane in tl.static_range(PLANES):
-        start = tile * (32 * PLANES) + 32 * plane
-        low, high = plane_of(w, plane, FORMAT, tl.float32)
-        for half in tl.static_range(2):
-            q = low if half == 0 else high
-            k = start + (16 * half + c if HALVES else 2 * c + half)
-            inside = k < inputs
-            known = tl.minimum(k, inputs - 1)
-            y = _scaled(q, scales, factors, row, known, scale_stride, FORMAT, OFFSET, GROUP)
-            to = tl.load(order + known) if order is not None else known
-            tl.store(out + n * inputs + to, y.to(out.dtype.element_ty), mask=inside)
+    """grid [steps / STEPS, count / BO]; out [count, inputs]; a step is 128 inputs
+
+    ids: [count] rows; None: those from `first` on, where PAIRED counts all of gate before up, which
+        alternate in the words.
+    """
+    begin, n = tl.program_id(0) * STEPS, tl.program_id(1) * BO + tl.arange(0, BO)
+    near = tl.minimum(n, count - 1)
+    if ids is not None:
+        row = tl.load(ids + near).to(tl.int64)
+    else:
+        row = first + near
+        if PAIRED:
+            row = row % (rows // 2) * 2 + row // (rows // 2)
+        row = row.to(tl.int64)
+    TILES: tl.constexpr = 4 // planes_of(FORMAT)
+    at = words + (row // 64 * steps * (1024 * TILES) + row % 64 * 16)[:, None]
+    at += tl.arange(0, 16)[None, :]
+    to = out + n.to(tl.int64)[:, None] * inputs
+    # Formats that are unpacked by bits cost fewest instructions in bf16, in which they are exact.
+    dtype: tl.constexpr = tl.float32 if FORMAT == INT8 else tl.bfloat16
+    for step in tl.range(begin, tl.minimum(begin + STEPS, steps)):
+        tile = at + step * (1024 * TILES)
+        w0 = tl.load(tile)
+        w1 = tl.load(tile + 1024) if TILES == 2 else w0
+        for s in tl.static_range(128 // SPAN):
+            start = step * 128 + s * SPAN
+            w = weights_of(w0, w1, s, SPAN, FORMAT, dtype).to(tl.float32)
+            scale = scales + row
+            if GROUP:
+                scale += start // GROUP * scale_stride
+            y = _widened(w, scale, factors, row, scale_stride, FORMAT, OFFSET)
+            k = start + tl.arange(0, SPAN)
+            column = tl.load(order + tl.minimum(k, inputs - 1)) if order is not None else k
+            inside = (n < count)[:, None] & (k < inputs)[None, :]
+            tl.store(to + column[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -153,12 +173,12 @@ def byte_rows_kernel(
     else:
         q = code.to(tl.float32)
     known = tl.minimum(k, inputs - 1)
-    y = _scaled(q, scales, None, row, known, scale_stride, FORMAT, NO_OFFSET, GROUP)
+    y = q * tl.load(scales + (known // GROUP * scale_stride + row if GROUP else row))
     to = tl.load(order + known) if order is not None else known
     tl.store(out + n * inputs + to, y.to(out.dtype.element_ty), mask=inside)
 
 
-TILES_AT_ONCE = 4  # of 16 words: 512 weights of four bits
+ROWS_AT_ONCE, STEPS_AT_ONCE = 32, 4
 BYTES_AT_ONCE = 1024
 
 
@@ -325,6 +345,67 @@ def float_linear(x: Tensor, values: Tensor, matrix: Matrix, residual: Tensor | N
     return finish(F.linear(x, values, bias), None, spec.activation, residual, spec.out_dtype)
 
 
+def word_rows(
+    packed: TritonPacked, spec: MatrixSpec, ids: Tensor | None, first: int, out: Tensor
+) -> Tensor:
+    """Write rows `ids` of a weight in words to out [rows, inputs], or rows from `first` on, without
+    `ids`; then all rows of gate are before those of up. Return out."""
+    kind, count = spec.kind, len(out)
+    steps = ceil_div(spec.inputs, STEP)
+    grid = ceil_div(steps, STEPS_AT_ONCE), ceil_div(count, ROWS_AT_ONCE)
+    kernel: Any = word_rows_kernel[grid]
+    kernel(
+        packed.values,
+        packed.scales,
+        packed.factors,
+        packed.order if ids is not None else None,
+        ids,
+        out,
+        first,
+        count,
+        spec.rows,
+        spec.inputs,
+        steps,
+        packed.scales.shape[-1],
+        *format_of(kind),
+        kind.group,
+        span_of(kind.group),
+        interleaved(spec),
+        ROWS_AT_ONCE,
+        STEPS_AT_ONCE,
+    )
+    return out
+
+
+def widened_linear(
+    x: Tensor, packed: TritonPacked, matrix: Matrix, residual: Tensor | None, scratch: Tensor
+) -> Tensor:
+    """Multiply x [tokens, inputs], unrounded, by a weight in words, widened to the dtype of x.
+
+    Weights are rounded to that dtype after scaling. Floor: 2 * tokens * rows * inputs FLOPs; the
+    bytes of the widened weights are written and read in addition.
+
+    Args:
+        scratch: bytes for widened rows, in which parts of the matrix follow each other.
+    """
+    spec, rows = matrix.spec, matrix.spec.rows
+    values = scratch.view(x.dtype)
+    parts = ceil_div(rows, len(values) // spec.inputs // STEP * STEP)
+    each = ceil_div(ceil_div(rows, parts), STEP) * STEP
+    plain = spec.activation is None and matrix.bias is None
+    added = plain and residual is not None and residual.dtype == x.dtype
+    z = residual if added else torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
+    assert z is not None
+    for first in range(0, rows, each):
+        part = z[:, first : first + each]
+        count = part.shape[1]
+        out = values[: count * spec.inputs].view(count, spec.inputs)
+        part.addmm_(x, word_rows(packed, spec, None, first, out).t(), beta=int(added))
+    if plain and (added or residual is None):
+        return z
+    return finish(z, matrix.bias, spec.activation, residual, spec.out_dtype)
+
+
 class TritonMatrices:
     """The rows `matrix`, `pack_rows`, `linear` and `matrix_rows` of `Ops`, for one device."""
 
@@ -334,6 +415,7 @@ class TritonMatrices:
             library: support for E4M3; None: that of the device.
         """
         self.library = library or library_of(device)
+        self._scratch: Tensor | None = None  # for widened weights
 
     def matrix(self, spec: MatrixSpec) -> Matrix:
         """See `Ops.matrix`. The bias of a quantised one is fp32."""
@@ -362,7 +444,11 @@ class TritonMatrices:
         if packed.order is not None:
             x = x.index_select(1, packed.order)
         if in_words(kind):
-            return words_linear(x, packed, matrix, residual)
+            if len(x) <= MOST_IN_WORDS or spec.out_dtype != x.dtype:
+                return words_linear(x, packed, matrix, residual)
+            if self._scratch is None:
+                self._scratch = torch.empty(WIDENED_BYTES, dtype=torch.uint8, device=x.device)
+            return widened_linear(x, packed, matrix, residual, self._scratch)
         if kind.codes == "int8":
             filled = packed.values.shape[1]
             codes, x_scales = round_tokens(x, filled, kind.group, False, None)
@@ -378,42 +464,23 @@ class TritonMatrices:
         out = torch.empty(len(ids), spec.inputs, dtype=dtype, device=ids.device)
         if not len(ids):
             return out
-        group, stride = kind.group, packed.scales.shape[-1]
-        kernel: Any
         if in_words(kind):
-            tiles = packed.values.shape[1]
-            kernel = word_rows_kernel[(len(ids), ceil_div(tiles, TILES_AT_ONCE))]
-            kernel(
-                packed.values,
-                packed.scales,
-                packed.factors,
-                packed.order,
-                ids,
-                out,
-                spec.inputs,
-                tiles,
-                stride,
-                *format_of(kind),
-                group,
-                span_of(group) == LEAST_GROUP,
-                TILES_AT_ONCE,
-            )
-        else:
-            codes = packed.values.view(torch.int8)
-            kernel = byte_rows_kernel[(len(ids), ceil_div(spec.inputs, BYTES_AT_ONCE))]
-            kernel(
-                codes,
-                packed.scales,
-                packed.order,
-                ids,
-                out,
-                spec.inputs,
-                codes.shape[1],
-                stride,
-                format_of(kind)[0],
-                group,
-                BYTES_AT_ONCE,
-            )
+            return word_rows(packed, spec, ids, 0, out)
+        codes = packed.values.view(torch.int8)
+        kernel: Any = byte_rows_kernel[(len(ids), ceil_div(spec.inputs, BYTES_AT_ONCE))]
+        kernel(
+            codes,
+            packed.scales,
+            packed.order,
+            ids,
+            out,
+            spec.inputs,
+            codes.shape[1],
+            packed.scales.shape[-1],
+            format_of(kind)[0],
+            kind.group,
+            BYTES_AT_ONCE,
+        )
         return out
 
     def _e4m3_linear(

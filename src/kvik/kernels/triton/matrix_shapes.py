@@ -56,6 +56,12 @@ MANY_NARROW = Tile(outputs=128, tokens=64, num_warps=8, stages=3)
 FEW_FP32 = Tile(outputs=LEAST_OUTPUTS, tokens=8, num_warps=4, stages=2, splits=16)
 MANY_FP32 = Tile(outputs=64, tokens=32, num_warps=8, stages=2)
 
+# Weights in words are multiplied as they are by up to this many tokens. With more, it takes less
+# time to widen them once and to multiply floats.
+MOST_IN_WORDS = 256
+# Memory for widened weights: a whole matrix of 14336 x 4096, or part of a larger one.
+WIDENED_BYTES = 128 << 20
+
 PROGRAMS = 512  # enough to occupy the GPU: about four per processor
 LEAST_STEPS = 4  # of 128 inputs per split; shorter ones would mostly fill the pipeline
 
