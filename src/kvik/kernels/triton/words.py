@@ -96,9 +96,23 @@ def _int4_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit
 def _int8_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
-    """Return two tiles, of bytes PLANE and PLANE + 2 of the words."""
-    low, high = (words << (24 - 8 * PLANE)) >> 24, (words << (8 - 8 * PLANE)) >> 24
-    return low.to(tl.float32).to(dtype), high.to(tl.float32).to(dtype)
+    """Return two tiles, of bytes PLANE and PLANE + 2 of the words.
+
+    For 16 bits, the lower seven bits and the sign bit become two numbers with an exponent at which
+    the last bit of the mantissa is 1; their difference is exact. A conversion of an integer would
+    take as long as eight such instructions.
+    """
+    if dtype == tl.float32:
+        low, high = (words << (24 - 8 * PLANE)) >> 24, (words << (8 - 8 * PLANE)) >> 24
+        return low.to(tl.float32), high.to(tl.float32)
+    both = words >> 8 if PLANE else words
+    if dtype == tl.bfloat16:  # 128 + the lower bits, and -128 or, with the sign bit, -256
+        bits, sign = _and_or(both, 0x007F007F, 0x43004300), _and_or(both, 0x00800080, -0x3CFF3D00)
+    else:  # 1024 + the lower bits, and -1024 or -1152
+        bits, sign = _and_or(both, 0x007F007F, 0x64006400), _and_or(both, 0x00800080, -0x1BFF1C00)
+    low, high = _halves(bits, dtype)
+    low_sign, high_sign = _halves(sign, dtype)
+    return plus(low, low_sign), plus(high, high_sign)
 
 
 @triton.jit
