@@ -36,7 +36,14 @@ from kvik.kernels.triton import (
 from kvik.kernels.triton.attention_shapes import STAGES, block_d, prefill_tiles, split_tiles
 from kvik.kernels.triton.kv_load import KINDS
 from kvik.kernels.triton.launch import MAX_SHARED
-from kvik.kernels.triton.matrix_shapes import FEW, FEW_INT4, MANY, MANY_NARROW, Tile
+from kvik.kernels.triton.matrix_shapes import (
+    FEW,
+    FEW_INT4,
+    MANY,
+    MANY_NARROW,
+    SECOND_PRODUCT,
+    Tile,
+)
 from kvik.kernels.weights import ACTIVATIONS
 from kvik.spec.experts import SCORES
 
@@ -458,7 +465,7 @@ def _words(
             "GROUP": group,
             "SPAN": span,
             "WHOLE": True,
-            "SUBTRACT": tile not in (*FEW, FEW_INT4),
+            "SUBTRACT": tile not in SECOND_PRODUCT,
             "ACTIVATION": activation,
             "SPLITS": splits,
             "BO": tile.outputs,
@@ -477,6 +484,7 @@ def _words(
 # each of the four schedulers of a multiprocessor has about 450 cycles for them.
 _INT4_STEP = Loop(copies=5, instructions=330)
 _SILU = ACTIVATIONS["silu_and_mul"]
+_ONE_WAIT = Loop(products=8, waits=1)  # for all products of a step
 
 WORDS = (
     _words("int4 in groups of 128", FEW_INT4, 4, loop=_INT4_STEP),
@@ -486,7 +494,10 @@ WORDS = (
     _words("int4 with minima", FEW[0], 4, offset=words.MINIMUM, group=32, span=32),
     _words("int4 with minima", MANY_NARROW, 1, offset=words.MINIMUM, group=32, span=32),
     _words("int8", FEW[0], 4, code=words.INT8, offset=words.NO_OFFSET, group=0),
-    _words("int8", MANY, 1, code=words.INT8, offset=words.NO_OFFSET, group=0),
+    *(
+        _words("int8", tile, 1, code=words.INT8, offset=words.NO_OFFSET, group=0, loop=_ONE_WAIT)
+        for tile in (FEW[-1], MANY)
+    ),
     _words("E4M3", FEW[0], 4, code=words.E4M3, offset=words.NO_OFFSET, group=0),
     _words("E4M3 in groups of 128", MANY, 1, code=words.E4M3, offset=words.NO_OFFSET),
     *(
@@ -548,7 +559,7 @@ def _word_experts(tile: Tile, loop: Loop) -> Resources:
         GROUP=128,
         SPAN=128,
         WHOLE=True,
-        SUBTRACT=tile not in (*FEW, FEW_INT4),
+        SUBTRACT=tile not in SECOND_PRODUCT,
     )
 
 

@@ -25,7 +25,7 @@ from kvik.kernels.triton.words import (
     fp16_pair,
     load_scale,
     planes_of,
-    plus,
+    plus_pairs,
     scale_and_zero,
     weights_of,
 )
@@ -47,6 +47,7 @@ def sums_of_words(
     factors,
     o,
     known,
+    here,
     inputs,
     steps,
     begin,
@@ -62,7 +63,8 @@ def sums_of_words(
     STAGES: tl.constexpr,
 ):
     """Return outputs o [BO] of a weight times rows `known` [BT] int64 of x, over steps begin..end:
-    [BO, BT] fp32. Constants and sizes as in `words_kernel`."""
+    [BO, BT] fp32, of any values where not `here` [BT]. Constants and sizes as in
+    `words_kernel`."""
     BO: tl.constexpr = o.shape[0]
     BT: tl.constexpr = known.shape[0]
     TILES: tl.constexpr = 4 // planes_of(FORMAT)
@@ -81,13 +83,15 @@ def sums_of_words(
         w1 = tl.load(tile + 1024) if TILES == 2 else w0
         for s in tl.static_range(128 // SPAN):
             start = step * 128 + s * SPAN
-            if WHOLE:
+            if WHOLE and BT > 16:
                 xs = tl.load(columns + start)
-            else:
-                xs = tl.load(columns + start, mask=(start + k < inputs)[:, None], other=0.0)
+            else:  # x of one token is few bytes, but in all columns as many as half of the words
+                inside = here[None, :] & (WHOLE or (start + k < inputs)[:, None])
+                xs = tl.load(columns + start, mask=inside, other=0.0)
             w = weights_of(w0, w1, s, SPAN, FORMAT, dtype)
             if GROUP == 0:
-                sums = dot(w, xs, sums)
+                # Otherwise each product of 16 inputs would wait for the one before.
+                sums = tl.fma(dot(w, xs, nothing), 1.0, sums)
             elif OFFSET == NO_OFFSET:
                 scale = load_scale(scales + start // GROUP * scale_stride + o, FORMAT)
                 sums += dot(w, xs, nothing) * scale[:, None]
@@ -95,7 +99,7 @@ def sums_of_words(
                 scale, zero = scale_and_zero(tl.load(scales + start // GROUP * scale_stride + o))
                 beyond = (-16 - zero).to(tl.float32).to(dtype)[:, None]
                 if SUBTRACT:
-                    part = dot(plus(w, beyond), xs, nothing)
+                    part = dot(plus_pairs(w, beyond), xs, nothing)
                 elif BT < 16:
                     # Two independent sums, and one copy of x in registers.
                     part = dot(w, xs, nothing) + dot(alike(beyond, SPAN), xs, nothing)
@@ -168,6 +172,7 @@ def words_kernel(
         factors,
         o,
         known,
+        t < tokens,
         inputs,
         steps,
         begin,

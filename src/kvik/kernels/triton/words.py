@@ -48,6 +48,18 @@ def plus(w, number):
 
 
 @triton.jit
+def plus_pairs(w, number):
+    """w + number [BO, 1], exact. Neighbours in w are one word, and stay one."""
+    number = tl.broadcast_to(number, w.shape)
+    if INTERPRETED or w.dtype == tl.float32:
+        return plus(w, number)
+    TYPE: tl.constexpr = "bf16x2" if w.dtype == tl.bfloat16 else "f16x2"
+    return tl.inline_asm_elementwise(
+        "add.rn." + TYPE + " $0, $1, $2;", "=r,r,r", [w, number], w.dtype, True, 2
+    )
+
+
+@triton.jit
 def _times(w, number: tl.constexpr):
     """w * number, exact, in the dtype of w."""
     if INTERPRETED:
