@@ -436,6 +436,7 @@ def _words(
     group: int = 128,
     span: int = 128,
     activation: int = 0,
+    ahead: int = 0,
     loop: Loop | None = None,
 ) -> Resources:
     """Return an entry of whole steps, with a residual and without a bias."""
@@ -471,6 +472,7 @@ def _words(
             "BO": tile.outputs,
             "BT": tile.tokens,
             "STAGES": tile.stages,
+            "AHEAD": ahead,
         },
         num_warps=tile.num_warps,
         aligned=_aligned(f"rows inputs {strides}"),
@@ -488,6 +490,7 @@ _ONE_WAIT = Loop(products=8, waits=1)  # for all products of a step
 
 WORDS = (
     _words("int4 in groups of 128", FEW_INT4, 4, loop=_INT4_STEP),
+    _words("int4, words read early", FEW_INT4, 4, ahead=4, loop=_INT4_STEP),
     *(_words("int4 in groups of 128", tile, 4, loop=Loop(copies=4)) for tile in FEW[1:]),
     _words("int4 with silu_and_mul", FEW_INT4, 1, activation=_SILU, loop=_INT4_STEP),
     _words("int4 with silu_and_mul", MANY, 1, activation=_SILU),

@@ -50,6 +50,9 @@ FEW_INT4 = Tile(outputs=128, tokens=8, num_warps=4, stages=4, splits=16)
 # Tiles whose zero points are subtracted by a second product. With more columns, the tensor cores
 # are not idle: for 64 tokens they would take longer than reading the weights.
 SECOND_PRODUCT = (FEW_INT4, *FEW[:2])
+# Steps whose words a product of few tokens reads into the L2 cache while the kernel before it ends;
+# 0: it begins after that kernel.
+AHEAD = 0
 # Many tokens: the tensor cores dominate the time. 128 x 128 sums are 64 registers of 256 threads.
 MANY = Tile(outputs=128, tokens=128, num_warps=8, stages=3)
 # Kinds that need a second product of the same size (groups with minima), or registers for
