@@ -484,7 +484,7 @@ def _words(
 
 # 128 outputs and inputs: per thread, 4 copies of 16 bytes are words, and one is of x. At 4.3 TB/s
 # each of the four schedulers of a multiprocessor has about 450 cycles for them.
-_INT4_STEP = Loop(copies=5, instructions=330)
+_INT4_STEP = Loop(copies=5, instructions=310)
 _SILU = ACTIVATIONS["silu_and_mul"]
 _ONE_WAIT = Loop(products=8, waits=1)  # for all products of a step
 
@@ -584,7 +584,7 @@ def _byte_experts(tile: Tile, loop: Loop) -> Resources:
 EXPERTS = (
     _float_experts(FEW[0], Loop(copies=9)),
     _float_experts(MANY, Loop(copies=8, products=4, waits=1)),
-    _word_experts(FEW_INT4, Loop(copies=5, instructions=340)),
+    _word_experts(FEW_INT4, Loop(copies=5, instructions=315)),
     _word_experts(MANY, Loop(copies=8, products=8, waits=1)),
     _byte_experts(FEW[0], Loop(copies=4)),
     _byte_experts(MANY, Loop(copies=8, products=4, waits=1)),

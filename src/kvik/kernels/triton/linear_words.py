@@ -2,9 +2,9 @@
 product, so that weights unpacked in registers stay there, and tokens are its columns.
 
 Unpacking adds 16 to integers of four bits. This is subtracted together with the zero point: from
-every weight or, for few tokens, by a second product with a constant, which uses the otherwise idle
-tensor cores instead of instructions. Both are exact. Scales are applied in fp32 to the sums of a
-group, not to weights.
+every weight, which is exact, or, for few tokens, from the sum of a group, times the sum of its x,
+which otherwise idle tensor cores add. Scales are applied in fp32 to the sums of a group, not to
+weights.
 
 Floor: for few tokens the bytes of the words and scales, once; for many 2 * tokens * rows * inputs
 FLOPs.
@@ -38,6 +38,18 @@ def dot(w, xs, sums):
     if INTERPRETED:
         return tl.dot(w.to(tl.float32), xs.to(tl.float32), sums)
     return tl.dot(w, xs, sums, input_precision="ieee")
+
+
+@triton.jit
+def repeated_sum(xs, BO: tl.constexpr, dtype: tl.constexpr):
+    """Return the sum of xs [SPAN, BT] over inputs, in each of BO rows: [BO, BT] fp32. Tensor cores
+    add it, in 64 rows, in the layout of products of four warps: a warp repeats its own rows."""
+    SPAN: tl.constexpr = xs.shape[0]
+    BT: tl.constexpr = xs.shape[1]
+    ROWS: tl.constexpr = BO if BO < 64 else 64
+    ones = alike(tl.full((ROWS, 1), 1.0, tl.float32).to(dtype), SPAN)
+    sums = dot(ones, xs, tl.zeros((ROWS, BT), tl.float32))
+    return tl.reshape(tl.broadcast_to(sums[None], (BO // ROWS, ROWS, BT)), (BO, BT))
 
 
 @triton.jit
@@ -98,15 +110,12 @@ def sums_of_words(
                 sums += dot(w, xs, nothing) * scale[:, None]
             elif OFFSET == ZERO:
                 scale, zero = scale_and_zero(tl.load(scales + start // GROUP * scale_stride + o))
-                beyond = (-16 - zero).to(tl.float32).to(dtype)[:, None]
+                beyond = (-16 - zero).to(tl.float32)[:, None]
                 if SUBTRACT:
-                    part = dot(plus_pairs(w, beyond), xs, nothing)
-                elif BT < 16:
-                    # Two independent sums, and one copy of x in registers.
-                    part = dot(w, xs, nothing) + dot(alike(beyond, SPAN), xs, nothing)
-                else:  # four warps read x from shared memory together, and there are many sums
-                    part = dot(w, xs, nothing)
-                    part = dot(tl.broadcast_to(beyond, (BO, SPAN)), xs, part)
+                    part = dot(plus_pairs(w, beyond.to(dtype)), xs, nothing)
+                else:
+                    of_x = repeated_sum(xs, BO, dtype)
+                    part = tl.fma(beyond, of_x, dot(w, xs, nothing))
                 sums += part * scale[:, None]
             else:
                 word = tl.load(scales + start // GROUP * scale_stride + o)

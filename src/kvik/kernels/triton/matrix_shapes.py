@@ -44,11 +44,11 @@ FEW = (
     Tile(outputs=64, tokens=64, num_warps=4, stages=3, splits=4),
 )
 # For four bits with zero points, instructions are nearly as scarce as bytes: most unpack, and the
-# others (x, addresses, waiting) are shared by twice the outputs. A warp's step of 8 KiB takes 321
-# instructions by the assembler's count; two steps of 64 outputs take 434.
+# others (x, addresses, waiting) are shared by twice the outputs. A warp's step of 8 KiB takes 300
+# instructions by the assembler's count; two steps of 64 outputs take 384.
 FEW_INT4 = Tile(outputs=128, tokens=8, num_warps=4, stages=4, splits=16)
-# Tiles whose zero points are subtracted by a second product. With more columns, the tensor cores
-# are not idle: for 64 tokens they would take longer than reading the weights.
+# Tiles whose zero points are subtracted from sums, which takes a second product. With more columns,
+# the tensor cores are not idle: for 64 tokens they would take longer than reading the weights.
 SECOND_PRODUCT = (FEW_INT4, *FEW[:2])
 # Steps whose words a product of few tokens reads into the L2 cache while the kernel before it ends;
 # 0: it begins after that kernel.
