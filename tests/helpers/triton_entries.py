@@ -867,6 +867,7 @@ def _drawn(
     constants: Mapping[str, object],
     own: dict[str, str],
     most: int = MAX_REGISTERS,
+    warps: int = draw.WARPS,
 ) -> Resources:
     """Return an entry for rows of 128k logits.
 
@@ -874,6 +875,7 @@ def _drawn(
         own: types of the kernel's own arguments.
         most: registers per thread.
     """
+    all_constants = {"CHUNK": draw.CHUNK, "CHUNKS": 64, **constants}
     return Resources(
         kernel,
         what,
@@ -886,19 +888,25 @@ def _drawn(
             }
         )
         | own,
-        {"CHUNK": draw.CHUNK, "CHUNKS": 64, **constants},
-        num_warps=draw.WARPS,
+        {name: value for name, value in all_constants.items() if name in kernel.arg_names},
+        num_warps=warps,
         aligned=_aligned("vocab stride"),
         max_registers=most,
     )
 
 
-def _search(what: str, *, mass: bool) -> Resources:
+def _rule(kernel: Any, what: str, *, count: bool = False, near: bool = False) -> Resources:
     return _drawn(
-        draw.search_kernel,
+        kernel,
         what,
-        {"FIRST": False, "MASS": mass, "CUT": mass, "MIN_P": False, "NEAR": False},
-        _types(p_i64="lows next_lows", p_fp64="targets parts next_parts", i32="step"),
+        {"COUNT": count, "NEAR": near, "CUT": not count, "MIN_P": near, "TILE": draw.TILE},
+        _types(
+            p_fp64="shares parts targets weights nearer sums",
+            p_fp32="bounds listed",
+            p_i32="counts",
+        ),
+        128,
+        draw.SETTLE_WARPS if kernel is draw.settle_kernel else draw.WARPS,
     )
 
 
@@ -906,8 +914,16 @@ _EVERY_RULE = {"CUT": True, "MIN_P": True, "TYPICAL": True}
 _DRAWN = "sums moments uniforms"
 
 DRAW = (
-    _search("top_k of 128k", mass=False),
-    _search("top_p after top_k, of 128k", mass=True),
+    *(
+        _rule(kernel, f"{what}, 128k", count=count, near=near)
+        for kernel in (draw.coarse_kernel, draw.bounds_kernel, draw.list_kernel, draw.settle_kernel)
+        for what, count, near in (
+            ("top_k", True, False),
+            ("top_p after top_k", False, False),
+            ("typical_p after every rule", False, True),
+        )
+        if not (near and kernel is draw.bounds_kernel)
+    ),
     _drawn(
         draw.sums_kernel,
         "every rule, 128k",
@@ -916,7 +932,11 @@ DRAW = (
         128,
     ),
     _drawn(
-        draw.pick_kernel, "every rule, 128k", _EVERY_RULE, _types(p_fp64=_DRAWN, p_i64="out"), 128
+        draw.pick_kernel,
+        "every rule, 128k",
+        {"WHOLE": False, **_EVERY_RULE},
+        _types(p_fp64=_DRAWN, p_i64="out"),
+        128,
     ),
     _drawn(draw.shares_kernel, "every rule, 128k", _EVERY_RULE, _types(p_fp64=_DRAWN), 128),
 )

@@ -120,6 +120,7 @@ def test_rows_are_gathered_and_stored_with_any_stride(ops: Ops) -> None:
 def test_draws_over_several_chunks(ops: Ops, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ties everywhere, which are dropped from the highest id on."""
     monkeypatch.setattr(draw, "CHUNK", 64)
+    monkeypatch.setattr(draw, "TILE", 16)
     rows, vocab, there = 3, 100, device()
     g = torch.Generator().manual_seed(1)
     logits = (torch.randint(-40, 41, (rows, vocab), generator=g) / 8.0).to(there)

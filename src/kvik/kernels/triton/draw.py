@@ -1,9 +1,8 @@
 """Draw one token per row by inverse CDF, or return each token's probability, without sorting.
 
-Without rules, one kernel finds the largest logit of each chunk and one sums the weights of each
-chunk; then one program per row finds the chunk, and in it the token, at which the running sum
-exceeds u times the total. That takes three launches and reads the row's logits several times, after
-the first time from L2 if they fit. A rule adds a search (see below). Weights are never written to
+One kernel finds the largest logit and the weight of each chunk of a row. Then one program per row
+finds the chunk, and in it the token, at which the running sum exceeds u times the total. So without
+rules each logit is read once. A rule adds a search (see below). Weights are never written to
 memory.
 
 A row's token depends only on that row. Of tokens with equal logits, those with higher ids are
@@ -22,26 +21,30 @@ from torch import Tensor
 from kvik.kernels.ops import Draws, Masks, Penalties, Truncation
 from kvik.kernels.triton.launch import ceil_div, power_of_two
 
-# Finding the tokens that a row keeps without sorting: the threshold is searched digit by digit.
+# Finding the tokens that a row keeps without sorting: a rule keeps the nearest tokens, by distance
+# from the top or (typical_p) from the entropy, until they reach a target.
 #
 # The logits of a row are divided into chunks, one per program: a single SM would take microseconds
-# to read a row of 128k logits. In a pass each program sums, for each of the sixteen values of the
-# next digit, the weights of its chunk at or above that value; each program of the next pass adds
-# these sums over the chunks, in the same order, and continues with the largest digit that still
-# reaches the target. Eight passes find 32 bits exactly. Sums are in double precision and depend
-# only on the row.
+# to read a row of 128k logits. One pass sums the weights up to each of a few distances, which gives
+# an interval that contains the threshold. The next pass sums the weights nearer than the interval
+# and lists the logits in it, usually some percent of the row. One program per row then searches
+# the list, digit by digit of the logits' keys, and finds the threshold exactly. Exact sums are in
+# double precision and depend only on the row.
 #
-# Floor of a pass: each logit once, 4 bytes and after the first pass from L2, with 16 comparisons
-# and sums. With few rows the time is that of the launches: 8 and a few for each rule.
+# Floor of a rule: two reads of the logits. A list may hold all of a row (equal or very near
+# logits); then its one program takes most of the time. Rows that do not use the rule are not read.
 
 # The truncations that the kernels here apply.
 RULES = ("top_k", "top_p", "min_p", "typical_p")
 
 CHUNK = 2048  # logits of a program
-PASSES = 8
-DIGITS = tl.constexpr(16)
-FIRST_STEP = 16 ** (PASSES - 1)
-UNBOUNDED = tl.constexpr(1 << 40)  # more than there are tokens
+EDGES = tl.constexpr(16)  # distances at which the first pass of a rule sums
+# Distance between two edges, in temperatures (top_k: in logits). At half the width the lists are
+# half as long, but thresholds beyond 7 instead of 15 leave a list without end.
+EDGE_STEP = tl.constexpr(1.0)
+SLACK = tl.constexpr(1e-5)  # relative error of the first sums; more than they have
+TILE = 64  # logits of each chunk that the search compares at a time
+DIGITS = tl.constexpr(4)  # values of a digit of the search
 
 
 @triton.jit
@@ -65,6 +68,22 @@ def over_chunks(parts, row, chunks, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def top_of(highs, row, chunks, CHUNKS: tl.constexpr):
+    """Return the largest logit of a row."""
+    at = tl.arange(0, CHUNKS)
+    return tl.max(tl.load(highs + row * chunks + at, mask=at < chunks, other=float("-inf")), 0)
+
+
+@triton.jit
+def whole_chunks(highs, temperature, weights, row, chunks, CHUNKS: tl.constexpr):
+    """Return the weight of each chunk without rules, from `highs_kernel`: [CHUNKS] fp64."""
+    at = tl.arange(0, CHUNKS)
+    high = tl.load(highs + row * chunks + at, mask=at < chunks, other=float("-inf"))
+    scale = tl.exp((high - tl.max(high, 0)) / tl.load(temperature + row))
+    return over_chunks(weights, row, chunks, CHUNKS) * scale
+
+
+@triton.jit
 def kept_weights(
     logits, highs, temperature, cut, equals, min_p, centre, limit, row, chunk, vocab, stride,
     chunks, CUT: tl.constexpr, MIN_P: tl.constexpr, TYPICAL: tl.constexpr, CHUNK: tl.constexpr,
@@ -79,20 +98,20 @@ def kept_weights(
         centre, limit: [rows] fp32 and int64, a centre and the least nearness to it.
 
     Returns:
-        ids, weights with dropped ones at 0 (fp32), distances from the top in temperatures, keys.
+        ids, weights with dropped ones at 0 (fp32), distances from the top in temperatures, logits.
     """
     at = tl.arange(0, CHUNKS)
-    top = tl.max(tl.load(highs + row * chunks + at, mask=at < chunks, other=float("-inf")), 0)
+    top = top_of(highs, row, chunks, CHUNKS)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab
     logit = tl.load(logits + row * stride + ids, mask=inside, other=float("-inf")).to(tl.float32)
-    key = tl.where(inside, key_of(logit), -1)
     distance = (top - logit) / tl.load(temperature + row)
     weight = tl.exp(-distance)
     if CUT:
         lowest, allowed = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
         counts = over_chunks(equals, row, chunks, CHUNKS)
         before = tl.sum(tl.where(at < chunk, counts, 0), 0)
+        key = tl.where(inside, key_of(logit), -1)
         equal = (key == lowest).to(tl.int32)
         first = (tl.cumsum(equal, 0) + before) <= allowed
         weight = tl.where((key > lowest) | ((equal > 0) & first), weight, 0.0)
@@ -101,113 +120,220 @@ def kept_weights(
     if TYPICAL:
         near = nearness(distance, tl.load(centre + row)) >= tl.load(limit + row)
         weight = tl.where(near, weight, 0.0)
-    return ids, weight, distance, key
+    return ids, weight, distance, logit
 
 
 @triton.jit
-def found(lows, parts, targets, row, chunks, step, CHUNKS: tl.constexpr):
-    """Return the threshold as found by the last pass, from its `lows` [rows] int64, `parts` [rows,
-    chunks, digits] fp64 and step."""
-    at, digit = tl.arange(0, CHUNKS), tl.arange(0, DIGITS)
-    where = (row * chunks + at)[:, None] * DIGITS + digit[None, :]
-    reached = tl.sum(tl.load(parts + where, mask=(at < chunks)[:, None], other=0.0), 0)
-    chosen = tl.max(tl.where(reached >= tl.load(targets + row), digit, 0), 0)
-    return tl.load(lows + row) + chosen.to(tl.int64) * step
+def applies(shares, row, vocab, COUNT: tl.constexpr):
+    """Return whether a row uses a rule, with its share of the mass or (COUNT) number of tokens."""
+    return tl.load(shares + row) < (vocab if COUNT else 1.0)
 
 
-@triton.jit(do_not_specialize=["step"])  # else the last pass would be compiled separately
-def search_kernel(
-    logits, highs, temperature, cut, equals, min_p, centre, targets, lows, parts, next_lows,
-    next_parts, vocab, stride, chunks, step,
-    FIRST: tl.constexpr, MASS: tl.constexpr, CUT: tl.constexpr, MIN_P: tl.constexpr,
-    NEAR: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+@triton.jit
+def distance_edges(temperature, row, COUNT: tl.constexpr):
+    """Return the distances at which the first pass sums; the last one is infinite: [EDGES]."""
+    number = tl.arange(0, EDGES)
+    edge = (number + 1) * EDGE_STEP
+    if COUNT:
+        edge = edge / tl.load(temperature + row)
+    return tl.where(number < EDGES - 1, edge, float("inf"))
+
+
+@triton.jit
+def coarse_kernel(
+    logits, highs, temperature, cut, equals, min_p, centre, shares, parts, vocab, stride, chunks,
+    COUNT: tl.constexpr, NEAR: tl.constexpr, CUT: tl.constexpr, MIN_P: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """grid [rows, chunks]: one pass, over keys of logits or (NEAR) nearness to the centre.
-
-    It sums weights (MASS) or counts tokens. `lows` and `parts` are results of the pass before,
-    `next_...` of this one; `step` is of this one.
+    """grid [rows, chunks]: sum weights or (COUNT) tokens up to each edge, by the distance from the
+    top or (NEAR) from the centre: `parts` [rows, chunks, EDGES] fp64. Only the last sum is exact.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    low = tl.zeros([], tl.int64)
-    if not FIRST:
-        low = found(lows, parts, targets, row, chunks, step * DIGITS, CHUNKS)
-    if chunk == 0:
-        tl.store(next_lows + row, low)
-    _, weight, distance, key = kept_weights(
-        logits, highs, temperature, cut, equals, min_p, centre, centre, row, chunk, vocab, stride,
-        chunks, CUT, MIN_P, False, CHUNK, CHUNKS,
-    )  # fmt: skip
-    if NEAR:
-        key = tl.where(key < 0, -1, nearness(distance, tl.load(centre + row)))
-    digit = tl.arange(0, DIGITS)
-    above = key[None, :] >= (low + digit.to(tl.int64) * step)[:, None]
-    if MASS:
-        measure = tl.sum(tl.where(above, weight.to(tl.float64)[None, :], 0.0), 1)
-    else:
-        measure = tl.sum(above.to(tl.int32), 1).to(tl.float64)
-    tl.store(next_parts + (row * chunks + chunk) * DIGITS + digit, measure)
+    if applies(shares, row, vocab, COUNT):
+        ids, weight, distance, _ = kept_weights(
+            logits, highs, temperature, cut, equals, min_p, centre, centre, row, chunk, vocab,
+            stride, chunks, CUT, MIN_P, False, CHUNK, CHUNKS,
+        )  # fmt: skip
+        if NEAR:
+            distance = tl.abs(distance - tl.load(centre + row))
+        measure = tl.where(ids < vocab, 1.0, 0.0) if COUNT else weight
+        within = distance[None, :] <= distance_edges(temperature, row, COUNT)[:, None]
+        sums = tl.sum(tl.where(within, measure[None, :], 0.0), 1).to(tl.float64)
+        total = tl.sum(measure.to(tl.float64), 0)
+        number = tl.arange(0, EDGES)
+        where = (row * chunks + chunk) * EDGES + number
+        tl.store(parts + where, tl.where(number < EDGES - 1, sums, total))
 
 
 @triton.jit
-def tally_kernel(
-    logits, highs, temperature, cut, targets, lows, parts, above, equals, heights, vocab, stride,
-    chunks, MASS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+def bounds_kernel(
+    temperature, shares, parts, bounds, targets, vocab, chunks, COUNT: tl.constexpr,
+    CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """grid [rows, chunks]: the sum above the threshold found (or an earlier rule's, if higher),
-    fp64, the number of tokens equal to it, int32, and the weight of one, fp32"""
+    """grid [rows]: the target [rows] fp64, and two edges between which it is reached, [rows, 2]."""
+    row = tl.program_id(0).to(tl.int64)
+    if applies(shares, row, vocab, COUNT):
+        at, number = tl.arange(0, CHUNKS), tl.arange(0, EDGES)
+        where = (row * chunks + at)[:, None] * EDGES + number[None, :]
+        reached = tl.sum(tl.load(parts + where, mask=(at < chunks)[:, None], other=0.0), 0)
+        target = tl.load(shares + row)
+        if not COUNT:
+            target *= tl.sum(tl.where(number == EDGES - 1, reached, 0.0), 0)
+        edge = distance_edges(temperature, row, COUNT)
+        before = tl.max(tl.where(reached < target * (1.0 - SLACK), edge, -1.0), 0)
+        beyond = tl.min(tl.where(reached > target * (1.0 + SLACK), edge, float("inf")), 0)
+        tl.store(targets + row, target)
+        tl.store(bounds + 2 * row, before)
+        tl.store(bounds + 2 * row + 1, beyond)
+
+
+@triton.jit
+def list_kernel(
+    logits, highs, temperature, cut, equals, min_p, centre, shares, bounds, nearer, sums, counts,
+    listed, vocab, stride, chunks, COUNT: tl.constexpr, NEAR: tl.constexpr, CUT: tl.constexpr,
+    MIN_P: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """grid [rows, chunks]: what is nearer than the bounds, as the rule measures it and by weight,
+    fp64; and the number of logits between them, int32, and these logits: [rows, chunks, CHUNK]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    lowest = found(lows, parts, targets, row, chunks, 1, CHUNKS)
-    lowest = tl.maximum(lowest, tl.load(cut + 2 * row))
-    _, weight, _, key = kept_weights(
-        logits, highs, temperature, cut, equals, cut, cut, cut, row, chunk, vocab, stride, chunks,
-        False, False, False, CHUNK, CHUNKS,
-    )  # fmt: skip
-    measure = weight.to(tl.float64) if MASS else tl.full([CHUNK], 1.0, tl.float64)
-    at = row * chunks + chunk
-    tl.store(above + at, tl.sum(tl.where(key > lowest, measure, 0.0), 0))
-    tl.store(equals + at, tl.sum((key == lowest).to(tl.int32), 0))
-    tl.store(heights + at, tl.max(tl.where(key == lowest, weight, 0.0), 0))
+    if applies(shares, row, vocab, COUNT):
+        ids, weight, distance, logit = kept_weights(
+            logits, highs, temperature, cut, equals, min_p, centre, centre, row, chunk, vocab,
+            stride, chunks, CUT, MIN_P, False, CHUNK, CHUNKS,
+        )  # fmt: skip
+        if NEAR:
+            distance = tl.abs(distance - tl.load(centre + row))
+        kept = ids < vocab if COUNT else weight > 0.0
+        before, beyond = tl.load(bounds + 2 * row), tl.load(bounds + 2 * row + 1)
+        between = kept & (distance > before) & (distance <= beyond)
+        at = row * chunks + chunk
+        mass = tl.sum(tl.where(distance <= before, weight, 0.0).to(tl.float64), 0)
+        tl.store(sums + at, mass)
+        if COUNT:
+            mass = tl.sum((distance <= before).to(tl.int32), 0).to(tl.float64)
+        tl.store(nearer + at, mass)
+        place = tl.cumsum(between.to(tl.int32), 0)
+        tl.store(counts + at, tl.sum(between.to(tl.int32), 0))
+        tl.store(listed + at * CHUNK + place - 1, logit, mask=between)
+
+
+@triton.jit
+def listed_keys(places, mask, top, temperature, centre, NEAR: tl.constexpr):
+    """Load some of a list: keys in the order of the search, -1 where masked, and weights."""
+    logit = tl.load(places, mask=mask, other=float("-inf"))
+    distance = (top - logit) / temperature
+    key = nearness(distance, centre) if NEAR else key_of(logit)
+    return tl.where(mask, key, -1), tl.where(mask, tl.exp(-distance), 0.0)
+
+
+@triton.jit
+def threshold_of(
+    places, place, count, most, missing, top, temperature, centre, COUNT: tl.constexpr,
+    NEAR: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Return the largest key such that the tokens in the list from it on reach what is missing."""
+    low, high = tl.full([], 1 << 40, tl.int64), tl.full([], -1, tl.int64)
+    for first in range(0, most, TILE):
+        mask = first + place < count
+        key, _ = listed_keys(places + first, mask, top, temperature, centre, NEAR)
+        low = tl.minimum(low, tl.min(tl.where(mask, key, 1 << 40), 0))
+        high = tl.maximum(high, tl.max(key, 0))
+    step = tl.full([], 1, tl.int64)
+    while step * DIGITS <= high - low:
+        step *= DIGITS
+    digit = tl.arange(0, DIGITS)
+    while step > 0:
+        reached = tl.zeros([DIGITS], tl.float64)
+        for first in range(0, most, TILE):
+            mask = first + place < count
+            key, weight = listed_keys(places + first, mask, top, temperature, centre, NEAR)
+            measure = mask.to(tl.float64) if COUNT else weight.to(tl.float64)
+            above = key[None, :] >= (low + digit * step)[:, None]
+            reached += tl.sum(tl.where(above, measure[None, :], 0.0), 1)
+        low += tl.max(tl.where(reached >= missing, digit, 0), 0) * step
+        step //= DIGITS
+    return low
 
 
 @triton.jit
 def settle_kernel(
-    cut, targets, lows, parts, above, heights, chunks, MASS: tl.constexpr, CHUNKS: tl.constexpr
-):
-    """grid [rows]: set the cut as low as the target requires, unless it was higher already."""
+    highs, temperature, centre, shares, targets, weights, nearer, counts, listed, cut, equals,
+    limit, sums, vocab, chunks, COUNT: tl.constexpr, NEAR: tl.constexpr, CUT: tl.constexpr,
+    CHUNK: tl.constexpr, CHUNKS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """grid [rows]: set the cut and the number of equal logits in each chunk, or (NEAR) the limit;
+    and the weight kept of each chunk, [rows, chunks] fp64."""
     row = tl.program_id(0).to(tl.int64)
-    lowest = found(lows, parts, targets, row, chunks, 1, CHUNKS)
-    before, allowed = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
-    height = tl.full([], 1.0, tl.float64)
-    if MASS:
-        height = tl.max(over_chunks(heights, row, chunks, CHUNKS), 0).to(tl.float64)
-    missing = tl.load(targets + row) - tl.sum(over_chunks(above, row, chunks, CHUNKS), 0)
-    # If the target is not reached, by rounding or because it is infinite, all tokens are kept.
-    enough = missing <= height * UNBOUNDED
-    height = tl.where(enough & (height > 0.0), height, 1.0)
-    wanted = tl.maximum(tl.ceil(tl.where(enough, missing, 0.0) / height), 1.0)
-    wanted = tl.where(enough, wanted.to(tl.int64), UNBOUNDED)
-    tl.store(cut + 2 * row, tl.maximum(lowest, before))
-    allowed = tl.where(lowest == before, tl.minimum(wanted, allowed), allowed)
-    tl.store(cut + 2 * row + 1, tl.where(lowest > before, wanted, allowed))
-
-
-@triton.jit
-def limit_kernel(limit, targets, lows, parts, chunks, CHUNKS: tl.constexpr):
-    """grid [rows]: store the threshold itself"""
-    row = tl.program_id(0).to(tl.int64)
-    tl.store(limit + row, found(lows, parts, targets, row, chunks, 1, CHUNKS))
+    at = tl.arange(0, CHUNKS)
+    if applies(shares, row, vocab, COUNT):
+        top, heat = top_of(highs, row, chunks, CHUNKS), tl.load(temperature + row)
+        middle = tl.load(centre + row) if NEAR else 0.0
+        most = tl.max(over_chunks(counts, row, chunks, CHUNKS), 0)
+        lane = tl.arange(0, CHUNKS * TILE)
+        owner, place = lane // TILE, lane % TILE
+        count = tl.load(counts + row * chunks + owner, mask=owner < chunks, other=0)
+        places = listed + (row * chunks + owner) * CHUNK + place
+        missing = tl.load(targets + row) - tl.sum(over_chunks(nearer, row, chunks, CHUNKS), 0)
+        low = threshold_of(
+            places, place, count, most, missing, top, heat, middle, COUNT, NEAR, TILE
+        )
+        if NEAR:
+            tl.store(limit + row, low)
+        else:
+            above = tl.zeros([CHUNKS], tl.float64)
+            equal = tl.zeros([CHUNKS], tl.int32)
+            height = tl.zeros([], tl.float32)
+            for first in range(0, most, TILE):
+                mask = first + place < count
+                key, weight = listed_keys(places + first, mask, top, heat, middle, NEAR)
+                higher = tl.where(key > low, weight, 0.0).to(tl.float64)
+                above += tl.sum(tl.reshape(higher, [CHUNKS, TILE]), 1)
+                same = (key == low).to(tl.int32)
+                equal += tl.sum(tl.reshape(same, [CHUNKS, TILE]), 1)
+                height = tl.maximum(height, tl.max(tl.where(key == low, weight, 0.0), 0))
+                if COUNT:
+                    missing -= tl.sum((key > low).to(tl.int32), 0)
+            if not COUNT:
+                missing = (missing - tl.sum(above, 0)) / height.to(tl.float64)
+            wanted = tl.maximum(tl.ceil(missing).to(tl.int64), 1)
+            if CUT:
+                earlier = tl.load(cut + 2 * row) == low
+                allowed = tl.load(cut + 2 * row + 1)
+                wanted = tl.where(earlier, tl.minimum(wanted, allowed), wanted)
+            tl.store(cut + 2 * row, low)
+            tl.store(cut + 2 * row + 1, wanted)
+            tl.store(equals + row * chunks + at, equal, mask=at < chunks)
+            room = tl.maximum(wanted - (tl.cumsum(equal, 0) - equal), 0)
+            kept = tl.minimum(room, equal.to(tl.int64)).to(tl.float64)
+            total = over_chunks(sums, row, chunks, CHUNKS) + above + kept * height
+            tl.store(sums + row * chunks + at, total, mask=at < chunks)
+    elif NEAR:
+        tl.store(limit + row, tl.full([], -1, tl.int64))
+    elif not CUT:  # nothing is cut off
+        tl.store(cut + 2 * row, tl.full([], -1, tl.int64))
+        whole = whole_chunks(highs, temperature, weights, row, chunks, CHUNKS)
+        tl.store(sums + row * chunks + at, whole, mask=at < chunks)
+        tl.store(equals + row * chunks + at, tl.zeros([CHUNKS], tl.int32), mask=at < chunks)
 
 
 WARPS = 8
+SETTLE_WARPS = 16
 
 
 @triton.jit
-def highs_kernel(logits, highs, vocab, stride, CHUNK: tl.constexpr):
-    """grid [rows, chunks]: the largest logit of each chunk"""
+def highs_kernel(logits, temperature, highs, weights, vocab, stride, CHUNK: tl.constexpr):
+    """grid [rows, chunks]: the largest logit of each chunk, and the total weight relative to it,
+    fp64"""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     logit = tl.load(logits + row * stride + ids, mask=ids < vocab, other=float("-inf"))
-    tl.store(highs + row * tl.num_programs(1) + chunk, tl.max(logit.to(tl.float32), 0))
+    logit = logit.to(tl.float32)
+    high = tl.max(logit, 0)
+    weight = tl.exp((logit - high) / tl.load(temperature + row))
+    weight = tl.where(logit > float("-inf"), weight, 0.0)
+    at = row * tl.num_programs(1) + chunk
+    tl.store(highs + at, high)
+    tl.store(weights + at, tl.sum(weight.to(tl.float64), 0))
 
 
 @triton.jit
@@ -231,33 +357,31 @@ def sums_kernel(
 
 
 @triton.jit
-def aim_kernel(
-    shares, sums, moments, targets, centre, chunks, MOMENTS: tl.constexpr, CHUNKS: tl.constexpr
-):
-    """grid [rows]: the mass that a rule keeps, infinite if the rule is off; and the mean distance.
+def centre_kernel(sums, moments, centre, chunks, CHUNKS: tl.constexpr):
+    """grid [rows]: the mean distance from the top.
 
     A token's information is its distance from the top plus the logarithm of the total, and the
     entropy is the mean distance plus the same. So distances can be compared instead.
     """
     row = tl.program_id(0).to(tl.int64)
     total = tl.sum(over_chunks(sums, row, chunks, CHUNKS), 0)
-    share = tl.load(shares + row)
-    tl.store(targets + row, tl.where(share < 1.0, share * total, float("inf")))
-    if MOMENTS:
-        mean = tl.sum(over_chunks(moments, row, chunks, CHUNKS), 0) / total
-        tl.store(centre + row, mean.to(tl.float32))
+    mean = tl.sum(over_chunks(moments, row, chunks, CHUNKS), 0) / total
+    tl.store(centre + row, mean.to(tl.float32))
 
 
 @triton.jit
 def pick_kernel(
     logits, highs, temperature, cut, equals, min_p, centre, limit, sums, uniforms, out, vocab,
-    stride, chunks, CUT: tl.constexpr, MIN_P: tl.constexpr, TYPICAL: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    stride, chunks, WHOLE: tl.constexpr, CUT: tl.constexpr, MIN_P: tl.constexpr,
+    TYPICAL: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """grid [rows]: the chunk, then the token, at which the running sum exceeds the point"""
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNKS)
-    masses = over_chunks(sums, row, chunks, CHUNKS)
+    if WHOLE:
+        masses = whole_chunks(highs, temperature, sums, row, chunks, CHUNKS)
+    else:
+        masses = over_chunks(sums, row, chunks, CHUNKS)
     point = tl.load(uniforms + row) * tl.sum(masses, 0)
     beyond = (tl.cumsum(masses, 0) > point) & (masses > 0.0)
     # If no sum exceeds the point because of rounding, the last token with any weight is drawn.
@@ -296,14 +420,14 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     rows = _Rows.of(logits, draws.temperature, draws.truncation)
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
-        rows.truncate()
-        sums = rows.sums()
+        sums = rows.truncate()
         pick_kernel[(len(logits),)](
             *rows.arguments(),
             sums,
             draws.uniforms,
             out,
             *rows.sizes,
+            sums is rows.weights,
             *rows.flags(),
             num_warps=WARPS,
         )
@@ -315,8 +439,9 @@ def probabilities(logits: Tensor, temperature: Tensor, truncation: Truncation) -
     rows = _Rows.of(logits, temperature, truncation)
     out = torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     if len(logits):
-        rows.truncate()
-        sums = rows.sums()
+        sums = rows.truncate()
+        if sums is rows.weights:
+            sums = rows.sums()
         shares_kernel[rows.grid](
             *rows.arguments(), sums, out, *rows.sizes, *rows.flags(), num_warps=WARPS
         )
@@ -332,6 +457,7 @@ class _Rows:
     rules: Truncation
     chunk: int
     highs: Tensor
+    weights: Tensor
     cut: Tensor
     equals: Tensor
     centre: Tensor
@@ -348,17 +474,20 @@ class _Rows:
         n, chunks = len(logits), ceil_div(logits.shape[1], chunk)
         device = logits.device
         highs = torch.empty(n, chunks, dtype=torch.float32, device=device)
+        weights = torch.empty(n, chunks, dtype=torch.float64, device=device)
         if n:
             highs_kernel[n, chunks](
-                logits, highs, logits.shape[1], logits.stride(0), chunk, num_warps=WARPS
-            )
+                logits, temperature, highs, weights, logits.shape[1], logits.stride(0), chunk,
+                num_warps=WARPS,
+            )  # fmt: skip
         return cls(
             logits,
             temperature,
             rules,
             chunk,
             highs,
-            torch.full((n, 2), -1, dtype=torch.int64, device=device),  # nothing is cut off
+            weights,
+            torch.empty(n, 2, dtype=torch.int64, device=device),
             torch.empty(n, chunks, dtype=torch.int32, device=device),
             torch.empty(n, dtype=torch.float32, device=device),
             torch.empty(n, dtype=torch.int64, device=device),
@@ -382,22 +511,29 @@ class _Rows:
         rules = self.has_cut, self.applies_min_p, self.has_limit
         return *rules, self.chunk, power_of_two(self.highs.shape[1])
 
-    def truncate(self) -> None:
-        """Apply the rules, one after the other."""
-        rules = self.rules
+    def truncate(self) -> Tensor:
+        """Apply the rules, one after the other, and return how much of each chunk is kept, by
+        weight: [rows, chunks] fp64. If there is no rule, that is `weights`."""
+        rules, sums = self.rules, self.weights
         if rules.top_k is not None:
-            self._cut(rules.top_k.double(), mass=False)
+            sums = self._search(rules.top_k.double(), sums, count=True)
+            self.has_cut = True
         if rules.top_p is not None:
-            self._cut(self._aim(rules.top_p, near=False), mass=True)
-        self.applies_min_p = rules.min_p is not None
+            sums = self._search(rules.top_p, sums)
+            self.has_cut = True
+        if rules.min_p is not None:
+            self.applies_min_p = True
+            sums = self.sums()
         if rules.typical_p is not None:
-            targets = self._aim(rules.typical_p, near=True)
-            lows, parts = self._search(targets, mass=True, near=True)
-            # The last digit is read from the sums of the last pass.
-            limit_kernel[(len(self.logits),)](
-                self.limit, targets, lows, parts, self.highs.shape[1], self.flags()[-1]
+            moments = self._empty(torch.float64)
+            sums = self.sums(moments)
+            centre_kernel[(len(sums),)](
+                sums, moments, self.centre, self.highs.shape[1], self.flags()[-1]
             )
+            self._search(rules.typical_p, sums, near=True)
             self.has_limit = True
+            sums = self.sums()
+        return sums
 
     def sums(self, moments: Tensor | None = None) -> Tensor:
         """Return how much of each chunk is kept, by weight: [rows, chunks] fp64."""
@@ -412,47 +548,43 @@ class _Rows:
         """Allocate [rows, chunks, inner...]."""
         return torch.empty(*self.highs.shape, *inner, dtype=dtype, device=self.logits.device)
 
-    def _aim(self, shares: Tensor, *, near: bool) -> Tensor:
-        """Return the mass of a share of the tokens kept so far: [rows] fp64."""
-        moments = self._empty(torch.float64) if near else None
-        sums = self.sums(moments)
-        targets = torch.empty_like(shares)
-        aim_kernel[(len(shares),)](
-            shares, sums, sums if moments is None else moments, targets, self.centre,
-            self.highs.shape[1], near, self.flags()[-1],
-        )  # fmt: skip
-        return targets
+    def _search(
+        self, shares: Tensor, sums: Tensor, *, count: bool = False, near: bool = False
+    ) -> Tensor:
+        """Keep the fewest tokens that reach a share: the largest logits, or (near) the nearest to
+        the centre of the tokens kept so far.
 
-    def _search(self, targets: Tensor, *, mass: bool, near: bool = False) -> tuple[Tensor, Tensor]:
-        """Return `lows` and `parts` of the last pass; `near` searches among the kept tokens."""
-        # An even number keeps both rows aligned; otherwise the second would be compiled separately.
-        even = len(targets) + len(targets) % 2
-        lows = torch.empty(2, even, dtype=torch.int64, device=targets.device)
-        parts = [self._empty(torch.float64, 16) for _ in range(2)]
+        Args:
+            shares: [rows] fp64, of the mass; or (count) numbers of tokens.
+            sums: how much of each chunk was kept, written where rows use the rule.
+
+        Returns:
+            How much of each chunk is kept; unless `near`.
+        """
+        n, _ = self.grid
         *known, _ = self.arguments()
         has_cut, applies_min_p, _, chunk, chunks = self.flags()
-        for number in range(PASSES):
-            old, new = (number + 1) % 2, number % 2
-            search_kernel[self.grid](
-                *known, targets, lows[old], parts[old], lows[new], parts[new], *self.sizes,
-                FIRST_STEP >> 4 * number, number == 0, mass, near and has_cut,
-                near and applies_min_p, near, chunk, chunks, num_warps=WARPS,
-            )  # fmt: skip
-        return lows[new], parts[new]
-
-    def _cut(self, targets: Tensor, *, mass: bool) -> None:
-        """Keep the fewest largest logits that reach the target."""
-        lows, parts = self._search(targets, mass=mass)
-        above, heights = self._empty(torch.float64), self._empty(torch.float32)
-        chunks = self.flags()[-1]
-        tally_kernel[self.grid](
-            self.logits, self.highs, self.temperature, self.cut, targets, lows, parts, above,
-            self.equals, heights, *self.sizes, mass, self.chunk, chunks, num_warps=WARPS,
+        rule = count, near, has_cut, applies_min_p, chunk, chunks
+        parts, listed = self._empty(torch.float64, EDGES.value), self._empty(torch.float32, chunk)
+        targets, bounds = torch.empty_like(shares), self.highs.new_empty(n, 2)
+        nearer, counts = self._empty(torch.float64), torch.empty_like(self.equals)
+        if sums is self.weights or near:
+            sums = self._empty(torch.float64)
+        coarse_kernel[self.grid](*known, shares, parts, *self.sizes, *rule, num_warps=WARPS)
+        bounds_kernel[(n,)](
+            self.temperature, shares, parts, bounds, targets, self.sizes[0], self.sizes[2], count,
+            chunks,
         )  # fmt: skip
-        settle_kernel[(len(targets),)](
-            self.cut, targets, lows, parts, above, heights, self.highs.shape[1], mass, chunks
-        )
-        self.has_cut = True
+        list_kernel[self.grid](
+            *known, shares, bounds, nearer, sums, counts, listed, *self.sizes, *rule,
+            num_warps=WARPS,
+        )  # fmt: skip
+        settle_kernel[(n,)](
+            self.highs, self.temperature, self.centre, shares, targets, self.weights, nearer,
+            counts, listed, self.cut, self.equals, self.limit, sums, self.sizes[0], self.sizes[2],
+            count, near, has_cut, chunk, chunks, min(TILE, chunk), num_warps=SETTLE_WARPS,
+        )  # fmt: skip
+        return sums
 
 
 # Penalties for tokens seen before.
