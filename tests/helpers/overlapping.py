@@ -36,7 +36,7 @@ class Late:
 
     def wait(self) -> list[np.ndarray]:
         self._copies.unread -= 1
-        return [tensor.numpy() for tensor in self._tensors]
+        return [tensor.cpu().numpy() for tensor in self._tensors]
 
 
 @contextmanager
