@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -50,14 +50,16 @@ SHAPES = sized((Heads(), Heads(14, 2, 64), Heads(6, 6, 48), Heads(4, 1, 256)), (
 CACHES = (None, torch.float8_e4m3fn, torch.int8, torch.uint8)
 WINDOWS = sized((None, Window(100), Window(96, chunked=True)), (None,))
 TOKENS = sized(100, 2)  # tokens of each answer
+THREADS = 2  # of the CPU's engine, as other processes compile kernels meanwhile
 
 
 def cases(notes: Notes, part: str, parts: str) -> None:
-    """Check every `parts`-th case of kernel_cases.py, from `part` on, in all dtypes."""
+    """Check one of `parts` runs of cases of kernel_cases.py, in all dtypes. Neighbours share
+    kernels, which are then compiled once."""
     ops = triton_ops(DEVICE)
     chosen = sized(CASES, tuple({case.op: case for case in CASES}.values()))
     for dtype, (i, case) in product(DTYPES, enumerate(chosen)):
-        if i % int(parts) == int(part):
+        if i * int(parts) // len(chosen) == int(part):
             name = f"{case.op} {case.name} {_short(dtype)}"
             notes.attempt(name, partial(_case, notes, ops, case, dtype, name))
 
@@ -87,10 +89,11 @@ def difference(found: Tensor, expected: Tensor, rtol: float, atol: float) -> str
 
 
 def attention(notes: Notes, part: str, parts: str) -> None:
-    """Check every `parts`-th case of the backend against the reference on the same device, rotation
-    and cache included."""
-    every = product(DTYPES, CACHES, STEPS.items(), SHAPES, WINDOWS)
-    for dtype, kept, (name, step), heads, window in islice(every, int(part), None, int(parts)):
+    """Check every `parts`-th kind of case of the backend against the reference on the same device,
+    rotation and cache included. Steps of a kind share kernels."""
+    kinds = list(product(CACHES, SHAPES, WINDOWS))[int(part) :: int(parts)]
+    every = product(DTYPES, kinds, STEPS.items())
+    for dtype, (kept, heads, window), (name, step) in every:
         if dtype == torch.float16 and kept is not None:
             continue  # the formats of the cache do not depend on it
         title = f"{name} {heads.queries}/{heads.keys} x {heads.dim} {_short(dtype)}"
@@ -154,6 +157,7 @@ def tokens(notes: Notes) -> None:
             dtype="float32",
             device=device,
             kernels=kernels,
+            threads=THREADS,
             load_format="safetensors",
             max_model_len=256,
             max_num_seqs=4,

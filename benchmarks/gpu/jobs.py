@@ -6,7 +6,8 @@ suggest, as most jobs take less than their budget. A job whose remaining time is
 result is skipped, so that a shorter one after it may run.
 
 The budgets were estimated, for a GPU of 4.3 TB/s and 16 CPU cores, from the parts of a job
-(seconds; none has been measured on a GPU yet):
+(seconds), and those of bars lowered after a first call on an H200 (2026-11-27), in which they took
+at most 0.8 of what they have now:
 
     a process: Python, torch and a context on the device                 6 (a first one 10)
     a kernel compiled, on one core                                       0.3 to 3, on average 1
@@ -21,8 +22,9 @@ The budgets were estimated, for a GPU of 4.3 TB/s and 16 CPU cores, from the par
     256 requests at once: 64k tokens of prompts 2.5, 64 steps of 15 ms   3.5, twice 7
 
 Checks: kernel_cases.py compiles about 330 variants in each of three dtypes (counted), attention
-288, each 1 to 3 s. With the compilation for later sections and the start of 30 processes, that is
-1700 seconds of 16 cores: bf16 is done after half of the budget, fp16 not quite at its end.
+288, each 1 to 3 s: 1700 seconds of a core. One call has time for most of bf16;
+`--only correctness --stretch 4` gives 300 s. A kernel is compiled in one process, as far as its
+cases are known to share it, and there are no more processes than cores.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from itertools import groupby
 TOTAL = 540.0  # seconds
 GRACE = 5.0  # seconds that a job may take beyond its budget, before it is stopped
 LEAST = 8.0  # seconds a job needs to be started: importing torch takes that long
-CASE_PARTS, ATTENTION_PARTS = 7, 7  # processes that compile kernels at the same time
+CASE_PARTS, ATTENTION_PARTS = 8, 4  # processes that compile kernels at the same time
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,41 +61,39 @@ class Job:
     always: bool = False
 
 
-def _checks() -> tuple[Job, ...]:
-    """Return the checks. They run at the same time: they time nothing, and compile on all cores."""
-    seconds, together = 110.0, "checks"
+def _warm_ups() -> tuple[Job, ...]:
+    """Return what compiles the kernels of timed jobs, on all cores."""
 
-    def of(name: str, section: str, module: str, function: str, *arguments: str) -> Job:
-        return Job(name, section, module, function, seconds, arguments, together=together)
+    def of(name: str, section: str, function: str, *arguments: str) -> Job:
+        return Job(name, section, "warm", function, 75, arguments, together="warm-ups")
 
-    attention = range(ATTENTION_PARTS)
     formats = ("bf16", "int4", "fp8", "fp8, tokens too", "fp8, blocks", "fp8, one scale")
     formats += ("int8", "int8, tokens too")
     models = (("8b", "bf16"), ("8b", "int4"), ("8b", "fp8"), ("1b", "bf16"))
-    parts = range(CASE_PARTS)
     return (
-        of("library", "correctness", "library", "measure"),
+        *(of(f"warm {' '.join(pair)}", "engine", "engine", *pair) for pair in models),
+        *(of(f"warm {format}", "kernels", "products", format) for format in formats),
+        of("warm attention", "kernels", "attention"),
+        of("warm others", "kernels", "small"),
+    )
+
+
+def _checks() -> tuple[Job, ...]:
+    """Return the checks of kernels."""
+
+    def of(name: str, function: str, *arguments: str, module: str = "correctness") -> Job:
+        return Job(name, "correctness", module, function, 75, arguments, together="checks")
+
+    parts = (("cases", CASE_PARTS), ("attention", ATTENTION_PARTS))
+    return (
+        of("library", "measure", module="library"),
+        of("tokens", "tokens"),
         *(
-            of(f"cases {part}", "correctness", "correctness", "cases", str(part), str(CASE_PARTS))
-            for part in parts
+            of(f"{name} {i}", name, str(i), str(count))
+            for name, count in parts
+            for i in range(count)
         ),
-        *(
-            of(
-                f"attention {part}",
-                "correctness",
-                "correctness",
-                "attention",
-                str(part),
-                str(ATTENTION_PARTS),
-            )
-            for part in attention
-        ),
-        of("tokens", "correctness", "correctness", "tokens"),
-        of("tests", "correctness", "correctness", "tests"),
-        *(of(f"warm {' '.join(pair)}", "engine", "warm", "engine", *pair) for pair in models),
-        *(of(f"warm {format}", "kernels", "warm", "products", format) for format in formats),
-        of("warm attention", "kernels", "warm", "attention"),
-        of("warm others", "kernels", "warm", "small"),
+        of("tests", "tests"),
     )
 
 
@@ -105,23 +105,24 @@ def _model(shape: str, format: str, seconds: float) -> Job:
 BARS = (
     # A first process 10; copy and read 2, three products of 8192 3 x 1.5, nvidia-smi 2.
     Job("ceilings", "facts", "ceilings", "measure", 30, always=True),
-    *_checks(),
+    *_warm_ups(),
     # For its bars: 6 + 3, captures 10, 1 x 1k 3, prefill 3, busy 6, load 8, torch's prefill 3, two
     # decodes 6.5, busy at 32 6: 54.5. Then others.
-    _model("8b", "bf16", 70),
+    _model("8b", "bf16", 55),
     # 6; both bars first: 64 random caches of 8k 0.5, timed 0.3; then 12 more of 1 to 2.
-    Job("attention kernels", "kernels", "kernels_attention", "measure", 35, needs=12),
+    Job("attention kernels", "kernels", "kernels_attention", "measure", 25, needs=12),
     # 6 + 8, captures 10, 1 x 1k 3: 27.
     _model("8b", "int4", 50),
     # A process 6 and transformers 4, its weights 3, both caches 2. A step of 256 requests attends
     # to the keys of all of them under a mask, 4 * 256 * 74k * 4096 operations of 32 layers at 100
     # TFLOP/s: 0.1, times 64; 9 steps with 8k tokens of prompts 1 each: 16. Doubled, as this is the
     # least certain estimate.
-    Job("transformers in batches", "peers", "peers", "batches", 75, needs=30),
+    Job("transformers in batches", "peers", "peers", "batches", 60, needs=30),
     # 16 GB written to memory at 2 GB/s: 8. A process that reads them, 6 + 8, and answers, 2.
-    Job("first answer", "start", "start", "measure", 45, needs=25),
+    Job("first answer", "start", "start", "measure", 40, needs=25),
     # 6 + 2, captures for 8 at most, then the remaining time except for tidying up.
     Job("soak", "memory", "soak", "soak", 45, needs=38),
+    *_checks(),
 )
 BEYOND = (
     # 6; 40 layers of 0.2 to 1 (mostly generating and rounding the weights).

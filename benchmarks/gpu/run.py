@@ -114,7 +114,8 @@ def _start(job: Job, file: Path, left: float, variables: Mapping[str, str]) -> _
     paths = [str(HERE), str(SOURCES), os.environ.get("PYTHONPATH", "")]
     paths += [str(TESTS)] if variables else []  # for helpers of a rehearsal
     search = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    environment = {**os.environ, **search, **variables}
+    threads = {"OMP_NUM_THREADS": "1"} if job.together else {}  # there is a process for each core
+    environment = {**os.environ, **search, **threads, **variables}
     command = [sys.executable, str(HERE / "job.py"), job.name, job.module, job.function]
     command += [str(file), str(seconds), *job.arguments]
     with output.open("ab") as stream:

@@ -17,7 +17,7 @@ from place import sized
 from shapes import ONE_LAYER
 
 CACHE = sized(2 << 30, 4 << 20)  # bytes: many processes share the device
-LEFT = 40.0  # seconds reserved for the requests after that
+LEFT = 35.0  # seconds reserved for the requests after that
 
 
 def once(calls: Sequence[Call], budget: float = 0.0) -> Timing:

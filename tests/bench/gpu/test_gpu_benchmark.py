@@ -8,9 +8,9 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -65,7 +65,7 @@ def report() -> ModuleType:
 def test_sections_are_chosen(script: ModuleType) -> None:
     every = script.select(script.JOBS, None)
     assert every == list(script.JOBS)
-    assert [job.section for job in every][:2] == ["facts", "correctness"]
+    assert [job.section for job in every][:2] == ["facts", "engine"]
     some = script.select(script.JOBS, script.parse(["--only", "kernels"]).only)
     assert {job.section for job in some} == {"facts", "kernels"}  # ceilings are always measured
     with pytest.raises(SystemExit):
@@ -96,6 +96,44 @@ def test_the_jobs_of_all_bars_fit_into_one_call(script: ModuleType) -> None:
         *(("kernels", "attention kernels"), ("start", "first answer"), ("memory", "soak")),
         *(("correctness", "cases 0"), ("correctness", "tokens"), ("facts", "ceilings")),
     }
+
+
+def test_warm_ups_run_before_what_they_are_for_and_checks_after_it(script: ModuleType) -> None:
+    jobs = importlib.import_module("jobs")
+    modules = [group[0].module for group in script.groups(jobs.BARS)]
+    assert modules[:2] == ["ceilings", "warm"] and modules[-1] == "library"
+    checks = [job for job in jobs.BARS if job.section == "correctness"]
+    assert len(checks) <= 16 - 1  # cores; one job runs its tests in three processes, one is short
+
+
+def test_all_checks_fit_into_a_call_of_their_own(script: ModuleType) -> None:
+    """As in docs/performance-gpu.md."""
+    text = (FOLDER.parents[1] / "docs" / "performance-gpu.md").read_text("utf-8")
+    (asked,) = re.findall(r"`--only (correctness --stretch \S+)`", text)
+    args = script.parse(["--only", *asked.split()])
+    facts, *checks = script.select(script.JOBS, args.only)
+    (seconds,) = {args.stretch * job.seconds for job in checks}
+    assert seconds >= 240 and facts.seconds + seconds < args.seconds
+
+
+def test_processes_share_all_cases(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of the same kind of attention, which share kernels, are checked by one process."""
+    correctness, jobs = (importlib.import_module(name) for name in ("correctness", "jobs"))
+    monkeypatch.setattr(correctness, "triton_ops", lambda device: None)
+
+    def names(function: str, part: int, parts: int) -> list[str]:
+        found: list[str] = []
+        notes = SimpleNamespace(attempt=lambda name, call: found.append(name))
+        getattr(correctness, function)(notes, str(part), str(parts))
+        return found
+
+    for function, parts in (("cases", jobs.CASE_PARTS), ("attention", jobs.ATTENTION_PARTS)):
+        found = [names(function, part, parts) for part in range(parts)]
+        assert sorted(chain.from_iterable(found)) == sorted(names(function, 0, 1))
+        assert max(map(len, found)) < 1.3 * min(map(len, found))
+    steps = "|".join(correctness.STEPS)
+    kinds = [{re.sub(f"^({steps}) ", "", name) for name in part} for part in found]
+    assert sum(map(len, kinds)) == len(set().union(*kinds)) < sum(map(len, found))
 
 
 def test_every_shape_and_format_at_every_batch_and_context(script: ModuleType) -> None:
