@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kvik.kernels.triton.launch import follow
 from kvik.kernels.triton.linear_end import end_and_store, sum_of_splits, tile_at
 from kvik.kernels.triton.words import (
     INTERPRETED,
@@ -198,9 +198,8 @@ def words_kernel(
     begin = split * split_steps
     end = tl.minimum(begin + split_steps, steps)
     if AHEAD:
-        gdc_launch_dependents()
         prefetch(words, first, steps, begin, end, 4 // planes_of(FORMAT), BO, AHEAD)
-        gdc_wait()  # before reading what other kernels write, and before writing
+    follow()
     sums = sums_of_words(
         x,
         words,

@@ -12,7 +12,6 @@ depends on the algorithm that cuBLAS chooses for the shape, including the number
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -23,12 +22,11 @@ from torch import Tensor
 
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton import linear_bytes, linear_words, words
-from kvik.kernels.triton.launch import ceil_div
+from kvik.kernels.triton.launch import CHAINED, ceil_div
 from kvik.kernels.triton.linear_end import finish
 from kvik.kernels.triton.matrix_shapes import (
     AHEAD,
     FEW,
-    FEW_INT4,
     MOST_IN_WORDS,
     SECOND_PRODUCT,
     WIDENED_BYTES,
@@ -230,12 +228,6 @@ def _plan(
     return _Plan(tile, (tiles, splits), steps, ceil_div(steps, splits), partials)
 
 
-@cache
-def launches_early(device: torch.device) -> bool:
-    """Return whether a kernel can begin while the one before it ends."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 def words_linear(
     x: Tensor, packed: TritonPacked, matrix: Matrix, residual: Tensor | None
 ) -> Tensor:
@@ -246,7 +238,7 @@ def words_linear(
     int4 = kind.codes == "int4" and not narrow
     plan = _plan(x, matrix, torch.float32, narrow=narrow, int4=int4)
     group, tile = kind.group, plan.tile
-    ahead = AHEAD if len(x) <= FEW[-1].tokens and launches_early(x.device) else 0
+    ahead = AHEAD if CHAINED and len(x) <= FEW[-1].tokens else 0
     kernel: Any = linear_words.words_kernel[plan.grid]
     kernel(
         x,
@@ -278,7 +270,7 @@ def words_linear(
         tile.stages,
         ahead,
         num_warps=tile.num_warps,
-        **({"launch_pdl": True} if ahead else {}),
+        **CHAINED,
     )
     return y
 
@@ -333,6 +325,7 @@ def bytes_linear(
         tile.tokens,
         tile.stages,
         num_warps=tile.num_warps,
+        **CHAINED,
     )
     return y
 
