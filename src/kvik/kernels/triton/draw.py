@@ -158,7 +158,7 @@ def coarse_kernel(
             distance = tl.abs(distance - tl.load(centre + row))
         measure = tl.where(ids < vocab, 1.0, 0.0) if COUNT else weight
         within = distance[None, :] <= distance_edges(temperature, row, COUNT)[:, None]
-        sums = tl.sum(tl.where(within, measure[None, :], 0.0), 1).to(tl.float64)
+        sums = tl.sum(tl.where(within, 1.0, 0.0) * measure[None, :], 1).to(tl.float64)
         total = tl.sum(measure.to(tl.float64), 0)
         number = tl.arange(0, EDGES)
         where = (row * chunks + chunk) * EDGES + number
