@@ -31,8 +31,9 @@ from kvik.kernels.triton.launch import ceil_div, power_of_two
 # the list, digit by digit of the logits' keys, and finds the threshold exactly. Exact sums are in
 # double precision and depend only on the row.
 #
-# Floor of a rule: two reads of the logits. A list may hold all of a row (equal or very near
-# logits); then its one program takes most of the time. Rows that do not use the rule are not read.
+# Floor of a rule: two reads of the logits; the second skips chunks beyond the interval. A list may
+# hold all of a row (equal or very near logits); then its one program takes most of the time. Rows
+# that do not use the rule are not read.
 
 # The truncations that the kernels here apply.
 RULES = ("top_k", "top_p", "min_p", "typical_p")
@@ -196,7 +197,14 @@ def list_kernel(
     """grid [rows, chunks]: what is nearer than the bounds, as the rule measures it and by weight,
     fp64; and the number of logits between them, int32, and these logits: [rows, chunks, CHUNK]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if applies(shares, row, vocab, COUNT):
+    at = row * chunks + chunk
+    used = applies(shares, row, vocab, COUNT)
+    before, beyond = tl.load(bounds + 2 * row), tl.load(bounds + 2 * row + 1)
+    reads = used
+    if not NEAR:  # the largest logit of a chunk may be beyond the bounds
+        top = top_of(highs, row, chunks, CHUNKS)
+        reads &= (top - tl.load(highs + at)) / tl.load(temperature + row) <= beyond
+    if reads:
         ids, weight, distance, logit = kept_weights(
             logits, highs, temperature, cut, equals, min_p, centre, centre, row, chunk, vocab,
             stride, chunks, CUT, MIN_P, False, CHUNK, CHUNKS,
@@ -204,9 +212,7 @@ def list_kernel(
         if NEAR:
             distance = tl.abs(distance - tl.load(centre + row))
         kept = ids < vocab if COUNT else weight > 0.0
-        before, beyond = tl.load(bounds + 2 * row), tl.load(bounds + 2 * row + 1)
         between = kept & (distance > before) & (distance <= beyond)
-        at = row * chunks + chunk
         mass = tl.sum(tl.where(distance <= before, weight, 0.0).to(tl.float64), 0)
         tl.store(sums + at, mass)
         if COUNT:
@@ -215,6 +221,10 @@ def list_kernel(
         place = tl.cumsum(between.to(tl.int32), 0)
         tl.store(counts + at, tl.sum(between.to(tl.int32), 0))
         tl.store(listed + at * CHUNK + place - 1, logit, mask=between)
+    elif used:
+        tl.store(nearer + at, 0.0)
+        tl.store(sums + at, 0.0)
+        tl.store(counts + at, 0)
 
 
 @triton.jit
