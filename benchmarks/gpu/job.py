@@ -64,7 +64,7 @@ def _again(arguments: list[str]) -> str:
     """Return the command that runs this job again and prints its notes."""
     name, module, function, _, seconds, *more = arguments
     words = ["python", "benchmarks/gpu/job.py", name, module, function, "/dev/stdout", seconds]
-    return "PYTHONPATH=src:benchmarks/gpu " + shlex.join([*words, *more])
+    return "PYTHONPATH=benchmarks/gpu:src:tests " + shlex.join([*words, *more])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 
 TOTAL = 540.0  # seconds
 GRACE = 5.0  # seconds that a job may take beyond its budget, before it is stopped
@@ -97,6 +97,24 @@ def _checks() -> tuple[Job, ...]:
     )
 
 
+def _invariance() -> tuple[Job, ...]:
+    """Return the matrix of tests/invariance, in two processes for each of its models."""
+    pairs = product(("bundled", "windowed", "capped", "chunked"), ("columns", "variants"))
+    return tuple(
+        Job(
+            f"invariance {model} {kind}",
+            "invariance",
+            "invariance",
+            "measure",
+            100,
+            (model, kind),
+            needs=30,
+            together="invariance",
+        )
+        for model, kind in pairs
+    )
+
+
 def _model(shape: str, format: str, seconds: float) -> Job:
     """Return a model's job. It needs: a process 6, the model 3 to 8, captures 10, one part 3."""
     return Job(f"{shape} {format}", "engine", "models", "measure", seconds, (shape, format), 27)
@@ -137,6 +155,10 @@ BEYOND = (
     _model("0.5b", "bf16", 30),
     Job("1b drafts", "engine", "drafts", "measure", 40, ("1b",), needs=25),
     *(_model(shape, format, 30) for shape in ("1b", "0.5b") for format in ("int4", "fp8")),
+    # A process 6, the reference on the CPU 5, 30 to 60 kernels, and 40 to 60 engines of 1 each.
+    *_invariance(),
+    # The server 10, idle 30; three rates and the most users 15 each, with their last answers 20.
+    Job("served", "server", "served", "measure", 120, needs=60),
 )
 JOBS = (*BARS, *BEYOND)
 SECTIONS = tuple(dict.fromkeys(job.section for job in JOBS))

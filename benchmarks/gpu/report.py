@@ -30,6 +30,7 @@ def render(records: Sequence[Record], seconds: float) -> str:
         *_models(found),
         *_peers(found),
         *_start(found),
+        *_served(found),
         *_trouble(found),
         *_bars(found),
         f"{seconds:.0f} s; * not captured; shares are of the ceilings above",
@@ -125,6 +126,22 @@ def _start(found: Found) -> list[str]:
         return []
     text = f"first answer of 8B {number(seconds, 'value'):.1f} s after its process began, "
     return [text + f"{reading:.0%} of it reading {number(seconds, 'bytes') / 1e9:.1f} GB"]
+
+
+def _served(found: Found) -> list[str]:
+    """Return the server's times at each rate, p50 / p99, and its highest throughput."""
+
+    def times(name: str, label: str) -> str:
+        values = (found.value(f"{name} {part} at {label}") for part in ("p50", "p99"))
+        return " / ".join("?" if value is None else f"{value * 1e3:.1f}" for value in values)
+
+    cells = []
+    for rate in found.of("fact"):
+        head, _, label = str(rate["name"]).partition("tokens at ")
+        if label and not head:
+            what = f"first {times('ttft', label)} ms, next {times('token', label)} ms"
+            cells.append(f"{label}: {what}, {number(rate, 'value'):.0f} tok/s")
+    return _packed("server, 8b bf16", cells) if cells else []
 
 
 def _models(found: Found) -> list[str]:
@@ -229,7 +246,7 @@ def _passed(*ops: str) -> Callable[[Found], float | None]:
     """Return the share of the checks of some operations that passed; none named: all kernels."""
 
     def measure(found: Found) -> float | None:
-        others = ("soak", "pytest", "greedy tokens", "library")
+        others = ("soak", "pytest", "greedy tokens", "library", "invariance")
         chosen = [
             c for c in found.of("check") if (c["op"] in ops if ops else c["op"] not in others)
         ]

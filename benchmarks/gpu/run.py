@@ -5,17 +5,19 @@
 
 Sections: facts (the machine and its ceilings), correctness, kernels, engine (decode and prefill of
 whole models with random weights), peers (transformers), start (until the first answer), memory (a
-soak). Each consists of a few jobs, each with its own process and time budget: first the jobs for
-the bars, which fit into one call, then the others as far as time allows (jobs.py explains the
-estimate). A job that fails or is stopped is listed, and the others continue. A job that loses the
-device restarts after the part that lost it. Jobs without enough time are listed too: call again
-with --only. Ceilings are measured in every call, because the results are shares of them. FOLDER
-gets results.json, and log.txt with every error in full and the command that runs only the failed
-part. --rehearse: every job on the CPU, in Triton's interpreter, at meaningless tiny sizes.
+soak), invariance (tokens do not depend on how they are made), server (latency under load). Each
+consists of a few jobs, each with its own process and time budget: first the jobs for the bars,
+which fit into one call, then the others as far as time allows (jobs.py explains the estimate). A
+job that fails or is stopped is listed, and the others continue. A job that loses the device
+restarts after the part that lost it. Jobs without enough time are listed too: call again with
+--only. Ceilings are measured in every call, because the results are shares of them. FOLDER gets
+results.json, and log.txt with every error in full and the command that runs only the failed part.
+--rehearse: every job on the CPU, in Triton's interpreter, at meaningless tiny sizes.
 
 Needs torch for CUDA, triton (with a C compiler), numpy and tokenizers, and kvik from this checkout
-without its native kernels. The peers need transformers, the kernels' own tests pytest; without them
-they are left out. Only the bundled model is read: other weights are generated on the device.
+without its native kernels. The peers need transformers, the kernels' own tests pytest, the matrix
+pytest and msgspec (llguidance for structured texts), the server its packages and aiohttp; without
+them they are left out. Only the bundled model is read: other weights are generated on the device.
 """
 
 from __future__ import annotations
@@ -111,8 +113,7 @@ class _Child:
 def _start(job: Job, file: Path, left: float, variables: Mapping[str, str]) -> _Child:
     seconds = min(job.seconds, left - GRACE)
     output = file.with_suffix(".txt")
-    paths = [str(HERE), str(SOURCES), os.environ.get("PYTHONPATH", "")]
-    paths += [str(TESTS)] if variables else []  # for helpers of a rehearsal
+    paths = [str(HERE), str(SOURCES), os.environ.get("PYTHONPATH", ""), str(TESTS)]
     search = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
     threads = {"OMP_NUM_THREADS": "1"} if job.together else {}  # there is a process for each core
     environment = {**os.environ, **search, **threads, **variables}

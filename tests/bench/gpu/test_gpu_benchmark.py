@@ -77,6 +77,7 @@ def test_only_jobs_that_are_not_timed_run_in_parallel(script: ModuleType) -> Non
     together = [group for group in script.groups(script.JOBS) if len(group) > 1]
     assert {job.module for group in together for job in group} == {
         "correctness",
+        "invariance",
         "library",
         "warm",
     }
@@ -277,6 +278,13 @@ def test_shares_and_bars(script: ModuleType) -> None:
     assert bars["GPU busy at batch 64, 8B bf16"] == ["97.0%", "98.5%", "met"]
     assert bars["GPU busy at batch 32, 8B bf16"] == ["97.0%", "95.5%", "MISSED"]
     assert "3.00 x   4.00 x  met" in text
+
+
+def test_the_times_of_a_server(script: ModuleType) -> None:
+    times = {"ttft p50": 0.05, "ttft p99": 0.08, "token p50": 0.006}
+    records = [fact(f"{name} at 5/s", value) for name, value in times.items()]
+    text = report().render([*records, fact("tokens at 5/s", 640.2)], 1.0)
+    assert "5/s: first 50.0 / 80.0 ms, next 6.0 / ? ms, 640 tok/s" in text
 
 
 def test_the_table_of_all_jobs_is_short(script: ModuleType) -> None:

@@ -33,6 +33,8 @@ CHOSEN = (
         "transformers compiled",
         "transformers in batches",
         "first answer",
+        "served",
+        "invariance windowed variants",
     ),
 )
 # Minutes on a CPU: `run.py --rehearse --only engine`. Warming engines is `measure` of models.py
