@@ -153,6 +153,7 @@ def _decode(
     options: bool = False,
     sunk: bool = False,
     cut: bool = False,
+    merge: int = 0,
     loop: Loop | None = None,
     max_spills: int = 0,
 ) -> Resources:
@@ -168,7 +169,8 @@ def _decode(
     return Resources(
         attention_decode.attention_decode_kernel,
         f"{m} rows of {head_dim}, KV {str(cache).removeprefix('torch.')}{', tree' * tree}"
-        f"{', capped, sinks' * options}{', sinks of a window' * sunk}{', cut' * cut}",
+        f"{', capped, sinks' * options}{', sinks of a window' * sunk}{', cut' * cut}"
+        f"{', merges' * (merge == 2)}",
         types
         | _types(
             p_i32="block_table query_start seq_lens first_keys",
@@ -189,7 +191,7 @@ def _decode(
             "KIND": KINDS[cache],
             "WINDOW": 3 * sunk,
             "TREE": tree,
-            "DIRECT": False,
+            "MERGE": merge,
         },
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
@@ -224,13 +226,17 @@ def _merge(head_dim: int) -> Resources:
 # K and V of 64 keys of 128 are 16 copies per thread of 128 threads, 32 KiB, for which a
 # multiprocessor of an H200 has about 1700 cycles at 4.3 TB/s; a scheduler issues a warp's share in
 # a quarter of that.
-_KEYS = Loop(copies=16, barriers=6, instructions=450)
+# The limits include the end of a split, about 220 instructions and 4 barriers every second tile.
+_KEYS = Loop(copies=16, barriers=10, instructions=770)
 
 DECODE = (
     *(_decode(head_dim, torch.bfloat16, loop=_KEYS) for head_dim in (64, 128, 256)),
-    *(_decode(d, torch.float8_e4m3fn, loop=Loop(copies=4)) for d in (64, 128)),
-    *(_decode(d, torch.int8, loop=Loop(copies=4)) for d in (128, 256)),
-    _decode(128, torch.uint8, loop=Loop(copies=4, instructions=950)),
+    *(_decode(d, torch.float8_e4m3fn, loop=Loop(copies=8)) for d in (64, 128)),
+    *(_decode(d, torch.int8, loop=Loop(copies=8)) for d in (128, 256)),
+    # Programs that merge all splits of their sequence.
+    _decode(128, torch.bfloat16, merge=2, loop=_KEYS),
+    _decode(128, torch.float8_e4m3fn, merge=2, loop=Loop(copies=8, instructions=870)),
+    _decode(128, torch.uint8, loop=Loop(copies=4, instructions=1200)),
     _decode(256, torch.bfloat16, options=True),
     _decode(64, torch.bfloat16, sunk=True, loop=_KEYS),
     _decode(128, torch.bfloat16, sunk=True, loop=_KEYS),
@@ -244,7 +250,7 @@ DECODE = (
     _decode(128, torch.float32, m=64),
     _decode(256, torch.float32, m=64),
     # Heads of 512 (Gemma 4): a tile of 16 keys has as many bytes as 64 keys of 128.
-    _decode(512, torch.bfloat16, loop=Loop(copies=8, barriers=6, instructions=360)),
+    _decode(512, torch.bfloat16, loop=Loop(copies=8, barriers=10, instructions=700)),
     *(_decode(512, cache, loop=Loop(copies=2)) for cache in (torch.int8, torch.uint8)),
     _decode(512, torch.float8_e4m3fn, loop=Loop(copies=2)),
     _decode(512, torch.bfloat16, options=True),

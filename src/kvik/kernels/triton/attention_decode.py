@@ -6,13 +6,15 @@ tile (16 at least), so K and V are read once. Several queries, of drafts or of a
 more rows of the tile.
 
 Invariance: where a context is split depends only on the sequence (`attention_shapes.split`), not
-on the batch; a program takes every `programs`-th split of its sequence, one after the other, so
-that neither short nor many sequences leave programs idle. The tile's rows depend on the sequence's
-own number of queries. So the bits of a sequence do not depend on the batch. (A sequence with enough
-queries to fill 64 rows has smaller tiles in a step with trees, and differs by rounding.)
+on the batch; a program takes an equal share of its sequence's splits, in one loop over tiles, in
+which keys of the next split are loaded while those of the last one are used. The tile's rows depend
+on the sequence's own number of queries. So the bits of a sequence do not depend on the batch. (A
+sequence with enough queries to fill 64 rows has smaller tiles in a step with trees, and differs by
+rounding.)
 
-Each split has a result and the logarithm of its total weight; the whole is their weighted mean,
-relative to the largest. Splits are added in their order, in blocks of `AT_ONCE`.
+Each split has a result and the logarithm of its total weight; the whole is their weighted mean, to
+which splits are added in their order (`join`): by the program itself if it has all splits of its
+sequence, else by the merge kernel, with the same operations and so to the same bits.
 
 Captured graphs: the grid comes from the host's maxima, lengths are read on the device. A row whose
 seq_len is 0 writes zeros. A sequence with fewer queries than were captured is computed in tiles of
@@ -32,7 +34,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.attention_shapes import SPREAD, split
+from kvik.kernels.triton.attention_shapes import split
 from kvik.kernels.triton.attention_tile import (
     LAST_AND_SINKS,
     LOG2,
@@ -45,11 +47,10 @@ from kvik.kernels.triton.attention_tile import (
     log2_weight,
     seen_by,
     unit_of,
-    with_sinks,
 )
-from kvik.kernels.triton.kv_load import operand
+from kvik.kernels.triton.kv_load import query_factors
 
-AT_ONCE = tl.constexpr(16)  # splits that a program merges at once
+AT_ONCE = tl.constexpr(8)  # splits that the merge kernel loads at once
 
 
 @triton.jit
@@ -127,19 +128,55 @@ def keys_at(place, inside, tree, is_tree, cached, words, position, TREE: tl.cons
 
 
 @triton.jit
-def strip_of(part, first, keys, end, context, sink_end, few, OF_SINKS: tl.constexpr):
-    """Return the first place of a split's keys, and the place after its last; or of the sinks,
-    which the first split processes before its own keys.
+def nothing(sums, rows):
+    """Return the whole (result, log2 of its largest weight, total) before any split.
 
     Args:
-        first, keys: see `sequence_of`. end: after the last key that a row sees.
-        sink_end: after the last sink. few: whether nodes of a tree may also be sinks.
+        sums: zeros like the result. rows: zeros like the weights.
     """
-    if OF_SINKS:
-        ends = tl.where(few, context, tl.minimum(end, sink_end))
-        return 0, tl.where(part == 0, ends, 0)
-    begins = first + part * keys
-    return begins, tl.minimum(begins + keys, end)
+    return sums, rows - float("inf"), rows
+
+
+@triton.jit
+def join(whole, result, weight):
+    """Add a split to the whole.
+
+    The products are fused explicitly, so that it has the same bits wherever it is compiled.
+
+    Args:
+        whole: see `nothing`. weight: log2 of the split's, [m]; -inf if it saw no key.
+    """
+    sums, largest, total = whole
+    new = tl.maximum(largest, weight)
+    base = tl.where(new == float("-inf"), 0.0, new)
+    factor, share = tl.exp2(largest - base), tl.exp2(weight - base)
+    sums = tl.fma(sums, spread(factor, sums), result * spread(share, sums))
+    return sums, new, tl.fma(total, factor, share)
+
+
+@triton.jit
+def mean_of(whole, sinks, head):
+    """Return the mean after all splits and, unless `sinks` is None, the sink of each head; 0 if no
+    split saw a key."""
+    if sinks is not None:
+        whole = join(whole, tl.zeros_like(whole[0]), tl.load(sinks + head) * LOG2)
+    sums, _, total = whole
+    return sums / spread(tl.where(total == 0.0, 1.0, total), sums)
+
+
+@triton.jit
+def spread(x, sums):
+    """Return x, [m] or [1], as a factor of sums, [m, d] or [d]."""
+    return x[:, None] if len(sums.shape) == 2 else x
+
+
+@triton.jit
+def store_split(part_out, part_weight, piece, result, weight, wanted, HEAD_DIM: tl.constexpr):
+    """Store the result of a split, [m, BLOCK_D], and log2 of its weight, for the merge kernel."""
+    d = tl.arange(0, result.shape[1])[None, :]
+    target = part_out + (piece.to(tl.int64) * HEAD_DIM)[:, None] + d
+    tl.store(target, result, mask=wanted[:, None] & (d < HEAD_DIM))
+    tl.store(part_weight + piece, weight, mask=wanted)
 
 
 # Numbers that change from step to step must not cause a new compilation.
@@ -155,7 +192,7 @@ def strip_of(part, first, keys, end, context, sink_end, few, OF_SINKS: tl.conste
         "slab",
     ]
 )
-def attention_decode_kernel(
+def attention_decode_kernel(  # noqa: PLR0915
     q,
     sink_q,
     k_cache,
@@ -193,7 +230,7 @@ def attention_decode_kernel(
     KIND: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
-    DIRECT: tl.constexpr,
+    MERGE: tl.constexpr,
 ):
     """grid [KV heads * programs * tiles, sequences]
 
@@ -204,7 +241,8 @@ def attention_decode_kernel(
     Args:
         sink_q: q for the first `sink_keys` keys, if there are sinks.
         above, most: only sequences of above + 1 .. most queries are computed.
-        DIRECT: no sequence has more than one split, which is the result.
+        MERGE: 0, every split is stored; 1, no sequence has more than one; 2, every program has all
+            splits of its sequence.
     """
     DTYPE: tl.constexpr = q.dtype.element_ty
     HEADS: tl.constexpr = GROUP * KV_HEADS
@@ -227,11 +265,6 @@ def attention_decode_kernel(
     store = wanted[:, None] & (d < HEAD_DIM)[None, :]
     lane = (query_head * HEAD_DIM)[:, None] + d[None, :]
     token = (start + query).to(tl.int64)
-    if not SUNK:
-        rows = operand(tl.load(q + token[:, None] * q_stride + lane, mask=store, other=0.0), DTYPE)
-
-    last = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, queries - 1)
-    end = cached + last + 1  # after the last key that a row of the tile sees
     position = cached + query
     is_tree, words = False, None
     if TREE:
@@ -239,26 +272,34 @@ def attention_decode_kernel(
         is_tree = tl.load(tree) != 0
         words = tl.load(tree + query, mask=wanted, other=0)
         if is_tree:
-            end = context
             position = cached + bits_set(words).to(tl.int32) - 1
     table = block_table + sequence.to(tl.int64) * table_stride
 
-    if DIRECT:
-        splits = tl.maximum(splits, 1)  # a row without a key has a result
-    for part in range(program, splits, programs):
-        state = begin(BLOCK_M, BLOCK_D, BLOCK_N if BLOCK_M == 16 else 0)
-        for strip in tl.static_range(1 - SUNK, 2):
-            if SUNK:  # loaded when needed, as registers suffice for only one of both
-                at = q + token[:, None] * q_stride + lane
-                if strip == 0:
-                    at = sink_q + token[:, None] * sink_q_stride + lane
-                rows = operand(tl.load(at, mask=store, other=0.0), DTYPE)
+    unit = unit_of(scale, softcap)
+    piece = tl.program_id(1) * slab + (query * HEADS + query_head) * splits
+    part = program * splits // programs
+    ends = tl.minimum(first + (program + 1) * splits // programs * keys, context)
+    until = first + (part + 1) * keys  # the end of the split
+    zeros = tl.zeros([BLOCK_M], tl.float32)
+    whole = nothing(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), zeros)
+    state = begin(BLOCK_M, BLOCK_D, BLOCK_N if BLOCK_M == 16 else 0)
+    for strip in tl.static_range(1 - SUNK, 2):
+        from_q, stride, begins, stop = q, q_stride, first + part * keys, ends
+        if strip == 0:  # of the sinks, which the first split has before its own keys
+            from_q, stride, begins = sink_q, sink_q_stride, 0
             few = is_tree & (cached < sink_keys)
-            begins, ends = strip_of(part, first, keys, end, context, sink_keys, few, strip == 0)
-            for at in range(begins, ends, BLOCK_N):
+            stop = tl.where(few, context, tl.minimum(context, sink_keys))
+            stop = tl.where((part == 0) & (splits > 0), stop, 0)
+        rows = tl.load(from_q + token[:, None] * stride + lane, mask=store, other=0.0)
+        rows = query_factors(rows, KIND)
+        # The asynchronous products of 64 rows need a loop of each split, without a branch.
+        for lap in range(tl.cdiv(stop - begins, keys) if BLOCK_M == 64 and strip == 1 else 1):
+            since = begins + lap * keys if BLOCK_M == 64 and strip == 1 else begins
+            to = tl.minimum(since + keys, stop) if BLOCK_M == 64 and strip == 1 else stop
+            for at in range(since, to, BLOCK_N):
                 place = at + tl.arange(0, BLOCK_N)
                 where, visible = keys_at(
-                    place, place < ends, tree, is_tree, cached, words, position, TREE
+                    place, place < stop, tree, is_tree, cached, words, position, TREE
                 )
                 if WINDOW:
                     visible &= seen_by(where, position, window, sink_keys, WINDOW, strip == 0)
@@ -272,7 +313,7 @@ def attention_decode_kernel(
                     table,
                     head,
                     at,
-                    tl.minimum(place, ends - 1),
+                    tl.minimum(place, stop - 1),
                     visible,
                     scale,
                     softcap,
@@ -284,52 +325,37 @@ def attention_decode_kernel(
                     BLOCK_D,
                     False,
                 )
-        unit = unit_of(scale, softcap)
-        if DIRECT:
-            sums, total = with_sinks(ended(state), unit, sinks, query_head)
-            target = out + (token * HEADS * HEAD_DIM)[:, None] + lane
-            tl.store(target, finish(sums, total).to(DTYPE), mask=store)
-        else:
-            sums, largest, total = ended(state)
-            piece = tl.program_id(1) * slab + (query * HEADS + query_head) * splits + part
-            target = part_out + (piece.to(tl.int64) * HEAD_DIM)[:, None] + d[None, :]
-            tl.store(target, finish(sums, total), mask=store)
-            tl.store(part_weight + piece, log2_weight(largest, total, unit), mask=wanted)
-
-
-@triton.jit
-def merge(
-    part_out, part_weight, sinks, head, piece, splits, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr
-):
-    """Merge the splits of one query head: [BLOCK_D]; 0 if no split saw a key.
-
-    Args:
-        sinks: see `with_sinks`.
-        piece: index of its first split.
-    """
-    every = tl.arange(0, SPREAD)
-    weights = tl.load(part_weight + piece + every, mask=every < splits, other=float("-inf"))
-    largest = tl.max(weights, 0)
-    if sinks is not None:
-        sink = tl.load(sinks + head) * LOG2
-        largest = tl.maximum(largest, sink)
-    largest = tl.where(largest == float("-inf"), 0.0, largest)
-    total = tl.sum(tl.exp2(weights - largest), 0)
-    if sinks is not None:
-        total += tl.exp2(sink - largest)
-    d = tl.arange(0, BLOCK_D)
-    sums = tl.zeros([BLOCK_D], tl.float32)
-    for at in range(0, splits, AT_ONCE):
-        part = at + tl.arange(0, AT_ONCE)
-        mine = part < splits
-        weight = tl.load(part_weight + piece + part, mask=mine, other=float("-inf"))
-        result = tl.load(
-            part_out + ((piece + part).to(tl.int64) * HEAD_DIM)[:, None] + d[None, :],
-            mask=mine[:, None] & (d < HEAD_DIM)[None, :],
-            other=0.0,
-        )
-        sums += tl.sum(tl.exp2(weight - largest)[:, None] * result, 0)
-    return sums / tl.where(total == 0.0, 1.0, total)
+                if MERGE != 1 and strip == 1 and BLOCK_M != 64:  # noqa: SIM102
+                    if (at + BLOCK_N >= until) | (at + BLOCK_N >= stop):
+                        sums, largest, total = ended(state)
+                        result, weight = finish(sums, total), log2_weight(largest, total, unit)
+                        if MERGE:
+                            whole = join(whole, result, weight)
+                        else:
+                            store_split(
+                                part_out,
+                                part_weight,
+                                piece + part,
+                                result,
+                                weight,
+                                wanted,
+                                HEAD_DIM,
+                            )
+                        state = begin(BLOCK_M, BLOCK_D, BLOCK_N if BLOCK_M == 16 else 0)
+                        part += 1
+                        until += keys
+            if MERGE == 0 and strip == 1 and BLOCK_M == 64:
+                sums, largest, total = ended(state)
+                result, weight = finish(sums, total), log2_weight(largest, total, unit)
+                store_split(part_out, part_weight, piece + part, result, weight, wanted, HEAD_DIM)
+                state = begin(BLOCK_M, BLOCK_D, 0)
+                part += 1
+    if MERGE == 1:
+        sums, largest, total = ended(state)
+        whole = join(whole, finish(sums, total), log2_weight(largest, total, unit))
+    if MERGE:
+        target = out + (token * HEADS * HEAD_DIM)[:, None] + lane
+        tl.store(target, mean_of(whole, sinks, query_head).to(DTYPE), mask=store)
 
 
 # Numbers that change from step to step must not cause a new compilation.
@@ -365,7 +391,16 @@ def attention_merge_kernel(
     if (queries <= above) | (queries > most) | (query >= queries):
         return
     piece = tl.program_id(2) * slab + (query * HEADS + head) * splits
-    result = merge(part_out, part_weight, sinks, head, piece, splits, HEAD_DIM, BLOCK_D)
     d = tl.arange(0, BLOCK_D)
+    whole = nothing(tl.zeros([BLOCK_D], tl.float32), tl.zeros([1], tl.float32))
+    for at in range(0, splits, AT_ONCE):
+        for i in tl.static_range(AT_ONCE):  # unrolled, so that all are loaded at once
+            part = piece + at + i
+            lane = tl.arange(0, 1)
+            mine = at + i < splits
+            weight = tl.load(part_weight + part + lane, mask=mine, other=float("-inf"))
+            source = part_out + part.to(tl.int64) * HEAD_DIM + d
+            whole = join(whole, tl.load(source, mask=mine & (d < HEAD_DIM), other=0.0), weight)
+    result = mean_of(whole, sinks, head + tl.arange(0, 1))
     target = out + ((start + query).to(tl.int64) * HEADS + head) * HEAD_DIM
     tl.store(target + d, result.to(out.dtype.element_ty), mask=d < HEAD_DIM)

@@ -128,7 +128,7 @@ def mla_decode_kernel(
                 tree, start, is_tree, words, position, cached, place, inside, TREE
             )
             scores = tl.where(visible, scores, float("-inf"))
-            weights, factor, largest, total = weigh(scores, largest, total, scale, True)
+            weights, factor, largest, total = weigh(scores, largest, total, scale, None, True)
             sums = product(operand(weights, DTYPE), latent, sums * factor[:, None])
         sums, largest, total = ended((sums, largest, total))
         result = finish(sums, total)

@@ -20,6 +20,7 @@ from kvik.kernels.triton.attention_prefill import attention_prefill_kernel
 from kvik.kernels.triton.attention_shapes import (
     LAUNCHED,
     SPREAD,
+    WIDE,
     WORKSPACE,
     block_d,
     most_splits,
@@ -205,15 +206,16 @@ def _split(
     splits = most_splits(seen, kv_heads)
     # Results of a sequence: queries * heads * splits, and more tiles mean fewer splits.
     slab = min(run.queries * heads * splits, max(m * SPREAD.value, run.queries * heads))
-    direct = splits == 1
     at_once = run.last + 1 - run.first
-    if not direct:
+    programs = min(splits, ceil_div(LAUNCHED, at_once * kv_heads * stacked))
+    # A second set of sums, in which splits are merged, fits in registers beside 16 rows.
+    merge = 1 if splits == 1 else 2 * (programs == 1 and m == 16 and head_dim <= WIDE)
+    if not merge:
         at_once = min(at_once, max(1, WORKSPACE // (4 * slab * (head_dim + 1))))
     for first in range(run.first, run.last + 1, at_once):
         sequences = min(at_once, run.last + 1 - first)
-        programs = min(splits, ceil_div(LAUNCHED, sequences * kv_heads * stacked))
         part_out = part_weight = None
-        if not direct:
+        if not merge:
             part_out = q.new_empty(sequences, slab, head_dim, dtype=torch.float32)
             part_weight = q.new_empty(sequences, slab, dtype=torch.float32)
         attention_decode_kernel[(kv_heads * programs * stacked, sequences)](
@@ -253,11 +255,11 @@ def _split(
             KIND=kind_of(cache.k),
             WINDOW=kind,
             TREE=tree,
-            DIRECT=direct,
+            MERGE=merge,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
         )
-        if direct:
+        if merge:
             continue
         attention_merge_kernel[(heads, run.queries, sequences)](
             part_out,

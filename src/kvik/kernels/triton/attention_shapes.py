@@ -20,7 +20,8 @@ from kvik.kernels.triton.matrix_shapes import FEW, MOST_IN_WORDS
 # Programs that a single sequence may be spread over: about the multiprocessors of the largest GPUs,
 # and a constant, so that results differ neither between GPUs nor between batches.
 SPREAD = tl.constexpr(128)
-LEAST_SPLIT = tl.constexpr(128)  # keys; fewer do not justify a program and a row to merge
+# Keys; fewer do not justify a program and a row to merge. A multiple of the keys of a tile.
+LEAST_SPLIT = tl.constexpr(128)
 # Bytes of shared memory that a program can have, by compute capability of data centre GPUs.
 # Consumer GPUs have 99 KiB.
 SHARED: Mapping[tuple[int, int], int] = {

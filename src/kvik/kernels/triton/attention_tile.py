@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 
 from kvik.kernels.triton.activation import capped
-from kvik.kernels.triton.kv_load import load_scales, load_vectors, operand, product, vectors_at
+from kvik.kernels.triton.kv_load import (
+    factor_type,
+    load_scales,
+    load_vectors,
+    operand,
+    product,
+    vectors_at,
+)
 
 LOG2_E = math.log2(math.e)
 LOG2 = tl.constexpr(LOG2_E)
@@ -75,26 +82,29 @@ def ended(state):
 
 
 @triton.jit
-def weigh(scores, largest, total, scale, GUARDED: tl.constexpr):
+def weigh(scores, largest, total, scale, lift, GUARDED: tl.constexpr):
     """Compute the online softmax of one tile.
 
     Args:
         scores: [m, n] fp32, not yet scaled; -inf where a key is not seen.
         largest: [m], of the scores so far, also not scaled. total: see `begin`.
         scale: > 0, with log2(e) folded in.
+        lift: [n], is added to scores for the weights, but not for the total; may be None.
         GUARDED: whether a row may have seen no key so far, this tile included.
 
     Returns:
         weights [m, n], factor [m] for the previous sums, largest, total.
     """
-    new = tl.maximum(largest, tl.max(scores, 1))
+    lifted = scores if lift is None else scores + lift[None, :]
+    new = tl.maximum(largest, tl.max(lifted, 1))
     base = tl.where(new == float("-inf"), 0.0, new) if GUARDED else new
-    weights = tl.exp2(scores * scale - (base * scale)[:, None])
+    weights = tl.exp2(lifted * scale - (base * scale)[:, None])
+    counted = weights if lift is None else tl.exp2(scores * scale - (base * scale)[:, None])
     factor = tl.exp2((largest - base) * scale)
     if len(total.shape) == 2:
-        total = total * factor[:, None] + weights
+        total = total * factor[:, None] + counted
     else:
-        total = total * factor + tl.sum(weights, 1)
+        total = total * factor + tl.sum(counted, 1)
     return weights, factor, new, total
 
 
@@ -138,6 +148,7 @@ def attend(
         ALL: every row sees every key, and visible is not used.
     """
     sums, largest, total = state
+    TYPE: tl.constexpr = factor_type(DTYPE, KIND)
     VECTORS: tl.constexpr = BLOCK_SIZE * KV_HEADS
     WHOLE: tl.constexpr = ALL and place.shape[0] % BLOCK_SIZE == 0
     block, within = vectors_at(table, at, place, head, BLOCK_SIZE, KV_HEADS, WHOLE)
@@ -146,7 +157,7 @@ def attend(
         k_scale, k_zero, v_scale, v_zero = load_scales(
             k_scales, v_scales, block * VECTORS + within, head, KIND, KV_HEADS
         )
-    k = load_vectors(k_cache, block, within, k_zero, DTYPE, KIND, VECTORS, HEAD_DIM, BLOCK_D)
+    k = load_vectors(k_cache, block, within, k_zero, TYPE, KIND, VECTORS, HEAD_DIM, BLOCK_D)
     scores = product(q, tl.trans(k), None)
     if KIND != "float":
         scores *= k_scale[None, :]
@@ -155,14 +166,16 @@ def attend(
     if not ALL:
         scores = tl.where(visible, scores, float("-inf"))
     unit = unit_of(scale, softcap)
-    weights, factor, largest, total = weigh(scores, largest, total, unit, not ALL)
-    v = load_vectors(v_cache, block, within, v_zero, DTYPE, KIND, VECTORS, HEAD_DIM, BLOCK_D)
-    if KIND != "float" and tl.float16 == DTYPE:
-        # A weight times a scale may be too small for fp16.
-        v = operand(v.to(tl.float32) * v_scale[:, None], DTYPE)
-    elif KIND != "float":
+    lift = None
+    if KIND != "float" and tl.float16 == TYPE:
+        # A weight times a scale may be too small for fp16, so it is relative to the largest such
+        # product. Zeros have any scale.
+        lift = tl.log2(tl.maximum(v_scale, 1e-20)) / unit
+    weights, factor, largest, total = weigh(scores, largest, total, unit, lift, not ALL)
+    v = load_vectors(v_cache, block, within, v_zero, TYPE, KIND, VECTORS, HEAD_DIM, BLOCK_D, True)
+    if KIND != "float" and tl.float16 != TYPE:
         weights *= v_scale[None, :]
-    sums = product(operand(weights, DTYPE), v, sums * factor[:, None])
+    sums = product(operand(weights, TYPE), v, sums * factor[:, None])
     return sums, largest, total
 
 

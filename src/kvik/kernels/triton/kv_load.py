@@ -5,7 +5,9 @@ few bits are loaded as their integers (or small floats), which are exact in bf16
 vector's scale is applied to its column of scores, or to its weight, so that one multiplication
 suffices for the whole vector.
 
-Products are computed in the dtype of the queries with fp32 sums; fp32 without TF32.
+Products are computed in the dtype of the queries with fp32 sums; fp32 without TF32. With bf16
+queries and bytes in the cache they are computed in fp16, to which bytes are converted by a third of
+the instructions.
 """
 
 from __future__ import annotations
@@ -59,6 +61,55 @@ def operand(x, DTYPE: tl.constexpr):
     else:
         wide = x.to(DTYPE)
     return wide
+
+
+@triton.constexpr_function
+def factor_type(dtype, kind):
+    """Return the type of factors of `product` for queries of a type and a cache of a kind."""
+    return tl.float16 if dtype == tl.bfloat16 and kind in ("fp8", "int8") else dtype
+
+
+@triton.jit
+def query_factors(x, KIND: tl.constexpr):
+    """Convert queries to factors of `product`, with the largest of fp16 for what exceeds it."""
+    TYPE: tl.constexpr = factor_type(x.dtype, KIND)
+    if x.dtype != TYPE:
+        x = tl.minimum(tl.maximum(x.to(tl.float32), -65504.0), 65504.0)
+    return operand(x, TYPE)
+
+
+FROM_FP8 = tl.constexpr("""{
+.reg .b16 low, high;
+mov.b32 {low, high}, $2;
+cvt.rn.f16x2.e4m3x2 $0, low;
+cvt.rn.f16x2.e4m3x2 $1, high;
+}""")
+# 1024 + 128 + x from its bits, exact: x + 128 is the low end of the mantissa of 1024.
+FROM_INT8 = tl.constexpr("""{
+.reg .b32 raised, ones, base;
+xor.b32 raised, $2, 0x80808080;
+mov.b32 ones, 0x64646464;
+mov.b32 base, 0x64806480;
+prmt.b32 $0, raised, ones, 0x4140;
+prmt.b32 $1, raised, ones, 0x4342;
+sub.f16x2 $0, $0, base;
+sub.f16x2 $1, $1, base;
+}""")
+
+
+@triton.jit
+def widened(x, KIND: tl.constexpr, IN_ROWS: tl.constexpr):
+    """Convert bytes to fp16, four at a time.
+
+    Args:
+        IN_ROWS: before the numbers are rearranged for the product, as the compiler moves no
+            instruction with effects. Values need this: their columns in shared memory would be read
+            byte by byte.
+    """
+    CODE: tl.constexpr = FROM_FP8 if KIND == "fp8" else FROM_INT8
+    return tl.inline_asm_elementwise(
+        CODE, "=&r,=&r,r", [x], dtype=tl.float16, is_pure=not IN_ROWS, pack=4
+    )
 
 
 @triton.jit
@@ -128,11 +179,12 @@ def load_vectors(
     BLOCK_VECTORS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    IN_ROWS: tl.constexpr = False,
 ):
     """Load [n, BLOCK_D] numbers as operands, without their scale; 0 after HEAD_DIM.
 
     Args:
-        zero: see `load_scales`.
+        zero: see `load_scales`. IN_ROWS: see `widened`.
     """
     WIDTH: tl.constexpr = HEAD_DIM // 2 if KIND == "int4" else HEAD_DIM
     BLOCK: tl.constexpr = BLOCK_D // 2 if KIND == "int4" else BLOCK_D
@@ -153,12 +205,10 @@ def load_vectors(
             x = tl.interleave(low, high) - zero[:, None]
         if HEAD_DIM != BLOCK_D:
             x = tl.where((tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], x, 0)
+    elif tl.float16 == DTYPE and (KIND == "fp8" or KIND == "int8") and not INTERPRETED:  # noqa: PLR1714
+        x = widened(x, KIND, IN_ROWS)
     elif KIND == "fp8":
         x = x.to(tl.float8e4nv, bitcast=True)
-        if tl.bfloat16 == DTYPE:
-            # fp8 is converted to fp16 first. The instruction from fp16 to bf16 has a quarter of the
-            # rate or less; conversions to fp32, and of pairs of fp32 to bf16, are fast.
-            x = x.to(tl.float32)
     elif KIND == "fp8 bits":
         # At the positions of sign, exponent and mantissa of fp16, the bits mean 1/256 of their
         # value, denormals included.
