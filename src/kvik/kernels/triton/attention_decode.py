@@ -49,6 +49,7 @@ from kvik.kernels.triton.attention_tile import (
     unit_of,
 )
 from kvik.kernels.triton.kv_load import query_factors
+from kvik.kernels.triton.launch import follow
 
 AT_ONCE = tl.constexpr(8)  # splits that the merge kernel loads at once
 
@@ -244,6 +245,7 @@ def attention_decode_kernel(  # noqa: PLR0915
         MERGE: 0, every split is stored; 1, no sequence has more than one; 2, every program has all
             splits of its sequence.
     """
+    follow()
     DTYPE: tl.constexpr = q.dtype.element_ty
     HEADS: tl.constexpr = GROUP * KV_HEADS
     SUNK: tl.constexpr = WINDOW == LAST_AND_SINKS
@@ -381,6 +383,7 @@ def attention_merge_kernel(
     WINDOW: tl.constexpr,
 ):
     """grid [heads, most, sequences]; arguments as in `attention_decode_kernel`"""
+    follow()
     HEADS: tl.constexpr = GROUP * KV_HEADS
     head = tl.program_id(0)
     query = tl.program_id(1)

@@ -32,7 +32,7 @@ from kvik.kernels.triton.attention_shapes import (
 )
 from kvik.kernels.triton.attention_tile import CHUNK, LAST, LAST_AND_SINKS, LOG2_E
 from kvik.kernels.triton.kv_load import kind_of, stored
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import CHAINED, ceil_div, power_of_two
 from kvik.spec.visible_keys import Window
 
 MAX_HEAD_DIM = 512
@@ -258,6 +258,7 @@ def _split(
             MERGE=merge,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
+            **CHAINED,
         )
         if merge:
             continue
@@ -280,6 +281,7 @@ def _split(
             BLOCK_D=block_d(head_dim),
             BLOCK_M=m,
             WINDOW=kind,
+            **CHAINED,
         )
 
 
