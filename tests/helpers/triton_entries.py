@@ -159,7 +159,7 @@ def _decode(
 ) -> Resources:
     """Return an entry for decoding. Queries are bf16, or fp32 like the cache. `options`: scores are
     capped and heads have sinks; `sunk`: the window has sinks; `cut`: sequences have a first key."""
-    tiles = split_tiles(m, head_dim, max(2, cache.itemsize), tree=tree)
+    tiles = split_tiles(m, head_dim, max(2, cache.itemsize), kind=KINDS[cache], tree=tree)
     types = _cache_types(cache)
     absent = [] if tree else ["tree"]
     absent += [] if cut else ["first_keys"]
@@ -197,6 +197,7 @@ def _decode(
         num_stages=tiles.num_stages,
         aligned=_aligned("q_stride"),
         max_spills=max_spills,
+        most_registers=tiles.most_registers,
         loop=loop,
     )
 
@@ -442,7 +443,6 @@ def _words(
     group: int = 128,
     span: int = 128,
     activation: int = 0,
-    ahead: int = 0,
     loop: Loop | None = None,
 ) -> Resources:
     """Return an entry of whole steps, with a residual and without a bias."""
@@ -472,13 +472,12 @@ def _words(
             "GROUP": group,
             "SPAN": span,
             "WHOLE": True,
-            "SUBTRACT": tile not in SECOND_PRODUCT,
+            "SUBTRACT": tile != SECOND_PRODUCT,
             "ACTIVATION": activation,
             "SPLITS": splits,
             "BO": tile.outputs,
             "BT": tile.tokens,
             "STAGES": tile.stages,
-            "AHEAD": ahead,
         },
         num_warps=tile.num_warps,
         aligned=_aligned(f"rows inputs {strides}"),
@@ -496,7 +495,6 @@ _ONE_WAIT = Loop(products=8, waits=1)  # for all products of a step
 
 WORDS = (
     _words("int4 in groups of 128", FEW_INT4, 4, loop=_INT4_STEP),
-    _words("int4, words read early", FEW_INT4, 4, ahead=4, loop=_INT4_STEP),
     *(_words("int4 in groups of 128", tile, 4, loop=Loop(copies=4)) for tile in FEW[1:]),
     _words("int4 with silu_and_mul", FEW_INT4, 1, activation=_SILU, loop=_INT4_STEP),
     _words("int4 with silu_and_mul", MANY, 1, activation=_SILU),
@@ -568,7 +566,7 @@ def _word_experts(tile: Tile, loop: Loop) -> Resources:
         GROUP=128,
         SPAN=128,
         WHOLE=True,
-        SUBTRACT=tile not in SECOND_PRODUCT,
+        SUBTRACT=tile != SECOND_PRODUCT,
     )
 
 
@@ -707,7 +705,6 @@ def _word_rows(
             "SPAN": span,
             "PAIRED": paired,
             "BO": matrix.ROWS_AT_ONCE,
-            "STEPS": matrix.STEPS_AT_ONCE,
         },
         aligned=_aligned("rows inputs scale_stride"),
         max_registers=64,

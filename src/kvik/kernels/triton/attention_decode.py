@@ -48,7 +48,7 @@ from kvik.kernels.triton.attention_tile import (
     seen_by,
     unit_of,
 )
-from kvik.kernels.triton.kv_load import query_factors
+from kvik.kernels.triton.kv_load import factor_type, query_factors
 from kvik.kernels.triton.launch import follow
 
 AT_ONCE = tl.constexpr(8)  # splits that the merge kernel loads at once
@@ -319,7 +319,7 @@ def attention_decode_kernel(  # noqa: PLR0915
                     visible,
                     scale,
                     softcap,
-                    DTYPE,
+                    factor_type(DTYPE, KIND),
                     KIND,
                     KV_HEADS,
                     BLOCK_SIZE,

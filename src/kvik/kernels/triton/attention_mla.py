@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvik.kernels.triton.attention_decode import attention_merge_kernel, nodes_at, sequence_of
 from kvik.kernels.triton.attention_paged import PagedStep, SequenceRun, joined
-from kvik.kernels.triton.attention_shapes import LAUNCHED, SPREAD, STAGES, WORKSPACE, most_splits
+from kvik.kernels.triton.attention_shapes import SPREAD, STAGES, WORKSPACE, most_splits
 from kvik.kernels.triton.attention_tile import (
     LOG2_E,
     begin,
@@ -32,6 +32,7 @@ from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 KEYS = 32  # of a tile: 36 KiB of bf16 at 512 + 64
 SHORTEST, TALL = 16, 32  # rows of a tile
+LAUNCHED = 8192  # programs that a launch aims at
 UNSPLIT = SPREAD.value // 2 * TALL  # rows of a sequence; with more tiles each has a single split
 
 

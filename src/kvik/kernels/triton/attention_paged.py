@@ -199,7 +199,8 @@ def _split(
         tallest(head_dim, itemsize, kind_of(cache.k)), max(16, power_of_two(run.queries * group))
     )
     tree = step.tree is not None
-    tiles = split_tiles(m, head_dim, itemsize, tree=tree, shared=shared_memory(q.device))
+    of_cache, shared = kind_of(cache.k), shared_memory(q.device)
+    tiles = split_tiles(m, head_dim, itemsize, kind=of_cache, tree=tree, shared=shared)
     stacked = ceil_div(run.queries * group, m)
     window, sink_keys, kind = step.seen
     seen = min(run.context, window + run.queries - 1) if window else run.context
@@ -258,6 +259,7 @@ def _split(
             MERGE=merge,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
+            maxnreg=tiles.most_registers,
             **CHAINED,
         )
         if merge:

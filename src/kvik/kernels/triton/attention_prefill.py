@@ -32,7 +32,7 @@ from kvik.kernels.triton.attention_tile import (
     unit_of,
     with_sinks,
 )
-from kvik.kernels.triton.kv_load import query_factors
+from kvik.kernels.triton.kv_load import operand
 
 
 @triton.jit
@@ -146,8 +146,7 @@ def attention_prefill_kernel(
     real = (query < queries)[:, None] & (d < HEAD_DIM)[None, :]
     token = (start + query).to(tl.int64)
     lane = ((head * GROUP + row % GROUP) * HEAD_DIM)[:, None] + d[None, :]
-    rows = tl.load(q + token[:, None] * q_stride + lane, mask=real, other=0.0)
-    rows = query_factors(rows, KIND)
+    rows = operand(tl.load(q + token[:, None] * q_stride + lane, mask=real, other=0.0), DTYPE)
     position = cached + query
     table = block_table + sequence.to(tl.int64) * table_stride
 
@@ -165,7 +164,7 @@ def attention_prefill_kernel(
         step = BLOCK_N if part == 2 else BLOCK_NEAR
         if part == 0:
             at = sink_q + token[:, None] * sink_q_stride + lane
-            factors = query_factors(tl.load(at, mask=real, other=0.0), KIND)
+            factors = operand(tl.load(at, mask=real, other=0.0), DTYPE)
             since, until = 0, tl.minimum(sink_keys, end)
         elif part == 1:
             since, until = first // step * step, tl.minimum(low, end)

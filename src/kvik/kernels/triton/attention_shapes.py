@@ -1,8 +1,8 @@
 """Division of attention for a GPU: plain data and arithmetic, for kernels and launchers.
 
 Nothing is tuned at run time: an answer must not depend on which shape happened to be timed first.
-The numbers are derived for Hopper (bytes in flight, registers), and fit Ampere's smaller shared
-memory; they have not been measured on a GPU yet.
+The numbers of the split kernel were measured on an H200; the others are derived for Hopper (bytes
+in flight, registers). They fit Ampere's smaller shared memory.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ ROOMY = 163 << 10
 SHORT = 64  # queries; a tree has no more
 TALLEST = 64  # rows of a split kernel's tile: tokens times the query heads of a KV head
 WIDE = 256  # channels of a head; sums of more take twice the registers, so tiles are smaller
-# Programs that a launch of the split kernel aims at: with 264 at a time on 132 multiprocessors the
-# last ones, which leave some idle, are a few in a hundred.
-LAUNCHED = 8192
+# Programs that a launch of the split kernel aims at. Fewer merge more splits in registers; but with
+# one for each sequence and KV head, the longest sequence of a batch decides about its time.
+LAUNCHED = 1024
 # A tile's block ids are loaded before its keys, so the loop runs in three steps (ids, copies to
 # shared memory, products): two more stages for each tile in flight.
 STAGES = 5
@@ -51,6 +51,7 @@ class Tiles:
     Attributes:
         m, n: rows (queries times query heads of a KV head) and keys of a tile.
         near: keys of the prefill kernel's tiles that not every row sees.
+        most_registers: of a thread; None: as many as the compiler wants.
     """
 
     m: int
@@ -58,10 +59,17 @@ class Tiles:
     num_warps: int
     num_stages: int
     near: int = 0
+    most_registers: int | None = None
 
 
 def split_tiles(
-    m: int, head_dim: int, itemsize: int, *, tree: bool = False, shared: int = MAX_SHARED
+    m: int,
+    head_dim: int,
+    itemsize: int,
+    *,
+    kind: str = "float",
+    tree: bool = False,
+    shared: int = MAX_SHARED,
 ) -> Tiles:
     """Return the tiles of the split kernel, whose time is dominated by reading K and V.
 
@@ -70,6 +78,7 @@ def split_tiles(
             core takes.
         itemsize: bytes of a number of the queries or of the cache, whichever are larger: the
             size of the factors of products.
+        kind: of the cache's numbers (`kv_load.kind_of`).
         tree: the step has trees. shared: bytes that a program can have.
     """
     wide, roomy = block_d(head_dim), shared >= ROOMY
@@ -79,9 +88,9 @@ def split_tiles(
         n //= 2
     if not roomy:
         n //= 2
-    # Two tiles in flight, as a single long sequence has one program for each multiprocessor.
-    if roomy and m < TALLEST:
-        stages += 2
+    if kind in ("fp8", "int8") and m == 16 and wide == 128 and itemsize == 2 and roomy:
+        # Half the bytes, and conversions before the products: more warps hide their latency.
+        return Tiles(m, 128, 8, STAGES, most_registers=128)
     if itemsize == 4:  # no tensor cores: keys and values, too, are in registers
         n = min(n, 16 if tree and m > 16 else 32)
         warps = 8 if m > 16 and m * wide >= 4096 else 4

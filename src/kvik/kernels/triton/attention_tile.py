@@ -14,7 +14,6 @@ import triton.language as tl
 
 from kvik.kernels.triton.activation import capped
 from kvik.kernels.triton.kv_load import (
-    factor_type,
     load_scales,
     load_vectors,
     operand,
@@ -129,7 +128,7 @@ def attend(
     visible,
     scale,
     softcap,
-    DTYPE: tl.constexpr,
+    TYPE: tl.constexpr,
     KIND: tl.constexpr,
     KV_HEADS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -148,7 +147,6 @@ def attend(
         ALL: every row sees every key, and visible is not used.
     """
     sums, largest, total = state
-    TYPE: tl.constexpr = factor_type(DTYPE, KIND)
     VECTORS: tl.constexpr = BLOCK_SIZE * KV_HEADS
     WHOLE: tl.constexpr = ALL and place.shape[0] % BLOCK_SIZE == 0
     block, within = vectors_at(table, at, place, head, BLOCK_SIZE, KV_HEADS, WHOLE)

@@ -494,7 +494,7 @@ class TritonExperts:
                 group,
                 span_of(group),
                 spec.inputs % STEP == 0,
-                tile not in SECOND_PRODUCT,
+                tile != SECOND_PRODUCT,
                 activation,
                 *sizes,
                 num_warps=tile.num_warps,

@@ -128,26 +128,6 @@ def sums_of_words(
     return sums
 
 
-@triton.jit
-def prefetch(
-    words, first, steps, begin, end, TILES: tl.constexpr, BO: tl.constexpr, AHEAD: tl.constexpr
-):
-    """Read the words of BO outputs from `first`, of the first AHEAD steps of begin..end, into the
-    L2 cache."""
-    LINES: tl.constexpr = BO // 2  # of 128 bytes: two outputs
-    o = first + 2 * tl.arange(0, LINES)
-    tile = tl.minimum(begin * TILES + tl.arange(0, AHEAD * TILES), end * TILES - 1)
-    at = (o // 64 * steps * TILES)[None, :] + tile[:, None]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0",
-        "=r,l",
-        [words + at * 1024 + (o % 64 * 16)[None, :]],
-        tl.int32,
-        False,
-        1,
-    )
-
-
 # Otherwise steps of 1 token, or of a multiple of 16, would be compiled separately.
 @triton.jit(do_not_specialize=["tokens"])
 def words_kernel(
@@ -179,7 +159,6 @@ def words_kernel(
     BO: tl.constexpr,
     BT: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """grid [tiles, SPLITS]. A step is 128 inputs: one tile [64, 16] of words for each 64 outputs,
     or two of eight bits.
@@ -187,8 +166,7 @@ def words_kernel(
     scales: [groups, scale_stride] words, fp32, or bytes for E2M1; [scale_stride] fp32 if GROUP is
         0.
     factors: [2, scale_stride] fp32, for MINIMUM: factors of scales and minima.
-    WHOLE: inputs are whole steps. SUBTRACT: subtract 16 + zero from every weight. AHEAD: steps
-        whose words are read while the kernel before this one ends; 0: none.
+    WHOLE: inputs are whole steps. SUBTRACT: subtract 16 + zero from every weight.
     """
     pid, split = tl.program_id(0), tl.program_id(1)
     first, first_token = tile_at(pid, rows, tokens, BO, BT)
@@ -197,8 +175,6 @@ def words_kernel(
     known = tl.minimum(t, tokens - 1).to(tl.int64)
     begin = split * split_steps
     end = tl.minimum(begin + split_steps, steps)
-    if AHEAD:
-        prefetch(words, first, steps, begin, end, 4 // planes_of(FORMAT), BO, AHEAD)
     follow()
     sums = sums_of_words(
         x,

@@ -25,7 +25,6 @@ from kvik.kernels.triton import linear_bytes, linear_words, words
 from kvik.kernels.triton.launch import CHAINED, ceil_div
 from kvik.kernels.triton.linear_end import finish
 from kvik.kernels.triton.matrix_shapes import (
-    AHEAD,
     FEW,
     MOST_IN_WORDS,
     SECOND_PRODUCT,
@@ -55,7 +54,6 @@ from kvik.kernels.triton.scaled_mm import (
 )
 from kvik.kernels.triton.words import (
     E4M3,
-    INT8,
     MINIMUM,
     NO_OFFSET,
     fp16_pair,
@@ -109,14 +107,13 @@ def word_rows_kernel(
     SPAN: tl.constexpr,
     PAIRED: tl.constexpr,
     BO: tl.constexpr,
-    STEPS: tl.constexpr,
 ):
-    """grid [steps / STEPS, count / BO]; out [count, inputs]; a step is 128 inputs
+    """grid [steps, count / BO]; out [count, inputs]; a step is 128 inputs
 
     ids: [count] rows; None: those from `first` on, where PAIRED counts all of gate before up, which
         alternate in the words.
     """
-    begin, n = tl.program_id(0) * STEPS, tl.program_id(1) * BO + tl.arange(0, BO)
+    step, n = tl.program_id(0), tl.program_id(1) * BO + tl.arange(0, BO)
     near = tl.minimum(n, count - 1)
     if ids is not None:
         row = tl.load(ids + near).to(tl.int64)
@@ -129,23 +126,21 @@ def word_rows_kernel(
     at = words + (row // 64 * steps * (1024 * TILES) + row % 64 * 16)[:, None]
     at += tl.arange(0, 16)[None, :]
     to = out + n.to(tl.int64)[:, None] * inputs
-    # Formats that are unpacked by bits cost fewest instructions in bf16, in which they are exact.
-    dtype: tl.constexpr = tl.float32 if FORMAT == INT8 else tl.bfloat16
-    for step in tl.range(begin, tl.minimum(begin + STEPS, steps)):
-        tile = at + step * (1024 * TILES)
-        w0 = tl.load(tile)
-        w1 = tl.load(tile + 1024) if TILES == 2 else w0
-        for s in tl.static_range(128 // SPAN):
-            start = step * 128 + s * SPAN
-            w = weights_of(w0, w1, s, SPAN, FORMAT, dtype).to(tl.float32)
-            scale = scales + row
-            if GROUP:
-                scale += start // GROUP * scale_stride
-            y = _widened(w, scale, factors, row, scale_stride, FORMAT, OFFSET)
-            k = start + tl.arange(0, SPAN)
-            column = tl.load(order + tl.minimum(k, inputs - 1)) if order is not None else k
-            inside = (n < count)[:, None] & (k < inputs)[None, :]
-            tl.store(to + column[None, :], y.to(out.dtype.element_ty), mask=inside)
+    # All formats are exact in bf16, in which they cost fewest instructions.
+    tile = at + step * (1024 * TILES)
+    w0 = tl.load(tile)
+    w1 = tl.load(tile + 1024) if TILES == 2 else w0
+    for s in tl.static_range(128 // SPAN):
+        start = step * 128 + s * SPAN
+        w = weights_of(w0, w1, s, SPAN, FORMAT, tl.bfloat16).to(tl.float32)
+        scale = scales + row
+        if GROUP:
+            scale += start // GROUP * scale_stride
+        y = _widened(w, scale, factors, row, scale_stride, FORMAT, OFFSET)
+        k = start + tl.arange(0, SPAN)
+        column = tl.load(order + tl.minimum(k, inputs - 1)) if order is not None else k
+        inside = (n < count)[:, None] & (k < inputs)[None, :]
+        tl.store(to + column[None, :], y.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -179,7 +174,7 @@ def byte_rows_kernel(
     tl.store(out + n * inputs + to, y.to(out.dtype.element_ty), mask=inside)
 
 
-ROWS_AT_ONCE, STEPS_AT_ONCE = 32, 4
+ROWS_AT_ONCE = 32
 BYTES_AT_ONCE = 1024
 
 
@@ -238,7 +233,6 @@ def words_linear(
     int4 = kind.codes == "int4" and not narrow
     plan = _plan(x, matrix, torch.float32, narrow=narrow, int4=int4)
     group, tile = kind.group, plan.tile
-    ahead = AHEAD if CHAINED and len(x) <= FEW[-1].tokens else 0
     kernel: Any = linear_words.words_kernel[plan.grid]
     kernel(
         x,
@@ -262,13 +256,12 @@ def words_linear(
         group,
         span_of(group),
         spec.inputs % STEP == 0,
-        tile not in SECOND_PRODUCT,
+        tile != SECOND_PRODUCT,
         ACTIVATIONS[spec.activation],
         plan.grid[1],
         tile.outputs,
         tile.tokens,
         tile.stages,
-        ahead,
         num_warps=tile.num_warps,
         **CHAINED,
     )
@@ -357,8 +350,7 @@ def word_rows(
     `ids`; then all rows of gate are before those of up. Return out."""
     kind, count = spec.kind, len(out)
     steps = ceil_div(spec.inputs, STEP)
-    grid = ceil_div(steps, STEPS_AT_ONCE), ceil_div(count, ROWS_AT_ONCE)
-    kernel: Any = word_rows_kernel[grid]
+    kernel: Any = word_rows_kernel[steps, ceil_div(count, ROWS_AT_ONCE)]
     kernel(
         packed.values,
         packed.scales,
@@ -377,7 +369,6 @@ def word_rows(
         span_of(kind.group),
         interleaved(spec),
         ROWS_AT_ONCE,
-        STEPS_AT_ONCE,
     )
     return out
 

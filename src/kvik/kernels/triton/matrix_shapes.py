@@ -3,8 +3,8 @@ on the kind of product, the class of the number of tokens and the shape, so that
 order in a class.
 
 The numbers follow from counting instructions, registers and bytes in flight, for a GPU of about 132
-processors that needs 24 to 32 KiB in flight on each to keep its memory busy. They have not been
-tuned on one yet.
+processors that needs 24 to 32 KiB in flight on each to keep its memory busy. Those of few tokens
+were chosen among about a dozen on an H200.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ class Tile:
         outputs, tokens: per program.
         stages: steps of 128 inputs that are loaded or being loaded.
         splits: most splits of the inputs; only for tiles that all tokens fit into.
+        programs: inputs are split until there are this many.
     """
 
     outputs: int
@@ -29,6 +30,7 @@ class Tile:
     num_warps: int
     stages: int
     splits: int = 1
+    programs: int = 256
 
 
 LEAST_OUTPUTS = 32  # of a tile
@@ -43,16 +45,12 @@ FEW = (
     Tile(outputs=64, tokens=32, num_warps=4, stages=4, splits=8),
     Tile(outputs=64, tokens=64, num_warps=4, stages=3, splits=4),
 )
-# For four bits with zero points, instructions are nearly as scarce as bytes: most unpack, and the
-# others (x, addresses, waiting) are shared by twice the outputs. A warp's step of 8 KiB takes 300
-# instructions by the assembler's count; two steps of 64 outputs take 384.
-FEW_INT4 = Tile(outputs=128, tokens=8, num_warps=4, stages=4, splits=16)
-# Tiles whose zero points are subtracted from sums, which takes a second product. With more columns,
-# the tensor cores are not idle: for 64 tokens they would take longer than reading the weights.
-SECOND_PRODUCT = (FEW_INT4, *FEW[:2])
-# Steps whose words a product of few tokens reads into the L2 cache while the kernel before it ends;
-# 0: it begins after that kernel.
-AHEAD = 0
+# For four bits with zero points, instructions are nearly as scarce as bytes: two warps share what
+# does not unpack (x, addresses, waiting), and there are more programs.
+FEW_INT4 = Tile(outputs=64, tokens=8, num_warps=2, stages=4, splits=16, programs=512)
+# Zero points are subtracted from its sums, which takes a second product. With more columns, tensor
+# cores are not idle, and zero points are subtracted from weights.
+SECOND_PRODUCT = FEW_INT4
 # Many tokens: the tensor cores dominate the time. 128 x 128 sums are 64 registers of 256 threads.
 MANY = Tile(outputs=128, tokens=128, num_warps=8, stages=3)
 # Kinds that need a second product of the same size (groups with minima), or registers for
@@ -64,11 +62,10 @@ MANY_FP32 = Tile(outputs=64, tokens=32, num_warps=8, stages=2)
 
 # Weights in words are multiplied as they are by up to this many tokens. With more, it takes less
 # time to widen them once and to multiply floats.
-MOST_IN_WORDS = 256
+MOST_IN_WORDS = 128
 # Memory for widened weights: a whole matrix of 14336 x 4096, or part of a larger one.
 WIDENED_BYTES = 128 << 20
 
-PROGRAMS = 512  # enough to occupy the GPU: about four per processor
 LEAST_STEPS = 4  # of 128 inputs per split; shorter ones would mostly fill the pipeline
 
 
@@ -106,6 +103,6 @@ def splits_for(tile: Tile, rows: int, steps: int) -> int:
     row_tiles = ceil_div(rows, tile.outputs)
     most = min(tile.splits, steps // LEAST_STEPS)
     splits = 1
-    while 2 * splits <= most and row_tiles * splits < PROGRAMS:
+    while 2 * splits <= most and row_tiles * splits < tile.programs:
         splits *= 2
     return splits

@@ -115,16 +115,20 @@ def _int8_plane(words, PLANE: tl.constexpr, dtype: tl.constexpr):
     take as long as eight such instructions.
     """
     if dtype == tl.float32:
-        low, high = (words << (24 - 8 * PLANE)) >> 24, (words << (8 - 8 * PLANE)) >> 24
-        return low.to(tl.float32), high.to(tl.float32)
-    both = words >> 8 if PLANE else words
-    if dtype == tl.bfloat16:  # 128 + the lower bits, and -128 or, with the sign bit, -256
-        bits, sign = _and_or(both, 0x007F007F, 0x43004300), _and_or(both, 0x00800080, -0x3CFF3D00)
-    else:  # 1024 + the lower bits, and -1024 or -1152
-        bits, sign = _and_or(both, 0x007F007F, 0x64006400), _and_or(both, 0x00800080, -0x1BFF1C00)
-    low, high = _halves(bits, dtype)
-    low_sign, high_sign = _halves(sign, dtype)
-    return plus(low, low_sign), plus(high, high_sign)
+        low = ((words << (24 - 8 * PLANE)) >> 24).to(tl.float32)
+        high = ((words << (8 - 8 * PLANE)) >> 24).to(tl.float32)
+    else:
+        both = words >> 8 if PLANE else words
+        if dtype == tl.bfloat16:  # 128 + the lower bits, and -128 or, with the sign bit, -256
+            bits = _and_or(both, 0x007F007F, 0x43004300)
+            sign = _and_or(both, 0x00800080, -0x3CFF3D00)
+        else:  # 1024 + the lower bits, and -1024 or -1152
+            bits = _and_or(both, 0x007F007F, 0x64006400)
+            sign = _and_or(both, 0x00800080, -0x1BFF1C00)
+        low, high = _halves(bits, dtype)
+        low_sign, high_sign = _halves(sign, dtype)
+        low, high = plus(low, low_sign), plus(high, high_sign)
+    return low, high
 
 
 @triton.jit
