@@ -157,8 +157,8 @@ BEYOND = (
     *(_model(shape, format, 30) for shape in ("1b", "0.5b") for format in ("int4", "fp8")),
     # A process 6, the reference on the CPU 5, 30 to 60 kernels, and 40 to 60 engines of 1 each.
     *_invariance(),
-    # The server 10, idle 30; three rates and the most users 15 each, with their last answers 20.
-    Job("served", "server", "served", "measure", 120, needs=60),
+    # The server 10, idle 30; three rates and the most users 10 each, with their last answers 15.
+    Job("served", "server", "served", "measure", 100, needs=60),
 )
 JOBS = (*BARS, *BEYOND)
 SECTIONS = tuple(dict.fromkeys(job.section for job in JOBS))
