@@ -878,7 +878,7 @@ def _drawn(
         own: types of the kernel's own arguments.
         most: registers per thread.
     """
-    all_constants = {"CHUNK": draw.CHUNK, "CHUNKS": 64, **constants}
+    all_constants = {"CHUNK": draw.CHUNK, "CHUNKS": (1 << 17) // draw.CHUNK, **constants}
     return Resources(
         kernel,
         what,
@@ -902,7 +902,14 @@ def _rule(kernel: Any, what: str, *, count: bool = False, near: bool = False) ->
     return _drawn(
         kernel,
         what,
-        {"COUNT": count, "NEAR": near, "CUT": not count, "MIN_P": near, "TILE": draw.TILE},
+        {
+            "FIRST": not count,
+            "COUNT": count,
+            "NEAR": near,
+            "CUT": not count,
+            "MIN_P": near,
+            "TILE": draw.TILE,
+        },
         _types(
             p_fp64="shares parts targets weights nearer sums",
             p_fp32="bounds listed",

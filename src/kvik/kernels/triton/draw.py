@@ -26,33 +26,38 @@ from kvik.kernels.triton.launch import ceil_div, power_of_two
 #
 # The logits of a row are divided into chunks, one per program: a single SM would take microseconds
 # to read a row of 128k logits. One pass sums the weights up to each of a few distances, which gives
-# an interval that contains the threshold. The next pass sums the weights nearer than the interval
-# and lists the logits in it, usually some percent of the row. One program per row then searches
-# the list, digit by digit of the logits' keys, and finds the threshold exactly. Exact sums are in
-# double precision and depend only on the row.
+# an interval that contains the threshold. A second pass divides this interval in the same way. The
+# last pass sums the weights nearer than the interval and lists the logits in it, a few percent of
+# the row at most if logits differ. One program per row then searches the list, digit by digit of
+# the logits' keys, and finds the threshold exactly. Exact sums are in double precision and depend
+# only on the row.
 #
-# Floor of a rule: two reads of the logits; the second skips chunks beyond the interval. A list may
-# hold all of a row (equal or very near logits); then its one program takes most of the time. Rows
-# that do not use the rule are not read.
+# Floor of a rule: three reads of the logits; the last two skip chunks beyond the interval. A list
+# may hold all of a row (equal logits); then its one program takes most of the time. Rows that do
+# not use the rule are not read.
 
 # The truncations that the kernels here apply.
 RULES = ("top_k", "top_p", "min_p", "typical_p")
 
-CHUNK = 2048  # logits of a program
-EDGES = tl.constexpr(16)  # distances at which the first pass of a rule sums
-# Distance between two edges, in temperatures (top_k: in logits). At half the width the lists are
-# half as long, but thresholds beyond 7 instead of 15 leave a list without end.
-EDGE_STEP = tl.constexpr(1.0)
-SLACK = tl.constexpr(1e-5)  # relative error of the first sums; more than they have
+CHUNK = 4096  # logits of a program
+EDGES = tl.constexpr(16)  # distances at which a pass sums
+EDGE_STEP = tl.constexpr(1.0)  # between edges of an infinite interval, in temperatures or logits
+SLACK = tl.constexpr(1e-5)  # relative error of the sums up to edges; more than they have
 TILE = 64  # logits of each chunk that the search compares at a time
 DIGITS = tl.constexpr(4)  # values of a digit of the search
 
 
 @triton.jit
+def ordered(logit):
+    """Map fp32 to int32, preserving order; equal numbers are mapped to the same one."""
+    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)  # -0 is 0
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
 def key_of(logit):
-    """Map fp32 to int64 in 0..2^32 - 1, preserving order; equal numbers have the same key."""
-    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True).to(tl.int64)  # -0 is 0
-    return tl.where(bits < 0, -1 - bits, bits + 0x80000000)
+    """Map fp32 to int64 in 0..2^32 - 1, as `ordered`."""
+    return ordered(logit).to(tl.int64) + 0x80000000
 
 
 @triton.jit
@@ -112,7 +117,8 @@ def kept_weights(
         lowest, allowed = tl.load(cut + 2 * row), tl.load(cut + 2 * row + 1)
         counts = over_chunks(equals, row, chunks, CHUNKS)
         before = tl.sum(tl.where(at < chunk, counts, 0), 0)
-        key = tl.where(inside, key_of(logit), -1)
+        lowest = (tl.maximum(lowest, 0) - 0x80000000).to(tl.int32)  # -1: below every logit
+        key = tl.where(inside, ordered(logit), -0x80000000)
         equal = (key == lowest).to(tl.int32)
         first = (tl.cumsum(equal, 0) + before) <= allowed
         weight = tl.where((key > lowest) | ((equal > 0) & first), weight, 0.0)
@@ -131,59 +137,97 @@ def applies(shares, row, vocab, COUNT: tl.constexpr):
 
 
 @triton.jit
-def distance_edges(temperature, row, COUNT: tl.constexpr):
-    """Return the distances at which the first pass sums; the last one is infinite: [EDGES]."""
+def interval(bounds, row, FIRST: tl.constexpr):
+    """Return the distances between which the target is reached; (FIRST) none are known yet."""
+    if FIRST:
+        before, beyond = tl.full([], -1.0, tl.float32), tl.full([], float("inf"), tl.float32)
+    else:
+        before, beyond = tl.load(bounds + 2 * row), tl.load(bounds + 2 * row + 1)
+    return before, beyond
+
+
+@triton.jit
+def edges_of(before, beyond, temperature, row, COUNT: tl.constexpr):
+    """Return the distances at which a pass sums; the last one is the end of the interval: [EDGES].
+
+    An infinite interval is divided from its start, with steps in temperatures or (COUNT) logits.
+    Rounded in one way, so that all kernels get the same edges.
+    """
     number = tl.arange(0, EDGES)
-    edge = (number + 1) * EDGE_STEP
-    if COUNT:
-        edge = edge / tl.load(temperature + row)
-    return tl.where(number < EDGES - 1, edge, float("inf"))
+    start = tl.maximum(before, 0.0)
+    fixed = EDGE_STEP / tl.load(temperature + row) if COUNT else EDGE_STEP
+    step = tl.where(beyond < float("inf"), (beyond - start) * (1.0 / EDGES), fixed)
+    edge = tl.fma((number + 1).to(tl.float32), step, start)
+    return tl.where(number < EDGES - 1, edge, beyond)
+
+
+@triton.jit
+def has_nearer(highs, temperature, row, chunk, beyond, chunks, CHUNKS: tl.constexpr):
+    """Return whether a chunk has a logit within a distance of the top."""
+    high = tl.load(highs + row * chunks + chunk)
+    return (top_of(highs, row, chunks, CHUNKS) - high) / tl.load(temperature + row) <= beyond
 
 
 @triton.jit
 def coarse_kernel(
-    logits, highs, temperature, cut, equals, min_p, centre, shares, parts, vocab, stride, chunks,
-    COUNT: tl.constexpr, NEAR: tl.constexpr, CUT: tl.constexpr, MIN_P: tl.constexpr,
-    CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+    logits, highs, temperature, cut, equals, min_p, centre, shares, bounds, parts, vocab, stride,
+    chunks, FIRST: tl.constexpr, COUNT: tl.constexpr, NEAR: tl.constexpr, CUT: tl.constexpr,
+    MIN_P: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """grid [rows, chunks]: sum weights or (COUNT) tokens up to each edge, by the distance from the
-    top or (NEAR) from the centre: `parts` [rows, chunks, EDGES] fp64. Only the last sum is exact.
+    top or (NEAR) from the centre: `parts` [rows, chunks, EDGES] fp64. Only the last sum of the
+    FIRST pass, the total weight, is exact. Numbers of tokens at an infinite distance are too large.
     """
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if applies(shares, row, vocab, COUNT):
-        ids, weight, distance, _ = kept_weights(
+    number = tl.arange(0, EDGES)
+    where = (row * chunks + chunk) * EDGES + number
+    used = applies(shares, row, vocab, COUNT)
+    before, beyond = interval(bounds, row, FIRST)
+    reads = used
+    if not (FIRST or NEAR):
+        reads &= has_nearer(highs, temperature, row, chunk, beyond, chunks, CHUNKS)
+    if reads:
+        _, weight, distance, _ = kept_weights(
             logits, highs, temperature, cut, equals, min_p, centre, centre, row, chunk, vocab,
             stride, chunks, CUT, MIN_P, False, CHUNK, CHUNKS,
         )  # fmt: skip
         if NEAR:
             distance = tl.abs(distance - tl.load(centre + row))
-        measure = tl.where(ids < vocab, 1.0, 0.0) if COUNT else weight
-        within = distance[None, :] <= distance_edges(temperature, row, COUNT)[:, None]
-        sums = tl.sum(tl.where(within, 1.0, 0.0) * measure[None, :], 1).to(tl.float64)
-        total = tl.sum(measure.to(tl.float64), 0)
-        number = tl.arange(0, EDGES)
-        where = (row * chunks + chunk) * EDGES + number
-        tl.store(parts + where, tl.where(number < EDGES - 1, sums, total))
+        edge = edges_of(before, beyond, temperature, row, COUNT)
+        within = distance[None, :] <= edge[:, None]
+        measure = tl.where(within, 1.0, 0.0)
+        if not COUNT:
+            measure *= weight[None, :]
+        sums = tl.sum(measure, 1).to(tl.float64)
+        if FIRST and not COUNT:
+            total = tl.sum(weight.to(tl.float64), 0)
+            sums = tl.where(number < EDGES - 1, sums, total)
+        tl.store(parts + where, sums)
+    elif used:
+        tl.store(parts + where, tl.zeros([EDGES], tl.float64))
 
 
 @triton.jit
 def bounds_kernel(
-    temperature, shares, parts, bounds, targets, vocab, chunks, COUNT: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    temperature, shares, parts, bounds, targets, vocab, chunks, FIRST: tl.constexpr,
+    COUNT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """grid [rows]: the target [rows] fp64, and two edges between which it is reached, [rows, 2]."""
+    """grid [rows]: the FIRST time, the target [rows] fp64; and the nearest two edges between which
+    it is reached, [rows, 2]"""
     row = tl.program_id(0).to(tl.int64)
     if applies(shares, row, vocab, COUNT):
         at, number = tl.arange(0, CHUNKS), tl.arange(0, EDGES)
         where = (row * chunks + at)[:, None] * EDGES + number[None, :]
         reached = tl.sum(tl.load(parts + where, mask=(at < chunks)[:, None], other=0.0), 0)
-        target = tl.load(shares + row)
-        if not COUNT:
-            target *= tl.sum(tl.where(number == EDGES - 1, reached, 0.0), 0)
-        edge = distance_edges(temperature, row, COUNT)
-        before = tl.max(tl.where(reached < target * (1.0 - SLACK), edge, -1.0), 0)
-        beyond = tl.min(tl.where(reached > target * (1.0 + SLACK), edge, float("inf")), 0)
-        tl.store(targets + row, target)
+        target = tl.load((shares if FIRST else targets) + row)
+        if FIRST:
+            if not COUNT:
+                target *= tl.sum(tl.where(number == EDGES - 1, reached, 0.0), 0)
+            tl.store(targets + row, target)
+        before, beyond = interval(bounds, row, FIRST)
+        edge = edges_of(before, beyond, temperature, row, COUNT)
+        before = tl.max(tl.where(reached < target * (1.0 - SLACK), edge, before), 0)
+        beyond = tl.min(tl.where(reached > target * (1.0 + SLACK), edge, beyond), 0)
         tl.store(bounds + 2 * row, before)
         tl.store(bounds + 2 * row + 1, beyond)
 
@@ -199,11 +243,10 @@ def list_kernel(
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = row * chunks + chunk
     used = applies(shares, row, vocab, COUNT)
-    before, beyond = tl.load(bounds + 2 * row), tl.load(bounds + 2 * row + 1)
+    before, beyond = interval(bounds, row, False)
     reads = used
-    if not NEAR:  # the largest logit of a chunk may be beyond the bounds
-        top = top_of(highs, row, chunks, CHUNKS)
-        reads &= (top - tl.load(highs + at)) / tl.load(temperature + row) <= beyond
+    if not NEAR:
+        reads &= has_nearer(highs, temperature, row, chunk, beyond, chunks, CHUNKS)
     if reads:
         ids, weight, distance, logit = kept_weights(
             logits, highs, temperature, cut, equals, min_p, centre, centre, row, chunk, vocab,
@@ -220,7 +263,7 @@ def list_kernel(
         tl.store(nearer + at, mass)
         place = tl.cumsum(between.to(tl.int32), 0)
         tl.store(counts + at, tl.sum(between.to(tl.int32), 0))
-        tl.store(listed + at * CHUNK + place - 1, logit, mask=between)
+        tl.store(listed + (at * CHUNK - 1) + place, logit, mask=between)
     elif used:
         tl.store(nearer + at, 0.0)
         tl.store(sums + at, 0.0)
@@ -241,9 +284,15 @@ def threshold_of(
     places, place, count, most, missing, top, temperature, centre, COUNT: tl.constexpr,
     NEAR: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Return the largest key such that the tokens in the list from it on reach what is missing."""
-    low, high = tl.full([], 1 << 40, tl.int64), tl.full([], -1, tl.int64)
-    for first in range(0, most, TILE):
+    """Return the largest key such that the tokens in the list from it on reach what is missing.
+
+    The first tile, usually all of the list, stays in registers.
+    """
+    inside = place < count
+    keys, weights = listed_keys(places, inside, top, temperature, centre, NEAR)
+    measures = inside.to(tl.float64) if COUNT else weights.to(tl.float64)
+    low, high = tl.min(tl.where(inside, keys, 1 << 40), 0), tl.max(keys, 0)
+    for first in range(TILE, most, TILE):
         mask = first + place < count
         key, _ = listed_keys(places + first, mask, top, temperature, centre, NEAR)
         low = tl.minimum(low, tl.min(tl.where(mask, key, 1 << 40), 0))
@@ -253,13 +302,13 @@ def threshold_of(
         step *= DIGITS
     digit = tl.arange(0, DIGITS)
     while step > 0:
-        reached = tl.zeros([DIGITS], tl.float64)
-        for first in range(0, most, TILE):
+        least = (low + digit * step)[:, None]
+        reached = tl.sum(tl.where(keys[None, :] >= least, measures[None, :], 0.0), 1)
+        for first in range(TILE, most, TILE):
             mask = first + place < count
             key, weight = listed_keys(places + first, mask, top, temperature, centre, NEAR)
             measure = mask.to(tl.float64) if COUNT else weight.to(tl.float64)
-            above = key[None, :] >= (low + digit * step)[:, None]
-            reached += tl.sum(tl.where(above, measure[None, :], 0.0), 1)
+            reached += tl.sum(tl.where(key[None, :] >= least, measure[None, :], 0.0), 1)
         low += tl.max(tl.where(reached >= missing, digit, 0), 0) * step
         step //= DIGITS
     return low
@@ -327,7 +376,7 @@ def settle_kernel(
 
 
 WARPS = 8
-SETTLE_WARPS = 16
+SETTLE_WARPS = 8
 
 
 @triton.jit
@@ -575,24 +624,28 @@ class _Rows:
         *known, _ = self.arguments()
         has_cut, applies_min_p, _, chunk, chunks = self.flags()
         rule = count, near, has_cut, applies_min_p, chunk, chunks
+        vocab, _, used_chunks = self.sizes
         parts, listed = self._empty(torch.float64, EDGES.value), self._empty(torch.float32, chunk)
         targets, bounds = torch.empty_like(shares), self.highs.new_empty(n, 2)
         nearer, counts = self._empty(torch.float64), torch.empty_like(self.equals)
         if sums is self.weights or near:
             sums = self._empty(torch.float64)
-        coarse_kernel[self.grid](*known, shares, parts, *self.sizes, *rule, num_warps=WARPS)
-        bounds_kernel[(n,)](
-            self.temperature, shares, parts, bounds, targets, self.sizes[0], self.sizes[2], count,
-            chunks,
-        )  # fmt: skip
+        for first in (True, False):
+            coarse_kernel[self.grid](
+                *known, shares, bounds, parts, *self.sizes, first, *rule, num_warps=WARPS
+            )
+            bounds_kernel[(n,)](
+                self.temperature, shares, parts, bounds, targets, vocab, used_chunks, first, count,
+                chunks,
+            )  # fmt: skip
         list_kernel[self.grid](
             *known, shares, bounds, nearer, sums, counts, listed, *self.sizes, *rule,
             num_warps=WARPS,
         )  # fmt: skip
         settle_kernel[(n,)](
             self.highs, self.temperature, self.centre, shares, targets, self.weights, nearer,
-            counts, listed, self.cut, self.equals, self.limit, sums, self.sizes[0], self.sizes[2],
-            count, near, has_cut, chunk, chunks, min(TILE, chunk), num_warps=SETTLE_WARPS,
+            counts, listed, self.cut, self.equals, self.limit, sums, vocab, used_chunks, count,
+            near, has_cut, chunk, chunks, min(TILE, chunk), num_warps=SETTLE_WARPS,
         )  # fmt: skip
         return sums
 
