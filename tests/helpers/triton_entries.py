@@ -41,6 +41,7 @@ from kvik.kernels.triton.matrix_shapes import (
     FEW_INT4,
     MANY,
     MANY_NARROW,
+    MORE,
     SECOND_PRODUCT,
     Tile,
 )
@@ -495,7 +496,10 @@ _ONE_WAIT = Loop(products=8, waits=1)  # for all products of a step
 
 WORDS = (
     _words("int4 in groups of 128", FEW_INT4, 4, loop=_INT4_STEP),
-    *(_words("int4 in groups of 128", tile, 4, loop=Loop(copies=4)) for tile in FEW[1:]),
+    *(
+        _words("int4 in groups of 128", tile, tile.splits, loop=Loop(copies=4))
+        for tile in (*FEW[1:], MORE)
+    ),
     _words("int4 with silu_and_mul", FEW_INT4, 1, activation=_SILU, loop=_INT4_STEP),
     _words("int4 with silu_and_mul", MANY, 1, activation=_SILU),
     _words("int4 with minima", FEW[0], 4, offset=words.MINIMUM, group=32, span=32),

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import CHAINED, ceil_div, follow, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
 
 CLAMPED = tl.constexpr(ACTIVATIONS["clamped_swiglu"])
@@ -78,7 +78,6 @@ def factor_of(up, ACTIVATION: tl.constexpr):
 @triton.jit
 def activate_kernel(x, out, columns, row_stride, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
     """grid [rows, blocks]; x [rows, columns, or twice as many if gate and up are multiplied]"""
-    follow()
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < columns
@@ -111,7 +110,7 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block = min(MOST, power_of_two(columns))
     grid = (rows, ceil_div(columns, block))
-    activate_kernel[grid](x, out, columns, x.stride(0), ACTIVATIONS[activation], block, **CHAINED)
+    activate_kernel[grid](x, out, columns, x.stride(0), ACTIVATIONS[activation], block)
     return out
 
 

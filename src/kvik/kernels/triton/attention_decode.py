@@ -49,7 +49,6 @@ from kvik.kernels.triton.attention_tile import (
     unit_of,
 )
 from kvik.kernels.triton.kv_load import factor_type, query_factors
-from kvik.kernels.triton.launch import follow
 
 AT_ONCE = tl.constexpr(8)  # splits that the merge kernel loads at once
 
@@ -190,6 +189,7 @@ def store_split(part_out, part_weight, piece, result, weight, wanted, HEAD_DIM: 
         "above",
         "most",
         "programs",
+        "least",
         "slab",
     ]
 )
@@ -220,6 +220,7 @@ def attention_decode_kernel(  # noqa: PLR0915
     above,
     most,
     programs,
+    least,
     slab,
     GROUP: tl.constexpr,
     KV_HEADS: tl.constexpr,
@@ -242,10 +243,10 @@ def attention_decode_kernel(  # noqa: PLR0915
     Args:
         sink_q: q for the first `sink_keys` keys, if there are sinks.
         above, most: only sequences of above + 1 .. most queries are computed.
+        least: keys for which a program is used, at least: a sequence of fewer has fewer programs.
         MERGE: 0, every split is stored; 1, no sequence has more than one; 2, every program has all
             splits of its sequence.
     """
-    follow()
     DTYPE: tl.constexpr = q.dtype.element_ty
     HEADS: tl.constexpr = GROUP * KV_HEADS
     SUNK: tl.constexpr = WINDOW == LAST_AND_SINKS
@@ -256,7 +257,9 @@ def attention_decode_kernel(  # noqa: PLR0915
     start, queries, cached, first, keys, splits = sequence_of(
         query_start, seq_lens, first_keys, sequence, window, GROUP, KV_HEADS, BLOCK_M, WINDOW
     )
-    if (queries <= above) | (queries > most) | (tile * BLOCK_M >= queries * GROUP):
+    used = tl.maximum(tl.minimum(programs, tl.cdiv(splits * keys, least)), 1)
+    unneeded = (program >= used) | (tile * BLOCK_M >= queries * GROUP)
+    if (queries <= above) | (queries > most) | unneeded:
         return
     context = cached + queries
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -279,8 +282,8 @@ def attention_decode_kernel(  # noqa: PLR0915
 
     unit = unit_of(scale, softcap)
     piece = tl.program_id(1) * slab + (query * HEADS + query_head) * splits
-    part = program * splits // programs
-    ends = tl.minimum(first + (program + 1) * splits // programs * keys, context)
+    part = program * splits // used
+    ends = tl.minimum(first + (program + 1) * splits // used * keys, context)
     until = first + (part + 1) * keys  # the end of the split
     zeros = tl.zeros([BLOCK_M], tl.float32)
     whole = nothing(tl.zeros([BLOCK_M, BLOCK_D], tl.float32), zeros)
@@ -383,7 +386,6 @@ def attention_merge_kernel(
     WINDOW: tl.constexpr,
 ):
     """grid [heads, most, sequences]; arguments as in `attention_decode_kernel`"""
-    follow()
     HEADS: tl.constexpr = GROUP * KV_HEADS
     head = tl.program_id(0)
     query = tl.program_id(1)

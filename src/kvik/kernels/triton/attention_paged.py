@@ -18,7 +18,10 @@ from torch import Tensor
 from kvik.kernels.triton.attention_decode import attention_decode_kernel, attention_merge_kernel
 from kvik.kernels.triton.attention_prefill import attention_prefill_kernel
 from kvik.kernels.triton.attention_shapes import (
+    ENOUGH,
     LAUNCHED,
+    LEAST_SPLIT,
+    MOST_SHARE,
     SPREAD,
     WIDE,
     WORKSPACE,
@@ -32,7 +35,7 @@ from kvik.kernels.triton.attention_shapes import (
 )
 from kvik.kernels.triton.attention_tile import CHUNK, LAST, LAST_AND_SINKS, LOG2_E
 from kvik.kernels.triton.kv_load import kind_of, stored
-from kvik.kernels.triton.launch import CHAINED, ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 from kvik.spec.visible_keys import Window
 
 MAX_HEAD_DIM = 512
@@ -208,7 +211,9 @@ def _split(
     # Results of a sequence: queries * heads * splits, and more tiles mean fewer splits.
     slab = min(run.queries * heads * splits, max(m * SPREAD.value, run.queries * heads))
     at_once = run.last + 1 - run.first
-    programs = min(splits, ceil_div(LAUNCHED, at_once * kv_heads * stacked))
+    tiles_at_once = at_once * kv_heads * stacked
+    programs = min(splits, ceil_div(LAUNCHED, tiles_at_once))
+    least = min(MOST_SHARE, max(LEAST_SPLIT.value, tiles_at_once * MOST_SHARE // ENOUGH))
     # A second set of sums, in which splits are merged, fits in registers beside 16 rows.
     merge = 1 if splits == 1 else 2 * (programs == 1 and m == 16 and head_dim <= WIDE)
     if not merge:
@@ -245,6 +250,7 @@ def _split(
             above,
             run.queries,
             programs,
+            least,
             slab,
             GROUP=group,
             KV_HEADS=kv_heads,
@@ -260,7 +266,6 @@ def _split(
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             maxnreg=tiles.most_registers,
-            **CHAINED,
         )
         if merge:
             continue
@@ -283,7 +288,6 @@ def _split(
             BLOCK_D=block_d(head_dim),
             BLOCK_M=m,
             WINDOW=kind,
-            **CHAINED,
         )
 
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kvik.kernels.triton.launch import MAX_SHARED, ceil_div, power_of_two
-from kvik.kernels.triton.matrix_shapes import FEW, MOST_IN_WORDS
+from kvik.kernels.triton.matrix_shapes import FEW, MOST_IN_WORDS, SOME
 
 # Programs that a single sequence may be spread over: about the multiprocessors of the largest GPUs,
 # and a constant, so that results differ neither between GPUs nor between batches.
@@ -34,9 +34,10 @@ ROOMY = 163 << 10
 SHORT = 64  # queries; a tree has no more
 TALLEST = 64  # rows of a split kernel's tile: tokens times the query heads of a KV head
 WIDE = 256  # channels of a head; sums of more take twice the registers, so tiles are smaller
-# Programs that a launch of the split kernel aims at. Fewer merge more splits in registers; but with
-# one for each sequence and KV head, the longest sequence of a batch decides about its time.
-LAUNCHED = 1024
+# Programs that a launch of the split kernel aims at, for long sequences. Of a short one, a program
+# takes up to MOST_SHARE keys, as soon as ENOUGH tiles of rows occupy the GPU: each fills and drains
+# its pipeline. One for each sequence would let the longest of a batch decide about its time.
+LAUNCHED, MOST_SHARE, ENOUGH = 8192, 1024, 512
 # A tile's block ids are loaded before its keys, so the loop runs in three steps (ids, copies to
 # shared memory, products): two more stages for each tile in flight.
 STAGES = 5
@@ -88,9 +89,6 @@ def split_tiles(
         n //= 2
     if not roomy:
         n //= 2
-    if kind in ("fp8", "int8") and m == 16 and wide == 128 and itemsize == 2 and roomy:
-        # Half the bytes, and conversions before the products: more warps hide their latency.
-        return Tiles(m, 128, 8, STAGES, most_registers=128)
     if itemsize == 4:  # no tensor cores: keys and values, too, are in registers
         n = min(n, 16 if tree and m > 16 else 32)
         warps = 8 if m > 16 and m * wide >= 4096 else 4
@@ -99,7 +97,9 @@ def split_tiles(
     if wide > WIDE:
         warps = 8
         stages = 3 if itemsize == 4 else stages
-    return Tiles(m, max(16, n), warps, stages)
+    # More programs on a multiprocessor hide the latency of converting bytes before the products.
+    bytes_kept = kind in ("fp8", "int8") and m == 16 and wide == 128 and itemsize == 2
+    return Tiles(m, max(16, n), warps, stages, most_registers=128 if bytes_kept else None)
 
 
 def tallest(head_dim: int, itemsize: int, kind: str) -> int:
@@ -206,7 +206,7 @@ def lengths(
         kv_heads: each number of them that layers have.
         others: the largest number of each class of a model's experts.
     """
-    bounds = {1, *(tile.tokens for tile in FEW), MOST_IN_WORDS, *others}
+    bounds = {1, *(tile.tokens for tile in FEW), 2 * SOME.tokens, MOST_IN_WORDS, *others}
     bounds.update(n for kv in kv_heads for n in query_classes(heads // kv, kv))
     return tuple(sorted({min(most, n) for n in (*bounds, max(bounds) + 1)}, reverse=True))
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.launch import follow
 from kvik.kernels.triton.linear_end import end_and_store, sum_of_splits, tile_at
 
 # How codes are multiplied.
@@ -131,7 +130,6 @@ def bytes_kernel(
     scales: [groups, scale_stride], or [scale_stride] if GROUP is 0. x_scales: [groups, tokens], or
     [tokens] if X_GROUP is 0.
     """
-    follow()
     pid, split = tl.program_id(0), tl.program_id(1)
     first, first_token = tile_at(pid, rows, tokens, BO, BT)
     o, t = first + tl.arange(0, BO), first_token + tl.arange(0, BT)

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.triton.activation import activated, factor_of
-from kvik.kernels.triton.launch import CHAINED, ceil_div, follow, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
 BLOCK = 1024  # outputs of a program of `finish`: 16 bytes of bf16 for each of 128 threads
@@ -113,7 +113,6 @@ def finish_kernel(
     BLOCK: tl.constexpr,
 ):
     """grid [tokens, blocks]; z [tokens, rows], for paired activations all of gate first"""
-    follow()
     PAIRED: tl.constexpr = ACTIVATION % 2 == 1
     token = tl.program_id(0).to(tl.int64)
     outputs = rows // 2 if PAIRED else rows
@@ -158,7 +157,5 @@ def finish(
     block = min(BLOCK, power_of_two(outputs))
     kernel: Any = finish_kernel[(tokens, ceil_div(outputs, block))]
     stride = 0 if residual is None else residual.stride(0)
-    kernel(
-        z, bias, residual, y, rows, z.stride(0), stride, ACTIVATIONS[activation], block, **CHAINED
-    )
+    kernel(z, bias, residual, y, rows, z.stride(0), stride, ACTIVATIONS[activation], block)
     return y

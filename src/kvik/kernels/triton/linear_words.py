@@ -15,7 +15,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.launch import follow
 from kvik.kernels.triton.linear_end import end_and_store, sum_of_splits, tile_at
 from kvik.kernels.triton.words import (
     INTERPRETED,
@@ -175,7 +174,6 @@ def words_kernel(
     known = tl.minimum(t, tokens - 1).to(tl.int64)
     begin = split * split_steps
     end = tl.minimum(begin + split_steps, steps)
-    follow()
     sums = sums_of_words(
         x,
         words,

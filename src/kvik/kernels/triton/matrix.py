@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton import linear_bytes, linear_words, words
-from kvik.kernels.triton.launch import CHAINED, ceil_div
+from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.linear_end import finish
 from kvik.kernels.triton.matrix_shapes import (
     FEW,
@@ -32,6 +32,7 @@ from kvik.kernels.triton.matrix_shapes import (
     Tile,
     splits_for,
     tile_for,
+    tile_in_words,
 )
 from kvik.kernels.triton.packed import (
     LEAST_GROUP,
@@ -203,24 +204,20 @@ def how_bytes(kind: WeightKind, library: Library) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    tile: Tile
     grid: tuple[int, int]
     steps: int
     split_steps: int
     partials: Tensor | None  # sums of splits
 
 
-def _plan(
-    x: Tensor, matrix: Matrix, sums: torch.dtype, *, narrow: bool, int4: bool = False
-) -> _Plan:
+def _plan(x: Tensor, matrix: Matrix, tile: Tile, sums: torch.dtype) -> _Plan:
     spec, tokens = matrix.spec, len(x)
-    tile = tile_for(tokens, narrow=narrow, fp32=x.dtype == torch.float32, int4=int4)
     steps = ceil_div(spec.inputs, STEP)
     splits = splits_for(tile, spec.rows, steps)
     tiles = ceil_div(spec.rows, tile.outputs) * ceil_div(tokens, tile.tokens)
     size = tiles * splits * tile.outputs * tile.tokens
     partials = torch.empty(size, dtype=sums, device=x.device) if splits > 1 else None
-    return _Plan(tile, (tiles, splits), steps, ceil_div(steps, splits), partials)
+    return _Plan((tiles, splits), steps, ceil_div(steps, splits), partials)
 
 
 def words_linear(
@@ -231,8 +228,9 @@ def words_linear(
     y = torch.empty(len(x), spec.outputs, dtype=spec.out_dtype, device=x.device)
     narrow = kind.offsets == "minima"
     int4 = kind.codes == "int4" and not narrow
-    plan = _plan(x, matrix, torch.float32, narrow=narrow, int4=int4)
-    group, tile = kind.group, plan.tile
+    fp32 = x.dtype == torch.float32
+    tile = tile_in_words(len(x), fp32=fp32, narrow=narrow, int4=int4)
+    group, plan = kind.group, _plan(x, matrix, tile, torch.float32)
     kernel: Any = linear_words.words_kernel[plan.grid]
     kernel(
         x,
@@ -263,7 +261,6 @@ def words_linear(
         tile.tokens,
         tile.stages,
         num_warps=tile.num_warps,
-        **CHAINED,
     )
     return y
 
@@ -287,8 +284,9 @@ def bytes_linear(
     group = kind.group
     in_all = how == linear_bytes.INT8.value and not group
     narrow = how == linear_bytes.E4M3_IN_FP16.value
-    plan = _plan(codes, matrix, torch.int32 if in_all else torch.float32, narrow=narrow)
-    tile, values = plan.tile, packed.values
+    tile = tile_for(len(codes), narrow=narrow)
+    plan = _plan(codes, matrix, tile, torch.int32 if in_all else torch.float32)
+    values = packed.values
     if narrow:
         codes, values = codes.view(torch.int8), values.view(torch.int8)
     kernel: Any = linear_bytes.bytes_kernel[plan.grid]
@@ -318,7 +316,6 @@ def bytes_linear(
         tile.tokens,
         tile.stages,
         num_warps=tile.num_warps,
-        **CHAINED,
     )
     return y
 

@@ -21,7 +21,7 @@ class Tile:
     Attributes:
         outputs, tokens: per program.
         stages: steps of 128 inputs that are loaded or being loaded.
-        splits: most splits of the inputs; only for tiles that all tokens fit into.
+        splits: most splits of the inputs; only for tiles that all tokens fit into, or two of them.
         programs: inputs are split until there are this many.
     """
 
@@ -51,6 +51,10 @@ FEW_INT4 = Tile(outputs=64, tokens=8, num_warps=2, stages=4, splits=16, programs
 # Zero points are subtracted from its sums, which takes a second product. With more columns, tensor
 # cores are not idle, and zero points are subtracted from weights.
 SECOND_PRODUCT = FEW_INT4
+# More tokens: their tiles read the same weights, from the L2 cache. There are counters for splits
+# of two tiles of tokens.
+SOME = Tile(outputs=64, tokens=64, num_warps=4, stages=3, splits=2)
+MORE = Tile(outputs=64, tokens=64, num_warps=4, stages=4)
 # Many tokens: the tensor cores dominate the time. 128 x 128 sums are 64 registers of 256 threads.
 MANY = Tile(outputs=128, tokens=128, num_warps=8, stages=3)
 # Kinds that need a second product of the same size (groups with minima), or registers for
@@ -62,11 +66,18 @@ MANY_FP32 = Tile(outputs=64, tokens=32, num_warps=8, stages=2)
 
 # Weights in words are multiplied as they are by up to this many tokens. With more, it takes less
 # time to widen them once and to multiply floats.
-MOST_IN_WORDS = 128
+MOST_IN_WORDS = 256
 # Memory for widened weights: a whole matrix of 14336 x 4096, or part of a larger one.
 WIDENED_BYTES = 128 << 20
 
 LEAST_STEPS = 4  # of 128 inputs per split; shorter ones would mostly fill the pipeline
+
+
+def tile_in_words(tokens: int, *, fp32: bool, narrow: bool, int4: bool) -> Tile:
+    """Return the tile of a product with a weight in words; see `tile_for`."""
+    if fp32 or narrow or not FEW[-1].tokens < tokens <= MOST_IN_WORDS:
+        return tile_for(tokens, narrow=narrow, fp32=fp32, int4=int4)
+    return SOME if tokens <= 2 * SOME.tokens else MORE
 
 
 def tile_for(tokens: int, *, narrow: bool = False, fp32: bool = False, int4: bool = False) -> Tile:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import CHAINED, ceil_div, follow, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 TILE = 1024  # numbers per program, if rows are shorter
 LONGEST = 65536  # numbers of a row, which must fit into the registers of a program
@@ -41,7 +41,6 @@ def rms_norm_kernel(
     ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """grid [groups of rows]; x [rows / inner, inner, dim], out [rows, dim]"""
-    follow()
     there, own, at, mask = _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS, DIM)
     wide = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 1) / dim + eps)
@@ -57,7 +56,6 @@ def layer_norm_kernel(
 ):  # fmt: skip
     """grid [groups of rows]; x [rows / inner, inner, dim], out [rows, dim]. EACH: weight and bias
     [inner, dim], else [dim]"""
-    follow()
     there, own, at, mask = _rows_of(rows, inner, outer_stride, inner_stride, dim, ROWS, DIM)
     wide = tl.load(x + there, mask=mask, other=0.0).to(tl.float32)
     centred = tl.where(mask, wide - (tl.sum(wide, 1) / dim)[:, None], 0.0)
@@ -97,7 +95,7 @@ def _normalise(
     block, at_once, warps = shape_of(dim)
     kernel[(ceil_div(rows, at_once),)](
         x, *vectors, out, rows, inner, outer_stride, inner_stride, dim, eps, at_once, block,
-        *options, num_warps=warps, **CHAINED,
+        *options, num_warps=warps,
     )  # fmt: skip
     return out
 

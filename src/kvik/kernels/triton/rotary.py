@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import CHAINED, ceil_div, follow, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 from kvik.kernels.triton.rounding import round_in_eight_bits, round_in_four_bits
 
 TILE = 1024  # numbers of a program
@@ -33,7 +33,6 @@ def rotations_kernel(
 ):  # fmt: skip
     """grid [tokens]; high [multiples, DIM], low [low_rows, DIM], positions [tokens], out [tokens,
     DIM]"""
-    follow()
     token = tl.program_id(0).to(tl.int64)
     position = tl.minimum(tl.load(positions + token), last)
     at = tl.arange(0, HALF)
@@ -142,7 +141,6 @@ def rotary_kernel(
     DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """grid [tokens, tiles of q, then of k]; both in place"""
-    follow()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     at = tl.arange(0, HALF)
@@ -167,7 +165,6 @@ def store_kernel(
     NORMED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """grid [tokens, tiles of q (if it is changed), then of k, then of v]"""
-    follow()
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     at = tl.arange(0, HALF)
@@ -251,7 +248,7 @@ def rotations(high: Tensor, low: Tensor, positions: Tensor, last: int) -> Tensor
     out = torch.empty(tokens, dim, dtype=torch.float32, device=low.device)
     rotations_kernel[(tokens,)](
         high, low, positions.contiguous(), last, out, rows, dim, power_of_two(max(2, dim // 2)),
-        num_warps=1, enable_fp_fusion=False, **CHAINED,
+        num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -263,7 +260,7 @@ def rotary(q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     half, tile = _tile(dim, heads)
     rotary_kernel[tokens, ceil_div(heads, tile) + ceil_div(kv_heads, tile)](
         q, k, rotation, q.stride(0), k.stride(0), heads, kv_heads, dim, half, tile,
-        num_warps=2, enable_fp_fusion=False, **CHAINED,
+        num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     return q, k
 
@@ -308,7 +305,7 @@ def rotate_and_store(
         k_cache, v_cache, k_scales, v_scales, slots,
         q.stride(0), k.stride(0), v.stride(0), heads, kv_heads, eps,
         dim, half, tile, turned, normed, kind,
-        num_warps=2, enable_fp_fusion=False, **CHAINED,
+        num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     return q
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvik.kernels.kv_rounding import LEAST as _LEAST
 from kvik.kernels.kv_rounding import MOST as _MOST
-from kvik.kernels.triton.launch import CHAINED, ceil_div, follow, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 # x rounded to eight bits, with a scale for each token and group of inputs, for products with int8
 # and E4M3 matrices.
@@ -72,7 +72,6 @@ def round_tokens_kernel(
 ):
     """grid [tokens / TOKENS]; x [tokens, inputs], out [tokens, filled] bytes, scales [tokens].
     given: fp32 scales, [1] or, with EACH, [tokens]; None: computed here."""
-    follow()
     token = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     here = token < tokens
     rows, here_too = x + token[:, None] * x_stride, here[:, None]
@@ -167,7 +166,7 @@ def round_tokens(
         whole: Any = round_tokens_kernel[(ceil_div(tokens, count),)]
         each = scale is not None and len(scale) > 1
         sizes = (tokens, inputs, filled, stride)
-        whole(x, scale, out, scales, *sizes, e4m3, each, count, block, num_warps=8, **CHAINED)
+        whole(x, scale, out, scales, *sizes, e4m3, each, count, block, num_warps=8)
     return (out.view(torch.float8_e4m3fn) if e4m3 else out), scales
 
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import CHAINED, ceil_div, follow, power_of_two
+from kvik.kernels.triton.launch import ceil_div, power_of_two
 
 PIECE = 1024  # elements of a row that a program moves
 CHUNK = 4096  # logits of a program
@@ -22,7 +22,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 @triton.jit
 def gather_kernel(table, ids, out, dim, table_stride, BLOCK: tl.constexpr):
     """grid [n, blocks]; table [rows, dim], ids [n], out [n, dim]"""
-    follow()
     n = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + n).to(tl.int64)
@@ -33,7 +32,6 @@ def gather_kernel(table, ids, out, dim, table_stride, BLOCK: tl.constexpr):
 @triton.jit
 def store_rows_kernel(k, v, k_cache, v_cache, slots, k_stride, v_stride, dim, BLOCK: tl.constexpr):
     """grid [tokens, blocks]; k, v [tokens, dim], caches [positions, dim], slots [tokens]"""
-    follow()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + token)
@@ -64,7 +62,6 @@ def _largest(values, ids):
 @triton.jit
 def largest_of_chunks_kernel(logits, tops, firsts, vocab, stride, CHUNK: tl.constexpr):
     """grid [rows, chunks]; logits [rows, vocab], tops and firsts [rows, chunks]"""
-    follow()
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = ids < vocab
@@ -78,7 +75,6 @@ def largest_of_chunks_kernel(logits, tops, firsts, vocab, stride, CHUNK: tl.cons
 @triton.jit
 def largest_of_rows_kernel(tops, firsts, top, ids, chunks, CHUNKS: tl.constexpr):
     """grid [rows]; tops and firsts [rows, chunks], top and ids [rows]"""
-    follow()
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, CHUNKS)
     inside = at < chunks
@@ -96,7 +92,7 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     dim = source.shape[1]
     block = min(PIECE, power_of_two(dim))
     gather_kernel[len(ids), ceil_div(dim, block)](
-        source, ids.contiguous(), to, dim, source.stride(0), block, **CHAINED
+        source, ids.contiguous(), to, dim, source.stride(0), block
     )
     return out
 
@@ -111,9 +107,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     dim = k.shape[1]
     block = min(PIECE, power_of_two(dim))
     store_rows_kernel[len(k), ceil_div(dim, block)](
-        k, v, k_cache, v_cache, slot_mapping.contiguous(), k.stride(0), v.stride(0), dim, block,
-        **CHAINED,
-    )  # fmt: skip
+        k, v, k_cache, v_cache, slot_mapping.contiguous(), k.stride(0), v.stride(0), dim, block
+    )
 
 
 def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
@@ -137,11 +132,9 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     ids = torch.empty(rows, dtype=torch.int64, device=device)
     if rows:
         largest_of_chunks_kernel[rows, chunks](
-            logits, tops, firsts, vocab, logits.stride(0), chunk, num_warps=8, **CHAINED
+            logits, tops, firsts, vocab, logits.stride(0), chunk, num_warps=8
         )
-        largest_of_rows_kernel[(rows,)](
-            tops, firsts, top, ids, chunks, power_of_two(chunks), **CHAINED
-        )
+        largest_of_rows_kernel[(rows,)](tops, firsts, top, ids, chunks, power_of_two(chunks))
     return top, ids
 
 
