@@ -898,6 +898,7 @@ def _drawn(
         {name: value for name, value in all_constants.items() if name in kernel.arg_names},
         num_warps=warps,
         aligned=_aligned("vocab stride"),
+        fused_products=kernel in (draw.coarse_kernel, draw.bounds_kernel),
         max_registers=most,
     )
 

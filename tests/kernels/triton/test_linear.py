@@ -21,8 +21,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from kvik.config.memory import TRITON_WIDENED
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.kernels.triton import matrix, norm
-from kvik.kernels.triton.matrix import TritonMatrices
+from kvik.kernels.triton import linear_bytes, matrix, norm
+from kvik.kernels.triton.matrix import TritonMatrices, how_bytes
 from kvik.kernels.triton.matrix_shapes import (
     FEW,
     FEW_INT4,
@@ -34,6 +34,7 @@ from kvik.kernels.triton.matrix_shapes import (
 )
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.triton.packed import TritonPacked, empty
+from kvik.kernels.triton.scaled_mm import Library
 from kvik.kernels.weights import (
     Activation,
     Matrix,
@@ -337,6 +338,16 @@ def test_rows_of_one_matrix_have_one_order() -> None:
 
 def test_the_memory_plan_covers_widened_weights() -> None:
     assert TRITON_WIDENED >= WIDENED_BYTES
+
+
+def test_tensor_cores_do_not_multiply_fp8_for_fp32() -> None:
+    """They add with less precision."""
+    library = Library(tensor_cores=True, rows=True, blocks=True)
+    how = [
+        how_bytes(WeightKind("fp8", 128, activations="group"), library, dtype)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert how == [linear_bytes.E4M3.value, linear_bytes.E4M3_IN_FP16.value]
 
 
 def test_classes_of_tokens() -> None:

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
+from typing import Any
 
 import pytest
 import torch
-from helpers.optional_triton import NO_TRITON, device
+from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON, device
 
 pytest.importorskip("triton", reason=NO_TRITON)
+
+from triton.runtime.interpreter import InterpretedFunction
 
 from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.ops import REFERENCE
@@ -142,6 +145,27 @@ def test_draws_over_several_chunks(ops: Ops, rule: str, monkeypatch: pytest.Monk
     assert torch.equal(found > 0, expected > 0)  # the same tokens are kept
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-9)
     assert torch.equal(ops.draw(logits, draws), REFERENCE.draw(logits, draws))
+
+
+@INTERPRETED_ONLY
+def test_distances_from_the_entropy_are_rounded_in_one_way(
+    ops: Ops, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiler that fuses their operations in some kernels only drops the last token that is
+    kept (seen on a GPU). The sums of `coarse` need not be exact."""
+    fused: dict[str, bool] = {}
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if "centre" in self.arg_names:
+            fused[self.fn.__name__] = options.get("enable_fp_fusion", True)
+
+    monkeypatch.setattr(InterpretedFunction, "run", run)
+    logits = torch.zeros(2, 9)
+    rules = Truncation(typical_p=torch.full((2,), 0.5, dtype=torch.float64))
+    ops.draw(logits, Draws(torch.ones(2), torch.zeros(2, dtype=torch.float64), rules))
+    ops.probabilities(logits, torch.ones(2), rules)
+    assert {name for name, may in fused.items() if may} == {"coarse_kernel", "centre_kernel"}
+    assert {"list_kernel", "settle_kernel", "pick_kernel", "shares_kernel"} <= fused.keys()
 
 
 def test_the_ends_of_the_uniform_numbers(ops: Ops) -> None:

@@ -379,6 +379,9 @@ def settle_kernel(
 
 WARPS = 8
 SETTLE_WARPS = 8
+# Of kernels that compare a token's distance from the centre: in some of them its division and
+# subtraction would be fused and rounded once, and the token at the threshold would be dropped.
+UNFUSED = {"enable_fp_fusion": False}
 
 
 @triton.jit
@@ -491,6 +494,7 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
             sums is rows.weights,
             *rows.flags(),
             num_warps=WARPS,
+            **UNFUSED,
         )
     return out
 
@@ -504,7 +508,7 @@ def probabilities(logits: Tensor, temperature: Tensor, truncation: Truncation) -
         if sums is rows.weights:
             sums = rows.sums()
         shares_kernel[rows.grid](
-            *rows.arguments(), sums, out, *rows.sizes, *rows.flags(), num_warps=WARPS
+            *rows.arguments(), sums, out, *rows.sizes, *rows.flags(), num_warps=WARPS, **UNFUSED
         )
     return out
 
@@ -601,7 +605,7 @@ class _Rows:
         sums = self._empty(torch.float64)
         sums_kernel[self.grid](
             *self.arguments(), sums, sums if moments is None else moments, *self.sizes,
-            moments is not None, *self.flags(), num_warps=WARPS,
+            moments is not None, *self.flags(), num_warps=WARPS, **UNFUSED,
         )  # fmt: skip
         return sums
 
@@ -642,12 +646,12 @@ class _Rows:
             )  # fmt: skip
         list_kernel[self.grid](
             *known, shares, bounds, nearer, sums, counts, listed, *self.sizes, *rule,
-            num_warps=WARPS,
+            num_warps=WARPS, **UNFUSED,
         )  # fmt: skip
         settle_kernel[(n,)](
             self.highs, self.temperature, self.centre, shares, targets, self.weights, nearer,
             counts, listed, self.cut, self.equals, self.limit, sums, vocab, used_chunks, count,
-            near, has_cut, chunk, chunks, min(TILE, chunk), num_warps=SETTLE_WARPS,
+            near, has_cut, chunk, chunks, min(TILE, chunk), num_warps=SETTLE_WARPS, **UNFUSED,
         )  # fmt: skip
         return sums
 

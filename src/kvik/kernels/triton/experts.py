@@ -410,7 +410,7 @@ class TritonExperts:
             int4 = kind.codes == "int4" and not narrow
             fp32 = dtype == torch.float32
             return tile_of_experts(pairs, experts, narrow=narrow, fp32=fp32, int4=int4)
-        how = how_bytes(kind, self._matrices.library)
+        how = how_bytes(kind, self._matrices.library, dtype)
         narrow = how == linear_bytes.E4M3_IN_FP16.value
         return tile_of_experts(pairs, experts, narrow=narrow)
 
@@ -500,7 +500,8 @@ class TritonExperts:
                 num_warps=tile.num_warps,
             )
             return y
-        how, filled = how_bytes(kind, self._matrices.library), packed.values.shape[1]
+        how = how_bytes(kind, self._matrices.library, x.dtype)
+        filled = packed.values.shape[1]
         x_group = group if kind.codes == "int8" or kind.activations == "group" else 0
         codes, x_scales = round_tokens(x, filled, x_group, kind.codes == "fp8", scale)
         if how == linear_bytes.E4M3_IN_FP16.value:
