@@ -21,7 +21,7 @@ BUDGETS = {
     "engine": 5450,
     "evaluate": 800,
     "gguf": 2550,
-    "kernels": 10400,
+    "kernels": 10850,
     "kvik_bench": 10700,
     "lang": 650,
     "models": 4450,
