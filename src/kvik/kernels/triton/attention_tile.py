@@ -13,13 +13,7 @@ import triton
 import triton.language as tl
 
 from kvik.kernels.triton.activation import capped
-from kvik.kernels.triton.kv_load import (
-    load_scales,
-    load_vectors,
-    operand,
-    product,
-    vectors_at,
-)
+from kvik.kernels.triton.kv_load import load_scales, load_vectors, operand, product, vectors_at
 
 LOG2_E = math.log2(math.e)
 LOG2 = tl.constexpr(LOG2_E)
@@ -167,8 +161,9 @@ def attend(
     lift = None
     if KIND != "float" and tl.float16 == TYPE:
         # A weight times a scale may be too small for fp16, so it is relative to the largest such
-        # product. Zeros have any scale.
-        lift = tl.log2(tl.maximum(v_scale, 1e-20)) / unit
+        # product. Zeros have any scale; that of numbers that are not finite is NaN, which is kept.
+        least = tl.full(v_scale.shape, 1e-20, tl.float32)
+        lift = tl.log2(tl.maximum(v_scale, least, propagate_nan=tl.PropagateNan.ALL)) / unit
     weights, factor, largest, total = weigh(scores, largest, total, unit, lift, not ALL)
     v = load_vectors(v_cache, block, within, v_zero, TYPE, KIND, VECTORS, HEAD_DIM, BLOCK_D, True)
     if KIND != "float" and tl.float16 != TYPE:

@@ -5,8 +5,9 @@ rounded, after they were widened to the dtype of x. The rest is multiplied by th
 weights in groups that are not a multiple of 16, which are rare, by torch, a few rows at a time.
 
 The order of a row's sum depends on the kind, the shape and the class of the number of tokens
-(`matrix_shapes.py`: up to 8, 16, 32, 64, more), but not on the number within a class. For cuBLAS it
-depends on the algorithm that cuBLAS chooses for the shape, including the number of tokens.
+(`matrix_shapes.py`: up to 8, 16, 32, 64, 128, 256, more), but not on the number within a class. For
+cuBLAS it depends on the algorithm that cuBLAS chooses for the shape, including the number of
+tokens.
 """
 
 from __future__ import annotations
