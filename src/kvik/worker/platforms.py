@@ -121,8 +121,9 @@ class KVPool:
 log = logging.getLogger(__name__)
 
 NATIVE_DRAW_BYTES = 4  # per logit: a copy of the rows that draw
-# The same, plus what a program computes about a chunk of logits (kernels/triton/draw.py).
-TRITON_DRAW_BYTES = NATIVE_DRAW_BYTES + 1
+# The same, plus a list of logits, and what a program computes about a chunk of them
+# (kernels/triton/draw.py).
+TRITON_DRAW_BYTES = NATIVE_DRAW_BYTES + 5
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
