@@ -202,6 +202,17 @@ def test_splits_and_tiles(kind: str, group: int, tokens: int, inputs: int, outpu
     torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=3e-2)
 
 
+@pytest.mark.parametrize(("tokens", "inputs"), [(66, 1120), (130, 192)])
+@pytest.mark.parametrize(("kind", "group"), [("int4", 32), ("fp8", 0)])
+def test_several_tiles_of_tokens(kind: str, group: int, tokens: int, inputs: int) -> None:
+    """With two splits, and without."""
+    weight = weight_of(kind, 70, inputs, group)
+    x = torch.randn(tokens, inputs, generator=drawn()).bfloat16()
+    for _ in range(2):  # the counters of splits are as before
+        found, expected = multiplied(weight, x), expected_of(weight, x)
+        torch.testing.assert_close(found, expected, rtol=1.6e-2, atol=3e-2)
+
+
 @pytest.mark.parametrize(
     ("group", "dtype"),
     [(16, torch.bfloat16), (48, torch.float32), (64, torch.float16), (192, torch.float32)],
