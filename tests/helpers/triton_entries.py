@@ -178,7 +178,7 @@ def _decode(
             p_i64="tree",
             p_fp32=f"part_out part_weight{' sinks' * options}",
             i32="q_stride sink_q_stride table_stride window sink_keys first_sequence above most "
-            "programs slab",
+            "programs least slab",
             fp32=f"scale{' softcap' * options}",
         ),
         {
@@ -198,7 +198,7 @@ def _decode(
         num_stages=tiles.num_stages,
         aligned=_aligned("q_stride"),
         max_spills=max_spills,
-        most_registers=tiles.most_registers,
+        most_registers=None if merge else tiles.most_registers,
         loop=loop,
     )
 

@@ -265,7 +265,7 @@ def _split(
             MERGE=merge,
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
-            maxnreg=tiles.most_registers,
+            maxnreg=None if merge else tiles.most_registers,  # the second sums would spill
         )
         if merge:
             continue
