@@ -193,7 +193,7 @@ def test_nor_do_requests_with_drafts_and_rarer_rules(
     with LLM(str(tmp_path), **(OPTIONS | options)) as llm:
         known = ready(llm, compiled)
         names = {launch.split()[0] for launch in known}
-        assert {"penalize_kernel", "limit_kernel", "scatter_kernel"} <= names
+        assert {"penalize_kernel", "settle_kernel", "scatter_kernel"} <= names
         assert ("shares_kernel" in names) == (method in ("draft_model", "medusa"))
         longer = [replace(params, max_tokens=4) for params in (GREEDY, SAMPLED)]
         ask(llm, *((lengths, longer) for lengths in LENGTHS))
