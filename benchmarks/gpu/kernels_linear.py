@@ -30,7 +30,7 @@ LAYER: tuple[tuple[int, int, Activation | None], ...] = sized(
     ),
     ((128, 64, None), (128, 64, "silu_and_mul")),
 )
-TOKENS = sized((1, 64, 8192, 8, 512), (1, 65))  # most important first
+TOKENS = sized((1, 64, 8192, 8, 512, 128), (1, 65))  # most important first
 FEW = 64  # up to this many tokens, reading weights takes longer than multiplying
 LAYERS = sized(2, 1)
 SQUARE = 128  # side of a block of weights that shares a scale

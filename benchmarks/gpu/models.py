@@ -148,7 +148,7 @@ class Measured:
         memory = self.engine.graph_memory
         if memory is None or memory.graphs < 2:
             return 0.0
-        return (memory.taken - memory._shared) / (memory.graphs - 1)
+        return (memory.taken - memory.shared) / (memory.graphs - 1)
 
     def memory(self) -> None:
         """Note the most memory that was in use outside of the KV cache, and what was planned."""
@@ -348,7 +348,7 @@ def profiled(call: Callable[[], object]) -> list[tuple[float, float, str]]:
 
 
 def longest_kernels(spans: Sequence[tuple[float, float, str]], calls: int) -> dict[str, float]:
-    """Return the microseconds that each kernel takes in one of so many calls, the longest first."""
+    """Return the microseconds that each kernel takes per call, the longest first."""
     totals = Counter[str]()
     for start, end, name in spans:
         totals[name[:NAME]] += (end - start) / calls

@@ -220,7 +220,7 @@ def test_results_do_not_depend_on_the_batch(make_step, monkeypatch, window):
         alone = attend(make_step([sequence], **shape), window)
         crowd = make_step([(290, 1), (0, 9), sequence], **shape)
         assert torch.equal(attend(crowd, window)[-1:], alone)
-    for name in ("LAUNCHED", "WORKSPACE"):
+    for name in ("LAUNCHED", "ENOUGH", "WORKSPACE"):
         monkeypatch.setattr(attention_paged, name, 1)
         assert torch.equal(attend(crowd, window)[-1:], alone)
         monkeypatch.undo()

@@ -42,7 +42,6 @@ from kvik.kernels.triton.matrix_shapes import (
     MANY,
     MANY_NARROW,
     MORE,
-    SECOND_PRODUCT,
     Tile,
 )
 from kvik.kernels.weights import ACTIVATIONS
@@ -473,7 +472,7 @@ def _words(
             "GROUP": group,
             "SPAN": span,
             "WHOLE": True,
-            "SUBTRACT": tile != SECOND_PRODUCT,
+            "SUBTRACT": tile != FEW_INT4,
             "ACTIVATION": activation,
             "SPLITS": splits,
             "BO": tile.outputs,
@@ -570,7 +569,7 @@ def _word_experts(tile: Tile, loop: Loop) -> Resources:
         GROUP=128,
         SPAN=128,
         WHOLE=True,
-        SUBTRACT=tile != SECOND_PRODUCT,
+        SUBTRACT=tile != FEW_INT4,
     )
 
 

@@ -30,6 +30,7 @@ class GraphMemory:
 
     Attributes:
         planned, taken: bytes.
+        shared: bytes of `taken` that all graphs share: those of the first, and `share`.
         graphs: number of captured graphs.
     """
 
@@ -42,7 +43,7 @@ class GraphMemory:
         self.taken = 0
         self.graphs = 0
         self._step = step
-        self._shared = 0  # bytes of `taken` that all graphs share: those of the first, and `share`
+        self.shared = 0
         self._full = self._reported = False
 
     def changes(self) -> GraphCounts | None:
@@ -55,14 +56,14 @@ class GraphMemory:
     def share(self, size: int) -> None:
         """Count bytes that were allocated for all graphs, outside of captures."""
         self.taken += size
-        self._shared += size
+        self.shared += size
         self._reported = False
 
     def has_room(self) -> bool:
         """Return whether a graph of average size still fits. If not, logs it once: sizes that are
         not captured run eagerly."""
         others = self.graphs - 1
-        expected = (self.taken - self._shared) // others if others > 0 else 0
+        expected = (self.taken - self.shared) // others if others > 0 else 0
         if not self._full and self.taken + max(expected, 1) > self.planned:
             self._close(expected)
         return not self._full
@@ -82,7 +83,7 @@ class GraphMemory:
     def keep(self, size: int) -> None:
         """Count a captured graph, which takes `size` bytes."""
         if not self.graphs:
-            self._shared += size
+            self.shared += size
         self.graphs += 1
         self.taken += size
         self._reported = False

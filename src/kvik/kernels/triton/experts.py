@@ -27,7 +27,7 @@ from kvik.kernels.triton.linear_bytes import scaled, sums_of_bytes
 from kvik.kernels.triton.linear_end import end_and_store
 from kvik.kernels.triton.linear_words import dot, sums_of_words
 from kvik.kernels.triton.matrix import TritonMatrices, format_of, how_bytes
-from kvik.kernels.triton.matrix_shapes import MANY, SECOND_PRODUCT, Tile, tile_of_experts
+from kvik.kernels.triton.matrix_shapes import FEW_INT4, MANY, Tile, tile_of_experts
 from kvik.kernels.triton.packed import (
     LEAST_GROUP,
     STEP,
@@ -494,7 +494,7 @@ class TritonExperts:
                 group,
                 span_of(group),
                 spec.inputs % STEP == 0,
-                tile != SECOND_PRODUCT,
+                tile != FEW_INT4,
                 activation,
                 *sizes,
                 num_warps=tile.num_warps,

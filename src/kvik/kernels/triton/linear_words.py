@@ -40,18 +40,6 @@ def dot(w, xs, sums):
 
 
 @triton.jit
-def repeated_sum(xs, BO: tl.constexpr, dtype: tl.constexpr):
-    """Return the sum of xs [SPAN, BT] over inputs, in each of BO rows: [BO, BT] fp32. Tensor cores
-    add it, in 64 rows, in the layout of products of four warps: a warp repeats its own rows."""
-    SPAN: tl.constexpr = xs.shape[0]
-    BT: tl.constexpr = xs.shape[1]
-    ROWS: tl.constexpr = BO if BO < 64 else 64
-    ones = alike(tl.full((ROWS, 1), 1.0, tl.float32).to(dtype), SPAN)
-    sums = dot(ones, xs, tl.zeros((ROWS, BT), tl.float32))
-    return tl.reshape(tl.broadcast_to(sums[None], (BO // ROWS, ROWS, BT)), (BO, BT))
-
-
-@triton.jit
 def sums_of_words(
     x,
     words,
@@ -88,6 +76,7 @@ def sums_of_words(
         scale_factor, minimum_factor = tl.load(factors + o), tl.load(factors + scale_stride + o)
 
     nothing = tl.zeros((BO, BT), tl.float32)
+    one = tl.full((BO, 1), 1.0, tl.float32).to(dtype)
     sums = nothing
     for step in tl.range(begin, end, num_stages=STAGES):
         tile = words + at + step * (1024 * TILES)
@@ -113,14 +102,13 @@ def sums_of_words(
                 if SUBTRACT:
                     part = dot(plus_pairs(w, beyond.to(dtype)), xs, nothing)
                 else:
-                    of_x = repeated_sum(xs, BO, dtype)
+                    of_x = dot(alike(one, SPAN), xs, nothing)
                     part = tl.fma(beyond, of_x, dot(w, xs, nothing))
                 sums += part * scale[:, None]
             else:
                 word = tl.load(scales + start // GROUP * scale_stride + o)
                 scale, minimum = fp16_pair(word)
                 scale, minimum = scale * scale_factor, minimum * minimum_factor
-                one = tl.full((BO, 1), 1.0, tl.float32).to(dtype)
                 of_x = dot(alike(one, SPAN), xs, nothing)
                 part = dot(w, xs, nothing) - 16.0 * of_x
                 sums += part * scale[:, None] - of_x * minimum[:, None]

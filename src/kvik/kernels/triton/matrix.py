@@ -27,8 +27,8 @@ from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.linear_end import finish
 from kvik.kernels.triton.matrix_shapes import (
     FEW,
+    FEW_INT4,
     MOST_IN_WORDS,
-    SECOND_PRODUCT,
     WIDENED_BYTES,
     Tile,
     splits_for,
@@ -260,7 +260,7 @@ def words_linear(
         group,
         span_of(group),
         spec.inputs % STEP == 0,
-        tile != SECOND_PRODUCT,
+        tile != FEW_INT4,
         ACTIVATIONS[spec.activation],
         plan.grid[1],
         tile.outputs,

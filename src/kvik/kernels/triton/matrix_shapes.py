@@ -46,11 +46,10 @@ FEW = (
     Tile(outputs=64, tokens=64, num_warps=4, stages=3, splits=4),
 )
 # For four bits with zero points, instructions are nearly as scarce as bytes: two warps share what
-# does not unpack (x, addresses, waiting), and there are more programs.
+# does not unpack (x, addresses, waiting), and there are more programs. Zero points are subtracted
+# from its sums, which takes a second product; with more columns, when tensor cores are not idle,
+# from weights.
 FEW_INT4 = Tile(outputs=64, tokens=8, num_warps=2, stages=4, splits=16, programs=512)
-# Zero points are subtracted from its sums, which takes a second product. With more columns, tensor
-# cores are not idle, and zero points are subtracted from weights.
-SECOND_PRODUCT = FEW_INT4
 # More tokens: their tiles read the same weights, from the L2 cache. There are counters for splits
 # of two tiles of tokens.
 SOME = Tile(outputs=64, tokens=64, num_warps=4, stages=3, splits=2)
