@@ -1,18 +1,20 @@
 """The GPU resources of Triton kernels, compiled for sm_90 on any machine.
 
-    PYTHONPATH=tests python -m helpers.triton_resources [word in a name ...]
+    PYTHONPATH=tests python -m helpers.triton_resources [--few] [word in a name ...]
 
 prints registers, spilled bytes and shared memory of each entry, and the instructions of its main
-loop if that is checked, and fails if an entry breaks a limit. Triton's interpreter
-(TRITON_INTERPRET) must be off.
+loop if that is checked, and fails if an entry breaks a limit. With `--few`, it compiles at most
+`FEW` entries of each kernel. Triton's interpreter (TRITON_INTERPRET) must be off.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
 SM_90 = GPUTarget("cuda", 90, 32)
+FEW = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,19 +153,24 @@ def _taken_by_number(number: int) -> Taken:
     return taken(RESOURCES[number])
 
 
-def check(words: Sequence[str] = (), processes: int = 2) -> list[Taken]:
-    """Check the entries whose names contain one of the words, or all."""
-    chosen = [
-        number
-        for number, entry in enumerate(RESOURCES)
-        if not words or any(word in entry.name for word in words)
-    ]
-    with ProcessPoolExecutor(processes, mp_context=get_context("fork")) as pool:
-        return list(pool.map(_taken_by_number, chosen))
+def few() -> list[int]:
+    """Return the numbers of at most `FEW` entries of each kernel, from all parts of its list."""
+    by_kernel: dict[str, list[int]] = defaultdict(list)
+    for number, entry in enumerate(RESOURCES):
+        by_kernel[entry.kernel.__name__].append(number)
+    return [number for own in by_kernel.values() for number in own[:: -(-len(own) // FEW)]]
 
 
-def main(words: Sequence[str]) -> int:
-    results = check(words)
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("words", nargs="*", help="check the entries whose names have one of these")
+    parser.add_argument("--few", action="store_true", help="check few entries of each kernel")
+    wishes = parser.parse_args(arguments)
+    numbers = few() if wishes.few else range(len(RESOURCES))
+    words = wishes.words or [""]
+    numbers = [n for n in numbers if any(word in RESOURCES[n].name for word in words)]
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+        results = list(pool.map(_taken_by_number, numbers))
     for result in results:
         print(result)
     return int(any(result.excess or result.lack for result in results))
