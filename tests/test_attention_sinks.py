@@ -141,6 +141,7 @@ def test_a_chat_goes_on_far_beyond_the_trained_length(
     assert_goes_on(out)
 
 
+@pytest.mark.nightly
 def test_servers_stream_far_beyond_the_trained_length(endless: str) -> None:
     """All three APIs stream at once; the words stay those of the stories."""
     flags = (*FLAGS, "--served-model-name", "m")

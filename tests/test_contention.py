@@ -64,7 +64,7 @@ def busy_process() -> Iterator[None]:
             other.kill()
 
 
-@pytest.mark.parametrize("threads", [0, 5])
+@pytest.mark.parametrize("threads", [0, pytest.param(5, marks=pytest.mark.nightly)])
 def test_answers_are_the_same_while_others_take_the_cores(
     threads: int, expected: list[str]
 ) -> None:

@@ -222,7 +222,9 @@ def test_a_killed_engine_leaves_its_pages(tmp_path: Path) -> None:
     [
         {},
         pytest.param({"tensor_parallel_size": 2, "threads": 2}, marks=needs_native),
-        pytest.param({"pipeline_parallel_size": 2, "threads": 2}, marks=needs_native),
+        pytest.param(
+            {"pipeline_parallel_size": 2, "threads": 2}, marks=[needs_native, pytest.mark.nightly]
+        ),
     ],
 )
 def test_a_recording_with_a_disk_tier_is_replayed_and_changes_no_file(

@@ -131,8 +131,15 @@ def write_tokenizer(folder: Path, entries: int) -> None:
 
 @pytest.mark.full
 @linux
-@pytest.mark.parametrize("quantization", ["none", "int8"])
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize(
+    ("kernels", "quantization"),
+    [
+        ("auto", "int8"),
+        ("torch", "none"),
+        pytest.param("auto", "none", marks=pytest.mark.nightly),
+        pytest.param("torch", "int8", marks=pytest.mark.nightly),
+    ],
+)
 def test_the_peak_stays_below_the_plan(quantization: str, kernels: str, tmp_path: Path) -> None:
     found = run(
         SMALL,
@@ -149,7 +156,7 @@ def test_the_peak_stays_below_the_plan(quantization: str, kernels: str, tmp_path
 
 @pytest.mark.full
 @linux
-@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("kernels", ["auto", pytest.param("torch", marks=pytest.mark.nightly)])
 def test_a_draft_model_is_planned_with_its_cache_and_probabilities(
     kernels: str, tmp_path: Path
 ) -> None:
@@ -200,7 +207,7 @@ def test_mapped_weights_are_planned_like_loaded_ones(
     ("quantization", "layers", "within"),
     [  # loading varies by 5 %
         pytest.param("none", 16, 0.05, marks=pytest.mark.nightly),
-        ("none", 4, 0.1),
+        pytest.param("none", 4, 0.1, marks=pytest.mark.nightly),
         pytest.param("int8", 8, 0.1, marks=pytest.mark.nightly),
         ("int4", 8, 0.1),
     ],

@@ -215,7 +215,7 @@ def ended(server: ServerProcess) -> dict[str, int]:
         (TIER, True, ((), ())),
         pytest.param(TIER, False, ((), ()), marks=pytest.mark.nightly),
         ((), True, ((), ())),
-        pytest.param(TIER, True, (TWO, ()), marks=needs_native),
+        pytest.param(TIER, True, (TWO, ()), marks=[needs_native, pytest.mark.nightly]),
         pytest.param(TIER, False, ((), TWO), marks=needs_native),
     ],
 )

@@ -116,7 +116,7 @@ def test_the_decoder_computes_less_than_a_block_of_each_prompt(token: None) -> N
         assert lent >= tokens - 8 * 16
 
 
-@pytest.mark.parametrize("wrong", ["token", "model"])
+@pytest.mark.parametrize("wrong", ["token", pytest.param("model", marks=pytest.mark.nightly)])
 def test_servers_of_different_models_answer_without_transfers(
     wrong: str, token: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,7 +136,7 @@ def test_servers_of_different_models_answer_without_transfers(
 @pytest.mark.parametrize(
     ("what", "role"),
     [
-        ("server", "prefill"),
+        pytest.param("server", "prefill", marks=pytest.mark.nightly),
         ("engine", "decode"),
         pytest.param("server", "decode", marks=pytest.mark.nightly),
         pytest.param("engine", "prefill", marks=pytest.mark.nightly),

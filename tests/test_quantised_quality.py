@@ -26,6 +26,11 @@ def quality(**changed: object) -> Quality:
 
 
 @pytest.fixture(scope="module")
+def nearest(folder: Path) -> Quality:
+    return quantised(folder, "--method", "rtn")
+
+
+@pytest.fixture(scope="module")
 def plain() -> float:
     return measure_quality(PLAIN, [TEXT], window=WINDOW).perplexity
 
@@ -61,7 +66,7 @@ def test_eight_bits_at_load(scheme: str, bound: float, divergence: float, plain:
     [
         (("--method", "rtn", "--bits", "8", "--group-size", "-1"), 0.005, 0.001),
         (("--method", "smoothquant"), 0.01, 0.005),
-        (("--method", "fp8"), 0.01, 0.012),
+        pytest.param(("--method", "fp8"), 0.01, 0.012, marks=pytest.mark.nightly),
         (("--method", "fp8", "--activation-scheme", "static"), 0.01, 0.012),
     ],
 )
@@ -76,9 +81,8 @@ def test_stored_eight_bits(
 @pytest.mark.full
 @pytest.mark.parametrize("method", ["gptq", "awq"])
 def test_calibrated_four_bits_are_nearer_than_rounding(
-    method: str, plain: float, folder: Path
+    method: str, plain: float, folder: Path, nearest: Quality
 ) -> None:
-    nearest = quantised(folder, "--method", "rtn")
     found = quantised(folder, "--method", method)
     assert found.perplexity / plain - 1 < 0.06
     assert found.divergence < 0.85 * nearest.divergence

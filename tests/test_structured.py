@@ -36,7 +36,7 @@ def llm() -> Iterator[LLM]:
         yield made
 
 
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.full)])
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.nightly)])
 def test_sampled_texts_satisfy_their_schema(llm: LLM, count: int) -> None:
     """At a temperature at which the model generates nonsense."""
     dice = random.Random(count)

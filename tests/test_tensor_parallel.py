@@ -31,6 +31,7 @@ from kvik.worker.group_pages import GroupPageMover
 pytestmark = pytest.mark.full  # starts processes that import torch
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
+SHORT = LONG.with_changes(max_tokens=8)
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "threads": 2,
@@ -75,17 +76,17 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield made
 
 
-def errors(llm: LLM, count: int = 1) -> set[str]:
+def errors(llm: LLM, count: int = 1, sampling: SamplingParams = LONG) -> set[str]:
     """Return the errors of the requests of a call, or of the call itself."""
     try:
-        outputs = llm.generate(["Once upon a time"] * count, LONG)
+        outputs = llm.generate(["Once upon a time"] * count, sampling)
     except GroupLost as error:
         return {str(error)}
     return {str(completion.error) for output in outputs for completion in output.outputs}
 
 
 def test_a_lost_process_is_named(llm: LLM) -> None:
-    assert errors(llm) == {"None"}
+    assert errors(llm, sampling=SHORT) == {"None"}
     (rank,) = ranks_of(os.getpid())
     os.kill(rank, signal.SIGKILL)
     (error,) = errors(llm)
@@ -98,7 +99,7 @@ def test_a_lost_process_is_named(llm: LLM) -> None:
 def test_a_process_that_is_stopped_is_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "SILENT_SECONDS", 1.0)
     time.sleep(1.5)
-    assert errors(llm) == {"None"}, "one that has nothing to do is not silent"
+    assert errors(llm, sampling=SHORT) == {"None"}, "one that has nothing to do is not silent"
     (rank,) = ranks_of(os.getpid())
     os.kill(rank, signal.SIGSTOP)
     assert errors(llm, 3) == {"GroupLost: rank 1 has been silent for 1 s"}

@@ -47,7 +47,7 @@ CACHE = sized(64 << 20, 4 << 20)  # bytes of the KV cache: processes share the d
 GRAPHS = 2 << 30  # bytes of graphs, which seem to take what other processes allocate meanwhile
 NEEDED = 5.0  # seconds of a cell: an engine, and kernels that its step is the first to need
 DRAFTS = 4  # per step, of the draft model
-TOKENS, PROMPT = 3, 4  # of each answer and prompt in a rehearsal
+PROMPTS, PROMPT, TOKENS = 3, 4, 3  # of a rehearsal, and of each of its prompts and answers
 
 
 def measure(notes: Notes, model: str, kind: str) -> None:
@@ -217,7 +217,9 @@ def _draw_on_cpu(
 
 def _shorten(patch: pytest.MonkeyPatch) -> None:
     """Make the matrix short enough for Triton's interpreter."""
-    prompts = matrix.prompts
-    patch.setattr(matrix, "prompts", lambda vocab: [p[:PROMPT] for p in prompts(vocab)])
+    prompts, params = matrix.prompts, matrix.params
+    patch.setattr(matrix, "prompts", lambda vocab: [p[:PROMPT] for p in prompts(vocab)[-PROMPTS:]])
+    for module in (matrix, drafted_columns):
+        patch.setattr(module, "params", lambda siblings=1: params(siblings)[-PROMPTS:])
     patch.setattr(matrix, "NUM_TOKENS", TOKENS)
     patch.setattr(drafted_columns, "DRAFTERS", {"tree": drafted_columns.DRAFTERS["tree"]})

@@ -11,15 +11,20 @@ from kvik.cli import main
 from kvik.core.config import TierSizes
 from kvik.core.plan import NOWHERE, PageLoad, PageStore, SchedulerOutput
 from kvik.errors import KvikError
-from kvik_bench.simulation import SimulatedEngine, SimulatedTiers, Traffic, simulate
+from kvik_bench.simulation import Outcome, SimulatedEngine, SimulatedTiers, Traffic, simulate
 
 BUSY = Traffic(requests=5000, rate=150.0, seed=3)
 ROOMY = SimulatedEngine(blocks=16_384)
 
 
+@pytest.fixture(scope="module")
+def routed() -> Outcome:
+    """Return the outcome of a busy day of eight replicas with large caches."""
+    return simulate(BUSY, ROOMY, 8)
+
+
 @pytest.mark.full
-def test_eight_replicas_have_most_hits_of_one_large_cache():
-    routed = simulate(BUSY, ROOMY, 8)
+def test_eight_replicas_have_most_hits_of_one_large_cache(routed):
     in_turn = simulate(BUSY, ROOMY, 8, "round-robin")
     assert routed.requests == in_turn.requests == BUSY.requests
     assert routed.prompt_tokens == in_turn.prompt_tokens
@@ -29,11 +34,10 @@ def test_eight_replicas_have_most_hits_of_one_large_cache():
 
 
 @pytest.mark.full
-def test_a_lost_replica_only_loses_its_own_hits():
-    whole = simulate(BUSY, ROOMY, 8)
+def test_a_lost_replica_only_loses_its_own_hits(routed):
     lost = simulate(BUSY, ROOMY, 8, lose=(15.0, 3))
     assert lost.requests == BUSY.requests and lost.retried > 0
-    assert lost.hit_tokens >= 0.8 * whole.hit_tokens
+    assert lost.hit_tokens >= 0.8 * routed.hit_tokens
 
 
 @pytest.mark.parametrize("policy", ["prefix", "round-robin"])
@@ -79,10 +83,10 @@ def test_tiers_keep_evicted_pages(tiers: TierSizes):
 
 
 @pytest.mark.full
-def test_a_conversation_continues_where_the_memory_tier_has_it():
+def test_a_conversation_continues_where_the_memory_tier_has_it(routed):
     """With small caches, routing with the tier finds most of the hits of large caches."""
     tiered = simulate(BUSY, replace(ROOMY, blocks=2000, tiers=TierSizes((PAGE,), 16_384)), 8)
-    assert tiered.hit_tokens >= 0.85 * simulate(BUSY, ROOMY, 8).hit_tokens
+    assert tiered.hit_tokens >= 0.85 * routed.hit_tokens
 
 
 def test_loads_take_time_by_their_rate():

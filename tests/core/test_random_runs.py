@@ -90,7 +90,7 @@ def run(seed: int, policy: str, windows: tuple[Seen, ...], depth: int) -> Simula
 def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:
     reasons: set[FinishReason | None] = set()
     preemptions = hits = 0
-    for seed, windows in product(range(runs(5)), WINDOWS + BUDGETS):
+    for seed, windows in product(range(runs(4)), WINDOWS + BUDGETS):
         sim = run(seed, policy, windows, depth)
         reasons |= {delta.finish_reason for delta in sim.ended.values()}
         preemptions += sim.scheduler.counters.preemptions

@@ -194,7 +194,7 @@ def block_error(result: BlockResult, block: Block, x: Tensor) -> float:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("group", [-1, 64])
+@pytest.mark.parametrize("group", [pytest.param(-1, marks=pytest.mark.nightly), 64])
 def test_gptq_and_awq_are_better_than_rounding(tmp_path: Path, group: int) -> None:
     """On text outside of the calibration, in the bundled model's first block."""
     spec = read_model_spec(BUNDLED)

@@ -167,7 +167,7 @@ def test_a_clock_that_jumps_ends_nothing(
 
 
 @linux
-@pytest.mark.full
+@pytest.mark.nightly  # `test_lost_ranks.py` covers it before a merge
 def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
     """Begun requests get an error that names the rank; waiting ones are served by the next
     engine."""

@@ -73,7 +73,13 @@ STAGES = {"pipeline_parallel_size": 2, "threads": 2}
 
 @needs_native
 @pytest.mark.full
-@pytest.mark.parametrize("group", [GROUP, STAGES], ids=["shares", "stages"])
+@pytest.mark.parametrize(
+    "group",
+    [
+        pytest.param(GROUP, id="shares"),
+        pytest.param(STAGES, id="stages", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_group_maps_what_its_first_process_has_written(
     group: dict[str, object],
     model: Path,

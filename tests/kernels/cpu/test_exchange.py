@@ -60,7 +60,14 @@ def product(rank: int, file: int, store: str, outputs: int) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("outputs", [96, 75, 40])  # of 40, one process has none
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        pytest.param(96, marks=pytest.mark.nightly),
+        pytest.param(75, marks=pytest.mark.nightly),
+        40,  # one process has none
+    ],
+)
 def test_exchanges_are_those_of_gloo(outputs: int, tmp_path: Path) -> None:
     file = shared_memory(SHARED)
     command = [sys.executable, __file__, str(file), str(tmp_path / "store"), str(outputs)]

@@ -38,7 +38,10 @@ def test_kvik_answers(kvik_answer: Answer) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("adapter", ["transformers", "transformers-batching"])
+@pytest.mark.parametrize(
+    "adapter",
+    ["transformers", pytest.param("transformers-batching", marks=pytest.mark.nightly)],
+)
 def test_other_engines_give_the_same_tokens_in_fp32(adapter: str, kvik_answer: Answer) -> None:
     answer = run(adapter, "fp32")
     assert not answer.failed
