@@ -113,7 +113,7 @@ CORRUPTIONS: list[tuple[str, Corruption]] = [
     ("committed past its blocks", add_to_first("num_committed_blocks", 9)),
     ("block hashes do not fit", swap_hash),
     ("block hashes do not fit", lambda s: s.running[0].token_ids.__setitem__(0, 5)),
-    ("tokens are under way", add_to_first("num_written_tokens", 1)),
+    ("tokens under way", add_to_first("num_written_tokens", 1)),
     ("miscounts pending", add_to_first("num_pending_tokens", 1)),
     ("free list is broken", lambda s: setattr(s.kv.pool, "num_free", 1)),
     ("free list is broken", cut_free_list),

@@ -31,9 +31,9 @@ def check(scheduler: Scheduler) -> None:
         _check_moves(scheduler.moves, scheduler)
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: bool, message: str, request: Request | None = None) -> None:
     if not condition:
-        raise InvariantError(message)
+        raise InvariantError(message if request is None else f"{request.key}: {message}")
 
 
 def _check_requests(scheduler: Scheduler) -> None:
@@ -52,10 +52,10 @@ def _check_requests(scheduler: Scheduler) -> None:
     )
     for r in waiting:
         statuses = RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.LOADING
-        _require(r.status in statuses, f"{r.key}: status")
-        _require(not r.block_ids and r.slot == -1, f"{r.key} waits but holds blocks or a slot")
+        _require(r.status in statuses, "status", r)
+        _require(not r.block_ids and r.slot == -1, "waits but holds blocks or a slot", r)
         computed = max(r.num_computed_tokens, r.num_written_tokens)
-        _require(computed == 0, f"{r.key} waits with computed tokens")
+        _require(computed == 0, "waits with computed tokens", r)
     for r in running:
         _check_running(r, scheduler)
 
@@ -63,20 +63,20 @@ def _check_requests(scheduler: Scheduler) -> None:
 def _check_running(r: Request, scheduler: Scheduler) -> None:
     block_size = scheduler.kv.block_size
     known = len(r.token_ids) + r.num_pending_tokens
-    _require(r.status is RequestStatus.RUNNING, f"{r.key}: status")
+    _require(r.status is RequestStatus.RUNNING, "status", r)
     only_prompt = r.max_length == r.num_prompt_tokens == known  # nothing is ever sampled
     limit = known + only_prompt
-    _require(0 <= r.num_computed_tokens < limit, f"{r.key} computed more than is known")
-    _require(len(r.token_ids) < r.max_length or only_prompt, f"{r.key} outgrew its limit")
-    _require(len({len(ids) for ids in r.block_ids}) == 1, f"{r.key}: tables differ in length")
+    _require(0 <= r.num_computed_tokens < limit, "computed more than is known", r)
+    _require(len(r.token_ids) < r.max_length or only_prompt, "outgrew its limit", r)
+    _require(len({len(ids) for ids in r.block_ids}) == 1, "tables differ in length", r)
     capacity = len(r.block_ids[0]) * block_size
-    _require(r.num_computed_tokens <= capacity, f"{r.key} computed past its blocks")
-    _require(r.num_committed_blocks * block_size <= capacity, f"{r.key} committed past its blocks")
+    _require(r.num_computed_tokens <= capacity, "computed past its blocks", r)
+    _require(r.num_committed_blocks * block_size <= capacity, "committed past its blocks", r)
     hashes: list[bytes] = []
     full = min(len(r.token_ids) // block_size, len(r.block_hashes))
     extend_hashes(hashes, r.token_ids, block_size, r.cache_salt, full)
     fit = all(known in (b"", one) for known, one in zip(r.block_hashes, hashes, strict=False))
-    _require(fit, f"{r.key}: block hashes do not fit its tokens")
+    _require(fit, "block hashes do not fit its tokens", r)
 
 
 def _check_in_flight(scheduler: Scheduler) -> None:
@@ -95,9 +95,9 @@ def _check_in_flight(scheduler: Scheduler) -> None:
             pending[id(r)] += (drafts + 1) * samples
     for r in scheduler.running:
         under_way = r.num_computed_tokens - r.num_written_tokens
-        _require(under_way == scheduled[id(r)], f"{r.key}: {under_way} tokens are under way")
+        _require(under_way == scheduled[id(r)], "miscounts tokens under way", r)
     for r in [*scheduler.running, *scheduler.waiting]:
-        _require(r.num_pending_tokens == pending[id(r)], f"{r.key} miscounts pending tokens")
+        _require(r.num_pending_tokens == pending[id(r)], "miscounts pending tokens", r)
 
 
 def _check_shares(scheduler: Scheduler) -> None:
@@ -147,10 +147,10 @@ def _check_blocks(scheduler: Scheduler) -> None:
             prompt = r.num_prompt_tokens
             hidden = group.visible.hidden_blocks(r.num_written_tokens, block_size, prompt)
             there = all(i in hidden for i, block in enumerate(ids) if block == NULL_BLOCK)
-            _require(there, f"{r.key} lacks a block that it sees")
-            # what is yet to be written must not be seen by anybody else
+            _require(there, "lacks a block that it sees", r)
+            # what is yet to be written must not be seen by others
             alone = all(refs[block] == 1 for block in ids[at:])
-            _require(alone, f"{r.key} writes into a shared block")
+            _require(alone, "writes into a shared block", r)
 
 
 def _check_pins(kv: KVCacheManager) -> None:
@@ -205,7 +205,8 @@ def _check_prefix_index(scheduler: Scheduler) -> None:
                 if key is not None:
                     _require(
                         i < len(r.block_hashes) and key == (group, r.block_hashes[i]),
-                        f"{r.key}: block {block} is indexed under another content",
+                        "a block is indexed under another content",
+                        r,
                     )
 
 
@@ -240,26 +241,26 @@ def _check_budgets(scheduler: Scheduler) -> None:
     public = {block for _, block in kv.pool.index_items()} | kv.pool.copies().keys()
     for r in scheduler.running:
         due = kv.cut_after(r, r.num_cut_tokens + 1 if r.num_cut_tokens else 0)
-        _require(r.next_cut == due, f"{r.key} does not know when it drops tokens")
-        _require(r.num_computed_tokens <= r.next_cut, f"{r.key} computed past a cut")
+        _require(r.next_cut == due, "does not know when it drops tokens", r)
+        _require(r.num_computed_tokens <= r.next_cut, "computed past a cut", r)
         if not r.num_cut_tokens:
             continue
         first = kv.cut_after(r, 0)
-        _require(first <= r.num_cut_tokens, f"{r.key} drops tokens before the first cut")
+        _require(first <= r.num_cut_tokens, "drops tokens before the first cut", r)
         for group, ids in zip(kv.groups, r.block_ids, strict=True):
             visible, prompt = group.visible, r.num_prompt_tokens
             hidden = visible.hidden_blocks(r.num_cut_tokens, kv.block_size, prompt)
             gone = all(ids[i] == NULL_BLOCK for i in hidden)
-            _require(gone, f"{r.key} holds blocks of what it dropped")
+            _require(gone, "holds blocks of what it dropped", r)
             if visible.first_key(r.num_cut_tokens, prompt) == 0:
                 continue
             own = [ids[i] for i in range(hidden.stop, len(ids))]
             alone = all(kv.pool.ref_counts[block] == 1 for block in own)
-            _require(alone, f"{r.key} shares blocks of what it keeps")
-            _require(public.isdisjoint(own), f"{r.key}: what it keeps can be matched")
+            _require(alone, "shares blocks of what it keeps", r)
+            _require(public.isdisjoint(own), "what it keeps can be matched", r)
         for ids in r.block_ids:
             later = ids[first // kv.block_size :]
-            _require(public.isdisjoint(later), f"{r.key}: what it made of the kept can be matched")
+            _require(public.isdisjoint(later), "what it made of the kept can be matched", r)
 
 
 def _check_moves(moves: Moves, scheduler: Scheduler) -> None:
@@ -286,7 +287,7 @@ def _check_moves(moves: Moves, scheduler: Scheduler) -> None:
         for _, block, _ in load.pages:
             _require(refs[block] == 1, f"block {block} is loaded and used")
         for request, _ in load.waiting:
-            _require(request.status is RequestStatus.LOADING, f"{request.key} does not load")
+            _require(request.status is RequestStatus.LOADING, "does not load", request)
     waited = [request for load in moves.loads.values() for request, _ in load.waiting]
     loading = [r for r in scheduler.waiting if r.status is RequestStatus.LOADING]
     _require(Counter(map(id, waited)) == Counter(map(id, loading)), "a request loads nothing")
