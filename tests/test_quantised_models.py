@@ -88,6 +88,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return folders
 
 
+@pytest.mark.once  # a format of a matrix does not depend on the family
 @pytest.mark.parametrize("family", MODELS)
 @pytest.mark.parametrize("method", RECIPES)
 def test_a_quantised_model_is_read_and_generates_the_same(
@@ -108,6 +109,7 @@ def test_a_quantised_model_is_read_and_generates_the_same(
         assert 0.0 < float(off) < (0.7 if method == "fp8" else 0.2)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("family", [family for family in MODELS if family != "GptOss"])
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])
 def test_the_weights_are_those_of_the_quantiser(

@@ -403,7 +403,7 @@ def test_the_quick_check_of_tenants_changes_no_plan(
             sim.now += 1.0
         return found
 
-    for seed in range(runs(6)):
+    for seed in range(runs(3)):
         monkeypatch.setattr(TenantUsage, "uneven", noted)
         quick = plans(seed)
         monkeypatch.setattr(TenantUsage, "uneven", lambda *_: True)

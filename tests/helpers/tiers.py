@@ -82,17 +82,21 @@ def selected(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:
     kept = {
         item
         for cases in by_function.values()
-        for item in (cases if _is_whole(cases, chosen) else covering(cases, STRENGTH[chosen]))
+        for item in _chosen(cases, chosen)
     }
     return [item for item in items if item in kept]
 
 
-def _is_whole(cases: list[pytest.Item], chosen: str) -> bool:
+def _chosen(cases: list[pytest.Item], tier: str) -> list[pytest.Item]:
+    """Return the cases of a function that the fast or full tier runs."""
     if len(cases) <= SMALL or not hasattr(cases[0], "callspec"):
-        return True
+        return cases
+    strength = STRENGTH["fast" if cases[0].get_closest_marker("once") else tier]
     # With no more axes than are combined, each case is a combination of its own.
-    pairs = chosen == "full" and len(cases[0].callspec._idlist) <= STRENGTH[chosen]
-    return pairs or cases[0].get_closest_marker("whole") is not None
+    pairs = tier == "full" and len(cases[0].callspec._idlist) <= strength
+    if pairs or cases[0].get_closest_marker("whole"):
+        return cases
+    return covering(cases, strength)
 
 
 def covering(cases: list[pytest.Item], strength: int) -> list[pytest.Item]:
