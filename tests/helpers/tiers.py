@@ -79,11 +79,7 @@ def selected(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:
     by_function: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
         by_function[item.nodeid.partition("[")[0]].append(item)
-    kept = {
-        item
-        for cases in by_function.values()
-        for item in _chosen(cases, chosen)
-    }
+    kept = {item for cases in by_function.values() for item in _chosen(cases, chosen)}
     return [item for item in items if item in kept]
 
 
