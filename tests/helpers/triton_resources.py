@@ -29,7 +29,7 @@ from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 
 SM_90 = GPUTarget("cuda", 90, 32)
-FEW = 6
+FEW = 4
 
 
 @dataclass(frozen=True, slots=True)

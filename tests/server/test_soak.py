@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 from helpers.server_process import POOLED, ServerProcess, server_process
+from helpers.tiers import tier
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
-WARM_UP, REQUESTS, AT_ONCE = 400, 2000, 40
+WARM_UP, AT_ONCE = 400, 40
+REQUESTS = 2000 if tier() == "nightly" else 1000
 PRESSED = 800  # requests to a cache that is too small for all
 POOL = str(36 * 16 * 2 * 3072)  # 36 blocks of float32, 576 tokens
 MIB = 1 << 20
@@ -228,7 +230,7 @@ def at_rest(server: ServerProcess) -> dict[str, float]:
 
 @linux
 @pytest.mark.full
-def test_two_thousand_requests_leave_nothing_behind() -> None:
+def test_a_thousand_requests_leave_nothing_behind() -> None:
     with server_process("--max-num-seqs", "16", "--max-model-len", "512") as server:
         asyncio.run(crowd(server.port, WARM_UP, 1))
         before = at_rest(server)
@@ -238,7 +240,7 @@ def test_two_thousand_requests_leave_nothing_behind() -> None:
         assert after["kv_cache_usage_perc"] == 0.0
         assert after["queued_tokens"] == 0
         assert after["generation_tokens_total"] > before["generation_tokens_total"] + 5000
-        assert statuses[200] > 0.45 * REQUESTS and statuses[400] > 50
+        assert statuses[200] > 0.45 * REQUESTS and statuses[400] > REQUESTS / 40
         assert server.get("/health")[0] == 200
         for then, now in zip(base, server.resources(), strict=True):
             assert now.threads <= then.threads + POOLED
