@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from helpers.configs import small
+from helpers.configs import PUBLIC, small
 
 from kvik.config.compute import choose_attention, choose_kernels, settled, torch_prompts
 from kvik.config.config import EngineConfig, Notes, ResolvedConfig
@@ -225,6 +225,20 @@ def test_memory_for_widened_weights_is_in_the_plan() -> None:
 
     assert overhead("int4", "triton") == overhead("int4", "torch") + TRITON_WIDENED
     assert overhead("none", "triton") == overhead("none", "torch")
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4", "fp8"])
+def test_quantised_products_of_triton_make_no_copies_in_fp32(quantization: str) -> None:
+    spec = ModelSpec.from_config(PUBLIC["llama-3.1-8b"])
+    size = StepSize(1 << 13, max_num_seqs=8, max_num_batched_tokens=8192)
+    # Gate, up, their product, and three copies of the residual stream.
+    least = size.max_num_batched_tokens * 3 * (spec.inner_width + spec.hidden_size) * 2
+
+    def activations(kernels: str) -> int:
+        plan = Footprint(spec, "bfloat16", quantization, "cuda", "triton", 16, 0, kernels=kernels)
+        return plan.activations(size)
+
+    assert least <= activations("triton") <= 1.6 * least < activations("torch") / 2
 
 
 def test_an_engine_folder_for_triton_needs_it() -> None:

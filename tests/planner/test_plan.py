@@ -284,12 +284,7 @@ def offers(name: str, hardware: str, question: Question) -> dict[str, int]:
 def test_each_kind_of_change_is_offered() -> None:
     found = offers("llama-3-8b", "a100-80g", Question(context=8192, batch=64))
     kinds = [flags.split()[0] for flags in found]
-    assert kinds == [
-        "--batch",
-        "--context",
-        "--kv-cache-dtype",
-        "--tp",
-    ]  # the weights alone are small
+    assert kinds == ["--batch", "--context", "--kv-cache-dtype", "--dtype", "--tp"]
     assert "--tp 2" in found
     assert "--kv-cache-dtype int8" in found  # half the bytes suffice
 
