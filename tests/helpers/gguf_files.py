@@ -9,6 +9,8 @@ from typing import Any
 
 import gguf
 import numpy as np
+import torch
+from torch import Tensor
 
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 
@@ -160,3 +162,8 @@ def some_rows(type: str, values: np.ndarray, seed: int = 0) -> np.ndarray:
 def weights_of(type: str, rows: np.ndarray) -> np.ndarray:
     """Decode [rows, bytes] to [rows, weights] fp32 by the package."""
     return gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[type])
+
+
+def dequantize(type: str, rows: Tensor) -> Tensor:
+    """As `weights_of`, with tensors."""
+    return torch.from_numpy(weights_of(type, rows.numpy()))

@@ -9,7 +9,14 @@ from gguf import GGMLQuantizationType, quants
 from torch import Tensor
 
 from kvik.gguf.types import BLOCK_TYPES
-from kvik.nn.gguf_blocks import dequantize, permute_rotary, take_apart, unpermute_rotary
+from kvik.kernels.weights import E2M1
+from kvik.nn.gguf_blocks import (
+    mxfp4_parts,
+    mxfp4_rows,
+    permute_rotary,
+    take_apart,
+    unpermute_rotary,
+)
 
 WIDTH = 768  # three of the largest blocks
 
@@ -35,26 +42,10 @@ def test_sizes_are_those_of_the_public_package(type: str) -> None:
     assert (known.weights, known.size) == quants.GGML_QUANT_SIZES[number]
 
 
-@pytest.mark.parametrize("type", BLOCK_TYPES)
-def test_the_same_bits(type: str) -> None:
-    rows = random_rows(type)
-    before = rows.clone()
-    expected, found = reference(type, rows), dequantize(type, rows)
-    assert found.dtype == torch.float32 and found.shape == (9, WIDTH)
-    assert torch.equal(rows, before)
+def assert_same_bits(found: Tensor, expected: np.ndarray) -> None:
     numbers = ~np.isnan(expected)
     assert numbers.mean() > 0.5 and np.isnan(found.numpy()[~numbers]).all()
     assert np.array_equal(found.numpy()[numbers].view(np.uint32), expected[numbers].view(np.uint32))
-
-
-@pytest.mark.parametrize("type", BLOCK_TYPES)
-def test_rows_are_independent(type: str) -> None:
-    """In runs of rows and views of a buffer, as files are read."""
-    rows = random_rows(type)
-    whole = dequantize(type, rows).nan_to_num(7.0)
-    wide = torch.cat((rows, rows), dim=1)[:, : rows.shape[1]]
-    assert not wide.is_contiguous()
-    assert torch.equal(dequantize(type, wide[2:5]).nan_to_num(7.0), whole[2:5])
 
 
 # The range of codes, and the number of weights that share a scale.
@@ -69,7 +60,6 @@ CODES = {
     "Q4_K": (0, 15, 32),
     "Q5_K": (0, 31, 32),
     "Q6_K": (-32, 31, 16),
-    "MXFP4": (-12, 12, 32),
 }
 
 
@@ -77,16 +67,30 @@ CODES = {
 def test_blocks_are_unpacked(type: str) -> None:
     low, high, group = CODES[type]
     rows = random_rows(type)
+    before = rows.clone()
     parts = take_apart(type, rows)
+    assert torch.equal(rows, before)
     assert parts.codes.shape == (9, WIDTH)
     assert (parts.codes.min(), parts.codes.max()) == (low, high)
     assert (parts.minima is None) == (low < 0)
-    made = parts.codes.float() * parts.scales.repeat_interleave(group, dim=1)
-    if parts.minima is not None:
-        made -= parts.minima.repeat_interleave(group, dim=1)
-    assert torch.equal(made.nan_to_num(7.0), dequantize(type, rows).nan_to_num(7.0))
-    for part in (parts.scales, parts.scales if parts.minima is None else parts.minima):
-        assert (part.dtype, part.shape) == (torch.float32, (9, WIDTH // group))
+    assert_same_bits(parts.weights(), reference(type, rows))
+    # In runs of rows and views of a buffer, as files are read.
+    wide = torch.cat((rows, rows), dim=1)[:, : rows.shape[1]]
+    some = take_apart(type, wide[2:5])
+    assert not wide.is_contiguous() and torch.equal(some.codes, parts.codes[2:5])
+    for part, again in ((parts.scales, some.scales), (parts.minima, some.minima)):
+        if part is not None and again is not None:
+            assert (part.dtype, part.shape) == (torch.float32, (9, WIDTH // group))
+            assert torch.equal(again.nan_to_num(7.0), part[2:5].nan_to_num(7.0))
+
+
+def test_blocks_of_mxfp4_are_unpacked() -> None:
+    rows = random_rows("MXFP4")
+    codes, powers = mxfp4_parts(rows)
+    values = torch.tensor(E2M1, dtype=torch.float64)[codes.int()] + 0.0  # the package has no -0
+    made = torch.ldexp(values, powers.repeat_interleave(32, dim=1).int() - 127).float()
+    assert_same_bits(made, reference("MXFP4", rows))
+    assert torch.equal(mxfp4_rows(codes, powers), rows)
 
 
 @pytest.mark.parametrize("shape", [(24, 5), (24,)])
@@ -106,6 +110,5 @@ def test_rows_of_rotary_positions(shape: tuple[int, ...]) -> None:
 
 def test_rows_of_blocks_are_reordered_too() -> None:
     rows = random_rows("Q4_0", rows=40)
-    ordered = dequantize("Q4_0", unpermute_rotary(rows, 20))
-    expected = unpermute_rotary(dequantize("Q4_0", rows), 20)
-    assert torch.equal(ordered.nan_to_num(7.0), expected.nan_to_num(7.0))
+    ordered = take_apart("Q4_0", unpermute_rotary(rows, 20)).codes
+    assert torch.equal(ordered, unpermute_rotary(take_apart("Q4_0", rows).codes, 20))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from gguf import GGUFReader
 from helpers import tiny_models
-from helpers.gguf_files import llama_file
+from helpers.gguf_files import dequantize, llama_file
 from helpers.optional_native import needs_native
 from helpers.paged_model import PagedModel
 from helpers.tiny_models import (
@@ -38,7 +38,6 @@ from kvik.models.model_spec import read_model_spec
 from kvik.nn import gguf_checkpoint as module
 from kvik.nn import gguf_export
 from kvik.nn.checkpoint import IN_RUNS, WHOLE, Selection, open_checkpoint
-from kvik.nn.gguf_blocks import dequantize
 from kvik.nn.gguf_checkpoint import open_gguf
 from kvik.nn.gguf_export import gguf_tensors, quantize
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGUFReader, quants
+from helpers.gguf_files import dequantize
 from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -18,7 +19,6 @@ from kvik.gguf.reader import write_gguf
 from kvik.models.model_spec import read_model_spec
 from kvik.nn import checkpoint as reading
 from kvik.nn.checkpoint import open_checkpoint
-from kvik.nn.gguf_blocks import dequantize
 from kvik.nn.gguf_export import gguf_tensors, quantize
 
 FAMILIES = {

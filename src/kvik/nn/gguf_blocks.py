@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from kvik.gguf.types import BLOCK_TYPES
-from kvik.kernels.weights import E2M1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,7 @@ class BlockParts:
 
 
 def take_apart(type: str, rows: Tensor) -> BlockParts:
-    """Unpack rows [rows, bytes] uint8 of an integer type."""
+    """Unpack rows [rows, bytes] uint8 of an integer type, which MXFP4 is not."""
     return _PARTS[type](_blocks(type, rows))
 
 
@@ -56,13 +55,6 @@ def mxfp4_rows(codes: Tensor, powers: Tensor) -> Tensor:
     """Undo `mxfp4_parts`."""
     low, high = codes.view(*powers.shape, 2, 16).unbind(2)
     return torch.cat((powers[..., None], low | high << 4), -1).flatten(1)
-
-
-def dequantize(type: str, rows: Tensor) -> Tensor:
-    """rows [rows, bytes] uint8 of any type -> [rows, weights] fp32."""
-    if type in FLOAT_TYPES:
-        return rows.contiguous().view(FLOAT_TYPES[type]).float()
-    return take_apart(type, rows).weights()
 
 
 def unpermute_rotary(rows: Tensor, head_dim: int) -> Tensor:
@@ -188,15 +180,6 @@ def _q6_k(blocks: Tensor) -> BlockParts:
     return _around(32, codes, _numbers(blocks, 208) * scales)
 
 
-def _mxfp4(blocks: Tensor) -> BlockParts:
-    """Return twice the E2M1 values, which are integers, with half the powers of two as scales."""
-    doubled = torch.tensor(E2M1, device=blocks.device).mul_(2).to(torch.int8)
-    codes, powers = mxfp4_parts(blocks.flatten(1))
-    bits = powers.int()
-    halves = torch.where(bits < 2, 1 << 21 + bits, bits - 1 << 23).view(torch.float32)
-    return BlockParts(doubled[codes.int()], halves)
-
-
 _PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -208,5 +191,4 @@ _PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
-    "MXFP4": _mxfp4,
 }
