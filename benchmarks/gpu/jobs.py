@@ -167,8 +167,3 @@ SECTIONS = tuple(dict.fromkeys(job.section for job in JOBS))
 def groups(jobs: Sequence[Job]) -> list[list[Job]]:
     """Return the jobs in groups that run at the same time; the groups run one after another."""
     return [list(some) for _, some in groupby(jobs, lambda job: job.together or job.name)]
-
-
-def whole_budget(jobs: Sequence[Job]) -> float:
-    """Return the seconds that the jobs take at most."""
-    return sum(max(job.seconds for job in group) + GRACE for group in groups(jobs))

@@ -11,10 +11,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from kvik.config.env import client_key
-from kvik.errors import ConfigError
+from kvik.errors import ConfigError, shown
 
 _IN_A_HEADER = re.compile(r"[!-~]*")
-_SHOWN = 60  # characters of a wrong value in an error message
 KEY_HELP = "the key"
 
 
@@ -47,7 +46,7 @@ class RemoteServer:
         """
         whole = url if "://" in url else f"http://{url}"
         if not _is_http(whole):
-            raise ConfigError("url", f"must be like http://127.0.0.1:8000, not {_shown(url)!r}")
+            raise ConfigError("url", f"must be like http://127.0.0.1:8000, not {shown(url)}")
         return cls(
             whole.rstrip("/").removesuffix("/v1").rstrip("/"),
             _checked(client_key() if key is None else _read_key(key)),
@@ -85,7 +84,7 @@ def _read_key(given: str) -> str:
         try:
             key = Path(given[1:]).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):  # ValueError: no text, or no name of a file
-            raise ConfigError("api_key", f"cannot be read from {_shown(given[1:])!r}") from None
+            raise ConfigError("api_key", f"cannot be read from {shown(given[1:])}") from None
     return key
 
 
@@ -93,7 +92,3 @@ def _checked(key: str) -> str:
     if not _IN_A_HEADER.fullmatch(key):
         raise ConfigError("api_key", "must be letters, digits and signs of ASCII")
     return key
-
-
-def _shown(text: str) -> str:
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from kvik_bench.report.result import Chart, Figure, Result, Row
 
 HOSTILE = '<script>alert("x")</script> $x_1$ & | `co`'
+
+
+def read_result(text: str | bytes) -> Result:
+    return msgspec.json.decode(text, type=Result)
 
 
 def sample_result() -> Result:

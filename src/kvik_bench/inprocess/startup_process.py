@@ -1,5 +1,5 @@
-"""A fresh process that starts an engine, and writes the times of the parts as its last line. It
-reads a `StartOrder` as JSON from standard input."""
+"""A fresh process that starts an engine with options that it reads as JSON from standard input, and
+writes the times of the parts as its last line."""
 
 # The clock is read before anything else is imported.
 import time

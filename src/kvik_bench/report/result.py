@@ -1,4 +1,4 @@
-"""The result of a benchmark: figures by row, with every repeat; written as JSON and read back."""
+"""The result of a benchmark: figures by row, with every repeat; written as JSON."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from kvik import __version__
 from kvik.config.config import ResolvedConfig
 from kvik.config.hardware import detect
 from kvik.config.units import show_bytes
-from kvik.errors import KvikError
 from kvik.spec.kv import AUTO, formats_of
 
 
@@ -134,14 +133,6 @@ class Result:
                 entry |= {"median": figure.median, "low": figure.low, "high": figure.high}
                 entry["impossible"] = figure.impossible
         return msgspec.json.format(msgspec.json.encode(plain), indent=1).decode()
-
-    @staticmethod
-    def from_json(text: str | bytes) -> Result:
-        """Read a result from JSON; raises `KvikError` if it is not one."""
-        try:
-            return msgspec.json.decode(text, type=Result)
-        except msgspec.MsgspecError as error:
-            raise KvikError("result", f"is not a benchmark's JSON ({error})") from None
 
 
 # The facts of a run: enough to repeat it, and to see which results are comparable.

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.bench_results import sample_result
+from helpers.bench_results import read_result, sample_result
 
 from kvik.errors import ConfigError
 from kvik_bench.cli.output import add_output_flags, check_output, write_out
@@ -33,7 +33,7 @@ def test_files_are_written_and_tables_printed(
     )
     check_output(wanted)
     write_out(sample_result(), wanted)
-    assert Result.from_json((folder / "r 1.json").read_bytes()) == sample_result()
+    assert read_result((folder / "r 1.json").read_bytes()) == sample_result()
     assert (folder / "r.html").read_text().startswith("<!DOCTYPE html>")
     assert len(list((folder / "new" / "charts").glob("*.png"))) == 4
     out, err = capsys.readouterr()
@@ -44,7 +44,7 @@ def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> No
     wanted = flags("--json", "-")
     check_output(wanted)
     write_out(sample_result(), wanted)
-    assert Result.from_json(capsys.readouterr().out) == sample_result()
+    assert read_result(capsys.readouterr().out) == sample_result()
 
 
 def test_files_are_written_even_if_standard_output_is_closed(
@@ -56,7 +56,7 @@ def test_files_are_written_even_if_standard_output_is_closed(
     monkeypatch.setattr(table, "print_tables", gone)
     with pytest.raises(BrokenPipeError):
         write_out(sample_result(), flags(f"--json={tmp_path}/r.json"))
-    assert Result.from_json((tmp_path / "r.json").read_bytes()) == sample_result()
+    assert read_result((tmp_path / "r.json").read_bytes()) == sample_result()
 
 
 def test_tables_are_printed_when_a_file_cannot_be_written(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.bench_results import read_result
 from helpers.fake_server import (
     DONE,
     FakeServer,
@@ -41,7 +42,7 @@ def reply(request: Received) -> Reply:
 def bench(fake: FakeServer, tmp_path: Path, *words: str) -> Result:
     out = tmp_path / "result.json"
     assert main(["bench", "serve", "--url", fake.url, "--json", str(out), *words]) == 0
-    return Result.from_json(out.read_bytes())
+    return read_result(out.read_bytes())
 
 
 def figures(row: Row) -> dict[str, float]:
@@ -191,7 +192,7 @@ def test_a_run_in_which_everything_failed_is_a_failure(
         words = ["--num-requests", "3", "--json", str(tmp_path / "r.json")]
         assert main(["bench", "serve", "--url", fake.url, *words]) == 1
     assert "3 of 3 requests failed" in capsys.readouterr().out
-    (row,) = Result.from_json((tmp_path / "r.json").read_bytes()).rows
+    (row,) = read_result((tmp_path / "r.json").read_bytes()).rows
     assert row.facts["requests"] == "0 completed, 3 failed"
 
 
