@@ -24,13 +24,13 @@ from kvik.spec.engine_folder import (
 
 
 def build_engine(
-    config: EngineConfig, output: Path, progress: Callable[[int, int], None]
+    config: EngineConfig, output: Path, advance: Callable[[int, int], None]
 ) -> tuple[Path, Manifest]:
     """Write the engine folder of a model; return its path and its manifest.
 
     Args:
         output: a folder that does not exist yet, is empty, or is an engine folder to replace.
-        progress: called with the bytes written so far and the total.
+        advance: called with the number of bytes of each piece that was written, and the total.
 
     Raises:
         KvikError: the model, an option or the output cannot be used; nothing was written.
@@ -53,7 +53,7 @@ def build_engine(
                 (folder / name).write_bytes(data)
                 facts[name] = file_facts(folder / name)
             with (folder / WEIGHTS).open("wb") as file:
-                manifest = build_weights(resolved, file, progress)
+                manifest = build_weights(resolved, file, advance)
             manifest = replace(manifest, files={**facts, **manifest.files})
             (folder / MANIFEST).write_text(json.dumps(manifest.as_json(), indent=1))
             check_output(output)  # again: loading takes a while, and the folder is replaced now

@@ -383,13 +383,13 @@ def _computed(resolved: ResolvedConfig, prompts: Sequence[EngineRequest]) -> Com
 
 
 def build_weights(
-    resolved: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
+    resolved: ResolvedConfig, file: BinaryIO, advance: Callable[[int, int], None]
 ) -> Manifest:
     """Write the weights in the layout that the worker has in memory. Returns the part of an engine
     folder's manifest that describes them."""
     from kvik.worker import loading
 
-    return loading.build_weights(resolved, file, progress)
+    return loading.build_weights(resolved, file, advance)
 
 
 def reschedule(engine: Engine, scheduler: SchedulerConfig, cache: CacheConfig) -> Engine:

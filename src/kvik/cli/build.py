@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from kvik.cli.flags import (
@@ -17,7 +14,7 @@ from kvik.cli.flags import (
     check_new,
     engine_options,
 )
-from kvik.cli.terminal import say
+from kvik.cli.terminal import byte_bar, say
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
 from kvik.spec.engine_folder import Manifest, is_engine_folder, verify
@@ -68,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
     from kvik.config.config import EngineConfig
 
     config = EngineConfig(**engine_options(arguments, arguments.model))
-    with _progress() as progress:
-        folder, manifest = build_engine(config, arguments.output, progress)
+    with byte_bar("writing weights") as advance:
+        folder, manifest = build_engine(config, arguments.output, advance)
     say(_summary(folder, manifest, time.monotonic() - started))
     return 0
 
@@ -81,26 +78,3 @@ def _summary(folder: Path, manifest: Manifest, seconds: float) -> str:
         f"{folder}: {show_bytes(manifest.weight_bytes)} of weights in {seconds:.1f} s "
         f"({manifest.dtype}, quantization {words}, {manifest.kernels} kernels)"
     )
-
-
-@contextmanager
-def _progress() -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on a terminal; yield progress(bytes done, bytes in total)."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
-
-    columns = ("writing weights", BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    bar = Progress(*columns, console=Console(stderr=True), transient=True)
-    task = bar.add_task("", total=None)
-
-    def progress(done: int, total: int) -> None:
-        bar.start()  # only after the loader's own bar is gone
-        bar.update(task, completed=done, total=total)
-
-    try:
-        yield progress
-    finally:
-        bar.stop()

@@ -4,13 +4,10 @@ on it."""
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from kvik.cli.flags import Parser, add_force_flag, add_model, check_new
-from kvik.cli.terminal import say
+from kvik.cli.terminal import byte_bar, say
 from kvik.config.model_source import find_model
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
@@ -52,23 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.type not in TYPES:
         raise ConfigError("type", f"must be one of {', '.join(TYPES)}, not {arguments.type[:60]!r}")
     export = plan_export(find_model(arguments.model), TYPES[arguments.type])
-    with _progress(export.size) as advance:
-        export.write(path, advance)
+    with byte_bar("writing") as advance:
+        export.write(path, lambda size: advance(size, export.size))
     bits = 8 * export.size / export.weights
     say(f"{path}: {show_bytes(path.stat().st_size)}, {bits:.2f} bits a weight")
     return 0
-
-
-@contextmanager
-def _progress(num_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show a bar on a terminal; yield advance(bytes)."""
-    if not sys.stderr.isatty():
-        yield lambda size: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-
-    columns = ("writing", BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=num_bytes)
-        yield lambda size: bar.advance(task, size)

@@ -186,6 +186,29 @@ def _named(failure: OSError, stream: TextIO) -> OSError:
 
 
 @contextmanager
+def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a progress bar on a terminal; yield advance(bytes done since, bytes in total)."""
+    if not sys.stderr.isatty():
+        yield lambda size, total: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
+
+    columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+    task = bar.add_task("", total=None)
+
+    def advance(size: int, total: int) -> None:
+        bar.start()  # only after the loader's own bar is gone
+        bar.update(task, advance=size, total=total)
+
+    try:
+        yield advance
+    finally:
+        bar.stop()
+
+
+@contextmanager
 def share_bar(*, redraws: bool = True) -> Iterator[Callable[[str, float], None]]:
     """Show a progress bar on a terminal; yield progress(what is being done, share done).
 

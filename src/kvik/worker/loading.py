@@ -35,12 +35,12 @@ from kvik.worker.platforms import Platform, PlatformParts, on_device, platform
 
 
 def build_weights(
-    config: ResolvedConfig, file: BinaryIO, progress: Callable[[int, int], None]
+    config: ResolvedConfig, file: BinaryIO, advance: Callable[[int, int], None]
 ) -> Manifest:
     """Load a model and write its weights. Returns their manifest.
 
     Args:
-        progress: called with the bytes written so far, and the total.
+        advance: called with the number of bytes of each piece that was written, and the total.
 
     Raises:
         ModelError: the weights do not fit the model.
@@ -57,14 +57,8 @@ def build_weights(
             config, parts, config.model, groups, runner.quantization, checkpoint, storage
         )
         load_model(config.model, builder)
-        total, done = stored_bytes(storage, parts.packing), 0
-
-        def advance(size: int) -> None:
-            nonlocal done
-            done += size
-            progress(min(done, total), total)
-
-        written = write_weights(file, storage, parts.packing, advance)
+        total = stored_bytes(storage, parts.packing)
+        written = write_weights(file, storage, parts.packing, lambda size: advance(size, total))
     return manifest_of(runner, runner.quantization, parts.packing, written)
 
 
