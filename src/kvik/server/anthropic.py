@@ -407,10 +407,6 @@ def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | No
     tools = [one for one in body.tools or () if one.type in own]
     hosted = [f"tools.{one.type}" for one in body.tools or () if one.type not in own]
     context_of(request).ignore(hosted)
-    if not tools:
-        if asked.type in ("any", "tool"):
-            raise ParamError("tool_choice", "needs tools")
-        return None
     functions = []
     for one in tools:
         if one.input_schema is None:

@@ -75,16 +75,22 @@ class ToolUse:
         allowed: Sequence[str] | None = None,
         one: bool = False,
         named: bool = False,
-    ) -> ToolUse:
-        """
+    ) -> ToolUse | None:
+        """Return the tools of a request; None without functions.
+
         Args:
             form: format of the model's answers.
             allowed: names of functions that may be called; None: all.
 
         Raises:
-            ParamError: there are too many functions, a name is invalid, duplicate or unknown, a
-                schema cannot be used, or the model writes no calls.
+            ParamError: there are too many functions, or none for a call that the request demands; a
+                name is invalid, duplicate or unknown, a schema cannot be used, or the model writes
+                no calls.
         """
+        if not functions:
+            if choice == "required" or allowed is not None:
+                raise ParamError("tool_choice", "needs tools")
+            return None
         if form.tool_format == NO_TOOLS:
             reason = "the chat template of this model writes no tool calls that are known"
             raise ParamError("tools", f"{reason}; the server's --tool-format names their format")

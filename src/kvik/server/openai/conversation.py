@@ -69,10 +69,6 @@ def tool_use(
     Raises:
         ParamError: the tools cannot be used, or there is a choice without tools.
     """
-    if not tools:
-        if asked not in (None, "none", "auto"):
-            raise ParamError("tool_choice", "needs tools")
-        return None
     functions = [
         Function(
             tool.function.name,
@@ -80,7 +76,7 @@ def tool_use(
             tool.function.parameters,
             bool(tool.function.strict),
         )
-        for tool in tools
+        for tool in tools or ()
     ]
     choice: ToolMode = asked if isinstance(asked, str) else "auto"
     allowed: list[str] | None = None

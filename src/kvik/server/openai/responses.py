@@ -212,10 +212,6 @@ def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None
         else:
             others.append(f"tools.{tool.type}")
     asked = body.tool_choice
-    if not functions:
-        if asked not in (None, "none", "auto"):
-            raise ParamError("tool_choice", "needs tools")
-        return None, others
     mode: ToolMode = asked if isinstance(asked, str) else "auto"
     allowed: list[str] | None = None
     one_call = body.parallel_tool_calls is False
