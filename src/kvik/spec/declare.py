@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from math import prod
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LatentSpec, LayerRule, QueryScale, equal_layers
@@ -265,18 +265,22 @@ class LinearLayer(Protocol):
         ...
 
 
-class HeadsLayer(Protocol):
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> list[Tensor]:
-        """x [tokens, inputs] -> [tokens, heads, head_dim] of each projection."""
-        ...
-
-
-class FeedForward(Protocol):
-    def __call__(
-        self, x: Tensor, ctx: ForwardContext | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """x, residual [tokens, hidden] -> [tokens, hidden]."""
-        ...
+FeedForward = LinearLayer  # x, residual [tokens, hidden] -> [tokens, hidden]
+# x [tokens, inputs] -> [tokens, heads, head_dim] of each projection
+HeadsLayer: TypeAlias = "Callable[[Tensor, ForwardContext], list[Tensor]]"
+# q [tokens, heads, head_dim] -> the same, times a number per token
+ScaledQueriesLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
+# x [tokens, channels] -> [tokens, channels]; reads and writes the states
+StateLayer: TypeAlias = "Callable[[Tensor, ForwardContext], Tensor]"
+# x [tokens, channels], gates [tokens, 2 * value_heads] -> [tokens, value_heads * value_dim]; reads
+# and writes the states
+DeltaLayer: TypeAlias = "Callable[[Tensor, Tensor, ForwardContext], Tensor]"
+# x, residual [tokens, hidden] -> residual + x times a constant
+Sum: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+# x, gate [tokens, dim] -> x times a function of gate
+Gated: TypeAlias = "Callable[[Tensor, Tensor], Tensor]"
+# x [tokens, hidden] -> x times a number
+Scale: TypeAlias = "Callable[[Tensor], Tensor]"
 
 
 class RoutedExperts(Protocol):
@@ -318,43 +322,6 @@ class PositionTable(TokenTable, Protocol):
 class Rotations(Protocol):
     def at(self, positions: Tensor) -> Tensor:
         """positions [tokens] -> their rotations, [tokens, head_dim]."""
-        ...
-
-
-class ScaledQueriesLayer(Protocol):
-    def __call__(self, q: Tensor, ctx: ForwardContext) -> Tensor:
-        """q [tokens, heads, head_dim] -> the same, times a number per token."""
-        ...
-
-
-class Sum(Protocol):
-    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """x, residual [tokens, hidden] -> residual + x times a constant."""
-        ...
-
-
-class Scale(Protocol):
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, hidden] -> x times a number."""
-        ...
-
-
-class StateLayer(Protocol):
-    def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """x [tokens, channels] -> [tokens, channels]; reads and writes the states."""
-        ...
-
-
-class DeltaLayer(Protocol):
-    def __call__(self, x: Tensor, gates: Tensor, ctx: ForwardContext) -> Tensor:
-        """x [tokens, channels], gates [tokens, 2 * value_heads] -> [tokens, value_heads *
-        value_dim]; reads and writes the states."""
-        ...
-
-
-class Gated(Protocol):
-    def __call__(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x, gate [tokens, dim] -> x times a function of gate."""
         ...
 
 
