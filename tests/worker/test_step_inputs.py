@@ -84,7 +84,7 @@ def test_results_of_a_gpu_are_copied_at_once_and_awaited_when_read(
     arrival = PinnedCopies().start([ids, shares])
     assert events == ["copied", "copied", "recorded"]
     ids.zero_()
-    found = arrival.wait()
+    found = arrival()
     assert events[3:] == ["waited"]
     assert [array.tolist() for array in found] == [[0, 1, 2], [[1.0, 1.0], [1.0, 1.0]]]
 

@@ -6,8 +6,8 @@ look-up reads the metadata of all installed packages, so it is done only when ne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from kvik.errors import ConfigError
 
@@ -29,10 +29,8 @@ class SpeedChange(Protocol):
         ...
 
 
-class DecodingMeter(Protocol):
-    def __call__(self, before: ResolvedConfig, after: ResolvedConfig) -> SpeedChange:
-        """Measure decoding of both models alternately."""
-        ...
+# Measures decoding of two models alternately: (before, after) a change.
+DecodingMeter: TypeAlias = "Callable[[ResolvedConfig, ResolvedConfig], SpeedChange]"
 
 
 def added_verbs() -> dict[str, tuple[str, str]]:

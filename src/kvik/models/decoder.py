@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from kvik.spec.declare import (
     ALL,
@@ -97,19 +97,12 @@ class GroupedQueryAttention:
         return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 
-class AttentionBlock(Protocol):
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
-    ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
-        ...
-
-
-class Layer(Protocol):
-    def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
-        ...
-
+# x, residual [tokens, hidden] or None, rotation [tokens, head_dim] or None -> [tokens, hidden]
+AttentionBlock: TypeAlias = (
+    "Callable[[Tensor, Tensor | None, Tensor | None, ForwardContext], Tensor]"
+)
+# the residual stream x [tokens, hidden], rotation -> the stream one layer later
+Layer: TypeAlias = "Callable[[Tensor, Tensor | None, ForwardContext], Tensor]"
 
 # Each makes a part of the model in the scope of the builder.
 MakeAttention = Callable[[ModelFacts, LayerBuilder, int], AttentionBlock]

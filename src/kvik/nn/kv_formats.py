@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
@@ -26,11 +25,9 @@ ROUNDED: Mapping[str, torch.dtype] = {
 }
 
 
-class Zeros(Protocol):
-    """Allocates zeroed memory. The system provides pages when they are first written, so unused
-    blocks take no memory."""
-
-    def __call__(self, *shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor: ...
+# Allocates zeroed memory, as torch.zeros. The system provides pages when they are first written, so
+# unused blocks take no memory.
+Zeros = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)

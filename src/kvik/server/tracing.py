@@ -60,7 +60,12 @@ class Tracing(Observer):
     def finished(self, record: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
 
-        clock = _WallClock()
+        now, then = time.time_ns(), time.monotonic()
+
+        def wall(seconds: float) -> int:
+            """Convert a time of `time.monotonic` to nanoseconds since 1970."""
+            return now - round((then - seconds) * 1e9)
+
         params = record.params
         attributes: dict[str, str | int | float | tuple[str, ...]] = {
             "gen_ai.operation.name": "text_completion",
@@ -83,16 +88,16 @@ class Tracing(Observer):
             "kvik.request",
             context=_parent(record.trace_parent),
             kind=SpanKind.SERVER,
-            start_time=clock.at(record.arrived),
+            start_time=wall(record.arrived),
             attributes=attributes,
         )
         if reason == "error":
             span.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(span)
         for name, start, end in _parts(output):
-            part = self._tracer.start_span(name, inside, start_time=clock.at(start))
-            part.end(clock.at(end))
-        span.end(clock.now)
+            part = self._tracer.start_span(name, inside, start_time=wall(start))
+            part.end(wall(end))
+        span.end(now)
 
     def close(self) -> None:
         """Send the remaining spans."""
@@ -115,17 +120,6 @@ def _speculation(output: RequestOutput) -> dict[str, int | float]:
     if speedup is not None:
         attributes["kvik.speculation.speedup"] = speedup
     return attributes
-
-
-class _WallClock:
-    """Converts times of `time.monotonic` to nanoseconds since 1970."""
-
-    def __init__(self) -> None:
-        self.now = time.time_ns()
-        self._then = time.monotonic()
-
-    def at(self, seconds: float) -> int:
-        return self.now - round((self._then - seconds) * 1e9)
 
 
 def _parts(output: RequestOutput | None) -> list[tuple[str, float, float]]:

@@ -49,7 +49,7 @@ class LaunchedTokens:
 
     def read(self) -> Tokens:
         """Wait for the tokens and return them."""
-        token_ids, *arrays = self.arrival.wait()
+        token_ids, *arrays = self.arrival()
         if not arrays and not self.bad_rows and not any(part.bad_rows for _, part in self.parts):
             return Tokens(token_ids)  # the usual case; greedy steps are short, so it must be fast
         bad_rows, used = dict(self.bad_rows), 0

@@ -114,7 +114,7 @@ class Pooling(Participant[list[PooledChunk]]):
         """Add up the chunks. The vectors [hidden] of finished prompts are in single precision."""
         for chunk in launched or ():
             try:
-                (bits,) = chunk.arrival.wait()
+                (bits,) = chunk.arrival()
                 hidden, pooled = torch.from_numpy(bits).view(chunk.dtype), chunk.pooled
                 if pooled.kind == "mean":
                     pooled.sums = _sum(pooled.sums, hidden)
@@ -239,7 +239,7 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
     def read(self, step: RunningStep, launched: list[ScoredChunk] | None) -> None:
         for chunk in launched or ():
             try:
-                chunk.wanted.found += to_host(chunk.arrival.wait())
+                chunk.wanted.found += to_host(chunk.arrival())
             except Exception as error:
                 step.errors[chunk.row] = describe(error)
                 continue

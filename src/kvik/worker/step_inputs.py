@@ -13,7 +13,6 @@ from torch import Tensor
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import GraphSize
-from kvik.frozen import frozen
 from kvik.kernels.upload import upload
 
 # Copies of results from the device to the host while steps run, without waiting.
@@ -22,12 +21,7 @@ from kvik.kernels.upload import upload
 # result may be read only once its copy has arrived.
 
 
-class Arrival(Protocol):
-    """Results that are on their way to the host."""
-
-    def wait(self) -> list[NDArray[Any]]:
-        """Wait for the arrays and return them."""
-        ...
+Arrival = Callable[[], list[NDArray[Any]]]  # waits for the arrays and returns them
 
 
 class Copies(Protocol):
@@ -51,15 +45,7 @@ class AtOnce:
     depth = 1
 
     def start(self, tensors: Sequence[Tensor]) -> Arrival:
-        return _There(tensors)
-
-
-@frozen
-class _There:
-    tensors: Sequence[Tensor]
-
-    def wait(self) -> list[NDArray[Any]]:
-        return [tensor.cpu().numpy() for tensor in self.tensors]
+        return lambda: [tensor.cpu().numpy() for tensor in tensors]
 
 
 class PinnedCopies:
@@ -75,17 +61,12 @@ class PinnedCopies:
             copies.append(copy.copy_(tensor, non_blocking=True))
         arrived = torch.cuda.Event()
         arrived.record()
-        return _OnItsWay(copies, arrived)
 
+        def wait() -> list[NDArray[Any]]:
+            arrived.synchronize()
+            return [copy.numpy() for copy in copies]
 
-@dataclass(frozen=True, slots=True)
-class _OnItsWay:
-    copies: list[Tensor]
-    arrived: torch.cuda.Event
-
-    def wait(self) -> list[NDArray[Any]]:
-        self.arrived.synchronize()
-        return [copy.numpy() for copy in self.copies]
+        return wait
 
 
 class StepInputs:

@@ -6,10 +6,9 @@ the distance is exact. Then all decode alternately, each loaded again in every r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.units import MIB
@@ -48,10 +47,7 @@ CHARTS = (
 OVER = "decode / decode of the reference, round by round"
 
 
-class Bar(Protocol):
-    def __call__(self, what: str) -> AbstractContextManager[Progress]:
-        """Show the progress of reading."""
-        ...
+Bar = Callable[[str], AbstractContextManager[Progress]]  # shows the progress of reading
 
 
 @dataclass(frozen=True, slots=True)
