@@ -511,7 +511,6 @@ class Moves:
                 self.kv.pool.commit(block, key)
                 if counters is not None:
                     counters.loaded += 1
-                    counters.loaded_bytes += self.index.sizes.page_bytes[key[0]]
         if not failed:
             self.counters.loaded_tokens += max(0, load.num_tokens)
         self.index.use([key for key, _, _ in load.pages])

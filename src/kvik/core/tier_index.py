@@ -26,13 +26,12 @@ MAX_WRITING = 64 << 20
 
 @dataclass(slots=True)
 class TierCounters:
-    """Totals of one tier since the start, in pages unless noted."""
+    """Totals of one tier since the start, in pages."""
 
     stored: int = 0
     loaded: int = 0
     failed: int = 0
     evicted: int = 0
-    loaded_bytes: int = 0
 
 
 class Rate:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from kvik.config.config import ResolvedConfig
 from kvik.core.plan import GraphCounts, ModelRunnerOutput, SchedulerOutput
@@ -325,15 +325,12 @@ class EngineCore:
             return None
         tiers = tuple(
             TierStats(
-                name,
-                len(tier.pages),
-                tier.size,
-                tier.capacity,
-                tier.counters.stored,
-                tier.counters.loaded,
-                tier.counters.failed,
-                tier.counters.evicted,
-                tier.rate.bytes_per_second,
+                name=name,
+                pages=len(tier.pages),
+                bytes=tier.size,
+                capacity=tier.capacity,
+                bytes_per_second=tier.rate.bytes_per_second,
+                **asdict(tier.counters),
             )
             for name, tier in moves.index.tiers.items()
         )

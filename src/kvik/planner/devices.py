@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import msgspec
@@ -331,11 +331,11 @@ class _File:
     kind: str
     memory: int
     bandwidth: float
+    name: str
+    source: str
     rates: Mapping[str, float] = field(default_factory=dict)
-    name: str = ""
     link: float = 0.0
     price: float | None = None
-    source: str = ""
 
 
 def read_device(path: Path) -> Device:
@@ -360,7 +360,7 @@ def read_device(path: Path) -> Device:
         known = ", ".join(_File.__dataclass_fields__)
         raise ConfigError(f"{where} {min(unknown)}", f"is no field of a device (known: {known})")
     try:
-        described = msgspec.convert(table, _File)
+        described = msgspec.convert({"name": path.stem, "source": str(path), **table}, _File)
     except msgspec.ValidationError as error:
         raise ConfigError(where, str(error)) from None
     if described.kind not in ("cpu", "cuda"):
@@ -378,30 +378,22 @@ def read_device(path: Path) -> Device:
     for key, value in {"link": described.link, "price": described.price or 0.0}.items():
         if not 0 <= value < float("inf"):
             raise ConfigError(f"{where} {key}", f"must be a number of at least 0, not {value}")
-    return Device(
-        described.name or path.stem,
-        described.kind,
-        described.memory,
-        described.bandwidth,
-        described.rates,
-        described.link,
-        described.price,
-        described.source or str(path),
-    )
+    return Device(**asdict(described))
 
-
-# Input of a plan: a model's formats, its devices, and their work.
 
 UTILIZATION = EngineConfig().memory_utilization
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """Attributes:
-    context, batch: tokens per request, and requests that run together.
-    tp, pp: number of CPU processes or GPUs that share each layer; number of stages of whole layers.
-    utilization: fraction of the device's memory that the engine may use.
-    hardware: facts about a real machine; None: derived from `device`.
+    """What a plan is for: a model's formats, its devices, and their work.
+
+    Attributes:
+        context, batch: tokens per request, and requests that run together.
+        tp, pp: number of CPU processes or GPUs that share each layer; number of stages of whole
+            layers.
+        utilization: fraction of the device's memory that the engine may use.
+        hardware: facts about a real machine; None: derived from `device`.
     """
 
     device: Device

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
@@ -190,41 +190,27 @@ MAX_IGNORED = 16  # fields that are reported
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """A handler that works for any server, with its route.
+class Endpoint(Route):
+    """A route of any server: its handler takes the server, the request and, if there is one, the
+    decoded body.
 
     Attributes:
-        handle: takes the server, the request and, if there is one, the decoded body.
-        unhonoured: see `read_body`. The other attributes are those of `Route`.
+        unhonoured: see `read_body`.
     """
 
-    handle: Callable[..., Awaitable[Response]]
-    path: str
-    method: str = "POST"
-    open: bool = False
-    body: type[msgspec.Struct] | None = None
+    handler: Callable[..., Awaitable[Response]]
     unhonoured: Table = field(default_factory=dict)
-    answer: type[msgspec.Struct] | None = None
-    note: str = ""
 
     def of(self, server: Server) -> Route:
-        """Return its route on a server."""
+        """Return the route of one server."""
 
         async def handler(request: Request) -> Response:
             if self.body is None:
-                return await self.handle(server, request)
+                return await self.handler(server, request)
             body = await read_body(request, self.body, self.unhonoured)
-            return await self.handle(server, request, body)
+            return await self.handler(server, request, body)
 
-        return Route(
-            self.path,
-            handler,
-            self.method,
-            self.open,
-            body=self.body,
-            answer=self.answer,
-            note=self.note,
-        )
+        return replace(self, handler=handler)
 
 
 def post(
@@ -236,8 +222,8 @@ def post(
 ) -> Callable[[Callable[..., Awaitable[Response]]], Endpoint]:
     """Make an endpoint from a handler, whose argument `body` is annotated with the body's type."""
     return lambda handle: Endpoint(
-        handle,
         path,
+        handle,
         body=get_type_hints(handle)["body"],
         unhonoured=unhonoured,
         answer=answer,
@@ -249,7 +235,7 @@ def get(
     path: str, *, answer: type[msgspec.Struct] | None = None, note: str, open: bool = False
 ) -> Callable[[Callable[..., Awaitable[Response]]], Endpoint]:
     """Make an endpoint from a handler that takes no body."""
-    return lambda handle: Endpoint(handle, path, "GET", open, answer=answer, note=note)
+    return lambda handle: Endpoint(path, handle, "GET", open, answer=answer, note=note)
 
 
 def routes_of(*endpoints: Endpoint) -> Callable[[Server], list[Route]]:

@@ -39,7 +39,7 @@ async def invocations(server: Server, request: Request) -> Response:
     """Call the endpoint that the body is meant for."""
     body = await read_chosen(request, _kind)
     (endpoint,) = (one for one in _ENDPOINTS.values() if one.body is type(body))
-    return await endpoint.handle(server, request, body)
+    return await endpoint.handler(server, request, body)
 
 
 def _kind(value: dict[str, Any]) -> tuple[type[Struct], Table]:
