@@ -156,8 +156,7 @@ class Sampled:
         """
         bad_rows = self.bad_rows.copy()
         for largest, (_, why) in zip(arrays, self.unchecked, strict=False):
-            for row in np.flatnonzero(~np.isfinite(largest)).tolist():
-                bad_rows.setdefault(row, why)
+            _note_bad(bad_rows, largest, why)
         if self.scores is None:
             return Tokens(token_ids, bad_rows)
         logprobs: dict[int, TokenLogprobs] = {}
@@ -207,27 +206,24 @@ class Sampler:
                 makes the row bad.
             largest: their `Ops.largest`, if known.
         """
-        bad_rows: dict[int, str] = {}
         top, token_ids = largest or self._ops.largest(logits)
-        unchecked: list[tuple[Tensor, str]] = []
-        if self._looks:
-            logits = _discard(logits, top, bad_rows, NOT_FINITE)
-        else:
-            unchecked.append((top, NOT_FINITE))
-            good = top.isfinite()
-            token_ids = torch.where(good, token_ids, 0)
-            if not batch.takes_largest:
-                logits = torch.where(good[:, None], logits, 0.0)
-        shaped = logits
+        shaped, unchecked = logits, [(top, NOT_FINITE)]
         if batch.ruled:
             shaped = self._shape(logits, batch)
             top, token_ids = self._ops.largest(shaped)
-            if self._looks:
-                shaped = _discard(shaped, top, bad_rows, NOTHING_ALLOWED)
-            else:
-                unchecked.append((top, NOTHING_ALLOWED))
-                good = top.isfinite()
-                token_ids = torch.where(good, token_ids, 0)
+            unchecked.append((top, NOTHING_ALLOWED))
+        bad_rows: dict[int, str] = {}
+        if self._looks:
+            for top, why in unchecked:
+                _note_bad(bad_rows, top.cpu().numpy(), why)
+            unchecked = []
+            if bad_rows:
+                bad = upload(np.fromiter(bad_rows, np.int64, len(bad_rows)), logits.device)
+                shaped = shaped.index_fill(0, bad, 0.0)
+        else:
+            good = unchecked[0][0].isfinite() & top.isfinite()
+            token_ids = torch.where(good, token_ids, 0)
+            if not batch.takes_largest:
                 shaped = torch.where(good[:, None], shaped, 0.0)
         random = batch.random
         if random is not None and random.rows is None:
@@ -303,15 +299,10 @@ class Sampler:
         return token_ids.index_copy(0, rows, tokens)
 
 
-def _discard(logits: Tensor, top: Tensor, bad_rows: dict[int, str], why: str) -> Tensor:
-    """Note the rows whose largest logit is NaN or infinite, and replace their logits by 0."""
-    finite = np.isfinite(top.cpu().numpy())  # a greedy step is too short for many torch calls
-    if finite.all():
-        return logits
-    for row in np.flatnonzero(~finite).tolist():
+def _note_bad(bad_rows: dict[int, str], largest: NDArray[Any], why: str) -> None:
+    """Note the rows whose largest logit is NaN or infinite, and why they are bad."""
+    for row in np.flatnonzero(~np.isfinite(largest)).tolist():
         bad_rows.setdefault(row, why)
-    bad = upload(~finite, logits.device)
-    return logits.masked_fill(bad[:, None], 0.0)
 
 
 def _score(logits: Tensor, token_ids: Tensor, wanted: dict[int, int]) -> Scores:

@@ -89,9 +89,8 @@ class SamplingBatch:
 
     @property
     def takes_largest(self) -> bool:
-        """Every row takes its most likely token, and its logits are not used otherwise."""
-        plain = self.random is None and self.guessed is None and not self.logprobs
-        return plain and not self.ruled
+        """Every row takes the token that is most likely by its rules."""
+        return self.random is None and self.guessed is None and self.typical is None
 
 
 @dataclass(frozen=True, slots=True)
