@@ -23,7 +23,8 @@ from rich.console import Console, RenderableType
 from kvik.cli import top
 from kvik.cli.main import main
 from kvik.cli.top import BAR_WIDTH, frames, header, picture, plain, read, waterfall
-from kvik.config.env import server_environment
+from kvik.config.env import environment_options
+from kvik.config.server_config import ServerConfig
 from kvik.core.moves import MoveCounters
 from kvik.engine.stats import MoveStats, TierStats
 from kvik.errors import KvikError
@@ -61,7 +62,8 @@ def test_the_only_key_of_a_server(
 ) -> None:
     """The server and its watchers take it from the same variable."""
     monkeypatch.setenv("KVIK_API_KEY", "sesame")
-    with story_site(routes, read_keys(server_environment()["api_key"])) as site:
+    keys = environment_options(kind=ServerConfig)["api_key"]
+    with story_site(routes, read_keys(keys)) as site:
         url = ("--url", site.url, "--once")
         assert main(["top", *url]) == 0
         assert "ready" in capsys.readouterr().out

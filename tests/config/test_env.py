@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvik.config.config import EngineConfig
-from kvik.config.env import cache_folder, environment_options, read_option_file, server_environment
+from kvik.config.env import cache_folder, environment_options, read_option_file
 from kvik.config.server_config import ServerConfig
 from kvik.errors import ConfigError
 
@@ -113,7 +113,7 @@ def test_the_server_has_variables_too() -> None:
         "KVIK_SHARE_PREFIX_CACHE": "yes",
         "KVIK_BLOCK_SIZE": "8",
     }
-    assert server_environment(environ) == {
+    assert environment_options(environ, ServerConfig) == {
         "port": 80,
         "api_key": ("one", "two"),
         "share_prefix_cache": True,
@@ -124,7 +124,7 @@ def test_the_server_has_variables_too() -> None:
 @pytest.mark.parametrize("text", ["", " ", ","])
 def test_empty_keys_do_not_make_an_open_server(text: str) -> None:
     with pytest.raises(ConfigError, match="KVIK_API_KEY"):
-        server_environment({"KVIK_API_KEY": text})
+        environment_options({"KVIK_API_KEY": text}, ServerConfig)
 
 
 def test_service_variables_of_kubernetes_are_ignored() -> None:
@@ -139,15 +139,15 @@ def test_service_variables_of_kubernetes_are_ignored() -> None:
         "KVIK_PORT_80_TCP_ADDR": "10.0.0.1",
     }
     assert environment_options(environ) == {}
-    assert server_environment(environ) == {}
+    assert environment_options(environ, ServerConfig) == {}
     with pytest.raises(ConfigError):
-        server_environment({"KVIK_PORT": "http"})
+        environment_options({"KVIK_PORT": "http"}, ServerConfig)
 
 
 def test_a_wrong_variable_of_the_server_is_named() -> None:
-    for read in (environment_options, server_environment):
+    for kind in (EngineConfig, ServerConfig):
         with pytest.raises(ConfigError, match="KVIK_PROT") as error:
-            read({"KVIK_PROT": "80"})
+            environment_options({"KVIK_PROT": "80"}, kind)
         assert "KVIK_PORT" in error.value.message
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from kvik.config.config import EngineConfig
-from kvik.config.env import environment_options, server_environment, set_variable
+from kvik.config.env import environment_options, set_variable
 from kvik.config.server_config import ServerConfig
 from kvik.config.synonyms import SYNONYMS, synonym_options, translated
 from kvik.core.sampling_params import SamplingParams
@@ -200,7 +200,7 @@ def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of ServerConfig that are set by flags or environment variables."""
-    return {**server_environment(), **given_options(ServerConfig, arguments)}
+    return {**environment_options(kind=ServerConfig), **given_options(ServerConfig, arguments)}
 
 
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:

@@ -35,37 +35,14 @@ VARIABLES = {PREFIX + name.upper(): owner for name, owner in OWNERS.items()}
 SERVICE_LINK = re.compile(r"KVIK_(SERVICE|PORT_\d+)_\w+=.*|KVIK_PORT=\w+://.*", re.DOTALL)
 
 
-def environment_options(environ: Mapping[str, str] | None = None) -> dict[str, object]:
-    """Return the fields of EngineConfig that KVIK_ variables set.
+def environment_options(
+    environ: Mapping[str, str] | None = None, kind: type = EngineConfig
+) -> dict[str, Any]:
+    """Return the fields of EngineConfig, or of ServerConfig, that KVIK_ variables set.
 
     Raises:
         ConfigError: a KVIK_ variable does not exist, or its text has the wrong type.
     """
-    return _options(EngineConfig, environ)
-
-
-def server_environment(environ: Mapping[str, str] | None = None) -> dict[str, Any]:
-    """Return the fields of ServerConfig that KVIK_ variables set; see `environment_options`."""
-    return _options(ServerConfig, environ)
-
-
-def set_variable(name: str) -> str | None:
-    """Return the variable of an option, if it is set."""
-    variable = PREFIX + name.upper()
-    return variable if variable in os.environ else None
-
-
-def client_key() -> str:
-    """Return the API key that a command sends to a server: the first of KVIK_API_KEY, or "".
-
-    Raises:
-        ConfigError: as `environment_options`.
-    """
-    keys: tuple[str, ...] = server_environment().get("api_key", ("",))
-    return keys[0]
-
-
-def _options(kind: type, environ: Mapping[str, str] | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for variable, text in (os.environ if environ is None else environ).items():
         if not variable.startswith(PREFIX) or SERVICE_LINK.fullmatch(f"{variable}={text}"):
@@ -81,6 +58,22 @@ def _options(kind: type, environ: Mapping[str, str] | None) -> dict[str, Any]:
         except ValueError:
             raise ConfigError(variable, f"must be {option.expects}, not {text[:60]!r}") from None
     return translated(options) if kind is EngineConfig else options
+
+
+def set_variable(name: str) -> str | None:
+    """Return the variable of an option, if it is set."""
+    variable = PREFIX + name.upper()
+    return variable if variable in os.environ else None
+
+
+def client_key() -> str:
+    """Return the API key that a command sends to a server: the first of KVIK_API_KEY, or "".
+
+    Raises:
+        ConfigError: as `environment_options`.
+    """
+    keys: tuple[str, ...] = environment_options(kind=ServerConfig).get("api_key", ("",))
+    return keys[0]
 
 
 def _parse(option: Option, text: str) -> object:
