@@ -121,8 +121,8 @@ def add_option_flags(
     *,
     left_out: Collection[str] = (),
     defaults: bool = True,
-) -> None:
-    """Add a group with a flag for each option of a dataclass.
+) -> argparse._ArgumentGroup:
+    """Add a group with a flag for each option of a dataclass, and return it.
 
     Args:
         left_out: options without a flag.
@@ -132,6 +132,7 @@ def add_option_flags(
     for option in options_of(options):
         if option.name not in left_out:
             _add(group, option, default=defaults)
+    return group
 
 
 def add_model(
@@ -152,13 +153,6 @@ def add_model(
             default=argparse.SUPPRESS,
             help=f"{kinds} (default: bundled)" if shown else "the same",
         )
-
-
-def integer(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be an integer, not {text[:60]!r}") from None
 
 
 def number(text: str) -> float:

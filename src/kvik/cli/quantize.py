@@ -9,21 +9,29 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options, integer, number
+from kvik.cli.flags import (
+    Parser,
+    add_engine_flags,
+    add_model,
+    add_option_flags,
+    engine_options,
+    given_options,
+)
 from kvik.cli.plugins import SpeedChange
 from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError, KvikError
+from kvik.options import Flag, Integer, Number, Text, TextList, option
+from kvik.quantize.recipe import ROW, SQUARE, Recipe, dividing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvik.evaluate.quality import PerplexityChange
-    from kvik.quantize.recipe import Recipe
     from kvik.quantize.save import Saved, SavedLayer
     from kvik.quantize.source import Source
 
@@ -117,8 +125,83 @@ class BeforeAfter:
 
 
 AUTO = "auto"
-DEFAULT_BITS, DEFAULT_SAMPLES, DEFAULT_TOKENS = 4, 128, 512
+DEFAULT_BITS, DEFAULT_TOKENS = 4, 512
 RUNNING = ("device",)  # engine options that do not belong to the recipe
+
+
+@dataclass(frozen=True)
+class GroupSize(Integer):
+    """A number of inputs, or "auto"."""
+
+    def parse(self, text: str) -> Any:
+        return AUTO if text == AUTO else super().parse(text)
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeOptions:
+    """Options of the recipe, which `Recipe` checks."""
+
+    method: str = option(
+        "gptq",
+        Text(metavar="NAME"),
+        "rtn (round to nearest), gptq, awq, smoothquant (8 bits, activations too) or fp8",
+    )
+    bits: int | None = option(
+        None, Integer(2, 8), "2, 3, 4 or 8; None: 4, with smoothquant and fp8 8"
+    )
+    group_size: int | str = option(
+        AUTO,
+        GroupSize(-1, 1 << 20),
+        "inputs that share a scale; -1: all of them; fp8 also: 0, a single scale, and 128, blocks "
+        "of 128 x 128; auto: the first of 128, 64 and 32 that divides all inputs, with smoothquant "
+        "and fp8 -1, with e5m2 128",
+    )
+    sym: bool | None = option(None, Flag(), "without zero points; None: yes, except for awq")
+    act_order: bool = option(False, Flag(), "gptq: quantise columns with the largest inputs first")
+    static_groups: bool = option(False, Flag(), "with act_order: groups stay contiguous")
+    damping: float = option(0.01, Number(0, 1, above=True), "gptq: damping of the Hessian")
+    smoothing: float = option(0.5, Number(0, 1), "smoothquant: alpha")
+    activation_scheme: str = option(
+        "dynamic",
+        Text(metavar="NAME"),
+        "fp8: dynamic, a scale for the activations of each token, or static, a calibrated scale "
+        "for each layer",
+    )
+    fp8_format: str = option("e4m3", Text(metavar="NAME"), "fp8: of the weights, e4m3 or e5m2")
+    skip: tuple[str, ...] = option(
+        (), TextList(), 'layers that stay floats, like "*.down_proj"; may be repeated'
+    )
+    budget_bits: float | None = option(
+        None,
+        Number(2, 8),
+        "average bits per code: the layers that lose most get 8, the others those of `bits`",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationOptions:
+    """Options of the text that methods read."""
+
+    calib: str = option(BUILTIN, Text(metavar="FILE"), "text in UTF-8, or builtin: short stories")
+    samples: int = option(128, Integer(1, 1 << 20), "maximum number of windows")
+    calib_tokens: int | None = option(
+        None,
+        Integer(1, 1 << 24),
+        f"tokens of a window; None: {DEFAULT_TOKENS}, or the model's context",
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ReportOptions:
+    """Options of what is measured afterwards."""
+
+    eval: str = option(
+        BUILTIN,
+        Text(metavar="FILE"),
+        "text for the perplexity before and after; builtin: a story that no model was trained on; "
+        "or none",
+    )
+    speed: bool = option(True, Flag(), "time both models")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -132,34 +215,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write"
     )
-    group = parser.add_argument_group("the recipe")
-    group.add_argument(
-        "--method",
-        default="gptq",
-        metavar="NAME",
-        help="rtn (round to nearest), gptq, awq, smoothquant (8 bits, activations too) or fp8 "
-        "(default: gptq)",
-    )
-    group.add_argument(
-        "--bits",
-        type=integer,
-        metavar="N",
-        help="2, 3, 4 or 8 (default: 4; smoothquant and fp8: 8)",
-    )
-    group.add_argument(
-        "--group-size",
-        type=_group,
-        default=AUTO,
-        metavar="N",
-        help="inputs that share a scale; -1: all of them; fp8 also: 0, a single scale, and 128, "
-        "blocks of 128 x 128 (default: the first of 128, 64 and 32 that divides all inputs; "
-        "smoothquant and fp8: -1; e5m2: 128)",
-    )
-    group.add_argument(
-        "--sym",
-        action=argparse.BooleanOptionalAction,
-        help="without zero points (default, except for awq)",
-    )
+    group = add_option_flags(parser, "the recipe", RecipeOptions)
     group.add_argument(
         "--asym",
         dest="sym",
@@ -167,89 +223,10 @@ def build_parser() -> argparse.ArgumentParser:
         default=argparse.SUPPRESS,
         help="the same as --no-sym",
     )
-    group.add_argument(
-        "--act-order",
-        action="store_true",
-        help="gptq: quantise columns with the largest inputs first",
-    )
-    group.add_argument(
-        "--static-groups", action="store_true", help="with --act-order: groups stay contiguous"
-    )
-    group.add_argument(
-        "--damping",
-        type=number,
-        default=0.01,
-        metavar="X",
-        help="gptq: damping of the Hessian (default: 0.01)",
-    )
-    group.add_argument(
-        "--smoothing",
-        type=number,
-        default=0.5,
-        metavar="X",
-        help="smoothquant: alpha (default: 0.5)",
-    )
-    group.add_argument(
-        "--activation-scheme",
-        default="dynamic",
-        metavar="NAME",
-        help="fp8: dynamic, a scale for the activations of each token, or static, a calibrated "
-        "scale for each layer (default: dynamic)",
-    )
-    group.add_argument(
-        "--fp8-format",
-        default="e4m3",
-        metavar="NAME",
-        help="fp8: format of the weights, e4m3 or e5m2 (default: e4m3)",
-    )
-    group.add_argument(
-        "--skip",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help='layers that stay floats, like "*.down_proj"; may be repeated',
-    )
-    group.add_argument(
-        "--budget-bits",
-        type=number,
-        metavar="X",
-        help="average bits per code: the layers that lose most get 8, the others --bits",
-    )
-    group = parser.add_argument_group("calibration (rtn and dynamic fp8 need none)")
-    group.add_argument(
-        "--calib",
-        default=BUILTIN,
-        metavar="FILE",
-        help="text in UTF-8 (default: builtin, short stories)",
-    )
-    group.add_argument(
-        "--samples",
-        type=integer,
-        default=DEFAULT_SAMPLES,
-        metavar="N",
-        help=f"maximum number of windows (default: {DEFAULT_SAMPLES})",
-    )
-    group.add_argument(
-        "--calib-tokens",
-        type=integer,
-        metavar="N",
-        help=f"tokens of a window (default: {DEFAULT_TOKENS}, or the model's context)",
-    )
-    group = parser.add_argument_group("the report")
-    group.add_argument(
-        "--eval",
-        default=BUILTIN,
-        metavar="FILE",
-        help="text for the perplexity before and after, or none (default: builtin, a story that no "
-        "model was trained on)",
-    )
-    group.add_argument(
-        "--speed",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="time both models (default)",
-    )
-    group.add_argument("--json", action="store_true", help="print the report as JSON")
+    title = "calibration (rtn and dynamic fp8 need none)"
+    add_option_flags(parser, title, CalibrationOptions)
+    add_option_flags(parser, "the report", ReportOptions)
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     add_engine_flags(parser, RUNNING)
     return parser
 
@@ -266,10 +243,12 @@ def run(arguments: argparse.Namespace) -> int:
     source = open_source(find_model(arguments.model))
     config = EngineConfig(model=str(source.folder), **running)
     device = torch.device(find_device(config.device))
-    recipe = _recipe(arguments, source)
+    recipe = _recipe(RecipeOptions(**given_options(RecipeOptions, arguments)), source)
     check_request(source, recipe, arguments.output, None)
-    windows = _windows(arguments, source) if recipe.needs_data else None
-    measurements = BeforeAfter.of(config, arguments.eval, arguments.speed)
+    calibration = CalibrationOptions(**given_options(CalibrationOptions, arguments))
+    windows = _windows(calibration, source) if recipe.needs_data else None
+    measured = ReportOptions(**given_options(ReportOptions, arguments))
+    measurements = BeforeAfter.of(config, measured.eval, measured.speed)
     output = Output(arguments.output, source)
     started = time.monotonic()
     try:
@@ -278,7 +257,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = QuantizeReport(
             model=arguments.model or str(source.folder),
             saved=saved,
-            calibration=_calibration(arguments, windows),
+            calibration=_calibration(calibration.calib, windows),
             seconds=time.monotonic() - started,
         )
         report = measurements.measure(report, arguments.output)
@@ -294,58 +273,44 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _recipe(arguments: argparse.Namespace, source: Source) -> Recipe:
-    from kvik.quantize.recipe import ROW, SQUARE, Recipe, dividing
+def _recipe(asked: RecipeOptions, source: Source) -> Recipe:
     from kvik.quantize.source import keeping_floats
 
-    method = arguments.method
-    eight = method in ("smoothquant", "fp8")
-    usual = 8 if eight else DEFAULT_BITS
-    whole = SQUARE if arguments.fp8_format == "e5m2" else ROW
-    recipe = Recipe(
-        method=method,
-        bits=usual if arguments.bits is None else arguments.bits,
-        group_size=whole if arguments.group_size == AUTO else arguments.group_size,
-        symmetric=method != "awq" if arguments.sym is None else arguments.sym,
-        act_order=arguments.act_order,
-        static_groups=arguments.static_groups,
-        damping=arguments.damping,
-        smoothing=arguments.smoothing,
-        activation_scheme=arguments.activation_scheme,
-        fp8_format=arguments.fp8_format,
-        skip=tuple(arguments.skip),
-        average_bits=arguments.budget_bits,
-    )
-    if arguments.group_size != AUTO or eight:
+    eight = asked.method in ("smoothquant", "fp8")
+    given = asdict(asked)
+    sym, average_bits = given.pop("sym"), given.pop("budget_bits")
+    if asked.bits is None:
+        given["bits"] = 8 if eight else DEFAULT_BITS
+    if asked.group_size == AUTO:
+        given["group_size"] = SQUARE if asked.fp8_format == "e5m2" else ROW
+    symmetric = asked.method != "awq" if sym is None else sym
+    recipe = Recipe(symmetric=symmetric, average_bits=average_bits, **given)
+    if asked.group_size != AUTO or eight:
         return recipe
     kept = keeping_floats(recipe, source.spec)
     sizes = dividing(s.inputs for name, s in source.layers.items() if kept.quantises(name))
     return replace(recipe, group_size=sizes[0] if sizes else ROW)
 
 
-def _windows(arguments: argparse.Namespace, source: Source) -> Tensor:
+def _windows(asked: CalibrationOptions, source: Source) -> Tensor:
     """Return the token ids of the calibration text. [windows, tokens]"""
     from kvik.quantize.calibrate import calibration_windows
     from kvik.text.tokenizer import Tokenizer
 
-    context, tokens = source.spec.max_context, arguments.calib_tokens
+    context, tokens = source.spec.max_context, asked.calib_tokens
     if tokens is None:
         tokens = min(DEFAULT_TOKENS, context)
     if tokens > context:
         raise ConfigError("calib_tokens", f"must be at most {context} (the context), not {tokens}")
     tokenizer = Tokenizer.load(source.folder)
-    return calibration_windows(arguments.calib, tokenizer, samples=arguments.samples, tokens=tokens)
+    return calibration_windows(asked.calib, tokenizer, samples=asked.samples, tokens=tokens)
 
 
-def _calibration(arguments: argparse.Namespace, windows: Tensor | None) -> str:
+def _calibration(text: str, windows: Tensor | None) -> str:
     if windows is None:
         return "none: the weights alone"
     count, tokens = windows.shape
-    return f"{count} windows of {tokens} tokens of {arguments.calib}"
-
-
-def _group(text: str) -> int | str:
-    return AUTO if text == AUTO else integer(text)
+    return f"{count} windows of {tokens} tokens of {text}"
 
 
 SHOWN = 5  # layers with the largest errors
