@@ -24,7 +24,7 @@ from kvik.engine.host import Reporter
 from kvik.engine.remote import EngineState, RemoteClient
 from kvik.engine.replicas import Replicas
 from kvik.engine.sources import RestartPolicy, Supervisor
-from kvik.engine.wire import Add, Credit, End, EngineStart, HandOver, Query, Ready, Told, Unusable
+from kvik.engine.wire import Add, Credit, End, EngineStart, HandOver, Query, Ready, Report, Unusable
 from kvik.engine.wire import engine_request as engine_request_of
 from kvik.errors import ParamError, UnavailableError
 
@@ -66,7 +66,7 @@ class Cluster:
         hashes: list[bytes] = []
         extend_hashes(hashes, prompt, 4, "", len(prompt) // 4)
         report = ReplicaReport(ContentChanges(1, hashes, [], cleared=True), 0.0, 1000.0)
-        self.sources[replica].send(Told(report))
+        self.sources[replica].send(Report(report))
 
     def added(self) -> list[list[str]]:
         """Return the ids of the requests that each engine got since the last call."""
@@ -342,7 +342,7 @@ async def test_without_another_replica_requests_end_in_place():
 async def test_a_gap_in_the_reports_requests_a_full_report():
     async with Cluster(1) as cluster:
         cluster.holds(0, PROMPT)
-        cluster.sources[0].send(Told(ReplicaReport(ContentChanges(3, [], []))))
+        cluster.sources[0].send(Report(ReplicaReport(ContentChanges(3, [], []))))
         await cluster.settle()
         asked = [m.question for m in cluster.sources[0].received() if isinstance(m, Query)]
         assert asked == ["report_all"]
@@ -351,8 +351,8 @@ async def test_a_gap_in_the_reports_requests_a_full_report():
 async def test_each_engine_is_credited_with_what_others_served(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("kvik.engine.replicas.CREDIT_SECONDS", 0.01)
     async with Cluster(3) as cluster:
-        cluster.sources[0].send(Told(ReplicaReport(served={"a": 5, "b": 2})))
-        cluster.sources[1].send(Told(ReplicaReport(served={"a": 10})))
+        cluster.sources[0].send(Report(ReplicaReport(served={"a": 5, "b": 2})))
+        cluster.sources[1].send(Report(ReplicaReport(served={"a": 10})))
         credits: list[Counter[str]] = [Counter() for _ in range(3)]
         async with asyncio.timeout(10):
             while credits != [{"a": 10}, {"a": 5, "b": 2}, {"a": 15, "b": 2}]:

@@ -597,7 +597,7 @@ def test_the_mark_of_a_move_is_found_in_any_chunks(size: int) -> None:
             if not moved:  # whole events are not held back
                 assert b"".join(passed).count(b"\n\n") == data[: start + size].count(b"\n\n")
         assert b"".join(passed) == STREAM
-        assert mark.told == (moved or None)
+        assert mark.state == (moved or None)
 
 
 def header_of(scope: Scope, name: str) -> bytes | None:

@@ -14,7 +14,7 @@ from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.units import show_bytes
 from kvik.planner.advice.advise import Advice, AdviceReport, advise
-from kvik.planner.advice.reasons import Figures, Wish, most_served
+from kvik.planner.advice.reasons import Figures, Goal, most_served
 from kvik.planner.cost import seconds
 from kvik.planner.serving import Prediction
 
@@ -30,13 +30,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model(parser, "a folder, hub id or config.json")
 
-    add_option_flags(parser, "the question", Wish, left_out=("model",), defaults=True)
+    add_option_flags(parser, "the question", Goal, left_out=("model",), defaults=True)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    report = advise(Wish(**given_options(Wish, arguments)))
+    report = advise(Goal(**given_options(Goal, arguments)))
     if arguments.json:
         say(json.dumps(as_json(report)))
     else:
@@ -53,7 +53,7 @@ def as_json(report: AdviceReport) -> dict[str, object]:
         "measured": device.measured,
         "doubt": device.doubt or None,
         "traffic": asdict(report.traffic),
-        "slo": asdict(report.wish.slo) if report.wish.slo else None,
+        "slo": asdict(report.goal.slo) if report.goal.slo else None,
         "assumed": report.assumed,
         "obstacle": report.obstacle or None,
         "promise": report.promise or None,
@@ -75,7 +75,7 @@ def as_text(report: AdviceReport) -> str:
             lines += _advice(f"   {advice.topic}", advice)
     lines += ["", *_item("with all advised", _figures(report.end))]
     if not report.obstacle and report.usual.shape.spec is not None:
-        model = [shlex.quote(report.wish.model)] if report.wish.model else []
+        model = [shlex.quote(report.goal.model)] if report.goal.model else []
         lines.append(" ".join(["kvik serve", *model, *report.flags]))
     return "\n".join(lines)
 
@@ -87,11 +87,11 @@ def _header(report: AdviceReport) -> list[str]:
     requests = f"{traffic.prompt} prompt + {traffic.output} output tokens"
     if traffic.shared:
         requests += f", {traffic.shared} of them shared"
-    if report.wish.concurrency or report.wish.rate:
+    if report.goal.concurrency or report.goal.rate:
         load = (
-            f"{report.wish.concurrency} at a time"
-            if report.wish.concurrency
-            else (f"{report.wish.rate:g} a second")
+            f"{report.goal.concurrency} at a time"
+            if report.goal.concurrency
+            else (f"{report.goal.rate:g} a second")
         )
         requests += f", {load}"
     lines = [

@@ -30,8 +30,8 @@ from kvik.engine.wire import (
     Query,
     Ready,
     Reply,
+    Report,
     StepLimit,
-    Told,
     Unusable,
     WireError,
     encode,
@@ -290,7 +290,7 @@ class EngineHost:
         assert self._reporter is not None
         report = self._reporter.look(now, idle=idle)
         if report is not None:
-            self._socket.send(frame(Told(report)))
+            self._socket.send(frame(Report(report)))
 
     def _report_all(self) -> None:
         if self._reporter is not None:

@@ -36,9 +36,9 @@ from kvik.engine.wire import (
     Query,
     Ready,
     Reply,
+    Report,
     StepLimit,
     Stepped,
-    Told,
     encode,
     frame,
 )
@@ -536,7 +536,7 @@ class RemoteClient(EngineClient):
                     self._steps = message.steps
                     self._signs += 1
                 deltas += message.deltas()
-            elif isinstance(message, Told):
+            elif isinstance(message, Report):
                 self._told(message.report)
             elif isinstance(message, StepLimit):
                 self._step_limit = message.seconds

@@ -44,7 +44,7 @@ class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
     Attributes:
         record: file of the flight recorder; None: nothing is recorded.
         cores: that the engine uses; (): those that its parent may use.
-        reports: the client gets `Told` after steps.
+        reports: the client gets `Report` after steps.
         token: secret shared by engines that exchange pages; b"": there are none.
     """
 
@@ -168,13 +168,13 @@ class Reply(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
     error: str | None = None
 
 
-class Told(msgspec.Struct, frozen=True, array_like=True, tag="told"):
+class Report(msgspec.Struct, frozen=True, array_like=True, tag="report"):
     """A report for a router, if the client wants reports."""
 
     report: ReplicaReport
 
 
-FromEngine = Ready | Unusable | Lost | Stepped | StepLimit | Reply | Told
+FromEngine = Ready | Unusable | Lost | Stepped | StepLimit | Reply | Report
 
 to_start = msgspec.msgpack.Decoder(EngineStart)
 to_engine = msgspec.msgpack.Decoder(ToEngine)

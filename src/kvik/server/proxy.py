@@ -137,12 +137,12 @@ class MovedMark:
 
     Attributes:
         found: whether the mark was found; the rest is for the next server.
-        told: the complete rest; None if it is not complete yet.
+        state: the complete rest; None if it is not complete yet.
     """
 
     def __init__(self) -> None:
         self.found = False
-        self.told: bytes | None = None
+        self.state: bytes | None = None
         self._rest = b"\n"  # the last forwarded byte, and a possible beginning of the mark
 
     def feed(self, part: bytes) -> bytes:
@@ -161,10 +161,10 @@ class MovedMark:
             data = data[at + 1 + len(MOVED_COMMENT) :]
         else:
             passed = b""
-        told, end_mark, _ = data.partition(MOVED_END)
+        state, end_mark, _ = data.partition(MOVED_END)
         self._rest = data
         if end_mark:
-            self.told = told
+            self.state = state
         elif len(data) > MAX_RESUMPTION:
             raise ValueError("what it says of where a stream goes on is too long")
         return passed
@@ -233,7 +233,7 @@ class Proxy:
         self._router = ReplicaRouter(urls, PIECE, ROWS, LIFETIME)
         self._session: aiohttp.ClientSession | None = None
         self._watching: list[asyncio.Task[None]] = []
-        self._misfit = ""  # of roles, as was told
+        self._misfit = ""  # of roles, as was logged
 
     async def start(self) -> None:
         """Begin to monitor the servers; returns when each has been asked once.
@@ -377,14 +377,14 @@ class Proxy:
         """Tell once if the roles of the servers do not fit each other."""
         if not all(one.healthy for one in self.upstreams):
             return
-        roles, told = {one.role for one in self.upstreams}, ""
+        roles, misfit = {one.role for one in self.upstreams}, ""
         if "prefill" in roles and "decode" not in roles:
-            told = "no server has --role decode, so those with --role prefill help no other one"
+            misfit = "no server has --role decode, so those with --role prefill help no other one"
         elif "decode" in roles and "prefill" not in roles:
-            told = "no server has --role prefill, so those with --role decode compute all prompts"
-        if told and told != self._misfit:
-            log.warning("roles do not fit: %s; start one, or leave out --role", told)
-        self._misfit = told
+            misfit = "no server has --role prefill, so those with --role decode compute all prompts"
+        if misfit and misfit != self._misfit:
+            log.warning("roles do not fit: %s; start one, or leave out --role", misfit)
+        self._misfit = misfit
 
     async def _look(self, number: int) -> bool:
         """Query the health of a server. Return whether it answered."""
@@ -412,10 +412,10 @@ class Proxy:
             lists = isinstance(found, dict) and found.keys() & {"data", "object", "models"}
             # A server with keys refuses this, and one that is loading cannot answer yet.
             if not (status == 200 and lists) and status not in (401, 403) and status < 500:
-                told = f"status {status} for /v1/models"
+                found = f"status {status} for /v1/models"
                 raise KvikError(
                     "url",
-                    f"{one.url} answers, but not as a server of the OpenAI API ({told}): "
+                    f"{one.url} answers, but not as a server of the OpenAI API ({found}): "
                     "name the URL that clients use, without /v1",
                 )
 
@@ -458,13 +458,13 @@ class _Resumed:
     """A request that a server handed over.
 
     Attributes:
-        told: the state for the next server.
+        state: the state for the next server.
         answer: the first server's answer, kept open until the next one's has begun.
         back: whether the request returns to its first server, as no other one takes it.
         begun: whether the next server's answer has begun.
     """
 
-    told: bytes
+    state: bytes
     answer: aiohttp.ClientResponse
     back: bool
     begun: bool = False
@@ -599,7 +599,7 @@ class _Passing:
             proxy.ended(name, choice, None if share is None else share * request.size)
 
     async def _go_on(
-        self, left: ReplicaChoice, answer: aiohttp.ClientResponse, request: _Asked, told: bytes
+        self, left: ReplicaChoice, answer: aiohttp.ClientResponse, request: _Asked, state: bytes
     ) -> None:
         """Let another server continue a request that was handed over; if none does, its first
         server.
@@ -614,7 +614,7 @@ class _Passing:
         try:
             while True:
                 choice = proxy.choose(request, tried)
-                resumed = _Resumed(told, answer, back=choice is None)
+                resumed = _Resumed(state, answer, back=choice is None)
                 if await self._ask(choice or left, replace(request, resumed=resumed), again=False):
                     return
                 if choice is None:
@@ -719,13 +719,13 @@ class _Passing:
         headers, tail = request.headers, b""
         if resumed is not None:
             headers = [pair for pair in headers if pair[0] != SOURCE_HEADER.encode()]
-            headers.append((RESUMED_HEADER.encode(), resumed.told))
+            headers.append((RESUMED_HEADER.encode(), resumed.state))
         if others and not (resumed is not None and resumed.back):
             headers = [*headers, (MOVES_HEADER.encode(), b"1")]
         async with self._answer(choice, headers, request.body) as answer:
             if MOVED_HEADER in answer.headers:
-                told = await answer.content.readuntil(MOVED_END)
-                await self._go_on(choice, answer, request, told.removesuffix(MOVED_END))
+                state = await answer.content.readuntil(MOVED_END)
+                await self._go_on(choice, answer, request, state.removesuffix(MOVED_END))
                 return b""
             if resumed is not None and answer.status != 200:
                 error = await answer.content.read(MAX_PREFILLED)
@@ -752,8 +752,8 @@ class _Passing:
                     await self._out(
                         {"type": "http.response.body", "body": passing, "more_body": True}
                     )
-                if mark is not None and mark.told is not None:
-                    await self._go_on(choice, answer, request, mark.told)
+                if mark is not None and mark.state is not None:
+                    await self._go_on(choice, answer, request, mark.state)
                     return tail
             if mark is not None and mark.found:
                 raise ConnectionError("it broke off as it gave an answer away")

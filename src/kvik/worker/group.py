@@ -181,8 +181,8 @@ class GroupMember(Protocol):
         ...
 
 
-class Others(Protocol):
-    """The other processes, as seen by the first one."""
+class Followers(Protocol):
+    """Processes that compute with this one, as it directs."""
 
     @property
     def lost(self) -> str:
@@ -196,6 +196,14 @@ class Others(Protocol):
             GroupLost: one of them is gone.
         """
         ...
+
+    def stop(self) -> None:
+        """End them; safe to call twice."""
+        ...
+
+
+class Others(Followers, Protocol):
+    """The other processes, as seen by the first one."""
 
     def together(self, message: Message) -> AbstractContextManager[None]:
         """Send a message, and return a context in which this process does the same. If it fails,
@@ -228,10 +236,6 @@ class Others(Protocol):
         """
         ...
 
-    def stop(self) -> None:
-        """End them; safe to call twice."""
-        ...
-
 
 @dataclass(frozen=True, slots=True)
 class Seat:
@@ -250,22 +254,9 @@ class Seat:
     file: str = ""
 
 
-class EarlierStages(Protocol):
+class EarlierStages(Followers, Protocol):
     """The stages before the last one, as seen by the last one. They process messages in order: the
     first stage at once, each other stage when it has the result of the one before."""
-
-    @property
-    def lost(self) -> str:
-        """Which of them is gone, and how; "": they are all there."""
-        ...
-
-    def tell(self, message: Message) -> None:
-        """Send a message to each of them.
-
-        Raises:
-            GroupLost: one of them is gone.
-        """
-        ...
 
     def entered(self) -> bytes:
         """Wait for their result of the oldest step not fetched yet: [tokens, hidden].
@@ -286,8 +277,4 @@ class EarlierStages(Protocol):
         Raises:
             ConfigError: one of them cannot.
         """
-        ...
-
-    def stop(self) -> None:
-        """End them; safe to call twice."""
         ...

@@ -15,7 +15,7 @@ from kvik.errors import CapacityError, ConfigError
 from kvik.options import options_of
 from kvik.planner.advice import advise
 from kvik.planner.advice.advise import ORDER, Advice, AdviceReport, advise_shape
-from kvik.planner.advice.reasons import Wish, improvement
+from kvik.planner.advice.reasons import Goal, improvement
 from kvik.planner.cost import seconds
 from kvik.planner.devices import DEVICES, Device, Setting
 from kvik.planner.formats import weight_format
@@ -31,10 +31,10 @@ PROMISE = Slo(ttft=0.3, tpot=0.05)
 FOUND: dict[str, AdviceReport] = {}  # by the question, as many tests share one
 
 
-def report(model: str, device: Device, wish: Wish) -> AdviceReport:
-    question = repr((model, device, wish))
+def report(model: str, device: Device, goal: Goal) -> AdviceReport:
+    question = repr((model, device, goal))
     if question not in FOUND:
-        FOUND[question] = advise_shape(public_shape(model), device, wish)
+        FOUND[question] = advise_shape(public_shape(model), device, goal)
     return FOUND[question]
 
 
@@ -50,33 +50,33 @@ def parsed(flags: tuple[str, ...]) -> EngineConfig:
 
 
 CASES = [
-    (model, device, wish)
+    (model, device, goal)
     for model in ("llama-2-7b", "llama-3-8b", "mistral-7b-v0.1")
     for device in (H100, CPU)
-    for wish in (
-        Wish(),
-        Wish(concurrency=64, prompt_tokens=1000, output_tokens=200),
-        Wish(slo=PROMISE),
-        Wish(slo=PROMISE, rate=2.0, shared=100),
+    for goal in (
+        Goal(),
+        Goal(concurrency=64, prompt_tokens=1000, output_tokens=200),
+        Goal(slo=PROMISE),
+        Goal(slo=PROMISE, rate=2.0, shared=100),
     )
 ]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("model", "device", "wish"), CASES)
+@pytest.mark.parametrize(("model", "device", "goal"), CASES)
 def test_no_advice_makes_it_worse_or_needs_missing_features(
-    model: str, device: Device, wish: Wish
+    model: str, device: Device, goal: Goal
 ) -> None:
-    found = report(model, device, wish)
+    found = report(model, device, goal)
     for step in (*found.advice, *found.later):
         if step.verdict != "keep" and step.before and step.after:
-            assert improvement(step.before, step.after, wish) >= 0.0, step.topic
+            assert improvement(step.before, step.after, goal) >= 0.0, step.topic
         assert (step.verdict == "no use") == (not step.change) or step.verdict in (
             "keep",
             "depends",
         )
     if found.start is not None:
-        assert improvement(found.start, found.end, wish) >= 0.0
+        assert improvement(found.start, found.end, goal) >= 0.0
     assert found.end.memory <= found.end.memory_limit
 
     for step in found.advice:
@@ -94,12 +94,12 @@ def test_no_advice_makes_it_worse_or_needs_missing_features(
     assert config.spec_method == (None if drafts is None else "ngram")
 
 
-@pytest.mark.parametrize("wish", [Wish(), Wish(slo=PROMISE)])
+@pytest.mark.parametrize("goal", [Goal(), Goal(slo=PROMISE)])
 @pytest.mark.parametrize("device", [H100, DEVICES["rtx4090"], DEVICES["l4"], CPU])
 @pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
-def test_the_engine_takes_what_is_advised(model: str, device: Device, wish: Wish) -> None:
+def test_the_engine_takes_what_is_advised(model: str, device: Device, goal: Goal) -> None:
     """On a machine with that device, and decides as foretold."""
-    found = report(model, device, wish)
+    found = report(model, device, goal)
     if found.obstacle:
         return
     shape, at = found.advised.shape, found.advised.at
@@ -113,7 +113,7 @@ def test_the_engine_takes_what_is_advised(model: str, device: Device, wish: Wish
 
 
 def test_what_this_version_lacks_stands_apart() -> None:
-    found = report("llama-3-8b", H100, Wish())
+    found = report("llama-3-8b", H100, Goal())
     lacking = [topic for topic in ORDER if not advise.available(topic, H100)]
     assert [a.topic for a in found.later] == lacking and "parallelism" in lacking
     assert not any(a.flags for a in found.later)
@@ -129,23 +129,23 @@ def test_every_option_that_affects_speed_is_a_lever() -> None:
 
 
 def test_quantisation_helps_what_reads_and_not_what_computes() -> None:
-    reading = advice(report("llama-3-8b", H100, Wish(concurrency=4)), "quantisation")
+    reading = advice(report("llama-3-8b", H100, Goal(concurrency=4)), "quantisation")
     assert reading.verdict == "do" and reading.flags[0].startswith("--quantization")
     narrow = replace(H100, bandwidth=1e15, rates=dict.fromkeys(H100.rates, 1e14))
-    computing = advice(report("llama-3-8b", narrow, Wish(concurrency=64)), "quantisation")
+    computing = advice(report("llama-3-8b", narrow, Goal(concurrency=64)), "quantisation")
     assert computing.verdict == "no use" and "bound by arithmetic" in computing.reason
 
 
 @pytest.mark.parametrize(
     ("load", "int8_rate", "best"),
     [
-        (Wish(prompt_tokens=4000, output_tokens=16, concurrency=64), 1.979e15, "int8"),
-        (Wish(prompt_tokens=4000, output_tokens=16, concurrency=64), 1.4e15, "int8"),
-        (Wish(prompt_tokens=128, output_tokens=512, concurrency=4), 1.979e15, "int4"),
+        (Goal(prompt_tokens=4000, output_tokens=16, concurrency=64), 1.979e15, "int8"),
+        (Goal(prompt_tokens=4000, output_tokens=16, concurrency=64), 1.4e15, "int8"),
+        (Goal(prompt_tokens=128, output_tokens=512, concurrency=4), 1.979e15, "int4"),
     ],
 )
 def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
-    load: Wish, int8_rate: float, best: str
+    load: Goal, int8_rate: float, best: str
 ) -> None:
     """int4 reads the least, but computes in bf16: with long prompts int8 serves more."""
     device = replace(H100, rates={"fp32": 67e12, "bf16": 989e12, "int8": int8_rate})
@@ -171,16 +171,16 @@ def test_the_rates_of_prompts_and_of_decoding_choose_the_format(
 def test_a_unit_that_a_device_lacks_is_not_named() -> None:
     """Without bfloat16 and small integers, all weights are multiplied in fp16."""
     plain = replace(H100, rates={name: H100.rates[name] for name in ("fp32", "fp16")})
-    load = Wish(prompt_tokens=500, output_tokens=200, concurrency=16)
+    load = Goal(prompt_tokens=500, output_tokens=200, concurrency=16)
     reason = advice(report("llama-3-8b", plain, load), "quantisation").reason
     assert set(re.findall(r"\(in (\w+)\)", reason)) == {"fp16"}
 
 
 def test_a_smaller_kv_format_helps_long_contexts_only() -> None:
-    short = Wish(prompt_tokens=16, output_tokens=16, concurrency=1)
+    short = Goal(prompt_tokens=16, output_tokens=16, concurrency=1)
     found = advice(report("llama-3-8b", H100, short), "KV format")
     assert found.verdict == "no use" and "0% to the KV cache" in found.reason
-    long = Wish(prompt_tokens=3500, output_tokens=500, concurrency=40)
+    long = Goal(prompt_tokens=3500, output_tokens=500, concurrency=40)
     found = advice(report("llama-2-7b", H100, long), "KV format")
     assert found.verdict == "do" and found.flags[0].startswith("--kv-cache-dtype")
     assert found.before and found.after
@@ -191,19 +191,19 @@ def test_a_smaller_kv_format_helps_long_contexts_only() -> None:
 def test_speculation_does_not_help_a_machine_that_computes() -> None:
     narrow = replace(H100, bandwidth=1e15)
     for acceptance in (None, 1.0):
-        wish = Wish(concurrency=64, acceptance=acceptance)
-        found = advice(report("llama-3-8b", narrow, wish), "speculation")
+        goal = Goal(concurrency=64, acceptance=acceptance)
+        found = advice(report("llama-3-8b", narrow, goal), "speculation")
         assert found.verdict == "no use" and "checking 1 draft " in found.reason
-    found = advice(report("llama-3-8b", H100, Wish(concurrency=1, acceptance=0.7)), "speculation")
+    found = advice(report("llama-3-8b", H100, Goal(concurrency=1, acceptance=0.7)), "speculation")
     assert found.verdict == "do" and found.flags[0] == "--spec-method ngram"
     assert "supposing that 70% of the drafts are right (--acceptance)" in found.reason
-    useless = advice(report("llama-3-8b", H100, Wish(acceptance=0.0)), "speculation")
+    useless = advice(report("llama-3-8b", H100, Goal(acceptance=0.0)), "speculation")
     assert useless.verdict == "no use"
 
 
 def test_without_an_acceptance_the_needed_one_is_named() -> None:
     """At that share the prediction gains, below it does not; and no figure counts on it."""
-    found = report("llama-3-8b", H100, Wish(concurrency=32))
+    found = report("llama-3-8b", H100, Goal(concurrency=32))
     lever = advice(found, "speculation")
     assert (lever.verdict, lever.before, lever.after) == ("depends", None, None)
     assert lever.flags == ("--spec-method ngram",)
@@ -212,8 +212,8 @@ def test_without_an_acceptance_the_needed_one_is_named() -> None:
     assert matched is not None and 2 < int(matched[1]) < 30
 
     def verdict(percent: int) -> str:
-        wish = Wish(concurrency=32, acceptance=percent / 100)
-        return advice(report("llama-3-8b", H100, wish), "speculation").verdict
+        goal = Goal(concurrency=32, acceptance=percent / 100)
+        return advice(report("llama-3-8b", H100, goal), "speculation").verdict
 
     assert (verdict(int(matched[1]) - 1), verdict(int(matched[1]))) == ("no use", "do")
 
@@ -221,7 +221,7 @@ def test_without_an_acceptance_the_needed_one_is_named() -> None:
 def test_an_expensive_draft_model_needs_higher_acceptance() -> None:
     def needed(draft: str | None) -> int:
         shape = public_shape(draft) if draft else None
-        found = advise_shape(public_shape("llama-3-8b"), H100, Wish(concurrency=1), draft=shape)
+        found = advise_shape(public_shape("llama-3-8b"), H100, Goal(concurrency=1), draft=shape)
         told = re.search(r"from (\d+)% of right", advice(found, "speculation").reason)
         assert told is not None
         return int(told[1])
@@ -230,10 +230,10 @@ def test_an_expensive_draft_model_needs_higher_acceptance() -> None:
 
 
 def test_a_draft_model_takes_its_time() -> None:
-    wish = Wish(concurrency=1, acceptance=0.7)
-    free = report("llama-3-8b", H100, wish)
+    goal = Goal(concurrency=1, acceptance=0.7)
+    free = report("llama-3-8b", H100, goal)
     draft = public_shape("qwen2.5-0.5b")
-    paid = advise_shape(public_shape("llama-3-8b"), H100, wish, draft=draft)
+    paid = advise_shape(public_shape("llama-3-8b"), H100, goal, draft=draft)
     asked = advice(paid, "speculation").flags
     assert asked[:2] == ("--spec-method draft_model", "--spec-model qwen2.5-0.5b")
     pair = [advice(found, "speculation").after for found in (free, paid)]
@@ -242,13 +242,13 @@ def test_a_draft_model_takes_its_time() -> None:
 
 
 def test_parallelism_needs_a_link() -> None:
-    found = advice(report("llama-3-8b", replace(H100, link=0.0), Wish()), "parallelism")
+    found = advice(report("llama-3-8b", replace(H100, link=0.0), Goal()), "parallelism")
     assert found.verdict == "no use" and "no link" in found.reason
 
 
 def test_processes_of_one_memory_are_never_advised() -> None:
     """They would all wait for it; and nothing of theirs stands among what a version lacks."""
-    found = report("llama-3-8b", CPU, Wish())
+    found = report("llama-3-8b", CPU, Goal())
     parallel = advice(found, "parallelism")
     assert parallel in found.advice and not found.later
     assert parallel.verdict == "no use" and not parallel.flags
@@ -267,7 +267,7 @@ def test_settings_that_the_engine_refuses_are_not_compared(
     change: dict[str, object], why: str
 ) -> None:
     hardware = replace(hardware_of(CPU), **{"cores": 4, **change})
-    found = advise_shape(public_shape("llama-3-8b"), CPU, Wish(), hardware)
+    found = advise_shape(public_shape("llama-3-8b"), CPU, Goal(), hardware)
     parallel = advice(found, "parallelism")
     assert (parallel.verdict, parallel.flags) == ("no use", ())
     assert parallel.reason.startswith(f"one process: {why}")
@@ -275,7 +275,7 @@ def test_settings_that_the_engine_refuses_are_not_compared(
 
 def test_half_the_dtype_is_the_first_advice() -> None:
     shape = replace(public_shape("qwen2.5-0.5b"), dtype="float32", stored="fp32", spec=None)
-    found = advise_shape(shape, H100, Wish())
+    found = advise_shape(shape, H100, Goal())
     first = found.advice[0]
     assert (first.topic, first.flags) == ("precision", ("--dtype bfloat16",))
     halved = advise.with_weights(found.usual, found.traffic, "bf16")
@@ -284,13 +284,13 @@ def test_half_the_dtype_is_the_first_advice() -> None:
 
 def test_what_is_stored_so_needs_no_flag() -> None:
     shape = replace(public_shape("llama-3-8b"), stored="int4")
-    found = advise_shape(shape, H100, Wish(slo=PROMISE))
+    found = advise_shape(shape, H100, Goal(slo=PROMISE))
     assert not any("--quantization" in flag for flag in found.flags)
 
 
 def test_the_default_step_size_needs_no_flag() -> None:
     """It follows the memory that a format leaves: 64 tokens where weights leave next to none."""
-    found = report("llama-3-70b", H100, Wish(concurrency=1, prompt_tokens=512))
+    found = report("llama-3-70b", H100, Goal(concurrency=1, prompt_tokens=512))
     assert found.usual.budget < 256 and not found.usual.room
     assert found.advised.at.weight_format == "int4" and found.advised.usual_budget == 8192
     assert not any("--max-num-batched-tokens" in flag for flag in found.flags)
@@ -303,7 +303,7 @@ def test_the_default_step_size_needs_no_flag() -> None:
 
 
 def test_reasons_quote_the_roofline() -> None:
-    found = report("llama-3-8b", H100, Wish(concurrency=4, prompt_tokens=512, output_tokens=128))
+    found = report("llama-3-8b", H100, Goal(concurrency=4, prompt_tokens=512, output_tokens=128))
     setting = Setting(H100, "bf16", "bf16")
     time = step_time(public_shape("llama-3-8b"), setting, decode(4, 512 + 64 + 1))
     share = sum(p.expected for p in time.parts if p.name in ("weights", "head")) / time.expected
@@ -311,7 +311,7 @@ def test_reasons_quote_the_roofline() -> None:
 
 
 def test_it_starts_with_what_fits() -> None:
-    found = report("llama-3-8b", replace(H100, memory=12 << 30), Wish(concurrency=1))
+    found = report("llama-3-8b", replace(H100, memory=12 << 30), Goal(concurrency=1))
     first = found.advice[0]
     assert found.start is None and not found.obstacle
     assert (first.topic, first.flags) == ("room", ("--quantization int8",))
@@ -320,16 +320,16 @@ def test_it_starts_with_what_fits() -> None:
 
 
 def test_what_fits_no_single_device_is_planned_for_several() -> None:
-    found = report("llama-3-70b", DEVICES["rtx4090"], Wish())
+    found = report("llama-3-70b", DEVICES["rtx4090"], Goal())
     assert found.obstacle.startswith("does not fit one rtx4090")
     assert parsed(found.flags).quantization == "int4"  # nothing of the devices
     assert found.advised.at.tp == 2 and found.advised.at.weight_format == "int4"
     with pytest.raises(CapacityError, match="does not fit cpu"):
-        report("llama-3-70b", replace(CPU, memory=16 << 30), Wish())
+        report("llama-3-70b", replace(CPU, memory=16 << 30), Goal())
 
 
 def test_a_promise_that_nothing_keeps() -> None:
-    found = report("llama-3-8b", CPU, Wish(slo=Slo(tpot=1e-3)))
+    found = report("llama-3-8b", CPU, Goal(slo=Slo(tpot=1e-3)))
     assert found.end.largest is None and found.end.single is not None
     excess = found.end.single.tpot / 1e-3
     assert f"missed {excess:.2f} times over (TPOT {seconds(found.end.single.tpot)} of 1.00 ms)" in (
@@ -339,27 +339,27 @@ def test_a_promise_that_nothing_keeps() -> None:
 
 
 def test_a_promise_that_only_later_versions_keep() -> None:
-    found = report("llama-2-70b", DEVICES["h200"], Wish(slo=Slo(tpot=5e-3), acceptance=0.0))
+    found = report("llama-2-70b", DEVICES["h200"], Goal(slo=Slo(tpot=5e-3), acceptance=0.0))
     assert found.end.largest is None
     assert "with all that is not in this version they would be kept" in found.promise
 
 
 def test_a_promise_at_the_load_asked_for() -> None:
-    kept = report("llama-3-8b", H100, Wish(slo=PROMISE, concurrency=16))
+    kept = report("llama-3-8b", H100, Goal(slo=PROMISE, concurrency=16))
     assert "at the load asked for the limits are kept" in kept.promise
     assert kept.end.largest is not None and kept.end.largest.concurrency > 16
-    missed = report("llama-3-8b", CPU, Wish(slo=Slo(0.5, 0.3), concurrency=200, prompt_tokens=16))
+    missed = report("llama-3-8b", CPU, Goal(slo=Slo(0.5, 0.3), concurrency=200, prompt_tokens=16))
     assert "at the load asked for the limits are missed" in missed.promise
     assert missed.end.largest is not None
     flag = f"--max-num-seqs {missed.end.largest.concurrency}"
     assert flag in missed.flags  # who keeps the promise must not be dragged along
-    fast = report("llama-3-8b", CPU, Wish(slo=PROMISE, rate=1e6))
+    fast = report("llama-3-8b", CPU, Goal(slo=PROMISE, rate=1e6))
     assert "comes faster than it can be served" in fast.promise
 
 
 def test_steps_towards_a_load_that_no_single_one_can_serve() -> None:
     found = report(
-        "llama-3-8b", DEVICES["rtx4090"], Wish(rate=100.0, prompt_tokens=2000, output_tokens=300)
+        "llama-3-8b", DEVICES["rtx4090"], Goal(rate=100.0, prompt_tokens=2000, output_tokens=300)
     )
     assert found.start is not None and found.start.full is not None and found.end.full is not None
     assert found.start.load is None and found.end.load is None
@@ -370,42 +370,42 @@ def test_steps_towards_a_load_that_no_single_one_can_serve() -> None:
 def test_a_faster_memory_never_lowers_the_rate() -> None:
     rates = []
     for bandwidth in (0.5e12, 1e12, 2e12, 4e12):
-        end = report("llama-3-8b", replace(H100, bandwidth=bandwidth), Wish(concurrency=16)).end
+        end = report("llama-3-8b", replace(H100, bandwidth=bandwidth), Goal(concurrency=16)).end
         assert end.load is not None
         rates.append(end.load.output_rate)
     assert rates == sorted(rates)
 
 
 def test_a_known_prefix_is_listed_with_its_effect() -> None:
-    found = advice(report("llama-3-8b", H100, Wish(shared=400)), "prefix cache")
+    found = advice(report("llama-3-8b", H100, Goal(shared=400)), "prefix cache")
     assert found.before and found.after and found.before.single and found.after.single
     assert found.after.single.ttft < 0.6 * found.before.single.ttft
-    unknown = advice(report("llama-3-8b", H100, Wish()), "prefix cache")
+    unknown = advice(report("llama-3-8b", H100, Goal()), "prefix cache")
     assert unknown.before is None and "--shared" in unknown.reason
 
 
 @pytest.mark.parametrize(
-    ("wish", "field"),
+    ("goal", "field"),
     [
-        (Wish(prompt_tokens=0), "prompt_tokens"),
-        (Wish(output_tokens=-1), "output_tokens"),
-        (Wish(concurrency=0), "concurrency"),
-        (Wish(rate=0.0), "rate"),
-        (Wish(rate=float("nan")), "rate"),
-        (Wish(rate=1.0, concurrency=1), "rate"),
-        (Wish(acceptance=1.5), "acceptance"),
-        (Wish(shared=600), "shared"),
-        (Wish(prompt_tokens=4000, output_tokens=200), "prompt_tokens"),
+        (Goal(prompt_tokens=0), "prompt_tokens"),
+        (Goal(output_tokens=-1), "output_tokens"),
+        (Goal(concurrency=0), "concurrency"),
+        (Goal(rate=0.0), "rate"),
+        (Goal(rate=float("nan")), "rate"),
+        (Goal(rate=1.0, concurrency=1), "rate"),
+        (Goal(acceptance=1.5), "acceptance"),
+        (Goal(shared=600), "shared"),
+        (Goal(prompt_tokens=4000, output_tokens=200), "prompt_tokens"),
     ],
 )
-def test_invalid_questions(wish: Wish, field: str) -> None:
+def test_invalid_questions(goal: Goal, field: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        report("llama-2-7b", H100, wish)
+        report("llama-2-7b", H100, goal)
     assert raised.value.field == field
 
 
 def test_the_usual_request_is_cut_to_the_context() -> None:
     tiny = replace(public_shape("llama-3-8b"), max_context=20)
-    found = advise_shape(tiny, H100, Wish())
+    found = advise_shape(tiny, H100, Goal())
     assert found.traffic.context <= 20 and found.traffic.prompt >= 1
     assert found.assumed[0].startswith("--prompt")

@@ -18,9 +18,9 @@ from kvik.planner.advice import reasons
 from kvik.planner.advice.reasons import (
     WORTHWHILE,
     Figures,
-    Wish,
+    Goal,
     assumed,
-    check_wish,
+    check_goal,
     figures_of,
     improvement,
     traffic_of,
@@ -243,7 +243,7 @@ class Advice:
     """Advice on one lever.
 
     Attributes:
-        verdict: "do", "keep" (good as it is), "depends" (on a figure that the wish does not give;
+        verdict: "do", "keep" (good as it is), "depends" (on a figure that the goal does not give;
             not counted in what is advised), "no use" or "not in this version".
         reason: in words, with figures.
         change: the advised position in words; "" for no change.
@@ -262,10 +262,10 @@ class Advice:
 
 @dataclass(frozen=True, slots=True)
 class AdviceReport:
-    """All advice for a wish.
+    """All advice for a goal.
 
     Attributes:
-        assumed: flags that stand for the defaults of the wish.
+        assumed: flags that stand for the defaults of the goal.
         obstacle: why no setting of this version fits, and the setting assumed instead; else "".
         usual, advised: the setting without flags, and with all advice.
         start, end: their figures; `start` is None if the usual setting does not fit.
@@ -275,7 +275,7 @@ class AdviceReport:
         promise: whether the limits can be kept, and by what margin; "" without limits.
     """
 
-    wish: Wish
+    goal: Goal
     traffic: Traffic
     assumed: tuple[str, ...]
     obstacle: str
@@ -289,26 +289,26 @@ class AdviceReport:
     promise: str
 
 
-def advise(wish: Wish) -> AdviceReport:
-    """Return the advice for a wish.
+def advise(goal: Goal) -> AdviceReport:
+    """Return the advice for a goal.
 
     Raises:
         ConfigError: a field is invalid, or the speed of the GPU is unknown.
         ModelError: the model is not found or cannot be read.
         CapacityError: no setting of the model fits this machine.
     """
-    shape = read_shape(wish.model)
-    device, hardware = find_machine(wish.hardware)
+    shape = read_shape(goal.model)
+    device, hardware = find_machine(goal.hardware)
     if hardware is not None and device.kind == "cpu" and not device.rated:
         device = assumed_cpu(hardware, device.unknown)
-    draft = None if wish.draft is None else read_shape(wish.draft)
-    return advise_shape(shape, device, wish, hardware, draft)
+    draft = None if goal.draft is None else read_shape(goal.draft)
+    return advise_shape(shape, device, goal, hardware, draft)
 
 
 def advise_shape(
     shape: ModelShape,
     device: Device,
-    wish: Wish,
+    goal: Goal,
     hardware: Hardware | None = None,
     draft: ModelShape | None = None,
 ) -> AdviceReport:
@@ -318,14 +318,14 @@ def advise_shape(
         hardware: of this machine; None if the device is of another one.
         draft: the draft model of speculation.
     """
-    check_wish(wish, shape)
-    traffic = traffic_of(wish, shape)
-    question = Question(model=wish.model, hardware=wish.hardware, context=traffic.context)
+    check_goal(goal, shape)
+    traffic = traffic_of(goal, shape)
+    question = Question(model=goal.model, hardware=goal.hardware, context=traffic.context)
     at = setting_of(shape, device, question, hardware)
     shape = laid_out(shape, at)
     draft = None if draft is None else replace(draft, kernels=shape.kernels)
     usual = set_up(shape, at, traffic, MAX_NUM_SEQS)
-    return _Adviser(wish, traffic, draft, usual).report()
+    return _Adviser(goal, traffic, draft, usual).report()
 
 
 @dataclass(frozen=True, slots=True)
@@ -339,7 +339,7 @@ class _Point:
 
 @dataclass(frozen=True, slots=True)
 class _Adviser:
-    wish: Wish
+    goal: Goal
     traffic: Traffic
     draft: ModelShape | None
     usual: Serving
@@ -359,7 +359,7 @@ class _Adviser:
             elif topic == "batching":
                 made, now = self._batching(now)
                 advice.append(made)
-            elif topic == "speculation" and self.wish.acceptance is None:
+            elif topic == "speculation" and self.goal.acceptance is None:
                 advice.append(self._speculation(now))
             elif topic == "parallelism" and now.serving.at.exact:
                 reason = reasons.processes(now.serving, self.traffic, self._batch(now))
@@ -369,9 +369,9 @@ class _Adviser:
                 advice.append(made)
         absent = [topic for topic in ORDER if not self._available(topic)]
         return AdviceReport(
-            wish=self.wish,
+            goal=self.goal,
             traffic=self.traffic,
-            assumed=assumed(self.wish, self.traffic),
+            assumed=assumed(self.goal, self.traffic),
             obstacle=obstacle,
             usual=self.usual,
             advised=now.serving,
@@ -387,10 +387,10 @@ class _Adviser:
         return available(topic, self.usual.at.device)
 
     def _at(self, serving: Serving, name: str = "") -> _Point:
-        return _Point(serving, figures_of(serving, self.traffic, self.wish), name)
+        return _Point(serving, figures_of(serving, self.traffic, self.goal), name)
 
     def _improvement(self, before: _Point, after: _Point) -> float:
-        return improvement(before.figures, after.figures, self.wish)
+        return improvement(before.figures, after.figures, self.goal)
 
     def _first_that_fits(self, start: _Point) -> tuple[_Point, str]:
         """Return the first setting that fits, and the obstacle: the usual one, else in a smaller
@@ -423,19 +423,19 @@ class _Adviser:
         """Compare with the prefix cache off; it is on by default."""
         shared = self.traffic.shared
         supposed = replace(self.traffic, shared=shared or self.traffic.prompt // 2)
-        without = figures_of(now, replace(self.traffic, shared=0), self.wish)
-        served = figures_of(now, supposed, self.wish)
+        without = figures_of(now, replace(self.traffic, shared=0), self.goal)
+        served = figures_of(now, supposed, self.goal)
         reason = reasons.prefix(supposed, served, without, known=bool(shared))
         if not shared:
             return Advice("prefix cache", "keep", reason)
         return Advice("prefix cache", "keep", reason, before=without, after=served)
 
     def _speculation(self, now: _Point) -> Advice:
-        """Find the acceptance from which speculation gains, if the wish gives none."""
+        """Find the acceptance from which speculation gains, if the goal gives none."""
         topic = "speculation"
 
         def gains(percent: int) -> _Point | None:
-            trial = replace(self, wish=replace(self.wish, acceptance=percent / 100))
+            trial = replace(self, goal=replace(self.goal, acceptance=percent / 100))
             best = trial._best(topic, now)
             return best if self._improvement(now, best) > 0.0 else None
 
@@ -450,7 +450,7 @@ class _Adviser:
 
     def _batching(self, now: _Point) -> tuple[Advice, _Point]:
         then = self._tuned(now.serving)
-        slo = self.wish.slo
+        slo = self.goal.slo
         reason = reasons.batching(now.serving, then.serving, self.traffic, then.figures, slo)
         if then.serving == now.serving:
             return Advice("batching", "keep", reason), now
@@ -503,14 +503,14 @@ class _Adviser:
         if topic == "quantisation":
             return quantisations(serving, self.traffic)
         if topic == "speculation":
-            acceptance, batch = self.wish.acceptance or 0.0, self._batch(now)
+            acceptance, batch = self.goal.acceptance or 0.0, self._batch(now)
             return speculations(serving, acceptance, self.draft, batch)
         return parallelisms(serving, self.traffic)
 
     def _tuned(self, serving: Serving, name: str = "") -> _Point:
         """Return the setting with the best token budget, and only as many concurrent requests as
         keep the limits or as the load needs."""
-        usual, slo = self.usual, self.wish.slo
+        usual, slo = self.usual, self.goal.slo
         base = self._at(replace(serving, seqs=usual.seqs, budget=serving.usual_budget), name)
         best = base
         for position in batchings(base.serving):
@@ -538,7 +538,7 @@ class _Adviser:
         return tuple(f for f in new if f not in old), tuple(o for o in gone if o not in options)
 
     def _kept(self, point: _Point) -> bool:
-        return self.wish.slo is None or point.figures.largest is not None
+        return self.goal.slo is None or point.figures.largest is not None
 
     def _batch(self, now: _Point) -> int:
         """Return the number of requests that run at a time under the load of the figures."""
@@ -565,10 +565,10 @@ class _Adviser:
         return f"{then.name} would {effect}: {why}"
 
     def _promise(self, now: _Point, absent: list[str]) -> str:
-        slo = self.wish.slo
+        slo = self.goal.slo
         if slo is None:
             return ""
-        said = reasons.promise(now.figures, slo, asked=self.wish.load_named)
+        said = reasons.promise(now.figures, slo, asked=self.goal.load_named)
         if self._kept(now) or not absent:
             return said
         for topic in absent:  # on top of each other

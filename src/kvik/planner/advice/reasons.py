@@ -27,11 +27,11 @@ from kvik.planner.serving import (
 from kvik.planner.shape import ModelShape
 from kvik.planner.variants import attention_variants
 
-USUAL_PROMPT, USUAL_OUTPUT, USUAL_CONCURRENCY = 512, 128, 8  # defaults of a wish
+USUAL_PROMPT, USUAL_OUTPUT, USUAL_CONCURRENCY = 512, 128, 8  # defaults of a goal
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class Goal:
     """The question to `kvik advise`: a model, a machine, a load and latency limits."""
 
     model: str = option("", Text("a folder or a hub id"), "a folder, hub id or config.json")
@@ -73,42 +73,42 @@ class Wish:
         return self.concurrency is not None or self.rate is not None
 
 
-def check_wish(wish: Wish, shape: ModelShape) -> None:
+def check_goal(goal: Goal, shape: ModelShape) -> None:
     """Raise ConfigError for the first field that is invalid for this model."""
-    normalised(wish, ConfigError)
-    if wish.rate is not None and wish.concurrency is not None:
+    normalised(goal, ConfigError)
+    if goal.rate is not None and goal.concurrency is not None:
         raise ConfigError("rate", "cannot be given together with concurrency")
-    traffic, context = traffic_of(wish, shape), shape.max_context
+    traffic, context = traffic_of(goal, shape), shape.max_context
     if traffic.context > context:
         raise ConfigError(
             "prompt_tokens",
             f"and output must fit the model's context of {context} tokens, not "
             f"{traffic.prompt} + {traffic.output}",
         )
-    if wish.shared > traffic.prompt:
+    if goal.shared > traffic.prompt:
         raise ConfigError(
-            "shared", f"must be in [0, {traffic.prompt}], the prompt, not {wish.shared}"
+            "shared", f"must be in [0, {traffic.prompt}], the prompt, not {goal.shared}"
         )
 
 
-def traffic_of(wish: Wish, shape: ModelShape) -> Traffic:
-    """Return the requests of a wish, with defaults for fields that are None."""
+def traffic_of(goal: Goal, shape: ModelShape) -> Traffic:
+    """Return the requests of a goal, with defaults for fields that are None."""
     context = shape.max_context
-    output = wish.output_tokens or min(
-        USUAL_OUTPUT, max(1, (context - (wish.prompt_tokens or 1)) // 2)
+    output = goal.output_tokens or min(
+        USUAL_OUTPUT, max(1, (context - (goal.prompt_tokens or 1)) // 2)
     )
-    prompt = wish.prompt_tokens or max(1, min(USUAL_PROMPT, context - output))
-    return Traffic(prompt, output, wish.shared)
+    prompt = goal.prompt_tokens or max(1, min(USUAL_PROMPT, context - output))
+    return Traffic(prompt, output, goal.shared)
 
 
-def assumed(wish: Wish, traffic: Traffic) -> tuple[str, ...]:
-    """Return flags that stand for the defaults of the wish."""
+def assumed(goal: Goal, traffic: Traffic) -> tuple[str, ...]:
+    """Return flags that stand for the defaults of the goal."""
     found = []
-    if wish.prompt_tokens is None:
+    if goal.prompt_tokens is None:
         found.append(f"--prompt-tokens {traffic.prompt}")
-    if wish.output_tokens is None:
+    if goal.output_tokens is None:
         found.append(f"--output-tokens {traffic.output}")
-    if wish.slo is None and not wish.load_named:
+    if goal.slo is None and not goal.load_named:
         found.append(f"--concurrency {USUAL_CONCURRENCY}")
     return tuple(found)
 
@@ -121,7 +121,7 @@ class Figures:
     """Predictions of a setting.
 
     Attributes:
-        load: at the load of the wish; with limits and no load, at the largest load that keeps them,
+        load: at the load of the goal; with limits and no load, at the largest load that keeps them,
             else of a single request. None: requests arrive faster than they can be served.
         single: one request alone.
         full: as many requests as can run, which gives the highest throughput.
@@ -136,20 +136,20 @@ class Figures:
     memory: int
     memory_limit: int
 
-    def key(self, wish: Wish) -> tuple[float, ...]:
+    def key(self, goal: Goal) -> tuple[float, ...]:
         """Return the figures to maximise, the most important first."""
         load = (self.full.output_rate if self.full else 0.0, 0.0)
         if self.load:
             load = (self.load.output_rate, 1.0 / self.load.e2e)
-        if wish.slo is None:
+        if goal.slo is None:
             return load
-        closeness = 1.0 / self.single.excess(wish.slo) if self.single else 0.0
+        closeness = 1.0 / self.single.excess(goal.slo) if self.single else 0.0
         kept = (self.largest.rate if self.largest else 0.0, min(1.0, closeness))
-        # Without a load in the wish, settings are compared at different loads.
-        return (*kept, *load) if wish.load_named else kept
+        # Without a load in the goal, settings are compared at different loads.
+        return (*kept, *load) if goal.load_named else kept
 
 
-def figures_of(serving: Serving, traffic: Traffic, wish: Wish) -> Figures:
+def figures_of(serving: Serving, traffic: Traffic, goal: Goal) -> Figures:
     """Predict the figures of a setting.
 
     Raises:
@@ -158,12 +158,12 @@ def figures_of(serving: Serving, traffic: Traffic, wish: Wish) -> Figures:
     single = predict(serving, traffic, 1)
     full = predict(serving, traffic, max(1, serving.most))
     largest = None
-    if wish.slo is not None:
-        largest = largest_load(serving, traffic, wish.slo)
-    if wish.rate is not None:
-        load = predict_rate(serving, traffic, wish.rate)
-    elif wish.concurrency is not None or wish.slo is None:
-        load = predict(serving, traffic, wish.concurrency or USUAL_CONCURRENCY)
+    if goal.slo is not None:
+        largest = largest_load(serving, traffic, goal.slo)
+    if goal.rate is not None:
+        load = predict_rate(serving, traffic, goal.rate)
+    elif goal.concurrency is not None or goal.slo is None:
+        load = predict(serving, traffic, goal.concurrency or USUAL_CONCURRENCY)
     else:
         load = largest or single
     batch = max(1, min(load.concurrency if load else serving.most, serving.most))
@@ -171,10 +171,10 @@ def figures_of(serving: Serving, traffic: Traffic, wish: Wish) -> Figures:
     return Figures(load, single, full, largest, memory, limit)
 
 
-def improvement(before: Figures, after: Figures, wish: Wish) -> float:
+def improvement(before: Figures, after: Figures, goal: Goal) -> float:
     """Return the relative change of the most important figure that changes by more than
     `WORTHWHILE`; 0 if none does."""
-    for old, new in zip(before.key(wish), after.key(wish), strict=True):
+    for old, new in zip(before.key(goal), after.key(goal), strict=True):
         change = new / old - 1.0 if old else float(new > 0)
         if abs(change) > WORTHWHILE:
             return change
@@ -326,12 +326,12 @@ def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str
 
 
 def supposed(acceptance: float, draft: bool) -> str:
-    """State the acceptance that the wish gives."""
+    """State the acceptance that the goal gives."""
     return f"supposing that {acceptance:.0%} of the drafts are right (--acceptance), {_cost(draft)}"
 
 
 def worthwhile(percent: int | None, draft: bool) -> str:
-    """State the acceptance from which drafts gain, if the wish gives none."""
+    """State the acceptance from which drafts gain, if the goal gives none."""
     return (
         f"it gains from {percent}% of right drafts on, {_cost(draft)}. How many are right depends "
         "on the texts: `kvik spec-report --data` measures the share, --acceptance takes it. Not "
