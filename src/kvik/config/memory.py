@@ -76,10 +76,10 @@ CHECKPOINTS_EACH = 2  # checkpoints of states, for each request of the largest s
 
 
 class ModelSizes(Weighed, Protocol):
-    """Facts of a model that its footprint depends on.
+    """Facts of a model that its footprint depends on, as `ModelSpec` describes them.
 
-    A `ModelSpec` has them. A class for a model that kvik does not run counts experts with the width
-    used for one token, and lists the contents of the cache in `kv_specs`.
+    A class for a model that kvik does not run counts experts with the width used for one token, and
+    lists the contents of the cache in `kv_specs`.
     """
 
     @property
@@ -89,74 +89,48 @@ class ModelSizes(Weighed, Protocol):
     def hidden_size(self) -> int: ...
 
     @property
-    def encoder(self) -> bool:
-        """Whether steps compute whole prompts, keep nothing and sample no token."""
-        ...
+    def encoder(self) -> bool: ...
 
     @property
-    def inner_width(self) -> int:
-        """Largest number of inner activations of a token in a layer."""
-        ...
+    def inner_width(self) -> int: ...
 
     @property
-    def experts_of_token(self) -> int:
-        """Largest number of experts per token in a layer; 0 without experts."""
-        ...
+    def experts_of_token(self) -> int: ...
 
     @property
     def num_heads(self) -> int: ...
 
     @property
-    def head_dims(self) -> Sequence[int]:
-        """The distinct head sizes of its layers."""
-        ...
+    def head_dims(self) -> Sequence[int]: ...
 
     @property
-    def query_width(self) -> int:
-        """Largest number of query channels of all heads of a layer."""
-        ...
+    def query_width(self) -> int: ...
 
     @property
-    def key_width(self) -> int:
-        """Largest number of key channels of all heads of a layer."""
-        ...
+    def key_width(self) -> int: ...
 
     @property
-    def latent(self) -> LatentSpec | None:
-        """The latent vectors that layers attend over; None: keys and values of heads."""
-        ...
+    def latent(self) -> LatentSpec | None: ...
 
     @property
     def max_context(self) -> int: ...
 
     @property
-    def rotations(self) -> Sequence[tuple[RopeSpec, int]]:
-        """The distinct pairs of a layer's rotary positions and rotated channels of a head; empty if
-        positions are learned."""
-        ...
+    def rotations(self) -> Sequence[tuple[RopeSpec, int]]: ...
 
     @property
-    def query_scales(self) -> Sequence[object]:
-        """The distinct tables of query scales, with a number for each position."""
-        ...
+    def query_scales(self) -> Sequence[object]: ...
 
     @property
-    def transposed_numbers(self) -> int:
-        """The most numbers of a matrix that is stored as floats [inputs, outputs]."""
-        ...
+    def transposed_numbers(self) -> int: ...
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of the states of one request."""
-        ...
+    def state_bytes(self) -> int: ...
 
     @property
     def state_width(self) -> int: ...
 
-    def kv_specs(self, dtype_bytes: int) -> Sequence[KVCacheSpec | None]:
-        """Return the cache of each layer, with `dtype_bytes` per number; None for a layer with a
-        state."""
-        ...
+    def kv_specs(self, dtype_bytes: int) -> Sequence[KVCacheSpec | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
