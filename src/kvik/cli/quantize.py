@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvik.cli.flags import (
     Parser,
@@ -25,7 +25,7 @@ from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError, KvikError
-from kvik.options import Flag, Integer, Number, Text, TextList, option
+from kvik.options import Flag, Integer, Kind, Number, Text, TextList, option
 from kvik.quantize.recipe import ROW, SQUARE, Recipe, dividing
 
 if TYPE_CHECKING:
@@ -129,12 +129,13 @@ DEFAULT_BITS, DEFAULT_TOKENS = 4, 512
 RUNNING = ("device",)  # engine options that do not belong to the recipe
 
 
-@dataclass(frozen=True)
-class GroupSize(Integer):
+class GroupSize(Kind):
     """A number of inputs, or "auto"."""
 
-    def parse(self, text: str) -> Any:
-        return AUTO if text == AUTO else super().parse(text)
+    expects, metavar = "an integer", "N"
+
+    def parse(self, text: str) -> int | str:
+        return AUTO if text == AUTO else int(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class RecipeOptions:
     )
     group_size: int | str = option(
         AUTO,
-        GroupSize(-1, 1 << 20),
+        GroupSize(),
         "inputs that share a scale; -1: all of them; fp8 also: 0, a single scale, and 128, blocks "
         "of 128 x 128; auto: the first of 128, 64 and 32 that divides all inputs, with smoothquant "
         "and fp8 -1, with e5m2 128",
