@@ -169,17 +169,16 @@ DEEPSEEK2 = Architecture(
     gguf_log_scale=0.1,
     gguf_implied=deepseek2_implied,
 )
-DEEPSEEK3 = Architecture(
-    "DeepseekV3ForCausalLM",
-    "deepseek_v3",
-    "DeepSeek V3, V3.1 and R1",
-    deepseek,
+DEEPSEEK3 = replace(
+    DEEPSEEK2,
+    name="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    models="DeepSeek V3, V3.1 and R1",
     layers=partial(latent_layers, interleaved="rope_interleave"),
     experts=partial(
         read_experts, router=corrected_router, shared="n_shared_experts", first_dense=3
     ),
-    qkv_bias="attention_bias",
-    o_bias="attention_bias",
+    mlp_bias=False,
     defaults={
         "n_shared_experts": 1,
         "n_routed_experts": 256,
@@ -189,13 +188,9 @@ DEEPSEEK3 = Architecture(
         "topk_group": 4,
         "routed_scaling_factor": 2.5,
     },
-    wiring=apart_wiring,
     eos_token_ids=(1,),
-    gguf="deepseek2",
     gguf_told=("expert_gating_func", 2),
-    gguf_names=GGUF_NAMES,
-    gguf_parts=file_parts,
-    gguf_log_scale=0.1,
+    gguf_implied=None,
 )
 # GLM-4.7-Flash (Z.ai 2026), whose files are read like DeepSeek-V3's.
 GLM4_MOE_LITE = replace(
