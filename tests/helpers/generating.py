@@ -76,7 +76,8 @@ class Generating:
     async def start(
         self, request: GenerationRequest, tenant: str = "", *, streaming: bool = False
     ) -> Generation:
-        return await self.generations.start(request, tenant, streaming=streaming)
+        (generation,) = await self.generations.start_all([request], tenant, streaming=streaming)
+        return generation
 
     async def start_all(
         self, requests: list[GenerationRequest], *, streaming: bool = False

@@ -341,7 +341,7 @@ async def test_stop_needs_a_tokenizer():
         client, config = serving.engine.client, ServerConfig()
         bare = Generations(client, serving.texts, serving.admission, [serving.watcher], config)
         with pytest.raises(ParamError, match="stop"):
-            await bare.start(request([1], stop="x"), "", streaming=False)
+            await bare.start_all([request([1], stop="x")], "", streaming=False)
 
 
 async def test_bursts_are_not_too_much_for_an_active_reader(monkeypatch):

@@ -35,6 +35,7 @@ from kvik.server.responses import (
     json_event,
     json_response,
     offload,
+    start_all,
 )
 from kvik.server.route import caller_of, context_of, post, routes_of
 from kvik.server.server import Server
@@ -452,23 +453,19 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
     answer = AnswerForm.behind(prompt.text, texts.form, use, anew=anew, budget=budget)
     params = answer.constrained(params)
     with rename_fields(stop="stop_sequences"):
-        generation = await server.generations.start(
-            GenerationRequest(
-                prompt.token_ids,
-                params,
-                pins=prompt.pins,
-                marks=answer.marks,
-                unenforced=() if use is None else use.unenforced,
-                field="messages",
-            ),
-            tenant,
-            streaming=bool(body.stream),
-            headers=request.headers,
+        wanted = GenerationRequest(
+            prompt.token_ids,
+            params,
+            pins=prompt.pins,
+            marks=answer.marks,
+            unenforced=() if use is None else use.unenforced,
+            field="messages",
         )
+        (generation,) = await start_all(server, request, [wanted], stream=body.stream)
     block_size = server.engine.config.cache.block_size
     usage = UsageMeter(len(prompt.token_ids), prompt.pins, block_size)
     form = MessageFormat(model, body, generation, usage, server.max_model_len, answer)
-    return await generation_response(request, [generation], form, stream=bool(body.stream))
+    return await generation_response(request, [generation], form, body.stream)
 
 
 @post(

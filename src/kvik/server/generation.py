@@ -338,21 +338,6 @@ class Generations:
             self._check_ready()
             self._admission.check(tenant, num_requests)
 
-    async def start(
-        self,
-        request: GenerationRequest,
-        tenant: str,
-        *,
-        streaming: bool,
-        arrived: float | None = None,
-        headers: Mapping[str, str] = NO_HEADERS,
-    ) -> Generation:
-        """Start one request: see `start_all`."""
-        (generation,) = await self.start_all(
-            [request], tenant, streaming=streaming, arrived=arrived, headers=headers
-        )
-        return generation
-
     async def start_all(
         self,
         requests: Sequence[GenerationRequest],

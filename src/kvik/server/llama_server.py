@@ -28,7 +28,13 @@ from kvik.server.openai.requests import (
     prompt_ids,
     split_prompts,
 )
-from kvik.server.responses import ResponseFormat, generation_response, json_event, json_response
+from kvik.server.responses import (
+    ResponseFormat,
+    generation_response,
+    json_event,
+    json_response,
+    start_all,
+)
 from kvik.server.route import caller_of, get, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
@@ -121,16 +127,11 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
     server.generations.check_room(tenant, params.n)
     (prompt,) = split_prompts("prompt", body.prompt).values()
     ids = await prompt_ids(server.texts.of(tenant), prompt)
-    generation = await server.generations.start(
-        GenerationRequest(ids, params),
-        tenant,
-        streaming=body.stream,
-        headers=request.headers,
-        arrived=arrived,
-    )
+    wanted = [GenerationRequest(ids, params)]
+    (generation,) = await start_all(server, request, wanted, stream=body.stream, arrived=arrived)
     text = prompt if isinstance(prompt, str) else server.texts.decode(prompt)
     form = LlamaFormat(model, text, generation, with_tokens=body.return_tokens)
-    return await generation_response(request, [generation], form, stream=body.stream)
+    return await generation_response(request, [generation], form, body.stream)
 
 
 def _params(body: LlamaCompletionRequest, defaults: SamplingParams) -> SamplingParams:

@@ -27,7 +27,14 @@ from kvik.server.openai.requests import (
     prompt_ids,
     split_prompts,
 )
-from kvik.server.responses import HOLE, ResponseFormat, Template, generation_response, json_event
+from kvik.server.responses import (
+    HOLE,
+    ResponseFormat,
+    Template,
+    generation_response,
+    json_event,
+    start_all,
+)
 from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table, missing
@@ -89,22 +96,16 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
     tenant = caller_of(request).tenant
     server.generations.check_room(tenant, params.n)
     (prompt,) = split_prompts("prompt", body.prompt).values()
-    generation = await server.generations.start(
-        GenerationRequest(
-            await prompt_ids(server.texts.of(tenant), prompt),
-            params,
-            priority=body.priority,
-            cache_salt=body.cache_salt,
-            deadline_ms=body.deadline_ms,
-        ),
-        tenant,
-        streaming=body.stream,
-        headers=request.headers,
-        arrived=arrived,
+    wanted = GenerationRequest(
+        await prompt_ids(server.texts.of(tenant), prompt),
+        params,
+        priority=body.priority,
+        cache_salt=body.cache_salt,
+        deadline_ms=body.deadline_ms,
     )
-    return await generation_response(
-        request, [generation], GenerateFormat(generation), stream=body.stream
-    )
+    (generation,) = await start_all(server, request, [wanted], stream=body.stream, arrived=arrived)
+    form = GenerateFormat(generation)
+    return await generation_response(request, [generation], form, body.stream)
 
 
 class GenerateFormat(ResponseFormat):

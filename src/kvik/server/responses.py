@@ -19,8 +19,9 @@ from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput, TextDelta, merged
 from kvik.errors import KvikError
 from kvik.server.errors import escaped_traceback, http_error, in_messages
-from kvik.server.generation import Generation, GivenAway, wait_for_change
-from kvik.server.route import limit_unread
+from kvik.server.generation import Generation, GenerationRequest, GivenAway, wait_for_change
+from kvik.server.route import caller_of, limit_unread
+from kvik.server.server import Server
 from kvik.server.transfer import (
     MOVED_COMMENT,
     MOVED_END,
@@ -198,8 +199,23 @@ class ResponseFormat(ABC):
         """Return the events after the last text; not called after a failure."""
 
 
+async def start_all(
+    server: Server,
+    request: Request,
+    wanted: Sequence[GenerationRequest],
+    *,
+    stream: bool | None = False,
+    arrived: float | None = None,
+) -> list[Generation]:
+    """Start generations for the caller of a request; see `Generations.start_all`."""
+    tenant, headers = caller_of(request).tenant, request.headers
+    return await server.generations.start_all(
+        wanted, tenant, streaming=bool(stream), arrived=arrived, headers=headers
+    )
+
+
 async def generation_response(
-    request: Request, generations: Sequence[Generation], form: ResponseFormat, *, stream: bool
+    request: Request, generations: Sequence[Generation], form: ResponseFormat, stream: bool | None
 ) -> Response:
     """Return the response for generations that were started together.
 

@@ -58,6 +58,7 @@ from kvik.server.responses import (
     event,
     generation_response,
     json_event,
+    start_all,
 )
 from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
@@ -207,17 +208,13 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     with rename_fields(prompt="messages", max_tokens=name):
         check_output_fits(server, len(ids), max_tokens, name)
         check_logprobs(server, [ids], params, "prompt_logprobs", "top_logprobs")
-        generation = await server.generations.start(
-            generation_request(body, ids, params, "messages", answer),
-            tenant,
-            streaming=bool(body.stream),
-            headers=request.headers,
-        )
+        wanted = [generation_request(body, ids, params, "messages", answer)]
+        (generation,) = await start_all(server, request, wanted, stream=body.stream)
     by_id = bool(body.return_tokens_as_token_ids)
     names = TokenNames(server.texts.tokenizer, by_id=by_id)
     head = ResponseHead(f"chatcmpl-{generation.request_id}", model, generation.created)
     form = ChatFormat(head, body, names, ids, answer)
-    return await generation_response(request, [generation], form, stream=bool(body.stream))
+    return await generation_response(request, [generation], form, body.stream)
 
 
 def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:

@@ -50,6 +50,7 @@ from kvik.server.responses import (
     generation_response,
     json_event,
     offload,
+    start_all,
 )
 from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
@@ -130,17 +131,13 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
         shown = list(given.values()) if most is None else prompts
         echoes = await offload(num_echoed, lambda: [_echo(server, body, one) for one in shown])
     with rename_fields(max_tokens=name):
-        generations = await server.generations.start_all(
-            [generation_request(body, ids[field], params, field) for field in ids],
-            tenant,
-            streaming=bool(body.stream),
-            headers=request.headers,
-        )
+        wanted = [generation_request(body, ids[field], params, field) for field in ids]
+        generations = await start_all(server, request, wanted, stream=body.stream)
     by_id = bool(body.return_tokens_as_token_ids)
     names = TokenNames(server.texts.tokenizer, by_id=by_id)
     head = ResponseHead(f"cmpl-{generations[0].request_id}", model, generations[0].created)
     form = CompletionFormat(head, body, names, prompts, echoes)
-    return await generation_response(request, generations, form, stream=bool(body.stream))
+    return await generation_response(request, generations, form, body.stream)
 
 
 def _echo(server: Server, body: CompletionRequest, prompt: str | Sequence[int]) -> str:

@@ -27,7 +27,7 @@ from kvik.server.openai.requests import (
     kept_tokens,
     split_prompts,
 )
-from kvik.server.responses import LazyList, encode_in_chunks, offload, wait_for_outputs
+from kvik.server.responses import LazyList, encode_in_chunks, offload, start_all, wait_for_outputs
 from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
@@ -133,9 +133,7 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
         )
         for field, ids in inputs.items()
     ]
-    generations = await server.generations.start_all(
-        requests, tenant, streaming=False, headers=request.headers
-    )
+    generations = await start_all(server, request, requests)
     vectors = [output.embedding or [] for output in await wait_for_outputs(request, generations)]
     num_tokens = sum(map(len, inputs.values()))
     as_text = body.encoding_format == "base64"

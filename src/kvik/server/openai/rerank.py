@@ -20,7 +20,7 @@ from kvik.server.errors import rename_fields
 from kvik.server.generation import GenerationRequest
 from kvik.server.openai.embeddings import MAX_INPUTS, EmbeddingUsage
 from kvik.server.openai.requests import DeadlineMs, Name, Priority, Truncation, kept_tokens
-from kvik.server.responses import encode_in_chunks, offload, wait_for_outputs
+from kvik.server.responses import encode_in_chunks, offload, start_all, wait_for_outputs
 from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import Table
@@ -184,9 +184,7 @@ async def _scores(
                 field=field,
             )
         )
-    generations = await server.generations.start_all(
-        requests, tenant, streaming=False, headers=request.headers
-    )
+    generations = await start_all(server, request, requests)
     outputs = await wait_for_outputs(request, generations)
     scores = [finished_score(output.embedding or [0.0], pooling.function) for output in outputs]
     return scores, EmbeddingUsage(num_tokens, num_tokens)

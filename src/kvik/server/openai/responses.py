@@ -29,7 +29,7 @@ from kvik.server.openai.conversation import (
     conversation_text,
 )
 from kvik.server.openai.requests import Name, TreatmentFields, check_output_fits, generation_request
-from kvik.server.responses import ResponseFormat, generation_response, json_event
+from kvik.server.responses import ResponseFormat, generation_response, json_event, start_all
 from kvik.server.route import caller_of, context_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
@@ -351,14 +351,10 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     with rename_fields(prompt="input", max_tokens="max_output_tokens"):
         ids = await texts.encode(prompt, add_special_tokens=False)
         check_output_fits(server, len(ids), body.max_output_tokens, "max_output_tokens")
-        generation = await server.generations.start(
-            generation_request(body, ids, params, "input", answer),
-            tenant,
-            streaming=bool(body.stream),
-            headers=request.headers,
-        )
+        wanted = [generation_request(body, ids, params, "input", answer)]
+        (generation,) = await start_all(server, request, wanted, stream=body.stream)
     form = ResponseEvents(model, body, params, answer)
-    return await generation_response(request, [generation], form, stream=bool(body.stream))
+    return await generation_response(request, [generation], form, body.stream)
 
 
 @dataclass(slots=True)
