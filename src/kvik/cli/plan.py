@@ -479,28 +479,33 @@ def question_of(arguments: argparse.Namespace) -> Question:
     return Question(**given_options(Question, arguments))
 
 
+# Fields of a model's shape, of a setting and of a plan that are shown as they are.
+OF_SHAPE = (
+    *("name", "architecture", "attention", "parameters", "active_parameters", "hidden_size"),
+    *("head_dim", "max_context", "notes"),
+)
+OF_SETTING = ("context", "batch", "weight_format", "kv_format", "tp", "pp")
+OF_PLAN = (
+    *("parts", "division", "kv_waste", "remedies", "speed", "attention_matrices"),
+    *("attention_variants", "weight_formats", "kv_formats", "context_parts", "rates"),
+    *("measured_rate", "cost"),
+)
+
+
 def as_object(answer: Plan) -> dict[str, object]:
     """Return a plan in plain types with exact numbers."""
     shape, at, device, memory = answer.shape, answer.at, answer.at.device, answer.memory
     sums = {"total": memory.total, "missing": memory.missing, "fits": memory.fits}
     facts = {
         "model": {
-            "name": shape.name,
-            "architecture": shape.architecture,
-            "attention": shape.attention,
-            "parameters": shape.parameters,
-            "active_parameters": shape.active_parameters,
+            **{name: getattr(shape, name) for name in OF_SHAPE},
             "layers": shape.num_layers,
-            "hidden_size": shape.hidden_size,
             "heads": shape.num_heads,
             "kv_heads": shape.num_kv_heads,
-            "head_dim": shape.head_dim,
-            "max_context": shape.max_context,
             "weight_bytes": answer.weight_bytes,
             "kv_bytes_per_token": answer.kv_bytes_per_token,
             "flops_per_token": answer.flops_per_token,
             "runs": shape.spec is not None,
-            "notes": shape.notes,
         },
         "device": {
             "name": device.name,
@@ -514,27 +519,10 @@ def as_object(answer: Plan) -> dict[str, object]:
             "unknown": device.unknown,
             "doubt": device.doubt,
         },
-        "context": at.context,
-        "batch": at.batch,
-        "weight_format": at.weight_format,
-        "kv_format": at.kv_format,
-        "tp": at.tp,
-        "pp": at.pp,
+        **{name: getattr(at, name) for name in OF_SETTING},
         "memory": {**asdict(memory), **sums},
-        "parts": answer.parts,
-        "division": answer.division,
-        "kv_waste": answer.kv_waste,
-        "remedies": answer.remedies,
-        "speed": answer.speed,
-        "attention_matrices": answer.attention_matrices,
-        "attention_variants": answer.attention_variants,
-        "weight_formats": answer.weight_formats,
-        "kv_formats": answer.kv_formats,
-        "context_parts": answer.context_parts,
         "request": {"prompt": answer.request[0], "output": answer.request[1]},
-        "rates": answer.rates,
-        "measured_rate": answer.measured_rate,
-        "cost": answer.cost,
+        **{name: getattr(answer, name) for name in OF_PLAN},
     }
     plain: dict[str, object] = msgspec.to_builtins(facts)
     return plain

@@ -346,7 +346,8 @@ class Perplexity:
 
 @dataclass(frozen=True, slots=True)
 class QuantizeReport:
-    """
+    """What was quantised, and what that changed.
+
     Attributes:
         calibration: description of the calibration text.
         seconds: time of the quantisation, without the measurements.

@@ -148,22 +148,24 @@ class ExchangeCost(msgspec.Struct, frozen=True):
 
 
 class Calibration(msgspec.Struct, frozen=True):
-    """Attributes:
-    reads: by ascending bytes; the last is from memory.
-    peaks: operations per second by arithmetic ("fp32", "bf16", "int8").
-    linears: by kind of weight ("bf16", "int8", "int8-weight-only", "int4-g128", ...), rows
-        ascending.
-    attention: head_dim ascending.
-    launch: seconds of a small kernel in a step.
-    activation: bytes per second that norms read and write.
-    logit: seconds for each logit that greedy sampling reads.
-    host: by ascending bytes.
-    host_request, host_token: seconds per request and per token of its prompt, outside both the
-        kernels and the steps.
-    exchanges: processes ascending; (): not measured, as with torch's kernels.
-    hop: seconds of a message from one process to another, whatever its size; 0: not measured.
-    hop_rate: bytes per second of a large message.
-    disturbed: other processes used CPU time during the measurement.
+    """What was measured on a machine.
+
+    Attributes:
+        reads: by ascending bytes; the last is from memory.
+        peaks: operations per second by arithmetic ("fp32", "bf16", "int8").
+        linears: by kind of weight ("bf16", "int8", "int8-weight-only", "int4-g128", ...), rows
+            ascending.
+        attention: head_dim ascending.
+        launch: seconds of a small kernel in a step.
+        activation: bytes per second that norms read and write.
+        logit: seconds for each logit that greedy sampling reads.
+        host: by ascending bytes.
+        host_request, host_token: seconds per request and per token of its prompt, outside both the
+            kernels and the steps.
+        exchanges: processes ascending; (): not measured, as with torch's kernels.
+        hop: seconds of a message from one process to another, whatever its size; 0: not measured.
+        hop_rate: bytes per second of a large message.
+        disturbed: other processes used CPU time during the measurement.
     """
 
     machine: Machine

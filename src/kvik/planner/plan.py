@@ -249,10 +249,12 @@ class PrefillSpeed:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSpeed:
-    """Attributes:
-    ceiling, expected: tokens/s of all requests together.
-    floor: least seconds of a step, and thus between two tokens of a request.
-    reading, computing: tokens/s if only reading memory took time, and if only arithmetic did.
+    """The speed at which requests decode together.
+
+    Attributes:
+        ceiling, expected: tokens/s of all requests together.
+        floor: least seconds of a step, and thus between two tokens of a request.
+        reading, computing: tokens/s if only reading memory took time, and if only arithmetic did.
     """
 
     batch: int
@@ -497,16 +499,18 @@ def _remedy(shape: ModelShape, asked: Setting, changed: Setting) -> Remedy:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Attributes:
-    shape: the model, with weights in the layout of the device's kernels.
-    at: requested formats, devices and work, with defaults filled in.
-    parts, division: () and None if the model is on one device, in one process.
-    remedies: changes that would make the plan fit, if it does not.
-    request: tokens of a request's prompt and of its output.
-    speed: None: the device's speed is unknown.
-    rates: token rates of requests; None: nothing fits, or the speed is unknown.
-    measured_rate: measured output tokens/s on which the cost is based; None: the roofline's.
-    cost: None: there is no price, or no rate.
+    """The answer to a `Question`.
+
+    Attributes:
+        shape: the model, with weights in the layout of the device's kernels.
+        at: requested formats, devices and work, with defaults filled in.
+        parts, division: () and None if the model is on one device, in one process.
+        remedies: changes that would make the plan fit, if it does not.
+        request: tokens of a request's prompt and of its output.
+        speed: None: the device's speed is unknown.
+        rates: token rates of requests; None: nothing fits, or the speed is unknown.
+        measured_rate: measured output tokens/s on which the cost is based; None: the roofline's.
+        cost: None: there is no price, or no rate.
     """
 
     shape: ModelShape

@@ -152,10 +152,12 @@ class StepPart:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Attributes:
-    parts: "weights", "head", "kv cache" (of decoding), "attention" (of prompts), "states",
-        "small kernels", "sampling", "host", "links", "exchanges", "hops"; only those that take
-        time.
+    """The time of a step.
+
+    Attributes:
+        parts: "weights", "head", "kv cache" (of decoding), "attention" (of prompts), "states",
+            "small kernels", "sampling", "host", "links", "exchanges", "hops"; only those that take
+            time.
     """
 
     parts: tuple[StepPart, ...]
