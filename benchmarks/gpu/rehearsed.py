@@ -4,11 +4,9 @@ results that arrive late, as on an asynchronous device."""
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from kvik.attention.triton import TritonAttention
@@ -16,6 +14,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.graph_sizes import decoding_sizes, drafting_sizes
 from kvik.worker import platforms
 from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers
+from kvik.worker.step_inputs import Arrival
 from kvik.worker.worker import Worker
 
 
@@ -30,21 +29,14 @@ class CalledAgain:
         return Captured(call, 0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Arrival:
-    copies: list[Tensor]
-
-    def wait(self) -> list[NDArray[Any]]:
-        return [copy.numpy() for copy in self.copies]
-
-
 class LateCopies:
     """Replaces `PinnedCopies`."""
 
     depth = 2
 
-    def start(self, tensors: Sequence[Tensor]) -> _Arrival:
-        return _Arrival([tensor.clone() for tensor in tensors])
+    def start(self, tensors: Sequence[Tensor]) -> Arrival:
+        copies = [tensor.clone() for tensor in tensors]
+        return lambda: [copy.numpy() for copy in copies]
 
 
 def rehearsed_worker(resolved: ResolvedConfig) -> Worker:

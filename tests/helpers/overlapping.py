@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvik.worker.request_table import Expected, RequestTable
+from kvik.worker.step_inputs import Arrival
 
 POISON = -(10**6)  # no token: a forward that reads it fails
 
@@ -23,20 +24,16 @@ class LateCopies:
         self.depth = depth
         self.unread = self.most_unread = 0
 
-    def start(self, tensors: Sequence[Tensor]) -> Late:
+    def start(self, tensors: Sequence[Tensor]) -> Arrival:
         self.unread += 1
         self.most_unread = max(self.most_unread, self.unread)
-        return Late(self, [tensor.clone() for tensor in tensors])
+        copies = [tensor.clone() for tensor in tensors]
 
+        def wait() -> list[np.ndarray]:
+            self.unread -= 1
+            return [copy.cpu().numpy() for copy in copies]
 
-class Late:
-    def __init__(self, copies: LateCopies, tensors: list[Tensor]) -> None:
-        self._copies = copies
-        self._tensors = tensors
-
-    def wait(self) -> list[np.ndarray]:
-        self._copies.unread -= 1
-        return [tensor.cpu().numpy() for tensor in self._tensors]
+        return wait
 
 
 @contextmanager
