@@ -300,6 +300,7 @@ def peer(options: Namespace) -> None:
         port, moves = int(process.stdout.readline()), loop.core.scheduler.moves
         assert moves is not None
         counters, cache = moves.index.tiers["peer"].counters, loop.core.config.cache
+        page_bytes = moves.index.sizes.page_bytes
         hashes: list[bytes] = []
         extend_hashes(hashes, prompt(tokens, 0), BLOCK, cache.salt, (tokens - 1) // BLOCK)
         keys = [(group, key) for key in hashes for group in range(len(cache.groups))]
@@ -308,14 +309,14 @@ def peer(options: Namespace) -> None:
             fetched_seconds = seconds_to_fetch(peers, lent(process), keys, cache)
             source = lent(process)
             loop.reset_prefix_cache()
-            before, work = counters.loaded_bytes, loop.stats().work.prefill_tokens
+            before, work = counters.loaded, loop.stats().work.prefill_tokens
             loop.add(EngineRequest(f"{i}", prompt(tokens, 0), ONE, source=source))
             began = time.monotonic()
             loop.step()
             while moves.loads:
                 loop.step()
             pages_seconds = time.monotonic() - began
-            size = counters.loaded_bytes - before
+            size = (counters.loaded - before) * sum(page_bytes) // len(page_bytes)
             until_done(loop)
             computed.append(loop.stats().work.prefill_tokens - work)
             process.stdin.write(f"{size}\n")
