@@ -287,7 +287,6 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Return all statistics except times, which the loop adds."""
         scheduler, pool = self.scheduler, self.scheduler.kv.pool
-        counters = scheduler.counters
         allocated, used = scheduler.kv.tokens(scheduler.running)
         return EngineStats(
             num_running=len(scheduler.running),
@@ -301,14 +300,7 @@ class EngineCore:
             kv_used_tokens=used,
             pinned_blocks=pool.num_pinned,
             given_back_blocks=pool.num_given_back,
-            steps=counters.steps,
-            rows=counters.rows,
-            scheduled_tokens=counters.scheduled_tokens,
-            delivered_tokens=counters.delivered_tokens,
-            preemptions=counters.preemptions,
-            prefix_queries=counters.prefix_queries,
-            prefix_hits=counters.prefix_hits,
-            step_sizes=tuple(counters.step_sizes),
+            **asdict(scheduler.counters),
             work=scheduler.meter.read(scheduler.running),
             speculation=self._speculation(),
             graphs=self._graphs,

@@ -132,7 +132,7 @@ class EngineStats:
     preemptions: int  # times
     prefix_queries: int  # prompt tokens looked up in the prefix cache
     prefix_hits: int  # and found there
-    step_sizes: tuple[int, ...] = ()  # [i] steps of more than 2^(i - 1) and up to 2^i tokens
+    step_sizes: Sequence[int] = ()  # [i] steps of more than 2^(i - 1) and up to 2^i tokens
     work: Work = field(default_factory=Work)
     time: LoopTime = field(default_factory=LoopTime)
     speculation: SpeculationStats | None = None  # None: off
