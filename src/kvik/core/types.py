@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, MutableSequence, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum, StrEnum
 from itertools import zip_longest
 
@@ -407,16 +407,5 @@ class RequestReport:
 
     @classmethod
     def of(cls, request: Request, finished: float) -> RequestReport:
-        return cls(
-            arrival=request.arrival,
-            first_scheduled=request.first_scheduled,
-            first_token=request.first_token,
-            finished=finished,
-            num_cached_tokens=request.num_cached_tokens,
-            num_preemptions=request.num_preemptions,
-            speculation=request.speculation,
-            num_pinned_tokens=request.num_pinned_tokens,
-            serial=request.serial,
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_output_tokens=request.num_output_tokens,
-        )
+        names = [one.name for one in fields(cls) if one.name != "finished"]
+        return cls(finished=finished, **{name: getattr(request, name) for name in names})
