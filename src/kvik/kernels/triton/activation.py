@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, SWIGLU_LIMIT, SWIGLU_SLOPE, Activation
 
 CLAMPED = tl.constexpr(ACTIVATIONS["clamped_swiglu"])
@@ -110,7 +110,8 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block = min(MOST, power_of_two(columns))
     grid = (rows, ceil_div(columns, block))
-    activate_kernel[grid](x, out, columns, x.stride(0), ACTIVATIONS[activation], block)
+    numbers = (columns, x.stride(0))
+    launch(activate_kernel, grid, (x, out), numbers, (ACTIVATIONS[activation], block))
     return out
 
 
@@ -119,11 +120,12 @@ def scaled(x: Tensor, factor: float) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     block = min(MOST, power_of_two(x.numel()))
-    scaled_kernel[(ceil_div(x.numel(), block),)](x, out, x.numel(), factor, block)
+    grid, numbers = (ceil_div(x.numel(), block),), (x.numel(), factor)
+    launch(scaled_kernel, grid, (x, out), numbers, (block,))
     return out
 
 
 def softcap(x: Tensor, cap: float) -> None:
     """See `Ops`; x is contiguous."""
     block = min(MOST, power_of_two(x.numel()))
-    softcap_kernel[(ceil_div(x.numel(), block),)](x, x.numel(), cap, block)
+    launch(softcap_kernel, (ceil_div(x.numel(), block),), (x,), (x.numel(), cap), (block,))

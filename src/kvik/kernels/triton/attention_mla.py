@@ -28,7 +28,7 @@ from kvik.kernels.triton.attention_tile import (
     weigh,
 )
 from kvik.kernels.triton.kv_load import operand, product, vectors_at
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 
 KEYS = 32  # of a tile: 36 KiB of bf16 at 512 + 64
 SHORTEST, TALL = 16, 32  # rows of a tile
@@ -247,62 +247,55 @@ def _launch(
         if splits > 1:
             part_out = q.new_empty(rest, slab, latent, dtype=torch.float32)
             part_weight = q.new_empty(rest, slab, dtype=torch.float32)
-        mla_decode_kernel[(programs * stacked, rest)](
-            q,
-            q_rope,
-            cache,
-            step.block_table,
-            step.query_start_loc,
-            step.seq_lens,
-            step.tree,
-            out,
-            part_out,
-            part_weight,
-            q.stride(0),
-            q.stride(1),
-            q_rope.stride(0),
-            q_rope.stride(1),
-            step.block_table.stride(0),
-            scale * LOG2_E,
-            first,
-            above,
-            run.queries,
-            programs,
-            slab,
-            HEADS=heads,
-            LATENT=latent,
-            ROPE=rope,
-            BLOCK_LATENT=max(16, power_of_two(latent)),
-            BLOCK_ROPE=max(16, power_of_two(rope)),
-            BLOCK_M=m,
-            BLOCK_N=KEYS,
-            BLOCK_SIZE=step.block_size,
-            TREE=step.tree is not None,
-            DIRECT=splits == 1,
+        strides = (q.stride(0), q.stride(1), q_rope.stride(0), q_rope.stride(1))
+        blocks = (max(16, power_of_two(latent)), max(16, power_of_two(rope)))
+        launch(
+            mla_decode_kernel,
+            (programs * stacked, rest),
+            (
+                q,
+                q_rope,
+                cache,
+                step.block_table,
+                step.query_start_loc,
+                step.seq_lens,
+                step.tree,
+                out,
+                part_out,
+                part_weight,
+            ),
+            (
+                *strides,
+                step.block_table.stride(0),
+                scale * LOG2_E,
+                first,
+                above,
+                run.queries,
+                programs,
+                slab,
+            ),
+            (
+                heads,
+                latent,
+                rope,
+                *blocks,
+                m,
+                KEYS,
+                step.block_size,
+                step.tree is not None,
+                splits == 1,
+            ),
             num_warps=tile_warps(m),
             num_stages=STAGES,
         )
         if splits == 1:
             continue
-        attention_merge_kernel[(heads, run.queries, rest)](
-            part_out,
-            part_weight,
-            step.query_start_loc,
-            step.seq_lens,
-            None,
-            None,
-            out,
-            0,
-            first,
-            above,
-            run.queries,
-            slab,
-            GROUP=heads,
-            KV_HEADS=1,
-            HEAD_DIM=latent,
-            BLOCK_D=max(16, power_of_two(latent)),
-            BLOCK_M=m,
-            WINDOW=0,
+        launch(
+            attention_merge_kernel,
+            (heads, run.queries, rest),
+            (part_out, part_weight, step.query_start_loc, step.seq_lens, None, None, out),
+            (0, first, above, run.queries, slab),
+            (heads, 1, latent, blocks[0], m, 0),
         )
 
 

@@ -35,7 +35,7 @@ from kvik.kernels.triton.attention_shapes import (
 )
 from kvik.kernels.triton.attention_tile import CHUNK, LAST, LAST_AND_SINKS, LOG2_E
 from kvik.kernels.triton.kv_load import kind_of, stored
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 from kvik.spec.visible_keys import Window
 
 MAX_HEAD_DIM = 512
@@ -206,6 +206,7 @@ def _split(
     tiles = split_tiles(m, head_dim, itemsize, kind=of_cache, tree=tree, shared=shared)
     stacked = ceil_div(run.queries * group, m)
     window, sink_keys, kind = step.seen
+    shape = (group, kv_heads, head_dim, block_d(head_dim))
     seen = min(run.context, window + run.queries - 1) if window else run.context
     splits = most_splits(seen, kv_heads)
     # Results of a sequence: queries * heads * splits, and more tiles mean fewer splits.
@@ -224,70 +225,61 @@ def _split(
         if not merge:
             part_out = q.new_empty(sequences, slab, head_dim, dtype=torch.float32)
             part_weight = q.new_empty(sequences, slab, dtype=torch.float32)
-        attention_decode_kernel[(kv_heads * programs * stacked, sequences)](
-            q,
-            sink_q,
-            stored(cache.k),
-            stored(cache.v),
-            cache.k_scales,
-            cache.v_scales,
-            step.block_table,
-            step.query_start_loc,
-            step.seq_lens,
-            step.first_keys,
-            step.tree,
-            scoring.sinks,
-            out,
-            part_out,
-            part_weight,
-            q.stride(0),
-            0 if sink_q is None else sink_q.stride(0),
-            step.block_table.stride(0),
-            *scoring.powers,
-            window,
-            sink_keys,
-            first,
-            above,
-            run.queries,
-            programs,
-            least,
-            slab,
-            GROUP=group,
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d(head_dim),
-            BLOCK_M=m,
-            BLOCK_N=tiles.n,
-            BLOCK_SIZE=step.block_size,
-            KIND=kind_of(cache.k),
-            WINDOW=kind,
-            TREE=tree,
-            MERGE=merge,
+        launch(
+            attention_decode_kernel,
+            (kv_heads * programs * stacked, sequences),
+            (
+                q,
+                sink_q,
+                stored(cache.k),
+                stored(cache.v),
+                cache.k_scales,
+                cache.v_scales,
+                step.block_table,
+                step.query_start_loc,
+                step.seq_lens,
+                step.first_keys,
+                step.tree,
+                scoring.sinks,
+                out,
+                part_out,
+                part_weight,
+            ),
+            (
+                q.stride(0),
+                0 if sink_q is None else sink_q.stride(0),
+                step.block_table.stride(0),
+                *scoring.powers,
+                window,
+                sink_keys,
+                first,
+                above,
+                run.queries,
+                programs,
+                least,
+                slab,
+            ),
+            (*shape, m, tiles.n, step.block_size, of_cache, kind, tree, merge),
             num_warps=tiles.num_warps,
             num_stages=tiles.num_stages,
             maxnreg=None if merge else tiles.most_registers,  # the second sums would spill
         )
         if merge:
             continue
-        attention_merge_kernel[(heads, run.queries, sequences)](
-            part_out,
-            part_weight,
-            step.query_start_loc,
-            step.seq_lens,
-            step.first_keys,
-            scoring.sinks,
-            out,
-            window,
-            first,
-            above,
-            run.queries,
-            slab,
-            GROUP=group,
-            KV_HEADS=kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_D=block_d(head_dim),
-            BLOCK_M=m,
-            WINDOW=kind,
+        launch(
+            attention_merge_kernel,
+            (heads, run.queries, sequences),
+            (
+                part_out,
+                part_weight,
+                step.query_start_loc,
+                step.seq_lens,
+                step.first_keys,
+                scoring.sinks,
+                out,
+            ),
+            (window, first, above, run.queries, slab),
+            (*shape, m, kind),
         )
 
 
@@ -315,38 +307,36 @@ def _prefill(
     window, sink_keys, kind = step.seen
     sequences = run.last + 1 - run.first
     most = (run.end - run.start) * group // tiles.m + sequences
-    attention_prefill_kernel[(kv_heads * most,)](
-        q,
-        sink_q,
-        stored(cache.k),
-        stored(cache.v),
-        cache.k_scales,
-        cache.v_scales,
-        step.block_table,
-        step.query_start_loc,
-        step.seq_lens,
-        step.first_keys,
-        scoring.sinks,
-        out,
-        q.stride(0),
-        0 if sink_q is None else sink_q.stride(0),
-        step.block_table.stride(0),
-        *scoring.powers,
-        window,
-        sink_keys,
-        run.first,
-        sequences,
-        above,
-        GROUP=group,
-        KV_HEADS=kv_heads,
-        HEAD_DIM=head_dim,
-        BLOCK_D=block_d(head_dim),
-        BLOCK_M=tiles.m,
-        BLOCK_N=tiles.n,
-        BLOCK_NEAR=tiles.near,
-        BLOCK_SIZE=step.block_size,
-        KIND=kind_of(cache.k),
-        WINDOW=kind,
+    shape = (group, kv_heads, head_dim, block_d(head_dim))
+    launch(
+        attention_prefill_kernel,
+        (kv_heads * most,),
+        (
+            q,
+            sink_q,
+            stored(cache.k),
+            stored(cache.v),
+            cache.k_scales,
+            cache.v_scales,
+            step.block_table,
+            step.query_start_loc,
+            step.seq_lens,
+            step.first_keys,
+            scoring.sinks,
+            out,
+        ),
+        (
+            q.stride(0),
+            0 if sink_q is None else sink_q.stride(0),
+            step.block_table.stride(0),
+            *scoring.powers,
+            window,
+            sink_keys,
+            run.first,
+            sequences,
+            above,
+        ),
+        (*shape, tiles.m, tiles.n, tiles.near, step.block_size, kind_of(cache.k), kind),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
     )

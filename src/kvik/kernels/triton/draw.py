@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.ops import Draws, Masks, Penalties, Truncation
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 
 # Finding the tokens that a row keeps without sorting: a rule keeps the nearest tokens, by distance
 # from the top or (typical_p) from the entropy, until they reach a target.
@@ -381,7 +381,7 @@ WARPS = 8
 SETTLE_WARPS = 8
 # Of kernels that compare a token's distance from the centre: in some of them its division and
 # subtraction would be fused and rounded once, and the token at the threshold would be dropped.
-UNFUSED = {"enable_fp_fusion": False}
+FUSION = False
 
 
 @triton.jit
@@ -485,16 +485,14 @@ def draw(logits: Tensor, draws: Draws) -> Tensor:
     out = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
     if len(logits):
         sums = rows.truncate()
-        pick_kernel[(len(logits),)](
-            *rows.arguments(),
-            sums,
-            draws.uniforms,
-            out,
-            *rows.sizes,
-            sums is rows.weights,
-            *rows.flags(),
+        launch(
+            pick_kernel,
+            (len(logits),),
+            (*rows.arguments(), sums, draws.uniforms, out),
+            rows.sizes,
+            (sums is rows.weights, *rows.flags()),
             num_warps=WARPS,
-            **UNFUSED,
+            enable_fp_fusion=FUSION,
         )
     return out
 
@@ -507,9 +505,10 @@ def probabilities(logits: Tensor, temperature: Tensor, truncation: Truncation) -
         sums = rows.truncate()
         if sums is rows.weights:
             sums = rows.sums()
-        shares_kernel[rows.grid](
-            *rows.arguments(), sums, out, *rows.sizes, *rows.flags(), num_warps=WARPS, **UNFUSED
-        )
+        launch(
+            shares_kernel, rows.grid, (*rows.arguments(), sums, out), rows.sizes, rows.flags(),
+            num_warps=WARPS, enable_fp_fusion=FUSION,
+        )  # fmt: skip
     return out
 
 
@@ -541,9 +540,9 @@ class _Rows:
         highs = torch.empty(n, chunks, dtype=torch.float32, device=device)
         weights = torch.empty(n, chunks, dtype=torch.float64, device=device)
         if n:
-            highs_kernel[n, chunks](
-                logits, temperature, highs, weights, logits.shape[1], logits.stride(0), chunk,
-                num_warps=WARPS,
+            launch(
+                highs_kernel, (n, chunks), (logits, temperature, highs, weights),
+                (logits.shape[1], logits.stride(0)), (chunk,), num_warps=WARPS,
             )  # fmt: skip
         return cls(
             logits,
@@ -592,9 +591,8 @@ class _Rows:
         if rules.typical_p is not None:
             moments = self._empty(torch.float64)
             sums = self.sums(moments)
-            centre_kernel[(len(sums),)](
-                sums, moments, self.centre, self.highs.shape[1], self.flags()[-1]
-            )
+            tensors, numbers = (sums, moments, self.centre), (self.highs.shape[1],)
+            launch(centre_kernel, (len(sums),), tensors, numbers, self.flags()[-1:])
             self._search(rules.typical_p, sums, near=True)
             self.has_limit = True
             sums = self.sums()
@@ -603,9 +601,10 @@ class _Rows:
     def sums(self, moments: Tensor | None = None) -> Tensor:
         """Return how much of each chunk is kept, by weight: [rows, chunks] fp64."""
         sums = self._empty(torch.float64)
-        sums_kernel[self.grid](
-            *self.arguments(), sums, sums if moments is None else moments, *self.sizes,
-            moments is not None, *self.flags(), num_warps=WARPS, **UNFUSED,
+        launch(
+            sums_kernel, self.grid, (*self.arguments(), sums, sums if moments is None else moments),
+            self.sizes, (moments is not None, *self.flags()),
+            num_warps=WARPS, enable_fp_fusion=FUSION,
         )  # fmt: skip
         return sums
 
@@ -637,21 +636,26 @@ class _Rows:
         if sums is self.weights or near:
             sums = self._empty(torch.float64)
         for first in (True, False):
-            coarse_kernel[self.grid](
-                *known, shares, bounds, parts, *self.sizes, first, *rule, num_warps=WARPS
-            )
-            bounds_kernel[(n,)](
-                self.temperature, shares, parts, bounds, targets, vocab, used_chunks, first, count,
-                chunks,
+            launch(
+                coarse_kernel, self.grid, (*known, shares, bounds, parts), self.sizes,
+                (first, *rule), num_warps=WARPS,
             )  # fmt: skip
-        list_kernel[self.grid](
-            *known, shares, bounds, nearer, sums, counts, listed, *self.sizes, *rule,
-            num_warps=WARPS, **UNFUSED,
+            launch(
+                bounds_kernel, (n,), (self.temperature, shares, parts, bounds, targets),
+                (vocab, used_chunks), (first, count, chunks),
+            )  # fmt: skip
+        launch(
+            list_kernel, self.grid, (*known, shares, bounds, nearer, sums, counts, listed),
+            self.sizes, rule, num_warps=WARPS, enable_fp_fusion=FUSION,
         )  # fmt: skip
-        settle_kernel[(n,)](
-            self.highs, self.temperature, self.centre, shares, targets, self.weights, nearer,
-            counts, listed, self.cut, self.equals, self.limit, sums, vocab, used_chunks, count,
-            near, has_cut, chunk, chunks, min(TILE, chunk), num_warps=SETTLE_WARPS, **UNFUSED,
+        launch(
+            settle_kernel, (n,),
+            (
+                self.highs, self.temperature, self.centre, shares, targets, self.weights, nearer,
+                counts, listed, self.cut, self.equals, self.limit, sums,
+            ),
+            (vocab, used_chunks), (count, near, has_cut, chunk, chunks, min(TILE, chunk)),
+            num_warps=SETTLE_WARPS, enable_fp_fusion=FUSION,
         )  # fmt: skip
         return sums
 
@@ -699,19 +703,21 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
     """See `Ops`."""
     vocab = logits.shape[1]
     block = min(PENALIZED, power_of_two(vocab))
-    penalize_kernel[len(penalties.rows), ceil_div(vocab, block)](
-        logits,
-        penalties.rows,
-        penalties.seen,
-        penalties.repetition,
-        penalties.frequency,
-        penalties.presence,
-        penalties.in_prompt.view(torch.uint8),
-        penalties.counts,
-        vocab,
-        logits.stride(0),
-        penalties.counts.stride(0),
-        block,
+    launch(
+        penalize_kernel,
+        (len(penalties.rows), ceil_div(vocab, block)),
+        (
+            logits,
+            penalties.rows,
+            penalties.seen,
+            penalties.repetition,
+            penalties.frequency,
+            penalties.presence,
+            penalties.in_prompt.view(torch.uint8),
+            penalties.counts,
+        ),
+        (vocab, logits.stride(0), penalties.counts.stride(0)),
+        (block,),
         enable_fp_fusion=False,  # each operation is rounded separately, as on a CPU
     )
 
@@ -737,6 +743,6 @@ def mask(logits: Tensor, masks: Masks) -> None:
     """See `Ops`."""
     vocab, words = logits.shape[1], masks.words
     block = min(PENALIZED, power_of_two(vocab))
-    mask_kernel[len(masks.rows), ceil_div(vocab, block)](
-        logits, masks.rows, words, vocab, logits.stride(0), words.stride(0), block
-    )
+    grid = (len(masks.rows), ceil_div(vocab, block))
+    numbers = (vocab, logits.stride(0), words.stride(0))
+    launch(mask_kernel, grid, (logits, masks.rows, words), numbers, (block,))

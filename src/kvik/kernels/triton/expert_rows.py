@@ -10,14 +10,13 @@ cache.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 
 BLOCK = 1024  # pairs that a program reads at a time
 COMPARED, LISTED = 4096, 256  # per program: most blocks times experts, and most blocks
@@ -110,11 +109,10 @@ def by_expert(ids: Tensor, experts: int, size: int) -> ExpertRows:
     pairs, device = ids.numel(), ids.device
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     starts = torch.empty(experts, dtype=torch.int32, device=device)
-    sort: Any = sort_kernel[(experts,)]
-    sort(ids, order, starts, pairs, BLOCK)
+    launch(sort_kernel, (experts,), (ids, order, starts), (pairs,), (BLOCK,))
     count, filled = most_blocks(pairs, experts, size), power_of_two(experts)
     at_once = min(LISTED, max(1, COMPARED // filled))
     blocks = torch.empty(3, count, dtype=torch.int32, device=device)
-    listed: Any = blocks_kernel[(ceil_div(count, at_once),)]
-    listed(starts, blocks, pairs, count, experts, size, filled, at_once)
+    grid, numbers = (ceil_div(count, at_once),), (pairs, count, experts)
+    launch(blocks_kernel, grid, (starts, blocks), numbers, (size, filled, at_once))
     return ExpertRows(order, blocks)

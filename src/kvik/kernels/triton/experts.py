@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -22,7 +21,7 @@ from torch import Tensor
 from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.triton import linear_bytes
 from kvik.kernels.triton.expert_rows import ExpertRows, block_at, by_expert
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 from kvik.kernels.triton.linear_bytes import scaled, sums_of_bytes
 from kvik.kernels.triton.linear_end import end_and_store
 from kvik.kernels.triton.linear_words import dot, sums_of_words
@@ -436,27 +435,14 @@ class TritonExperts:
         activation = ACTIVATIONS[spec.activation]
         grid = (ceil_div(spec.rows, tile.outputs), count)
         sizes = (tile.outputs, tile.tokens, tile.stages)
-        kernel: Any
         if not isinstance(packed, TritonPacked):
             span = float_span(tile, x.dtype)
-            kernel = float_experts_kernel[grid]
-            kernel(
-                x,
-                table,
-                rows.blocks,
-                rows.order,
-                y,
-                pairs,
-                experts,
-                spec.rows,
-                spec.inputs,
-                x.stride(0),
-                per,
-                spec.bias,
-                span,
-                spec.inputs % span == 0,
-                activation,
-                *sizes,
+            launch(
+                float_experts_kernel,
+                grid,
+                (x, table, rows.blocks, rows.order, y),
+                (pairs, experts, spec.rows, spec.inputs, x.stride(0)),
+                (per, spec.bias, span, spec.inputs % span == 0, activation, *sizes),
                 num_warps=tile.num_warps,
             )
             return y
@@ -474,29 +460,23 @@ class TritonExperts:
             per = 1
         group, scale_stride = kind.group, packed.scales.shape[-1]
         if in_words(kind):
-            kernel = word_experts_kernel[grid]
-            kernel(
-                x,
-                table,
-                rows.blocks,
-                rows.order,
-                y,
-                pairs,
-                experts,
-                spec.rows,
-                spec.inputs,
-                ceil_div(spec.inputs, STEP),
-                x.stride(0),
-                scale_stride,
-                per,
-                spec.bias,
-                *format_of(kind),
-                group,
-                span_of(group),
-                spec.inputs % STEP == 0,
-                tile != FEW_INT4,
-                activation,
-                *sizes,
+            numbers = (pairs, experts, spec.rows, spec.inputs, ceil_div(spec.inputs, STEP))
+            launch(
+                word_experts_kernel,
+                grid,
+                (x, table, rows.blocks, rows.order, y),
+                (*numbers, x.stride(0), scale_stride),
+                (
+                    per,
+                    spec.bias,
+                    *format_of(kind),
+                    group,
+                    span_of(group),
+                    spec.inputs % STEP == 0,
+                    tile != FEW_INT4,
+                    activation,
+                    *sizes,
+                ),
                 num_warps=tile.num_warps,
             )
             return y
@@ -506,29 +486,13 @@ class TritonExperts:
         codes, x_scales = round_tokens(x, filled, x_group, kind.codes == "fp8", scale)
         if how == linear_bytes.E4M3_IN_FP16.value:
             codes = codes.view(torch.int8)
-        kernel = byte_experts_kernel[grid]
-        kernel(
-            codes,
-            x_scales,
-            table,
-            rows.blocks,
-            rows.order,
-            y,
-            pairs,
-            len(codes),
-            experts,
-            spec.rows,
-            filled // STEP,
-            scale_stride,
-            per,
-            spec.bias,
-            spec.paired and not interleaved(spec),
-            how,
-            group,
-            x_group,
-            span_of(group),
-            activation,
-            *sizes,
+        turns = spec.paired and not interleaved(spec)
+        launch(
+            byte_experts_kernel,
+            grid,
+            (codes, x_scales, table, rows.blocks, rows.order, y),
+            (pairs, len(codes), experts, spec.rows, filled // STEP, scale_stride),
+            (per, spec.bias, turns, how, group, x_group, span_of(group), activation, *sizes),
             num_warps=tile.num_warps,
         )
         return y
@@ -564,9 +528,9 @@ def _pair_inputs(
     out = torch.empty(pairs, inputs, dtype=x.dtype, device=x.device)
     scales = torch.empty(pairs, dtype=torch.float32, device=x.device) if calibrated else None
     block = min(PIECE, power_of_two(inputs))
-    kernel: Any = pair_inputs_kernel[(pairs, ceil_div(inputs, block))]
-    stride = x.stride(0)
-    kernel(x, table, ids, weights, out, scales, experts, inputs, stride, per, ordered, block)
+    tensors, numbers = (x, table, ids, weights, out, scales), (experts, inputs, x.stride(0))
+    grid = (pairs, ceil_div(inputs, block))
+    launch(pair_inputs_kernel, grid, tensors, numbers, (per, ordered, block))
     return out, scales
 
 
@@ -577,7 +541,7 @@ def _combined(
     (tokens, active), dim = ids.shape, made.shape[1]
     y = torch.empty(tokens, dim, dtype=like.dtype, device=like.device)
     block = min(PIECE, power_of_two(dim))
-    kernel: Any = combine_kernel[(tokens, ceil_div(dim, block))]
     stride, filled = 0 if residual is None else residual.stride(0), power_of_two(active)
-    kernel(made, ids, weights, residual, y, dim, stride, active, filled, block)
+    tensors, grid = (made, ids, weights, residual, y), (tokens, ceil_div(dim, block))
+    launch(combine_kernel, grid, tensors, (dim, stride), (active, filled, block))
     return y

@@ -1,8 +1,87 @@
-"""Arithmetic shared by the launchers of the kernels."""
+"""Launches kernels; and arithmetic shared by their launchers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton.runtime import driver
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
 MAX_SHARED = 227 << 10  # bytes of shared memory that one program can have on sm_90
+OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
+MOST_KNOWN = 4096  # combinations of arguments whose code is known
+
+
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    tensors: tuple[Tensor | None, ...],
+    numbers: tuple[float | None, ...],
+    constants: tuple[Any, ...],
+    num_warps: int = 4,
+    num_stages: int = 3,
+    enable_fp_fusion: bool = True,
+    maxnreg: int | None = None,
+) -> None:
+    """Launch a kernel, whose parameters are tensors, then numbers, then constants (`tl.constexpr`).
+
+    In every launch Triton examines all arguments to find the code that it compiled for them, which
+    takes several times as long as the launch itself. Here it does so once for the same numbers,
+    constants and types of tensors, which all layers of a step have in common. Of an address the
+    code depends on whether it is a multiple of 16, as nearly all are: other launches always go
+    through Triton.
+
+    Args:
+        grid: up to three numbers of programs.
+        num_warps, num_stages, enable_fp_fusion, maxnreg: how the kernel is compiled.
+    """
+    addresses: list[int | None] = []
+    types: list[torch.dtype | None] = []
+    bits = 0  # set in any address
+    for tensor in tensors:
+        if tensor is None:
+            addresses.append(None)
+            types.append(None)
+        else:
+            address = tensor.data_ptr()
+            addresses.append(address)
+            types.append(tensor.dtype)
+            bits |= address
+    options = num_warps, num_stages, enable_fp_fusion, maxnreg
+    if bits % 16 or INTERPRETED:
+        named = dict(zip(OPTIONS, options, strict=True))
+        kernel[grid](*tensors, *numbers, *constants, **named)
+        return
+    device = driver.active.get_current_device()
+    code = _compiled(kernel.warmup, device, tuple(types), constants, options, *numbers)
+    x, y, z = (*grid, 1, 1)[:3]
+    stream = driver.active.get_current_stream(device)
+    run = code.run  # loads the code at first; only then is its function known
+    settings = code.function, code.packed_metadata, None, None, None
+    run(x, y, z, stream, *settings, *addresses, *numbers, *constants)
+
+
+@lru_cache(MOST_KNOWN, typed=True)  # 1, 1.0 and True are equal
+def _compiled(
+    warmup: Callable[..., Any],
+    device: int,
+    types: tuple[torch.dtype | None, ...],
+    constants: tuple[Any, ...],
+    options: tuple[Any, ...],
+    *numbers: float | None,
+) -> Any:
+    """Return the code of a kernel for such arguments on a device, which is the current one.
+
+    Args:
+        warmup: of the kernel; it compiles for addresses that are multiples of 16.
+    """
+    named = dict(zip(OPTIONS, options, strict=True))
+    return warmup(*types, *numbers, *constants, grid=(1,), **named)
 
 
 def power_of_two(n: int) -> int:

@@ -7,15 +7,13 @@ not depend on which was last. The counter of arrivals is an integer, and is rese
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.triton.activation import activated, factor_of
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 from kvik.kernels.weights import ACTIVATIONS, PAIRED, Activation
 
 BLOCK = 1024  # outputs of a program of `finish`: 16 bytes of bf16 for each of 128 threads
@@ -155,7 +153,7 @@ def finish(
     if not tokens:
         return y
     block = min(BLOCK, power_of_two(outputs))
-    kernel: Any = finish_kernel[(tokens, ceil_div(outputs, block))]
-    stride = 0 if residual is None else residual.stride(0)
-    kernel(z, bias, residual, y, rows, z.stride(0), stride, ACTIVATIONS[activation], block)
+    grid = (tokens, ceil_div(outputs, block))
+    numbers = (rows, z.stride(0), 0 if residual is None else residual.stride(0))
+    launch(finish_kernel, grid, (z, bias, residual, y), numbers, (ACTIVATIONS[activation], block))
     return y

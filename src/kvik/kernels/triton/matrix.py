@@ -13,7 +13,6 @@ tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,7 @@ from torch import Tensor
 
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton import linear_bytes, linear_words, words
-from kvik.kernels.triton.launch import ceil_div
+from kvik.kernels.triton.launch import ceil_div, launch
 from kvik.kernels.triton.linear_end import finish
 from kvik.kernels.triton.matrix_shapes import (
     FEW,
@@ -237,8 +236,7 @@ def words_linear(
     fp32 = x.dtype == torch.float32
     tile = tile_in_words(len(x), fp32=fp32, narrow=narrow, int4=int4)
     group, plan = kind.group, _plan(x, matrix, tile, torch.float32)
-    kernel: Any = linear_words.words_kernel[plan.grid]
-    kernel(
+    tensors = (
         x,
         packed.values,
         packed.scales,
@@ -248,6 +246,8 @@ def words_linear(
         y,
         plan.partials,
         packed.arrivals,
+    )
+    numbers = (
         len(x),
         spec.rows,
         spec.inputs,
@@ -256,6 +256,8 @@ def words_linear(
         x.stride(0),
         0 if residual is None else residual.stride(0),
         packed.scales.shape[-1],
+    )
+    constants = (
         *format_of(kind),
         group,
         span_of(group),
@@ -266,8 +268,9 @@ def words_linear(
         tile.outputs,
         tile.tokens,
         tile.stages,
-        num_warps=tile.num_warps,
     )
+    kernel, warps = linear_words.words_kernel, tile.num_warps
+    launch(kernel, plan.grid, tensors, numbers, constants, num_warps=warps)
     return y
 
 
@@ -295,8 +298,7 @@ def bytes_linear(
     values = packed.values
     if narrow:
         codes, values = codes.view(torch.int8), values.view(torch.int8)
-    kernel: Any = linear_bytes.bytes_kernel[plan.grid]
-    kernel(
+    tensors = (
         codes,
         x_scales,
         values,
@@ -306,12 +308,16 @@ def bytes_linear(
         y,
         plan.partials,
         packed.arrivals,
+    )
+    numbers = (
         len(codes),
         spec.rows,
         plan.steps,
         plan.split_steps,
         0 if residual is None else residual.stride(0),
         packed.scales.shape[-1],
+    )
+    constants = (
         how,
         group,
         x_group,
@@ -321,8 +327,9 @@ def bytes_linear(
         tile.outputs,
         tile.tokens,
         tile.stages,
-        num_warps=tile.num_warps,
     )
+    kernel, warps = linear_bytes.bytes_kernel, tile.num_warps
+    launch(kernel, plan.grid, tensors, numbers, constants, num_warps=warps)
     return y
 
 
@@ -353,25 +360,13 @@ def word_rows(
     `ids`; then all rows of gate are before those of up. Return out."""
     kind, count = spec.kind, len(out)
     steps = ceil_div(spec.inputs, STEP)
-    kernel: Any = word_rows_kernel[steps, ceil_div(count, ROWS_AT_ONCE)]
-    kernel(
-        packed.values,
-        packed.scales,
-        packed.factors,
-        packed.order if ids is not None else None,
-        ids,
-        out,
-        first,
-        count,
-        spec.rows,
-        spec.inputs,
-        steps,
-        packed.scales.shape[-1],
-        *format_of(kind),
-        kind.group,
-        span_of(kind.group),
-        interleaved(spec),
-        ROWS_AT_ONCE,
+    order = packed.order if ids is not None else None
+    launch(
+        word_rows_kernel,
+        (steps, ceil_div(count, ROWS_AT_ONCE)),
+        (packed.values, packed.scales, packed.factors, order, ids, out),
+        (first, count, spec.rows, spec.inputs, steps, packed.scales.shape[-1]),
+        (*format_of(kind), kind.group, span_of(kind.group), interleaved(spec), ROWS_AT_ONCE),
     )
     return out
 
@@ -466,19 +461,12 @@ class TritonMatrices:
         if in_words(kind):
             return word_rows(packed, spec, ids, 0, out)
         codes = packed.values.view(torch.int8)
-        kernel: Any = byte_rows_kernel[(len(ids), ceil_div(spec.inputs, BYTES_AT_ONCE))]
-        kernel(
-            codes,
-            packed.scales,
-            packed.order,
-            ids,
-            out,
-            spec.inputs,
-            codes.shape[1],
-            packed.scales.shape[-1],
-            format_of(kind)[0],
-            kind.group,
-            BYTES_AT_ONCE,
+        launch(
+            byte_rows_kernel,
+            (len(ids), ceil_div(spec.inputs, BYTES_AT_ONCE)),
+            (codes, packed.scales, packed.order, ids, out),
+            (spec.inputs, codes.shape[1], packed.scales.shape[-1]),
+            (format_of(kind)[0], kind.group, BYTES_AT_ONCE),
         )
         return out
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 
 TILE = 1024  # numbers per program, if rows are shorter
 LONGEST = 65536  # numbers of a row, which must fit into the registers of a program
@@ -93,9 +93,10 @@ def _normalise(
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     dim, rows = x.shape[-1], x.numel() // x.shape[-1]
     block, at_once, warps = shape_of(dim)
-    kernel[(ceil_div(rows, at_once),)](
-        x, *vectors, out, rows, inner, outer_stride, inner_stride, dim, eps, at_once, block,
-        *options, num_warps=warps,
+    launch(
+        kernel, (ceil_div(rows, at_once),), (x, *vectors, out),
+        (rows, inner, outer_stride, inner_stride, dim, eps), (at_once, block, *options),
+        num_warps=warps,
     )  # fmt: skip
     return out
 

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 from kvik.kernels.triton.rounding import round_in_eight_bits, round_in_four_bits
 
 TILE = 1024  # numbers of a program
@@ -29,7 +29,7 @@ _KINDS: dict[torch.dtype, Kind] = {
 
 @triton.jit
 def rotations_kernel(
-    high, low, positions, last, out, low_rows, DIM: tl.constexpr, HALF: tl.constexpr
+    high, low, positions, out, last, low_rows, DIM: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
     """grid [tokens]; high [multiples, DIM], low [low_rows, DIM], positions [tokens], out [tokens,
     DIM]"""
@@ -236,9 +236,10 @@ def keep_queries(
     """
     q = _with_whole_heads(q)
     last, width = ring.shape[1], ring.shape[2] * ring.shape[3]
-    keep_queries_kernel[min(last, most), len(seq_lens)](
-        q, query_start, seq_lens, state_rows, ring, q.stride(0), scale,
-        last, width, min(1024, power_of_two(width)), enable_fp_fusion=False,
+    launch(
+        keep_queries_kernel, (min(last, most), len(seq_lens)),
+        (q, query_start, seq_lens, state_rows, ring), (q.stride(0), scale),
+        (last, width, min(1024, power_of_two(width))), enable_fp_fusion=False,
     )  # fmt: skip
 
 
@@ -246,9 +247,9 @@ def rotations(high: Tensor, low: Tensor, positions: Tensor, last: int) -> Tensor
     """See `Ops`."""
     tokens, (rows, dim) = len(positions), low.shape
     out = torch.empty(tokens, dim, dtype=torch.float32, device=low.device)
-    rotations_kernel[(tokens,)](
-        high, low, positions.contiguous(), last, out, rows, dim, power_of_two(max(2, dim // 2)),
-        num_warps=1, enable_fp_fusion=False,
+    launch(
+        rotations_kernel, (tokens,), (high, low, positions.contiguous(), out), (last, rows),
+        (dim, power_of_two(max(2, dim // 2))), num_warps=1, enable_fp_fusion=False,
     )  # fmt: skip
     return out
 
@@ -258,8 +259,9 @@ def rotary(q: Tensor, k: Tensor, rotation: Tensor) -> tuple[Tensor, Tensor]:
     q, k = _with_whole_heads(q), _with_whole_heads(k)
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
     half, tile = _tile(dim, heads)
-    rotary_kernel[tokens, ceil_div(heads, tile) + ceil_div(kv_heads, tile)](
-        q, k, rotation, q.stride(0), k.stride(0), heads, kv_heads, dim, half, tile,
+    launch(
+        rotary_kernel, (tokens, ceil_div(heads, tile) + ceil_div(kv_heads, tile)), (q, k, rotation),
+        (q.stride(0), k.stride(0), heads, kv_heads), (dim, half, tile),
         num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     return q, k
@@ -300,11 +302,14 @@ def rotate_and_store(
     turned, normed = rotation is not None, norms is not None
     q_weight, k_weight, eps = norms or (None, None, 0.0)
     tiles = (ceil_div(heads, tile) if turned or normed else 0) + 2 * ceil_div(kv_heads, tile)
-    store_kernel[tokens, tiles](
-        q, k, v, q_weight, k_weight, q if rotation is None else rotation,
-        k_cache, v_cache, k_scales, v_scales, slots,
-        q.stride(0), k.stride(0), v.stride(0), heads, kv_heads, eps,
-        dim, half, tile, turned, normed, kind,
+    launch(
+        store_kernel, (tokens, tiles),
+        (
+            q, k, v, q_weight, k_weight, q if rotation is None else rotation,
+            k_cache, v_cache, k_scales, v_scales, slots,
+        ),
+        (q.stride(0), k.stride(0), v.stride(0), heads, kv_heads, eps),
+        (dim, half, tile, turned, normed, kind),
         num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     return q

@@ -8,8 +8,6 @@ Hopper and Triton's interpreter give the same bits. A vector is in two tiles of 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -17,7 +15,7 @@ from torch import Tensor
 
 from kvik.kernels.kv_rounding import LEAST as _LEAST
 from kvik.kernels.kv_rounding import MOST as _MOST
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 
 # x rounded to eight bits, with a scale for each token and group of inputs, for products with int8
 # and E4M3 matrices.
@@ -158,15 +156,25 @@ def round_tokens(
         block = power_of_two(group)
         # Not fewer for few groups, otherwise each number of groups would be compiled separately.
         count = max(1, MOST_STEPS // block)
-        grouped: Any = round_groups_kernel[(ceil_div(scales.numel(), count),)]
-        grouped(x, out, scales, tokens, inputs, filled, shape[0], stride, group, e4m3, count, block)
+        launch(
+            round_groups_kernel,
+            (ceil_div(scales.numel(), count),),
+            (x, out, scales),
+            (tokens, inputs, filled, shape[0], stride),
+            (group, e4m3, count, block),
+        )
     elif tokens:
         block = min(MOST_STEPS, power_of_two(filled))
         count = max(1, MOST_STEPS // block)
-        whole: Any = round_tokens_kernel[(ceil_div(tokens, count),)]
         each = scale is not None and len(scale) > 1
-        sizes = (tokens, inputs, filled, stride)
-        whole(x, scale, out, scales, *sizes, e4m3, each, count, block, num_warps=8)
+        launch(
+            round_tokens_kernel,
+            (ceil_div(tokens, count),),
+            (x, scale, out, scales),
+            (tokens, inputs, filled, stride),
+            (e4m3, each, count, block),
+            num_warps=8,
+        )
     return (out.view(torch.float8_e4m3fn) if e4m3 else out), scales
 
 

@@ -6,15 +6,13 @@ once for each expert chosen.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from kvik.kernels.triton.activation import sigmoid
-from kvik.kernels.triton.launch import power_of_two
+from kvik.kernels.triton.launch import launch, power_of_two
 from kvik.spec.experts import SCORES, Router
 
 BEHIND = tl.constexpr(0x7FFFFFFF)  # larger than all ids
@@ -134,16 +132,7 @@ def route(
     weights = torch.empty(shape, dtype=torch.float32, device=device)
     if not len(logits):
         return ids, weights
-    kernel: Any = route_kernel[(len(logits),)]
-    kernel(
-        logits,
-        correction,
-        scales,
-        ids,
-        weights,
-        logits.stride(0),
-        router.scale,
-        router.jitter,
+    constants = (
         router.experts,
         router.active,
         SCORES.index(router.scores),
@@ -154,6 +143,8 @@ def route(
         power_of_two(router.groups),
         power_of_two(router.experts // router.groups),
         power_of_two(router.active),
-        num_warps=1,
     )
+    tensors = (logits, correction, scales, ids, weights)
+    numbers = (logits.stride(0), router.scale, router.jitter)
+    launch(route_kernel, (len(logits),), tensors, numbers, constants, num_warps=1)
     return ids, weights

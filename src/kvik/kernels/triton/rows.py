@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 
 PIECE = 1024  # elements of a row that a program moves
 CHUNK = 4096  # logits of a program
@@ -91,9 +91,8 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     source, to = _as_integers(table, out)
     dim = source.shape[1]
     block = min(PIECE, power_of_two(dim))
-    gather_kernel[len(ids), ceil_div(dim, block)](
-        source, ids.contiguous(), to, dim, source.stride(0), block
-    )
+    grid = (len(ids), ceil_div(dim, block))
+    launch(gather_kernel, grid, (source, ids.contiguous(), to), (dim, source.stride(0)), (block,))
     return out
 
 
@@ -106,9 +105,9 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
     k, v, k_cache, v_cache = _as_integers(k, v, k_cache, v_cache)
     dim = k.shape[1]
     block = min(PIECE, power_of_two(dim))
-    store_rows_kernel[len(k), ceil_div(dim, block)](
-        k, v, k_cache, v_cache, slot_mapping.contiguous(), k.stride(0), v.stride(0), dim, block
-    )
+    tensors = (k, v, k_cache, v_cache, slot_mapping.contiguous())
+    grid, numbers = (len(k), ceil_div(dim, block)), (k.stride(0), v.stride(0), dim)
+    launch(store_rows_kernel, grid, tensors, numbers, (block,))
 
 
 def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
@@ -117,7 +116,8 @@ def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
     rows, kept = _as_integers(blocks, gather_rows(blocks, source))
     dim = rows.shape[1]
     block = min(PIECE, power_of_two(dim))
-    scatter_kernel[len(source), ceil_div(dim, block)](kept, target.contiguous(), rows, dim, block)
+    grid = (len(source), ceil_div(dim, block))
+    launch(scatter_kernel, grid, (kept, target.contiguous(), rows), (dim,), (block,))
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -131,10 +131,12 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     top = torch.empty(rows, dtype=torch.float32, device=device)
     ids = torch.empty(rows, dtype=torch.int64, device=device)
     if rows:
-        largest_of_chunks_kernel[rows, chunks](
-            logits, tops, firsts, vocab, logits.stride(0), chunk, num_warps=8
-        )
-        largest_of_rows_kernel[(rows,)](tops, firsts, top, ids, chunks, power_of_two(chunks))
+        launch(
+            largest_of_chunks_kernel, (rows, chunks), (logits, tops, firsts),
+            (vocab, logits.stride(0)), (chunk,), num_warps=8,
+        )  # fmt: skip
+        found = (tops, firsts, top, ids)
+        launch(largest_of_rows_kernel, (rows,), found, (chunks,), (power_of_two(chunks),))
     return top, ids
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvik.kernels.ops import DeltaHeads, Gate, Sequences
 from kvik.kernels.triton.activation import MOST, sigmoid
-from kvik.kernels.triton.launch import ceil_div, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 
 CHANNELS = 256  # per program of the convolution
 COLUMNS = 32  # of a head's state, per program
@@ -143,9 +143,10 @@ def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
     out = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block = min(MOST, power_of_two(columns))
     number = ("none", "silu", "sigmoid").index(by)
-    gated_kernel[(rows, ceil_div(columns, block))](
-        x, gate, out, columns, x.stride(0), gate.stride(0), number, gate.shape[1] == 1, block
-    )
+    launch(
+        gated_kernel, (rows, ceil_div(columns, block)), (x, gate, out),
+        (columns, x.stride(0), gate.stride(0)), (number, gate.shape[1] == 1, block),
+    )  # fmt: skip
     return out
 
 
@@ -162,9 +163,10 @@ def causal_conv(
     out = torch.empty(len(x), channels, dtype=x.dtype, device=x.device)
     block = min(CHANNELS, power_of_two(channels))
     grid = (len(sequences.rows), ceil_div(channels, block))
-    causal_conv_kernel[grid](
-        x, weight, bias, state, sequences.starts, sequences.lengths, sequences.rows, out,
-        channels, x.stride(0), state.stride(0), width, silu, block,
+    launch(
+        causal_conv_kernel, grid,
+        (x, weight, bias, state, sequences.starts, sequences.lengths, sequences.rows, out),
+        (channels, x.stride(0), state.stride(0)), (width, silu, block),
     )  # fmt: skip
     return out
 
@@ -177,11 +179,16 @@ def gated_delta(
     out = torch.empty(len(x), value_heads * value_dim, dtype=x.dtype, device=x.device)
     block = min(COLUMNS, power_of_two(value_dim))
     grid = (len(sequences.rows), value_heads, ceil_div(value_dim, block))
-    gated_delta_kernel[grid](
-        x, gates, heads.decay, heads.bias, state,
-        sequences.starts, sequences.lengths, sequences.rows, out,
-        x.stride(0), gates.stride(0), state.stride(0),
-        heads.key_heads, value_heads, key_dim, value_dim, key_dim**-0.5, UNIT_EPS,
-        power_of_two(key_dim), block,
+    launch(
+        gated_delta_kernel, grid,
+        (
+            x, gates, heads.decay, heads.bias, state,
+            sequences.starts, sequences.lengths, sequences.rows, out,
+        ),
+        (
+            x.stride(0), gates.stride(0), state.stride(0),
+            heads.key_heads, value_heads, key_dim, value_dim, key_dim**-0.5, UNIT_EPS,
+        ),
+        (power_of_two(key_dim), block),
     )  # fmt: skip
     return out
