@@ -96,7 +96,7 @@ class TritonAttention(AttentionBackend):
         if kv.queries is not None:
             self._keep_queries(q, kv.queries, metadata.layout, spec.scale)
         cache = PagedCache(kv.k, kv.v, kv.k_scales, kv.v_scales)
-        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        out = torch.empty(*q.shape, dtype=q.dtype, device=q.device)
         scoring = Scoring(spec.scale, spec.softcap, spec.sinks)
         steps, fresh = metadata.steps, metadata.fresh
         if v is None or self.prompts is None or not self.prompts.can_do(spec, q.shape[2]):

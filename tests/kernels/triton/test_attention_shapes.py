@@ -13,7 +13,7 @@ import triton.language as tl
 from helpers.optional_triton import device
 
 from kvik.config.memory import TRITON_WORKSPACE
-from kvik.kernels.triton.attention_paged import SequenceRun, runs_of
+from kvik.kernels.triton.attention_paged import PagedStep, SequenceRun, runs_of
 from kvik.kernels.triton.attention_shapes import (
     TALLEST,
     WORKSPACE,
@@ -70,6 +70,22 @@ def test_a_batch_is_summed_up_by_number_of_queries():
         SequenceRun(1, first=0, last=3, start=0, end=10, context=30),
         SequenceRun(7, first=2, last=4, start=2, end=17, context=20),
     )
+
+
+def test_layers_with_the_same_heads_and_kind_of_cache_are_planned_together():
+    counts = torch.tensor([0, 1], dtype=torch.int32)
+    step = PagedStep(counts, counts, counts, None, None, 16, None, runs_of((1, 90), (500, 90)))
+
+    def planned(heads: int, kv_heads: int, dim: int, dtype: torch.dtype, kept: torch.dtype):
+        return step.launches(
+            torch.empty(91, heads, dim, dtype=dtype), torch.empty(9, 16, kv_heads, dim, dtype=kept)
+        )
+
+    usual = (8, 2, 64, torch.bfloat16, torch.bfloat16)
+    assert planned(*usual) is planned(*usual)
+    others = {"heads": 4, "kv_heads": 4, "dim": 128, "dtype": torch.float32, "kept": torch.int8}
+    for i, other in enumerate(others.values()):
+        assert planned(*usual[:i], other, *usual[i + 1 :]) != planned(*usual)
 
 
 def buffers(tiles: Tiles, asynchronous: bool) -> int:

@@ -9,8 +9,9 @@ synchronisation, and a step may be captured in a CUDA graph with its maxima.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,8 +60,30 @@ class SequenceRun:
 
 
 @dataclass(frozen=True, slots=True)
+class PlannedLaunch:
+    """A launch, without tensors and what scales scores.
+
+    Attributes:
+        numbers: the last ones of the kernel; the merge kernel has no others.
+        options: of `launch`.
+        parts: sequences, and results of each, that the next launch merges; None: it merges nothing.
+    """
+
+    kernel: Any
+    grid: tuple[int, ...]
+    numbers: tuple[int, ...]
+    constants: tuple[Any, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    parts: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class PagedStep:
-    """One step of one KV group; tensors as in `StepLayout`, and `runs` by number of queries."""
+    """One step of one KV group; tensors as in `StepLayout`, and `runs` by number of queries.
+
+    Attributes:
+        planned: results of `launches`.
+    """
 
     query_start_loc: Tensor
     seq_lens: Tensor
@@ -70,6 +93,18 @@ class PagedStep:
     block_size: int
     window: Window | None
     runs: tuple[SequenceRun, ...]
+    planned: dict[Hashable, tuple[PlannedLaunch, ...]] = field(default_factory=dict)
+
+    def launches(self, q: Tensor, keys: Tensor) -> tuple[PlannedLaunch, ...]:
+        """Return the launches of a layer, planned in the first layer with such heads for all.
+
+        Args:
+            q: [tokens, heads, head_dim]. keys: of `PagedCache`.
+        """
+        heads = q.shape[1:], q.dtype, keys.shape[2], keys.dtype
+        if heads not in self.planned:
+            self.planned[heads] = tuple(_launches(self, q, keys))
+        return self.planned[heads]
 
     @property
     def seen(self) -> tuple[int, int, int]:
@@ -149,16 +184,36 @@ def paged_attention(
     Raises:
         ValueError: head_dim is above 512.
     """
-    heads, head_dim = q.shape[1], q.shape[2]
-    kv_heads = cache.k.shape[2]
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, not {head_dim}")
     if step.window is None or not step.window.sinks:
         sink_q = None
     elif sink_q is None:
         sink_q = q
-    group = heads // kv_heads
-    classes = query_classes(group, kv_heads)
+    sinks, lengths = scoring.sinks, (step.query_start_loc, step.seq_lens, step.first_keys)
+    keys = (stored(cache.k), stored(cache.v), cache.k_scales, cache.v_scales)
+    inputs = (q, sink_q, *keys, step.block_table, *lengths)
+    sink_stride = 0 if sink_q is None else sink_q.stride(0)
+    scores = (q.stride(0), sink_stride, step.block_table.stride(0), *scoring.powers)
+    part_out = part_weight = None
+    for each in step.launches(q, cache.k):
+        tensors: tuple[Tensor | None, ...] = (*inputs, sinks, out)
+        numbers: tuple[float | None, ...] = (*scores, *each.numbers)
+        if each.kernel is attention_merge_kernel:
+            tensors, numbers = (part_out, part_weight, *lengths, sinks, out), each.numbers
+        elif each.kernel is attention_decode_kernel:
+            part_out = part_weight = None
+            if each.parts is not None:
+                part_out = q.new_empty(*each.parts, q.shape[2], dtype=torch.float32)
+                part_weight = q.new_empty(*each.parts, dtype=torch.float32)
+            tensors = (*inputs, step.tree, sinks, out, part_out, part_weight)
+        launch(each.kernel, each.grid, tensors, numbers, each.constants, **each.options)
+
+
+def _launches(step: PagedStep, q: Tensor, keys: Tensor) -> Iterator[PlannedLaunch]:
+    """See `PagedStep.launches`."""
+    head_dim, kv_heads = q.shape[2], keys.shape[2]
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, not {head_dim}")
+    classes = query_classes(q.shape[1] // kv_heads, kv_heads)
     long = classes[-1]
     floor = 0
     for most in classes:
@@ -166,11 +221,11 @@ def paged_attention(
         if runs:
             # A run alone in its step also takes fewer queries, so that a graph serves those too.
             above = floor if len(runs) < len(step.runs) else 0
-            _split(q, sink_q, cache, step, scoring, out, joined(runs), above)
+            yield from _split(q, keys, step, joined(runs), above)
         floor = max(floor, most)
     runs = [run for run in step.runs if run.queries > long]
     if runs:
-        _prefill(q, sink_q, cache, step, scoring, out, joined(runs), long)
+        yield _prefill(q, keys, step, joined(runs), long)
 
 
 def joined(runs: Sequence[SequenceRun]) -> SequenceRun:
@@ -186,27 +241,17 @@ def joined(runs: Sequence[SequenceRun]) -> SequenceRun:
 
 
 def _split(
-    q: Tensor,
-    sink_q: Tensor | None,
-    cache: PagedCache,
-    step: PagedStep,
-    scoring: Scoring,
-    out: Tensor,
-    run: SequenceRun,
-    above: int,
-) -> None:
-    heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.k.shape[2]
+    q: Tensor, keys: Tensor, step: PagedStep, run: SequenceRun, above: int
+) -> Iterator[PlannedLaunch]:
+    heads, head_dim, kv_heads = q.shape[1], q.shape[2], keys.shape[2]
     group = heads // kv_heads
-    itemsize = max(q.element_size(), cache.k.element_size())
-    m = min(
-        tallest(head_dim, itemsize, kind_of(cache.k)), max(16, power_of_two(run.queries * group))
-    )
-    tree = step.tree is not None
-    of_cache, shared = kind_of(cache.k), shared_memory(q.device)
+    itemsize, of_cache = max(q.element_size(), keys.element_size()), kind_of(keys)
+    m = min(tallest(head_dim, itemsize, of_cache), max(16, power_of_two(run.queries * group)))
+    tree, shared = step.tree is not None, shared_memory(q.device)
     tiles = split_tiles(m, head_dim, itemsize, kind=of_cache, tree=tree, shared=shared)
     stacked = ceil_div(run.queries * group, m)
     window, sink_keys, kind = step.seen
-    shape = (group, kv_heads, head_dim, block_d(head_dim))
+    shape = (group, kv_heads, head_dim, block_d(head_dim), m)
     seen = min(run.context, window + run.queries - 1) if window else run.context
     splits = most_splits(seen, kv_heads)
     # Results of a sequence: queries * heads * splits, and more tiles mean fewer splits.
@@ -221,85 +266,37 @@ def _split(
         at_once = min(at_once, max(1, WORKSPACE // (4 * slab * (head_dim + 1))))
     for first in range(run.first, run.last + 1, at_once):
         sequences = min(at_once, run.last + 1 - first)
-        part_out = part_weight = None
-        if not merge:
-            part_out = q.new_empty(sequences, slab, head_dim, dtype=torch.float32)
-            part_weight = q.new_empty(sequences, slab, dtype=torch.float32)
-        launch(
+        yield PlannedLaunch(
             attention_decode_kernel,
             (kv_heads * programs * stacked, sequences),
-            (
-                q,
-                sink_q,
-                stored(cache.k),
-                stored(cache.v),
-                cache.k_scales,
-                cache.v_scales,
-                step.block_table,
-                step.query_start_loc,
-                step.seq_lens,
-                step.first_keys,
-                step.tree,
-                scoring.sinks,
-                out,
-                part_out,
-                part_weight,
-            ),
-            (
-                q.stride(0),
-                0 if sink_q is None else sink_q.stride(0),
-                step.block_table.stride(0),
-                *scoring.powers,
-                window,
-                sink_keys,
-                first,
-                above,
-                run.queries,
-                programs,
-                least,
-                slab,
-            ),
-            (*shape, m, tiles.n, step.block_size, of_cache, kind, tree, merge),
-            num_warps=tiles.num_warps,
-            num_stages=tiles.num_stages,
-            maxnreg=None if merge else tiles.most_registers,  # the second sums would spill
+            (window, sink_keys, first, above, run.queries, programs, least, slab),
+            (*shape, tiles.n, step.block_size, of_cache, kind, tree, merge),
+            {
+                "num_warps": tiles.num_warps,
+                "num_stages": tiles.num_stages,
+                "maxnreg": None if merge else tiles.most_registers,  # the second sums would spill
+            },
+            None if merge else (sequences, slab),
         )
-        if merge:
-            continue
-        launch(
-            attention_merge_kernel,
-            (heads, run.queries, sequences),
-            (
-                part_out,
-                part_weight,
-                step.query_start_loc,
-                step.seq_lens,
-                step.first_keys,
-                scoring.sinks,
-                out,
-            ),
-            (window, first, above, run.queries, slab),
-            (*shape, m, kind),
-        )
+        if not merge:
+            yield PlannedLaunch(
+                attention_merge_kernel,
+                (heads, run.queries, sequences),
+                (window, first, above, run.queries, slab),
+                (*shape, kind),
+            )
 
 
 def _prefill(
-    q: Tensor,
-    sink_q: Tensor | None,
-    cache: PagedCache,
-    step: PagedStep,
-    scoring: Scoring,
-    out: Tensor,
-    run: SequenceRun,
-    above: int,
-) -> None:
-    heads, head_dim, kv_heads = q.shape[1], q.shape[2], cache.k.shape[2]
-    group = heads // kv_heads
-    itemsize = max(q.element_size(), cache.k.element_size())
+    q: Tensor, keys: Tensor, step: PagedStep, run: SequenceRun, above: int
+) -> PlannedLaunch:
+    head_dim, kv_heads = q.shape[2], keys.shape[2]
+    group = q.shape[1] // kv_heads
+    itemsize, of_cache = max(q.element_size(), keys.element_size()), kind_of(keys)
     tiles = prefill_tiles(
         head_dim,
         itemsize,
-        kind=kind_of(cache.k),
+        kind=of_cache,
         edges=step.window is not None or step.first_keys is not None,
         block_size=step.block_size,
         shared=shared_memory(q.device),
@@ -307,36 +304,11 @@ def _prefill(
     window, sink_keys, kind = step.seen
     sequences = run.last + 1 - run.first
     most = (run.end - run.start) * group // tiles.m + sequences
-    shape = (group, kv_heads, head_dim, block_d(head_dim))
-    launch(
+    sizes = (tiles.m, tiles.n, tiles.near, step.block_size)
+    return PlannedLaunch(
         attention_prefill_kernel,
         (kv_heads * most,),
-        (
-            q,
-            sink_q,
-            stored(cache.k),
-            stored(cache.v),
-            cache.k_scales,
-            cache.v_scales,
-            step.block_table,
-            step.query_start_loc,
-            step.seq_lens,
-            step.first_keys,
-            scoring.sinks,
-            out,
-        ),
-        (
-            q.stride(0),
-            0 if sink_q is None else sink_q.stride(0),
-            step.block_table.stride(0),
-            *scoring.powers,
-            window,
-            sink_keys,
-            run.first,
-            sequences,
-            above,
-        ),
-        (*shape, tiles.m, tiles.n, tiles.near, step.block_size, kind_of(cache.k), kind),
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        (window, sink_keys, run.first, sequences, above),
+        (group, kv_heads, head_dim, block_d(head_dim), *sizes, of_cache, kind),
+        {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},
     )

@@ -10,6 +10,7 @@ would move five numbers per element of the hidden state instead of four, in as m
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -90,7 +91,7 @@ def _normalise(
         vectors: weight and bias, in the kernel's order. options: last arguments.
     """
     x, inner, outer_stride, inner_stride = _as_rows(x)
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(*x.shape, dtype=x.dtype, device=x.device)
     dim, rows = x.shape[-1], x.numel() // x.shape[-1]
     block, at_once, warps = shape_of(dim)
     launch(
@@ -101,6 +102,7 @@ def _normalise(
     return out
 
 
+@cache
 def shape_of(dim: int) -> tuple[int, int, int]:
     """Return the columns, rows and warps of a program: 16 numbers for each thread.
 
