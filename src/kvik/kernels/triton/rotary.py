@@ -8,6 +8,7 @@ so that a single token also keeps several SMs busy. For one token the launch dom
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Literal
 
 import torch
@@ -296,7 +297,9 @@ def rotate_and_store(
     (tokens, heads, dim), kv_heads = q.shape, k.shape[1]
     half, tile = _tile(dim, kv_heads)
     kind = "float" if scales is None else _KINDS[caches[0].dtype]
-    k_cache, v_cache = (c.view(torch.uint8) if kind == "fp8" else c for c in caches)
+    k_cache, v_cache = caches
+    if kind == "fp8":
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     # The bits of scales; without scales these are placeholders that are not written.
     k_scales, v_scales = caches if scales is None else (s.view(torch.int16) for s in scales)
     turned, normed = rotation is not None, norms is not None
@@ -315,6 +318,7 @@ def rotate_and_store(
     return q
 
 
+@cache
 def _tile(dim: int, heads: int) -> tuple[int, int]:
     """Return the columns of half a head, and the heads, of a program's tile."""
     half = power_of_two(max(2, dim // 2))
@@ -323,5 +327,5 @@ def _tile(dim: int, heads: int) -> tuple[int, int]:
 
 def _with_whole_heads(x: Tensor) -> Tensor:
     """Return x [tokens, heads, head_dim] with each token contiguous; tokens may be strided."""
-    whole = x.stride(2) == 1 and x.stride(1) == x.shape[2]
-    return x if whole else x.contiguous()
+    _, head, channel = x.stride()
+    return x if channel == 1 and head == x.shape[2] else x.contiguous()
