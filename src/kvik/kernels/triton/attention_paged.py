@@ -93,7 +93,7 @@ class PagedStep:
     block_size: int
     window: Window | None
     runs: tuple[SequenceRun, ...]
-    planned: dict[Hashable, tuple[PlannedLaunch, ...]] = field(default_factory=dict)
+    planned: dict[Hashable, tuple[PlannedLaunch, ...]] = field(default_factory=dict, init=False)
 
     def launches(self, q: Tensor, keys: Tensor) -> tuple[PlannedLaunch, ...]:
         """Return the launches of a layer, planned in the first layer with such heads for all.

@@ -34,7 +34,7 @@ def launch(
     takes several times as long as the launch itself. Here it does so once for the same numbers,
     constants and types of tensors, which all layers of a step have in common. Of an address the
     code depends on whether it is a multiple of 16, as nearly all are: other launches always go
-    through Triton.
+    through Triton. Hooks of Triton around launches are not called (of Proton, its profiler).
 
     Args:
         grid: up to three numbers of programs.

@@ -358,7 +358,7 @@ def word_rows(
 ) -> Tensor:
     """Write rows `ids` of a weight in words to out [rows, inputs], or rows from `first` on, without
     `ids`; then all rows of gate are before those of up. Return out."""
-    kind, count = spec.kind, len(out)
+    kind, count = spec.kind, out.shape[0]
     steps = ceil_div(spec.inputs, STEP)
     order = packed.order if ids is not None else None
     launch(
@@ -384,14 +384,14 @@ def widened_linear(
     """
     spec, rows = matrix.spec, matrix.spec.rows
     values = scratch.view(x.dtype)
-    parts = ceil_div(rows, len(values) // spec.inputs // STEP * STEP)
+    parts = ceil_div(rows, values.shape[0] // spec.inputs // STEP * STEP)
     each = ceil_div(ceil_div(rows, parts), STEP) * STEP
     plain = spec.activation is None and matrix.bias is None
     added = plain and residual is not None and residual.dtype == x.dtype
-    z = residual if added else torch.empty(len(x), rows, dtype=x.dtype, device=x.device)
+    z = residual if added else torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
     assert z is not None
     for first in range(0, rows, each):
-        part = z[:, first : first + each]
+        part = z if parts == 1 else z[:, first : first + each]
         count = part.shape[1]
         out = values[: count * spec.inputs].view(count, spec.inputs)
         part.addmm_(x, word_rows(packed, spec, None, first, out).t(), beta=int(added))
