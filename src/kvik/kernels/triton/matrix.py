@@ -289,11 +289,12 @@ def bytes_linear(
     """
     spec, kind = matrix.spec, matrix.spec.kind
     assert not spec.paired or interleaved(spec)
-    y = torch.empty(len(codes), spec.outputs, dtype=spec.out_dtype, device=codes.device)
+    tokens = codes.shape[0]
+    y = torch.empty(tokens, spec.outputs, dtype=spec.out_dtype, device=codes.device)
     group = kind.group
     in_all = how == linear_bytes.INT8.value and not group
     narrow = how == linear_bytes.E4M3_IN_FP16.value
-    tile = tile_for(len(codes), narrow=narrow)
+    tile = tile_for(tokens, narrow=narrow)
     plan = _plan(codes, matrix, tile, torch.int32 if in_all else torch.float32)
     values = packed.values
     if narrow:
@@ -310,7 +311,7 @@ def bytes_linear(
         packed.arrivals,
     )
     numbers = (
-        len(codes),
+        tokens,
         spec.rows,
         plan.steps,
         plan.split_steps,

@@ -150,7 +150,7 @@ def round_tokens(
     tokens, inputs = x.shape
     out = torch.empty(tokens, filled, dtype=torch.int8, device=x.device)
     shape = (ceil_div(filled, group), tokens) if group else (tokens,)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    scales = torch.empty(*shape, dtype=torch.float32, device=x.device)
     stride = x.stride(0)
     if tokens and group:
         block = power_of_two(group)

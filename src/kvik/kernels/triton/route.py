@@ -128,8 +128,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """See `Ops.route`."""
     shape, device = (len(logits), router.active), logits.device
-    ids = torch.empty(shape, dtype=torch.int64, device=device)
-    weights = torch.empty(shape, dtype=torch.float32, device=device)
+    ids = torch.empty(*shape, dtype=torch.int64, device=device)
+    weights = torch.empty(*shape, dtype=torch.float32, device=device)
     if not len(logits):
         return ids, weights
     constants = (
