@@ -394,7 +394,7 @@ def parse_arguments() -> argparse.Namespace:
     bundled = Path(__file__).resolve().parent.parent / "src" / "kvik" / "bundled"
     parser.add_argument("--out", type=Path, default=bundled, help="folder for the two models")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", action="store_true", help="go on from the last checkpoint")
+    parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint")
     parser.add_argument("--target-minutes", type=float, default=65)
     parser.add_argument("--draft-minutes", type=float, default=9)
     parser.add_argument("--pause-minutes", type=float, default=5, help="time between checkpoints")

@@ -96,7 +96,7 @@ class Pulse:
 
 
 def _end_with_parent(fd: int) -> None:
-    """Exit after the parent: loading takes minutes and a kernel can hang, and neither may go on."""
+    """Exit after the parent: loading takes minutes and a kernel can hang, and both must end."""
     poll = select.poll()
     poll.register(fd, HANG_UP)
     poll.poll()

@@ -58,8 +58,8 @@ class Export:
             ModelError: weights are invalid or out of range of the type, or the file cannot be
                 written.
         """
-        told = [replace(tensor, data=_telling(tensor, advance)) for tensor in self.tensors]
-        write_gguf(path, self.metadata, told)
+        tensors = [replace(tensor, data=_telling(tensor, advance)) for tensor in self.tensors]
+        write_gguf(path, self.metadata, tensors)
 
 
 def plan_export(path: Path, type: str) -> Export:
@@ -79,8 +79,8 @@ def plan_export(path: Path, type: str) -> Export:
     stored = spec.quantization
     schemes = [rule.scheme for rule in stored.rules if rule.scheme] if stored else []
     if any(scheme.layout != MXFP4_BLOCKS for scheme in schemes):
-        told = f"is stored quantised ({spec.quantization}): export the floats it was made from"
-        raise ModelError("model", told)
+        reason = f"is stored quantised ({spec.quantization}): export the floats it was made from"
+        raise ModelError("model", reason)
     metadata = {
         **model_metadata(spec, path.stem if is_gguf(path) else path.name, type),
         **_tokenizer(files, spec),

@@ -68,8 +68,8 @@ def ask(folder: Path) -> dict[str, Any]:
         raise ModelError("model", f"transformers did not read it in {SECONDS:.0f} s") from None
     line = (done.stdout.splitlines() or [""])[-1]
     if done.returncode or not line:
-        told = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        raise ModelError("model", f"transformers cannot read it: {told}")
+        reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        raise ModelError("model", f"transformers cannot read it: {reason}")
     found: dict[str, Any] = json.loads(line)
     if "field" in found:
         kind = ConfigError if found["field"] == "fallback" else ModelError
@@ -88,22 +88,22 @@ def fallback_spec(folder: Path, facts: Mapping[str, Any]) -> ModelSpec:
     """
     config = read_json(folder / CONFIG)
     names = Fields(config).strings("architectures")
-    told = Fields(facts, "transformers")
-    vocab = told.integer("vocab_size", 1, MAX_VOCAB)
-    heads = told.integer("num_heads", 1, MAX_HEADS)
-    eos = told.token_ids("eos_token_id", vocab)
-    bos = told.token_ids("bos_token_id", vocab)
+    fields = Fields(facts, "transformers")
+    vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
+    heads = fields.integer("num_heads", 1, MAX_HEADS)
+    eos = fields.token_ids("eos_token_id", vocab)
+    bos = fields.token_ids("bos_token_id", vocab)
     spec = ModelSpec(
         architecture=names[0] if names else str(config.get("model_type")),
         vocab_size=vocab,
-        hidden_size=told.integer("hidden_size", 1, MAX_WIDTH),
-        embedding_size=told.integer("hidden_size", 1, MAX_WIDTH),
-        intermediate_size=told.integer("intermediate_size", 1, MAX_WIDTH),
-        layers=(LayerSpec(),) * told.integer("num_layers", 1, MAX_LAYERS),
+        hidden_size=fields.integer("hidden_size", 1, MAX_WIDTH),
+        embedding_size=fields.integer("hidden_size", 1, MAX_WIDTH),
+        intermediate_size=fields.integer("intermediate_size", 1, MAX_WIDTH),
+        layers=(LayerSpec(),) * fields.integer("num_layers", 1, MAX_LAYERS),
         num_heads=heads,
-        num_kv_heads=told.integer("num_kv_heads", 1, MAX_HEADS),
-        head_dim=told.integer("head_dim", 1, MAX_WIDTH),
-        max_position_embeddings=told.integer("max_position_embeddings", 1, MAX_POSITIONS),
+        num_kv_heads=fields.integer("num_kv_heads", 1, MAX_HEADS),
+        head_dim=fields.integer("head_dim", 1, MAX_WIDTH),
+        max_position_embeddings=fields.integer("max_position_embeddings", 1, MAX_POSITIONS),
         norm_eps=0.0,
         activation="",
         qkv_bias=False,
@@ -111,15 +111,15 @@ def fallback_spec(folder: Path, facts: Mapping[str, Any]) -> ModelSpec:
         mlp_bias=False,
         head_bias=False,
         qk_norm=False,
-        tie_word_embeddings=told.boolean("tie_word_embeddings", False),
+        tie_word_embeddings=fields.boolean("tie_word_embeddings", False),
         dtype=str(facts["dtype"]),
         bos_token_id=bos[0] if bos else None,
         eos_token_ids=eos,
         fallback=FallbackFacts(
-            parameters=told.integer("parameters", 1, MAX_BYTES),
-            cache_numbers=told.integer("cache_numbers", 0, MAX_BYTES),
-            state_bytes=told.integer("state_bytes", 0, MAX_BYTES),
-            scores=told.boolean("scores", True),
+            parameters=fields.integer("parameters", 1, MAX_BYTES),
+            cache_numbers=fields.integer("cache_numbers", 0, MAX_BYTES),
+            state_bytes=fields.integer("state_bytes", 0, MAX_BYTES),
+            scores=fields.boolean("scores", True),
         ),
     )
     if (folder / GENERATION_CONFIG).exists():

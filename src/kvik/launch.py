@@ -203,8 +203,10 @@ def check_one_engine(resolved: ResolvedConfig) -> None:
         ConfigError: `data_parallel_size` is above 1.
     """
     if resolved.runner.replicas > 1:
-        told = "kvik serve and AsyncLLM run several, each in a separate process"
-        raise ConfigError("data_parallel_size", f"must be 1 for an engine in this process: {told}")
+        reason = "kvik serve and AsyncLLM run several, each in a separate process"
+        raise ConfigError(
+            "data_parallel_size", f"must be 1 for an engine in this process: {reason}"
+        )
 
 
 def load_loop(

@@ -111,8 +111,8 @@ class LinkListener:
             return None
         if hello.version != __version__:
             peer.close()
-            told = f"stage {hello.stage} has kvik {hello.version}, and the engine {__version__}"
-            raise LinkError(f"{told}: install one version on all machines")
+            reason = f"stage {hello.stage} has kvik {hello.version}, and the engine {__version__}"
+            raise LinkError(f"{reason}: install one version on all machines")
         return hello, _watched(peer)
 
     def close(self) -> None:

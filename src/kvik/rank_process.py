@@ -192,8 +192,8 @@ class RankProcesses:
                 raise self._failure()
             if time.monotonic() - self._began > limit:
                 rank = min(loading.values())
-                told = f"rank {rank} has not loaded in {limit:.0f} s, and rank 0 in {took:.0f} s"
-                raise GroupLost(OPTION, told)
+                reason = f"rank {rank} has not loaded in {limit:.0f} s, and rank 0 in {took:.0f} s"
+                raise GroupLost(OPTION, reason)
             for line in wait(list(loading), LOOK_SECONDS):
                 assert isinstance(line, Connection)
                 rank = loading.pop(line)

@@ -99,8 +99,8 @@ class RayLauncher:
         self._group: Any = placement_group([{"CPU": cpus}] * count, strategy="SPREAD")
         if not self._group.wait(PLACE_SECONDS):
             self.stop()
-            told = f"ray has no room for {count} times {cpus} CPUs within {PLACE_SECONDS:.0f} s"
-            raise ConfigError(OPTION, told)
+            reason = f"ray has no room for {count} times {cpus} CPUs within {PLACE_SECONDS:.0f} s"
+            raise ConfigError(OPTION, reason)
         self._cpus = cpus
 
     def start(self, stage: int, arguments: Sequence[str], token: str) -> Process:
@@ -140,14 +140,14 @@ def _join_cluster(ray: Any) -> None:
     joining.start()
     joining.join(PLACE_SECONDS)
     if joining.is_alive():
-        told = f"no cluster of ray has answered within {PLACE_SECONDS:.0f} s"
+        reason = f"no cluster of ray has answered within {PLACE_SECONDS:.0f} s"
         raise ConfigError(
-            OPTION, f"{told}: begin one, or set RAY_ADDRESS to one that can be reached"
+            OPTION, f"{reason}: begin one, or set RAY_ADDRESS to one that can be reached"
         )
     if found and isinstance(found[0], ConnectionError):
-        told = "ray finds no cluster, or may not join it: `ray start --head` begins one"
+        reason = "ray finds no cluster, or may not join it: `ray start --head` begins one"
         raise ConfigError(
-            OPTION, f"{told}, RAY_ADDRESS names one, RAY_AUTH_MODE=token shows Ray's token"
+            OPTION, f"{reason}, RAY_ADDRESS names one, RAY_AUTH_MODE=token shows Ray's token"
         )
     if found:  # for instance of another version
         why = " ".join(str(found[0]).split())[:200] or type(found[0]).__name__

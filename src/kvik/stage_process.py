@@ -306,8 +306,8 @@ class StageProcesses:
                     raise LinkError(f"{gone} while it loaded")
                 limit = max(LEAST_LOAD_SECONDS, LOAD_TIMES * self._took)
                 if self._took and time.monotonic() - self._began > limit:
-                    told = f"stage {stage} has not loaded in {limit:.0f} s"
-                    raise LinkError(f"{told}, and the last one in {self._took:.0f} s")
+                    reason = f"stage {stage} has not loaded in {limit:.0f} s"
+                    raise LinkError(f"{reason}, and the last one in {self._took:.0f} s")
             try:
                 ready = msgspec.msgpack.decode(line.recv_bytes(), type=StageReady)
             except (EOFError, OSError):
@@ -316,19 +316,19 @@ class StageProcesses:
             if ready.error:
                 raise LinkError(f"stage {stage} cannot load: {ready.error}")
             if ready.instruction_set != own.instruction_set:
-                told = f"the kernels of {ready.instruction_set}, and the engine of"
+                reason = f"the kernels of {ready.instruction_set}, and the engine of"
                 raise LinkError(
-                    f"stage {stage} has {told} {own.instruction_set}: bits would differ; "
+                    f"stage {stage} has {reason} {own.instruction_set}: bits would differ; "
                     "use machines of one kind"
                 )
             if ready.weights != own.weights:
-                told = "other files of the model than the engine: copy the same to each machine"
-                raise LinkError(f"stage {stage} has {told}")
+                reason = "other files of the model than the engine: copy the same to each machine"
+                raise LinkError(f"stage {stage} has {reason}")
         for stage, line in enumerate(self._lines):  # all wait for each other now
             line.send_bytes(b"")
             layers, where = runner.stages[stage].layers, on_cores(self._cores[stage])
-            told = f"layers {layers.start} to {layers.stop - 1}, at {host_of(line)}{where}"
-            log.info("stage %d of %d: %s", stage, len(runner.stages), told)
+            reason = f"layers {layers.start} to {layers.stop - 1}, at {host_of(line)}{where}"
+            log.info("stage %d of %d: %s", stage, len(runner.stages), reason)
         self._hop = Hop(self._accept(len(self._processes) - 1, "hop")[1])
 
     def _accept(self, missing: int, *roles: str) -> tuple[Hello, Connection]:
@@ -345,8 +345,8 @@ class StageProcesses:
             for stage, process in enumerate(self._processes):
                 code, (host, port) = process.poll(), msgspec.structs.astuple(address)
                 if code == NOT_CONNECTED:
-                    told = f"cannot connect to the engine at {host}:{port}"
-                    raise LinkError(f"stage {stage} {told}: its machine must reach that address")
+                    reason = f"cannot connect to the engine at {host}:{port}"
+                    raise LinkError(f"stage {stage} {reason}: its machine must reach that address")
                 if code is not None:
                     raise LinkError(f"stage {stage} {exit_told(process)} before it could load")
             with suppress(TimeoutError):

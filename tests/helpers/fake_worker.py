@@ -426,7 +426,7 @@ class FakeWorker:
             slot = plan.slots[i]
             found = (0, start_state(row.salt)) if start == 0 else self.pool.get(slot)
             if not row.broken and found != (start, row.state(start)):
-                raise ContentError(f"slot {slot} goes on from the state {found}, not {start}")
+                raise ContentError(f"slot {slot} continues from the state {found}, not {start}")
             self.pool[slot] = None if row.broken else (end, states[-1])
         for group, table in enumerate(row.tables):
             for p in range(start, end):

@@ -1,7 +1,7 @@
 """Bodies drawn from `/openapi.json`, and bodies that it forbids: no 5xx, no leak, and whatever the
 schema forbids is refused by name.
 
-`pytest tests/server/test_fuzz.py --fuzz-seconds 300` goes on for five minutes.
+`pytest tests/server/test_fuzz.py --fuzz-seconds 300` runs for five minutes.
 """
 
 from __future__ import annotations

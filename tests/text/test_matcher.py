@@ -140,9 +140,9 @@ def test_a_stop_id_of_the_caller_ends_an_answer_where_it_may_end() -> None:
 
 
 def test_a_token_that_breaks_the_grammar_is_an_error() -> None:
-    with pytest.raises(ValueError, match="the grammar cannot go on"):
+    with pytest.raises(ValueError, match="the grammar cannot continue"):
         matcher({"choice": ["yes"]}).append(ord("n"))
-    with pytest.raises(ValueError, match="the grammar cannot go on"):
+    with pytest.raises(ValueError, match="the grammar cannot continue"):
         matcher({"choice": ["yes"]}, b"no")
 
 
@@ -151,7 +151,7 @@ def test_a_grammar_that_grows_too_complex_is_an_error(monkeypatch: pytest.Monkey
     small = GrammarVocabulary(TokenBytes([bytes([i]) for i in range(256)], []))
     start = small.build(translate(structure({"regex": "(a|b)*a(a|b){60}"}), small)[0])
     one, dice = GrammarMatcher(start, small.stop, []), random.Random(0)
-    with pytest.raises(ValueError, match="the grammar cannot go on: .*too complex|.*states"):
+    with pytest.raises(ValueError, match="the grammar cannot continue: .*too complex|.*states"):
         for _ in range(2000):
             one.append(dice.choice(tokens_of(one, 256)))
 

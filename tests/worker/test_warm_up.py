@@ -103,7 +103,7 @@ def compiled(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> Iterator[Callable[[], set[str]]]:
     """What Triton would have compiled since it was last asked. Engines launch its kernels, which do
-    nothing: all they should write is 1. No drafter fails, or requests would go on without it."""
+    nothing: all they should write is 1. No drafter fails, or requests would continue without it."""
     pytest.importorskip("triton", reason=NO_TRITON)
     from helpers.compilations import compilation
     from helpers.interpreted_engine import interpret_engines

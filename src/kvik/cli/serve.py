@@ -110,8 +110,8 @@ def run(arguments: argparse.Namespace) -> int:
         message = "needs a single API key, or one marked admin in api_key_file"
         raise ConfigError("admin_port", message)
     if config.role != "both" and server.kv_token is None:
-        told = f"must be given for role {config.role}, the same on all servers with a role"
-        raise ConfigError("kv_token", f"{told}: set KVIK_KV_TOKEN")
+        reason = f"must be given for role {config.role}, the same on all servers with a role"
+        raise ConfigError("kv_token", f"{reason}: set KVIK_KV_TOKEN")
     with ExitStack() as stack:
         out, err = (stack.enter_context(_printer(fd)) for fd in (STDOUT, STDERR))
         level, line = server.log_level.upper(), "%(asctime)s %(levelname)s %(name)s: %(message)s"

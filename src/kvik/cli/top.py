@@ -117,10 +117,10 @@ def replicas(found: Sequence[Frame]) -> Iterator[Table]:
 
 def moves(live: Frame) -> list[Text]:
     """Return a line about the tiers of the KV cache, if there are any."""
-    told = live["stats"].get("moves")  # a server may be older
-    if not told:
+    moves = live["stats"].get("moves")  # a server may be older
+    if not moves:
         return []
-    totals = told["totals"]
+    totals = moves["totals"]
     tiers = [
         plain(tier["name"])
         + (
@@ -129,10 +129,10 @@ def moves(live: Frame) -> list[Text]:
             else f" {tier['loaded']:,} pages"  # of other engines
         )
         + (f" at {tier['bytes_per_second'] / 1e9:.1f} GB/s" if tier["bytes_per_second"] else "")
-        for tier in told["tiers"]
+        for tier in moves["tiers"]
     ]
-    if told["off"]:
-        tiers.append(f"disk off: {plain(told['off'])}")
+    if moves["off"]:
+        tiers.append(f"disk off: {plain(moves['off'])}")
     return [
         Text.assemble(
             ("tiers ", "dim"), f"{', '.join(tiers)}  ",
@@ -308,9 +308,9 @@ def read(status: int, body: bytes) -> Frame:
     if status == 200 and isinstance(found, dict) and {"model", "state", "live"} <= found.keys():
         return found
     error = found.get("error") if isinstance(found, dict) else None
-    told = error if isinstance(error, dict) else {}
-    message = plain(str(told.get("message", "")))
-    if status == 401 or told.get("code") == "admin_key_needed":
+    fields = error if isinstance(error, dict) else {}
+    message = plain(str(fields.get("message", "")))
+    if status == 401 or fields.get("code") == "admin_key_needed":
         raise KvikError("api_key", message or "the server does not take it")
     if status in (200, 404):
         raise KvikError("url", f"what answers there has no {PATH}: it is not a server of kvik")

@@ -38,8 +38,8 @@ def check_group(
     ranks, stages = config.tensor_parallel_size, config.pipeline_parallel_size
     option = STAGES if stages > 1 else OPTION
     if config.distributed_executor_backend == "ray" and stages == 1:
-        told = f"can be ray only with {STAGES} of 2 or more: Ray places the stages of a pipeline"
-        raise ConfigError("distributed_executor_backend", told)
+        reason = f"can be ray only with {STAGES} of 2 or more: Ray places the stages of a pipeline"
+        raise ConfigError("distributed_executor_backend", reason)
     if config.expert_parallel:
         experts = [layer.experts.router.experts for layer in spec.layers if layer.experts]
         if ranks == 1:
@@ -49,8 +49,8 @@ def check_group(
                 "expert_parallel", f"must be false: {spec.architecture} has no experts"
             )
         if min(experts) < ranks:
-            told = f"must be false: {ranks} processes cannot share {min(experts)} experts"
-            raise ConfigError("expert_parallel", told)
+            reason = f"must be false: {ranks} processes cannot share {min(experts)} experts"
+            raise ConfigError("expert_parallel", reason)
     if ranks * stages == 1:
         return
     native = compute.kernels == "native" and compute.attention == "cpu"
@@ -65,8 +65,8 @@ def check_group(
         most = threads // ranks if stages > 1 else threads
         asked = stages if stages > 1 else ranks
         each = f", {ranks} for each stage" if ranks > 1 and stages > 1 else ""
-        told = f"must be at most {most}, as there are {threads} threads{each}, not {asked}"
-        raise ConfigError(option, told)
+        reason = f"must be at most {most}, as there are {threads} threads{each}, not {asked}"
+        raise ConfigError(option, reason)
     if stages > 1 and any(layer.token_input for layer in spec.layers):
         why = f"{spec.architecture} reads vectors of tokens in every layer"
         raise ConfigError(STAGES, f"must be 1: {why}")
@@ -81,11 +81,11 @@ def _check_torch(
     if config.pipeline_parallel_size > 1:
         raise ConfigError(STAGES, f"must be 1 with {found}: the native kernels alone have stages")
     if compute.kernels == "native":
-        told = "kernels torch, or native ones with their own attention"
-        raise ConfigError(OPTION, f"must be 1 with {found}: several processes need {told}")
+        reason = "kernels torch, or native ones with their own attention"
+        raise ConfigError(OPTION, f"must be 1 with {found}: several processes need {reason}")
     if not hardware.native:
-        told = "kvik was installed without its native module, by which processes watch each other"
-        raise ConfigError(OPTION, f"must be 1: {told}")
+        reason = "kvik was installed without its native module, by which processes watch each other"
+        raise ConfigError(OPTION, f"must be 1: {reason}")
     if config.expert_parallel:
         raise ConfigError("expert_parallel", f"must be false with {found}")
     if spec.built is not None:
@@ -107,12 +107,12 @@ def group_gpus(first: Gpu, ranks: int, hardware: Hardware) -> list[Gpu]:
     missing = [f"cuda:{index}" for index in asked if index not in gpus]
     if missing:
         visible = ", ".join(f"cuda:{index}" for index in sorted(gpus))
-        told = f"needs a GPU for each of {ranks} processes, and {missing[0]} is not there"
-        raise ConfigError(OPTION, f"{told} (CUDA devices: {visible})")
+        reason = f"needs a GPU for each of {ranks} processes, and {missing[0]} is not there"
+        raise ConfigError(OPTION, f"{reason} (CUDA devices: {visible})")
     names = {gpus[index].name for index in asked}
     if len(names) > 1:
-        told = " and ".join(sorted(names))
-        raise ConfigError(OPTION, f"needs GPUs of one kind, not {told}")
+        kinds = " and ".join(sorted(names))
+        raise ConfigError(OPTION, f"needs GPUs of one kind, not {kinds}")
     return [gpus[index] for index in asked]
 
 
@@ -200,8 +200,8 @@ def with_ranks(config: ResolvedConfig, ranks: int) -> ResolvedConfig:
         raise ConfigError(OPTION, f"must be at least 1, not {ranks}")
     runner = config.runner
     if runner.device != "cpu" and ranks != runner.ranks:
-        told = f"must be {runner.ranks}, as when it was recorded: each process has a GPU"
-        raise ConfigError(OPTION, told)
+        reason = f"must be {runner.ranks}, as when it was recorded: each process has a GPU"
+        raise ConfigError(OPTION, reason)
     threads = max(ranks, runner.threads * runner.ranks)
     asked = EngineConfig(
         tensor_parallel_size=ranks, threads=threads, engine_cache=runner.engine_cache
@@ -290,15 +290,19 @@ def check_replicas(config: EngineConfig, compute: Compute, hardware: Hardware) -
     if compute.gpu is not None:
         found = len(_gpus(compute.gpu, hardware))
         if replicas * ranks > found:
-            told = f"must be at most {found // ranks}, as there are {found} GPUs like the first one"
-            raise ConfigError(REPLICAS, f"{told}, {ranks} for each engine, not {replicas}")
+            reason = (
+                f"must be at most {found // ranks}, as there are {found} GPUs like the first one"
+            )
+            raise ConfigError(REPLICAS, f"{reason}, {ranks} for each engine, not {replicas}")
         return
     threads = config.threads or hardware.threads
     each = ranks * config.pipeline_parallel_size
     if replicas * each > threads:
         beside = f", {each} for each engine" if each > 1 else ""
-        told = f"must be at most {max(1, threads // each)}, as there are {threads} threads{beside}"
-        raise ConfigError(REPLICAS, f"{told}, not {replicas}")
+        reason = (
+            f"must be at most {max(1, threads // each)}, as there are {threads} threads{beside}"
+        )
+        raise ConfigError(REPLICAS, f"{reason}, not {replicas}")
 
 
 def replica_limit(

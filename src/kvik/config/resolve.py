@@ -115,16 +115,16 @@ def resolve(
     ranks, fast = config.tensor_parallel_size, is_fast(config, compute)
     each = threads // (ranks * max(1, len(ends)) * replicas)
     if replicas > 1:
-        told = replicas_reason(threads, replicas, compute, whole, limit, mapped)
-        notes.add("data_parallel_size", replicas, told)
+        reason = replicas_reason(threads, replicas, compute, whole, limit, mapped)
+        notes.add("data_parallel_size", replicas, reason)
     if ends:
         notes.add("pipeline_parallel_size", len(ends), stages_reason(ends, ranks))
     if ranks > 1:
-        told = share_reason(spec, threads, each, ranks, compute=compute, fast=fast)
-        notes.add("tensor_parallel_size", ranks, told)
+        reason = share_reason(spec, threads, each, ranks, compute=compute, fast=fast)
+        notes.add("tensor_parallel_size", ranks, reason)
     if config.role != "both":
-        told = "computes prompts for others" if config.role == "prefill" else "fetches prompts"
-        notes.add("role", config.role, f"{ASKED}: {told}")
+        reason = "computes prompts for others" if config.role == "prefill" else "fetches prompts"
+        notes.add("role", config.role, f"{ASKED}: {reason}")
     seed = _choose_seed(config, drawn_seed, notes)
     return ResolvedConfig(
         model=spec,
@@ -376,8 +376,8 @@ def check_tiers(
     asked = TierOptions() if config.kv_tiers is None else read_tiers(config.kv_tiers)
     if config.role == "prefill" and not asked.memory:
         if config.kv_tiers is not None:
-            told = "must have a memory tier for role prefill, such as memory:1GiB"
-            raise ConfigError(TIERS, f"{told}: others fetch its pages")
+            reason = "must have a memory tier for role prefill, such as memory:1GiB"
+            raise ConfigError(TIERS, f"{reason}: others fetch its pages")
         asked = replace(asked, memory=PREFILL_TIER)
     # Handing requests over with their pages needs a memory tier.
     moved = asked.memory > 0 and (config.data_parallel_size > 1 or moves)
@@ -415,8 +415,10 @@ def less_memory_tier(limit: Limit, tiers: TierOptions | None) -> Limit:
         return limit
     size = show_bytes(tiers.memory)
     if tiers.memory >= limit.size:
-        told = f"must leave memory for the model: memory:{size} of {show_bytes(limit.size)} allowed"
-        raise CapacityError(TIERS, f"{told} ({limit.source})")
+        reason = (
+            f"must leave memory for the model: memory:{size} of {show_bytes(limit.size)} allowed"
+        )
+        raise CapacityError(TIERS, f"{reason} ({limit.source})")
     return Limit(limit.size - tiers.memory, f"{limit.source}, less the {size} of kv_tiers")
 
 
@@ -434,8 +436,8 @@ def tier_sizes(
     largest = max(pages)
     for name, size in (("memory", tiers.memory), ("disk", tiers.disk)):
         if 0 < size < largest:
-            told = f"must have at least {largest} bytes for one page of {block_size} tokens"
-            raise CapacityError(TIERS, f"{told}; {name} has {size}")
+            reason = f"must have at least {largest} bytes for one page of {block_size} tokens"
+            raise CapacityError(TIERS, f"{reason}; {name} has {size}")
     found = [
         f"{name} {show_bytes(size)} (about {size // sum(pages) * block_size:,} tokens)"
         for name, size in (("memory", tiers.memory), ("disk", tiers.disk))
@@ -443,10 +445,10 @@ def tier_sizes(
     ]
     found += ["peers have what was computed there"] if tiers.peers else []
     each = f"{sum(pages) / 1024:,.0f} KiB"
-    told = (
+    kept = (
         f"pages of {block_size} tokens, {each}; what is met again, and what a preempted request had"
     )
-    reason = f"{ASKED}: {told}, is loaded where that is faster than computing it, as measured"
+    reason = f"{ASKED}: {kept}, is loaded where that is faster than computing it, as measured"
     notes.add(
         TIERS, "+".join(name.split()[0] for name in found), "; ".join([reason, ", ".join(found)])
     )

@@ -306,8 +306,8 @@ class Moves:
         plan.ended_leases.extend(self._ended_leases)
         plan.sources.extend(self._sources)
         plan.left_sources.extend(self._left_sources)
-        for told in (self.index.drops, self._stores, self._again, self._new):
-            told.clear()
+        for work in (self.index.drops, self._stores, self._again, self._new):
+            work.clear()
         for said in (self._new_leases, self._ended_leases, self._sources, self._left_sources):
             said.clear()
 

@@ -172,7 +172,7 @@ class Scheduler:
         return not (request.finished or pending)
 
     def hand_over(self, request: Request, now: float) -> None:
-        """End a request here that another engine goes on with, its pages lent to that. No step in
+        """End a request here that another engine continues, its pages lent to that. No step in
         flight may have it."""
         assert self.may_hand_over(request)
         source = None

@@ -177,7 +177,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"  # the caller went away
     DEADLINE = "deadline"  # the deadline passed
     ERROR = "error"  # per-request code failed; the message says how
-    MOVED = "moved"  # another engine goes on with it
+    MOVED = "moved"  # another engine continues it
 
 
 # How the hidden states of a prompt become one vector: their mean, the last, the first, or the
@@ -372,7 +372,7 @@ def last_deltas(
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """What another engine needs to know to go on with one of the n outputs of a request.
+    """What another engine needs to know to continue one of the n outputs of a request.
 
     Attributes:
         output_token_ids: made and delivered so far.

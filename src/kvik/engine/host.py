@@ -176,13 +176,13 @@ class Reporter:
         # Layers without a window keep all blocks of a prefix.
         whole = (g for g, group in enumerate(groups) if group.spec.window is None)
         self._log = ContentLog(next(whole, 0))
-        self._told = self._told_served = float("-inf")
+        self._reported_at = self._served_at = float("-inf")
         self.restart()
 
     def restart(self) -> None:
         """Report everything again."""
         self._scheduler.log_contents(self._log)
-        self._told = float("-inf")
+        self._reported_at = float("-inf")
 
     def look(self, now: float, *, idle: bool) -> ReplicaReport | None:
         """Return the next report; None: it is too early, or there is nothing to report.
@@ -190,16 +190,16 @@ class Reporter:
         Args:
             idle: no step follows soon.
         """
-        if now - self._told < REPORT_SECONDS and not idle:
+        if now - self._reported_at < REPORT_SECONDS and not idle:
             return None
         scheduler, served = self._scheduler, dict[str, int]()
-        if now - self._told_served >= SERVED_SECONDS:
-            self._told_served = now
+        if now - self._served_at >= SERVED_SECONDS:
+            self._served_at = now
             served = scheduler.shares.take_service(scheduler.running)
         changes = self._log.take()
         if changes is None and not served and not idle:
             return None
-        self._told = now
+        self._reported_at = now
         return ReplicaReport(
             changes, scheduler.kv.usage, scheduler.clock.prefill_tokens_per_second, served
         )

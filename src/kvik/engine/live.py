@@ -148,11 +148,11 @@ class LiveView:
     def after(self, earlier: LiveView) -> LiveView:
         """Return this view without the steps and finished requests of an earlier view."""
         seen = earlier.steps.first + len(earlier.steps.ended)
-        told = {request.number for request in earlier.finished}
+        sent = {request.number for request in earlier.finished}
         return replace(
             self,
             steps=self.steps.after(seen),
-            finished=tuple(r for r in self.finished if r.number not in told),
+            finished=tuple(r for r in self.finished if r.number not in sent),
         )
 
 

@@ -352,7 +352,7 @@ class RemoteClient(EngineClient):
         self.source = source
         self.name = name
         self._unfinished: dict[str, SentRequest] = {}
-        self._told: Callable[[ReplicaReport], None] = _ignore
+        self._reported: Callable[[ReplicaReport], None] = _ignore
         self._state_changed: Callable[[], None] = _nothing
         self._state, self._reason = EngineState.STARTING, "the engine has not been started"
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
@@ -384,10 +384,10 @@ class RemoteClient(EngineClient):
         self.source.start(self)
 
     def watch(
-        self, told: Callable[[ReplicaReport], None], state_changed: Callable[[], None]
+        self, reported: Callable[[ReplicaReport], None], state_changed: Callable[[], None]
     ) -> None:
         """Set callbacks for reports and for changes of the state. Neither may raise."""
-        self._told, self._state_changed = told, state_changed
+        self._reported, self._state_changed = reported, state_changed
 
     def add(self, request: EngineRequest) -> None:
         sock = self._socket
@@ -537,7 +537,7 @@ class RemoteClient(EngineClient):
                     self._signs += 1
                 deltas += message.deltas()
             elif isinstance(message, Report):
-                self._told(message.report)
+                self._reported(message.report)
             elif isinstance(message, StepLimit):
                 self._step_limit = message.seconds
             elif isinstance(message, Reply):

@@ -44,7 +44,7 @@ class RoutedRequest(SentRequest):
         hashes: of the blocks of its prompt.
         replica: number; None: it waits for one that is ready.
         endings: how the caller ends it, by sibling, which the replica was told.
-        leaves: another server goes on with it, not another replica.
+        leaves: another server continues it, not another replica.
         handed: what a replica gave away of it that drains, until that has given all.
     """
 
@@ -95,7 +95,7 @@ class Replicas(EngineClient):
         self._asking: set[asyncio.Task[None]] = set()
         self._closing = False
         for i, client in enumerate(clients):
-            client.watch(partial(self._told, i), partial(self._state_changed, i))
+            client.watch(partial(self._reported, i), partial(self._state_changed, i))
 
     # -- for the server --------------------------------------------------------------------------
 
@@ -277,7 +277,7 @@ class Replicas(EngineClient):
                 self._go_on(found, replica)
 
     def _go_on(self, sent: RoutedRequest, left: int) -> None:
-        """Let another replica go on with a request, all of whose outputs that have not ended were
+        """Let another replica continue a request, all of whose outputs that have not ended were
         given away."""
         now, handed = self._clock(), [one for one in sent.handed if one.index not in sent.endings]
         if self._closing:
@@ -330,7 +330,7 @@ class Replicas(EngineClient):
                 assert isinstance(sent, RoutedRequest)
                 self._send_again(sent)
 
-    def _told(self, replica: int, report: ReplicaReport) -> None:
+    def _reported(self, replica: int, report: ReplicaReport) -> None:
         self._served[replica].update(report.served)
         if not self._router.report(replica, report):
             task = asyncio.get_running_loop().create_task(self._ask_all(replica))

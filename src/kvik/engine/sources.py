@@ -310,11 +310,11 @@ class Supervisor:
                 client.set_state(EngineState.READY, "")
             limit = client.step_limit
             stall = policy.stall if limit is None else min(limit, policy.stall)
-            told = f"the engine has had work for {stood:.0f} s and no step was computed"
+            reason = f"the engine has had work for {stood:.0f} s and no step was computed"
             if stood >= stall + policy.kill:
-                return told
+                return reason
             if stood >= stall:
-                client.set_state(EngineState.STALLED, told)
+                client.set_state(EngineState.STALLED, reason)
         return ""
 
 

@@ -284,8 +284,8 @@ class EngineThread:
 
     def _begin(self, call: Call) -> None:
         if self._loop.lost:
-            told = f"{self._loop.lost}: close this LLM and make a new one"
-            call.updates.put(CallUpdate(error=GroupLost("engine", told)))
+            reason = f"{self._loop.lost}: close this LLM and make a new one"
+            call.updates.put(CallUpdate(error=GroupLost("engine", reason)))
             return
         self._calls.append(call)
         self._unsent.append(call)

@@ -442,8 +442,8 @@ def tokenizer_metadata(
     if by_bytes:
         metadata[f"{AT}.add_space_prefix"] = prefix = _space_prefix(state)
         if prefix and not by_score:
-            told = f"must not put a space before a text, for {characters} in GGUF"
-            raise ModelError("tokenizer.json", told)
+            reason = f"must not put a space before a text, for {characters} in GGUF"
+            raise ModelError("tokenizer.json", reason)
     if by_score:
         metadata[f"{AT}.pre"] = "default"
         metadata[f"{AT}.scores"] = _scores(tokens, merges)

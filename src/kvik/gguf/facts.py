@@ -136,8 +136,8 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
             at = f"{architecture(file)}.attention.{key}"
             wanted, whose = metadata.integer(at, 1, MAX_HEADS), "heads"
         if count != wanted or not shape:
-            told = f"must have a part for each of {wanted} {whose}, not {list(tensor.shape)}"
-            raise ModelError(file.path.name, f"tensor {shown(tensor.name)} {told}")
+            reason = f"must have a part for each of {wanted} {whose}, not {list(tensor.shape)}"
+            raise ModelError(file.path.name, f"tensor {shown(tensor.name)} {reason}")
         size = tensor.size // count
         for i in range(count):
             start = tensor.start + i * size
@@ -152,8 +152,8 @@ def _gate_and_up(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTenso
         return
     rows, *rest = tensor.shape
     if rows % 2:
-        told = f"must have as many rows of gate as of up, not {rows} in all"
-        raise ModelError(shown(tensor.name), told)
+        reason = f"must have as many rows of gate as of up, not {rows} in all"
+        raise ModelError(shown(tensor.name), reason)
     size = tensor.size // 2
     for i, part in enumerate(GATE_UP):
         start = tensor.start + i * size
@@ -190,7 +190,7 @@ def architecture(file: GgufFile) -> str:
 
 def family_of(metadata: Metadata) -> Architecture:
     """Return the architecture of a file's model, by its name in GGUF, the presence of experts, and
-    `gguf_told` among architectures of one name.
+    `gguf_marker` among architectures of one name.
 
     Raises:
         ModelError: the model has experts and its family has none, or vice versa.
@@ -205,11 +205,11 @@ def family_of(metadata: Metadata) -> Architecture:
         allowed = "0: the family has no experts" if count else "at least 1"
         raise metadata.error(f"{name}.expert_count", f"must be {allowed}")
     for row in rows:
-        if row.gguf_told:
-            key, least = row.gguf_told
+        if row.gguf_marker:
+            key, least = row.gguf_marker
             if metadata.integer(f"{name}.{key}", 0, MAX_POSITIONS, 0) >= least:
                 return row
-    return next((row for row in rows if not row.gguf_told), rows[0])
+    return next((row for row in rows if not row.gguf_marker), rows[0])
 
 
 def _expert_count(metadata: Metadata) -> int:
@@ -278,12 +278,12 @@ def _full_layers_config(file: GgufFile, config: Mapping[str, object]) -> dict[st
     fields, size = Fields(config), _head_size(file.metadata, architecture(file))
     turns = proportional_rope(_divisors(file, ROPE_FACTORS), size)
     ropes = fields.inside("rope_parameters")
-    told = {kind: ropes.mapping(kind) or {} for kind in (SLIDING, FULL)}
+    rotations = {kind: ropes.mapping(kind) or {} for kind in (SLIDING, FULL)}
     types = fields.strings("layer_types")
     own = len(types) - fields.integer("num_kv_shared_layers", 0, len(types) - 1)
     full = [layer for layer in range(own) if types[layer] == FULL]
     return {
-        "rope_parameters": {**told, FULL: {**told[FULL], **turns}},
+        "rope_parameters": {**rotations, FULL: {**rotations[FULL], **turns}},
         "attention_k_eq_v": all(file.tensor(f"blk.{i}.attn_v.weight") is None for i in full),
     }
 
@@ -442,8 +442,8 @@ def _kinds_config(
     positions differ, and about layers that read the keys and values of earlier ones."""
     at, layers = f"{name}.attention", len(inner)
     if (types := Fields(config).strings("layer_types"))[-1:] != (FULL,):
-        told = "must say which layers have a window, and not the last"
-        raise metadata.error(f"{at}.sliding_window_pattern", told)
+        reason = "must say which layers have a window, and not the last"
+        raise metadata.error(f"{at}.sliding_window_pattern", reason)
     if "rope_scaling" in config:
         raise metadata.error(f"{name}.rope.scaling.type", "must be none")
     sizes = {FULL: _head_size(metadata, name)}
@@ -458,12 +458,12 @@ def _kinds_config(
     shared = metadata.integer(f"{at}.shared_kv_layers", 0, layers - 1, 0)
     wide = (inner[0],) * (layers - shared) + (2 * inner[0],) * shared
     if len(set(inner)) > 1 and inner != wide:
-        told = f"must be {inner[0]}, and twice as much in the last {shared} layers or nowhere"
-        raise metadata.error(f"{name}.feed_forward_length", told)
+        reason = f"must be {inner[0]}, and twice as much in the last {shared} layers or nowhere"
+        raise metadata.error(f"{name}.feed_forward_length", reason)
     kv = dict(zip(types, kv_heads, strict=True))
     if any(kv[kind] != heads for kind, heads in zip(types, kv_heads, strict=True)):
-        told = "must be the same in all layers with a window, and in all others"
-        raise metadata.error(f"{at}.head_count_kv", told)
+        reason = "must be the same in all layers with a window, and in all others"
+        raise metadata.error(f"{at}.head_count_kv", reason)
     usual = kv.get(SLIDING, kv[FULL])
     full = {"head_dim": sizes[FULL]}
     if kv[FULL] != usual:

@@ -190,14 +190,14 @@ class RemoteModel:
 
 def _refusal(answer: HTTPResponse) -> Exception:
     try:
-        told = json.loads(answer.read())["error"]
+        error = json.loads(answer.read())["error"]
     except (ValueError, KeyError, TypeError):
-        told = {"message": f"the server answered {answer.status}"}
-    return _error(told, answer.status)
+        error = {"message": f"the server answered {answer.status}"}
+    return _error(error, answer.status)
 
 
-def _error(told: Mapping[str, Any], status: int) -> Exception:
-    message, field = str(told.get("message")), str(told.get("param") or "url")
+def _error(error: Mapping[str, Any], status: int) -> Exception:
+    message, field = str(error.get("message")), str(error.get("param") or "url")
     if field != "url":
         return ParamError(field, message.removeprefix(f"{field}: "))
     return RuntimeError(message) if status >= 500 else KvikError(field, message)

@@ -283,8 +283,8 @@ FILE_NAMES = GGUF_NAMES | {
 
 def gemma4_implied(fields: Fields) -> dict[str, object]:
     """Return the facts that GGUF files imply."""
-    told = CAP in fields or fields.is_null(CAP)
-    return {"attention_bias": False, **({} if told else {CAP: 30.0})}
+    given = CAP in fields or fields.is_null(CAP)
+    return {"attention_bias": False, **({} if given else {CAP: 30.0})}
 
 
 GEMMA4 = Architecture(

@@ -32,7 +32,7 @@ MISTRAL = Architecture(
     layers=windowed_layers,
     eos_token_ids=(2,),
     gguf="llama",
-    gguf_told=("attention.sliding_window", 1),
+    gguf_marker=("attention.sliding_window", 1),
     gguf_pairs=True,
 )
 # Ministral 3 (Mistral AI 2025): in long contexts, queries are scaled up by their positions.

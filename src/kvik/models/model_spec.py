@@ -211,15 +211,15 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     config = read_json(folder / "config.json")
     spec = ModelSpec.from_config(config)
     if spec.pooling is None or not spec.pooling.scores:
-        told = read_modules(folder, spec.hidden_size, spec.vocab_size, Fields(config))
-        if told is None and spec.architecture == JUDGE:
-            told = read_judge(folder, spec.vocab_size, Fields(config))
+        pooling = read_modules(folder, spec.hidden_size, spec.vocab_size, Fields(config))
+        if pooling is None and spec.architecture == JUDGE:
+            pooling = read_judge(folder, spec.vocab_size, Fields(config))
         named = any("qwen3-embedding" in part.lower() for part in folder.absolute().parts[-3:])
-        if told is not None and named:  # only the model card says so
-            told = replace(told, dimensions=(32,), any_dimension=True)
-        if told is not None and told.score_tokens is not None and spec.architecture != JUDGE:
+        if pooling is not None and named:  # only the model card says so
+            pooling = replace(pooling, dimensions=(32,), any_dimension=True)
+        if pooling is not None and pooling.score_tokens is not None and spec.architecture != JUDGE:
             raise ModelError(MODULES, f"LogitScore needs {JUDGE}, not {spec.architecture}")
-        spec = spec if told is None else replace(spec, pooling=told)
+        spec = spec if pooling is None else replace(spec, pooling=pooling)
     if (folder / "generation_config.json").exists():
         name = "generation_config.json"
         eos = Fields(read_json(folder / name), name).token_ids("eos_token_id", spec.vocab_size)

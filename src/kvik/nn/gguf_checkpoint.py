@@ -48,7 +48,7 @@ class Change:
     from_file: Callable[[Tensor], Tensor]
 
     @property
-    def told(self) -> str:
+    def reason(self) -> str:
         """What a tensor must be."""
         return f"must have whole heads, of {self.unit} rows each"
 
@@ -259,7 +259,7 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     }
     for name, tensor in tensors.items():
         if name in made and tensor.shape[0] % made[name].unit:
-            raise ModelError(path.name, f"tensor {shown(tensor.name)} {made[name].told}")
+            raise ModelError(path.name, f"tensor {shown(tensor.name)} {made[name].reason}")
     return GgufCheckpoint(file, tensors, made)
 
 

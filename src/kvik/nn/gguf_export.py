@@ -391,7 +391,7 @@ def _sources(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[_Source]:
             raise _no_place(stored, entry)
         change, shape = made.get(hf), entry.shape
         if change is not None and shape[0] % change.unit:
-            raise ModelError("model", f"tensor {shown(stored)} {change.told}")
+            raise ModelError("model", f"tensor {shown(stored)} {change.reason}")
         if shape == whole.get(hf):
             shape = tuple(size for size in shape if size > 1)
         make = None if change is None else change.to_file
@@ -482,7 +482,7 @@ def _bytes(type: str, name: str, values: Tensor) -> memoryview:
     if not torch.isfinite(values).all():
         raise ModelError("model", f"tensor {shown(name)} must hold finite numbers")
     if values.numel() and values.abs().max() > LARGEST[type]:
-        told = f"tensor {shown(name)} has numbers above {LARGEST[type]:.6g}, too large for {type}"
-        raise ModelError("model", told)
+        reason = f"tensor {shown(name)} has numbers above {LARGEST[type]:.6g}, too large for {type}"
+        raise ModelError("model", reason)
     rows = values.flatten(0, -2) if values.dim() > 1 else values.view(1, -1)
     return _raw(quantize(type, rows))

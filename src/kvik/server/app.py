@@ -224,8 +224,10 @@ class App:
     def _returns(self, headers: Mapping[str, str]) -> bool:
         """Return whether a request that a server handed over comes back, as no other one takes
         it."""
-        told = headers.get(RESUMED_HEADER, "")
-        return MOVES_HEADER not in headers and read_resumption(told, self._kv_token) is not None
+        resumption = headers.get(RESUMED_HEADER, "")
+        return (
+            MOVES_HEADER not in headers and read_resumption(resumption, self._kv_token) is not None
+        )
 
     def _no_route(self, path: str, methods: Mapping[str, Route]) -> HttpError:
         if methods:

@@ -85,7 +85,7 @@ class Observer:
         """A request ended; without output, it failed or was aborted.
 
         Args:
-            reason: "stop" or "length" of its first completion; "moved": another server goes on
+            reason: "stop" or "length" of its first completion; "moved": another server continues
                 with it; else "abort", "deadline" or "error".
         """
 
@@ -141,21 +141,21 @@ class GenerationRequest:
 
 
 class GivenAway(Exception):
-    """Another server is to go on with a generation.
+    """Another server is to continue a generation.
 
     Args:
-        told: by the engine, of each output: that it goes on, or how it has ended.
+        states: by the engine, of each output: that it continues, or how it has ended.
         outputs: what each has.
     """
 
     def __init__(
         self,
-        told: Mapping[int, Handover | RequestDelta],
+        states: Mapping[int, Handover | RequestDelta],
         outputs: Sequence[OutputSoFar],
         now: float,
     ) -> None:
-        super().__init__("another server goes on")
-        self.told = told
+        super().__init__("another server continues")
+        self.states = states
         self.outputs = outputs
         self.now = now
 
@@ -175,12 +175,12 @@ class Generation:
         transfer: where its prompt is computed, and for whom.
         kept: where its prompt is kept for another server; set with the result.
         created: when its answer was begun, in whole seconds since 1970.
-        movable: another server can go on with it.
+        movable: another server can continue it.
         streams: its client has the beginning of a stream, and soon all that came.
         replayed: what another server has sent to the client.
         prompt_use: tokens of the prompt that were cached and pinned; set with the first tokens.
         result: set when it ended well.
-        failure: set when it did not, unless another server goes on: `moved`.
+        failure: set when it did not, unless another server continues: `moved`.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class Generation:
         self.streams = False
         self.replayed: list[TextDelta] = []
         self._n, self._logprobs = request.params.n, request.params.logprobs
-        self._told: dict[int, Handover | RequestDelta] = {}  # see `GivenAway`
+        self._states: dict[int, Handover | RequestDelta] = {}  # see `GivenAway`
         self._max_tokens = request.params.max_tokens
         self._owner = owner
         self._reservation = reservation
@@ -223,7 +223,7 @@ class Generation:
         return (self.result or self.failure or self.moved) is not None
 
     def resumption(self, *, begun: bool) -> str:
-        """Return what tells another server to go on. `begun`: the client has the beginning of a
+        """Return what tells another server to continue. `begun`: the client has the beginning of a
         stream, and all that came."""
         moved, before = self.moved, self.transfer.resumed
         assert moved is not None
@@ -231,8 +231,8 @@ class Generation:
         for index, made in enumerate(moved.outputs):
             sent = 0 if before is None else before.num_sent(index)
             sent = NEVER if begun else sent
-            outputs.append(MovedOutput.of(index, made, moved.told[index], moved.now, sent))
-        told = Resumption(
+            outputs.append(MovedOutput.of(index, made, moved.states[index], moved.now, sent))
+        resumption = Resumption(
             self.request_id,
             self.created,
             prompt_digest(self.prompt_token_ids),
@@ -240,13 +240,13 @@ class Generation:
             begun or (before is not None and before.begun),
             outputs,
         )
-        return make_resumption(told, self.transfer.token)
+        return make_resumption(resumption, self.transfer.token)
 
     @property
     def moves_now(self) -> bool:
-        """Whether another server can go on with it as far as it has come."""
-        told = None if self.streams else self._logprobs  # the client has the others
-        size = moved_size(self._n, self.record.num_output_tokens, told)
+        """Whether another server can continue it as far as it has come."""
+        logprobs = None if self.streams else self._logprobs  # the client has the others
+        size = moved_size(self._n, self.record.num_output_tokens, logprobs)
         return self.movable and self.transfer.moves and size <= MAX_MOVED_TOKENS
 
     def take(self) -> list[TextDelta]:
@@ -535,12 +535,12 @@ class Generations:
         self._tell(lambda one: one.arrived(record))
         return generation
 
-    def _replay(self, generation: Generation, told: Resumption) -> None:
+    def _replay(self, generation: Generation, resumed: Resumption) -> None:
         """Make the text of what another server has computed; what it has sent is not sent again."""
-        generation.created = told.created
-        now, report = self._clock(), told.outputs[0].report
+        generation.created = resumed.created
+        now, report = self._clock(), resumed.outputs[0].report
         generation.prompt_use = PromptUse(report.num_cached_tokens, report.num_pinned_tokens)
-        for output in told.outputs:
+        for output in resumed.outputs:
             for deltas, kept in zip(
                 output.deltas(generation.request_id, now),
                 (generation.replayed, generation._pending),
@@ -550,7 +550,7 @@ class Generations:
                 kept.extend(made.deltas)
                 generation.record.num_output_tokens += sum(len(d.token_ids) for d in deltas)
                 if output.last is not None:
-                    generation._told.update({d.index: d for d in deltas if d.finish_reason})
+                    generation._states.update({d.index: d for d in deltas if d.finish_reason})
                     generation._reservation.started(output.index)
                     continue
                 for ended in made.to_end:
@@ -564,7 +564,7 @@ class Generations:
         now = self._clock()
         last = [delta for delta in deltas if delta.finish_reason is not None]
         if any(delta.handed is not None for delta in last):
-            # Their text goes on, so that nothing of it is made as if they had ended.
+            # Their text continues, so that nothing of it is made as if they had ended.
             deltas = [
                 replace(delta, finish_reason=None, report=None, handed=None)
                 if delta.handed is not None
@@ -591,8 +591,8 @@ class Generations:
         for delta in last:
             generation = self._live.get(delta.request_id)
             if generation is not None:
-                generation._told[delta.index] = delta.handed or delta
-                if len(generation._told) == generation._n:  # and not all have ended
+                generation._states[delta.index] = delta.handed or delta
+                if len(generation._states) == generation._n:  # and not all have ended
                     self._move(generation, now)
 
     def _note(self, delta: RequestDelta, now: float) -> None:
@@ -641,12 +641,12 @@ class Generations:
 
     def _move(self, generation: Generation, now: float) -> None:
         outputs = self._processor.so_far(generation.request_id)
-        generation.moved = GivenAway(generation._told, outputs, now)
+        generation.moved = GivenAway(generation._states, outputs, now)
         self._processor.discard(generation.request_id)
         self._forget(generation)
         tokens = generation.record.num_output_tokens
         name = generation.request_id
-        _log.info("request %s goes on in another server, after %d tokens", name, tokens)
+        _log.info("request %s continues in another server, after %d tokens", name, tokens)
         moved = FinishReason.MOVED.value
         self._tell(lambda one: one.finished(generation.record, None, moved))
         generation.changed.set()
@@ -676,7 +676,7 @@ class Generations:
 
 
 def _movable(request: EngineRequest) -> bool:
-    """Return whether another server can go on with a request, as far as what it wants says."""
+    """Return whether another server can continue a request, as far as what it wants says."""
     return request.params.prompt_logprobs is None and not (request.pooling or request.lends)
 
 

@@ -166,7 +166,7 @@ class MovedMark:
         if end_mark:
             self.state = state
         elif len(data) > MAX_RESUMPTION:
-            raise ValueError("what it says of where a stream goes on is too long")
+            raise ValueError("what it says of where a stream continues is too long")
         return passed
 
 
@@ -180,7 +180,7 @@ class Upstream:
     Attributes:
         reason: why it gets nothing; "" if it may.
         role: as it says itself; see `EngineConfig`.
-        refusal: why it last did not go on with a request of another one.
+        refusal: why it last did not continue a request of another one.
         requests, errors: sent to it, and of these lost.
     """
 
@@ -340,10 +340,10 @@ class Proxy:
         self._set(number, why)
 
     def refused(self, number: int, why: str) -> None:
-        """A server does not go on with a request that another one began."""
+        """A server does not continue a request that another one began."""
         one = self.upstreams[number]
         if one.refusal != why:
-            log.warning("%s does not go on with what other servers began: %s", one.url, why)
+            log.warning("%s does not continue what other servers began: %s", one.url, why)
         one.refusal = why
 
     def unavailable(self) -> Response:
@@ -618,7 +618,7 @@ class _Passing:
                 if await self._ask(choice or left, replace(request, resumed=resumed), again=False):
                     return
                 if choice is None:
-                    raise UpstreamError(ConnectionError("no server goes on with its answer"))
+                    raise UpstreamError(ConnectionError("no server continues its answer"))
                 tried.append(choice.replica)
         finally:
             release.cancel()

@@ -261,9 +261,9 @@ class MovedReply(Response):
             watch.cancel()
 
 
-async def _hand_on(send: Send, told: bytes, watch: asyncio.Future[None]) -> None:
+async def _hand_on(send: Send, resumption: bytes, watch: asyncio.Future[None]) -> None:
     """Send the resumption for another server, and wait until that server has begun."""
-    await send({"type": "http.response.body", "body": told + MOVED_END, "more_body": True})
+    await send({"type": "http.response.body", "body": resumption + MOVED_END, "more_body": True})
     until = asyncio.get_running_loop().time() + MOVED_SECONDS
     while asyncio.get_running_loop().time() < until and not watch.done():
         await asyncio.wait((watch,), timeout=MOVED_BEAT_SECONDS)
@@ -330,8 +330,8 @@ class StreamReply(Response):
                 if self._generations[0].moved is None:
                     return
                 if self._begun:
-                    told = self._generations[0].resumption(begun=True).encode()
-                    await _hand_on(send, MOVED_COMMENT + told, watch)
+                    resumption = self._generations[0].resumption(begun=True).encode()
+                    await _hand_on(send, MOVED_COMMENT + resumption, watch)
                     return
             finally:
                 ticker.cancel()
@@ -488,11 +488,11 @@ def _count(rows: Iterable[Sequence[TokenLogprobs | None]]) -> int:
 
 def headers_of(generations: Sequence[Generation]) -> dict[str, str]:
     """Return the headers that name the parts of the request that are not fulfilled."""
-    told = {
+    headers = {
         DEGRADED_HEADER: next((g.degraded for g in generations if g.degraded), ""),
         UNENFORCED_HEADER: "; ".join(next((g.unenforced for g in generations), ())),
     }
-    return {name: _in_header(value) for name, value in told.items() if value}
+    return {name: _in_header(value) for name, value in headers.items() if value}
 
 
 def _in_header(value: str) -> str:

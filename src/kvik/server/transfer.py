@@ -80,7 +80,7 @@ class Transfer:
 
 
 class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
-    """One of the n outputs of a request that another server goes on with. Times are relative to
+    """One of the n outputs of a request that another server continues. Times are relative to
     the moment at which it was given away.
 
     Attributes:
@@ -88,7 +88,7 @@ class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
         num_sent: tokens that the client has; one more: it has its end too.
         logprobs: of the tokens that the client lacks, if it wants some, packed.
         seed, source, report: see `Handover`.
-        last: how it has ended; None: it goes on.
+        last: how it has ended; None: it continues.
     """
 
     index: int
@@ -102,11 +102,16 @@ class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(
-        cls, index: int, made: OutputSoFar, told: Handover | RequestDelta, now: float, num_sent: int
+        cls,
+        index: int,
+        made: OutputSoFar,
+        state: Handover | RequestDelta,
+        now: float,
+        num_sent: int,
     ) -> MovedOutput:
         """
         Args:
-            told: by the engine, of an output that goes on or of one that has ended.
+            state: by the engine, of an output that continues or of one that has ended.
             now: when it did.
             num_sent: tokens that the client has; beyond all there are: its end too.
         """
@@ -114,13 +119,13 @@ class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
         lacks = max(0, len(tokens) - num_sent)
         logprobs = _packed(made.logprobs[-lacks:]) if lacks else b""
         packed = _compressed(array("I", tokens))
-        num_sent = min(num_sent, len(tokens) + isinstance(told, RequestDelta))
-        if isinstance(told, Handover):
-            report = _moved(told.report, -now)
-            return cls(index, packed, num_sent, logprobs, told.seed, told.source, report)
-        assert told.report is not None and told.finish_reason is not None
-        last = LastDelta(told.finish_reason, told.stop_reason, told.complete, made.stopped)
-        return cls(index, packed, num_sent, logprobs, 0, None, _moved(told.report, -now), last)
+        num_sent = min(num_sent, len(tokens) + isinstance(state, RequestDelta))
+        if isinstance(state, Handover):
+            report = _moved(state.report, -now)
+            return cls(index, packed, num_sent, logprobs, state.seed, state.source, report)
+        assert state.report is not None and state.finish_reason is not None
+        last = LastDelta(state.finish_reason, state.stop_reason, state.complete, made.stopped)
+        return cls(index, packed, num_sent, logprobs, 0, None, _moved(state.report, -now), last)
 
     def token_ids(self) -> list[int]:
         """Return its tokens.
@@ -172,7 +177,7 @@ class LastDelta(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Resumption(msgspec.Struct, frozen=True, array_like=True):
-    """What another server needs to know to go on with a request.
+    """What another server needs to know to continue a request.
 
     Attributes:
         name: of the request.
@@ -191,7 +196,7 @@ class Resumption(msgspec.Struct, frozen=True, array_like=True):
     outputs: list[MovedOutput]
 
     def handovers(self, now: float) -> tuple[Handover, ...]:
-        """Return those that go on in the form that the engine takes.
+        """Return those that continue in the form that the engine takes.
 
         Raises:
             ValueError: the data is damaged.

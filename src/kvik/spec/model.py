@@ -227,8 +227,8 @@ class ModelFacts:
             if rope.kind in ("linear", "dynamic", "yarn")
         )
         longest = max(self.max_position_embeddings, *stretched, 0)
-        told = None if self.pooling is None else self.pooling.max_tokens
-        return longest if told is None else min(longest, told)
+        most = None if self.pooling is None else self.pooling.max_tokens
+        return longest if most is None else min(longest, most)
 
     @property
     def latent(self) -> LatentSpec | None:

@@ -218,10 +218,10 @@ def read_judge(folder: Path, vocab: int, config: Fields) -> PoolingSpec | None:
         ModelError: `classifier_from_token` has other tokens.
     """
     named = any("qwen3-reranker" in part.lower() for part in folder.absolute().parts[-3:])
-    told = config.strings("classifier_from_token")
-    if told and told != ("no", "yes"):
-        raise config.error("classifier_from_token", f"must be ['no', 'yes'], not {list(told)}")
-    if not (named or told) or vocab <= max(JUDGE_TOKENS):
+    tokens = config.strings("classifier_from_token")
+    if tokens and tokens != ("no", "yes"):
+        raise config.error("classifier_from_token", f"must be ['no', 'yes'], not {list(tokens)}")
+    if not (named or tokens) or vocab <= max(JUDGE_TOKENS):
         return None
     return PoolingSpec(
         "last", scores=True, score_tokens=JUDGE_TOKENS, function="sigmoid", template="qwen3"

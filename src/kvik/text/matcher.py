@@ -128,7 +128,7 @@ class GrammarMatcher(TextMatcher):
 
 
 def _cannot_go_on(matcher: Any) -> str:
-    return f"the grammar cannot go on: {brief(matcher.get_error())}"
+    return f"the grammar cannot continue: {brief(matcher.get_error())}"
 
 
 def _bit(token: int) -> int:

@@ -81,14 +81,14 @@ class DiskTier(PageFolder):
             self._users = os.open(self._root / USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             disk = os.statvfs(self._root)
         except OSError as error:
-            told = f"cannot keep pages in {str(self._root)!r}: {error.strerror or error}"
-            raise ConfigError(OPTION, f"{told}; name a folder that this user may write") from None
+            reason = f"cannot keep pages in {str(self._root)!r}: {error.strerror or error}"
+            raise ConfigError(OPTION, f"{reason}; name a folder that this user may write") from None
         most = disk.f_blocks * disk.f_frsize  # 0: the file system does not say
         if 0 < most < quota:
             os.close(self._usage)
             os.close(self._users)
-            told = f"the disk of {str(self._root)!r} has {show_bytes(most)} in all"
-            raise ConfigError(OPTION, f"must fit its disk, unlike {show_bytes(quota)}: {told}")
+            reason = f"the disk of {str(self._root)!r} has {show_bytes(most)} in all"
+            raise ConfigError(OPTION, f"must fit its disk, unlike {show_bytes(quota)}: {reason}")
         self._files = [self._usage, self._users]  # to be closed
         self._lock = threading.Lock()
         self._usage_lock = threading.Lock()  # of the file, among the threads of this engine
@@ -97,7 +97,7 @@ class DiskTier(PageFolder):
         self._found: list[PageKey] = []
         self._scanned = False
         self._off = ""
-        self._told = self._told_off = False
+        self._reported = self._reported_off = False
         # Pages to delete for new ones, oldest first: mtime, path, key if of this fingerprint.
         self._oldest: deque[tuple[int, Path, PageKey | None]] = deque()
         self._list_again = 0.0  # earliest time of the next listing for `_oldest`
@@ -160,17 +160,17 @@ class DiskTier(PageFolder):
                 lost=self._lost,
                 found=self._found,
                 scanned=self._scanned,
-                off="" if self._told_off else self._off,
+                off="" if self._reported_off else self._off,
             )
             self._stored, self._lost, self._found = [], [], []
-            self._told = self._told or self._scanned
-            self._scanned, self._told_off = False, bool(self._off)
+            self._reported = self._reported or self._scanned
+            self._scanned, self._reported_off = False, bool(self._off)
         return moved
 
     def tell_again(self) -> None:
         with self._lock:
-            if self._told:
-                self._told, self._told_off = False, False
+            if self._reported:
+                self._reported, self._reported_off = False, False
                 self._jobs.put(None)
 
     def wait(self, seconds: float) -> None:
@@ -550,8 +550,8 @@ def _check_ours(path: Path) -> None:
     if found.st_uid != os.getuid():
         raise ConfigError(OPTION, f"must name a folder of this user: {str(path)!r} is another's")
     if found.st_mode & 0o077:
-        told = f"{str(path)!r} is open to other users; chmod 700 makes it private"
-        raise ConfigError(OPTION, f"must name a private folder: {told}")
+        reason = f"{str(path)!r} is open to other users; chmod 700 makes it private"
+        raise ConfigError(OPTION, f"must name a private folder: {reason}")
 
 
 def _folders(path: Path, pattern: re.Pattern[str] | None) -> list[Path]:

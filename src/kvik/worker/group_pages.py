@@ -100,8 +100,8 @@ class PageMemory:
             OSError: there is no address space for it.
         """
         if sys.platform != "linux":
-            told = f"must be left out where several processes compute on {sys.platform}"
-            raise ConfigError("kv_tiers", told)
+            reason = f"must be left out where several processes compute on {sys.platform}"
+            raise ConfigError("kv_tiers", reason)
         file = shared_memory(HEAD_BYTES + rows * row_bytes)
         path = f"/proc/{os.getpid()}/fd/{file}"
         return PageMemory(file, OpenPages(path, rows, row_bytes))
@@ -431,5 +431,5 @@ class GroupPageMover(PageMover):
                 seconds += time.monotonic() - began
                 rates[tier] = size + len(found) * own.num_bytes, seconds
         self._copying.append((self._number, fetched.staged))
-        told = [(tier, size, seconds) for tier, (size, seconds) in rates.items()]
-        self._job_done(fetched.loading, fetched.failed, told)
+        measured = [(tier, size, seconds) for tier, (size, seconds) in rates.items()]
+        self._job_done(fetched.loading, fetched.failed, measured)

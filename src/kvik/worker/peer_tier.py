@@ -225,13 +225,13 @@ def lender_at(
         ConfigError: the address is not on this machine, or in use.
     """
     host, _, port = where.rpartition(":") if re.search(r":\d+$", where) else (where, "", "0")
-    told = f"must be an address of this machine with a free port, not {where}"
+    reason = f"must be an address of this machine with a free port, not {where}"
     if int(port) >= 1 << 16:
-        raise ConfigError("kv_listen", told)
+        raise ConfigError("kv_listen", reason)
     try:
         return PageLender(Address(host.strip("[]"), int(port)), token, fingerprint, page)
     except OSError as error:
-        raise ConfigError("kv_listen", f"{told} ({error.strerror or error})") from None
+        raise ConfigError("kv_listen", f"{reason} ({error.strerror or error})") from None
 
 
 class PeerPages:
@@ -310,8 +310,8 @@ class PeerPages:
             raise
         if damaged:  # the rest of the stream cannot be trusted
             peer.close()
-            told = "%s: %d pages of the engine at %s:%d are damaged, and are computed here"
-            log.warning(told, OPTION, damaged, *_where(address))
+            reason = "%s: %d pages of the engine at %s:%d are damaged, and are computed here"
+            log.warning(reason, OPTION, damaged, *_where(address))
             return
         self._give_back(address, peer)
 
@@ -357,8 +357,8 @@ class PeerPages:
             theirs = _greet(peer, self._fingerprint)
             if theirs != self._fingerprint:
                 found = f"{theirs.hex()[:8]} there, {self._fingerprint.hex()[:8]} here"
-                told = f"it has pages of another model or format (fingerprint {found})"
-                raise LinkError(f"{told}: start both with the same model and options")
+                reason = f"it has pages of another model or format (fingerprint {found})"
+                raise LinkError(f"{reason}: start both with the same model and options")
         except BaseException:
             peer.close()
             raise

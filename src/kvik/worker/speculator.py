@@ -349,7 +349,7 @@ class Speculator(Participant[None]):
     def _complain(self) -> None:
         """Log the exception being handled, if it is the first."""
         if not self._complained:
-            log.warning("a drafter failed; its requests go on without drafts", exc_info=True)
+            log.warning("a drafter failed; its requests continue without drafts", exc_info=True)
         self._complained = True
 
 

@@ -110,7 +110,7 @@ class Team:
         self._most = most
         self._pace = pace
         self._clock = clock
-        self._told: int | None = None
+        self._reported: int | None = None
         self._logged = (most, -LOG_INTERVAL)  # threads, seconds
 
     def begin_step(self) -> None:
@@ -122,9 +122,9 @@ class Team:
         """Return the number of threads; None: it has not changed since the last call."""
         working = self._threads.working
         self._log(working)
-        if working == self._told:
+        if working == self._reported:
             return None
-        self._told = working
+        self._reported = working
         return working
 
     def _log(self, working: int) -> None:
