@@ -450,14 +450,14 @@ def test_processes_are_lost_at_any_moment(
         print(figures)
 
 
+@pytest.mark.nightly
 def test_processes_of_a_torch_group_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVIK_KERNELS", "torch")
     monkeypatch.setenv("KVIK_TENSOR_PARALLEL_CUT", "fast")
     dice = random.Random(tiers.seed())
     with session(dice, Figures(), (*FLAGS, "--dtype", "float32")) as playing:
         playing.play(Round(1, signal.SIGKILL, "decode"))
-        if tiers.tier() == "nightly":
-            playing.play(Round(0, signal.SIGKILL, "prompt"))
+        playing.play(Round(0, signal.SIGKILL, "prompt"))
 
 
 @pytest.mark.nightly
