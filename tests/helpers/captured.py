@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import count, pairwise
 
 import pytest
 import torch
@@ -214,6 +214,7 @@ def captured_groups(
         The graphs and the capturer of each process.
     """
     made: list[tuple[DecodeGraphs, Again]] = []
+    numbers = count()  # processes load at the same time
     make = TorchPlatform.__init__
 
     def init(self: TorchPlatform, config: ResolvedConfig, seat: Seat | None = None) -> None:
@@ -229,7 +230,7 @@ def captured_groups(
         drafts: bool = False,
     ) -> tuple[Graph, StepInputs]:
         assert self.joined is not None
-        again, sizes = Again(fails=len(made) == failing), [GraphSize(n, n, 1, n) for n in rows]
+        again, sizes = Again(fails=next(numbers) == failing), [GraphSize(n, n, 1, n) for n in rows]
         block_size = network.kv.layers[0].k.shape[1]
         blocks = -(-max_context // block_size)
         inputs = DeviceInputs(most, len(network.groups), blocks, CPU, sizes)
