@@ -147,6 +147,7 @@ async def test_waiting_requests_are_served_by_the_next_engine():
     assert sum(len(d.token_ids) for d in rig.deltas if d.request_id == "waits") == 5
 
 
+@pytest.mark.full
 async def test_a_request_that_crashes_engines_crashes_two():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
@@ -157,6 +158,7 @@ async def test_a_request_that_crashes_engines_crashes_two():
         assert rig.client.num_starts == 3
 
 
+@pytest.mark.full
 async def test_the_reason_has_the_exit_status_and_the_last_output():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
@@ -173,6 +175,7 @@ async def test_the_reason_has_the_exit_status_and_the_last_output():
     assert "here it goes\n" in "".join(rig.printed)
 
 
+@pytest.mark.full
 async def test_an_engine_that_keeps_crashing_is_not_restarted():
     async with supervised() as rig:
         for name in ("twice", "once"):  # the second engine may get it too
@@ -227,6 +230,7 @@ async def test_closing_while_the_process_ends():
         await rig.until(EngineState.FAILED)
 
 
+@pytest.mark.full
 async def test_a_model_that_was_loaded_before_is_loaded_again(tmp_path):
     """The missing resource, memory or a network disk, may be back soon."""
 
@@ -285,6 +289,7 @@ async def test_an_engine_that_was_slow_becomes_ready_again():
         assert rig.supervisor.pid == pid
 
 
+@pytest.mark.full
 async def test_an_idle_engine_does_not_stall():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
