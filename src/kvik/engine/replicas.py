@@ -274,9 +274,9 @@ class Replicas(EngineClient):
         for request_id in {delta.request_id: None for delta in deltas}:
             found = self._unfinished.get(request_id)
             if found is not None and found.handed and len(found.handed) == len(found.indexes):
-                self._go_on(found, replica)
+                self._continue(found, replica)
 
-    def _go_on(self, sent: RoutedRequest, left: int) -> None:
+    def _continue(self, sent: RoutedRequest, left: int) -> None:
         """Let another replica continue a request, all of whose outputs that have not ended were
         given away."""
         now, handed = self._clock(), [one for one in sent.handed if one.index not in sent.endings]

@@ -598,7 +598,7 @@ class _Passing:
             share = cached_share(tail or b"")
             proxy.ended(name, choice, None if share is None else share * request.size)
 
-    async def _go_on(
+    async def _continue(
         self, left: ReplicaChoice, answer: aiohttp.ClientResponse, request: _Asked, state: bytes
     ) -> None:
         """Let another server continue a request that was handed over; if none does, its first
@@ -725,7 +725,7 @@ class _Passing:
         async with self._answer(choice, headers, request.body) as answer:
             if MOVED_HEADER in answer.headers:
                 state = await answer.content.readuntil(MOVED_END)
-                await self._go_on(choice, answer, request, state.removesuffix(MOVED_END))
+                await self._continue(choice, answer, request, state.removesuffix(MOVED_END))
                 return b""
             if resumed is not None and answer.status != 200:
                 error = await answer.content.read(MAX_PREFILLED)
@@ -753,7 +753,7 @@ class _Passing:
                         {"type": "http.response.body", "body": passing, "more_body": True}
                     )
                 if mark is not None and mark.state is not None:
-                    await self._go_on(choice, answer, request, mark.state)
+                    await self._continue(choice, answer, request, mark.state)
                     return tail
             if mark is not None and mark.found:
                 raise ConnectionError("it broke off as it gave an answer away")

@@ -76,7 +76,7 @@ class GrammarMatcher(TextMatcher):
         elif token in self._ends:
             self.ended = True
         elif not self._matcher.consume_token(token):
-            raise ParamError(FIELD, _cannot_go_on(self._matcher))
+            raise ParamError(FIELD, _cannot_continue(self._matcher))
         else:
             self.ended = bool(self._matcher.is_stopped())
             self._run = self._run[:-1] or self._new_run()
@@ -116,7 +116,7 @@ class GrammarMatcher(TextMatcher):
             for word, bit in self._stop_bits:
                 view[word] = view[word] | bit if may_end else view[word] & ~bit
         if matcher.is_error():
-            raise ParamError(FIELD, _cannot_go_on(matcher))
+            raise ParamError(FIELD, _cannot_continue(matcher))
         if taken and not self._counts:
             matcher.rollback(taken)
         return words
@@ -127,7 +127,7 @@ class GrammarMatcher(TextMatcher):
         return forced[::-1]
 
 
-def _cannot_go_on(matcher: Any) -> str:
+def _cannot_continue(matcher: Any) -> str:
     return f"the grammar cannot continue: {brief(matcher.get_error())}"
 
 

@@ -61,14 +61,14 @@ class ToolCallParser:
 
     def push(self, text: str) -> list[AnswerDelta]:
         self._text += text
-        return self._go_on()
+        return self._continue()
 
     def close(self) -> list[AnswerDelta]:
         """End the answer; return the rest."""
         self._closed = True
-        return self._go_on()
+        return self._continue()
 
-    def _go_on(self) -> list[AnswerDelta]:
+    def _continue(self) -> list[AnswerDelta]:
         next(self._steps, None)
         found, self._found = self._found, []
         return found
