@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -85,16 +86,20 @@ with LLM(device="cpu", threads=1, max_num_seqs=1, attention_sinks=4, window=60) 
 
 
 def grown(first: int, last: int) -> float:
-    """Return the relative growth of resident memory between two numbers of tokens."""
+    """Return the relative growth of resident memory between two numbers of tokens.
+
+    NumPy asks for huge pages for large arrays: one more token would make 2 MiB resident.
+    """
     run = [sys.executable, "-c", STREAM, str(first), str(last)]
-    done = subprocess.run(run, capture_output=True, text=True, check=False)
+    small = {**os.environ, "NUMPY_MADVISE_HUGEPAGE": "0"}
+    done = subprocess.run(run, capture_output=True, text=True, check=False, env=small)
     assert done.returncode == 0, done.stderr
     return float(done.stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stream_far_beyond_the_trained_length_takes_no_more_memory() -> None:
-    assert grown(2_000, 8_000) < 0.005
+    assert grown(3_000, 8_000) < 0.005  # after 134 pages: each page was written once
 
 
 ENDLESS = 2500  # tokens; the model was trained for 1,024
