@@ -7,8 +7,7 @@ from functools import cache
 from inspect import signature
 from typing import Any
 
-from helpers.triton_resources import SM_90
-from triton.backends.nvidia.compiler import CUDABackend
+from helpers.triton_resources import BACKEND
 from triton.runtime.jit import KernelParam, create_function_from_signature
 
 
@@ -32,4 +31,4 @@ def _binding(kernel: Any) -> Any:
         KernelParam(i, each, each.name in unknown, each.name in unaligned)
         for i, each in enumerate(signature(kernel.fn).parameters.values())
     ]
-    return create_function_from_signature(signature(kernel.fn), parameters, CUDABackend(SM_90))
+    return create_function_from_signature(signature(kernel.fn), parameters, BACKEND)

@@ -21,15 +21,19 @@ from dataclasses import dataclass
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import triton
 from helpers.triton_entries import RESOURCES, Loop, Resources
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import create_function_from_signature
 
 SM_90 = GPUTarget("cuda", 90, 32)
-FEW = 4
+BACKEND = CUDABackend(SM_90)
+FEW = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,27 +57,7 @@ class Taken:
 
 def taken(entry: Resources) -> Taken:
     """Compile an entry, and read its resources from the code."""
-    kernel = entry.kernel
-    signature = {
-        name: "constexpr" if name in entry.constants else entry.types[name]
-        for name in kernel.arg_names
-    }
-    divisible = [["tt.divisibility", 16]]
-    attributes = {
-        (i,): divisible
-        for i, (name, kind) in enumerate(signature.items())
-        if kind.startswith("*") or name in entry.aligned
-    }
-    compiled = triton.compile(
-        ASTSource(kernel, signature, dict(entry.constants), attributes),
-        target=SM_90,
-        options={
-            "num_warps": entry.num_warps,
-            "num_stages": entry.num_stages,
-            "enable_fp_fusion": entry.fused_products,
-            "maxnreg": entry.most_registers,
-        },
-    )
+    compiled = triton.compile(*specialised(entry))
     text = _text_of(compiled.asm["cubin"], instructions=entry.loop is not None)
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
@@ -100,6 +84,16 @@ def taken(entry: Resources) -> Taken:
         ]
     excess = ", ".join(f"{n} {what} > {most}" for what, n, most in limits if n > most)
     return Taken(entry.name, registers, spills, shared, loop, excess, lack)
+
+
+def specialised(entry: Resources) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
+    """Return what Triton would compile for such a launch, and how."""
+    kernel = entry.kernel
+    bind = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+    bound, kinds, options = bind(*entry.arguments, **entry.options)
+    given = kernel._pack_args(BACKEND, entry.options, bound, kinds, options)
+    options, signature, constants, attributes = given
+    return ASTSource(kernel, signature, constants, attributes), SM_90, options.__dict__
 
 
 def _text_of(cubin: bytes, *, instructions: bool) -> str:
