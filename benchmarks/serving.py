@@ -311,8 +311,8 @@ def run_engine(number: int, beats: int) -> None:
         def result(self, handle: object) -> ModelRunnerOutput:
             return self._inner.result(handle)
 
-        def rest(self) -> bool:
-            return self._inner.rest()
+        def idle_step(self) -> bool:
+            return self._inner.idle_step()
 
         def stop(self) -> None:
             self._inner.stop()

@@ -256,8 +256,8 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     P(logits) I(stride) I(rows) I(vocab) P(temperature) P(top_k) P(top_p) P(min_p)       \
     P(shares) I(shares_stride)
 
-// Waits for the other processes of a group: `Meeting` (group.hpp).
-#define KVIK_ARGS_exchange(P, I, F) P(meeting) I(rank)
+// Waits for the other processes of a group: `Barrier` (group.hpp).
+#define KVIK_ARGS_exchange(P, I, F) P(barrier) I(rank)
 
 // The machine's limits, for benchmarks: read `bytes` at `data`; `steps` rounds of multiply-add that
 // stay in registers (result: operations done by the team, fp64).

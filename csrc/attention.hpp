@@ -156,9 +156,9 @@ void attend(const attention_args& a, Team& team) {
         void* scratch = member.scratch(size_t(Worker<Format, Stored>::scratch_bytes(a, rows)));
         Worker<Format, Stored> worker(a, static_cast<char*>(scratch), rows);
         const Cut* cut = cuts;
-        for (int64_t piece; (piece = member.next()) >= 0;) {
-            while (piece >= cut->first_task + cut->num_tasks()) cut++;
-            worker.run(task_of(a, *cut, piece - cut->first_task, parts));
+        for (int64_t task; (task = member.next()) >= 0;) {
+            while (task >= cut->first_task + cut->num_tasks()) cut++;
+            worker.run(task_of(a, *cut, task - cut->first_task, parts));
         }
     });
 
@@ -168,8 +168,8 @@ void attend(const attention_args& a, Team& team) {
         const int64_t ranges = parts_for(team, combined, kCombinedPerThread / (cut->all_splits() * a.value_dim));
         together(team, ranges, [&](Member& member) {
             float* total = static_cast<float*>(member.scratch(record));
-            for (int64_t piece; (piece = member.next()) >= 0;) {
-                const Range range = part_of(combined, piece, ranges);
+            for (int64_t task; (task = member.next()) >= 0;) {
+                const Range range = part_of(combined, task, ranges);
                 for (int64_t row = range.begin; row < range.end; row++) combine_row(a, *cut, row, parts, total);
             }
         });

@@ -130,7 +130,7 @@ NB_MODULE(_native, m) {
         "give_back", [](uintptr_t data, size_t bytes) { return give_back(reinterpret_cast<void*>(data), bytes); },
         "data"_a, "bytes"_a);
 
-    m.attr("BEATS") = offsetof(Meeting, beats);
+    m.attr("BEATS") = offsetof(Barrier, beats);
     nb::class_<Heartbeat>(m, "Heartbeat")
         .def(
             "__init__",

@@ -137,7 +137,7 @@ struct Chosen {
     int64_t expert, first, rows;  // first: of the sorted rows
     linear_args args;
     LinearPlan plan;
-    int64_t first_piece;  // index among the pieces of all experts
+    int64_t first_task;  // index among the tasks of all experts
 };
 
 struct SortedRows {
@@ -267,37 +267,37 @@ PreparedRows prepare_sorted(const SortedRows& s, Range rows, bool weighed, Team&
 
 // Inner activations of all sorted rows. common: there is one row, which all experts read.
 void inner_products(const SortedRows& s, const PreparedRows& all, bool common, Team& team) {
-    int64_t pieces = 0;
+    int64_t tasks = 0;
     for (int64_t i = 0; i < s.chosen; i++) {
         Chosen& one = s.experts[i];
-        one.first_piece = pieces;
-        pieces += divide_up(one.plan.tiles, one.plan.piece_tiles) * divide_up(one.plan.row_blocks, one.plan.piece_blocks);
+        one.first_task = tasks;
+        tasks += divide_up(one.plan.tiles, one.plan.task_tiles) * divide_up(one.plan.row_blocks, one.plan.task_blocks);
     }
     const ProductScratch scratch(s);
     const Finish finish = finish_of(s.experts[0].args);
-    together(team, pieces, [&](Member& member) {
+    together(team, tasks, [&](Member& member) {
         char* sums = (char*)member.scratch(scratch.bytes());
         Tiles tiles;
         int64_t at = 0;
-        const auto expert_of = [&](int64_t piece) {
-            while (at + 1 < s.chosen && s.experts[at + 1].first_piece <= piece) at++;
+        const auto expert_of = [&](int64_t task) {
+            while (at + 1 < s.chosen && s.experts[at + 1].first_task <= task) at++;
             return at;
         };
-        for (int64_t piece = member.next(), next; piece >= 0; piece = next) {
+        for (int64_t task = member.next(), next; task >= 0; task = next) {
             next = member.next();
-            const Chosen& one = s.experts[expert_of(piece)];
+            const Chosen& one = s.experts[expert_of(task)];
             const LinearPlan& plan = one.plan;
-            const int64_t row_pieces = divide_up(plan.row_blocks, plan.piece_blocks), own = piece - one.first_piece;
-            const int64_t tile = own / row_pieces * plan.piece_tiles, block = own % row_pieces * plan.piece_blocks;
-            const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
-            const int64_t last_tile = smaller(tile + plan.piece_tiles, plan.tiles);
+            const int64_t row_tasks = divide_up(plan.row_blocks, plan.task_blocks), own = task - one.first_task;
+            const int64_t tile = own / row_tasks * plan.task_tiles, block = own % row_tasks * plan.task_blocks;
+            const int64_t last_block = smaller(block + plan.task_blocks, plan.row_blocks);
+            const int64_t last_tile = smaller(tile + plan.task_tiles, plan.tiles);
             const TileWork<Finish> work = {one.args, plan,  rows_from(all, common ? 0 : one.first), finish, (float*)sums,
                                            sums + scratch.sums, tiles};
             const char* behind = nullptr;
             if (next >= 0) {
                 const Chosen& then = s.experts[expert_of(next)];
-                const int64_t then_rows = divide_up(then.plan.row_blocks, then.plan.piece_blocks);
-                const int64_t then_tile = (next - then.first_piece) / then_rows * then.plan.piece_tiles;
+                const int64_t then_rows = divide_up(then.plan.row_blocks, then.plan.task_blocks);
+                const int64_t then_tile = (next - then.first_task) / then_rows * then.plan.task_tiles;
                 behind = (const char*)then.args.weight + then_tile * then.plan.steps * kStepBytes;
             }
             work.run(tile, last_tile, block, last_block, behind);
@@ -342,15 +342,15 @@ void store_sums(const experts_args& a, int64_t tile, const float* sums) {
 void outer_products(const experts_args& a, const SortedRows& s, const PreparedRows& all, Team& team) {
     const LinearPlan& any = s.experts[0].plan;
     const int64_t stream = any.steps * kStepBytes, tile_sums = a.rows * kTile * int64_t(sizeof(float));
-    int64_t piece_tiles = smaller(divide_up(any.tiles, 4 * team.size), 1 + kPieceBytes / (s.chosen * stream + 1));
-    piece_tiles = smaller(piece_tiles, 1 + kSumBytes / (tile_sums + 1));
+    int64_t task_tiles = smaller(divide_up(any.tiles, 4 * team.size), 1 + kTaskBytes / (s.chosen * stream + 1));
+    task_tiles = smaller(task_tiles, 1 + kSumBytes / (tile_sums + 1));
     const ProductScratch scratch(s);
-    together(team, divide_up(any.tiles, piece_tiles), [&](Member& member) {
-        char* memory = (char*)member.scratch(scratch.bytes() + size_t(piece_tiles * tile_sums));
+    together(team, divide_up(any.tiles, task_tiles), [&](Member& member) {
+        char* memory = (char*)member.scratch(scratch.bytes() + size_t(task_tiles * tile_sums));
         float* sums = (float*)(memory + scratch.bytes());
         Tiles tiles;
-        for (int64_t piece; (piece = member.next()) >= 0;) {
-            const int64_t first = piece * piece_tiles, last = smaller(first + piece_tiles, any.tiles);
+        for (int64_t task; (task = member.next()) >= 0;) {
+            const int64_t first = task * task_tiles, last = smaller(first + task_tiles, any.tiles);
             std::memset(sums, 0, size_t((last - first) * tile_sums));
             for (int64_t i = 0; i < s.chosen; i++) {
                 const Chosen& one = s.experts[i];
@@ -363,8 +363,8 @@ void outer_products(const experts_args& a, const SortedRows& s, const PreparedRo
                     const TileWork<WeightedSum> work = {one.args, plan, rows_from(all, one.first), end, (float*)memory,
                                                         memory + scratch.sums, tiles};
                     const char* next = tile + 1 < last ? work.weight_of(tile + 1) : behind;
-                    for (int64_t block = 0; block < plan.row_blocks; block += plan.piece_blocks)
-                        work.run(tile, tile + 1, block, smaller(block + plan.piece_blocks, plan.row_blocks), next);
+                    for (int64_t block = 0; block < plan.row_blocks; block += plan.task_blocks)
+                        work.run(tile, tile + 1, block, smaller(block + plan.task_blocks, plan.row_blocks), next);
                 }
             }
             for (int64_t tile = first; tile < last; tile++) {
@@ -438,11 +438,11 @@ constexpr int64_t kSummedPerThread = 4096;  // numbers
 // y: the sums of the experts' outputs in `made`, in order.
 void sum_experts(const experts_args& a, const SortedRows& s, Team& team) {
     const int64_t tiles = divide_up(a.hidden, kTile), each = kSummedPerThread / (s.count * kTile) + 1;
-    const int64_t pieces = divide_up(tiles, each);
-    together(team, pieces, [&](Member& member) {
+    const int64_t tasks = divide_up(tiles, each);
+    together(team, tasks, [&](Member& member) {
         float* sums = (float*)member.scratch(size_t(a.rows * kTile) * sizeof(float));
-        for (int64_t piece; (piece = member.next()) >= 0;)
-            for (int64_t tile = piece * each; tile < smaller((piece + 1) * each, tiles); tile++) {
+        for (int64_t task; (task = member.next()) >= 0;)
+            for (int64_t tile = task * each; tile < smaller((task + 1) * each, tiles); tile++) {
                 std::memset(sums, 0, size_t(a.rows * kTile) * sizeof(float));
                 for (int64_t i = 0; i < s.count; i++) {
                     const float* from = (const float*)a.made + i * a.made_stride + tile * kTile;

@@ -28,7 +28,7 @@ constexpr int kNoSignal = MSG_NOSIGNAL;
 #else
 constexpr int kNoSignal = 0;
 #endif
-constexpr long kSleep = 50'000'000;  // nanoseconds, after which it checks whether the meeting is broken
+constexpr long kSleep = 50'000'000;  // nanoseconds, after which it checks whether the barrier is broken
 constexpr auto kBeat = std::chrono::milliseconds(200);
 
 // Sleeps until the number is no longer `old`, or for a while. Not std::atomic::wait: other processes do not
@@ -51,9 +51,9 @@ void wake(std::atomic<uint32_t>& number) {
 #endif
 }
 
-void wait_for(const Meeting& meeting, Arrivals& other, uint32_t wanted) {
+void wait_for(const Barrier& barrier, Arrivals& other, uint32_t wanted) {
     const auto arrived = [&] { return int32_t(other.count.load(std::memory_order_acquire) - wanted) >= 0; };
-    const auto broken = [&] { return meeting.broken.load(std::memory_order_relaxed) != 0; };
+    const auto broken = [&] { return barrier.broken.load(std::memory_order_relaxed) != 0; };
     for (int look = 0; look < kLooks; look++) {
         if (arrived()) return;
         pause();
@@ -62,7 +62,7 @@ void wait_for(const Meeting& meeting, Arrivals& other, uint32_t wanted) {
         if (arrived() || broken()) return;
         std::this_thread::yield();
     }
-    // Sequentially consistent: the count changes before `meet` reads `sleepers`, so no sleeper misses a change.
+    // Sequentially consistent: the count changes before `arrive_and_wait` reads `sleepers`, so no sleeper misses a change.
     other.sleepers.fetch_add(1);
     while (!arrived() && !broken()) {
         const uint32_t now = other.count.load();
@@ -73,13 +73,13 @@ void wait_for(const Meeting& meeting, Arrivals& other, uint32_t wanted) {
 
 }  // namespace
 
-void meet(Meeting& meeting, int rank) {
-    Arrivals& own = meeting.ranks[rank];
+void arrive_and_wait(Barrier& barrier, int rank) {
+    Arrivals& own = barrier.ranks[rank];
     const uint32_t wanted = own.count.load(std::memory_order_relaxed) + 1;
     own.count.store(wanted);
     if (own.sleepers.load()) wake(own.count);
-    for (uint32_t other = 0; other < meeting.size; other++)
-        if (int(other) != rank) wait_for(meeting, meeting.ranks[other], wanted);
+    for (uint32_t other = 0; other < barrier.size; other++)
+        if (int(other) != rank) wait_for(barrier, barrier.ranks[other], wanted);
 }
 
 Heartbeat::Heartbeat(std::atomic<uint32_t>& beats)

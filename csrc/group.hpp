@@ -1,4 +1,4 @@
-// The processes that run one model together share memory: tensors, and one `Meeting`.
+// The processes that run one model together share memory: tensors, and one `Barrier`.
 #pragma once
 
 #include <atomic>
@@ -20,18 +20,18 @@ struct alignas(64) Arrivals {
     std::atomic<uint32_t> sleepers;
 };
 
-// A barrier between processes. Zeroed memory is a meeting without arrivals; set `size` before the first arrival.
-struct Meeting {
+// A barrier between processes. Zeroed memory is a barrier without arrivals; set `size` before the first arrival.
+struct Barrier {
     std::atomic<uint32_t> broken;  // not 0: one of the processes has exited, and the others stop waiting
     uint32_t size;                 // processes
     Arrivals ranks[kMaxRanks];
     std::atomic<uint32_t> beats[kMaxRanks];  // heartbeats of each process: `Heartbeat`
 };
-static_assert(sizeof(Meeting) <= 8192);  // kernels/cpu/group.py puts tensors at this offset
+static_assert(sizeof(Barrier) <= 8192);  // kernels/cpu/group.py puts tensors at this offset
 
-// Arrives, and waits until all others have arrived as often, or the meeting is broken. Writes that a process made
+// Arrives, and waits until all others have arrived as often, or the barrier is broken. Writes that a process made
 // before it arrived are visible to all processes that have returned from this call.
-void meet(Meeting& meeting, int rank);
+void arrive_and_wait(Barrier& barrier, int rank);
 
 // Signals five times a second that this process is alive: adds 1 to a number in shared memory, or sends a byte.
 // It has its own thread, so neither Python's GIL nor a long kernel delays it.

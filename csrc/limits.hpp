@@ -19,15 +19,15 @@ namespace {
 
 // Reads all bytes once, in chunks of 1 MiB, so that a delayed thread does not delay the others.
 void read_memory(const read_memory_args& a, Team& team) {
-    constexpr int64_t kPiece = 1 << 20, kAhead = 4096;
+    constexpr int64_t kChunk = 1 << 20, kAhead = 4096;
     constexpr int64_t kStep = 8 * int64_t(sizeof(I32));
     const char* data = static_cast<const char*>(a.data);
-    together(team, (a.bytes + kPiece - 1) / kPiece, [&](Member& member) {
+    together(team, (a.bytes + kChunk - 1) / kChunk, [&](Member& member) {
         I32 s[8];
         for (I32& v : s) v = izero();
-        for (int64_t piece; (piece = member.next()) >= 0;) {
-            const int64_t end = (piece + 1) * kPiece < a.bytes ? (piece + 1) * kPiece : a.bytes;
-            int64_t i = piece * kPiece;
+        for (int64_t task; (task = member.next()) >= 0;) {
+            const int64_t end = (task + 1) * kChunk < a.bytes ? (task + 1) * kChunk : a.bytes;
+            int64_t i = task * kChunk;
             for (; i + kStep <= end; i += kStep) {
                 for (int64_t line = 0; line < kStep; line += 64) prefetch(data + i + kAhead + line);
                 for (int j = 0; j < 8; j++) s[j] = iadd(s[j], iload(data + i + j * int64_t(sizeof(I32))));
@@ -75,13 +75,13 @@ void repeat_alone(int64_t steps, Sum start, Operand operand, Step step) {
         }
 }
 
-// `steps` for each thread of the team, in pieces that any thread may take. result: all operations.
+// `steps` for each thread of the team, in tasks that any thread may take. result: all operations.
 template <int kRows, class Sum, class Operand, class Step>
 void repeat(Team& team, int64_t steps, double operations, void* result, Sum start, Operand operand, Step step) {
-    constexpr int64_t kPieces = 16;  // for each thread
-    const int64_t all = steps * team.size, pieces = kPieces * team.size;
-    each_piece(team, pieces, [&](int64_t piece) {
-        const Range range = part_of(all, piece, pieces);
+    constexpr int64_t kTasks = 16;  // for each thread
+    const int64_t all = steps * team.size, tasks = kTasks * team.size;
+    each_task(team, tasks, [&](int64_t task) {
+        const Range range = part_of(all, task, tasks);
         repeat_alone<kRows>(range.end - range.begin, start, operand, step);
     });
     *static_cast<double*>(result) = operations * kRows * kColumns * double(all);

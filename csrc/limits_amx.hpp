@@ -9,14 +9,14 @@
 namespace kvik {
 namespace {
 
-// `steps` for each thread of the team, in pieces that any thread may take: two tiles of rows times two of
+// `steps` for each thread of the team, in tasks that any thread may take: two tiles of rows times two of
 // columns, as in products of many rows. each: operations of one pair of elements of tiles, four bytes
 // each. operand: the bytes of all elements. result: all operations.
 template <class Product>
 void repeat_tiles(Team& team, int64_t steps, double each, void* result, uint32_t operand) {
-    constexpr int64_t kPieces = 16, kElements = kRegisterBytes / 4;
-    const int64_t all = steps * team.size, pieces = kPieces * team.size;
-    each_piece(team, pieces, [&](int64_t piece) {
+    constexpr int64_t kTasks = 16, kElements = kRegisterBytes / 4;
+    const int64_t all = steps * team.size, tasks = kTasks * team.size;
+    each_task(team, tasks, [&](int64_t task) {
         alignas(kRegisterBytes) uint32_t rows[kRegisterRows][kElements];
         for (auto& row : rows)
             for (uint32_t& element : row) element = operand;
@@ -26,7 +26,7 @@ void repeat_tiles(Team& team, int64_t steps, double each, void* result, uint32_t
         tile_load<kXTile + 1>(rows, kRegisterBytes);
         tile_load<kWeightTile>(rows, kRegisterBytes);
         tile_load<kWeightTile + 1>(rows, kRegisterBytes);
-        const Range range = part_of(all, piece, pieces);
+        const Range range = part_of(all, task, tasks);
         for (int64_t step = range.begin; step < range.end; step++) {
             Product::template add<kSumsTile, kXTile, kWeightTile>();
             Product::template add<kSumsTile + 1, kXTile, kWeightTile + 1>();

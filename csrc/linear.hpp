@@ -23,17 +23,17 @@ using Tiles = VectorTiles;
 #endif
 
 // Bytes of weights, and rows of x, that a thread takes at a time: few, so that no thread waits long for the last.
-constexpr int64_t kPieceBytes = 65536;
-constexpr int64_t kPieceRows = 256, kUnpackedPieceRows = 512;  // unpacking costs time
-// Bytes of x that stay in the L2 cache while one tile after another is multiplied with the rows of a piece.
-// If the rows are longer, only a stretch of x stays there, for kGroupTiles tiles, with their sums.
-constexpr int64_t kPieceXBytes = 1 << 20;
+constexpr int64_t kTaskBytes = 65536;
+constexpr int64_t kTaskRows = 256, kUnpackedTaskRows = 512;  // unpacking costs time
+// Bytes of x that stay in the L2 cache while one tile after another is multiplied with the rows of a task.
+// If the rows are longer, only a span of x stays there, for kGroupTiles tiles, with their sums.
+constexpr int64_t kTaskXBytes = 1 << 20;
 constexpr int64_t kGroupTiles = 8;
 // From this many rows per thread on, each thread has its own rows: their outputs stay in the caches of its core. With
 // fewer, the cores share the rows, and each reads its part of the weights.
 constexpr int64_t kOwnRows = 128;
 // Bytes of weights that are unpacked at a time for a single block of rows: they stay in the L1 cache.
-// With both, stretches are whole products of AMX.
+// With both, spans are whole products of AMX.
 constexpr int64_t kUnpackedBytes = 16384;
 
 constexpr int64_t kAheadSteps = kAhead / kStepBytes;
@@ -47,11 +47,11 @@ struct LinearPlan {
     int64_t tiles, steps, groups;
     int64_t step_bytes;   // of a row of x
     int64_t scale_bytes;  // of a tile
-    int64_t stretch;      // steps
+    int64_t span;      // steps
     int64_t turn;         // step of a tile from which a single block of rows reads ahead in the next one
-    int64_t piece_tiles;  // tiles of a piece of work
-    int64_t group_tiles;  // how many of these are multiplied with one stretch of x before the next stretch
-    int64_t block_rows, row_unit, row_blocks, piece_blocks;
+    int64_t task_tiles;  // tiles of a task
+    int64_t group_tiles;  // how many of these are multiplied with one span of x before the next span
+    int64_t block_rows, row_unit, row_blocks, task_blocks;
     Unpack unpack;  // or null
     bool paired, in_place, own_rows;
     int64_t x_bytes, ordered_bytes, sums_bytes, wide_bytes;
@@ -72,37 +72,37 @@ LinearPlan plan_linear(const linear_args& a, int threads) {
     p.in_place = readable_in_place(a) && (a.rows <= 2 || Tiles::reads_spread(a));
     p.own_rows = a.rows <= 2;
     if (p.row_blocks == 1) {
-        p.stretch = p.unpack ? kUnpackedBytes / (2 * kStepBytes) : p.steps;
+        p.span = p.unpack ? kUnpackedBytes / (2 * kStepBytes) : p.steps;
         const int64_t even = divide_up(p.tiles, 4 * threads);  // small matrices: a few chunks for each thread
-        p.piece_tiles = smaller(even, 1 + kPieceBytes / (p.steps * kStepBytes + 1));
-        p.piece_blocks = p.group_tiles = 1;
+        p.task_tiles = smaller(even, 1 + kTaskBytes / (p.steps * kStepBytes + 1));
+        p.task_blocks = p.group_tiles = 1;
     } else {
-        p.stretch = Tiles::kStretchBytes / p.step_bytes;
-        p.piece_blocks = smaller(p.row_blocks, (p.unpack ? kUnpackedPieceRows : kPieceRows) / p.block_rows);
+        p.span = Tiles::kSpanBytes / p.step_bytes;
+        p.task_blocks = smaller(p.row_blocks, (p.unpack ? kUnpackedTaskRows : kTaskRows) / p.block_rows);
         if (!p.unpack && a.rows >= kOwnRows * threads) {
-            const int64_t pieces = divide_up(divide_up(p.row_blocks, p.piece_blocks), threads) * threads;
-            p.piece_blocks = divide_up(p.row_blocks, pieces);
+            const int64_t tasks = divide_up(divide_up(p.row_blocks, p.task_blocks), threads) * threads;
+            p.task_blocks = divide_up(p.row_blocks, tasks);
         }
         const auto few = [&] {
-            return divide_up(p.tiles, p.piece_tiles) * divide_up(p.row_blocks, p.piece_blocks) < 8 * threads;
+            return divide_up(p.tiles, p.task_tiles) * divide_up(p.row_blocks, p.task_blocks) < 8 * threads;
         };
-        p.piece_tiles = p.piece_blocks * p.block_rows * row_bytes(a) > kPieceXBytes ? kGroupTiles : 1;
-        while (p.piece_tiles > 1 && few()) p.piece_tiles /= 2;
-        while (p.piece_blocks > 1 && few()) p.piece_blocks = divide_up(p.piece_blocks, 2);
-        p.group_tiles = p.piece_tiles;
+        p.task_tiles = p.task_blocks * p.block_rows * row_bytes(a) > kTaskXBytes ? kGroupTiles : 1;
+        while (p.task_tiles > 1 && few()) p.task_tiles /= 2;
+        while (p.task_blocks > 1 && few()) p.task_blocks = divide_up(p.task_blocks, 2);
+        p.group_tiles = p.task_tiles;
     }
     // Matrices with groups are summed over whole groups.
     int64_t unit = kAheadSteps;
     if (a.group) {
         unit = summed_inputs(a) / inputs_per_step(a.kind);
-        p.stretch = divide_up(p.stretch, unit) * unit;
+        p.span = divide_up(p.span, unit) * unit;
     }
     p.turn = p.steps > kAheadSteps && !p.unpack ? (p.steps - kAheadSteps) / unit * unit : 0;
-    const bool once = p.stretch >= p.steps;
+    const bool once = p.span >= p.steps;
     p.x_bytes = p.in_place ? 0 : prepared_bytes(a, a.rows);
     p.ordered_bytes = ordered_bytes(a);
-    p.sums_bytes = (once ? 1 : p.group_tiles * p.piece_blocks) * p.block_rows * kTile * 4;
-    p.wide_bytes = p.unpack ? smaller(p.stretch, p.steps) * 2 * kStepBytes : 0;
+    p.sums_bytes = (once ? 1 : p.group_tiles * p.task_blocks) * p.block_rows * kTile * 4;
+    p.wide_bytes = p.unpack ? smaller(p.span, p.steps) * 2 * kStepBytes : 0;
     return p;
 }
 
@@ -201,7 +201,7 @@ Finish finish_of(const linear_args& a) {
     return a.out_dtype == kBF16 ? finish<float, bf16> : finish<float, float>;
 }
 
-// Some tiles and rows, a stretch of the inputs at a time.
+// Some tiles and rows, a span of the inputs at a time.
 //   end(a, x, tile, first row, rows, sums): called with the finished sums of some rows.
 template <class End>
 struct TileWork {
@@ -216,7 +216,7 @@ struct TileWork {
     const char* weight_of(int64_t tile) const { return (const char*)a.weight + tile * plan.steps * kStepBytes; }
 
     // next: weights of the tile that this thread takes after these, or null. While blocks of rows are
-    // multiplied with a cached stretch, the next stretch is prefetched, so that memory is
+    // multiplied with a cached span, the next span is prefetched, so that memory is
     // always busy. A single block reads ahead in its own tile, and at the end in the next tile, which need not
     // follow it in memory.
     void run(int64_t tile, int64_t last_tile, int64_t first_block, int64_t last_block, const char* next) const {
@@ -231,10 +231,10 @@ struct TileWork {
         const bool turns = blocks == 1 && next != weight_of(last);
         int64_t step = 0;
         do {
-            int64_t steps = smaller(plan.stretch, plan.steps - step);
+            int64_t steps = smaller(plan.span, plan.steps - step);
             if (turns && step < plan.turn) steps = smaller(steps, plan.turn - step);
             float* own = sums;
-            for (int64_t tile = first; tile < last; tile++, own += plan.piece_blocks * plan.block_rows * kTile) {
+            for (int64_t tile = first; tile < last; tile++, own += plan.task_blocks * plan.block_rows * kTile) {
                 const char* weight = weight_of(tile);
                 if (plan.unpack) plan.unpack(weight + step * kStepBytes, steps, wide);
                 const char* behind = tile + 1 < last             ? weight_of(tile + 1) + step * kStepBytes
@@ -260,7 +260,7 @@ struct TileWork {
                    int64_t steps, const char* ahead, int64_t ahead_stride) const {
         const int64_t row = block_start(block), rows = block_start(block + 1) - row;
         const bool last = step + steps >= plan.steps, once = steps >= plan.steps, unpacked = plan.unpack != nullptr;
-        Stretch s = {};
+        Span s = {};
         s.ahead = ahead;
         s.ahead_stride = ahead_stride;
         s.rows = int(rows);
@@ -317,12 +317,12 @@ void linear(const linear_args& a, Team& team) {
     if (a.rows == 0 || a.outputs == 0) return;
     const LinearPlan plan = plan_linear(a, team.size);
     const PreparedRows common = prepare_all(a, plan, team);
-    const int64_t tile_pieces = divide_up(plan.tiles, plan.piece_tiles);
-    // Pieces of the same rows are consecutive, so that their x is in a cache.
-    const auto tile_of = [&](int64_t piece) { return piece % tile_pieces * plan.piece_tiles; };
-    const int64_t row_pieces = divide_up(plan.row_blocks, plan.piece_blocks);
+    const int64_t tile_tasks = divide_up(plan.tiles, plan.task_tiles);
+    // Tasks of the same rows are consecutive, so that their x is in a cache.
+    const auto tile_of = [&](int64_t task) { return task % tile_tasks * plan.task_tiles; };
+    const int64_t row_tasks = divide_up(plan.row_blocks, plan.task_blocks);
     const Finish finish = finish_of(a);
-    together(team, tile_pieces * row_pieces, [&](Member& member) {
+    together(team, tile_tasks * row_tasks, [&](Member& member) {
         const int64_t own_x_bytes = common.data ? 0 : plan.x_bytes;
         char* sums = (char*)member.scratch(
             size_t(plan.sums_bytes + plan.wide_bytes + plan.ordered_bytes + own_x_bytes));
@@ -335,11 +335,11 @@ void linear(const linear_args& a, Team& team) {
         }
         Tiles tiles;
         const TileWork<Finish> work = {a, plan, x, finish, (float*)sums, wide, tiles};
-        for (int64_t piece = member.next(), next; piece >= 0; piece = next) {
+        for (int64_t task = member.next(), next; task >= 0; task = next) {
             next = member.next();
-            const int64_t tile = tile_of(piece), block = piece / tile_pieces * plan.piece_blocks;
-            const int64_t last_block = smaller(block + plan.piece_blocks, plan.row_blocks);
-            const int64_t last_tile = smaller(tile + plan.piece_tiles, plan.tiles);
+            const int64_t tile = tile_of(task), block = task / tile_tasks * plan.task_blocks;
+            const int64_t last_block = smaller(block + plan.task_blocks, plan.row_blocks);
+            const int64_t last_tile = smaller(tile + plan.task_tiles, plan.tiles);
             const char* behind = next < 0 ? nullptr : work.weight_of(tile_of(next));
             work.run(tile, last_tile, block, last_block, behind);
         }

@@ -1,4 +1,4 @@
-// y = x W^T for each head, with the head's own matrix: the products of `linear`, one head to a piece of work.
+// y = x W^T for each head, with the head's own matrix: the products of `linear`, one head to a task.
 #pragma once
 
 #include "linear.hpp"
@@ -45,8 +45,8 @@ void linear_each(const linear_each_args& a, Team& team) {
             }
             const TileWork<Finish> work = {one, plan, x, finish, (float*)sums, wide, tiles};
             for (int64_t tile = 0; tile < plan.tiles; tile++)
-                for (int64_t block = 0; block < plan.row_blocks; block += plan.piece_blocks) {
-                    const int64_t last = smaller(block + plan.piece_blocks, plan.row_blocks);
+                for (int64_t block = 0; block < plan.row_blocks; block += plan.task_blocks) {
+                    const int64_t last = smaller(block + plan.task_blocks, plan.row_blocks);
                     work.run(tile, tile + 1, block, last, tile + 1 < plan.tiles ? work.weight_of(tile + 1) : nullptr);
                 }
         }

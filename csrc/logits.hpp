@@ -40,12 +40,12 @@ int64_t place_of(const float* x, int64_t begin, int64_t end, float value) {
 
 // The largest of [begin, end): finds its chunk, then its place there. Chunks stay in the L1 cache.
 Largest largest_of(const float* x, int64_t begin, int64_t end) {
-    constexpr int64_t kPiece = 1024;
+    constexpr int64_t kChunk = 1024;
     const F32 infinity = broadcast(INFINITY);
     float best = -INFINITY;
     int64_t place = begin;
-    for (int64_t first = begin; first < end && !is_nan(best); first += kPiece) {
-        const int64_t last = first + kPiece < end ? first + kPiece : end;
+    for (int64_t first = begin; first < end && !is_nan(best); first += kChunk) {
+        const int64_t last = first + kChunk < end ? first + kChunk : end;
         F32 m[4] = {broadcast(best), broadcast(best), broadcast(best), broadcast(best)};
         uint32_t nan = 0;
         int64_t i = first;
@@ -66,7 +66,7 @@ Largest largest_of(const float* x, int64_t begin, int64_t end) {
             place = first;
         }
     }
-    return {best, place_of(x, place, place + kPiece < end ? place + kPiece : end, best)};
+    return {best, place_of(x, place, place + kChunk < end ? place + kChunk : end, best)};
 }
 
 void largest(const largest_args& a, Team& team) {
@@ -86,7 +86,7 @@ void largest(const largest_args& a, Team& team) {
     const int64_t parts = team.size;
     // [parts, rows]
     auto* found = static_cast<Largest*>(shared_scratch(team, 0, sizeof(Largest) * size_t(a.rows * parts)));
-    each_piece(team, parts, [&](int64_t part) {
+    each_task(team, parts, [&](int64_t part) {
         const Range range = part_of(a.vocab, part, parts);
         for (int64_t row = 0; row < a.rows; row++)
             found[part * a.rows + row] = largest_of(logits(row), range.begin, range.end);
@@ -195,14 +195,14 @@ void top_k(const top_k_args& a, Team& team) {
     auto* counts = static_cast<int64_t*>(
         shared_scratch(team, 0, sizeof(int64_t) * size_t(a.rows * parts) * size_t(a.k + 1)));
     auto* heaps = reinterpret_cast<uint64_t*>(counts + a.rows * parts);
-    each_piece(team, parts, [&](int64_t part) {
+    each_task(team, parts, [&](int64_t part) {
         const Range range = part_of(a.vocab, part, parts);
         for (int64_t row = 0; row < a.rows; row++) {
             const int64_t place = row * parts + part;
             counts[place] = best_of(logits(row), range.begin, range.end, a.k, heaps + place * a.k);
         }
     });
-    each_piece(team, a.rows, [&](int64_t row) {
+    each_task(team, a.rows, [&](int64_t row) {
         uint64_t* heap = heaps + row * parts * a.k;
         int64_t size = counts[row * parts];
         for (int64_t part = 1; part < parts; part++) {

@@ -130,7 +130,7 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
         for (int lane = 0; lane < kTile; lane++)
             if (!skip[lane]) OutputScales{a, index[lane], rows[lane]}.pack(t, lane);
     };
-    each_piece(team, width, [&](int64_t piece) { pack_one(tiles.begin + piece); });
+    each_task(team, width, [&](int64_t task) { pack_one(tiles.begin + task); });
 }
 
 // An output from the four bytes of one step: value(i) is its input k + i, before scale and minimum.
@@ -217,7 +217,7 @@ void unpack_row(const matrix_rows_args& a, int64_t id, Out* out) {
 
 template <class Out>
 void matrix_rows_of(const matrix_rows_args& a, Team& team) {
-    each_piece(team, a.rows, [&](int64_t row) {
+    each_task(team, a.rows, [&](int64_t row) {
         const int64_t id = ((const int64_t*)a.ids)[row] - a.first;
         if (id < 0 || id >= a.outputs) return;
         Out* out = (Out*)a.out + row * a.out_stride;

@@ -268,7 +268,7 @@ void find_kept(DrawnRow& row, DrawScratch& scratch, Team& team) {
         bound = bound_of_top_p(total, row.vocab, row.top, row.rules);
     }
     const int64_t parts = parts_for(team, chunks, 1);
-    each_piece(team, parts, [&](int64_t part) {
+    each_task(team, parts, [&](int64_t part) {
         const Range range = part_of(chunks, part, parts);
         const int64_t first = range.begin * kDrawChunk;
         Candidates found{scratch.found.ranks + first, scratch.found.weights + first, 0};

@@ -1,4 +1,4 @@
-// Loops that a team runs together: over pieces taken one by one, ranges of even work, columns of a result.
+// Loops that a team runs together: over tasks taken one by one, ranges of even work, columns of a result.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,11 @@ void together(Team& team, int64_t count, const Work& work, bool in_ranges = fals
         const_cast<void*>(static_cast<const void*>(&work)), in_ranges);
 }
 
-// Calls work(piece) for each piece.
+// Calls work(task) for each task.
 template <class Work>
-void each_piece(Team& team, int64_t count, const Work& work) {
+void each_task(Team& team, int64_t count, const Work& work) {
     together(team, count, [&](Member& member) {
-        for (int64_t piece; (piece = member.next()) >= 0;) work(piece);
+        for (int64_t task; (task = member.next()) >= 0;) work(task);
     });
 }
 
@@ -44,7 +44,7 @@ int64_t parts_for(const Team& team, int64_t count, int64_t least) {
 template <class Work>
 void each_range(Team& team, int64_t count, int64_t least, const Work& work) {
     const int64_t parts = parts_for(team, count, least);
-    each_piece(team, parts, [&](int64_t part) {
+    each_task(team, parts, [&](int64_t part) {
         const Range range = part_of(count, part, parts);
         work(range.begin, range.end);
     });
@@ -55,13 +55,13 @@ void each_range(Team& team, int64_t count, int64_t least, const Work& work) {
 // least: the number of elements that justifies a thread.
 template <class Work>
 void each_columns(Team& team, int64_t rows, int64_t columns, int64_t least, const Work& work) {
-    constexpr int64_t kPiece = 64;
-    const int64_t pieces = (columns + kPiece - 1) / kPiece;  // of a row
-    each_range(team, rows * pieces, least / kPiece, [&](int64_t begin, int64_t end) {
+    constexpr int64_t kTask = 64;
+    const int64_t tasks = (columns + kTask - 1) / kTask;  // of a row
+    each_range(team, rows * tasks, least / kTask, [&](int64_t begin, int64_t end) {
         for (int64_t at = begin; at < end;) {
-            const int64_t row = at / pieces, first = at % pieces;
-            const int64_t last = first + end - at < pieces ? first + end - at : pieces;
-            work(row, first * kPiece, last * kPiece < columns ? last * kPiece : columns);
+            const int64_t row = at / tasks, first = at % tasks;
+            const int64_t last = first + end - at < tasks ? first + end - at : tasks;
+            work(row, first * kTask, last * kTask < columns ? last * kTask : columns);
             at += last - first;
         }
     });

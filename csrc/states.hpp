@@ -61,7 +61,7 @@ StateTokens state_tokens(const Args& a, int64_t sequence) {
     return {starts[sequence], count, state, static_cast<const int32_t*>(a.lengths)[sequence] == count};
 }
 
-constexpr int64_t kConvChannels = 256;  // in a piece, so that its last inputs stay in the cache
+constexpr int64_t kConvChannels = 256;  // in a task, so that its last inputs stay in the cache
 
 template <class T>
 void convolve(const causal_conv_args& a, const StateTokens& on, int64_t channel, int64_t count) {
@@ -93,16 +93,16 @@ void convolve(const causal_conv_args& a, const StateTokens& on, int64_t channel,
 
 void causal_conv(const causal_conv_args& a, Team& team) {
     const int64_t parts = (a.channels + kConvChannels - 1) / kConvChannels;
-    each_piece(team, a.num_seqs * parts, [&](int64_t piece) {
-        const StateTokens on = state_tokens(a, piece / parts);
+    each_task(team, a.num_seqs * parts, [&](int64_t task) {
+        const StateTokens on = state_tokens(a, task / parts);
         if (!on.state) return;
-        const int64_t channel = piece % parts * kConvChannels, left = a.channels - channel;
+        const int64_t channel = task % parts * kConvChannels, left = a.channels - channel;
         const int64_t count = left < kConvChannels ? left : kConvChannels;
         a.dtype == kBF16 ? convolve<bf16>(a, on, channel, count) : convolve<float>(a, on, channel, count);
     });
 }
 
-// Columns of a state that a piece takes through all tokens. They are copied to a tile in the L1 cache:
+// Columns of a state that a task takes through all tokens. They are copied to a tile in the L1 cache:
 // memory is read once and written once, however many tokens there are.
 constexpr int64_t kDeltaColumns = 2 * kLanes;
 constexpr float kUnitEps = 1e-6f;
@@ -190,10 +190,10 @@ void gated_delta(const gated_delta_args& a, Team& team) {
     const size_t scratch = size_t(a.key_dim * (kDeltaColumns + 2)) * sizeof(float);
     together(team, a.num_seqs * each, [&](Member& member) {
         float* own = static_cast<float*>(member.scratch(scratch));
-        for (int64_t piece; (piece = member.next()) >= 0;) {
-            const StateTokens on = state_tokens(a, piece / each);
+        for (int64_t task; (task = member.next()) >= 0;) {
+            const StateTokens on = state_tokens(a, task / each);
             if (!on.state) continue;
-            const int64_t head = piece % each / parts, column = piece % parts * kDeltaColumns;
+            const int64_t head = task % each / parts, column = task % parts * kDeltaColumns;
             a.dtype == kBF16 ? delta_columns<bf16>(a, on, head, column, own)
                              : delta_columns<float>(a, on, head, column, own);
         }

@@ -26,7 +26,7 @@
 namespace kvik {
 namespace {
 
-void exchange(const exchange_args& a, Team&) { meet(*static_cast<Meeting*>(a.meeting), int(a.rank)); }
+void exchange(const exchange_args& a, Team&) { arrive_and_wait(*static_cast<Barrier*>(a.barrier), int(a.rank)); }
 
 #define KVIK_CALL(kernel)                                                  \
     void call_##kernel(const Word* words, Team& team) {                    \

@@ -32,7 +32,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kMaxThreads = 256;
 // How often a thread polls before it sleeps until it is woken: about 20 microseconds, the time of a few
-// pieces. A longer wait is for a thread that has lost its core, perhaps to the waiting thread.
+// tasks. A longer wait is for a thread that has lost its core, perhaps to the waiting thread.
 constexpr int kSpins = 1024;
 constexpr int kUntimedSpins = 32;
 // How long a helper polls for the next loop: the time between the replays of a step.
@@ -187,10 +187,10 @@ void wait_for_all(TeamShared& shared, uint32_t inside) {
 int64_t Member::next() {
     for (; left_ranges > 0; left_ranges--) {
         const int range = (rank + ranges - left_ranges) % ranges;
-        const int64_t piece = alone ? drawn : shared->next[range].value.fetch_add(1, std::memory_order_relaxed);
-        if (piece < count * (range + 1) / ranges) {
+        const int64_t task = alone ? drawn : shared->next[range].value.fetch_add(1, std::memory_order_relaxed);
+        if (task < count * (range + 1) / ranges) {
             drawn++;
-            return piece;
+            return task;
         }
     }
     return -1;

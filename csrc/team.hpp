@@ -1,7 +1,7 @@
 // The threads that run kernels together. One thread calls a kernel; where the kernel has a loop whose
-// pieces do not depend on each other, the other threads of the team take pieces too. No thread waits for one
-// that has lost its core to another process before it joined a loop: the others take its pieces.
-// Which thread computes a piece never changes a result.
+// tasks do not depend on each other, the other threads of the team take tasks too. No thread waits for one
+// that has lost its core to another process before it joined a loop: the others take its tasks.
+// Which thread computes a task never changes a result.
 #pragma once
 
 #include <cstddef>
@@ -24,24 +24,24 @@ struct Team {
 struct Member {
     int rank;
     TeamShared* shared;
-    bool alone;      // no other thread takes pieces of this loop
-    int64_t count;   // pieces of the loop
+    bool alone;      // no other thread takes tasks of this loop
+    int64_t count;   // tasks of the loop
     int ranges;      // into which they are divided
-    int64_t drawn;   // pieces that this thread has taken
+    int64_t drawn;   // tasks that this thread has taken
     int left_ranges;
 
-    // The next piece that no thread has taken, or -1. Pieces of a range are handed out in order.
+    // The next task that no thread has taken, or -1. Tasks of a range are handed out in order.
     int64_t next();
     // Memory of this thread only, 64-byte aligned. Its content is undefined, and lost at the next call.
     void* scratch(size_t bytes);
 };
 
-// Runs a loop of `count` pieces: body(context, member) on the caller, and on each other thread that joins
-// before all pieces are taken. Returns when every thread that joined has returned. The caller runs a single
-// piece itself. Loops of a team of one may be nested in another loop.
+// Runs a loop of `count` tasks: body(context, member) on the caller, and on each other thread that joins
+// before all tasks are taken. Returns when every thread that joined has returned. The caller runs a single
+// task itself. Loops of a team of one may be nested in another loop.
 //
-// in_ranges: the pieces are divided into one even range for each thread; each thread takes pieces from its own range
-// first, then from the others. For neighbouring pieces that share cache lines, which then stay on one core.
+// in_ranges: the tasks are divided into one even range for each thread; each thread takes tasks from its own range
+// first, then from the others. For neighbouring tasks that share cache lines, which then stay on one core.
 void run_loop(Team& team, int64_t count, void (*body)(void* context, Member& member), void* context,
               bool in_ranges = false);
 
@@ -63,8 +63,8 @@ Team gather(TeamShared* shared, int threads);
 struct TeamTimes {
     int64_t nanoseconds;  // in total; the caller of `times_of` fills it in
     int64_t waited;       // nanoseconds in which the caller had nothing to do
-    int64_t drawn;        // pieces that the caller took of loops for several threads
-    int64_t offered;      // all pieces of these loops
+    int64_t drawn;        // tasks that the caller took of loops for several threads
+    int64_t offered;      // all tasks of these loops
 };
 TeamTimes times_of(const TeamShared* shared);
 

@@ -43,7 +43,7 @@ private:
     static constexpr double kWorth = 0.97;  // shrink if one thread fewer takes less than this share of the time
     static constexpr double kRepay = 32;
 
-    // The caller's busy time if it had taken all pieces. This is an overestimate: it treats the caller's work outside
+    // The caller's busy time if it had taken all tasks. This is an overestimate: it treats the caller's work outside
     // of loops as shared with others, and memory as slow as when all threads read it. So a useless
     // team is shrunk late, and a useful one stays.
     static double taken_alone(const TeamTimes& times) {

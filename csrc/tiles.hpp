@@ -13,20 +13,20 @@
 namespace kvik {
 namespace {
 
-// A stretch of the inputs of one tile, and the rows of x to multiply it by.
-struct Stretch {
+// A span of the inputs of one tile, and the rows of x to multiply it by.
+struct Span {
     const char* weight;  // [steps][32][4 bytes]
     int64_t steps;
     const char* x;  // [rows][steps of the same inputs]
     int64_t x_stride;  // bytes
     int rows;
     float* sums;  // [rows][32]
-    bool first;  // otherwise `sums` holds the sums of the stretches before
+    bool first;  // otherwise `sums` holds the sums of the spans before
     bool last;   // otherwise sums of integers without groups stay integers
     // What to prefetch meanwhile, and the bytes from one step to the next.
     const char* ahead;
     int64_t ahead_stride;
-    // For integers, and weights with groups. Such stretches are whole groups (the last group of a matrix
+    // For integers, and weights with groups. Such spans are whole groups (the last group of a matrix
     // may be short):
     int64_t group_steps;
     const char* scales;      // [groups][32] of scale_bytes; null without groups
@@ -154,14 +154,14 @@ KVIK_INLINE F32 load_scales(const char* scales, int64_t lane, int bytes) {
 }
 
 // The same; 1 without groups.
-KVIK_INLINE F32 group_scale(const Stretch& s, int64_t lane) {
+KVIK_INLINE F32 group_scale(const Span& s, int64_t lane) {
     return s.scales ? load_scales(s.scales, lane, s.scale_bytes) : broadcast(1.0f);
 }
 
-// Steps [first, last): a group, or the whole stretch without groups. A separate function, because the
+// Steps [first, last): a group, or the whole span without groups. A separate function, because the
 // compiler keeps all sums in registers only where the loop over the steps is the only one.
 template <class Tile, int kRows, int kVectors>
-__attribute__((noinline)) void multiply_floats(const Stretch& s, int first_vector, int64_t group, int64_t first,
+__attribute__((noinline)) void multiply_floats(const Span& s, int first_vector, int64_t group, int64_t first,
                                                int64_t last) {
     constexpr int kParts = Tile::kParts;
     const bool grouped = Tile::kGroups && s.scales;
@@ -211,7 +211,7 @@ __attribute__((noinline)) void multiply_floats(const Stretch& s, int first_vecto
     }
 }
 
-KVIK_INLINE void clear_sums(const Stretch& s, int first_vector, int vectors) {
+KVIK_INLINE void clear_sums(const Span& s, int first_vector, int vectors) {
     float* sums = s.sums + first_vector * kLanes;
     for (int m = 0; m < s.rows; m++)
         for (int v = 0; v < vectors; v++) store(sums + m * kTile + v * kLanes, zero());
@@ -229,7 +229,7 @@ KVIK_INLINE I32 add_short(I32 acc, I32 sums) { return iadd(acc, sums); }
 
 // The integers of one group. Their sum is exact in any order: few rows use a chain for each part.
 template <class Tile, int kRows, int kVectors>
-__attribute__((noinline)) void multiply_group(const Stretch& s, int first_vector, int64_t group, int64_t first,
+__attribute__((noinline)) void multiply_group(const Span& s, int first_vector, int64_t group, int64_t first,
                                               int64_t last) {
     constexpr int kParts = Tile::kParts;
     constexpr bool kShort = kShortProducts > 1 && Tile::kParts == 2;
@@ -344,7 +344,7 @@ template <>
 constexpr bool kIsInteger<TileMxfp4> = true;
 
 template <class Tile, int kRows, int kVectors>
-KVIK_INLINE void multiply_vectors(const Stretch& s, int first_vector) {
+KVIK_INLINE void multiply_vectors(const Span& s, int first_vector) {
     constexpr auto kMultiply = [] {
         if constexpr (kIsInteger<Tile>)
             return multiply_group<Tile, kRows, kVectors>;
@@ -363,19 +363,19 @@ KVIK_INLINE void multiply_vectors(const Stretch& s, int first_vector) {
 constexpr int kTileVectors = kTile / kLanes;
 
 template <class Tile, int kRows>
-void multiply(const Stretch& s) {
+void multiply(const Span& s) {
     constexpr int kVectors = kRows <= 2 ? kTileVectors : 2;
     for (int v = 0; v < kTileVectors; v += kVectors) multiply_vectors<Tile, kRows, kVectors>(s, v);
 }
 
-using Multiply = void (*)(const Stretch&);
+using Multiply = void (*)(const Span&);
 
 #if defined(KVIK_WIDE_PRODUCTS)
 // Four bits for one or two rows, all groups in one loop: the sums stay in registers, and high
 // nibbles are multiplied as 16 times their value, which saves a shift of each. The integers of a group, and the
 // order in which groups are added, are the same as in multiply_group.
 template <class Tile, int kRows>
-void multiply_few(const Stretch& s) {
+void multiply_few(const Span& s) {
     constexpr int kVectors = kTileVectors;
     F32 total[kRows][kVectors];
     for (int m = 0; m < kRows; m++)
@@ -491,7 +491,7 @@ constexpr int64_t kWidenFrom = kLanes == 16 ? INT64_MAX : 16;
 struct VectorTiles {
     // Bytes of x of a row between visits to its sums: with many rows, a block of rows of this many bytes fits
     // the L1 cache, and the weights of the same inputs stay in L2.
-    static constexpr int64_t kStretchBytes = 2048;
+    static constexpr int64_t kSpanBytes = 2048;
     // The most rows of x that are multiplied at once; and the unit that blocks of rows are multiples of.
     static int64_t block_rows(const linear_args&) { return kMaxRows; }
     static int64_t row_unit(const linear_args&) { return 1; }
@@ -505,7 +505,7 @@ struct VectorTiles {
                                              : nullptr;
     }
 
-    void multiply(int64_t kind, bool unpacked, const Stretch& s) const {
+    void multiply(int64_t kind, bool unpacked, const Span& s) const {
         multiply_of(kind, s.scales != nullptr, unpacked, s.rows)(s);
     }
 

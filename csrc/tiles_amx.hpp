@@ -67,7 +67,7 @@ struct ProductI8 {
     KVIK_INLINE void add() { tile_dot_i8<kSums, kX, kW>(); }
 };
 
-// Part of a stretch, and the sums [rows][32] of four bytes it is added to. The steps are a multiple of those
+// Part of a span, and the sums [rows][32] of four bytes it is added to. The steps are a multiple of those
 // of a product.
 struct Part {
     int64_t first, steps, product_steps;
@@ -110,7 +110,7 @@ KVIK_INLINE void add_product(const char* x, int64_t x_stride) {
 // `p` is copied, because the compiler assumes that every instruction changes memory. It is copied here: a copy made
 // by the caller would be read in longer words than it was written, and so wait for all stores of the block before.
 template <class Product, bool kBoth>
-void add_part(const Stretch& s, const Part& part) {
+void add_part(const Span& s, const Part& part) {
     const Part p = part;
     open_sums<0>(p);
     if constexpr (kBoth) open_sums<1>(p);
@@ -137,7 +137,7 @@ void add_part(const Stretch& s, const Part& part) {
 
 // Any number of steps: the rest that is too short for a product takes a shorter one.
 template <class Product>
-void add_steps(TileShapes& shapes, const Stretch& s, Part p) {
+void add_steps(TileShapes& shapes, const Span& s, Part p) {
     const auto add = s.rows > kRegisterRows ? add_part<Product, true> : add_part<Product, false>;
     const int64_t rest = p.steps % p.product_steps;
     shapes.set(s.rows, p.product_steps);
@@ -151,14 +151,14 @@ void add_steps(TileShapes& shapes, const Stretch& s, Part p) {
     add(s, p);
 }
 
-void multiply_bf16(TileShapes& shapes, const Stretch& s, bool streamed) {
+void multiply_bf16(TileShapes& shapes, const Span& s, bool streamed) {
     add_steps<ProductBF16>(shapes, s, {0, s.steps, kProductSteps, (char*)s.sums, s.first, streamed});
 }
 
 // Adds the integers of a group to the sums, as `multiply_group` of the vectors does. The fields of `s` that the loop
 // reads are copied: the compiler would read them again after each store.
 template <bool kMinima, bool kZeros>
-void add_group(const Stretch& s, int64_t group, const int32_t* integers) {
+void add_group(const Span& s, int64_t group, const int32_t* integers) {
     static constexpr float kOne = 1.0f;
     const float* x_scales = s.x_scales ? s.x_scales + group : &kOne;
     const int32_t* x_sums = s.x_sums + group;
@@ -192,8 +192,8 @@ void add_group(const Stretch& s, int64_t group, const int32_t* integers) {
     }
 }
 
-// Integers without groups. Their sums become floats, in place, with the last stretch.
-void multiply_whole_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
+// Integers without groups. Their sums become floats, in place, with the last span.
+void multiply_whole_i8(TileShapes& shapes, const Span& s, bool streamed) {
     add_steps<ProductI8>(shapes, s, {0, s.steps, kProductSteps, (char*)s.sums, s.first, streamed});
     if (!s.last) return;
     for (int m = 0; m < s.rows; m++) {
@@ -206,7 +206,7 @@ void multiply_whole_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
 }
 
 template <bool kMinima>
-void multiply_groups_i8(TileShapes& shapes, const Stretch& s, bool streamed) {
+void multiply_groups_i8(TileShapes& shapes, const Span& s, bool streamed) {
     // The integers of one group are added while the next one is multiplied: they wait for their stores.
     alignas(64) int32_t integers[2][2 * kRegisterRows * kTile];
     const auto add = kMinima ? add_group<true, false> : s.zeros ? add_group<false, true> : add_group<false, false>;
@@ -235,9 +235,9 @@ constexpr int64_t kFewOutputs = 1024;
 // so are four bits for few rows.
 class AmxTiles {
 public:
-    // See `VectorTiles`. Here the weights of a stretch fit the L1 cache, along with a block of rows,
+    // See `VectorTiles`. Here the weights of a span fit the L1 cache, along with a block of rows,
     // which comes from L2: twice as many bytes cost a sixth of the speed.
-    static constexpr int64_t kStretchBytes = 512;
+    static constexpr int64_t kSpanBytes = 512;
     static int64_t block_rows(const linear_args& a) {
         return by_vectors(a) ? VectorTiles::block_rows(a) : 2 * kRegisterRows;
     }
@@ -259,7 +259,7 @@ public:
                                              : nullptr;
     }
 
-    void multiply(int64_t kind, bool unpacked, const Stretch& s) {
+    void multiply(int64_t kind, bool unpacked, const Span& s) {
         const bool few = !unpacked && is_int4(kind);
         if (few || by_vectors(kind, s.scales != nullptr)) return vectors_.multiply(kind, unpacked, s);
         switch (kind) {

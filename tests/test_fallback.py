@@ -176,7 +176,7 @@ def test_caches_are_freed(saved, monkeypatch):
         assert not caches.by_slot
         (output,) = llm.generate(PROMPTS[:1], GREEDY)
         assert output.outputs[0].token_ids == reference_greedy(model, PROMPTS[0], 12)
-        llm._engine.engine.loop.executor.rest()
+        llm._engine.engine.loop.executor.idle_step()
         assert not caches.by_slot and not caches.scored
 
 

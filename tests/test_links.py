@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvik.links import Address, Hello, LinkError, LinkListener, connect, hang_up
+from kvik.links import Address, Handshake, LinkError, LinkListener, connect, hang_up
 
 HERE, TOKEN = "127.0.0.1", b"t" * 32
 
@@ -27,10 +27,10 @@ def accept(listener: LinkListener, seconds: float = 5.0):
 
 def test_authenticated_connections_are_distinguished_by_their_hello(listener) -> None:
     waiting = accept(listener)
-    hello = Hello("line", 3, Address("10.0.0.1", 80))
-    line = connect(listener.address, TOKEN, hello)
+    handshake = Handshake("line", 3, Address("10.0.0.1", 80))
+    line = connect(listener.address, TOKEN, handshake)
     found, other = waiting.result()
-    assert found == hello
+    assert found == handshake
     line.send_bytes(b"x" * 100_000)
     assert other.recv_bytes() == b"x" * 100_000
 
@@ -42,14 +42,14 @@ def test_other_connections_are_refused_at_no_cost(listener, sent: bytes) -> None
         stranger.sendall(sent)
         stranger.shutdown(socket.SHUT_WR)
         waiting = accept(listener)
-        connect(listener.address, TOKEN, Hello("line", 0)).close()
+        connect(listener.address, TOKEN, Handshake("line", 0)).close()
         assert waiting.result()[0].stage == 0
 
 
 def test_a_wrong_token_is_one_error_on_its_side(listener) -> None:
     waiting = accept(listener, 0.5)
     with pytest.raises(LinkError, match="has turned this process away"):
-        connect(listener.address, b"u" * 32, Hello("line", 0))
+        connect(listener.address, b"u" * 32, Handshake("line", 0))
     with pytest.raises(TimeoutError):
         waiting.result()
 
@@ -67,12 +67,12 @@ def test_a_listener_that_does_not_know_the_token_is_left() -> None:
 
         threading.Thread(target=pretend, daemon=True).start()
         with pytest.raises(LinkError, match="does not know the token"):
-            connect(Address(*server.getsockname()), TOKEN, Hello("line", 0))
+            connect(Address(*server.getsockname()), TOKEN, Handshake("line", 0))
 
 
 def test_another_version_is_refused_by_name(listener) -> None:
     waiting = accept(listener)
-    connect(listener.address, TOKEN, Hello("line", 2, version="9.9"))
+    connect(listener.address, TOKEN, Handshake("line", 2, version="9.9"))
     with pytest.raises(LinkError, match="stage 2 has kvik 9.9, and the engine "):
         waiting.result()
 
@@ -81,12 +81,12 @@ def test_a_missing_listener_is_one_error() -> None:
     with socket.create_server((HERE, 0)) as server:
         port = server.getsockname()[1]
     with pytest.raises(LinkError, match=f"cannot reach {HERE}:{port}"):
-        connect(Address(HERE, port), TOKEN, Hello("line", 0))
+        connect(Address(HERE, port), TOKEN, Handshake("line", 0))
 
 
 def test_closing_ends_the_wait_of_another_thread(listener) -> None:
     waiting = accept(listener)
-    connect(listener.address, TOKEN, Hello("line", 0))
+    connect(listener.address, TOKEN, Handshake("line", 0))
     _, line = waiting.result()
     reading = ThreadPoolExecutor(1).submit(line.recv_bytes)
     time.sleep(0.05)

@@ -31,12 +31,12 @@ from kvik.config.memory import (
     LOADING_BYTES,
     PROMPT_PADDING,
     QUANTIZED_SCRATCH_BYTES,
-    TURNED_LOADING_BYTES,
+    TRANSPOSED_LOADING_BYTES,
 )
 from kvik.config.units import GIB, MIB
 from kvik.kernels.fp8 import PIECE
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.checkpoint import RUN_BYTES, SINGLE, TURNED_BYTES
+from kvik.nn.checkpoint import RUN_BYTES, SINGLE, TRANSPOSED_BYTES
 from kvik.nn.loader import RANDOM_DRAWS
 from kvik.nn.parts import RUN_WEIGHTS
 from kvik.spec.engine_folder import WEIGHTS
@@ -272,7 +272,7 @@ def test_the_buffers_of_a_tape_are_planned(
 
 def test_constants_of_the_plan_cover_those_of_the_kernels() -> None:
     assert 2 * RUN_BYTES + max(RUN_WEIGHTS, RANDOM_DRAWS) * 4 <= LOADING_BYTES
-    assert 2 * TURNED_BYTES <= TURNED_LOADING_BYTES
+    assert 2 * TRANSPOSED_BYTES <= TRANSPOSED_LOADING_BYTES
     assert GATHERED_KEYS >= MAX_KEYS
     assert PROMPT_PADDING >= PADDED
     assert QUANTIZED_SCRATCH_BYTES >= 6 * 4 * PIECE  # copies in fp32

@@ -380,4 +380,4 @@ def test_leases_end_with_their_blocks(prefiller: EngineLoop) -> None:
     moves = prefiller.core.scheduler.moves
     assert not moves.leases and not moves.index.tiers["memory"].busy
     settle(prefiller)
-    assert not prefiller.executor._mover._lender._lent
+    assert not prefiller.executor._mover._page_server._leased

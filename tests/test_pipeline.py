@@ -140,12 +140,12 @@ def test_a_stage_with_other_kernels_is_refused(monkeypatch) -> None:
 BEATS_ALONE = """
 import sys, time
 from kvik.kernels.cpu._native import Heartbeat
-from kvik.links import Address, Hello, LinkListener, connect
+from kvik.links import Address, Handshake, LinkListener, connect
 host, port, number, own = sys.argv[1:]
 token = bytes.fromhex(sys.stdin.read())
 waiting = LinkListener(own, token)
 line, beat = (
-    connect(Address(host, int(port)), token, Hello(role, int(number), waiting.address))
+    connect(Address(host, int(port)), token, Handshake(role, int(number), waiting.address))
     for role in ("line", "beat")
 )
 beating = Heartbeat(beat.fileno())

@@ -239,9 +239,9 @@ import sys, time
 from mmap import mmap
 from multiprocessing.connection import Connection
 import msgspec, numpy as np
-from kvik.kernels.cpu.meeting import Meeting
+from kvik.kernels.cpu.barrier import Barrier
 from kvik.rank_process import RankReady
-beating = Meeting(np.frombuffer(mmap(int(sys.argv[2]), 0), np.uint8)).beat(1)
+beating = Barrier(np.frombuffer(mmap(int(sys.argv[2]), 0), np.uint8)).beat(1)
 line = Connection(int(sys.argv[1]))
 line.recv_bytes(), line.recv_bytes()
 {connect}
@@ -286,8 +286,8 @@ BEATS_ALONE = """
 import sys, time
 from mmap import mmap
 import numpy as np
-from kvik.kernels.cpu.meeting import Meeting
-beating = Meeting(np.frombuffer(mmap(int(sys.argv[2]), 0), np.uint8)).beat(1)
+from kvik.kernels.cpu.barrier import Barrier
+beating = Barrier(np.frombuffer(mmap(int(sys.argv[2]), 0), np.uint8)).beat(1)
 time.sleep(1000)
 """
 

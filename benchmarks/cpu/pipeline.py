@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import median
 
 from kvik import LLM, SamplingParams
-from kvik.stage_process import Hop
+from kvik.stage_process import StageReceiver
 
 PROMPTS, PROMPT, REQUESTS, CONTEXT, OUTPUT = 16, 512, 8, 128, 48
 HIDDEN_BYTES = 2 * 2048  # bytes per token, in bfloat16
@@ -66,7 +66,7 @@ def hops() -> dict[int, float]:
     child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     theirs.close()
     line = Connection(ours.detach())
-    back, found = Hop(line), {}
+    back, found = StageReceiver(line), {}
     for rows in ROWS:
         data, times = bytes(rows * HIDDEN_BYTES), []
         for _ in range(REPEATS):
@@ -82,7 +82,7 @@ def hops() -> dict[int, float]:
 
 def echo(number: int) -> None:
     line = Connection(number)
-    hop = Hop(line)
+    hop = StageReceiver(line)
     while True:
         line.send_bytes(hop.take())
 

@@ -40,7 +40,7 @@ class Judging(Measured):
 
     def fill(self, batch: int, context: int, tokens: int) -> list[str]:
         ends = time.monotonic() + WARM_UP
-        while not self._captured(batch) and self.engine.loop.rest():
+        while not self._captured(batch) and self.engine.loop.idle_step():
             if time.monotonic() > ends:
                 break
         return super().fill(batch, context, tokens)

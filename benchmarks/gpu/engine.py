@@ -58,7 +58,7 @@ class KeepsErrors:
         self._worker = worker
         self.depth, self.in_turn, self.lost = worker.depth, worker.in_turn, ""
         self.error: Exception | None = None
-        self.rest, self.stop = worker.rest, worker.stop
+        self.idle_step, self.stop = worker.idle_step, worker.stop
 
     def submit(self, plan: SchedulerOutput) -> RunningStep:
         try:

@@ -68,7 +68,7 @@ def measure(notes: Notes, shape: str, format: str) -> None:
     kernels = f"{runner.kernels}, attention {runner.attention_backend}"
     notes.fact("kernels", kernels, **model.about)
     ends = time.monotonic() + IDLE
-    while engine.loop.rest() and time.monotonic() < ends:
+    while engine.loop.idle_step() and time.monotonic() < ends:
         pass  # as an idle server does before its first request: nearly all sizes are captured
     answers(engine, [[1, 2, 3]], 2)  # its steps report the memory that graphs took
     if (graphs := engine.loop.stats().graphs) is not None:

@@ -38,7 +38,7 @@ def soak(notes: Notes) -> None:
             kv_cache_memory=CACHE,
         )
     ends = time.monotonic() + CAPTURING
-    while engine.loop.rest() and time.monotonic() < ends:
+    while engine.loop.idle_step() and time.monotonic() < ends:
         pass  # captures after half time would look like growth
     draw = random.Random(0)
     seconds = min(SECONDS, notes.left() - 4)

@@ -47,7 +47,7 @@ def engine(notes: Notes, shape: str, format: str) -> None:
 def _engine(notes: Notes, shape: str, format: str) -> None:
     """Warm up an engine of one layer, as kernels do not depend on the number of layers."""
     loaded = models.loaded(shape, format, models.LONGEST, models.SEQS, kv_cache_memory=CACHE)
-    while loaded.loop.rest() and notes.left() > LEFT:
+    while loaded.loop.idle_step() and notes.left() > LEFT:
         pass  # everything that an idle engine prepares
     for name, call, needs in models.Measured(notes, loaded, shape, format).parts():
         if not name.startswith("busy"):  # profilers in several processes at once may conflict

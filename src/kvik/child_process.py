@@ -50,7 +50,7 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-class Stillness:
+class StallTimer:
     """Measures for how long a number has not changed, from a look every `LOOK_SECONDS`.
 
     Only the time between regular looks counts, not the time in which the machine sleeps or the
@@ -75,7 +75,7 @@ class Stillness:
         return self._seconds
 
 
-class Pulse:
+class HeartbeatWatch:
     """Detects a process without heartbeats, from a look every `LOOK_SECONDS`."""
 
     def __init__(self, *, begins: bool = True) -> None:
@@ -84,7 +84,7 @@ class Pulse:
             begins: whether the process is known to send heartbeats at all.
         """
         self._begins = begins
-        self._still = Stillness()
+        self._still = StallTimer()
 
     def look(self, beats: int, now: float) -> str:
         """Return for how long the process has been silent, in words; "" within the limit."""

@@ -307,13 +307,13 @@ def load_worker(
         if stages is not None:
             stages.load()
         memory, grammars = begun.memory(), grammars_of(resolved)
-        with nullcontext() if others is None else others.loading() as seat:
+        with nullcontext() if others is None else others.loading() as setup:
             worker = Worker(
                 resolved,
                 clock,
                 memory=memory,
                 grammars=grammars,
-                seat=seat,
+                setup=setup,
                 stages=stages,
                 token=token,
                 replays=replays,

@@ -25,7 +25,7 @@ from kvik.version import __version__
 PROVING_SECONDS = 5.0  # limit for the handshake
 SILENT_SECONDS = 8
 NONCE, PROOF = 32, 32  # bytes
-_LARGEST_HELLO = 1 << 12
+_LARGEST_HANDSHAKE = 1 << 12
 
 
 class Address(msgspec.Struct, frozen=True, array_like=True):
@@ -33,7 +33,7 @@ class Address(msgspec.Struct, frozen=True, array_like=True):
     port: int
 
 
-class Hello(msgspec.Struct, frozen=True, array_like=True):
+class Handshake(msgspec.Struct, frozen=True, array_like=True):
     """Identifies the connecting process.
 
     Attributes:
@@ -70,7 +70,7 @@ class LinkListener:
         self._socket = socket.create_server((host, port), backlog=64)
         self.address = Address(*self._socket.getsockname()[:2])
 
-    def accept(self, seconds: float) -> tuple[Hello, Connection]:
+    def accept(self, seconds: float) -> tuple[Handshake, Connection]:
         """Return the next connection. Peers that do not know the token are rejected.
 
         Raises:
@@ -93,7 +93,9 @@ class LinkListener:
         self._socket.settimeout(seconds)
         return self._socket.accept()[0]
 
-    def admit(self, peer: socket.socket, seconds: float = inf) -> tuple[Hello, Connection] | None:
+    def admit(
+        self, peer: socket.socket, seconds: float = inf
+    ) -> tuple[Handshake, Connection] | None:
         """Return who connected; None: it does not know the token, or did not say so in time, and
         was turned away.
 
@@ -105,21 +107,22 @@ class LinkListener:
         """
         peer.settimeout(min(seconds, PROVING_SECONDS))
         try:
-            hello = _admit(peer, self._token)
+            handshake = _admit(peer, self._token)
         except (OSError, LinkError, msgspec.MsgspecError):
             peer.close()
             return None
-        if hello.version != __version__:
+        if handshake.version != __version__:
             peer.close()
-            reason = f"stage {hello.stage} has kvik {hello.version}, and the engine {__version__}"
+            version = handshake.version
+            reason = f"stage {handshake.stage} has kvik {version}, and the engine {__version__}"
             raise LinkError(f"{reason}: install one version on all machines")
-        return hello, _watched(peer)
+        return handshake, _watched(peer)
 
     def close(self) -> None:
         self._socket.close()
 
 
-def connect(address: Address, token: bytes, hello: Hello) -> Connection:
+def connect(address: Address, token: bytes, handshake: Handshake) -> Connection:
     """Connect to a listener.
 
     Raises:
@@ -135,7 +138,7 @@ def connect(address: Address, token: bytes, hello: Hello) -> Connection:
         peer.sendall(ours + _proof(token, b"connects", theirs, ours))
         if not hmac.compare_digest(_read(peer, PROOF), _proof(token, b"listens", theirs, ours)):
             raise LinkError(f"{where} does not know the token")
-        data = msgspec.msgpack.encode(hello)
+        data = msgspec.msgpack.encode(handshake)
         peer.sendall(len(data).to_bytes(4, "big") + data)
     except OSError as error:
         peer.close()
@@ -146,7 +149,7 @@ def connect(address: Address, token: bytes, hello: Hello) -> Connection:
     return _watched(peer)
 
 
-def _admit(peer: socket.socket, token: bytes) -> Hello:
+def _admit(peer: socket.socket, token: bytes) -> Handshake:
     """Do the listener's side of the handshake.
 
     Raises:
@@ -159,9 +162,9 @@ def _admit(peer: socket.socket, token: bytes) -> Hello:
         raise LinkError("does not know the token")
     peer.sendall(_proof(token, b"listens", ours, theirs))
     size = int.from_bytes(_read(peer, 4), "big")
-    if size > _LARGEST_HELLO:
+    if size > _LARGEST_HANDSHAKE:
         raise LinkError("says too much")
-    return msgspec.msgpack.decode(_read(peer, size), type=Hello)
+    return msgspec.msgpack.decode(_read(peer, size), type=Handshake)
 
 
 def _proof(token: bytes, side: bytes, listener: bytes, other: bytes) -> bytes:

@@ -32,8 +32,8 @@ import numpy as np
 
 from kvik.child_process import (
     LOOK_SECONDS,
-    Pulse,
-    Stillness,
+    HeartbeatWatch,
+    StallTimer,
     cores_of,
     die_with_parent,
     live_with_parent,
@@ -43,10 +43,10 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.parallel import OPTION
 from kvik.errors import NOTES_LOG, ConfigError, GroupLost, KvikError
 from kvik.files import shared_memory
-from kvik.kernels.cpu.meeting import MEETING_BYTES, BrokenGroup, Meeting
+from kvik.kernels.cpu.barrier import BARRIER_BYTES, Barrier, BrokenGroup
 from kvik.spec.shares import PipelineStage
 from kvik.worker.ahead import LoadAhead
-from kvik.worker.group import MESSAGES, GroupMember, Message, Seat
+from kvik.worker.group import MESSAGES, GroupMember, Message, RankSetup
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,13 +107,13 @@ class RankProcesses:
         memory = resolved.memory
         wanted = max(LEAST_MEMORY, MEMORY * (memory.activations + memory.overhead))
         if resolved.runner.kernels != "native":
-            wanted = MEETING_BYTES  # heartbeats alone: torch connects the processes
+            wanted = BARRIER_BYTES  # heartbeats alone: torch connects the processes
         file = shared_memory(wanted)
         self._folder = tempfile.TemporaryDirectory(prefix="kvik-")
         self._store = os.path.join(self._folder.name, "store")
         self._mapping = mmap(file, wanted)
         self.memory = np.frombuffer(self._mapping, np.uint8)
-        self._meeting = Meeting(self.memory)
+        self._barrier = Barrier(self.memory)
         self._began = time.monotonic()
         self._lost = ""
         self._known = threading.Event()  # `_lost` is set
@@ -142,7 +142,7 @@ class RankProcesses:
                 runner = replace(resolved.runner, device=resolved.runner.device_of(rank))
                 config = replace(resolved, runner=runner)
                 start = RankStart(config, size, shares[rank], number)
-                with suppress(OSError):  # `meet` reports it
+                with suppress(OSError):  # `wait_loaded` reports it
                     line.send_bytes(msgspec.msgpack.encode(start))
         except BaseException:
             self.stop()
@@ -156,18 +156,18 @@ class RankProcesses:
         return self._lost
 
     @contextmanager
-    def loading(self) -> Iterator[Seat]:
-        """Return a context in which all ranks load; it yields the seat of rank 0. If the block
+    def loading(self) -> Iterator[RankSetup]:
+        """Return a context in which all ranks load; it yields the setup of rank 0. If the block
         fails, the other ranks end.
 
         Raises:
-            ConfigError, GroupLost: as `meet`.
+            ConfigError, GroupLost: as `wait_loaded`.
         """
         for line in self._lines:  # the files that they will map exist
             with suppress(OSError):
                 line.send_bytes(b"")
         try:
-            yield Seat(0, 1 + len(self._lines), self.memory, self, self._store)
+            yield RankSetup(0, 1 + len(self._lines), self.memory, self, self._store)
         except BrokenGroup:
             error = self._failure()
             self.stop()
@@ -176,7 +176,7 @@ class RankProcesses:
             self.stop()
             raise
 
-    def meet(self, group: GroupMember) -> None:
+    def wait_loaded(self, group: GroupMember) -> None:
         """Wait until the other ranks have loaded.
 
         Raises:
@@ -216,7 +216,7 @@ class RankProcesses:
                         return ConfigError(OPTION, f"rank {rank} {ready.error}")
         return GroupLost(OPTION, f"{self._lost or 'a rank is gone'} while it loaded")
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message to each other rank.
 
         Raises:
@@ -234,7 +234,7 @@ class RankProcesses:
 
     @contextmanager
     def together(self, message: Message) -> Iterator[None]:
-        self.tell(message)
+        self.send(message)
         try:
             yield
         except BrokenGroup as error:
@@ -244,7 +244,7 @@ class RankProcesses:
         except BaseException:
             self._lose("what all processes compute was interrupted in the first")
             raise
-        if self._meeting.broken:
+        if self._barrier.broken:
             raise GroupLost(OPTION, self._lost)
 
     def begin(self) -> None:
@@ -275,11 +275,11 @@ class RankProcesses:
             self._group.close()
         self._folder.cleanup()
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, reason: str) -> None:
         """Note why the group is lost, and make all ranks stop waiting for each other."""
-        self._lost = self._lost or why
+        self._lost = self._lost or reason
         self._known.set()
-        self._meeting.give_up()
+        self._barrier.give_up()
         if self._group is not None:
             self._group.give_up()
 
@@ -288,24 +288,24 @@ class RankProcesses:
         ranks = {line.fileno(): rank for rank, line in enumerate(self._lines, 1)}
         for number in ranks:
             poll.register(number, 0)  # a hang-up is reported in any case
-        pulses = {rank: Pulse() for rank in ranks.values()}
-        waits = {rank: Stillness() for rank in ranks.values()}
+        heartbeats = {rank: HeartbeatWatch() for rank in ranks.values()}
+        waits = {rank: StallTimer() for rank in ranks.values()}
         while not self._closed:
             gone = poll.poll(1000 * LOOK_SECONDS)
             if self._closed:
                 return
             if gone:
                 rank = ranks[gone[0][0]]
-                self._lose(f"rank {rank} {exit_told(self._children[rank - 1])}")
+                self._lose(f"rank {rank} {exit_message(self._children[rank - 1])}")
                 return
-            for rank, pulse in pulses.items():
-                silent = pulse.look(self._meeting.beats(rank), time.monotonic())
+            for rank, watch in heartbeats.items():
+                silent = watch.look(self._barrier.beats(rank), time.monotonic())
                 if silent:
                     self._lose(f"rank {rank} {silent}")
                     self._children[rank - 1].kill()
                     return
-                arrived = self._meeting.arrivals(rank)
-                behind = 0 < (self._meeting.arrivals(0) - arrived) % 2**32 < 2**31
+                arrived = self._barrier.arrivals(rank)
+                behind = 0 < (self._barrier.arrivals(0) - arrived) % 2**32 < 2**31
                 waited = waits[rank].look(arrived, time.monotonic(), expected=behind)
                 if waited >= EXCHANGE_SECONDS:
                     self._lose(f"rank {rank} has not come to an exchange within {waited:.0f} s")
@@ -341,7 +341,7 @@ class Process(Protocol):
     def kill(self) -> None: ...
 
 
-def exit_told(child: Process) -> str:
+def exit_message(child: Process) -> str:
     """Say how a process whose socket has closed has ended."""
     try:
         code = child.wait(0.5)
@@ -362,7 +362,7 @@ def main(arguments: Sequence[str]) -> int:
     mapping = mmap(file, os.fstat(file).st_size)
     os.close(file)
     memory = np.frombuffer(mapping, np.uint8)
-    _beating = Meeting(memory).beat(rank)
+    _beating = Barrier(memory).beat(rank)
     die_with_parent()
     live_with_parent(line.fileno())  # also where a kernel waits for others
     with suppress(EOFError, OSError):
@@ -377,10 +377,10 @@ def main(arguments: Sequence[str]) -> int:
             line.recv_bytes()  # see `RankProcesses.loading`
             stages = start.config.runner.stages
             stage = None if start.stage is None else stages[start.stage]
-            seat = Seat(rank, start.size, memory, file=store)
+            setup = RankSetup(rank, start.size, memory, file=store)
             try:
                 with torch.inference_mode():
-                    share = make_rank(start.config, seat, stage, ahead.memory())
+                    share = make_rank(start.config, setup, stage, ahead.memory())
             except BrokenGroup:
                 return 1  # the rank that failed reports the error
             except Exception as error:

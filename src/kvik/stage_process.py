@@ -30,7 +30,7 @@ import msgspec
 from kvik.child_process import (
     HANG_UP,
     LOOK_SECONDS,
-    Pulse,
+    HeartbeatWatch,
     cores_of,
     die_with_parent,
     live_with_parent,
@@ -40,7 +40,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.hardware import detect
 from kvik.errors import NOTES_LOG, ConfigError, GroupLost
 from kvik.kernels.cpu._native import Heartbeat
-from kvik.links import Address, Hello, LinkError, LinkListener, connect, hang_up, host_of
+from kvik.links import Address, Handshake, LinkError, LinkListener, connect, hang_up, host_of
 from kvik.rank_process import (
     END_SECONDS,
     LEAST_LOAD_SECONDS,
@@ -49,7 +49,7 @@ from kvik.rank_process import (
     RankProcesses,
     decode,
     encode,
-    exit_told,
+    exit_message,
     on_cores,
 )
 from kvik.worker.group import Message
@@ -123,7 +123,7 @@ def start_stage(arguments: Sequence[str], token: str) -> subprocess.Popen[bytes]
     return process
 
 
-class Hop:
+class StageReceiver:
     """Receives the hidden states of each step from the previous stage, in order."""
 
     def __init__(self, line: Connection) -> None:
@@ -163,7 +163,7 @@ class StageProcesses:
         self._processes: list[Process] = []
         self._lines: list[Connection] = []
         self._beats: list[Connection] = []
-        self._hop: Hop | None = None
+        self._receiver: StageReceiver | None = None
         self._error = ""  # why a stage cannot load
         self._may_load, self._joined = threading.Event(), threading.Event()
         self._lost = ""
@@ -195,7 +195,7 @@ class StageProcesses:
         """Let the stages load: the files that they will map exist."""
         self._may_load.set()
 
-    def meet(self) -> None:
+    def wait_loaded(self) -> None:
         """Wait until the stages have loaded.
 
         Raises:
@@ -207,7 +207,7 @@ class StageProcesses:
             self.stop()
             raise ConfigError(OPTION, self._error)
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message to each stage.
 
         Raises:
@@ -228,15 +228,15 @@ class StageProcesses:
         Raises:
             GroupLost: a stage has ended.
         """
-        assert self._hop is not None
+        assert self._receiver is not None
         try:
-            return self._hop.take()
+            return self._receiver.take()
         except EOFError:
             self._raise_lost()
             raise
 
-    def give_up(self, why: str) -> None:
-        self._lost = self._lost or why
+    def give_up(self, reason: str) -> None:
+        self._lost = self._lost or reason
         self._known.set()
 
     def stop(self) -> None:
@@ -280,11 +280,11 @@ class StageProcesses:
         roles: dict[str, dict[int, Connection]] = {"line": {}, "beat": {}}
         stages = set(range(len(self._processes)))
         while missing := {stage for found in roles.values() for stage in stages - found.keys()}:
-            hello, line = self._accept(min(missing), *roles)
-            roles[hello.role][hello.stage] = line
-            hops.setdefault(hello.stage, hello.hop)
+            handshake, line = self._accept(min(missing), *roles)
+            roles[handshake.role][handshake.stage] = line
+            hops.setdefault(handshake.stage, handshake.hop)
         self._lines, self._beats = ([found[i] for i in sorted(found)] for found in roles.values())
-        self._pulses, self._beaten = [Pulse() for _ in self._beats], [0] * len(self._beats)
+        self._pulses, self._beaten = [HeartbeatWatch() for _ in self._beats], [0] * len(self._beats)
         for beat in self._beats:
             os.set_blocking(beat.fileno(), False)
         while not self._may_load.wait(LOOK_SECONDS):
@@ -312,7 +312,7 @@ class StageProcesses:
                 ready = msgspec.msgpack.decode(line.recv_bytes(), type=StageReady)
             except (EOFError, OSError):
                 process = self._processes[stage]
-                raise LinkError(f"stage {stage} {exit_told(process)} while it loaded") from None
+                raise LinkError(f"stage {stage} {exit_message(process)} while it loaded") from None
             if ready.error:
                 raise LinkError(f"stage {stage} cannot load: {ready.error}")
             if ready.instruction_set != own.instruction_set:
@@ -329,9 +329,9 @@ class StageProcesses:
             layers, where = runner.stages[stage].layers, on_cores(self._cores[stage])
             reason = f"layers {layers.start} to {layers.stop - 1}, at {host_of(line)}{where}"
             log.info("stage %d of %d: %s", stage, len(runner.stages), reason)
-        self._hop = Hop(self._accept(len(self._processes) - 1, "hop")[1])
+        self._receiver = StageReceiver(self._accept(len(self._processes) - 1, "hop")[1])
 
-    def _accept(self, missing: int, *roles: str) -> tuple[Hello, Connection]:
+    def _accept(self, missing: int, *roles: str) -> tuple[Handshake, Connection]:
         """Return the next connection in one of some roles.
 
         Args:
@@ -348,11 +348,11 @@ class StageProcesses:
                     reason = f"cannot connect to the engine at {host}:{port}"
                     raise LinkError(f"stage {stage} {reason}: its machine must reach that address")
                 if code is not None:
-                    raise LinkError(f"stage {stage} {exit_told(process)} before it could load")
+                    raise LinkError(f"stage {stage} {exit_message(process)} before it could load")
             with suppress(TimeoutError):
-                hello, line = self._listener.accept(1.0)
-                if hello.role in roles and hello.stage < len(self._processes):
-                    return hello, line
+                handshake, line = self._listener.accept(1.0)
+                if handshake.role in roles and handshake.stage < len(self._processes):
+                    return handshake, line
                 line.close()
         raise LinkError(f"stage {missing} has not connected within {JOIN_SECONDS:.0f} seconds")
 
@@ -368,7 +368,7 @@ class StageProcesses:
 
     def _gone(self) -> str:
         """Return which stage has ended or is silent, and how; "": all are alive."""
-        for stage, (line, beat, pulse) in enumerate(
+        for stage, (line, beat, heartbeats) in enumerate(
             zip(self._lines, self._beats, self._pulses, strict=True)
         ):
             try:
@@ -380,8 +380,8 @@ class StageProcesses:
             poll = select.poll()
             poll.register(line.fileno(), HANG_UP)
             if poll.poll(0):
-                return f"stage {stage} {exit_told(self._processes[stage])}"
-            silent = pulse.look(self._beaten[stage], time.monotonic())
+                return f"stage {stage} {exit_message(self._processes[stage])}"
+            silent = heartbeats.look(self._beaten[stage], time.monotonic())
             if silent:
                 return f"stage {stage} {silent}"
         return ""
@@ -396,11 +396,11 @@ def main(arguments: Sequence[str]) -> int:
     host, port, number, own = arguments
     stage_number, token = int(number), bytes.fromhex(sys.stdin.read())
     before = LinkListener(own, token) if stage_number else None
-    hello = Hello("line", stage_number, None if before is None else before.address)
+    handshake = Handshake("line", stage_number, None if before is None else before.address)
     engine = Address(host, int(port))
     try:
-        line = connect(engine, token, hello)
-        beat = connect(engine, token, Hello("beat", stage_number))
+        line = connect(engine, token, handshake)
+        beat = connect(engine, token, Handshake("beat", stage_number))
     except LinkError as error:
         print(f"stage {number}: {error}", file=sys.stderr)
         return NOT_CONNECTED
@@ -424,17 +424,21 @@ def main(arguments: Sequence[str]) -> int:
                 group = RankProcesses(config, stage)
             with (
                 torch.inference_mode(),
-                nullcontext() if group is None else group.loading() as seat,
+                nullcontext() if group is None else group.loading() as setup,
             ):
-                rank = LeadingRank(config, stage, seat)
+                rank = LeadingRank(config, stage, setup)
             ready = StageReady("", detect().native_isa, fingerprints(config.runner))
         except Exception as error:
             ready = StageReady(f"{type(error).__name__}: {error}")
         line.send_bytes(msgspec.msgpack.encode(ready))
         if not ready.error:
             line.recv_bytes()  # all others have loaded
-            leaves = connect(start.next, token, Hello("hop", stage_number))
-            entered = (lambda: b"") if before is None else Hop(before.accept(JOIN_SECONDS)[1]).take
+            leaves = connect(start.next, token, Handshake("hop", stage_number))
+            entered = (
+                (lambda: b"")
+                if before is None
+                else StageReceiver(before.accept(JOIN_SECONDS)[1]).take
+            )
             rank.serve(lambda: decode(line.recv_bytes()), entered, leaves.send_bytes)
     if group is not None:
         group.stop()

@@ -290,7 +290,7 @@ class SimulatedReplica:
         tokens = [[ANSWER] if samples else [] for samples in plan.samples]
         moved = None if self.tiers is None else self.tiers.take(now)
         deltas = self.scheduler.update(ModelRunnerOutput(plan.step, tokens, moved=moved), now)
-        deltas += self.scheduler.take_ended()
+        deltas += self.scheduler.take_finished()
         return [
             (delta.request_id, delta.prompt is not None, delta.finish_reason is not None)
             for delta in deltas

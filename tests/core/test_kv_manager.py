@@ -247,7 +247,7 @@ def test_a_window_keeps_exactly_the_keys_it_sees(window: Seen) -> None:
         ids = request.block_ids[0]
         for i, block in enumerate(ids):
             assert (block != NULL_BLOCK) == holds_seen(i, 4, position, window)
-        assert kv.num_held(request) == len(ids) - ids.count(NULL_BLOCK)
+        assert kv.num_allocated(request) == len(ids) - ids.count(NULL_BLOCK)
         assert kv.config.max_blocks(100, 1) >= len(ids) - ids.count(NULL_BLOCK)
         request.num_computed_tokens = request.num_written_tokens = position + 1
         kv.commit(request)

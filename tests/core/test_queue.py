@@ -34,20 +34,20 @@ def test_requests_are_ordered_by_their_keys() -> None:
 
 def test_a_full_queue_refuses() -> None:
     queue = WaitingQueue(2, 100)
-    queue.check_room(2, 6)
+    queue.check_capacity(2, 6)
     queue.add(request(1.0))
     with pytest.raises(CapacityError, match=r"max_queued_requests: .*1 of 2") as caught:
-        queue.check_room(2, 6)
+        queue.check_capacity(2, 6)
     assert caught.value.field == "max_queued_requests"
 
 
 def test_tokens_are_limited_except_in_an_empty_queue() -> None:
     queue = WaitingQueue(10, 100)
-    queue.check_room(1, 1000)
+    queue.check_capacity(1, 1000)
     queue.add(request(1.0, 60))
-    queue.check_room(1, 40)
+    queue.check_capacity(1, 40)
     with pytest.raises(CapacityError, match="60 of 100") as caught:
-        queue.check_room(1, 41)
+        queue.check_capacity(1, 41)
     assert caught.value.field == "max_queued_tokens"
 
 
@@ -75,7 +75,7 @@ def run(sim: Simulation, seconds: float) -> None:
     end = sim.now + seconds
     while sim.scheduler.has_requests and sim.now < end:
         plan = sim.plan()
-        sim._note(sim.scheduler.take_ended())
+        sim._note(sim.scheduler.take_finished())
         if plan is not None:
             sim.now += 0.1 + 0.01 * plan.num_tokens
             sim.deliver()

@@ -326,10 +326,10 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
     sim.scheduler.schedule(sim.now)
     assert running.finish_reason is FinishReason.DEADLINE
     assert waiting.status is RequestStatus.RUNNING  # it took the slot
-    (delta,) = sim.scheduler.take_ended()
+    (delta,) = sim.scheduler.take_finished()
     assert delta.report is not None
     assert (delta.report.arrival, delta.report.finished) == (0.0, 1.0)
-    assert sim.scheduler.take_ended() == []
+    assert sim.scheduler.take_finished() == []
 
 
 def test_a_row_that_fails_ends_its_request_alone_and_leaves_nothing_cached() -> None:

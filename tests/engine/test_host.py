@@ -381,10 +381,10 @@ def test_an_idle_engine_checks_memory_without_steps(monkeypatch):
 
 
 def test_an_idle_engine_prepares_between_polls_and_then_waits():
-    class Resting(FakeExecutor):
+    class IdleWork(FakeExecutor):
         more, rested, computing = True, 0, False
 
-        def rest(self):
+        def idle_step(self):
             assert not self.computing
             self.rested += 1
             time.sleep(0.001)
@@ -398,7 +398,7 @@ def test_an_idle_engine_prepares_between_polls_and_then_waits():
             self.computing = False
             return super().result(handle)
 
-    executor = Resting()
+    executor = IdleWork()
     with engine(executor) as peer:
         while not executor.rested:  # before any request
             time.sleep(0.001)

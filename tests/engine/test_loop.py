@@ -43,7 +43,7 @@ class Timed:
             raise RuntimeError("broken")
         return handle
 
-    def rest(self) -> bool:
+    def idle_step(self) -> bool:
         return False
 
     def stop(self) -> None: ...
@@ -149,19 +149,19 @@ def test_the_executor_rests_only_without_requests(make: Make) -> None:
     loop, clock = make(1, submit=0.0, compute=5.0, policy="dynamic", batch_size=4, max_wait=3.0)
     left = 2
 
-    def rest() -> bool:
+    def idle_step() -> bool:
         nonlocal left
         left -= 1
         return left > 0
 
-    loop.executor.rest = rest
+    loop.executor.idle_step = idle_step
     ask(loop, tokens=2)
-    assert not loop.rest() and loop.idle_seconds() == 3.0  # it waits for more requests
+    assert not loop.idle_step() and loop.idle_seconds() == 3.0  # it waits for more requests
     clock.now += 3.0
     while loop.has_work:
         loop.step()
-        assert not loop.has_work or not loop.rest()
-    assert left == 2 and loop.rest() and not loop.rest() and left == 0
+        assert not loop.has_work or not loop.idle_step()
+    assert left == 2 and loop.idle_step() and not loop.idle_step() and left == 0
 
 
 @dataclass

@@ -22,7 +22,7 @@ from kvik.errors import ConfigError
 from kvik.evaluate.windows import (
     Reader,
     ScoredWindow,
-    check_room,
+    check_context,
     choose_window,
     count_scored,
     cut,
@@ -235,10 +235,10 @@ def test_two_models_use_chunks_that_both_support(resolved: ResolvedConfig) -> No
 def test_two_models_that_do_not_fit_together_are_refused(resolved: ResolvedConfig) -> None:
     half = resolved.memory.limit * 6 // 10
     large = replace(resolved, memory=replace(resolved.memory, weights=half))
-    check_room(large, resolved)
+    check_context(large, resolved)
     with pytest.raises(ConfigError, match=r"reference: and the model take .* together, of .*"):
-        check_room(large, large)
-    check_room(large, replace(large, runner=replace(large.runner, device="cuda:0")))
+        check_context(large, large)
+    check_context(large, replace(large, runner=replace(large.runner, device="cuda:0")))
 
 
 # Files of text: plain, one JSON object per line, and invalid ones.

@@ -34,7 +34,7 @@ from kvik.gguf.rope import llama3_divisors, llama3_scaling
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.declare import APART
+from kvik.spec.declare import SEPARATE
 from kvik.spec.layers import LatentSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import BLOCK_LAYOUTS
@@ -276,7 +276,7 @@ def test_old_files_of_deepseek_have_one_matrix_for_keys_and_values(tmp_path: Pat
     more = {"deepseek2.attention.key_length_mla": 24, "deepseek2.attention.value_length_mla": 8}
     more |= {"deepseek2.expert_gating_func": 2, "deepseek2.attention.q_lora_rank": 12}
     spec = spec_of(llama_file(tmp_path / "n.gguf", architecture="deepseek2", values=values | more))
-    assert spec.architecture == "DeepseekV3ForCausalLM" and spec.wiring == APART
+    assert spec.architecture == "DeepseekV3ForCausalLM" and spec.wiring == SEPARATE
     assert spec.latent == LatentSpec(48, 16, 8, 8, 12)
     router = next(layer.experts.router for layer in spec.layers if layer.experts)
     assert (router.groups, router.scale) == (1, 1.0)  # defaults of missing keys

@@ -20,7 +20,7 @@ from kvik.worker import platforms
 from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers, GraphMemory, NotCaptured
 from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import CapturedRows, EngineNetwork, Graph, RowFunction, RowGraph
-from kvik.worker.group import Seat
+from kvik.worker.group import RankSetup
 from kvik.worker.joined import Joined
 from kvik.worker.platforms import NativePlatform, TorchPlatform
 from kvik.worker.step_inputs import DeviceInputs, StepInputs, StepSizes
@@ -167,7 +167,7 @@ def captured_steps(
             GraphMemory(ROOMY, 0),
         )
         made.append((graphs, again))
-        while judged and graphs.rest():
+        while judged and graphs.idle_step():
             pass
         return graphs, inputs
 
@@ -176,7 +176,7 @@ def captured_steps(
         graph = CapturedRows(function, like, rows, again, lambda: 0.0, GraphMemory(ROOMY, 0))
         if heads is not None:
             heads.append(again)
-        while graph.rest():
+        while graph.idle_step():
             pass
         return graph
 
@@ -217,8 +217,8 @@ def captured_groups(
     numbers = count()  # processes load at the same time
     make = TorchPlatform.__init__
 
-    def init(self: TorchPlatform, config: ResolvedConfig, seat: Seat | None = None) -> None:
-        make(self, config, seat)
+    def init(self: TorchPlatform, config: ResolvedConfig, setup: RankSetup | None = None) -> None:
+        make(self, config, setup)
         if self.joined is not None:
             self.parts = replace(self.parts, warm_ups=_ForwardWarmUps(self.joined))
 

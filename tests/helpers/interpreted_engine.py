@@ -31,7 +31,7 @@ def _interpreted(
     torch_prompts: int | None,
     config: ResolvedConfig,
     memory: object = None,
-    seat: object = None,
+    setup: object = None,
 ) -> Platform:
     backend = "triton" if torch_prompts is None else "triton+sdpa"
     runner = replace(

@@ -110,7 +110,7 @@ def rows_behind(
             yield first, hidden[first - (end - count) :]
         scheduler.update(ModelRunnerOutput(plan.step, [[0] if plan.samples[0] else []]), 0.0)
     scheduler.end(request, FinishReason.ABORT, 0.0)
-    scheduler.take_ended()
+    scheduler.take_finished()
 
 
 def recall_behind(

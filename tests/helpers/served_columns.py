@@ -245,8 +245,8 @@ class _GatedExecutor:
     def build_grammar(self, constraint: Constraint) -> Future[object]:
         return self._executor.build_grammar(constraint)
 
-    def rest(self) -> bool:
-        return self._executor.rest()
+    def idle_step(self) -> bool:
+        return self._executor.idle_step()
 
     def stop(self) -> None:
         self._executor.stop()

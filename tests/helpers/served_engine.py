@@ -119,7 +119,7 @@ class FakeExecutor:
             built.set_result(None)
         return self.grammars.get(constraint.source, built)
 
-    def rest(self) -> bool:
+    def idle_step(self) -> bool:
         return False
 
     def stop(self) -> None:

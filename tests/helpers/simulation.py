@@ -227,21 +227,21 @@ class Simulation:
         plan = self.plan()
         if self.in_flight and (plan is None or len(self.in_flight) >= self.setup.depth):
             self.deliver()
-        self._note(self.scheduler.take_ended())
+        self._note(self.scheduler.take_finished())
         return plan
 
     def end(self, request: Request, reason: FinishReason = FinishReason.ABORT) -> None:
         self.scheduler.end(request, reason, self.now)
         assert not request.block_ids
         self.check()
-        self._note(self.scheduler.take_ended())
+        self._note(self.scheduler.take_finished())
 
     def hand_over(self, request: Request, to: Simulation | None = None) -> Request | None:
         """Continue a request in another engine, or resubmit it here. None: it stays here."""
         if self.scheduler.may_hand_over(request):
             self.scheduler.hand_over(request, self.now)
         self.check()
-        ended = self.scheduler.take_ended()
+        ended = self.scheduler.take_finished()
         self._note([delta for delta in ended if delta.handed is None])
         handed = next((delta.handed for delta in ended if delta.handed is not None), None)
         if handed is None:
@@ -280,7 +280,7 @@ class Simulation:
         """Step until no request is left, check that all resources are free, and return the number
         of steps."""
         steps = 0
-        self._note(self.scheduler.take_ended())
+        self._note(self.scheduler.take_finished())
         while self.scheduler.has_requests or self.in_flight or self.moving:
             steps += 1
             assert steps <= max_steps, "no progress"

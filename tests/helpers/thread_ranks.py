@@ -19,7 +19,7 @@ from torch import Tensor
 from kvik.config.config import ResolvedConfig
 from kvik.kernels.torch_group import TorchGroup
 from kvik.rank_process import decode, encode
-from kvik.worker.group import GroupMember, Message, Seat
+from kvik.worker.group import GroupMember, Message, RankSetup
 from kvik.worker.ranks import make_rank
 
 SECONDS = 60.0  # that one waits for the others
@@ -75,22 +75,22 @@ class ThreadRanks:
         self._error: BaseException | None = None
 
     @contextmanager
-    def loading(self) -> Iterator[Seat]:
+    def loading(self) -> Iterator[RankSetup]:
         none = np.zeros(0, np.uint8)
         for rank in range(1, self._size):
             runner = replace(self._resolved.runner, device=self._resolved.runner.device_of(rank))
             config = replace(self._resolved, runner=runner)
-            seat = Seat(rank, self._size, none, file=str(self._number))
-            self._threads.append(threading.Thread(target=self._serve, args=(config, seat)))
+            setup = RankSetup(rank, self._size, none, file=str(self._number))
+            self._threads.append(threading.Thread(target=self._serve, args=(config, setup)))
             self._threads[-1].start()
         try:
-            yield Seat(0, self._size, none, self, str(self._number))
+            yield RankSetup(0, self._size, none, self, str(self._number))
         except BaseException:
             self.stop()
             raise
 
-    def _serve(self, config: ResolvedConfig, seat: Seat) -> None:
-        inbox = self._inboxes[seat.rank - 1]
+    def _serve(self, config: ResolvedConfig, setup: RankSetup) -> None:
+        inbox = self._inboxes[setup.rank - 1]
 
         def receive() -> Message:
             if not (data := inbox.get()):
@@ -99,7 +99,7 @@ class ThreadRanks:
 
         try:
             with torch.inference_mode():
-                rank = make_rank(config, seat, None, None)
+                rank = make_rank(config, setup, None, None)
             self._digests.put(rank.digest)
             rank.serve(receive)
         except EOFError:
@@ -109,18 +109,18 @@ class ThreadRanks:
             self._error = error
             self.boards[self._number].barrier.abort()
 
-    def meet(self, group: GroupMember) -> None:
+    def wait_loaded(self, group: GroupMember) -> None:
         self._group = group
         found = {self._digests.get(timeout=SECONDS) for _ in self._threads}
         assert found == {group.digest}, found
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         for inbox in self._inboxes:
             inbox.put(encode(message))
 
     @contextmanager
     def together(self, message: Message) -> Iterator[None]:
-        self.tell(message)
+        self.send(message)
         try:
             yield
         except threading.BrokenBarrierError:

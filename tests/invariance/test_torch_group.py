@@ -134,7 +134,7 @@ def batch_on_torch(**options: object) -> list[list[int]]:
     params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     with LLM(str(BUNDLED), **{**common, **options}) as llm:
         loop = llm._loop
-        while loop.rest():
+        while loop.idle_step():
             pass
         outputs = llm.generate([tokens(24, seed) for seed in range(4)], params)
     return [list(output.outputs[0].token_ids) for output in outputs]

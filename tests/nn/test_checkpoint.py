@@ -239,7 +239,7 @@ def test_parts_of_experts_in_one_tensor(
 ) -> None:
     """Also if inputs come first, so that rows are columns of the file; a large tensor is read in
     parts."""
-    monkeypatch.setattr(checkpoint, "TURNED_BYTES", most)
+    monkeypatch.setattr(checkpoint, "TRANSPOSED_BYTES", most)
     scope = "model.layers.0.feed_forward.experts"
     gate_up, down = torch.randn(3, 5, 160), torch.randn(3, 80, 5)
     save_file({f"{scope}.gate_up_proj": gate_up, f"{scope}.down_proj": down}, tmp_path / SINGLE)

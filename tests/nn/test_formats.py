@@ -18,14 +18,14 @@ from torch import Tensor
 from kvik.kernels.weights import Weight, int8_weight
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats import registry
-from kvik.nn.formats.base import Along, Dense, LinearShape, StoredTensor
+from kvik.nn.formats.base import Dense, LinearShape, OutputAxis, StoredTensor
 from kvik.spec.stored_weights import StoredScheme
 
 
 def test_dense_tensors_have_the_checkpoints_shape() -> None:
     shape = LinearShape(inputs=3, outputs=6)
     stored = Dense(shape).tensors(torch.float32)["weight"]
-    assert stored == StoredTensor((6, 3), torch.float32, Along(), in_runs=True)
+    assert stored == StoredTensor((6, 3), torch.float32, OutputAxis(), in_runs=True)
     weight = torch.randn(3, 3)  # a run of rows
     assert torch.equal(Dense(shape).weight({"weight": weight}, slice(1, 3)).values, weight[1:])
 
@@ -34,7 +34,7 @@ def test_dense_transposed() -> None:
     """There are no rows to read in runs."""
     shape = LinearShape(inputs=3, outputs=6, transposed=True)
     stored = Dense(shape).tensors(torch.float32)["weight"]
-    assert stored == StoredTensor((3, 6), torch.float32, Along(1), in_runs=False)
+    assert stored == StoredTensor((3, 6), torch.float32, OutputAxis(1), in_runs=False)
     weight = torch.randn(3, 6)
     run = Dense(shape).weight({"weight": weight}, slice(2, 5))
     assert torch.equal(run.values, weight.t()[2:5])

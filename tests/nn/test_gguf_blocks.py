@@ -11,10 +11,10 @@ from torch import Tensor
 from kvik.gguf.types import BLOCK_TYPES
 from kvik.kernels.weights import E2M1
 from kvik.nn.gguf_blocks import (
+    block_parts,
     mxfp4_parts,
     mxfp4_rows,
     permute_rotary,
-    take_apart,
     unpermute_rotary,
 )
 
@@ -68,7 +68,7 @@ def test_blocks_are_unpacked(type: str) -> None:
     low, high, group = CODES[type]
     rows = random_rows(type)
     before = rows.clone()
-    parts = take_apart(type, rows)
+    parts = block_parts(type, rows)
     assert torch.equal(rows, before)
     assert parts.codes.shape == (9, WIDTH)
     assert (parts.codes.min(), parts.codes.max()) == (low, high)
@@ -76,7 +76,7 @@ def test_blocks_are_unpacked(type: str) -> None:
     assert_same_bits(parts.weights(), reference(type, rows))
     # In runs of rows and views of a buffer, as files are read.
     wide = torch.cat((rows, rows), dim=1)[:, : rows.shape[1]]
-    some = take_apart(type, wide[2:5])
+    some = block_parts(type, wide[2:5])
     assert not wide.is_contiguous() and torch.equal(some.codes, parts.codes[2:5])
     for part, again in ((parts.scales, some.scales), (parts.minima, some.minima)):
         if part is not None and again is not None:
@@ -110,5 +110,5 @@ def test_rows_of_rotary_positions(shape: tuple[int, ...]) -> None:
 
 def test_rows_of_blocks_are_reordered_too() -> None:
     rows = random_rows("Q4_0", rows=40)
-    ordered = take_apart("Q4_0", unpermute_rotary(rows, 20)).codes
-    assert torch.equal(ordered, unpermute_rotary(take_apart("Q4_0", rows).codes, 20))
+    ordered = block_parts("Q4_0", unpermute_rotary(rows, 20)).codes
+    assert torch.equal(ordered, unpermute_rotary(block_parts("Q4_0", rows).codes, 20))

@@ -162,7 +162,7 @@ LATENT = {
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "original_max_position_embeddings": 32}
 YARN |= {"factor": 4.0}
 EVEN = {"mscale": 1.0, "mscale_all_dim": 1.0}
-APART = {
+SEPARATE = {
     "GptOss": {
         **HEAD,
         "num_local_experts": 6,
@@ -193,7 +193,7 @@ APART = {
     "Ministral3": {**HEAD, "rope_parameters": {**YARN, **EVEN, "llama_4_scaling_beta": 2.0}},
     "GPT2": {"n_embd": 64},
 }
-ALL = {**FAMILIES, **MORE, **APART}
+ALL = {**FAMILIES, **MORE, **SEPARATE}
 
 
 CONVOLUTIONS = ("conv.conv.weight", "conv1d.weight")
@@ -412,7 +412,7 @@ PARTS: dict[str, tuple[str, Parts]] = {
 @pytest.mark.parametrize("type", ["F32", "Q4_0"])
 def test_parts_of_layers(tmp_path: Path, family: str, type: str) -> None:
     """They have the bytes of their own weights."""
-    save_tiny(tmp_path, family, **APART[family])
+    save_tiny(tmp_path, family, **SEPARATE[family])
     name, parts = PARTS[family]
     whole = load_file(tmp_path / "model.safetensors")[name]
     checkpoint = open_gguf(export(tmp_path, type))
@@ -430,7 +430,7 @@ def test_value_heads_are_reordered_by_key_heads(
 ) -> None:
     """Files have the first value head of each key head, then the second. Also in runs of no more
     rows than for other layers."""
-    save_tiny(tmp_path, "Qwen3_5", **APART["Qwen3_5"])
+    save_tiny(tmp_path, "Qwen3_5", **SEPARATE["Qwen3_5"])
     weights, path = load_file(tmp_path / "model.safetensors"), export(tmp_path, "F32")
     scope = "model.layers.1.linear_attn."
     stored = {one.name: torch.tensor(one.data) for one in GGUFReader(path).tensors}
@@ -459,7 +459,7 @@ def test_value_heads_are_reordered_by_key_heads(
 @pytest.mark.parametrize("family", ["Qwen3_5", "Qwen3Next"])
 def test_parts_of_two_types(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of delta nets and their gates stay blocks, as planned."""
-    save_tiny(tmp_path, family, **APART[family])
+    save_tiny(tmp_path, family, **SEPARATE[family])
     usual = gguf_export.block_type
     monkeypatch.setattr(
         gguf_export,
@@ -479,7 +479,7 @@ def test_parts_of_two_types(family: str, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_old_files_of_qwen3_next(tmp_path: Path) -> None:
     """Inputs of delta nets are stored as in checkpoints."""
-    save_tiny(tmp_path, "Qwen3Next", **APART["Qwen3Next"])
+    save_tiny(tmp_path, "Qwen3Next", **SEPARATE["Qwen3Next"])
     weights = load_file(tmp_path / "model.safetensors")
 
     def joined(tensors: Tensors) -> Iterator[OutTensor]:
@@ -495,7 +495,7 @@ def test_old_files_of_qwen3_next(tmp_path: Path) -> None:
 
 
 def test_states_that_would_grow(tmp_path: Path) -> None:
-    save_tiny(tmp_path, "Qwen3_5", **APART["Qwen3_5"])
+    save_tiny(tmp_path, "Qwen3_5", **SEPARATE["Qwen3_5"])
 
     def grown(tensors: Tensors) -> Iterator[OutTensor]:
         for one in tensors:
@@ -508,7 +508,7 @@ def test_states_that_would_grow(tmp_path: Path) -> None:
 
 def test_blocks_of_gpt_oss_keep_their_bits(tmp_path: Path) -> None:
     """Experts in four bits are exported unchanged, for any type of the rest."""
-    save_tiny(tmp_path, "GptOss", **APART["GptOss"])
+    save_tiny(tmp_path, "GptOss", **SEPARATE["GptOss"])
     weights = load_file(tmp_path / "model.safetensors")
     draw = torch.Generator().manual_seed(0)
     for name in [name for name in weights if name.endswith(("gate_up_proj", "down_proj"))]:

@@ -199,7 +199,7 @@ def test_the_safetensors_library_reads_written_files(tmp_path: Path) -> None:
 
 def test_tensors_of_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are copied in pieces; the order of arguments does not matter."""
-    monkeypatch.setattr(safetensors, "PIECE", 7)
+    monkeypatch.setattr(safetensors, "CHUNK", 7)
     save_file({n: t.contiguous() for n, t in TENSORS.items()}, tmp_path / "source")
     stored = {
         entry.name: Stored(tmp_path / "source", entry) for entry in read_header(tmp_path / "source")

@@ -22,7 +22,7 @@ from kvik.nn.checkpoint import Checkpoint, Selection, TensorRun
 from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.loader import load_model
 from kvik.nn.safetensors import TensorEntry
-from kvik.worker.group import Seat
+from kvik.worker.group import RankSetup
 from kvik.worker.loading import make_builder
 from kvik.worker.platforms import platform
 
@@ -109,7 +109,7 @@ def reads(model: Path, rank: int, size: int) -> tuple[Counter[str], int]:
             model=str(model), device="cpu", threads=size, tensor_parallel_size=size, num_blocks=64
         )
     )
-    parts = platform(config, seat=Seat(rank, size, np.zeros(1 << 20, np.uint8))).parts
+    parts = platform(config, setup=RankSetup(rank, size, np.zeros(1 << 20, np.uint8))).parts
     counted = CountedReads(open_weights(model))
     spec, groups = config.model, config.cache.groups
     builder = make_builder(config, parts, spec, groups, "none", counted, None)

@@ -25,7 +25,7 @@ from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.parallel import collectives
 from kvik.planner.plan import division_of
 from kvik.planner.roofline import decode, decode_rate, prefill_rate, step_time
-from kvik.worker.group import Seat
+from kvik.worker.group import RankSetup
 from kvik.worker.ranks import Rank
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -60,7 +60,7 @@ def test_exchanges_are_those_that_a_process_records(family: str, tmp_path: Path)
     wishes = EngineConfig(device="cpu", tensor_parallel_size=2, threads=2, **options)
     resolved = resolve(wishes, read_model_spec(tmp_path), detect(), str(tmp_path))
     with torch.inference_mode():
-        rank = Rank(resolved, Seat(1, 2, np.zeros(1 << 24, np.uint8)))
+        rank = Rank(resolved, RankSetup(1, 2, np.zeros(1 << 24, np.uint8)))
     found = collectives(read_shape(str(tmp_path)), exact=True)
     assert rank.digest.startswith(f"{found.count} exchanges, ")
 

@@ -93,7 +93,7 @@ def test_a_block_is_freed_without_the_garbage_collector(tmp_path: Path) -> None:
     """Blocks are large, and the garbage collector counts objects, not bytes."""
     save_tiny(tmp_path, "Llama")
     model = model_blocks(tmp_path, 5)
-    (x,) = model.entrance(random_windows(2, 5)).embed(2)
+    (x,) = model.input_layers(random_windows(2, 5)).embed(2)
     gc.collect()
     gc.disable()
     try:

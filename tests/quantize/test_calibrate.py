@@ -202,7 +202,7 @@ def test_gptq_and_awq_are_better_than_rounding(tmp_path: Path, group: int) -> No
     spec = replace(spec, layers=spec.layers[:1])
     windows = bundled_windows(64, 128, skip=8)
     model = model_blocks(BUNDLED, 128, spec=spec)
-    (x,) = model.entrance(bundled_windows(8, 128)).embed(8)
+    (x,) = model.input_layers(bundled_windows(8, 128)).embed(8)
     errors = {}
     for method in ("rtn", "gptq", "awq"):
         recipe = Recipe(method, 4, group)  # type: ignore[arg-type]
@@ -218,7 +218,7 @@ def test_later_blocks_see_rounded_ones(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "Llama")
     spec, windows = read_model_spec(tmp_path / "model"), random_windows(4, 16)
     model = model_blocks(tmp_path / "model", 16)
-    (x,) = model.entrance(windows).embed(4)
+    (x,) = model.input_layers(windows).embed(4)
     for name, recipe in METHODS.items():
         work = tmp_path / name
         steps = quantise_blocks(tmp_path / "model", spec, recipe, windows, work, quiet)
@@ -243,7 +243,7 @@ def test_static_scales_reach_the_largest_input_and_round_it(tmp_path: Path) -> N
     save_tiny(tmp_path / "model", "Llama")
     spec, windows = read_model_spec(tmp_path / "model"), random_windows(4, 16)
     model = model_blocks(tmp_path / "model", 16)
-    (x,) = model.entrance(windows).embed(4)
+    (x,) = model.input_layers(windows).embed(4)
     recipe = Recipe("fp8", 8, -1, activation_scheme="static")
     steps = quantise_blocks(tmp_path / "model", spec, recipe, windows, tmp_path / "w", quiet)
     result = next(steps)

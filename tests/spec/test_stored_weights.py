@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from kvik.config.memory import (
     LOADING_BYTES,
     QUANTIZED_SCRATCH_BYTES,
-    TURNED_LOADING_BYTES,
+    TRANSPOSED_LOADING_BYTES,
     Footprint,
     StepSize,
 )
@@ -408,7 +408,7 @@ def test_the_plan_reserves_memory_to_load_transposed_matrices(
     footprint = Footprint(spec, "bfloat16", "none", "cpu", "sdpa", 16, 0)
     mapped = replace(footprint, mapped=footprint.weights)  # nothing is loaded
     loading = LOADING_BYTES + 8 * numbers
-    loading += TURNED_LOADING_BYTES if spec.experts_of_token else 0
+    loading += TRANSPOSED_LOADING_BYTES if spec.experts_of_token else 0
     if spec.quantization is not None:
         loading += QUANTIZED_SCRATCH_BYTES + 2 * 128 * 2 * 256 // 2  # four bits of gate and up
     assert footprint.overhead(step) - mapped.overhead(step) == loading

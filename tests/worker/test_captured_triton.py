@@ -42,7 +42,7 @@ from kvik.launch import resolve_config
 from kvik.worker import platforms, triton_warm_ups
 from kvik.worker.captures import NO_CAPTURE_PEERS, Captured, CapturePeers
 from kvik.worker.graphs import Eager, EngineNetwork, Graph, StepOutput
-from kvik.worker.group import Seat
+from kvik.worker.group import RankSetup
 from kvik.worker.warm_up import WarmUp
 
 pytestmark = INTERPRETED_ONLY
@@ -67,7 +67,7 @@ def tokens(model: Path, graphs: int | None = None, **options: Any) -> list[list[
     limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8, **options}
     with LLM(str(model), **{**COMMON, **limits}) as llm:
         loop = llm._loop
-        while loop.rest():
+        while loop.idle_step():
             pass
         outputs = llm.generate(PROMPTS, SAMPLING, progress=False)
         assert all(output.outputs[0].error is None for output in outputs)
@@ -94,12 +94,12 @@ def captured(*sizes: GraphSize, by: Sequence[Again] = ()) -> Iterator[Sequence[A
     unused = list(by)
 
     def platform(
-        config: ResolvedConfig, memory: object = None, seat: Seat | None = None
+        config: ResolvedConfig, memory: object = None, setup: RankSetup | None = None
     ) -> platforms.Platform:
         choice: dict[str, Any] = {"kernels": "triton", "attention_backend": "triton"}
         choice |= {"graph_sizes": sizes, "graph_memory": ROOMY}
         config = replace(config, runner=replace(config.runner, **choice))
-        return platforms.TritonPlatform(config, seat)
+        return platforms.TritonPlatform(config, setup)
 
     with pytest.MonkeyPatch.context() as patch:
         interpret_engines(patch)
@@ -206,7 +206,7 @@ def test_all_that_an_engine_captures_shares_memory(monkeypatch) -> None:
     alone = platform.alone()
     assert alone.parts.kv_zeros is platform.parts.kv_zeros
     heads = [each.rows(torch.neg, [torch.zeros(1, 2)]) for each in (platform, alone)]
-    assert [graph.rest() for graph in heads] == [False, False]
+    assert [graph.idle_step() for graph in heads] == [False, False]
     assert len(made) == 1 and len(made[0].captured) == 2
     assert platform.graph_memory is not None
     assert platform.graph_memory.changes() == GraphCounts(2, 2, 5)
@@ -235,7 +235,7 @@ def test_close_gives_weights_and_cache_back(model, monkeypatch) -> None:
     )
     limits = {"max_model_len": 32, "max_num_seqs": 4, "max_num_batched_tokens": 8}
     with captured(DECODING, by=[Called()]), LLM(str(model), **COMMON, **limits) as llm:
-        while llm._loop.rest():
+        while llm._loop.idle_step():
             pass
         assert all(ref() is not None for ref in kept)
     assert alive[0] == alive[1] == [] and alive[-1] == [False] * 4

@@ -120,7 +120,7 @@ def test_steps_with_drafts_are_replayed(drafter, monkeypatch) -> None:
     assert (len(made), len(heads)) == (1 + (drafter == "draft_model"), drafter == "medusa")
     assert all(again.replayed > MIN_MISSES for again in heads)
     for (graphs, again), longest in zip(made, (4, 2), strict=False):
-        assert again.replayed > MIN_MISSES and not graphs.rest()
+        assert again.replayed > MIN_MISSES and not graphs.idle_step()
         prompts = [tokens for runner, tokens in eager if runner is graphs._eager]
         assert prompts and min(prompts) > longest
     assert sum(output.num_accepted_tokens for output in found) > 0
@@ -256,7 +256,7 @@ def test_frequent_sizes_are_captured_first_within_a_share_of_time() -> None:
 
 def test_rows_of_several_tokens_share_captured_sizes() -> None:
     rig = Rig(4, judging=[GraphSize(4, 10, 4, 10)])
-    while rig.graphs.rest():
+    while rig.graphs.idle_step():
         pass
     for lengths in ((1, 4), (2, 2, 2), (4, 1, 1, 4), (3, 1, 1), (1, 1, 1)):
         rig.step(*lengths)
@@ -271,7 +271,7 @@ def test_rows_of_several_tokens_share_captured_sizes() -> None:
 def test_an_idle_engine_captures_all_there_is() -> None:
     rig = Rig(1, 2, 4, 8)
     rig.steps(1, 3)
-    assert [rig.graphs.rest() for _ in range(5)] == [True, True, True, False, False]
+    assert [rig.graphs.idle_step() for _ in range(5)] == [True, True, True, False, False]
     assert rig.captured == [8, 4, 1, 2]  # in the memory of the largest; then what was missed
     rig.steps(1, 3)
     assert rig.capturer.replays == 1
@@ -279,9 +279,9 @@ def test_an_idle_engine_captures_all_there_is() -> None:
 
 def test_an_idle_engine_stops_after_a_failed_capture(caplog) -> None:
     rig = Rig(1, 2, 4)
-    assert rig.graphs.rest()
+    assert rig.graphs.idle_step()
     rig.capturer.fails = True
-    assert not rig.graphs.rest() and not rig.graphs.rest()
+    assert not rig.graphs.idle_step() and not rig.graphs.idle_step()
     assert len(caplog.records) == 1 and rig.captured == [4]
 
 
@@ -313,9 +313,9 @@ def test_no_more_is_captured_than_the_plan_put_aside(caplog) -> None:
     """Whatever a graph really takes. The first one brings the memory that all share."""
     rig = Rig(1, 2, 4, 8, 12, 16, memory=1000 * MIB)
     rig.capturer.size = 600 * MIB
-    assert rig.graphs.rest()
+    assert rig.graphs.idle_step()
     rig.capturer.size = 150 * MIB
-    assert [rig.graphs.rest() for _ in range(4)] == [True, True, False, False]
+    assert [rig.graphs.idle_step() for _ in range(4)] == [True, True, False, False]
     assert rig.captured == [16, 1, 2]  # one more would not fit
     assert rig.memory.taken == 900 * MIB + rig.output_bytes > 900 * MIB
     (record,) = caplog.records
@@ -340,7 +340,7 @@ def test_a_graph_that_is_far_too_large_is_not_kept(caplog, left: int, kept) -> N
     rig.steps(2 * MIN_MISSES, 7)
     assert rig.captured == kept and rig.memory.taken == 5000 * len(kept) + rig.output_bytes
     (record,) = caplog.records  # of one that was kept nobody knows what others will take
-    assert not rig.graphs.rest() and ("one more about" in record.message) == (not kept)
+    assert not rig.graphs.idle_step() and ("one more about" in record.message) == (not kept)
     assert len(caplog.records) == 1
 
 
@@ -357,11 +357,11 @@ def test_memory_of_graphs_is_reported_once_after_each_change() -> None:
 def test_the_output_that_all_write_to_is_counted_once() -> None:
     """It is planned for with the graphs, and allocated outside of what a capture takes."""
     first = Rig(4)
-    assert not first.graphs.rest() and first.memory.taken == 1 + first.output_bytes
+    assert not first.graphs.idle_step() and first.memory.taken == 1 + first.output_bytes
     for left, captured in ((300, [4, 1, 2]), (299, [4, 1])):
         rig = Rig(1, 2, 4, memory=600 + first.output_bytes + left)
         rig.capturer.size = 300
-        assert [rig.graphs.rest() for _ in range(3)] == [True, True, False]
+        assert [rig.graphs.idle_step() for _ in range(3)] == [True, True, False]
         assert rig.captured == captured
 
 

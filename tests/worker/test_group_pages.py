@@ -43,7 +43,7 @@ class Other:
         self.lost = ""
         self.memory: PageMemory | None = None
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         if self.lost:
             raise GroupLost("tensor_parallel_size", self.lost)
         self.messages.append(message)
@@ -56,7 +56,7 @@ class Other:
                 continue
             assert isinstance(message, CopyPages) and self.memory is not None
             copy_pages(self.pages, self.memory.rows, message)
-            self.memory.tell(1, message.number)
+            self.memory.confirm(1, message.number)
 
 
 class Disk(PageFolder):

@@ -24,7 +24,7 @@ from kvik.errors import ConfigError
 from kvik.links import NONCE, Address
 from kvik.nn.pages import PAGE_HEAD_BYTES
 from kvik.worker import peer_tier
-from kvik.worker.peer_tier import PageLender, PeerPages, lender_at
+from kvik.worker.peer_tier import PageServer, PeerPages, page_server_at
 
 TOKEN, FINGERPRINT = b"a token that both know", b"f" * 16
 SIZES = (PAGE_HEAD_BYTES + 5000, PAGE_HEAD_BYTES + 700)  # of the pages of two groups
@@ -56,10 +56,10 @@ def memory() -> Memory:
 
 
 @pytest.fixture
-def lender(memory: Memory) -> Iterator[PageLender]:
-    lender = PageLender(HERE, TOKEN, FINGERPRINT, memory.page)
-    yield lender
-    lender.close()
+def page_server(memory: Memory) -> Iterator[PageServer]:
+    page_server = PageServer(HERE, TOKEN, FINGERPRINT, memory.page)
+    yield page_server
+    page_server.close()
 
 
 @pytest.fixture
@@ -69,7 +69,7 @@ def peers() -> Iterator[PeerPages]:
     peers.close()
 
 
-def source(where: PageLender | FaultyLine, lease: str = "a") -> PageSource:
+def source(where: PageServer | FaultyLine, lease: str = "a") -> PageSource:
     port = where.port if isinstance(where, FaultyLine) else where.address.port
     return PageSource("127.0.0.1", port, lease, 96)
 
@@ -85,41 +85,43 @@ def fetched(
     return came
 
 
-def returned(lender: PageLender, *names: str) -> None:
+def returned(page_server: PageServer, *names: str) -> None:
     """Wait until exactly these leases have ended."""
     found: list[str] = []
 
     def came() -> bool:
-        found.extend(lender.take_returned())
+        found.extend(page_server.take_returned())
         return len(found) >= len(names)
 
     until(came)
     assert sorted(found) == sorted(names)
 
 
-def test_only_lent_pages_are_fetched(memory: Memory, lender: PageLender, peers: PeerPages) -> None:
-    lender.lend(PageLease("a", memory.lease().pages[:7]))
+def test_only_leased_pages_are_fetched(
+    memory: Memory, page_server: PageServer, peers: PeerPages
+) -> None:
+    page_server.lend(PageLease("a", memory.lease().pages[:7]))
     for _ in range(2):  # the second time over the same connection
-        assert fetched(peers, memory, source(lender)) == [True] * 7 + [False] * 5
-    lender.end("a")
-    assert fetched(peers, memory, source(lender)) == [False] * 12
-    assert lender.take_returned() == []
+        assert fetched(peers, memory, source(page_server)) == [True] * 7 + [False] * 5
+    page_server.end("a")
+    assert fetched(peers, memory, source(page_server)) == [False] * 12
+    assert page_server.take_returned() == []
 
 
 def test_fetches_wait_for_a_lease_that_begins_soon(
-    memory: Memory, lender: PageLender, peers: PeerPages
+    memory: Memory, page_server: PageServer, peers: PeerPages
 ) -> None:
-    timer = threading.Timer(0.2, lender.lend, [memory.lease()])
+    timer = threading.Timer(0.2, page_server.lend, [memory.lease()])
     timer.start()
-    assert fetched(peers, memory, source(lender)) == [True] * 12
+    assert fetched(peers, memory, source(page_server)) == [True] * 12
     timer.join()
 
 
 def test_fetches_do_not_wait_long_for_a_missing_lease(
-    memory: Memory, lender: PageLender, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
+    memory: Memory, page_server: PageServer, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_tier, "SOON_SECONDS", 0.1)
-    assert fetched(peers, memory, source(lender, "unknown")) == [False] * 12
+    assert fetched(peers, memory, source(page_server, "unknown")) == [False] * 12
 
 
 class HandClock:
@@ -136,41 +138,41 @@ class HandClock:
 
 @pytest.mark.full
 def test_leases_end_when_released_or_not_renewed(
-    memory: Memory, lender: PageLender, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
+    memory: Memory, page_server: PageServer, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = HandClock()
     monkeypatch.setattr(peer_tier, "time", clock)
     monkeypatch.setattr(peer_tier, "LOOK_SECONDS", 0.02)
     for name in "abc":
-        lender.lend(memory.lease(name))
-    peers.expect(source(lender, "a"))
-    peers.expect(source(lender, "b"))
+        page_server.lend(memory.lease(name))
+    peers.expect(source(page_server, "a"))
+    peers.expect(source(page_server, "b"))
     ended: list[str] = []
     for _ in range(5):
         clock.now += peer_tier.RENEW_SECONDS
         with peers._changed:
             peers._changed.notify()  # otherwise it wakes after real time
-        until(lambda: all(lender._lent[n].until - clock.now == 30.0 for n in "ab"))
-        ended += lender.take_returned()
-    until(lambda: ended + lender.take_returned() == ["c"])
-    peers.leave(source(lender, "a"))
-    returned(lender, "a")
+        until(lambda: all(page_server._leased[n].until - clock.now == 30.0 for n in "ab"))
+        ended += page_server.take_returned()
+    until(lambda: ended + page_server.take_returned() == ["c"])
+    peers.leave(source(page_server, "a"))
+    returned(page_server, "a")
     peers.close()  # as if its process had died
     clock.now += peer_tier.LEASE_SECONDS + 1
-    returned(lender, "b")
+    returned(page_server, "b")
 
 
 def test_a_reused_place_is_never_taken_for_the_lent_page(
-    memory: Memory, lender: PageLender, peers: PeerPages
+    memory: Memory, page_server: PageServer, peers: PeerPages
 ) -> None:
-    lender.lend(memory.lease())
-    assert all(fetched(peers, memory, source(lender)))
-    lender.end("a")
+    page_server.lend(memory.lease())
+    assert all(fetched(peers, memory, source(page_server)))
+    page_server.end("a")
     memory.slab[:, PAGE_HEAD_BYTES:] ^= 0xFF  # other pages are stored there
-    lender.lend(PageLease("b", [(KEYS[0], b"p" * 16, 0)]))
-    (page,) = peers.fetch(source(lender, "b"), KEYS[:1], SIZES)
+    page_server.lend(PageLease("b", [(KEYS[0], b"p" * 16, 0)]))
+    (page,) = peers.fetch(source(page_server, "b"), KEYS[:1], SIZES)
     assert page is not None and not memory.is_right(0, page)  # the seal belongs to the new content
-    assert fetched(peers, memory, source(lender, "a")) == [False] * 12
+    assert fetched(peers, memory, source(page_server, "a")) == [False] * 12
 
 
 @pytest.mark.full
@@ -182,14 +184,14 @@ def test_a_reused_place_is_never_taken_for_the_lent_page(
 )
 def test_faults_of_a_connection_never_yield_a_wrong_page(fault: Fault) -> None:
     memory = Memory()
-    lender = PageLender(HERE, TOKEN, FINGERPRINT, memory.page)
-    line, peers = FaultyLine("127.0.0.1", lender.address.port), PeerPages(TOKEN, FINGERPRINT)
+    page_server = PageServer(HERE, TOKEN, FINGERPRINT, memory.page)
+    line, peers = FaultyLine("127.0.0.1", page_server.address.port), PeerPages(TOKEN, FINGERPRINT)
     line.fault = fault
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(peer_tier, "LEASE_SECONDS", 1e6)
             patch.setattr(peer_tier, "RETRY_SECONDS", 0.0)
-            lender.lend(memory.lease())
+            page_server.lend(memory.lease())
             with pytest.MonkeyPatch.context() as quick:
                 quick.setattr(peer_tier, "MOVE_SECONDS", 0.2)
                 quick.setattr("kvik.links.PROVING_SECONDS", 0.2)
@@ -199,20 +201,20 @@ def test_faults_of_a_connection_never_yield_a_wrong_page(fault: Fault) -> None:
             # On a slow machine, the time limit of a call does not decide which pages arrive.
             until(lambda: all(fetched(peers, memory, source(line))))
     finally:
-        for each in (peers, line, lender):
+        for each in (peers, line, page_server):
             each.close()
 
 
 @pytest.mark.full
 def test_a_silent_connection_delays_no_other(
-    memory: Memory, lender: PageLender, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
+    memory: Memory, page_server: PageServer, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lender.lend(memory.lease())
-    where = ("127.0.0.1", lender.address.port)
+    page_server.lend(memory.lease())
+    where = ("127.0.0.1", page_server.address.port)
     monkeypatch.setattr("kvik.links.PROVING_SECONDS", 1e6)
     with ExitStack() as stack:
         strangers = [stack.enter_context(socket.create_connection(where)) for _ in range(8)]
-        assert fetched(peers, memory, source(lender)) == [True] * 12
+        assert fetched(peers, memory, source(page_server)) == [True] * 12
         for stranger in strangers:  # none was refused before
             assert stranger.recv(NONCE)
             stranger.setblocking(False)
@@ -223,17 +225,17 @@ def test_a_silent_connection_delays_no_other(
 @pytest.mark.parametrize("what", ["token", "fingerprint", "address", "address that says nothing"])
 def test_an_incompatible_engine_is_reported_once_and_retried(
     memory: Memory,
-    lender: PageLender,
+    page_server: PageServer,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     what: str,
 ) -> None:
     if what == "address that says nothing":
         monkeypatch.setattr("kvik.links.PROVING_SECONDS", 0.3)
-    lender.lend(memory.lease())
+    page_server.lend(memory.lease())
     token = b"another one" if what == "token" else TOKEN
     peers = PeerPages(token, b"g" * 16 if what == "fingerprint" else FINGERPRINT)
-    of, line = source(lender), FaultyLine("127.0.0.1", lender.address.port)
+    of, line = source(page_server), FaultyLine("127.0.0.1", page_server.address.port)
     if what.startswith("address"):
         line.fault = Fault("stall", 0)
         if what == "address":
@@ -261,9 +263,9 @@ def test_an_incompatible_engine_is_reported_once_and_retried(
 @pytest.mark.parametrize("where", ["192.0.2.1", "127.0.0.1:70000", "no-such-host.invalid"])
 def test_an_address_of_another_machine_is_refused(where: str) -> None:
     with pytest.raises(ConfigError, match="kv_listen"):
-        lender_at(where, TOKEN, FINGERPRINT, Memory().page)
+        page_server_at(where, TOKEN, FINGERPRINT, Memory().page)
 
 
-def test_a_given_port_is_used(memory: Memory, lender: PageLender) -> None:
+def test_a_given_port_is_used(memory: Memory, page_server: PageServer) -> None:
     with pytest.raises(ConfigError, match="kv_listen"):
-        lender_at(f"127.0.0.1:{lender.address.port}", TOKEN, FINGERPRINT, memory.page)
+        page_server_at(f"127.0.0.1:{page_server.address.port}", TOKEN, FINGERPRINT, memory.page)

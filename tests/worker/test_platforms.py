@@ -166,8 +166,8 @@ def test_every_method_of_a_worker_enters_its_device(
         monkeypatch.setattr(model, "enter", noted("enter", nothing))
         worker.logits(torch.zeros(1))
         worker.enter(torch.zeros(1), torch.zeros(1))
-        worker._resting = (type("Idle", (), {"rest": noted("rest", bool)}),)
-        assert worker.rest() is False
+        worker._idle_work = (type("Idle", (), {"idle_step": noted("rest", bool)}),)
+        assert worker.idle_step() is False
         worker._release_freed = noted("release", nothing)
         worker.stop()
         seen.append(("outside", threads.current))

@@ -77,7 +77,7 @@ class Network:
 def test_a_step_for_each_length_fresh_and_behind_others() -> None:
     network = Network()
     warm_up = WarmUp(forwards(network, (30, 8), SAMPLES, 4, 30, (5,)))
-    assert [warm_up.rest() for _ in range(7)] == [True] * 5 + [False] * 2
+    assert [warm_up.idle_step() for _ in range(7)] == [True] * 5 + [False] * 2
     fresh_and_behind = [(8, 8, False), (8, 30, False), (5, 5, True), (5, 30, True)]
     assert network.steps == [(30, 30, False), *fresh_and_behind]
     assert network.copied == [1, 2]
@@ -90,7 +90,7 @@ def test_a_failed_warm_up_is_logged_and_ends_warming_up(caplog) -> None:
         raise RuntimeError("no such instruction")
 
     warm_up = WarmUp([lambda: done.append(1), fail, lambda: done.append(2)])
-    assert [warm_up.rest() for _ in range(3)] == [True, False, False]
+    assert [warm_up.idle_step() for _ in range(3)] == [True, False, False]
     (record,) = caplog.records
     assert done == [1] and "no such instruction" in record.exc_text
 
@@ -151,7 +151,7 @@ def ask(llm: LLM, *wishes: tuple[tuple[int, ...], list[SamplingParams]]) -> None
 def ready(llm: LLM, compiled: Callable[[], set[str]]) -> set[str]:
     """What an engine compiles while it is idle."""
     compiled()
-    while llm._loop.rest():
+    while llm._loop.idle_step():
         pass
     return compiled()
 

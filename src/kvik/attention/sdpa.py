@@ -330,7 +330,7 @@ def _plan_decode(layout: StepLayout, rows: list[DecodeRow], num_tokens: int) -> 
     column = torch.arange(width, device=device)
     position = first + torch.minimum(column, visible - 1)  # [rows, width]
     if len(known) > 4:
-        position = _along_paths(numbers[4], numbers[5:], position)
+        position = _on_paths(numbers[4], numbers[5:], position)
     rows_table = table if plain else table.index_select(0, numbers[2])
     block = rows_table.gather(1, position // block_size).long()
     keys = block * block_size + position % block_size
@@ -348,7 +348,7 @@ def _paths(rows: list[DecodeRow]) -> list[list[int]]:
     return [begins, *map(list, zip_longest(*(row.path for row in rows), fillvalue=0))]
 
 
-def _along_paths(begins: Tensor, paths: Tensor, position: Tensor) -> Tensor:
+def _on_paths(begins: Tensor, paths: Tensor, position: Tensor) -> Tensor:
     """Return [rows, width]: each row's positions as places in the sequence.
 
     Args:

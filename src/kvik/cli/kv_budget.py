@@ -94,8 +94,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         save_budgets(found, arguments.save)
     except OSError as error:
-        why = f"{str(arguments.save)!r} cannot be written ({error.strerror})"
-        raise ConfigError("save", why) from None
+        reason = f"{str(arguments.save)!r} cannot be written ({error.strerror})"
+        raise ConfigError("save", reason) from None
     if arguments.json:
         say(json.dumps(asdict(found)))
     else:

@@ -63,17 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0  # the reader closed the pipe, as `head` does
     except BaseException as error:
-        trouble = _trouble(error)
-        if trouble is None:  # a bug, or SystemExit
+        problem = _problem(error)
+        if problem is None:  # a bug, or SystemExit
             raise
         with suppress(OSError):
-            say(f"kvik: error: {trouble}", error=True)
+            say(f"kvik: error: {problem}", error=True)
         return USAGE_ERROR
     finally:
         abandon_broken_streams()
 
 
-def _trouble(error: BaseException) -> str | None:
+def _problem(error: BaseException) -> str | None:
     """Return the one-line message of an error that the user can fix; None if it is a bug."""
     if isinstance(error, KvikError):
         return str(error)

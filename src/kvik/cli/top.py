@@ -57,8 +57,8 @@ def header(frame: Frame, trouble: str = "") -> Text:
         spent = live["stats"]["time"]
         up = spent["executor"] + spent["host"] + spent["idle"]
         line.append(f"  up {duration(up)}  {live['stats']['steps']:,} steps")
-    why = trouble or plain(frame.get("reason", ""))
-    return line.append(f"\n{why}", "red") if why else line
+    reason = trouble or plain(frame.get("reason", ""))
+    return line.append(f"\n{reason}", "red") if reason else line
 
 
 def figures(live: Frame) -> Text:
@@ -290,8 +290,8 @@ def ask(server: RemoteServer) -> Frame:
         finally:
             connection.close()
     except (OSError, HTTPException, ValueError) as error:  # ValueError: an invalid host name
-        why = plain(str(error) or type(error).__name__)
-        raise KvikError("url", f"no server answers at {plain(server.url)} ({why})") from None
+        reason = plain(str(error) or type(error).__name__)
+        raise KvikError("url", f"no server answers at {plain(server.url)} ({reason})") from None
     return read(status, body)
 
 

@@ -214,7 +214,7 @@ POOL_BYTES_PER_BLOCK = 300
 # While weights are loaded: two runs of rows being read, and one being packed.
 LOADING_BYTES = 12 * MIB
 # Two parts of experts whose rows are columns of the file, where there are experts.
-TURNED_LOADING_BYTES = 16 * MIB
+TRANSPOSED_LOADING_BYTES = 16 * MIB
 # Scratch of quantising, without the matrices themselves.
 QUANTIZED_SCRATCH_BYTES = 12 * MIB
 # Hidden states that are pooled together, and bytes of each of their numbers: a copy in fp32 and one
@@ -567,7 +567,7 @@ class Footprint:
         # Such matrices are read whole, in fp32 at most, the next one while one is packed.
         total += 2 * self.spec.transposed_numbers * 4
         if self.spec.experts_of_token:
-            total += TURNED_LOADING_BYTES
+            total += TRANSPOSED_LOADING_BYTES
         if self._quantized:
             total += QUANTIZED_SCRATCH_BYTES
         # Quantised tensors are read whole, the next one while one is converted.

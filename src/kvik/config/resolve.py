@@ -270,13 +270,13 @@ def _of_fallback(config: EngineConfig, spec: ModelSpec, notes: Notes) -> EngineC
     Raises:
         ConfigError: an option is only for models that kvik runs itself.
     """
-    why = f"{spec.architecture} runs through transformers"
+    reason = f"{spec.architecture} runs through transformers"
     for name, only in FALLBACK_ALONE.items():
         if getattr(config, name) != only:
             value = "left out" if only in (None, ()) else str(only)
-            raise ConfigError(name, f"must be {value}: {why}")
+            raise ConfigError(name, f"must be {value}: {reason}")
     if requested_speculation(config) is not None:
-        raise ConfigError("spec_method", f"must be left out: {why}")
+        raise ConfigError("spec_method", f"must be left out: {reason}")
     notes.add(
         "fallback",
         config.fallback,

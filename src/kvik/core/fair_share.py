@@ -263,11 +263,13 @@ class TenantUsage:
         for request in running:
             by_tenant.setdefault(request.tenant, []).append(request)
         self.slots = Counter({tenant: len(held) for tenant, held in by_tenant.items()})
-        self.blocks = Counter({t: sum(map(kv.num_held, held)) for t, held in by_tenant.items()})
+        self.blocks = Counter(
+            {t: sum(map(kv.num_allocated, held)) for t, held in by_tenant.items()}
+        )
 
     def add(self, request: Request, count: int) -> None:
         self.slots[request.tenant] += count
-        self.blocks[request.tenant] += count * self.kv.num_held(request)
+        self.blocks[request.tenant] += count * self.kv.num_allocated(request)
 
     def share(self, tenant: str, slots: int = 0, blocks: int = 0) -> float:
         """Return the tenant's share of the slots or blocks, 0 to 1, with `slots` and `blocks` more
@@ -379,7 +381,7 @@ class FreeResources:
             return victim if usage.share(tenant) > fair else None
         if shares.served(request) > shares.served(victim):
             return None
-        rest = usage.share(tenant, -1, -self.shares.kv.num_held(victim))
+        rest = usage.share(tenant, -1, -self.shares.kv.num_allocated(victim))
         enough = max(fair, 2 * usage.share(request.tenant, slots, blocks))
         return victim if rest >= enough else None
 

@@ -106,7 +106,7 @@ class KVCacheManager:
         if request.status is not RequestStatus.RUNNING:
             return 0
         most = self.config.max_blocks(len(request.token_ids), chunk)
-        return max(0, most - self.num_held(request))
+        return max(0, most - self.num_allocated(request))
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Return how many blocks `extend` would allocate."""
@@ -116,7 +116,7 @@ class KVCacheManager:
             for group in self._due(request)
         )
 
-    def num_held(self, request: Request) -> int:
+    def num_allocated(self, request: Request) -> int:
         """Return how many blocks a running request holds, shared ones included."""
         if not (self._slides or request.num_cut_tokens):
             return len(self.groups) * len(request.block_ids[0])
@@ -135,7 +135,7 @@ class KVCacheManager:
         computed or promised, summed over groups. A shared block counts for each holder."""
         allocated = empty = 0
         for request in running:
-            allocated += self.num_held(request) * self.block_size
+            allocated += self.num_allocated(request) * self.block_size
             room = len(request.block_ids[0]) * self.block_size
             empty += len(self.groups) * (room - request.num_computed_tokens)
         return allocated, allocated - empty

@@ -355,7 +355,7 @@ class Moves:
             if tier in index.tiers:
                 index.tiers[tier].rate.note(size, seconds)
         if moved.off:
-            index.turn_off(moved.off)
+            index.disable(moved.off)
         self._scanning = self._scanning and not (moved.scanned or moved.off)
         self.address = moved.address or self.address
         for name in moved.returned:

@@ -31,7 +31,7 @@ class WaitingQueue:
         self.by_tenant: dict[str, list[Request]] = {}  # the same requests, by tenant
         self._requests: list[Request] = []
 
-    def check_room(self, count: int, num_tokens: int) -> None:
+    def check_capacity(self, count: int, num_tokens: int) -> None:
         """Raise `CapacityError` if `count` requests of `num_tokens` prompt tokens in all exceed a
         limit."""
         if len(self._requests) + count > self.max_requests:

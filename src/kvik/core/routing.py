@@ -32,7 +32,7 @@ NEAR = 1.1  # costs up to this factor above the least count as equal
 ALIKE = 2.0  # replicas whose rates differ by less than this factor count as equally fast
 EXPECTED_SECONDS = 60.0  # for which what a request should have left in a cache is expected there
 MOST_EXPECTED = 200_000  # pieces of prompts expected at a replica that reports nothing
-FIRST_PACE = 1000.0  # tokens per second, assumed until a replica was measured
+INITIAL_RATE = 1000.0  # tokens per second, assumed until a replica was measured
 FIRST_DECODING = 5.0  # seconds that a request decodes, assumed until the first has ended
 DECAY = 0.95  # weight of a measurement relative to the next newer one in the running means
 LEAST_SECONDS = 1e-4  # for a measurement of a prompt: faster ones were computed before
@@ -132,7 +132,7 @@ class _Replica:
         self.measured = _Mean()
         self.last_begun = float("-inf")
         self.seconds = 0.0
-        self.per_token = 1 / FIRST_PACE
+        self.per_token = 1 / INITIAL_RATE
         self.trust = _Mean()
         self.trusted = 1.0
 
@@ -163,7 +163,7 @@ class ReplicaRouter:
         self._sent: dict[str, _Sent] = {}
         self._deadlines: deque[tuple[float, int, bytes]] = deque()
         self._decoding = _Mean()
-        self._common_rate = FIRST_PACE
+        self._common_rate = INITIAL_RATE
         self._num_chosen = 0
 
     # -- what happens ----------------------------------------------------------------------------
@@ -360,7 +360,7 @@ class ReplicaRouter:
         """Compute the costs of a replica again."""
         one.rate = one.told_rate or one.measured.ratio
         rates = [other.rate for other in self._replicas if other.rate]
-        common = sum(rates) / len(rates) if rates else FIRST_PACE
+        common = sum(rates) / len(rates) if rates else INITIAL_RATE
         if not self._common_rate / NEAR < common < self._common_rate * NEAR:
             self._common_rate = common
             for other in self._replicas:

@@ -187,7 +187,7 @@ class Scheduler:
         delta.handed = Handover(output, request.seed, source, delta.report, request.index)
         self._ended.append(delta)
 
-    def take_ended(self) -> list[RequestDelta]:
+    def take_finished(self) -> list[RequestDelta]:
         """Return last deltas of requests that ended outside a step's result: aborted, late,
         failed."""
         ended, self._ended = self._ended, []

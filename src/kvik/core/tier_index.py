@@ -294,9 +294,9 @@ class TierIndex:
             for tier in self.tiers.values():
                 tier.use(key)
 
-    def turn_off(self, why: str) -> None:
+    def disable(self, reason: str) -> None:
         """Turn the disk tier off."""
-        self.off = why
+        self.off = reason
         disk = self.tiers.pop(DISK, None)
         if disk is not None:
             self.drops.clear()

@@ -23,7 +23,7 @@ from kvik.core.types import (
     RequestSpeculation,
     derive_seed,
 )
-from kvik.engine.stats import EngineStats, MoveStats, PaceStats, SpeculationStats, TierStats
+from kvik.engine.stats import EngineStats, MoveStats, SpeculationStats, SpeedStats, TierStats
 from kvik.errors import CapacityError, Overflow, ParamError
 from kvik.spec.model import ModelFacts
 
@@ -172,7 +172,7 @@ class EngineCore:
         params, prompt = request.params, request.prompt_token_ids
         begun = {one.index: one for one in request.resumed}
         indexes = sorted(begun) or range(params.n)
-        self.scheduler.waiting.check_room(len(indexes), len(indexes) * len(prompt))
+        self.scheduler.waiting.check_capacity(len(indexes), len(indexes) * len(prompt))
         seed = begun[indexes[0]].seed if begun else params.seed
         if seed is None:
             self._num_unseeded += 1
@@ -265,10 +265,10 @@ class EngineCore:
         """Process the failure of the oldest plan in flight: its requests end, others continue."""
         return self._note_finished(self.scheduler.fail(error, now))
 
-    def take_ended(self) -> list[RequestDelta]:
+    def take_finished(self) -> list[RequestDelta]:
         """Return last deltas of requests that ended outside a step: aborted, past their
         deadline."""
-        return self._note_finished(self.scheduler.take_ended())
+        return self._note_finished(self.scheduler.take_finished())
 
     @property
     def waiting_ids(self) -> list[str]:
@@ -305,7 +305,7 @@ class EngineCore:
             speculation=self._speculation(),
             graphs=self._graphs,
             threads=self._threads,
-            pace=PaceStats(
+            speed=SpeedStats(
                 scheduler.clock.seconds_per_step, scheduler.clock.prefill_tokens_per_second
             ),
             moves=self._moves(),

@@ -247,7 +247,7 @@ class EngineHost:
         try:
             self._socket.send(frame(Ready()))
             while not self._loop.lost:
-                timeout = 0.0 if self._loop.rest() else self._idle
+                timeout = 0.0 if self._loop.idle_step() else self._idle
                 if timeout is None:
                     self._loop.look_at_memory()
                 bodies = self._socket.receive(LOOK_SECONDS if timeout is None else timeout)

@@ -76,7 +76,7 @@ class Executor(Protocol):
         `KvikError` if it cannot be built."""
         ...
 
-    def rest(self) -> bool:
+    def idle_step(self) -> bool:
         """Use idle time to make later steps faster.
 
         Returns:
@@ -114,7 +114,7 @@ class LoopObserver:
     ) -> None:
         """A request, or one of its siblings, was ended from outside."""
 
-    def handed_over(self, request_id: str, now: float) -> None:
+    def migrated(self, request_id: str, now: float) -> None:
         """A request was handed over to another engine, if possible."""
 
     def cache_reset(self, now: float) -> None:
@@ -135,7 +135,7 @@ class LoopObserver:
     def idle(self) -> None:
         """There is nothing to do until something happens outside."""
 
-    def close(self, why: str) -> None:
+    def close(self, reason: str) -> None:
         """The loop takes no further step."""
 
 
@@ -184,7 +184,7 @@ class EngineLoop:
         self.core.check(request)
         building = sum(other.params.n for other, _ in self._building.values())
         tokens = request.params.n * len(request.prompt_token_ids)
-        self.core.scheduler.waiting.check_room(request.params.n + building, tokens)
+        self.core.scheduler.waiting.check_capacity(request.params.n + building, tokens)
         self._building[request.request_id] = (request, self.executor.build_grammar(constraint))
         self._take_built()
 
@@ -200,8 +200,8 @@ class EngineLoop:
                     self._enter(request)
                 except Exception as error:
                     refused = error.field if isinstance(error, CapacityError) else None
-                    why = str(error) if refused else describe(error)
-                    self._end_building(request.request_id, FinishReason.ERROR, why, refused)
+                    reason = str(error) if refused else describe(error)
+                    self._end_building(request.request_id, FinishReason.ERROR, reason, refused)
                 self._building.pop(request.request_id, None)
 
     def _end_building(
@@ -240,7 +240,7 @@ class EngineLoop:
         now = self.clock()
         self.core.hand_over(request_id, now)
         for observer in self.observers:
-            observer.handed_over(request_id, now)
+            observer.migrated(request_id, now)
 
     def reset_prefix_cache(self) -> int:
         """See `Scheduler.reset_cache`."""
@@ -279,7 +279,7 @@ class EngineLoop:
             self._found += self._finish_oldest()
         while len(self._in_flight) >= self.executor.depth:  # may be two after an interrupted step
             self._found += self._finish_oldest()
-        self._found += self.core.take_ended()
+        self._found += self.core.take_finished()
         deltas, self._found = self._found, []
         if self.idle_seconds() != 0.0:
             self._watch.turn("idle", self.clock())
@@ -309,11 +309,11 @@ class EngineLoop:
         if self._memory is None or self._in_flight or pool.num_unused == 0:
             return None
         now = self.clock()
-        share, why = self._memory.share_to_give_back(now)
+        share, reason = self._memory.share_to_give_back(now)
         if share:
             count = ceil(share * pool.num_unused)
             given = self.executor.give_back(pool.give_back(count))
-            log.warning("gave back %d unused KV blocks, %s: %s", count, show_bytes(given), why)
+            log.warning("gave back %d unused KV blocks, %s: %s", count, show_bytes(given), reason)
             for observer in self.observers:
                 observer.gave_back(count, now)
         return LOOK_SECONDS
@@ -325,10 +325,10 @@ class EngineLoop:
         while self.core.scheduler.has_moves and self.clock() < until:
             self._found += self.step()
 
-    def rest(self) -> bool:
+    def idle_step(self) -> bool:
         """If there is no work, let the executor prepare for later steps for a moment. Returns
         whether it has more to prepare."""
-        return self.idle_seconds() is None and self.executor.rest()
+        return self.idle_seconds() is None and self.executor.idle_step()
 
     @property
     def lost(self) -> str:
@@ -337,9 +337,9 @@ class EngineLoop:
 
     def close(self) -> None:
         """Free the model; safe to call twice."""
-        why = self.lost or "the engine was closed"
+        reason = self.lost or "the engine was closed"
         for observer in self.observers:
-            observer.close(why)
+            observer.close(reason)
         self.executor.stop()
 
     def stats(self) -> EngineStats:

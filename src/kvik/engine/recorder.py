@@ -239,8 +239,8 @@ class RecordReader:
         self._at += len(head) + size
         return body
 
-    def _damaged(self, why: str) -> RecordError:
-        return RecordError("recording", f"{self._name} is damaged at byte {self._at}: {why}")
+    def _damaged(self, reason: str) -> RecordError:
+        return RecordError("recording", f"{self._name} is damaged at byte {self._at}: {reason}")
 
 
 def open_recording(path: Path) -> BinaryIO:
@@ -332,7 +332,7 @@ class Recorder(LoopObserver):
     ) -> None:
         self._write(lambda: Ended(now, request_id, index, reason, error))
 
-    def handed_over(self, request_id: str, now: float) -> None:
+    def migrated(self, request_id: str, now: float) -> None:
         self._write(lambda: HandedOver(now, request_id))
 
     def cache_reset(self, now: float) -> None:
@@ -372,8 +372,8 @@ class Recorder(LoopObserver):
     def idle(self) -> None:
         self._flush()
 
-    def close(self, why: str) -> None:
-        self._stop(why)
+    def close(self, reason: str) -> None:
+        self._stop(reason)
 
     def _write(self, event: Callable[[], Event]) -> None:
         """Write an event. An error ends only the recording."""

@@ -82,7 +82,7 @@ class EngineSource(Protocol):
         """Connect an engine soon, by `client.connect`."""
         ...
 
-    def lost(self, why: str, *, for_good: bool) -> None:
+    def lost(self, reason: str, *, for_good: bool) -> None:
         """Note that the engine is lost, which the client already knows.
 
         Args:
@@ -422,11 +422,11 @@ class RemoteClient(EngineClient):
 
     async def stats(self) -> EngineStats:
         with suppress(UnavailableError):
-            self._stats = await self._ask("stats", EngineStats)
+            self._stats = await self._query("stats", EngineStats)
         return self._stats
 
     async def live(self) -> LiveView:
-        return await self._ask("live", LiveView)
+        return await self._query("live", LiveView)
 
     async def replicas(self) -> tuple[ReplicaView, ...]:
         return ()
@@ -445,10 +445,10 @@ class RemoteClient(EngineClient):
 
     async def report_all(self) -> None:
         """Request a full report. Raises as `live`."""
-        await self._ask("report_all", type(None))
+        await self._query("report_all", type(None))
 
     async def reset_prefix_cache(self) -> int:
-        return await self._ask("reset_prefix_cache", int)
+        return await self._query("reset_prefix_cache", int)
 
     async def close(self) -> None:
         self.disconnect(EngineState.CLOSED, "the engine was closed")
@@ -503,7 +503,7 @@ class RemoteClient(EngineClient):
 
     # -- inside ----------------------------------------------------------------------------------
 
-    async def _ask(self, question: str, kind: type[T]) -> T:
+    async def _query(self, question: str, kind: type[T]) -> T:
         if self._socket is None or self._state is not EngineState.READY:
             raise UnavailableError("engine", self._reason)
         ticket = self._num_asked
@@ -520,11 +520,11 @@ class RemoteClient(EngineClient):
             self._asked.pop(ticket, None)
         return msgspec.msgpack.decode(body, type=kind)
 
-    def _lost(self, why: str, *, for_good: bool = False) -> None:
+    def _lost(self, reason: str, *, for_good: bool = False) -> None:
         # A model that was loaded before is loaded again.
         last = for_good and not self._signs
-        self.disconnect(EngineState.FAILED if last else EngineState.RESTARTING, why)
-        self.source.lost(why, for_good=for_good)
+        self.disconnect(EngineState.FAILED if last else EngineState.RESTARTING, reason)
+        self.source.lost(reason, for_good=for_good)
 
     def _take(self, messages: list[FromEngine]) -> None:
         """Process messages that were read together."""

@@ -123,11 +123,11 @@ def keep_pages(core: EngineCore, executor: Executor, requests: Sequence[EngineRe
         while core.has_requests or core.scheduler.has_moves:
             plan = core.plan(0.0)
             if plan is None:
-                core.take_ended()
+                core.take_finished()
                 continue
             if core.finish_step(executor.result(executor.submit(plan)), 0.0):
                 core.hand_over(request.request_id, 0.0)
-            core.take_ended()
+            core.take_finished()
 
 
 class _Differs(Exception):
@@ -205,11 +205,11 @@ class Replay:
             case GaveBack():
                 core.scheduler.kv.pool.give_back(event.count)
             case Planned():
-                core.take_ended()
+                core.take_finished()
                 self._plan(event)
             case NothingPlanned():
                 plan = core.plan(event.now)
-                core.take_ended()
+                core.take_finished()
                 if plan is not None:
                     raise _Differs(None, "a step is planned where none was")
             case Finished():
@@ -221,7 +221,7 @@ class Replay:
 
     def _add(self, event: Added) -> None:
         request_id = event.request.request_id
-        self._core.take_ended()
+        self._core.take_finished()
         try:
             seed = self._core.add(event.request, event.now)
         except KvikError as error:

@@ -58,7 +58,7 @@ class RoutedRequest(SentRequest):
         self.handed: list[Handover] = []
 
     @property
-    def goes_on(self) -> bool:
+    def unfinished(self) -> bool:
         """Whether one of its siblings has not ended, and was not asked to."""
         return not self.endings.keys() >= self.indexes
 
@@ -186,13 +186,13 @@ class Replicas(EngineClient):
         self._state_changed(replica)
         if drain and self._router.choose((), 0, self._clock()) is not None:  # there is another one
             for request_id, sent in self._unfinished.items():
-                if sent.replica == replica and sent.goes_on:
+                if sent.replica == replica and sent.unfinished:
                     self._clients[replica].hand_over(request_id)
         return self._clients[replica].num_unfinished
 
     def hand_over(self, request_id: str) -> None:
         sent = self._unfinished.get(request_id)
-        if sent is not None and sent.replica is not None and sent.goes_on:
+        if sent is not None and sent.replica is not None and sent.unfinished:
             sent.leaves = True
             self._clients[sent.replica].hand_over(request_id)
 
@@ -315,8 +315,8 @@ class Replicas(EngineClient):
             else:
                 self._waiting.add(sent)
 
-    def _fail(self, sent: SentRequest, why: str) -> None:
-        self._give(sent.last_deltas(sent.indexes, self._clock(), FinishReason.ERROR, why))
+    def _fail(self, sent: SentRequest, reason: str) -> None:
+        self._give(sent.last_deltas(sent.indexes, self._clock(), FinishReason.ERROR, reason))
 
     def _state_changed(self, replica: int) -> None:
         client = self._clients[replica]

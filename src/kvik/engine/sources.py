@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
 
-from kvik.child_process import LOOK_SECONDS, Pulse, Stillness
+from kvik.child_process import LOOK_SECONDS, HeartbeatWatch, StallTimer
 from kvik.config.config import ResolvedConfig
 from kvik.engine.host import host_engine
 from kvik.engine.loop import EngineLoop
@@ -169,7 +169,7 @@ class RestartPolicy:
     Attributes:
         stall: time with work but without a step after which the engine counts as stalled; less if
             the engine announces a lower `StepLimit`. (An engine without heartbeat is killed: see
-            `Pulse`.)
+            `HeartbeatWatch`.)
         kill: time from then until it is killed.
         exit: time for the process to end after its socket was closed.
         pause: before the first restart; doubles with each crash in `window`, up to `longest_pause`.
@@ -229,7 +229,7 @@ class Supervisor:
     def start(self, client: RemoteClient) -> None:
         self._task = asyncio.get_running_loop().create_task(self._keep(client))
 
-    def lost(self, why: str, *, for_good: bool) -> None:
+    def lost(self, reason: str, *, for_good: bool) -> None:
         self._lost_for_good = for_good
         self._lost.set()
 
@@ -256,17 +256,19 @@ class Supervisor:
         crashes: deque[float] = deque(maxlen=policy.crashes)
         clock = asyncio.get_running_loop().time
         while True:
-            why = await self._serve_one(client)
+            reason = await self._serve_one(client)
             if self._lost_for_good and not client.signs_of_life:
                 log.error("%s", client.reason)
                 return
             crashes.append(clock())
             recent = sum(at > clock() - policy.window for at in crashes)
-            log.error("%s (crash %d of %d)", why, recent, policy.crashes)
+            log.error("%s (crash %d of %d)", reason, recent, policy.crashes)
             if recent >= policy.crashes:
-                client.disconnect(EngineState.FAILED, f"it crashed {recent} times; at last: {why}")
+                client.disconnect(
+                    EngineState.FAILED, f"it crashed {recent} times; at last: {reason}"
+                )
                 return
-            client.disconnect(EngineState.RESTARTING, why)
+            client.disconnect(EngineState.RESTARTING, reason)
             await asyncio.sleep(min(policy.pause * 2 ** (recent - 1), policy.longest_pause))
 
     async def _serve_one(self, client: RemoteClient) -> str:
@@ -291,8 +293,8 @@ class Supervisor:
         """
         policy, clock = self._policy, asyncio.get_running_loop().time
         # Only native kernels are sure to beat: without them there may be no heartbeat at all.
-        pulse = Pulse(begins=self._start.config.runner.kernels == "native")
-        progress = Stillness()
+        heartbeats = HeartbeatWatch(begins=self._start.config.runner.kernels == "native")
+        progress = StallTimer()
         progress.look(client.signs_of_life, clock())
         while not self._lost.is_set():
             try:
@@ -301,7 +303,7 @@ class Supervisor:
             except TimeoutError:
                 pass
             now = clock()
-            silent = "" if self._child is None else pulse.look(self._child.beats, now)
+            silent = "" if self._child is None else heartbeats.look(self._child.beats, now)
             if silent and not self._lost.is_set():
                 return f"the engine process {silent}"
             expected = client.num_unfinished > 0
@@ -346,9 +348,9 @@ class ThreadSource:
         )
         self._thread.start()
 
-    def lost(self, why: str, *, for_good: bool) -> None:
+    def lost(self, reason: str, *, for_good: bool) -> None:
         assert self._client is not None
-        self._client.disconnect(EngineState.FAILED, self._failure or why)
+        self._client.disconnect(EngineState.FAILED, self._failure or reason)
 
     async def close(self) -> None:
         if self._thread is None:

@@ -66,7 +66,7 @@ class SpeculationStats:
 
 
 @dataclass(frozen=True, slots=True)
-class PaceStats:
+class SpeedStats:
     """Means of the last steps, from the scheduler's `StepClock`; None: nothing was measured yet.
 
     Attributes:
@@ -136,7 +136,7 @@ class EngineStats:
     work: Work = field(default_factory=Work)
     time: LoopTime = field(default_factory=LoopTime)
     speculation: SpeculationStats | None = None  # None: off
-    pace: PaceStats = field(default_factory=PaceStats)
+    speed: SpeedStats = field(default_factory=SpeedStats)
     peak_blocks: int = 0  # most that requests held at a time, since the start
     # Tokens that the blocks of running requests have room for, and tokens in them. A block counts
     # once per request that shares it.
@@ -175,14 +175,14 @@ def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
     graphs = [stats.graphs for stats in all_stats if stats.graphs is not None]
     threads = [stats.threads for stats in all_stats if stats.threads is not None]
     seconds = [
-        (stats.pace.seconds_per_step, stats.steps)
+        (stats.speed.seconds_per_step, stats.steps)
         for stats in all_stats
-        if stats.pace.seconds_per_step is not None
+        if stats.speed.seconds_per_step is not None
     ]
     rates = [
-        stats.pace.prefill_tokens_per_second
+        stats.speed.prefill_tokens_per_second
         for stats in all_stats
-        if stats.pace.prefill_tokens_per_second is not None
+        if stats.speed.prefill_tokens_per_second is not None
     ]
     return replace(
         all_stats[0],
@@ -192,7 +192,7 @@ def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
         work=_sum(works),
         time=_sum(times),
         speculation=_sum(drafting) if drafting else None,
-        pace=PaceStats(
+        speed=SpeedStats(
             sum(one * count for one, count in seconds) / steps if seconds else None,
             sum(rates) if rates else None,
         ),

@@ -21,7 +21,7 @@ from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.windows import (
     Reader,
     ScoredWindow,
-    check_room,
+    check_context,
     choose_window,
     count_scored,
     cut,
@@ -207,7 +207,7 @@ def measure_quality(
     if reference is None:
         with loaded_reader(resolved[0]) as model:
             return read(reading, model, None, progress)
-    check_room(*resolved)
+    check_context(*resolved)
     with loaded_reader(resolved[1]) as other, loaded_reader(resolved[0]) as model:
         return read(reading, model, other, progress)
 

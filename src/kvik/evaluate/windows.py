@@ -129,7 +129,7 @@ def loaded_reader(resolved: ResolvedConfig) -> Iterator[Reader]:
         worker.stop()
 
 
-def check_room(resolved: ResolvedConfig, reference: ResolvedConfig) -> None:
+def check_context(resolved: ResolvedConfig, reference: ResolvedConfig) -> None:
     """Check that two models fit one device together.
 
     Raises:

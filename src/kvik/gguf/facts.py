@@ -25,7 +25,7 @@ from kvik.gguf.rope import llama3_scaling, proportional_rope, rope_scaling
 from kvik.gguf.types import Array, Metadata, ValueKind, shortest
 from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.declare import APART, GATE_UP, Architecture
+from kvik.spec.declare import GATE_UP, SEPARATE, Architecture
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, SWITCH, ExpertsSpec, Router
 from kvik.spec.fields import Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
@@ -526,7 +526,7 @@ def _latent_config(metadata: Metadata, name: str) -> dict[str, object]:
         "qk_rope_head_dim": turned,
         "qk_nope_head_dim": key - turned,
         "v_head_dim": value,
-        APART: new,
+        SEPARATE: new,
     }
 
 

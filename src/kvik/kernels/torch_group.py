@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvik.kernels.cpu.meeting import BrokenGroup
+from kvik.kernels.cpu.barrier import BrokenGroup
 
 # Timeout of an exchange. A process that is gone is detected long before; this ends the wait for one
 # that is alive but does not join the exchange. With GPUs the first process waits longer: torch ends

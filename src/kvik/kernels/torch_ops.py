@@ -221,7 +221,7 @@ def with_torch_for_others(ops: Ops, applied: Collection[str]) -> Ops:
         asks = draws.truncation.beyond(applied)
         if asks is None:
             return ops.draw(logits, draws)
-        return _apart(
+        return _split_rows(
             asks,
             lambda rows: TORCH.draw(logits[rows], draws.of(rows)),
             lambda rows: ops.draw(logits[rows], draws.of(rows)),
@@ -231,7 +231,7 @@ def with_torch_for_others(ops: Ops, applied: Collection[str]) -> Ops:
         asks = rules.beyond(applied)
         if asks is None:
             return ops.probabilities(logits, temperature, rules)
-        return _apart(
+        return _split_rows(
             asks,
             lambda rows: TORCH.probabilities(logits[rows], temperature[rows], rules.of(rows)),
             lambda rows: ops.probabilities(logits[rows], temperature[rows], rules.of(rows)),
@@ -243,7 +243,7 @@ def with_torch_for_others(ops: Ops, applied: Collection[str]) -> Ops:
 _Way = Callable[[Tensor], Tensor]  # from row numbers to the result for these rows
 
 
-def _apart(asks: Tensor, torchs: _Way, others: _Way) -> Tensor:
+def _split_rows(asks: Tensor, torchs: _Way, others: _Way) -> Tensor:
     """Compute each row with the same function in every batch, since the two may differ in the last
     bit of a sum.
 

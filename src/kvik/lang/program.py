@@ -132,7 +132,7 @@ class State:
         if self._messages and self._turn is None:
             raise ParamError("text", "in a conversation goes into a turn: user, assistant")
         self.text += text
-        self._tell(text)
+        self._emit(text)
         return self
 
     def system(self, text: str) -> None:
@@ -237,7 +237,7 @@ class State:
             best = max(range(len(rows)), key=lambda i: scores[i])
             self.text += choices[best]
             self._ids, self._read = rows[best], len(self.text)
-        self._tell(choices[best])
+        self._emit(choices[best])
         if name is not None:
             self._values[name] = choices[best]
             self.scores[name] = dict(zip(choices, scores, strict=True))
@@ -302,7 +302,7 @@ class State:
                 self._ids, self._read = self._ids + one, len(self.text)
                 return
 
-    def _tell(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if self._listener is not None:
             self._listener(text)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvik.models.decoder import Decoder, GroupedQueryAttention, Layer, ParallelLayer
 from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Norm
 from kvik.spec.fields import Fields
-from kvik.spec.layers import mixed_layers, turned_layers
+from kvik.spec.layers import mixed_layers, rotary_layers
 from kvik.spec.model import ModelFacts, ModelScales
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ COHERE = Architecture(
     "cohere",
     "Command R and R+",
     partial(Decoder, make_layer=cohere_layer, make_norm=last_norm),
-    layers=partial(turned_layers, interleaved=True),
+    layers=partial(rotary_layers, interleaved=True),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm="use_qk_norm",
@@ -89,7 +89,7 @@ COHERE2 = replace(
     name="Cohere2ForCausalLM",
     model_type="cohere2",
     models="Command R7B and A",
-    layers=partial(mixed_layers, every=4, full_turns=False, interleaved=True),
+    layers=partial(mixed_layers, every=4, full_rotary=False, interleaved=True),
     qk_norm=False,
     gguf="cohere2",
 )

@@ -345,7 +345,7 @@ class Decoder:
         return self.lm_head(hidden)
 
 
-def beside_images(
+def text_decoder(
     spec: ModelFacts,
     builder: LayerBuilder,
     make_layer: MakeLayer = PreNormLayer,
@@ -361,7 +361,7 @@ def beside_images(
 MAX_PREDICTORS = 8  # multi-token-prediction layers after the last one
 
 
-def beside_predictors(spec: ModelFacts, builder: LayerBuilder, make_layer: MakeLayer) -> Decoder:
+def without_predictors(spec: ModelFacts, builder: LayerBuilder, make_layer: MakeLayer) -> Decoder:
     """Return the model of a checkpoint with multi-token-prediction layers, which are skipped."""
     for layer in range(spec.num_layers, spec.num_layers + MAX_PREDICTORS):
         builder.skip(f"model.layers.{layer}")

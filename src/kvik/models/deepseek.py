@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import PreNormLayer, beside_predictors
+from kvik.models.decoder import PreNormLayer, without_predictors
 from kvik.spec.declare import (
-    APART,
+    SEPARATE,
     Architecture,
     FilePart,
     ForwardContext,
     LayerBuilder,
-    apart_wiring,
+    separate_wiring,
 )
 from kvik.spec.experts import MAX_EXPERTS, Router, corrected_router, read_experts, read_groups
 from kvik.spec.fields import Fields
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 LATENT_EPS = 1e-6  # of the norms of latent vectors, whatever config.json says for other norms
 # The matrix that computes keys and values from latent vectors, and its parts in GGUF files.
-UPS, UPS_APART = "kv_b_proj", ("k_b_proj", "v_b_proj")
+UPS, SEPARATE_UPS = "kv_b_proj", ("k_b_proj", "v_b_proj")
 
 
 @cache
@@ -71,7 +71,7 @@ class DeepseekAttention:
             order=[*range(latent.rank), *(latent.rank + i for i in turned)],
         )
         self.kv_norm = builder.rms_norm("kv_a_layernorm", latent.rank, LATENT_EPS)
-        ups = UPS_APART if spec.wiring == APART else (UPS,)
+        ups = SEPARATE_UPS if spec.wiring == SEPARATE else (UPS,)
         # The part of YaRN's temperature that is not in the rotation.
         stretch = rope.temperature(rope.mscale_all_dim) if rope.mscale_all_dim else 1.0
         scale = latent.query**-0.5 * stretch**2
@@ -118,13 +118,13 @@ def grouped_router(fields: Fields, experts: int, active: int) -> Router:
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the parts that files store separately, per head."""
     latent, heads = spec.latent, spec.num_heads
-    if latent is None or spec.wiring == APART:
+    if latent is None or spec.wiring == SEPARATE:
         return {}
     each = latent.nope + latent.value
     rows = [range(head * each, (head + 1) * each) for head in range(heads)]
     keys = [row for own in rows for row in own[: latent.nope]]
     values = [row for own in rows for row in own[latent.nope :]]
-    key, value = (f"self_attn.{name}" for name in UPS_APART)
+    key, value = (f"self_attn.{name}" for name in SEPARATE_UPS)
     parts = FilePart(key, keys, heads=heads, turned=True), FilePart(value, values, heads=heads)
     return {f"self_attn.{UPS}": parts}
 
@@ -136,8 +136,8 @@ GGUF_NAMES = {
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
     "attn_kv_b": f"self_attn.{UPS}",
-    "attn_k_b": f"self_attn.{UPS_APART[0]}",
-    "attn_v_b": f"self_attn.{UPS_APART[1]}",
+    "attn_k_b": f"self_attn.{SEPARATE_UPS[0]}",
+    "attn_v_b": f"self_attn.{SEPARATE_UPS[1]}",
 }
 
 
@@ -147,7 +147,9 @@ def deepseek2_implied(fields: Fields) -> dict[str, object]:
     return {"topk_method": "group_limited_greedy" if grouped else "greedy"}
 
 
-deepseek = partial(beside_predictors, make_layer=partial(PreNormLayer, attention=DeepseekAttention))
+deepseek = partial(
+    without_predictors, make_layer=partial(PreNormLayer, attention=DeepseekAttention)
+)
 
 
 DEEPSEEK2 = Architecture(
@@ -160,7 +162,7 @@ DEEPSEEK2 = Architecture(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     mlp_bias="mlp_bias",
-    wiring=apart_wiring,
+    wiring=separate_wiring,
     defaults={"n_shared_experts": 2, "n_routed_experts": 64, "moe_intermediate_size": 1407},
     eos_token_ids=(2,),
     gguf="deepseek2",

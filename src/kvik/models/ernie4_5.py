@@ -10,7 +10,7 @@ from kvik.models.decoder import Decoder, PreNormLayer, feed_forward
 from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
 from kvik.spec.fields import Fields
-from kvik.spec.layers import turned_layers
+from kvik.spec.layers import rotary_layers
 from kvik.spec.model import MAX_LAYERS, ModelFacts
 
 NAMES = ExpertNames(correction="moe_statics.e_score_correction_bias", correction_row=True)
@@ -21,7 +21,7 @@ ERNIE4_5 = Architecture(
     "ernie4_5",
     "ERNIE 4.5, dense",
     Decoder,
-    layers=partial(turned_layers, interleaved=True),
+    layers=partial(rotary_layers, interleaved=True),
     qkv_bias="use_bias",
     o_bias="use_bias",
     mlp_bias="use_bias",

@@ -11,7 +11,7 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, Layer, ParallelLayer
 from kvik.models.gpt_neox import HEAD_BY_HEAD, NEOX_MLP
-from kvik.spec.declare import APART, Architecture, FilePart, LayerBuilder
+from kvik.spec.declare import SEPARATE, Architecture, FilePart, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.model import MAX_HEADS, ModelFacts
 
@@ -20,7 +20,7 @@ HAS_TWO = "has_two_norms"  # key of config.json that only GGUF files imply
 
 
 def falcon_layer(spec: ModelFacts, builder: LayerBuilder, layer: int) -> Layer:
-    norms: tuple[str, ...] = ("ln_mlp" if spec.wiring == APART else "input_layernorm",)
+    norms: tuple[str, ...] = ("ln_mlp" if spec.wiring == SEPARATE else "input_layernorm",)
     if spec.wiring == TWO_NORMS:
         norms = ("ln_attn", "ln_mlp")
     attention = partial(HEAD_BY_HEAD, scope="self_attention")
@@ -37,7 +37,7 @@ def falcon_kv_heads(fields: Fields) -> int:
 def falcon_wiring(fields: Fields) -> str:
     """Return whether there are two norms; a single one has the name of the second in files."""
     if HAS_TWO in fields:
-        return TWO_NORMS if fields.boolean(HAS_TWO, False) else APART
+        return TWO_NORMS if fields.boolean(HAS_TWO, False) else SEPARATE
     norms = fields.integer("num_ln_in_parallel_attn", 1, 2, 2)
     return TWO_NORMS if fields.boolean("new_decoder_architecture", False) and norms == 2 else ""
 

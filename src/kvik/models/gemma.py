@@ -18,8 +18,8 @@ from kvik.models.decoder import (
     GroupedQueryAttention,
     PreNormLayer,
     SandwichLayer,
-    beside_images,
     feed_forward,
+    text_decoder,
 )
 from kvik.spec.declare import Architecture, LayerBuilder, Norm
 from kvik.spec.fields import Fields
@@ -186,7 +186,7 @@ GEMMA3_IMAGES = replace(
     name="Gemma3ForConditionalGeneration",
     model_type="gemma3",
     models="Gemma 3, text part of models that read images",
-    make=partial(beside_images, make_layer=Gemma3Layer, make_norm=last_norm),
+    make=partial(text_decoder, make_layer=Gemma3Layer, make_norm=last_norm),
     inside="text_config",
 )
 # EmbeddingGemma (Vera et al. 2025), an encoder.

@@ -179,11 +179,11 @@ def gemma4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
     own = layers - fields.integer("num_kv_shared_layers", 0, layers - 1, 0)
     wide = fields.boolean("use_double_wide_mlp", False)
     inner = fields.integer("intermediate_size", 1, MAX_WIDTH)
-    beside_experts = inner if fields.boolean(SWITCH, False) else None
+    dense_inner = inner if fields.boolean(SWITCH, False) else None
     kinds, heads = _kinds(fields, positions), _own_heads(fields, layers)
     found = []
     for layer, kind in enumerate(types):
-        facts = replace(kinds[kind], inner=beside_experts)
+        facts = replace(kinds[kind], inner=dense_inner)
         if layer in heads:
             head_dim, kv_heads = heads[layer]
             facts = replace(facts, head_dim=head_dim, kv_heads=kv_heads)
@@ -192,7 +192,7 @@ def gemma4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
                 message = f"must leave a layer of kind {kind} before those that read its keys"
                 raise fields.error("num_kv_shared_layers", message)
             owner = own - 1 - types[:own][::-1].index(kind)
-            facts = replace(facts, kv_from=owner, inner=2 * inner if wide else beside_experts)
+            facts = replace(facts, kv_from=owner, inner=2 * inner if wide else dense_inner)
         found.append(facts)
     return tuple(found)
 

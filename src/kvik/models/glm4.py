@@ -13,13 +13,13 @@ from kvik.models.decoder import (
     GroupedQueryAttention,
     PreNormLayer,
     SandwichLayer,
-    beside_predictors,
     feed_forward,
+    without_predictors,
 )
 from kvik.models.qwen3 import Qwen3Attention
 from kvik.spec.declare import Architecture, LayerBuilder
 from kvik.spec.experts import corrected_router, read_experts
-from kvik.spec.layers import turned_layers
+from kvik.spec.layers import rotary_layers
 from kvik.spec.model import ModelFacts
 
 # Gate and up are one matrix.
@@ -39,7 +39,7 @@ GLM4 = Architecture(
     "glm4",
     "GLM-4-0414",
     partial(Decoder, make_layer=Glm4Layer),
-    layers=partial(turned_layers, fraction=0.5, interleaved=True),
+    layers=partial(rotary_layers, fraction=0.5, interleaved=True),
     qkv_bias="attention_bias",
     head_dim=128,
     defaults={"attention_bias": True},
@@ -74,8 +74,8 @@ GLM4_MOE = Architecture(
     "Glm4MoeForCausalLM",
     "glm4_moe",
     "GLM-4.5 to 4.7, with experts",
-    partial(beside_predictors, make_layer=partial(PreNormLayer, attention=glm4_moe_attention)),
-    layers=partial(turned_layers, fraction=0.5),
+    partial(without_predictors, make_layer=partial(PreNormLayer, attention=glm4_moe_attention)),
+    layers=partial(rotary_layers, fraction=0.5),
     experts=partial(
         read_experts, router=corrected_router, shared="n_shared_experts", first_dense=1
     ),

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING
 
 from kvik.models.decoder import Decoder, PreNormLayer
 from kvik.spec.declare import (
-    APART,
+    SEPARATE,
     Architecture,
     FeedForward,
     FilePart,
     ForwardContext,
     LayerBuilder,
     PositionTable,
-    apart_wiring,
+    separate_wiring,
 )
 from kvik.spec.layers import unturned_layers
 from kvik.spec.model import ModelFacts
@@ -31,7 +31,7 @@ class GPT2Attention:
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
         hidden, inner = spec.hidden_size, builder.at("attn")
-        self.heads, transposed = (3, spec.num_heads, spec.head_dim), spec.wiring != APART
+        self.heads, transposed = (3, spec.num_heads, spec.head_dim), spec.wiring != SEPARATE
         self.qkv = inner.linear(
             "c_attn", hidden, 3 * hidden, bias=spec.qkv_bias, role="qkv", transposed=transposed
         )
@@ -50,7 +50,7 @@ class GPT2Attention:
 
 
 def gpt2_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
-    hidden, inner, transposed = spec.hidden_size, spec.intermediate_size, spec.wiring != APART
+    hidden, inner, transposed = spec.hidden_size, spec.intermediate_size, spec.wiring != SEPARATE
     mlp = builder.at("mlp")
     return mlp.mlp("c_fc", "c_proj", hidden, inner, bias=spec.mlp_bias, transposed=transposed)
 
@@ -86,7 +86,7 @@ MATRICES = {
 
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the matrices that checkpoints store transposed and files do not."""
-    if spec.wiring == APART:
+    if spec.wiring == SEPARATE:
         return {}
     return {name: (FilePart(name, transposed=True),) for name in MATRICES.values()}
 
@@ -103,7 +103,7 @@ GPT2_MODEL = Architecture(
     rms_norm=False,
     gated_mlp=False,
     layers=unturned_layers,
-    wiring=apart_wiring,
+    wiring=separate_wiring,
     rotary=False,
     tied=True,
     eos_token_ids=(50256,),
@@ -132,5 +132,5 @@ GPT2_MODEL = Architecture(
         **MATRICES,
     },
     gguf_parts=file_parts,
-    gguf_implied=lambda fields: {APART: True},
+    gguf_implied=lambda fields: {SEPARATE: True},
 )

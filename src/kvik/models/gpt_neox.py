@@ -24,7 +24,7 @@ from kvik.models.decoder import (
 from kvik.models.gpt2 import GPT2, NORMS
 from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LayerSpec, turned_layers
+from kvik.spec.layers import LayerSpec, rotary_layers
 from kvik.spec.model import MAX_HEADS, MAX_WIDTH, ModelScales
 from kvik.spec.rope import MAX_POSITIONS, read_rope
 from kvik.spec.visible_keys import Window
@@ -96,7 +96,7 @@ def gptj_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec,
     hidden = fields.integer("n_embd", 1, MAX_WIDTH)
     head_dim = max(1, hidden // fields.integer("n_head", 1, MAX_HEADS))
     fraction = fields.integer("rotary_dim", 1, head_dim, min(64, head_dim)) / head_dim
-    return turned_layers(fields, layers, positions, fraction=fraction, interleaved=True)
+    return rotary_layers(fields, layers, positions, fraction=fraction, interleaved=True)
 
 
 GPTJ = Architecture(

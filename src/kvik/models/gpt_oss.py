@@ -7,13 +7,13 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer
 from kvik.spec.declare import (
-    APART,
+    SEPARATE,
     Architecture,
     ExpertNames,
     FeedForward,
     FilePart,
     LayerBuilder,
-    apart_wiring,
+    separate_wiring,
 )
 from kvik.spec.experts import normalised_router, read_experts
 from kvik.spec.fields import Fields
@@ -26,7 +26,7 @@ NAMES = ExpertNames(
     down="experts.{}.down_proj",
     mixed=True,
 )
-NAMES_APART = ExpertNames(router="router")
+SEPARATE_NAMES = ExpertNames(router="router")
 # The only supported constants of the experts' activation, "clamped_swiglu".
 SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 
@@ -34,7 +34,7 @@ SWIGLU = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
 def experts(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
     of_layer = spec.layers[layer].experts
     assert of_layer is not None
-    names = NAMES_APART if spec.wiring == APART else NAMES
+    names = SEPARATE_NAMES if spec.wiring == SEPARATE else NAMES
     return builder.at("mlp").experts(
         spec.hidden_size, of_layer, names, bias=True, activation="clamped_swiglu"
     )
@@ -50,10 +50,10 @@ def gpt_oss_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the parts that files store separately: gate and up rows are interleaved in
     checkpoints."""
-    if spec.wiring == APART:
+    if spec.wiring == SEPARATE:
         return {}
     inner = max(layer.experts.inner for layer in spec.layers if layer.experts)
-    gate, up, down = (*NAMES_APART.gate_up, NAMES_APART.down)
+    gate, up, down = (*SEPARATE_NAMES.gate_up, SEPARATE_NAMES.down)
     return {
         f"mlp.{NAMES.gate_up[0]}": (
             FilePart(f"mlp.{gate}", range(0, 2 * inner, 2), transposed=True),
@@ -67,7 +67,7 @@ def gpt_oss_implied(fields: Fields) -> dict[str, object]:
     """Return the facts of position scaling that no file gives."""
     scaling = fields.mapping("rope_scaling")
     stretched = {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
-    return {APART: True, **stretched}
+    return {SEPARATE: True, **stretched}
 
 
 GPT_OSS = Architecture(
@@ -85,7 +85,7 @@ GPT_OSS = Architecture(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     defaults={"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0},
-    wiring=apart_wiring,
+    wiring=separate_wiring,
     head_dim=64,
     eos_token_ids=(200_002, 199_999, 200_012),
     gguf="gpt-oss",

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from kvik.models.decoder import Decoder, MakeFeedForward, NormedLayer, feed_forward
 from kvik.spec.declare import (
-    APART,
+    SEPARATE,
     Architecture,
     ExpertNames,
     FeedForward,
     FilePart,
     ForwardContext,
     LayerBuilder,
-    apart_wiring,
+    separate_wiring,
 )
 from kvik.spec.experts import MAX_EXPERTS, ExpertsSpec, normalised_router, read_experts
 from kvik.spec.fields import Fields
@@ -38,7 +38,7 @@ NAMES = ExpertNames(
     shared_gate_up=("input_linear",),
     shared_down="output_linear",
 )
-NAMES_APART = ExpertNames(
+SEPARATE_NAMES = ExpertNames(
     router=ROUTER,
     gate_up=(f"{SCOPE}.experts.{{}}.gate_proj", f"{SCOPE}.experts.{{}}.up_proj"),
     down=f"{SCOPE}.experts.{{}}.down_proj",
@@ -48,7 +48,7 @@ NAMES_APART = ExpertNames(
 def granite_feed(spec: ModelFacts, builder: LayerBuilder, layer: int) -> FeedForward:
     experts = spec.layers[layer].experts
     if experts is not None:
-        names = NAMES_APART if spec.wiring == APART else NAMES
+        names = SEPARATE_NAMES if spec.wiring == SEPARATE else NAMES
         return builder.experts(spec.hidden_size, experts, names)
     return feed_forward(spec, builder, layer)
 
@@ -99,12 +99,12 @@ def granite_scales(fields: Fields) -> ModelScales:
 
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the parts that files store separately, under the usual names."""
-    if spec.wiring == APART:
+    if spec.wiring == SEPARATE:
         return {}
     inner = max(layer.experts.inner for layer in spec.layers if layer.experts)
     rows = range(inner), range(inner, 2 * inner)
-    gate, up = map(FilePart, NAMES_APART.gate_up, rows)
-    return {NAMES.gate_up[0]: (gate, up), NAMES.down: (FilePart(NAMES_APART.down),)}
+    gate, up = map(FilePart, SEPARATE_NAMES.gate_up, rows)
+    return {NAMES.gate_up[0]: (gate, up), NAMES.down: (FilePart(SEPARATE_NAMES.down),)}
 
 
 GRANITE = Architecture(
@@ -130,7 +130,7 @@ GRANITE_MOE = replace(
     model_type="granitemoe",
     models="Granite 3 with experts",
     experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
-    wiring=apart_wiring,
+    wiring=separate_wiring,
     gguf="granitemoe",
     gguf_names={
         "ffn_gate_inp": ROUTER,
@@ -140,7 +140,7 @@ GRANITE_MOE = replace(
         },
     },
     gguf_parts=file_parts,
-    gguf_implied=lambda fields: {APART: True},
+    gguf_implied=lambda fields: {SEPARATE: True},
 )
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvik.models.decoder import Decoder, beside_images
+from kvik.models.decoder import Decoder, text_decoder
 from kvik.spec.declare import Architecture, LayerBuilder
-from kvik.spec.layers import sometimes_turned_layers, switched_layers, windowed_layers
+from kvik.spec.layers import optional_rotary_layers, switched_layers, windowed_layers
 from kvik.spec.model import ModelFacts
 
 LLAMA = Architecture(
@@ -74,7 +74,7 @@ MISTRAL3_IMAGES = replace(
     name="Mistral3ForConditionalGeneration",
     model_type="mistral3",
     models="Mistral Small 3 and Ministral 3, text part of models that read images",
-    make=beside_images,
+    make=text_decoder,
     inside="text_config",
 )
 # Qwen2 and Qwen2.5 (Yang et al. 2024): biases on q, k and v; some layers may have a window.
@@ -104,7 +104,7 @@ SMOLLM3 = Architecture(
     "smollm3",
     "SmolLM3",
     Decoder,
-    layers=sometimes_turned_layers,
+    layers=optional_rotary_layers,
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     mlp_bias="mlp_bias",

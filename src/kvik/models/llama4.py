@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, PreNormLayer, beside_images, feed_forward
+from kvik.models.decoder import Decoder, PreNormLayer, feed_forward, text_decoder
 from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
 from kvik.spec.fields import Fields
@@ -160,7 +160,7 @@ LLAMA4_IMAGES = replace(
     name="Llama4ForConditionalGeneration",
     model_type="llama4",
     models="Llama 4, text part of models that read images",
-    make=partial(beside_images, make_layer=Llama4Layer),
+    make=partial(text_decoder, make_layer=Llama4Layer),
     inside="text_config",
     gguf=None,
 )

@@ -15,7 +15,7 @@ from kvik.spec.experts import (
     read_experts,
 )
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LayerSpec, turned_layers, windowed_layers
+from kvik.spec.layers import LayerSpec, rotary_layers, windowed_layers
 
 NAMES = ExpertNames(
     gate_up=("experts.{}.w1", "experts.{}.w3"),
@@ -49,7 +49,7 @@ def minimax_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
     """In published files, `rotary_dim` is the rotated width of a head."""
     width, head_dim = (fields.integer(key, 1, MAX_WIDTH, 128) for key in ("rotary_dim", "head_dim"))
     fraction = width / head_dim if "rotary_dim" in fields else 1.0
-    return turned_layers(fields, layers, positions, fraction=fraction)
+    return rotary_layers(fields, layers, positions, fraction=fraction)
 
 
 # MiniMax-M2 (MiniMax 2025): queries and keys are normalised over all heads together, a part of each

@@ -7,7 +7,7 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, PreNormLayer, plain_mlp
 from kvik.spec.declare import Architecture, LayerBuilder, Norm
-from kvik.spec.layers import turned_layers
+from kvik.spec.layers import rotary_layers
 from kvik.spec.model import ModelFacts
 
 ACTIVATIONS = ("relu2",)
@@ -29,7 +29,7 @@ NEMOTRON = Architecture(
         make_layer=partial(PreNormLayer, feed=squared_relu, offset=1.0),
         make_norm=last_norm,
     ),
-    layers=partial(turned_layers, fraction=0.5),
+    layers=partial(rotary_layers, fraction=0.5),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     mlp_bias="mlp_bias",

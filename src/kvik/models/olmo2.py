@@ -99,7 +99,7 @@ EXAONE4 = Architecture(
     "exaone4",
     "EXAONE 4",
     partial(Decoder, make_layer=partial(PostNormLayer, attention=Qwen3Attention)),
-    layers=partial(mixed_layers, every=4, full_turns=False),
+    layers=partial(mixed_layers, every=4, full_rotary=False),
     qk_norm=True,
     eos_token_ids=(2,),
     gguf="exaone4",

@@ -27,7 +27,7 @@ from kvik.models.mixtral import MIXTRAL
 from kvik.spec.declare import Architecture
 from kvik.spec.experts import Router, read_experts
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LayerSpec, read_window, turned_layers, windowed_layers
+from kvik.spec.layers import LayerSpec, read_window, rotary_layers, windowed_layers
 from kvik.spec.rope import read_rope
 
 PhiLayer = partial(
@@ -44,7 +44,7 @@ PHI = Architecture(
         make_layer=PhiLayer,
         names=("embed_tokens", "layers", "final_layernorm", "lm_head"),
     ),
-    layers=partial(turned_layers, fraction=0.5),
+    layers=partial(rotary_layers, fraction=0.5),
     qkv_bias=True,
     o_bias=True,
     mlp_bias=True,

@@ -19,7 +19,7 @@ from kvik.models.decoder import (
 from kvik.models.gemma import last_norm
 from kvik.models.qwen3 import SHARED_NAMES, shared_experts
 from kvik.spec.declare import (
-    APART,
+    SEPARATE,
     Architecture,
     FilePart,
     ForwardContext,
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 LINEAR = "linear_attention"
 # How delta nets are stored: inputs key head by key head; or apart, except for gates; or value heads
 # ordered by their index within their key head: the first of every key head, then the second.
-BY_KEY_HEAD, IN_TURNS = "by key head", "in turns"
+BY_KEY_HEAD, BY_VALUE_HEAD = "by key head", "in turns"
 WHOLE = "inputs_stored_whole"  # key of config.json that only old GGUF files imply
 QKVZ, BA = "in_proj_qkvz", "in_proj_ba"
 QKV_Z, B_A = ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
@@ -82,7 +82,7 @@ class GatedDeltaNet:
             self.joined = linear(QKVZ, outputs=len(wide), order=wide, role="qkv")
         else:  # GGUF files may store them in different types
             self.parts = builder.heads(QKV_Z, hidden, self.widths, 1, bias=False, whole=True)
-        if spec.wiring in (BY_KEY_HEAD, APART):
+        if spec.wiring in (BY_KEY_HEAD, SEPARATE):
             self.gates = linear(BA, outputs=len(narrow), order=narrow, role="gates")
         else:
             self.gates = linear(B_A, outputs=(heads, heads), role="gates")
@@ -90,7 +90,7 @@ class GatedDeltaNet:
         self.delta = builder.gated_delta("A_log", "dt_bias", layer, state)
         self.norm = builder.rms_norm("norm", state.value_dim, spec.norm_eps, before="o")
         self.gated = builder.gated("silu")
-        turns = in_turns(state, state.value_dim) if spec.wiring == IN_TURNS else []
+        turns = by_value_head(state, state.value_dim) if spec.wiring == BY_VALUE_HEAD else []
         back = sorted(range(len(turns)), key=turns.__getitem__)
         self.out = builder.linear(
             "out_proj", state.values, hidden, bias=False, role="o", columns=back
@@ -132,7 +132,7 @@ def _head_by_head(heads: int, parts: tuple[int, ...]) -> list[int]:
     ]
 
 
-def in_turns(state: StateSpec, each: int, first: int = 0) -> list[int]:
+def by_value_head(state: StateSpec, each: int, first: int = 0) -> list[int]:
     """Return the row of a checkpoint at each place in GGUF files, which have the first value head
     of each key head, then the second.
 
@@ -146,27 +146,27 @@ def in_turns(state: StateSpec, each: int, first: int = 0) -> list[int]:
     return [*range(first), *rows]
 
 
-def rows_in_turns(spec: ModelFacts) -> dict[str, list[int]]:
+def rows_by_value_head(spec: ModelFacts) -> dict[str, list[int]]:
     """Return the row orders of the delta-net tensors that have rows for each value head."""
     state, names = spec.states[0], ("in_proj_z", *B_A)
     keys, values = 2 * state.key_heads * state.key_dim, state.value_dim
     sizes = dict(zip(names, (values, 1, 1), strict=True))
-    each = {f"{name}.weight": in_turns(state, size) for name, size in sizes.items()}
-    each |= dict.fromkeys(("A_log", "dt_bias"), in_turns(state, 1))
-    behind = in_turns(state, values, keys)
+    each = {f"{name}.weight": by_value_head(state, size) for name, size in sizes.items()}
+    each |= dict.fromkeys(("A_log", "dt_bias"), by_value_head(state, 1))
+    behind = by_value_head(state, values, keys)
     each |= dict.fromkeys(("in_proj_qkv.weight", "conv1d.weight"), behind)
     return {f"linear_attn.{name}": rows for name, rows in each.items()}
 
 
-def columns_in_turns(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
+def columns_by_value_head(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the column order of the delta-net matrix that has columns for each value head."""
-    if spec.wiring == IN_TURNS:
+    if spec.wiring == BY_VALUE_HEAD:
         return {}
     state, name = spec.states[0], "linear_attn.out_proj"
-    return {name: (FilePart(name, columns=in_turns(state, state.value_dim)),)}
+    return {name: (FilePart(name, columns=by_value_head(state, state.value_dim)),)}
 
 
-def inputs_apart(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
+def separate_inputs(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the parts of the projection that Qwen3-Next stores key head by key head."""
     wide, _ = by_key_head(spec.states[0])
     middle = spec.states[0].channels
@@ -236,8 +236,8 @@ def qwen3_5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
 
 def qwen3_next_wiring(fields: Fields) -> str:
     """Return how delta nets are stored; old GGUF files store them as checkpoints do."""
-    whole = fields.boolean(WHOLE, not fields.boolean(APART, False))
-    return BY_KEY_HEAD if whole else APART
+    whole = fields.boolean(WHOLE, not fields.boolean(SEPARATE, False))
+    return BY_KEY_HEAD if whole else SEPARATE
 
 
 QWEN3_5 = Architecture(
@@ -249,14 +249,14 @@ QWEN3_5 = Architecture(
     qkv_bias="attention_bias",
     o_bias="attention_bias",
     qk_norm=True,
-    wiring=lambda fields: IN_TURNS if fields.boolean(APART, False) else "",
+    wiring=lambda fields: BY_VALUE_HEAD if fields.boolean(SEPARATE, False) else "",
     head_dim=256,
     gguf="qwen35",
     gguf_names=GGUF_NAMES,
-    gguf_rows=rows_in_turns,
-    gguf_parts=columns_in_turns,
+    gguf_rows=rows_by_value_head,
+    gguf_parts=columns_by_value_head,
     gguf_extra=rope_sections,
-    gguf_implied=lambda fields: {APART: True},
+    gguf_implied=lambda fields: {SEPARATE: True},
     defaults={
         "vocab_size": 248_320,
         "hidden_size": 4096,
@@ -318,9 +318,9 @@ QWEN3_NEXT = replace(
     gguf_names=GGUF_NAMES | {"ssm_in": f"linear_attn.{QKVZ}"},
     gguf_present={"ssm_in": WHOLE},
     gguf_rows=None,
-    gguf_parts=inputs_apart,
+    gguf_parts=separate_inputs,
     gguf_extra=None,
-    gguf_implied=lambda fields: {APART: True, "norm_topk_prob": True},
+    gguf_implied=lambda fields: {SEPARATE: True, "norm_topk_prob": True},
     defaults={
         "num_experts": 512,
         "num_experts_per_tok": 10,

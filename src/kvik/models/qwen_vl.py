@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from kvik.models.decoder import PreNormLayer, beside_images
+from kvik.models.decoder import PreNormLayer, text_decoder
 from kvik.models.llama import QWEN2
 from kvik.models.qwen3 import QWEN3, Qwen3Attention
 from kvik.spec.fields import Fields
@@ -18,7 +18,7 @@ QWEN3_VL = replace(
     name="Qwen3VLForConditionalGeneration",
     model_type="qwen3_vl",
     models="Qwen3-VL, dense, text alone",
-    make=partial(beside_images, make_layer=partial(PreNormLayer, attention=Qwen3Attention)),
+    make=partial(text_decoder, make_layer=partial(PreNormLayer, attention=Qwen3Attention)),
     inside="text_config",
     gguf=None,
 )
@@ -38,7 +38,7 @@ QWEN2_5_VL = replace(
     name="Qwen2_5_VLForConditionalGeneration",
     model_type="qwen2_5_vl",
     models="Qwen2.5-VL, text alone",
-    make=beside_images,
+    make=text_decoder,
     layers=text_layers,
     inside="text_config",
     defaults={"rope_theta": 1e6},

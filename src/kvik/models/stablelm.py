@@ -16,7 +16,7 @@ from kvik.models.decoder import (
 )
 from kvik.spec.declare import Architecture, LayerBuilder
 from kvik.spec.fields import Fields
-from kvik.spec.layers import turned_layers
+from kvik.spec.layers import rotary_layers
 from kvik.spec.model import ModelFacts
 
 PARALLEL = "parallel"
@@ -44,7 +44,7 @@ STABLELM = Architecture(
     "stablelm",
     "StableLM 2",
     partial(Decoder, make_layer=stablelm_layer),
-    layers=partial(turned_layers, fraction=0.25),
+    layers=partial(rotary_layers, fraction=0.25),
     qkv_bias="use_qkv_bias",
     qk_norm="qk_layernorm",
     wiring=stablelm_wiring,

@@ -111,9 +111,9 @@ def run_length(most: int) -> int:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 RUN_BYTES = 2 << 20  # read at once
-# The same where rows are columns of the file. They are read in a piece for each row of the file, of
+# The same where rows are columns of the file. They are read in a chunk for each row of the file, of
 # 1.6 KB where it has 5,120.
-TURNED_BYTES = 8 << 20
+TRANSPOSED_BYTES = 8 << 20
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -207,17 +207,17 @@ class FolderCheckpoint:
     def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
         """See `Checkpoint`: file by file and layer by layer."""
         for path, entries in self.files:
-            pieces = [
-                piece
+            chunks = [
+                chunk
                 for entry in _by_layer([entry for entry in entries if entry.name in wanted])
-                for piece in _pieces(entry, wanted[entry.name])
+                for chunk in _chunks(entry, wanted[entry.name])
             ]
             # Gate and up of an expert may be columns of one matrix, which is read once.
-            reads = [(spans, list(same)) for spans, same in groupby(pieces, lambda p: p.spans)]
+            reads = [(spans, list(same)) for spans, same in groupby(chunks, lambda p: p.spans)]
             found = read_ahead(path, [spans for spans, _ in reads])
             for (_, same), data in zip(reads, found, strict=True):
-                for piece in same:
-                    yield TensorRun(piece.entry.name, piece.first, piece.entry.values(data))
+                for chunk in same:
+                    yield TensorRun(chunk.entry.name, chunk.first, chunk.entry.values(data))
 
 
 def open_checkpoint(folder: str | Path, modules: Sequence[str] = ()) -> FolderCheckpoint:
@@ -314,11 +314,11 @@ def unstacked(
             scope, layer, part = match[1], match[2], match[3] or "weight"
             layers = [layer]
             mixed = f"{scope}.{GATE_UP}_bias" in shapes
-            turned = not mixed and _turned(scope, shapes)
-            if layer == GATE_UP and not mixed and entry.shape[2 if turned else 1] % 2 == 0:
+            transposed = not mixed and _is_transposed(scope, shapes)
+            if layer == GATE_UP and not mixed and entry.shape[2 if transposed else 1] % 2 == 0:
                 layers = ["gate_proj", "up_proj"]
             own = [f"{scope}.{e}.{layer}.{part}" for e in range(count) for layer in layers]
-            found += (_columns if turned else _parts)(entry, len(layers), own)
+            found += (_columns if transposed else _parts)(entry, len(layers), own)
         else:
             found.append(entry)
     return tuple(found)
@@ -332,7 +332,7 @@ def _parts(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[Tens
         yield TensorEntry(name, entry.dtype, (rows // each, *rest), entry.start + i * size, size)
 
 
-def _turned(scope: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+def _is_transposed(scope: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether experts are stored as [inputs, outputs]: then down has half as many rows as
     gate and up have columns, and as many columns as these have rows."""
     gate_up, down = shapes.get(f"{scope}.{GATE_UP}", ()), shapes.get(f"{scope}.down_proj", ())
@@ -364,7 +364,7 @@ def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Chunk:
     """A `TensorRun` to be read.
 
     Attributes:
@@ -376,11 +376,11 @@ class _Piece:
     spans: Spans
 
 
-def _pieces(entry: TensorEntry, selection: Selection) -> Iterator[_Piece]:
-    ranges, turned = selection.ranges, entry.columns is not None
-    most = TURNED_BYTES if turned else RUN_BYTES
+def _chunks(entry: TensorEntry, selection: Selection) -> Iterator[_Chunk]:
+    ranges, transposed = selection.ranges, entry.columns is not None
+    most = TRANSPOSED_BYTES if transposed else RUN_BYTES
     if ranges is None and (entry.span[1] <= most or not selection.in_runs):
-        yield _Piece(0, entry, Spans((entry.span,)))
+        yield _Chunk(0, entry, Spans((entry.span,)))
     elif selection.in_runs:
         row_bytes = entry.size // entry.shape[0]
         for begin, end in ((0, entry.shape[0]),) if ranges is None else ranges:
@@ -394,8 +394,8 @@ def _pieces(entry: TensorEntry, selection: Selection) -> Iterator[_Piece]:
         yield _cut(0, entry, selection)
 
 
-def _cut(first: int, entry: TensorEntry, selection: Selection) -> _Piece:
-    """Return the selected ranges of a tensor as one piece."""
+def _cut(first: int, entry: TensorEntry, selection: Selection) -> _Chunk:
+    """Return the selected ranges of a tensor as one chunk."""
     axis, ranges, shape = selection.axis, selection.ranges or (), entry.shape
     inner = entry.size // prod(shape[: axis + 1])  # bytes between neighbours on the axis
     count, stride, start, columns = prod(shape[:axis]), shape[axis] * inner, entry.start, None
@@ -413,4 +413,4 @@ def _cut(first: int, entry: TensorEntry, selection: Selection) -> _Piece:
         size=spans.size,
         columns=columns,
     )
-    return _Piece(first, own, spans)
+    return _Chunk(first, own, spans)

@@ -39,7 +39,7 @@ class BlockParts:
         return groups.view(self.codes.shape)
 
 
-def take_apart(type: str, rows: Tensor) -> BlockParts:
+def block_parts(type: str, rows: Tensor) -> BlockParts:
     """Unpack rows [rows, bytes] uint8 of an integer type, which MXFP4 is not."""
     return _PARTS[type](_blocks(type, rows))
 

@@ -145,7 +145,7 @@ BYTES = "U8"
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _Chunk:
     """A `TensorRun` to be read: `rows` rows of a tensor from `first` on.
 
     Attributes:
@@ -197,23 +197,23 @@ class GgufCheckpoint:
     def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
         """See `Checkpoint`: in the order of the file. Tensors that are not read in runs are read
         whole."""
-        pieces = [
-            (name, piece)
+        chunks = [
+            (name, chunk)
             for name, tensor in self.tensors.items()
             if name in wanted and wanted[name].ranges != ()
-            for piece in self._pieces(name, tensor, wanted[name])
+            for chunk in self._chunks(name, tensor, wanted[name])
         ]
-        data = read_ahead(self.file.path, [piece.spans for _, piece in pieces])
-        for (name, piece), read in zip(pieces, data, strict=True):
-            values = self._values(name, piece, read)
+        data = read_ahead(self.file.path, [chunk.spans for _, chunk in chunks])
+        for (name, chunk), read in zip(chunks, data, strict=True):
+            values = self._values(name, chunk, read)
             if not wanted[name].in_runs:
                 values = wanted[name].of(values)
-            yield TensorRun(name, piece.first, values)
+            yield TensorRun(name, chunk.first, values)
 
-    def _pieces(self, name: str, tensor: GgufTensor, selection: Selection) -> Iterator[_Piece]:
+    def _chunks(self, name: str, tensor: GgufTensor, selection: Selection) -> Iterator[_Chunk]:
         rows, change = prod(tensor.shape[:-1]), self.changes.get(name)
         if not selection.in_runs or len(tensor.shape) != 2:
-            yield _Piece(tensor, 0, rows)
+            yield _Chunk(tensor, 0, rows)
             return
         step = run_length(RUN_BYTES // _row_bytes(tensor))
         ranges, order = selection.ranges, None
@@ -225,17 +225,17 @@ class GgufCheckpoint:
         for begin, end in ((0, rows),) if ranges is None else ranges:
             for first in range(begin, end, step):
                 last = min(first + step, end)
-                yield _Piece(
+                yield _Chunk(
                     tensor, first, last - first, None if order is None else order[first:last]
                 )
 
-    def _values(self, name: str, piece: _Piece, read: Tensor) -> Tensor:
-        """read [bytes] -> the values of a piece."""
-        _, *rest = _shape(piece.tensor)
-        values = read.view(TORCH_DTYPES[_dtype(piece.tensor)])
-        values = values.view(piece.rows, *rest) if rest else values
-        if piece.order is not None:
-            return values[piece.order.argsort().argsort()]
+    def _values(self, name: str, chunk: _Chunk, read: Tensor) -> Tensor:
+        """read [bytes] -> the values of a chunk."""
+        _, *rest = _shape(chunk.tensor)
+        values = read.view(TORCH_DTYPES[_dtype(chunk.tensor)])
+        values = values.view(chunk.rows, *rest) if rest else values
+        if chunk.order is not None:
+            return values[chunk.order.argsort().argsort()]
         change = self.changes.get(name)
         return values if change is None else change.from_file(values)
 

@@ -342,12 +342,12 @@ class _Source:
 
 UNREAD = "rotary_emb.inv_freq"  # of old checkpoints
 # Prefixes of the text model in checkpoints of models that read images.
-_BESIDE_IMAGES = ("model.language_model.", "language_model.model.")
+_TEXT_PREFIXES = ("model.language_model.", "language_model.model.")
 
 
 def text_name(name: str) -> str:
     """Return the name that a tensor has in a checkpoint of the text model alone."""
-    for prefix in _BESIDE_IMAGES:
+    for prefix in _TEXT_PREFIXES:
         if name.startswith(prefix):
             return f"model.{name.removeprefix(prefix)}"
     return name.removeprefix("language_model.")

@@ -240,9 +240,9 @@ def rows_to_read(
     owned = to.owned(first, outputs)
     if owned == [(first, first + outputs)]:
         return None
-    alongs = [tensor.along for tensor in tensors]
-    unit = math.lcm(*(along.outputs for along in alongs if along is not None))
-    if not owned and None in alongs:
+    axes = [tensor.output_axis for tensor in tensors]
+    unit = math.lcm(*(axis.outputs for axis in axes if axis is not None))
+    if not owned and None in axes:
         owned = [(first, first + 1)]  # to read the tensors that all outputs share
     runs: list[tuple[int, int]] = []
     for low, high in owned:

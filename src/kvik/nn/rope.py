@@ -64,12 +64,12 @@ def _table(positions: Tensor, angle: Tensor, head_dim: int, factor: float) -> Te
     Args:
         angle: [pairs] fp64, per position, of each rotated pair.
     """
-    half, turned = head_dim // 2, len(angle)
+    half, rotated = head_dim // 2, len(angle)
     angles = positions[:, None] * angle
     table = torch.zeros(len(positions), head_dim, dtype=torch.float32, device=angle.device)
-    table[:, turned:half] = 1.0  # pairs that are not rotated
-    table[:, :turned] = angles.cos() * factor
-    table[:, half : half + turned] = angles.sin() * factor
+    table[:, rotated:half] = 1.0  # pairs that are not rotated
+    table[:, :rotated] = angles.cos() * factor
+    table[:, half : half + rotated] = angles.sin() * factor
     return table
 
 

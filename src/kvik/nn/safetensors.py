@@ -169,12 +169,12 @@ def _sizes(value: object) -> bool:
     )
 
 
-# Writing safetensors files: from memory, or copied piece by piece from other files.
+# Writing safetensors files: from memory, or copied chunk by chunk from other files.
 
 # Some readers require the library that wrote the tensors.
 METADATA = {"format": "pt"}
 ALIGNMENT = 8  # of the data
-PIECE = 8 << 20  # bytes copied at a time
+CHUNK = 8 << 20  # bytes copied at a time
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +209,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Stored]) -> int
     with writing_whole(path) as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
-            for piece in _pieces(tensors[name]):
-                file.write(piece)
+            for chunk in _chunks(tensors[name]):
+                file.write(chunk)
     return end
 
 
@@ -227,7 +227,7 @@ def _extent(tensor: Tensor | Stored) -> tuple[list[int], int]:
     return list(tensor.shape), tensor.nbytes
 
 
-def _pieces(tensor: Tensor | Stored) -> Iterator[bytes | memoryview]:
+def _chunks(tensor: Tensor | Stored) -> Iterator[bytes | memoryview]:
     if isinstance(tensor, Tensor):
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         yield flat.view(torch.uint8).numpy().data
@@ -237,11 +237,11 @@ def _pieces(tensor: Tensor | Stored) -> Iterator[bytes | memoryview]:
         source.seek(start)
         if tensor.entry.columns is not None:
             data = torch.frombuffer(bytearray(source.read(left)), dtype=torch.uint8)
-            yield from _pieces(tensor.entry.values(data))
+            yield from _chunks(tensor.entry.values(data))
             return
         while left:
-            piece = source.read(min(PIECE, left))
-            if not piece:
+            chunk = source.read(min(CHUNK, left))
+            if not chunk:
                 raise OSError(f"{tensor.path} ended early")
-            left -= len(piece)
-            yield piece
+            left -= len(chunk)
+            yield chunk

@@ -333,8 +333,10 @@ def stale(calibration: Calibration, machine: Machine) -> str | None:
     return None
 
 
-def _unusable(path: Path, why: str) -> ConfigError:
-    return ConfigError("calibration", f"{str(path)!r} cannot be used ({why}): run `kvik calibrate`")
+def _unusable(path: Path, reason: str) -> ConfigError:
+    return ConfigError(
+        "calibration", f"{str(path)!r} cannot be used ({reason}): run `kvik calibrate`"
+    )
 
 
 def _wrong(found: Calibration) -> str | None:

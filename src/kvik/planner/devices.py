@@ -292,12 +292,12 @@ _CYCLE: Mapping[str, Mapping[str, int]] = {
 _CLOCK, _CORE_READS, _ALL_READ = 2.5e9, 15e9, 200e9
 
 
-def assumed_cpu(hardware: Hardware, why: str) -> Device:
+def assumed_cpu(hardware: Hardware, reason: str) -> Device:
     """Return this CPU with figures estimated only from its cores and instruction set, for advice
     before a calibration.
 
     Args:
-        why: why it has not been measured.
+        reason: why it has not been measured.
     """
     isa, cores = hardware.native_isa, hardware.cores
     bandwidth = min(cores * _CORE_READS, _ALL_READ)
@@ -309,15 +309,15 @@ def assumed_cpu(hardware: Hardware, why: str) -> Device:
         {name: cores * _CLOCK * done for name, done in _CYCLE[isa].items()},
         source=f"data sheet of {cores} {isa} cores: {_CLOCK / 1e9:g} GHz, "
         f"{bandwidth / 1e9:.0f} GB/s",
-        assumed=why,
+        assumed=reason,
     )
 
 
 def _this_gpu(gpu: Gpu) -> Device:
     known = DEVICES.get(_DRIVER_NAMES.get(gpu.name, ""))
     if known is None:
-        why = f"no figures of {gpu.name} are known; describe it in a .toml file"
-        return Device("this", "cuda", gpu.total_memory, None, {}, unknown=why)
+        reason = f"no figures of {gpu.name} are known; describe it in a .toml file"
+        return Device("this", "cuda", gpu.total_memory, None, {}, unknown=reason)
     rates, source = known.rates, known.source
     return Device(
         "this", "cuda", gpu.total_memory, known.bandwidth, rates, known.link, source=source

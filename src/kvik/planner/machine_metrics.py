@@ -14,7 +14,7 @@ from kvik.errors import KvikError
 from kvik.planner.efficiency import WHAT_HELPS, Efficiency, RunningModel
 
 WINDOW_SECONDS = 60.0  # rates over this time are compared with the machine's limits
-APART_SECONDS = 5.0  # minimum time between stored readings
+READING_SECONDS = 5.0  # minimum time between stored readings
 
 
 class MachineMetrics:
@@ -66,7 +66,7 @@ class MachineMetrics:
         if kept and now > kept[0][0]:
             then, before = kept[0]
             found = model.efficiency(before, stats, now - then)
-        if not kept or now - kept[-1][0] >= APART_SECONDS:
+        if not kept or now - kept[-1][0] >= READING_SECONDS:
             kept.append((now, stats))
         return found
 

@@ -462,12 +462,12 @@ class _Steps:
             plain = 1.0 - rate * self.full  # share of steps without prompts
             rest = plain * busy * self.seconds(0.0) / 2.0 if found.tpot else 0.0
             return rest + queued + self.chunks * self.seconds(1.0)
-        met = self._met(rate)
-        others = min(busy * rate * met, self.share - 1.0)  # arrivals during the same step
+        running = self._running_step(rate)
+        others = min(busy * rate * running, self.share - 1.0)  # arrivals during the same step
         own = _mean(lambda count: self.seconds(1.0 + count), others, others)
-        return busy * met / 2.0 + queued + own
+        return busy * running / 2.0 + queued + own
 
-    def _met(self, rate: float) -> float:
+    def _running_step(self, rate: float) -> float:
         """Return the mean seconds of the step that runs when a request arrives: E[s^2] / E[s]."""
         mean = self.seconds(0.0)
         square = mean * mean

@@ -225,8 +225,8 @@ def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Conte
         return ()
     own = share(shape, at.tp, 1, at.weight_format)
     prompt, step = prefill(at.context), decode(at.batch, at.context)
-    attention, _ = _apart(shape, at, prompt, "attention")
-    reading, rest = _apart(shape, at, step, "kv cache")
+    attention, _ = _split_time(shape, at, prompt, "attention")
+    reading, rest = _split_time(shape, at, step, "kv cache")
     received = own.kv_bytes(at.context, at.kv_format) / device.link
     partial = own.num_layers * at.batch * own.num_heads * (own.v_head_dim + 2) * PARTIAL_BYTES
     rows = []
@@ -234,7 +234,7 @@ def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Conte
         if parts > at.context or parts * at.tp > MAX_DEVICES:
             break
         others = (parts - 1) / parts
-        _, products = _apart(shape, at, prefill(-(-at.context // parts)), "attention")
+        _, products = _split_time(shape, at, prefill(-(-at.context // parts)), "attention")
         sending = max(0.0, others * received - attention / parts)
         kept = -(-memory.kv_cache // parts)
         wide, wider = replace(at, tp=parts * at.tp), can_share(shape, parts * at.tp)
@@ -253,7 +253,9 @@ def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Conte
     return tuple(rows)
 
 
-def _apart(shape: ModelShape, at: Setting, step: PlannedStep, name: str) -> tuple[float, float]:
+def _split_time(
+    shape: ModelShape, at: Setting, step: PlannedStep, name: str
+) -> tuple[float, float]:
     """Return the minimum seconds of the named part of a step, and of all other parts."""
     parts = step_time(shape, at, step).parts
     one = sum(part.floor for part in parts if part.name == name)

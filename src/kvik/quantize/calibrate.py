@@ -131,8 +131,8 @@ def calibration_windows(
         with path.open(encoding="utf-8-sig") as file:
             ids = np.fromiter(islice(_ids(file, tokenizer), PROBE * samples * tokens), np.int64)
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-        raise ConfigError("calib", f"cannot read {str(path)!r} ({why})") from None
+        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        raise ConfigError("calib", f"cannot read {str(path)!r} ({reason})") from None
     found = len(ids) // tokens
     if not found:
         raise ConfigError(
@@ -280,11 +280,11 @@ class _Pass:
         assert self._windows is not None
         self.keep(self.files(first) if first else ())
         if not first:
-            entrance = self._model.entrance(self._windows)
-            _write(self._hidden(0), entrance.embed)
+            input_layers = self._model.input_layers(self._windows)
+            _write(self._hidden(0), input_layers.embed)
             for index in range(self._spec.num_layers):
                 if (file := self._token_inputs(index)) is not None:
-                    _write(file, partial(entrance.token_inputs, index))
+                    _write(file, partial(input_layers.token_inputs, index))
         for file in self.files(first):
             file.check()
 

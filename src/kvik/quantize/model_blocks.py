@@ -76,7 +76,7 @@ class ModelBlocks:
                     "model", f"tensor {shown(run.name)} holds NaN or infinity: nothing is quantised"
                 )
 
-    def entrance(self, windows: Tensor) -> Entrance:
+    def input_layers(self, windows: Tensor) -> InputLayers:
         """Return the part of the network before the first block, for windows [n, tokens]. Only
         embeddings of tokens that occur are read.
 
@@ -110,7 +110,7 @@ class ModelBlocks:
                     f"tensor {shown(name)} must have shape {list(declared.shape)} by config.json, "
                     f"not {list(values.shape)}",
                 )
-        return Entrance(network, ids, of_layers, self.device)
+        return InputLayers(network, ids, of_layers, self.device)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -204,7 +204,7 @@ class ModelBlocks:
         return torch.cat(found)
 
 
-class Entrance:
+class InputLayers:
     """The part of a model before the first block, for the tokens of some windows.
 
     Args:
@@ -249,12 +249,12 @@ class Entrance:
 
 def walk(model: ModelBlocks, windows: Tensor) -> Iterator[tuple[Block, BlockInputs, Tensor]]:
     """Yield each block, its inputs for windows [n, tokens], and the residual stream after it."""
-    entrance, kv = model.entrance(windows), dict[int, Tensor]()
-    (x,) = entrance.embed(len(windows))
+    input_layers, kv = model.input_layers(windows), dict[int, Tensor]()
+    (x,) = input_layers.embed(len(windows))
     for index, layer in enumerate(model.layers):
         block, own = model.block(index), None
         if layer.token_input:
-            (own,) = entrance.token_inputs(index, len(windows))
+            (own,) = input_layers.token_inputs(index, len(windows))
         inputs = BlockInputs(x, own, None if layer.kv_from is None else kv[layer.kv_from])
         x = block.run(
             inputs, unwatched, partial(kv.__setitem__, index) if model.shared(index) else None

@@ -316,7 +316,7 @@ class Output:
             draft.unlink()
         write_whole(begun, run.encode())
 
-    def check_room(self, num_bytes: int) -> None:
+    def check_disk_space(self, num_bytes: int) -> None:
         """Check that the disk has space for `num_bytes`, minus the blocks already saved.
 
         Raises:
@@ -469,7 +469,7 @@ def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor 
         need += layout.num_bytes - source.tensors[name + WEIGHT].entry.size
     if windows is not None:
         need += windows.numel() * source.spec.hidden_size * HIDDEN_BYTES
-    Output(folder, source).check_room(need)
+    Output(folder, source).check_disk_space(need)
 
 
 def _check_experts(source: Source, recipe: Recipe) -> None:
@@ -512,8 +512,8 @@ def quantise_folder(
             output.abandon()
             raise
         except OSError as error:
-            why = error.strerror or str(error)
-            raise ConfigError("output", f"stopped ({why}); run the same command again") from None
+            reason = error.strerror or str(error)
+            raise ConfigError("output", f"stopped ({reason}); run the same command again") from None
 
 
 def _quantise(

@@ -245,8 +245,8 @@ class KVUsage:
         """Return the last known share, and start an update for the next call."""
         if self._clock() - self._asked_at >= 1.0 and (self._task is None or self._task.done()):
             self._asked_at = self._clock()
-            self._task = asyncio.get_running_loop().create_task(self._ask())
+            self._task = asyncio.get_running_loop().create_task(self._query())
         return self._last
 
-    async def _ask(self) -> None:
+    async def _query(self) -> None:
         self._last = (await self._engine.stats()).kv_usage

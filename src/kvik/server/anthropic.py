@@ -438,7 +438,7 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
     model = server.served_name(body.model)
     params = _params(body, server.default_params)
     tenant = caller_of(request).tenant
-    server.generations.check_room(tenant, params.n)
+    server.generations.check_capacity(tenant, params.n)
     use = tool_use(request, body, server.texts)
     variables = body.variables
     if body.output_config is not None and (effort := body.output_config.effort) is not None:

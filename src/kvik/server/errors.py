@@ -214,23 +214,23 @@ _STATES: Mapping[EngineState, str] = {
 }
 
 
-def failed(request_id: str, why: str = "") -> HttpError:
+def failed(request_id: str, reason: str = "") -> HttpError:
     """Return the error of a request that failed in the engine; the log has the cause, with its id.
 
     Args:
-        why: the part of the cause that callers may see.
+        reason: the part of the cause that callers may see.
     """
     message = f"the engine failed in this request ({request_id})"
-    return HttpError(500, f"{message}: {why}" if why else message, code=FAILED)
+    return HttpError(500, f"{message}: {reason}" if reason else message, code=FAILED)
 
 
-def lost(why: str = "") -> HttpError:
+def lost(reason: str = "") -> HttpError:
     """Return the error of a request that may be retried, as nothing of its answer was sent.
 
     Args:
-        why: the part of the engine's failure that callers may see.
+        reason: the part of the engine's failure that callers may see.
     """
-    failure = f"the engine failed ({why})" if why else "the engine failed"
+    failure = f"the engine failed ({reason})" if reason else "the engine failed"
     message = f"{failure} and is being started again; nothing of the answer was sent"
     return HttpError(503, message, code=FAILED, headers=RETRY)
 

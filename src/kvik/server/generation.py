@@ -328,7 +328,7 @@ class Generations:
         """Running generations, by request id."""
         return self._live
 
-    def check_room(self, tenant: str, num_requests: int) -> None:
+    def check_capacity(self, tenant: str, num_requests: int) -> None:
         """Refuse requests that do not fit into the queue, before their prompts are processed.
 
         Raises:
@@ -430,7 +430,7 @@ class Generations:
             yield
         except KvikError as error:
             reason = _why(error)
-            self._tell(lambda one: one.refused(tenant, reason))
+            self._notify(lambda one: one.refused(tenant, reason))
             raise
 
     def _check_ready(self) -> None:
@@ -532,7 +532,7 @@ class Generations:
             reservation.release()
             raise
         self._live[engine_request.request_id] = generation
-        self._tell(lambda one: one.arrived(record))
+        self._notify(lambda one: one.arrived(record))
         return generation
 
     def _replay(self, generation: Generation, resumed: Resumption) -> None:
@@ -610,7 +610,7 @@ class Generations:
         record, count = generation.record, len(delta.token_ids)
         if delta.index == 0 and delta.prompt is not None:
             generation.prompt_use = delta.prompt
-        self._tell(lambda one: one.delivered(record, delta.index, count, now))
+        self._notify(lambda one: one.delivered(record, delta.index, count, now))
         if record.first_token is None:
             record.first_token = now
         record.last_tokens[delta.index] = now
@@ -636,7 +636,7 @@ class Generations:
         generation.result = output
         self._forget(generation)
         reason = output.outputs[0].finish_reason
-        self._tell(lambda one: one.finished(generation.record, output, reason))
+        self._notify(lambda one: one.finished(generation.record, output, reason))
         generation.changed.set()
 
     def _move(self, generation: Generation, now: float) -> None:
@@ -648,10 +648,10 @@ class Generations:
         name = generation.request_id
         _log.info("request %s continues in another server, after %d tokens", name, tokens)
         moved = FinishReason.MOVED.value
-        self._tell(lambda one: one.finished(generation.record, None, moved))
+        self._notify(lambda one: one.finished(generation.record, None, moved))
         generation.changed.set()
 
-    def _fail(self, generation: Generation, failure: KvikError, why: FinishReason) -> None:
+    def _fail(self, generation: Generation, failure: KvikError, reason: FinishReason) -> None:
         """End a generation without output, with all its siblings in the engine."""
         if generation.ended:
             return
@@ -659,14 +659,14 @@ class Generations:
         self._processor.discard(generation.request_id)
         self._engine.end(generation.request_id, None, FinishReason.ABORT)
         self._forget(generation)
-        self._tell(lambda one: one.finished(generation.record, None, _FAILED[why]))
+        self._notify(lambda one: one.finished(generation.record, None, _FAILED[reason]))
         generation.changed.set()
 
     def _forget(self, generation: Generation) -> None:
         generation._reservation.release()
         del self._live[generation.request_id]
 
-    def _tell(self, call: Callable[[Observer], None]) -> None:
+    def _notify(self, call: Callable[[Observer], None]) -> None:
         """Call a method of each observer. Their exceptions are logged and suppressed."""
         for observer in self._observers:
             try:
@@ -684,7 +684,7 @@ def _check_resumed(resumed: Resumption, requests: Sequence[GenerationRequest]) -
     """Raise `HttpError` unless the resumed state belongs to this very request."""
     if len(requests) != 1 or resumed.prompt != prompt_digest(requests[0].prompt_token_ids):
         raise cannot_resume("is of another prompt: do all servers have the same model?")
-    if len(resumed.outputs) != requests[0].params.n or not resumed.goes_on:
+    if len(resumed.outputs) != requests[0].params.n or not resumed.unfinished:
         raise cannot_resume("is of a request with another n, or of one that has ended")
 
 
@@ -695,23 +695,23 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
         return deadline_exceeded()
     if delta.finish_reason is FinishReason.ABORT:
         return aborted("the request was aborted", again=True)
-    name, _, why = (delta.error or "").partition(": ")
+    name, _, reason = (delta.error or "").partition(": ")
     if name in PARAMETERS:  # a constraint of the caller cannot be satisfied
-        return ParamError(record.params.restriction if name == "structured" else name, why)
+        return ParamError(record.params.restriction if name == "structured" else name, reason)
     if delta.error == NOTHING_ALLOWED:
         return ParamError(record.params.restriction, "leaves no token, with the other parameters")
     if name != GroupLost.__name__:
-        why = ""
-    failure = _failed(delta.request_id, delta.error or "the engine did not say why", why)
+        reason = ""
+    failure = _failed(delta.request_id, delta.error or "the engine did not say why", reason)
     sent = record.streaming and record.first_token is not None
-    return lost(why) if delta.again and not sent else failure
+    return lost(reason) if delta.again and not sent else failure
 
 
-def _failed(request_id: str, error: str, why: str = "") -> KvikError:
+def _failed(request_id: str, error: str, reason: str = "") -> KvikError:
     """Return the error of a failed request. The message of an exception is only logged; callers see
-    `why`."""
+    `reason`."""
     _log.error("request %s failed: %s", request_id, escaped(error, MAX_LOGGED))
-    return failed(request_id, why)
+    return failed(request_id, reason)
 
 
 def _why(error: KvikError) -> str:

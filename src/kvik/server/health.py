@@ -17,14 +17,14 @@ from kvik.server.server import Server
 
 @get("/health", open=True, note="200 while the engine advances, else 503 and the reason.")
 async def health(server: Server, request: Request) -> Response:
-    trouble = _trouble(server)
-    return _answer(trouble, server.engine.config.runner.role if trouble is None else "both")
+    problem = _problem(server)
+    return _answer(problem, server.engine.config.runner.role if problem is None else "both")
 
 
 @get("/ready", open=True, note="200 if there is room, too.")
 async def ready(server: Server, request: Request) -> Response:
     full = server.admission.fill >= 1.0
-    return _answer(_trouble(server) or (("full", "the queue is full") if full else None))
+    return _answer(_problem(server) or (("full", "the queue is full") if full else None))
 
 
 @get("/version", open=True, note="Which kvik this is.")
@@ -32,7 +32,7 @@ async def version(server: Server, request: Request) -> Response:
     return _json(200, {"version": __version__})
 
 
-def _trouble(server: Server) -> tuple[str, str] | None:
+def _problem(server: Server) -> tuple[str, str] | None:
     """Return the problem as a status and a sentence; None if there is none."""
     state = server.engine.state
     if server.drain.started:
@@ -42,10 +42,10 @@ def _trouble(server: Server) -> tuple[str, str] | None:
     return None
 
 
-def _answer(trouble: tuple[str, str] | None, role: str = "both") -> Response:
-    if trouble is None:  # `kvik route` reads the role
+def _answer(problem: tuple[str, str] | None, role: str = "both") -> Response:
+    if problem is None:  # `kvik route` reads the role
         return _json(200, {"status": "ok"} | ({"role": role} if role != "both" else {}))
-    status, reason = trouble
+    status, reason = problem
     return _json(503, {"status": status, "reason": reason})
 
 

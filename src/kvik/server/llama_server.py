@@ -124,7 +124,7 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
     model = server.served_name(body.model)
     params = _params(body, server.default_params)
     tenant = caller_of(request).tenant
-    server.generations.check_room(tenant, params.n)
+    server.generations.check_capacity(tenant, params.n)
     (prompt,) = split_prompts("prompt", body.prompt).values()
     ids = await prompt_ids(server.texts.of(tenant), prompt)
     wanted = [GenerationRequest(ids, params)]

@@ -94,7 +94,7 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
     arrived = time.monotonic()
     params = _params(body, server.default_params)
     tenant = caller_of(request).tenant
-    server.generations.check_room(tenant, params.n)
+    server.generations.check_capacity(tenant, params.n)
     (prompt,) = split_prompts("prompt", body.prompt).values()
     wanted = GenerationRequest(
         await prompt_ids(server.texts.of(tenant), prompt),

@@ -233,7 +233,7 @@ class Proxy:
         self._router = ReplicaRouter(urls, PIECE, ROWS, LIFETIME)
         self._session: aiohttp.ClientSession | None = None
         self._watching: list[asyncio.Task[None]] = []
-        self._misfit = ""  # of roles, as was logged
+        self._mismatch = ""  # of roles, as was logged
 
     async def start(self) -> None:
         """Begin to monitor the servers; returns when each has been asked once.
@@ -300,7 +300,7 @@ class Proxy:
         assert self._session is not None, "start was not called"
         return self._session
 
-    def choose(self, request: _Asked, avoid: Sequence[int]) -> ReplicaChoice | None:
+    def choose(self, request: _ProxiedRequest, avoid: Sequence[int]) -> ReplicaChoice | None:
         """Choose a server for a request; None if there is none. A prefill server is chosen only if
         there is no other."""
         prefill = self._prefill_servers()
@@ -312,7 +312,9 @@ class Proxy:
         """Return whether a server other than this one is available."""
         return any(one.healthy for i, one in enumerate(self.upstreams) if i != number)
 
-    def choose_prefill(self, choice: ReplicaChoice, request: _Asked) -> ReplicaChoice | None:
+    def choose_prefill(
+        self, choice: ReplicaChoice, request: _ProxiedRequest
+    ) -> ReplicaChoice | None:
         """Choose a server to compute the prompt for the chosen one; None if that computes it
         itself."""
         missing = len(request.hashes) - choice.hit
@@ -321,7 +323,7 @@ class Proxy:
         others = set(range(len(self.upstreams))) - self._prefill_servers()
         return self._router.choose(request.hashes, request.size, self._clock(), avoid=others)
 
-    def sent(self, name: str, choice: ReplicaChoice, request: _Asked) -> None:
+    def sent(self, name: str, choice: ReplicaChoice, request: _ProxiedRequest) -> None:
         upstream = self.upstreams[choice.replica]
         upstream.unfinished += 1
         upstream.requests += 1
@@ -334,17 +336,17 @@ class Proxy:
         self.upstreams[choice.replica].unfinished -= 1
         self._router.ended(name, self._clock(), cached)
 
-    def failed(self, number: int, why: str) -> None:
+    def failed(self, number: int, reason: str) -> None:
         """Mark a server as failed: it gets no requests until it is healthy again."""
         self.upstreams[number].errors += 1
-        self._set(number, why)
+        self._set(number, reason)
 
-    def refused(self, number: int, why: str) -> None:
+    def refused(self, number: int, reason: str) -> None:
         """A server does not continue a request that another one began."""
         one = self.upstreams[number]
-        if one.refusal != why:
-            log.warning("%s does not continue what other servers began: %s", one.url, why)
-        one.refusal = why
+        if one.refusal != reason:
+            log.warning("%s does not continue what other servers began: %s", one.url, reason)
+        one.refusal = reason
 
     def unavailable(self) -> Response:
         """Return the answer when no server is available."""
@@ -377,14 +379,16 @@ class Proxy:
         """Tell once if the roles of the servers do not fit each other."""
         if not all(one.healthy for one in self.upstreams):
             return
-        roles, misfit = {one.role for one in self.upstreams}, ""
+        roles, mismatch = {one.role for one in self.upstreams}, ""
         if "prefill" in roles and "decode" not in roles:
-            misfit = "no server has --role decode, so those with --role prefill help no other one"
+            mismatch = "no server has --role decode, so those with --role prefill help no other one"
         elif "decode" in roles and "prefill" not in roles:
-            misfit = "no server has --role prefill, so those with --role decode compute all prompts"
-        if misfit and misfit != self._misfit:
-            log.warning("roles do not fit: %s; start one, or leave out --role", misfit)
-        self._misfit = misfit
+            mismatch = (
+                "no server has --role prefill, so those with --role decode compute all prompts"
+            )
+        if mismatch and mismatch != self._mismatch:
+            log.warning("roles do not fit: %s; start one, or leave out --role", mismatch)
+        self._mismatch = mismatch
 
     async def _look(self, number: int) -> bool:
         """Query the health of a server. Return whether it answered."""
@@ -397,8 +401,8 @@ class Proxy:
             role = _text(body, "role")
             self.upstreams[number].role = role if role in ("prefill", "decode") else "both"
         # Servers without this path count as healthy.
-        why = _text(body, "reason") or f"/health answers with status {status}"
-        self._set(number, "" if status < 500 else why)
+        reason = _text(body, "reason") or f"/health answers with status {status}"
+        self._set(number, "" if status < 500 else reason)
         return True
 
     async def _check_api(self, one: Upstream) -> None:
@@ -475,7 +479,7 @@ class _Resumed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _ProxiedRequest:
     """A request for servers.
 
     Attributes:
@@ -513,7 +517,7 @@ class _Passing:
         client = self._scope.get("client")
         if client is not None:
             headers.append((b"x-forwarded-for", str(client[0]).encode()))
-        request = _Asked(headers, body, *self._prompt(body))
+        request = _ProxiedRequest(headers, body, *self._prompt(body))
         tried: list[int] = []
         while True:
             choice = self._proxy.choose(request, tried)
@@ -566,7 +570,7 @@ class _Passing:
         session = found.get("session_id") or found.get("prompt_cache_key")
         return piece_hashes(text), len(text), session if isinstance(session, str) else ""
 
-    async def _ask(self, choice: ReplicaChoice, request: _Asked, *, again: bool) -> bool:
+    async def _ask(self, choice: ReplicaChoice, request: _ProxiedRequest, *, again: bool) -> bool:
         """Send a request to a server and forward its answer. Return whether the client has one.
 
         Args:
@@ -599,7 +603,11 @@ class _Passing:
             proxy.ended(name, choice, None if share is None else share * request.size)
 
     async def _continue(
-        self, left: ReplicaChoice, answer: aiohttp.ClientResponse, request: _Asked, state: bytes
+        self,
+        left: ReplicaChoice,
+        answer: aiohttp.ClientResponse,
+        request: _ProxiedRequest,
+        state: bytes,
     ) -> None:
         """Let another server continue a request that was handed over; if none does, its first
         server.
@@ -623,7 +631,9 @@ class _Passing:
         finally:
             release.cancel()
 
-    async def _prefilled(self, choice: ReplicaChoice, request: _Asked) -> list[tuple[bytes, bytes]]:
+    async def _prefilled(
+        self, choice: ReplicaChoice, request: _ProxiedRequest
+    ) -> list[tuple[bytes, bytes]]:
         """Let a prefill server compute the prompt for the chosen server. Return the header with the
         location of its pages; [] if the chosen server computes it itself."""
         proxy, name = self._proxy, secrets.token_hex(8)
@@ -645,7 +655,7 @@ class _Passing:
         proxy.prefills += 1
         return [(SOURCE_HEADER.encode(), ticket)]
 
-    async def _ask_prefill(self, choice: ReplicaChoice, request: _Asked) -> bytes | None:
+    async def _ask_prefill(self, choice: ReplicaChoice, request: _ProxiedRequest) -> bytes | None:
         """Return the location of the prompt's pages from a prefill answer; None if there is
         none."""
         headers = [*request.headers, (PREFILL_HEADER.encode(), b"1")]
@@ -707,7 +717,13 @@ class _Passing:
             pass
 
     async def _pass(
-        self, choice: ReplicaChoice, request: _Asked, name: str, *, again: bool, others: bool
+        self,
+        choice: ReplicaChoice,
+        request: _ProxiedRequest,
+        name: str,
+        *,
+        again: bool,
+        others: bool,
     ) -> bytes | None:
         """Send the request and forward the answer. Return its end; None if another server should be
         asked.
@@ -729,8 +745,8 @@ class _Passing:
                 return b""
             if resumed is not None and answer.status != 200:
                 error = await answer.content.read(MAX_PREFILLED)
-                why = _text(error, "error", "message") or f"status {answer.status}"
-                proxy.refused(choice.replica, why)
+                reason = _text(error, "error", "message") or f"status {answer.status}"
+                proxy.refused(choice.replica, reason)
                 return None
             if answer.status in RETRIED and again:
                 return None

@@ -171,7 +171,7 @@ class ResponseFormat(ABC):
     """How an API presents generations: as one object, or as a stream of events."""
 
     heartbeat = HEARTBEAT  # the event that keeps an idle stream alive
-    goes_on = True  # whether a stream that another server began can be continued
+    resumable = True  # whether a stream that another server began can be continued
 
     @abstractmethod
     def whole(self, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
@@ -225,7 +225,7 @@ async def generation_response(
     lends = generations[0].transfer.lends
     if stream and not lends:
         for generation in generations:
-            generation.movable &= form.goes_on
+            generation.movable &= form.resumable
         return StreamReply(generations, form)
     try:
         outputs = await wait_for_outputs(request, generations)

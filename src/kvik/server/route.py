@@ -470,10 +470,10 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 class _BadNumber(ValueError):
-    def __init__(self, number: str, why: str) -> None:
-        super().__init__(number, why)
+    def __init__(self, number: str, reason: str) -> None:
+        super().__init__(number, reason)
         self.number = number[:MAX_SHOWN]
-        self.why = why
+        self.why = reason
 
 
 def _bad_number(error: _BadNumber, text: str) -> HttpError:

@@ -208,7 +208,7 @@ class Resumption(msgspec.Struct, frozen=True, array_like=True):
         )
 
     @property
-    def goes_on(self) -> bool:
+    def unfinished(self) -> bool:
         """Whether an output has not ended."""
         return any(one.last is None for one in self.outputs)
 
@@ -338,9 +338,9 @@ def transfer_of(headers: Mapping[str, str], role: str, token: bytes) -> Transfer
     return Transfer(source=source, token=token, moves=moves)
 
 
-def cannot_resume(why: str) -> HttpError:
+def cannot_resume(reason: str) -> HttpError:
     """Return the error for a request that cannot be resumed."""
-    return HttpError(409, f"{RESUMED_HEADER} {why}", code="cannot_resume")
+    return HttpError(409, f"{RESUMED_HEADER} {reason}", code="cannot_resume")
 
 
 def make_ticket(source: PageSource, token: bytes) -> str:

@@ -160,12 +160,12 @@ def refuse(values: Mapping[str, object], table: Table, param: str | None = None)
     for name, value in values.items():
         if name not in table or value is None:
             continue
-        harmless, why = table[name]
+        harmless, reason = table[name]
         if any(_same(value, one) for one in harmless):
             continue
         if param is None:
-            raise ParamError(name, f"is not honoured: {why}")
-        raise ParamError(param, f"have {name}, which is not honoured: {why}")
+            raise ParamError(name, f"is not honoured: {reason}")
+        raise ParamError(param, f"have {name}, which is not honoured: {reason}")
 
 
 def _same(value: object, other: object) -> bool:

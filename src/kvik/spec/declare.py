@@ -80,12 +80,12 @@ class FilePart:
 
 # Key of config.json that only GGUF files imply: they store separately, or in another order, the
 # layers that checkpoints store in one matrix. Networks that support both read it as their wiring.
-APART = "stored_apart"
+SEPARATE = "stored_apart"
 
 
-def apart_wiring(fields: Fields) -> str:
+def separate_wiring(fields: Fields) -> str:
     """Return the wiring of a network whose variants differ only in how they are stored."""
-    return APART if fields.boolean(APART, False) else ""
+    return SEPARATE if fields.boolean(SEPARATE, False) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,7 +139,7 @@ def equal_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec
     return (LayerSpec(None, read_rope(fields, positions)),) * layers
 
 
-def turned_layers(
+def rotary_layers(
     fields: Fields,
     layers: int,
     positions: int,
@@ -152,7 +152,7 @@ def turned_layers(
     return (LayerSpec(None, rope),) * layers
 
 
-def sometimes_turned_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+def optional_rotary_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Only some layers have rotary positions, see `turning` (SmolLM3)."""
     if fields.boolean("use_sliding_window", False):
         raise fields.error("use_sliding_window", "must be false")
@@ -178,13 +178,13 @@ def mixed_layers(
     positions: int,
     *,
     every: int,
-    full_turns: bool = True,
+    full_rotary: bool = True,
     interleaved: bool = False,
 ) -> tuple[LayerSpec, ...]:
     """Layers with a window; each `every`-th, or those in `layer_types`, without one.
 
     Args:
-        full_turns: layers without a window have rotary positions too; else no positions.
+        full_rotary: layers without a window have rotary positions too; else no positions.
         interleaved: see `read_rope`.
     """
     rope = read_rope(fields, positions, interleaved=interleaved)
@@ -192,7 +192,7 @@ def mixed_layers(
     if window is None:  # EXAONE 4 without windows has rotary positions in every layer
         return (LayerSpec(None, rope),) * layers
     types = layer_types(fields, layers, every)
-    full = LayerSpec(None, rope if full_turns else None)
+    full = LayerSpec(None, rope if full_rotary else None)
     return tuple(full if kind == FULL else LayerSpec(window, rope) for kind in types)
 
 

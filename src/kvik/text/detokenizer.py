@@ -84,7 +84,7 @@ class StopStrings:
         self._table = table
         self._include = include
         self._node = 0
-        self._held = ""
+        self._buffer = ""
         self._found: str | None = None
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
@@ -101,23 +101,23 @@ class StopStrings:
         table = self._table
         if self._node == 0 and table.starts.isdisjoint(text):
             return text, None
-        seen = len(self._held)
-        known = self._held + text
+        seen = len(self._buffer)
+        known = self._buffer + text
         for end, char in enumerate(text, start=seen + 1):
             node = table.step(self._node, char)
             self._node = node
             if may_end and table.match[node]:
                 self._found = table.match[node]
-                self._held = ""
+                self._buffer = ""
                 cut = end if self._include else end - len(self._found)
                 return known[:cut], self._found
         free = len(known) - table.depth[self._node]
-        self._held = known[free:]
+        self._buffer = known[free:]
         return known[:free], None
 
     def flush(self) -> str:
         """Return the text held back, when the output ends without a match."""
-        text, self._held = self._held, ""
+        text, self._buffer = self._buffer, ""
         self._node = 0
         return text
 

@@ -115,10 +115,10 @@ class GrammarCheck:
         try:
             return msgspec.msgpack.decode(self._process.ask(framed(constraint)), type=Checked)
         except TimeoutError:
-            why = f"more than {self._seconds:g} seconds"
+            reason = f"more than {self._seconds:g} seconds"
         except (EOFError, OSError, msgspec.DecodeError):
-            why = "too much memory or stack"
-        return _too_complex(why)
+            reason = "too much memory or stack"
+        return _too_complex(reason)
 
     def _look_up(self, constraint: Constraint) -> Checked | None:
         with self._lock:
@@ -136,8 +136,8 @@ class GrammarCheck:
                 self._known_bytes -= _size(*self._known.popitem(last=False))
 
 
-def _too_complex(why: str) -> Checked:
-    return Checked(error=f"is too complex: building its grammar takes {why}", code=TOO_COMPLEX)
+def _too_complex(reason: str) -> Checked:
+    return Checked(error=f"is too complex: building its grammar takes {reason}", code=TOO_COMPLEX)
 
 
 def _size(constraint: Constraint, checked: Checked) -> int:

@@ -153,15 +153,15 @@ class HarmonyParser:
         self._channel, self._message = spelled["<|channel|>"], spelled["<|message|>"]
         self._start = spelled["<|start|>"]
         self._ends = re.compile(f"[{spelled['<|end|>']}{spelled['<|call|>']}{self._start}]")
-        self._held = ""
+        self._buffer = ""
         self._kind = {None: "header", True: "thought", False: "text"}[begun]
         self._num_said = {"thought": 0, "text": 0}  # messages of each kind
         self.num_calls = 0
 
     def push(self, text: str) -> list[AnswerDelta]:
-        self._held += text
+        self._buffer += text
         found: list[AnswerDelta] = []
-        while self._held:
+        while self._buffer:
             if self._kind == "header":
                 if not self._header(found, closed=False):
                     break
@@ -172,29 +172,29 @@ class HarmonyParser:
     def close(self) -> list[AnswerDelta]:
         """End the answer; return the rest."""
         found: list[AnswerDelta] = []
-        if self._held:
+        if self._buffer:
             self._header(found, closed=True)
         return found
 
     def _header(self, found: list[AnswerDelta], *, closed: bool) -> bool:
         """Read the header of a message; return whether the kind of the message is known."""
-        begins = self._held.lstrip()
+        begins = self._buffer.lstrip()
         head, message, content = begins.partition(self._message)
         first = begins[:1]
         is_head = first in (self._channel, self._start) or begins.startswith("to="[: len(begins)])
         if is_head and not message and not closed and len(head) <= MAX_HEADER:
             return False
         if is_head and not message and first in (self._channel, self._start):
-            self._held = ""  # the answer ended within a header
+            self._buffer = ""  # the answer ended within a header
             return True
         if not is_head or not message:
             self._kind = "text"
-            self._say(found, self._held)
-            self._held = ""
+            self._say(found, self._buffer)
+            self._buffer = ""
             return True
         words = head.rpartition(self._channel)[2].split() if self._channel in head else []
         to = _RECIPIENT.search(head)
-        self._held, self._kind = content, "text"
+        self._buffer, self._kind = content, "text"
         if to is not None and to[1] in self._tools:
             self._kind = "call"
             found.append(AnswerDelta(index=self.num_calls, id=random_call_id(), name=to[1]))
@@ -210,13 +210,13 @@ class HarmonyParser:
         return True
 
     def _content(self, found: list[AnswerDelta]) -> None:
-        end = self._ends.search(self._held)
-        self._say(found, self._held[: end.start()] if end else self._held)
+        end = self._ends.search(self._buffer)
+        self._say(found, self._buffer[: end.start()] if end else self._buffer)
         if end is None:
-            self._held = ""
+            self._buffer = ""
             return
-        rest = self._held[end.start() :]
-        self._held = rest if rest[0] == self._start else rest[1:]
+        rest = self._buffer[end.start() :]
+        self._buffer = rest if rest[0] == self._start else rest[1:]
         self._kind = "header"
 
     def _say(self, found: list[AnswerDelta], text: str) -> None:

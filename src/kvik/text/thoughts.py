@@ -133,7 +133,7 @@ class AnswerParser:
             self._open = spelled.get(thoughts.open, thoughts.open)
             self._close = spelled.get(thoughts.close, thoughts.close)
             self._state = "thought" if begun else "start"
-        self._held = ""
+        self._buffer = ""
         self._begun_thought = False  # a part of it was returned
 
     @property
@@ -151,21 +151,21 @@ class AnswerParser:
     def _read(self, text: str, *, closed: bool) -> list[AnswerDelta]:
         if self._state == "answer":
             return self._answer(text)
-        self._held += text
+        self._buffer += text
         if self._state == "start":
-            begins = self._held.lstrip()
+            begins = self._buffer.lstrip()
             if begins.startswith(self._open):
-                self._held, self._state = begins[len(self._open) :], "thought"
+                self._buffer, self._state = begins[len(self._open) :], "thought"
             elif closed or not self._open.startswith(begins):
                 self._state = "answer"
-                held, self._held = self._held, ""
+                held, self._buffer = self._buffer, ""
                 return self._answer(held)
         found: list[AnswerDelta] = []
         if self._state == "thought":
             found += self._thought(closed=closed)
         if self._state == "gap":
-            answer = self._held.lstrip()
-            self._held = ""
+            answer = self._buffer.lstrip()
+            self._buffer = ""
             if answer or closed:
                 self._state = "answer"
                 found += self._answer(answer)
@@ -174,17 +174,17 @@ class AnswerParser:
     def _thought(self, *, closed: bool) -> list[AnswerDelta]:
         """Return parts of a thought, without the white space around it."""
         ends = [self._close, self._opener] if self._opener else [self._close]
-        places = {place: end for end in ends if (place := self._held.find(end)) >= 0}
+        places = {place: end for end in ends if (place := self._buffer.find(end)) >= 0}
         if places:
             place = min(places)
             skipped = len(self._close) if places[place] == self._close else 0
-            thought, self._held = self._held[:place], self._held[place + skipped :]
+            thought, self._buffer = self._buffer[:place], self._buffer[place + skipped :]
             self._state = "gap"
             thought = thought.rstrip()
         else:
-            kept = 0 if closed else max(overlap(self._held, end) for end in ends)
-            thought = self._held[: len(self._held) - kept].rstrip()
-            self._held = self._held[len(thought) :]
+            kept = 0 if closed else max(overlap(self._buffer, end) for end in ends)
+            thought = self._buffer[: len(self._buffer) - kept].rstrip()
+            self._buffer = self._buffer[len(thought) :]
         if thought and not self._begun_thought:
             thought = thought.lstrip()
         if not thought:

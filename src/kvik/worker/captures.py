@@ -300,7 +300,7 @@ class Captures(Generic[Size]):
         now = self._clock()
         self._next = now + (now - started) / TIME_SHARE
 
-    def rest(self) -> bool:
+    def idle_step(self) -> bool:
         """Capture one more size while the engine is idle, and return whether any is missing
         afterwards."""
         missing = [size for size in self.sizes if size not in self.captured]

@@ -37,7 +37,7 @@ class CpuTape(Graph):
         self.network = network
         self.inputs = inputs
         self.others: Others | None = None
-        self._planted = False  # the inputs have trees of drafts
+        self._has_trees = False  # the inputs have trees of drafts
         # Views of the output by (tokens, samples): most steps have the size of a recent one.
         self._parts: dict[tuple[int, int], StepOutput] = {}
 
@@ -82,19 +82,19 @@ class CpuTape(Graph):
         step = RunStep(tokens, len(batch.slots), samples)
         return self.replay(step, batch.layouts[0].tree is not None)
 
-    def replay(self, step: RunStep, planted: bool) -> StepOutput:
+    def replay(self, step: RunStep, has_trees: bool) -> StepOutput:
         """Run a step whose inputs are in the recorded memory.
 
         Args:
-            planted: it has trees of drafts.
+            has_trees: it has trees of drafts.
 
         Raises:
             GroupLost: one of the other processes is gone.
         """
         if self.inputs.sizes.trees:
-            if self._planted and not planted:
+            if self._has_trees and not has_trees:
                 self.inputs.whole("tree").zero_()
-            self._planted = planted
+            self._has_trees = has_trees
         size = step.tokens, step.seqs, step.samples
         if self.others is None:
             self.native.replay(self.recording, size)

@@ -74,8 +74,8 @@ class DecodeGraphs(Graph):
         """Capture a size if it is due; may overwrite the inputs."""
         self._captures.prepare()
 
-    def rest(self) -> bool:
-        return self._captures.rest()
+    def idle_step(self) -> bool:
+        return self._captures.idle_step()
 
     def capture(self, number: int) -> None:
         """Capture the size of this number, as the first process of the group does.

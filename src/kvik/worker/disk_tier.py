@@ -142,7 +142,7 @@ class DiskTier(PageFolder):
             if whole and abs(time.time() - facts.st_mtime) > OLD_SECONDS:
                 os.utime(file)
         except OSError as error:
-            self._turn_off(error)
+            self._disable(error)
             return False
         finally:
             os.close(file)
@@ -167,7 +167,7 @@ class DiskTier(PageFolder):
             self._scanned, self._reported_off = False, bool(self._off)
         return moved
 
-    def tell_again(self) -> None:
+    def publish_again(self) -> None:
         with self._lock:
             if self._reported:
                 self._reported, self._reported_off = False, False
@@ -188,7 +188,7 @@ class DiskTier(PageFolder):
         try:
             self._scan()
         except OSError as error:
-            self._turn_off(error)
+            self._disable(error)
         with self._lock:
             self._scanned = True
         self._news.set()
@@ -202,7 +202,7 @@ class DiskTier(PageFolder):
                     self._look()
                     looked = time.monotonic()
             except OSError as error:
-                self._turn_off(error)
+                self._disable(error)
 
     def _do(self, key: PageKey, stored: tuple[bytes, np.ndarray] | None) -> None:
         if stored is None:
@@ -402,9 +402,9 @@ class DiskTier(PageFolder):
         except FileNotFoundError:
             return
         except OSError as error:
-            self._turn_off(error)
+            self._disable(error)
 
-    def _turn_off(self, error: OSError) -> None:
+    def _disable(self, error: OSError) -> None:
         with self._lock:
             if self._off:
                 return

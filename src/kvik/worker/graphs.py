@@ -54,8 +54,8 @@ class RowGraph:
         """Return the function of the inputs; valid until the next call."""
         return self._function(*inputs)
 
-    def rest(self) -> bool:
-        """See `Graph.rest`."""
+    def idle_step(self) -> bool:
+        """See `Graph.idle_step`."""
         return False
 
 
@@ -98,8 +98,8 @@ class CapturedRows(RowGraph):
         replay()
         return self._output[:rows]
 
-    def rest(self) -> bool:
-        return self._captures.rest()
+    def idle_step(self) -> bool:
+        return self._captures.idle_step()
 
     def _captured(self, best: int) -> Callable[[], None] | None:
         """Return the replay of the size that fits best, or of one that is not much larger; None:
@@ -158,7 +158,7 @@ class Graph:
         """Spend a moment to make later steps faster; called before the inputs of a step are
         written."""
 
-    def rest(self) -> bool:
+    def idle_step(self) -> bool:
         """Spend idle time to make later steps faster. Returns whether there is more to prepare."""
         return False
 
@@ -248,7 +248,7 @@ class EngineNetwork:
     def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of the cache: pairs of source and target."""
         if self.others is not None:
-            self.others.tell(CopyBlocks(list(pairs)))
+            self.others.send(CopyBlocks(list(pairs)))
         storages = self.kv.storages
         source, target = upload(np.array(pairs), storages[0].device).unbind(1)
         for storage in storages:
@@ -257,7 +257,7 @@ class EngineNetwork:
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy the states of requests: pairs of source and target, in order."""
         if self.others is not None and pairs:
-            self.others.tell(CopyStates(list(pairs)))
+            self.others.send(CopyStates(list(pairs)))
         self.states.copy(pairs)
 
     def move(self, group: int, places: np.ndarray) -> None:
@@ -268,7 +268,7 @@ class EngineNetwork:
         """
         for others in (self.others, self.earlier):
             if others is not None:
-                others.tell(MoveTokens(group, places.tolist()))
+                others.send(MoveTokens(group, places.tolist()))
         for layer in self.groups[group].layers:
             kv = self.kv.of(layer)
             self.backend.move(kv, *upload(places, kv.k.device))

@@ -189,7 +189,7 @@ class Followers(Protocol):
         """Which of them is gone, and how; "": they are all there."""
         ...
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         """Send a message to each of them.
 
         Raises:
@@ -227,7 +227,7 @@ class Others(Followers, Protocol):
         """Send the others what `share` returned, after the message that makes them read it."""
         ...
 
-    def meet(self, group: GroupMember) -> None:
+    def wait_loaded(self, group: GroupMember) -> None:
         """Wait until they have loaded.
 
         Raises:
@@ -238,8 +238,8 @@ class Others(Followers, Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """The place of a process in its group.
+class RankSetup:
+    """What a process needs to join its group.
 
     Attributes:
         memory: [bytes] uint8, shared by all.
@@ -266,12 +266,12 @@ class EarlierStages(Followers, Protocol):
         """
         ...
 
-    def give_up(self, why: str) -> None:
+    def give_up(self, reason: str) -> None:
         """Make every later call raise `GroupLost`: the last stage and the others compute different
         steps."""
         ...
 
-    def meet(self) -> None:
+    def wait_loaded(self) -> None:
         """Wait until they have loaded.
 
         Raises:

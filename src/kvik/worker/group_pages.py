@@ -41,8 +41,15 @@ from kvik.files import shared_memory
 from kvik.nn.pages import GroupPages, PagePart, group_pages
 from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
-from kvik.worker.group import CopyPages, EarlierStages, OpenPages, Others, Seat
-from kvik.worker.page_mover import JOB_PAGES, THREADS, Loading, MakeLender, PageFolder, PageMover
+from kvik.worker.group import CopyPages, EarlierStages, OpenPages, Others, RankSetup
+from kvik.worker.page_mover import (
+    JOB_PAGES,
+    THREADS,
+    Loading,
+    MakePageServer,
+    PageFolder,
+    PageMover,
+)
 
 if TYPE_CHECKING:
     from kvik.worker.page_mover import Peers
@@ -59,15 +66,15 @@ _NUMBER = struct.Struct("<q")
 
 
 def own_pages(
-    config: ResolvedConfig, network: EngineNetwork, seat: Seat | None
+    config: ResolvedConfig, network: EngineNetwork, setup: RankSetup | None
 ) -> tuple[GroupPages, ...]:
     """Return the copiers of the part that this process has of each page.
 
     Args:
-        seat: in its group; None: it has all heads.
+        setup: of its group; None: it has all heads.
     """
     block_size = config.cache.block_size
-    share = PagePart(block_size) if seat is None else PagePart(block_size, seat.rank, seat.size)
+    share = PagePart(block_size) if setup is None else PagePart(block_size, setup.rank, setup.size)
     native = config.runner.attention_backend == NATIVE
     groups = config.cache.groups
     return group_pages(groups, network.groups, network.kv, share, heads_first=native)
@@ -115,7 +122,7 @@ class PageMemory:
         """
         return PageMemory(os.open(opened.path, os.O_RDWR | os.O_CLOEXEC), opened)
 
-    def tell(self, process: int, number: int) -> None:
+    def confirm(self, process: int, number: int) -> None:
         """Report that a process has made all copies up to a number."""
         os.pwrite(self._file, _NUMBER.pack(number), process * _NUMBER.size)
 
@@ -135,18 +142,18 @@ class PageShare:
         self,
         config: ResolvedConfig,
         network: EngineNetwork,
-        seat: Seat | None,
+        setup: RankSetup | None,
         stage: PipelineStage | None,
     ) -> None:
         """
         Args:
-            seat: in its group; None: it has all heads.
+            setup: of its group; None: it has all heads.
             stage: that it belongs to; None: it has all layers.
         """
         self._pages: tuple[GroupPages, ...] = ()
         if config.cache.tiers is not None:
-            self._pages = own_pages(config, network, seat)
-        rank = 0 if seat is None else seat.rank
+            self._pages = own_pages(config, network, setup)
+        rank = 0 if setup is None else setup.rank
         self._process = rank + config.runner.ranks * (0 if stage is None else stage.number)
         self._memory: PageMemory | None = None
 
@@ -161,7 +168,7 @@ class PageShare:
             return
         assert self._memory is not None
         copy_pages(self._pages, self._memory.rows, message)
-        self._memory.tell(self._process, message.number)
+        self._memory.confirm(self._process, message.number)
 
 
 def copy_pages(pages: Sequence[GroupPages], rows: np.ndarray, message: CopyPages) -> None:
@@ -211,14 +218,14 @@ class GroupPageMover(PageMover):
         processes: Sequence[int],
         *,
         peers: Peers | None = None,
-        lender: MakeLender | None = None,
+        page_server: MakePageServer | None = None,
         at_once: bool = False,
     ) -> None:
         """
         Args:
             others: processes to send copies to.
             processes: numbers of all processes that copy, including those reached indirectly.
-            peers, lender: see `PageMover`.
+            peers, page_server: see `PageMover`.
 
         Raises:
             OSError: see `PageMover`.
@@ -240,11 +247,17 @@ class GroupPageMover(PageMover):
         self._ended = False
         memory = self._memory.rows
         super().__init__(
-            pages, places, folder, peers=peers, lender=lender, at_once=at_once, slab=memory
+            pages,
+            places,
+            folder,
+            peers=peers,
+            page_server=page_server,
+            at_once=at_once,
+            slab=memory,
         )
         threads = max(1, len(self._queues))
         self._job_pages = min(JOB_PAGES, max(1, staged // threads))  # enough rows for all threads
-        self._tell(self._memory.opened)
+        self._broadcast(self._memory.opened)
 
     def begin(self, plan: SchedulerOutput) -> None:
         """See `PageMover.begin`."""
@@ -292,15 +305,15 @@ class GroupPageMover(PageMover):
     def _lost(self) -> bool:
         return any(each.lost for each in self._others)
 
-    def _tell(self, message: OpenPages | CopyPages) -> None:
+    def _broadcast(self, message: OpenPages | CopyPages) -> None:
         for each in self._others:
-            each.tell(message)
+            each.send(message)
 
     def _copy(self, group: int, blocks: list[int], rows: list[int], *, load: bool) -> int:
         """Make all processes copy. Returns the number that they report when done."""
         self._number += 1
         message = CopyPages(self._number, load, group, blocks, rows)
-        self._tell(message)
+        self._broadcast(message)
         copy_pages(self._pages, self._memory.rows, message)
         return self._number
 

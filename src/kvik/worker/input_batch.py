@@ -71,7 +71,7 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
         num_drafts = drafts[sampling_rows]
         logits_indices = _with_drafts(logits_indices, num_drafts)
         if table.draft_tree is not None:
-            positions, words = _along(table.draft_tree, places, starts, drafts)
+            positions, words = _tree_positions(table.draft_tree, places, starts, drafts)
         logit_tokens, logit_positions = input_ids[logits_indices], positions[logits_indices]
 
     def kv_positions(group: int) -> np.ndarray:
@@ -131,7 +131,7 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
     return batch
 
 
-def _along(
+def _tree_positions(
     tree: DraftTree, places: np.ndarray, starts: np.ndarray, drafts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return positions of the step's tokens, and the tree words of rows with drafts (else 0).

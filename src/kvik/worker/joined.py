@@ -19,7 +19,7 @@ from kvik.kernels.cut_ops import cut_ops
 from kvik.kernels.ops import Ops
 from kvik.worker.captures import CapturePeers
 from kvik.worker.graphs import Graph, StepOutput
-from kvik.worker.group import CaptureStep, JoinedStep, Message, Others, Seat, WarmUpStep
+from kvik.worker.group import CaptureStep, JoinedStep, Message, Others, RankSetup, WarmUpStep
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import StepInputs
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Joined(CapturePeers):
     """The connection of a process to its group, for kernels of torch or Triton."""
 
-    def __init__(self, config: ResolvedConfig, seat: Seat) -> None:
+    def __init__(self, config: ResolvedConfig, setup: RankSetup) -> None:
         """Connect to the other processes.
 
         Raises:
@@ -39,13 +39,13 @@ class Joined(CapturePeers):
         """
         from kvik.kernels.torch_group import connect  # brings in torch.distributed
 
-        runner, others = config.runner, seat.others
+        runner, others = config.runner, setup.others
         device = torch.device(runner.device)
         if device.type != "cpu" and not torch.distributed.is_nccl_available():
             raise ConfigError("tensor_parallel_size", "must be 1 on GPUs: this torch has no NCCL")
         self._fast, self._others, self._device = runner.fast_cut, others, device
         self.group = connect(
-            device, seat.file, seat.rank, seat.size, lambda: others is not None and others.lost
+            device, setup.file, setup.rank, setup.size, lambda: others is not None and others.lost
         )
 
     def ops(self, ops: Ops) -> Ops:
@@ -61,7 +61,7 @@ class Joined(CapturePeers):
         loaded, and then sends them each step."""
         if self._others is None:
             return graph, inputs
-        self._others.meet(self.group)
+        self._others.wait_loaded(self.group)
         sent = SentInputs(inputs)
         return SentSteps(graph, sent, self._others, self.group), sent
 
@@ -114,8 +114,8 @@ class SentSteps(Graph):
     def prepare(self) -> None:
         self._graph.prepare()
 
-    def rest(self) -> bool:
-        return self._graph.rest()
+    def idle_step(self) -> bool:
+        return self._graph.idle_step()
 
     def run(self, batch: InputBatch) -> StepOutput:
         """

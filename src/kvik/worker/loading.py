@@ -27,7 +27,7 @@ from kvik.spec.kv import KVGroup
 from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
 from kvik.worker.engine_cache import cache_of, manifest_of
 from kvik.worker.graphs import EngineNetwork
-from kvik.worker.group import Seat
+from kvik.worker.group import RankSetup
 from kvik.worker.platforms import Platform, PlatformParts, on_device, platform
 
 # Making the weights of an engine folder: a model is loaded as usual, and written with its layout in
@@ -139,12 +139,12 @@ def load_network(
 
 
 def load_share(
-    config: ResolvedConfig, platform: Platform, seat: Seat | None, stage: PipelineStage | None
+    config: ResolvedConfig, platform: Platform, setup: RankSetup | None, stage: PipelineStage | None
 ) -> EngineNetwork:
     """Load this process's share of the model.
 
     Args:
-        seat: in the group that has the layers; None: there is no group.
+        setup: of the group that has the layers; None: there is no group.
         stage: with these layers; None: the process or group has all.
 
     Raises:
@@ -160,13 +160,13 @@ def load_share(
         return EngineNetwork(model, parts.ops, parts.backend, groups, nothing)
     if stage is not None:
         groups = stage_groups(groups, stage.layers)
-    if seat is not None:
-        groups = cut_groups(groups, seat.rank, seat.size)
+    if setup is not None:
+        groups = cut_groups(groups, setup.rank, setup.size)
     path = Path(runner.model_path)
     network = load_network(
         config, platform, config.model, path, groups, runner.quantization, stage=stage
     )
-    return network if seat is None else replace(network, others=seat.others)
+    return network if setup is None else replace(network, others=setup.others)
 
 
 def _load(

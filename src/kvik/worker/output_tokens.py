@@ -59,7 +59,7 @@ class LaunchedTokens:
             used += len(own)
             found = part.read(token_ids[first : first + len(part.token_ids)], own)
             logprobs |= {first + i: entry for i, entry in found.logprobs.items()}
-            bad_rows |= {first + i: why for i, why in found.bad_rows.items()}
+            bad_rows |= {first + i: reason for i, reason in found.bad_rows.items()}
         return Tokens(token_ids, bad_rows, logprobs)
 
 
@@ -235,17 +235,17 @@ class OutputTokens(Participant[LaunchedTokens]):
     def _receive(self, step: RunningStep, launched: LaunchedTokens, expected: Expected) -> None:
         rows, found = step.batch.sampling_rows, launched.read()
         self.table.learn(expected, found.token_ids)
-        for i, failure in self._tell(expected, found.token_ids).items():
+        for i, failure in self._append_to_rules(expected, found.token_ids).items():
             step.errors[int(rows[i])] = describe(failure)
         for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
             step.token_ids[row] = token
         step.ended.update(int(rows[i]) for i in self.sampling.ended(expected.slots))
         for i, entry in found.logprobs.items():
             step.logprobs[int(rows[i])] = [entry]
-        for i, why in found.bad_rows.items():
-            step.errors[int(rows[i])] = why
+        for i, reason in found.bad_rows.items():
+            step.errors[int(rows[i])] = reason
 
-    def _tell(self, expected: Expected, tokens: np.ndarray) -> dict[int, Exception]:
+    def _append_to_rules(self, expected: Expected, tokens: np.ndarray) -> dict[int, Exception]:
         """Append the tokens to the rules of the requests that sampled, unless they have left."""
         kept = self.table.still(expected)
         if kept is None:

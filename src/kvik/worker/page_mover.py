@@ -36,7 +36,7 @@ from kvik.core.types import PageSource
 
 if TYPE_CHECKING:
     from kvik.nn.pages import GroupPages
-    from kvik.worker.peer_tier import PageLender
+    from kvik.worker.peer_tier import PageServer
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class PageFolder:
         """Return changes of pages since the last call, without loads."""
         return NOTHING
 
-    def tell_again(self) -> None:
+    def publish_again(self) -> None:
         """Make `take` report all pages again, if it has reported them."""
 
     def wait(self, seconds: float) -> None:
@@ -134,7 +134,7 @@ def _jobs(pages: list[int], size: int) -> list[list[int]]:
     return [pages[first : first + size] for first in range(0, len(pages), size)]
 
 
-MakeLender = Callable[[Callable[[PageKey, int], np.ndarray]], "PageLender"]
+MakePageServer = Callable[[Callable[[PageKey, int], np.ndarray]], "PageServer"]
 
 
 class PageMover:
@@ -147,7 +147,7 @@ class PageMover:
         folder: PageFolder | None,
         *,
         peers: Peers | None = None,
-        lender: MakeLender | None = None,
+        page_server: MakePageServer | None = None,
         at_once: bool = False,
         slab: np.ndarray | None = None,
     ) -> None:
@@ -157,8 +157,8 @@ class PageMover:
             places: pages of the memory tier.
             folder: None: there is no disk tier.
             peers: None: no pages are fetched from other engines.
-            lender: makes the server of pages for other engines, from a function that returns pages
-                of the memory tier; None: they get none.
+            page_server: makes the server of pages for other engines, from a function that returns
+                pages of the memory tier; None: they get none.
             at_once: a load is done when `begin` returns, for a replay.
             slab: [places, bytes] uint8; None: new memory.
 
@@ -173,7 +173,7 @@ class PageMover:
             self._slab = _memory(places * self._largest).reshape(places, self._largest)
         self._folder = folder
         self._peers = peers
-        self._lender = None if lender is None else lender(self._page_at)
+        self._page_server = None if page_server is None else page_server(self._page_at)
         self._told_address = False
         self._scratch = np.empty(self._largest, np.uint8)
         self._at_once = at_once
@@ -199,18 +199,18 @@ class PageMover:
             self._begun.clear()
             self._told_address = False
             if self._folder is not None:
-                self._folder.tell_again()
+                self._folder.publish_again()
         if self._folder is not None:
             for key in plan.drops:
                 self._folder.drop(key)
-        if self._lender is not None:
+        if self._page_server is not None:
             for name in plan.ended_leases:
-                self._lender.end(name)
+                self._page_server.end(name)
         if plan.stores:
             self._store(plan.stores)
-        if self._lender is not None:
+        if self._page_server is not None:
             for lease in plan.leases:
-                self._lender.lend(lease)
+                self._page_server.lend(lease)
         if self._peers is not None:
             for source in plan.sources:
                 self._peers.expect(source)
@@ -236,11 +236,11 @@ class PageMover:
             rates, self._rates = self._rates, []
             self._known.difference_update(ticket for ticket, _ in loaded)
         moved = replace(moved, loaded=loaded, rates=rates, lost=[*moved.lost, *failed])
-        if self._lender is not None:
-            where = self._lender.address
+        if self._page_server is not None:
+            where = self._page_server.address
             address = None if self._told_address else (where.host, where.port)
             self._told_address = True
-            moved = replace(moved, address=address, returned=self._lender.take_returned())
+            moved = replace(moved, address=address, returned=self._page_server.take_returned())
         return moved if moved != NOTHING else None
 
     def wait(self, step: int) -> Moved | None:
@@ -264,8 +264,8 @@ class PageMover:
         """End the threads, and write what is waiting."""
         for queue in self._queues:
             queue.put(None)
-        if self._lender is not None:
-            self._lender.close()
+        if self._page_server is not None:
+            self._page_server.close()
         if self._peers is not None:
             self._peers.close()
         if self._folder is not None:

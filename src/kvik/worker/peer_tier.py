@@ -27,7 +27,7 @@ import numpy as np
 from kvik.core.plan import PageKey, PageLease
 from kvik.core.types import PageSource
 from kvik.errors import ConfigError
-from kvik.links import Address, Hello, LinkError, LinkListener, connect
+from kvik.links import Address, Handshake, LinkError, LinkListener, connect
 from kvik.nn.pages import FINGERPRINT_BYTES, PageName, is_good, seal
 
 log = logging.getLogger(__name__)
@@ -43,12 +43,12 @@ RETRY_SECONDS = 30.0
 LOOK_SECONDS = 1.0  # between checks for expired leases
 MAX_CONNECTIONS = 64
 BATCH = 1 << 20  # bytes of pages per system call, or one page if larger
-MAX_ASK = 1 << 20  # bytes
+MAX_REQUEST = 1 << 20  # bytes
 REMEMBERED = 1024  # leases that have ended
 FETCH, RENEW, END = "fetch", "renew", "end"
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True):
+class PageRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request to the engine that lends.
 
     Attributes:
@@ -61,7 +61,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     keys: list[PageKey] = []
 
 
-class _Lent:
+class _LeasedPages:
     """Pages under a lease."""
 
     def __init__(self, lease: PageLease) -> None:
@@ -70,7 +70,7 @@ class _Lent:
         self.until = time.monotonic() + LEASE_SECONDS
 
 
-class PageLender:
+class PageServer:
     """Serves pages of the memory tier to other engines.
 
     Attributes:
@@ -94,7 +94,7 @@ class PageLender:
         """
         self._fingerprint = fingerprint
         self._page = page
-        self._lent: dict[str, _Lent] = {}
+        self._leased: dict[str, _LeasedPages] = {}
         self._ended: deque[str] = deque(maxlen=REMEMBERED)
         self._returned: list[str] = []
         self._changed = threading.Condition()
@@ -107,14 +107,14 @@ class PageLender:
     def lend(self, lease: PageLease) -> None:
         """Begin a lease."""
         with self._changed:
-            self._lent[lease.name] = _Lent(lease)
+            self._leased[lease.name] = _LeasedPages(lease)
             self._changed.notify_all()
 
     def end(self, name: str) -> None:
         """End a lease. Once this returns, its places are read only by transfers in progress, whose
         pages then fail their checksum if they have changed."""
         with self._changed:
-            if self._lent.pop(name, None) is not None:
+            if self._leased.pop(name, None) is not None:
                 self._ended.append(name)
 
     def take_returned(self) -> list[str]:
@@ -147,12 +147,12 @@ class PageLender:
     def _expire(self) -> None:
         now = time.monotonic()
         with self._changed:
-            for name in [name for name, lent in self._lent.items() if lent.until < now]:
+            for name in [name for name, leased in self._leased.items() if leased.until < now]:
                 log.warning("%s: no engine fetched the pages of %s in time", OPTION, name)
                 self._return(name)
 
     def _return(self, name: str) -> None:
-        if self._lent.pop(name, None) is not None:
+        if self._leased.pop(name, None) is not None:
             self._ended.append(name)
             self._returned.append(name)
 
@@ -169,33 +169,33 @@ class PageLender:
                     return  # the other engine reports it
                 while not self._closing:
                     _limit(peer, IDLE_SECONDS)
-                    self._answer(peer, _read_ask(peer))
+                    self._answer(peer, _read_request(peer))
         except LinkError as error:
             log.warning("%s: an engine is turned away: %s", OPTION, error)
         finally:
             self._open.release()
 
-    def _answer(self, peer: socket.socket, ask: Ask) -> None:
-        if ask.what == FETCH:
-            self._send(peer, ask)
+    def _answer(self, peer: socket.socket, request: PageRequest) -> None:
+        if request.what == FETCH:
+            self._send(peer, request)
             return
         with self._changed:
-            if ask.what == END:
-                self._return(ask.lease)
-            elif ask.lease in self._lent:
-                self._lent[ask.lease].until = time.monotonic() + LEASE_SECONDS
+            if request.what == END:
+                self._return(request.lease)
+            elif request.lease in self._leased:
+                self._leased[request.lease].until = time.monotonic() + LEASE_SECONDS
 
-    def _send(self, peer: socket.socket, ask: Ask) -> None:
+    def _send(self, peer: socket.socket, request: PageRequest) -> None:
         with self._changed:
-            there = lambda: ask.lease in self._lent or ask.lease in self._ended  # noqa: E731
+            there = lambda: request.lease in self._leased or request.lease in self._ended  # noqa: E731
             self._changed.wait_for(lambda: there() or self._closing, SOON_SECONDS)
-            lent = self._lent.get(ask.lease)
-            known = [lent is not None and key in lent.pages for key in ask.keys]
+            leased = self._leased.get(request.lease)
+            known = [leased is not None and key in leased.pages for key in request.keys]
         _limit(peer, MOVE_SECONDS)
         peer.sendall(bytes(known))
-        keys = [key for key, is_there in zip(ask.keys, known, strict=True) if is_there]
+        keys = [key for key, is_there in zip(request.keys, known, strict=True) if is_there]
         for some in _batches(keys, lambda key: len(self._page(key, 0))):
-            _send_all(peer, [self._sealed(ask.lease, key).data for key in some])
+            _send_all(peer, [self._sealed(request.lease, key).data for key in some])
 
     def _sealed(self, name: str, key: PageKey) -> np.ndarray:
         """Return a page with its header.
@@ -204,22 +204,22 @@ class PageLender:
             OSError: the lease has ended.
         """
         with self._changed:  # else the place could get another page before the header is written
-            lent = self._lent.get(name)
-            if lent is None:
+            leased = self._leased.get(name)
+            if leased is None:
                 raise OSError("the lease has ended")
-            lent.until = time.monotonic() + LEASE_SECONDS
-            parent, place = lent.pages[key]
+            leased.until = time.monotonic() + LEASE_SECONDS
+            parent, place = leased.pages[key]
             page = self._page(key, place)
-            if key not in lent.sealed:
+            if key not in leased.sealed:
                 seal(page, PageName(self._fingerprint, *key), parent)
-                lent.sealed.add(key)
+                leased.sealed.add(key)
             return page
 
 
-def lender_at(
+def page_server_at(
     where: str, token: bytes, fingerprint: bytes, page: Callable[[PageKey, int], np.ndarray]
-) -> PageLender:
-    """Return a lender at an address, HOST or HOST:PORT.
+) -> PageServer:
+    """Return a page_server at an address, HOST or HOST:PORT.
 
     Raises:
         ConfigError: the address is not on this machine, or in use.
@@ -229,7 +229,7 @@ def lender_at(
     if int(port) >= 1 << 16:
         raise ConfigError("kv_listen", reason)
     try:
-        return PageLender(Address(host.strip("[]"), int(port)), token, fingerprint, page)
+        return PageServer(Address(host.strip("[]"), int(port)), token, fingerprint, page)
     except OSError as error:
         raise ConfigError("kv_listen", f"{reason} ({error.strerror or error})") from None
 
@@ -274,11 +274,11 @@ class PeerPages:
         """
         address, missing = Address(source.host, source.port), len(keys)
         try:
-            for found in self._fetch(address, Ask(FETCH, source.lease, list(keys)), sizes):
+            for found in self._fetch(address, PageRequest(FETCH, source.lease, list(keys)), sizes):
                 missing -= 1
                 yield found
         except (OSError, LinkError) as error:
-            self._turn_off(address, error)
+            self._disable(address, error)
         yield from [None] * missing
 
     def close(self) -> None:
@@ -291,15 +291,15 @@ class PeerPages:
             self._idle.clear()
 
     def _fetch(
-        self, address: Address, ask: Ask, sizes: Sequence[int]
+        self, address: Address, request: PageRequest, sizes: Sequence[int]
     ) -> Iterator[np.ndarray | None]:
         if self._is_off(address):
             return
         until = time.monotonic() + JOB_SECONDS
-        peer, known = self._asked(address, ask)
+        peer, known = self._asked(address, request)
         damaged = 0
         try:
-            there = [key for key, is_there in zip(ask.keys, known, strict=True) if is_there]
+            there = [key for key, is_there in zip(request.keys, known, strict=True) if is_there]
             pages = self._pages(peer, there, sizes, until)
             for is_there in known:
                 view = next(pages) if is_there else None
@@ -330,7 +330,7 @@ class PeerPages:
                 page = data[first:end]
                 yield page if is_good(page, PageName(self._fingerprint, *key)) else None
 
-    def _asked(self, address: Address, ask: Ask) -> tuple[socket.socket, bytes]:
+    def _asked(self, address: Address, request: PageRequest) -> tuple[socket.socket, bytes]:
         """Send a request. Returns the connection, and one byte for each page: 1 if it will come.
 
         Raises:
@@ -345,14 +345,14 @@ class PeerPages:
         if peer is None:
             peer = self._connect(address)
         try:
-            _ask(peer, ask)
-            return peer, _read(peer, len(ask.keys))
+            _send_request(peer, request)
+            return peer, _read(peer, len(request.keys))
         except BaseException:
             peer.close()
             raise
 
     def _connect(self, address: Address) -> socket.socket:
-        peer = _socket_of(connect(address, self._token, Hello("pages", 0)))
+        peer = _socket_of(connect(address, self._token, Handshake("pages", 0)))
         try:
             theirs = _greet(peer, self._fingerprint)
             if theirs != self._fingerprint:
@@ -375,7 +375,7 @@ class PeerPages:
         with self._changed:
             return time.monotonic() < self._off.get(address, 0.0)
 
-    def _turn_off(self, address: Address, error: Exception) -> None:
+    def _disable(self, address: Address, error: Exception) -> None:
         with self._changed:
             was_off, now = self._off.get(address, 0.0), time.monotonic()
             self._off = {a: until for a, until in self._off.items() if until > now}
@@ -398,18 +398,20 @@ class PeerPages:
                     self._changed.wait(max(0.0, due - time.monotonic()))
                 if self._closing:
                     return
-                asks = [(address, Ask(END, lease)) for lease, address in self._left]
+                requests = [(address, PageRequest(END, lease)) for lease, address in self._left]
                 self._left.clear()
                 if time.monotonic() >= due:
                     due = time.monotonic() + RENEW_SECONDS
-                    asks += [(to, Ask(RENEW, lease)) for lease, to in self._expected.items()]
-            for address, ask in asks:
+                    requests += [
+                        (to, PageRequest(RENEW, lease)) for lease, to in self._expected.items()
+                    ]
+            for address, request in requests:
                 if not self._is_off(address):
                     try:
-                        peer, _ = self._asked(address, ask)
+                        peer, _ = self._asked(address, request)
                         self._give_back(address, peer)
                     except (OSError, LinkError) as error:
-                        self._turn_off(address, error)
+                        self._disable(address, error)
 
 
 def _where(address: Address) -> tuple[str, int]:
@@ -475,17 +477,17 @@ def _greet(peer: socket.socket, fingerprint: bytes) -> bytes:
     return _read(peer, FINGERPRINT_BYTES)
 
 
-def _ask(peer: socket.socket, ask: Ask) -> None:
-    data = msgspec.msgpack.encode(ask)
+def _send_request(peer: socket.socket, request: PageRequest) -> None:
+    data = msgspec.msgpack.encode(request)
     _limit(peer, MOVE_SECONDS)
     peer.sendall(len(data).to_bytes(4, "big") + data)
 
 
-def _read_ask(peer: socket.socket) -> Ask:
+def _read_request(peer: socket.socket) -> PageRequest:
     size = int.from_bytes(_read(peer, 4), "big")
-    if size > MAX_ASK:
-        raise OSError("it asks for too much")
-    return msgspec.msgpack.decode(_read(peer, size), type=Ask)
+    if size > MAX_REQUEST:
+        raise OSError("it requests for too much")
+    return msgspec.msgpack.decode(_read(peer, size), type=PageRequest)
 
 
 def _read(peer: socket.socket, size: int) -> bytes:

@@ -45,11 +45,11 @@ class HeldInputs(StepInputs):
 class Tape(Protocol):
     """A recorded forward."""
 
-    def replay(self, step: RunStep, planted: bool) -> StepOutput:
+    def replay(self, step: RunStep, has_trees: bool) -> StepOutput:
         """Run a step whose inputs are in the recorded memory.
 
         Args:
-            planted: it has trees of drafts.
+            has_trees: it has trees of drafts.
         """
         ...
 
@@ -71,7 +71,7 @@ class StageTape:
         if entered:
             self._inputs.enter(entered)
         sizes = (len(arrays[name]) for name in ("input_ids", "seq_lens", "logits_indices"))
-        return self._tape.replay(RunStep(*sizes), planted="tree" in arrays)
+        return self._tape.replay(RunStep(*sizes), has_trees="tree" in arrays)
 
     def arrays(self, step: StageStep) -> Arrays:
         """Return the inputs of a received step."""
@@ -97,7 +97,7 @@ class Pipeline(Graph):
         """
         arrays = self.inputs.take()
         inputs = {name: (list(array.shape), array.tobytes()) for name, array in arrays.items()}
-        self._stages.tell(StageStep(inputs, plan.block_copies, plan.state_copies))
+        self._stages.send(StageStep(inputs, plan.block_copies, plan.state_copies))
         self._begun.append(arrays)
 
     def run(self, batch: InputBatch) -> StepOutput:

@@ -38,7 +38,7 @@ from kvik.worker.graphs import (
     RowFunction,
     RowGraph,
 )
-from kvik.worker.group import Seat
+from kvik.worker.group import RankSetup
 from kvik.worker.joined import Joined
 from kvik.worker.step_inputs import DeviceInputs, FixedInputs, FreshInputs, StepInputs, StepSizes
 from kvik.worker.team import Team, pace_of
@@ -204,9 +204,9 @@ def _runs(blocks: Sequence[int]) -> Iterator[tuple[int, int]]:
 class TorchPlatform(Platform):
     """torch's own kernels, on any of its devices."""
 
-    def __init__(self, config: ResolvedConfig, seat: Seat | None = None) -> None:
+    def __init__(self, config: ResolvedConfig, setup: RankSetup | None = None) -> None:
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
-        self.joined = None if seat is None else Joined(config, seat)
+        self.joined = None if setup is None else Joined(config, setup)
         ops = select_ops(device) if self.joined is None else self.joined.ops(select_ops(device))
         backend = select_backend(config.runner.attention_backend, ops, device, dtype)
         if self.joined is not None:
@@ -246,7 +246,10 @@ class NativePlatform(Platform):
     """The native kernels for CPUs. For `memory` see `WeightMemory`."""
 
     def __init__(
-        self, config: ResolvedConfig, memory: np.ndarray | None = None, seat: Seat | None = None
+        self,
+        config: ResolvedConfig,
+        memory: np.ndarray | None = None,
+        setup: RankSetup | None = None,
     ) -> None:
         from kvik.attention.cpu import CpuAttention
         from kvik.attention.cpu_group import GroupAttention
@@ -265,15 +268,15 @@ class NativePlatform(Platform):
         ops = native_ops(self.native)
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)
         self.group: Group | None = None
-        self._others = None if seat is None else seat.others
+        self._others = None if setup is None else setup.others
         packing = TILES
-        if seat is not None:
+        if setup is not None:
             assert isinstance(backend, CpuAttention)
             self.group = Group(
                 self.native,
-                seat.memory,
-                seat.rank,
-                seat.size,
+                setup.memory,
+                setup.rank,
+                setup.size,
                 whole_experts=runner.expert_parallel,
             )
             ops = group_ops(self.native, ops, self.group)
@@ -304,7 +307,7 @@ class NativePlatform(Platform):
             log.warning("every step runs through Python: %s", error)
             return eager
         if self.group is not None and self._others is not None:
-            self._others.meet(self.group)
+            self._others.wait_loaded(self.group)
             tape.others = self._others
         return tape, tape.inputs
 
@@ -364,7 +367,10 @@ class TritonPlatform(Platform):
     """Triton's kernels on a GPU."""
 
     def __init__(
-        self, config: ResolvedConfig, seat: Seat | None = None, memory: GpuMemory | None = None
+        self,
+        config: ResolvedConfig,
+        setup: RankSetup | None = None,
+        memory: GpuMemory | None = None,
     ) -> None:
         """
         Args:
@@ -376,7 +382,7 @@ class TritonPlatform(Platform):
         from kvik.worker.triton_warm_ups import TritonWarmUps
 
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
-        self.joined = None if seat is None else Joined(config, seat)
+        self.joined = None if setup is None else Joined(config, setup)
         ops = triton_ops(device)
         if self.joined is not None:
             ops = self.joined.ops(ops)
@@ -449,18 +455,18 @@ class TritonPlatform(Platform):
 
 
 def platform(
-    config: ResolvedConfig, memory: np.ndarray | None = None, seat: Seat | None = None
+    config: ResolvedConfig, memory: np.ndarray | None = None, setup: RankSetup | None = None
 ) -> Platform:
     """Make the platform that `resolve` chose.
 
     Args:
         memory: see `WeightMemory`; only native kernels use it.
-        seat: in a group of processes; None: it computes alone.
+        setup: of its group of processes; None: it computes alone.
     """
     makers: dict[str, Callable[[ResolvedConfig], Platform]] = {
-        "native": partial(NativePlatform, memory=memory, seat=seat),
-        "triton": partial(TritonPlatform, seat=seat),
-        "torch": partial(TorchPlatform, seat=seat),
+        "native": partial(NativePlatform, memory=memory, setup=setup),
+        "triton": partial(TritonPlatform, setup=setup),
+        "torch": partial(TorchPlatform, setup=setup),
         TRANSFORMERS: TransformersPlatform,
     }
     return makers[config.runner.kernels](config)

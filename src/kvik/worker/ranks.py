@@ -31,9 +31,9 @@ from kvik.worker.group import (
     Message,
     MoveTokens,
     OpenPages,
+    RankSetup,
     ReadLogits,
     RunStep,
-    Seat,
     StageStep,
     WarmUpStep,
 )
@@ -69,12 +69,12 @@ class Member(Protocol):
 
 
 def make_rank(
-    config: ResolvedConfig, seat: Seat, stage: PipelineStage | None, memory: np.ndarray | None
+    config: ResolvedConfig, setup: RankSetup, stage: PipelineStage | None, memory: np.ndarray | None
 ) -> Member:
     """Load the share of a process other than the first; see `Rank`."""
     if config.runner.kernels == "native":
-        return Rank(config, seat, stage, memory)
-    return TorchRank(config, seat)
+        return Rank(config, setup, stage, memory)
+    return TorchRank(config, setup)
 
 
 class Rank:
@@ -83,7 +83,7 @@ class Rank:
     def __init__(
         self,
         config: ResolvedConfig,
-        seat: Seat,
+        setup: RankSetup,
         stage: PipelineStage | None = None,
         memory: np.ndarray | None = None,
     ) -> None:
@@ -96,13 +96,13 @@ class Rank:
             ModelError: the weights do not fit the spec.
         """
         torch.set_num_threads(1)
-        self._platform = NativePlatform(config, memory, seat)
-        self._network: EngineNetwork = load_share(config, self._platform, seat, stage)
+        self._platform = NativePlatform(config, memory, setup)
+        self._network: EngineNetwork = load_share(config, self._platform, setup, stage)
         self._tape = self._platform.tape(self._network, StepSizes.of_engine(config))
         assert self._platform.group is not None
         self._group = self._platform.group
         self._hidden = config.model.hidden_size, self._platform.parts.dtype
-        self._pages = PageShare(config, self._network, seat, stage)
+        self._pages = PageShare(config, self._network, setup, stage)
 
     @property
     def digest(self) -> str:
@@ -139,23 +139,25 @@ class Rank:
 class LeadingRank:
     """The first process of a stage before the last one, which directs the others of its group."""
 
-    def __init__(self, config: ResolvedConfig, stage: PipelineStage, seat: Seat | None) -> None:
+    def __init__(
+        self, config: ResolvedConfig, stage: PipelineStage, setup: RankSetup | None
+    ) -> None:
         """
         Args:
-            seat: None: there are no others.
+            setup: None: there are no others.
 
         Raises:
             ModelError: the weights do not fit the spec.
             ConfigError: the model uses an operation that has no native kernel.
         """
         torch.set_num_threads(1)
-        self._platform = NativePlatform(config, seat=seat)
-        self._network: EngineNetwork = load_share(config, self._platform, seat, stage)
+        self._platform = NativePlatform(config, setup=setup)
+        self._network: EngineNetwork = load_share(config, self._platform, setup, stage)
         sizes = StepSizes.of_engine(config)
         graph, inputs = self._platform.graph(self._network, sizes)
         assert isinstance(graph, Tape) and isinstance(inputs, FixedInputs)
         self._tape = StageTape(graph, inputs)
-        self._pages = PageShare(config, self._network, seat, stage)
+        self._pages = PageShare(config, self._network, setup, stage)
 
     def serve(
         self,
@@ -196,18 +198,18 @@ class LeadingRank:
                 self._network.move(group, np.array(places, np.int64))
             case GiveBack(blocks):
                 if self._network.others is not None:
-                    self._network.others.tell(message)
+                    self._network.others.send(message)
                 self._platform.give_back(self._network.kv.storages, blocks)
             case OpenPages() | CopyPages():
                 if self._network.others is not None:
-                    self._network.others.tell(message)
+                    self._network.others.send(message)
                 self._pages.do(message)
 
 
 class TorchRank:
     """A process other than the first, with kernels of torch or Triton."""
 
-    def __init__(self, config: ResolvedConfig, seat: Seat) -> None:
+    def __init__(self, config: ResolvedConfig, setup: RankSetup) -> None:
         """
         Raises:
             ModelError: the weights do not fit the spec.
@@ -218,11 +220,11 @@ class TorchRank:
             torch.set_num_threads(config.runner.threads)
         self._inference = inference_on(device)
         with on_device(device):
-            chosen = platform(config, seat=seat)
+            chosen = platform(config, setup=setup)
             assert isinstance(chosen, TorchPlatform | TritonPlatform)
             assert chosen.joined is not None
             self._group = chosen.joined.group
-            self._network = load_share(config, chosen, seat, None)
+            self._network = load_share(config, chosen, setup, None)
             sizes = StepSizes.of_engine(config)
             graph, self._inputs = chosen.graph(self._network, sizes)
             self._warm_up = chosen.parts.warm_ups.steps(self._network, config.model, sizes)
@@ -230,7 +232,7 @@ class TorchRank:
         self._graph = graph
         self._device, self._block_size = device, config.cache.block_size
         self._hidden = config.model.hidden_size, chosen.parts.dtype
-        self._pages = PageShare(config, self._network, seat, None)
+        self._pages = PageShare(config, self._network, setup, None)
 
     @property
     def digest(self) -> str:

@@ -155,8 +155,8 @@ class Sampled:
             token_ids, arrays: contents of `token_ids` and `tensors`.
         """
         bad_rows = self.bad_rows.copy()
-        for largest, (_, why) in zip(arrays, self.unchecked, strict=False):
-            _note_bad(bad_rows, largest, why)
+        for largest, (_, reason) in zip(arrays, self.unchecked, strict=False):
+            _note_bad(bad_rows, largest, reason)
         if self.scores is None:
             return Tokens(token_ids, bad_rows)
         logprobs: dict[int, TokenLogprobs] = {}
@@ -214,8 +214,8 @@ class Sampler:
             unchecked.append((top, NOTHING_ALLOWED))
         bad_rows: dict[int, str] = {}
         if self._looks:
-            for top, why in unchecked:
-                _note_bad(bad_rows, top.cpu().numpy(), why)
+            for top, reason in unchecked:
+                _note_bad(bad_rows, top.cpu().numpy(), reason)
             unchecked = []
             if bad_rows:
                 bad = upload(np.fromiter(bad_rows, np.int64, len(bad_rows)), logits.device)
@@ -299,10 +299,10 @@ class Sampler:
         return token_ids.index_copy(0, rows, tokens)
 
 
-def _note_bad(bad_rows: dict[int, str], largest: NDArray[Any], why: str) -> None:
+def _note_bad(bad_rows: dict[int, str], largest: NDArray[Any], reason: str) -> None:
     """Note the rows whose largest logit is NaN or infinite, and why they are bad."""
     for row in np.flatnonzero(~np.isfinite(largest)).tolist():
-        bad_rows.setdefault(row, why)
+        bad_rows.setdefault(row, reason)
 
 
 def _score(logits: Tensor, token_ids: Tensor, wanted: dict[int, int]) -> Scores:

@@ -134,5 +134,5 @@ class Team:
         if working == threads or now - since < LOG_INTERVAL:
             return
         self._logged = working, now
-        why = "other processes keep cores busy" if working < self._most else "the cores are free"
-        log.info("%d of %d threads compute: %s", working, self._most, why)
+        reason = "other processes keep cores busy" if working < self._most else "the cores are free"
+        log.info("%d of %d threads compute: %s", working, self._most, reason)

@@ -243,7 +243,7 @@ class TransformersModel:
         self.cache = _cache_name(module)
         arguments = inspect.signature(module.forward).parameters
         self._keeps = "logits_to_keep" in arguments
-        self.in_chunks = self._goes_on_in_chunks()
+        self.in_chunks = self._computes_in_chunks()
 
     def step(self, ids: Tensor, cache: Any, *, last: bool) -> tuple[Tensor, Any]:
         """Compute the next tokens of a text.
@@ -272,7 +272,7 @@ class TransformersModel:
         logits = output.logits[0]
         return (logits[-1:] if last else logits).float(), cache
 
-    def _goes_on_in_chunks(self) -> bool:
+    def _computes_in_chunks(self) -> bool:
         """Return whether a text in two chunks gives the same result as in one. Some models that
         keep states start again with each chunk of several tokens."""
         first = next(self.module.parameters())
@@ -383,7 +383,7 @@ class TransformersSteps(Graph):
         self._ops = ops
         self.caches = RequestCaches()
 
-    def rest(self) -> bool:
+    def idle_step(self) -> bool:
         """Free all caches: no request is running."""
         self.caches.by_slot.clear()
         return False

@@ -22,7 +22,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.worker.graphs import EngineNetwork, RowFunction
 from kvik.worker.joined import Joined
 from kvik.worker.step_inputs import StepSizes
-from kvik.worker.warm_up import NOTHING, Resting, WarmUp, WarmUps, forwards, heads, rules
+from kvik.worker.warm_up import NOTHING, IdleWork, WarmUp, WarmUps, forwards, heads, rules
 
 
 class TritonWarmUps(WarmUps):
@@ -59,12 +59,12 @@ class TritonWarmUps(WarmUps):
         calls = forwards(network, classes, sizes.samples, block_size, context, nodes)
         return WarmUp(calls, self._together)
 
-    def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
+    def heads(self, function: RowFunction, like: Sequence[Tensor]) -> IdleWork:
         if self._config.runner.draft_graph_sizes:
             return NOTHING  # they are compiled when they are captured
         sizes = [size.rows for size in heads_sizes(self._config.scheduler.max_num_seqs)]
         return heads(function, like, sizes)
 
-    def rules(self) -> Resting:
+    def rules(self) -> IdleWork:
         config = self._config
         return rules(self._ops, config.model.vocab_size, self._device, config.speculation)

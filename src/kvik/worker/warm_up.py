@@ -40,9 +40,9 @@ from kvik.worker.step_inputs import StepSizes
 log = logging.getLogger(__name__)
 
 
-class Resting(Protocol):
-    def rest(self) -> bool:
-        """See `Graph.rest`."""
+class IdleWork(Protocol):
+    def idle_step(self) -> bool:
+        """See `Graph.idle_step`."""
         ...
 
 
@@ -66,7 +66,7 @@ class WarmUp:
         """Make the next call."""
         self._calls.popleft()()
 
-    def rest(self) -> bool:
+    def idle_step(self) -> bool:
         if self._calls:
             try:
                 with self._together():
@@ -85,18 +85,18 @@ class WarmUps:
     compiled ahead of time."""
 
     def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
-        """Return the warm-up of a network's forwards; it runs before `Graph.rest`.
+        """Return the warm-up of a network's forwards; it runs before `Graph.idle_step`.
 
         Args:
             sizes: see `Platform.graph`.
         """
         return NOTHING
 
-    def heads(self, function: RowFunction, like: Sequence[Tensor]) -> Resting:
+    def heads(self, function: RowFunction, like: Sequence[Tensor]) -> IdleWork:
         """Return the warm-up of draft heads. Arguments as in `Platform.rows`."""
         return NOTHING
 
-    def rules(self) -> Resting:
+    def rules(self) -> IdleWork:
         """Return the warm-up of sampling, which runs last."""
         return NOTHING
 
@@ -196,7 +196,7 @@ def _by(*names: str) -> SamplingParams:
 
 
 # A request for each set of rules that launches different kernels, the most common rules first.
-WISHES = (
+SAMPLED_PARAMS = (
     *(_by(*names) for names in _USUAL),
     SamplingParams(temperature=0.0, presence_penalty=0.5),
     SamplingParams(temperature=0.0, logprobs=1),
@@ -208,15 +208,17 @@ WISHES = (
 def rules(
     ops: Ops, vocab_size: int, device: torch.device, speculation: ResolvedSpeculation | None
 ) -> WarmUp:
-    """Return calls that sample from a row of equal logits by each of `WISHES`.
+    """Return calls that sample from a row of equal logits by each of `SAMPLED_PARAMS`.
 
     If drafts are sampled or checked by probability, this includes calls that check drafts."""
     sampler = Sampler(ops, looks=False)
     here = vocab_size, device
-    calls = [partial(_sample, sampler, *here, wish) for wish in WISHES]
+    calls = [partial(_sample, sampler, *here, params) for params in SAMPLED_PARAMS]
     if speculation is not None and (speculation.draws or speculation.typical is not None):
         calls += [
-            partial(_judge, sampler, *here, wish, speculation) for wish in WISHES if not wish.greedy
+            partial(_judge, sampler, *here, params, speculation)
+            for params in SAMPLED_PARAMS
+            if not params.greedy
         ]
     return WarmUp(calls)
 
@@ -224,14 +226,16 @@ def rules(
 _SLOTS, _PLACES = np.zeros(1, np.int64), np.ones(1, np.int64)  # one row
 
 
-def _set_up(vocab_size: int, device: torch.device, wish: SamplingParams) -> SamplingTable:
+def _set_up(vocab_size: int, device: torch.device, params: SamplingParams) -> SamplingTable:
     table = SamplingTable(1, vocab_size, device)
-    table.set(0, wish, 0, [0], [], frozenset())
+    table.set(0, params, 0, [0], [], frozenset())
     return table
 
 
-def _sample(sampler: Sampler, vocab_size: int, device: torch.device, wish: SamplingParams) -> None:
-    table, logits = _set_up(vocab_size, device, wish), torch.zeros(1, vocab_size, device=device)
+def _sample(
+    sampler: Sampler, vocab_size: int, device: torch.device, params: SamplingParams
+) -> None:
+    table, logits = _set_up(vocab_size, device, params), torch.zeros(1, vocab_size, device=device)
     for supposed in (Supposed(_SLOTS[:0], _SLOTS[:0]), Supposed(_SLOTS, _SLOTS)):
         sampler.sample(logits, table.batch(_SLOTS, _PLACES, supposed))
 
@@ -240,11 +244,11 @@ def _judge(
     sampler: Sampler,
     vocab_size: int,
     device: torch.device,
-    wish: SamplingParams,
+    params: SamplingParams,
     speculation: ResolvedSpeculation,
 ) -> None:
     """Check a draft by rejection sampling, and one by typical acceptance."""
-    table, logits = _set_up(vocab_size, device, wish), torch.zeros(1, vocab_size, device=device)
+    table, logits = _set_up(vocab_size, device, params), torch.zeros(1, vocab_size, device=device)
     if speculation.draws:
         guess = sampler.guess(logits, table.batch(_SLOTS, _PLACES, stream=DRAFT))
         assert guess.probs is not None

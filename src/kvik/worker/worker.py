@@ -30,7 +30,7 @@ from kvik.worker.disk_tier import ComputedPages, DiskTier, ReplayTier
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.engine_cache import fingerprints
 from kvik.worker.graphs import EngineNetwork
-from kvik.worker.group import EarlierStages, GiveBack, Seat
+from kvik.worker.group import EarlierStages, GiveBack, RankSetup
 from kvik.worker.group_pages import GroupPageMover, own_pages
 from kvik.worker.loading import load_share
 from kvik.worker.model_runner import ModelRunner
@@ -44,7 +44,7 @@ from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
 from kvik.worker.step_inputs import AtOnce, Copies, FixedInputs, PinnedCopies, StepSizes
-from kvik.worker.warm_up import Resting
+from kvik.worker.warm_up import IdleWork
 
 if TYPE_CHECKING:
     from kvik.worker.transformers_model import RequestCaches
@@ -67,7 +67,7 @@ class Worker:
         copies: Copies | None = None,
         memory: np.ndarray | None = None,
         grammars: Grammars | None = None,
-        seat: Seat | None = None,
+        setup: RankSetup | None = None,
         stages: EarlierStages | None = None,
         *,
         token: bytes = b"",
@@ -79,7 +79,7 @@ class Worker:
             replays: the plans were made before: loads are done at once, and no folder is changed.
             computed: for a replay, what others had; this one fetches it if it knows other engines,
                 else keeps its pages there.
-            seat: of the first of several processes that compute the model's layers together; None:
+            setup: of the first of several processes that compute the model's layers together; None:
                 it is alone.
             stages: the stages before this one, which is the last; None: there are none.
             grammars: of structured texts; None: there are none.
@@ -97,10 +97,10 @@ class Worker:
         self._device = torch.device(runner.device)
         self._inference = inference_on(self._device)
         with on_device(self._device):
-            network = self._build(config, clock, copies, memory, seat, stages)
+            network = self._build(config, clock, copies, memory, setup, stages)
             if config.cache.tiers is not None:  # last, as it opens files
                 self._mover = page_mover(
-                    config, network, seat, token, replays=replays, computed=computed
+                    config, network, setup, token, replays=replays, computed=computed
                 )
         if runner.attention_backend == NATIVE:
             # torch does little in a step, and its threads busy-wait, also for each other.
@@ -112,15 +112,15 @@ class Worker:
         clock: Callable[[], float],
         copies: Copies | None,
         memory: np.ndarray | None,
-        seat: Seat | None,
+        setup: RankSetup | None,
         stages: EarlierStages | None,
     ) -> EngineNetwork:
         runner, cache, scheduler = config.runner, config.cache, config.scheduler
         self._stages = stages
-        chosen = platform(config, memory, seat)
+        chosen = platform(config, memory, setup)
         self._release_freed, self._graphs = chosen.release_freed, chosen.graph_memory
         self._team, self._give_back = chosen.team, chosen.give_back
-        network = load_share(config, chosen, seat, runner.stages[-1] if stages else None)
+        network = load_share(config, chosen, setup, runner.stages[-1] if stages else None)
         speculation = config.speculation
         sizes = StepSizes.of_engine(config)
         graph, inputs = chosen.graph(network, sizes)
@@ -130,7 +130,7 @@ class Worker:
             network = replace(network, earlier=stages)
             graph = pipeline = Pipeline(StageTape(graph, inputs), stages)
             inputs = pipeline.inputs
-            stages.meet()
+            stages.wait_loaded()
         device, draw_bytes = chosen.parts.device, chosen.parts.draw_bytes
         vocab_size = config.model.vocab_size
         table = RequestTable(
@@ -148,13 +148,13 @@ class Worker:
         )
         speculator: Speculator | None = None
         compiled = chosen.parts.warm_ups.steps(network, config.model, sizes)
-        self._resting: tuple[Resting, ...] = (compiled, graph)
+        self._idle_work: tuple[IdleWork, ...] = (compiled, graph)
         if speculation is not None:
             parts = DrafterParts(speculation, config, table, sampling, network, chosen.alone())
             drafter = build_drafter(parts)
-            self._resting += tuple(parts.resting)
+            self._idle_work += tuple(parts.idle_work)
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
-        self._resting += (chosen.parts.warm_ups.rules(),)
+        self._idle_work += (chosen.parts.warm_ups.rules(),)
         if copies is None:
             copies = best_copies(device)
         # See `Executor`.
@@ -231,7 +231,7 @@ class Worker:
         for others in (network.others, network.earlier):
             if others is not None:
                 with suppress(GroupLost):  # the next step reports it
-                    others.tell(GiveBack(list(blocks)))
+                    others.send(GiveBack(list(blocks)))
         return self._give_back(network.kv.storages, blocks)
 
     def build_grammar(self, constraint: Constraint) -> Future[object]:
@@ -240,11 +240,11 @@ class Worker:
             raise ParamError("structured", "this engine has no grammars")
         return self._grammars.begin(constraint)
 
-    def rest(self) -> bool:
-        """See `Executor.rest`."""
+    def idle_step(self) -> bool:
+        """See `Executor.idle_step`."""
         self._ready()
         with self._inference():
-            return any(each.rest() for each in self._resting)
+            return any(each.idle_step() for each in self._idle_work)
 
     def read(self, plan: SchedulerOutput) -> Tensor:
         """See `ModelRunner.read`."""
@@ -288,7 +288,7 @@ class Worker:
         if self._runner is not None and self._runner.network.others is not None:
             self._runner.network.others.stop()
         self._runner = self._team = None
-        self._resting = ()
+        self._idle_work = ()
         # A GPU that failed has no memory to release.
         with suppress(RuntimeError), on_device(self._device):
             self._release_freed()  # the next engine of this process plans with the free memory
@@ -297,7 +297,7 @@ class Worker:
 def page_mover(
     config: ResolvedConfig,
     network: EngineNetwork,
-    seat: Seat | None,
+    setup: RankSetup | None,
     token: bytes,
     *,
     replays: bool,
@@ -310,7 +310,7 @@ def page_mover(
     """
     tiers, runner = config.cache.tiers, config.runner
     assert tiers is not None
-    pages = own_pages(config, network, seat)
+    pages = own_pages(config, network, setup)
     assert tuple(each.num_bytes for each in pages) == tiers.page_bytes
     folder: PageFolder | None = None
     fingerprint = b""
@@ -323,17 +323,19 @@ def page_mover(
             folder = DiskTier(runner.kv_folder, fingerprint, tiers.disk)
     others = [each for each in (network.others, network.earlier) if each is not None]
     peers: Peers | None = None
-    lender = None
+    page_server = None
     if computed is not None:
         folder, peers = (folder, computed) if tiers.peers else (computed, None)
     if token:
-        from kvik.worker.peer_tier import PeerPages, lender_at  # few engines exchange pages
+        from kvik.worker.peer_tier import PeerPages, page_server_at  # few engines exchange pages
 
         peers = PeerPages(token, fingerprint) if tiers.peers else None
         if runner.kv_listen is not None:
-            lender = partial(lender_at, runner.kv_listen, token, fingerprint)
+            page_server = partial(page_server_at, runner.kv_listen, token, fingerprint)
     if not others:
-        return PageMover(pages, tiers.memory, folder, peers=peers, lender=lender, at_once=replays)
+        return PageMover(
+            pages, tiers.memory, folder, peers=peers, page_server=page_server, at_once=replays
+        )
     count = max(1, len(runner.stages)) * runner.ranks
     processes = [number for number in range(count) if number != count - runner.ranks]
     return GroupPageMover(
@@ -343,7 +345,7 @@ def page_mover(
         others,
         processes,
         peers=peers,
-        lender=lender,
+        page_server=page_server,
         at_once=replays,
     )
 

@@ -23,7 +23,7 @@ from kvik.evaluate.quality import (
     read,
 )
 from kvik.evaluate.windows import (
-    check_room,
+    check_context,
     choose_window,
     loaded_reader,
     longest_window,
@@ -107,7 +107,7 @@ class ModelComparison:
         reading = prepare(read_by[0], texts, size, step)
         for other in read_by[1:]:
             check_same(reading, other, texts)
-            check_room(other, read_by[0])
+            check_context(other, read_by[0])
         served_by: tuple[ResolvedConfig, ...] = ()
         if decoding is not None:
             served_by = tuple(

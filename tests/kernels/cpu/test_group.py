@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvik.kernels.cpu.barrier import Barrier, BrokenGroup
 from kvik.kernels.cpu.group import Group, group_ops
-from kvik.kernels.cpu.meeting import BrokenGroup, Meeting
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops
 from kvik.kernels.ops import Ops
@@ -127,9 +127,9 @@ def test_a_broken_group_ends_waits() -> None:
     group = Group(native, memory, 0, 2)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(group.exchange)
-        Group(Native(1), memory, 1, 2).meeting.give_up()
+        Group(Native(1), memory, 1, 2).barrier.give_up()
         waiting.result(timeout=10)
-    assert group.meeting.broken
+    assert group.barrier.broken
 
 
 def test_memory_is_reused_after_an_exchange() -> None:
@@ -172,21 +172,21 @@ def test_a_broken_group_ends_loading() -> None:
     weight = float_weight(torch.ones(64, 32))
     matrix = ops.matrix(MatrixSpec(weight.kind, 64, 32, False, None, torch.float32, CPU))
     ops.pack_rows(matrix, 0, weight)
-    group.meeting.give_up()
+    group.barrier.give_up()
     with pytest.raises(BrokenGroup):
         ops.pack_rows(matrix, 0, weight)
 
 
 @pytest.mark.full
 def test_heartbeats_continue_without_the_gil() -> None:
-    meeting = Meeting(np.zeros(1 << 16, np.uint8))
-    beating = meeting.beat(3)
+    barrier = Barrier(np.zeros(1 << 16, np.uint8))
+    beating = barrier.beat(3)
     time.sleep(0.05)
-    begun = meeting.beats(3)
+    begun = barrier.beats(3)
     ctypes.PyDLL(None).usleep(1_000_000)  # with the GIL held
-    assert meeting.beats(3) >= begun + 3
-    assert not meeting.beats(2) and not meeting.broken
+    assert barrier.beats(3) >= begun + 3
+    assert not barrier.beats(2) and not barrier.broken
     del beating
-    ended = meeting.beats(3)
+    ended = barrier.beats(3)
     time.sleep(0.5)
-    assert meeting.beats(3) == ended
+    assert barrier.beats(3) == ended

@@ -57,10 +57,10 @@ def angles_of_tokens() -> Tensor:
     return torch.cat((angles.cos(), angles.sin()), -1).to(device())
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-def test_the_cache_holds_the_same_bits(dtype: torch.dtype, turned: bool) -> None:
-    rotation = angles_of_tokens() if turned else None
+def test_the_cache_holds_the_same_bits(dtype: torch.dtype, rotated: bool) -> None:
+    rotation = angles_of_tokens() if rotated else None
     q, k, v = heads_of_a_step()
     expected_q, expected_k = (q, k) if rotation is None else REFERENCE.rotary(q, k, rotation)
     expected_q = expected_q.clone()
@@ -79,9 +79,9 @@ def test_the_cache_holds_the_same_bits(dtype: torch.dtype, turned: bool) -> None
             torch.testing.assert_close(movable(a), movable(b), rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8], ids=str)
-def test_heads_are_normalised_in_the_same_launch(dtype: torch.dtype, turned: bool) -> None:
+def test_heads_are_normalised_in_the_same_launch(dtype: torch.dtype, rotated: bool) -> None:
     """Like a separate norm before, except for the order of summed squares."""
     model = torch.float32 if dtype == torch.int8 else dtype
     draw = torch.Generator().manual_seed(2)
@@ -89,7 +89,7 @@ def test_heads_are_normalised_in_the_same_launch(dtype: torch.dtype, turned: boo
     qkv = (torch.randn(shape, generator=draw) * 3).to(device(), model)
     q, k, v = qkv.split((HEADS, KV_HEADS, KV_HEADS), dim=1)
     weights = [(torch.rand(DIM, generator=draw) + 0.5).to(device(), model) for _ in range(2)]
-    rotation = angles_of_tokens() if turned else None
+    rotation = angles_of_tokens() if rotated else None
     normed = [
         REFERENCE.rms_norm(x, weight, 1e-5) for x, weight in zip((q, k), weights, strict=True)
     ]

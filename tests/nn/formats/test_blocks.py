@@ -9,7 +9,7 @@ from helpers.gguf_files import some_rows, weights_of
 from torch import Tensor
 
 from kvik.gguf.facts import SCHEMES
-from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
 from kvik.nn.formats.mxfp4 import Blocks
 from kvik.spec.stored_weights import BLOCK_LAYOUTS
 
@@ -53,7 +53,7 @@ def test_powers_of_two_are_finite() -> None:
 
 def test_bytes_of_rows() -> None:
     (found,) = Blocks(SCHEMES["Q4_K"], SHAPE, {}).tensors(torch.bfloat16).values()
-    assert found == StoredTensor((24, 288), torch.uint8, Along(), True, "Q4_K, in bytes")
+    assert found == StoredTensor((24, 288), torch.uint8, OutputAxis(), True, "Q4_K, in bytes")
     with pytest.raises(ValueError, match="its 300 inputs are no blocks of 256"):
         Blocks(SCHEMES["Q4_K"], LinearShape(300, 24), {})
 

@@ -52,7 +52,7 @@ class Noted:
         nothing = torch.empty(0)
         return StepOutput(nothing, nothing, nothing, nothing)
 
-    def rest(self) -> bool:
+    def idle_step(self) -> bool:
         return False
 
 

@@ -71,7 +71,7 @@ def test_positions_end_at_the_longest_text():
 def captured(function: RowFunction) -> CapturedRows:
     like = (torch.zeros(1, 1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64))
     graph = CapturedRows(function, (*like, like[1]), (4,), Again(), lambda: 0.0, GraphMemory(1, 0))
-    assert not graph.rest()
+    assert not graph.idle_step()
     return graph
 
 

@@ -43,7 +43,7 @@ def give_back(data: int, bytes: int) -> int:
     """Give the whole pages of a part of `allocate` back to the system, as zeros; returns their
     bytes."""
 
-BEATS: int  # bytes of `Meeting` (csrc/group.hpp) before its beats
+BEATS: int  # bytes of `Barrier` (csrc/group.hpp) before its beats
 
 class Heartbeat:
     """Beats five times a second while this process runs and this object lives."""

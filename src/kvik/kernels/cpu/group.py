@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvik.kernels.cpu.barrier import BARRIER_BYTES, Barrier, BrokenGroup
 from kvik.kernels.cpu.buffers import ALIGNMENT
 from kvik.kernels.cpu.experts import CpuExperts
 from kvik.kernels.cpu.matrix import TILE, TILES, CpuMatrices, CpuPacked, ceil_div
-from kvik.kernels.cpu.meeting import MEETING_BYTES, BrokenGroup, Meeting
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import scale
 from kvik.kernels.ops import Ops
@@ -35,7 +35,7 @@ class Group:
     All make the same calls in the same order, so that shared memory is at the same place in each.
 
     Attributes:
-        meeting: where they wait for each other.
+        barrier: where they wait for each other.
         exchanges: number recorded.
         whole_experts: each expert belongs to one process, undivided.
     """
@@ -55,9 +55,9 @@ class Group:
         """
         self.rank, self.size, self.whole_experts = rank, size, whole_experts
         self._native = native
-        self.meeting = Meeting(memory)
-        self.meeting.open(size)
-        rest = memory[MEETING_BYTES:]
+        self.barrier = Barrier(memory)
+        self.barrier.open(size)
+        rest = memory[BARRIER_BYTES:]
         half = len(rest) // (2 * ALIGNMENT) * ALIGNMENT
         self._recorded, self._aside = SharedPool(rest[:half]), rest[half:]
         self._used = 0  # bytes of `_aside`
@@ -104,7 +104,7 @@ class Group:
 
     def give_up(self) -> None:
         """Stop all waiting between processes."""
-        self.meeting.give_up()
+        self.barrier.give_up()
 
     def close(self) -> None:
         """Do nothing: the processes own the memory."""
@@ -115,7 +115,7 @@ class Group:
 
     def exchange(self) -> None:
         """Wait for the others: after this call, their writes are visible."""
-        self._native.launch("exchange", meeting=self.meeting.address, rank=self.rank)
+        self._native.launch("exchange", barrier=self.barrier.address, rank=self.rank)
         self.exchanges += self._native.recording
         self._recorded.met()
 
@@ -247,7 +247,7 @@ class CutMatrices:
         Raises:
             BrokenGroup: the group is lost, so loading need not continue.
         """
-        if self._group.meeting.broken:
+        if self._group.barrier.broken:
             raise BrokenGroup
         cut, count = _cut(matrix), weight.outputs
         self._matrices.share(cut.own, weight)

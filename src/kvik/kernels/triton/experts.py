@@ -191,7 +191,7 @@ def byte_experts_kernel(
     scale_stride,
     PER: tl.constexpr,
     BIASED: tl.constexpr,
-    TURNS: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
     HOW: tl.constexpr,
     GROUP: tl.constexpr,
     X_GROUP: tl.constexpr,
@@ -201,14 +201,14 @@ def byte_experts_kernel(
     BT: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """grid [tiles of rows, blocks]; x [tokens, 128 * steps], with tokens = pairs / PER. TURNS: rows
-    of gate are before those of up. The rest as in `bytes_kernel`."""
+    """grid [tiles of rows, blocks]; x [tokens, 128 * steps], with tokens = pairs / PER.
+    GATE_FIRST: rows of gate are before those of up. The rest as in `bytes_kernel`."""
     first = tl.program_id(0) * BO
     expert, pair = block_at(blocks, order, pairs, tl.program_id(1), tl.num_programs(1), BT)
     if expert < 0:
         return
     o = first + tl.arange(0, BO)
-    if TURNS:
+    if GATE_FIRST:
         o = o // 2 + o % 2 * (rows // 2)
     scales = _part(table, SCALES, expert, experts, tl.float32)
     values = _part(table, VALUES, expert, experts, x.dtype.element_ty)
@@ -486,13 +486,13 @@ class TritonExperts:
         codes, x_scales = round_tokens(x, filled, x_group, kind.codes == "fp8", scale)
         if how == linear_bytes.E4M3_IN_FP16.value:
             codes = codes.view(torch.int8)
-        turns = spec.paired and not interleaved(spec)
+        gate_first = spec.paired and not interleaved(spec)
         launch(
             byte_experts_kernel,
             grid,
             (codes, x_scales, table, rows.blocks, rows.order, y),
             (pairs, len(codes), experts, spec.rows, filled // STEP, scale_stride),
-            (per, spec.bias, turns, how, group, x_group, span_of(group), activation, *sizes),
+            (per, spec.bias, gate_first, how, group, x_group, span_of(group), activation, *sizes),
             num_warps=tile.num_warps,
         )
         return y

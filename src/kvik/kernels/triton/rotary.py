@@ -48,7 +48,7 @@ def rotations_kernel(
 
 
 @triton.jit
-def _turn(low, high, rotation, at, inside, DIM: tl.constexpr):
+def _rotate(low, high, rotation, at, inside, DIM: tl.constexpr):
     """Rotate both halves of some heads by the angles at `rotation`: fp32."""
     cos = tl.load(rotation + at, mask=inside, other=0.0)[None, :]
     sin = tl.load(rotation + DIM // 2 + at, mask=inside, other=0.0)[None, :]
@@ -79,13 +79,13 @@ def _normalised(low, high, weight, eps, at, inside, DIM: tl.constexpr, dtype: tl
 @triton.jit
 def _change_in_place(
     x, weight, eps, rotation, head, heads, at, inside,
-    DIM: tl.constexpr, TURNED: tl.constexpr, NORMED: tl.constexpr,
+    DIM: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
     offset, mask, low, high = _halves(x, head, heads, at, inside, DIM)
     if NORMED:
         low, high = _normalised(low, high, weight, eps, at, inside, DIM, x.dtype.element_ty)
-    if TURNED:
-        low, high = _turn(low, high, rotation, at, inside, DIM)
+    if ROTATED:
+        low, high = _rotate(low, high, rotation, at, inside, DIM)
     tl.store(x + offset, low.to(x.dtype.element_ty), mask=mask)
     tl.store(x + offset + DIM // 2, high.to(x.dtype.element_ty), mask=mask)
 
@@ -93,15 +93,15 @@ def _change_in_place(
 @triton.jit
 def _keep(
     x, weight, eps, rotation, cache, scales, slot, head, heads, at, inside,
-    DIM: tl.constexpr, HALF: tl.constexpr, TURNED: tl.constexpr, NORMED: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, ROTATED: tl.constexpr, NORMED: tl.constexpr,
     KIND: tl.constexpr,
 ):  # fmt: skip
     """Store heads of k or v of one token in the cache at position `slot`."""
     offset, mask, low, high = _halves(x, head, heads, at, inside, DIM)
     if NORMED:
         low, high = _normalised(low, high, weight, eps, at, inside, DIM, x.dtype.element_ty)
-    if TURNED:
-        low, high = _turn(low, high, rotation, at, inside, DIM)
+    if ROTATED:
+        low, high = _rotate(low, high, rotation, at, inside, DIM)
         low = low.to(x.dtype.element_ty).to(tl.float32)  # as if written to memory
         high = high.to(x.dtype.element_ty).to(tl.float32)
     mask = mask & (slot >= 0)
@@ -162,7 +162,7 @@ def rotary_kernel(
 def store_kernel(
     q, k, v, q_weight, k_weight, rotation, k_cache, v_cache, k_scales, v_scales, slots,
     q_stride, k_stride, v_stride, heads, kv_heads, eps,
-    DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, TURNED: tl.constexpr,
+    DIM: tl.constexpr, HALF: tl.constexpr, HEADS: tl.constexpr, ROTATED: tl.constexpr,
     NORMED: tl.constexpr, KIND: tl.constexpr,
 ):  # fmt: skip
     """grid [tokens, tiles of q (if it is changed), then of k, then of v]"""
@@ -172,22 +172,22 @@ def store_kernel(
     inside = at < DIM // 2
     slot = tl.load(slots + token)
     kv_tiles = tl.cdiv(kv_heads, HEADS)
-    if TURNED:
+    if ROTATED:
         rotation += token * DIM
-    if TURNED or NORMED:
+    if ROTATED or NORMED:
         tile -= tl.cdiv(heads, HEADS)
     if tile < 0:
-        if TURNED or NORMED:  # else there is no such tile
+        if ROTATED or NORMED:  # else there is no such tile
             head = (tile + tl.cdiv(heads, HEADS)) * HEADS + tl.arange(0, HEADS)
             _change_in_place(
                 q + token * q_stride, q_weight, eps, rotation, head, heads, at, inside,
-                DIM, TURNED, NORMED,
+                DIM, ROTATED, NORMED,
             )  # fmt: skip
     elif tile < kv_tiles:
         head = tile * HEADS + tl.arange(0, HEADS)
         _keep(
             k + token * k_stride, k_weight, eps, rotation, k_cache, k_scales, slot, head, kv_heads,
-            at, inside, DIM, HALF, TURNED, NORMED, KIND,
+            at, inside, DIM, HALF, ROTATED, NORMED, KIND,
         )  # fmt: skip
     else:
         head = (tile - kv_tiles) * HEADS + tl.arange(0, HEADS)
@@ -302,9 +302,9 @@ def rotate_and_store(
         k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     # The bits of scales; without scales these are placeholders that are not written.
     k_scales, v_scales = caches if scales is None else (s.view(torch.int16) for s in scales)
-    turned, normed = rotation is not None, norms is not None
+    rotated, normed = rotation is not None, norms is not None
     q_weight, k_weight, eps = norms or (None, None, 0.0)
-    tiles = (ceil_div(heads, tile) if turned or normed else 0) + 2 * ceil_div(kv_heads, tile)
+    tiles = (ceil_div(heads, tile) if rotated or normed else 0) + 2 * ceil_div(kv_heads, tile)
     launch(
         store_kernel, (tokens, tiles),
         (
@@ -312,7 +312,7 @@ def rotate_and_store(
             k_cache, v_cache, k_scales, v_scales, slots,
         ),
         (q.stride(0), k.stride(0), v.stride(0), heads, kv_heads, eps),
-        (dim, half, tile, turned, normed, kind),
+        (dim, half, tile, rotated, normed, kind),
         num_warps=2, enable_fp_fusion=False,
     )  # fmt: skip
     return q

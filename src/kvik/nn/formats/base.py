@@ -28,8 +28,8 @@ class Dense:
         stored = shape.outputs, shape.inputs
         if shape.transposed:
             stored = stored[::-1]
-        along = Along(1 if shape.transposed else 0)
-        return {"weight": StoredTensor(stored, dtype, along, in_runs=not shape.transposed)}
+        outputs = OutputAxis(1 if shape.transposed else 0)
+        return {"weight": StoredTensor(stored, dtype, outputs, in_runs=not shape.transposed)}
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         weight = tensors["weight"]
@@ -68,7 +68,7 @@ class LinearShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Along:
+class OutputAxis:
     """Maps the outputs of a layer to a dimension of a tensor: every `outputs` outputs take
     `entries` entries of dimension `axis`."""
 
@@ -83,7 +83,7 @@ class StoredTensor:
 
     Attributes:
         dtype: a float dtype of 16 or 32 bits accepts all such dtypes; int64 also accepts int32.
-        along: None: all outputs share the tensor.
+        output_axis: None: all outputs share the tensor.
         in_runs: any range of rows alone is the weight of those outputs, so that the whole tensor
             never has to be in memory.
         because: why the shape is not given by the sizes of the model alone, for error messages.
@@ -91,7 +91,7 @@ class StoredTensor:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    along: Along | None = None
+    output_axis: OutputAxis | None = None
     in_runs: bool = False
     because: str = ""
 
@@ -102,18 +102,18 @@ class StoredTensor:
             runs: first and end of each run of outputs, each first at the start of an entry; None:
                 all outputs.
         """
-        along = self.along
-        if runs is None or along is None:
+        axis = self.output_axis
+        if runs is None or axis is None:
             return IN_RUNS if self.in_runs else WHOLE
-        length = self.shape[along.axis]
+        length = self.shape[axis.axis]
         ranges = (
             (
-                first // along.outputs * along.entries,
-                min(-(-end // along.outputs) * along.entries, length),
+                first // axis.outputs * axis.entries,
+                min(-(-end // axis.outputs) * axis.entries, length),
             )
             for first, end in runs
         )
-        return Selection(self.in_runs, along.axis, tuple(ranges))
+        return Selection(self.in_runs, axis.axis, tuple(ranges))
 
 
 class TensorError(ValueError):

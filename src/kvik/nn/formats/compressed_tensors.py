@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
 from kvik.nn.formats.bits import (
     WORD,
     compressed_words,
@@ -20,11 +20,11 @@ from kvik.nn.formats.integers import (
     SIGN,
     Codes,
     IntegerFormat,
-    along_words,
     because,
     check_group,
     finite,
     group_index,
+    word_axis,
 )
 from kvik.spec.stored_weights import StoredScheme
 
@@ -72,16 +72,16 @@ class PackQuantized(IntegerFormat):
         self.has_index = scheme.ordered or INDEX in stored
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        outputs, bits, why = self.shape.outputs, self.scheme.bits, because(self.scheme)
+        outputs, bits, reason = self.shape.outputs, self.scheme.bits, because(self.scheme)
         words = compressed_words(self.shape.inputs, bits)
         found = {
-            PACKED: StoredTensor((outputs, words), torch.int32, Along(), because=why),
-            SCALE: StoredTensor(self.scale, dtype, _along_scales(self.scheme), because=why),
+            PACKED: StoredTensor((outputs, words), torch.int32, OutputAxis(), because=reason),
+            SCALE: StoredTensor(self.scale, dtype, _scale_axis(self.scheme), because=reason),
             SHAPE: StoredTensor((2,), torch.int64),
         }
         if not self.scheme.symmetric:
             zeros = (compressed_words(outputs, bits), self.groups)
-            found[ZERO] = StoredTensor(zeros, torch.int32, along_words(0, bits), because=why)
+            found[ZERO] = StoredTensor(zeros, torch.int32, word_axis(0, bits), because=reason)
         if self.has_index:
             found[INDEX] = StoredTensor((self.shape.inputs,), torch.int64)
         return found
@@ -139,14 +139,14 @@ class IntQuantized(IntegerFormat):
         self.unread = (*ACTIVATIONS, ZERO) if scheme.symmetric else ACTIVATIONS
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        why, along = because(self.scheme), _along_scales(self.scheme)
+        reason, axis = because(self.scheme), _scale_axis(self.scheme)
         weight = (self.shape.outputs, self.shape.inputs)
         found = {
-            WEIGHT: StoredTensor(weight, torch.int8, Along(), because=why),
-            SCALE: StoredTensor(self.scale, dtype, along, because=why),
+            WEIGHT: StoredTensor(weight, torch.int8, OutputAxis(), because=reason),
+            SCALE: StoredTensor(self.scale, dtype, axis, because=reason),
         }
         if not self.scheme.symmetric:
-            found[ZERO] = StoredTensor(self.scale, torch.int8, along, because=why)
+            found[ZERO] = StoredTensor(self.scale, torch.int8, axis, because=reason)
         return found
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
@@ -167,8 +167,8 @@ class IntQuantized(IntegerFormat):
         return found
 
 
-def _along_scales(scheme: StoredScheme) -> Along | None:
-    return Along() if scheme.band else None
+def _scale_axis(scheme: StoredScheme) -> OutputAxis | None:
+    return OutputAxis() if scheme.band else None
 
 
 def _scales(scales: Tensor, rows: slice) -> Tensor:

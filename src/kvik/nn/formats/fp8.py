@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvik.kernels.fp8 import Block, unround_fp8
 from kvik.kernels.weights import Weight, float_weight, fp8_weight
-from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, INPUT_SCALE, SCALE, WEIGHT, scale_shape
 from kvik.nn.formats.integers import finite
 from kvik.spec.stored_weights import StoredScheme
@@ -47,16 +47,16 @@ class Fp8:
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         block = self.block
-        why = f"fp8 in blocks of {block[0]} x {block[1]}" if block[1] else "fp8"
+        reason = f"fp8 in blocks of {block[0]} x {block[1]}" if block[1] else "fp8"
         weight = (self.shape.outputs, self.shape.inputs)
-        bands = Along(0, self.scheme.band) if self.scheme.band else None
+        bands = OutputAxis(0, self.scheme.band) if self.scheme.band else None
         found = {
-            WEIGHT: StoredTensor(weight, self.dtype, Along(), because=why),
-            self.scale_name: StoredTensor(self.scale, torch.float32, bands, because=why),
+            WEIGHT: StoredTensor(weight, self.dtype, OutputAxis(), because=reason),
+            self.scale_name: StoredTensor(self.scale, torch.float32, bands, because=reason),
         }
         if self.static:
-            why = "static activations"
-            found[INPUT_SCALE] = StoredTensor(self.input_scale, torch.float32, because=why)
+            reason = "static activations"
+            found[INPUT_SCALE] = StoredTensor(self.input_scale, torch.float32, because=reason)
         return found
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:

@@ -18,7 +18,7 @@ from kvik.kernels.weights import (
     int8_weight,
     ordered_weight,
 )
-from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
 from kvik.nn.formats.bits import (
     AWQ_BITS,
     AWQ_ORDER,
@@ -90,15 +90,15 @@ class Gptq(IntegerFormat):
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         inputs, outputs, bits = self.shape.inputs, self.shape.outputs, self.scheme.bits
 
-        def stored(rows: int, columns: int, kind: torch.dtype, along: Along) -> StoredTensor:
-            return StoredTensor((rows, columns), kind, along, because=because(self.scheme))
+        def stored(
+            rows: int, columns: int, kind: torch.dtype, output_axis: OutputAxis
+        ) -> StoredTensor:
+            return StoredTensor((rows, columns), kind, output_axis, because=because(self.scheme))
 
         found = {
-            "qweight": stored(inputs * bits // WORD, outputs, torch.int32, Along(1)),
-            "qzeros": stored(
-                self.groups, outputs * bits // WORD, torch.int32, along_words(1, bits)
-            ),
-            "scales": stored(self.groups, outputs, torch.float16, Along(1)),
+            "qweight": stored(inputs * bits // WORD, outputs, torch.int32, OutputAxis(1)),
+            "qzeros": stored(self.groups, outputs * bits // WORD, torch.int32, word_axis(1, bits)),
+            "scales": stored(self.groups, outputs, torch.float16, OutputAxis(1)),
         }
         if self.has_index:
             found[INDEX] = StoredTensor((inputs,), torch.int64)
@@ -175,16 +175,18 @@ class Awq(IntegerFormat):
         super().__init__(scheme, shape, stored)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        inputs, outputs, why = self.shape.inputs, self.shape.outputs, because(self.scheme)
+        inputs, outputs, reason = self.shape.inputs, self.shape.outputs, because(self.scheme)
 
-        def stored(rows: int, columns: int, kind: torch.dtype, along: Along) -> StoredTensor:
-            return StoredTensor((rows, columns), kind, along, because=why)
+        def stored(
+            rows: int, columns: int, kind: torch.dtype, output_axis: OutputAxis
+        ) -> StoredTensor:
+            return StoredTensor((rows, columns), kind, output_axis, because=reason)
 
-        words = Along(1, PER_WORD)
+        words = OutputAxis(1, PER_WORD)
         return {
             "qweight": stored(inputs, outputs // PER_WORD, torch.int32, words),
             "qzeros": stored(self.groups, outputs // PER_WORD, torch.int32, words),
-            "scales": stored(self.groups, outputs, torch.float16, Along(1)),
+            "scales": stored(self.groups, outputs, torch.float16, OutputAxis(1)),
         }
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
@@ -281,10 +283,10 @@ def check_group(scheme: StoredScheme, shape: LinearShape) -> int:
     return shape.inputs // group
 
 
-def along_words(axis: int, bits: int) -> Along:
+def word_axis(axis: int, bits: int) -> OutputAxis:
     """Return the places of outputs whose codes are one stream of bits along a dimension."""
     shared = math.gcd(WORD, bits)
-    return Along(axis, WORD // shared, bits // shared)
+    return OutputAxis(axis, WORD // shared, bits // shared)
 
 
 def because(scheme: StoredScheme) -> str:

@@ -18,11 +18,11 @@ from kvik.kernels.weights import (
     int8_weight,
     mxfp4_weight,
 )
-from kvik.nn.formats.base import Along, LinearShape, StoredTensor, TensorError
+from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
 from kvik.nn.formats.bits import pack_nibbles
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, PACKED, SCALE
 from kvik.nn.formats.integers import because, check_group, finite
-from kvik.nn.gguf_blocks import BlockParts, mxfp4_parts, take_apart
+from kvik.nn.gguf_blocks import BlockParts, block_parts, mxfp4_parts
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weight_kind import MX_GROUP
 from kvik.spec.weights import loaded_kind
@@ -47,7 +47,7 @@ class Mxfp4Packed:
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         def stored(columns: int) -> StoredTensor:
             size = self.shape.outputs, columns
-            return StoredTensor(size, torch.uint8, Along(), because=because(self.scheme))
+            return StoredTensor(size, torch.uint8, OutputAxis(), because=because(self.scheme))
 
         return {PACKED: stored(self.shape.inputs // 2), SCALE: stored(self.groups)}
 
@@ -64,7 +64,7 @@ class Mxfp4Blocks(Mxfp4Packed):
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         def stored(*rest: int) -> StoredTensor:
             size = (self.shape.outputs, self.groups, *rest)
-            return StoredTensor(size, torch.uint8, Along(), because=because(self.scheme))
+            return StoredTensor(size, torch.uint8, OutputAxis(), because=because(self.scheme))
 
         return {BLOCKS: stored(MX_GROUP // 2), SCALES: stored()}
 
@@ -110,14 +110,14 @@ class Blocks:
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         size = (self.shape.outputs, self.type.row_bytes(self.shape.inputs))
-        why = f"{self.type.name}, in bytes"
-        return {WEIGHT: StoredTensor(size, torch.uint8, Along(), in_runs=True, because=why)}
+        reason = f"{self.type.name}, in bytes"
+        return {WEIGHT: StoredTensor(size, torch.uint8, OutputAxis(), in_runs=True, because=reason)}
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         if self.type.name == "MXFP4":
             codes, powers = map(self.shape.ordered, mxfp4_parts(tensors[WEIGHT][rows]))
             return mxfp4_weight(pack_nibbles(codes), powers_of_two(WEIGHT, powers))
-        parts = take_apart(self.type.name, tensors[WEIGHT][rows])
+        parts = block_parts(self.type.name, tensors[WEIGHT][rows])
         if self.shape.columns:
             parts = BlockParts(
                 self.shape.ordered(parts.codes),

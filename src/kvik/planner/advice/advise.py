@@ -409,8 +409,8 @@ class _Adviser:
                 found = with_weights(shared, self.traffic, name)
                 if found.room:
                     alone = count == 1 or self._available("parallelism")
-                    why = "" if alone else reasons.obstacle(usual, found, formats)
-                    return self._at(found), why
+                    reason = "" if alone else reasons.obstacle(usual, found, formats)
+                    return self._at(found), reason
         raise CapacityError("model", reasons.hopeless(usual, formats))
 
     def _room(self, now: _Point) -> Advice:
@@ -551,18 +551,18 @@ class _Adviser:
         batch, drafting = self._batch(now), then.serving.drafting
         if topic in ("precision", "quantisation"):
             others = [position.serving for position in self._positions(topic, now)]
-            why = reasons.formats(now.serving, others, then.serving, self.traffic, batch)
+            reason = reasons.formats(now.serving, others, then.serving, self.traffic, batch)
         elif drafting is None:
-            why = reasons.shares(now.serving, self.traffic, batch)
+            reason = reasons.shares(now.serving, self.traffic, batch)
         else:
-            why = reasons.checking(now.serving, self.traffic, batch, drafting.drafts)
-            why += f"; {reasons.supposed(drafting.acceptance, bool(self.draft))}"
+            reason = reasons.checking(now.serving, self.traffic, batch, drafting.drafts)
+            reason += f"; {reasons.supposed(drafting.acceptance, bool(self.draft))}"
         if change > 0.0:
-            return why
+            return reason
         effect = (
             f"make it {-change:.0%} worse" if change else f"change no figure by {WORTHWHILE:.0%}"
         )
-        return f"{then.name} would {effect}: {why}"
+        return f"{then.name} would {effect}: {reason}"
 
     def _promise(self, now: _Point, absent: list[str]) -> str:
         slo = self.goal.slo

@@ -184,7 +184,7 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     model = server.served_name(body.model)
     params = chat_params(body, server.default_params)
     tenant = caller_of(request).tenant
-    server.generations.check_room(tenant, params.n)
+    server.generations.check_capacity(tenant, params.n)
     name, max_tokens = asked_tokens(body, body.max_completion_tokens)
     most = kept_tokens(server, body.truncate_prompt_tokens, max_tokens)
     use = tool_use(

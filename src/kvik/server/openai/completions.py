@@ -118,7 +118,7 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
     most = kept_tokens(server, body.truncate_prompt_tokens, params.max_tokens)
     check_choices("n" if len(given) == 1 else "prompt", len(given), params.n)
     tenant = caller_of(request).tenant
-    server.generations.check_room(tenant, len(given) * params.n)
+    server.generations.check_capacity(tenant, len(given) * params.n)
     ids = await all_prompt_ids(server.texts.of(tenant), given, body.add_special_tokens, most)
     prompts = list(ids.values())
     for field in ids:

@@ -107,7 +107,7 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
     if len(given) > MAX_INPUTS:
         raise ParamError("input", f"at most {MAX_INPUTS} inputs, not {len(given)}")
     tenant = caller_of(request).tenant
-    server.generations.check_room(tenant, len(given))
+    server.generations.check_capacity(tenant, len(given))
     most = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
     texts = server.texts.of(tenant)
     if pooling is None:

@@ -165,7 +165,7 @@ async def _scores(
     if len(pairs) > MAX_INPUTS:
         raise ParamError(many, f"at most {MAX_INPUTS} texts, not {len(pairs)}")
     tenant = caller_of(request).tenant
-    server.generations.check_room(tenant, len(pairs))
+    server.generations.check_capacity(tenant, len(pairs))
     most = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
     make = partial(pair_input, pooling=pooling, instruction=body.instruction, most=most)
     texts, requests, num_tokens = server.texts.of(tenant), [], 0

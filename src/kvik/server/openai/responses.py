@@ -322,7 +322,7 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     model = server.served_name(body.model)
     tenant = caller_of(request).tenant
     texts = server.texts.of(tenant)
-    server.generations.check_room(tenant, 1)
+    server.generations.check_capacity(tenant, 1)
     use, others = response_tools(body, texts)
     context = context_of(request)
     context.ignore(others)
@@ -370,7 +370,7 @@ class Rendering:
 class ResponseEvents(ResponseFormat):
     """The `ResponseFormat` of responses: items that are opened, extended and closed."""
 
-    goes_on = False  # its last events repeat the ids of all items
+    resumable = False  # its last events repeat the ids of all items
 
     def __init__(
         self, model: str, body: ResponsesRequest, params: SamplingParams, answer: AnswerForm

@@ -30,7 +30,7 @@ from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.step_inputs import StepSizes
-from kvik.worker.warm_up import Resting
+from kvik.worker.warm_up import IdleWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class DrafterParts:
     """Parts that a drafter may be built from.
 
     Attributes:
-        resting: preparations for idle time, to which the drafter adds its own.
+        idle_work: preparations for idle time, to which the drafter adds its own.
     """
 
     speculation: ResolvedSpeculation
@@ -47,7 +47,7 @@ class DrafterParts:
     sampling: SamplingTable
     network: EngineNetwork  # the target's
     platform: Platform
-    resting: list[Resting] = field(default_factory=list)
+    idle_work: list[IdleWork] = field(default_factory=list)
 
     @property
     def vocab_size(self) -> int:
@@ -63,7 +63,7 @@ class DrafterParts:
         hidden = torch.zeros(1, width, dtype=chosen.dtype, device=chosen.device)
         like = (hidden, *more)
         graph = self.platform.rows(function, like)
-        self.resting.extend((chosen.warm_ups.heads(function, like), graph))
+        self.idle_work.extend((chosen.warm_ups.heads(function, like), graph))
         return graph
 
 
@@ -116,7 +116,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     sizes = StepSizes.of(step.max_num_batched_tokens, step.max_num_seqs)
     with torch.inference_mode():
         graph, inputs = parts.platform.graph(network, sizes, drafts=True)
-    parts.resting.extend((parts.platform.parts.warm_ups.steps(network, spec, sizes), graph))
+    parts.idle_work.extend((parts.platform.parts.warm_ups.steps(network, spec, sizes), graph))
     device = parts.platform.parts.device
     draft = DraftNetwork(
         graph,

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvik.kernels.cpu import _native
 
-MEETING_BYTES = 8192  # of `Meeting` (csrc/group.hpp), and room for more
+BARRIER_BYTES = 8192  # of `Barrier` (csrc/group.hpp), and room for more
 _LINE = 64 // 4  # words of a cache line: its head has one, and what each process counts another
 
 
@@ -17,15 +17,15 @@ class BrokenGroup(RuntimeError):
     """One of the processes is gone."""
 
 
-class Meeting:
-    """The beginning of the shared memory: `Meeting` of csrc/group.hpp."""
+class Barrier:
+    """The beginning of the shared memory: `Barrier` of csrc/group.hpp."""
 
     def __init__(self, memory: np.ndarray) -> None:
         """
         Args:
             memory: [bytes] uint8, initially zeros.
         """
-        self._words = memory[:MEETING_BYTES].view(np.uint32)
+        self._words = memory[:BARRIER_BYTES].view(np.uint32)
         self._beats = self._words[_native.BEATS // 4 :]
 
     @property
