@@ -7,11 +7,13 @@ import gc
 import inspect
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import pytest
-from helpers import tiers
+from helpers import tiers, warm_processes
 from helpers.optional_triton import interpret_without_gpu
 from hypothesis import settings
 
@@ -109,6 +111,22 @@ def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def loads_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load pages from tiers even if that was slow before on this machine."""
     monkeypatch.setattr("kvik.core.tier_index.TierIndex.is_faster", lambda *_: True)
+
+
+@pytest.fixture(scope="module")
+def forked() -> Iterator[None]:
+    """Fork Python processes from one that has already imported torch and kvik."""
+    with pytest.MonkeyPatch.context() as patch:
+        if sys.platform == "linux":
+            warm_processes.parent()
+            patch.setattr(subprocess, "Popen", warm_processes.Popen)
+        yield
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch, forked: None) -> None:
+    """Start Python processes as users do, in a module whose other tests fork them."""
+    monkeypatch.setattr(subprocess, "Popen", warm_processes.Popen.__base__)
 
 
 @pytest.fixture

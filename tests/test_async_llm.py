@@ -24,6 +24,7 @@ from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop
 from kvik.errors import CapacityError, UnavailableError
 
+pytestmark = pytest.mark.usefixtures("forked")
 OPTIONS: dict[str, Any] = {
     "device": "cpu",
     "dtype": "float32",

@@ -21,7 +21,7 @@ from kvik import LLM, SamplingParams
 from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED
 
-pytestmark = [needs_native, pytest.mark.full]
+pytestmark = [needs_native, pytest.mark.full, pytest.mark.usefixtures("forked")]
 
 TEXT = (BUNDLED.parent / "calibration" / "text.txt").read_text(encoding="utf-8")
 SINKS, WINDOW, SEGMENTS = 4, 252, 21

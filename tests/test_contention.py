@@ -18,6 +18,7 @@ from helpers.optional_native import needs_native
 pytestmark = [
     needs_native,
     pytest.mark.full,
+    pytest.mark.usefixtures("forked"),
     pytest.mark.skipif(sys.platform != "linux", reason="stops threads as Linux does"),
 ]
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -29,6 +29,7 @@ from kvik.engine_process import engine_in_process
 from kvik.launch import resolve_config
 from kvik.spec.kv import KV_FORMATS
 
+pytestmark = pytest.mark.usefixtures("forked")
 OPTIONS = {"device": "cpu", "dtype": "float32", "threads": 1, "max_model_len": 128}
 PROMPTS = [[1, 2, 3], [1, 400, 5, 77], [1] * 40]
 PARAMS = SamplingParams(max_tokens=12, seed=3, logprobs=1, prompt_logprobs=0)
@@ -62,6 +63,7 @@ async def until(client: RemoteClient, state: EngineState) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("fresh")
 def test_the_engine_process_gives_the_tokens_of_the_engine_in_process(resolved, tmp_path):
     async def test(client, deltas):
         await until(client, EngineState.READY)
@@ -144,6 +146,7 @@ def test_loading_stops_when_the_client_is_gone(resolved):
         assert process.wait(10) == 1
 
 
+@pytest.mark.usefixtures("fresh")
 def test_a_parent_that_sends_nothing(resolved):
     ours, theirs = socket.socketpair()
     command = [sys.executable, "-m", "kvik.engine_process", str(theirs.fileno())]
@@ -172,42 +175,6 @@ def test_an_unusable_model_is_reported_in_a_frame(resolved, tmp_path):
 # Every stored format, and every KV format.
 STORED = dict(zip(CONFIGS, cycle(KV_FORMATS), strict=False))
 CASES = (*STORED, "engine folder", "draft model")
-MANY_ENGINES = """
-import os, sys
-import kvik.worker.worker
-from kvik.engine_process import main
-for number in sys.argv[1:]:
-    if not os.fork():
-        os._exit(main([number]))
-"""
-
-
-class Connected:
-    """An `EngineSource` of one engine that is already running."""
-
-    def __init__(self, sock: socket.socket, start: EngineStart) -> None:
-        self._sock, self._start = sock, start
-
-    def start(self, client: RemoteClient) -> None:
-        client.connect(self._sock, self._start)
-
-    def lost(self, why: str, *, for_good: bool) -> None: ...
-
-    async def close(self) -> None: ...
-
-
-@pytest.fixture(scope="module")
-def sockets() -> Iterator[dict[str, socket.socket]]:
-    """Start engine processes that share one import of torch, and yield the socket of each."""
-    pairs = {case: socket.socketpair() for case in CASES}
-    numbers = [theirs.fileno() for _, theirs in pairs.values()]
-    command = [sys.executable, "-P", "-c", MANY_ENGINES, *map(str, numbers)]
-    with subprocess.Popen(command, pass_fds=numbers):
-        for _, theirs in pairs.values():
-            theirs.close()
-        yield {case: ours for case, (ours, _) in pairs.items()}
-        for ours, _ in pairs.values():
-            ours.close()
 
 
 @pytest.fixture(scope="module")
@@ -238,9 +205,7 @@ def stored_options(case: str, plain: Path, work: Path) -> dict[str, Any]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
-def test_quantised_checkpoints_are_served(
-    case: str, sockets: dict[str, socket.socket], plain: Path, tmp_path: Path
-) -> None:
+def test_quantised_checkpoints_are_served(case: str, plain: Path, tmp_path: Path) -> None:
     options = stored_options(case, plain, tmp_path)
     resolved = resolve_config(EngineConfig(**options))
     start = EngineStart(resolved)
@@ -248,22 +213,20 @@ def test_quantised_checkpoints_are_served(
     assert wire.to_start.decode(body) == start
     greedy = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 
-    async def serve() -> list[int]:
-        deltas: list[RequestDelta] = []
-        client = RemoteClient(resolved, Connected(sockets[case], start))
-        client.start(deltas.extend)
-        async with asyncio.timeout(60):
-            while client.state is EngineState.STARTING:
-                await asyncio.sleep(0.01)
-            assert client.state is EngineState.READY, client.reason
-            client.add(EngineRequest("a", [1, 2, 3], greedy))
-            while client.num_unfinished:
-                await asyncio.sleep(0.005)
-        await client.close()
-        assert deltas[-1].finish_reason is FinishReason.LENGTH
-        return [token for delta in deltas for token in delta.token_ids]
+    served: list[RequestDelta] = []
 
-    served = asyncio.run(serve())
+    async def serve(client: RemoteClient, deltas: list[RequestDelta]) -> None:
+        while client.state is EngineState.STARTING:
+            await asyncio.sleep(0.01)
+        assert client.state is EngineState.READY, client.reason
+        client.add(EngineRequest("a", [1, 2, 3], greedy))
+        while client.num_unfinished:
+            await asyncio.sleep(0.005)
+        served.extend(deltas)
+
+    in_process(resolved, serve)
+    assert served[-1].finish_reason is FinishReason.LENGTH
     with LLM(**options) as llm:
         (output,) = llm.generate([[1, 2, 3]], greedy)
-    assert served == output.outputs[0].token_ids
+    tokens = [token for delta in served for token in delta.token_ids]
+    assert tokens == output.outputs[0].token_ids

@@ -22,7 +22,7 @@ from kvik.core.types import EngineRequest
 from kvik.launch import reschedule, resolve_config, start
 from kvik.worker import disk_tier
 
-pytestmark = pytest.mark.usefixtures("loads_always")
+pytestmark = pytest.mark.usefixtures("forked", "loads_always")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 TINY = {"device": "cpu", "threads": 1, "num_blocks": 30, "max_model_len": 256}
 

@@ -13,16 +13,15 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException
-from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.http_server import ask, until
 from helpers.optional_native import needs_native
-from helpers.server_process import ServerProcess, children, server_process
+from helpers.server_process import ServerProcess, children, gone, server_process
 from test_prefill_decode import moves, route
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("forked")]
 
 COMMON = (
     "--device",
@@ -303,13 +302,5 @@ def test_requests_end_once_if_a_server_is_killed_while_they_move(
             assert moves(other)["num_waiting"] == 0 and moves(other)["moves"]["leases"] == 0
         state = ask(front, "GET", "/replicas").json["replicas"]
         assert not any(one["unfinished"] for one in state)
-        until(lambda: not any(is_alive(pid) for pid in pids))
+        until(lambda: all(map(gone, pids)))
     assert set(os.listdir("/dev/shm")) <= shm
-
-
-def is_alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return False

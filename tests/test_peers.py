@@ -23,6 +23,7 @@ from kvik.engine.recorder import RecordReader, open_recording
 from kvik.launch import load_loop, play, resolve_config
 from kvik.worker import peer_tier
 
+pytestmark = pytest.mark.usefixtures("forked")
 TOKEN = b"a secret of the test"
 TINY = {"device": "cpu", "threads": 1, "num_blocks": 60, "max_model_len": 512}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True, logprobs=2)

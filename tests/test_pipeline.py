@@ -24,7 +24,7 @@ from kvik.core.types import EngineRequest
 from kvik.errors import NOTES_LOG, ConfigError, GroupLost
 from kvik.launch import launch
 
-pytestmark = pytest.mark.full  # starts processes that import torch
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("forked")]
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 COMMON = {"device": "cpu", "threads": 3, "pipeline_parallel_size": 3, "max_model_len": 256}
@@ -174,6 +174,7 @@ def test_an_engine_that_cannot_be_reached_is_one_error(monkeypatch) -> None:
     assert not stages()
 
 
+@pytest.mark.usefixtures("fresh")
 def test_the_start_logs_where_each_process_runs(caplog) -> None:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else 0
     options = {"threads": 4, "pipeline_parallel_size": 2, "tensor_parallel_size": 2}

@@ -18,7 +18,7 @@ import pytest
 from helpers.http_server import ask, until
 from helpers.server_process import ServerProcess, server_process
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("forked")]
 
 COMMON = ("--device", "cpu", "--threads", "1", "--max-model-len", "1024")
 TOKEN = "a-secret-of-this-test"

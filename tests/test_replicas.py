@@ -22,7 +22,7 @@ from kvik.cli.main import main
 from kvik.engine.remote import EngineState
 from kvik.engine.replicas import Replicas
 
-pytestmark = pytest.mark.full
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("forked")]
 
 OPTIONS = {"device": "cpu", "threads": 2, "num_blocks": 256, "max_model_len": 256}
 

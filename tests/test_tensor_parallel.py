@@ -28,7 +28,7 @@ from kvik.kernels.cpu.group import Group
 from kvik.kernels.torch_group import TorchGroup
 from kvik.worker.group_pages import GroupPageMover
 
-pytestmark = pytest.mark.full  # starts processes that import torch
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("forked")]
 
 LONG = SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True)
 SHORT = LONG.with_changes(max_tokens=8)
@@ -211,6 +211,7 @@ def send_soon(number: int) -> None:
     threading.Thread(target=send).start()
 
 
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("joined", JOINED, ids=JOINED_NAMES)
 @pytest.mark.parametrize(
     ("number", "how"),

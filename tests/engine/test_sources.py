@@ -29,6 +29,7 @@ from kvik.engine.sources import RestartPolicy, Supervisor, restart_policy
 from kvik.engine.wire import EngineStart
 from kvik.errors import UnavailableError
 
+pytestmark = pytest.mark.usefixtures("forked")
 QUICK = RestartPolicy(
     stall=0.5, kill=30.0, exit=1.0, pause=0.01, longest_pause=0.05, crashes=3, window=60.0
 )

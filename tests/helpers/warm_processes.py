@@ -1,183 +1,226 @@
-"""Processes of a group, forked by one process that has already loaded torch.
+"""Python processes that are forked from one that has already imported torch and kvik.
 
-A short test of a group mostly starts processes: importing Python's modules takes each 1.5 seconds
-of CPU time. Here another process imports them and forks for each process of a group, which then
-runs the same `main` with the same arguments, sockets and memory as a fresh one.
-`tests/test_tensor_parallel.py` and `tests/test_pipeline.py` start fresh ones, as users do.
+Importing Python's modules takes a process of kvik 1.5 to 2.5 seconds of CPU, most of what a short
+test of a server or a group takes. `Popen` replaces `subprocess.Popen`: another process imports the
+modules once, and forks for each command of Python. The forked process then runs the same `main`
+with the same arguments, files and environment as a fresh one, it is a child of the process that
+called `Popen`, and `/proc` shows its command. The engines and ranks that it starts are forked, too.
+
+Tests use the fixture `forked`. These start processes as users do, with their imports:
+`cli/test_serve.py`, `server/test_lost_ranks.py` in the nightly tier, and tests with the fixture
+`fresh`.
 """
 
 from __future__ import annotations
 
-import contextlib
+import atexit
+import ctypes
 import fcntl
+import functools
 import gc
 import importlib
+import inspect
 import json
 import os
-import select
+import runpy
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import traceback
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import IO, Any
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
-LOADED = ("torch", "kvik.worker.ranks", "kvik.rank_process", "kvik.stage_process")
+WITHOUT_TORCH = ("kvik.engine_process", "helpers.served_engine")
+LOADED = (
+    *("torch", "kvik.attention.cpu", "kvik.kernels.torch_group", "kvik.worker.ranks"),
+    *("kvik.worker.worker", "kvik.llm", "kvik.rank_process", "kvik.stage_process"),
+    *("kvik.cli.main", "kvik.cli.serve", "kvik.cli.route", "aiohttp", "uvloop", *WITHOUT_TORCH),
+)
 LARGEST = 1 << 17  # bytes of a request, including the environment
+MOST_FILES = 64  # of a request
 ABOVE = 400  # file descriptors from here on are unused otherwise
+PADDING = 1 << 12  # bytes for the command of a forked process
+_PR_SET_CHILD_SUBREAPER = 36
+_PARAMETERS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
 
-# "cpu": seconds of all ended processes, which are not children of this one.
-spent: Counter[str] = Counter()
+
+class Popen(subprocess.Popen[Any]):
+    """Forks a process for a command of Python; starts other commands as its base class does."""
+
+    def _execute_child(self, *values: Any) -> None:
+        given = dict(zip(_PARAMETERS, values, strict=True))
+        command = given["args"]
+        # Torch would exceed the limits of the processes with a session of their own.
+        if command[0] != sys.executable or given["start_new_session"]:
+            super()._execute_child(*values)  # type: ignore[misc]
+            return
+        pipes = [given[n] for n in ("p2cread", "p2cwrite", "c2pread", "c2pwrite")]
+        pipes += [given["errread"], given["errwrite"]]
+        places = {number: number for number in (0, 1, 2, *given["pass_fds"])}
+        places |= {place: pipes[i] for place, i in enumerate((0, 3, 5)) if pipes[i] != -1}
+        facts = {
+            "command": [os.fspath(word) for word in command],
+            "cwd": given["cwd"] or os.getcwd(),
+            "environment": dict(os.environ if given["env"] is None else given["env"]),
+            "group": given["process_group"] == 0,
+        }
+        self.pid = fork(facts, places) if is_forked else parent().fork(facts, places)
+        self._child_created = True
+        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
 
-class ForkedProcess:
-    """Replaces `subprocess.Popen` for processes of a group."""
+class Parent:
+    """The process that has imported the modules."""
 
-    stdin: IO[bytes] | None = None
-    returncode: int | None = None
-
-    def __init__(
-        self,
-        requests: socket.socket,
-        command: Sequence[str],
-        pass_fds: Sequence[int] = (),
-        stdin: int | None = None,
-    ) -> None:
-        python, isolated, of_module, module, *arguments = command
-        assert (python, isolated, of_module) == (sys.executable, "-P", "-m")
+    def __init__(self) -> None:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        places = {number: number for number in (1, 2, *pass_fds)}
-        if stdin == subprocess.PIPE:
-            places[0], own = os.pipe()
-            self.stdin = os.fdopen(own, "wb")
-        facts = {"cwd": os.getcwd(), "environment": dict(os.environ)}
-        facts |= {"module": module, "arguments": arguments, "places": list(places)}
-        with theirs:
-            numbers = [theirs.fileno(), *places.values()]
-            socket.send_fds(requests, [json.dumps(facts).encode()], numbers)
-        if stdin == subprocess.PIPE:
-            os.close(places[0])
-        self.pid: int = json.loads(self._line.recv(LARGEST))
-
-    def poll(self) -> int | None:
-        """See `Popen.poll`."""
-        return self._ended(0)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """See `Popen.wait`."""
-        code = self._ended(timeout)
-        if code is None:
-            assert timeout is not None
-            raise subprocess.TimeoutExpired(str(self.pid), timeout)
-        return code
-
-    def kill(self) -> None:
-        """See `Popen.kill`."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def _ended(self, timeout: float | None) -> int | None:
-        if self.returncode is None and select.select([self._line], [], [], timeout)[0]:
-            with self._line:
-                self.returncode, cpu = json.loads(self._line.recv(LARGEST))
-            spent["cpu"] += cpu
-        return self.returncode
-
-
-@contextmanager
-def warm_process() -> Iterator[SimpleNamespace]:
-    """Provide a replacement of the module `subprocess` for code that starts groups."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours:
+        self._lock = threading.Lock()
         with theirs:
             number = theirs.fileno()
             process = subprocess.Popen(
-                [sys.executable, "-P", __file__, str(number)],
+                [sys.executable, "-P", __file__, str(number), " " * PADDING],
                 pass_fds=[number],
                 stdin=subprocess.DEVNULL,
             )
+        atexit.register(process.wait)
+        atexit.register(self._line.close)  # before that
 
-        def start(command: Sequence[str], **options: Any) -> ForkedProcess:
-            return ForkedProcess(ours, command, **options)
+    def fork(self, facts: Mapping[str, Any], places: Mapping[int, int]) -> int:
+        """Return the id of a new process, which becomes a child of this one.
 
-        names = ("DEVNULL", "PIPE", "TimeoutExpired")
-        yield SimpleNamespace(Popen=start, **{name: getattr(subprocess, name) for name in names})
-    process.wait(30)
-    spent.clear()  # it is part of that process's time
+        Args:
+            places: its file descriptors, and the ones of this process that they are copies of.
+        """
+        adopt = functools.partial(ctypes.CDLL(None).prctl, _PR_SET_CHILD_SUBREAPER)
+        request = json.dumps({**facts, "places": list(places)}).encode()
+        with self._lock:
+            adopt(1)
+            try:
+                socket.send_fds(self._line, [request], list(places.values()))
+                return int(self._line.recv(LARGEST))
+            finally:
+                adopt(0)
+
+
+@functools.cache
+def parent() -> Parent:
+    """Return the one of this process, which ends with it."""
+    return Parent()
+
+
+# In the process that has imported the modules, and in those that are forked
+
+
+is_forked = False
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork for each request, and report how each fork ended."""
-    for name in LOADED:
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()
-    woken, wake = os.pipe()
-    for number in (woken, wake):
-        os.set_blocking(number, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake)
-    lines: dict[int, socket.socket] = {}
+    """Fork for each request. A process between the two ends at once, so that the requesting
+    process, which adopts orphans, gets the new one as its child."""
     while True:
-        ready = select.select([requests, woken], [], [])[0]
-        if woken in ready:
-            os.read(woken, 1 << 10)
-            _tell_of_ended(lines)
-        if requests not in ready:
-            continue
-        data, numbers, _, _ = socket.recv_fds(requests, LARGEST, 16)
+        data, numbers, _, _ = socket.recv_fds(requests, LARGEST, MOST_FILES)
         if not data:
             return
-        pid = os.fork()
-        if not pid:
-            signal.set_wakeup_fd(-1)
-            for each in (requests, *lines.values()):
-                each.close()
-            _become(json.loads(data), numbers[1:])
-        lines[pid] = socket.socket(fileno=numbers[0])
-        lines[pid].send(json.dumps(pid).encode())
-        for number in numbers[1:]:
+        facts = json.loads(data)
+        is_script = facts["command"][1].endswith("engine_child.py")
+        for name in WITHOUT_TORCH if is_script else LOADED:
+            with suppress(ImportError):  # an optional part
+                importlib.import_module(name)
+        places = dict(zip(facts.pop("places"), numbers, strict=True))
+        read, write = os.pipe()
+        if not (between := os.fork()):
+            os.write(write, str(fork({**facts, "between": os.getpid()}, places)).encode())
+            os._exit(0)
+        os.waitpid(between, 0)
+        requests.send(os.read(read, LARGEST))
+        for number in (read, write, *numbers):
             os.close(number)
 
 
-def _tell_of_ended(lines: dict[int, socket.socket]) -> None:
-    while lines:
-        pid, status, usage = os.wait4(-1, os.WNOHANG)
-        if not pid:
-            return
-        with lines.pop(pid) as line, contextlib.suppress(OSError):
-            code, cpu = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
-            line.send(json.dumps([code, cpu]).encode())
+def fork(facts: Mapping[str, Any], places: Mapping[int, int]) -> int:
+    """Return the id of a child that runs a command; see `Parent.fork`."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # The child must not close files by the numbers that they have had in this process: objects of
+    # Python are frozen, and what libraries close after a fork has lower numbers.
+    gc.freeze()
+    above = {place: fcntl.fcntl(n, fcntl.F_DUPFD_CLOEXEC, ABOVE) for place, n in places.items()}
+    if not (pid := os.fork()):
+        _become(facts, above)
+    gc.unfreeze()
+    for number in above.values():
+        os.close(number)
+    if facts["group"]:
+        with suppress(OSError):  # it has already done so, or has ended
+            os.setpgid(pid, pid)
+    return pid
 
 
-def _become(facts: dict[str, Any], numbers: Sequence[int]) -> None:
-    """In the forked process, put descriptors in their places and run the requested module."""
-    code = 1
+def _become(facts: Mapping[str, Any], places: Mapping[int, int]) -> None:
+    """In a forked process: put its files in their places, and run the command."""
+    global is_forked
+    is_forked, code = True, 1
     try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        above = [fcntl.fcntl(number, fcntl.F_DUPFD, ABOVE) for number in numbers]
-        for number in numbers:
-            os.close(number)
-        for number, place in zip(above, facts["places"], strict=True):
+        while os.getppid() == facts.get("between"):  # whose end may kill: see `die_with_parent`
+            time.sleep(0.0005)
+        if facts["group"]:
+            os.setpgid(0, 0)
+        _show(facts["command"])
+        for kind in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(kind, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.set_wakeup_fd(-1)
+        for place, number in places.items():
             os.dup2(number, place)
-            os.close(number)
+        for low, high in pairwise([*sorted(places), os.sysconf("SC_OPEN_MAX")]):
+            os.closerange(low + 1, high)
+        sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+        sys.stderr = os.fdopen(2, "w", 1, errors="backslashreplace", closefd=False)
         os.chdir(facts["cwd"])
         os.environ.clear()
         os.environ.update(facts["environment"])
-        code = importlib.import_module(facts["module"]).main(facts["arguments"])
+        subprocess.Popen = Popen  # type: ignore[misc]
+        code = _run(facts["command"][1:])
+    except SystemExit as error:
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
         os._exit(code)
 
 
+def _show(command: Sequence[str]) -> None:
+    """Let /proc show a command in place of the one of the first process."""
+    first, last = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    text = b"\0".join(word.encode() for word in command)[: last - first - 1]
+    ctypes.memmove(first, text.ljust(last - first, b"\0"), last - first)
+
+
+def _run(words: Sequence[str]) -> int:
+    """Run the arguments of a command of Python, and return the exit code."""
+    first, *rest = words[1:] if words[0] == "-P" else words
+    if first == "-m":
+        module = "kvik.cli.main" if rest[0] == "kvik" else rest[0]
+        return int(importlib.import_module(module).main(rest[1:]))
+    if first == "-c":
+        sys.argv = ["-c", *rest[1:]]
+        exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = [first, *rest]
+        runpy.run_path(first, run_name="__main__")
+    return 0
+
+
 if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     with socket.socket(fileno=int(sys.argv[1])) as asked:
         serve(asked)

@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from types import SimpleNamespace
-
 import pytest
 from helpers.matrix import FORMATS, MODELS, make_model, reference_outputs, reference_tokens
-from helpers.warm_processes import warm_process
 
 from kvik.engine.output import RequestOutput
-
-
-@pytest.fixture(scope="session")
-def forking() -> Iterator[SimpleNamespace]:
-    with warm_process() as made:
-        yield made
-
-
-@pytest.fixture
-def forked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork the processes of groups from one that has already imported their modules."""
-    if sys.platform == "linux":
-        made = request.getfixturevalue("forking")
-        for module in ("kvik.rank_process", "kvik.stage_process"):
-            monkeypatch.setattr(f"{module}.subprocess", made)
 
 
 @pytest.fixture(scope="module", params=MODELS)

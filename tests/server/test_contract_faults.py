@@ -26,6 +26,7 @@ from helpers.story_site import Site, site_fixture
 from kvik.server import health
 from kvik.server.app import openai_routes as openai
 
+pytestmark = pytest.mark.usefixtures("forked")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}

@@ -17,6 +17,7 @@ import pytest
 from helpers.schema_values import SchemaValues
 from helpers.server_process import POOLED, ServerProcess, server_process
 
+pytestmark = pytest.mark.usefixtures("forked")
 MIB = 1 << 20
 ANTHROPIC = "/v1/messages"
 NO_ROOM = {429, 503, 504}

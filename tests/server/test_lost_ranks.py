@@ -36,6 +36,7 @@ from helpers.server_process import (
     children,
     command,
     free_port,
+    gone,
     resources,
     serve_command,
     server_process,
@@ -144,6 +145,13 @@ def _spread(seconds: list[float]) -> str:
     return f"median {middle:.3f} s, most {most:.3f} s of {len(seconds)}"
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forked_by_day(request: pytest.FixtureRequest) -> None:
+    """Start processes as users do in the nightly tier only."""
+    if tiers.tier() != "nightly":
+        request.getfixturevalue("forked")
+
+
 # Clients
 
 
@@ -217,14 +225,6 @@ class Load:
 
 
 # Servers
-
-
-def gone(pid: int) -> bool:
-    """Return whether a process has ended; zombies count as ended."""
-    with suppress(OSError):
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state in "ZX"
-    return True
 
 
 def wait_until(what: str, seconds: float, look: Any) -> Any:

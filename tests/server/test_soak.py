@@ -16,6 +16,7 @@ import pytest
 from helpers.server_process import POOLED, ServerProcess, server_process
 from helpers.tiers import tier
 
+pytestmark = pytest.mark.usefixtures("forked")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 
 WARM_UP, AT_ONCE = 400, 40
