@@ -41,6 +41,7 @@ class Browser:
     """One window. `errors` are the errors of its console, `urls` the addresses it requested."""
 
     def __init__(self, program: str, width: int = 1280, height: int = 900) -> None:
+        self._size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._runner = asyncio.Runner()
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
@@ -53,13 +54,14 @@ class Browser:
         self._ids = itertools.count(1)
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._session: str | None = None
+        self._context: dict[str, str] | None = None  # cookies and storage of the window
         self._client: aiohttp.ClientSession | None = None
         self._socket: aiohttp.ClientWebSocketResponse | None = None
         self._reader: asyncio.Task[None] | None = None
         self.errors: list[str] = []
         self.urls: list[str] = []
         try:
-            self._run(self._open(width, height))
+            self._run(self._open())
         except BaseException:
             self.close()
             raise
@@ -86,6 +88,10 @@ class Browser:
             self._process.stderr.close()
             self._runner.close()
             self._profile.cleanup()
+
+    def renew(self) -> None:
+        """Replace the window by a new one, without cookies and storage."""
+        self._run(self._open_window())
 
     # -- user actions ----------------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class Browser:
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(work)
 
-    async def _open(self, width: int, height: int) -> None:
+    async def _open(self) -> None:
         assert self._process.stderr is not None
         loop = asyncio.get_running_loop()
         line = ""
@@ -185,14 +191,22 @@ class Browser:
         self._client = aiohttp.ClientSession()
         self._socket = await self._client.ws_connect(line.split()[-1], max_msg_size=0)
         self._reader = loop.create_task(self._read(self._socket))
-        targets = (await self._send("Target.getTargets", {}))["targetInfos"]
-        page = next(t["targetId"] for t in targets if t["type"] == "page")
+        await self._open_window()
+
+    async def _open_window(self) -> None:
+        old, self._session = self._context, None
+        self._context = await self._send("Target.createBrowserContext", {})
+        target = {"url": "about:blank", **self._context}
+        page = (await self._send("Target.createTarget", target))["targetId"]
+        if old is not None:
+            await self._send("Target.disposeBrowserContext", old)
         attached = await self._send("Target.attachToTarget", {"targetId": page, "flatten": True})
         self._session = attached["sessionId"]
+        self.errors.clear()
+        self.urls.clear()
         for domain in ("Page", "Runtime", "Log", "Network"):
             await self._send(f"{domain}.enable", {})
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        await self._send("Emulation.setDeviceMetricsOverride", size)
+        await self._send("Emulation.setDeviceMetricsOverride", self._size)
 
     async def _close(self) -> None:
         if self._reader is not None:

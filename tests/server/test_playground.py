@@ -35,12 +35,18 @@ NO_STORAGE = {
 site = site_fixture()
 
 
-@pytest.fixture
-def browser() -> Iterator[chromium.Browser]:
+@pytest.fixture(scope="module")
+def shared() -> Iterator[chromium.Browser]:
     program = chromium.find()
     assert program is not None
     with chromium.Browser(program) as found:
         yield found
+
+
+@pytest.fixture
+def browser(shared: chromium.Browser) -> chromium.Browser:
+    shared.renew()
+    return shared
 
 
 def opened(browser: chromium.Browser, site: Site, page: str = "/") -> None:
