@@ -34,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     parser.addoption("--seed", help="of what is drawn (nightly tier: a new one by default)")
     parser.addoption("--no-limits", action="store_true", help="without helpers/limits.py")
-    parser.addoption("--fuzz-seconds", default=5, help="how long tests with drawn input run")
+    parser.addoption("--fuzz-seconds", default=3, help="how long tests with drawn input run")
 
 
 def pytest_configure(config: pytest.Config) -> None:

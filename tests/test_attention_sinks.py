@@ -55,10 +55,10 @@ def perplexities(texts: int, segments: int, **options: Any) -> list[float]:
 
 
 def test_perplexity_stays_over_twenty_windows(tmp_path: Path) -> None:
-    found = perplexities(9, SEGMENTS, attention_sinks=SINKS, window=WINDOW)
+    found = perplexities(4, SEGMENTS, attention_sinks=SINKS, window=WINDOW)
     assert found[-1] <= 1.05 * found[1]
     change_bundled(tmp_path, "config.json", max_position_embeddings=10 * SIZE)
-    dense = perplexities(3, 10, model=str(tmp_path))
+    dense = perplexities(2, 10, model=str(tmp_path))
     assert dense[-1] > 1.5 * dense[1]  # trained for four segments
 
 
@@ -97,9 +97,10 @@ def grown(first: int, last: int) -> float:
     return float(done.stdout)
 
 
+@pytest.mark.usefixtures("fresh")  # NumPy reads the environment when it is imported
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stream_far_beyond_the_trained_length_takes_no_more_memory() -> None:
-    assert grown(3_000, 8_000) < 0.005  # after 134 pages: each page was written once
+    assert grown(2_500, 4_500) < 0.002  # after 134 pages: each page was written once
 
 
 ENDLESS = 2500  # tokens; the model was trained for 1,024
@@ -177,6 +178,7 @@ def assert_goes_on(text: str) -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.usefixtures("fresh")
 @pytest.mark.timeout(7200)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_two_hundred_thousand_tokens_take_no_more_memory() -> None:

@@ -32,7 +32,7 @@ prompts = [[5 + (7 * i + j) % 300 for j in range(40 * i + 3)] for i in range(5)]
 with LLM(threads=int(sys.argv[1]) or None, max_model_len=512, enable_prefix_caching=False) as llm:
     for turn in range(int(sys.argv[2])):
         seed = turn % {ROUNDS}
-        params = SamplingParams(temperature=seed % 2, top_p=0.9, max_tokens=40, seed=seed)
+        params = SamplingParams(temperature=seed % 2, top_p=0.9, max_tokens=16, seed=seed)
         outputs = llm.generate(prompts, params, progress=False)
         print([list(output.outputs[0].token_ids) for output in outputs], flush=True)
 """

@@ -26,6 +26,8 @@ from kvik.launch import resolve_config
 from kvik.worker import transformers_model
 from kvik.worker.transformers_model import RequestCaches, TransformersModel, model_facts
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 # Architectures that only transformers has: ALiBi; interleaved rotary pairs; a window in every other
 # layer; states and no keys.
 FAMILIES: dict[str, dict[str, Any]] = {
