@@ -620,9 +620,9 @@ def giving(moved: bytes, *, stream: bool) -> Any:
         status = 200 if stream else 503
         await send({"type": "http.response.start", "status": status, "headers": headers})
         begun = b"data: 1\n\n: kvik-moved " if stream else b""
-        for part in (begun + moved[:2], moved[2:] + b"\n\n", *[b"\n"] * 10):
+        for part in (begun + moved[:2], moved[2:] + b"\n\n", *[b"\n"] * 3):
             await send({"type": "http.response.body", "body": part, "more_body": True})
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.02)
         await send({"type": "http.response.body", "body": b""})
 
     return answer

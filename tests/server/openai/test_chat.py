@@ -153,8 +153,9 @@ def test_a_stop_string_ends_it(chat: Any) -> None:
 
 @pytest.mark.full
 def test_without_a_limit_an_answer_may_fill_the_context(chat: Any) -> None:
-    answer = chat(temperature=0, extra_body={"ignore_eos": True})
-    assert answer.usage.total_tokens == 512
+    talk: Any = [{"role": "user", "content": "word " * 400}]
+    answer = chat(messages=talk, temperature=0, extra_body={"ignore_eos": True})
+    assert answer.usage.total_tokens == MAX_MODEL_LEN
     assert answer.choices[0].finish_reason == "length"
 
 
@@ -310,7 +311,7 @@ def test_tokens_are_named_by_id_on_request(http: httpx2.Client, llm: LLM) -> Non
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
 def test_minus_one_is_to_the_end_of_the_context(http: httpx2.Client, name: str) -> None:
-    talk = [{"role": "user", "content": "word " * 100}]
+    talk = [{"role": "user", "content": "word " * 400}]
     body = {"messages": talk, name: -1, "ignore_eos": True}
     usage = http.post("/v1/chat/completions", json=body).json()["usage"]
     assert usage["total_tokens"] == MAX_MODEL_LEN
