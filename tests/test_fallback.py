@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import re
 import subprocess
@@ -45,13 +46,14 @@ COMMON: dict[str, Any] = {
     "threads": 1,
     "fallback": "transformers",
 }
+FACTS = functools.cache(model_facts)
 PROMPTS = [tokens(n, seed=n) for n in (9, 40, 3, 24, 1)]
 
 
 @pytest.fixture(autouse=True)
 def asked_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Query transformers in this process, where it is already imported."""
-    monkeypatch.setattr(kvik.fallback, "ask", model_facts)
+    """Query transformers in this process, where it is already imported, once for each folder."""
+    monkeypatch.setattr(kvik.fallback, "ask", FACTS)
 
 
 @pytest.fixture(scope="module")

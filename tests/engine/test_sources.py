@@ -20,6 +20,7 @@ from helpers.engine_child import CRASH, HANG, PAUSE
 from helpers.optional_native import needs_native
 from helpers.served_engine import engine_request as request
 from helpers.served_engine import tiny_config
+from helpers.server_process import gone
 from helpers.virtual_time import run_virtually
 
 from kvik import child_process
@@ -395,6 +396,7 @@ async def test_closing_at_any_moment():
                 await asyncio.sleep(delay)
 
 
+@pytest.mark.usefixtures("fresh")
 async def test_the_engine_process_has_its_own_group_in_the_same_session():
     """Signals of the terminal do not reach it. Linux shares processors between sessions, and would
     put all threads of another session on one core."""
@@ -422,6 +424,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.usefixtures("fresh")
 def test_the_engine_process_ends_when_its_parent_is_killed():
     script = ORPHAN.format(tests=str(Path(__file__).parents[1]))
     done = subprocess.run(
@@ -429,16 +432,9 @@ def test_the_engine_process_ends_when_its_parent_is_killed():
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     pid, until = int(done.stdout), time.monotonic() + 10
-    while exists(pid) and not _is_zombie(pid):
+    while not gone(pid):
         assert time.monotonic() < until
         time.sleep(0.02)
-
-
-def _is_zombie(pid: int) -> bool:
-    """Return whether a process is dead, but not yet reaped by its new parent."""
-    with contextlib.suppress(FileNotFoundError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    return True
 
 
 def test_the_stall_limit_grows_with_the_time_of_a_step_on_a_cpu():

@@ -45,7 +45,7 @@ def asked(**changes: Any) -> dict[str, Any]:
 def test_a_call_that_must_come_is_valid(
     client: anthropic.Anthropic, choice: Any, names: set[str]
 ) -> None:
-    for _ in range(3):
+    for _ in range(2):
         answer = client.messages.create(**asked(tool_choice=choice))
         (block,) = answer.content
         assert block.type == "tool_use" and block.id.startswith("toolu_")
