@@ -3,16 +3,21 @@ on. `docs/quantisation.md` has the figures on more text."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.held_out import TEXT
 from helpers.optional_native import NATIVE
+from safetensors.torch import load_file, save_file
 
 from kvik.cli.main import main
 from kvik.config.config import EngineConfig
+from kvik.config.model_source import BUNDLED
 from kvik.evaluate.quality import Quality, measure_quality
+from kvik.nn.checkpoint import SINGLE
 
 WINDOW = 512
 PLAIN = EngineConfig(device="cpu", threads=1, kernels="native" if NATIVE else "torch")
@@ -37,7 +42,15 @@ def plain() -> float:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("quantised")
+    """Return a folder with the bundled model in fp32: products of bf16 take a CPU without
+    instructions for them nine times as long, and calibration has many."""
+    folder = tmp_path_factory.mktemp("quantised")
+    copy = shutil.copytree(BUNDLED, folder / "model")
+    weights = {name: tensor.float() for name, tensor in load_file(copy / SINGLE).items()}
+    save_file(weights, copy / SINGLE)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
+    return folder
 
 
 def quantised(folder: Path, *words: str) -> Quality:
@@ -45,7 +58,7 @@ def quantised(folder: Path, *words: str) -> Quality:
     if not out.exists():
         without = words[1] == "rtn" or (words[1] == "fp8" and "static" not in words)
         flags = () if without else CALIBRATION
-        options = ("-o", str(out), "--eval", "none", "--no-speed")
+        options = (str(folder / "model"), "-o", str(out), "--eval", "none", "--no-speed")
         assert main(["quantize", *options, "--method", *words[1:], *flags]) == 0
     return quality(model=str(out))
 
