@@ -47,7 +47,7 @@ CACHE = sized(64 << 20, 4 << 20)  # bytes of the KV cache: processes share the d
 GRAPHS = 2 << 30  # bytes of graphs, which seem to take what other processes allocate meanwhile
 NEEDED = 5.0  # seconds of a cell: an engine, and kernels that its step is the first to need
 DRAFTS = 4  # per step, of the draft model
-PROMPTS, PROMPT, TOKENS = 3, 4, 3  # of a rehearsal, and of each of its prompts and answers
+PROMPTS, PROMPT, TOKENS = 2, 4, 3  # of a rehearsal, and of each of its prompts and answers
 
 
 def measure(notes: Notes, model: str, kind: str) -> None:
