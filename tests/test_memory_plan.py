@@ -209,7 +209,7 @@ def test_mapped_weights_are_planned_like_loaded_ones(
         pytest.param("none", 16, 0.05, marks=pytest.mark.nightly),
         pytest.param("none", 4, 0.1, marks=pytest.mark.nightly),
         pytest.param("int8", 8, 0.1, marks=pytest.mark.nightly),
-        ("int4", 8, 0.1),
+        ("int4", 4, 0.1),
     ],
 )
 def test_the_plan_matches_the_peak_of_a_large_model(
