@@ -109,6 +109,7 @@ def test_a_quantised_model_is_read_and_generates_the_same(
         assert 0.0 < float(off) < (0.7 if method == "fp8" else 0.2)
 
 
+@pytest.mark.full
 @pytest.mark.once
 @pytest.mark.parametrize("family", [family for family in MODELS if family != "GptOss"])
 @pytest.mark.parametrize("method", ["rtn", "gptq", "awq"])

@@ -120,6 +120,7 @@ def test_a_load_ends_with_its_last_bytes():
     assert [len(tiers.take(at).loaded) for at in (2.0017, 2.0033)] == [1, 1]
 
 
+@pytest.mark.full
 def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
     words = ["simulate", "--hardware", "h100", "--replicas", "2", "--requests", "30", "--json"]
     assert main.main(words) == 0

@@ -294,7 +294,7 @@ def test_a_missing_aiohttp_names_the_extra_to_install(
     ("number", "ctrl_c"),
     [
         (signal.SIGINT, signal.default_int_handler),
-        (signal.SIGTERM, signal.default_int_handler),
+        pytest.param(signal.SIGTERM, signal.default_int_handler, marks=pytest.mark.full),
         (signal.SIGTERM, signal.SIG_IGN),  # as in background jobs of a shell
     ],
 )
