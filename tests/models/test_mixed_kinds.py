@@ -90,7 +90,7 @@ def native() -> tuple[Ops, AttentionBackend]:
 
 @pytest.mark.full
 @pytest.mark.parametrize("kernels", ["reference", pytest.param("native", marks=needs_native)])
-@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(25), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(spec=st.one_of(attending(), with_states()), chunk=st.integers(1, 20))
 def test_logits_do_not_depend_on_chunks_or_the_batch(
     kernels: str, spec: ModelSpec, chunk: int
