@@ -81,7 +81,7 @@ ENDED = ("EOS", "stop ids")
 
 
 def asked(name: str) -> SamplingParams:
-    return GREEDY.with_changes(**ASKED[name])
+    return GREEDY.with_changes(**{"max_tokens": 25, **ASKED[name]})
 
 
 @pytest.fixture(scope="module")
