@@ -89,10 +89,10 @@ def check_case(name: str, case: Case) -> None:
     with the number of threads."""
     for dtype in dtypes_of(name):
         rtol, atol = case.tolerance(dtype)
-        given, args, again = (arguments(case, dtype, CPU) for _ in range(3))
+        given, args, unchanged = (arguments(case, dtype, CPU) for _ in range(3))
         expected = outputs(REFERENCE, case, rounded(given) if name in ISAS else given)
         found = outputs(implementation(name), case, args)
-        for i, before in enumerate(arguments(case, dtype, CPU)):
+        for i, before in enumerate(unchanged):
             if i not in (*case.spoiled, *case.written) and isinstance(before, Tensor):
                 for after in (given[i], args[i]):
                     assert isinstance(after, Tensor) and torch.equal(after, before)
@@ -101,7 +101,8 @@ def check_case(name: str, case: Case) -> None:
             assert a.shape == b.shape and a.dtype == b.dtype
             torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
         if name in ISAS:
-            for a, b in zip(found, outputs(implementation(name, 2), case, again), strict=True):
+            by_two = outputs(implementation(name, 2), case, unchanged)
+            for a, b in zip(found, by_two, strict=True):
                 assert torch.equal(a, b)
 
 
