@@ -23,7 +23,7 @@ from kvik.model_files import model_files
 
 HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
 LENGTH = 512
-BUDGETS = (48, 80, 48, 64)
+BUDGETS = (48, 80, 48)
 OUTPUT = 300  # tokens are dropped twice
 PROMPTS = (170, 70, 40)  # longer than all budgets, than some, and than none
 WAYS = ("reference", "sdpa", *(("cpu",) if NATIVE else ()))
