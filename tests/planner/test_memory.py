@@ -15,7 +15,14 @@ from kvik.config.units import GIB
 from kvik.errors import ConfigError
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape
-from kvik.planner.memory import StoredModel, bytes_of, kv_waste, memory_of, parts_of
+from kvik.planner.memory import (
+    StoredModel,
+    bytes_of,
+    kv_waste,
+    longest_context,
+    memory_of,
+    parts_of,
+)
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KVCacheSpec, block_bytes, group_layers
 from kvik.spec.weights import SCHEMES
@@ -179,7 +186,7 @@ def test_the_largest_batch_is_the_largest_that_fits(
     assert most > 0
     assert fits(replace(at, batch=most), model)
     assert not fits(replace(at, batch=most + 1), model)
-    longest = memory.longest_context
+    longest = longest_context(model, at)
     assert fits(replace(at, context=longest), model)
     if longest < model.max_context:
         assert not fits(replace(at, context=longest + 1), model)
@@ -206,10 +213,11 @@ def test_reserving_the_whole_context_leaves_most_of_it_empty() -> None:
 
 
 def test_a_plan_that_does_not_fit_is_an_error_with_the_amount() -> None:
-    memory = memory_of(shape("llama-3-70b"), Setting(H200, "fp32", "bf16", 8192, 1))
+    model, at = shape("llama-3-70b"), Setting(H200, "fp32", "bf16", 8192, 1)
+    memory = memory_of(model, at)
     assert not memory.fits
     assert memory.missing == memory.total - memory.limit > 100 * GIB
-    assert (memory.largest_batch, memory.longest_context) == (0, 0)
+    assert (memory.largest_batch, longest_context(model, at)) == (0, 0)
 
 
 def test_less_utilization_leaves_less_memory() -> None:

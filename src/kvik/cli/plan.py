@@ -118,8 +118,8 @@ def _memory(plan: Plan) -> str:
 def _what_fits(plan: Plan) -> list[str]:
     memory = plan.memory
     if memory.fits:
-        longest = f"{memory.longest_context:,}"
-        if memory.longest_context == plan.shape.max_context:
+        longest = f"{plan.longest_context:,}"
+        if plan.longest_context == plan.shape.max_context:
             longest += ", all that the model takes"
         return [
             f"  largest batch at context {plan.at.context:,}: {memory.largest_batch:,}",
@@ -520,7 +520,7 @@ def as_object(answer: Plan) -> dict[str, object]:
             "doubt": device.doubt,
         },
         **{name: getattr(at, name) for name in OF_SETTING},
-        "memory": {**asdict(memory), **sums},
+        "memory": {**asdict(memory), "longest_context": answer.longest_context, **sums},
         "request": {"prompt": answer.request[0], "output": answer.request[1]},
         **{name: getattr(answer, name) for name in OF_PLAN},
     }

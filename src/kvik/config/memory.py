@@ -323,12 +323,12 @@ class Footprint:
             return self.quantization
         return "the checkpoint's format" if self._stored else self.dtype
 
-    @property
+    @cached_property
     def _stored(self) -> list[LinearLayers]:
         """Linear layers that the checkpoint stores quantised."""
         return [like for like in self.spec.linear_layers() if any(like.stored)]
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         """Bytes of a block, with the keys and values of a draft model in it."""
         drafting = 0

@@ -80,8 +80,6 @@ class Memory:
         kv_padding: part of `kv_cache` that is still empty when all requests have their full
             context.
         largest_batch: number of requests with the full context that fit; 0: none.
-        longest_context: longest context that fits for this many requests, at most the model's; 0:
-            none.
     """
 
     limit: int
@@ -94,7 +92,6 @@ class Memory:
     kv_padding: int
     step_tokens: int
     largest_batch: int
-    longest_context: int
 
     @property
     def total(self) -> int:
@@ -212,21 +209,17 @@ def laid_out(shape: ModelShape, at: Setting) -> ModelShape:
 
 
 def memory_of(shape: ModelShape, at: Setting) -> Memory:
-    """Return the memory that a setting's requests need at their full context, and what would fit.
+    """Return the memory that a setting's requests need at their full context.
 
     Raises:
         ConfigError: the model cannot be shared by this many devices, or a format is unknown.
     """
     planner = _Planner.of(shape, at)
-    part, footprint, limit = planner.part, planner.fit.footprint, planner.fit.limit.size
+    part, footprint = planner.part, planner.fit.footprint
     size = planner.sized(at.context, at.batch)
     parts = planner.planned(size)
-
-    def fits(context: int, batch: int) -> bool:
-        return planner.planned(planner.sized(context, batch)).total <= limit
-
     return Memory(
-        limit=limit,
+        limit=parts.limit,
         weights=parts.weights,
         kv_cache=parts.kv_cache,
         activations=parts.activations,
@@ -235,9 +228,18 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
         kv_per_request=planner.blocks_each(size) * footprint.block_bytes,
         kv_padding=parts.kv_cache - at.batch * part.kv_bytes(at.context, at.kv_format),
         step_tokens=size.max_num_batched_tokens,
-        largest_batch=largest(lambda batch: fits(at.context, batch), MOST_REQUESTS),
-        longest_context=largest(lambda context: fits(context, at.batch), shape.max_context),
+        largest_batch=largest(lambda batch: planner.fits(at.context, batch), MOST_REQUESTS),
     )
+
+
+def longest_context(shape: ModelShape, at: Setting) -> int:
+    """Return the longest context that fits for a setting's requests, at most the model's; 0: none.
+
+    Raises:
+        ConfigError: as `memory_of`.
+    """
+    planner = _Planner.of(shape, at)
+    return largest(lambda context: planner.fits(context, at.batch), shape.max_context)
 
 
 def parts_of(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
@@ -396,6 +398,10 @@ class _Planner:
     def planned(self, size: StepSize) -> MemoryPlan:
         blocks = size.max_num_seqs * self.blocks_each(size)
         return self.fit.footprint.plan(size, blocks, self.fit.limit)
+
+    def fits(self, context: int, batch: int) -> bool:
+        plan = self.planned(self.sized(context, batch))
+        return plan.total <= plan.limit
 
 
 def _computing(

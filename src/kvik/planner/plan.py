@@ -24,6 +24,7 @@ from kvik.planner.memory import (
     bytes_of,
     kv_waste,
     laid_out,
+    longest_context,
     memory_of,
     parts_of,
 )
@@ -415,7 +416,7 @@ def remedies(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Remedy, ..
     context, a smaller KV or weight format, more devices. If only more devices help, also the
     smallest formats on fewer devices. Empty: nothing helps."""
     changed = [
-        *_work(at, memory),
+        *_work(shape, at, memory),
         *_first(shape, _kv_formats(shape, at)),
         *_first(shape, _weight_formats(shape, at)),
     ]
@@ -437,11 +438,11 @@ def _smaller_on_fewer(shape: ModelShape, at: Setting, enough: list[Setting]) -> 
         yield replace(setting, weight_format=weights, kv_format=kv)
 
 
-def _work(at: Setting, memory: Memory) -> Iterator[Setting]:
+def _work(shape: ModelShape, at: Setting, memory: Memory) -> Iterator[Setting]:
     if memory.largest_batch:
         yield replace(at, batch=memory.largest_batch)
-    if memory.longest_context:
-        yield replace(at, context=memory.longest_context)
+    if longest := longest_context(shape, at):
+        yield replace(at, context=longest)
 
 
 def _kv_formats(shape: ModelShape, at: Setting) -> Iterator[Setting]:
@@ -507,6 +508,7 @@ class Plan:
         parts, division: () and None if the model is on one device, in one process.
         remedies: changes that would make the plan fit, if it does not.
         request: tokens of a request's prompt and of its output.
+        longest_context: that fits for this many requests, at most the model's; 0: none.
         speed: None: the device's speed is unknown.
         rates: token rates of requests; None: nothing fits, or the speed is unknown.
         measured_rate: measured output tokens/s on which the cost is based; None: the roofline's.
@@ -517,6 +519,7 @@ class Plan:
     at: Setting
     request: tuple[int, int]
     memory: Memory
+    longest_context: int
     parts: tuple[PartMemory, ...]
     kv_waste: KVWaste
     division: Division | None
@@ -592,6 +595,7 @@ def plan_shape(
         at=at,
         request=request_of(question, at.context),
         memory=memory,
+        longest_context=longest_context(shape, at),
         parts=parts_of(shape, at),
         kv_waste=kv_waste(shape, at),
         division=division_of(shape, at),
