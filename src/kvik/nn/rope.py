@@ -29,6 +29,8 @@ class Rope:
         Args:
             of_queries: rotations also scale, by `RopeSpec.query_beta`.
         """
+        if device.type == "meta":  # where torch has no kernels for this, and imports sympy
+            device = torch.device("cpu")
         self.ops = ops
         self._end = max_model_len - 1
         self._last = min(spec.most_keys or max_model_len, max_model_len) - 1
