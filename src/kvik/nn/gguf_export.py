@@ -42,7 +42,8 @@ def quantize(type: str, weights: Tensor) -> Tensor:
     blocks = weights.reshape(-1, width)  # [blocks, width]
     slices = blocks.split(SLICE // width)
     with _one_thread_each() as threads, ThreadPoolExecutor(threads) as pool:
-        made = list(pool.map(lambda part: _QUANTIZE[type](part.float()), slices))
+        each = pool.map if len(slices) > 1 else map  # a thread takes longer than a small matrix
+        made = list(each(lambda part: _QUANTIZE[type](part.float()), slices))
     return torch.cat(made).view(len(weights), -1)
 
 
