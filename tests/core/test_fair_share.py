@@ -115,7 +115,7 @@ def test_tenants_that_always_have_work_get_equal_service(policy: str, setup: Set
     keep_asking(sim, 50, shapes)
     before = {tenant: served(sim, tenant) for tenant in shapes}
     preemptions = sim.scheduler.counters.preemptions
-    keep_asking(sim, min(runs(600), 400), shapes)
+    keep_asking(sim, min(runs(360), 360), shapes)
     got = {tenant: served(sim, tenant) - before[tenant] for tenant in shapes}
     assert max(got.values()) - min(got.values()) < 0.1 * min(got.values()), got
     # Equal tenants do not preempt each other.

