@@ -54,8 +54,8 @@ def test_a_gguf_file_of_floats_exports_as_its_folder(floats: str, tmp_path: Path
     """The bundled weights are bf16; those of f16 are rounded once more."""
     source, found, expected = (tmp_path / name for name in ("s.gguf", "found.gguf", "folder.gguf"))
     assert main(["export", "-o", str(source), "--type", floats]) == 0
-    assert main(["export", str(source), "-o", str(found), "--type", "q4_k_m"]) == 0
-    assert main(["export", "-o", str(expected), "--type", "q4_k_m"]) == 0
+    assert main(["export", str(source), "-o", str(found), "--type", "q4_0"]) == 0
+    assert main(["export", "-o", str(expected), "--type", "q4_0"]) == 0
     read, other = GGUFReader(found), GGUFReader(expected)
     assert list(read.fields) == list(other.fields)
     for key in read.fields.keys() - {"general.name"}:
@@ -66,7 +66,13 @@ def test_a_gguf_file_of_floats_exports_as_its_folder(floats: str, tmp_path: Path
         assert alike == 1.0 if floats != "f16" else alike > 0.99, one.name
 
 
-@pytest.mark.parametrize("type", TYPES)
+@pytest.mark.parametrize(
+    "type",
+    [
+        pytest.param(name, marks=pytest.mark.full) if name in ("q5_k_m", "q6_k") else name
+        for name in TYPES
+    ],
+)
 def test_every_type_generates_the_same_first_tokens(type: str, tmp_path: Path) -> None:
     path = tmp_path / "stories.gguf"
     assert main(["export", str(BUNDLED), "-o", str(path), "--type", type]) == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.engine_child import ranks_of
-from helpers.optional_native import NATIVE, needs_native
+from helpers.optional_native import needs_native
 from helpers.recorded import record_flight, written
 
 from kvik.cli.main import main
@@ -107,22 +107,17 @@ def test_a_process_that_is_lost_during_a_replay(flight, tmp_path, monkeypatch, c
     assert "rank 1 has ended with signal 9" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("ranks", "why"),
-    [("0", "at least 1, not 0"), ("99", "at most 8")],
-)
-def test_impossible_numbers_of_processes(flight, tmp_path, capsys, ranks, why):
-    path = flight
-    if ranks == "99":
-        if not NATIVE:
-            pytest.skip("kvik was installed without native kernels")
-        path = tmp_path / "flight"
-        record_flight(path, requests=1)
-    assert main(["replay", str(path), "--tensor-parallel-size", ranks]) == 2
-    err = capsys.readouterr().err
-    assert "tensor_parallel_size" in err.replace("-", "_") and why in err
+@needs_native
+def test_impossible_numbers_of_processes(tmp_path, capsys):
+    path = tmp_path / "flight"
+    record_flight(path, requests=1)
+    for ranks, why in (("0", "at least 1, not 0"), ("99", "at most 8")):
+        assert main(["replay", str(path), "--tensor-parallel-size", ranks]) == 2
+        err = capsys.readouterr().err
+        assert "tensor_parallel_size" in err.replace("-", "_") and why in err
 
 
+@pytest.mark.full
 def test_a_changed_token_is_detected(flight, tmp_path, capsys):
     with open_recording(flight) as file:
         reader = RecordReader(file, "")

@@ -143,7 +143,7 @@ def test_a_server_that_caches_less_than_expected_is_trusted_less():
     assert seconds[0] == pytest.approx(seconds[1], rel=0.3)  # the prefix saves nothing
 
 
-@pytest.mark.parametrize("count", [1, 2, 8, 64])
+@pytest.mark.parametrize("count", [1, 2, 8, pytest.param(64, marks=pytest.mark.full)])
 def test_cold_prompts_spread_and_equal_ones_meet(count: int):
     made = router(count)
     chosen = [made.choose(chain(i, 1), 32, 0.0).replica for i in range(64 * count)]

@@ -265,16 +265,16 @@ def test_random_arrivals() -> None:
 @pytest.mark.parametrize(
     ("traffic", "share", "budget", "count"),
     [
-        (Traffic(512, 64), 0.1, 2048, 300),
-        (Traffic(512, 64), 0.7, 2048, 300),
         (Traffic(2000, 40), 0.4, 2048, 300),  # a prompt fills a step
-        (Traffic(2000, 40), 0.7, 2048, 300),
         (Traffic(512, 32), 0.85, 256, 600),  # and more than one
-        (Traffic(8, 128), 0.85, 2048, 600),  # many prompts in a step
         (Traffic(16, 16), 0.4, 2048, 300),
-        (Traffic(16, 16), 0.85, 2048, 600),
-        (Traffic(64, 8), 0.7, 2048, 300),
         (Traffic(64, 8), 0.95, 2048, 600),
+        pytest.param(Traffic(512, 64), 0.1, 2048, 300, marks=pytest.mark.full),
+        pytest.param(Traffic(512, 64), 0.7, 2048, 300, marks=pytest.mark.full),
+        pytest.param(Traffic(2000, 40), 0.7, 2048, 300, marks=pytest.mark.full),
+        pytest.param(Traffic(8, 128), 0.85, 2048, 600, marks=pytest.mark.full),  # many in a step
+        pytest.param(Traffic(16, 16), 0.85, 2048, 600, marks=pytest.mark.full),
+        pytest.param(Traffic(64, 8), 0.7, 2048, 300, marks=pytest.mark.full),
     ],
 )
 def test_the_wait_of_random_arrivals(

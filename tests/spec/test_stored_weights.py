@@ -252,9 +252,10 @@ def test_patterns_match_as_in_python(pattern: str, texts: list[str]) -> None:
         (compressed_config(ignore=("re:(?i)a",)), "'(?i', which is not supported"),
         (compressed_config(ignore=("re:" + "(" * 5000 + ")" * 5000,)), "is nested too deeply"),
         (gptq_config(dynamic={"+:" + "a?" * 10**6: {}}), "which takes too long to match"),
-        (
+        pytest.param(
             gptq_config(dynamic={f"+:(.?){{{i},}}x": {} for i in range(10**4)}),
             "x', which takes too long to match",
+            marks=pytest.mark.full,
         ),
         (compressed_config() | {"config_groups": {"a": ["Linear"]}}, "config_groups a:"),
         (compressed_config() | {"transform_config": {"a": 1}}, "transform_config:"),

@@ -51,7 +51,7 @@ def windows() -> list[ScoredWindow]:
     return [ScoredWindow(tuple((circle * 3)[start : start + 20]), 1) for start in starts]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [MEDUSA, pytest.param(EAGLE, marks=pytest.mark.full)])
 def test_heads_learn_and_the_engine_drafts_with_them(kind, model, windows, tmp_path):
     out = tmp_path / "heads"
     config = EngineConfig(**options(model))
@@ -94,6 +94,7 @@ def test_an_interruption_keeps_what_was_learned(model, windows, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["heads"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupted_training_resumes(kind, model, windows, tmp_path, monkeypatch):
     monkeypatch.setattr(Keeper, "due", lambda self: True)  # after every step

@@ -164,7 +164,7 @@ def test_slow_steps_do_not_end_drafts_that_pay() -> None:
     assert found.drafts[20:].mean() > 3.5
 
 
-@pytest.mark.parametrize("requests", [1, 8])
+@pytest.mark.parametrize("requests", [1, pytest.param(8, marks=pytest.mark.full)])
 @pytest.mark.parametrize("acceptance", ["low", "good", "always", "short runs"])
 def test_gains_are_nearly_those_of_the_best_fixed_number(acceptance: str, requests: int) -> None:
     for judging in ("memory-bound", "ridge"):

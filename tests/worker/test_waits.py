@@ -100,10 +100,10 @@ def wishes(model: Path, tmp_path_factory, monkeypatch) -> Callable[[str], dict[s
     return of
 
 
-METHODS = ("plain", "ngram", "draft_model", "medusa", "eagle", "right")
+MORE_METHODS = [pytest.param(m, marks=pytest.mark.full) for m in ("ngram", "medusa", "right")]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["plain", "draft_model", "eagle", *MORE_METHODS])
 def test_steps_wait_only_where_they_must_with_the_same_output(method, model, wishes) -> None:
     options = wishes(method)
     expected = answers(model, **options)
