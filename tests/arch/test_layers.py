@@ -7,6 +7,10 @@ import sys
 from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 
+import pytest
+
+pytestmark = pytest.mark.check
+
 # Facts shared by the trunks; workers may import nothing else of core.
 BRIDGE = {"core.plan", "core.types", "core.sampling_params", "core.structured"}
 
