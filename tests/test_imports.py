@@ -29,7 +29,6 @@ BUDGETS = {
         129,
     ),
     "import kvik.cli.generate as v; v.build_parser()": ({"tokenizers"}, 85),
-    "import kvik.launch": ({"tokenizers"}, 115),
     "import kvik.llm": ({"tokenizers"}, 120),
     "import kvik.engine_process": ({"tokenizers", "msgspec", "typing_extensions"}, 126),
     "import kvik.cli.serve as v; v.build_parser()": (

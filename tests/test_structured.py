@@ -140,7 +140,7 @@ def test_required_calls_are_valid_in_every_dialect(llm: LLM, dialect: Dialect) -
     schema = {
         "type": "object",
         "properties": {
-            "name": {"type": "string"},
+            "name": {"type": "string", "maxLength": 8},
             "size": {"enum": ["big", "small"]},
             "legs": {"type": "integer", "minimum": 0, "maximum": 9},
         },

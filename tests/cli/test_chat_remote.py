@@ -340,23 +340,22 @@ def test_a_terminal_shows_who_answers_and_colours() -> None:
                 assert not re.search("\x1b\\[\\d*m", banner + error + rest)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ("one\\\rtwo\\\rthree\r", "one\ntwo\nthree"),
-        ('"""one\r/two\r\rthree"""\r', "one\n/two\n\nthree"),
-        ('"""\rone\rtwo\r"""\r', "one\ntwo"),
-        ('"""one line"""\r', "one line"),
-        ("one\x1b\rtwo\r", "one\ntwo"),  # Alt+Enter
-        ('\x1b[200~"""\rone\\\x1b[201~\r', '"""\none\\'),
-    ],
-)
-def test_a_message_of_several_lines(keys: str, message: str) -> None:
+def test_a_message_of_several_lines() -> None:
+    messages = {
+        "one\\\rtwo\\\rthree\r": "one\ntwo\nthree",
+        '"""one\r/two\r\rthree"""\r': "one\n/two\n\nthree",
+        '"""\rone\rtwo\r"""\r': "one\ntwo",
+        '"""one line"""\r': "one line",
+        "one\x1b\rtwo\r": "one\ntwo",  # Alt+Enter
+        '\x1b[200~"""\rone\\\x1b[201~\r': '"""\none\\',
+    }
     with answering(HELLO) as server, OnTerminal("chat", "--url", server.url) as terminal:
-        terminal.wait_for("> ")
-        terminal.type(keys)
-        terminal.wait_for("Hello")
-        assert messages_of(server) == [message]
+        for keys, message in messages.items():
+            terminal.wait_for("> ")
+            terminal.type(keys)
+            terminal.wait_for("Hello")
+            assert messages_of(server)[-1] == message
+        assert len(messages_of(server)) == len(messages)
 
 
 def test_lines_break_between_words() -> None:

@@ -246,7 +246,7 @@ BOMBS = {
 @pytest.mark.parametrize("name", BOMBS)
 def test_bombs(name: str, template: Make) -> None:
     with pytest.raises(ParamError, match="^messages: "):
-        template(BOMBS[name], seconds=0.15).render(USER)
+        template(BOMBS[name], seconds=0.05).render(USER)
 
 
 # Processes that end without an answer, send garbage, or send no frames.

@@ -228,7 +228,7 @@ MANY = [
 def test_a_row_depends_neither_on_the_batch_nor_on_order(vocab: int, dtype: torch.dtype) -> None:
     table = table_of(*MANY, vocab=vocab)
     generator = torch.Generator().manual_seed(vocab)
-    for position in range(5, 11):
+    for position in (5, 10):
         logits = (torch.randn(len(MANY), vocab, generator=generator) * 3).to(dtype)
         everyone = list(range(len(MANY)))
         expected = sample(table, logits, everyone, position)
