@@ -19,7 +19,7 @@ from kvik.core.structured import Choice, JsonSchema, Regex
 from kvik.errors import ParamError
 from kvik.server.tools import AnswerForm, Function, ToolUse
 from kvik.text.answer_format import MarkedFormat
-from kvik.text.dialects import DIALECTS, Dialect, ToolFormat
+from kvik.text.dialects import DIALECTS, ToolFormat
 
 PROMPTS = ["Once upon a time", "The fox", "A list:"]
 
@@ -133,10 +133,9 @@ def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Any) -> None:
         bare.generate([[1, 2]], SamplingParams(structured=Regex("a")))
 
 
-@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
-def test_required_calls_are_valid_in_every_dialect(llm: LLM, dialect: Dialect) -> None:
-    """Whatever the model would generate otherwise."""
-    form = MarkedFormat(form=ToolFormat.of(dialect, llm.tokenizer))
+def test_required_calls_are_valid_in_every_dialect(llm: LLM) -> None:
+    """Whatever the model would generate otherwise. One batch has the requests of all dialects."""
+    forms = [MarkedFormat(form=ToolFormat.of(dialect, llm.tokenizer)) for dialect in DIALECTS]
     schema = {
         "type": "object",
         "properties": {
@@ -147,19 +146,23 @@ def test_required_calls_are_valid_in_every_dialect(llm: LLM, dialect: Dialect) -
         "required": ["size"],
         "additionalProperties": False,
     }
-    use = ToolUse.of(form, [Function("look", parameters=schema)], choice="required", one=True)
+    function = Function("look", parameters=schema)
+    uses = [ToolUse.of(form, [function], choice="required", one=True) for form in forms]
     checked = [
-        SamplingParams(temperature=1.2, seed=i, max_tokens=300, structured=use.constraint())
+        SamplingParams(temperature=1.2, seed=i, max_tokens=160, structured=use.constraint())
+        for use in uses
         for i in range(4)
     ]
-    ended = 0
-    for output in llm.generate(["Once"] * 4, checked):
-        parser = AnswerForm(use, form).parser()
-        deltas = [*parser.push(output.text), *parser.close()]
-        assert parser.num_calls == 1
-        if output.outputs[0].finish_reason == "stop":  # else the text is a partial call
-            ended += 1
-            assert not any(delta.text for delta in deltas)
-            arguments = json.loads("".join(delta.arguments for delta in deltas))
-            assert Draft202012Validator(schema).is_valid(arguments), output.text
-    assert ended
+    outputs = llm.generate(["Once"] * len(checked), checked)
+    for number, dialect in enumerate(DIALECTS):
+        ended = 0
+        for output in outputs[4 * number : 4 * number + 4]:
+            parser = AnswerForm(uses[number], forms[number]).parser()
+            deltas = [*parser.push(output.text), *parser.close()]
+            assert parser.num_calls == 1, dialect.name
+            if output.outputs[0].finish_reason == "stop":  # else the text is a partial call
+                ended += 1
+                assert not any(delta.text for delta in deltas), dialect.name
+                arguments = json.loads("".join(delta.arguments for delta in deltas))
+                assert Draft202012Validator(schema).is_valid(arguments), output.text
+        assert ended, dialect.name
