@@ -18,7 +18,7 @@ from helpers.drafters import (
     install,
     with_probability,
 )
-from helpers.matrix import COLUMNS, Column, check_tokens, params, run_column
+from helpers.matrix import COLUMNS, Column, checked_tokens, params
 
 from kvik.config.model_source import BUNDLED
 from kvik.worker.drafters.base import Drafter
@@ -32,6 +32,12 @@ TREES = {
     "spec_method": TREE_METHOD,
     "spec_model": str(BUNDLED),  # any folder, as the drafter is replaced
     "spec_tokens": ScriptedTree.TREE.drafts,
+}
+# Methods of users, and their options for the bundled model.
+METHODS = {
+    "ngram": {},
+    "draft_model": {"spec_model": str(BUNDLED.parent / "stories-draft")},
+    "medusa": {"spec_model": str(BUNDLED.parent / "stories-medusa")},
 }
 Make = Callable[[DrafterParts], Drafter]
 
@@ -77,10 +83,8 @@ def check_drafts(
     make = DRAFTERS[drafter](texts)
     if make is not None:
         install(monkeypatch, make)
-    column = with_room(column)
     options = TREES if drafter == "tree" else SPECULATION
-    outputs = run_column(column, params(column.siblings), model, dtype="float32", **options)
-    check_tokens(outputs, expected)
+    outputs = checked_tokens(with_room(column), model, expected, **options)
     drafted = sum(output.num_drafted_tokens for output in outputs)
     accepted = sum(output.num_accepted_tokens for output in outputs)
     assert drafted > 0

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,8 +30,8 @@ from kvik.engine.output import RequestOutput
 from kvik.engine.stats import EngineStats
 from kvik.launch import resolve_config
 
-NUM_TOKENS = 20
-CONTEXT = 160
+NUM_TOKENS = 12  # most requests begin another block of 16 and leave a window of 24
+CONTEXT = 128
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class Column:
         return not chosen and self.config.get("block_size", LANES) % LANES == 0
 
 
-SQUEEZED = {"num_blocks": 13, "block_size": 16}  # blocks of each KV group
+SQUEEZED = {"num_blocks": 12, "block_size": 16}  # blocks of each KV group
 MEMORY_TIER = {"kv_tiers": "memory:64MiB"}
 DISK_TIER = {"kv_tiers": "disk:{folder}:1GiB"}
 TIGHT = {**SQUEEZED, **MEMORY_TIER, "max_num_seqs": 2}  # prompts leave the cache between rounds
@@ -90,11 +92,7 @@ COLUMNS = [
     Column(
         "preemption without cache", {**SQUEEZED, "enable_prefix_caching": False}, must="preemptions"
     ),
-    Column(
-        "preemption, chunks",
-        {**SQUEEZED, "num_blocks": 12, "max_num_batched_tokens": 16},
-        must="preemptions",
-    ),
+    Column("preemption, chunks", {**SQUEEZED, "max_num_batched_tokens": 16}, must="preemptions"),
     Column("memory tier", TIGHT, rounds=2, must="loads"),
     Column(
         "memory tier, chunks, two steps in flight",
@@ -133,7 +131,7 @@ COLUMNS = [
     Column("two steps in flight", in_flight=2),
     Column(
         "two steps in flight, preemption, chunks",
-        {**SQUEEZED, "num_blocks": 12, "max_num_batched_tokens": 16},
+        {**SQUEEZED, "max_num_batched_tokens": 16},
         in_flight=2,
         must="preemptions",
     ),
@@ -257,7 +255,7 @@ LATENT = {  # attention over latent vectors, an MLP and then experts
 MODELS = (
     "bundled",
     "windowed",
-    *(pytest.param(name, marks=pytest.mark.full) for name in ("capped", "chunked")),
+    *(pytest.param(name, marks=pytest.mark.full) for name in ("chunked", "capped")),
 )
 
 
@@ -448,6 +446,34 @@ BITS = [
     c for c in [*COLUMNS, REPLICA, PEERS, MOVED, ALL_OF_IT] if c.native and "policy" not in c.config
 ]
 
+# Columns that are also run without logprobs, for which whole prompts are computed.
+WITHOUT_LOGPROBS = (
+    *("batch", "one at a time", "chunks of 5", "prefix hits, chunks", "preemption, chunks"),
+    *("memory and disk tiers, chunks, siblings", "swap, siblings, three steps in flight"),
+    *("two threads", "siblings", "replica", "moved", ALL_OF_IT.name),
+)
+
+
+def by_tier(columns: Sequence[Column], fast: Sequence[Column] | None = None) -> list[object]:
+    """Return the columns of a comparison of tokens; at night those of which a comparison of log
+    probabilities shows more.
+
+    Args:
+        fast: those of the fast tier, all by default.
+    """
+    contained = {column.name for column in BITS} - {*WITHOUT_LOGPROBS}
+
+    def marks(column: Column) -> tuple[pytest.MarkDecorator, ...]:
+        if column.name in contained:
+            return (pytest.mark.nightly,)
+        return () if fast is None or column in fast else (pytest.mark.full,)
+
+    return [pytest.param(column, marks=marks(column)) for column in columns]
+
+
+def named(column: object) -> object:
+    return getattr(column, "name", column)
+
 
 def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:
     """Return `params` where every other request has prompt logprobs, of all tokens or the last
@@ -469,6 +495,18 @@ def reference_outputs(model: dict[str, object]) -> list[RequestOutput]:
         return run(llm, Column("reference", alone=True), possible(params_with_logprobs(), model))
 
 
+@cache
+def tokens_of(name: str) -> list[list[int]]:
+    with TemporaryDirectory() as folder:
+        return reference_tokens(make_model(name, Path(folder)))
+
+
+@cache
+def outputs_of(name: str, format: str) -> list[RequestOutput]:
+    with TemporaryDirectory() as folder:
+        return reference_outputs({**make_model(name, Path(folder)), **FORMATS[format]})
+
+
 def check_tokens(outputs: list[RequestOutput], expected: list[list[int]]) -> None:
     """Those of greedy siblings are all the same."""
     for i, (output, right, sampling) in enumerate(zip(outputs, expected, params(), strict=True)):
@@ -488,3 +526,26 @@ def check_bits(outputs: list[RequestOutput], alone: list[RequestOutput]) -> None
             assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
             assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
             assert completion.logprobs is not None and len(completion.logprobs) == NUM_TOKENS
+
+
+def checked_tokens(
+    column: Column, model: dict[str, object], expected: list[list[int]], **options: object
+) -> list[RequestOutput]:
+    """Run a column in fp32, and check its tokens."""
+    outputs = run_column(column, params(column.siblings), model, dtype="float32", **options)
+    check_tokens(outputs, expected)
+    return outputs
+
+
+def checked_bits(
+    column: Column,
+    model: dict[str, object],
+    format: str,
+    alone: list[RequestOutput],
+    **options: object,
+) -> list[RequestOutput]:
+    """Run a column in one of `FORMATS`, and check its log probabilities."""
+    sampling = params_with_logprobs(column.siblings)
+    outputs = run_column(column, sampling, {**model, **FORMATS[format]}, **options)
+    check_bits(outputs, alone)
+    return outputs

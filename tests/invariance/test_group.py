@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import pytest
 from helpers.calibrated import FAMILIES as CALIBRATED
+from helpers.drafted_columns import EAGER, METHODS
 from helpers.matrix import (
     CONTEXT,
     DISK_TIER,
@@ -16,11 +15,8 @@ from helpers.matrix import (
     SQUEEZED,
     TIGHT,
     Column,
-    check_bits,
+    checked_bits,
     make_model,
-    params_with_logprobs,
-    reference_outputs,
-    run_column,
 )
 from helpers.optional_native import needs_native
 from helpers.stored_models import CONFIGS as STORED
@@ -31,8 +27,6 @@ from safetensors.torch import load_file, save_file
 from kvik import LLM, SamplingParams
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
-from kvik.config.model_source import BUNDLED
-from kvik.engine.output import RequestOutput
 from kvik.export import plan_export
 from kvik.nn.checkpoint import SINGLE
 from kvik.spec.weights import SCHEMES
@@ -43,12 +37,6 @@ TWO = {"tensor_parallel_size": 2, "threads": 2}
 FOUR = {"tensor_parallel_size": 4, "threads": 4}
 STAGES = {"pipeline_parallel_size": 2, "threads": 2}
 BOTH = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2, "threads": 4}
-DRAFTERS = {
-    "ngram": {},
-    "draft_model": {"spec_model": str(BUNDLED.parent / "stories-draft")},
-    "medusa": {"spec_model": str(BUNDLED.parent / "stories-medusa")},
-}
-EAGER = {"speculative_config": {"adaptive": False}}
 COLUMNS = [
     Column("tp2", TWO),
     Column("tp4", FOUR),
@@ -56,7 +44,7 @@ COLUMNS = [
     Column("tp2, preemption, siblings", {**TWO, **SQUEEZED}, siblings=2, must="preemptions"),
     *(
         Column(f"tp2, drafts by {method}", {**TWO, "spec_method": method, **EAGER, **more})
-        for method, more in DRAFTERS.items()
+        for method, more in METHODS.items()
     ),
     Column("pp2", STAGES),
     Column("pp4", {"pipeline_parallel_size": 4, "threads": 4}),
@@ -64,7 +52,7 @@ COLUMNS = [
     Column("pp2, preemption, siblings", {**STAGES, **SQUEEZED}, siblings=2, must="preemptions"),
     *(
         Column(f"pp2, drafts by {method}", {**STAGES, "spec_method": method, **EAGER, **more})
-        for method, more in DRAFTERS.items()
+        for method, more in METHODS.items()
     ),
     Column("tp2 pp2", BOTH),
     Column("tp2, whole experts", {**TWO, "expert_parallel": True}),
@@ -95,9 +83,11 @@ COLUMNS += [
     ),
 ]
 BY_NAME = {column.name: column for column in COLUMNS}
-# Each format with two processes, and each column with one format.
-CASES = [("bundled", name, BY_NAME[column]) for name in FORMATS for column in ("tp2", "pp2")]
-ELSEWHERE = ("tp2", "pp2", "tp2, whole experts")
+# Each format with two processes that divide matrices, and each column with one format. Stages do
+# not divide matrices, but one format skips a layer by its number.
+CASES = [("bundled", name, BY_NAME["tp2"]) for name in FORMATS]
+CASES += [("bundled", "KV in int8", BY_NAME["pp2"])]
+ELSEWHERE = ("tp2", "tp2, whole experts")
 CASES += [("bundled", "int8", column) for column in COLUMNS if column.name not in ELSEWHERE]
 FAST = [("int8", BY_NAME[name]) for name in ("pp2, hits, chunks", "tp2, memory tier")]
 CASES += [("capped", "bfloat16", BY_NAME[name]) for name in ("tp2", "tp4", "tp2 pp2")]
@@ -111,15 +101,8 @@ CASES += [
 ]
 
 
-@cache
-def alone_of(name: str, weights: str) -> list[RequestOutput]:
-    """Outputs of one process, one request at a time."""
-    with TemporaryDirectory() as folder:
-        return reference_outputs({**make_model(name, Path(folder)), **FORMATS[weights]})
-
-
 @pytest.mark.parametrize(
-    ("name", "weights", "column"),
+    ("name", "format", "column"),
     [
         pytest.param(
             *case,
@@ -129,13 +112,9 @@ def alone_of(name: str, weights: str) -> list[RequestOutput]:
         for case in CASES
     ],
 )
-def test_logprobs_are_those_of_one_process(name, weights, column, tmp_path, caplog) -> None:
-    model = {**make_model(name, tmp_path), **FORMATS[weights]}
-    alone = alone_of(name, weights)
-    sampling = params_with_logprobs(column.siblings)
-    found = run_column(column, sampling, model)
+def test_logprobs_are_those_of_one_process(model, format, column, one_at_a_time, caplog) -> None:
+    checked_bits(column, model, format, one_at_a_time)
     assert not caplog.records  # every step was replayed
-    check_bits(found, alone)
 
 
 # Each layout of layers.
@@ -175,7 +154,7 @@ def answers(
     """Return the results of some prompts, to the bit."""
     common = {"device": "cpu", "max_model_len": 64, "num_blocks": 64, "threads": count}
     ids = [tokens(24, seed) for seed in range(4)]
-    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, prompt_logprobs=1)
     with LLM(str(model), **common, **{way: count}, **options) as llm:
         outputs = llm.generate(ids, params)
     return [(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]

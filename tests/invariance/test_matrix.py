@@ -15,36 +15,51 @@ from helpers.matrix import (
     ALL_OF_IT,
     BITS,
     COLUMNS,
+    FORMATS,
     LATENT_COLUMNS,
+    MODELS,
     SERVED,
-    check_bits,
-    check_tokens,
-    params,
-    params_with_logprobs,
-    run_column,
+    by_tier,
+    checked_bits,
+    checked_tokens,
+    named,
 )
 from helpers.optional_native import needs_native
 
 
-@pytest.mark.parametrize("column", [*COLUMNS, *SERVED, ALL_OF_IT], ids=lambda column: column.name)
+@pytest.mark.parametrize("column", by_tier([*COLUMNS, *SERVED, ALL_OF_IT]), ids=named)
 def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
-    outputs = run_column(column, params(column.siblings), model, dtype="float32")
-    check_tokens(outputs, expected)
+    checked_tokens(column, model, expected)
+
+
+OF_THE_CACHE = ("bfloat16", *(name for name in FORMATS if name.startswith("KV")))
 
 
 @needs_native
-@pytest.mark.parametrize("column", BITS, ids=lambda column: column.name)
-def test_native_logprobs_are_the_same_to_the_bit(model, weights, one_at_a_time, column, caplog):
-    sampling = params_with_logprobs(column.siblings)
-    found = run_column(column, sampling, model, **weights)
+@pytest.mark.parametrize("format", OF_THE_CACHE)
+@pytest.mark.parametrize("column", BITS, ids=named)
+def test_native_logprobs_are_the_same_to_the_bit(model, format, one_at_a_time, column, caplog):
+    checked_bits(column, model, format, one_at_a_time)
     assert not caplog.records  # every step was replayed
-    check_bits(found, one_at_a_time)
+
+
+# Products of matrices depend on nothing but the number of rows, and on threads.
+ROWS = [c for c in BITS if c.name in ("batch", "chunks of 5", "chunks of 33", "two threads")]
 
 
 @needs_native
-@pytest.mark.parametrize("column", LATENT_COLUMNS, ids=lambda column: column.name)
-def test_latent_attention_has_the_same_bits_in_all_columns(latent_alone, column, caplog):
-    model, alone = latent_alone
-    found = run_column(column, params_with_logprobs(), model)
+@pytest.mark.parametrize("name", MODELS[:2])
+@pytest.mark.parametrize("format", [f for f in FORMATS if f not in OF_THE_CACHE])
+@pytest.mark.parametrize("column", ROWS, ids=named)
+def test_formats_of_weights_have_the_same_bits(model, format, one_at_a_time, column, caplog):
+    checked_bits(column, model, format, one_at_a_time)
     assert not caplog.records  # every step was replayed
-    check_bits(found, alone)
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["latent"])
+@pytest.mark.parametrize("format", ["bfloat16", "KV in int8"])
+@pytest.mark.parametrize("column", LATENT_COLUMNS, ids=named)
+def test_latent_attention_has_the_same_bits(model, format, one_at_a_time, column, caplog):
+    checked_bits(column, model, format, one_at_a_time)
+    assert not caplog.records  # every step was replayed

@@ -13,13 +13,12 @@ from helpers.matrix import (
     COLUMNS,
     SERVED,
     Column,
-    check_bits,
-    check_tokens,
-    params,
-    params_with_logprobs,
+    by_tier,
+    checked_bits,
+    checked_tokens,
+    named,
     reference_outputs,
     reference_tokens,
-    run_column,
 )
 from helpers.optional_native import needs_native
 
@@ -79,18 +78,15 @@ def one_at_a_time(model) -> list[RequestOutput]:
     return reference_outputs({**model, "dtype": "bfloat16"})
 
 
-@pytest.mark.parametrize("column", EVERY, ids=lambda column: column.name)
+@pytest.mark.parametrize("column", by_tier(EVERY), ids=named)
 def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
-    outputs = run_column(column, params(column.siblings), model, dtype="float32")
-    check_tokens(outputs, expected)
+    checked_tokens(column, model, expected)
 
 
 @needs_native
 @pytest.mark.parametrize(
-    "column", [c for c in EVERY if c.name in {c.name for c in BITS}], ids=lambda column: column.name
+    "column", [c for c in EVERY if c.name in {c.name for c in BITS}], ids=named
 )
 def test_native_logprobs_are_the_same_to_the_bit(model, one_at_a_time, column, caplog):
-    sampling = params_with_logprobs(column.siblings)
-    found = run_column(column, sampling, model, dtype="bfloat16")
+    checked_bits(column, model, "bfloat16", one_at_a_time)
     assert not caplog.records  # every step was replayed
-    check_bits(found, one_at_a_time)

@@ -5,8 +5,10 @@ values."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
+from helpers.drafted_columns import EAGER, METHODS
 from helpers.matrix import (
     ALL_OF_IT,
     BITS,
@@ -14,17 +16,15 @@ from helpers.matrix import (
     FORMATS,
     SERVED,
     Column,
-    check_bits,
-    check_tokens,
-    params,
-    params_with_logprobs,
+    by_tier,
+    checked_bits,
+    checked_tokens,
+    named,
     reference_outputs,
     reference_tokens,
-    run_column,
 )
 from helpers.optional_native import needs_native
 
-from kvik.config.model_source import BUNDLED
 from kvik.engine.output import RequestOutput
 
 MODEL: dict[str, object] = {"model": "", "window": 36, "attention_sinks": 3}
@@ -47,8 +47,6 @@ def fewer_blocks(column: Column) -> Column:
 
 EVERY = [fewer_blocks(c) for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
 SOME = [c for c in EVERY if c.name in ("prefix hits, chunks", "preemption, chunks", "siblings")]
-EAGER = {"speculative_config": {"adaptive": False}}
-MEDUSA = {**EAGER, "spec_method": "medusa", "spec_model": str(BUNDLED.parent / "stories-medusa")}
 
 
 @pytest.fixture(scope="module")
@@ -56,27 +54,15 @@ def expected() -> list[list[int]]:
     return reference_tokens(MODEL)
 
 
-@pytest.fixture(scope="module")
-def alone() -> dict[str, list[RequestOutput]]:
-    """Outputs with logprobs of one request at a time, in each of some formats."""
-    names = ("bfloat16", "KV in int8", "KV in int4", "KV in fp8")
-    return {name: reference_outputs({**MODEL, **FORMATS[name]}) for name in names}
+@cache
+def alone(format: str) -> list[RequestOutput]:
+    """Outputs with logprobs of one request at a time."""
+    return reference_outputs({**MODEL, **FORMATS[format]})
 
 
-@pytest.mark.parametrize(
-    "column",
-    [c if c in SOME else pytest.param(c, marks=pytest.mark.full) for c in EVERY],
-    ids=lambda column: column.name,
-)
+@pytest.mark.parametrize("column", by_tier(EVERY, fast=SOME), ids=named)
 def test_tokens_do_not_depend_on_how_they_are_made(expected, column):
-    outputs = run_column(column, params(column.siblings), MODEL, dtype="float32")
-    check_tokens(outputs, expected)
-
-
-def checked(column, alone, **options):
-    found = run_column(column, params_with_logprobs(column.siblings), MODEL, **options)
-    check_bits(found, alone)
-    return found
+    checked_tokens(column, MODEL, expected)
 
 
 BIT_COLUMNS = [c for c in EVERY if c.name in {b.name for b in BITS}]
@@ -86,20 +72,19 @@ CASES += [(c, name) for c in SOME for name in ("KV in int8", "KV in int4", "KV i
 
 @needs_native
 @pytest.mark.full
-@pytest.mark.parametrize(("column", "weights"), CASES, ids=lambda c: getattr(c, "name", c))
-def test_native_logprobs_are_the_same_to_the_bit(alone, column, weights, caplog):
-    checked(column, alone[weights], **FORMATS[weights])
+@pytest.mark.parametrize(("column", "format"), CASES, ids=named)
+def test_native_logprobs_are_the_same_to_the_bit(column, format, caplog):
+    checked_bits(column, MODEL, format, alone(format))
     assert not caplog.records  # every step was replayed
 
 
 @needs_native
 @pytest.mark.full
-@pytest.mark.parametrize("column", SOME, ids=lambda column: column.name)
-@pytest.mark.parametrize(
-    "options", [{**EAGER, "spec_method": "ngram"}, MEDUSA], ids=["ngram", "medusa"]
-)
-def test_native_logprobs_have_the_same_bits_with_drafts(alone, column, options, caplog):
-    found = checked(roomy(column), alone["bfloat16"], dtype="bfloat16", **options)
+@pytest.mark.parametrize("column", SOME, ids=named)
+@pytest.mark.parametrize("method", ["ngram", "medusa"])
+def test_native_logprobs_have_the_same_bits_with_drafts(column, method, caplog):
+    options = {**EAGER, "spec_method": method, **METHODS[method]}
+    found = checked_bits(roomy(column), MODEL, "bfloat16", alone("bfloat16"), **options)
     assert not caplog.records
     assert sum(output.num_drafted_tokens for output in found)
 
@@ -116,8 +101,8 @@ def roomy(column: Column) -> Column:
     [{"tensor_parallel_size": 2, "threads": 2}, {"pipeline_parallel_size": 2, "threads": 2}],
     ids=["tp2", "pp2"],
 )
-def test_native_logprobs_have_the_same_bits_in_several_processes(alone, processes, caplog):
+def test_native_logprobs_have_the_same_bits_in_several_processes(processes, caplog):
     (column,) = (c for c in EVERY if c.name == "preemption, chunks")
-    found = replace(column, config={**column.config, **processes})
-    checked(found, alone["KV in int8"], **FORMATS["KV in int8"])
+    format = "KV in int8"
+    checked_bits(column, MODEL, format, alone(format), **processes)
     assert not caplog.records

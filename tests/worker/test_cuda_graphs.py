@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.captured import Again, captured_steps
+from helpers.drafted_columns import EAGER, METHODS
 from helpers.matrix import (
     BUNDLED,
     MODELS,
@@ -89,21 +90,13 @@ def test_layers_with_budgets_begin_where_they_kept(tmp_path, monkeypatch) -> Non
         assert output.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
-DRAFTERS = {
-    "ngram": {},
-    "draft_model": {"spec_model": str(STORIES.parent / "stories-draft")},
-    "medusa": {"spec_model": str(STORIES.parent / "stories-medusa")},
-}
-
-
 @pytest.mark.full
 @needs_native
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", METHODS)
 def test_steps_with_drafts_are_replayed(drafter, monkeypatch) -> None:
     """They say what steps without any say. So do those of the draft model that lacks two tokens."""
     column = Column("drafts", {"max_num_batched_tokens": 64, "max_num_seqs": 8})
-    options = {**REFERENCE, **DRAFTERS[drafter], "spec_method": drafter, "spec_tokens": 3}
-    options["speculative_config"] = {"adaptive": False}
+    options = {**REFERENCE, **EAGER, **METHODS[drafter], "spec_method": drafter, "spec_tokens": 3}
     sampling, model = params_with_logprobs(), {"model": BUNDLED}
     right = run_column(column, sampling, model, **REFERENCE)
     eager: list[tuple[Eager, int]] = []  # and most tokens of a request
