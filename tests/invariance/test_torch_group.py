@@ -13,6 +13,7 @@ from tempfile import TemporaryDirectory
 import pytest
 from helpers.calibrated import FAMILIES as CALIBRATED
 from helpers.captured import captured_groups
+from helpers.drafted_columns import EAGER, METHODS
 from helpers.matrix import (
     CONTEXT,
     DISK_TIER,
@@ -42,12 +43,6 @@ TORCH = {"kernels": "torch", "dtype": "float32"}
 ALONE = Column("reference", alone=True)
 TWO = {"tensor_parallel_size": 2, "threads": 2}
 FAST = {**TWO, "tensor_parallel_cut": "fast"}
-EAGER = {"speculative_config": {"adaptive": False}}
-DRAFTERS = {
-    "ngram": {},
-    "draft_model": {"spec_model": str(BUNDLED.parent / "stories-draft")},
-    "medusa": {"spec_model": str(BUNDLED.parent / "stories-medusa")},
-}
 COLUMNS = [
     Column("exact", TWO),
     Column("exact, four", {**TWO, "tensor_parallel_size": 4, "threads": 4}),
@@ -67,26 +62,19 @@ COLUMNS = [
     Column("fast, disk tier", {**TIGHT, **DISK_TIER, **FAST}, rounds=2, must="loads"),
     *(
         Column(f"fast, drafts by {method}", {**FAST, "spec_method": method, **EAGER, **more})
-        for method, more in DRAFTERS.items()
+        for method, more in METHODS.items()
     ),
 ]
 BY_NAME = {column.name: column for column in COLUMNS}
-CASES = [("bundled", column) for column in COLUMNS]
+# Each column in one way: in processes, in threads whose steps are replayed, or in threads.
+IN_PROCESSES = ("exact, hits, chunks", "fast, three", "fast, wire", "fast, drafts by draft_model")
+REPLAYED = ("exact", "fast", "fast, two steps in flight", "fast, preemption, chunks")
+CASES = [("bundled", column) for column in COLUMNS if column.name not in (*IN_PROCESSES, *REPLAYED)]
 CASES += [
     (name, BY_NAME[column])
     for name in ("windowed", "capped", "chunked", "latent")
     for column in ("exact", "fast")
 ]
-
-
-IN_PROCESSES = (
-    "exact",
-    "exact, hits, chunks",
-    "fast, three",
-    "fast, wire",
-    "fast, preemption, chunks",
-    "fast, drafts by draft_model",
-)
 
 
 @pytest.mark.full
@@ -105,25 +93,16 @@ def test_tokens_are_those_of_one(name, column, tmp_path, monkeypatch) -> None:
     compare(name, column, tmp_path)
 
 
-REPLAYED = [
-    *CASES[:1],
-    ("bundled", BY_NAME["fast"]),
-    ("bundled", BY_NAME["fast, three"]),
-    ("bundled", BY_NAME["fast, two steps in flight"]),
-    ("bundled", BY_NAME["fast, preemption, chunks"]),
-    ("windowed", BY_NAME["fast"]),
-]
-
-
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("name", "column"), [pytest.param(*case, id=f"{case[0]}, {case[1].name}") for case in REPLAYED]
+    ("model", "name"), [*(("bundled", name) for name in REPLAYED), ("windowed", "fast")]
 )
-def test_replayed_steps_of_all_processes(name, column, tmp_path, monkeypatch) -> None:
-    alone_of(name)  # is not captured
+def test_replayed_steps_of_all_processes(model, name, tmp_path, monkeypatch) -> None:
+    alone_of(model)  # is not captured
     use_threads(monkeypatch)
+    column = BY_NAME[name]
     with captured_groups(1, 2, 4, 8, 16, max_context=CONTEXT) as made:
-        compare(name, column, tmp_path)
+        compare(model, column, tmp_path)
     assert len(made) == column.config["tensor_parallel_size"]
     assert len({(*graphs.captured, again.replayed) for graphs, again in made}) == 1
     assert all(again.replayed > MIN_MISSES and graphs.captured for graphs, again in made)
@@ -197,7 +176,7 @@ FAMILIES: dict[str, dict[str, object]] = {
 def answers(model: Path, **options: object) -> list[object]:
     common = {"device": "cpu", "max_model_len": 64, "num_blocks": 64, "threads": 3, **TORCH}
     ids = [tokens(24, seed) for seed in range(4)]
-    params = SamplingParams(temperature=0.0, max_tokens=12, logprobs=2, prompt_logprobs=1)
+    params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, prompt_logprobs=1)
     with LLM(str(model), **{**common, **options}) as llm:
         outputs = llm.generate(ids, params)
     assert {output.outputs[0].error for output in outputs} == {None}
