@@ -211,7 +211,7 @@ def test_a_draft_model_with_windows_and_a_short_context(tmp_path) -> None:
 
 RULES = [
     {"temperature": 0.5},
-    pytest.param({"temperature": 1.0, "top_k": 5}, marks=pytest.mark.nightly),
+    {"temperature": 1.0, "top_k": 5},
     {"temperature": 1.5, "top_p": 0.8},
 ]
 
