@@ -32,7 +32,8 @@ from helpers.optional_native import needs_native
 from kvik.config.model_source import BUNDLED
 from kvik.model_files import model_files
 
-WITH_A_DRAFT_MODEL = ("batch", "chunks of 5", "blocks of 1", "blocks of 64", "two threads")
+# Of a draft model, in the full tier.
+FURTHER = ("batch", "chunks of 5", "blocks of 1", "blocks of 64", "two threads")
 EVERYWHERE = ("right now and then", "tree")  # drafters that run in every column
 TWO_MODELS = pytest.mark.parametrize("name", MODELS[:2])
 
@@ -91,7 +92,7 @@ def draft(model, tmp_path) -> str:
 @pytest.mark.parametrize("name", MODELS[:3])  # the cache of the last has no further kind of layer
 @pytest.mark.parametrize(
     "column",
-    [column for column in COLUMNS if column in SOME or column.name in WITH_A_DRAFT_MODEL],
+    [*SOME, *(pytest.param(c, marks=pytest.mark.full) for c in COLUMNS if c.name in FURTHER)],
     ids=named,
 )
 def test_tokens_do_not_depend_on_a_draft_model(model, expected, draft, column):
