@@ -193,8 +193,8 @@ def test_faults_of_a_connection_never_yield_a_wrong_page(fault: Fault) -> None:
             patch.setattr(peer_tier, "RETRY_SECONDS", 0.0)
             page_server.lend(memory.lease())
             with pytest.MonkeyPatch.context() as quick:
-                quick.setattr(peer_tier, "MOVE_SECONDS", 0.2)
-                quick.setattr("kvik.links.PROVING_SECONDS", 0.2)
+                quick.setattr(peer_tier, "MOVE_SECONDS", 0.05)
+                quick.setattr("kvik.links.PROVING_SECONDS", 0.05)
                 for _ in range(2):  # the second time perhaps over the same connection
                     fetched(peers, memory, source(line))
             line.fault = Fault()
