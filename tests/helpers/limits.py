@@ -58,6 +58,7 @@ class Limits:
         self._skip_reasons: list[str] = table["skips"]
         self._began, self._cases, self._slowness = 0.0, 0, 1.0
         self._folder_seconds: Counter[str] = Counter()
+        self._real_seconds: Counter[str] = Counter()
         self.faults: list[str] = []
 
     @pytest.hookimpl(tryfirst=True)
@@ -76,6 +77,7 @@ class Limits:
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self._real_seconds[folder(report.nodeid)] += report.duration
         if report.skipped and not hasattr(report, "wasxfail"):
             reason = report.longrepr[2].removeprefix("Skipped: ")  # type: ignore[index]
             if not any(allowed in reason for allowed in self._skip_reasons):
@@ -91,8 +93,9 @@ class Limits:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._folder_seconds:
-            spent = ", ".join(f"{at} {s:.0f}" for at, s in self._folder_seconds.most_common())
-            terminalreporter.write_line(f"CPU seconds by folder: {spent}")
+            folders = self._folder_seconds.most_common()
+            spent = ", ".join(f"{at} {s:.0f} ({self._real_seconds[at]:.0f})" for at, s in folders)
+            terminalreporter.write_line(f"CPU (real) seconds by folder: {spent}")
         for fault in self.faults:
             terminalreporter.write_line(f"LIMIT {fault}", red=True)
 
