@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from pathlib import Path
 
 import pytest
 from helpers import tiers, warm_processes
@@ -52,6 +53,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_report_header() -> str:
     return f"tier: {tiers.tier()}, seed: {tiers.seed()}"
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave files without checks out of the tier `check`: it would import all to run five."""
+    if tiers.tier() == tiers.CHECK and collection_path.name.startswith("test_"):
+        return "mark.check" not in collection_path.read_text(encoding="utf-8") or None
+    return None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
