@@ -97,7 +97,6 @@ def grown(first: int, last: int) -> float:
     return float(done.stdout)
 
 
-@pytest.mark.usefixtures("fresh")  # NumPy reads the environment when it is imported
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_stream_far_beyond_the_trained_length_takes_no_more_memory() -> None:
     assert grown(2_500, 4_500) < 0.002  # after 134 pages: each page was written once

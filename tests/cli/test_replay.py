@@ -19,6 +19,8 @@ from kvik.config.model_source import BUNDLED
 from kvik.engine.recorder import Failed, Finished, RecordReader, open_recording
 from kvik.engine.replay import Replay
 
+pytestmark = pytest.mark.usefixtures("forked")
+
 DRAFTS = {"spec_method": "draft_model", "spec_model": str(BUNDLED.parent / "stories-draft")}
 
 

@@ -91,7 +91,7 @@ def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:
     reasons: set[FinishReason | None] = set()
     preemptions = hits = 0
     first = 25 * (depth + 3 * POLICIES.index(policy))  # each run has a seed of its own
-    for seed, windows in enumerate((WINDOWS + BUDGETS) * runs(3), first):
+    for seed, windows in enumerate((WINDOWS + BUDGETS) * runs(2), first):
         sim = run(seed, policy, windows, depth)
         reasons |= {delta.finish_reason for delta in sim.ended.values()}
         preemptions += sim.scheduler.counters.preemptions

@@ -7,8 +7,8 @@ with the same arguments, files and environment as a fresh one, it is a child of 
 called `Popen`, and `/proc` shows its command. The engines and ranks that it starts are forked, too.
 
 Tests use the fixture `forked`. These start processes as users do, with their imports:
-`cli/test_serve.py`, `server/test_lost_ranks.py` in the nightly tier, and tests with the fixture
-`fresh`.
+`cli/test_serve.py`, `server/test_lost_ranks.py` in the nightly tier, tests with the fixture
+`fresh`, and commands with other variables that Python or a library reads when it starts.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ LOADED = (
     *("kvik.worker.worker", "kvik.llm", "kvik.rank_process", "kvik.stage_process"),
     *("kvik.cli.main", "kvik.cli.serve", "kvik.cli.route", "aiohttp", "uvloop", *WITHOUT_TORCH),
 )
+READ_AT_START = ("PYTHON", "NUMPY_", "OMP_", "LD_")  # variables; of Python and libraries
 LARGEST = 1 << 17  # bytes of a request, including the environment
 MOST_FILES = 64  # of a request
 ABOVE = 400  # file descriptors from here on are unused otherwise
@@ -56,8 +57,11 @@ class Popen(subprocess.Popen[Any]):
     def _execute_child(self, *values: Any) -> None:
         given = dict(zip(_PARAMETERS, values, strict=True))
         command = given["args"]
+        environment = dict(os.environ if given["env"] is None else given["env"])
+        changed = environment.items() ^ os.environ.items()
         # Torch would exceed the limits of the processes with a session of their own.
-        if command[0] != sys.executable or given["start_new_session"]:
+        fresh = given["start_new_session"] or any(n.startswith(READ_AT_START) for n, _ in changed)
+        if command[0] != sys.executable or fresh:
             super()._execute_child(*values)  # type: ignore[misc]
             return
         pipes = [given[n] for n in ("p2cread", "p2cwrite", "c2pread", "c2pwrite")]
@@ -67,7 +71,7 @@ class Popen(subprocess.Popen[Any]):
         facts = {
             "command": [os.fspath(word) for word in command],
             "cwd": given["cwd"] or os.getcwd(),
-            "environment": dict(os.environ if given["env"] is None else given["env"]),
+            "environment": environment,
             "group": given["process_group"] == 0,
         }
         self.pid = fork(facts, places) if is_forked else parent().fork(facts, places)

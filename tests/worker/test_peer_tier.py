@@ -176,7 +176,7 @@ def test_a_reused_place_is_never_taken_for_the_lent_page(
 
 
 @pytest.mark.full
-@settings(max_examples=examples(100), deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(
     fault=st.builds(
         Fault, st.sampled_from(["flip", "cut", "stall"]), st.integers(0, 12 * 3100 + 200)
