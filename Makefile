@@ -42,6 +42,7 @@ check: $(VENV)/.kvik-dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q --tier=check
+	$(BIN)/python tools/mutants.py --check
 	$(BIN)/python tools/size.py
 
 bench: $(VENV)/.kvik
