@@ -407,7 +407,6 @@ async def test_an_engine_reports_the_content_of_its_cache():
         assert second.served == {"": 12 + 2}  # an output token was computed, which counts twice
 
 
-pytestmark = pytest.mark.usefixtures("forked")
 QUICK = RestartPolicy(
     stall=5.0, kill=30.0, exit=1.0, pause=0.01, longest_pause=0.05, crashes=99, window=60.0
 )
@@ -422,7 +421,7 @@ async def test_a_replica_may_be_killed_at_any_moment(seed: int, tmp_path: Path):
     command = [sys.executable, str(Path(engine_child.__file__)), "plain"]
     sources = [
         Supervisor(command, EngineStart(config, reports=True), QUICK, lambda text: None)
-        for _ in range(3)
+        for _ in range(2)
     ]
     clients = [RemoteClient(config, s, name=f"replica {i}") for i, s in enumerate(sources)]
     both, deltas = Replicas(config, clients), list[RequestDelta]()
@@ -441,16 +440,21 @@ async def test_a_replica_may_be_killed_at_any_moment(seed: int, tmp_path: Path):
                 both.add(engine_request(name, tokens, max_tokens=drawn.randrange(1, 20)))
                 names.add(name)
             await asyncio.sleep(drawn.random() * 0.03)
-            pid = sources[drawn.randrange(3)].pid
+            pid = sources[drawn.randrange(2)].pid
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
         while both.num_unfinished:
             await asyncio.sleep(0.002)
     ends = Counter(d.request_id for d in deltas if d.finish_reason is not None)
     assert ends == dict.fromkeys(names, 1)
-    lost = [d for d in deltas if d.finish_reason is FinishReason.ERROR]
-    assert all(delta.error.startswith("replica ") for delta in lost)
-    assert len({delta.request_id for delta in lost}) < len(names) / 2
+    begun = set()
+    for delta in deltas:
+        if delta.finish_reason is FinishReason.ERROR:
+            assert delta.error.startswith("replica ")
+        if delta.token_ids:
+            begun.add(delta.request_id)
+    lost = {d.request_id for d in deltas if d.finish_reason is FinishReason.ERROR}
+    assert len(lost) < len(names) / 2
     await both.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):
