@@ -284,7 +284,8 @@ class StageProcesses:
             roles[handshake.role][handshake.stage] = line
             hops.setdefault(handshake.stage, handshake.hop)
         self._lines, self._beats = ([found[i] for i in sorted(found)] for found in roles.values())
-        self._pulses, self._beaten = [HeartbeatWatch() for _ in self._beats], [0] * len(self._beats)
+        self._watches = [HeartbeatWatch() for _ in self._beats]
+        self._beaten = [0] * len(self._beats)
         for beat in self._beats:
             os.set_blocking(beat.fileno(), False)
         while not self._may_load.wait(LOOK_SECONDS):
@@ -368,8 +369,8 @@ class StageProcesses:
 
     def _gone(self) -> str:
         """Return which stage has ended or is silent, and how; "": all are alive."""
-        for stage, (line, beat, heartbeats) in enumerate(
-            zip(self._lines, self._beats, self._pulses, strict=True)
+        for stage, (line, beat, watch) in enumerate(
+            zip(self._lines, self._beats, self._watches, strict=True)
         ):
             try:
                 self._beaten[stage] += len(os.read(beat.fileno(), 1 << 16))
@@ -381,7 +382,7 @@ class StageProcesses:
             poll.register(line.fileno(), HANG_UP)
             if poll.poll(0):
                 return f"stage {stage} {exit_message(self._processes[stage])}"
-            silent = heartbeats.look(self._beaten[stage], time.monotonic())
+            silent = watch.look(self._beaten[stage], time.monotonic())
             if silent:
                 return f"stage {stage} {silent}"
         return ""

@@ -107,7 +107,7 @@ class Resources:
         return f"{self.kernel.__name__} ({self.what})"
 
 
-# Registers per thread of kernels that need few: so many threads fit on a multiprocessor.
+# Registers per thread of kernels that need few, so that many threads fit on a multiprocessor.
 FEW_REGISTERS = {
     f"{name}_kernel": most
     for most, names in (
@@ -258,7 +258,7 @@ def _attention(
 _KEYS = Loop(copies=16, barriers=10, instructions=770)
 _BF16, _E4M3, _INT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8
 _FP32, _INT4 = torch.float32, torch.uint8
-_M32, _M64 = 32 // GROUP, 64 // GROUP  # queries of a tile of so many rows
+_M32, _M64 = 32 // GROUP, 64 // GROUP  # queries of tiles of 32 and 64 rows
 _MANY = 1024  # sequences: programs merge all splits of theirs
 
 DECODE = (

@@ -70,7 +70,7 @@ class Popen(subprocess.Popen[Any]):
         places |= {place: pipes[i] for place, i in enumerate((0, 3, 5)) if pipes[i] != -1}
         facts = {
             "command": [os.fspath(word) for word in command],
-            "cwd": given["cwd"] or os.getcwd(),
+            "cwd": os.fspath(given["cwd"] or os.getcwd()),
             "environment": environment,
             "group": given["process_group"] == 0,
         }

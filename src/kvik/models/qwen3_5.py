@@ -90,8 +90,8 @@ class GatedDeltaNet:
         self.delta = builder.gated_delta("A_log", "dt_bias", layer, state)
         self.norm = builder.rms_norm("norm", state.value_dim, spec.norm_eps, before="o")
         self.gated = builder.gated("silu")
-        turns = by_value_head(state, state.value_dim) if spec.wiring == BY_VALUE_HEAD else []
-        back = sorted(range(len(turns)), key=turns.__getitem__)
+        order = by_value_head(state, state.value_dim) if spec.wiring == BY_VALUE_HEAD else []
+        back = sorted(range(len(order)), key=order.__getitem__)
         self.out = builder.linear(
             "out_proj", state.values, hidden, bias=False, role="o", columns=back
         )

@@ -296,7 +296,7 @@ class PeerPages:
         if self._is_off(address):
             return
         until = time.monotonic() + JOB_SECONDS
-        peer, known = self._asked(address, request)
+        peer, known = self._request(address, request)
         damaged = 0
         try:
             there = [key for key, is_there in zip(request.keys, known, strict=True) if is_there]
@@ -330,7 +330,7 @@ class PeerPages:
                 page = data[first:end]
                 yield page if is_good(page, PageName(self._fingerprint, *key)) else None
 
-    def _asked(self, address: Address, request: PageRequest) -> tuple[socket.socket, bytes]:
+    def _request(self, address: Address, request: PageRequest) -> tuple[socket.socket, bytes]:
         """Send a request. Returns the connection, and one byte for each page: 1 if it will come.
 
         Raises:
@@ -408,7 +408,7 @@ class PeerPages:
             for address, request in requests:
                 if not self._is_off(address):
                     try:
-                        peer, _ = self._asked(address, request)
+                        peer, _ = self._request(address, request)
                         self._give_back(address, peer)
                     except (OSError, LinkError) as error:
                         self._disable(address, error)
