@@ -335,6 +335,11 @@ class MessageFormat(ResponseFormat):
         if self._open >= 0:
             yield _stop(self._open)
 
+    def _last_events(self) -> Iterator[bytes]:
+        if self._open < 0:  # an answer without a block is one empty text, as in one piece
+            yield from self._begin_block(text_block(""))
+        yield from self._end_block()
+
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         message = self.whole(outputs)
         delta = {
@@ -342,7 +347,7 @@ class MessageFormat(ResponseFormat):
             "delta": {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence},
             "usage": message.usage,
         }
-        stop = b"" if self._silent else b"".join(self._end_block())
+        stop = b"" if self._silent else b"".join(self._last_events())
         return stop + json_event(delta, "message_delta") + _END
 
     def _message(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx2
 import pytest
+from anthropic import Anthropic
 from helpers.story_site import story_site
+from helpers.tools import TEMPLATE as TOOLS
 
 from kvik.server import anthropic
 from kvik.server.app import openai_routes
@@ -77,3 +80,26 @@ def test_thinking_blocks(thinking: httpx2.Client) -> None:
     stream = thinking.post("/v1/messages", json={**body, "stream": True}).text
     assert stream.index("thinking_delta") < stream.index("signature_delta")
     assert stream.count("content_block_start") == stream.count("content_block_stop") == 2, stream
+
+
+def test_a_stream_that_ends_behind_an_opening_marker_is_as_in_one_piece() -> None:
+    function = {"type": "function", "name": "now", "parameters": {"type": "object"}}
+    asked = {"tools": [function], "tool_choice": "required", "seed": 1, "max_output_tokens": 4}
+    tool = {"name": "now", "input_schema": {"type": "object"}}
+    body: Any = {"tools": [tool], "tool_choice": {"type": "any"}, "extra_body": {"top_k": 1}}
+    body |= {"model": "stories", "messages": ASKED, "max_tokens": 4}  # "<think>"
+    with (
+        story_site(
+            lambda parts: [*openai_routes(parts), *anthropic.routes(parts)],
+            template=TOOLS + "{# <think></think> #}",
+        ) as site,
+        httpx2.Client(base_url=site.url, timeout=60) as http,
+        Anthropic(base_url=site.url, api_key="none") as client,
+    ):
+        events = http.post("/v1/responses", json={"input": ASKED, "stream": True, **asked}).text
+        assert json.loads(events.split("data: ")[-1])["response"]["output"] == []
+        assert http.post("/v1/responses", json={"input": ASKED, **asked}).json()["output"] == []
+        with client.messages.stream(**body) as stream:
+            streamed = [(block.type, block.text) for block in stream.get_final_message().content]
+        whole = [(block.type, block.text) for block in client.messages.create(**body).content]
+        assert streamed == whole == [("text", "")]

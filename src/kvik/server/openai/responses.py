@@ -381,11 +381,12 @@ class ResponseEvents(ResponseFormat):
         self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
         self._parser = answer.parser()
         self._items: list[OutputItem] = []
+        self._streamed = False  # its items come from the events
         self._number = 0
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
         (output,) = outputs
-        if not self._items:  # else they were streamed
+        if not self._streamed:
             for delta in [*self._parser.push(output.text), *self._parser.close()]:
                 for _ in self._item_events(delta):
                     pass
@@ -397,6 +398,7 @@ class ResponseEvents(ResponseFormat):
         return self._object(status, shown, details, self._usage(output))
 
     def begin(self) -> bytes:
+        self._streamed = True
         start = self._object("in_progress", [], None, None)
         kinds = ("response.created", "response.in_progress")
         return b"".join(self._event({"type": kind, "response": start}) for kind in kinds)
