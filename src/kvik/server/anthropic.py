@@ -380,25 +380,31 @@ class MessageFormat(ResponseFormat):
 
 
 def _blocks(parser: AnswerReader, text: str) -> list[AnswerBlock]:
-    """Return the blocks of a whole answer. Truncated arguments become {}."""
-    deltas = [*parser.push(text), *parser.close()]
-    found = "".join(delta.text for delta in deltas)
-    thought = "".join(delta.thought for delta in deltas)
-    calls: list[tuple[AnswerDelta, list[str]]] = []
-    for delta in deltas:
-        if delta.name:
-            calls.append((delta, []))
-        elif delta.index >= 0:
-            calls[delta.index][1].append(delta.arguments)
-    blocks = [thinking_block(thought)] if thought else []
-    blocks += [text_block(found)] if found or not (calls or thought) else []
-    for call, arguments in calls:
-        try:
-            given = json.loads("".join(arguments))
-        except ValueError:
-            given = {}
-        blocks.append(call_block(call, given))
-    return blocks
+    """Return the blocks of a whole answer, in the order of a stream. Truncated arguments become
+    {}."""
+    parts: list[tuple[str, list[AnswerDelta]]] = []
+    for delta in [*parser.push(text), *parser.close()]:
+        kind = "thought" if delta.thought else "text" if delta.text else "call"
+        if delta.name or not parts or parts[-1][0] != kind:
+            parts.append((kind, []))
+        parts[-1][1].append(delta)
+    blocks = []
+    for kind, deltas in parts:
+        if kind == "call":
+            blocks.append(call_block(deltas[0], _arguments(deltas)))
+        elif kind == "thought":
+            blocks.append(thinking_block("".join(delta.thought for delta in deltas)))
+        else:
+            blocks.append(text_block("".join(delta.text for delta in deltas)))
+    return blocks or [text_block("")]
+
+
+def _arguments(deltas: Sequence[AnswerDelta]) -> dict[str, Any]:
+    try:
+        given: dict[str, Any] = json.loads("".join(delta.arguments for delta in deltas))
+    except ValueError:
+        return {}
+    return given
 
 
 def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | None:

@@ -74,6 +74,19 @@ def test_a_stream_builds_the_same_blocks(client: anthropic.Anthropic) -> None:
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
 
 
+def test_text_after_a_call_stays_there(client: anthropic.Anthropic) -> None:
+    body = asked(tool_choice={"type": "any"}, extra_body=GREEDY)
+    orders = []
+    for length in range(40, 60, 4):  # some end within the name of a second call, which is text
+        body["max_tokens"] = length
+        whole = client.messages.create(**body)
+        with client.messages.stream(**body) as stream:
+            final = stream.get_final_message()
+        orders.append([block.type for block in whole.content])
+        assert orders[-1] == [block.type for block in final.content]
+    assert ["tool_use", "text"] in orders
+
+
 def test_an_agent_continues_with_results(client: anthropic.Anthropic) -> None:
     first = client.messages.create(**asked(tool_choice=ONE))
     (call,) = first.content
