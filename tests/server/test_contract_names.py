@@ -60,6 +60,7 @@ def test_a_name_that_is_not_served_is_not_found(
         "file:%2f%2f%2fetc%2fpasswd",
         "http://169.254.169.254/",
         "stories%00",
+        "",
         "%252e%252e",
     ],
 )

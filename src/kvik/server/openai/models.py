@@ -9,6 +9,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvik.server.errors import model_not_found
 from kvik.server.responses import json_response
 from kvik.server.route import get, routes_of
 from kvik.server.server import Server
@@ -51,6 +52,8 @@ async def models(server: Server, request: Request) -> Response:
 async def model(server: Server, request: Request) -> Response:
     """Return the served model under one of its names."""
     name = request.path_params["model"]
+    if not name:  # `served_name` allows requests without one
+        raise model_not_found(name, server.model_names)
     server.served_name(name)
     return json_response(_model(server, name))
 
