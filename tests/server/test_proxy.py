@@ -425,7 +425,31 @@ def test_bad_words_are_one_error(capsys: pytest.CaptureFixture[str], words: list
     assert part in error_of(capsys, *words).lower()
 
 
-def test_a_missing_server_or_api_is_one_error(capsys: pytest.CaptureFixture[str]):
+def test_it_waits_for_servers_that_start_with_it(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 0.05)
+    listening = socket.socket()  # refuses connections until the server listens
+    listening.bind(("127.0.0.1", 0))
+
+    async def backend() -> Any:
+        return Backend("a")
+
+    async def wait() -> bool:
+        made = Proxy([f"http://127.0.0.1:{listening.getsockname()[1]}"])
+        starting = asyncio.ensure_future(made.start())
+        await asyncio.sleep(0.2)
+        assert not starting.done()
+        with http_server(backend, listening=listening):
+            await starting
+            await made.close()
+        return made.upstreams[0].healthy
+
+    assert asyncio.run(wait())
+
+
+def test_a_missing_server_or_api_is_one_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(proxy, "START_SECONDS", 0.0)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"

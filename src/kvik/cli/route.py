@@ -67,7 +67,14 @@ async def _route(proxy: Proxy, listening: socket.socket) -> int:
     stop, loop = StopSignal(), asyncio.get_running_loop()
     for one in SIGNALS:
         loop.add_signal_handler(one, stop.ask)
-    await proxy.start()
+    starting, stopping = (asyncio.ensure_future(one) for one in (proxy.start(), stop.asked.wait()))
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.wait((starting,))
+        return 0
+    stopping.cancel()
+    starting.result()
     listener = Listener(proxy, listening)
     try:
         await listener.start()

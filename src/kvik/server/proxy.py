@@ -58,6 +58,7 @@ MAX_BODY = 64 << 20  # bytes of a request
 TAIL = 4096  # bytes at the end of an answer that are searched for its usage
 HEALTH_SECONDS, HEALTH_TIMEOUT = 1.0, 2.0
 CONNECT_SECONDS = 5.0
+START_SECONDS = 30.0  # for the first server to answer; they may have been started with the proxy
 # Limit for the next part of a request's body, and for a client to read the answer's.
 BODY_SECONDS = 60.0
 # Headers of a connection, not of the message (RFC 9110, section 7.6.1).
@@ -236,7 +237,7 @@ class Proxy:
         self._mismatch = ""  # of roles, as was logged
 
     async def start(self) -> None:
-        """Begin to monitor the servers; returns when each has been asked once.
+        """Begin to monitor the servers; returns when each has been asked and one has answered.
 
         Raises:
             KvikError: aiohttp is not installed, a URL has no such API, or no server answers.
@@ -257,12 +258,8 @@ class Proxy:
             cookie_jar=aiohttp.DummyCookieJar(),
         )
         try:
-            found = await asyncio.gather(*map(self._look, range(len(self.upstreams))))
+            await self._find_one()
             await asyncio.gather(*(self._check_api(one) for one in self.upstreams if one.healthy))
-            if not any(found):  # servers that are loading a model count as found
-                raise KvikError(
-                    "url", f"no server answers: {self._reasons()}; start one, or correct its URL"
-                )
         except BaseException:
             await self.close()
             raise
@@ -368,6 +365,20 @@ class Proxy:
             log.log(logging.WARNING if reason else logging.INFO, "%s: %s", one.url, reason or "up")
         one.reason = reason
         self._router.set_available(number, not reason)
+
+    async def _find_one(self) -> None:
+        """Wait until a server answers; one that is loading a model does."""
+        loop = asyncio.get_running_loop()
+        until, told = loop.time() + START_SECONDS, False
+        while not any(await asyncio.gather(*map(self._look, range(len(self.upstreams))))):
+            if loop.time() >= until:
+                raise KvikError(
+                    "url", f"no server answers: {self._reasons()}; start one, or correct its URL"
+                )
+            if not told:
+                log.warning("waits for a server: %s", self._reasons())
+                told = True
+            await asyncio.sleep(HEALTH_SECONDS)
 
     async def _watch(self, number: int) -> None:
         while True:
