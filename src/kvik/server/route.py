@@ -183,7 +183,7 @@ ONE_DIGIT = bytes.maketrans(b"0123456789E", b"0000000000e")
 LONG_NUMBER = (b"0" * 19, b"0e")
 NO_BACKSLASH = re.compile(rb"[^\\]")
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$\.?(.*)`", re.DOTALL)  # in messages of msgspec
+PLACE = re.compile(r"(.*) - at (`key` in )?`\$\.?(.*)`", re.DOTALL)  # in messages of msgspec
 PIECE_BYTES = 1 << 18  # of a large body per call, since other threads wait meanwhile
 MAX_SHOWN = 24  # characters of a number in an error message
 MAX_IGNORED = 16  # fields that are reported
@@ -504,13 +504,15 @@ def _finite(text: str) -> float:
 def _invalid(message: str) -> NoReturn:
     """Raise 400 from a message like "Expected `int`, got `str` - at `$.stop[0]`"."""
     found = PLACE.fullmatch(message)
-    what, place = (found[1], found[2]) if found else (message, "")
+    what, place = (found[1], found[3]) if found else (message, "")
     missing = re.fullmatch(r"Object missing required field `(.*)`", what)
     if missing:
         place = f"{place}.{missing[1]}".removeprefix(".")
         what = "is required"
     else:
         what = what[:1].lower() + what[1:]
+    if found and found[2]:
+        what = f"a key of the object: {what}"
     place = escaped(place, 200)
     raise HttpError(400, f"{place}: {what}" if place else what, place)
 

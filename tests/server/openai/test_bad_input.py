@@ -229,6 +229,12 @@ def test_texts_of_any_characters_are_read(http: httpx2.Client) -> None:
         assert answer.json()["choices"][0]["text"].startswith(text)
 
 
+def test_a_key_that_is_no_token_id_is_called_a_key(http: httpx2.Client) -> None:
+    answer = post(http, "completions", with_field(TEXT, "logit_bias", '{"the": 1}'))
+    message = "logit_bias: a key of the object: expected `int`, got `str`"
+    assert answer.json()["error"]["message"] == message
+
+
 def test_nothing_is_left_behind(site: Site) -> None:
     site.at_rest()
 
