@@ -150,6 +150,8 @@ def test_pages_that_the_operator_lists(server: HttpServer, calls: Calls) -> None
     assert reply.status == 200
     assert reply.headers["access-control-allow-origin"] == "https://good.example"
     assert reply.headers["vary"] == "origin"
+    exposed = reply.headers["access-control-expose-headers"].split(", ")
+    assert {"request-id", "kvik-unenforced", "x-kvik-degraded"} <= {*exposed}
     assert "access-control-allow-credentials" not in reply.headers
 
 

@@ -153,8 +153,8 @@ def _digest(field: str, text: str) -> bytes:
 ANY = "*"
 HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 EXPOSED = (
-    "retry-after, x-request-id, x-kvik-request-id, x-kvik-ignored-fields, kvik-unenforced, "
-    "x-should-retry"
+    "retry-after, x-request-id, request-id, x-kvik-request-id, x-kvik-ignored-fields, "
+    "x-kvik-degraded, kvik-unenforced, x-should-retry"
 )
 MAX_AGE = "600"  # seconds for which a browser caches a preflight response
 
