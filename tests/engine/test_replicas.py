@@ -241,6 +241,9 @@ async def test_a_draining_replica_gets_no_new_requests():
         assert cluster.all.drain_replica(1, drain=False) == 0
         cluster.all.add(engine_request("c", [*PROMPT, 7]))
         assert cluster.added()[1] == ["c"]
+        for replica, drained in ((1, False), (0, True)):
+            cluster.all.drain_replica(replica, drain=True)
+            assert cluster.all.drained == drained
         with pytest.raises(ParamError, match="0 to 1") as raised:
             cluster.all.drain_replica(2, drain=True)
         assert raised.value.field == "replica"

@@ -43,6 +43,8 @@ class Stubs:
     def hand_over(self) -> None:
         pass
 
+    drained = False
+
     def drain_replica(self, replica: int, *, drain: bool) -> int:
         if replica > 1:
             raise ParamError("replica", f"must be 0 to 1, not {replica}")
@@ -100,6 +102,15 @@ def test_draining_one_replica(server: HttpServer) -> None:
     found = ask(server, "POST", "/admin/replicas/2/drain", {"drain": True}, **ADMIN)
     assert found.status == 400 and found.json["error"]["param"] == "replica"
     assert ask(server, "POST", "/admin/replicas/x/drain", {"drain": True}, **ADMIN).status == 404
+
+
+def test_the_health_tells_that_all_replicas_are_drained(
+    server: HttpServer, parts: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts.engine, "drained", True)
+    for path in ("/health", "/ready"):
+        found = ask(server, "GET", path)
+        assert (found.status, found.json["reason"]) == (503, "all replicas are drained")
 
 
 def test_draining_and_resuming(server: HttpServer, parts: Server) -> None:

@@ -30,6 +30,7 @@ class Engine:
     config = SimpleNamespace(runner=SimpleNamespace(role="both"))
     state = EngineState.STARTING
     reason = "is being loaded"
+    drained = False
     closed = False
 
     def start(self, sink: object) -> None: ...
@@ -40,6 +41,8 @@ class Engine:
 
 class Running:
     """Handlers, and a stub of the generations they wait for."""
+
+    drained = False
 
     def __init__(self) -> None:
         self.done = asyncio.Event()

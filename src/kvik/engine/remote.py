@@ -297,6 +297,11 @@ class EngineClient(ABC):
             ParamError: there is no such replica.
         """
 
+    @property
+    def drained(self) -> bool:
+        """Whether requests are refused since all of several engines are drained."""
+        return False
+
     @abstractmethod
     def hand_over(self, request_id: str) -> None:
         """Let the engine of another server continue a request, if it can be moved: its last delta

@@ -178,6 +178,10 @@ class Replicas(EngineClient):
             for i, (client, view) in enumerate(zip(self._clients, views, strict=True))
         )
 
+    @property
+    def drained(self) -> bool:
+        return len(self._draining) == len(self._clients)
+
     def drain_replica(self, replica: int, *, drain: bool) -> int:
         if not 0 <= replica < len(self._clients):
             most = len(self._clients) - 1

@@ -39,6 +39,8 @@ def _problem(server: Server) -> tuple[str, str] | None:
         return "draining", "the server is being stopped"
     if state is not EngineState.READY:
         return str(state), f"the engine {state_in_words(state)}"
+    if server.engine.drained:
+        return "draining", "all replicas are drained"
     return None
 
 
