@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.configs import LLAMA3_SCALING, PUBLIC, small, small_qwen
+from helpers.public_configs import config
 from helpers.windows import as_window
 
 from kvik.errors import ModelError
@@ -236,6 +237,11 @@ def test_rope_in_both_spellings(changes: dict[str, Any], rope: RopeSpec) -> None
 )  # fmt: skip
 def test_context_after_stretching(changes: dict[str, Any], length: int) -> None:
     assert ModelSpec.from_config(small(**changes)).max_context == length
+
+
+def test_linear_scaling_of_gemma3_is_in_its_context_already() -> None:
+    spec = ModelSpec.from_config(config("gemma-3-4b"))
+    assert spec.max_context == 131_072
 
 
 def test_absent_keys_have_the_defaults_of_transformers() -> None:

@@ -74,7 +74,10 @@ def gemma2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
 
 
 def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Layers with a window have a small rotary base, the others a large one, maybe scaled."""
+    """Layers with a window have a small rotary base, the others a large one, maybe scaled.
+
+    `max_position_embeddings` is the length after scaling, also of the kind "linear".
+    """
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.raw(key) is not None:
             raise fields.error(key, "must be null")
@@ -89,6 +92,12 @@ def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
             FULL: read_rope(slow, positions),
             SLIDING: RopeSpec(theta=fast, original_max_position=positions),
         }
+    ropes = {
+        kind: replace(rope, original_max_position=int(positions / rope.factor))
+        if rope.kind == "linear"
+        else rope
+        for kind, rope in ropes.items()
+    }
     return tuple(LayerSpec(window if kind == SLIDING else None, ropes[kind]) for kind in types)
 
 
