@@ -251,6 +251,22 @@ def test_a_family_is_also_known_by_its_model_type() -> None:
     assert shape_from_config(changed("gpt2", architectures=None), "m").parameters == 124_439_808
 
 
+def packed(num_bits: int, *, format: str = "pack-quantized", type: str = "int") -> dict[str, Any]:
+    weights = {"num_bits": num_bits, "type": type, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    fields = {"format": format, "ignore": ["lm_head"], "config_groups": groups}
+    return {"quant_method": "compressed-tensors", **fields}
+
+
+def test_what_a_quantised_checkpoint_leaves_in_floats_counts_so() -> None:
+    llama = shape_from_config(changed("llama-3-8b", quantization_config=packed(4)), "m")
+    rounded = shape("llama-3-8b")  # its head has 8 bits, and a scale for each output
+    saved = 128_256 * (4096 - 4)
+    assert llama.weight_bytes("int4") == rounded.weight_bytes("int4") + saved
+    attention = next(matrix for matrix in shape("gpt-oss-20b").matrices if matrix.role == "qkv")
+    assert shape("gpt-oss-20b").kind_of(attention, "mxfp4") is None
+
+
 @pytest.mark.parametrize(
     ("quantization", "stored", "note"),
     [
@@ -261,7 +277,11 @@ def test_a_family_is_also_known_by_its_model_type() -> None:
         ({"quant_method": "gptq", "bits": 4}, "int4", "quantised by 'gptq': counted as int4"),
         ({"quant_method": "awq", "bits": 8}, "int8-weight-only", "int8-weight-only"),
         ({"quant_method": "mxfp4"}, "mxfp4", "counted as mxfp4"),
-        ({"quant_method": "new", "bits": 3}, "bf16", "not known: bf16 taken"),
+        ({"quant_method": "gptq", "bits": 3}, "int4", "quantised by 'gptq': counted as int4"),
+        (packed(4), "int4", "counted as int4"),
+        (packed(8), "int8-weight-only", "counted as int8-weight-only"),
+        (packed(8, format="naive-quantized", type="float"), "fp8", ""),
+        ({"quant_method": "new", "bits": 5}, "bf16", "not known: bf16 taken"),
         ({"quant_method": ["fp8"], "bits": {}}, "bf16", "not known: bf16 taken"),
     ],
 )

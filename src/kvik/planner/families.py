@@ -25,12 +25,13 @@ from kvik.models.model_spec import ModelSpec, text_config
 from kvik.models.qwen3 import QWEN3, QWEN3_MOE
 from kvik.planner.formats import weight_format
 from kvik.planner.shape import CacheShape, LayerShape, MatrixGroup, ModelShape
-from kvik.spec.declare import DeclaredLinear, DeclaredNorm, DeclaredOther
+from kvik.spec.declare import Declaration, DeclaredLinear, DeclaredNorm, DeclaredOther
 from kvik.spec.engine_folder import read_built
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.kv import STATE_BYTES
 from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from kvik.spec.stored_weights import StoredQuantization
 
 # Parts in which names of one configuration differ: owner, maker, and the purpose of tuning.
 _OWNER = re.compile(r".*/|^meta-")
@@ -150,8 +151,15 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
         return replace(shape, architecture=architecture, spec=None, notes=notes)
     named = {**config, "architectures": [architecture]}
     plain = {key: value for key, value in named.items() if key != "quantization_config"}
-    shape = _from_spec(ModelSpec.from_config(plain, fields.where), fields, name)
-    return shape if plain == named else replace(shape, spec=_runnable(named))
+    spec = ModelSpec.from_config(plain, fields.where)
+    shape = _from_spec(spec, fields, name)
+    if plain == named:
+        return shape
+    runnable = _runnable(named)
+    if runnable is None or runnable.quantization is None:
+        return replace(shape, spec=runnable)
+    bare = _bare_roles(runnable.quantization, spec.declaration)
+    return replace(shape, spec=runnable, bare=bare)
 
 
 def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
@@ -232,7 +240,8 @@ STORED: Mapping[str | int, str] = {
     "mxfp4": "mxfp4",
     "mxfp4-pack-quantized": "mxfp4",
     "int-quantized": "int8",
-    "pack-quantized": "int4",
+    2: "int4",  # widened to 4 bits, as are 3
+    3: "int4",
     4: "int4",
     8: "int8-weight-only",
 }
@@ -247,14 +256,41 @@ def _stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
         return dtype, plain, () if key in fields else (f"no dtype is given: {dtype} taken",)
     config = fields.inside("quantization_config")
     method = config.raw("quant_method")
-    # compressed-tensors has one method name for everything; its "format" tells them apart
-    for said in (method, config.raw("format"), config.raw("bits")):
+    # compressed-tensors has one method name for everything; its "format" tells most of them apart,
+    # and its first group the others
+    weights = _first_group(config)
+    float8 = "fp8" if weights.get("type") == "float" and weights.get("num_bits") == 8 else None
+    bits = (config.raw("bits"), weights.get("num_bits"))
+    for said in (method, config.raw("format"), float8, *bits):
         nearest = STORED.get(said) if isinstance(said, str | int) else None
         if nearest == "fp8":
             return dtype, nearest, ()
         if nearest is not None:
             return dtype, nearest, (f"quantised by {shown(method)}: counted as {nearest}",)
     return dtype, plain, (f"quantised by {shown(method)}, which is not known: {plain} taken",)
+
+
+def _first_group(config: Fields) -> Mapping[str, object]:
+    """Return what the first group of compressed-tensors says of weights."""
+    groups = config.raw("config_groups")
+    first = next(iter(groups.values()), None) if isinstance(groups, Mapping) else None
+    weights = first.get("weights") if isinstance(first, Mapping) else None
+    return weights if isinstance(weights, Mapping) else {}
+
+
+def _bare_roles(stored: StoredQuantization, declared: Declaration) -> frozenset[str]:
+    """Return the roles that a quantised checkpoint stores as floats."""
+    quantised = set[str]()
+    for linear in declared.linears:
+        if linear.role in quantised:
+            continue  # there may be thousands of experts
+        if linear.tied:
+            schemes = [stored.embedding_scheme(declared.embedding.name)]
+        else:
+            schemes = [stored.scheme(name) for name in linear.names]
+        if any(schemes):
+            quantised.add(linear.role)
+    return frozenset({linear.role for linear in declared.linears} - quantised)
 
 
 def attention_kind(heads: int, kv_heads: int) -> str:
