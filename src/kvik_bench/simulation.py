@@ -29,6 +29,7 @@ from kvik.core.routing import ReplicaReport, ReplicaRouter
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request
+from kvik.errors import ConfigError
 from kvik.options import Integer, Number, option
 from kvik.spec.kv import KVCacheSpec, group_layers
 
@@ -361,6 +362,9 @@ def simulate(
         policy: "prefix": by `ReplicaRouter`; "round-robin": replicas in order.
         timer: measures routing choices; None: they are not measured.
         lose: a time and a replica that ends then: its requests restart on other replicas.
+
+    Raises:
+        ConfigError: a request does not fit into the KV cache of an engine.
     """
     return _Run(traffic, engine, replicas, policy, timer).run(lose)
 
@@ -413,6 +417,13 @@ class _Run:
                 self._arrive(what, now)
             elif self.alive[what]:
                 self._stepped(what, now)
+        if self.turns:  # they wait for blocks that their engine does not have
+            longest = max(len(turn.tokens) for turn, _, _ in self.turns.values())
+            raise ConfigError(
+                "num_blocks",
+                f"must be more: prompts of up to {longest} tokens and their answers do not fit "
+                f"{self.engine.blocks} blocks of {self.engine.block_size} tokens",
+            )
         counters = [replica.scheduler.counters for replica in self.replicas]
         return Outcome(
             self.policy,

@@ -141,6 +141,7 @@ def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
     [
         ("--replicas", "0", "replicas"),
         ("--rate", "0", "rate"),
+        ("--num-blocks", "1", "num_blocks"),
         ("--disk-rate", "0", "disk_rate"),
         ("--kv-tiers", "memory:1KiB", "kv_tiers"),
         ("--kv-tiers", "disk:1GiB", "kv_tiers"),
