@@ -108,3 +108,7 @@ def test_a_bad_question_is_one_line(
     arguments: list[str], field: str, machine: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert refused(capsys, "advise", "--hardware", machine, *arguments).startswith(f"--{field}: ")
+
+
+def test_a_wrong_slo_is_told_the_syntax(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "such as ttft=300ms" in refused(capsys, "advise", "--slo", "ttft=0ms")

@@ -48,6 +48,7 @@ class Slo:
 class SloText(Kind):
     """An SLO in the syntax of `parse_slo`."""
 
+    expects = "limits such as ttft=300ms,tpot=50ms,e2e=5s"
     metavar = "SLO"
 
     def parse(self, text: str) -> Slo:
