@@ -74,6 +74,10 @@ def run(arguments: argparse.Namespace) -> int:
     spec = resolve_config(config).model
     check_model(spec, "model")
     context = asked.context or min(spec.max_context, USUAL_CONTEXT)
+    if context > spec.max_context:
+        raise ConfigError(
+            "context", f"must be at most the model's {spec.max_context} tokens, not {context}"
+        )
     entropies: tuple[float, ...] = ()
     data, tokens = "", 0
     if asked.by == ENTROPY:
