@@ -161,6 +161,8 @@ def tell_unenforced(parts: Sequence[str]) -> None:
 
 def check_one_prompt(prompt: Prompt) -> None:
     """Raise `ParamError` unless it is one text or one list of token ids."""
+    if not prompt:
+        raise ParamError("prompt", "must not be empty")
     if not any(one is prompt for one in _as_prompts(prompt)):
         raise ParamError("prompt", "must be one text or one list of token ids")
 

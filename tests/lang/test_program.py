@@ -200,7 +200,11 @@ def test_a_closed_stream_ends_its_program(llm: LLM) -> None:
     [
         (lambda s: s.select("x", []), "choices"),
         (lambda s: s.select("x", ["a", "a"]), "choices"),
+        (lambda s: (s.__iadd__("b"), s.select("x", "ab")), "choices"),
+        (lambda s: (s.__iadd__("b"), s.select("x", ["a", 5])), "choices"),
         (lambda s: s.select("x", ["a"], "best"), "method"),
+        (lambda s: s.gen("x"), "prompt"),
+        (lambda s: (s.__iadd__("b"), s.gen("x", n=2)), "n"),
         (lambda s: s.__iadd__(5), "text"),
         (lambda s: (s.user("a"), s.__iadd__("b")), "text"),
         (lambda s: (s.__iadd__("b"), s.user("a")), "user"),

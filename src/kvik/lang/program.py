@@ -190,7 +190,7 @@ class State:
             name: key of the text in the state.
             schema: a JSON Schema or pydantic model. At most one of this, `regex`, `choices` and
                 `grammar` constrains the text.
-            params: fields of `SamplingParams`.
+            params: fields of `SamplingParams`; n must be 1.
 
         Raises:
             KvikError: a parameter is impossible.
@@ -202,6 +202,8 @@ class State:
         structured = {kind: value for kind, value in kinds.items() if value is not None}
         if structured:
             params["structured"] = structured
+        if params.get("n", 1) != 1:
+            raise ParamError("n", "must be 1, as a state has one text: fork it for several")
         with self._answering():
             found = self._model.generate(self.token_ids, params, self._listener)
             self.text += found.text
@@ -226,7 +228,8 @@ class State:
         """
         if method not in METHODS:
             raise ParamError("method", f"must be one of {', '.join(METHODS)}, not {method!r}")
-        if not choices or not all(choices) or len(set(choices)) < len(choices):
+        texts = not isinstance(choices, str) and all(isinstance(one, str) for one in choices)
+        if not texts or not choices or not all(choices) or len(set(choices)) < len(choices):
             raise ParamError("choices", "must be texts, all different and none empty")
         with self._answering():
             prefix = self.token_ids
