@@ -288,6 +288,14 @@ def test_what_is_stored_so_needs_no_flag() -> None:
     assert not any("--quantization" in flag for flag in found.flags)
 
 
+def test_what_is_stored_quantised_stays_so() -> None:
+    shape = replace(public_shape("llama-3-8b"), stored="int8-weight-only")
+    found = advise_shape(shape, H100, Goal())
+    quantised = advice(found, "quantisation")
+    assert (quantised.verdict, quantised.flags) == ("no use", ())
+    assert "stored as int8-weight-only" in quantised.reason
+
+
 def test_the_default_step_size_needs_no_flag() -> None:
     """It follows the memory that a format leaves: 64 tokens where weights leave next to none."""
     found = report("llama-3-70b", H100, Goal(concurrency=1, prompt_tokens=512))

@@ -176,7 +176,10 @@ def speculations(
 
 
 def made_formats(serving: Serving) -> tuple[str, ...]:
-    """Return the smaller formats to which this engine can quantise, the largest first."""
+    """Return the smaller formats to which this engine can quantise, the largest first. Layers that
+    a checkpoint stores quantised stay as they are."""
+    if not weight_facts(serving.shape.stored).dtype:
+        return ()
     size = {f.name: serving.shape.weight_bytes(f.name) for f in WEIGHT_FORMATS.values()}
     made = [f.name for f in WEIGHT_FORMATS.values() if f.quantization]
     smaller = [name for name in made if size[name] < size[serving.at.weight_format]]

@@ -348,6 +348,8 @@ def nothing(topic: str, serving: Serving) -> str:
     facts = weight_facts(serving.at.weight_format)
     if topic == "precision" and not facts.dtype:
         return f"the weights are {facts.name}; any dtype would need more"
+    if topic == "quantisation" and not weight_facts(serving.shape.stored).dtype:
+        return f"the checkpoint is stored as {serving.shape.stored}, which the engine keeps"
     if topic in ("precision", "quantisation"):
         return f"{facts.name} already; no smaller format of this kind is known"
     if topic == "parallelism" and not serving.at.device.link:
