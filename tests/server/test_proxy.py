@@ -222,13 +222,15 @@ def test_a_conversation_stays_where_it_is_and_others_spread():
     # The clock stands still, so that no server seems slow on a busy machine.
     with site(Backend("a"), Backend("b"), Backend("c"), clock=lambda: 0.0) as made:
         seen = set()
-        for number in range(12):
+        for number in range(60):  # of 12, one in 40 runs has none at some server
             long, places = f"story {number} " * 2000, set()
             for turn in range(3):
                 places.add(made.post(long + "x" * turn).json["from"])
                 until(lambda: not any(one.unfinished for one in made.proxy.upstreams))
             assert len(places) == 1
             seen |= places
+            if len(seen) == 3:
+                break
         assert seen == {"a", "b", "c"}
 
 
