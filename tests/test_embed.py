@@ -59,6 +59,7 @@ def test_every_family_matches_transformers(tmp_path, family, kernels):
                 torch.testing.assert_close(found, wanted, atol=2e-4, rtol=1e-4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_the_bundled_model_and_texts(kernels):
     folder = Path(kvik.__file__).parent / "bundled" / "stories"

@@ -75,7 +75,14 @@ def caches_of(llm: LLM) -> RequestCaches:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Bloom",
+        "Mamba",
+        *(pytest.param(f, marks=pytest.mark.full) for f in ("CodeGen", "VaultGemma")),
+    ],
+)
 def test_greedy_tokens_are_those_of_transformers(saved, family):
     """Alone and with others, in chunks, with memory for two of the five, and of siblings."""
     folder, model = saved(family)

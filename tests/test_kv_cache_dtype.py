@@ -39,6 +39,7 @@ def plain(request) -> tuple[str, torch.Tensor]:
     return request.param, losses(kernels=request.param)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("format", BOUNDS)
 def test_perplexity_of_held_out_text(format: str, plain: tuple[str, torch.Tensor]) -> None:
     kernels, expected = plain

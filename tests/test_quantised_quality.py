@@ -63,6 +63,7 @@ def quantised(folder: Path, *words: str) -> Quality:
     return quality(model=str(out))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("scheme", "bound", "divergence"),
     [("int8-weight-only", 0.005, 0.0012), ("int8", 0.01, 0.004), ("fp8", 0.01, 0.008)],

@@ -42,6 +42,7 @@ def test_all_keys_answer_everything(kernels: str) -> None:
             assert recall(llm, questions(COUNT, length, pairs=min(16, length // 8))) == 1.0
 
 
+@pytest.mark.full
 @needs_native
 def test_a_window_answers_only_from_its_tokens() -> None:
     """Sinks make texts fluent beyond a window, but remember nothing (docs/long-texts.md)."""
@@ -55,7 +56,14 @@ def test_a_window_answers_only_from_its_tokens() -> None:
 
 
 @needs_native
-@pytest.mark.parametrize("kv_cache_dtype", ["bf16", "int8", "fp8"])
+@pytest.mark.parametrize(
+    "kv_cache_dtype",
+    [
+        "int8",
+        pytest.param("bf16", marks=pytest.mark.full),
+        pytest.param("fp8", marks=pytest.mark.full),
+    ],
+)
 def test_a_cache_in_few_bits_forgets_nothing(kv_cache_dtype: str) -> None:
     with model(kv_cache_dtype=kv_cache_dtype) as llm:
         assert recall(llm, questions(COUNT, 512)) == 1.0

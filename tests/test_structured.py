@@ -133,6 +133,7 @@ def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Any) -> None:
         bare.generate([[1, 2]], SamplingParams(structured=Regex("a")))
 
 
+@pytest.mark.full
 def test_required_calls_are_valid_in_every_dialect(llm: LLM) -> None:
     """Whatever the model would generate otherwise. One batch has the requests of all dialects."""
     forms = [MarkedFormat(form=ToolFormat.of(dialect, llm.tokenizer)) for dialect in DIALECTS]

@@ -70,16 +70,19 @@ TIERED = {
 }
 
 
-@pytest.mark.parametrize("tiers", TIERED.values(), ids=TIERED)
-def test_tiers_keep_evicted_pages(tiers: TierSizes):
+@pytest.mark.parametrize(
+    "name", ["both", *(pytest.param(n, marks=pytest.mark.full) for n in ("memory", "disk"))]
+)
+def test_tiers_keep_evicted_pages(name: str):
     traffic = Traffic(requests=150, rate=10.0, seed=1, output_tokens=16)
     plain = simulate(traffic, SMALL, 1)
-    tiered = simulate(traffic, replace(SMALL, tiers=tiers), 1)
+    engine = replace(SMALL, tiers=TIERED[name])
+    tiered = simulate(traffic, engine, 1)
     assert tiered.requests == plain.requests == traffic.requests
     assert tiered.prompt_tokens == plain.prompt_tokens and plain.loaded_tokens == 0
     assert 0 < tiered.loaded_tokens <= tiered.hit_tokens <= tiered.ideal_tokens
     assert tiered.hit_tokens >= 1.2 * plain.hit_tokens
-    assert tiered == simulate(traffic, replace(SMALL, tiers=tiers), 1)
+    assert tiered == simulate(traffic, engine, 1)
 
 
 @pytest.mark.full

@@ -94,6 +94,7 @@ def test_processes_of_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert facts["division"]["cut"] == "exact"
 
 
+@pytest.mark.full
 def test_gpus_that_share_layers_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
     words = [DEEPSEEK, "--hardware", "h200", "--tp", "8", "--pp", "4", "--context", "4096"]
     facts = json.loads(printed(capsys, *words, "--json"))

@@ -1,9 +1,10 @@
 """Tiers of tests: which cases run on every edit, before a merge and at night.
 
-- **fast** (`make test`): tests without a mark. Of a product of several axes with more than eight
-  cases, it runs a cover with each value of each axis at least once.
+- **fast** (`make test`): tests without a mark. Of a product of several axes it runs a cover with
+  each value of each axis at least once.
 - **full** (`make test-full`): also tests marked `full`, and all examples. Of a product of three or
-  more axes, it runs a cover with each pair of values of two axes at least once.
+  more axes with more than eight cases, it runs a cover with each pair of values of two axes at
+  least once.
 - **check** (`make check`): tests marked `check`, which check the form of sources and documents and
   belong to no other tier.
 - **nightly** (`make test-nightly`): also tests marked `nightly`, and whole products; ten times the
@@ -26,7 +27,7 @@ import pytest
 TIERS = ("fast", "full", "nightly")
 STRENGTH = {"fast": 1, "full": 2}  # axes whose values are combined in a cover
 CHECK = "check"
-SMALL = 8  # functions with this many cases or fewer always run them all
+SMALL = 8  # the full tier runs all cases of a function with this many or fewer
 FEWEST_EXAMPLES = 25
 
 _TIER = "TEST_TIER"
@@ -85,7 +86,7 @@ def selected(items: list[pytest.Item], chosen: str) -> list[pytest.Item]:
 
 def _chosen(cases: list[pytest.Item], tier: str) -> list[pytest.Item]:
     """Return the cases of a function that the fast or full tier runs."""
-    if len(cases) <= SMALL or not hasattr(cases[0], "callspec"):
+    if (tier == "full" and len(cases) <= SMALL) or not hasattr(cases[0], "callspec"):
         return cases
     strength = STRENGTH["fast" if cases[0].get_closest_marker("once") else tier]
     # With no more axes than are combined, each case is a combination of its own.

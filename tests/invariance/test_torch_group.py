@@ -119,7 +119,7 @@ def batch_on_torch(**options: object) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-@pytest.mark.parametrize("failing", [None, 0, 1])
+@pytest.mark.parametrize("failing", [None, 0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_size_is_captured_by_all_processes_or_by_none(failing, monkeypatch, caplog) -> None:
     """While the engine is idle, after all processes have made the calls of the warm-up."""
     expected = batch_on_torch(threads=1)

@@ -727,6 +727,7 @@ def test_sequences_of_one_step_are_independent(pair: Pair, kernels: str) -> None
         torch.testing.assert_close(torch.cat(logits), expected, atol=1e-4, rtol=0)
 
 
+@pytest.mark.full
 def test_the_same_through_fused_attention(pair: Pair) -> None:
     ids = tokens(37, seed=2)
     expected = reference_logits(pair.reference, ids)

@@ -100,10 +100,12 @@ def wishes(model: Path, tmp_path_factory, monkeypatch) -> Callable[[str], dict[s
     return of
 
 
-MORE_METHODS = [pytest.param(m, marks=pytest.mark.full) for m in ("ngram", "medusa", "right")]
+MORE_METHODS = [
+    pytest.param(m, marks=pytest.mark.full) for m in ("eagle", "medusa", "ngram", "right")
+]
 
 
-@pytest.mark.parametrize("method", ["plain", "draft_model", "eagle", *MORE_METHODS])
+@pytest.mark.parametrize("method", ["plain", "draft_model", *MORE_METHODS])
 def test_steps_wait_only_where_they_must_with_the_same_output(method, model, wishes) -> None:
     options = wishes(method)
     expected = answers(model, **options)

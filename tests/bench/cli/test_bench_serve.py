@@ -295,7 +295,8 @@ def test_a_missing_aiohttp_names_the_extra_to_install(
     [
         (signal.SIGINT, signal.default_int_handler),
         pytest.param(signal.SIGTERM, signal.default_int_handler, marks=pytest.mark.full),
-        (signal.SIGTERM, signal.SIG_IGN),  # as in background jobs of a shell
+        # As in background jobs of a shell.
+        pytest.param(signal.SIGTERM, signal.SIG_IGN, marks=pytest.mark.full),
     ],
 )
 def test_an_ended_run_prints_its_measurements(

@@ -90,8 +90,8 @@ def test_a_disturbed_one_is_not_saved_unless_forced(
     [
         ("plan",),
         ("advise",),
-        ("plan", "--json"),
-        ("advise", "--json"),
+        pytest.param(("plan", "--json"), marks=pytest.mark.full),
+        pytest.param(("advise", "--json"), marks=pytest.mark.full),
         ("bench", "latency", "--batch", "1", "--output-tokens", "2", "--repeats", "1"),
     ],
     ids=" ".join,
