@@ -30,6 +30,8 @@ from transformers import PreTrainedTokenizerFast
 from kvik import LLM, AsyncLLM, ConfigError, KvikError, ModelError, ParamError
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
+from kvik.evaluate.quality import measure_quality
+from kvik.quantize.source import open_source
 
 KERNELS = ["torch", pytest.param("native", marks=needs_native)]
 COMMON: dict[str, Any] = {"dtype": "float32", "device": "cpu", "threads": 1}
@@ -276,6 +278,10 @@ def test_what_an_encoder_cannot_do_is_refused(bert, reranker, tmp_path):
             llm.embed(words(3), dimensions=8)
         with pytest.raises(ParamError, match="prompt_name: must be left out"):
             llm.embed(words(3), prompt_name="query")
+    with pytest.raises(ParamError, match="model: is an encoder, which writes no text"):
+        measure_quality(EngineConfig(model=str(bert), **COMMON), [words(9)])
+    with pytest.raises(ModelError, match="model: is an encoder, which can only be rounded at load"):
+        open_source(bert)
     with LLM(str(reranker), **COMMON) as llm:
         with pytest.raises(ParamError, match="model: gives scores of pairs of texts, and no vec"):
             llm.embed(words(3))

@@ -24,6 +24,7 @@ from kvik.config.memory import PROMPT_ROWS
 from kvik.config.units import show_bytes
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
+from kvik.engine.core import check_writes
 from kvik.errors import ConfigError
 from kvik.launch import load_worker, resolve_config
 from kvik.text.tokenizer import Tokenizer
@@ -111,12 +112,14 @@ def resolve_reader(config: EngineConfig, window: int) -> ResolvedConfig:
     """Resolve the config of a reader: one request, and the KV blocks of a window.
 
     Raises:
-        KvikError: the model cannot be used, or does not fit.
+        KvikError: the model cannot be used, predicts no tokens, or does not fit.
     """
     wanted = replace(_for_one(config), max_model_len=window)
     groups = len(resolve_config(wanted).cache.groups)
     num_blocks = groups * -(-window // config.block_size)
-    return resolve_config(replace(wanted, num_blocks=num_blocks))
+    resolved = resolve_config(replace(wanted, num_blocks=num_blocks))
+    check_writes(resolved.model)
+    return resolved
 
 
 @contextmanager

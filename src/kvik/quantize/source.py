@@ -263,7 +263,9 @@ class Source:
 
 
 def check_spec(spec: ModelSpec) -> None:
-    """Raise `ModelError` if a model is quantised already."""
+    """Raise `ModelError` if a model is quantised already, or is an encoder."""
+    if spec.encoder:
+        raise ModelError("model", "is an encoder, which can only be rounded at load (quantization)")
     if spec.quantization is not None:
         raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
 
