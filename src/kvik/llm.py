@@ -593,7 +593,10 @@ class LLM:
 
     def _priorities(self, count: int, priority: int | Sequence[int]) -> list[int]:
         """Return the priority of each prompt."""
-        found = [priority] * count if isinstance(priority, int) else list(priority)
+        if isinstance(priority, Sequence) and not isinstance(priority, str):
+            found = list(priority)
+        else:
+            found = [priority] * count
         if len(found) != count:
             raise ParamError("priority", f"{len(found)} given for {count} prompts: one for each")
         for one in found:

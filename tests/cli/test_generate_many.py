@@ -90,6 +90,7 @@ def test_an_interrupted_batch_resumes(
         ('{"prompt": "A", "top_p": 3}', "line 1: --top-p: must be"),
         ('"A"\n\n7', "line 3: prompt: must be"),
         ('{"prompt": "A", "priority": 1}', "line 1: priority: needs"),
+        ('{"prompt": "A", "priority": "high"}', "line 1: priority: must be an integer"),
     ],
 )
 def test_a_bad_line_is_named(
@@ -138,6 +139,22 @@ def test_a_dash_reads_the_prompts_from_standard_input(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'"A"\n"B"\n')))
     assert main(["generate", "", "--prompts", "-", *OPTIONS, *GREEDY]) == 0
     assert sorted(written(capsys.readouterr().out)) == [1, 2]
+
+
+def test_lines_end_only_at_line_feeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "prompts"
+    path.write_bytes('\ufeff"A\u2028\x85"\r\n'.encode() + b'\r\n"B"')
+    assert main(["generate", "--prompts", str(path), "-o", "-", *OPTIONS, *GREEDY]) == 0
+    lines = map(json.loads, capsys.readouterr().out.rstrip("\n").split("\n"))
+    assert {line["line"]: line["prompt"] for line in lines} == {1: "A\u2028\x85", 3: "B"}
+
+
+def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts"
+    prompts.write_text('"A"')
+    for output, error in (("/no/such/file", "--output: cannot write"), ("/dev/full", "No space")):
+        assert main(["generate", "--prompts", str(prompts), "-o", output, *OPTIONS]) == 2
+        assert error in capsys.readouterr().err
 
 
 def test_outputs_are_written_when_ready_and_urgent_ones_first() -> None:

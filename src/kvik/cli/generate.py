@@ -65,7 +65,8 @@ def build_parser() -> argparse.ArgumentParser:
         "-o",
         "--output",
         metavar="FILE",
-        help="with --prompts: file for the results. Results already in it are not computed again",
+        help="with --prompts: file for the results (- is standard output, the default). Results "
+        "already in it are not computed again",
     )
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--verbose", action="store_true", help="print each decision and its reason")
@@ -215,9 +216,10 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
     for line in lines:  # before the model is loaded
         with _in_line(line.number):
             SamplingParams().with_changes(**{**given, **line.sampling})
-    if arguments.output is not None and not can_write(Path(arguments.output)):
-        raise ParamError("output", f"cannot write {arguments.output!r}")
-    done = _numbers_in(arguments.output)
+    output = None if arguments.output == "-" else arguments.output
+    if output is not None and not (Path(output).parent.is_dir() and can_write(Path(output))):
+        raise ParamError("output", f"cannot write {output!r}")
+    done = _numbers_in(output)
     left = [line for line in lines if line.number not in done]
     if not left:
         return 0
@@ -231,7 +233,7 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
         prompts, params = _requests(llm, left, given)
         outputs = _begin(llm, left, prompts, params)
         model = llm.resolved.runner.model_path
-        with _writing(arguments.output) as write, BatchProgress(len(left), None) as bar:
+        with _writing(output) as write, BatchProgress(len(left), None) as bar:
             for index, output in outputs:
                 found = {"line": left[index].number, **as_json(output, model)}
                 write(json.dumps(found, ensure_ascii=False))
@@ -271,7 +273,7 @@ def _begin(
 def _read(path: str) -> list[Line]:
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-        texts = data.decode("utf-8").splitlines()
+        texts = data.decode("utf-8-sig").split("\n")  # splitlines splits at U+2028 too
     except OSError as error:
         raise ParamError("prompts", f"{path!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -314,7 +316,7 @@ def _in_line(number: int) -> Iterator[None]:
 
 def _numbers_in(path: str | None) -> set[int]:
     """Return the numbers of lines already in the output; truncate an incomplete last line."""
-    if path is None or not Path(path).exists():
+    if path is None or not Path(path).is_file():  # nothing, or a device or pipe
         return set()
     found, whole = set(), 0
     with open(path, "rb+") as file:

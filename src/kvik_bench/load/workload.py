@@ -367,7 +367,8 @@ def read_texts(path: Path) -> list[str]:
         ParamError: the file cannot be read, or has no prompts.
     """
     try:
-        lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        content = path.read_text(encoding="utf-8-sig")
+        lines = [line for line in content.split("\n") if line.strip()]  # U+2028 ends no line
         if path.suffix == ".jsonl":
             lines = [_prompt_of(line) for line in lines]
     except OSError as error:

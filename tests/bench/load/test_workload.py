@@ -159,6 +159,8 @@ def test_texts_from_files(tmp_path: Path) -> None:
     assert read_texts(tmp_path / "a.txt") == ["Hello there", "  Größe 漢字"]
     (tmp_path / "a.jsonl").write_text('{"prompt": "two\\nlines", "x": 1}\n{"prompt": "b"}\n')
     assert read_texts(tmp_path / "a.jsonl") == ["two\nlines", "b"]
+    (tmp_path / "a.jsonl").write_text('\ufeff{"prompt": "A\u2028B"}\r\n', encoding="utf-8")
+    assert read_texts(tmp_path / "a.jsonl") == ["A\u2028B"]
 
 
 @pytest.mark.parametrize(
