@@ -86,6 +86,16 @@ def test_files_that_are_not_regular_are_refused(
         LLM(str(folder), **OPTIONS)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "model.safetensors", "model.gguf"])
+def test_pointers_of_git_lfs_are_named(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(BUNDLED / "stories", folder)
+    (folder / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+    model = folder / name if name.endswith(".gguf") else folder
+    with pytest.raises(KvikError, match=rf"^{name}: cannot be read \(.*Git LFS"):
+        LLM(str(model), **OPTIONS)
+
+
 @pytest.mark.timeout(60)
 def test_a_pipe_is_no_gguf_file(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.gguf")

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 NO_FILE = "it is no regular file"
+LFS_START = b"version https://git-lfs"
+LFS_POINTER = "it is a pointer of Git LFS: `git lfs pull` fetches the file"
 DRAFT = ".kvik-"  # prefix of the name of an unfinished file
 OLD = "-old"  # suffix of the name of a folder that is being replaced
 GGUF = ".gguf"
@@ -43,12 +45,15 @@ def regular(path: str, flags: int) -> int:
     folder could block forever.
 
     Raises:
-        OSError: it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, is no regular file, or a clone without Git LFS made it.
     """
     fd = os.open(path, flags | os.O_NONBLOCK)  # does not wait for the writer of a pipe
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
         raise OSError(errno.EINVAL, NO_FILE)
+    if os.pread(fd, len(LFS_START), 0) == LFS_START:
+        os.close(fd)
+        raise OSError(errno.EINVAL, LFS_POINTER)
     return fd
 
 
