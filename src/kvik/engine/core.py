@@ -83,7 +83,9 @@ def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
     if set(map(type, prompt)) == {int} and min(prompt) >= 0 and max(prompt) < vocab_size:
         return
     for token in prompt:
-        if type(token) is not int or not 0 <= token < vocab_size:
+        if type(token) is not int:
+            raise ParamError("prompt", f"token ids must be of type int, not {token!r}")
+        if not 0 <= token < vocab_size:
             raise ParamError("prompt", f"token id {token!r} is outside 0..{vocab_size - 1}")
 
 
