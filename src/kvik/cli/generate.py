@@ -216,10 +216,10 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
     for line in lines:  # before the model is loaded
         with _in_line(line.number):
             SamplingParams().with_changes(**{**given, **line.sampling})
-    output = None if arguments.output == "-" else arguments.output
-    if output is not None and not (Path(output).parent.is_dir() and can_write(Path(output))):
-        raise ParamError("output", f"cannot write {output!r}")
-    done = _numbers_in(output)
+    path = None if arguments.output == "-" else arguments.output
+    if path is not None and not (Path(path).parent.is_dir() and can_write(Path(path))):
+        raise ParamError("output", f"cannot write {path!r}")
+    done = _numbers_in(path)
     left = [line for line in lines if line.number not in done]
     if not left:
         return 0
@@ -233,7 +233,7 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
         prompts, params = _requests(llm, left, given)
         outputs = _begin(llm, left, prompts, params)
         model = llm.resolved.runner.model_path
-        with _writing(output) as write, BatchProgress(len(left), None) as bar:
+        with _writing(path) as write, BatchProgress(len(left), None) as bar:
             for index, output in outputs:
                 found = {"line": left[index].number, **as_json(output, model)}
                 write(json.dumps(found, ensure_ascii=False))

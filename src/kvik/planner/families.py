@@ -158,8 +158,8 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
     runnable = _runnable(named)
     if runnable is None or runnable.quantization is None:
         return replace(shape, spec=runnable)
-    bare = _bare_roles(runnable.quantization, spec.declaration)
-    return replace(shape, spec=runnable, bare=bare)
+    floats = _float_roles(runnable.quantization, spec.declaration)
+    return replace(shape, spec=runnable, float_roles=floats)
 
 
 def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
@@ -278,7 +278,7 @@ def _first_group(config: Fields) -> Mapping[str, object]:
     return weights if isinstance(weights, Mapping) else {}
 
 
-def _bare_roles(stored: StoredQuantization, declared: Declaration) -> frozenset[str]:
+def _float_roles(stored: StoredQuantization, declared: Declaration) -> frozenset[str]:
     """Return the roles that a quantised checkpoint stores as floats."""
     quantised = set[str]()
     for linear in declared.linears:

@@ -139,7 +139,7 @@ class ModelShape:
         state_flops: operations per token on all states.
         dtype: of the checkpoint's unquantised parts: "bfloat16", "float16" or "float32".
         stored: weight format of the checkpoint: "bf16", "fp8", ...
-        bare: roles that a quantised checkpoint stores as floats.
+        float_roles: roles that a quantised checkpoint stores as floats.
         tied: the head is the embedding, which then counts once, as the head.
         other_parameters: norms and biases, which keep the dtype.
         layers: shape of each layer; () for a part on one of several devices.
@@ -173,7 +173,7 @@ class ModelShape:
     state_flops: int = 0
     layers: tuple[LayerShape, ...] = field(default=(), repr=False, compare=False)
     kernels: str = "torch"
-    bare: frozenset[str] = frozenset()
+    float_roles: frozenset[str] = frozenset()
     spec: ModelSpec | None = None
     notes: tuple[str, ...] = ()
 
@@ -198,7 +198,7 @@ class ModelShape:
         """Return how a matrix is stored; None: in the model's dtype, as quantised checkpoints store
         some roles, and the head if the format does not quantise it."""
         facts, role = weight_facts(weight_format), matrix.role
-        spared = role in self.bare or (role == "head" and not facts.head)
+        spared = role in self.float_roles or (role == "head" and not facts.head)
         if (spared and facts.name == self.stored) or role in UNQUANTIZED_ROLES:
             return None
         fine = role in ("head", "token_inputs")  # stored in 8 bits
