@@ -532,6 +532,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_sliding_window": True,
             "sliding_window": 7,
             "max_window_layers": 2,
+            "qkv_bias": False,
         },
     ),
     "qwen3-next": (

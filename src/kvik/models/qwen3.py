@@ -97,7 +97,8 @@ QWEN2_MOE = Architecture(
     "qwen2_moe",
     "Qwen 1.5 and 2 with experts",
     partial(Decoder, make_layer=partial(PreNormLayer, feed=shared_experts)),
-    qkv_bias=True,
+    qkv_bias="qkv_bias",
+    defaults={"qkv_bias": True},
     layers=qwen2_moe_layers,
     experts=partial(
         read_experts, router=softmax_router, shared_width="shared_expert_intermediate_size"
