@@ -25,7 +25,6 @@ from kvik.core.types import (
 )
 from kvik.engine.stats import EngineStats, MoveStats, SpeculationStats, SpeedStats, TierStats
 from kvik.errors import CapacityError, Overflow, ParamError
-from kvik.spec.model import ModelFacts
 
 
 def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
@@ -89,23 +88,11 @@ def _check_tokens(prompt: Sequence[int], vocab_size: int) -> None:
             raise ParamError("prompt", f"token id {token!r} is outside 0..{vocab_size - 1}")
 
 
-def check_writes(model: ModelFacts) -> None:
-    """Refuse a model that generates no text.
-
-    Raises:
-        ParamError: the model is an encoder.
-    """
-    if model.encoder:
-        scores = model.pooling is not None and model.pooling.scores
-        gives = "scores of pairs of texts" if scores else "vectors of texts"
-        raise ParamError("model", f"is an encoder, which writes no text; it gives {gives}")
-
-
 def _check_pooling(config: ResolvedConfig, request: EngineRequest) -> None:
     model, pooling = config.model, request.pooling
     scores = model.pooling is not None and model.pooling.scores
     if pooling is None:
-        check_writes(model)
+        model.check_writes()
     elif model.fallback is not None:
         raise ParamError("model", "gives no vectors: it runs through transformers, as text alone")
     if pooling == SCORE:

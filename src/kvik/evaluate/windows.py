@@ -24,7 +24,6 @@ from kvik.config.memory import PROMPT_ROWS
 from kvik.config.units import show_bytes
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.core import check_writes
 from kvik.errors import ConfigError
 from kvik.launch import load_worker, resolve_config
 from kvik.text.tokenizer import Tokenizer
@@ -118,7 +117,7 @@ def resolve_reader(config: EngineConfig, window: int) -> ResolvedConfig:
     groups = len(resolve_config(wanted).cache.groups)
     num_blocks = groups * -(-window // config.block_size)
     resolved = resolve_config(replace(wanted, num_blocks=num_blocks))
-    check_writes(resolved.model)
+    resolved.model.check_writes()
     return resolved
 
 

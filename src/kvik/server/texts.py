@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.core import check_writes
 from kvik.errors import ModelError, Overflow, OverloadError, ParamError
 from kvik.spec.model import ModelFacts
 from kvik.text.answer_format import (
@@ -336,7 +335,7 @@ class Texts:
             OverloadError: too much text waits already.
         """
         if self._model is not None:
-            check_writes(self._model)
+            self._model.check_writes()
         self._known("messages")
         if self._templates is None:
             raise ParamError("messages", f"cannot be rendered: {self._no_template}")

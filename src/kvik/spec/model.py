@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvik.errors import ParamError
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import STATE_BYTES, KVCacheSpec, StateSpec
 from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
@@ -132,6 +133,13 @@ class ModelFacts:
     def encoder(self) -> bool:
         """Whether attention is bidirectional, so that the model generates no text."""
         return any(layer.bidirectional is not None for layer in self.layers)
+
+    def check_writes(self) -> None:
+        """Raise `ParamError` if the model is an encoder, which generates no text."""
+        if self.encoder:
+            scores = self.pooling is not None and self.pooling.scores
+            gives = "scores of pairs of texts" if scores else "vectors of texts"
+            raise ParamError("model", f"is an encoder, which writes no text; it gives {gives}")
 
     @property
     def type_stride(self) -> int:
