@@ -42,8 +42,6 @@ class Engine:
 class Running:
     """Handlers, and a stub of the generations they wait for."""
 
-    drained = False
-
     def __init__(self) -> None:
         self.done = asyncio.Event()
         self.aborted = ""

@@ -369,15 +369,15 @@ class Proxy:
     async def _find_one(self) -> None:
         """Wait until a server answers; one that is loading a model does."""
         loop = asyncio.get_running_loop()
-        until, told = loop.time() + START_SECONDS, False
+        until, warned = loop.time() + START_SECONDS, False
         while not any(await asyncio.gather(*map(self._look, range(len(self.upstreams))))):
             if loop.time() >= until:
                 raise KvikError(
                     "url", f"no server answers: {self._reasons()}; start one, or correct its URL"
                 )
-            if not told:
-                log.warning("waits for a server: %s", self._reasons())
-                told = True
+            if not warned:
+                log.warning("waiting for a server: %s", self._reasons())
+                warned = True
             await asyncio.sleep(HEALTH_SECONDS)
 
     async def _watch(self, number: int) -> None:
