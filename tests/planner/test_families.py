@@ -281,6 +281,7 @@ def test_what_a_quantised_checkpoint_leaves_in_floats_counts_so() -> None:
         (packed(4), "int4", "counted as int4"),
         (packed(8), "int8-weight-only", "counted as int8-weight-only"),
         (packed(8, format="naive-quantized", type="float"), "fp8", ""),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4", "counted as int4"),
         ({"quant_method": "new", "bits": 5}, "bf16", "not known: bf16 taken"),
         ({"quant_method": ["fp8"], "bits": {}}, "bf16", "not known: bf16 taken"),
     ],

@@ -260,7 +260,8 @@ def _stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
     # and its first group the others
     weights = _first_group(config)
     float8 = "fp8" if weights.get("type") == "float" and weights.get("num_bits") == 8 else None
-    bits = (config.raw("bits"), weights.get("num_bits"))
+    loaded = (bits for bits in (4, 8) if config.raw(f"load_in_{bits}bit") is True)  # bitsandbytes
+    bits = (config.raw("bits"), weights.get("num_bits"), next(loaded, None))
     for said in (method, config.raw("format"), float8, *bits):
         nearest = STORED.get(said) if isinstance(said, str | int) else None
         if nearest == "fp8":
