@@ -306,7 +306,7 @@ class Scheduler:
         if self.shares.contended:
             running = self.shares.decode_order(running, newcomers_first=kept > 0)
         plan, number, block_size = step.plan, step.plan.step, self.kv.block_size
-        most = self._decodes_at_once()
+        staged, most = self.config.stages > 1, self._decodes_at_once()
         prefilling: list[Request] = []
         decoding: list[Request] = []
         drafting: list[int] = []  # rows, of those decoding
@@ -326,13 +326,14 @@ class Scheduler:
                 if wanted and known == request.num_prompt_tokens:
                     prefilling.append(request)
                 continue
-            unknown = pending and (request.num_draft_tokens or self.config.stages > 1)
-            waits = computed == request.next_cut and self._waits_to_cut(request)
-            if unknown or waits or len(decoding) == most:
+            if pending and (request.num_draft_tokens or staged):
                 # The position of the next token depends on how many drafts are accepted, and the
                 # first stage of a pipeline needs the token itself.
                 continue
-            if computed == len(request.block_ids[0]) * block_size or computed == request.next_cut:
+            at_cut = computed == request.next_cut
+            if (staged and len(decoding) == most) or (at_cut and self._waits_to_cut(request)):
+                continue
+            if at_cut or computed == len(request.block_ids[0]) * block_size:
                 while (new := self.kv.extend(request, computed + 1)) is None:
                     if len(running) == 1 and self.in_flight:
                         break  # results in flight free the blocks that slide out of its windows
@@ -903,10 +904,10 @@ class Scheduler:
             if reason is not None:
                 tokens = list(known[before:])
                 break
-        complete = row in output.ended and reason is not FinishReason.STOP
-        complete = complete and len(tokens) == len(output.token_ids[row])
-        if complete:
-            reason = FinishReason.STOP
+        complete = False
+        if row in output.ended and reason is not FinishReason.STOP:
+            complete = len(tokens) == len(output.token_ids[row])
+            reason = FinishReason.STOP if complete else reason
         if request.first_token is None:
             request.first_token = now
             self.shares.first_token(request)

@@ -360,6 +360,9 @@ class EngineLoop:
 
     def idle_seconds(self) -> float | None:
         """Return how long `step` will have nothing to do; None: until a request arrives."""
+        scheduler = self.core.scheduler
+        if self._in_flight or self._found or scheduler.running or scheduler.has_moves:
+            return 0.0
         idle = self._core_idle_seconds()
         if self._building:
             return BUILT_SECONDS if idle is None else min(idle, BUILT_SECONDS)
@@ -367,8 +370,6 @@ class EngineLoop:
 
     def _core_idle_seconds(self) -> float | None:
         scheduler = self.core.scheduler
-        if self._in_flight or self._found or scheduler.running or scheduler.has_moves:
-            return 0.0
         if not scheduler.has_requests:
             return 0.0 if self.core.has_requests else None
         now = self.clock()

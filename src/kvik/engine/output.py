@@ -232,32 +232,27 @@ def _pooled(output: RequestOutput, what: str) -> list[float]:
     return output.embedding
 
 
-PIECE = 4096  # tokens; a single growing array would leave holes in memory as large as itself
+PIECE = 512  # tokens; a single growing array would leave holes in memory as large as itself
 
 
 class _Tokens:
-    """A compact list of token ids, since texts may be endless."""
+    """A list of token ids, all but the newest in compact pieces, since texts may be endless."""
 
     def __init__(self) -> None:
-        self._code = "H"  # 16 bits, until an id needs more
         self._pieces: list[array[int]] = []
+        self._newest: list[int] = []
         self.count = 0
 
     def extend(self, ids: Sequence[int]) -> None:
-        try:
-            new = array(self._code, ids)
-        except OverflowError:
-            self._code = "I"
-            new = array(self._code, ids)
-        last = self._pieces[-1] if self._pieces else None
-        if last is None or len(last) >= PIECE or last.typecode != new.typecode:
-            self._pieces.append(new)
-        else:
-            last.extend(new)
-        self.count += len(new)
+        self._newest += ids
+        self.count += len(ids)
+        if len(self._newest) >= PIECE:
+            code = "H" if max(self._newest) < 1 << 16 else "I"
+            self._pieces.append(array(code, self._newest))
+            self._newest = []
 
     def to_list(self) -> list[int]:
-        return [token for piece in self._pieces for token in piece]
+        return [token for piece in (*self._pieces, self._newest) for token in piece]
 
 
 @dataclass(slots=True)
@@ -385,19 +380,24 @@ class OutputProcessor:
             text, first = "", completion.token_ids.count
             if completion.matched is None and completion.error is None:
                 try:
-                    for part in _by_token(completion, delta):
-                        text += self._grow(entry, completion, part)
-                        if completion.matched is not None:
-                            break
+                    if completion.stops is None:
+                        text = self._grow(entry, completion, delta)
+                    else:
+                        for part in _by_token(delta):
+                            text += self._grow(entry, completion, part)
+                            if completion.matched is not None:
+                                break
                 except Exception as error:
                     completion.error = f"{type(error).__name__}: {error}"
                 if delta.finish_reason is None:
                     self._ask_to_end(entry, completion, delta.index, out)
             if delta.finish_reason is not None:
                 self._finish(entry, completion, delta, out)
+            if not entry.streaming:
+                continue
             # Tokens after a stop string are dropped.
             tokens = delta.token_ids[: completion.token_ids.count - first]
-            if entry.streaming and (text or tokens or delta.finish_reason):
+            if text or tokens or delta.finish_reason:
                 result = completion.result
                 out.deltas.append(
                     TextDelta(
@@ -538,10 +538,10 @@ def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
     )
 
 
-def _by_token(completion: _Completion, delta: RequestDelta) -> list[RequestDelta]:
-    """Split the delta by tokens if a stop string may end the output at any of them."""
+def _by_token(delta: RequestDelta) -> list[RequestDelta]:
+    """Split a delta by tokens: a stop string may end the output at any of them."""
     tokens, logprobs = delta.token_ids, delta.logprobs
-    if completion.stops is None or len(tokens) < 2:
+    if len(tokens) < 2:
         return [delta]
     parts = [
         RequestDelta(

@@ -274,12 +274,12 @@ class EngineThread:
 
     def _has_room(self, request: EngineRequest) -> bool:
         """Return whether the queue has room now: long batches must stay within its limits."""
-        stats, n = self._loop.stats(), request.params.n
-        if stats.num_waiting == 0:
+        waiting, n = self._loop.core.scheduler.waiting, request.params.n
+        if not len(waiting):
             return True  # it is refused later if it can never fit
-        if stats.num_waiting + n > min(LOOKAHEAD, self._limits.max_queued_requests):
+        if len(waiting) + n > min(LOOKAHEAD, self._limits.max_queued_requests):
             return False
-        tokens = stats.queued_tokens + n * len(request.prompt_token_ids)
+        tokens = waiting.num_tokens + n * len(request.prompt_token_ids)
         return tokens <= self._limits.max_queued_tokens
 
     def _begin(self, call: Call) -> None:

@@ -170,7 +170,8 @@ class ModelRunner:
         return batch
 
     def _copy(self, plan: SchedulerOutput) -> None:
-        self.network.copy_states(plan.state_copies)
+        if plan.state_copies:
+            self.network.copy_states(plan.state_copies)
         if plan.block_copies:
             self.network.copy_blocks(plan.block_copies)
 

@@ -245,7 +245,7 @@ class SamplingTable:
         """
         if self._seen is None:
             return
-        counted = np.flatnonzero(self._needs[slots] & _Need.PENALTIES)
+        counted = (self._needs[slots] & _Need.PENALTIES).nonzero()[0]
         if len(counted):
             mine = tokens.index_select(0, self._ids(counted))
             self._seen.append(self._ids(slots[counted]), mine)
