@@ -226,12 +226,69 @@ def test_the_format_is_found_in_a_template(template: str, name: str | None) -> N
     assert (made and made.name) == name
 
 
+TREE = {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1}
+FLAGS = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}, "b": {"type": "object"}, "c": {"const": 1}},
+    "required": ["a"],
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "minLength": 2, "maxLength": 3}, ["ab", "é\n\\"], ["a", "abcd"]),
+        ({"type": "string", "maxLength": 0}, [""], ["a"]),
+        (
+            {"type": "array", "items": {"type": "string"}, "minItems": 2},
+            [["", "b"]],
+            [[""], [1, 2]],
+        ),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": 1}, [[], [None]], [[None, None]]),
+        ({"type": "array", "maxItems": 0}, [[]], [[1]]),
+        (FLAGS, [{"a": True}, {"a": False, "b": {"x": 1.5}, "c": 1}], [{}, {"c": 1}, {"a": 1}]),
+        ({"type": "object", "additionalProperties": False}, [{}], [{"a": 1}]),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, ["x", None], [1, True]),
+        ({"type": ["integer", "null"], "minimum": 2}, [2, None], [1, "x"]),
+        ({"enum": ["a", 1, None]}, ["a", 1, None], ["b", 2]),
+        ({"$ref": "#/$defs/tree"}, [[], [[[]]]], [[[], []], 1]),
+    ],
+)
+def test_python_arguments_satisfy_their_schema(
+    schema: Any, good: list[Any], bad: list[Any]
+) -> None:
+    made = form(BY_NAME["pythonic"], tokens=False)
+    whole = {"properties": {"x": schema}, "required": ["x"], "$defs": {"tree": TREE}}
+    tool, dropped = tool_of("f", whole, strict=True, dialect=made.dialect)
+    grammar = MarkedGrammar(ToolGrammar(made).grammar([tool], "required"), {})
+    texts = {repr(value): made.pieces(f"[f(x={value!r})]") for value in (*good, *bad)}
+    assert {text for text, pieces in texts.items() if grammar.allows(pieces)} == set(
+        map(repr, good)
+    )
+    assert not dropped
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize(
+    "dialect", [one for one in DIALECTS if one.parameter], ids=lambda d: d.name
+)
+def test_verbatim_texts_keep_their_lengths(dialect: Dialect, tokens: bool) -> None:
+    made = form(dialect, tokens=tokens)
+    of_city = {"type": "string", "minLength": 2, "maxLength": 3}
+    tool, _ = tool_of("f", {"properties": {"city": of_city}}, strict=True, dialect=dialect)
+    grammar = MarkedGrammar(ToolGrammar(made).grammar([tool], "required"), made.ids)
+    for city, allowed in {"a": False, "ab": True, "a\nb": True, "abcd": False}.items():
+        pieces = made.pieces(written(dialect, [("f", {"city": city})]))
+        assert grammar.allows(pieces) == allowed, city
+
+
 @pytest.mark.parametrize(
     ("schema", "strict", "reason"),
     [
         ({"type": "string"}, False, "must be a JSON Schema of an object"),
         ({"$ref": "http://x"}, False, "leads out of the schema"),
         ({"properties": {"a": {"not": {}}}}, True, "is strict, and this cannot be enforced: not"),
+        ({"properties": {"a": {"maxLength": -1}}}, False, "maxLength at /properties/a must be"),
     ],
 )
 def test_bad_parameters(schema: dict[str, Any], strict: bool, reason: str) -> None:
@@ -240,3 +297,18 @@ def test_bad_parameters(schema: dict[str, Any], strict: bool, reason: str) -> No
     assert tool_of("f", {"properties": {"a": {"not": {}}}}, strict=False)[1] == [
         "f: not at /properties/a"
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("hermes", []),
+        ("glm", ["anyOf at /"]),
+        ("pythonic", ["anyOf at /", "pattern at /properties/a"]),
+    ],
+)
+def test_what_a_dialect_cannot_enforce_is_reported(name: str, parts: list[str]) -> None:
+    of_a = {"type": "string", "pattern": "a+"}
+    schema = {"properties": {"a": of_a}, "anyOf": [{"required": ["a"]}]}
+    _, dropped = tool_of("f", schema, strict=False, dialect=BY_NAME[name])
+    assert sorted(dropped) == [f"f: {part}" for part in parts]

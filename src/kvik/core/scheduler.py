@@ -307,8 +307,7 @@ class Scheduler:
             running = self.shares.decode_order(running, newcomers_first=kept > 0)
         plan, number, block_size = step.plan, step.plan.step, self.kv.block_size
         staged, most = self.config.stages > 1, self._decodes_at_once()
-        prefilling: list[Request] = []
-        decoding: list[Request] = []
+        prefilling, decoding = list[Request](), list[Request]()
         drafting: list[int] = []  # rows, of those decoding
         i = 0
         while i < len(running) and budget:  # `running` shrinks at its end when blocks run out
@@ -326,12 +325,12 @@ class Scheduler:
                 if wanted and known == request.num_prompt_tokens:
                     prefilling.append(request)
                 continue
-            if pending and (request.num_draft_tokens or staged):
+            unknown = pending and (request.num_draft_tokens or staged)
+            at_cut = computed == request.next_cut
+            waits = at_cut and self._waits_to_cut(request)
+            if unknown or waits or (staged and len(decoding) == most):
                 # The position of the next token depends on how many drafts are accepted, and the
                 # first stage of a pipeline needs the token itself.
-                continue
-            at_cut = computed == request.next_cut
-            if (staged and len(decoding) == most) or (at_cut and self._waits_to_cut(request)):
                 continue
             if at_cut or computed == len(request.block_ids[0]) * block_size:
                 while (new := self.kv.extend(request, computed + 1)) is None:

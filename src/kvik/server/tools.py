@@ -16,6 +16,7 @@ from kvik.core.structured import MAX_SOURCE_BYTES, Constraint
 from kvik.errors import ParamError
 from kvik.text.answer_format import NO_TOOLS, PLAIN_FORMAT, AnswerFormat, AnswerReader
 from kvik.text.detokenizer import NO_MARKS
+from kvik.text.dialects import BY_NAME
 from kvik.text.thoughts import Thought
 from kvik.text.tool_grammar import Tool, ToolMode, tool_of
 
@@ -103,7 +104,12 @@ class ToolUse:
                 raise ParamError("tools", f"a name has {_NAME.pattern}, not {function.name[:80]!r}")
             if function.name in tools:
                 raise ParamError("tools", f"{function.name} comes twice")
-            tool, dropped = tool_of(function.name, function.parameters, strict=function.strict)
+            tool, dropped = tool_of(
+                function.name,
+                function.parameters,
+                strict=function.strict,
+                dialect=BY_NAME.get(form.tool_format),
+            )
             tools[tool.name] = tool
             unenforced += dropped
         for name in allowed or ():

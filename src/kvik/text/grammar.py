@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -42,19 +42,22 @@ LISTED = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 NAMED = {"$defs", "definitions", "patternProperties", "properties"}
 
 
-def enforceable(schema: object) -> tuple[object, list[str]]:
+def enforceable(schema: object, left_out: frozenset[str] = frozenset()) -> tuple[object, list[str]]:
     """Return the enforceable part of a schema, and the parts left out: each a keyword and the JSON
     pointer of the schema that has it.
 
+    Args:
+        left_out: more keywords that cannot be enforced.
+
     Raises:
-        ValueError: a `$ref` points outside the schema.
+        ValueError: a `$ref` points outside the schema, or a count is not one.
         RecursionError: it is nested too deeply.
     """
     dropped: list[str] = []
-    return _cleaned(schema, "", dropped), dropped
+    return _cleaned(schema, "", dropped, NOT_ENFORCED | left_out), dropped
 
 
-def _cleaned(schema: object, path: str, dropped: list[str]) -> object:
+def _cleaned(schema: object, path: str, dropped: list[str], left_out: Set[str]) -> object:
     if schema is True:
         return {}
     if not isinstance(schema, Mapping):
@@ -63,13 +66,13 @@ def _cleaned(schema: object, path: str, dropped: list[str]) -> object:
     for key, value in schema.items():
         if key == OPTIONS:
             continue
-        if (unenforced := _unenforced(key, value)) is not None:
+        if (unenforced := _unenforced(key, value, left_out)) is not None:
             if unenforced:
                 dropped.append(f"{unenforced} at {path or '/'}")
             continue
         if key == "$ref" and isinstance(value, str) and not value.startswith("#"):
             raise ValueError(f"$ref at {path or '/'} leads out of the schema: {value[:100]}")
-        kept[key] = _value(key, value, path, dropped)
+        kept[key] = _value(key, value, path, dropped, left_out)
     for key in ("minProperties", "maxProperties"):
         if key in kept and not _has_all_properties(kept):
             del kept[key]
@@ -77,7 +80,7 @@ def _cleaned(schema: object, path: str, dropped: list[str]) -> object:
     return kept
 
 
-def _unenforced(key: str, value: object) -> str | None:
+def _unenforced(key: str, value: object, left_out: Set[str]) -> str | None:
     """Return the keyword to report as left out, "" to drop it silently, or None to keep it."""
     if key == "uniqueItems":
         return "" if value is False else key
@@ -85,12 +88,14 @@ def _unenforced(key: str, value: object) -> str | None:
         return f"format {value[:40]}"
     if key == "pattern" and isinstance(value, str) and BEYOND_REGULAR.search(value):
         return key
-    return key if key in NOT_ENFORCED else None
+    return key if key in left_out else None
 
 
-def _value(key: str, value: object, path: str, dropped: list[str]) -> object:
+def _value(key: str, value: object, path: str, dropped: list[str], left_out: Set[str]) -> object:
     here = f"{path}/{_escaped(key)}"
-    if key in COUNTS and isinstance(value, float) and value.is_integer():
+    if key in COUNTS:
+        if not isinstance(value, int | float) or value < 0 or value != int(value):
+            raise ValueError(f"{key} at {path or '/'} must be a whole number, not {value!r:.40}")
         return int(value)
     if key in NAMED and isinstance(value, Mapping):
         kept = {}
@@ -98,12 +103,12 @@ def _value(key: str, value: object, path: str, dropped: list[str]) -> object:
             if key == "patternProperties" and BEYOND_REGULAR.search(name):
                 dropped.append(f"{key} {name[:40]} at {path or '/'}")
             else:
-                kept[name] = _cleaned(one, f"{here}/{_escaped(name)}", dropped)
+                kept[name] = _cleaned(one, f"{here}/{_escaped(name)}", dropped, left_out)
         return kept
     if key in LISTED and isinstance(value, Sequence) and not isinstance(value, str):
-        return [_cleaned(one, f"{here}/{i}", dropped) for i, one in enumerate(value)]
+        return [_cleaned(one, f"{here}/{i}", dropped, left_out) for i, one in enumerate(value)]
     if key in ONE and not isinstance(value, bool):
-        return _cleaned(value, here, dropped)
+        return _cleaned(value, here, dropped, left_out)
     return value
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, Literal
 
 from kvik.errors import ParamError
-from kvik.text.dialects import PLACE, ToolFormat
+from kvik.text.dialects import PLACE, Dialect, ToolFormat
 from kvik.text.grammar import LAYOUT, enforceable
 
 
@@ -117,7 +118,7 @@ class ToolGrammar:
     def _call_rules(self, i: int, tool: Tool) -> list[str]:
         rules = [f"call_{i}: {self._call(i, tool)}"]
         if self._form.dialect.pythonic:
-            return rules + list(_keywords(f"args_{i}", tool.parameters))
+            return rules + PythonRules(f"args_{i}", tool.parameters).rules
         if self._form.dialect.parameter:
             return rules + self._parameter_rules(f"args_{i}", tool.parameters)
         return [*rules, f"args_{i}: {json_rule(tool.parameters)}"]
@@ -128,14 +129,15 @@ class ToolGrammar:
         rules, parts = [], []
         for n, (key, inner) in enumerate(properties.items()):
             head = self._lark(before + key + middle)
+            text = f"/(.|\\n){count_of(inner, 'Length')}"
             if not is_text(inner):
                 named = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
                 value = f"{json_rule({**named, **inner})} {self._lark(after)}"
             elif marker := next((m for m in self._form.ids if m in after), ""):
                 before_it, _, rest = after.partition(marker)
-                value = f"/(.|\\n)*{_regex(before_it)}/ {self._lark(marker + rest)}"
+                value = f"{text}{_regex(before_it)}/ {self._lark(marker + rest)}"
             else:
-                rules.append(f"{rule}_{n}[lazy]: /(.|\\n)*/ {json.dumps(after)}")
+                rules.append(f"{rule}_{n}[lazy]: {text}/ {json.dumps(after)}")
                 value = f"{rule}_{n}"
             parts.append(f"({head} {value}){'' if key in required else '?'}")
         return [f"{rule}: {' '.join(parts)}" if parts else f'{rule}: ""', *rules]
@@ -163,48 +165,134 @@ def json_rule(schema: Any) -> str:
     return f"%json {json.dumps({**schema, **options} if isinstance(schema, Mapping) else options)}"
 
 
-def _keywords(rule: str, schema: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the rules of keyword arguments, in the order of the schema, with commas between."""
-    properties, required = _properties(schema)
-    names = list(properties)
-    for n, key in enumerate(names):
-        yield f"{rule}_v{n}: {json.dumps(key + '=')} {_python(properties[key])}"
-        rest = f" {rule}_t{n + 1}" if n + 1 < len(names) else ""
-        skip = f" | {rule}_h{n + 1}" if n + 1 < len(names) else ' | ""'
-        optional = key not in required
-        yield f"{rule}_h{n}: {rule}_v{n}{rest}{skip if optional else ''}"
-        comma = f'", " {rule}_v{n}'
-        yield f"{rule}_t{n}: {f'({comma})?' if optional else comma}{rest}"
-    yield f"{rule}: {rule}_h0" if names else f'{rule}: ""'
+def count_of(schema: object, of: str, less: int = 0) -> str:
+    """Return how often something may come, as in a regular expression: "{1,8}".
+
+    Args:
+        of: "Length" or "Items", of `minLength` and so on.
+        less: how many come before and are not counted.
+    """
+    limits = schema if isinstance(schema, Mapping) else {}
+    least, most = limits.get(f"min{of}", 0), limits.get(f"max{of}")
+    return f"{{{max(0, least - less)},{'' if most is None else max(0, most - less)}}}"
 
 
+def _either(options: Iterable[str]) -> str:
+    return f"({' | '.join(options)})"
+
+
+class PythonRules:
+    """Rules of Python literals that satisfy a schema.
+
+    Attributes:
+        rules: `rule`, the keyword arguments of an object, in the order of its schema and separated
+            by commas; and those that it needs.
+
+    Raises:
+        ParamError: a `$ref` leads nowhere.
+    """
+
+    def __init__(self, rule: str, schema: Mapping[str, Any]) -> None:
+        self.rules: list[str] = []
+        self._rule, self._schema = rule, schema
+        self._named: dict[str, str] = {}  # reference -> rule
+        self._objects = count()
+        self._pairs(rule, schema, "{}=".format)
+
+    def _pairs(self, rule: str, schema: Mapping[str, Any], head: Callable[[str], str]) -> None:
+        """Add a rule for the properties of an object, each a head and a value."""
+        properties, required = _properties(schema)
+        names = list(properties)
+        for n, key in enumerate(names):
+            pair = f"{json.dumps(head(key))} {self._value(properties[key])}"
+            rest = f" {rule}_t{n + 1}" if n + 1 < len(names) else ""
+            skip = f" | {rule}_h{n + 1}" if n + 1 < len(names) else ' | ""'
+            optional = key not in required
+            comma = f'", " {rule}_v{n}'
+            self.rules += [
+                f"{rule}_v{n}: {pair}",
+                f"{rule}_h{n}: {rule}_v{n}{rest}{skip if optional else ''}",
+                f"{rule}_t{n}: {f'({comma})?' if optional else comma}{rest}",
+            ]
+        self.rules.append(f"{rule}: {rule}_h0" if names else f'{rule}: ""')
+
+    def _value(self, schema: object) -> str:
+        """Return the expression of a value."""
+        if not isinstance(schema, Mapping):
+            return _ANY
+        if "$ref" in schema:
+            return self._reference(str(schema["$ref"]))
+        if "enum" in schema or "const" in schema:
+            return _either(json.dumps(repr(v)) for v in schema.get("enum", [schema.get("const")]))
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                return _either(map(self._value, schema[key]))
+        kind = schema.get("type")
+        if isinstance(kind, list):
+            return _either(self._value({**schema, "type": one}) for one in kind)
+        if kind in ("integer", "number"):  # equal in JSON and Python
+            return json_rule(schema)
+        if kind == "string":
+            return f"/'{_CHARACTER}{count_of(schema, 'Length')}'/"
+        if kind == "array":
+            return self._array(schema)
+        if kind == "object":
+            return self._object(schema)
+        return _LITERALS.get(kind, _ANY) if isinstance(kind, str) else _ANY
+
+    def _array(self, schema: Mapping[str, Any]) -> str:
+        most = schema.get("maxItems")
+        if most == 0:
+            return '"[]"'
+        items = item = self._value(schema.get("items"))
+        if most != 1:
+            items += f' (", " {item}){count_of(schema, "Items", less=1)}'
+        return f'("[" {items if schema.get("minItems") else f"({items})?"} "]")'
+
+    def _object(self, schema: Mapping[str, Any]) -> str:
+        if schema.get("properties"):
+            rule = f"{self._rule}_o{next(self._objects)}"
+            self._pairs(rule, schema, lambda key: f"{key!r}: ")
+            return f'("{{" {rule} "}}")'
+        if schema.get("additionalProperties") is False:
+            return '"{}"'
+        pair = f'{_LITERALS["string"]} ": " {self._value(schema.get("additionalProperties"))}'
+        return f'("{{" ({pair} (", " {pair})*)? "}}")'
+
+    def _reference(self, pointer: str) -> str:
+        if pointer not in self._named:
+            self._named[pointer] = rule = f"{self._rule}_r{len(self._named)}"
+            self.rules.append(f"{rule}: {self._value(self._at(pointer))}")
+        return self._named[pointer]
+
+    def _at(self, pointer: str) -> object:
+        found: object = self._schema
+        for part in pointer.split("/")[1:]:
+            key = part.replace("~1", "/").replace("~0", "~")
+            if not isinstance(found, Mapping) or key not in found:
+                raise ParamError("tools", f"$ref {pointer[:80]!r} leads nowhere")
+            found = found[key]
+        return found
+
+
+# A character of a string literal: one, or an escape of one.
+_CHARACTER = r"([^'\\\n\r\x00]|\\['\\nrt])"
 _LITERALS = {
-    "string": r"/'([^'\\\n]|\\.)*'/",
+    "string": f"/'{_CHARACTER}*'/",
     "integer": "/-?(0|[1-9][0-9]*)/",
     "number": r"/-?(0|[1-9][0-9]*)(\.[0-9]+)?/",
     "boolean": '("True" | "False")',
     "null": '"None"',
 }
-_ANY = f"({' | '.join(_LITERALS.values())})"
-
-
-def _python(schema: Any) -> str:
-    """Return the expression of a value, written as a Python literal."""
-    if not isinstance(schema, Mapping):
-        return _ANY
-    if "enum" in schema:
-        return f"({' | '.join(json.dumps(repr(value)) for value in schema['enum'])})"
-    kind = schema.get("type")
-    if kind in ("integer", "number"):  # equal in JSON and Python
-        return json_rule(schema)
-    if kind == "array":
-        item = _python(schema.get("items"))
-        return f'("[" ({item} (", " {item})*)? "]")'
-    if kind == "object":
-        value = _python(schema.get("additionalProperties"))
-        pair = f'{_LITERALS["string"]} ": " {value}'
-        return f'("{{" ({pair} (", " {pair})*)? "}}")'
-    return _LITERALS.get(kind, _ANY) if isinstance(kind, str) else _ANY
+_ANY = _either(_LITERALS.values())
+# Keywords of the schema of all arguments that only a grammar of JSON enforces, and keywords of any
+# schema that `PythonRules` leaves out.
+_NOT_OF_ARGUMENTS = frozenset(
+    {"allOf", "anyOf", "maxProperties", "minProperties", "oneOf", "patternProperties"}
+)
+_NOT_IN_PYTHON = _NOT_OF_ARGUMENTS - {"anyOf", "oneOf"} | {
+    *("additionalItems", "format", "pattern", "prefixItems")
+}
 
 
 def _regex(text: str) -> str:
@@ -230,20 +318,30 @@ def id_ranges(ids: Sequence[int]) -> str:
 
 
 def tool_of(
-    name: str, parameters: Mapping[str, Any] | None, *, strict: bool
+    name: str,
+    parameters: Mapping[str, Any] | None,
+    *,
+    strict: bool,
+    dialect: Dialect | None = None,
 ) -> tuple[Tool, list[str]]:
     """Return a tool, and the parts of its schema that are not enforced.
+
+    Args:
+        dialect: of its calls; None: one with arguments in JSON.
 
     Raises:
         ParamError: the schema cannot be read; or `strict`, and a part cannot be enforced.
     """
     schema = parameters or {"type": "object"}
+    pythonic = dialect is not None and dialect.pythonic
     try:
-        kept, dropped = enforceable(schema)
+        kept, dropped = enforceable(schema, _NOT_IN_PYTHON if pythonic else frozenset())
     except (ValueError, RecursionError) as error:
         raise ParamError("tools", f"{name}: {error}") from None
     if not isinstance(kept, Mapping) or kept.get("type", "object") != "object":
         raise ParamError("tools", f"{name}: parameters must be a JSON Schema of an object")
+    if dialect is not None and (pythonic or dialect.parameter):
+        dropped += [f"{key} at /" for key in sorted(_NOT_OF_ARGUMENTS & kept.keys())]
     if strict and dropped:
         raise ParamError("tools", f"{name} is strict, and this cannot be enforced: {dropped[0]}")
     return Tool(name, {"type": "object", **kept}), [f"{name}: {one}" for one in dropped]
