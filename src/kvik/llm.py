@@ -241,8 +241,8 @@ class LLM:
         progress = either("use_tqdm", use_tqdm, "progress", progress)
         listed = _as_prompts(prompts)
         params = self._with_schema(len(listed), params, schema)
-        priorities = self._priorities(len(listed), priority)
-        return self._run(listed, params, progress, add_special_tokens=True, priorities=priorities)
+        requests = self._requests(listed, params, priority, add_special_tokens=True)
+        return self._collect(listed, requests, progress)
 
     def as_completed(
         self,
@@ -254,8 +254,7 @@ class LLM:
         """Complete prompts like `generate`, and iterate over the outputs as they are ready, each
         with the index of its prompt. Closing the iterator ends the requests that are left."""
         listed = _as_prompts(prompts)
-        priorities = self._priorities(len(listed), priority)
-        requests = self._requests(listed, params, add_special_tokens=True, priorities=priorities)
+        requests = self._requests(listed, params, priority, add_special_tokens=True)
         return self._outputs(listed, requests)
 
     def chat(
@@ -278,8 +277,8 @@ class LLM:
         conversations = list(messages) if many else [messages]
         prompts = [self.render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
         params = self._with_schema(len(prompts), params, schema)
-        priorities = self._priorities(len(prompts), priority)
-        return self._run(prompts, params, progress, add_special_tokens=False, priorities=priorities)
+        requests = self._requests(prompts, params, priority, add_special_tokens=False)
+        return self._collect(prompts, requests, progress)
 
     @overload
     def score(
@@ -488,13 +487,8 @@ class LLM:
         else:
             ids = list(prompt)
         params = self._checked(params)
-        request = engine_request(
-            f"llm-{next(self._serial)}",
-            ids,
-            params,
-            self._tokenizer,
-            priority=priority,
-        )
+        name = f"llm-{next(self._serial)}"
+        request = engine_request(name, ids, params, self._tokenizer, priority=priority)
         self._loop.core.check(request)
         return request
 
@@ -512,20 +506,6 @@ class LLM:
         checked, unenforced = self._grammar_check.checked(params)
         tell_unenforced(unenforced)
         return checked
-
-    def _run(
-        self,
-        prompts: Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        progress: bool | None,
-        *,
-        add_special_tokens: bool,
-        priorities: Sequence[int] | None = None,
-    ) -> list[RequestOutput]:
-        requests = self._requests(
-            prompts, params, add_special_tokens=add_special_tokens, priorities=priorities
-        )
-        return self._collect(prompts, requests, progress)
 
     def _collect(
         self,
@@ -548,20 +528,15 @@ class LLM:
         self,
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
         *,
         add_special_tokens: bool,
-        priorities: Sequence[int] | None = None,
     ) -> list[EngineRequest]:
+        priorities = self._priorities(len(prompts), priority)
         each = self._params_for(len(prompts), params)
-        urgency = priorities or [0] * len(prompts)
         return [
-            self._request(
-                prompt,
-                p,
-                add_special_tokens=add_special_tokens,
-                priority=priority,
-            )
-            for prompt, p, priority in zip(prompts, each, urgency, strict=True)
+            self._request(prompt, p, add_special_tokens=add_special_tokens, priority=urgency)
+            for prompt, p, urgency in zip(prompts, each, priorities, strict=True)
         ]
 
     def _outputs(
