@@ -22,7 +22,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.core.plan import ModelRunnerOutput, Moved, SchedulerOutput
 from kvik.core.types import EngineRequest, FinishReason
 from kvik.engine.loop import LoopObserver
-from kvik.engine.wire import MAX_FRAME
+from kvik.engine.wire import MAX_FRAME, encode
 from kvik.errors import ConfigError, KvikError
 from kvik.version import __version__
 
@@ -156,18 +156,8 @@ Event = (
     | Stopped
 )
 
-_encode = msgspec.msgpack.Encoder().encode
 _decode_header = msgspec.msgpack.Decoder(Header).decode
 _decode_event = msgspec.msgpack.Decoder(Event).decode
-
-
-def encode(event: Header | Event) -> bytes:
-    """Encode an event as the body of a frame.
-
-    Raises:
-        Exception: something in it cannot be encoded.
-    """
-    return _encode(event)
 
 
 class FrameWriter:
@@ -263,7 +253,7 @@ def plan_digest(plan: SchedulerOutput) -> bytes:
 
     Sets in them are built from the same integers in the same way, so they have the same order.
     """
-    return blake2b(_encode(plan), digest_size=8).digest()
+    return blake2b(encode(plan), digest_size=8).digest()
 
 
 def output_digest(output: ModelRunnerOutput) -> bytes:
@@ -271,7 +261,7 @@ def output_digest(output: ModelRunnerOutput) -> bytes:
     if not output.logprobs and not output.prompt_logprobs and not output.embeddings:
         return b""
     found = (output.logprobs, output.prompt_logprobs, output.embeddings)
-    return blake2b(_encode(found), digest_size=8).digest()
+    return blake2b(encode(found), digest_size=8).digest()
 
 
 class ClockTape:
@@ -372,9 +362,6 @@ class Recorder(LoopObserver):
     def idle(self) -> None:
         self._flush()
 
-    def close(self, reason: str) -> None:
-        self._stop(reason)
-
     def _write(self, event: Callable[[], Event]) -> None:
         """Write an event. An error ends only the recording."""
         if self._file is None:
@@ -384,11 +371,11 @@ class Recorder(LoopObserver):
             body = encode(event())
         except Exception as error:
             log.warning("recording ends: %s: %s", type(error).__name__, error)
-            self._stop("an event could not be encoded")
+            self.close("an event could not be encoded")
             return
         if self._size + len(self._pending) + len(body) > self._limit - _LAST_FRAMES:
             log.warning("recording ends: %s has reached %d bytes", self._path, self._limit)
-            self._stop("the file had reached its limit")
+            self.close("the file had reached its limit")
             return
         self._pending += self._frames.frame(body)
 
@@ -404,7 +391,7 @@ class Recorder(LoopObserver):
             log.warning("recording ends: %s: %s", self._path, error.strerror)
             self._close()
 
-    def _stop(self, reason: str) -> None:
+    def close(self, reason: str) -> None:
         """End the recording with `Stopped`, if that can be written."""
         if self._file is not None:
             self._pending += self._frames.frame(encode(Stopped(reason)))
