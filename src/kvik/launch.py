@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, BinaryIO
 
 from kvik.collector import uncollected
@@ -130,13 +129,8 @@ class EarlyStart:
     def __enter__(self) -> EarlyStart:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._stack.__exit__(kind, error, trace)
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
 
     def _stop(self) -> None:
         for processes in (self.stages, self.others):
