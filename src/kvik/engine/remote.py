@@ -341,51 +341,40 @@ class RemoteClient(EngineClient):
     Args:
         config: of every engine.
         source: connects engines.
-        clock: equal to the engine's, as both count from the start of the machine.
         name: of one of several engines; errors begin with it. "": it is the only one. With several,
             lost requests may go to another engine, so they do not wait for the next one here.
+
+    Attributes:
+        signs_of_life: counter that is 0 until an engine was ready, and grows while the engine makes
+            progress or has a reason to wait.
+        step_limit: seconds that the steps in flight may take; None: unknown.
     """
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        source: EngineSource,
-        clock: Callable[[], float] = time.monotonic,
-        name: str = "",
-    ) -> None:
-        super().__init__(config, clock)
+    state = EngineState.STARTING
+    reason = "the engine has not been started"
+    num_starts = 0
+
+    def __init__(self, config: ResolvedConfig, source: EngineSource, name: str = "") -> None:
+        # The engine's clock is equal, as both count from the start of the machine.
+        super().__init__(config, time.monotonic)
         self.source = source
         self.name = name
         self._unfinished: dict[str, SentRequest] = {}
         self._reported: Callable[[ReplicaReport], None] = _ignore
         self._state_changed: Callable[[], None] = _nothing
-        self._state, self._reason = EngineState.STARTING, "the engine has not been started"
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._num_asked = 0
         self._stats = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks, 0, 0, 0, 0, 0, 0, 0)
         self._socket: ClientSocket | None = None
         self._steps = 0
-        self._signs = 0
-        self._num_starts = 0
-        self._step_limit: float | None = None
+        self.signs_of_life = 0
+        self.step_limit: float | None = None
 
     # -- for the server --------------------------------------------------------------------------
 
-    @property
-    def state(self) -> EngineState:
-        return self._state
-
-    @property
-    def reason(self) -> str:
-        return self._reason
-
-    @property
-    def num_starts(self) -> int:
-        return self._num_starts
-
     def start(self, sink: Sink) -> None:
         self.add_sink(sink)
-        self._reason = "the engine is being started"
+        self.reason = "the engine is being started"
         self.source.start(self)
 
     def watch(
@@ -396,8 +385,8 @@ class RemoteClient(EngineClient):
 
     def add(self, request: EngineRequest) -> None:
         sock = self._socket
-        if sock is None or self._state is not EngineState.READY:
-            raise UnavailableError("engine", self._reason)
+        if sock is None or self.state is not EngineState.READY:
+            raise UnavailableError("engine", self.reason)
         self._check_id(request)
         n = request.params.n
         try:
@@ -445,7 +434,7 @@ class RemoteClient(EngineClient):
 
     def credit(self, served: dict[str, int]) -> None:
         """Send the engine the service that its tenants got from other engines."""
-        if self._socket is not None and self._state is EngineState.READY:
+        if self._socket is not None and self.state is EngineState.READY:
             self._socket.send(frame(Credit(served)))
 
     async def report_all(self) -> None:
@@ -466,17 +455,6 @@ class RemoteClient(EngineClient):
         """Requests that the engine works on."""
         return len(self._unfinished)
 
-    @property
-    def signs_of_life(self) -> int:
-        """Counter that is 0 until an engine was ready, and grows while the engine makes progress or
-        has a reason to wait."""
-        return self._signs
-
-    @property
-    def step_limit(self) -> float | None:
-        """Seconds that the steps in flight may take; None: unknown."""
-        return self._step_limit
-
     def connect(self, sock: socket.socket, start: EngineStart | None) -> None:
         """Use the engine at the other end of the socket, which the client owns from now on.
 
@@ -484,7 +462,7 @@ class RemoteClient(EngineClient):
             start: first message, for an engine that does not know what to load.
         """
         self._steps = 0
-        self._step_limit = None
+        self.step_limit = None
         self._socket = ClientSocket(sock, self._take, self._lost)
         if start is not None:
             self._socket.send(frame(start))
@@ -501,16 +479,16 @@ class RemoteClient(EngineClient):
         self._give(self._last_deltas(state, reason))
 
     def set_state(self, state: EngineState, reason: str) -> None:
-        if self._state is not EngineState.CLOSED:
-            self._state, self._reason = state, reason
+        if self.state is not EngineState.CLOSED:
+            self.state, self.reason = state, reason
             self._changed.set()
             self._state_changed()
 
     # -- inside ----------------------------------------------------------------------------------
 
     async def _query(self, question: str, kind: type[T]) -> T:
-        if self._socket is None or self._state is not EngineState.READY:
-            raise UnavailableError("engine", self._reason)
+        if self._socket is None or self.state is not EngineState.READY:
+            raise UnavailableError("engine", self.reason)
         ticket = self._num_asked
         self._num_asked += 1
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
@@ -527,7 +505,7 @@ class RemoteClient(EngineClient):
 
     def _lost(self, reason: str, *, for_good: bool = False) -> None:
         # A model that was loaded before is loaded again.
-        last = for_good and not self._signs
+        last = for_good and not self.signs_of_life
         self.disconnect(EngineState.FAILED if last else EngineState.RESTARTING, reason)
         self.source.lost(reason, for_good=for_good)
 
@@ -539,18 +517,18 @@ class RemoteClient(EngineClient):
             if isinstance(message, Stepped):
                 if message.steps != self._steps or message.waits:
                     self._steps = message.steps
-                    self._signs += 1
+                    self.signs_of_life += 1
                 deltas += message.deltas()
             elif isinstance(message, Report):
                 self._reported(message.report)
             elif isinstance(message, StepLimit):
-                self._step_limit = message.seconds
+                self.step_limit = message.seconds
             elif isinstance(message, Reply):
                 self._answered(message)
             elif isinstance(message, Ready):
                 self.set_state(EngineState.READY, "")
-                self._signs += 1
-                self._num_starts += 1
+                self.signs_of_life += 1
+                self.num_starts += 1
                 self._send_again()
             elif isinstance(message, Lost):
                 lost = message

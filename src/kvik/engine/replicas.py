@@ -86,7 +86,7 @@ class Replicas(EngineClient):
     ) -> None:
         super().__init__(config, clock)
         self._unfinished: dict[str, RoutedRequest] = {}
-        self._clients = tuple(clients)
+        self.clients = tuple(clients)
         self._block_size = config.cache.block_size
         self._router = ReplicaRouter(
             [client.name for client in clients], self._block_size, config.scheduler.max_num_seqs
@@ -104,22 +104,17 @@ class Replicas(EngineClient):
     @property
     def state(self) -> EngineState:
         """The best state that a replica has, by `ORDER`: READY if one is."""
-        return min((client.state for client in self._clients), key=ORDER.index)
+        return min((client.state for client in self.clients), key=ORDER.index)
 
     @property
     def reason(self) -> str:
         if self.state is EngineState.READY:
             return ""
-        return "; ".join(f"{client.name}: {client.reason}" for client in self._clients)
+        return "; ".join(f"{client.name}: {client.reason}" for client in self.clients)
 
     @property
     def num_starts(self) -> int:
-        return sum(client.num_starts for client in self._clients)
-
-    @property
-    def clients(self) -> tuple[RemoteClient, ...]:
-        """The replicas."""
-        return self._clients
+        return sum(client.num_starts for client in self.clients)
 
     @property
     def num_unfinished(self) -> int:
@@ -128,7 +123,7 @@ class Replicas(EngineClient):
     def start(self, sink: Sink) -> None:
         self.add_sink(sink)
         self._crediting = asyncio.get_running_loop().create_task(self._credit())
-        for i, client in enumerate(self._clients):
+        for i, client in enumerate(self.clients):
             client.start(partial(self._take, i))
 
     def add(self, request: EngineRequest) -> None:
@@ -151,11 +146,11 @@ class Replicas(EngineClient):
             sent.ended = True
             for one in sent.indexes if index is None else (index,):
                 sent.endings[one] = reason, error
-            self._clients[sent.replica].end(request_id, index, reason, error)
+            self.clients[sent.replica].end(request_id, index, reason, error)
 
     async def stats(self) -> EngineStats:
         """Return the statistics of all replicas, summed. See `EngineClient.stats`."""
-        return sum_stats(await asyncio.gather(*(client.stats() for client in self._clients)))
+        return sum_stats(await asyncio.gather(*(client.stats() for client in self.clients)))
 
     async def live(self) -> LiveView:
         """Return one view of all replicas that answer. See `EngineClient.live`."""
@@ -177,33 +172,33 @@ class Replicas(EngineClient):
                 None if view is None else view.stats,
                 None if view is None else view.rates,
             )
-            for i, (client, view) in enumerate(zip(self._clients, views, strict=True))
+            for i, (client, view) in enumerate(zip(self.clients, views, strict=True))
         )
 
     @property
     def drained(self) -> bool:
-        return len(self._draining) == len(self._clients)
+        return len(self._draining) == len(self.clients)
 
     def drain_replica(self, replica: int, *, drain: bool) -> int:
-        if not 0 <= replica < len(self._clients):
-            most = len(self._clients) - 1
+        if not 0 <= replica < len(self.clients):
+            most = len(self.clients) - 1
             raise ParamError("replica", f"must be 0 to {most}, not {replica}")
         (self._draining.add if drain else self._draining.discard)(replica)
         self._state_changed(replica)
         if drain and self._router.choose((), 0, self._clock()) is not None:  # there is another one
             for request_id, sent in self._unfinished.items():
                 if sent.replica == replica and sent.unfinished:
-                    self._clients[replica].hand_over(request_id)
-        return self._clients[replica].num_unfinished
+                    self.clients[replica].hand_over(request_id)
+        return self.clients[replica].num_unfinished
 
     def hand_over(self, request_id: str) -> None:
         sent = self._unfinished.get(request_id)
         if sent is not None and sent.replica is not None and sent.unfinished:
             sent.leaves = True
-            self._clients[sent.replica].hand_over(request_id)
+            self.clients[sent.replica].hand_over(request_id)
 
     async def reset_prefix_cache(self) -> int:
-        ready = [client for client in self._clients if client.state is EngineState.READY]
+        ready = [client for client in self.clients if client.state is EngineState.READY]
         if not ready:
             raise UnavailableError("engine", self.reason)
         return sum(await asyncio.gather(*(client.reset_prefix_cache() for client in ready)))
@@ -214,7 +209,7 @@ class Replicas(EngineClient):
             self._crediting.cancel()
         for sent in self._waiting.take():
             self._fail(sent, "the engine was closed")
-        await asyncio.gather(*(client.close() for client in self._clients))
+        await asyncio.gather(*(client.close() for client in self.clients))
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -237,7 +232,7 @@ class Replicas(EngineClient):
             if choice is None:
                 raise UnavailableError("engine", self.reason or "no other replica is ready")
             try:
-                self._clients[choice.replica].add(request)
+                self.clients[choice.replica].add(request)
             except UnavailableError:
                 avoid = {*avoid, choice.replica}
                 continue
@@ -316,7 +311,7 @@ class Replicas(EngineClient):
             sent.sends += 1
             assert sent.replica is not None
             for index in set(range(sent.n)) - sent.indexes:  # ended while it waited
-                self._clients[sent.replica].end(request_id, index)
+                self.clients[sent.replica].end(request_id, index)
         except UnavailableError as error:
             if self.state in (EngineState.FAILED, EngineState.CLOSED) or self._closing:
                 self._fail(sent, str(error))
@@ -327,7 +322,7 @@ class Replicas(EngineClient):
         self._give(sent.last_deltas(sent.indexes, self._clock(), FinishReason.ERROR, reason))
 
     def _state_changed(self, replica: int) -> None:
-        client = self._clients[replica]
+        client = self.clients[replica]
         ready = client.state is EngineState.READY
         self._router.set_available(replica, ready and replica not in self._draining)
         if not ready and client.state is not EngineState.STALLED:
@@ -347,7 +342,7 @@ class Replicas(EngineClient):
 
     async def _ask_all(self, replica: int) -> None:
         with suppress(UnavailableError):  # after a restart it sends a full report anyway
-            await self._clients[replica].report_all()
+            await self.clients[replica].report_all()
 
     async def _views(self) -> list[LiveView | None]:
         async def view(client: RemoteClient) -> LiveView | None:
@@ -355,15 +350,15 @@ class Replicas(EngineClient):
                 return await client.live()
             return None
 
-        return await asyncio.gather(*map(view, self._clients))
+        return await asyncio.gather(*map(view, self.clients))
 
     async def _credit(self) -> None:
         """Send each engine the service that tenants got from the others, periodically."""
         while True:
             await asyncio.sleep(CREDIT_SECONDS)
-            served, self._served = self._served, [Counter[str]() for _ in self._clients]
+            served, self._served = self._served, [Counter[str]() for _ in self.clients]
             total = sum(served, Counter[str]())
-            for client, own in zip(self._clients, served, strict=True):
+            for client, own in zip(self.clients, served, strict=True):
                 others = total - own
                 if others:
                     client.credit(dict(others))
