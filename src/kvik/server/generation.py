@@ -298,10 +298,11 @@ async def wait_for_change(generation: Generation) -> None:
 
 
 class Generations:
-    """All generations of a server. `take` receives the engine client's output.
+    """All generations of a server. `take` receives the engine client's output. Times are of
+    `time.monotonic`, the engine's clock, which all processes of a machine share.
 
-    Args:
-        clock: the engine's clock, shared by all processes of a machine.
+    Attributes:
+        live: running generations, by request id.
     """
 
     def __init__(
@@ -311,8 +312,6 @@ class Generations:
         admission: Admission,
         observers: Sequence[Observer],
         config: ServerConfig,
-        *,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._texts = texts
@@ -320,15 +319,9 @@ class Generations:
         self._observers = tuple(observers)
         self._config = config
         self._kv_token = (config.kv_token or "").encode()
-        self._clock = clock
-        self._kv_usage = KVUsage(engine, clock)
+        self._kv_usage = KVUsage(engine, time.monotonic)
         self._processor = OutputProcessor(texts.tokenizer)
-        self._live: dict[str, Generation] = {}
-
-    @property
-    def live(self) -> Mapping[str, Generation]:
-        """Running generations, by request id."""
-        return self._live
+        self.live: dict[str, Generation] = {}
 
     def check_capacity(self, tenant: str, num_requests: int) -> None:
         """Refuse requests that do not fit into the queue, before their prompts are processed.
@@ -361,7 +354,7 @@ class Generations:
             OverloadError: the queue is full, or a deadline cannot be met.
             UnavailableError: the engine is not ready.
         """
-        arrived = self._clock() if arrived is None else arrived
+        arrived = time.monotonic() if arrived is None else arrived
         changed = asyncio.Event()
         generations: list[Generation] = []
         with self._counted_refusals(tenant):
@@ -407,7 +400,7 @@ class Generations:
 
     def abort(self, request_id: str, tenant: str | None = None) -> bool:
         """Abort a generation, only of this tenant if given. Return whether it existed."""
-        generation = self._live.get(request_id)
+        generation = self.live.get(request_id)
         if generation is None or tenant not in (None, generation.record.tenant):
             return False
         generation.abort()
@@ -415,13 +408,13 @@ class Generations:
 
     def hand_over(self) -> None:
         """Hand over all movable generations whose callers support it to other servers."""
-        for generation in self._live.values():
+        for generation in self.live.values():
             if generation.moves_now:
                 self._engine.hand_over(generation.request_id)
 
     def abort_all(self, reason: str) -> None:
         """Abort all generations at shutdown."""
-        for generation in list(self._live.values()):
+        for generation in list(self.live.values()):
             generation.abort(reason, again=True)
 
     # Input
@@ -464,7 +457,7 @@ class Generations:
         if (resumed := transfer.resumed) is not None:
             name = resumed.name
             try:
-                handovers = resumed.handovers(self._clock())
+                handovers = resumed.handovers(time.monotonic())
             except ValueError as error:
                 raise cannot_resume(f"cannot be read: {error}") from None
             arrived = min(arrived, *(each.report.arrival for each in handovers))
@@ -533,14 +526,14 @@ class Generations:
             self._processor.discard(engine_request.request_id)
             reservation.release()
             raise
-        self._live[engine_request.request_id] = generation
+        self.live[engine_request.request_id] = generation
         self._notify(lambda one: one.arrived(record))
         return generation
 
     def _replay(self, generation: Generation, resumed: Resumption) -> None:
         """Make the text of what another server has computed; what it has sent is not sent again."""
         generation.created = resumed.created
-        now, report = self._clock(), resumed.outputs[0].report
+        now, report = time.monotonic(), resumed.outputs[0].report
         generation.prompt_use = PromptUse(report.num_cached_tokens, report.num_pinned_tokens)
         for output in resumed.outputs:
             for deltas, kept in zip(
@@ -563,7 +556,7 @@ class Generations:
 
     def take(self, deltas: list[RequestDelta]) -> None:
         """Deliver deltas of any number of requests to their readers."""
-        now = self._clock()
+        now = time.monotonic()
         last = [delta for delta in deltas if delta.finish_reason is not None]
         if any(delta.handed is not None for delta in last):
             # Their text continues, so that nothing of it is made as if they had ended.
@@ -579,26 +572,26 @@ class Generations:
         for delta in deltas:
             self._note(delta, now)
         for piece in processed.deltas:
-            generation = self._live.get(piece.request_id)
+            generation = self.live.get(piece.request_id)
             if generation is not None:
                 self._deliver(generation, piece, now)
         for delta in deltas:
-            generation = self._live.get(delta.request_id)
+            generation = self.live.get(delta.request_id)
             if generation is not None and delta.finish_reason in _FAILED:
                 self._fail(generation, _failure(delta, generation.record), delta.finish_reason)
         for output in processed.finished:
-            generation = self._live.get(output.request_id)
+            generation = self.live.get(output.request_id)
             if generation is not None:
                 self._finish(generation, output)
         for delta in last:
-            generation = self._live.get(delta.request_id)
+            generation = self.live.get(delta.request_id)
             if generation is not None:
                 generation._states[delta.index] = delta.handed or delta
                 if len(generation._states) == generation._n:  # and not all have ended
                     self._move(generation, now)
 
     def _note(self, delta: RequestDelta, now: float) -> None:
-        generation = self._live.get(delta.request_id)
+        generation = self.live.get(delta.request_id)
         if generation is None:
             return
         if delta.token_ids or delta.finish_reason not in (None, *_FAILED):
@@ -666,7 +659,7 @@ class Generations:
 
     def _forget(self, generation: Generation) -> None:
         generation._reservation.release()
-        del self._live[generation.request_id]
+        del self.live[generation.request_id]
 
     def _notify(self, call: Callable[[Observer], None]) -> None:
         """Call a method of each observer. Their exceptions are logged and suppressed."""
