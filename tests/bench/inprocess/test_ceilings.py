@@ -13,7 +13,7 @@ from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
 from kvik.engine.loop import Engine
 from kvik.launch import resolve_config
-from kvik.planner.calibration import calibration_path, save, this_machine
+from kvik.planner.calibration import calibration_path, load, save, this_machine
 from kvik.planner.devices import Setting
 from kvik.planner.roofline import decode, step_time
 from kvik.planner.serving import Traffic
@@ -56,6 +56,9 @@ def test_a_batch_is_its_prompts_and_then_its_tokens(calibrated: None, engine: En
 
 
 def test_achieved_shares_of_the_ceilings(calibrated: None, engine: Engine) -> None:
+    made = load(calibration_path())
+    peaks = {name: 1000 * rate for name, rate in made.peaks.items()}  # that no machine exceeds
+    save(replace(made, peaks=peaks), calibration_path())
     ceilings = Ceilings.of(engine.resolved)
     run = run_jobs(engine, [BenchRequest([20 + i] * 16, 8) for i in range(4)])
     found = by_name(ceilings.achieved([run]))
