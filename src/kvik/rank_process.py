@@ -115,8 +115,8 @@ class RankProcesses:
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self._barrier = Barrier(self.memory)
         self._began = time.monotonic()
-        self._lost = ""
-        self._known = threading.Event()  # `_lost` is set
+        self.lost = ""  # see `Others.lost`
+        self._known = threading.Event()  # `lost` is set
         self._closed = False
         self._children: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
@@ -149,11 +149,6 @@ class RankProcesses:
             raise
         finally:
             os.close(file)
-
-    @property
-    def lost(self) -> str:
-        """See `Others.lost`."""
-        return self._lost
 
     @contextmanager
     def loading(self) -> Iterator[RankSetup]:
@@ -188,7 +183,7 @@ class RankProcesses:
         limit = max(LEAST_LOAD_SECONDS, LOAD_TIMES * took)
         loading = {line: rank for rank, line in enumerate(self._lines, 1)}
         while loading:
-            if self._lost:
+            if self.lost:
                 raise self._failure()
             if time.monotonic() - self._began > limit:
                 rank = min(loading.values())
@@ -214,7 +209,7 @@ class RankProcesses:
                     ready = msgspec.msgpack.decode(line.recv_bytes(), type=RankReady)
                     if ready.error:
                         return ConfigError(OPTION, f"rank {rank} {ready.error}")
-        return GroupLost(OPTION, f"{self._lost or 'a rank is gone'} while it loaded")
+        return GroupLost(OPTION, f"{self.lost or 'a rank is gone'} while it loaded")
 
     def send(self, message: Message) -> None:
         """Send a message to each other rank.
@@ -228,9 +223,9 @@ class RankProcesses:
                 line.send_bytes(data)
             except OSError:
                 self._known.wait(END_SECONDS)
-                raise GroupLost(OPTION, self._lost or "a rank is gone") from None
-        if self._lost:
-            raise GroupLost(OPTION, self._lost)
+                raise GroupLost(OPTION, self.lost or "a rank is gone") from None
+        if self.lost:
+            raise GroupLost(OPTION, self.lost)
 
     @contextmanager
     def together(self, message: Message) -> Iterator[None]:
@@ -240,12 +235,12 @@ class RankProcesses:
         except BrokenGroup as error:
             if not self._known.wait(END_SECONDS):
                 self._lose(f"the processes have not met: {str(error) or 'one is gone'}")
-            raise GroupLost(OPTION, self._lost) from None
+            raise GroupLost(OPTION, self.lost) from None
         except BaseException:
             self._lose("what all processes compute was interrupted in the first")
             raise
         if self._barrier.broken:
-            raise GroupLost(OPTION, self._lost)
+            raise GroupLost(OPTION, self.lost)
 
     def begin(self) -> None:
         assert self._group is not None
@@ -277,7 +272,7 @@ class RankProcesses:
 
     def _lose(self, reason: str) -> None:
         """Note why the group is lost, and make all ranks stop waiting for each other."""
-        self._lost = self._lost or reason
+        self.lost = self.lost or reason
         self._known.set()
         self._barrier.give_up()
         if self._group is not None:

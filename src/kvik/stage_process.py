@@ -166,8 +166,8 @@ class StageProcesses:
         self._receiver: StageReceiver | None = None
         self._error = ""  # why a stage cannot load
         self._may_load, self._joined = threading.Event(), threading.Event()
-        self._lost = ""
-        self._known = threading.Event()  # `_lost` is set
+        self.lost = ""  # see `EarlierStages.lost`
+        self._known = threading.Event()  # `lost` is set
         self._closed = False
         self._began = time.monotonic()
         self._took = 0.0  # seconds until the last stage had loaded; 0: it has not
@@ -185,11 +185,6 @@ class StageProcesses:
     def cores(self) -> list[int]:
         """Cores of the last stage; []: not known."""
         return self._cores[-1]
-
-    @property
-    def lost(self) -> str:
-        """See `EarlierStages.lost`."""
-        return self._lost
 
     def load(self) -> None:
         """Let the stages load: the files that they will map exist."""
@@ -219,7 +214,7 @@ class StageProcesses:
                 line.send_bytes(data)
             except OSError:
                 self._raise_lost()
-        if self._lost:
+        if self.lost:
             self._raise_lost()
 
     def entered(self) -> bytes:
@@ -236,7 +231,7 @@ class StageProcesses:
             raise
 
     def give_up(self, reason: str) -> None:
-        self._lost = self._lost or reason
+        self.lost = self.lost or reason
         self._known.set()
 
     def stop(self) -> None:
@@ -255,7 +250,7 @@ class StageProcesses:
 
     def _raise_lost(self) -> None:
         self._known.wait(END_SECONDS)
-        raise GroupLost(OPTION, self._lost or "a stage is gone") from None
+        raise GroupLost(OPTION, self.lost or "a stage is gone") from None
 
     # -- a thread: connects the stages while the last one loads, then watches them ----------------
 
