@@ -45,7 +45,7 @@ class Tokenizer:
     ) -> None:
         library.no_truncation()  # a file may contain the limits of a training run
         library.no_padding()
-        self._library = library
+        self.library = library
         self._pieces = TokenTexts(library)
         self.bos_token = bos_token
         self.eos_token = eos_token
@@ -76,13 +76,11 @@ class Tokenizer:
         if not path.exists():
             raise ModelError("tokenizer.json", _why_missing(folder))
         data = _read(path, MAX_TOKENIZER_BYTES)
-        try:
-            with panics_are_errors():
+        with panics_are_errors():
+            try:
                 library = Library.from_buffer(data)
-        except ModelError:
-            raise
-        except Exception as error:  # the library raises plain Exception
-            raise ModelError("tokenizer.json", f"is not a tokenizer: {_brief(error)}") from None
+            except Exception as error:  # the library raises plain Exception
+                raise ModelError("tokenizer.json", f"is not a tokenizer: {_brief(error)}") from None
         config = _read_json(folder / "tokenizer_config.json")
         special = _read_json(folder / "special_tokens_map.json")
         return cls(
@@ -91,11 +89,6 @@ class Tokenizer:
             eos_token=_token_name("eos_token", config, special),
             chat_template=_find_template(folder, config),
         )
-
-    @property
-    def library(self) -> Library:
-        """The tokenizer object of the library."""
-        return self._library
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text, which may be empty.
@@ -109,11 +102,9 @@ class Tokenizer:
         _check_unicode(text)
         with panics_are_errors():
             if len(text) <= BRIEF_CHARS:
-                return self._library.encode(text, add_special_tokens=add_special_tokens).ids
+                return self.library.encode(text, add_special_tokens=add_special_tokens).ids
             # Unlike `encode`, this lets other threads run.
-            (found,) = self._library.encode_batch_fast(
-                [text], add_special_tokens=add_special_tokens
-            )
+            (found,) = self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return found.ids
 
     def encode_texts(
@@ -132,7 +123,7 @@ class Tokenizer:
         """
         for text in texts:
             _check_unicode(text)
-        library = self._library
+        library = self.library
         with panics_are_errors():
             if most is None:
                 pair = texts[1] if len(texts) > 1 else None
@@ -166,7 +157,7 @@ class Tokenizer:
     def token(self, token_id: int) -> str:
         """Return the vocabulary entry of an id, spelt as in the file; "" for an unknown id."""
         known = 0 <= token_id < self.vocab_size
-        return (self._library.id_to_token(token_id) or "") if known else ""
+        return (self.library.id_to_token(token_id) or "") if known else ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds inside a text; b"" for an unknown id."""
@@ -244,11 +235,10 @@ def _read_json(path: Path) -> Mapping[str, object]:
     """Read a JSON object; empty if there is no such file."""
     if not path.exists():
         return {}
+    data = _read(path, MAX_CONFIG_BYTES)
     try:
-        value = json.loads(_read(path, MAX_CONFIG_BYTES))
+        value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, ModelError):
-            raise
         raise ModelError(path.name, f"is not JSON: {_brief(error)}") from None
     if not isinstance(value, dict):
         raise ModelError(path.name, "must be a JSON object")
@@ -272,7 +262,7 @@ def _find_template(folder: Path, config: Mapping[str, object]) -> str | None:
     """Return the chat template: from a separate file, or a field of tokenizer_config.json."""
     path = folder / "chat_template.jinja"
     if path.exists():
-        return _read_text(path, MAX_TEMPLATE_BYTES)
+        return _read_text(path)
     value = _read_json(folder / "chat_template.json").get("chat_template")
     if value is None:
         value = config.get("chat_template")
@@ -296,14 +286,14 @@ def read_template(file: str) -> str:
     if not path.is_file():
         raise ConfigError("chat_template", f"there is no file {shown(file)}")
     try:
-        return _read_text(path, MAX_TEMPLATE_BYTES)
+        return _read_text(path)
     except ModelError as error:
         raise ConfigError("chat_template", f"{shown(file)} {error.message}") from None
 
 
-def _read_text(path: Path, most: int) -> str:
+def _read_text(path: Path) -> str:
     try:
-        return _read(path, most).decode()
+        return _read(path, MAX_TEMPLATE_BYTES).decode()
     except UnicodeDecodeError:
         raise ModelError(path.name, "must be UTF-8 text") from None
 
