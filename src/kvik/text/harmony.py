@@ -35,7 +35,7 @@ class HarmonyFormat:
 
     ids: Mapping[str, int]
     others: tuple[int, ...]
-    thinks = True
+    thinks = bounded = True
     tool_format = NAME
 
     @classmethod
@@ -45,10 +45,6 @@ class HarmonyFormat:
         if len(ids) < len(MARKERS):
             return None
         return cls(ids, other_markup(tokenizer, ids.values()))
-
-    @property
-    def bounded(self) -> bool:
-        return True
 
     def marks(self, *, calls: bool) -> dict[int, str]:
         """See `AnswerFormat.marks`."""
