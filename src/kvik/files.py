@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import resource
 import secrets
 import shutil
 import stat
@@ -33,6 +34,17 @@ def shared_memory(size: int) -> int:
             file = os.dup(made.fileno())
     os.ftruncate(file, size)
     return file
+
+
+def allow_files(wanted: int) -> int:
+    """Raise the soft limit of open files as far as the system lets us. Returns how many of the
+    `wanted` ones it allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return wanted
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return allowed
 
 
 def is_gguf(path: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 import select
 import signal
 import socket
@@ -24,6 +23,7 @@ from uvicorn.server import ServerState
 
 from kvik.engine.remote import EngineState
 from kvik.errors import ConfigError
+from kvik.files import allow_files
 from kvik.server.app import App
 from kvik.server.http_protocol import (
     DEFAULT_LIMITS,
@@ -221,13 +221,8 @@ class Listener:
 
 def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
     """Raise the limit on open files as far as allowed, and limit the connections by it."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.max_connections + RESERVED_FILES
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-        limits = replace(limits, max_connections=max(1, soft - RESERVED_FILES))
-    return limits
+    most = allow_files(limits.max_connections + RESERVED_FILES) - RESERVED_FILES
+    return replace(limits, max_connections=max(1, most))
 
 
 log = logging.getLogger(__name__)

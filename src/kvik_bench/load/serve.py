@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import resource
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from kvik.files import allow_files
 from kvik.planner.serving import Slo
 from kvik_bench.load import metrics
 from kvik_bench.load.drive import Budget, ClosedLoop, LoadTest, RunLog, drive
@@ -144,10 +145,9 @@ def remarks(label: str, runs: Sequence[Measured], *, fresh: bool) -> list[str]:
 
 def _errors(runs: Sequence[Measured]) -> list[str]:
     total = sum(run.metrics.requests for run in runs)
-    kinds: dict[str, int] = {}
+    kinds = Counter[str]()
     for run in runs:
-        for kind, count in run.metrics.errors.items():
-            kinds[kind] = kinds.get(kind, 0) + count
+        kinds.update(run.metrics.errors)
     found = []
     for kind, count in kinds.items():
         examples = (r.detail for run in runs for r in run.log.records if r.error == kind)
@@ -230,15 +230,15 @@ def _spread_figures(name: str, spreads: Sequence[Spread | None], field: str) -> 
     given = [spread for spread in spreads if spread is not None]
     if not given:
         return []
-    columns = {
-        "mean": tuple(spread.mean * 1e3 for spread in given),
-        "p50": tuple(spread.p50 * 1e3 for spread in given),
-        "p90": tuple(spread.p90 * 1e3 for spread in given),
-        "p99": tuple(spread.p99 * 1e3 for spread in given),
-    }
     return [
-        Figure(f"{name} {column}", "ms", values, "less", DEFINITIONS[field])
-        for column, values in columns.items()
+        Figure(
+            f"{name} {column}",
+            "ms",
+            tuple(getattr(spread, column) * 1e3 for spread in given),
+            "less",
+            DEFINITIONS[field],
+        )
+        for column in ("mean", "p50", "p90", "p99")
     ]
 
 
@@ -309,7 +309,7 @@ class ServeBench:
     async def run(self, watch: Watch | None = None) -> None:
         """Run all loads; raises `ConfigError` if the server cannot be used at all."""
         test = self.test
-        _allow_files(max(level.connections for level in test.levels) + SPARE_FILES)
+        allow_files(max(level.connections for level in test.levels) + SPARE_FILES)
         async with connected(self.server) as session:
             if not self.server.model:
                 model = await first_model(self.server, session)
@@ -363,11 +363,3 @@ async def _watch(watch: Watch | None, label: str, log: RunLog) -> None:
     while watch is not None:
         await asyncio.sleep(WATCH_PERIOD)
         watch(label, log, time.monotonic() - started)
-
-
-def _allow_files(wanted: int) -> None:
-    """Raise the soft limit of open files, as far as the system lets us."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, limit), hard))
