@@ -52,6 +52,7 @@ def scores_of(
 
 
 def _num_shared(prefix: Sequence[int], row: Sequence[int]) -> int:
+    """Return the number of equal tokens at the beginning."""
     pairs = zip(prefix, row, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -289,10 +290,7 @@ class State:
             before = model.encode(spelled, special=False)
             if before == tail:
                 after = model.encode(spelled + text, special=False)
-                same = next(
-                    (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
-                    min(len(before), len(after)),
-                )
+                same = _num_shared(before, after)
                 return ids[: len(ids) - len(tail) + same] + after[same:]
         return ids + model.encode(text, special=False)
 
