@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -234,17 +235,17 @@ def pressure(queue_fill: float, kv_usage: float, *, waiting: bool) -> float:
 class KVUsage:
     """The share of KV blocks in use, read from the engine at most once a second."""
 
-    def __init__(self, engine: EngineClient, clock: Callable[[], float]) -> None:
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._clock = clock
         self._asked_at = float("-inf")
         self._task: asyncio.Task[None] | None = None
         self._last = 0.0
 
     def read(self) -> float:
         """Return the last known share, and start an update for the next call."""
-        if self._clock() - self._asked_at >= 1.0 and (self._task is None or self._task.done()):
-            self._asked_at = self._clock()
+        now = time.monotonic()
+        if now - self._asked_at >= 1.0 and (self._task is None or self._task.done()):
+            self._asked_at = now
             self._task = asyncio.get_running_loop().create_task(self._query())
         return self._last
 

@@ -319,7 +319,7 @@ class Generations:
         self._observers = tuple(observers)
         self._config = config
         self._kv_token = (config.kv_token or "").encode()
-        self._kv_usage = KVUsage(engine, time.monotonic)
+        self._kv_usage = KVUsage(engine)
         self._processor = OutputProcessor(texts.tokenizer)
         self.live: dict[str, Generation] = {}
 

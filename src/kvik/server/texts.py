@@ -75,15 +75,17 @@ class FairSemaphore:
                 place.set_result(None)
 
 
+MAX_WAITING_CHARS = 128 << 20  # of all texts that wait for a thread or a template
+MAX_TENANT_CHARS = 64 << 20  # the same for one tenant
+
+
 class TextQuota:
     """Limits the number of waiting characters, per tenant and in total.
 
     A tenant with nothing waiting may add any number, so that no text is refused forever.
     """
 
-    def __init__(self, most: int, most_of_tenant: int) -> None:
-        self._most = most
-        self._most_of_tenant = most_of_tenant
+    def __init__(self) -> None:
         self._reserved: dict[str, int] = {}
 
     @contextmanager
@@ -94,9 +96,9 @@ class TextQuota:
             OverloadError: too many are waiting already, of this tenant or in total.
         """
         of_tenant, of_all = self._reserved.get(tenant, 0), sum(self._reserved.values())
-        if of_tenant and of_tenant + num_chars > self._most_of_tenant:
+        if of_tenant and of_tenant + num_chars > MAX_TENANT_CHARS:
             raise OverloadError("queue", "too much of your text waits", 1.0, own=True)
-        if of_all and of_all + num_chars > self._most:
+        if of_all and of_all + num_chars > MAX_WAITING_CHARS:
             raise OverloadError("queue", "too much text waits to be tokenised", 1.0, own=False)
         self._reserved[tenant] = of_tenant + num_chars
         try:
@@ -173,8 +175,6 @@ PROBE_BYTES_PER_TOKEN = 8
 # If the beginning of a text is cut off, the first tokens of the rest may differ from the whole
 # text's tokens.
 CUT_TOKENS = 64
-MAX_WAITING_CHARS = 128 << 20  # of all texts that wait for a thread or a template
-MAX_TENANT_CHARS = 64 << 20  # the same for one tenant
 
 
 class Texts:
@@ -203,7 +203,7 @@ class Texts:
         self.max_model_len = max_model_len
         self._threads = ThreadPoolExecutor(THREADS, "tokenize")
         self._places = FairSemaphore(THREADS)
-        self._quota = TextQuota(MAX_WAITING_CHARS, MAX_TENANT_CHARS)
+        self._quota = TextQuota()
         self._templates: Templates | None = None
         self._format: Future[AnswerFormat] = Future()
         self._grammars = None if tokenizer is None else GrammarCheck(tokenizer)
