@@ -88,6 +88,14 @@ def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
     return DrawnLengths(Length("fixed", prompt_tokens), Length("fixed", output_tokens), "")
 
 
+def check_batches(batches: Sequence[int], resolved: ResolvedConfig) -> None:
+    """Raise ParamError unless each number of requests can run together."""
+    most = resolved.scheduler.max_num_seqs
+    for batch in batches:
+        if not 1 <= batch <= most:
+            raise ParamError("batch", f"must be in [1, {most}] (max_num_seqs), not {batch}")
+
+
 def check_context(field: str, prompt: int, output: int, resolved: ResolvedConfig) -> None:
     """Raise ParamError unless a request fits into the context."""
     limit = resolved.scheduler.max_model_len

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.engine.loop import Engine
-from kvik.errors import ParamError
 from kvik.launch import resolve_config
 from kvik_bench.cli.output import check_output, engine_parser, integers, write_out
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
-from kvik_bench.inprocess.jobs import Requests, fixed
+from kvik_bench.inprocess.jobs import Requests, check_batches, fixed
 from kvik_bench.inprocess.measures import (
     DECODE,
     E2E,
@@ -57,10 +56,7 @@ class LatencyLoad:
 
     def check(self, resolved: ResolvedConfig) -> None:
         """Raises ParamError, which names the field."""
-        most = resolved.scheduler.max_num_seqs
-        for batch in self.batches:
-            if not 1 <= batch <= most:
-                raise ParamError("batch", f"must be in [1, {most}] (max_num_seqs), not {batch}")
+        check_batches(self.batches, resolved)
         self.requests(1).check(resolved)
 
     def requests(self, batch: int) -> Requests:

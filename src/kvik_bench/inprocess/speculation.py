@@ -25,7 +25,13 @@ from kvik.launch import load_tokenizer, resolve_config
 from kvik.planner.speculation import expected_tokens
 from kvik_bench.cli.output import check_output, engine_parser, integers, write_out
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
-from kvik_bench.inprocess.jobs import RandomPieces, TextPieces, check_context, refuse_varied
+from kvik_bench.inprocess.jobs import (
+    RandomPieces,
+    TextPieces,
+    check_batches,
+    check_context,
+    refuse_varied,
+)
 from kvik_bench.inprocess.measures import DECODE, OUTPUT, Measure, decode_seconds, figures, ratios
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.report.result import (
@@ -293,10 +299,7 @@ class SpeculationLoad:
 
     def check(self, resolved: ResolvedConfig) -> None:
         """Raises ParamError, which names the field."""
-        most = resolved.scheduler.max_num_seqs
-        for batch in self.batches:
-            if not 1 <= batch <= most:
-                raise ParamError("batch", f"must be in [1, {most}] (max_num_seqs), not {batch}")
+        check_batches(self.batches, resolved)
         if self.output_tokens < 2:
             raise ParamError("output_tokens", f"must be at least 2, not {self.output_tokens}")
         check_context("prompt_tokens", self.prompt_tokens, self.output_tokens, resolved)

@@ -14,21 +14,19 @@ from importlib.machinery import ModuleSpec, PathFinder  # noqa: E402
 from types import ModuleType  # noqa: E402
 
 
-class ImportEnd(MetaPathFinder):
-    """Records the end of a package's import, which other code triggers.
+class TorchImport(MetaPathFinder):
+    """Records the end of the import of torch, which other code triggers.
 
     Attributes:
         time: of the end, by `time.monotonic`.
     """
 
-    def __init__(self, package: str) -> None:
-        self._package = package
-        self.time = 0.0
+    time = 0.0
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != self._package:
+        if name != "torch":
             return None
         spec = PathFinder.find_spec(name, path, target)
         assert spec is not None and spec.loader is not None
@@ -56,7 +54,7 @@ def main() -> None:
     mark()
     resolved = resolve_config(EngineConfig(**order["options"]))
     mark()
-    torch_imported = ImportEnd("torch")
+    torch_imported = TorchImport()
     sys.meta_path.insert(0, torch_imported)
     engine = start(resolved)
     marks.append(torch_imported.time)

@@ -290,6 +290,11 @@ class _Readings:
                 return median(answer.rates[work.name])
         return None
 
+    def _rates(self, name: str, work: Workload) -> tuple[float, ...]:
+        """Return the rates of the rounds that have one."""
+        rates = (self._rate(name, work, number) for number in self._rounds)
+        return tuple(rate for rate in rates if rate is not None)
+
     def _tokens(self, name: str, work: Workload, number: int) -> Tokens | None:
         for answer in self._found.answers.get((name, number), ()):
             if work.name in answer.tokens:
@@ -298,19 +303,14 @@ class _Readings:
 
     def _best(self, peers: Sequence[str], work: Workload) -> str | None:
         """Return the peer with the best median."""
-        medians = {}
-        for name in peers:
-            rates = [r for n in self._rounds if (r := self._rate(name, work, n)) is not None]
-            if rates:
-                medians[name] = median(rates)
+        medians = {name: median(found) for name in peers if (found := self._rates(name, work))}
         return max(medians, key=medians.__getitem__) if medians else None
 
     def _measured(self, name: str) -> list[Figure]:
         figures = []
         for work in self._comparison.workloads:
-            rates = [r for n in self._rounds if (r := self._rate(name, work, n)) is not None]
-            if rates:
-                figures.append(Figure(work.name, "tokens/s", tuple(rates), "more", _means(work)))
+            if rates := self._rates(name, work):
+                figures.append(Figure(work.name, "tokens/s", rates, "more", _means(work)))
         answers, peaks = self._found.answers, self._found.peaks
         done = [n for n in self._rounds if answers.get((name, n))]
         if done:
