@@ -168,9 +168,6 @@ def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
         for field in fields(EngineStats)
         if field.type == "int"
     }
-    sizes = zip_longest(*(stats.step_sizes for stats in all_stats), fillvalue=0)
-    works = [stats.work for stats in all_stats]
-    times = [stats.time for stats in all_stats]
     drafting = [stats.speculation for stats in all_stats if stats.speculation is not None]
     graphs = [stats.graphs for stats in all_stats if stats.graphs is not None]
     threads = [stats.threads for stats in all_stats if stats.threads is not None]
@@ -188,9 +185,9 @@ def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
         all_stats[0],
         **sums,
         kv_usage=sum(stats.kv_usage * stats.num_blocks for stats in all_stats) / blocks,
-        step_sizes=tuple(map(sum, sizes)),
-        work=_sum(works),
-        time=_sum(times),
+        step_sizes=_add(stats.step_sizes for stats in all_stats),
+        work=_sum([stats.work for stats in all_stats]),
+        time=_sum([stats.time for stats in all_stats]),
         speculation=_sum(drafting) if drafting else None,
         speed=SpeedStats(
             sum(one * count for one, count in seconds) / steps if seconds else None,
@@ -219,15 +216,13 @@ def _sum_tiers(parts: Sequence[TierStats]) -> TierStats:
     """Add the tiers of one name. Engines share the pages on disk, so these count once."""
     held = max if parts[0].name == DISK else sum
     rates = [tier.bytes_per_second for tier in parts if tier.bytes_per_second is not None]
+    totals = ("stored", "loaded", "failed", "evicted")
     return TierStats(
         name=parts[0].name,
         pages=held([tier.pages for tier in parts]),
         bytes=held([tier.bytes for tier in parts]),
         capacity=held([tier.capacity for tier in parts]),
-        stored=sum(tier.stored for tier in parts),
-        loaded=sum(tier.loaded for tier in parts),
-        failed=sum(tier.failed for tier in parts),
-        evicted=sum(tier.evicted for tier in parts),
+        **{name: sum(getattr(tier, name) for tier in parts) for name in totals},
         bytes_per_second=sum(rates) / len(rates) if rates else None,
     )
 
