@@ -334,22 +334,17 @@ class Footprint:
         drafting = 0
         if self.draft is not None:
             drafting = sum(group.bytes_per_token for group in self.draft.groups) * self.block_size
-        stages = [
-            stage_groups(self.groups, s.layers) for s in PipelineStage.all_of(self.stage_ends)
-        ]
-        sizes = [
-            sum(
-                block_bytes(cut_groups(groups, rank, self.ranks), self.block_size)
-                for rank in range(self.ranks)
-            )
-            for groups in stages or [self.groups]
-        ]
         if self._one_of_several:
-            groups = self.groups
-            ranks = range(self.ranks)
-            sizes = [block_bytes(cut_groups(groups, r, self.ranks), self.block_size) for r in ranks]
-            return max(sizes) + drafting
+            return max(self._rank_bytes(self.groups)) + drafting
+        runs = [stage.layers for stage in PipelineStage.all_of(self.stage_ends)]
+        stages = [stage_groups(self.groups, layers) for layers in runs] or [self.groups]
+        sizes = [sum(self._rank_bytes(groups)) for groups in stages]
         return (max(sizes) if self.apart else sum(sizes)) + drafting
+
+    def _rank_bytes(self, groups: tuple[KVGroup, ...]) -> list[int]:
+        """Return the bytes of a block of some groups in each process."""
+        parts = (cut_groups(groups, rank, self.ranks) for rank in range(self.ranks))
+        return [block_bytes(part, self.block_size) for part in parts]
 
     @property
     def _processes(self) -> int:
