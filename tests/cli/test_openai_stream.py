@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvik.cli.openai_stream import MAX_EVENT_BYTES, EventTooLarge, SseParser
+from kvik.cli.openai_stream import MAX_EVENT_BYTES, EventTooLarge, SseParser, error_message
 
 TEXT = 'data: {"text": "Größe 漢字 🙂"}'
 
@@ -62,3 +62,11 @@ def test_an_event_without_end_is_refused() -> None:
     parser = SseParser()
     for _ in range(40):  # many events of 1 MiB are accepted
         assert len(parser.feed(b"data: " + b"x" * (1 << 20) + b"\n\n")) == 1
+
+
+def test_messages_of_errors() -> None:
+    assert error_message(b'{"error": {"message": "a"}}') == "a"
+    assert error_message(b'{"error": {"message": "a:\\n  b"}}') == "a: b"  # on one line
+    assert error_message(b'{"error": "a"}') == "a"
+    assert error_message(b"\xff <html>\n") == "\ufffd <html>"
+    assert error_message(b"[" * 4096) == "[" * 4096

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
@@ -20,6 +20,7 @@ from kvik.cli.openai_stream import (
     SseParser,
     StreamedDelta,
     StreamedUsage,
+    error_message,
 )
 from kvik.cli.report import kv_format, stats_line
 from kvik.config.model_source import model_name
@@ -357,14 +358,7 @@ class RemoteAnswer:
 
 
 def _message(body: bytes) -> str:
-    """Return the message of an error body in one line: `error.message`, or the whole body."""
-    said: Any = body.decode(errors="replace")
-    try:
-        error = json.loads(body)["error"]
-        said = error["message"] if isinstance(error, dict) else error
-    except (ValueError, LookupError, TypeError, RecursionError):
-        pass
-    return " ".join(str(said).split())[:MAX_MESSAGE] or "no reason given"
+    return error_message(body)[:MAX_MESSAGE] or "no reason given"
 
 
 def _reason(error: Exception) -> str:

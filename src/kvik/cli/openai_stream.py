@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -115,3 +115,14 @@ class Chunk(msgspec.Struct):
     choices: list[StreamedChoice] | None = []
     usage: StreamedUsage | None = None
     error: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def error_message(body: bytes) -> str:
+    """Return the message of an error body in one line: `error.message`, or the whole body."""
+    said: Any = body.decode(errors="replace")
+    try:
+        error = msgspec.json.decode(body)["error"]
+        said = error["message"] if isinstance(error, dict) else error
+    except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
+        pass
+    return " ".join(str(said).split())

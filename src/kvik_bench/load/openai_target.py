@@ -18,6 +18,7 @@ from kvik.cli.openai_stream import (
     SseParser,
     StreamedChoice,
     StreamedUsage,
+    error_message,
 )
 from kvik.errors import ConfigError
 from kvik_bench.load.metrics import RequestRecord
@@ -278,7 +279,7 @@ class OpenAITarget:
             detail = b""
             with suppress(aiohttp.ClientError):  # the status says enough
                 detail = await response.content.read(MAX_ERROR_BYTES)
-            raise BrokenAnswer(f"HTTP {response.status}", message_of(detail))
+            raise BrokenAnswer(f"HTTP {response.status}", error_message(detail))
         if response.content_type != "text/event-stream":
             raise BrokenAnswer("not a stream", f"it is {response.content_type}")
         async for data in response.content.iter_any():
@@ -320,7 +321,8 @@ async def first_model(server: TargetServer, session: aiohttp.ClientSession) -> s
     except (aiohttp.ClientError, OSError) as error:
         raise ConfigError("url", f"{server.url} cannot be reached: {error}") from None
     if status in (401, 403):
-        raise ConfigError("url", f"HTTP {status} ({message_of(body)}){REFUSALS[f'HTTP {status}']}")
+        refusal = f"HTTP {status}"
+        raise ConfigError("url", f"{refusal} ({error_message(body)}){REFUSALS[refusal]}")
     try:
         return str(msgspec.json.decode(body)["data"][0]["id"])
     except (msgspec.MsgspecError, LookupError, TypeError, RecursionError):
@@ -360,12 +362,3 @@ def joined(contents: Sequence[Content]) -> Content:
         assert len(texts) == len(contents)
         return "\n\n".join(texts)
     return [token for content in contents if isinstance(content, list) for token in content]
-
-
-def message_of(body: bytes) -> str:
-    """The `error.message` of OpenAI's error body, else the body; on one line."""
-    try:
-        message = str(msgspec.json.decode(body)["error"]["message"])
-    except (msgspec.MsgspecError, LookupError, TypeError, RecursionError):
-        message = body.decode(errors="replace")
-    return " ".join(message.split())

@@ -39,7 +39,6 @@ from kvik_bench.load.openai_target import (
     connected,
     first_model,
     joined,
-    message_of,
 )
 from kvik_bench.load.workload import LoadRequest
 
@@ -323,14 +322,6 @@ def test_the_first_model_is_used() -> None:
 def test_contents_are_joined() -> None:
     assert joined(["a", "b"]) == "a\n\nb"
     assert joined([[1, 2], [3]]) == [1, 2, 3]
-
-
-def test_messages_of_errors() -> None:
-    assert message_of(b'{"error": {"message": "a"}}') == "a"
-    assert message_of(b'{"error": {"message": "a:\\n  b"}}') == "a: b"  # on one line
-    assert message_of(b'{"error": "a"}') == '{"error": "a"}'
-    assert message_of(b"\xff <html>\n") == "\ufffd <html>"
-    assert message_of(b"[" * 4096) == "[" * 4096
 
 
 # Output in a stream: which chunks, when, and how many tokens.
