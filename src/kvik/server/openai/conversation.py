@@ -8,7 +8,6 @@ from typing import Annotated, Any, Literal, Protocol
 from msgspec import Meta, Struct
 
 from kvik.errors import ParamError
-from kvik.server.errors import rename_fields
 from kvik.server.responses import offload
 from kvik.server.texts import Texts
 from kvik.server.tools import Function, ToolUse, call_arguments, check_results
@@ -161,34 +160,16 @@ class RenderOptions(Protocol):
         add_generation_prompt: None means true, unless the final message is continued.
         continue_final_message: end the prompt where the last message ends, to continue that
             message.
-        add_special_tokens: add special tokens to those of the template.
     """
 
     chat_template_kwargs: dict[str, Variable] | None
     add_generation_prompt: bool | None
     continue_final_message: bool | None
-    add_special_tokens: bool | None
 
 
 def begins_anew(options: RenderOptions) -> bool:
     """Return whether a new answer begins after the prompt."""
     return options.add_generation_prompt is not False and not options.continue_final_message
-
-
-async def conversation_ids(
-    texts: Texts,
-    messages: Sequence[ChatMessage],
-    options: RenderOptions,
-    use: ToolUse | None = None,
-) -> list[int]:
-    """Return the token ids of a conversation, ready for the assistant's answer.
-
-    Raises:
-        ParamError: the messages are malformed or too long, or the template refuses them.
-    """
-    text = await conversation_text(texts, messages, options, use)
-    with rename_fields(prompt="messages"):
-        return await texts.encode(text, bool(options.add_special_tokens))
 
 
 async def conversation_text(

@@ -364,7 +364,6 @@ class Rendering:
     chat_template_kwargs: dict[str, Variable] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    add_special_tokens: bool | None = None
 
 
 class ResponseEvents(ResponseFormat):

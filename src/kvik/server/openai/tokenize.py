@@ -15,7 +15,7 @@ from kvik.server.openai.conversation import (
     Messages,
     ToolParam,
     Variable,
-    conversation_ids,
+    conversation_text,
     tool_use,
 )
 from kvik.server.openai.requests import Name, TokenId, prompt_ids
@@ -88,7 +88,9 @@ async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> R
     texts = server.texts.of(caller_of(request).tenant)
     if body.messages is not None:
         use = tool_use(body.tools, None, one=False, texts=texts)
-        ids = await conversation_ids(texts, body.messages, body, use)
+        text = await conversation_text(texts, body.messages, body, use)
+        with rename_fields(prompt="messages"):
+            ids = await texts.encode(text, bool(body.add_special_tokens))
     elif body.content is not None:
         with rename_fields(prompt="content"):
             ids = await prompt_ids(texts, body.content, bool(body.add_special))
