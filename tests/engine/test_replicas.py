@@ -8,13 +8,13 @@ import random
 import signal
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers import engine_child
 from helpers.scripted_engine import REPORT, Scripted, end, token
 from helpers.served_engine import engine_in_thread, engine_request, tiny_config
-from msgspec import structs
 
 from kvik.core.block_pool import ContentChanges, extend_hashes
 from kvik.core.routing import ReplicaReport
@@ -254,7 +254,7 @@ def handed(name: str, *new: int, index: int = 0) -> RequestDelta:
     source = PageSource("127.0.0.1", 9000, name, 41)
     handover = Handover([1, *new], 5, source, REPORT, index)
     last = RequestDelta(name, index, [*new], FinishReason.MOVED, report=REPORT)
-    return structs.replace(last, handed=handover)
+    return replace(last, handed=handover)
 
 
 async def test_requests_of_a_draining_replica_continue_in_another():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import socket
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from msgspec import structs
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import (
@@ -129,10 +128,10 @@ AT_THE_END = {
 
 
 @pytest.mark.parametrize(
-    "name", [f.name for f in structs.fields(RequestDelta)[3:] if f.name not in AT_THE_END]
+    "name", [f.name for f in fields(RequestDelta)[3:] if f.name not in AT_THE_END]
 )
 def test_no_field_is_lost_in_the_columns(name):
-    delta = structs.replace(RequestDelta("a", 0, [1]), **{name: "something"})
+    delta = replace(RequestDelta("a", 0, [1]), **{name: "something"})
     assert stepped(1, False, [delta]).deltas() == [delta]
 
 
@@ -201,5 +200,5 @@ def test_logprobs_of_a_long_prompt_are_split_into_messages(top):
     assert all(len(piece.prompt_logprobs) * (1 + top) <= wire.MAX_VALUES for piece in pieces)
     assert not any(piece.token_ids or piece.finish_reason for piece in pieces)
     joined = [one for piece in [*pieces, rest] for one in piece.prompt_logprobs]
-    assert structs.replace(rest, prompt_logprobs=joined) == delta
+    assert replace(rest, prompt_logprobs=joined) == delta
     assert list(wire.split_logprobs(DELTAS[0])) == [DELTAS[0]]

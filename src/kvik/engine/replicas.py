@@ -15,8 +15,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from msgspec import structs
-
 from kvik.config.config import ResolvedConfig
 from kvik.core.block_pool import extend_hashes
 from kvik.core.routing import ReplicaReport, ReplicaRouter
@@ -257,9 +255,7 @@ class Replicas(EngineClient):
                 sent.handed.append(delta.handed)
                 if delta.token_ids or delta.prompt_logprobs:
                     sent.begun = True
-                    rest = structs.replace(
-                        delta, finish_reason=None, report=None, kept=None, handed=None
-                    )
+                    rest = replace(delta, finish_reason=None, report=None, kept=None, handed=None)
                     given.append(rest)
                 continue
             if not sent.begun and delta.finish_reason is not FinishReason.ERROR:

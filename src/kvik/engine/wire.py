@@ -14,9 +14,9 @@ import select
 import socket
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
-from msgspec.structs import replace
 
 from kvik.config.config import ResolvedConfig
 from kvik.core.routing import ReplicaReport

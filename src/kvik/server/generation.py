@@ -8,9 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-
-from msgspec import structs
+from dataclasses import dataclass, field, replace
 
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import NOTHING_ALLOWED, PARAMETERS, SamplingParams
@@ -561,7 +559,7 @@ class Generations:
         if any(delta.handed is not None for delta in last):
             # Their text continues, so that nothing of it is made as if they had ended.
             deltas = [
-                structs.replace(delta, finish_reason=None, report=None, handed=None)
+                replace(delta, finish_reason=None, report=None, handed=None)
                 if delta.handed is not None
                 else delta
                 for delta in deltas
