@@ -116,7 +116,10 @@ def test_the_health_tells_that_all_replicas_are_drained(
 def test_draining_and_resuming(server: HttpServer, parts: Server) -> None:
     assert ask(server, "POST", "/admin/drain", {"drain": True}, **ADMIN).status == 200
     assert parts.drain.started
-    assert ask(server, "GET", "/health").json["status"] == "draining"
+    told = ask(server, "GET", "/health").json
+    assert told["status"] == "draining" and "stopped" not in told["reason"]
+    parts.drain.start()  # as on SIGTERM
+    assert "stopped" in ask(server, "GET", "/health").json["reason"]
     assert ask(server, "POST", "/admin/drain", {"drain": False}, **ADMIN).status == 200
     assert not parts.drain.started
     assert ask(server, "GET", "/health").status == 200

@@ -70,7 +70,7 @@ async def reset_prefix_cache(server: Server, request: Request, body: Nothing) ->
 @post("/admin/drain", answer=Done, note="Take no more requests, or take them again.")
 async def drain(server: Server, request: Request, body: DrainRequest) -> Response:
     if body.drain:
-        server.drain.start()
+        server.drain.start("is drained by its operator")
         server.generations.hand_over()
     else:
         server.drain.stop()

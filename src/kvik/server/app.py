@@ -217,7 +217,7 @@ class App:
         if route is None:
             raise self._no_route(path, methods)
         if self._drain.started and not (route.open or route.operator or self._returns(headers)):
-            raise UnavailableError("server", "is being stopped")
+            raise UnavailableError("server", self._drain.reason)
         request.scope["path_params"] = params
         return await route.handler(request)
 

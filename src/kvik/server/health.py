@@ -36,7 +36,7 @@ def _problem(server: Server) -> tuple[str, str] | None:
     """Return the problem as a status and a sentence; None if there is none."""
     state = server.engine.state
     if server.drain.started:
-        return "draining", "the server is being stopped"
+        return "draining", f"the server {server.drain.reason}"
     if state is not EngineState.READY:
         return str(state), f"the engine {state_in_words(state)}"
     if server.engine.drained:

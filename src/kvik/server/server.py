@@ -22,13 +22,14 @@ class Drain:
     """Counts responses in progress, so that a stopping server can wait for them."""
 
     def __init__(self) -> None:
-        self.started = False  # True: no new requests, since the server is stopping
+        self.started = False  # True: no new requests
+        self.reason = ""  # what the server does, once started
         self.num_open = 0
         self._empty = asyncio.Event()
         self._empty.set()
 
-    def start(self) -> None:
-        self.started = True
+    def start(self, reason: str = "is being stopped") -> None:
+        self.started, self.reason = True, reason
 
     def stop(self) -> None:
         """Accept requests again."""
