@@ -247,16 +247,13 @@ PLAIN_ANSWER = AnswerForm()
 def call_arguments(text: str) -> dict[str, Any]:
     """Return the arguments of an earlier call in the form that templates expect: an object.
 
-    Raises:
-        ParamError: they are not an object.
-    """
+    A model may be cut off inside them. Clients send them back as they are in each later request,
+    so they are shown to the model as text, in an object."""
     try:
         found = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict):
-        raise ParamError("messages", "have a tool call whose arguments are no JSON object")
-    return found
+    return found if isinstance(found, dict) else {"arguments": text}
 
 
 def check_results(called: Iterable[str], answered: Iterable[str]) -> None:
