@@ -333,3 +333,18 @@ def test_a_template_without_tools_refuses_them(client: openai.OpenAI) -> None:
         client.chat.completions.create(
             model="stories", messages=[{"role": "user", "content": "When?"}], tools=[tool]
         )
+
+
+def test_a_refusal_may_be_sent_back(client: openai.OpenAI) -> None:
+    ask: Any = {"role": "user", "content": "hi"}
+    prompts = set[int]()
+    for answer in (
+        {"content": "no"},
+        {"content": None, "refusal": "no"},
+        {"content": [{"type": "refusal", "refusal": "no"}]},
+    ):
+        messages: Any = [ask, {"role": "assistant", **answer}, ask]
+        found = client.chat.completions.create(model="", messages=messages, max_tokens=1)
+        assert found.usage is not None
+        prompts.add(found.usage.prompt_tokens)
+    assert len(prompts) == 1

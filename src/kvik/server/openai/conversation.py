@@ -104,10 +104,11 @@ Variable = str | int | float | bool | None
 
 
 class ContentPart(Struct, kw_only=True):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content; only text is supported, also that of a refusal."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
 
 
 class CalledFunction(Struct, kw_only=True):
@@ -130,6 +131,7 @@ class ChatMessage(Struct, kw_only=True):
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
+    refusal: str | None = None  # in place of a content
     name: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -207,7 +209,9 @@ def _plain(message: ChatMessage) -> dict[str, object]:
         raise ParamError("messages", "of role 'tool' need a tool_call_id")
     if message.tool_calls and message.role != "assistant":
         raise ParamError("messages", "may have tool_calls in those of role 'assistant' alone")
-    content = "" if message.content is None and message.tool_calls else message.content
+    content = message.refusal if message.content is None else message.content
+    if content is None and message.tool_calls:
+        content = ""
     plain: dict[str, object] = {
         "role": _TEMPLATE_ROLES.get(message.role, message.role),
         "content": _text(content),
@@ -231,11 +235,14 @@ def _text(content: str | list[ContentPart] | None) -> str:
         raise ParamError("messages", "need a content, a string or a list of text parts")
     if isinstance(content, str):
         return content
+    texts = list[str]()
     for part in content:
-        if part.type != "text":
+        if part.type not in ("text", "refusal"):
             raise ParamError(
                 "messages", f"have a part of type {part.type[:40]!r}; only text is supported"
             )
-        if part.text is None:
-            raise ParamError("messages", "have a text part without text")
-    return "\n".join(part.text or "" for part in content)
+        text = part.text if part.type == "text" else part.refusal
+        if text is None:
+            raise ParamError("messages", f"have a {part.type} part without its text")
+        texts.append(text)
+    return "\n".join(texts)

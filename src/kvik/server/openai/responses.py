@@ -190,7 +190,7 @@ def _text(place: str, content: str | list[ContentPart] | None) -> str:
         if part.type not in ("input_text", "output_text", "text", "refusal"):
             kind = repr(part.type[:40])
             raise ParamError(place, f"has a part of type {kind}; only text is supported")
-    return "\n".join(part.text or "" for part in content)
+    return "\n".join(part.text or part.refusal or "" for part in content)
 
 
 def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None, list[str]]:
