@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 
 import msgspec
@@ -73,8 +73,16 @@ def server(state: State) -> Iterator[HttpServer]:
 
         return StreamingResponse(pieces())  # type: ignore[arg-type]
 
+    async def broken(request: Request) -> Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"x"
+            raise RuntimeError("it fails")
+
+        return StreamingResponse(pieces())
+
     async def make() -> App:
         routes = [Route("/ok", ok, "GET"), Route("/echo", echo), Route("/endless", endless, "GET")]
+        routes.append(Route("/broken", broken, "GET"))
         limits = BodyLimits(max_bytes=1 << 20, seconds=0.3, total_bytes=1 << 20)
         return App(routes, Keys(), Drain(), ServerConfig(), limits=limits)
 
@@ -359,6 +367,16 @@ def test_a_client_that_does_not_read_is_disconnected(server: HttpServer, state: 
         time.sleep(0.1)
         assert state.sent == before
     assert ask(server, "GET", "/ok").status == 200
+
+
+def test_a_response_that_breaks_off_is_logged_once(
+    server: HttpServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with suppress(ConnectionError):
+        raw(server, b"GET /broken HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    until(lambda: any("it fails" in each.getMessage() for each in caplog.records))
+    assert ask(server, "GET", "/ok").status == 200  # what follows the failure has run
+    assert len([each for each in caplog.records if each.levelname == "ERROR"]) == 1
 
 
 def test_a_port_that_is_taken_is_named(server: HttpServer) -> None:

@@ -191,11 +191,16 @@ class Connection(HttpToolsProtocol):
         else:
             super().timeout_keep_alive_handler()
 
+    def _break(self) -> None:
+        """Break the connection of a response whose handler gives up, and has said why."""
+        self.cycle.disconnected = True  # else uvicorn logs that the response is incomplete
+        self.abort()
+
     # One request
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        extensions = {CLOSE_EXTENSION: self.abort, UNREAD_EXTENSION: self._limit_unread}
+        extensions = {CLOSE_EXTENSION: self._break, UNREAD_EXTENSION: self._limit_unread}
         self.scope["extensions"] = extensions  # type: ignore[typeddict-item]
         self._in_head = self._in_body = True
         self._num_requests += 1
