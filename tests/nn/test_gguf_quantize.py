@@ -121,6 +121,12 @@ def test_blocks_do_not_depend_on_each_other(type: str) -> None:
     assert torch.equal(dequantize(type, whole[-5:]), dequantize(type, part))
 
 
+@pytest.mark.parametrize("type", [*SIMPLE, *K_QUANTS])
+def test_a_turned_matrix_has_the_same_bits(type: str) -> None:
+    w = torch.randn(40, BLOCK_TYPES[type].weights, generator=torch.Generator().manual_seed(6))
+    assert torch.equal(quantize(type, w.t().contiguous().t()), quantize(type, w))
+
+
 def test_the_search_beats_rounding_between_the_extremes() -> None:
     groups = draws("tails").view(-1, 32).t().contiguous()
     importance = groups.abs() + groups.square().mean(0).sqrt()

@@ -43,7 +43,8 @@ def quantize(type: str, weights: Tensor) -> Tensor:
     slices = blocks.split(SLICE // width)
     with _one_thread_each() as threads, ThreadPoolExecutor(threads) as pool:
         each = pool.map if len(slices) > 1 else map  # a thread takes longer than a small matrix
-        made = list(each(lambda part: _QUANTIZE[type](part.float()), slices))
+        # Rows of one block stay turned where a checkpoint stores the matrix turned.
+        made = list(each(lambda part: _QUANTIZE[type](part.float().contiguous()), slices))
     return torch.cat(made).view(len(weights), -1)
 
 
