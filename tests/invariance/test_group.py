@@ -125,7 +125,13 @@ FAMILIES: dict[str, dict[str, object]] = {
     "Falcon": {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2},
     "Phi3": HEADS,
     "Cohere2": HEADS,
-    "Qwen3_5": {**CALIBRATED["Qwen3_5"], **HEADS, "head_dim": 16},
+    "Qwen3_5": {  # the second of two stages has no states
+        **CALIBRATED["Qwen3_5"],
+        **HEADS,
+        "head_dim": 16,
+        "num_hidden_layers": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    },
     "Lfm2": {**CALIBRATED["Lfm2"], **HEADS},
     "Qwen3Moe": {**CALIBRATED["Qwen3Moe"], **HEADS, "head_dim": 16},
     "GptOss": {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -151,12 +157,13 @@ FAMILIES: dict[str, dict[str, object]] = {
 def answers(
     model: Path, count: int, way: str = "tensor_parallel_size", **options: object
 ) -> list[object]:
-    """Return the results of some prompts, to the bit."""
+    """Return the results of some prompts, the second time with prefix hits, to the bit."""
     common = {"device": "cpu", "max_model_len": 64, "num_blocks": 64, "threads": count}
     ids = [tokens(24, seed) for seed in range(4)]
     params = SamplingParams(temperature=0.0, max_tokens=6, logprobs=2, prompt_logprobs=1)
     with LLM(str(model), **common, **{way: count}, **options) as llm:
         outputs = llm.generate(ids, params)
+        outputs += llm.generate(ids, params.with_changes(prompt_logprobs=None))
     return [(o.prompt_logprobs, o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs]
 
 

@@ -154,8 +154,8 @@ class States:
     layers: tuple[LayerStates, ...]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy rows: each source to its target, in order."""
-        for source, target in pairs:
+        """Copy rows: each source to its target, in order. A stage may have no layer with states."""
+        for source, target in pairs if self.layers else ():
             self.pool[target].copy_(self.pool[source])
 
 
