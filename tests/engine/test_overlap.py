@@ -15,6 +15,7 @@ from helpers.overlapping import LateCopies, steps_in_flight
 
 from kvik import LLM, RequestOutput, SamplingParams
 from kvik.config.model_source import BUNDLED as STORIES
+from kvik.core.structured import Regex
 from kvik.core.types import EngineRequest, FinishReason
 from kvik.kernels.torch_ops import TORCH
 from kvik.worker.graphs import Eager
@@ -102,6 +103,21 @@ def test_tokens_are_those_of_steps_in_turn(overlapping, rules, alone, together) 
     assert any(output.num_preemptions for output in found)
     # In other batches, so with other bits
     assert [one[0] for one in comparable(found)] == [one[0] for one in together]
+
+
+def test_a_text_that_ends_while_its_request_is_preempted_gets_no_further_token(overlapping) -> None:
+    llm, _ = overlapping
+    free = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    lengths = {5 + 6 * i: 22 + 3 * i for i in range(10)}
+    params = [
+        free.with_changes(structured=Regex(f"[a-z ]{{{lengths[i]}}}")) if i in lengths else free
+        for i in range(60)
+    ]
+    outputs = generate(llm, params)
+    assert any(outputs[i].num_preemptions for i in lengths)
+    found = {i: outputs[i].outputs[0] for i in lengths}
+    assert {i: len(one.text) for i, one in found.items()} == lengths
+    assert {one.finish_reason for one in found.values()} == {"stop"}
 
 
 def test_banned_words_make_the_host_wait(overlapping, rules) -> None:

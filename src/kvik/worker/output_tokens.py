@@ -239,7 +239,12 @@ class OutputTokens(Participant[LaunchedTokens]):
             step.errors[int(rows[i])] = describe(failure)
         for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
             step.token_ids[row] = token
-        step.ended.update(int(rows[i]) for i in self.sampling.ended(expected.slots))
+        kept = self.table.still(expected)
+        for i, surplus in self.sampling.ended(expected.slots).items():
+            if kept is None or kept[i]:
+                step.ended.add(int(rows[i]))
+                if surplus:  # preempted before the token that ended it was read
+                    step.token_ids[int(rows[i])] = []
         for i, entry in found.logprobs.items():
             step.logprobs[int(rows[i])] = [entry]
         for i, reason in found.bad_rows.items():
