@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.refusals import refused
+from helpers.tiny_encoders import save_encoder
 
 from kvik.cli.chat import HELP, Chat
 from kvik.cli.chat_backends import LocalBackend
@@ -237,6 +238,15 @@ def test_ctrl_c_at_the_prompt_only_gives_a_hint(
 )
 def test_bad_input_is_one_line(words: list[str], line: str, capsys: Any) -> None:
     assert refused(capsys, "chat", *words).startswith(line)
+
+
+def test_an_encoder_is_refused_before_it_is_loaded(
+    loads: Loads, tmp_path: Path, capsys: Any
+) -> None:
+    save_encoder(tmp_path, "BertModel")
+    capsys.readouterr()  # saving shows its progress
+    assert refused(capsys, "chat", str(tmp_path)).startswith("model: ")
+    assert loads == []
 
 
 def test_a_model_without_a_template_is_refused_at_the_start(

@@ -80,9 +80,13 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
         raise ConfigError("api_key", "goes with --url")
 
     from kvik.cli.chat_backends import LocalBackend
+    from kvik.config.config import EngineConfig
+    from kvik.launch import resolve_config
     from kvik.llm import LLM  # imports torch
 
-    with LLM(**engine_options(arguments, arguments.model)) as llm:
+    options = engine_options(arguments, arguments.model)
+    resolve_config(EngineConfig(**options)).model.check_writes()  # before weights are loaded
+    with LLM(**options) as llm:
         # A model without a template is an error now, not at the first message.
         llm.render_chat([{"role": "user", "content": "Hello"}])
         params = llm.default_params.with_changes(**{"max_tokens": None, **given})

@@ -97,7 +97,8 @@ def check_batches(batches: Sequence[int], resolved: ResolvedConfig) -> None:
 
 
 def check_context(field: str, prompt: int, output: int, resolved: ResolvedConfig) -> None:
-    """Raise ParamError unless a request fits into the context."""
+    """Raise ParamError unless the model writes text and a request fits into its context."""
+    resolved.model.check_writes()
     limit = resolved.scheduler.max_model_len
     if prompt + output > limit:
         raise ParamError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
+from helpers.tiny_encoders import save_encoder
 
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
@@ -67,6 +69,13 @@ def test_loads_that_cannot_be_served_are_refused(load: Requests, message: str) -
         load.check(resolved)
     assert str(error.value) == message
     check_context("prompt_tokens", 62, 2, resolved)
+
+
+def test_encoders_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    save_encoder(tmp_path, "BertModel")
+    resolved = resolve_config(EngineConfig(model=str(tmp_path), device="cpu"))
+    with pytest.raises(ParamError, match="model: "):
+        Requests(1, fixed(1, 1)).check(resolved)
 
 
 def test_no_tokens_are_refused() -> None:
