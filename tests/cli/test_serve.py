@@ -130,6 +130,14 @@ def test_an_error_is_in_one_line(
     assert part in refused(capsys, "serve", *arguments)
 
 
+def test_an_error_in_the_config_file_names_keys_and_no_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "kvik.toml").write_text("max-num-seqs = true")
+    error = refused(capsys, "serve", "--config", str(tmp_path / "kvik.toml"))
+    assert error.startswith("--config: ") and "--max-num-seqs" not in error
+
+
 def test_a_port_in_use_is_reported_before_the_model_is_loaded(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
