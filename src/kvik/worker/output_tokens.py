@@ -239,8 +239,9 @@ class OutputTokens(Participant[LaunchedTokens]):
             step.errors[int(rows[i])] = describe(failure)
         for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
             step.token_ids[row] = token
-        kept = self.table.still(expected)
-        for i, surplus in self.sampling.ended(expected.slots).items():
+        ended = self.sampling.ended(expected.slots)
+        kept = self.table.still(expected) if ended else None
+        for i, surplus in ended.items():
             if kept is None or kept[i]:
                 step.ended.add(int(rows[i]))
                 if surplus:  # preempted before the token that ended it was read
