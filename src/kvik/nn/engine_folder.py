@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import secrets
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import BinaryIO
@@ -21,6 +21,7 @@ from kvik.nn.parts import FreshStorage
 from kvik.spec.engine_folder import (
     ALIGNMENT,
     HEAD_BYTES,
+    ITEM_BYTES,
     MANIFEST,
     SEAL_BYTES,
     WEIGHTS,
@@ -183,13 +184,5 @@ def _mapped(folder: Path, manifest: Manifest) -> Tensor:
     return torch.from_numpy(np.frombuffer(mapping, dtype=np.uint8))
 
 
-_DTYPES = {
-    "uint8": torch.uint8,
-    "int8": torch.int8,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-    "int32": torch.int32,
-}
+_DTYPES: Mapping[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

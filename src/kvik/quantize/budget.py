@@ -18,9 +18,10 @@ from torch import Tensor
 
 from kvik.errors import ConfigError
 from kvik.files import write_whole
+from kvik.kernels.weights import DTYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.quantize.block import Block, BlockInputs, BlockLinear, unwatched
-from kvik.quantize.calibrate import CPU, STEP_TOKENS, STORED_DTYPES, by_matrix
+from kvik.quantize.calibrate import CPU, STEP_TOKENS, by_matrix
 from kvik.quantize.gptq import rtn
 from kvik.quantize.model_blocks import open_blocks, walk
 from kvik.quantize.quantised import BYTE, Progress, recipe_grid
@@ -138,7 +139,7 @@ def choose_bits(
     model, recipe = open_blocks(folder, spec, windows, device), keeping_floats(recipe, spec)
     check_groups(recipe, model.inputs())
     model.check()
-    dtype, choices = STORED_DTYPES[spec.dtype], (recipe.bits, MANY)
+    dtype, choices = DTYPES[spec.dtype], (recipe.bits, MANY)
     some = windows[:: -(-windows.numel() // STEP_TOKENS)]
     names: list[list[str]] = []
     candidates: list[list[Candidate]] = []

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvik.errors import ConfigError, ModelError, shown
 from kvik.files import DRAFT, writing_whole
+from kvik.kernels.weights import DTYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.quantize.block import WEIGHT, Block, BlockInputs, BlockLinear, Watch, unwatched
 from kvik.quantize.factors import (
@@ -160,11 +161,6 @@ def _ids(file: TextIO, tokenizer: Tokenizer) -> Iterator[int]:
     yield from tokenizer.encode(rest, add_special_tokens=False)
 
 
-STORED_DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 CPU = torch.device("cpu")
 # Prefixes of the files with inputs of blocks: residual stream, token inputs, keys and values.
 HIDDEN, TOKENS, KV = "hidden-", "tokens-", "kv-"
@@ -235,7 +231,7 @@ class _Pass:
     ) -> None:
         self._model, self._spec, self._recipe = model, spec, recipe
         self._windows, self._work = windows, work
-        self._dtype = STORED_DTYPES[spec.dtype]
+        self._dtype = DTYPES[spec.dtype]
 
     def _file(self, name: str, width: int) -> WindowFile:
         assert self._windows is not None

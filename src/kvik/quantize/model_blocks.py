@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from torch import Tensor
 from kvik.attention.sdpa import SdpaAttention
 from kvik.errors import ConfigError, ModelError, shown
 from kvik.kernels.torch_ops import TORCH
+from kvik.kernels.weights import DTYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import DeclaredTensor
 from kvik.nn.checkpoint import IN_RUNS, WHOLE, Checkpoint, open_checkpoint
@@ -22,11 +23,8 @@ from kvik.quantize.source import check_spec, expert_roles, linear_inputs
 from kvik.spec.declare import ForwardContext, Network, Role, stored_names
 from kvik.spec.layers import LayerSpec
 
-RUN_DTYPES: Mapping[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float32,  # the range of fp16 is too small for some residual streams
-}
+# Of blocks, by the checkpoint's: the range of fp16 is too small for some residual streams.
+RUN_DTYPES = DTYPES | {"float16": torch.float32}
 
 
 class ModelBlocks:

@@ -21,6 +21,7 @@ from kvik.config.units import show_bytes
 from kvik.errors import ConfigError, KvikError, shown
 from kvik.files import DRAFT, write_whole
 from kvik.kernels.fp8 import SQUARE
+from kvik.kernels.weights import DTYPES
 from kvik.nn.checkpoint import INDEX
 from kvik.nn.formats.base import LinearShape
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
@@ -30,7 +31,7 @@ from kvik.nn.formats.registry import FORMATS
 from kvik.nn.safetensors import Stored, read_header, write_safetensors
 from kvik.quantize.block import WEIGHT
 from kvik.quantize.budget import choose_bits
-from kvik.quantize.calibrate import CPU, STORED_DTYPES, quantise_blocks
+from kvik.quantize.calibrate import CPU, quantise_blocks
 from kvik.quantize.quantised import BlockResult, Float8, LayerResult, Progress, Quantised
 from kvik.quantize.recipe import MANY, ROW, Recipe, check_groups
 from kvik.quantize.source import Source, expert_roles, keeping_floats
@@ -459,7 +460,7 @@ def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor 
         raise ConfigError("skip", "leaves no layer to quantise")
     # with a budget, the most that layers can have
     most = {} if recipe.average_bits is None else dict.fromkeys(source.layers, MANY)
-    found = layouts(recipe.with_layer_bits(most), source.layers, STORED_DTYPES[source.spec.dtype])
+    found = layouts(recipe.with_layer_bits(most), source.layers, DTYPES[source.spec.dtype])
     if folder.exists() and not folder.is_dir():
         raise ConfigError("output", f"must be a folder, and {str(folder)!r} is a file")
     if folder.resolve() == source.folder.resolve():
@@ -525,7 +526,7 @@ def _quantise(
     device: torch.device,
 ) -> Saved:
     folder, spec = source.folder, source.spec
-    dtype, blocks = STORED_DTYPES[source.spec.dtype], spec.num_layers
+    dtype, blocks = DTYPES[source.spec.dtype], spec.num_layers
     if recipe.average_bits is not None:
         assert windows is not None
         recipe = choose_bits(folder, spec, recipe, windows, output.work, progress, device)

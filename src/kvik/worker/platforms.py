@@ -27,6 +27,7 @@ from kvik.errors import ConfigError
 from kvik.kernels.ops import Ops
 from kvik.kernels.packing import PLAIN, Packing
 from kvik.kernels.torch_ops import select as select_ops
+from kvik.kernels.weights import DTYPES
 from kvik.nn.kv_formats import Zeros
 from kvik.worker.captures import NO_CAPTURE_PEERS, Capturer, CudaCapturer, GraphMemory
 from kvik.worker.cuda_graphs import DecodeGraphs
@@ -124,8 +125,6 @@ NATIVE_DRAW_BYTES = 4  # per logit: a copy of the rows that draw
 # The same, plus a list of logits, and what a program computes about a chunk of them
 # (kernels/triton/draw.py).
 TRITON_DRAW_BYTES = NATIVE_DRAW_BYTES + 5
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True)
