@@ -13,7 +13,7 @@ from kvik.kernels import torch_ops
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_int4, round_int8, round_mxfp4, round_tokens
-from kvik.kernels.torch_ops import TORCH, select
+from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import (
     Activation,
     MatrixSpec,
@@ -189,8 +189,3 @@ def test_nan_is_the_largest(name: str, dtype: torch.dtype) -> None:
     top, ids = implementation(name).largest(logits)
     assert top.isnan().tolist() == [True, True, True, False, False]
     assert top[3] == torch.inf and ids[3:].tolist() == [7, 0]
-
-
-def test_selection_falls_back_to_the_reference() -> None:
-    assert select(CPU) is TORCH
-    assert select(torch.device("meta")) is REFERENCE

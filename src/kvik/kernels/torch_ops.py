@@ -257,13 +257,3 @@ def _split_rows(asks: Tensor, torchs: _Way, others: _Way) -> Tensor:
     numbers = [(way, rows) for way, mine in ways if len(rows := mine.nonzero()[:, 0])]
     found = torch.cat([way(rows) for way, rows in numbers])
     return torch.empty_like(found).index_copy_(0, torch.cat([r for _, r in numbers]), found)
-
-
-# The fastest operations for a device.
-
-_BY_DEVICE = {"cpu": TORCH, "cuda": TORCH}
-
-
-def select(device: torch.device) -> Ops:
-    """Return the operations for a device: the reference if nothing faster has been tested."""
-    return _BY_DEVICE.get(device.type, REFERENCE)

@@ -26,7 +26,7 @@ from kvik.config.memory import DRAW_BYTES
 from kvik.errors import ConfigError
 from kvik.kernels.ops import Ops
 from kvik.kernels.packing import PLAIN, Packing
-from kvik.kernels.torch_ops import select as select_ops
+from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import DTYPES
 from kvik.nn.kv_formats import Zeros
 from kvik.worker.captures import NO_CAPTURE_PEERS, Capturer, CudaCapturer, GraphMemory
@@ -206,7 +206,7 @@ class TorchPlatform(Platform):
     def __init__(self, config: ResolvedConfig, setup: RankSetup | None = None) -> None:
         device, dtype = torch.device(config.runner.device), DTYPES[config.runner.dtype]
         self.joined = None if setup is None else Joined(config, setup)
-        ops = select_ops(device) if self.joined is None else self.joined.ops(select_ops(device))
+        ops = TORCH if self.joined is None else self.joined.ops(TORCH)
         backend = select_backend(config.runner.attention_backend, ops, device, dtype)
         if self.joined is not None:
             backend = self.joined.attention(backend)
