@@ -19,8 +19,7 @@ from kvik.nn.formats.bits import (
 from kvik.nn.formats.integers import (
     SIGN,
     Codes,
-    IntegerFormat,
-    because,
+    GroupedFormat,
     check_group,
     finite,
     group_index,
@@ -57,7 +56,7 @@ def scale_shape(
     return outputs, check_group(scheme, shape)
 
 
-class PackQuantized(IntegerFormat):
+class PackQuantized(GroupedFormat):
     """weight_packed [outputs, inputs * bits / 32], weight_scale [outputs, groups] and weight_shape
     [2]; asymmetric weights also have weight_zero_point [outputs * bits / 32, groups], act-order
     adds weight_g_idx [inputs]."""
@@ -65,23 +64,23 @@ class PackQuantized(IntegerFormat):
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """See `IntegerFormat`."""
+        """See `GroupedFormat`."""
         super().__init__(scheme, shape, stored)
         self.scale = scale_shape(scheme, shape, stored.get(SCALE))
         self.unread = (*ACTIVATIONS, ZERO) if scheme.symmetric else ACTIVATIONS
         self.has_index = scheme.ordered or INDEX in stored
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        outputs, bits, reason = self.shape.outputs, self.scheme.bits, because(self.scheme)
+        outputs, bits = self.shape.outputs, self.scheme.bits
         words = compressed_words(self.shape.inputs, bits)
         found = {
-            PACKED: StoredTensor((outputs, words), torch.int32, OutputAxis(), because=reason),
-            SCALE: StoredTensor(self.scale, dtype, _scale_axis(self.scheme), because=reason),
+            PACKED: self.stored((outputs, words), torch.int32, OutputAxis()),
+            SCALE: self.stored(self.scale, dtype, _scale_axis(self.scheme)),
             SHAPE: StoredTensor((2,), torch.int64),
         }
         if not self.scheme.symmetric:
             zeros = (compressed_words(outputs, bits), self.groups)
-            found[ZERO] = StoredTensor(zeros, torch.int32, word_axis(0, bits), because=reason)
+            found[ZERO] = self.stored(zeros, torch.int32, word_axis(0, bits))
         if self.has_index:
             found[INDEX] = StoredTensor((self.shape.inputs,), torch.int64)
         return found
@@ -126,27 +125,26 @@ class PackQuantized(IntegerFormat):
         return found
 
 
-class IntQuantized(IntegerFormat):
+class IntQuantized(GroupedFormat):
     """weight [outputs, inputs] int8 and weight_scale; asymmetric weights also have
     weight_zero_point int8."""
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """See `IntegerFormat`."""
+        """See `GroupedFormat`."""
         super().__init__(scheme, shape, stored)
         self.scale = scale_shape(scheme, shape, stored.get(SCALE))
         self.unread = (*ACTIVATIONS, ZERO) if scheme.symmetric else ACTIVATIONS
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        reason, axis = because(self.scheme), _scale_axis(self.scheme)
-        weight = (self.shape.outputs, self.shape.inputs)
+        weight = self.shape.outputs, self.shape.inputs
         found = {
-            WEIGHT: StoredTensor(weight, torch.int8, OutputAxis(), because=reason),
-            SCALE: StoredTensor(self.scale, dtype, axis, because=reason),
+            WEIGHT: self.stored(weight, torch.int8, OutputAxis()),
+            SCALE: self.stored(self.scale, dtype, _scale_axis(self.scheme)),
         }
         if not self.scheme.symmetric:
-            found[ZERO] = StoredTensor(self.scale, torch.int8, axis, because=reason)
+            found[ZERO] = self.stored(self.scale, torch.int8, _scale_axis(self.scheme))
         return found
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:

@@ -28,7 +28,7 @@ class Fp8:
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """See `IntegerFormat`."""
+        """See `GroupedFormat`."""
         self.scheme, self.shape = scheme, shape
         self.dtype = torch.float8_e5m2 if scheme.e5m2 else torch.float8_e4m3fn
         self.block: Block = (scheme.band, scheme.group)

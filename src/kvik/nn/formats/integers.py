@@ -40,8 +40,9 @@ from kvik.spec.weights import loaded_kind
 # The part that all integer layouts share.
 
 
-class IntegerFormat:
-    """A format of codes with scales and zero points."""
+class GroupedFormat:
+    """A format of codes whose scales groups of inputs share; integers with zero points, unless
+    `weight` is overridden."""
 
     unread: tuple[str, ...] = ()
 
@@ -58,6 +59,14 @@ class IntegerFormat:
         self.scheme, self.shape = scheme, shape
         self.groups = check_group(scheme, shape)
 
+    def stored(
+        self, shape: tuple[int, ...], dtype: torch.dtype, axis: OutputAxis | None
+    ) -> StoredTensor:
+        """Return a tensor whose shape the fields of quantization_config decide."""
+        reason = f"{self.scheme.bits} bits"
+        reason += f" in groups of {self.scheme.group}" if self.scheme.group else ""
+        return StoredTensor(shape, dtype, axis, because=reason)
+
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
         """Return the codes of some outputs; see `WeightFormat.weight`."""
         raise NotImplementedError
@@ -71,14 +80,14 @@ class IntegerFormat:
 INDEX = "g_idx"
 
 
-class Gptq(IntegerFormat):
+class Gptq(GroupedFormat):
     """qweight [inputs * bits / 32, outputs], qzeros [groups, outputs * bits / 32], scales
     [groups, outputs], g_idx [inputs], which may be absent if groups are contiguous."""
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """See `IntegerFormat`."""
+        """See `GroupedFormat`."""
         for name, count in (("inputs", shape.inputs), ("outputs", shape.outputs)):
             if count * scheme.bits % WORD:
                 raise ValueError(
@@ -90,15 +99,11 @@ class Gptq(IntegerFormat):
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         inputs, outputs, bits = self.shape.inputs, self.shape.outputs, self.scheme.bits
 
-        def stored(
-            rows: int, columns: int, kind: torch.dtype, output_axis: OutputAxis
-        ) -> StoredTensor:
-            return StoredTensor((rows, columns), kind, output_axis, because=because(self.scheme))
-
+        words, zeros = (inputs * bits // WORD, outputs), (self.groups, outputs * bits // WORD)
         found = {
-            "qweight": stored(inputs * bits // WORD, outputs, torch.int32, OutputAxis(1)),
-            "qzeros": stored(self.groups, outputs * bits // WORD, torch.int32, word_axis(1, bits)),
-            "scales": stored(self.groups, outputs, torch.float16, OutputAxis(1)),
+            "qweight": self.stored(words, torch.int32, OutputAxis(1)),
+            "qzeros": self.stored(zeros, torch.int32, word_axis(1, bits)),
+            "scales": self.stored((self.groups, outputs), torch.float16, OutputAxis(1)),
         }
         if self.has_index:
             found[INDEX] = StoredTensor((inputs,), torch.int64)
@@ -163,30 +168,24 @@ def natural_index(inputs: int, groups: int, device: torch.device) -> Tensor:
 PER_WORD = len(AWQ_ORDER)  # outputs in a word
 
 
-class Awq(IntegerFormat):
+class Awq(GroupedFormat):
     """qweight [inputs, outputs / 8], qzeros [groups, outputs / 8], scales [groups, outputs]."""
 
     def __init__(
         self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
     ) -> None:
-        """See `IntegerFormat`."""
+        """See `GroupedFormat`."""
         if shape.outputs % PER_WORD:
             raise ValueError(f"its {shape.outputs} outputs do not fill words of {PER_WORD}")
         super().__init__(scheme, shape, stored)
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        inputs, outputs, reason = self.shape.inputs, self.shape.outputs, because(self.scheme)
-
-        def stored(
-            rows: int, columns: int, kind: torch.dtype, output_axis: OutputAxis
-        ) -> StoredTensor:
-            return StoredTensor((rows, columns), kind, output_axis, because=reason)
-
-        words = OutputAxis(1, PER_WORD)
+        outputs, words = self.shape.outputs, self.shape.outputs // PER_WORD
+        axis = OutputAxis(1, PER_WORD)
         return {
-            "qweight": stored(inputs, outputs // PER_WORD, torch.int32, words),
-            "qzeros": stored(self.groups, outputs // PER_WORD, torch.int32, words),
-            "scales": stored(self.groups, outputs, torch.float16, OutputAxis(1)),
+            "qweight": self.stored((self.shape.inputs, words), torch.int32, axis),
+            "qzeros": self.stored((self.groups, words), torch.int32, axis),
+            "scales": self.stored((self.groups, outputs), torch.float16, OutputAxis(1)),
         }
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
@@ -287,11 +286,6 @@ def word_axis(axis: int, bits: int) -> OutputAxis:
     """Return the places of outputs whose codes are one stream of bits along a dimension."""
     shared = math.gcd(WORD, bits)
     return OutputAxis(axis, WORD // shared, bits // shared)
-
-
-def because(scheme: StoredScheme) -> str:
-    """Return the fields of quantization_config that decide the shapes."""
-    return f"{scheme.bits} bits" + (f" in groups of {scheme.group}" if scheme.group else "")
 
 
 def finite(name: str, scales: Tensor) -> Tensor:

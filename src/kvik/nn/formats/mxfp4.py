@@ -21,7 +21,7 @@ from kvik.kernels.weights import (
 from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
 from kvik.nn.formats.bits import pack_nibbles
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, PACKED, SCALE
-from kvik.nn.formats.integers import because, check_group, finite
+from kvik.nn.formats.integers import GroupedFormat, finite
 from kvik.nn.gguf_blocks import BlockParts, block_parts, mxfp4_parts
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weight_kind import MX_GROUP
@@ -31,42 +31,33 @@ E8M0_NAN = 255
 BLOCKS, SCALES = "blocks", "scales"
 
 
-class Mxfp4Packed:
+class Mxfp4Packed(GroupedFormat):
     """weight_packed [outputs, inputs / 2] uint8, the even input in the low half of a byte, and
     weight_scale [outputs, inputs / 32] uint8."""
 
-    unread: tuple[str, ...] = ACTIVATIONS
-
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        """See `IntegerFormat`."""
-        self.scheme, self.shape = scheme, shape
-        self.groups = check_group(scheme, shape)
+    unread = ACTIVATIONS
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        def stored(columns: int) -> StoredTensor:
-            size = self.shape.outputs, columns
-            return StoredTensor(size, torch.uint8, OutputAxis(), because=because(self.scheme))
-
-        return {PACKED: stored(self.shape.inputs // 2), SCALE: stored(self.groups)}
+        outputs, widths = self.shape.outputs, {PACKED: self.shape.inputs // 2, SCALE: self.groups}
+        return {
+            name: self.stored((outputs, width), torch.uint8, OutputAxis())
+            for name, width in widths.items()
+        }
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         return mxfp4_weight(tensors[PACKED][rows], powers_of_two(SCALE, tensors[SCALE][rows]))
 
 
-class Mxfp4Blocks(Mxfp4Packed):
+class Mxfp4Blocks(GroupedFormat):
     """An expert of gpt-oss: blocks [outputs, inputs / 32, 16] uint8, the even input in the low half
     of a byte, and scales [outputs, inputs / 32] uint8."""
 
-    unread = ()
-
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        def stored(*rest: int) -> StoredTensor:
-            size = (self.shape.outputs, self.groups, *rest)
-            return StoredTensor(size, torch.uint8, OutputAxis(), because=because(self.scheme))
-
-        return {BLOCKS: stored(MX_GROUP // 2), SCALES: stored()}
+        scales = self.shape.outputs, self.groups
+        return {
+            BLOCKS: self.stored((*scales, MX_GROUP // 2), torch.uint8, OutputAxis()),
+            SCALES: self.stored(scales, torch.uint8, OutputAxis()),
+        }
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         scales = powers_of_two(SCALES, tensors[SCALES][rows])
