@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
 from kvik.kernels.packing import Packing, Parts, check_order
-from kvik.kernels.reference.ops import fill_input_scale, fill_order
+from kvik.kernels.reference.ops import fill_shared
 from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight, in_nibbles, scale_dtype
 from kvik.spec.weight_kind import Rounding, WeightKind
 
@@ -165,12 +165,7 @@ class CpuMatrices:
         """
         packed = matrix.data
         assert isinstance(packed, CpuPacked)
-        if weight.order is not None:
-            assert packed.order is not None
-            fill_order(packed.order, weight.order)
-        if weight.input_scale is not None:
-            assert packed.input_scale is not None
-            fill_input_scale(packed.input_scale, weight.input_scale)
+        fill_shared(weight, packed.order, packed.input_scale)
 
     def linear(
         self, x: Tensor, matrix: Matrix, residual: Tensor | None, into: Tensor | None = None

@@ -231,30 +231,29 @@ def pack_rows(matrix: Matrix, first: int, weight: Weight) -> None:
     for name, part in weight.tensors.items():
         if name in PER_OUTPUT:
             to[name].copy_(part)
-    if weight.order is not None:
-        fill_order(to["order"], weight.order)
-    if weight.input_scale is not None:
-        fill_input_scale(to["input_scale"], weight.input_scale)
+    fill_shared(weight, to.get("order"), to.get("input_scale"))
 
 
-def fill_order(to: Tensor, order: Tensor) -> None:
-    """Set the order of a matrix, which all its rows share; zeros until then.
+def fill_shared(weight: Weight, order: Tensor | None, input_scale: Tensor | None) -> None:
+    """Set what all rows of a matrix share from some of its rows.
+
+    The rows of fused layers read the same inputs. With the largest of their scales, no input is
+    clamped more than with one of the others.
+
+    Args:
+        order, input_scale: of the matrix, zeros until then; None: as in the weight.
 
     Raises:
         ValueError: rows packed before have another order.
     """
-    if bool(to.any()) and not torch.equal(to, order):
-        raise ValueError("rows of one matrix have their inputs in different orders")
-    to.copy_(order)
-
-
-def fill_input_scale(to: Tensor, scale: Tensor) -> None:
-    """Raise the scale of a matrix's inputs to that of some of its rows; 0 until then.
-
-    Fused layers read the same inputs. With the largest of their scales, no input is clamped more
-    than with one of the others.
-    """
-    torch.maximum(to, scale.to(to), out=to)
+    if weight.order is not None:
+        assert order is not None
+        if bool(order.any()) and not torch.equal(order, weight.order):
+            raise ValueError("rows of one matrix have their inputs in different orders")
+        order.copy_(weight.order)
+    if weight.input_scale is not None:
+        assert input_scale is not None
+        torch.maximum(input_scale, weight.input_scale.to(input_scale), out=input_scale)
 
 
 def linear(x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:

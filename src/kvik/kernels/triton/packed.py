@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvik.kernels.packing import PLAIN, Packing, Parts, check_order
-from kvik.kernels.reference.ops import fill_input_scale, fill_order
+from kvik.kernels.reference.ops import fill_shared
 from kvik.kernels.reference.ops import matrix as plain_matrix
 from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.matrix_shapes import LEAST_OUTPUTS
@@ -216,16 +216,11 @@ def fill(spec: MatrixSpec, packed: TritonPacked, first: int, weight: Weight) -> 
     # Copied unpacked; the device packs the words.
     parts = {name: part.to(device) for name, part in weight.tensors.items()}
     weight = Weight(weight.kind, **parts)
-    if weight.order is not None:
-        assert packed.order is not None
-        fill_order(packed.order, weight.order)
+    fill_shared(weight, packed.order, packed.input_scale)
     rows = torch.arange(first, first + weight.outputs, device=device)
     if interleaved(spec):
         half = spec.rows // 2
         rows = rows % half * 2 + rows // half
-    if weight.input_scale is not None:
-        assert packed.input_scale is not None
-        fill_input_scale(packed.input_scale, weight.input_scale)
     if in_words(spec.kind):
         words = words_of(weight, packed.values.shape[1])
         packed.values[rows // TILE_ROWS, :, rows % TILE_ROWS] = words
