@@ -91,6 +91,15 @@ def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     return {name: (FilePart(name, transposed=True),) for name in MATRICES.values()}
 
 
+KEYS = {  # also of GPT-J
+    "hidden_size": "n_embd",
+    "intermediate_size": "n_inner",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "hidden_act": "activation_function",
+    "rms_norm_eps": "layer_norm_epsilon",
+}
 GPT2_MODEL = Architecture(
     "GPT2LMHeadModel",
     "gpt2",
@@ -107,15 +116,7 @@ GPT2_MODEL = Architecture(
     rotary=False,
     tied=True,
     eos_token_ids=(50256,),
-    keys={
-        "hidden_size": "n_embd",
-        "intermediate_size": "n_inner",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "hidden_act": "activation_function",
-        "rms_norm_eps": "layer_norm_epsilon",
-    },
+    keys=KEYS,
     fixed={
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,

@@ -21,7 +21,7 @@ from kvik.models.decoder import (
     PreNormLayer,
     plain_mlp,
 )
-from kvik.models.gpt2 import GPT2, NORMS
+from kvik.models.gpt2 import GPT2, KEYS, NORMS
 from kvik.spec.declare import Architecture
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, rotary_layers
@@ -103,12 +103,7 @@ GPTJ = Architecture(
     "GPTJForCausalLM",
     "gptj",
     "GPT-J",
-    partial(
-        Decoder,
-        make_layer=GPTJLayer,
-        scopes=("transformer", ""),
-        names=("wte", "h", "ln_f", "lm_head"),
-    ),
+    partial(GPT2, make_layer=GPTJLayer, make_positions=None),
     layers=gptj_layers,
     mlp_bias=True,
     head_bias=True,
@@ -116,15 +111,7 @@ GPTJ = Architecture(
     rms_norm=False,
     gated_mlp=False,
     eos_token_ids=(50256,),
-    keys={
-        "hidden_size": "n_embd",
-        "intermediate_size": "n_inner",
-        "num_hidden_layers": "n_layer",
-        "num_attention_heads": "n_head",
-        "max_position_embeddings": "n_positions",
-        "hidden_act": "activation_function",
-        "rms_norm_eps": "layer_norm_epsilon",
-    },
+    keys=KEYS,
 )
 
 
