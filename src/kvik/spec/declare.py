@@ -670,8 +670,7 @@ class LayerBuilder:
         router, inner = spec.router, spec.inner
         self.linear(names.router, hidden, router.experts, bias=bias, role="router")
         if router.corrected:
-            other = DeclaredOther(self._layer, self._name(names.correction), router.experts)
-            self._found.others.append(other)
+            self._other(names.correction, router.experts)
         if router.scaled:
             self._other(names.scales, router.experts)
         widths = (2 * inner // len(names.gate_up),) * len(names.gate_up)
@@ -799,7 +798,7 @@ class LayerBuilder:
         bidirectional: int | None = None,
     ) -> AttentionLayer:
         if sinks:
-            self._found.others.append(DeclaredOther(self._layer, self._name("sinks"), sinks))
+            self._other("sinks", sinks)
         return _LISTED
 
     def latent_attention(
