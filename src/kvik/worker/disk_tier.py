@@ -131,7 +131,7 @@ class DiskTier(PageFolder):
             self._jobs.put((key, None))
 
     def read(self, key: PageKey, page: np.ndarray) -> bool:
-        path = self._path(key)
+        path = Path(*_place(self._own, key))
         try:
             file = regular(str(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
@@ -206,7 +206,7 @@ class DiskTier(PageFolder):
 
     def _do(self, key: PageKey, stored: tuple[bytes, np.ndarray] | None) -> None:
         if stored is None:
-            path = self._path(key)
+            path = Path(*_place(self._own, key))
             self._remove(path)
             self._listed.get(path.parent.name, set()).discard(key)
             return
@@ -221,7 +221,7 @@ class DiskTier(PageFolder):
             self._news.set()
 
     def _write(self, key: PageKey, parent: bytes, page: np.ndarray) -> None:
-        shelf, name = self._place(key)
+        shelf, name = _place(self._own, key)
         path, draft = f"{shelf}/{name}", f"{shelf}/.{name}.{os.getpid()}-{id(self):x}"
         if os.path.exists(path):  # another engine has stored it
             self._has_stored(key)
@@ -270,23 +270,21 @@ class DiskTier(PageFolder):
         own: list[tuple[int, PageKey]] = []
         foreign: list[tuple[int, Path, PageKey | None]] = []
         total = 0
-        for folder in _folders(self._root, _FINGERPRINT):
-            for shelf in _folders(folder, None):
-                if folder == self._own:
-                    self._looked[shelf.name] = shelf.stat().st_mtime_ns
-                for entry, found in _stats(shelf):
-                    named = _NAME.fullmatch(entry.name)
-                    if named is None or not stat.S_ISREG(found.st_mode):
-                        if alone and entry.name.startswith("."):  # an engine died while writing it
-                            os.unlink(entry.path)
-                        continue
-                    total += found.st_size
-                    if folder != self._own:
-                        foreign.append((found.st_mtime_ns, Path(entry.path), None))
-                        continue
-                    key = int(named[2]), bytes.fromhex(named[1])
-                    own.append((found.st_mtime_ns, key))
-                    self._listed.setdefault(shelf.name, set()).add(key)
+        for folder, shelf in self._shelves():
+            if folder == self._own:
+                self._looked[shelf.name] = shelf.stat().st_mtime_ns
+            for entry, found in _stats(shelf):
+                key = _key_of(entry.name)
+                if key is None or not stat.S_ISREG(found.st_mode):
+                    if alone and entry.name.startswith("."):  # an engine died while writing it
+                        os.unlink(entry.path)
+                    continue
+                total += found.st_size
+                if folder != self._own:
+                    foreign.append((found.st_mtime_ns, Path(entry.path), None))
+                    continue
+                own.append((found.st_mtime_ns, key))
+                self._listed.setdefault(shelf.name, set()).add(key)
         self._oldest = deque(sorted(foreign, key=lambda page: page[0]))
         if alone:
             with self._locked():
@@ -313,8 +311,7 @@ class DiskTier(PageFolder):
             if self._looked.get(shelf.name) == changed:
                 continue
             self._looked[shelf.name] = changed
-            names = (_NAME.fullmatch(entry.name) for entry in _files(shelf))
-            now = {(int(name[2]), bytes.fromhex(name[1])) for name in names if name}
+            now = {key for entry in _files(shelf) if (key := _key_of(entry.name))}
             before = self._listed.get(shelf.name, set())
             found += now - before
             lost += before - now
@@ -349,14 +346,11 @@ class DiskTier(PageFolder):
         if time.monotonic() < self._list_again:
             return False
         pages: list[tuple[int, Path, PageKey | None]] = []
-        for folder in _folders(self._root, _FINGERPRINT):
-            for shelf in _folders(folder, None):
-                for entry, found in _stats(shelf):
-                    named = _NAME.fullmatch(entry.name)
-                    if named is not None:
-                        key = int(named[2]), bytes.fromhex(named[1])
-                        own = key if folder == self._own else None
-                        pages.append((found.st_mtime_ns, Path(entry.path), own))
+        for folder, shelf in self._shelves():
+            for entry, found in _stats(shelf):
+                if key := _key_of(entry.name):
+                    own = key if folder == self._own else None
+                    pages.append((found.st_mtime_ns, Path(entry.path), own))
         if all(key is not None for _, _, key in pages):
             pages.clear()
         self._oldest = deque(sorted(pages, key=lambda page: page[0]))
@@ -417,13 +411,11 @@ class DiskTier(PageFolder):
             self._off,
         )
 
-    def _path(self, key: PageKey) -> Path:
-        return Path(*self._place(key))
-
-    def _place(self, key: PageKey) -> tuple[str, str]:
-        """Return the folder and the name of a page, as strings: `Path` is slower than writing."""
-        name = key[1].hex()
-        return f"{self._own}/{name[:2]}", f"{name}-{key[0]}.kv"
+    def _shelves(self) -> Iterator[tuple[Path, Path]]:
+        """Yield the folders with pages, of all fingerprints, each with that of its fingerprint."""
+        for folder in _folders(self._root, _FINGERPRINT):
+            for shelf in _folders(folder, None):
+                yield folder, shelf
 
 
 class ReplayTier(PageFolder):
@@ -480,10 +472,8 @@ class ReplayTier(PageFolder):
             assert self._file is not None
             offset, size = self._pages[key]
             return size == len(page) and _read(self._file, page, offset)
-        name = key[1].hex()
-        path = self._own / name[:2] / f"{name}-{key[0]}.kv"
         try:
-            found = np.fromfile(path, np.uint8)
+            found = np.fromfile("/".join(_place(self._own, key)), np.uint8)
         except OSError:
             return False
         if len(found) != len(page) or not is_good(found, PageName(self._fingerprint, *key)):
@@ -552,6 +542,18 @@ def _check_ours(path: Path) -> None:
     if found.st_mode & 0o077:
         reason = f"{str(path)!r} is open to other users; chmod 700 makes it private"
         raise ConfigError(OPTION, f"must name a private folder: {reason}")
+
+
+def _place(own: Path, key: PageKey) -> tuple[str, str]:
+    """Return the folder and the name of a page, as strings: `Path` is slower than writing."""
+    name = key[1].hex()
+    return f"{own}/{name[:2]}", f"{name}-{key[0]}.kv"
+
+
+def _key_of(name: str) -> PageKey | None:
+    """Return the page that a file of this name holds; None: it is no page."""
+    named = _NAME.fullmatch(name)
+    return None if named is None else (int(named[2]), bytes.fromhex(named[1]))
 
 
 def _folders(path: Path, pattern: re.Pattern[str] | None) -> list[Path]:
