@@ -351,11 +351,6 @@ class KVCacheManager:
             self.pool.acquire(block)
         return self._allocate(count)
 
-    def reach(self, hashes: list[bytes], is_there: Callable[[BlockKey], bool]) -> int:
-        """Return the length in blocks of the longest usable prefix, if the blocks for which
-        `is_there` returns true are available."""
-        return self._usable_length(hashes, len(hashes), is_there)
-
     def _with_swapped(self, request: Request, found: PrefixMatch) -> PrefixMatch:
         """Extend a match by the partly filled block that the request had when it was preempted, if
         that was loaded."""
@@ -392,11 +387,13 @@ class KVCacheManager:
 
     def _cached_length(self, hashes: list[bytes], length: int) -> int:
         """Walk the chain of hashes, up to `length`, as far as every group has its blocks."""
-        return self._usable_length(hashes, length, lambda key: self.pool.lookup(key) is not None)
+        return self.usable_length(hashes, length, lambda key: self.pool.lookup(key) is not None)
 
-    def _usable_length(
+    def usable_length(
         self, hashes: list[bytes], length: int, is_there: Callable[[BlockKey], bool]
     ) -> int:
+        """Return the length in blocks, up to `length`, of the longest usable prefix, if the blocks
+        for which `is_there` returns true are available."""
         before = -1
         while length != before:  # where one group stops short, others may see what they lack
             before = length

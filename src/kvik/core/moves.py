@@ -268,9 +268,7 @@ class Moves:
         if request.status is RequestStatus.LOADING:
             for load in self.loads.values():
                 load.waiting = [pair for pair in load.waiting if pair[0] is not request]
-        hashes = request.block_hashes[: request.num_committed_blocks]
-        groups = range(len(self.kv.groups))
-        self.index.use([(group, key) for key in hashes if key for group in groups])
+        self.index.use(self._pages(request.block_hashes[: request.num_committed_blocks]))
 
     def lend(self, request: Request, tokens: int) -> PageSource | None:
         """Keep the pages of the first `tokens` of an ending request for another engine. Returns
@@ -371,8 +369,7 @@ class Moves:
 
     def forget(self, hashes: Sequence[bytes]) -> None:
         """Remove the pages of these blocks from all tiers: their contents are in doubt."""
-        groups = range(len(self.kv.groups))
-        keys = [(group, key) for key in hashes if key for group in groups]
+        keys = self._pages(hashes)
         doubted = set(keys)
         self._end_leases([n for n, k in self.leases.items() if not doubted.isdisjoint(k)])
         self._lent = [(n, p) for n, p in self._lent if doubted.isdisjoint(key for key, _ in p)]
@@ -424,7 +421,11 @@ class Moves:
         hashes = request.block_hashes[:full]
         if rest and len(hashes) == full and tokens < len(request.token_ids):
             hashes = [*hashes, partial_hash(request, full, tokens, size)]
-        return {(group, key) for key in hashes if key for group in range(len(self.kv.groups))}
+        return set(self._pages(hashes))
+
+    def _pages(self, hashes: Sequence[bytes]) -> list[PageKey]:
+        """Return the pages of all groups for these blocks, as far as their hashes are known."""
+        return [(group, key) for key in hashes if key for group in range(len(self.kv.groups))]
 
     def _wait_for(self, load: Load, request: Request) -> None:
         load.waiting.append((request, request.status))
@@ -476,7 +477,7 @@ class Moves:
             known = lookup(key) is not None or where(key) is not None
             return known or key in self._loading or key in at_peer
 
-        length = kv.reach(hashes, is_there)
+        length = kv.usable_length(hashes, usable, is_there)
         keys = self._visible(hashes[:length], length * size)
         tokens = length * size
         swapped = request.num_swapped_tokens
