@@ -58,11 +58,7 @@ class ModelBlocks:
                     name = self._stored_name(declared.name, index)
                     names[name] = IN_RUNS
                     if self._entries[name].shape != declared.shape:
-                        raise ModelError(
-                            "model",
-                            f"tensor {shown(name)} must have shape {list(declared.shape)} by "
-                            f"config.json, not {list(self._entries[name].shape)}",
-                        )
+                        raise _wrong_shape(name, declared, self._entries[name].shape)
         for run in self._checkpoint.runs(names):
             if not run.values.is_floating_point():
                 raise ModelError("model", f"tensor {shown(run.name)} does not hold floats")
@@ -103,11 +99,7 @@ class ModelBlocks:
             elif one and values.numel() == self._spec.num_layers * math.prod(declared.shape):
                 of_layers.append((declared, values))
             else:
-                raise ModelError(
-                    "model",
-                    f"tensor {shown(name)} must have shape {list(declared.shape)} by config.json, "
-                    f"not {list(values.shape)}",
-                )
+                raise _wrong_shape(name, declared, values.shape)
         return InputLayers(network, ids, of_layers, self.device)
 
     @property
@@ -200,6 +192,11 @@ class ModelBlocks:
             low, high = torch.searchsorted(ids, ends).tolist()
             found.append(run.values[ids[low:high] - run.first])
         return torch.cat(found)
+
+
+def _wrong_shape(name: str, declared: DeclaredTensor, shape: Sequence[int]) -> ModelError:
+    wanted = f"must have shape {list(declared.shape)} by config.json, not {list(shape)}"
+    return ModelError("model", f"tensor {shown(name)} {wanted}")
 
 
 class InputLayers:
