@@ -12,13 +12,15 @@ import math
 import re
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvik.errors import ModelError, shown
 from kvik.options import Text
 from kvik.spec.fields import Fields, read_json
+from kvik.spec.weight_kind import FLOATS
 
 MANIFEST = "engine.json"
 WEIGHTS = "weights.bin"
@@ -37,7 +39,6 @@ ITEM_BYTES: Mapping[str, int] = {
     "int32": 4,
 }
 KERNELS = ("native", "triton", "torch")
-DTYPES = ("float32", "bfloat16", "float16")
 MAX_BYTES = 1 << 50
 MAX_SIZE = 1 << 40
 MAX_PARTS = 1 << 18
@@ -163,7 +164,7 @@ def read_manifest(folder: Path) -> Manifest:
         packing=fields.text("packing"),
         instruction_set=fields.text("instruction_set"),
         byte_order=order,
-        dtype=fields.choice("dtype", DTYPES),
+        dtype=fields.choice("dtype", FLOATS),
         quantization=fields.text("quantization"),
         seal=fields.text("seal", SEAL),
         files=files,
@@ -292,10 +293,8 @@ def file_facts(path: Path) -> FileFacts:
 
 
 def _check_size(folder: Path, name: str, facts: FileFacts) -> None:
-    try:
+    with _reading(folder, name):
         found = (folder / name).stat()
-    except OSError as error:
-        raise ModelError(name, f"cannot be read ({error.strerror}). {rebuild(folder)}") from None
     if not stat.S_ISREG(found.st_mode):
         raise ModelError(name, f"is no file. {rebuild(folder)}")
     if found.st_size != facts.size:
@@ -305,18 +304,21 @@ def _check_size(folder: Path, name: str, facts: FileFacts) -> None:
 
 
 def _check_hash(folder: Path, name: str, facts: FileFacts) -> None:
-    try:
+    with _reading(folder, name):
         found = file_facts(folder / name)
-    except OSError as error:
-        raise ModelError(name, f"cannot be read ({error.strerror}). {rebuild(folder)}") from None
     if found != facts:
         raise ModelError(name, f"was altered since it was built. {rebuild(folder)}")
 
 
 def _read_seal(folder: Path) -> bytes:
     """Return the first bytes of the weights, where their seal should be."""
+    with _reading(folder, WEIGHTS), (folder / WEIGHTS).open("rb") as file:
+        return file.read(SEAL_BYTES)
+
+
+@contextmanager
+def _reading(folder: Path, name: str) -> Iterator[None]:
     try:
-        with (folder / WEIGHTS).open("rb") as file:
-            return file.read(SEAL_BYTES)
+        yield
     except OSError as error:
-        raise ModelError(WEIGHTS, f"cannot be read ({error.strerror}). {rebuild(folder)}") from None
+        raise ModelError(name, f"cannot be read ({error.strerror}). {rebuild(folder)}") from None
