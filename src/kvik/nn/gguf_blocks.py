@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvik.gguf.types import BLOCK_TYPES
+from kvik.nn.safetensors import TORCH_DTYPES
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +74,7 @@ def permute_rotary(rows: Tensor, head_dim: int) -> Tensor:
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
-FLOAT_TYPES: Mapping[str, torch.dtype] = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
+FLOAT_TYPES = {name: TORCH_DTYPES[name] for name in ("F32", "F16", "BF16")}
 
 
 def _blocks(type: str, rows: Tensor) -> Tensor:

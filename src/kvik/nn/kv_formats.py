@@ -11,13 +11,11 @@ import torch
 
 from kvik.attention.base import LayerKV
 from kvik.kernels.kv_rounding import SCALES, movable
+from kvik.kernels.weights import DTYPES
 from kvik.spec.kv import KVGroup, StateSpec
+from kvik.spec.model import SHORT_DTYPES
 
-FLOATS: Mapping[str, torch.dtype] = {
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+FLOATS = {short: DTYPES[name] for name, short in SHORT_DTYPES.items()}
 ROUNDED: Mapping[str, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
     "int8": torch.int8,
