@@ -6,7 +6,6 @@ import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,6 +23,7 @@ from kvik.nn.formats.bits import unpack_nibbles
 from kvik.nn.formats.mxfp4 import BLOCKS, SCALES
 from kvik.nn.gguf_blocks import FLOAT_TYPES, mxfp4_rows
 from kvik.nn.gguf_checkpoint import changes, shapes
+from kvik.nn.loader import torch_threads
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
 from kvik.spec.declare import FilePart
 from kvik.spec.weight_kind import MX_GROUP
@@ -41,27 +41,14 @@ def quantize(type: str, weights: Tensor) -> Tensor:
     width = BLOCK_TYPES[type].weights
     blocks = weights.reshape(-1, width)  # [blocks, width]
     slices = blocks.split(SLICE // width)
-    with _one_thread_each() as threads, ThreadPoolExecutor(threads) as pool:
+    # A search is hundreds of short operations. Torch's threads spin while they wait for each other:
+    # if they shared each operation, a search would take fifty times as long while another process
+    # uses one of the cores.
+    with torch_threads(1) as threads, ThreadPoolExecutor(threads) as pool:
         each = pool.map if len(slices) > 1 else map  # a thread takes longer than a small matrix
         # Rows of one block stay turned where a checkpoint stores the matrix turned.
         made = list(each(lambda part: _QUANTIZE[type](part.float().contiguous()), slices))
     return torch.cat(made).view(len(weights), -1)
-
-
-@contextmanager
-def _one_thread_each() -> Iterator[int]:
-    """Run torch operations on the calling thread; yields the number of threads that torch had.
-
-    A search is hundreds of short operations. Torch's threads spin while they wait for each other:
-    if they shared each operation, a search would take fifty times as long while another process
-    uses one of the cores.
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield threads
-    finally:
-        torch.set_num_threads(threads)
 
 
 # Byte layouts.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from zlib import crc32
 
 import torch
@@ -149,15 +149,20 @@ def _listed(names: Iterable[str]) -> str:
     return f"{text} and {more} more" if more > 0 else text
 
 
-@contextmanager
-def _half_the_threads() -> Iterator[None]:
+def _half_the_threads() -> AbstractContextManager[int]:
     """Halve torch's threads: the other cores are for the reading and packing threads. Operations on
     a range are short, and torch's threads spin while they wait, so they would cost more than they
     help as soon as one of them does not get a core."""
+    return torch_threads(max(1, torch.get_num_threads() // 2))
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[int]:
+    """Limit torch to `count` threads; yields the number that it had."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(max(1, threads // 2))
+    torch.set_num_threads(count)
     try:
-        yield
+        yield threads
     finally:
         torch.set_num_threads(threads)
 
