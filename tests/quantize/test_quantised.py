@@ -29,50 +29,6 @@ from kvik.quantize.recipe import ROW, TENSOR
 
 
 @pytest.mark.parametrize("symmetric", [True, False])
-@pytest.mark.parametrize("bits", [2, 3, 4])
-@pytest.mark.parametrize("group", [16, ROW, TENSOR])
-def test_few_bits_become_an_int4_weight(bits: int, symmetric: bool, group: int) -> None:
-    found = rtn(normal(6, 64), Grid(bits, group, symmetric))
-    weight = found.weight()
-    assert weight.kind.codes == "int4"
-    assert torch.equal(weight.dequantized(), found.dequantised())
-    assert weight.scales.shape == (6, 64 // weight.kind.group)
-    assert (weight.zeros is None) == symmetric
-
-
-@pytest.mark.parametrize("bits", [5, 8])
-@pytest.mark.parametrize("group", [ROW, TENSOR, 64, 16])
-@pytest.mark.parametrize("activations", [True, False])
-def test_more_bits_become_an_int8_weight(bits: int, group: int, activations: bool) -> None:
-    found = rtn(normal(6, 64), Grid(bits, group, True))
-    weight = found.weight(activations)
-    assert weight.kind.codes == "int8"
-    assert (weight.kind.activations != "float") == activations
-    assert weight.kind.group == (16 if group == 16 else 0)
-    assert weight.values.dtype == torch.int8
-    assert int(weight.values.min()) >= -(2 ** (bits - 1) - 1)  # nothing wrapped around
-    assert torch.equal(weight.dequantized(), found.dequantised())
-
-
-@pytest.mark.parametrize("bits", [3, 4, 8])
-def test_act_order_becomes_an_ordered_weight(bits: int) -> None:
-    natural = rtn(normal(4, 64), Grid(bits, 32, True))
-    order = torch.randperm(64, generator=torch.Generator().manual_seed(1)) // 32
-    found = Quantised(natural.q, natural.scales, natural.grid, order)
-    weight = found.weight()
-    assert weight.kind.ordered and weight.kind.codes == ("int8" if bits == 8 else "int4")
-    assert torch.equal(weight.dequantized(), found.dequantised())
-
-
-@pytest.mark.parametrize("grid", [Grid(8, ROW, False), Grid(8, 32, False), Grid(5, 2, True)])
-def test_schemes_without_a_kernel_become_floats(grid: Grid) -> None:
-    found = rtn(normal(4, 64), grid)
-    weight = found.weight()
-    assert weight.kind.floats
-    assert torch.equal(weight.dequantized(), found.dequantised())
-
-
-@pytest.mark.parametrize("symmetric", [True, False])
 def test_groups_by_order(symmetric: bool) -> None:
     found = rtn(normal(4, 64), Grid(4, 32, symmetric))
     order = torch.arange(64) // 32

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvik.kernels.fp8 import Block, fp8_scale, fp8_scales, round_activations, round_fp8, unround_fp8
-from kvik.kernels.weights import Weight
-from kvik.nn.formats.integers import Codes, weight_of
+from kvik.nn.formats.integers import Codes
 from kvik.quantize.recipe import ROW, TENSOR, Recipe
-from kvik.spec.stored_weights import StoredScheme
 
 # The quantiser of all methods but FP8: the scales of groups, and the codes of weights.
 #
@@ -232,28 +230,6 @@ class Quantised:
         scales, zeros = self.scales.scales, self.scales.zeros
         zeros = None if zeros is None else zeros.expand(outputs, -1)
         return Codes(self.q, scales.expand(outputs, -1), zeros, self.grid.bits, self.order)
-
-    def weight(self, quantize_activations: bool = False) -> Weight:
-        """Return the weight that the engine would load from a checkpoint.
-
-        Codes of two and three bits become four bits, codes of five to seven bits eight, and codes
-        that no kernel supports become floats.
-
-        Args:
-            quantize_activations: whether inputs are also rounded, if codes have over four bits.
-        """
-        codes, symmetric = self.codes(), self.scales.zeros is None
-        if BYTE > codes.bits > 4 and symmetric:
-            codes = replace(codes, q=codes.q + (2 ** (BYTE - 1) - self.grid.middle), bits=BYTE)
-        scheme = StoredScheme(
-            "pack-quantized",
-            codes.bits,
-            max(self.grid.group, 0),
-            symmetric=symmetric,
-            ordered=self.order is not None,
-            quantize_activations=quantize_activations and codes.bits == BYTE,
-        )
-        return weight_of(codes, scheme)
 
 
 # Results of a pass over a model, block by block, and its progress.
