@@ -119,7 +119,7 @@ def _bf16(outputs: int, inputs: int) -> Weight:
 
 
 def _int4(outputs: int, inputs: int) -> Weight:
-    return round_int4(_floats(outputs, inputs), 128, symmetric=False)
+    return round_int4(_floats(outputs, inputs), 128)
 
 
 def _int8(outputs: int, inputs: int) -> Weight:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvik.kernels.rounding import round_int4, round_mxfp4
 from kvik.kernels.weights import Weight, fp8_weight, in_nibbles, int4_min_weight, int8_weight
+from kvik.spec.weight_kind import WeightKind
 
 F32, BF16, I8, I8_WEIGHT_ONLY = "f32", "bf16", "int8", "int8-weight-only"
 I4, I4_MIN, FP8, MXFP4 = "int4", "int4-min", "fp8", "mxfp4"
@@ -120,7 +121,8 @@ def _rounded(name: str, source: Tensor, group: int, zeros: bool) -> Weight:
     if name == MXFP4:
         return round_mxfp4(source)
     if name == I4:
-        return round_int4(source, group, symmetric=not zeros)
+        weight = round_int4(source, group)
+        return weight if zeros else replace(weight, kind=WeightKind("int4", group), zeros=None)
     grouped = source.unflatten(1, (-1, group or source.shape[1]))
     most = {I4_MIN: 15.0, FP8: 448.0}.get(name, 127.0)
     low = grouped.amin(2, True).half().float() if name == I4_MIN else torch.zeros(())

@@ -22,6 +22,7 @@ from kvik.kernels.weights import (
     fp8_weight,
     in_nibbles,
     int4_min_weight,
+    int4_weight,
     int8_weight,
     ordered_weight,
 )
@@ -149,8 +150,8 @@ WEIGHTS = (
     ),
     float_weight(torch.randn(150, 64, generator=torch.Generator().manual_seed(0)).half()),
     round_int8(torch.randn(150, 64, generator=torch.Generator().manual_seed(1)), True),
-    round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(2)), 32, False),
-    round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(3)), 64, True),
+    round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(2)), 32),
+    int4_weight(BYTES32[:, :32], SCALES32, None, 32),
     round_mxfp4(torch.randn(150, 64, generator=torch.Generator().manual_seed(4))),
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_int4, round_int8
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Activation, Weight, float_weight
+from kvik.spec.weight_kind import WeightKind
 from kvik_bench.kernel_cases import filled_matrix
 
 
@@ -60,8 +62,8 @@ def test_linear_rounds_once_to_the_matrix_dtype(activation: Activation | None) -
     "weight",
     [
         round_int8(normal(6, 64), quantize_activations=False),
-        round_int4(normal(6, 64), 32, symmetric=False),
-        round_int4(normal(6, 64), 32, symmetric=True),
+        round_int4(normal(6, 64), 32),
+        replace(round_int4(normal(6, 64), 32), kind=WeightKind("int4", 32), zeros=None),
     ],
 )
 def test_quantised_weights_multiply_like_their_dequantised_values(weight: Weight) -> None:

@@ -44,51 +44,41 @@ def test_int8_is_off_by_half_a_step(dtype: torch.dtype) -> None:
     assert weight.values.abs().amax(1).tolist() == [127] * 33
 
 
-@pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [32, 64])
-def test_int4_is_off_by_half_a_step(symmetric: bool, group: int) -> None:
+def test_int4_is_off_by_half_a_step(group: int) -> None:
     values = normal(9, 192)
-    weight = round_int4(values, group, symmetric)
+    weight = round_int4(values, group)
     assert weight.values.shape == (9, 96) and weight.scales.shape == (9, 192 // group)
-    assert (weight.zeros is None) == symmetric
     assert torch.equal(weight.scales, weight.scales.half().float())
     # A rounded-down scale moves the ends of the range beyond the last step.
     assert 0.4 < float(int4_error(weight, values).max()) <= 0.5 + 15 / 2048
 
 
-def test_symmetric_int4_stays_in_its_range() -> None:
-    weight = round_int4(normal(8, 64), 32, symmetric=True)
-    q = nibbles(weight)
-    assert int(q.min()) == 1 and int(q.max()) == 15
-    scales = normal(8, 64).view(8, 2, 32).abs().amax(-1) / 7
-    assert torch.equal(weight.scales, kept(scales))
-
-
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**-20, 1.0, 2.0**60])
 def test_scales_keep_their_digits_at_every_magnitude(size: float) -> None:
     values = normal(8, 64)
-    for symmetric in (True, False):
-        small, large = (round_int4(v, 32, symmetric) for v in (values, values * size))
-        assert torch.equal(large.scales, small.scales * size)
-        assert torch.equal(large.values, small.values)
+    small, large = (round_int4(v, 32) for v in (values, values * size))
+    assert torch.equal(large.scales, small.scales * size)
+    assert torch.equal(large.values, small.values)
 
 
 def test_int4_values_are_rounded_by_the_stored_scale() -> None:
     """By the unrounded scale, some values would get a worse step."""
     values = normal(512, 128)
-    weight = round_int4(values, 32, symmetric=True)
-    grouped = values.view(512, 4, 32)
-    best = (grouped / weight.scales[:, :, None]).round().clamp(-7, 7)
-    assert torch.equal(nibbles(weight).view(512, 4, 32).float(), best + 8)
-    finer = (grouped / (grouped.abs().amax(-1, keepdim=True) / 7)).round()
-    assert not torch.equal(finer, best)
+    weight = round_int4(values, 32)
+    grouped, zeros = values.view(512, 4, 32), weight.zeros[:, :, None]
+    best = (grouped / weight.scales[:, :, None]).round()
+    assert torch.equal(nibbles(weight).view(512, 4, 32).float(), (best + zeros).clamp(0, 15))
+    scales = (grouped.amax(-1) - grouped.amin(-1)) / 15
+    torch.testing.assert_close(weight.scales, kept(scales), rtol=1e-6, atol=0)
+    assert not torch.equal((grouped / scales[:, :, None]).round(), best)
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.3, 0.9), (-0.9, -0.3), (-0.1, 0.9), (0.0, 1.0)])
 def test_zero_stays_zero_in_every_range(low: float, high: float) -> None:
     values = torch.linspace(low, high, 32).repeat(2, 1)
     values[0, 5] = 0.0
-    weight = round_int4(values, 32, symmetric=False)
+    weight = round_int4(values, 32)
     assert weight.dequantized()[0, 5] == 0.0
     spread = torch.tensor([[max(high, 0) - min(low, 0)]] * 2)  # zero is in every range
     torch.testing.assert_close(weight.scales, spread / 15, rtol=2**-11, atol=0)
@@ -99,7 +89,7 @@ def test_a_large_weight_affects_only_its_own_group() -> None:
     """It worsens its own group, but neither other groups nor other outputs."""
     values = normal(3, 96)
     values[1, 40] = 1e3
-    weight = round_int4(values, 32, symmetric=False)
+    weight = round_int4(values, 32)
     off = (weight.dequantized() - values).abs()
     assert float(off[1, 32:64].max()) > 0.02
     off[1, 32:64] = 0
@@ -112,10 +102,9 @@ def test_zeros_are_rounded_exactly() -> None:
     values = torch.zeros(2, 32)
     values[1] = 1.0
     assert torch.equal(round_int8(values, quantize_activations=False).dequantized(), values)
-    for symmetric in (True, False):
-        weight = round_int4(values, 32, symmetric)
-        assert weight.scales[0].item() == 1.0
-        torch.testing.assert_close(weight.dequantized(), values, rtol=2**-8, atol=0)
+    weight = round_int4(values, 32)
+    assert weight.scales[0].item() == 1.0
+    torch.testing.assert_close(weight.dequantized(), values, rtol=2**-8, atol=0)
     assert torch.equal(round_tokens(values), values)
 
 
@@ -127,11 +116,9 @@ def test_steps_too_small_for_a_float() -> None:
     assert weight.values.abs().max() == 127
     assert torch.equal(weight.values.sign().float(), values.sign())
     # With eleven digits, the smallest step is larger: 2 ** -136.
-    for symmetric in (True, False):
-        weight4 = round_int4(values, 32, symmetric)
-        assert not weight4.dequantized().any()
-        larger = round_int4(values * 2**12, 32, symmetric)
-        assert torch.equal(larger.dequantized().sign(), values.sign())
+    assert not round_int4(values, 32).dequantized().any()
+    larger = round_int4(values * 2**12, 32)
+    assert torch.equal(larger.dequantized().sign(), values.sign())
 
 
 def test_the_largest_floats() -> None:
@@ -139,8 +126,7 @@ def test_the_largest_floats() -> None:
     values = torch.tensor([[most, -most, 0.0, 1.0] * 8])
     for weight in (
         round_int8(values, quantize_activations=False),
-        round_int4(values, 32, symmetric=True),
-        round_int4(values, 32, symmetric=False),
+        round_int4(values, 32),
     ):
         assert weight.scales.isfinite().all()
         assert weight.rows(slice(0, 1)).dequantized()[0, 2] == 0.0
@@ -152,8 +138,7 @@ def test_nan_and_infinity_are_refused(bad: float) -> None:
     values[2, 63] = bad
     for run in (
         lambda: round_int8(values, quantize_activations=True),
-        lambda: round_int4(values, 32, symmetric=True),
-        lambda: round_int4(values, 32, symmetric=False),
+        lambda: round_int4(values, 32),
         lambda: round_mxfp4(values),
     ):
         with pytest.raises(ValueError, match="NaN or infinity"):
@@ -162,9 +147,9 @@ def test_nan_and_infinity_are_refused(bad: float) -> None:
 
 def test_rounding_in_parts_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     values = normal(11, 64)
-    int8, int4 = round_int8(values, True), round_int4(values, 32, False)
+    int8, int4 = round_int8(values, True), round_int4(values, 32)
     monkeypatch.setattr(rounding, "PIECE", 3 * 64)
-    again8, again4 = round_int8(values, True), round_int4(values, 32, False)
+    again8, again4 = round_int8(values, True), round_int4(values, 32)
     assert torch.equal(int8.values, again8.values) and torch.equal(int8.scales, again8.scales)
     assert torch.equal(int4.values, again4.values) and torch.equal(int4.scales, again4.scales)
     assert int4.zeros is not None and again4.zeros is not None

@@ -13,7 +13,6 @@ from torch import Tensor
 from kvik.kernels.fp8 import PIECE, ROW, fp8_scales, round_fp8
 from kvik.kernels.weights import (
     E2M1,
-    SYMMETRIC_ZERO,
     Weight,
     fp8_weight,
     int4_weight,
@@ -24,7 +23,6 @@ from kvik.spec.weight_kind import MX_GROUP
 
 INT8_MAX = 127
 INT4_MAX = 15
-INT4_SYMMETRIC_MAX = 7
 E8M0_BIAS = 127
 
 
@@ -48,12 +46,11 @@ def round_int8(values: Tensor, quantize_activations: bool) -> Weight:
     return int8_weight(rounded, scales, quantize_activations)
 
 
-def round_int4(values: Tensor, group: int, symmetric: bool) -> Weight:
+def round_int4(values: Tensor, group: int) -> Weight:
     """Round to four bits with one scale for each `group` neighbouring inputs of an output.
 
-    Symmetric: q - 8 in -7..7, scale = absmax / 7. Else the range, which always includes 0, is
-    spread over 0..15 with an integer zero point, so that 0 stays exactly 0. Scales have eleven
-    binary digits.
+    The range, which always includes 0, is spread over 0..15 with an integer zero point, so that 0
+    stays exactly 0. Scales have eleven binary digits.
 
     Args:
         values: [outputs, inputs], any float dtype.
@@ -66,25 +63,18 @@ def round_int4(values: Tensor, group: int, symmetric: bool) -> Weight:
     groups = (outputs, inputs // group)
     packed = torch.empty(outputs, inputs // 2, dtype=torch.uint8, device=values.device)
     scales = torch.empty(groups, dtype=torch.float32, device=values.device)
-    zeros = None
-    if not symmetric:
-        zeros = torch.empty(groups, dtype=torch.uint8, device=values.device)
+    zeros = torch.empty(groups, dtype=torch.uint8, device=values.device)
     # No weight is more than 31 steps from 0, even with a scale too small to have any digits left,
     # so eight bits suffice for every q before it is clamped.
     for rows, wide in _pieces(values):
         grouped = wide.view(len(wide), -1, group)  # [rows, groups, group]
-        if zeros is None:
-            scale = _short(_finite(_absmax(grouped)).div_(INT4_SYMMETRIC_MAX))
-            q = grouped.div_(scale[:, :, None]).round_().to(torch.int8)
-            q = q.clamp_(-INT4_SYMMETRIC_MAX, INT4_SYMMETRIC_MAX).add_(SYMMETRIC_ZERO)
-        else:
-            low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
-            # Divide first: the difference of two finite numbers may be infinite.
-            scale = _short(_finite(high.div_(INT4_MAX) - low / INT4_MAX))
-            zero = low.neg_().div_(scale).round_().clamp_(0, INT4_MAX).to(torch.int8)
-            q = grouped.div_(scale[:, :, None]).round_().to(torch.int8)
-            q = q.add_(zero[:, :, None]).clamp_(0, INT4_MAX)
-            zeros[rows] = zero
+        low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
+        # Divide first: the difference of two finite numbers may be infinite.
+        scale = _short(_finite(high.div_(INT4_MAX) - low / INT4_MAX))
+        zero = low.neg_().div_(scale).round_().clamp_(0, INT4_MAX).to(torch.int8)
+        q = grouped.div_(scale[:, :, None]).round_().to(torch.int8)
+        q = q.add_(zero[:, :, None]).clamp_(0, INT4_MAX)
+        zeros[rows] = zero
         # Two bytes of four bits each, 0000aaaa 0000bbbb, become one: bbbbaaaa.
         pairs = q.view(len(wide), -1).view(torch.int16)
         packed[rows] = pairs | pairs >> 4

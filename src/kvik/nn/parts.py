@@ -89,7 +89,7 @@ class Quantizer:
                 case "mxfp4":
                     return round_mxfp4(weight.values)
                 case "int4":
-                    return round_int4(weight.values, self.kind.group, symmetric=False)
+                    return round_int4(weight.values, self.kind.group)
             return round_int8(weight.values, self.kind.activations != "float")
         except ValueError as error:
             raise ModelError("model", f"layer {shown(self.layer)}: {error}") from None

@@ -56,7 +56,7 @@ WEIGHTS: dict[str, Callable[[Tensor], Weight]] = {
     "float32": float_weight,
     "bfloat16": lambda w: float_weight(w.bfloat16()),
     "int8": lambda w: round_int8(w, True),
-    "int4": lambda w: round_int4(w, 32, symmetric=False),
+    "int4": lambda w: round_int4(w, 32),
 }
 
 
