@@ -18,19 +18,6 @@ def test_depths_words_and_paths():
     assert TREE.drafts == 5
 
 
-def test_a_chain():
-    chain = DraftTree.chain(3)
-    assert chain.depths.tolist() == [0, 1, 2, 3]
-    assert chain.words.tolist() == [1, 3, 7, 15]
-    assert DraftTree.chain(0).parents == (-1,)
-
-
-def test_the_first_nodes_are_a_tree():
-    for drafts in range(8):
-        part = TREE.first(drafts)
-        assert part.words.tolist() == TREE.words.tolist()[: drafts + 1]
-
-
 @pytest.mark.parametrize(
     ("parents", "ranks", "why"),
     [
@@ -80,8 +67,7 @@ def test_the_best_tree_is_the_best_of_all():
 
 def test_nodes_are_in_order_of_value():
     accuracies = [[0.6, 0.2, 0.1, 0.05], [0.5, 0.2, 0.1], [0.4, 0.2], [0.3]]
-    tree = DraftTree.best(accuracies, 20)
-    worths = [tree.first(n).worth(accuracies) for n in range(21)]
+    worths = [DraftTree.best(accuracies, n).worth(accuracies) for n in range(21)]
     gains = [after - before for before, after in itertools.pairwise(worths)]
     assert gains == pytest.approx(sorted(gains, reverse=True)) and gains[-1] > 0
 

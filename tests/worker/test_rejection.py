@@ -346,7 +346,6 @@ def test_a_row_follows_the_drafts_on_its_path() -> None:
     drafts = [10, 11, 12, 13, 14, 15, 16]
     trees = Trees.of(TREE, np.array([0, 7, 2]), with_newest([0, 7, 2], [*drafts, 20, 21]))
     assert trees.starts.tolist() == [0, 1, 9, 12]
-    assert trees.depths().tolist() == [0, 0, 1, 1, 2, 2, 2, 3, 4, 0, 1, 1]
     assert trees.supposed().by_row() == {
         2: [10],
         3: [11],

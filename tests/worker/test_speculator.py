@@ -210,7 +210,7 @@ def test_the_tree_stays_and_is_passed_to_the_control(monkeypatch: pytest.MonkeyP
     assert world.propose(0) == [2]
     assert followed == [tree.parents]
     world.step(0)
-    world.drafter.answer = lambda rows: Drafts.of([[3, 4]], DraftTree.chain(2))
+    world.drafter.answer = lambda rows: Drafts.of([[3, 4]], DraftTree((-1, 0, 1), (0, 0, 0)))
     assert world.propose(0) == [0]
     world.drafter.answer = lambda rows: Drafts.of([[3, 4, 5]], tree)  # the tree has two nodes
     assert world.propose(0) == [0]

@@ -131,7 +131,6 @@ class DecodeBatch:
         mask: [rows, 1, 1, width], or None if every key is visible.
     """
 
-    rows: int
     width: int
     tokens: Tensor | None
     keys: Tensor
@@ -338,7 +337,7 @@ def _plan_decode(layout: StepLayout, rows: list[DecodeRow], num_tokens: int) -> 
     if any(row.visible < width for row in rows):
         mask = _mask(column < visible)[:, None, None, :]
     tokens = None if everything else numbers[3]
-    return DecodeBatch(len(rows), width, tokens, keys.view(-1), mask)
+    return DecodeBatch(width, tokens, keys.view(-1), mask)
 
 
 def _paths(rows: list[DecodeRow]) -> list[list[int]]:

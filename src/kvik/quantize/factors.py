@@ -45,7 +45,6 @@ class InputStatistics:
         """
         Args:
             moment: whether to keep the second moment, by far the largest part.
-            sample_size: 0: keep no sample.
         """
         self.inputs = inputs
         self.tokens = 0
@@ -102,8 +101,6 @@ class InputStatistics:
 
     def _draw(self, keys: Tensor, tokens: Tensor) -> None:
         """Keep the tokens with the smallest keys: a uniform sample of a stream of any length."""
-        if not self.sample_size:
-            return
         if len(self._keys) == self.sample_size:
             smaller = keys < self._keys[-1:]
             keys, tokens = keys[smaller], tokens[smaller]

@@ -46,11 +46,6 @@ class DraftTree:
             raise ValueError("the children of a node have different ranks from 0 on")
 
     @staticmethod
-    def chain(drafts: int) -> DraftTree:
-        """Return the tree that is a single path of `drafts` drafts."""
-        return DraftTree(tuple(range(-1, drafts)), (0,) * (drafts + 1))
-
-    @staticmethod
     def best(accuracies: Sequence[Sequence[float]], drafts: int) -> DraftTree:
         """Return the tree of at most `drafts` drafts with the most accepted drafts on average, as
         in Medusa (Cai et al. 2024, section 2.3): a node's worth is the product of the accuracies
@@ -118,10 +113,6 @@ class DraftTree:
         for node, parent in enumerate(self.parents):
             words[node] = 1 << node | (int(words[parent]) if node else 0)
         return words
-
-    def first(self, drafts: int) -> DraftTree:
-        """Return the tree of the first `drafts` drafts; it may have fewer."""
-        return DraftTree(self.parents[: drafts + 1], self.ranks[: drafts + 1])
 
     def last_valid(self, drafts: Sequence[int], valid: Callable[[Sequence[int]], int]) -> int:
         """Return the last node whose path may follow; 0: no draft may.

@@ -89,11 +89,6 @@ class Trees:
         judged[starts[:-1]] = -1
         return Trees(tree, starts, judged)
 
-    def depths(self) -> _Ids:
-        """[rows], how many drafts come before each row."""
-        depths: _Ids = self.tree.depths[self._nodes()]
-        return depths
-
     def supposed(self) -> Supposed:
         """Return the drafts that each row follows: those on its path."""
         depths = self.tree.depths

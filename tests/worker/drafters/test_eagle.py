@@ -16,8 +16,9 @@ from kvik.worker.graphs import CapturedRows, RowFunction, RowGraph
 from kvik.worker.request_table import RequestTable
 
 VOCAB = 50
+CHAIN = DraftTree((-1, 0, 1, 2, 3), (0,) * 5)
 TREES = [
-    DraftTree.chain(4),
+    CHAIN,
     DraftTree((-1, 0, 0, 1, 2, 2, 4), (0, 0, 1, 0, 0, 1, 0)),
     DraftTree((-1, 0, 0, 0, 3, 4, 4, 3), (0, 0, 1, 2, 0, 0, 1, 1)),
     DraftTree.best([[0.5, 0.3, 0.1], [0.5, 0.3], [0.4, 0.2], [0.4]], 14),
@@ -61,7 +62,7 @@ def test_positions_end_at_the_longest_text():
 
     table = RequestTable(1, 8, 1, 4)
     table.num_tokens[0] = 7
-    drafter = EagleDrafter(Noting(), Noting(), table, DraftTree.chain(4))
+    drafter = EagleDrafter(Noting(), Noting(), table, CHAIN)
     hidden = torch.zeros(1, 1, dtype=torch.float64)
     rows = DraftRows(np.zeros(1, np.int64), np.array([1]), lambda: hidden)
     assert len(drafter.propose(rows).token_ids) == 1

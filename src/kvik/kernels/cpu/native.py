@@ -73,10 +73,6 @@ class Native:
         self.weights = WeightMemory(memory)
 
     @property
-    def isa(self) -> str:
-        return self._runtime.isa
-
-    @property
     def working(self) -> int:
         """Threads that recordings run on, unless `limit` sets fewer."""
         return self._runtime.working
