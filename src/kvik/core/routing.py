@@ -118,7 +118,6 @@ class _Replica:
     """
 
     def __init__(self, name: str) -> None:
-        self.name = name
         self.key = derive_seed(crc32(name.encode("utf-8", "surrogatepass")), 1) & _MASK
         self.holds: set[bytes] = set()
         self.expected: dict[bytes, float] = {}

@@ -180,7 +180,6 @@ class OutputTokens(Participant[LaunchedTokens]):
         self.sampling = sampling
         self.sampler = StepSampler(network.ops, sampling, device, copies)
         self.speculator = speculator
-        self.device = device
         self.newest: NewestTokens | None = None
         if copies.depth > 1 and speculator is None:
             self.newest = NewestTokens(len(table.num_tokens), device)

@@ -174,7 +174,6 @@ class Worker:
             inputs,
             table,
             participants,
-            device,
             clock,
             depth=self.depth,
             pipeline=pipeline,
