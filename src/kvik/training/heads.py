@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -237,7 +236,7 @@ def train_heads(
     ):
         states = read_states(reader, windows, work / "states", progress)
         trainee = _trainee(reader, recipe)
-        keeper = Keeper(out / FILE, identity_of(recipe, states), time.monotonic)
+        keeper = Keeper(out / FILE, identity_of(recipe, states))
         finished = train(trainee, states, recipe.schedule, keeper, progress)
         shares = accuracies(trainee, states, recipe.schedule.rows, progress)
         spec = replace(trainee.spec, accuracies=shares)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,19 +144,14 @@ class Snapshot:
 class Keeper:
     """The snapshot of a training in a file."""
 
-    def __init__(
-        self, file: Path, identity: str, clock: Callable[[], float], seconds: float = SECONDS
-    ) -> None:
+    def __init__(self, file: Path, identity: str) -> None:
         """
         Args:
             identity: of the training, see `identity_of`.
-            seconds: between two snapshots.
         """
         self.file = file
         self.identity = identity
-        self.clock = clock
-        self.seconds = seconds
-        self._written = clock()
+        self._written = time.monotonic()
 
     def found(self) -> Snapshot | None:
         """Return the snapshot of an earlier run; None: there is none.
@@ -179,7 +175,7 @@ class Keeper:
         return Snapshot(int(step), tensors)
 
     def due(self) -> bool:
-        return self.clock() - self._written >= self.seconds
+        return time.monotonic() - self._written >= SECONDS
 
     def keep(self, snapshot: Snapshot) -> None:
         """Write a snapshot.
@@ -193,7 +189,7 @@ class Keeper:
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
         write_safetensors(self.file, {**snapshot.tensors, **own})
-        self._written = self.clock()
+        self._written = time.monotonic()
 
 
 def identity_of(recipe: object, states: WindowStates) -> str:
