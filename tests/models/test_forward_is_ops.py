@@ -18,7 +18,7 @@ from kvik.attention.reference import ReferenceAttention
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.declare import ForwardContext, Model
+from kvik.spec.declare import ForwardContext, Network
 
 FAMILIES = {
     "Llama": {"attention_bias": True, "mlp_bias": True},
@@ -136,7 +136,7 @@ class Foreign(TorchDispatchMode):
 class Watched:
     """A model whose forward and logits run under a `Foreign`."""
 
-    def __init__(self, model: Model, foreign: Foreign) -> None:
+    def __init__(self, model: Network, foreign: Foreign) -> None:
         self.model = model
         self.foreign = foreign
 

@@ -220,8 +220,12 @@ class ForwardContext:
 ALL = slice(None)  # layers
 
 
-class Model(Protocol):
-    """A network without state: it has only weights; the cache is part of the context."""
+class Network(Protocol):
+    """A model without state: it has only weights; the cache is part of the context.
+
+    Its layers can be run separately: forward is leave(blocks(enter(ids))), where the context of the
+    blocks has the `token_inputs`.
+    """
 
     def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> the residual stream before the first layer, [tokens, hidden]."""
@@ -234,11 +238,6 @@ class Model(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [rows, hidden] -> [rows, vocab] fp32."""
         ...
-
-
-class Network(Model, Protocol):
-    """A model whose layers can be run separately: forward is leave(blocks(enter(ids))), where the
-    context of the blocks has the `token_inputs`."""
 
     def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
         """ids [tokens], x [tokens, hidden] from `enter` -> `token_inputs` of the context; None:
