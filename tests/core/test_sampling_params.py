@@ -145,6 +145,8 @@ def test_values_that_the_model_refuses(params: SamplingParams, field: str) -> No
     [
         ({"best_of": 1, "use_beam_search": False, "length_penalty": 1.0}, {}),
         ({"max_new_tokens": 5, "num_return_sequences": 2}, {"max_tokens": 5, "n": 2}),
+        ({"n": 2, "best_of": 2}, {"n": 2}),
+        ({"num_return_sequences": 2, "best_of": 2}, {"n": 2}),
         ({"do_sample": False}, {"temperature": 0.0}),
         ({"do_sample": True, "temperature": 0.5}, {"temperature": 0.5}),
     ],
@@ -158,7 +160,9 @@ def test_parameters_have_the_names_of_others(given: dict[str, Any], here: dict[s
     [
         ({"temprature": 1.0}, "temprature", "did you mean temperature"),
         ({"use_beam_search": True}, "use_beam_search", "no beam search"),
-        ({"best_of": 3}, "best_of", "generate n"),
+        ({"best_of": 3}, "best_of", "must equal n"),
+        ({"n": 3, "best_of": 1}, "best_of", "must equal n"),
+        ({"best_of": True}, "best_of", "must equal n"),
         ({"max_new_tokens": 3, "max_tokens": 4}, "max_new_tokens", "is max_tokens here"),
     ],
 )

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from kvik.core.structured import CHECKED, Constraint, Structure
-from kvik.errors import ParamError
+from kvik.errors import ParamError, shown
 from kvik.options import (
+    ANY,
     Flag,
     Integer,
     Kind,
@@ -174,7 +175,7 @@ SYNONYMS: Mapping[str, Synonym] = {
     "num_return_sequences": Synonym("n"),
     "repeat_penalty": Synonym("repetition_penalty"),
     "do_sample": Synonym("temperature", {False: 0.0}, (True,), "temperature says it"),
-    "best_of": Synonym(meaningless=(1, None), why="generate n and choose by logprobs"),
+    "best_of": Synonym(meaningless=ANY, why="it must equal n"),
     "use_beam_search": Synonym(meaningless=(False,), why="there is no beam search"),
     "num_beams": Synonym(meaningless=(1,), why="there is no beam search"),
     "length_penalty": Synonym(meaningless=(1.0, 1), why="there is no beam search"),
@@ -191,13 +192,18 @@ class _OtherNames(type):
     """Makes a class of parameters accept the names in `SYNONYMS`."""
 
     def __call__(cls, *values: Any, **given: Any) -> Any:
+        best_of = given.get("best_of")
         if not given.keys() <= PARAMETERS.keys():
             given, _ = with_synonyms(given, SYNONYMS, ParamError)
             for name in given:
                 if name not in PARAMETERS:
                     text = unknown(name, "sampling parameter", [*PARAMETERS, *SYNONYMS])
                     raise ParamError(name, text)
-        return super().__call__(*values, **given)
+        made = super().__call__(*values, **given)
+        if not (best_of is None or (type(best_of) is int and best_of == made.n)):
+            text = f"must equal n ({made.n}), not {shown(best_of)}: choose by logprobs"
+            raise ParamError("best_of", text)
+        return made
 
 
 @dataclass(frozen=True, slots=True)
