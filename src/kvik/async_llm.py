@@ -40,8 +40,6 @@ from kvik.errors import ConfigError, OverloadError, ParamError, shown
 from kvik.launch import check_no_role, check_one_engine, load_loop, load_tokenizer, resolve_config
 from kvik.llm import (
     Message,
-    Prompt,
-    check_one_prompt,
     check_priority,
     either,
     engine_config,
@@ -50,6 +48,7 @@ from kvik.llm import (
     truncation,
 )
 from kvik.model_files import model_files
+from kvik.prompts import Prompt, one_prompt
 from kvik.server.admission import Admission, Reservation
 from kvik.server.texts import Texts
 from kvik.text.chat_template import check_messages
@@ -185,8 +184,7 @@ class AsyncLLM:
         """
         params = either("sampling_params", sampling_params, "params", params)
         request = self._request(request_id, params, priority)
-        request.prompt = prompt if isinstance(prompt, str) else None
-        return AsyncStream(self, request, partial(self._encode, prompt))
+        return AsyncStream(self, request, partial(self._encode, request, prompt))
 
     def chat(
         self,
@@ -215,23 +213,21 @@ class AsyncLLM:
         request_id: str | None = None,
     ) -> EmbeddingOutput:
         """Return a vector for one prompt; for the arguments see `LLM.embed`."""
-        check_one_prompt(prompt)
+        plain = one_prompt(prompt)
         model = self.resolved.model
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
         most = truncation(self.resolved, truncate_prompt_tokens)
         request = self._request(request_id, SamplingParams(), 0)  # of which nothing is read
         request.pooling = pooling or default_pooling(model.pooling)
-        request.prompt = prompt if isinstance(prompt, str) else None
+        request.prompt = plain if isinstance(plain, str) else None
 
         async def encode() -> list[int]:
-            if not isinstance(prompt, str):
-                return ids_input(model.pooling, list(prompt), most).ids
-            if not prompt:
-                raise ParamError("prompt", "must not be empty")
+            if not isinstance(plain, str):
+                return ids_input(model.pooling, plain, most).ids
             make = partial(text_input, pooling=model.pooling, most=most)
             async with self._text_places:
-                return (await self.texts.input(make, (before + prompt,), most)).ids
+                return (await self.texts.input(make, (before + plain,), most)).ids
 
         stream = AsyncStream(self, request, encode)
         return embedding_output(await stream.result(), normalize=normalize, dimensions=dimensions)
@@ -288,13 +284,14 @@ class AsyncLLM:
             request_id = f"async-{next(self._serial)}"
         return AsyncRequest(request_id, params, priority)
 
-    async def _encode(self, prompt: Prompt) -> list[int]:
-        check_one_prompt(prompt)
-        if not isinstance(prompt, str):
-            return list(prompt)
+    async def _encode(self, request: AsyncRequest, prompt: Prompt) -> list[int]:
+        plain = one_prompt(prompt)
+        if not isinstance(plain, str):
+            return plain
+        request.prompt = plain
         async with self._text_places:
-            ids = await self.texts.encode(prompt)
-        if not prompt or not ids:  # some tokenizers put a token before nothing at all
+            ids = await self.texts.encode(plain)
+        if not ids:
             raise ParamError("prompt", "must not be empty")
         return ids
 

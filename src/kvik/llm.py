@@ -34,6 +34,7 @@ from kvik.errors import ConfigError, ParamError, shown
 from kvik.launch import resolve_config, start
 from kvik.model_files import model_files
 from kvik.options import options_of, unknown
+from kvik.prompts import PlainPrompt, Prompt, as_prompts, one_prompt
 from kvik.text.pooled_inputs import (
     PooledInput,
     check_dimensions,
@@ -106,7 +107,6 @@ def _bar() -> Progress:
     )
 
 
-Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
 
 
@@ -157,14 +157,6 @@ def tell_unenforced(parts: Sequence[str]) -> None:
     """Warn about the parts of a JSON Schema that are not enforced."""
     if parts:
         warnings.warn(f"structured: not enforced: {'; '.join(parts)}", stacklevel=4)
-
-
-def check_one_prompt(prompt: Prompt) -> None:
-    """Raise `ParamError` unless it is one text or one list of token ids."""
-    if not prompt:
-        raise ParamError("prompt", "must not be empty")
-    if not any(one is prompt for one in _as_prompts(prompt)):
-        raise ParamError("prompt", "must be one text or one list of token ids")
 
 
 def check_priority(priority: int, policy: str) -> None:
@@ -221,7 +213,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or token ids), one or many, in the order given.
+        """Complete prompts (texts or token ids; see `prompts.py`), one or many, in the order given.
 
         Args:
             params: for all prompts, or one for each; None takes the model's own defaults. If
@@ -239,7 +231,7 @@ class LLM:
         """
         params = either("sampling_params", sampling_params, "params", params)
         progress = either("use_tqdm", use_tqdm, "progress", progress)
-        listed = _as_prompts(prompts)
+        listed = as_prompts(prompts)
         params = self._with_schema(len(listed), params, schema)
         requests = self._requests(listed, params, priority, add_special_tokens=True)
         return self._collect(listed, requests, progress)
@@ -253,7 +245,7 @@ class LLM:
     ) -> Iterator[tuple[int, RequestOutput]]:
         """Complete prompts like `generate`, and iterate over the outputs as they are ready, each
         with the index of its prompt. Closing the iterator ends the requests that are left."""
-        listed = _as_prompts(prompts)
+        listed = as_prompts(prompts)
         requests = self._requests(listed, params, priority, add_special_tokens=True)
         return self._outputs(listed, requests)
 
@@ -367,14 +359,14 @@ class LLM:
             ParamError, CapacityError: a prompt is impossible; nothing was computed.
             RuntimeError: the engine failed to compute a vector.
         """
-        listed, model = _as_prompts(prompts), self.resolved.model
+        listed, model = as_prompts(prompts), self.resolved.model
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
         most = truncation(self.resolved, truncate_prompt_tokens)
         inputs = []
         for prompt in listed:
             if not isinstance(prompt, str):
-                inputs.append(ids_input(model.pooling, list(prompt), most))
+                inputs.append(ids_input(model.pooling, prompt, most))
                 continue
             text = before + prompt
             inputs.append(text_input(self.tokenizer, text, pooling=model.pooling, most=most))
@@ -386,8 +378,7 @@ class LLM:
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Stream:
         """Complete one prompt and iterate over the text as it is generated."""
-        check_one_prompt(prompt)
-        return self._stream(prompt, params, add_special_tokens=True)
+        return self._stream(one_prompt(prompt), params, add_special_tokens=True)
 
     def stream_chat(
         self, messages: Sequence[Message], params: SamplingParams | None = None
@@ -450,7 +441,7 @@ class LLM:
 
     def _pooled(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PlainPrompt],
         inputs: Sequence[PooledInput],
         pooling: str,
         progress: bool | None,
@@ -474,7 +465,7 @@ class LLM:
 
     def _request(
         self,
-        prompt: Prompt,
+        prompt: PlainPrompt,
         params: SamplingParams,
         *,
         add_special_tokens: bool,
@@ -485,7 +476,7 @@ class LLM:
             if not prompt or not ids:  # some tokenizers put a token before nothing at all
                 raise ParamError("prompt", "must not be empty")
         else:
-            ids = list(prompt)
+            ids = prompt
         params = self._checked(params)
         name = f"llm-{next(self._serial)}"
         request = engine_request(name, ids, params, self._tokenizer, priority=priority)
@@ -509,7 +500,7 @@ class LLM:
 
     def _collect(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PlainPrompt],
         requests: Sequence[EngineRequest],
         progress: bool | None,
     ) -> list[RequestOutput]:
@@ -526,7 +517,7 @@ class LLM:
 
     def _requests(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PlainPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int],
         *,
@@ -540,7 +531,7 @@ class LLM:
         ]
 
     def _outputs(
-        self, prompts: Sequence[Prompt], requests: Sequence[EngineRequest]
+        self, prompts: Sequence[PlainPrompt], requests: Sequence[EngineRequest]
     ) -> Generator[tuple[int, RequestOutput]]:
         """Run requests and yield their outputs as they are ready, each with its index."""
         indexes = {request.request_id: index for index, request in enumerate(requests)}
@@ -559,7 +550,7 @@ class LLM:
                 self._engine.abandon(call)
 
     def _stream(
-        self, prompt: Prompt, params: SamplingParams | None, *, add_special_tokens: bool
+        self, prompt: PlainPrompt, params: SamplingParams | None, *, add_special_tokens: bool
     ) -> Stream:
         (one,) = self._params_for(1, params)
         request = self._request(prompt, one, add_special_tokens=add_special_tokens)
@@ -678,17 +669,3 @@ def truncation(config: ResolvedConfig, asked: int | None) -> int | None:
         allowed = f"must be {WHATEVER_FITS} or in [1, {limit}] (max_model_len), not {asked}"
         raise ParamError("truncate_prompt_tokens", allowed)
     return asked
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return one prompt or many as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not isinstance(prompts, Sequence):
-        raise ParamError("prompt", "must be a text, a list of token ids, or a list of those")
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    for p in prompts:
-        if isinstance(p, (int, bytes)) or not isinstance(p, Sequence):
-            raise ParamError("prompt", "must be a text, a list of token ids, or a list of those")
-    return list(prompts)  # type: ignore[arg-type]

@@ -30,7 +30,8 @@ from kvik.files import can_write
 
 if TYPE_CHECKING:
     from kvik.engine.output import RequestOutput
-    from kvik.llm import LLM, Prompt
+    from kvik.llm import LLM
+    from kvik.prompts import Prompt
 
 MAX_PROMPT_BYTES = 64 << 20
 

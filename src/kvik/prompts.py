@@ -1,0 +1,80 @@
+"""Prompts as callers give them: texts, token ids, arrays of token ids, and vLLM's mappings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from operator import index
+from typing import Any, Protocol
+
+from kvik.errors import ParamError, shown
+
+
+class Array(Protocol):
+    """Token ids in an array of numpy or torch."""
+
+    def tolist(self) -> Any: ...
+
+
+PlainPrompt = str | list[int]
+# A mapping has one of the keys `MAPPED`.
+Prompt = str | Sequence[int] | Array | Mapping[str, Any]
+MAPPED = ("prompt", "prompt_token_ids")
+ONE = "a text or a list of token ids"
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
+    """Return one prompt or many as a list.
+
+    Raises:
+        ParamError: they are no prompts.
+    """
+    one = _plain(prompts)
+    if one is not None:
+        return [one] if one != [] else []
+    many = _listed(prompts)
+    found = [None] if many is None else [_plain(prompt) for prompt in many]
+    if None in found:
+        raise ParamError("prompt", f"must be {ONE}, or a list of those")
+    return found  # type: ignore[return-value]
+
+
+def one_prompt(prompt: Prompt) -> PlainPrompt:
+    """Return a prompt that must be one.
+
+    Raises:
+        ParamError: it is not one, or empty.
+    """
+    found = _plain(prompt)
+    if found is None:
+        raise ParamError("prompt", f"must be {ONE}")
+    if not found:
+        raise ParamError("prompt", "must not be empty")
+    return found
+
+
+def _listed(value: object) -> Sequence[object] | None:
+    """Return a sequence or an array as a sequence; None: it is neither."""
+    found = value.tolist() if hasattr(value, "tolist") else value
+    return found if isinstance(found, Sequence) and not isinstance(found, str | bytes) else None
+
+
+def _plain(prompt: object) -> PlainPrompt | None:
+    """Return one prompt; None: it is not one."""
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(prompt, Mapping):
+        if len(prompt) != 1 or not prompt.keys() <= set(MAPPED):
+            keys = shown(", ".join(map(str, prompt)))
+            allowed = " or ".join(MAPPED)
+            raise ParamError("prompt", f"a mapping must have {allowed} alone, not {keys}")
+        (prompt,) = prompt.values()
+        return None if isinstance(prompt, Mapping) else _plain(prompt)
+    ids = _listed(prompt)
+    if ids is None:
+        return None
+    if set(map(type, ids)) <= {int, bool}:  # the engine refuses a bool, and says which
+        return list(ids)  # type: ignore[arg-type]
+    try:
+        return [index(one) for one in ids]  # type: ignore[arg-type]
+    except TypeError:
+        return None
