@@ -69,10 +69,11 @@ class BatchProgress:
             self._bar = _bar()
             self._task = self._bar.add_task("", total=total, rate="-")
 
-    def finished(self, output: RequestOutput) -> None:
+    def finished(self, num_tokens: int) -> None:
+        """Count a request and the tokens of its output."""
         if self._bar is None:
             return
-        self._tokens += output.num_output_tokens
+        self._tokens += num_tokens
         seconds = max(time.monotonic() - self._started, 1e-9)
         self._bar.update(self._task, advance=1, rate=f"{self._tokens / seconds:.0f}")
 
@@ -512,7 +513,7 @@ class LLM:
         with BatchProgress(len(requests), progress) as bar, closing(finishing):
             for index, output in finishing:
                 outputs[index] = output
-                bar.finished(output)
+                bar.finished(output.num_output_tokens)
         return [outputs[index] for index in range(len(requests))]
 
     def _requests(

@@ -153,6 +153,7 @@ ALLOWED: dict[str, set[str]] = {
         "launch",
         "engine_process",
         "llm",
+        "async_llm",
         "evaluate",
         "quantize",
         "build",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import re
@@ -59,8 +60,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--prompts",
         metavar="FILE",
         help="complete many prompts: each line is a JSON string, list of token ids or object with "
-        "prompt or messages, priority and sampling parameters; - is standard input. One JSON "
-        "object is written for each, as it finishes",
+        "prompt or messages, priority and sampling parameters, or each is a request of OpenAI's "
+        "Batch API; - is standard input. One JSON object is written for each, as it finishes",
     )
     parser.add_argument(
         "-o",
@@ -213,14 +214,20 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
         raise ParamError(
             "echo", "is for a single prompt; with --prompts each object has its prompt"
         )
-    lines = _read(arguments.prompts)
-    for line in lines:  # before the model is loaded
-        with _in_line(line.number):
-            SamplingParams().with_changes(**{**given, **line.sampling})
+    texts = _read(arguments.prompts)
     path = None if arguments.output == "-" else arguments.output
     if path is not None and not (Path(path).parent.is_dir() and can_write(Path(path))):
         raise ParamError("output", f"cannot write {path!r}")
-    done = _numbers_in(path)
+    options = engine_options(arguments, words[0] if words else "")
+    if re.search(r'"custom_id"\s*:', texts[0][1]):  # inside a string, quotes are escaped
+        if given:
+            raise ParamError(next(iter(given)), "must be in the body of each line of a batch")
+        return _answer_batch(texts, path, options, verbose=arguments.verbose)
+    lines = [_line(number, text) for number, text in texts]
+    for line in lines:  # before the model is loaded
+        with _in_line(line.number):
+            SamplingParams().with_changes(**{**given, **line.sampling})
+    done = _done_in(path, b'{"line": ', rb"(\d+)")
     left = [line for line in lines if line.number not in done]
     if not left:
         return 0
@@ -228,7 +235,7 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
     from kvik.llm import LLM, BatchProgress  # imports torch
 
     failed = 0
-    with LLM(**engine_options(arguments, words[0] if words else "")) as llm:
+    with LLM(**options) as llm:
         if arguments.verbose:
             say_decisions(llm.resolved)
         prompts, params = _requests(llm, left, given)
@@ -238,8 +245,41 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
             for index, output in outputs:
                 found = {"line": left[index].number, **as_json(output, model)}
                 write(json.dumps(found, ensure_ascii=False))
-                bar.finished(output)
+                bar.finished(output.num_output_tokens)
                 failed += any(one.finish_reason == "error" for one in output.outputs)
+    return 1 if failed else 0
+
+
+def _answer_batch(
+    texts: Sequence[tuple[int, str]], path: str | None, options: dict[str, Any], *, verbose: bool
+) -> int:
+    """Answer the lines of a batch file of OpenAI's API, and return the exit code."""
+    from kvik.cli.openai_batch import answer_all, read_request  # imports the server
+    from kvik.llm import BatchProgress
+
+    entries, numbers = [], dict[str, int]()
+    for number, text in texts:
+        with _in_line(number):
+            entry = read_request(text)
+            if (first := numbers.setdefault(entry.custom_id, number)) != number:
+                reason = f"has the custom_id of line {first}, {shown(entry.custom_id)}"
+                raise ParamError("prompts", reason)
+        entries.append(entry)
+    done = _done_in(path, b'{"id": "batch_req_', rb'\w+", "custom_id": ("(?:[^"\\]|\\.)*")')
+    left = [entry for entry in entries if entry.custom_id not in done]
+    if not left:
+        return 0
+    failed = 0
+    with _writing(path) as write, BatchProgress(len(left), None) as bar:
+
+        def answered(answer: dict[str, Any]) -> None:
+            nonlocal failed
+            write(json.dumps(answer, ensure_ascii=False))
+            usage = answer["response"]["body"].get("usage") or {}
+            bar.finished(usage.get("completion_tokens", usage.get("output_tokens", 0)))
+            failed += answer["response"]["status_code"] >= 400
+
+        asyncio.run(answer_all(left, options, answered, verbose=verbose))
     return 1 if failed else 0
 
 
@@ -271,7 +311,8 @@ def _begin(
         raise
 
 
-def _read(path: str) -> list[Line]:
+def _read(path: str) -> list[tuple[int, str]]:
+    """Return the lines that are not empty, with their numbers."""
     try:
         data = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
         texts = data.decode("utf-8-sig").split("\n")  # splitlines splits at U+2028 too
@@ -279,7 +320,7 @@ def _read(path: str) -> list[Line]:
         raise ParamError("prompts", f"{path!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ParamError("prompts", f"{path!r} must be UTF-8 text") from None
-    found = [_line(number, text) for number, text in enumerate(texts, 1) if text.strip()]
+    found = [(number, text) for number, text in enumerate(texts, 1) if text.strip()]
     if not found:
         raise ParamError("prompts", f"{path!r} has no prompt")
     return found
@@ -315,19 +356,25 @@ def _in_line(number: int) -> Iterator[None]:
         raise ParamError("prompts", f"line {number}: {message}") from None
 
 
-def _numbers_in(path: str | None) -> set[int]:
-    """Return the numbers of lines already in the output; truncate an incomplete last line."""
+def _done_in(path: str | None, start: bytes, key: bytes) -> set[int | str]:
+    """Return what identifies the lines already in the output; truncate an incomplete last line.
+
+    Args:
+        start: of each object in the output.
+        key: a pattern for what follows, whose group is what identifies the line, in JSON.
+    """
     if path is None or not Path(path).is_file():  # nothing, or a device or pipe
         return set()
     found, whole = set(), 0
+    whole_line = re.compile(re.escape(start) + key + rb", .*\}\n")
     with open(path, "rb+") as file:
         for text in file:
-            number = re.match(rb'\{"line": (\d+), .*\}\n', text)
-            if number is not None:
-                found.add(int(number[1]))
+            if (match := whole_line.fullmatch(text)) is not None:
+                found.add(json.loads(match[1]))
                 whole += len(text)
-            elif text.endswith(b"\n") or not b'{"line": '.startswith(text[:9]):
-                raise ParamError("output", f"{path!r} exists and is not an output of --prompts")
+            elif text.endswith(b"\n") or not start.startswith(text[: len(start)]):
+                reason = "exists and is not an output of --prompts with such lines"
+                raise ParamError("output", f"{path!r} {reason}")
         os.ftruncate(file.fileno(), whole)
     return found
 
