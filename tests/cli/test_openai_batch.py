@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.tiny_encoders import save_encoder, save_tokenizer, words
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
 
@@ -144,3 +145,21 @@ def test_requests_that_do_not_fit_into_the_queue_are_sent_again(tmp_path: Path) 
     small = ("--max-num-seqs", "1", "--max-queued-tokens", "128")
     assert answer(tmp_path, *lines, options=(*OPTIONS, *small)) == 0
     assert {one["status_code"] for one in answers(tmp_path).values()} == {200}
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("forked")
+def test_a_reranker_answers_a_batch(tmp_path: Path) -> None:
+    save_encoder(tmp_path / "model", "BertForSequenceClassification")
+    save_tokenizer(tmp_path / "model")
+    options = ("--model", str(tmp_path / "model"), "--device", "cpu", "--threads", "1")
+    query, documents = words(6), [words(20, 1), words(3, 2)]
+    rerank = entry("r", "/v1/rerank", query=query, documents=documents)
+    chat = entry("c", CHAT, messages=SAYS_HI)
+    assert answer(tmp_path, rerank, chat, options=options) == 1
+    found = answers(tmp_path)
+    assert found["c"]["status_code"] == 400 and found["r"]["status_code"] == 200
+    scores = {one["index"]: one["relevance_score"] for one in found["r"]["body"]["results"]}
+    with LLM(str(tmp_path / "model"), device="cpu", threads=1) as llm:
+        expected = [output.score for output in llm.score(query, documents)]
+    assert [scores[0], scores[1]] == pytest.approx(expected, abs=1e-5)
