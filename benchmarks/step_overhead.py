@@ -37,7 +37,7 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest
 from kvik.engine.core import EngineCore
 from kvik.engine.output import OutputProcessor
-from kvik.kernels.torch_ops import select as select_ops
+from kvik.kernels.torch_ops import TORCH
 from kvik.models.model_spec import read_model_spec
 from kvik.spec.kv import KVCacheSpec, group_layers
 from kvik.text.tokenizer import Tokenizer
@@ -157,7 +157,7 @@ def make_drafter(
         length,
     )
     most = speculation.num_draft_tokens
-    return DraftModel(network, Sampler(select_ops(CPU)), sampling, pool_size, most, 1 << 30)
+    return DraftModel(network, Sampler(TORCH), sampling, pool_size, most, 1 << 30)
 
 
 def make_engine(
@@ -203,7 +203,7 @@ def make_engine(
             speculation, table, sampling, spec.vocab_size, config.cache.pool_size
         )
         speculator = Speculator(speculation, drafter, table, sampling, spec.vocab_size, clock)
-    network = SimpleNamespace(ops=select_ops(CPU))  # no blocks are copied, no prompt is scored
+    network = SimpleNamespace(ops=TORCH)  # no blocks are copied, no prompt is scored
     copies = AtOnce()
     participants = step_participants(network, table, sampling, CPU, copies, speculator)
     runner = ModelRunner(

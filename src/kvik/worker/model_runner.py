@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
@@ -44,6 +45,7 @@ class ModelRunner:
         inputs: StepInputs,
         table: RequestTable,
         participants: Sequence[Participant[Any]],
+        device: torch.device,
         clock: Callable[[], float],
         *,
         depth: int,
@@ -61,7 +63,9 @@ class ModelRunner:
         self.inputs = inputs
         self.table = table
         self.participants = participants
+        self.device = device
         self.clock = clock
+        self.depth = depth
         self.pipeline = pipeline
         self._keeps_output = any(each.reads_output for each in participants)
         self._in_turn = pipeline is None and (depth == 1 or self._keeps_output)

@@ -174,6 +174,7 @@ class Worker:
             inputs,
             table,
             participants,
+            device,
             clock,
             depth=self.depth,
             pipeline=pipeline,
