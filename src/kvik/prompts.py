@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from kvik.errors import ParamError, shown
 
 
-class Array(Protocol):
+@runtime_checkable
+class TokenArray(Protocol):
     """Token ids in an array of numpy or torch."""
 
     def tolist(self) -> Any: ...
@@ -17,7 +18,7 @@ class Array(Protocol):
 
 PlainPrompt = str | list[int]
 # A mapping has one of the keys `MAPPED`.
-Prompt = str | Sequence[int] | Array | Mapping[str, Any]
+Prompt = str | Sequence[int] | TokenArray | Mapping[str, Any]
 MAPPED = ("prompt", "prompt_token_ids")
 ONE = "a text or a list of token ids"
 
@@ -54,7 +55,7 @@ def one_prompt(prompt: Prompt) -> PlainPrompt:
 
 def _listed(value: object) -> Sequence[object] | None:
     """Return a sequence or an array as a sequence; None: it is neither."""
-    found = value.tolist() if hasattr(value, "tolist") else value
+    found = value.tolist() if isinstance(value, TokenArray) else value
     return found if isinstance(found, Sequence) and not isinstance(found, str | bytes) else None
 
 

@@ -91,7 +91,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine",
         "model_files",
         "launch",
-        "progress",
+        "prompts",
     },
     "lang": {"config", "core", "llm", "remote_server"},
     "remote_server": {"config"},
@@ -105,6 +105,7 @@ ALLOWED: dict[str, set[str]] = {
         "launch",
         "engine_process",
         "llm",
+        "prompts",
         "server",
     },
     # Makes plans for a worker itself, as an alternative to the engine.
@@ -116,7 +117,7 @@ ALLOWED: dict[str, set[str]] = {
     "training": {"config", "text", "nn", "evaluate"},
     # From a model to an engine folder.
     "build": {"config", "model_files", "launch", ""},
-    "progress": {"engine.output"},
+    "prompts": {"errors"},
     "frozen": set(),
     "version": set(),
     "collector": set(),
@@ -154,6 +155,7 @@ ALLOWED: dict[str, set[str]] = {
         "engine_process",
         "llm",
         "async_llm",
+        "prompts",
         "evaluate",
         "quantize",
         "build",
