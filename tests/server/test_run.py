@@ -139,7 +139,7 @@ async def test_health_and_readiness_follow_the_engine() -> None:
     assert await server.ended == 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_lets_running_requests_end(number: int) -> None:
     server = RunningServer()
     await server.ready()
@@ -149,6 +149,8 @@ async def test_a_signal_lets_running_requests_end(number: int) -> None:
     status, body = await server.get("/health")
     assert (status, b"draining" in body) == (503, True)
     assert (await server.get("/wait"))[0] == 503
+    kill(signal.SIGHUP)  # a terminal that closes is not a second request to stop
+    await asyncio.sleep(0.05)
     assert not server.ended.done()
     server.running.done.set()
     assert await waiting == (200, b'{"answer":1}')
@@ -181,6 +183,21 @@ async def test_the_second_signal_ends_at_once() -> None:
     assert await server.ended == 0
     assert time.monotonic() - start < 2
     assert (await waiting)[0] == 503
+
+
+async def test_a_server_started_with_nohup_outlives_its_terminal() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        server = RunningServer()
+        await server.ready()
+        kill(signal.SIGHUP)
+        await asyncio.sleep(0.05)
+        assert not server.parts.drain.started
+        kill()
+        assert await server.ended == 0
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 async def test_an_engine_that_cannot_be_started_ends_the_server() -> None:

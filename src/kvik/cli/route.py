@@ -12,7 +12,7 @@ from kvik.cli.terminal import say
 from kvik.errors import ConfigError
 from kvik.remote_server import RemoteServer
 from kvik.server.proxy import Proxy
-from kvik.server.run import SIGNALS, Listener, StopSignal, bind
+from kvik.server.run import Listener, StopSignal, bind
 
 MAX_TIMEOUT = 86_400.0
 SHUTDOWN_SECONDS = 30.0  # for running answers
@@ -64,9 +64,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 async def _route(proxy: Proxy, listening: socket.socket) -> int:
     """Forward requests until a signal arrives; a second one does not wait for running answers."""
-    stop, loop = StopSignal(), asyncio.get_running_loop()
-    for one in SIGNALS:
-        loop.add_signal_handler(one, stop.ask)
+    stop = StopSignal()
+    stop.listen()
     starting, stopping = (asyncio.ensure_future(one) for one in (proxy.start(), stop.asked.wait()))
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():

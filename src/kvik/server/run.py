@@ -251,8 +251,8 @@ async def serve(
 ) -> int:
     """Serve until a signal arrives or the engine fails for good.
 
-    After the first SIGTERM or SIGINT, new requests are refused. Running ones may finish for at most
-    `shutdown_timeout` seconds, then end with an error. A second signal stops at once.
+    After the first SIGTERM, SIGINT or SIGHUP, new requests are refused. Running ones may finish for
+    at most `shutdown_timeout` seconds, then end with an error. A second signal stops at once.
 
     Args:
         tell: prints a line for the operator.
@@ -265,9 +265,7 @@ async def serve(
         Listener(port.app, port.socket, limits, port.app.origins.headers, port.tls)
         for port in ports
     ]
-    loop = asyncio.get_running_loop()
-    for number in SIGNALS:
-        loop.add_signal_handler(number, stop.ask)
+    stop.listen()
     try:
         server.engine.start(server.generations.take)
         for listener in listeners:
@@ -283,8 +281,7 @@ async def serve(
         for listener in listeners:
             await listener.close(QUICK_GRACE)
         await _close(server, QUICK_GRACE if quick else None)
-        for number in SIGNALS:
-            loop.remove_signal_handler(number)
+        stop.close()
     return 1 if failed else 0
 
 
@@ -294,6 +291,19 @@ class StopSignal:
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.again = asyncio.Event()
+
+    def listen(self) -> None:
+        """Receive the signals of this process until `close`; SIGHUP unless it is ignored."""
+        self._loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            self._loop.add_signal_handler(number, self.ask)
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # by nohup
+            # A terminal that closes may send it twice: it never counts as the second signal.
+            self._loop.add_signal_handler(signal.SIGHUP, self.asked.set)
+
+    def close(self) -> None:
+        for number in (*SIGNALS, signal.SIGHUP):
+            self._loop.remove_signal_handler(number)
 
     def ask(self) -> None:
         (self.again if self.asked.is_set() else self.asked).set()
