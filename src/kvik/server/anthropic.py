@@ -165,6 +165,7 @@ MESSAGES: Table = {
     "chat_template": ((), "the template is the model's own"),
     "chat_template_kwargs": (({},), _ELSEWHERE),
     "container": ((), "there are no containers"),
+    "thread": ((), "the server keeps no conversations: send all of it"),
     "stop": (([], ""), "give stop_sequences"),
     "repeat_penalty": ((1,), _ELSEWHERE),
     "n_predict": ((), "give max_tokens"),

@@ -71,9 +71,14 @@ class Error(msgspec.Struct):
     error: ErrorDetails
 
 
-class MessagesErrorDetails(msgspec.Struct):
+class MessagesErrorCode(msgspec.Struct):
+    error_code: str
+
+
+class MessagesErrorDetails(msgspec.Struct, omit_defaults=True):
     type: str
     message: str
+    details: MessagesErrorCode | None = None
 
 
 class MessagesError(msgspec.Struct, kw_only=True):
@@ -115,7 +120,8 @@ class HttpError(KvikError):
             kind = "invalid_request_error" if self.status < 500 else "api_error"
             kind = ANTHROPIC_TYPES.get(self.status, kind)
             message = _short(self._anthropic_message or self.message)
-            return MessagesError(error=MessagesErrorDetails(kind, message))
+            details = MessagesErrorCode(self.code) if self.code else None
+            return MessagesError(error=MessagesErrorDetails(kind, message, details))
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "rate_limit_error" if self.status == 429 else kind
         return Error(ErrorDetails(_short(self.message), kind, self.field or None, self.code))

@@ -20,6 +20,9 @@ NOTHING: Table = {}
 STRUCTURED = "give response_format or structured_outputs"
 BEAMS = "beam search is not supported"
 
+# field -> the code by which its clients know that they may send the request without it
+CODES: Mapping[str, str] = {"thread": "thread_unsupported_request"}
+
 _OFF = (0, False)
 _TRUNCATED = f"tokens are cut off with {', '.join(one.name for one in TRUNCATIONS)} alone"
 _TEMPERED = "the temperature is one number: give temperature"
@@ -164,7 +167,8 @@ def refuse(values: Mapping[str, object], table: Table, param: str | None = None)
         if any(_same(value, one) for one in harmless):
             continue
         if param is None:
-            raise ParamError(name, f"is not honoured: {reason}")
+            code = CODES.get(name, "")
+            raise ParamError(name, f"is not honoured: {reason}", code=code)
         raise ParamError(param, f"have {name}, which is not honoured: {reason}")
 
 

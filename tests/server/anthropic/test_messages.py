@@ -162,7 +162,11 @@ def test_a_failure_in_the_middle_is_an_event(client: anthropic.Anthropic, site: 
             stream.until_done()
     assert error.value.body == {
         "type": "error",
-        "error": {"type": "overloaded_error", "message": "the server is being stopped"},
+        "error": {
+            "type": "overloaded_error",
+            "message": "the server is being stopped",
+            "details": {"error_code": "aborted"},
+        },
     }
     site.at_rest()
 

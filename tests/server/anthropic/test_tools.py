@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, Literal
 
 import anthropic
 import httpx2
@@ -108,6 +108,25 @@ def test_an_agent_continues_with_results(client: anthropic.Anthropic) -> None:
     counted = client.messages.count_tokens(**body).input_tokens
     del body["tools"], body["tool_choice"]
     assert counted > client.messages.count_tokens(**body).input_tokens
+
+
+def test_a_tool_runner_sends_whole_conversations(client: anthropic.Anthropic) -> None:
+    """It offers to have them kept by the server, and needs to know that this one does not."""
+    sent: list[Any] = []
+    hooks = {"request": [lambda request: sent.append(json.loads(request.content))]}
+
+    @anthropic.beta_tool
+    def now(zone: Literal["utc"]) -> str:
+        """Return the time."""
+        return f"noon in {zone}"
+
+    asked = {"model": MODEL, "messages": [USER], "max_tokens": 90, "tool_choice": ONE}
+    with httpx2.Client(event_hooks=hooks, timeout=60) as http:
+        messages = client.copy(http_client=http).beta.messages
+        runner = messages.tool_runner(**asked, tools=[now], max_iterations=2)
+        answers = [answer.stop_reason for answer in runner]
+    assert answers == ["tool_use"] * 2
+    assert [len(body["messages"]) for body in sent if "thread" not in body] == [1, 3]
 
 
 def test_tools_of_the_host_are_left_out_and_told(client: anthropic.Anthropic) -> None:
