@@ -67,7 +67,7 @@ def post(server: Served, path: str, **more: object) -> httpx2.Response:
 
 def last(answer: httpx2.Response) -> dict[str, Any]:
     """Return the event with the usage."""
-    events = [line[6:] for line in answer.text.split("\n\n") if line and line[6:] != "[DONE]"]
+    events = [line[6:] for line in answer.text.split("\n") if line.startswith("data: {")]
     found: dict[str, Any] = json.loads(events[-1])
     return found
 
@@ -89,6 +89,16 @@ def test_an_answer_reports_its_drafts(guessing, path):
             "accepted_prediction_tokens": 10,
             "rejected_prediction_tokens": 8,
         }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_has_its_usage_without_the_drafts(guessing, stream):
+    body = {"input": "AB", "max_output_tokens": TOKENS, "stream": stream}
+    answer = httpx2.post(guessing.http.url + "/v1/responses", json=body, timeout=30)
+    assert answer.status_code == 200, answer.text
+    whole = answer.json() if not stream else last(answer)["response"]
+    assert whole["usage"]["output_tokens"] == TOKENS
+    assert whole["usage"]["output_tokens_details"] == {"reasoning_tokens": 0}
 
 
 def test_counts_are_of_all_choices(guessing):

@@ -519,7 +519,7 @@ class ResponseEvents(ResponseFormat):
     def _usage(self, output: RequestOutput) -> dict[str, Any]:
         usage = usage_of([output], self._answer.count_thoughts)
         details = usage.completion_tokens_details
-        thought = 0 if isinstance(details, UnsetType) else details.reasoning_tokens
+        thought = 0 if isinstance(details, UnsetType) else details.reasoning_tokens or 0
         return {
             "input_tokens": usage.prompt_tokens,
             "input_tokens_details": usage.prompt_tokens_details,
