@@ -12,6 +12,7 @@ from helpers.served_engine import FakeExecutor, gated_executor
 from kvik.config.server_config import ServerConfig
 from kvik.core.types import FinishReason, RequestDelta
 from kvik.engine import host
+from kvik.engine.output import RequestOutput
 from kvik.errors import CapacityError, OverloadError, ParamError, UnavailableError
 from kvik.server import generation as module
 from kvik.server.errors import ABORTED, DEADLINE, FAILED, HttpError
@@ -176,6 +177,19 @@ async def test_a_full_queue_refuses_and_drains():
         await first.output()
         await (await serving.start(request("A"))).output()
         assert serving.watcher.refusals == [("", "queue")]
+
+
+async def test_a_full_queue_of_the_engine_is_a_refusal_and_no_error():
+    """Requests that it has preempted wait there again, but not in front of it."""
+    gate = gated_executor()
+    async with generating(gate, max_queued_requests=2) as serving:
+        waiting = await serving.start_all([request("A") for _ in range(8)])
+        gate.gate.set()
+        ended = await asyncio.gather(*(one.output() for one in waiting), return_exceptions=True)
+        assert {type(one) for one in ended} == {OverloadError, RequestOutput}
+        refused = sum(isinstance(one, OverloadError) for one in ended)
+        assert serving.watcher.refusals == [("", "queue")] * refused
+        assert list(serving.watcher.ended.values()).count("refused") == refused
 
 
 async def test_an_engine_that_is_not_ready():

@@ -86,7 +86,8 @@ class Observer:
 
         Args:
             reason: "stop" or "length" of its first completion; "moved": another server continues
-                with it; else "abort", "deadline" or "error".
+                with it; "refused": by the engine, whose queue is full, after `refused`; else
+                "abort", "deadline" or "error".
         """
 
     def refused(self, tenant: str, reason: str) -> None:
@@ -652,7 +653,11 @@ class Generations:
         self._processor.discard(generation.request_id)
         self._engine.end(generation.request_id, None, FinishReason.ABORT)
         self._forget(generation)
-        self._notify(lambda one: one.finished(generation.record, None, _FAILED[reason]))
+        record, ended = generation.record, _FAILED[reason]
+        if isinstance(failure, OverloadError):
+            ended, why = "refused", _why(failure)
+            self._notify(lambda one: one.refused(record.tenant, why))
+        self._notify(lambda one: one.finished(record, None, ended))
         generation.changed.set()
 
     def _forget(self, generation: Generation) -> None:

@@ -58,7 +58,7 @@ COUNTERS: Mapping[str, tuple[str, str, Sequence[str]]] = {
     "request_success": (
         "Requests that ended, by how.",
         "finished_reason",
-        ("stop", "length", "abort", "deadline", "error", "moved"),
+        ("stop", "length", "abort", "deadline", "error", "moved", "refused"),
     ),
     "admission_rejections": (
         "Requests that were not admitted, by why.",
