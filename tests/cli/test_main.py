@@ -114,6 +114,7 @@ def test_loading_a_model_is_reported_on_a_terminal(
         (ConfigError("x", "needs num_blocks (5), no max_k"), "x: needs --num-blocks (5), no max_k"),
         (ModelError("model", "there is no 'a/num_blocks'"), "model: there is no 'a/num_blocks'"),
         (ConfigError("KVIK_NUM_BLOCKS", "must be 1"), "KVIK_NUM_BLOCKS: must be 1"),
+        (ModelError("a.json", "num_blocks must be 1"), "a.json: num_blocks must be 1"),
     ],
 )
 def test_errors_name_flags(

@@ -72,7 +72,7 @@ class Parser(argparse.ArgumentParser):
         if field not in arguments and flag in flags:
             given = any(word == flag or word.startswith(f"{flag}=") for word in words)
             field = flag if given else set_variable(field) or flag
-        if flag in ("--config", "--prompts"):  # the message names keys of the file
+        if flag in ("--config", "--prompts") or "." in field:  # the message names keys of the file
             return field, message
         return field, re.sub(r"(?<![\w/.'\"-])[a-z]+(_[a-z]+)+(?![\w/.'\"-])", in_words, message)
 
