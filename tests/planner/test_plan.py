@@ -201,7 +201,11 @@ def test_a_quantised_checkpoint_keeps_its_format_on_this_machine() -> None:
     device = Device("this", "cpu", 1 << 36, None, {}, unknown="not measured")
     stored = {**config("llama-3-8b"), "quantization_config": {"quant_method": "gptq", "bits": 4}}
     shape = shape_from_config(stored, "llama")
-    assert plan_shape(shape, device, Question(), here).at.weight_format == "int4"
+    usual = plan_shape(shape, device, Question(), here)
+    assert usual.at.weight_format == "int4"
+    assert usual.shape.notes == plan_shape(shape, device, Question(dtype="int4"), here).shape.notes
+    *notes, kept = plan_shape(shape, device, Question(dtype="int8"), here).shape.notes
+    assert tuple(notes) == usual.shape.notes and "int4" in kept
 
 
 def test_this_machine_by_name() -> None:

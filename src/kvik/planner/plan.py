@@ -55,6 +55,7 @@ from kvik.planner.variants import (
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import SHORT_DTYPES
 from kvik.spec.rope import MAX_POSITIONS
+from kvik.spec.weights import loaded_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -586,6 +587,10 @@ def plan_shape(
         hardware: of this machine; None: the device is another one.
     """
     question = check_question(question, shape, exact=device.kind == "cpu")
+    if question.dtype not in (None, shape.stored) and _keeps_weights(shape):
+        note = f"the engine keeps the weights as this checkpoint stores them, {shape.stored}: "
+        note += f"{question.dtype} needs another checkpoint"
+        shape = replace(shape, notes=(*shape.notes, note))
     at = setting_of(shape, device, question, hardware)
     shape = laid_out(shape, at)
     memory = memory_of(shape, at)
@@ -610,6 +615,17 @@ def plan_shape(
         measured_rate=question.tokens_per_second,
         cost=cost_of(at, question, rates),
     )
+
+
+def _keeps_weights(shape: ModelShape) -> bool:
+    """Return whether the engine loads linear layers quantised as they are stored, whatever
+    quantisation is asked for."""
+    if shape.spec is None or weight_facts(shape.stored).dtype:
+        return False
+    if shape.spec.quantization is None:  # of an engine folder
+        return True
+    stored = ((like.inputs, part) for like in shape.spec.linear_layers() for part in like.stored)
+    return any(part is not None and loaded_kind(part, inputs) for inputs, part in stored)
 
 
 def find_machine(name: str) -> tuple[Device, Hardware | None]:
