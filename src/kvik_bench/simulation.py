@@ -81,10 +81,21 @@ class Turn:
 
 
 class Conversations:
-    """Draws the turns of `Traffic`, independently of the times of answers."""
+    """Draws the turns of `Traffic`, independently of the times of answers. A conversation that
+    would exceed the model's context begins again after its system prompt.
 
-    def __init__(self, traffic: Traffic) -> None:
-        self._traffic = traffic
+    Raises:
+        ConfigError: a system prompt leaves no room in the context.
+    """
+
+    def __init__(self, traffic: Traffic, context: int) -> None:
+        if traffic.system_tokens + 2 > context:
+            raise ConfigError(
+                "system_tokens",
+                f"must be at most {context - 2}, as the model's context is {context}, "
+                f"not {traffic.system_tokens}",
+            )
+        self._traffic, self._context = traffic, context
         random = Random(traffic.seed)
         self._prompts = [_text(random, traffic.system_tokens) for _ in range(traffic.systems)]
         self._weights = [1 / (i + 1) for i in range(traffic.systems)]
@@ -116,6 +127,11 @@ class Conversations:
         traffic = self._traffic
         size = 1 + int(random.expovariate(1 / traffic.user_tokens))
         output = 1 + int(random.expovariate(1 / traffic.output_tokens))
+        if len(before) + size + output > self._context:
+            system = traffic.system_tokens
+            before, known = before[:system], min(known, system)
+            output = min(output, self._context - system - 1)
+            size = min(size, self._context - system - output)
         before.extend(_text(random, size))
         return Turn(before, known, output, rest, random)
 
@@ -147,6 +163,7 @@ class SimulatedEngine:
     """The limits of a simulated engine, and the times of its steps and moves.
 
     Attributes:
+        context: most tokens of a prompt and its answer.
         tiers: its own KV tiers beyond its cache; None: none.
         memory_rate, disk_rate: bytes per second of copies to and from each tier.
     """
@@ -156,6 +173,7 @@ class SimulatedEngine:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
     cost: StepCost = field(default_factory=StepCost)
+    context: int = 1 << 30
     tiers: TierSizes | None = None
     memory_rate: float = 20e9
     disk_rate: float = 3e9
@@ -389,7 +407,7 @@ class _Run:
             self.router.set_available(i, True)
         self.alive = [True] * replicas
         self.policy, self.timer = policy, timer
-        self.talk = Conversations(traffic)
+        self.talk = Conversations(traffic, engine.context)
         self.events: list[tuple[float, int, int | Turn]] = []  # end of a replica's step, or request
         self.numbers = count()
         self.turns: dict[str, tuple[Turn, int, float]] = {}  # unfinished: turn, replica, arrival
@@ -448,6 +466,7 @@ class _Run:
     def _arrive(self, turn: Turn, now: float) -> None:
         name = f"r{next(self.numbers)}"
         size = self.engine.block_size
+        del turn.hashes[turn.known // size :]  # of a conversation that began again
         extend_hashes(turn.hashes, turn.tokens, size, "", len(turn.tokens) // size)
         self.prompts += len(turn.tokens)
         self.ideal += turn.known // size * size

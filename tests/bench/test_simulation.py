@@ -10,7 +10,7 @@ import pytest
 from kvik.cli import main
 from kvik.core.config import TierSizes
 from kvik.core.plan import NOWHERE, PageLoad, PageStore, SchedulerOutput
-from kvik.errors import KvikError
+from kvik.errors import ConfigError, KvikError
 from kvik_bench.simulation import Outcome, SimulatedEngine, SimulatedTiers, Traffic, simulate
 
 BUSY = Traffic(requests=2500, rate=150.0, seed=3)
@@ -59,6 +59,16 @@ def test_requests_of_a_lost_replica_restart_elsewhere():
 def test_one_replica_has_the_hits_of_one_cache():
     outcome = simulate(Traffic(requests=40, rate=0.5), SimulatedEngine(blocks=4096), 1)
     assert 0.99 * outcome.ideal_tokens <= outcome.hit_tokens <= outcome.ideal_tokens
+
+
+def test_conversations_that_reach_the_context_begin_again():
+    """The system prompt stays cached."""
+    traffic = Traffic(requests=60, turns=20, rate=0.5, systems=1, system_tokens=64)
+    outcome = simulate(traffic, SimulatedEngine(context=256), 1)
+    assert outcome.requests == 60 and outcome.prompt_tokens < 60 * 256
+    assert 59 * 64 <= outcome.ideal_tokens == outcome.hit_tokens
+    with pytest.raises(ConfigError):
+        simulate(traffic, SimulatedEngine(context=65), 1)
 
 
 SMALL = SimulatedEngine(blocks=600)

@@ -119,6 +119,7 @@ def simulated(model: str, asked: Replicas) -> SimulatedEngine:
         asked.max_num_seqs,
         asked.max_num_batched_tokens,
         StepCost(step, max(token, 0.0), key),
+        shape.max_context,
         _tiers(asked.kv_tiers, PAGE_HEAD_BYTES + memory.kv_per_token * asked.block_size),
         asked.memory_rate * 1e9,
         asked.disk_rate * 1e9,
