@@ -109,7 +109,8 @@ def test_other_files_are_not_overwritten(
     prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "notes"
-    for text in ("my notes", "my notes\n", '{"line": 1}', '{"line": "x"}\n'):
+    other = '{"line": 1, "prompt": "another", "prompt_token_ids": [1]}\n'
+    for text in ("my notes", "my notes\n", '{"line": 1}', '{"line": "x"}\n', other):
         mine.write_text(text)
         code = main(["generate", "--prompts", str(prompts), "-o", str(mine), *OPTIONS])
         if text == '{"line": 1}':

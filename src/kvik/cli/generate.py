@@ -227,7 +227,8 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
     for line in lines:  # before the model is loaded
         with _in_line(line.number):
             SamplingParams().with_changes(**{**given, **line.sampling})
-    done = _done_in(path, b'{"line": ', rb"(\d+)")
+    asked = {line.number: line.prompt for line in lines}
+    done = _done_in(path, b'{"line": ', rb"(\d+)", asked)
     left = [line for line in lines if line.number not in done]
     if not left:
         return 0
@@ -265,7 +266,7 @@ def _answer_batch(
                 reason = f"has the custom_id of line {first}, {shown(entry.custom_id)}"
                 raise ParamError("prompts", reason)
         entries.append(entry)
-    done = _done_in(path, b'{"id": "batch_req_', rb'\w+", "custom_id": ("(?:[^"\\]|\\.)*")')
+    done = _done_in(path, b'{"id": "batch_req_', rb'\w+", "custom_id": ("(?:[^"\\]|\\.)*")', {})
     left = [entry for entry in entries if entry.custom_id not in done]
     if not left:
         return 0
@@ -356,12 +357,18 @@ def _in_line(number: int) -> Iterator[None]:
         raise ParamError("prompts", f"line {number}: {message}") from None
 
 
-def _done_in(path: str | None, start: bytes, key: bytes) -> set[int | str]:
+def _done_in(
+    path: str | None, start: bytes, key: bytes, prompts: Mapping[Any, Prompt | None]
+) -> set[int | str]:
     """Return what identifies the lines already in the output; truncate an incomplete last line.
 
     Args:
         start: of each object in the output.
         key: a pattern for what follows, whose group is what identifies the line, in JSON.
+        prompts: of lines, as far as they are known before the model is loaded.
+
+    Raises:
+        ParamError: the file is not an output of such lines, or of lines with these prompts.
     """
     if path is None or not Path(path).is_file():  # nothing, or a device or pipe
         return set()
@@ -370,8 +377,14 @@ def _done_in(path: str | None, start: bytes, key: bytes) -> set[int | str]:
     with open(path, "rb+") as file:
         for text in file:
             if (match := whole_line.fullmatch(text)) is not None:
-                found.add(json.loads(match[1]))
+                line = json.loads(match[1])
+                found.add(line)
                 whole += len(text)
+                if (prompt := prompts.get(line)) is not None:
+                    field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+                    if json.loads(text).get(field) != prompt:
+                        what = f"has a result of another prompt than line {line}"
+                        raise ParamError("output", f"{path!r} {what}; name another file")
             elif text.endswith(b"\n") or not start.startswith(text[: len(start)]):
                 reason = "exists and is not an output of --prompts with such lines"
                 raise ParamError("output", f"{path!r} {reason}")
