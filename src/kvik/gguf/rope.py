@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 from kvik.errors import ModelError
 from kvik.gguf.names import ROPE_FACTORS
@@ -76,10 +77,12 @@ def llama3_scaling(
     if factor < 1 + TOLERANCE:
         return None
     frequencies = [theta ** (-2 * i / head_dim) for i in range(head_dim // 2)]
-    candidates = [*USUAL]
-    if (line := _through(frequencies, divisors, factor)) is not None:
-        candidates.append(line)
-    for low, high, original in candidates:
+    parts = [(1 / d - 1 / factor) / (1 - 1 / factor) for d in divisors]
+    # As if there were a frequency more on either side, one kept and one stretched.
+    outer = theta ** (2 / head_dim), frequencies[-1] * theta ** (-2 / head_dim)
+    points = zip([outer[0], *frequencies, outer[1]], [1.0, *parts, 0.0], strict=True)
+    line = _line(list(points), factor)
+    for low, high, original in USUAL if line is None else (*USUAL, line):
         made = [_divisor(f, factor, low, high, original) for f in frequencies]
         if all(math.isclose(a, b, rel_tol=TOLERANCE) for a, b in zip(made, divisors, strict=True)):
             return {
@@ -105,25 +108,20 @@ def _divisor(frequency: float, factor: float, low: float, high: float, original:
     return 1 / ((1 - s) / factor + s)
 
 
-def _through(
-    frequencies: Sequence[float], divisors: Sequence[float], factor: float
-) -> tuple[float, float, int] | None:
-    """Return low, high and original from two points of s; low is 1, as only ratios are known."""
-    points = [
-        (f, (1 / d - 1 / factor) / (1 - 1 / factor))
-        for f, d in zip(frequencies, divisors, strict=True)
-        if 1 + TOLERANCE < d < factor * (1 - TOLERANCE)
-    ]
-    if len(points) < 2:
+def _line(points: Sequence[tuple[float, float]], factor: float) -> tuple[float, float, int] | None:
+    """Return low, high and original from frequencies with their s; low is about 1, as only ratios
+    are known."""
+    inside = [(f, s) for f, s in points if TOLERANCE / factor < s < 1 - TOLERANCE]
+    # Two points far apart, against rounding errors. With fewer, any line will do that clips the
+    # others, and the steepest line between neighbours does.
+    ends = [(inside[0], inside[-1])] if len(inside) > 1 else list(pairwise(points))
+    slopes = [((s1 - s0) / (f1 - f0) if f1 != f0 else 0.0, f0, s0) for (f0, s0), (f1, s1) in ends]
+    slope, f0, s0 = max(slopes)
+    if slope <= 0 or (lowest := f0 - s0 / slope) <= 0:
         return None
-    (f0, s0), (f1, s1) = points[0], points[-1]  # far apart, against rounding errors
-    slope = (s1 - s0) / (f1 - f0)
-    offset = s0 - slope * f0  # -low / (high - low)
-    if not (slope > 0 > offset):
-        return None
-    high = 1 - 1 / offset
-    original = slope * (high - 1) * 2 * math.pi
-    return (1.0, high, round(original)) if 1 <= original < MAX_POSITIONS else None
+    original = min(max(1, round(2 * math.pi / lowest)), MAX_POSITIONS)
+    low, high = (original * f / (2 * math.pi) for f in (lowest, lowest + 1 / slope))
+    return low, high, original
 
 
 NEVER = 1e30  # divisor of the frequencies of pairs that are not rotated
