@@ -215,6 +215,9 @@ class OutputTokens(Participant[LaunchedTokens]):
         if output is None or not len(batch.sampling_rows) or batch.num_drafts is not None:
             return None
         slots = batch.slots[batch.sampling_rows]
+        # Complete before this step: the token that ended the text was read after the step was
+        # planned, or while the request was preempted.
+        step.ended.update(int(batch.sampling_rows[i]) for i in self.sampling.ended(slots))
         launched = self.sampler.launch(output, slots, self.table.num_tokens[slots])
         self.sampling.append_to_counts(slots, launched.token_ids)
         if self.newest is not None:
@@ -237,14 +240,10 @@ class OutputTokens(Participant[LaunchedTokens]):
         for i, failure in self._append_to_rules(expected, found.token_ids).items():
             step.errors[int(rows[i])] = describe(failure)
         for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
-            step.token_ids[row] = token
+            step.token_ids[row] = [] if row in step.ended else token
         ended = self.sampling.ended(expected.slots)
         kept = self.table.still(expected) if ended else None
-        for i, surplus in ended.items():
-            if kept is None or kept[i]:
-                step.ended.add(int(rows[i]))
-                if surplus:  # preempted before the token that ended it was read
-                    step.token_ids[int(rows[i])] = []
+        step.ended.update(int(rows[i]) for i in ended if kept is None or kept[i])
         for i, entry in found.logprobs.items():
             step.logprobs[int(rows[i])] = [entry]
         for i, reason in found.bad_rows.items():
