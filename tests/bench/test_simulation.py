@@ -142,7 +142,7 @@ def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
     assert all(one["requests"] == 30 and len(one["busy"]) == 2 for one in found)
     assert main.main(words[:-1]) == 0
     assert "round-robin" in capsys.readouterr().out
-    tiers = ["--num-blocks", "200", "--kv-tiers", "memory:1GiB,disk:DIR:9GiB"]
+    tiers = ["--num-blocks", "80", "--kv-tiers", "memory:1GiB,disk:DIR:9GiB"]
     assert main.main([*words, *tiers]) == 0
     assert json.loads(capsys.readouterr().out)[0]["loaded_tokens"] > 0
     assert main.main([*words[:-1], *tiers, "--rate", "2"]) == 0
