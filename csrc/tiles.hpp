@@ -217,6 +217,25 @@ KVIK_INLINE void clear_sums(const Span& s, int first_vector, int vectors) {
         for (int v = 0; v < vectors; v++) store(sums + m * kTile + v * kLanes, zero());
 }
 
+// Sums of integers without groups stay integers until the last span.
+KVIK_INLINE void start_integers(const Span& s, int first_vector, int vectors) {
+    float* sums = s.sums + first_vector * kLanes;
+    for (int m = 0; m < s.rows; m++) {
+        // minus the zero point times the sum of x: the weights are stored unsigned
+        const I32 x_sum = ibroadcast(s.x_sums[m * s.groups_stride]);
+        for (int v = 0; v < vectors; v++) istore(sums + m * kTile + v * kLanes, x_sum);
+    }
+}
+
+KVIK_INLINE void end_integers(const Span& s, int first_vector, int vectors) {
+    float* sums = s.sums + first_vector * kLanes;
+    for (int m = 0; m < s.rows; m++)
+        for (int v = 0; v < vectors; v++) {
+            float* sum = sums + m * kTile + v * kLanes;
+            store(sum, to_float(iload(sum)));
+        }
+}
+
 // How many four-bit products are summed in 16 bits before they are added to 32-bit sums: pairs of at
 // most 15 x 127 each. 1: where 32 bits cost no more.
 #if defined(KVIK_SHORT_PRODUCTS)
@@ -249,8 +268,10 @@ __attribute__((noinline)) void multiply_group(const Span& s, int first_vector, i
         const I32 x_sum = ibroadcast(x_sums[m * groups_stride]);
 #pragma GCC unroll 4
         for (int v = 0; v < kVectors; v++) {
-            acc[0][m][v] = kMinima ? izero() : packed_zeros ? short_mul(zeros[v], x_sum) : x_sum;
-            if (!kScaled && !s.first) acc[0][m][v] = iload(s.sums + m * kTile + (first_vector + v) * kLanes);
+            if (kScaled)
+                acc[0][m][v] = kMinima ? izero() : packed_zeros ? short_mul(zeros[v], x_sum) : x_sum;
+            else
+                acc[0][m][v] = iload(s.sums + m * kTile + (first_vector + v) * kLanes);
             if (kChains > 1) acc[kChains - 1][m][v] = izero();
         }
     }
@@ -320,7 +341,7 @@ __attribute__((noinline)) void multiply_group(const Span& s, int first_vector, i
             const I32 whole = kChains > 1 ? iadd(acc[0][m][v], acc[kChains - 1][m][v]) : acc[0][m][v];
             float* sum = sums + m * kTile + v * kLanes;
             if (!kScaled) {
-                s.last ? store(sum, to_float(whole)) : istore(sum, whole);
+                istore(sum, whole);
                 continue;
             }
             F32 total = fma(to_float(whole), mul(scale[v], x_scale), load(sum));
@@ -351,7 +372,15 @@ KVIK_INLINE void multiply_vectors(const Span& s, int first_vector) {
         else
             return multiply_floats<Tile, kRows, kVectors>;
     }();
-    if (!s.scales && (!kIsInteger<Tile> || s.steps)) return kMultiply(s, first_vector, 0, 0, s.steps);
+    if constexpr (!kIsInteger<Tile>) {
+        if (!s.scales) return kMultiply(s, first_vector, 0, 0, s.steps);
+    } else if constexpr (!Tile::kScaled) {
+        // Not in `multiply_group`: with a choice for each sum the compiler keeps the sums in memory.
+        if (s.first) start_integers(s, first_vector, kVectors);
+        if (s.steps) kMultiply(s, first_vector, 0, 0, s.steps);
+        if (s.last) end_integers(s, first_vector, kVectors);
+        return;
+    }
     if (s.first) clear_sums(s, first_vector, kVectors);
     for (int64_t group = 0, step = 0; step < s.steps; group++) {
         const int64_t last = step + s.group_steps < s.steps ? step + s.group_steps : s.steps;
