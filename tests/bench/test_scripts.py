@@ -23,7 +23,6 @@ pytestmark = [needs_native, pytest.mark.full, pytest.mark.usefixtures("forked")]
         "async_engine.py --streams 2 --tokens 8 --rounds 1",
         "cpu/sampling.py --vocab 1000 --threads 1",
         "drafters.py --contexts 100 --rows 2",
-        "kv_tiers.py first --tokens 256 --repeats 1",
         "shared_prefix.py --prefix 64 --requests 2 --rounds 1",
         f"speculation_lookup.py {ONCE} --methods ngram --kinds edit",
         "speculation_workloads.py --workloads 'short answers' --rounds 1 --methods ngram",
