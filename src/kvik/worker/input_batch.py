@@ -51,12 +51,13 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
     scheduled = np.array(plan.num_scheduled_tokens, np.int64)
     computed = table.num_computed[slots].astype(np.int64)
     seq_lens = computed + scheduled
-    starts = np.zeros(len(slots) + 1, np.int64)
-    scheduled.cumsum(out=starts[1:])
-    total = int(starts[-1])
+    total = plan.num_tokens
     if total == len(slots):  # only decodes
+        starts = np.arange(total + 1)
         token_slots, places = slots, computed
     else:
+        starts = np.zeros(len(slots) + 1, np.int64)
+        scheduled.cumsum(out=starts[1:])
         token_slots = slots.repeat(scheduled)
         places = (computed - starts[:-1]).repeat(scheduled) + np.arange(total)
     input_ids = table.token_ids[token_slots, places].astype(np.int64)
@@ -80,7 +81,8 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
 
     block_size = table.block_size
     max_blocks = -(-int(seq_lens.max()) // block_size)
-    block, offset = np.divmod(places, block_size)
+    block = places // block_size
+    offset = places - block * block_size
     query_start_loc = inputs.put("query_start_loc", starts.astype(np.int32))
     seq_lens_tensor = inputs.put("seq_lens", seq_lens.astype(np.int32))
     num_scheduled, contexts = tuple(plan.num_scheduled_tokens), tuple(seq_lens.tolist())

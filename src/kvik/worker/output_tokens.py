@@ -127,7 +127,9 @@ class StepSampler:
             token_ids = torch.zeros(rows, dtype=torch.int64, device=output.logits.device)
             for first, part in parts:
                 token_ids[first : first + len(part.token_ids)] = part.token_ids
-        tensors = [token_ids, *(tensor for _, part in parts for tensor in part.tensors)]
+        tensors = [token_ids]
+        for _, part in parts:
+            tensors += part.tensors
         return LaunchedTokens(token_ids, bad_rows, parts, self._copies.start(tensors))
 
 
@@ -217,7 +219,8 @@ class OutputTokens(Participant[LaunchedTokens]):
         slots = batch.slots[batch.sampling_rows]
         # Complete before this step: the token that ended the text was read after the step was
         # planned, or while the request was preempted.
-        step.ended.update(int(batch.sampling_rows[i]) for i in self.sampling.ended(slots))
+        for i in self.sampling.ended(slots):
+            step.ended.add(int(batch.sampling_rows[i]))
         launched = self.sampler.launch(output, slots, self.table.num_tokens[slots])
         self.sampling.append_to_counts(slots, launched.token_ids)
         if self.newest is not None:

@@ -146,7 +146,7 @@ class Sampled:
     def tensors(self) -> tuple[Tensor, ...]:
         """The tensors that `read` needs in addition to the tokens."""
         scores = () if self.scores is None else self.scores.tensors
-        return (*(top for top, _ in self.unchecked), *scores)
+        return (*[top for top, _ in self.unchecked], *scores)
 
     def read(self, token_ids: NDArray[np.int64], arrays: Sequence[NDArray[Any]]) -> Tokens:
         """Return the result on the host.
@@ -301,7 +301,7 @@ class Sampler:
 
 def _note_bad(bad_rows: dict[int, str], largest: NDArray[Any], reason: str) -> None:
     """Note the rows whose largest logit is NaN or infinite, and why they are bad."""
-    for row in np.flatnonzero(~np.isfinite(largest)).tolist():
+    for row in (~np.isfinite(largest)).nonzero()[0].tolist():
         bad_rows.setdefault(row, reason)
 
 
