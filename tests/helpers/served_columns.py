@@ -148,7 +148,7 @@ def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
                 found.update({output.request_id: output for output in processed.finished})
         return [found[request.request_id] for request in rounds[-1]], loops[1].stats()
     finally:
-        for loop in loops:
+        for loop in reversed(loops):  # the borrower first: it may still be ending leases
             loop.close()
 
 
@@ -190,7 +190,7 @@ def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
         assert handed
         return [found[request.request_id] for request in rounds[-1]], loops[1].stats()
     finally:
-        for loop in loops:
+        for loop in reversed(loops):  # the borrower first: it may still be ending leases
             loop.close()
 
 
