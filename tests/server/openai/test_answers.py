@@ -46,7 +46,7 @@ def test_a_prompt_counts_once_and_each_choice_by_itself() -> None:
         "prompt_tokens": 12,
         "completion_tokens": 7,
         "total_tokens": 19,
-        "prompt_tokens_details": {"cached_tokens": 4},
+        "prompt_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
     }
 
 

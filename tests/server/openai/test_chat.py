@@ -83,6 +83,16 @@ def test_cached_tokens_are_reported(chat: Any) -> None:
     assert cached is not None and 0 < cached < answer.usage.prompt_tokens
 
 
+def test_what_a_key_keeps_in_the_cache_is_counted_when_it_is_computed(chat: Any) -> None:
+    text = "A short tale of a dog that sat on a log and ate a frog. " * 4
+    asked: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+    first, second = (chat(**asked, prompt_cache_key="dog").usage for _ in range(2))
+    written = first.prompt_tokens_details.cache_write_tokens
+    assert 0 < written < first.prompt_tokens
+    details = second.prompt_tokens_details
+    assert (details.cached_tokens, details.cache_write_tokens) == (written, 0)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_many_choices(chat: Any, stream: bool) -> None:
     asked: Any = {"n": 3, "seed": 7, "max_tokens": 12}

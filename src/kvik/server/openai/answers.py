@@ -73,6 +73,7 @@ def speculation_of(outputs: Sequence[RequestOutput]) -> Speculation | UnsetType:
 
 class PromptDetails(Struct):
     cached_tokens: int  # found in the prefix cache
+    cache_write_tokens: int  # computed and pinned
 
 
 class CompletionDetails(Struct):
@@ -148,7 +149,10 @@ def usage_of(
         prompt,
         completion,
         prompt + completion,
-        PromptDetails(sum(output.num_cached_tokens for output in outputs)),
+        PromptDetails(
+            sum(output.num_cached_tokens for output in outputs),
+            sum(output.num_pinned_tokens for output in outputs),
+        ),
         details,
         speculation_of(outputs),
     )
