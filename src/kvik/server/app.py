@@ -54,6 +54,7 @@ from kvik.server.server import Drain, Server, assemble
 from kvik.server.texts import Texts
 from kvik.server.tracing import Tracing, otlp_exporter
 from kvik.server.transfer import MOVES_HEADER, RESUMED_HEADER, read_resumption
+from kvik.server.unhonoured import NOTHING_KEPT
 
 log = logging.getLogger(__name__)
 access_log = logging.getLogger("kvik.access")
@@ -63,6 +64,17 @@ NO_CREDENTIALS = {"www-authenticate": 'Bearer realm="kvik"'}
 PROBES = ("/health", "/ping", "/ready", "/metrics")
 MAX_LOGGED_PATH = 200
 MAX_COMPARED = 64  # characters of an unknown path
+BATCHES = "kvik generate --prompts FILE answers a batch file"
+# What the paths of OpenAI's and Anthropic's APIs that this server lacks begin with -> what to do.
+ABSENT: Mapping[str, str] = {
+    "/v1/responses/input_tokens": "/tokenize and /v1/messages/count_tokens count tokens",
+    "/v1/responses/": NOTHING_KEPT,
+    "/v1/conversations": NOTHING_KEPT,
+    "/v1/chat/completions/": NOTHING_KEPT,
+    "/v1/files": BATCHES,
+    "/v1/batches": BATCHES,
+    "/v1/messages/batches": BATCHES,
+}
 MAX_REPORTED_FIELDS = 256  # unknown fields that the log warns of, once each
 
 
@@ -234,8 +246,10 @@ class App:
             allowed = ", ".join(sorted(methods))
             message = f"this path takes {allowed}"
             return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
+        full = path if path.startswith("/v1/") else f"/v1{path}"
         described = sorted({route.path for route in self.routes if route.note})
-        hint = did_you_mean(path[:MAX_COMPARED], described)
+        hint = next((what for start, what in ABSENT.items() if full.startswith(start)), None)
+        hint = hint or did_you_mean(path[:MAX_COMPARED], described)
         message = "there is nothing at this path" + (f"; {hint}" if hint else "")
         return HttpError(404, message, code="not_found")
 

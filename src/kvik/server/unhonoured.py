@@ -17,6 +17,7 @@ Table = Mapping[str, tuple[Sequence[object], str]]
 
 NOTHING: Table = {}
 
+NOTHING_KEPT = "the server keeps no conversations: send all of it"
 STRUCTURED = "give response_format or structured_outputs"
 BEAMS = "beam search is not supported"
 

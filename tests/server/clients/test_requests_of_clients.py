@@ -459,6 +459,25 @@ def test_requests_before_the_first_prompt(locked: Site, program: str, path: str,
     assert ask(locked.server, "GET", path).status == (401 if key else 200)
 
 
+@pytest.mark.parametrize("base", ["/v1", ""])
+def test_what_would_be_stored_is_not_found_for_the_same_reason(locked: Site, base: str) -> None:
+    body = {"input": "Once", "previous_response_id": "resp_1"}
+    reason = ask(locked.server, "POST", f"{base}/responses", body, **KEY).error["message"]
+    for method, path in (
+        ("GET", "/responses/resp_1"),
+        ("DELETE", "/responses/resp_1"),
+        ("POST", "/responses/resp_1/cancel"),
+        ("POST", "/responses/compact"),
+        ("GET", "/chat/completions/chatcmpl-1"),
+    ):
+        missing = ask(locked.server, method, f"{base}{path}", {}, **KEY)
+        assert missing.status == 404
+        assert missing.error["message"].endswith(reason.split(": ", 2)[-1])
+    for path in ("/responses/input_tokens", "/batches"):
+        hint = ask(locked.server, "POST", f"{base}{path}", {}, **KEY).error["message"]
+        assert "tokenize" in hint or "kvik generate" in hint
+
+
 @pytest.mark.parametrize("path", [*SAMPLING, VECTORS])
 def test_a_base_url_may_lack_its_end(locked: Site, path: str) -> None:
     body = SAMPLING.get(path, {"input": "Once"})

@@ -34,7 +34,7 @@ from kvik.server.route import caller_of, context_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 from kvik.server.tools import AnswerForm, Function, ToolUse
-from kvik.server.unhonoured import SAMPLING, Table, missing
+from kvik.server.unhonoured import NOTHING_KEPT, SAMPLING, Table, missing
 from kvik.text.chat_template import MAX_MESSAGES
 from kvik.text.tool_calls import AnswerDelta
 from kvik.text.tool_grammar import ToolMode
@@ -121,12 +121,11 @@ class ResponsesRequest(TreatmentFields, kw_only=True):
     user: Any = None
 
 
-_STATE = "the server keeps no conversations: send all of it"
 UNHONOURED: Table = {
     **SAMPLING,
     **missing(ResponsesRequest.__struct_fields__),
-    "previous_response_id": ((), _STATE),
-    "conversation": ((), _STATE),
+    "previous_response_id": ((), NOTHING_KEPT),
+    "conversation": ((), NOTHING_KEPT),
     "background": ((False,), "answers are not kept"),
     "prompt": ((), "the server keeps no prompts"),
     "max_tool_calls": ((), "the server calls no tools"),
