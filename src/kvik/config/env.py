@@ -56,7 +56,10 @@ def environment_options(
         try:
             options[option.name] = _parse(option, text)
         except ValueError:
-            raise ConfigError(variable, f"must be {option.expects}, not {text[:60]!r}") from None
+            reason = f"must be {option.expects}, not {text[:60]!r}"
+            if option.kind.repeats:  # no entry
+                reason = "is set, but empty: unset it for the default"
+            raise ConfigError(variable, reason) from None
     return translated(options) if kind is EngineConfig else options
 
 
