@@ -127,7 +127,7 @@ class RequestContext:
         request_id: random; also the header `x-kvik-request-id`.
         caller: set before a handler runs.
         budget: limits reading of the body.
-        ignored_fields: unknown fields of the body; also the header `x-kvik-ignored-fields`.
+        ignored_fields: fields of the body without effect; also the header `x-kvik-ignored-fields`.
     """
 
     request_id: str

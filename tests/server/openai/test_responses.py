@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from typing import Any
 
 import httpx2
@@ -251,11 +252,18 @@ def test_fields_without_effect_are_reported(site: Site) -> None:
     assert answer.headers["x-kvik-ignored-fields"] == "tools.note.format, text.verbosity"
 
 
-def test_an_effort_is_reported_as_ignored_without_reasoning() -> None:
-    with story_site(openai_routes, template="{{ messages[-1].content }}") as plain:
+def test_an_effort_is_reported_as_ignored_without_reasoning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with (
+        caplog.at_level(logging.WARNING, "kvik.access"),
+        story_site(openai_routes, template="{{ messages[-1].content }}") as plain,
+    ):
         body = {"input": ASKED, "max_output_tokens": 2, "reasoning": {"effort": "low"}}
         answer = httpx2.post(f"{plain.url}/v1/responses", json=body)
     assert answer.headers["x-kvik-ignored-fields"] == "reasoning.effort"
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert "reasoning.effort" in line and "unknown" not in line and "mean" not in line
 
 
 def test_tools_of_the_host_are_left_out_and_told(client: openai.OpenAI) -> None:
