@@ -99,6 +99,18 @@ async def test_keys_and_hosts_hold_below_another_app():
         assert refused.status_code == 403
 
 
+async def test_the_format_of_tool_calls_is_the_one_of_the_options():
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    body = {"messages": [{"role": "user", "content": "Hi"}], "tools": tools, "max_tokens": 1}
+    async with engine_of() as engine:  # whose template shows no format
+        for options, status in (({}, 400), ({"tool_format": "hermes"}, 200)):
+            async with served_below("/a", engine, **options) as client:
+                answer = await client.post("/a/v1/chat/completions", json=body)
+                assert answer.status_code == status
+        with pytest.raises(ConfigError, match="tool_format"):
+            build_app(engine, tool_format="herms")
+
+
 async def test_a_client_that_goes_away_frees_its_request():
     async with engine_of() as engine, served_below("/a", engine) as client:
         body = {"prompt": "Once", "max_tokens": 100, "n": 8, "ignore_eos": True, "stream": True}

@@ -80,7 +80,12 @@ def build_app(engine: LoadedEngine, **options: Any) -> EngineApp:
     names = model_names(config, engine.model, Path(engine.resolved.runner.model_path))
     keys = read_keys(config.api_key, config.api_key_file)
     server, app = complete_app(
-        config, engine.client, engine.texts, engine.default_params, keys, names
+        config,
+        engine.client,
+        engine.texts.with_format(config.tool_format),
+        engine.default_params,
+        keys,
+        names,
     )
     engine.client.add_sink(server.generations.take)
     return EngineApp(engine, app)

@@ -197,7 +197,6 @@ class Texts:
         tool_format: str = AUTO,
         model: ModelFacts | None = None,
     ) -> None:
-        check_tool_format(tool_format)
         self._model = model
         self.tokenizer = tokenizer
         self.max_model_len = max_model_len
@@ -205,7 +204,7 @@ class Texts:
         self._places = FairSemaphore(THREADS)
         self._quota = TextQuota()
         self._templates: Templates | None = None
-        self._format: Future[AnswerFormat] = Future()
+        self._format: Future[AnswerFormat]
         self._grammars = None if tokenizer is None else GrammarCheck(tokenizer)
         self._checks = FairSemaphore(1)
         self._no_template = "this model has no tokenizer"
@@ -221,14 +220,31 @@ class Texts:
             self._format = self._threads.submit(answer_format, tokenizer)
             self._format.add_done_callback(_tell_format)
         else:
-            found = PLAIN_FORMAT if tokenizer is None else answer_format(tokenizer, tool_format)
-            self._format.set_result(found)
+            self._set_format(tool_format)
         self._tenant = ""
 
     @property
     def form(self) -> AnswerFormat:
         """The format of the model's answers."""
         return self._format.result()
+
+    def with_format(self, tool_format: str) -> Texts:
+        """Return a copy for another format of tool calls; "auto" keeps this one.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        other = copy.copy(self)
+        if tool_format != AUTO:
+            other._set_format(tool_format)
+        return other
+
+    def _set_format(self, tool_format: str) -> None:
+        check_tool_format(tool_format)
+        self._format = Future()
+        self._format.set_result(
+            PLAIN_FORMAT if self.tokenizer is None else answer_format(self.tokenizer, tool_format)
+        )
 
     def of(self, tenant: str) -> Texts:
         """Return a copy for another tenant; tenants share threads and processes fairly."""
