@@ -51,6 +51,7 @@ def answers(tmp_path: Path) -> dict[str, Any]:
         ([entry("a"), '{"custom_id": "b", "url": "/", "body": []}'], ["line 2", "body"]),
         ([entry("a").replace("POST", "GET")], ["line 1", "method"]),
         ([entry("a"), '{"custom_id": '], ["line 2"]),
+        (['{"messages": [{"custom_id": "a"}]}', '{"prompt": 1}'], ["line 2", "prompt"]),  # no batch
     ],
 )
 def test_bad_lines_are_named_before_anything_is_computed(

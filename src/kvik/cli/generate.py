@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -219,7 +219,7 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
     if path is not None and not (Path(path).parent.is_dir() and can_write(Path(path))):
         raise ParamError("output", f"cannot write {path!r}")
     options = engine_options(arguments, words[0] if words else "")
-    if re.search(r'"custom_id"\s*:', texts[0][1]):  # inside a string, quotes are escaped
+    if _is_of_batch(texts[0][1]):
         if given:
             raise ParamError(next(iter(given)), "must be in the body of each line of a batch")
         return _answer_batch(texts, path, options, verbose=arguments.verbose)
@@ -325,6 +325,14 @@ def _read(path: str) -> list[tuple[int, str]]:
     if not found:
         raise ParamError("prompts", f"{path!r} has no prompt")
     return found
+
+
+def _is_of_batch(text: str) -> bool:
+    """Return whether a line is a request in the format of OpenAI's Batch API."""
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text)
+        return isinstance(value, dict) and "custom_id" in value
+    return False
 
 
 def _line(number: int, text: str) -> Line:
