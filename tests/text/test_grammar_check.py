@@ -124,6 +124,16 @@ def test_a_process_that_dies_is_replaced(check: GrammarCheck, tokenizer: Tokeniz
         mortal.close()
 
 
+@pytest.mark.full
+def test_a_process_that_was_stopped_is_replaced(check: GrammarCheck) -> None:
+    check.checked(params({"regex": "a"}))
+    first = check.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    assert check.checked(params({"regex": "b"}))
+    assert check.pid not in (None, first)
+
+
 def test_threads_may_share_a_check(check: GrammarCheck) -> None:
     found: dict[int, str] = {}
 

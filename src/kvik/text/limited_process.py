@@ -8,6 +8,7 @@ answers each frame with one frame.
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -57,7 +59,8 @@ class LimitedProcess:
     """The parent's handle of the child; threads may share it.
 
     The child starts with the first question and lives until `close`. If it takes too long or ends,
-    the next question starts a new one.
+    the next question starts a new one. If it took too long without computing, as one does that was
+    stopped or has no core, the question is not to blame: a new child gets it too.
 
     Args:
         command: starts the child.
@@ -109,9 +112,10 @@ class LimitedProcess:
                 except BaseException as error:
                     # Also after Ctrl-C, or else the next question would read this answer.
                     self._end()
-                    late = isinstance(error, TimeoutError)  # which is an OSError
-                    if isinstance(error, (EOFError, OSError)) and not is_new and not late:
-                        continue  # it may have died while it was idle
+                    lost = isinstance(error, (EOFError, OSError)) and not is_new
+                    # TimeoutError is an OSError.
+                    if lost and (child.was_idle or not isinstance(error, TimeoutError)):
+                        continue  # it may have died, or been stopped, while it was idle
                     raise
 
     def close(self) -> None:
@@ -139,6 +143,7 @@ class _Child:
         self._stdin, self._stdout = self._process.stdin, self._process.stdout
         self._max_answer = max_answer
         self._is_late = False
+        self.was_idle = False  # when it was late
 
     @property
     def pid(self) -> int:
@@ -146,7 +151,7 @@ class _Child:
 
     def exchange(self, frame: bytes, seconds: float) -> bytes:
         """Send a frame and return the answer; raises the errors of `LimitedProcess.ask`."""
-        timer = threading.Timer(seconds, self._kill_late)
+        timer = threading.Timer(seconds, self._kill_late, (seconds, self._cpu_time()))
         timer.daemon = True
         timer.start()
         try:
@@ -171,9 +176,17 @@ class _Child:
         self._stdout.close()
         self._process.wait()
 
-    def _kill_late(self) -> None:
-        self._is_late = True
+    def _kill_late(self, seconds: float, before: float) -> None:
+        self._is_late, self.was_idle = True, self._cpu_time() - before < seconds / 2
         self.kill()
+
+    def _cpu_time(self) -> float:
+        """Return the seconds that it has computed; NaN if the system does not say."""
+        try:
+            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return math.nan
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # The child's side.
