@@ -294,6 +294,9 @@ def test_without_servers_requests_fail_until_one_returns(monkeypatch: pytest.Mon
         until(lambda: not made.proxy.upstreams[1].healthy)
         found = made.post("x")
         assert found.status == 503 and "it rests" in found.error["message"]
+        found = ask(made.front, "POST", "/v1/messages", {})
+        assert found.json["error"]["type"] == "overloaded_error"
+        assert found.headers["x-should-retry"] == "true"
         assert ask(made.front, "GET", "/health").status == 503
         made.backends[0].healthy = True
         until(lambda: made.proxy.upstreams[0].healthy)

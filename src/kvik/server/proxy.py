@@ -28,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 from kvik.core.block_pool import HASH_BYTES
 from kvik.core.routing import ReplicaChoice, ReplicaRouter
 from kvik.errors import KvikError
+from kvik.server.errors import RETRY, HttpError, in_messages
 from kvik.server.route import break_connection, limit_unread
 from kvik.server.transfer import (
     MAX_RESUMPTION,
@@ -73,6 +74,7 @@ NOT_PASSED_ON = HOP_BY_HOP | {
     *(MOVES_HEADER.encode(), RESUMED_HEADER.encode()),
 }
 LET_GO_SECONDS = 10.0  # time after which a server that handed over a request may go
+CLOSE = {"connection": "close"}
 RETRIED = (502, 503, 504)  # another server may succeed
 GENERATES = re.compile(r"/(chat/completions|completions?|messages|responses|generate)$")
 SAFE_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
@@ -345,11 +347,10 @@ class Proxy:
             log.warning("%s does not continue what other servers began: %s", one.url, reason)
         one.refusal = reason
 
-    def unavailable(self) -> Response:
-        """Return the answer when no server is available."""
+    def unavailable(self) -> HttpError:
+        """Return the error when no server is available."""
         message = f"no server is there to answer: {self._reasons()}"
-        error = {"message": message, "type": "server_error", "param": None, "code": "unavailable"}
-        return _json(503, {"error": error}, {"retry-after": "1"})
+        return HttpError(503, message, code="unavailable", headers=RETRY)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -535,7 +536,7 @@ class _Passing:
             if choice is None and tried:  # retry the same one, in case it only closed a connection
                 choice = self._proxy.choose(request, ())
             if choice is None:
-                await self._proxy.unavailable()(self._scope, self._receive, self._send)
+                await self._refuse(self._proxy.unavailable())
                 return
             if not tried:
                 headers += await self._prefilled(choice, request)
@@ -554,19 +555,19 @@ class _Passing:
                 async with asyncio.timeout(BODY_SECONDS):
                     part = await anext(stream, None)
             except TimeoutError:
-                await self._refuse(408, "the body does not come")
+                await self._refuse(HttpError(408, "the body does not come", headers=CLOSE))
                 return None
             if part is None:
                 return b"".join(parts)
             parts.append(part)
             size += len(part)
             if size > MAX_BODY:
-                await self._refuse(413, f"the body is longer than {MAX_BODY} bytes")
+                message = f"the body is longer than {MAX_BODY} bytes"
+                await self._refuse(HttpError(413, message, headers=CLOSE))
                 return None
 
-    async def _refuse(self, status: int, message: str) -> None:
-        error = {"message": message, "type": "invalid_request_error", "param": None, "code": None}
-        response = _json(status, {"error": error}, {"connection": "close"})
+    async def _refuse(self, error: HttpError) -> None:
+        response = error.response(anthropic=in_messages(self._scope["path"]))
         await response(self._scope, self._receive, self._send)
 
     def _prompt(self, body: bytes) -> tuple[list[bytes], int, str]:
@@ -607,7 +608,7 @@ class _Passing:
                 return True
             if again:
                 return False
-            await proxy.unavailable()(self._scope, self._receive, self._send)
+            await self._refuse(proxy.unavailable())
             return True
         finally:
             share = cached_share(tail or b"")
@@ -803,13 +804,9 @@ class _Passing:
             raise ClientDisconnect from None
 
 
-def _json(status: int, body: object, headers: Mapping[str, str] | None = None) -> Response:
-    return Response(
-        msgspec.json.encode(body),
-        status,
-        {"cache-control": "no-store", **(headers or {})},
-        "application/json",
-    )
+def _json(status: int, body: object) -> Response:
+    headers = {"cache-control": "no-store"}
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 def _described(error: Exception) -> str:
