@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -144,6 +145,21 @@ def test_truncated_and_broken_calls_are_no_errors(dialect: Dialect) -> None:
         assert all(delta.index < 6 for delta in noisy)
     nothing = "No call <tool_cal"
     assert found(parsed(made, *nothing)) == (nothing, [])
+
+
+@pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
+def test_a_call_that_is_cut_off_neither_looks_complete_nor_leaves_markers(
+    dialect: Dialect, tokens: bool
+) -> None:
+    made = form(dialect, tokens=tokens)
+    text = made.marked(written(dialect, CALLS[:1]))
+    for cut in range(len(text)):
+        whole = parsed(made, text[:cut])
+        if any(delta.name for delta in whole) and not dialect.pythonic:
+            assert not any(delta.text for delta in whole), cut
+        with suppress(ValueError):
+            assert found(whole)[1] in ([], CALLS[:1]), cut
 
 
 def test_spelled_markers_are_text_where_they_are_tokens() -> None:

@@ -140,6 +140,8 @@ class ToolCallParser:
             self._at = 0
             if not (yield from self._literal(self._end)):
                 self._at = 0
+                self._skip_cut_off(self._between)
+                self._skip_cut_off(self._end)
             self._drop(self._at)
             return True
 
@@ -167,7 +169,10 @@ class ToolCallParser:
                 self._begin_call(name, given)
                 fits = yield from self._arguments(self._tools[name], follows)
             if not fits:
-                return self.num_calls > first  # a call that has begun is not undone
+                begun = self.num_calls > first  # then it is not undone
+                if begun and n % 2 == 0:
+                    self._skip_cut_off(part)
+                return begun
         return True
 
     def _begin_call(self, name: str, given: str) -> None:
@@ -228,6 +233,8 @@ class ToolCallParser:
             self._drop(self._at)
             if not (yield from self._literal(before)):
                 self._at = 0
+                if self._skip_cut_off(before):
+                    return False
                 self._add("{}" if separator == "{" else "}")
                 return True
             key, fits = yield from self._up_to(middle)
@@ -306,6 +313,13 @@ class ToolCallParser:
             if self._closed or not text.startswith(there):
                 return False
             yield
+
+    def _skip_cut_off(self, text: str) -> bool:
+        """Read the rest of an answer that ends where a literal text, or its rest, should follow;
+        return whether it does."""
+        ends = self._closed and text.startswith(self._text[self._at :])
+        self._at = len(self._text) if ends else self._at
+        return ends
 
     def _up_to(self, *texts: str) -> Generator[None, None, tuple[str, bool]]:
         """Read up to the first of some texts, exclusive; return what was read, and whether one was
