@@ -41,7 +41,7 @@ from kvik.server.route import caller_of, context_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 from kvik.server.tools import PLAIN_ANSWER, AnswerForm, Function, ToolUse, check_budget
-from kvik.server.unhonoured import SAMPLING, Table, missing
+from kvik.server.unhonoured import NOTHING_KEPT, SAMPLING, Table, missing
 from kvik.text.answer_format import AnswerReader
 from kvik.text.tool_calls import AnswerDelta
 from kvik.text.tool_grammar import ToolMode
@@ -165,11 +165,9 @@ MESSAGES: Table = {
     "chat_template": ((), "the template is the model's own"),
     "chat_template_kwargs": (({},), _ELSEWHERE),
     "container": ((), "there are no containers"),
-    "thread": ((), "the server keeps no conversations: send all of it"),
+    "thread": ((), NOTHING_KEPT),
     "stop": (([], ""), "give stop_sequences"),
     "repeat_penalty": ((1,), _ELSEWHERE),
-    "n_predict": ((), "give max_tokens"),
-    "max_completion_tokens": ((), "give max_tokens"),
 }
 
 

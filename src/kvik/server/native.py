@@ -84,7 +84,6 @@ class TextPiece(Struct):
 UNHONOURED: Table = {
     **SAMPLING,
     **missing(GenerateRequest.__struct_fields__),
-    "max_completion_tokens": ((), "give max_tokens"),
 }
 
 

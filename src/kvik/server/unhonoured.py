@@ -33,8 +33,20 @@ _PENALISED = (
 _WHOLE = "penalties count all tokens of the prompt and the output"
 _GUIDED = "there is no guidance by a second prompt"
 _ADAPTERS = "there are no adapters"
-_COUNTED = "give max_tokens"
 _FIXED_ORDER = "the order of the samplers is fixed"
+
+
+LIMITS = (
+    *("max_tokens", "max_completion_tokens", "max_output_tokens"),
+    *("max_new_tokens", "num_predict", "n_predict"),
+)
+
+
+def limited_by(name: str) -> Table:
+    """Return the fields with which other routes and engines limit the output, refused in favour of
+    this one."""
+    return dict.fromkeys(LIMITS, ((), f"give {name}"))
+
 
 # Fields of other engines (vLLM, SGLang, llama.cpp, TGI, Ollama, text-generation-webui) and their
 # clients, for every route that samples. A parameter that has no effect unless another one enables
@@ -106,8 +118,8 @@ SAMPLING: Table = {
     "early_stopping": (_OFF, BEAMS),
     # where the output begins and ends
     "best_of": ((1, *_OFF), "give n"),
-    "max_new_tokens": ((), _COUNTED),
-    "num_predict": ((), _COUNTED),
+    **limited_by("max_tokens"),
+    "thinking_token_budget": ((), "it is for /v1/chat/completions"),
     "min_new_tokens": (_OFF, "give min_tokens"),
     "min_length": (_OFF, "give min_tokens"),
     "stop_regex": (("", []), "give stop"),

@@ -373,6 +373,7 @@ OTHERS: dict[str, tuple[Any, list[Any]]] = {
     "best_of": (2, [1]),
     "beam_width": (True, [1]),  # true is not 1
     "max_new_tokens": (5, [None]),
+    "max_output_tokens": (5, [None]),
     "stop_regex": ("a+", [""]),
 }
 

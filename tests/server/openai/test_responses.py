@@ -232,6 +232,9 @@ def test_a_schema(client: openai.OpenAI) -> None:
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"max_output_tokens": 100_000}, "max_output_tokens"),
         ({"guided_regex": "a+"}, "guided_regex"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget"),
     ],
 )
 def test_what_is_refused(client: openai.OpenAI, body: dict[str, Any], param: str) -> None:

@@ -69,7 +69,6 @@ class CompletionRequest(GenerationFields, kw_only=True):
 
 COMPLETION: Table = {
     **SAMPLING,
-    "max_completion_tokens": ((), "give max_tokens"),
     "top_logprobs": ((), "give logprobs"),
     "suffix": (("",), "insertion is not supported"),
     "prompt_embeds": ((), "prompts are text or token ids"),

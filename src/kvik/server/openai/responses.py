@@ -34,7 +34,7 @@ from kvik.server.route import caller_of, context_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
 from kvik.server.tools import AnswerForm, Function, ToolUse
-from kvik.server.unhonoured import NOTHING_KEPT, SAMPLING, Table, missing
+from kvik.server.unhonoured import NOTHING_KEPT, SAMPLING, Table, limited_by, missing
 from kvik.text.chat_template import MAX_MESSAGES
 from kvik.text.tool_calls import AnswerDelta
 from kvik.text.tool_grammar import ToolMode
@@ -124,6 +124,8 @@ class ResponsesRequest(TreatmentFields, kw_only=True):
 UNHONOURED: Table = {
     **SAMPLING,
     **missing(ResponsesRequest.__struct_fields__),
+    **limited_by("max_output_tokens"),
+    "reasoning_effort": ((), "give reasoning.effort"),
     "previous_response_id": ((), NOTHING_KEPT),
     "conversation": ((), NOTHING_KEPT),
     "background": ((False,), "answers are not kept"),
