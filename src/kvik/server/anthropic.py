@@ -433,7 +433,7 @@ def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | No
         functions,
         choice=choices.get(asked.type, "auto"),
         allowed=[asked.name or ""] if named else None,
-        one=bool(asked.disable_parallel_tool_use),
+        one=named or bool(asked.disable_parallel_tool_use),
     )
 
 

@@ -35,10 +35,7 @@ def asked(**changes: Any) -> dict[str, Any]:
     ("choice", "names"),
     [
         (ONE, {"get_weather", "now"}),
-        (
-            {"type": "tool", "name": "get_weather", "disable_parallel_tool_use": True},
-            {"get_weather"},
-        ),
+        ({"type": "tool", "name": "get_weather"}, {"get_weather"}),
     ],
     ids=["any", "tool"],
 )
