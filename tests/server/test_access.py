@@ -272,6 +272,7 @@ def test_every_key_is_compared_even_after_a_match(monkeypatch: pytest.MonkeyPatc
         ("", "holds no key"),
         ("# nothing", "holds no key"),
         ("x: \u00fc", "printable ASCII"),
+        (f"x: sha256:{'0' * 63}", "64 hexadecimal"),
     ],
 )
 def test_a_wrong_file_is_refused_and_no_key_shown(tmp_path: Path, text: str, message: str) -> None:

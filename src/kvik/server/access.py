@@ -145,6 +145,8 @@ def _digest(field: str, text: str) -> bytes:
     hashed = HASHED.fullmatch(text)
     if hashed:
         return bytes.fromhex(hashed[1])
+    if text.startswith("sha256:"):  # which is no secret, so it must not be taken for the key itself
+        raise ConfigError(field, "needs 64 hexadecimal digits behind sha256:")
     if not text or text != text.strip() or not text.isascii() or not text.isprintable():
         raise ConfigError(field, "must be printable ASCII text without spaces around it")
     return sha256(text.encode()).digest()
