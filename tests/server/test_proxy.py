@@ -259,6 +259,10 @@ def test_requests_lost_before_the_first_byte_are_retried_once():
         found = made.post("x")
         assert found.status == 503 and made.servers[0].url in found.error["message"]
         assert len(made.backends[0].requests) == 2
+    with site(Backend("a", die), Backend("b", die), Backend("c", die)) as made:
+        message = made.post("x").error["message"]
+        asked = [server.url in message for server in made.servers]
+        assert asked == [bool(backend.requests) for backend in made.backends]
 
 
 def test_requests_lost_later_are_not_retried():

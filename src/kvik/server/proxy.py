@@ -347,9 +347,14 @@ class Proxy:
             log.warning("%s does not continue what other servers began: %s", one.url, reason)
         one.refusal = reason
 
-    def unavailable(self) -> HttpError:
-        """Return the error when no server is available."""
-        message = f"no server is there to answer: {self._reasons()}"
+    def unavailable(self, errors: Mapping[str, str]) -> HttpError:
+        """Return the error when no server is available, or those that were asked failed.
+
+        Args:
+            errors: URLs of the servers that were asked -> how they failed.
+        """
+        reasons = "; ".join(f"{url}: {error}" for url, error in errors.items()) or self._reasons()
+        message = f"no server is there to answer: {reasons}"
         return HttpError(503, message, code="unavailable", headers=RETRY)
 
     # -- inside ----------------------------------------------------------------------------------
@@ -358,7 +363,7 @@ class Proxy:
         return {i for i, one in enumerate(self.upstreams) if one.role == "prefill"}
 
     def _reasons(self) -> str:
-        return "; ".join(f"{one.url}: {one.reason or 'it failed'}" for one in self.upstreams)
+        return "; ".join(f"{one.url}: {one.reason}" for one in self.upstreams)
 
     def _set(self, number: int, reason: str) -> None:
         one = self.upstreams[number]
@@ -517,6 +522,7 @@ class _Passing:
         self._receive = receive
         self._send = send
         self._begun = False  # a byte of the answer was sent to the client
+        self._errors: dict[str, str] = {}  # URLs of the servers that were asked -> how they failed
 
     async def run(self) -> None:
         body = await self._body()
@@ -536,7 +542,7 @@ class _Passing:
             if choice is None and tried:  # retry the same one, in case it only closed a connection
                 choice = self._proxy.choose(request, ())
             if choice is None:
-                await self._refuse(self._proxy.unavailable())
+                await self._refuse(self._proxy.unavailable(self._errors))
                 return
             if not tried:
                 headers += await self._prefilled(choice, request)
@@ -565,6 +571,9 @@ class _Passing:
                 message = f"the body is longer than {MAX_BODY} bytes"
                 await self._refuse(HttpError(413, message, headers=CLOSE))
                 return None
+
+    def _failed(self, choice: ReplicaChoice, reason: str) -> None:
+        self._errors[self._proxy.upstreams[choice.replica].url] = reason
 
     async def _refuse(self, error: HttpError) -> None:
         response = error.response(anthropic=in_messages(self._scope["path"]))
@@ -598,6 +607,7 @@ class _Passing:
             tail = await (passing if request.resumed else self._unless_gone(passing))
             return tail is not None
         except UpstreamError as error:
+            self._failed(choice, str(error))
             if not error.closed or not again:
                 proxy.failed(choice.replica, str(error))
             if request.resumed is not None and not request.resumed.begun:
@@ -608,7 +618,7 @@ class _Passing:
                 return True
             if again:
                 return False
-            await self._refuse(proxy.unavailable())
+            await self._refuse(proxy.unavailable(self._errors))
             return True
         finally:
             share = cached_share(tail or b"")
@@ -761,6 +771,7 @@ class _Passing:
                 proxy.refused(choice.replica, reason)
                 return None
             if answer.status in RETRIED and again:
+                self._failed(choice, f"it answers with status {answer.status}")
                 return None
             passed = passed_on(answer.raw_headers, HOP_BY_HOP)
             limit_unread(scope, BODY_SECONDS)
