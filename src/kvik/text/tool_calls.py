@@ -276,7 +276,7 @@ class ToolCallParser:
 
     def _python(self) -> Steps:
         """Read keyword arguments, which are parsed when their bracket closes."""
-        depth, quote, escaped, place = 1, "", False, 0
+        depth, quote, escaped, place, whole = 1, "", False, 0, 0
         while True:
             while place < len(self._text):
                 char = self._text[place]
@@ -289,6 +289,8 @@ class ToolCallParser:
                     depth += 1
                 elif char in ")]}":
                     depth -= 1
+                elif char == "," and depth == 1:
+                    whole = place
                 if depth == 0:
                     found = _keywords(self._text[:place])
                     if found is None:
@@ -297,7 +299,9 @@ class ToolCallParser:
                     self._drop(place)
                     return True
                 place += 1
-            if self._closed:
+            if self._closed:  # then the arguments that are whole, without the end of their object
+                self._add((_keywords(self._text[:whole]) or "{}")[:-1])
+                self._drop(len(self._text))
                 return False
             yield
 
