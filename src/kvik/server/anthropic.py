@@ -24,7 +24,7 @@ from kvik.server.anthropic_prompt import (
     make_prompt,
     read_conversation,
 )
-from kvik.server.errors import rename_fields
+from kvik.server.errors import HttpError, rename_fields
 from kvik.server.generation import Generation, GenerationRequest
 from kvik.server.openai.requests import Count, Word
 from kvik.server.responses import (
@@ -296,6 +296,9 @@ class MessageFormat(ResponseFormat):
         message = self._message(self._generation.prompt_use)
         start = json_event({"type": "message_start", "message": message}, "message_start")
         return start + (_START + PING if self._answer.plain and not self._silent else PING)
+
+    def failed(self, error: HttpError) -> bytes:
+        return json_event(error.body(anthropic=True), "error")
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
         if self._silent:

@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput, TextDelta, merged
 from kvik.errors import KvikError
-from kvik.server.errors import escaped_traceback, http_error, in_messages
+from kvik.server.errors import HttpError, escaped_traceback, http_error
 from kvik.server.generation import Generation, GenerationRequest, GivenAway, wait_for_change
 from kvik.server.route import caller_of, limit_unread
 from kvik.server.server import Server
@@ -198,6 +198,10 @@ class ResponseFormat(ABC):
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the events after the last text; not called after a failure."""
 
+    def failed(self, error: HttpError) -> bytes:
+        """Return the event with which a stream ends that has failed."""
+        return json_event(error.body())
+
 
 async def start_all(
     server: Server,
@@ -311,7 +315,6 @@ class StreamReply(Response):
         self.init_headers({**_STREAM_HEADERS, **headers_of(generations)})
         self._generations = generations
         self._form = form
-        self._anthropic = False  # whether errors have the format of the Anthropic API
         self._send_seconds, self._heartbeat = send, heartbeat
         self._begun = False
         self._opened = False  # whether the client has the events before the first text
@@ -319,7 +322,6 @@ class StreamReply(Response):
         self._sent_at = 0.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._anthropic = in_messages(scope["path"])
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
         limit_unread(scope, self._send_seconds)
@@ -411,8 +413,7 @@ class StreamReply(Response):
     def _error_event(self, error: Exception) -> bytes:
         if not isinstance(error, KvikError):
             _log.error("a stream could not be written:\n%s", escaped_traceback(error))
-        body = http_error(error).body(anthropic=self._anthropic)
-        return json_event(body, "error" if self._anthropic else None)
+        return self._form.failed(http_error(error))
 
     async def _tick(self) -> None:
         """Check periodically for an idle stream: cheaper than a timer for each event."""

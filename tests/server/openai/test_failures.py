@@ -13,6 +13,7 @@ from helpers.http_server import ask
 from helpers.served_engine import FakeExecutor
 from helpers.serving import served
 from helpers.story_site import Site
+from openai.types.responses import ResponseErrorEvent
 
 from kvik.errors import GroupLost
 from kvik.server.app import openai_routes
@@ -20,6 +21,8 @@ from kvik.server.app import openai_routes
 LONG = {"max_tokens": 300, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], **LONG}
 TEXT = {"prompt": "Once upon a time", **LONG}
+# An answer of more than 60 tokens.
+STORY = {"type": "json_schema", "name": "x", "schema": {"type": "string", "minLength": 800}}
 SECRET = "a secret of the machine"
 ROUTES = [("chat/completions", CHAT), ("completions", TEXT)]
 
@@ -90,6 +93,20 @@ def test_in_a_stream_it_is_one_event_and_the_end(
     site.at_rest()
 
 
+def test_in_a_stream_of_a_response_it_is_an_event_of_this_api(
+    site: Site, http: httpx2.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_at(site, monkeypatch, 60)
+    body = {"input": "Hi", "stream": True, "temperature": 0, "text": {"format": STORY}}
+    answer = http.post("/v1/responses", json=body)
+    events = [json.loads(e.partition("data: ")[2]) for e in answer.text.split("\n\n") if e]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert f"event: {events[-1]['type']}\n" in answer.text
+    last = ResponseErrorEvent.model_validate(events[-1], strict=True)
+    assert last.code == "engine_error" and last.message == events[-1]["error"]["message"]
+    site.at_rest()
+
+
 def test_the_client_raises_the_error_of_the_stream(
     site: Site, client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,6 +114,11 @@ def test_the_client_raises_the_error_of_the_stream(
     asked: Any = {"model": "stories", "prompt": "Once", "max_tokens": 300, "stream": True}
     with pytest.raises(openai.APIError):
         for _ in client.completions.create(**asked, extra_body={"ignore_eos": True}):
+            pass
+    fail_at(site, monkeypatch, 60)
+    asked = {"model": "stories", "input": "Hi", "text": {"format": STORY}, "stream": True}
+    with pytest.raises(openai.APIError, match="the engine failed"):
+        for _ in client.responses.create(**asked):
             pass
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
@@ -17,7 +18,7 @@ from kvik.core.sampling_params import MAX_INT32, SamplingParams
 from kvik.core.structured import ANY_OBJECT, Constraint, JsonSchema
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.errors import ParamError
-from kvik.server.errors import rename_fields
+from kvik.server.errors import HttpError, rename_fields
 from kvik.server.openai.answers import usage_of
 from kvik.server.openai.chat import Effort, effort_variables, own_limit
 from kvik.server.openai.conversation import (
@@ -414,6 +415,11 @@ class ResponseEvents(ResponseFormat):
         whole = self.whole(outputs)
         last = self._event({"type": f"response.{whole.status}", "response": whole})
         return b"".join([*closing, last])
+
+    def failed(self, error: HttpError) -> bytes:
+        # The client raises an `error`, others read the event's own fields.
+        known = msgspec.to_builtins(error.body())["error"]
+        return self._event({**known, "type": "error", "error": known})
 
     def _item_events(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """Add a delta to the items; yield the stream events for it."""
