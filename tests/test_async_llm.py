@@ -6,6 +6,8 @@ import asyncio
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -268,6 +270,7 @@ async def test_priorities_reach_the_scheduler():
         (lambda engine: engine.generate("word " * 500), "prompt"),
         (lambda engine: engine.generate(["two", "prompts"]), "prompt"),
         (lambda engine: engine.generate("A", {"max_tokens": 3}), "params"),
+        (lambda engine: engine.generate("A", LONG, 7), "request_id"),
         (lambda engine: engine.generate("A", LONG, sampling_params=LONG), "sampling_params"),
         (lambda engine: engine.generate("A", SamplingParams(n=100)), "n"),
         (lambda engine: engine.chat("Hi"), "messages"),
@@ -304,8 +307,48 @@ def test_it_belongs_to_one_event_loop():
         await engine.generate("Once", GREEDY).result()
 
     asyncio.run(use())
-    with pytest.raises(RuntimeError, match="event loop"):
-        asyncio.run(use())
+    for other in (use(), engine.stats(), engine.reset_prefix_cache(), engine.abort("x")):
+        with pytest.raises(RuntimeError, match="event loop"):
+            asyncio.run(other)
+    asyncio.run(engine.close())  # as its loop has ended
+
+
+def test_an_engine_closed_before_it_began_cannot_begin():
+    engine = engine_of()
+    asyncio.run(engine.close())
+    with pytest.raises(UnavailableError, match="closed"):
+        asyncio.run(engine.start())
+
+
+@pytest.mark.full
+async def test_several_tasks_may_close_it():
+    engine = engine_of("process")
+    await engine.start()
+    await asyncio.gather(engine.close(), engine.close())
+    assert engine.client.source.pid is None
+
+
+UNCLOSED = """
+import asyncio, atexit, threading
+from kvik import AsyncLLM, SamplingParams
+
+async def main():
+    engine = AsyncLLM(engine="thread", threads=1)
+    stream = engine.generate("Once", SamplingParams(max_tokens=1900, ignore_eos=True))
+    await anext(stream)
+    return stream
+
+atexit.register(lambda: print([thread.name for thread in threading.enumerate()]))
+left = asyncio.run(main())
+"""
+
+
+@pytest.mark.full
+def test_a_program_that_does_not_close_it_ends_its_thread(fresh):
+    # Python aborts if a thread that it left comes back from native code.
+    command = [sys.executable, "-c", UNCLOSED]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "['MainThread']\n")
 
 
 # Engine faults

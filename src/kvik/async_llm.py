@@ -31,12 +31,12 @@ from kvik.engine.output import (
     merged,
     score_output,
 )
-from kvik.engine.remote import EngineClient, RemoteClient
+from kvik.engine.remote import EngineClient, EngineState, RemoteClient
 from kvik.engine.sources import ThreadSource
 from kvik.engine.stats import EngineStats
 from kvik.engine.thread import LOOKAHEAD
 from kvik.engine_process import engine_in_process
-from kvik.errors import ConfigError, OverloadError, ParamError, shown
+from kvik.errors import ConfigError, OverloadError, ParamError, UnavailableError, shown
 from kvik.launch import check_no_role, check_one_engine, load_loop, load_tokenizer, resolve_config
 from kvik.llm import (
     Message,
@@ -113,13 +113,14 @@ class AsyncLLM:
 
         Raises:
             RuntimeError: loading was begun in another event loop.
+            UnavailableError: the engine was closed.
         """
-        loop = asyncio.get_running_loop()
+        self._check_loop()
         if self._loop is None:
-            self._loop = loop
+            if self.client.state is EngineState.CLOSED:
+                raise UnavailableError("engine", self.client.reason)
+            self._loop = asyncio.get_running_loop()
             self.client.start(self._take)
-        elif self._loop is not loop:
-            raise RuntimeError("this AsyncLLM belongs to another event loop")
 
     async def start(self) -> None:
         """Load the engine, unless already loaded, and wait until it accepts requests.
@@ -133,6 +134,8 @@ class AsyncLLM:
     async def close(self) -> None:
         """Free the model and its cache. Requests that have not ended raise `RuntimeError`; a closed
         engine cannot be used again."""
+        if self._loop is None or not self._loop.is_closed():
+            self._check_loop()
         await self.client.close()
         self._admission.close()
         await self.texts.close()
@@ -150,6 +153,7 @@ class AsyncLLM:
 
     async def stats(self) -> EngineStats:
         """Current statistics; the last known ones if the engine does not answer in a second."""
+        self._check_loop()
         return await self.client.stats()
 
     async def reset_prefix_cache(self) -> int:
@@ -159,6 +163,7 @@ class AsyncLLM:
         Raises:
             UnavailableError: the engine does not answer within a second.
         """
+        self._check_loop()
         return await self.client.reset_prefix_cache()
 
     # -- requests --------------------------------------------------------------------------------
@@ -261,6 +266,7 @@ class AsyncLLM:
     async def abort(self, request_id: str) -> bool:
         """End a request; its stream ends with the finish reason "abort". Returns whether it was
         known."""
+        self._check_loop()
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -273,6 +279,11 @@ class AsyncLLM:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _check_loop(self) -> None:
+        """Raise `RuntimeError` in another event loop than the engine's."""
+        if self._loop not in (None, asyncio.get_running_loop()):
+            raise RuntimeError("this AsyncLLM belongs to another event loop")
+
     def _request(
         self, request_id: str | None, params: SamplingParams | None, priority: int
     ) -> AsyncRequest:
@@ -282,6 +293,8 @@ class AsyncLLM:
         check_priority(priority, self.resolved.scheduler.policy)
         if request_id is None:
             request_id = f"async-{next(self._serial)}"
+        elif not isinstance(request_id, str):
+            raise ParamError("request_id", f"must be a string, not {shown(request_id)}")
         return AsyncRequest(request_id, params, priority)
 
     async def _encode(self, request: AsyncRequest, prompt: Prompt) -> list[int]:

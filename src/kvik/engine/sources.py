@@ -8,6 +8,7 @@ engine.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import codecs
 import logging
 import os
@@ -20,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from mmap import mmap
 
 from kvik.child_process import LOOK_SECONDS, HeartbeatWatch, StallTimer
@@ -219,6 +221,7 @@ class Supervisor:
         self._lost = asyncio.Event()
         self._lost_for_good = False
         self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Lock()
         self._child: EngineProcess | None = None
 
     @property
@@ -234,12 +237,13 @@ class Supervisor:
         self._lost.set()
 
     async def close(self) -> None:
-        if self._task is not None:
+        if self._task is not None and not self._task.done():
             self._task.cancel()
             await asyncio.wait([self._task])
-        if self._child is not None:
-            await self._child.end(self._policy.exit)
-            self._child = None
+        async with self._closing:
+            if self._child is not None:
+                await self._child.end(self._policy.exit)
+                self._child = None
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -336,30 +340,38 @@ class ThreadSource:
         self._lock = threading.Lock()  # of `_loading`: a loaded engine must not be interrupted
         self._failure = ""
         self._client: RemoteClient | None = None
-        self._thread: threading.Thread | None = None
+        self._stop: Callable[[], None] | None = None  # and wait for the thread
 
     def start(self, client: RemoteClient) -> None:
         self._client = client
         self._loading = True
         ours, theirs = socket.socketpair()
         client.connect(ours, None)
-        self._thread = threading.Thread(
-            target=self._run, args=(theirs,), name="kvik-engine", daemon=True
-        )
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(theirs,), name="kvik-engine", daemon=True)
+        thread.start()
+        self._stop = partial(self._end, thread, theirs)
+        atexit.register(self._stop)
 
     def lost(self, reason: str, *, for_good: bool) -> None:
         assert self._client is not None
         self._client.disconnect(EngineState.FAILED, self._failure or reason)
 
     async def close(self) -> None:
-        if self._thread is None:
+        if self._stop is not None:
+            await asyncio.to_thread(self._stop)
+            atexit.unregister(self._stop)
+
+    def _end(self, thread: threading.Thread, sock: socket.socket) -> None:
+        """End the thread; a program that ends while a thread computes is aborted."""
+        if not thread.is_alive():  # it has ended, or this process is a fork
             return
+        with suppress(OSError):  # it ends just now
+            sock.shutdown(socket.SHUT_RDWR)
         with self._lock:
             if self._loading:  # which may take minutes
-                interrupt(self._thread)
-        await asyncio.to_thread(self._thread.join, LAST_STEP_SECONDS)
-        if self._thread.is_alive():
+                interrupt(thread)
+        thread.join(LAST_STEP_SECONDS)
+        if thread.is_alive():
             log.warning("the engine's thread is still computing; it is abandoned")
 
     def _run(self, sock: socket.socket) -> None:
