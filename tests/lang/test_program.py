@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -140,6 +141,24 @@ def test_a_conversation_is_rendered_by_the_template(model: LLM | str, llm: LLM) 
     assert state.text == llm.render_chat(state.messages[:-1]) + "Because" + state["why"]
 
 
+def test_an_exception_ends_the_turn_and_the_conversation_goes_on(model: LLM | str) -> None:
+    def program(s: lang.State) -> None:
+        s.user("Who?")
+        with pytest.raises(ParamError):
+            s.gen(temperature=-1.0)
+        s.user("Why?")
+        with pytest.raises(ZeroDivisionError), s.assistant():
+            s += "Because"
+            raise ZeroDivisionError
+        s.user("Really?")
+        s.gen("last", **GREEDY)
+
+    state = lang.run(program, model)
+    roles = [message["role"] for message in state.messages]
+    assert roles == ["user", "user", "assistant", "user", "assistant"]
+    assert [m["content"] for m in state.messages[2::2]] == ["Because", state["last"]]
+
+
 def test_the_common_prefix_of_forks_is_computed_once(llm: LLM) -> None:
     def branch(s: lang.State, number: int) -> None:
         s += f" Number {number}"
@@ -193,6 +212,8 @@ def test_a_closed_stream_ends_its_program(llm: LLM) -> None:
     assert ended
     with pytest.raises(ParamError, match="temperature"):
         list(lang.stream(lambda s: s.gen("rest", temperature=-1.0), llm))
+    with pytest.raises(SystemExit):
+        list(lang.stream(lambda s: sys.exit(1), llm))
 
 
 @pytest.mark.parametrize(
@@ -202,6 +223,7 @@ def test_a_closed_stream_ends_its_program(llm: LLM) -> None:
         (lambda s: s.select("x", ["a", "a"]), "choices"),
         (lambda s: (s.__iadd__("b"), s.select("x", "ab")), "choices"),
         (lambda s: (s.__iadd__("b"), s.select("x", ["a", 5])), "choices"),
+        (lambda s: (s.__iadd__("b"), s.select("x", {"a", "c"})), "choices"),
         (lambda s: s.select("x", ["a"], "best"), "method"),
         (lambda s: s.gen("x"), "prompt"),
         (lambda s: (s.__iadd__("b"), s.gen("x", n=2)), "n"),
@@ -217,6 +239,11 @@ def test_bad_calls_name_the_field(model: LLM | str, program: Any, field: str) ->
     with pytest.raises(KvikError) as caught:
         lang.run(program, model)
     assert caught.value.field == field
+
+
+def test_only_an_llm_or_a_url_is_a_model() -> None:
+    with pytest.raises(ParamError, match="model"):
+        lang.run(story, None)  # type: ignore[arg-type]
 
 
 def test_an_unreachable_server() -> None:

@@ -10,7 +10,7 @@ from http.client import HTTPException, HTTPResponse
 from typing import Any, Protocol
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.errors import KvikError, ParamError, UnavailableError
+from kvik.errors import KvikError, ParamError, UnavailableError, shown
 from kvik.llm import LLM
 from kvik.remote_server import RemoteServer
 
@@ -204,5 +204,13 @@ def _error(error: Mapping[str, Any], status: int) -> Exception:
 
 
 def model_of(model: LLM | str) -> ProgramModel:
-    """Return the `ProgramModel` of an `LLM` or a URL."""
-    return RemoteModel(model) if isinstance(model, str) else LocalModel(model)
+    """Return the `ProgramModel` of an `LLM` or a URL.
+
+    Raises:
+        ParamError: it is neither.
+    """
+    if isinstance(model, str):
+        return RemoteModel(model)
+    if isinstance(model, LLM):
+        return LocalModel(model)
+    raise ParamError("model", f"must be an LLM or the URL of a server, not {shown(model)}")

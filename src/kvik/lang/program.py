@@ -153,7 +153,8 @@ class State:
 
     @contextmanager
     def assistant(self) -> Iterator[State]:
-        """Open the assistant's turn: text added and generated within `with` belongs to it."""
+        """Open the assistant's turn: text added and generated within `with` belongs to it. An
+        exception ends the turn: its text stays, and without text there is no turn."""
         if self._turn is not None:
             raise ParamError("assistant", "has a turn already")
         rendered = self._model.render(self._messages)
@@ -161,10 +162,14 @@ class State:
             self.text = rendered
         else:  # the template renders earlier turns differently
             self.text, self._ids, self._read = rendered, [], 0
-        self._turn = len(self.text)
-        yield self
-        self._messages.append({"role": "assistant", "content": self.text[self._turn :]})
-        self._turn = None
+        self._turn, whole = len(self.text), False
+        try:
+            yield self
+            whole = True
+        finally:
+            if (content := self.text[self._turn :]) or whole:
+                self._messages.append({"role": "assistant", "content": content})
+            self._turn = None
 
     def _answering(self) -> AbstractContextManager[object]:
         """Return the assistant's turn: a new one, unless one is open or there are no turns."""
@@ -229,9 +234,10 @@ class State:
         """
         if method not in METHODS:
             raise ParamError("method", f"must be one of {', '.join(METHODS)}, not {method!r}")
-        texts = not isinstance(choices, str) and all(isinstance(one, str) for one in choices)
+        listed = isinstance(choices, Sequence) and not isinstance(choices, str)
+        texts = listed and all(isinstance(one, str) for one in choices)
         if not texts or not choices or not all(choices) or len(set(choices)) < len(choices):
-            raise ParamError("choices", "must be texts, all different and none empty")
+            raise ParamError("choices", "must be a list of texts, all different and none empty")
         with self._answering():
             prefix = self.token_ids
             if not prefix:
@@ -372,7 +378,7 @@ def stream(
     Raises:
         Exception: the program failed; raised after the text before the failure.
     """
-    pieces: queue.Queue[str | Exception | None] = queue.Queue()
+    pieces: queue.Queue[str | BaseException | None] = queue.Queue()
     left = threading.Event()
 
     def tell(text: str) -> None:
@@ -383,7 +389,7 @@ def stream(
     def work() -> None:
         try:
             program(State(model_of(model), tell), *args, **kwargs)
-        except Exception as error:
+        except BaseException as error:  # SystemExit, too
             pieces.put(error)
         else:
             pieces.put(None)
@@ -392,7 +398,7 @@ def stream(
     worker.start()
     try:
         while (piece := pieces.get()) is not None:
-            if isinstance(piece, Exception):
+            if isinstance(piece, BaseException):
                 raise piece
             yield piece
     finally:
