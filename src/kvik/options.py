@@ -29,11 +29,13 @@ class Kind:
         expects: completes the sentence "must be ..." about its text.
         metavar: short placeholder of a value.
         repeats: the option may be given several times; each text is one entry.
+        hashed: its values can be hashed; if not, equal values still compare equal.
     """
 
     expects = "text"
     metavar = "TEXT"
     repeats = False
+    hashed = True
 
     @property
     def limits(self) -> str:
@@ -272,7 +274,8 @@ def option(default: object, kind: Kind, help: str, facts: Mapping[str, Any] = NO
         help: what it means, for `--help` and the schema.
         facts: further facts, kept in `Option.facts`.
     """
-    return field(default=default, metadata={"kind": kind, "help": help, "facts": facts})
+    metadata = {"kind": kind, "help": help, "facts": facts}
+    return field(default=default, hash=kind.hashed, metadata=metadata)
 
 
 @cache

@@ -94,6 +94,12 @@ def test_equivalent_values_are_stored_alike(name: str, given: Any, stored: Any) 
     assert getattr(SamplingParams(**{name: given}), name) == stored
 
 
+def test_equal_parameters_have_equal_hashes() -> None:
+    first, second = (SamplingParams(logit_bias={5: 1.0}, stop=["a"]) for _ in range(2))
+    assert {first: 1}[second] == 1
+    assert first != SamplingParams(logit_bias={5: 2.0}, stop=["a"])
+
+
 def test_numpy_integers_become_python_integers() -> None:
     params = SamplingParams(seed=np.int64(5), max_tokens=np.int32(7), n=np.uint8(2))
     assert [type(value) for value in (params.seed, params.max_tokens, params.n)] == [int] * 3

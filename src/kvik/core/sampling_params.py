@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from kvik.core.structured import CHECKED, Constraint, Structure
 from kvik.errors import ParamError, shown
@@ -67,6 +67,7 @@ class LogitBias(Kind):
 
     expects = "ID:BIAS pairs separated by commas"
     metavar = "ID:BIAS,.."
+    hashed = False
 
     @property
     def limits(self) -> str:
@@ -191,19 +192,21 @@ SYNONYMS: Mapping[str, Synonym] = {
 class _OtherNames(type):
     """Makes a class of parameters accept the names in `SYNONYMS`."""
 
-    def __call__(cls, *values: Any, **given: Any) -> Any:
-        best_of = given.get("best_of")
-        if not given.keys() <= PARAMETERS.keys():
-            given, _ = with_synonyms(given, SYNONYMS, ParamError)
-            for name in given:
-                if name not in PARAMETERS:
-                    text = unknown(name, "sampling parameter", [*PARAMETERS, *SYNONYMS])
-                    raise ParamError(name, text)
-        made = super().__call__(*values, **given)
-        if not (best_of is None or (type(best_of) is int and best_of == made.n)):
-            text = f"must equal n ({made.n}), not {shown(best_of)}: choose by logprobs"
-            raise ParamError("best_of", text)
-        return made
+    if not TYPE_CHECKING:  # for type checkers, its arguments are the fields
+
+        def __call__(cls, *values: Any, **given: Any) -> Any:
+            best_of = given.get("best_of")
+            if not given.keys() <= PARAMETERS.keys():
+                given, _ = with_synonyms(given, SYNONYMS, ParamError)
+                for name in given:
+                    if name not in PARAMETERS:
+                        text = unknown(name, "sampling parameter", [*PARAMETERS, *SYNONYMS])
+                        raise ParamError(name, text)
+            made = super().__call__(*values, **given)
+            if not (best_of is None or (type(best_of) is int and best_of == made.n)):
+                text = f"must equal n ({made.n}), not {shown(best_of)}: choose by logprobs"
+                raise ParamError("best_of", text)
+            return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +308,7 @@ class SamplingParams(metaclass=_OtherNames):
     dry_penalty_last_n: int = _parameter(
         -1, Integer(-1, MAX_INT32), "tokens that DRY looks back at; -1: all of the context, 0: none"
     )
-    dry_sequence_breakers: tuple[str | tuple[int, ...], ...] = _parameter(
+    dry_sequence_breakers: Sequence[str | Sequence[int]] = _parameter(
         ("\n", ":", '"', "*"),
         Words(last=True),
         "words, or token id sequences, whose last token ends a repetition",
@@ -314,10 +317,10 @@ class SamplingParams(metaclass=_OtherNames):
     logit_bias: Mapping[int, float] | None = _parameter(
         None, LogitBias(), "token id -> value added to its logit"
     )
-    allowed_token_ids: tuple[int, ...] | None = _parameter(
+    allowed_token_ids: Sequence[int] | None = _parameter(
         None, TokenIds(least=1), "if given, no other token can be sampled"
     )
-    bad_words: tuple[str | tuple[int, ...], ...] = _parameter(
+    bad_words: Sequence[str | Sequence[int]] = _parameter(
         (),
         Words(),
         "words, or token id sequences, that must not be completed",
@@ -338,12 +341,10 @@ class SamplingParams(metaclass=_OtherNames):
         label="Max tokens",
         stored="max_new_tokens",
     )
-    stop: tuple[str, ...] = _parameter(
+    stop: Sequence[str] = _parameter(
         (), StopList(), "strings that end the output (not included in the text)"
     )
-    stop_token_ids: tuple[int, ...] = _parameter(
-        (), TokenIds(), "ids that end the output, like EOS"
-    )
+    stop_token_ids: Sequence[int] = _parameter((), TokenIds(), "ids that end the output, like EOS")
     ignore_eos: bool = _parameter(False, Flag(), "EOS is an ordinary token")
     seed: int | None = _parameter(
         None,

@@ -313,7 +313,7 @@ class OutputProcessor:
         self.tokenizer = tokenizer
         self._entries: dict[str, _Entry] = {}
         # Making a table takes milliseconds, so outputs with the same stop strings share it.
-        self._stop_tables: WeakValueDictionary[tuple[str, ...], StopTable] = WeakValueDictionary()
+        self._stop_tables: WeakValueDictionary[Sequence[str], StopTable] = WeakValueDictionary()
 
     def add(
         self,
@@ -345,7 +345,7 @@ class OutputProcessor:
         entry = _Entry(request, prompt, streaming, new_stream, completions)
         self._entries[request.request_id] = entry
 
-    def _stop_table(self, stop: tuple[str, ...]) -> StopTable:
+    def _stop_table(self, stop: Sequence[str]) -> StopTable:
         table = self._stop_tables.get(stop)
         if table is None:
             table = self._stop_tables[stop] = StopTable(stop)
