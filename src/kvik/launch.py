@@ -246,6 +246,16 @@ def load_loop(
     return loop
 
 
+def check_tokenizer(resolved: ResolvedConfig) -> None:
+    """
+    Raises:
+        ModelError: the model has no tokenizer; the message says what is missing.
+    """
+    files = model_files(Path(resolved.runner.model_path))
+    if not files.has_tokenizer():
+        files.tokenizer()
+
+
 def load_tokenizer(resolved: ResolvedConfig) -> Tokenizer | None:
     """Load the tokenizer, with the chat template that the options name; None: the model has none.
 

@@ -15,6 +15,7 @@ import pytest
 from helpers.refusals import refused
 
 from kvik.cli.main import main
+from kvik.config.model_source import BUNDLED
 from kvik.llm import LLM
 
 Loads = list[dict[str, Any]]
@@ -83,8 +84,9 @@ def test_it_runs_with_a_real_model(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_model_comes_first(loads: Loads) -> None:
-    assert main(["generate", "owner/model", "--max-num-seqs", "4", "--max-tokens", "1", "A"]) == 0
-    assert loads == [{"model": "owner/model", "max_num_seqs": 4}]
+    model = str(BUNDLED)
+    assert main(["generate", model, "--max-num-seqs", "4", "--max-tokens", "1", "A"]) == 0
+    assert loads == [{"model": model, "max_num_seqs": 4}]
 
 
 def test_text_is_flushed_as_it_is_generated(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from kvik import LLM, SamplingParams
 from kvik.cli.main import main
+from kvik.config.model_source import BUNDLED
 
 OPTIONS = ("--device", "cpu", "--threads", "1", "--max-model-len", "128")
 GREEDY = ("--temperature", "0", "--max-tokens", "6", "--ignore-eos")
@@ -78,6 +80,41 @@ def test_an_interrupted_batch_resumes(
     assert capsys.readouterr().out == ""
 
 
+def test_failed_results_are_computed_again(prompts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    words = ["generate", "--prompts", str(prompts), "-o", str(out), "--policy", "priority"]
+    assert main([*words, *OPTIONS, *GREEDY]) == 0
+    whole = written(out.read_text())
+    first, *others = out.read_text().splitlines(keepends=True)
+    failed = json.loads(first)
+    failed["completions"][0].update(finish_reason="error", token_ids=[], text="")
+    out.write_text(json.dumps(failed) + "\n" + "".join(others))
+    assert main([*words, *OPTIONS, *GREEDY]) == 0
+    found = written(out.read_text())
+    assert found.keys() == whole.keys()
+    for line, one in found.items():
+        assert one["completions"] == whole[line]["completions"]
+        assert (one["seconds"] == whole[line]["seconds"]) == (line != failed["line"])
+
+
+def test_a_priority_or_tokenizer_that_lacks_is_found_before_the_model_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvik.llm.start", lambda *_: pytest.fail("the model is loaded"))
+    path, model = tmp_path / "prompts", tmp_path / "model"
+    path.write_text('{"prompt": "A", "priority": 1}')
+    shutil.copytree(BUNDLED, model, ignore=shutil.ignore_patterns("tokenizer*"))
+    many = ["generate", "--prompts", str(path), *OPTIONS]
+    for words, error in (
+        (many, "priority"),
+        ([*many, str(model), "--policy", "priority"], "tokenizer"),
+        (["generate", str(model), "A"], "tokenizer"),
+        (["chat", str(model)], "tokenizer"),
+    ):
+        assert main(words) == 2
+        assert error in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("text", "error"),
     [
@@ -109,10 +146,11 @@ def test_other_files_are_not_overwritten(
     prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     mine = tmp_path / "notes"
+    words = ["generate", "--prompts", str(prompts), "-o", str(mine), "--policy", "priority"]
     other = '{"line": 1, "prompt": "another", "prompt_token_ids": [1]}\n'
     for text in ("my notes", "my notes\n", '{"line": 1}', '{"line": "x"}\n', other):
         mine.write_text(text)
-        code = main(["generate", "--prompts", str(prompts), "-o", str(mine), *OPTIONS])
+        code = main([*words, *OPTIONS])
         if text == '{"line": 1}':
             continue  # truncated, it looks like the start of an object
         assert code == 2 and mine.read_text() == text
@@ -155,7 +193,10 @@ def test_lines_end_only_at_line_feeds(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text('"A"')
-    for output, error in (("/no/such/file", "--output: cannot write"), ("/dev/full", "No space")):
+    for output, error in (
+        ("/no/such/file", "--output: cannot write"),
+        ("/dev/full", "/dev/full: "),
+    ):
         assert main(["generate", "--prompts", str(prompts), "-o", output, *OPTIONS]) == 2
         assert error in capsys.readouterr().err
 

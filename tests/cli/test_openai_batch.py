@@ -125,9 +125,9 @@ def test_an_interrupted_batch_continues(tmp_path: Path, capsys: pytest.CaptureFi
     assert answer(tmp_path, *lines) == 0
     out = tmp_path / "out"
     first, second, third = out.read_text().splitlines(keepends=True)
-    out.write_text(first + second + third[:-9])
+    out.write_text(first.replace('"status_code": 200', '"status_code": 503') + second + third[:-9])
     assert answer(tmp_path, *lines) == 0
-    assert out.read_text().startswith(first + second)
+    assert out.read_text().startswith(second)
     assert answers(tmp_path).keys() == {"a", 'ü"', "c"}
     whole = out.read_text()
     assert answer(tmp_path, *lines, options=("--max-model-len", "128")) == 0  # nothing is left

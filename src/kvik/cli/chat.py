@@ -81,11 +81,13 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
 
     from kvik.cli.chat_backends import LocalBackend
     from kvik.config.config import EngineConfig
-    from kvik.launch import resolve_config
+    from kvik.launch import check_tokenizer, resolve_config
     from kvik.llm import LLM  # imports torch
 
     options = engine_options(arguments, arguments.model)
-    resolve_config(EngineConfig(**options)).model.check_writes()  # before weights are loaded
+    resolved = resolve_config(EngineConfig(**options))
+    resolved.model.check_writes()  # before weights are loaded
+    check_tokenizer(resolved)
     with LLM(**options) as llm:
         # A model without a template is an error now, not at the first message.
         llm.render_chat([{"role": "user", "content": "Hello"}])

@@ -24,10 +24,11 @@ from kvik.cli.flags import (
 )
 from kvik.cli.report import as_json, say_decisions, stats_line
 from kvik.cli.terminal import say
+from kvik.config.config import EngineConfig
 from kvik.config.model_source import names_model
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import KvikError, ParamError, shown
-from kvik.files import can_write
+from kvik.files import can_write, writing_whole
 
 if TYPE_CHECKING:
     from kvik.engine.output import RequestOutput
@@ -68,7 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--output",
         metavar="FILE",
         help="with --prompts: file for the results (- is standard output, the default). Results "
-        "already in it are not computed again",
+        "already in it are kept, but for failed ones, which are computed again",
     )
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--verbose", action="store_true", help="print each decision and its reason")
@@ -90,9 +91,12 @@ def run(arguments: argparse.Namespace) -> int:
             if given.get(name) is not None:
                 raise ParamError(name, "is shown with --json only")
 
+    from kvik.launch import check_tokenizer, resolve_config
     from kvik.llm import LLM  # imports torch
 
-    with LLM(**engine_options(arguments, model)) as llm:
+    options = engine_options(arguments, model)
+    check_tokenizer(resolve_config(EngineConfig(**options)))  # before weights are loaded
+    with LLM(**options) as llm:
         if arguments.verbose:
             say_decisions(llm.resolved)
         params = llm.default_params.with_changes(**given)
@@ -223,17 +227,22 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
         if given:
             raise ParamError(next(iter(given)), "must be in the body of each line of a batch")
         return _answer_batch(texts, path, options, verbose=arguments.verbose)
+    from kvik.launch import check_tokenizer, resolve_config
+    from kvik.llm import LLM, BatchProgress, check_priority  # imports torch
+
+    config = EngineConfig(**options)
     lines = [_line(number, text) for number, text in texts]
     for line in lines:  # before the model is loaded
         with _in_line(line.number):
             SamplingParams().with_changes(**{**given, **line.sampling})
+            check_priority(line.priority, config.policy)
     asked = {line.number: line.prompt for line in lines}
-    done = _done_in(path, b'{"line": ', rb"(\d+)", asked)
+    done = _done_in(path, b'{"line": ', rb"(\d+)", asked, _has_error)
     left = [line for line in lines if line.number not in done]
     if not left:
         return 0
-
-    from kvik.llm import LLM, BatchProgress  # imports torch
+    if not all(isinstance(line.prompt, list) for line in left):
+        check_tokenizer(resolve_config(config))
 
     failed = 0
     with LLM(**options) as llm:
@@ -266,7 +275,8 @@ def _answer_batch(
                 reason = f"has the custom_id of line {first}, {shown(entry.custom_id)}"
                 raise ParamError("prompts", reason)
         entries.append(entry)
-    done = _done_in(path, b'{"id": "batch_req_', rb'\w+", "custom_id": ("(?:[^"\\]|\\.)*")', {})
+    key = rb'\w+", "custom_id": ("(?:[^"\\]|\\.)*")'
+    done = _done_in(path, b'{"id": "batch_req_', key, {}, _is_refusal)
     left = [entry for entry in entries if entry.custom_id not in done]
     if not left:
         return 0
@@ -365,38 +375,60 @@ def _in_line(number: int) -> Iterator[None]:
         raise ParamError("prompts", f"line {number}: {message}") from None
 
 
+def _has_error(result: Mapping[str, Any]) -> bool:
+    return any(one["finish_reason"] == "error" for one in result.get("completions", ()))
+
+
+def _is_refusal(answer: Mapping[str, Any]) -> bool:
+    return bool(answer["response"]["status_code"] >= 400)
+
+
 def _done_in(
-    path: str | None, start: bytes, key: bytes, prompts: Mapping[Any, Prompt | None]
+    path: str | None,
+    start: bytes,
+    key: bytes,
+    prompts: Mapping[Any, Prompt | None],
+    failed: Callable[[Mapping[str, Any]], bool],
 ) -> set[int | str]:
-    """Return what identifies the lines already in the output; truncate an incomplete last line.
+    """Return what identifies the lines already in the output; remove failed ones from it, and an
+    incomplete last one.
 
     Args:
         start: of each object in the output.
         key: a pattern for what follows, whose group is what identifies the line, in JSON.
         prompts: of lines, as far as they are known before the model is loaded.
+        failed: whether an object of the output must be computed again.
 
     Raises:
         ParamError: the file is not an output of such lines, or of lines with these prompts.
     """
     if path is None or not Path(path).is_file():  # nothing, or a device or pipe
         return set()
-    found, whole = set(), 0
+    found, again, whole = set(), set(), 0
     whole_line = re.compile(re.escape(start) + key + rb", .*\}\n")
     with open(path, "rb+") as file:
-        for text in file:
+        for index, text in enumerate(file):
             if (match := whole_line.fullmatch(text)) is not None:
-                line = json.loads(match[1])
-                found.add(line)
+                line, result = json.loads(match[1]), json.loads(text)
                 whole += len(text)
                 if (prompt := prompts.get(line)) is not None:
                     field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-                    if json.loads(text).get(field) != prompt:
+                    if result.get(field) != prompt:
                         what = f"has a result of another prompt than line {line}"
                         raise ParamError("output", f"{path!r} {what}; name another file")
+                if failed(result):
+                    again.add(index)
+                else:
+                    found.add(line)
             elif text.endswith(b"\n") or not start.startswith(text[: len(start)]):
                 reason = "exists and is not an output of --prompts with such lines"
                 raise ParamError("output", f"{path!r} {reason}")
         os.ftruncate(file.fileno(), whole)
+    if again:
+        with writing_whole(Path(path)) as kept, open(path, "rb") as file:
+            kept.writelines(text for index, text in enumerate(file) if index not in again)
+    if found:  # perhaps with other options
+        say(f"kvik: results kept from before in {path}: {len(found)}", error=True)
     return found
 
 
@@ -407,5 +439,15 @@ def _writing(path: str | None) -> Iterator[Callable[[str], None]]:
     if path is None:
         yield partial(say, flush=True)
         return
-    with open(path, "a", encoding="utf-8") as file:
-        yield partial(print, file=file, flush=True)
+    with open(path, "ab", buffering=0) as file:
+
+        def write(line: str) -> None:
+            data = f"{line}\n".encode()
+            try:
+                while data:
+                    data = data[file.write(data) :]
+            except OSError as error:
+                error.filename = path
+                raise
+
+        yield write
