@@ -303,6 +303,9 @@ def test_a_closed_llm_raises():
         llm.generate([[5, 6]], GREEDY)
     with pytest.raises(RuntimeError, match="closed"):
         llm.render_chat([{"role": "user", "content": "Hello"}])
+    with pytest.raises(RuntimeError, match="closed"), llm:
+        pass
+    assert llm.resolved.runner.model_path in repr(llm)
 
 
 def test_the_template_process_ends_with_the_llm():

@@ -417,10 +417,15 @@ class LLM:
         self._engine.close()
 
     def __enter__(self) -> LLM:
+        self._engine.check_usable()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def __repr__(self) -> str:
+        runner = self.resolved.runner
+        return f"<LLM {runner.model_path!r}, {runner.dtype} on {runner.device}>"
 
     # -- inside ----------------------------------------------------------------------------------
 
