@@ -159,6 +159,7 @@ def test_values_that_the_model_refuses(params: SamplingParams, field: str) -> No
 )
 def test_parameters_have_the_names_of_others(given: dict[str, Any], here: dict[str, Any]) -> None:
     assert SamplingParams(**given) == SamplingParams(**here)
+    assert SamplingParams(top_k=3).with_changes(**given) == SamplingParams(top_k=3, **here)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +174,7 @@ def test_parameters_have_the_names_of_others(given: dict[str, Any], here: dict[s
     ],
 )
 def test_other_names_are_one_error(given: dict[str, Any], field: str, message: str) -> None:
-    with pytest.raises(ParamError, match=message) as error:
-        SamplingParams(**given)
-    assert error.value.field == field
+    for make in (SamplingParams, SamplingParams().with_changes):
+        with pytest.raises(ParamError, match=message) as error:
+            make(**given)
+        assert error.value.field == field

@@ -432,8 +432,12 @@ class SamplingParams(metaclass=_OtherNames):
         return ids
 
     def with_changes(self, **changes: object) -> SamplingParams:
-        """Return a copy with some fields replaced and everything checked again."""
-        return replace(self, **changes)  # type: ignore[arg-type]
+        """Return a copy with some fields, by any of their names, replaced and everything checked
+        again."""
+        named, _ = with_synonyms(changes, SYNONYMS, ParamError)
+        if "best_of" in changes:  # which the new object checks
+            named["best_of"] = changes["best_of"]
+        return replace(self, **named)
 
     def check_against(self, vocab_size: int, max_model_len: int) -> None:
         """Refuse values that the model's vocabulary or context makes impossible."""

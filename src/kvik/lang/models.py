@@ -125,7 +125,8 @@ class RemoteModel:
     def generate(
         self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
     ) -> Continuation:
-        given = {**params, "max_tokens": params.get("max_tokens", SamplingParams().max_tokens)}
+        checked = SamplingParams(**params)  # the server ignores names that it does not know
+        given = {**params, "max_tokens": checked.max_tokens}
         body = {**given, "prompt": list(prompt), "return_token_ids": True, "stream": True}
         text, ids, finish, stop = "", list[int](), "", None
         for event in self._events("/v1/completions", body):

@@ -11,10 +11,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import takewhile
 from typing import Any, Concatenate, Literal, ParamSpec, get_args
 
+from kvik.core.sampling_params import SYNONYMS
 from kvik.core.structured import JsonSchema
 from kvik.errors import ParamError
 from kvik.lang.models import Listener, ProgramModel, model_of
 from kvik.llm import LLM
+from kvik.options import with_synonyms
 
 Method = Literal["mean", "sum", "greedy", "unconditional"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -202,6 +204,7 @@ class State:
             KvikError: a parameter is impossible.
             RuntimeError: the engine failed.
         """
+        params, _ = with_synonyms(params, SYNONYMS, ParamError)
         if schema is not None:
             schema = _json_schema(schema)
         kinds = {"json": schema, "regex": regex, "choice": choices, "grammar": grammar}
