@@ -224,6 +224,7 @@ def test_a_closed_stream_ends_its_program(llm: LLM) -> None:
         (lambda s: (s.__iadd__("b"), s.select("x", "ab")), "choices"),
         (lambda s: (s.__iadd__("b"), s.select("x", ["a", 5])), "choices"),
         (lambda s: (s.__iadd__("b"), s.select("x", {"a", "c"})), "choices"),
+        (lambda s: (s.__iadd__("A"), s.select("x", ["b", "nd"])), "choices"),
         (lambda s: s.select("x", ["a"], "best"), "method"),
         (lambda s: s.gen("x"), "prompt"),
         (lambda s: (s.__iadd__("b"), s.gen("x", n=2)), "n"),

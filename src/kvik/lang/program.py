@@ -233,7 +233,8 @@ class State:
             method: how a choice's score is computed from log probabilities, see `scores_of`.
 
         Raises:
-            ParamError: there are no choices, or one is empty or comes twice.
+            ParamError: there are no choices, one is empty or comes twice, or the text before them
+                is too short.
         """
         if method not in METHODS:
             raise ParamError("method", f"must be one of {', '.join(METHODS)}, not {method!r}")
@@ -246,6 +247,9 @@ class State:
             if not prefix:
                 raise ParamError("choices", "need a text before them")
             rows = [self._extended(prefix, choice) for choice in choices]
+            if not all(_num_shared(prefix, row) for row in rows):  # it would count as certain
+                reason = "change the text's first token, which has no log probability"
+                raise ParamError("choices", reason)
             scores = scores_of(self._model, prefix, rows, method)
             best = max(range(len(rows)), key=lambda i: scores[i])
             self.text += choices[best]
