@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -176,6 +177,27 @@ def test_the_common_prefix_of_forks_is_computed_once(llm: LLM) -> None:
     computed = llm.stats().work.prefill_tokens - before
     block = llm.resolved.cache.block_size
     assert computed < len(state.token_ids) + 5 * (block + 10)
+
+
+def test_a_branch_that_fails_ends_the_others(llm: LLM) -> None:
+    begun, rounds = threading.Event(), []
+
+    def branch(s: lang.State, number: int) -> None:
+        if number:
+            begun.wait(20)
+            raise ZeroDivisionError
+        for _ in range(300):
+            s.fork(1)[0].gen(max_tokens=20, ignore_eos=True)
+            rounds.append(1)
+            begun.set()
+
+    def program(s: lang.State) -> None:
+        s += "Once"
+        s.fork(2, branch)
+
+    with pytest.raises(ZeroDivisionError):
+        lang.run(program, llm)
+    assert len(rounds) < 300
 
 
 def test_a_batch_keeps_its_order_and_its_errors(model: LLM | str) -> None:

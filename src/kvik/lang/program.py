@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import takewhile
-from typing import Any, Concatenate, Literal, ParamSpec, get_args
+from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
 from kvik.core.sampling_params import SYNONYMS
 from kvik.core.structured import JsonSchema
@@ -94,11 +94,16 @@ class State:
         error: the exception that ended the program in `run_batch`; None: none.
     """
 
-    def __init__(self, model: ProgramModel, listener: Listener | None = None) -> None:
+    def __init__(
+        self,
+        model: ProgramModel,
+        stops: Sequence[threading.Event] = (),
+        listener: Listener | None = None,
+    ) -> None:
         self.text = ""
         self.scores: dict[str, dict[str, float]] = {}
         self.error: Exception | None = None
-        self._model, self._listener = model, listener
+        self._model, self._stops, self._listener = model, stops, listener
         self._ids: list[int] = []
         self._read = 0  # characters of `text` covered by `_ids`
         self._messages: list[dict[str, str]] = []
@@ -214,7 +219,7 @@ class State:
         if params.get("n", 1) != 1:
             raise ParamError("n", "must be 1, as a state has one text: fork it for several")
         with self._answering():
-            found = self._model.generate(self.token_ids, params, self._listener)
+            found = self._model.generate(self.token_ids, params, self._emit)
             self.text += found.text
             if not found.cut:
                 self._append(found.token_ids, found.text)
@@ -267,18 +272,18 @@ class State:
         them.
 
         Args:
-            each: called for each copy with its number, in separate threads.
+            each: called for each copy with its number, in separate threads. If one fails, the
+                others end at their next text.
         """
         self._take_in()
-        copies = [self._copy() for _ in range(n)]
+        stop = threading.Event()
+        copies = [self._copy(stop) for _ in range(n)]
         if each is not None and copies:
-            with ThreadPoolExecutor(min(n, MAX_THREADS)) as pool:
-                for _ in pool.map(each, copies, range(n)):
-                    pass
+            _in_threads(stop, min(n, MAX_THREADS), each, copies, range(n))
         return copies
 
-    def _copy(self) -> State:
-        made = State(self._model)
+    def _copy(self, stop: threading.Event) -> State:
+        made = State(self._model, (*self._stops, stop))
         made.text, made._ids, made._read = self.text, list(self._ids), self._read
         made._messages, made._turn = self.messages, self._turn
         made._values, made.scores = dict(self._values), dict(self.scores)
@@ -317,8 +322,33 @@ class State:
                 return
 
     def _emit(self, text: str) -> None:
+        if any(stop.is_set() for stop in self._stops):
+            raise _Stopped
         if self._listener is not None:
             self._listener(text)
+
+
+class _Stopped(Exception):
+    """Ends a program whose caller has left."""
+
+
+T = TypeVar("T")
+
+
+def _in_threads(
+    stop: threading.Event, threads: int, work: Callable[..., T], *each: Iterable[Any]
+) -> list[T]:
+    """Map `work` over its arguments. If a call fails or the wait is interrupted, `stop` is set."""
+    with ThreadPoolExecutor(threads) as pool:
+        calls = [pool.submit(work, *one) for one in zip(*each, strict=True)]
+        try:
+            wait(calls, return_when=FIRST_EXCEPTION)
+            return [call.result() for call in calls if call.done()]
+        except BaseException:
+            stop.set()
+            for call in calls:
+                call.cancel()
+            raise
 
 
 def _json_schema(schema: object) -> str:
@@ -357,10 +387,10 @@ def run_batch(
         inputs: keyword arguments for the program, for each run.
         threads: programs that run at once; None: 16 for each core, at most 64.
     """
-    called = model_of(model)
+    called, stop = model_of(model), threading.Event()
 
     def one(given: Mapping[str, Any]) -> State:
-        state = State(called)
+        state = State(called, (stop,))
         try:
             program(state, **given)
         except Exception as error:
@@ -368,12 +398,7 @@ def run_batch(
         return state
 
     most = min(MAX_THREADS, 16 * (os.cpu_count() or 1)) if threads is None else threads
-    with ThreadPoolExecutor(most) as pool:
-        return list(pool.map(one, inputs))
-
-
-class _ReaderLeft(Exception):
-    """Ends the program of a stream that was closed."""
+    return _in_threads(stop, most, one, inputs)
 
 
 def stream(
@@ -388,14 +413,9 @@ def stream(
     pieces: queue.Queue[str | BaseException | None] = queue.Queue()
     left = threading.Event()
 
-    def tell(text: str) -> None:
-        if left.is_set():
-            raise _ReaderLeft
-        pieces.put(text)
-
     def work() -> None:
         try:
-            program(State(model_of(model), tell), *args, **kwargs)
+            program(State(model_of(model), (left,), pieces.put), *args, **kwargs)
         except BaseException as error:  # SystemExit, too
             pieces.put(error)
         else:
