@@ -1,6 +1,6 @@
 """Simulates replicas with a virtual clock: the real scheduler and router, without a model.
 
-`StepCost` gives the time of a step, and every output token is the same. So only scheduling and
+A function gives the time of a step, and every output token is the same. So only scheduling and
 routing are computed, and an hour of load takes seconds. Cache hits, preemptions and queues are as
 in real engines with these step times.
 """
@@ -31,7 +31,8 @@ from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request
 from kvik.errors import ConfigError
 from kvik.options import Integer, Number, option
-from kvik.spec.kv import KVCacheSpec, group_layers
+from kvik.planner.roofline import PlannedStep
+from kvik.spec.kv import KVCacheSpec, KVGroup, group_layers
 
 ANSWER = 1  # every output token
 READ, WRITE = "read", "write"  # ways to and from the disk
@@ -154,8 +155,9 @@ class StepCost:
     token: float = 100e-6
     key: float = 20e-9
 
-    def seconds(self, tokens: int, keys: int) -> float:
-        return self.step + tokens * self.token + keys * self.key
+    def __call__(self, step: PlannedStep) -> float:
+        keys = sum(count * (new + cached) for count, new, cached in step.runs)
+        return self.step + step.rows * self.token + keys * self.key
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,8 +165,9 @@ class SimulatedEngine:
     """The limits of a simulated engine, and the times of its steps and moves.
 
     Attributes:
+        cost: returns the seconds of a step.
         context: most tokens of a prompt and its answer.
-        tiers: its own KV tiers beyond its cache; None: none.
+        groups, checkpoints, tiers: see `CacheConfig`.
         memory_rate, disk_rate: bytes per second of copies to and from each tier.
     """
 
@@ -172,8 +175,10 @@ class SimulatedEngine:
     block_size: int = 16
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 2048
-    cost: StepCost = field(default_factory=StepCost)
+    cost: Callable[[PlannedStep], float] = field(default_factory=StepCost)
     context: int = 1 << 30
+    groups: tuple[KVGroup, ...] = group_layers([KVCacheSpec(1, 4, bytes_per_token=16)])
+    checkpoints: int | None = None
     tiers: TierSizes | None = None
     memory_rate: float = 20e9
     disk_rate: float = 3e9
@@ -250,7 +255,8 @@ class SimulatedReplica:
         cache = CacheConfig(
             engine.block_size,
             engine.blocks,
-            group_layers([KVCacheSpec(1, 4, bytes_per_token=16)]),
+            engine.groups,
+            checkpoints=engine.checkpoints,
             tiers=engine.tiers,
         )
         limits = SchedulerConfig(
@@ -294,9 +300,7 @@ class SimulatedReplica:
             self.tiers.begin(plan, now)
             if not plan.slots:
                 return self.tiers.wait(now)
-        step = self.scheduler.in_flight[-1]
-        keys = sum([request.num_computed_tokens for request in step.requests])
-        seconds = self.engine.cost.seconds(step.num_tokens, keys)
+        seconds = self.engine.cost(_work(plan, self.scheduler.in_flight[-1].requests))
         self.busy += seconds
         return now + seconds
 
@@ -322,6 +326,23 @@ class SimulatedReplica:
         return ReplicaReport(
             self._log.take(), scheduler.kv.usage, scheduler.clock.prefill_tokens_per_second
         )
+
+
+def _work(plan: SchedulerOutput, requests: list[Request]) -> PlannedStep:
+    """Return the work of a step. Decoding requests all get their mean length, so that the work of
+    many is quickly costed."""
+    runs: list[tuple[int, int, int]] = []
+    decoding = cached = 0
+    for request, new in zip(requests, plan.num_scheduled_tokens, strict=True):
+        before = request.num_computed_tokens - new
+        if new == 1:
+            decoding += 1
+            cached += before
+        else:
+            runs.append((1, new, before))
+    if decoding:
+        runs.append((decoding, 1, cached // decoding))
+    return PlannedStep(tuple(runs))
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,15 @@ from kvik.cli import main
 from kvik.core.config import TierSizes
 from kvik.core.plan import NOWHERE, PageLoad, PageStore, SchedulerOutput
 from kvik.errors import ConfigError, KvikError
-from kvik_bench.simulation import Outcome, SimulatedEngine, SimulatedTiers, Traffic, simulate
+from kvik_bench.cli import simulate as verb
+from kvik_bench.simulation import (
+    Outcome,
+    SimulatedEngine,
+    SimulatedReplica,
+    SimulatedTiers,
+    Traffic,
+    simulate,
+)
 
 BUSY = Traffic(requests=2500, rate=150.0, seed=3)
 ROOMY = SimulatedEngine(blocks=16_384)
@@ -133,6 +141,30 @@ def test_a_load_ends_with_its_last_bytes():
     assert [len(tiers.take(at).loaded) for at in (2.0017, 2.0033)] == [1, 1]
 
 
+@pytest.mark.parametrize(("model", "prompt"), [("llama-3.1-8b", 32_768), ("qwen3-30b-a3b", 256)])
+def test_a_prompt_takes_the_planned_time(
+    model: str, prompt: int, capsys: pytest.CaptureFixture[str]
+):
+    """Late chunks attend to all before them, and few tokens wake most experts."""
+    traffic = Traffic(requests=1, systems=1, system_tokens=prompt, user_tokens=1, output_tokens=1)
+    outcome = simulate(traffic, verb.simulated(model, verb.Replicas("h100")), 1)
+    words = ["plan", model, "--hardware", "h100", "--context", str(prompt)]
+    assert main.main([*words, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["speed"]["prefill"][-1]
+    assert outcome.ttft(0.5) == pytest.approx(planned["expected"], rel=0.02)
+
+
+def test_caches_keep_only_the_windows_of_layers(capsys: pytest.CaptureFixture[str]):
+    """As many requests fit as the planner says."""
+    words = ["plan", "gemma-3-4b", "--hardware", "h100", "--context", "131072", "--json"]
+    assert main.main(words) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    asked = verb.Replicas("h100", max_num_batched_tokens=memory["step_tokens"])
+    cache = SimulatedReplica(verb.simulated("gemma-3-4b", asked)).scheduler.kv.config
+    each = cache.max_blocks(131_072, memory["step_tokens"])
+    assert cache.num_blocks // each == pytest.approx(memory["largest_batch"], abs=1)
+
+
 @pytest.mark.full
 def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
     words = ["simulate", "--hardware", "h100", "--replicas", "2", "--requests", "30", "--json"]
@@ -161,8 +193,6 @@ def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_bad_numbers_name_their_field(flag: str, value: str, field: str):
-    from kvik_bench.cli import simulate as verb
-
     with pytest.raises(KvikError) as raised:
         verb.run(verb.build_parser().parse_args(["--hardware", "h100", flag, value]))
     assert raised.value.field == field

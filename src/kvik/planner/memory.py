@@ -17,7 +17,7 @@ from kvik.config.fit import Fit, footprint_of
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import RANK_BYTES, Limit, MemoryPlan, StepSize
 from kvik.config.parallel import check_group, repeated_bytes, stage_ends
-from kvik.core.config import RESERVED_BLOCKS
+from kvik.core.config import RESERVED_BLOCKS, CacheConfig
 from kvik.errors import ConfigError
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import weight_facts
@@ -230,6 +230,19 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
         step_tokens=size.max_num_batched_tokens,
         largest_batch=largest(lambda batch: planner.fits(at.context, batch), MOST_REQUESTS),
     )
+
+
+def cache_of(shape: ModelShape, at: Setting, size: StepSize, block_size: int) -> CacheConfig:
+    """Return the KV cache of an engine with steps of a size, with all blocks that fit.
+
+    Raises:
+        ConfigError: as `memory_of`.
+    """
+    fit = _Planner.of(shape, at).fit
+    footprint = replace(fit.footprint, block_size=block_size)
+    blocks = footprint.blocks_within(fit.limit.size - footprint.fixed(size))
+    checkpoints = footprint.num_checkpoints(size) if shape.state_bytes else None
+    return CacheConfig(block_size, blocks, footprint.groups, checkpoints=checkpoints)
 
 
 def longest_context(shape: ModelShape, at: Setting) -> int:

@@ -13,20 +13,19 @@ from dataclasses import asdict, dataclass, replace
 
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
-from kvik.config.config import Tiers, read_tiers
-from kvik.core.config import TierSizes
+from kvik.config.config import Notes, Tiers, read_tiers
+from kvik.config.memory import StepSize
+from kvik.config.resolve import tier_sizes
 from kvik.errors import ConfigError
 from kvik.options import Integer, Number, Text, normalised, option
 from kvik.planner.cost import columns, count, seconds
 from kvik.planner.families import read_shape
-from kvik.planner.memory import laid_out, memory_of
+from kvik.planner.memory import cache_of, laid_out
 from kvik.planner.plan import Question, check_question, find_machine, setting_of
 from kvik.planner.roofline import decode, prefill, step_time
-from kvik.spec.kv import PAGE_HEAD_BYTES
-from kvik_bench.simulation import Outcome, SimulatedEngine, StepCost, Traffic, simulate
+from kvik_bench.simulation import Outcome, SimulatedEngine, Traffic, simulate
 
 POLICIES = ("prefix", "round-robin")
-CONTEXT, BATCH, CHUNK = 4096, 32, 2048  # of the steps that determine `StepCost`
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,52 +94,30 @@ def simulated(model: str, asked: Replicas) -> SimulatedEngine:
     """
     shape = read_shape(model)
     device, hardware = find_machine(asked.hardware)
-    question = Question(model, asked.hardware, context=min(CONTEXT, shape.max_context))
+    question = Question(model, asked.hardware)
     at = setting_of(
         shape, device, check_question(question, shape, exact=device.kind == "cpu"), hardware
     )
     shape = laid_out(shape, at)
-    step = step_time(shape, at, decode(1, 1)).expected
-    token = (step_time(shape, at, prefill(CHUNK)).expected - step) / CHUNK
-    context = at.context
-    longer, shorter = (
-        step_time(shape, at, decode(BATCH, size)).expected
-        for size in (context, max(1, context // 4))
-    )
-    key = max(0.0, longer - shorter) / (BATCH * max(1, context - context // 4))
-    memory = memory_of(shape, at)
-    left = memory.limit - memory.weights - memory.activations - memory.runtime
-    blocks = asked.num_blocks or left // max(1, memory.kv_per_token * asked.block_size)
+    size = StepSize(shape.max_context, asked.max_num_seqs, asked.max_num_batched_tokens)
+    cache = cache_of(shape, at, size, asked.block_size)
+    blocks = asked.num_blocks or cache.num_blocks
     if blocks < 1:
         raise ConfigError("hardware", f"{device.name} has no memory left for a KV block")
+    tiers = None if asked.kv_tiers is None else read_tiers(asked.kv_tiers)
     return SimulatedEngine(
         blocks,
         asked.block_size,
         asked.max_num_seqs,
         asked.max_num_batched_tokens,
-        StepCost(step, max(token, 0.0), key),
+        lambda step: step_time(shape, at, step).expected,
         shape.max_context,
-        _tiers(asked.kv_tiers, PAGE_HEAD_BYTES + memory.kv_per_token * asked.block_size),
+        cache.groups,
+        cache.checkpoints,
+        tier_sizes(tiers, cache.groups, asked.block_size, Notes()),
         asked.memory_rate * 1e9,
         asked.disk_rate * 1e9,
     )
-
-
-def _tiers(text: str | None, page: int) -> TierSizes | None:
-    """Return the sizes of tiers.
-
-    Args:
-        page: bytes.
-
-    Raises:
-        ConfigError: one is smaller than a page.
-    """
-    if text is None:
-        return None
-    asked = read_tiers(text)
-    if any(0 < size < page for size in (asked.memory, asked.disk)):
-        raise ConfigError("kv_tiers", f"must have at least {page} bytes in each tier for a page")
-    return TierSizes((page,), asked.memory // page, asked.disk)
 
 
 def _figures(outcome: Outcome) -> dict[str, object]:
@@ -161,11 +138,12 @@ def as_text(
     asked: Replicas, traffic: Traffic, engine: SimulatedEngine, found: list[tuple[Outcome, float]]
 ) -> str:
     """Return the outcomes as text."""
-    cost = engine.cost
+    context, chunk = engine.context // 2, min(engine.context, engine.max_num_batched_tokens)
     head = (
         f"{asked.replicas} replicas of {count(engine.blocks)} blocks, {count(traffic.requests)} "
-        f"turns at {traffic.rate:g}/s; a step takes {seconds(cost.step)} + {seconds(cost.token)} a "
-        f"token + {seconds(cost.key)} a key"
+        f"turns at {traffic.rate:g}/s; a step takes {seconds(engine.cost(prefill(chunk)))} for a "
+        f"prompt of {chunk:,}, {seconds(engine.cost(decode(1, context)))} for a token behind "
+        f"{context:,}"
     )
     tiered = engine.tiers is not None
     ideal = found[0][0].ideal_tokens / max(1, found[0][0].prompt_tokens)
