@@ -325,6 +325,8 @@ def test_recipes_that_are_impossible_for_the_model(plain: Path, tmp_path: Path) 
     )
     check_request(source, Recipe("gptq", group_size=64, skip=("*.down_proj",)), tmp_path, None)
     assert refusal(method="rtn", skip=("*",)) == "skip: leaves no layer to quantise"
+    check_request(source, Recipe("rtn", group_size=32, skip=("lm_head",)), tmp_path, None)
+    assert "'down_proj' matches no layer" in refusal(method="rtn", skip=("*.k_proj", "down_proj"))
     options = {"num_experts": 8, "moe_intermediate_size": 32, "head_dim": 16}
     save_tiny(tmp_path / "experts", "Qwen3Moe", **SIZES | options)
     message = refusal(

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -453,6 +454,11 @@ def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor 
     Raises:
         KvikError: the recipe does not fit the model, or the folder or its disk cannot be used.
     """
+    names = (*source.layers, *source.outside, HEAD)
+    for pattern in recipe.skip:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            example = next(iter(source.layers))
+            raise ConfigError("skip", f"{shown(pattern)} matches no layer, such as {example}")
     recipe = keeping_floats(recipe, source.spec)
     check_groups(recipe, {name: shape.inputs for name, shape in source.layers.items()})
     _check_experts(source, recipe)
