@@ -21,8 +21,10 @@ from kvik.config.config import EngineConfig
 from kvik.config.model_source import BUNDLED
 from kvik.export import plan_export
 from kvik.gguf.export import model_metadata
+from kvik.gguf.facts import sampling_metadata
 from kvik.gguf.reader import write_gguf
 from kvik.kernels.packing import PLAIN
+from kvik.model_files import model_files
 from kvik.models.model_spec import read_model_spec
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.engine_folder import MappedStorage
@@ -112,9 +114,12 @@ def test_a_gguf_file(tmp_path: Path, kernels: str) -> None:
     save_tiny(folder, "Qwen2", **sizes)
     spec = read_model_spec(folder)
     tensors = gguf_tensors(open_checkpoint(folder), spec, "Q4_0")
-    write_gguf(model, model_metadata(spec, "tiny", "Q4_0"), tensors)
+    sampling = sampling_metadata({"top_k": 7, "repetition_penalty": 1.5})
+    write_gguf(model, model_metadata(spec, "tiny", "Q4_0") | sampling, tensors)
     build(str(model), tmp_path / "engine", kernels=kernels)
     assert answers(str(tmp_path / "engine")) == answers(str(model), kernels=kernels)
+    defaults = model_files(tmp_path / "engine").default_params()
+    assert defaults == model_files(model).default_params() and defaults.top_k == 7
 
 
 @pytest.fixture(scope="module")

@@ -100,6 +100,8 @@ class Gguf:
 
     def descriptions(self) -> dict[str, bytes]:
         found = {"config.json": _as_json(model_config(self._file))}
+        if sampling := sampling_config(self._file.metadata):
+            found[GENERATION_CONFIG] = _as_json(sampling)
         if self.has_tokenizer():
             tokenizer = read_tokenizer(self._file.metadata)
             named = {
