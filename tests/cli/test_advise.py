@@ -65,6 +65,26 @@ def test_latency_limits(machine: str, llama: str, capsys: pytest.CaptureFixture[
     assert "--max-num-seqs" in text.splitlines()[-1]
 
 
+def test_the_command_names_what_can_be_served(
+    machine: str, llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A description is not a model."""
+    Path(llama).rename(tmp_path / "config.json")
+    served = {}
+    for model in (
+        str(tmp_path),
+        str(tmp_path / "config.json"),
+        "llama-3-8b",
+        "meta-llama/Llama-3-8B",
+    ):
+        assert main(["advise", model, "--hardware", machine]) == 0
+        served[model] = shlex.split(capsys.readouterr().out.splitlines()[-1])[2]
+    assert [model for model, name in served.items() if name == model] == [
+        str(tmp_path),
+        "meta-llama/Llama-3-8B",
+    ]
+
+
 def test_a_model_that_fits_nowhere_has_no_command(
     llama: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -8,6 +8,7 @@ import json
 import shlex
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from textwrap import wrap
 
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
@@ -75,9 +76,16 @@ def as_text(report: AdviceReport) -> str:
             lines += _advice(f"   {advice.topic}", advice)
     lines += ["", *_item("with all advised", _figures(report.end))]
     if not report.obstacle and report.usual.shape.spec is not None:
-        model = [shlex.quote(report.goal.model)] if report.goal.model else []
-        lines.append(" ".join(["kvik serve", *model, *report.flags]))
+        lines.append(" ".join(["kvik serve", *_served(report.goal.model), *report.flags]))
     return "\n".join(lines)
+
+
+def _served(model: str) -> list[str]:
+    """Return the model as `kvik serve` takes it; MODEL if it is only described here, by a
+    config.json or the name of a public model."""
+    path = Path(model).expanduser()
+    described = path.suffix == ".json" if path.exists() else "/" not in model
+    return ["MODEL" if described else shlex.quote(model)] if model else []
 
 
 def _header(report: AdviceReport) -> list[str]:
