@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from helpers.configs import PUBLIC
 
 from kvik.cli import main
 from kvik.core.config import TierSizes
@@ -163,6 +165,19 @@ def test_caches_keep_only_the_windows_of_layers(capsys: pytest.CaptureFixture[st
     cache = SimulatedReplica(verb.simulated("gemma-3-4b", asked)).scheduler.kv.config
     each = cache.max_blocks(131_072, memory["step_tokens"])
     assert cache.num_blocks // each == pytest.approx(memory["largest_batch"], abs=1)
+
+
+def test_states_are_kept_for_a_few_requests(tmp_path: Path):
+    """A prefix is only hit where a copy of the states is, of which each request has two."""
+    (tmp_path / "config.json").write_text(json.dumps(PUBLIC["LFM2-1.2B"]))
+    model, traffic = str(tmp_path / "config.json"), Traffic(requests=60, rate=5.0, systems=1)
+    few, many = (
+        simulate(traffic, verb.simulated(model, verb.Replicas("h100", max_num_seqs=seqs)), 1)
+        for seqs in (1, 64)
+    )
+    assert few.hit_tokens < 0.7 * many.hit_tokens
+    with pytest.raises(ConfigError, match="kv_tiers"):
+        verb.simulated(model, verb.Replicas("h100", kv_tiers="memory:1GiB"))
 
 
 @pytest.mark.full

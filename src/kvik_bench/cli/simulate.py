@@ -105,6 +105,9 @@ def simulated(model: str, asked: Replicas) -> SimulatedEngine:
     if blocks < 1:
         raise ConfigError("hardware", f"{device.name} has no memory left for a KV block")
     tiers = None if asked.kv_tiers is None else read_tiers(asked.kv_tiers)
+    if tiers is not None and shape.state_bytes:
+        reason = f"{shape.architecture} keeps states, which no page holds"
+        raise ConfigError("kv_tiers", f"must be left out: {reason}")
     return SimulatedEngine(
         blocks,
         asked.block_size,
