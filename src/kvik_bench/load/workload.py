@@ -135,7 +135,7 @@ def _read_row(row: Sequence[str], line: int) -> tuple[datetime, int, int]:
         if time.tzinfo is None:  # as in Azure's trace of 2023; the one of 2024 names UTC
             time = time.replace(tzinfo=UTC)
         prompt_tokens, output_tokens = int(row[1]), int(row[2])
-        if prompt_tokens < 1 or output_tokens < 1:
+        if not (1 <= prompt_tokens <= MAX_TOKENS and 1 <= output_tokens <= MAX_TOKENS):
             raise ValueError
     except (ValueError, IndexError):
         shown = ",".join(row)[:60]

@@ -278,6 +278,7 @@ def test_times_with_a_zone_and_without_a_fraction(tmp_path: Path) -> None:
         (HEADER + ROWS + "2023-11-16 18:17:05,1\n", "line 5 is not understood"),
         (HEADER + "2023-11-16 18:17:05,1,0\n", "line 2 is not understood"),
         (HEADER + "2023-11-16 18:17:05,1,1.5\n", "line 2 is not understood"),
+        (HEADER + "2023-11-16 18:17:05,4194305,1\n", "line 2 is not understood"),
         (HEADER + ROWS + ROWS, "must be sorted"),
     ],
 )
