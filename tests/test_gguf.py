@@ -147,7 +147,7 @@ def test_without_a_tokenizer_prompts_are_ids(tmp_path: Path) -> None:
         ({"llama.feed_forward_length": 256}, "must have shape"),
         ({"llama.block_count": 3}, "lack 'model.layers.2"),
         ({"llama.block_count": 1}, "hold 'model.layers.1.*unknown to the architecture"),
-        ({"llama.embedding_length": 250}, "its 250 inputs are no blocks of 32; the GGUF file"),
+        ({"llama.embedding_length": 250}, "its 250 inputs do not fill blocks of 32; the GGUF file"),
         ({"llama.embedding_length": 1 << 30}, r"embedding_length: must be an integer in"),
         ({"llama.expert_count": 8}, "llama.expert_used_count: is missing"),
         ({"llama.expert_count": 8, "llama.expert_used_count": 2}, "block_sparse_moe.gate.weight"),

@@ -132,7 +132,7 @@ def test_a_stage_with_other_files_is_refused(monkeypatch) -> None:
 def test_a_stage_with_other_kernels_is_refused(monkeypatch) -> None:
     here = replace(detect(), isa=frozenset())
     monkeypatch.setattr(stage_process, "detect", lambda: here)
-    with pytest.raises(ConfigError, match="the engine of portable: bits would differ; use") as info:
+    with pytest.raises(ConfigError, match="the engine for portable: results would differ") as info:
         LLM(**COMMON)
     assert info.value.field == "pipeline_parallel_size" and not stages()
 

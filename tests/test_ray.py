@@ -90,7 +90,7 @@ def test_stages_elsewhere_give_the_same_bits_and_lost_ones_are_named(cluster) ->
 @pytest.mark.full
 def test_a_full_cluster_is_one_error(cluster, monkeypatch) -> None:
     monkeypatch.setattr("kvik.ray_launcher.PLACE_SECONDS", 1.0)
-    with pytest.raises(ConfigError, match="ray has no room for 2 times 4 CPUs"):
+    with pytest.raises(ConfigError, match="ray has not found 2 times 4 free CPUs"):
         LLM(**{**RAY, "threads": 12})
     assert not stages()
 
@@ -142,7 +142,7 @@ def raising(error: Exception) -> Callable[..., None]:
             raising(RuntimeError("Version mismatch:\nRay: 2.1")),
             "join .*: Version mismatch: Ray: 2.1",
         ),
-        (lambda *_, **__: time.sleep(2), "has answered within 0 s: begin one, or set RAY_ADDRESS"),
+        (lambda *_, **__: time.sleep(2), "has answered within 0 s: start one, or set RAY_ADDRESS"),
     ],
     ids=["none", "another version", "silent"],
 )

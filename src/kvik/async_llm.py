@@ -223,7 +223,7 @@ class AsyncLLM:
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
         most = truncation(self.resolved, truncate_prompt_tokens)
-        request = self._request(request_id, SamplingParams(), 0)  # of which nothing is read
+        request = self._request(request_id, SamplingParams(), 0)  # no parameter is used
         request.pooling = pooling or default_pooling(model.pooling)
         request.prompt = plain if isinstance(plain, str) else None
 
@@ -250,7 +250,7 @@ class AsyncLLM:
         `LLM.score`."""
         pooling = scoring(self.resolved.model.pooling)
         most = truncation(self.resolved, truncate_prompt_tokens)
-        request = self._request(request_id, SamplingParams(), 0)  # of which nothing is read
+        request = self._request(request_id, SamplingParams(), 0)  # no parameter is used
         request.pooling = SCORE
         make = partial(pair_input, pooling=pooling, instruction=instruction, most=most)
 

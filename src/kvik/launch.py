@@ -181,13 +181,17 @@ def start(resolved: ResolvedConfig, *, record: Path | None = None) -> Engine:
     return Engine(loop, tokenizer, default_params)
 
 
+_NO_ROLE = "must be both, except with kvik serve: only servers have roles"
+
+
 def check_no_role(resolved: ResolvedConfig) -> None:
-    """
+    """Check that the config gives no role, for an engine without a server.
+
     Raises:
-        ConfigError: an engine that is no server's has a role.
+        ConfigError: `role` is not "both".
     """
     if resolved.runner.role != "both":
-        raise ConfigError("role", "must be both but for kvik serve, whose servers have roles")
+        raise ConfigError("role", _NO_ROLE)
 
 
 def check_one_engine(resolved: ResolvedConfig) -> None:
@@ -218,7 +222,7 @@ def load_loop(
     """
     runner, tiers = resolved.runner, resolved.cache.tiers
     if tiers is not None and (tiers.peers or tiers.lends) and not token:
-        raise ConfigError("role", "must be both, except with kvik serve: only servers have roles")
+        raise ConfigError("role", _NO_ROLE)
     weights, name = show_bytes(resolved.memory.weights), model_name(Path(runner.model_path))
     log.info("loading %s: %s of weights, %s on %s", name, weights, runner.dtype, runner.device)
     _tell_what_matters(resolved)
@@ -367,8 +371,8 @@ def play(
 
 
 def _computed(resolved: ResolvedConfig, prompts: Sequence[EngineRequest]) -> ComputedPages:
-    """Return the pages of prompts, computed by an engine of its own, which keeps them on a disk
-    tier without an end."""
+    """Return the pages of prompts, computed by a separate engine, which keeps them on a disk tier
+    of unlimited size."""
     from kvik.engine.replay import keep_pages
     from kvik.worker.disk_tier import ComputedPages
 

@@ -479,7 +479,7 @@ class LLM:
     ) -> EngineRequest:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt, add_special_tokens)
-            if not prompt or not ids:  # some tokenizers put a token before nothing at all
+            if not prompt or not ids:  # some tokenizers add a token even to an empty text
                 raise ParamError("prompt", "must not be empty")
         else:
             ids = prompt
@@ -570,7 +570,8 @@ class LLM:
         else:
             found = [priority] * count
         if len(found) != count:
-            raise ParamError("priority", f"{len(found)} given for {count} prompts: one for each")
+            wanted = f"must be one for each of {count} prompts"
+            raise ParamError("priority", f"{wanted}, not {len(found)}")
         for one in found:
             check_priority(one, self.resolved.scheduler.policy)
         return found
@@ -603,7 +604,8 @@ class LLM:
         ):
             raise ParamError("params", "must be SamplingParams, or a list with one for each prompt")
         if len(params) != count:
-            raise ParamError("params", f"{len(params)} given for {count} prompts: one for each")
+            wanted = f"must be one for each of {count} prompts"
+            raise ParamError("params", f"{wanted}, not {len(params)}")
         return list(params)
 
 
@@ -655,7 +657,7 @@ def either(theirs: str, given: Any, ours: str, value: Any) -> Any:
         ParamError: both are given.
     """
     if given is not None and value is not None:
-        raise ParamError(theirs, f"is {ours} here, which is given too")
+        raise ParamError(theirs, f"means {ours}, which is also given")
     return value if given is None else given
 
 

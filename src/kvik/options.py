@@ -403,6 +403,6 @@ def with_synonyms(
         if not synonym.option:
             raise error(name, f"cannot be {shown(value)}: {synonym.why}")
         if synonym.option in found:
-            raise error(name, f"is {synonym.option} here, which is given too")
+            raise error(name, f"means {synonym.option}, which is also given")
         found[synonym.option] = synonym.here(value)
     return found, ignored

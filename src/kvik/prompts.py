@@ -67,7 +67,7 @@ def _plain(prompt: object) -> PlainPrompt | None:
         if len(prompt) != 1 or not prompt.keys() <= set(MAPPED):
             keys = shown(", ".join(map(str, prompt)))
             allowed = " or ".join(MAPPED)
-            raise ParamError("prompt", f"a mapping must have {allowed} alone, not {keys}")
+            raise ParamError("prompt", f"a mapping must have one key, {allowed}, not {keys}")
         (prompt,) = prompt.values()
         return None if isinstance(prompt, Mapping) else _plain(prompt)
     ids = _listed(prompt)

@@ -56,10 +56,10 @@ END_SECONDS = 5.0  # limit for the system to end a process and report its exit c
 # the load time of rank 0, but not before `LEAST_LOAD_SECONDS`.
 LOAD_TIMES = 10.0
 LEAST_LOAD_SECONDS = 60.0
-# That one process may wait for another in one exchange; what they compute between two of them takes
-# as long in both. torch has such a limit of its own.
+# Limit for the wait in one exchange; between exchanges, all ranks compute for about the same time.
+# torch has a limit of its own (`kernels/torch_group.py`).
 EXCHANGE_SECONDS = 180.0
-# Times the activations and tables that the plan counts; pages take memory once they are written.
+# Shared memory over the planned activations and overhead. Unused pages take no memory.
 MEMORY = 4
 LEAST_MEMORY = 1 << 28
 
@@ -234,10 +234,10 @@ class RankProcesses:
             yield
         except BrokenGroup as error:
             if not self._known.wait(END_SECONDS):
-                self._lose(f"the processes have not met: {str(error) or 'one is gone'}")
+                self._lose(f"an exchange between ranks failed: {str(error) or 'one is gone'}")
             raise GroupLost(OPTION, self.lost) from None
         except BaseException:
-            self._lose("what all processes compute was interrupted in the first")
+            self._lose("rank 0 was interrupted while all ranks computed")
             raise
         if self._barrier.broken:
             raise GroupLost(OPTION, self.lost)

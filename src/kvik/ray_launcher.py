@@ -99,7 +99,8 @@ class RayLauncher:
         self._group: Any = placement_group([{"CPU": cpus}] * count, strategy="SPREAD")
         if not self._group.wait(PLACE_SECONDS):
             self.stop()
-            reason = f"ray has no room for {count} times {cpus} CPUs within {PLACE_SECONDS:.0f} s"
+            wanted = f"{count} times {cpus} free CPUs"
+            reason = f"ray has not found {wanted} within {PLACE_SECONDS:.0f} s"
             raise ConfigError(OPTION, reason)
         self._cpus = cpus
 
@@ -135,17 +136,17 @@ def _join_cluster(ray: Any) -> None:
         except BaseException as error:
             found.append(error)
 
-    # Ray asks a cluster that is gone for minutes.
+    # Ray tries for minutes to reach a cluster that is gone.
     joining = threading.Thread(target=join, name="kvik-ray", daemon=True)
     joining.start()
     joining.join(PLACE_SECONDS)
     if joining.is_alive():
         reason = f"no cluster of ray has answered within {PLACE_SECONDS:.0f} s"
         raise ConfigError(
-            OPTION, f"{reason}: begin one, or set RAY_ADDRESS to one that can be reached"
+            OPTION, f"{reason}: start one, or set RAY_ADDRESS to one that can be reached"
         )
     if found and isinstance(found[0], ConnectionError):
-        reason = "ray finds no cluster, or may not join it: `ray start --head` begins one"
+        reason = "ray finds no cluster, or may not join it: `ray start --head` starts one"
         raise ConfigError(
             OPTION, f"{reason}, RAY_ADDRESS names one, RAY_AUTH_MODE=token shows Ray's token"
         )

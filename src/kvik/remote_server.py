@@ -90,5 +90,5 @@ def _read_key(given: str) -> str:
 
 def _checked(key: str) -> str:
     if not _IN_A_HEADER.fullmatch(key):
-        raise ConfigError("api_key", "must be letters, digits and signs of ASCII")
+        raise ConfigError("api_key", "must be printable ASCII characters without spaces")
     return key

@@ -55,7 +55,7 @@ from kvik.rank_process import (
 from kvik.worker.group import Message
 
 OPTION = "pipeline_parallel_size"
-JOIN_SECONDS = 60.0  # that a stage may take to start and to connect
+JOIN_SECONDS = 60.0  # limit for a stage to start and to connect
 log = logging.getLogger(NOTES_LOG)
 NOT_CONNECTED = 3  # exit code of a stage that cannot connect to the engine
 
@@ -289,7 +289,7 @@ class StageProcesses:
         for stage, line in enumerate(self._lines):
             following = hops[stage + 1]
             if following is None:
-                raise LinkError(f"stage {stage + 1} does not say where it waits")
+                raise LinkError(f"stage {stage + 1} has not said where it listens")
             start = StageStart(self._resolved, self._cores[stage], following)
             line.send_bytes(msgspec.msgpack.encode(start))
         from kvik.worker.engine_cache import fingerprints
@@ -312,10 +312,10 @@ class StageProcesses:
             if ready.error:
                 raise LinkError(f"stage {stage} cannot load: {ready.error}")
             if ready.instruction_set != own.instruction_set:
-                reason = f"the kernels of {ready.instruction_set}, and the engine of"
+                reason = f"kernels for {ready.instruction_set}, the engine for"
                 raise LinkError(
-                    f"stage {stage} has {reason} {own.instruction_set}: bits would differ; "
-                    "use machines of one kind"
+                    f"stage {stage} has {reason} {own.instruction_set}: results would differ in "
+                    "their last bits; use machines of one kind"
                 )
             if ready.weights != own.weights:
                 reason = "other files of the model than the engine: copy the same to each machine"

@@ -170,7 +170,7 @@ def test_parameters_have_the_names_of_others(given: dict[str, Any], here: dict[s
         ({"best_of": 3}, "best_of", "must equal n"),
         ({"n": 3, "best_of": 1}, "best_of", "must equal n"),
         ({"best_of": True}, "best_of", "must equal n"),
-        ({"max_new_tokens": 3, "max_tokens": 4}, "max_new_tokens", "is max_tokens here"),
+        ({"max_new_tokens": 3, "max_tokens": 4}, "max_new_tokens", "means max_tokens"),
     ],
 )
 def test_other_names_are_one_error(given: dict[str, Any], field: str, message: str) -> None:

@@ -270,7 +270,7 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
     [
         ("Qwen2ForCausalLM", {"sliding_window": 64, "use_sliding_window": True}, "sliding_window"),
         ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "dynamic"),
-        ("LlamaForCausalLM", {"rope_scaling": YARN | {"mscale": 1.0}}, "no words for yarn"),
+        ("LlamaForCausalLM", {"rope_scaling": YARN | {"mscale": 1.0}}, "this kind of yarn"),
         ("LlamaForCausalLM", {"rope_scaling": YARN | {"truncate": False}}, "llama files imply"),
         ("SmolLM3ForCausalLM", {"no_rope_layers": [1, 0, 1]}, "rope_parameters:"),
         ("GPTNeoXForCausalLM", {"num_key_value_heads": 4, "hidden_act": "gelu_new"}, "hidden_act"),
@@ -282,7 +282,7 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
         (
             "DeepseekV3ForCausalLM",
             LATENT | {"rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.3}},
-            "no words for yarn",
+            "this kind of yarn",
         ),
         ("Lfm2ForCausalLM", {"conv_bias": True, "full_attn_idxs": [1]}, "layer_types:"),
         ("Gemma2ForCausalLM", {"attn_logit_softcapping": None}, "gemma2 files imply"),
@@ -292,7 +292,7 @@ def test_mistral_without_a_window_is_a_llama(tmp_path: Path) -> None:
         (
             "Gemma4ForCausalLM",
             GEMMA4 | {"rope_parameters": SLOW | {"full_attention": FAST}},
-            "no words for linear",
+            "this kind of linear",
         ),
         (
             "Gemma4ForCausalLM",

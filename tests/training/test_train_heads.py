@@ -118,9 +118,9 @@ def test_an_interrupted_training_resumes(kind, model, windows, tmp_path, monkeyp
     assert not trained.finished and steps[6:] == [0.35, 0.4, 0.45, 0.5]
     names = {path.name for path in out.iterdir()}
     assert names == {"config.json", "model.safetensors", FILE}
-    with pytest.raises(ConfigError, match="what another model, text or recipe"):
+    with pytest.raises(ConfigError, match="another model, text or recipe"):
         train_heads(config, windows, recipe(kind, 672), out, quiet)
-    with pytest.raises(ConfigError, match="what another model, text or recipe"):
+    with pytest.raises(ConfigError, match="another model, text or recipe"):
         train_heads(config, windows[1:], planned, out, quiet)
     assert train_heads(config, windows, planned, out, until(2.0, OSError)).finished
     assert len(steps) == 20

@@ -298,7 +298,8 @@ def _kinds(spec: ModelSpec) -> dict[str, Entry | None]:
     windowed = next((layer for layer in spec.layers if layer.window), None)
     full = next((layer for layer in spec.layers if layer.window is None), None)
     if windowed is None or full is None or windowed.rope is None:
-        raise ModelError("layer_types", f"must hold both kinds for {spec.family.gguf} in GGUF")
+        reason = f"must include layers with and without a window for {spec.family.gguf} in GGUF"
+        raise ModelError("layer_types", reason)
     size, size_swa = spec.heads(full)[1], spec.heads(windowed)[1]
     return {
         "feed_forward_length": _one_or_all([spec.inner(layer) for layer in spec.layers]),
@@ -387,7 +388,7 @@ def _rope(rope: RopeSpec, size: int, family: Architecture) -> dict[str, Entry | 
         return facts
     known = () if family.gguf_by_kind else ("linear", "yarn")
     if rope.kind not in known or rope.mscale != rope.mscale_all_dim:
-        raise ModelError("rope_scaling", f"GGUF has no words for {rope.kind} of this kind")
+        raise ModelError("rope_scaling", f"GGUF cannot express this kind of {rope.kind}")
     facts |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
     if rope.kind == "yarn":
         facts |= {

@@ -442,7 +442,7 @@ def _kinds_config(
     positions differ, and about layers that read the keys and values of earlier ones."""
     at, layers = f"{name}.attention", len(inner)
     if (types := Fields(config).strings("layer_types"))[-1:] != (FULL,):
-        reason = "must say which layers have a window, and not the last"
+        reason = "must give the layers with a window; the last layer has none"
         raise metadata.error(f"{at}.sliding_window_pattern", reason)
     if "rope_scaling" in config:
         raise metadata.error(f"{name}.rope.scaling.type", "must be none")
@@ -458,7 +458,7 @@ def _kinds_config(
     shared = metadata.integer(f"{at}.shared_kv_layers", 0, layers - 1, 0)
     wide = (inner[0],) * (layers - shared) + (2 * inner[0],) * shared
     if len(set(inner)) > 1 and inner != wide:
-        reason = f"must be {inner[0]}, and twice as much in the last {shared} layers or nowhere"
+        reason = f"must be {inner[0]}, or twice that in the last {shared} layers"
         raise metadata.error(f"{name}.feed_forward_length", reason)
     kv = dict(zip(types, kv_heads, strict=True))
     if any(kv[kind] != heads for kind, heads in zip(types, kv_heads, strict=True)):

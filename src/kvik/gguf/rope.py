@@ -143,7 +143,7 @@ def proportional_rope(divisors: Sequence[float], head_dim: int) -> Mapping[str, 
     half, turned = head_dim // 2, sum(one < NEVER / 2 for one in divisors)
     factor, *more = dict.fromkeys(divisors[:turned]) or (0.0,)
     if more or not 1 <= factor < NEVER / 2 or len(divisors) != half:
-        reason = f"must hold {half} divisors, a number of at least 1 some times and then {NEVER:g}"
+        reason = f"must hold {half} divisors: one repeated number of at least 1, then {NEVER:g}"
         raise ModelError(ROPE_FACTORS, reason)
     # Plus one half, so that rounding down gives the pairs despite rounding of the fraction.
     fraction = min(1.0, (turned + 0.5) / half)

@@ -148,7 +148,7 @@ def attending_layers(fields: Fields, layers: int, positions: int) -> tuple[Layer
     """Every layer sees all keys, with rotary positions if `position_embedding_type` is "rope"."""
     types = fields.strings("layer_types") or ("mamba",) * layers
     if len(types) != layers or set(types) - {"attention", FULL}:
-        reason = f"must be {layers} times attention: layers of the kind mamba do not run here"
+        reason = f"must be attention in all {layers} layers: mamba layers do not run here"
         raise fields.error("layer_types", reason)
     turns = fields.choice("position_embedding_type", ("nope", "rope"), "nope") == "rope"
     return (LayerSpec(None, read_rope(fields, positions) if turns else None),) * layers

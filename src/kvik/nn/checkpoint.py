@@ -111,8 +111,8 @@ def run_length(most: int) -> int:
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 RUN_BYTES = 2 << 20  # read at once
-# The same where rows are columns of the file. They are read in a chunk for each row of the file, of
-# 1.6 KB where it has 5,120.
+# The same if rows are columns of the file. Then each row of the file is read in a separate chunk,
+# which has 1.6 KB if the file has 5,120 rows.
 TRANSPOSED_BYTES = 8 << 20
 PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 

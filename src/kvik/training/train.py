@@ -169,7 +169,7 @@ class Keeper:
         if step is None or identity is None or bytes(identity.tolist()).decode() != self.identity:
             raise ConfigError(
                 "output",
-                f"{self.file} is what another model, text or recipe has learned so far: "
+                f"{self.file} holds an unfinished training of another model, text or recipe: "
                 "delete it, or choose another folder",
             )
         return Snapshot(int(step), tensors)
@@ -193,7 +193,7 @@ class Keeper:
 
 
 def identity_of(recipe: object, states: WindowStates) -> str:
-    """Return a digest of the recipe, the text, and the model by some of its hidden states."""
+    """Return a digest of the recipe, the text, and some hidden states, which identify the model."""
     digest = hashlib.sha256(json.dumps(repr(recipe)).encode())
     sample = states.hidden[: min(SAMPLED, int(states.starts[1]))].float()
     for tensor in (states.ids, states.starts, sample):
@@ -280,7 +280,7 @@ def train(
             loss = trainee.loss(states.batch(usable[drawn], depth))
             if not math.isfinite(loss.item()):
                 raise ConfigError(
-                    "rate", f"of {schedule.rate:g} is too high: the loss is no number"
+                    "rate", f"of {schedule.rate:g} is too high: the loss is not finite"
                 )
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]

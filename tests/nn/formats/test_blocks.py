@@ -54,7 +54,7 @@ def test_powers_of_two_are_finite() -> None:
 def test_bytes_of_rows() -> None:
     (found,) = Blocks(SCHEMES["Q4_K"], SHAPE, {}).tensors(torch.bfloat16).values()
     assert found == StoredTensor((24, 288), torch.uint8, OutputAxis(), True, "Q4_K, in bytes")
-    with pytest.raises(ValueError, match="its 300 inputs are no blocks of 256"):
+    with pytest.raises(ValueError, match="its 300 inputs do not fill blocks of 256"):
         Blocks(SCHEMES["Q4_K"], LinearShape(300, 24), {})
 
 

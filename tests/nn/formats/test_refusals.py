@@ -163,7 +163,7 @@ def test_invalid_values(
         ("gptq", "qweight", torch.zeros(12, 64, dtype=torch.int64), "must be I32, not I64"),
         ("gptq", "scales", torch.zeros(3, 64, dtype=torch.int8), "must be F32, BF16, F16 or F64, "),
         ("gptq", "g_idx", torch.zeros(96), "must be I64 or I32, not F32"),
-        ("order", "g_idx", NATURAL.flip(0).clamp(min=1), "must give each of 3 groups as many"),
+        ("order", "g_idx", NATURAL.flip(0).clamp(min=1), "must give all 3 groups the same"),
         ("static", "input_scale", torch.ones(64), "must have shape [1] by config.json (static"),
         ("order", "g_idx", NATURAL[:95], "must have shape [96] by config.json, not [95]"),
     ],

@@ -6,9 +6,9 @@ tile (16 at least), so K and V are read once. Several queries, of drafts or of a
 more rows of the tile.
 
 Invariance: where a context is split depends only on the sequence (`attention_shapes.split`), not
-on the batch; a program takes an equal share of its sequence's splits (of a short sequence in a
-large batch all), in one loop over tiles, in which keys of the next split are loaded while those of
-the last one are used. The tile's rows depend on the sequence's own number of queries. So the bits
+on the batch; a program takes an equal share of its sequence's splits (all of them for a short
+sequence in a large batch), in one loop over tiles, in which keys of the next split are loaded while
+those of the last are used. The tile's rows depend on the sequence's number of queries. So the bits
 of a sequence do not depend on the batch. (A sequence with enough queries to fill 64 rows has
 smaller tiles in a step with trees, and differs by rounding.)
 

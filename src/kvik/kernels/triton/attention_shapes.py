@@ -34,9 +34,9 @@ ROOMY = 163 << 10
 SHORT = 64  # queries; a tree has no more
 TALLEST = 64  # rows of a split kernel's tile: tokens times the query heads of a KV head
 WIDE = 256  # channels of a head; sums of more take twice the registers, so tiles are smaller
-# Programs that a launch of the split kernel aims at, for long sequences. Of a short one, a program
-# takes up to MOST_SHARE keys, as soon as ENOUGH tiles of rows occupy the GPU: each fills and drains
-# its pipeline. One for each sequence would let the longest of a batch decide about its time.
+# Programs that a launch of the split kernel aims at, for long sequences. Each program fills and
+# drains a pipeline, so once ENOUGH tiles of rows occupy the GPU, a program takes up to MOST_SHARE
+# keys of a short sequence. With more, the longest sequence of a batch would determine the time.
 LAUNCHED, MOST_SHARE, ENOUGH = 8192, 1024, 512
 # A tile's block ids are loaded before its keys, so the loop runs in three steps (ids, copies to
 # shared memory, products): two more stages for each tile in flight.
@@ -123,8 +123,8 @@ def prefill_tiles(
     128 rows for two groups of warps that use the tensor cores alternately. With 128 keys a tile has
     the fewest instructions per product, and Hopper's tensor cores read the fewest operands from
     shared memory; scores, weights and sums of a row just fit 255 registers a thread, which
-    leaves few for pointers, that blocks of more than 32 take. Tiles that some rows see only in part
-    are smaller: fewer masked scores are computed.
+    leaves too few for the pointers that blocks of more than 32 take. Tiles that some rows see only
+    in part are smaller: fewer masked scores are computed.
 
     Args:
         itemsize, shared: as of `split_tiles`. kind: of the cache's numbers (`kv_load.kind_of`).
@@ -152,9 +152,8 @@ def prefill_tiles(
 
 def _wide_prefill_tiles(itemsize: int, kind: str, edges: bool, shared: int) -> Tiles:
     """Return the tiles for heads of 512: sums of 64 rows are half of the registers of 256 threads,
-    and keys and values of 32, with the next tile, 128 KiB. What takes more registers beside the
-    sums has fewer rows, and so the tensor cores' older instructions.
-    """
+    and keys and values of 32, with the next tile, 128 KiB. Kernels that need more registers beside
+    the sums have fewer rows, and so use older instructions of the tensor cores."""
     if itemsize == 4:
         return Tiles(16, 16, 8, 3, 16)
     n = 32 if shared >= ROOMY else 16

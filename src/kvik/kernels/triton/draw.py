@@ -379,8 +379,8 @@ def settle_kernel(
 
 WARPS = 8
 SETTLE_WARPS = 8
-# Of kernels that compare a token's distance from the centre: in some of them its division and
-# subtraction would be fused and rounded once, and the token at the threshold would be dropped.
+# For kernels that compare a token's distance from the centre: fusion in only some of them would
+# round the distance differently there, and the token at the threshold would be dropped.
 FUSION = False
 
 

@@ -32,9 +32,9 @@ def launch(
 
     In every launch Triton examines all arguments to find the code that it compiled for them, which
     takes several times as long as the launch itself. Here it does so once for the same numbers,
-    constants and types of tensors, which all layers of a step have in common. Of an address the
-    code depends on whether it is a multiple of 16, as nearly all are: other launches always go
-    through Triton. Hooks of Triton around launches are not called (of Proton, its profiler).
+    constants and types of tensors, which all layers of a step have in common. The code also depends
+    on whether each address is a multiple of 16. Nearly all are; launches with others always go
+    through Triton. Triton's launch hooks are not called, so its profiler (Proton) sees no launch.
 
     Args:
         grid: up to three numbers of programs.

@@ -45,10 +45,10 @@ FEW = (
     Tile(outputs=64, tokens=32, num_warps=4, stages=4, splits=8),
     Tile(outputs=64, tokens=64, num_warps=4, stages=3, splits=4),
 )
-# For four bits with zero points, instructions are nearly as scarce as bytes: two warps share what
-# does not unpack (x, addresses, waiting), and there are more programs. Zero points are subtracted
-# from its sums, which takes a second product; with more columns, when tensor cores are not idle,
-# from weights.
+# For four bits with zero points, instructions are nearly as scarce as bytes. So only two warps
+# share the work other than unpacking (x, addresses, waiting), and there are more programs. Zero
+# points are subtracted from the sums of this tile, which takes a second product; tiles with more
+# columns, which leave no tensor cores idle, subtract them from weights.
 FEW_INT4 = Tile(outputs=64, tokens=8, num_warps=2, stages=4, splits=16, programs=512)
 # More tokens: their tiles read the same weights, from the L2 cache. There are counters for splits
 # of two tiles of tokens.

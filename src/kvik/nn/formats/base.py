@@ -63,7 +63,7 @@ class LinearShape:
         starts = self.columns[::size]
         whole = tuple(start + i for start in starts for i in range(size))
         if whole != self.columns or any(start % size for start in starts):
-            raise ValueError(f"its inputs change places, but {size} neighbours share a scale")
+            raise ValueError(f"its inputs are reordered, but each {size} neighbours share a scale")
         return values[:, torch.tensor(starts, device=values.device) // size]
 
 

@@ -310,5 +310,5 @@ def group_index(name: str, index: Tensor, groups: int) -> Tensor:
     if bool(((index < 0) | (index >= groups)).any()):
         raise TensorError(name, f"must hold groups from 0 to {groups - 1}")
     if bool((index.bincount(minlength=groups) != len(index) // groups).any()):
-        raise TensorError(name, f"must give each of {groups} groups as many inputs")
+        raise TensorError(name, f"must give all {groups} groups the same number of inputs")
     return index

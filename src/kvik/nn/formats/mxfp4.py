@@ -95,7 +95,7 @@ class Blocks:
         """
         self.type = BLOCK_TYPES[scheme.layout]
         if shape.inputs % self.type.weights:
-            raise ValueError(f"its {shape.inputs} inputs are no blocks of {self.type.weights}")
+            raise ValueError(f"its {shape.inputs} inputs do not fill blocks of {self.type.weights}")
         self.shape = shape
         self.loaded = loaded_kind(scheme, shape.inputs)
 
