@@ -153,9 +153,9 @@ class AttentionBench:
     def _row(self, length: int, runs: PromptRuns) -> Row:
         held = matrix_bytes(self.resolved.model.num_heads, length) / MIB
         gains = tuple(a / b for a, b in zip(runs.matrix, runs.tiles, strict=True))
-        least = "the most memory of the call, less what was there before it"
+        peak = "peak memory of the call, less what was in use before it"
         memory = [
-            Figure(name, "MiB", tuple(values), "less", least)
+            Figure(name, "MiB", tuple(values), "less", peak)
             for name, values in (
                 ("matrix memory", runs.matrix_memory),
                 ("tiles memory", runs.tiles_memory),
@@ -176,7 +176,7 @@ class AttentionBench:
                     "",
                     (runs.difference,),
                     "less",
-                    "the largest between the two results, which round in their own ways",
+                    "the largest between the two results, which are rounded differently",
                 ),
             ),
         )

@@ -197,7 +197,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--rate",
         type=float,
         metavar="R",
-        help="requests a second, in the mean (as many as continuous batching can just serve)",
+        help="mean requests a second (as many as continuous batching can just serve)",
     )
     add(
         "--prompt-tokens",

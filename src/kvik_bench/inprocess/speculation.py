@@ -211,16 +211,16 @@ MEASURES: tuple[Measure[Pair], ...] = (
         "if checks were free",
         "x",
         "more",
-        "the same with steps that take no longer for their drafts: what acceptance alone promises, "
-        "on a machine that is not yet bound by arithmetic",
+        "the same if steps took no longer with drafts: the gain from acceptance alone, on a "
+        "machine that is not yet bound by arithmetic",
         lambda pair: pair.if_free,
     ),
     Measure(
         "engine's estimate",
         "x",
         "more",
-        "by the engine itself: what its steps without drafts take, for as many tokens / the time "
-        "of its steps, those without drafts included",
+        "by the engine itself: time that steps without drafts would take for these tokens / time "
+        "of all steps",
         lambda pair: pair.own_estimate,
     ),
     Measure("drafts", "", "more", "that were checked", lambda pair: pair.drafts.drafts),
@@ -229,7 +229,7 @@ MEASURES: tuple[Measure[Pair], ...] = (
         "acceptance",
         "%",
         "more",
-        "a: how many drafts are right of those before which all were",
+        "a: share of right drafts, among the drafts before which all were right",
         lambda pair: 100 * pair.acceptance if pair.drafts.rows else None,
     ),
     Measure(
@@ -243,7 +243,7 @@ MEASURES: tuple[Measure[Pair], ...] = (
         "K",
         "",
         "more",
-        "drafts of a check; where they form a tree, how many of them were right at most",
+        "drafts of a check; in a tree, the largest number that was right",
         lambda pair: pair.depth if pair.drafts.rows else None,
     ),
     Measure(

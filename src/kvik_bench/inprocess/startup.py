@@ -34,7 +34,7 @@ PARTS: Mapping[str, str] = {
     "first token": "of one request",
 }
 TOTAL = "from the start of the process to the first token"
-PEAK = "resident memory of the process at its highest"
+PEAK = "peak resident memory of the process"
 HELP = "a separate process from its start to its end"
 LOAD_RATE = "bytes of the weights as they are in memory / time of `load`"
 CHARTS = (Chart("bars", "From start to first token", "seconds"),)

@@ -57,8 +57,8 @@ PROCESS_PEAK: RunMeasure = Measure(
     "process peak",
     "MiB",
     "less",
-    "the most resident memory of this process while the requests were served: runtime, weights, "
-    "activations and what was written of the KV cache",
+    "peak resident memory of this process while the requests were served: runtime, weights, "
+    "activations and the written part of the KV cache",
     lambda run: None if run.peak_bytes is None else run.peak_bytes / MIB,
 )
 
@@ -120,10 +120,10 @@ RUNGS = (
         alone=True,
     ),
     Rung("continuous batching", "all requests at the same time share each reading of the weights"),
-    Rung("prefix cache", "and what their prompts share is there already", prefix_caching=True),
+    Rung("prefix cache", "and the shared part of prompts is already cached", prefix_caching=True),
     Rung(
         "speculation",
-        "and tokens that the text lets expect are guessed ahead; a step can confirm several",
+        "and likely next tokens are guessed; a step can confirm several",
         prefix_caching=True,
         loading=Loading(speculation="ngram"),
     ),

@@ -272,10 +272,11 @@ class _Readings:
         if not shares or min(shares) == 100:
             return []
         if form == EXACT:
-            return [f"{form}: engines should agree but for ties of two tokens; look where not."]
+            return [f"{form}: engines should agree, except where two tokens are equally likely."]
         return [
-            f"{form}: each engine rounds and quantises in its own way, so greedy texts part where "
-            f"two tokens are nearly as likely, with random weights soon; {EXACT} should agree."
+            f"{form}: each engine rounds and quantises in its own way, so greedy texts diverge "
+            "where two tokens are nearly equally likely, which is soon with random weights; "
+            f"{EXACT} should agree."
         ]
 
     def long_reasons(self) -> list[tuple[str, str]]:
@@ -405,8 +406,8 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="of the installed ones: transformers, transformers-batching, vllm; or of the file of "
-        "--config (default: all). kvik always runs",
+        help="installed engines (transformers, transformers-batching, vllm), or names in the file "
+        "of --config (default: all). kvik always runs",
     )
     parser.add_argument(
         "--config",

@@ -137,7 +137,7 @@ class Result:
 
 # The facts of a run: enough to repeat it, and to see which results are comparable.
 
-PEAK_MEMORY = "resident memory of this process at its highest, since it started"
+PEAK_MEMORY = "peak resident memory of this process since it started"
 
 
 def run_facts() -> Mapping[str, str]:
