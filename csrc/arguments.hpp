@@ -150,17 +150,16 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // dense; sequence s owns tokens query_start_loc[s] .. [s + 1] (int32), which are the last ones of its
 // seq_lens[s] (int32) keys. block_table [num_seqs, table_stride] int32. window: the most visible keys, including
 // the query's own; 0 for all. chunked: they begin at a multiple of window. tree: null, or int64 [tokens]: 0 for all
-// tokens of a plain sequence. Otherwise
-// the sequence has at most 63 tokens in this step, the nodes of a tree: bit j of a token's word says
-// whether the j-th of them is an ancestor or itself. A node attends exactly, to the bit, as if only the keys of
-// its path followed the cached ones. value_dim: columns of a value and of out. Without v_cache the values
-// are the first value_dim columns of the keys, and q has value_dim columns: the others are in q_rope [tokens, heads,
-// head_dim - value_dim]. A score s = scale * q k becomes softcap *
-// tanh(s / softcap), unless softcap is 0. sinks: null, or fp32 [heads]: an extra score for each head,
-// with no value. sink_keys: with a window, how many of the first keys all queries also see. sink_q: the queries for
-// these keys, shaped like q [tokens, heads, head_dim]; null: q itself. reach: 0, or a query sees up to this many
-// keys before and after its own, where they exist, and there is neither window nor tree. first_keys: null,
-// or int32 [num_seqs]: the first key of each sequence that any of its queries sees; then there is no window.
+// tokens of a plain sequence. Otherwise the sequence has at most 63 tokens in this step, the nodes of a tree: bit j
+// of a token's word says whether the j-th of them is an ancestor or itself. A node attends exactly, to the bit, as if
+// only the keys of its path followed the cached ones. value_dim: columns of a value and of out. Without v_cache the
+// values are the first value_dim columns of the keys, and q has value_dim columns: the others are in q_rope [tokens,
+// heads, head_dim - value_dim]. A score s = scale * q k becomes softcap * tanh(s / softcap), unless softcap is 0.
+// sinks: null, or fp32 [heads]: an extra score for each head, with no value. sink_keys: with a window, how many of the
+// first keys all queries also see. sink_q: the queries for these keys, shaped like q [tokens, heads, head_dim]; null:
+// q itself. reach: 0, or a query sees up to this many keys before and after its own, where they exist, and there is
+// neither window nor tree. first_keys: null, or int32 [num_seqs]: the first key of each sequence that any of its
+// queries sees; then there is no window.
 #define KVIK_ARGS_attention(P, I, F)                                                     \
     P(q) I(q_stride) P(q_rope) I(q_rope_stride) I(value_dim) P(k_cache) P(v_cache) P(k_scales) P(v_scales) P(block_table)        \
     I(table_stride) P(query_start_loc) P(seq_lens) I(num_seqs) I(heads) I(kv_heads)      \

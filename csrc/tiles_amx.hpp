@@ -227,8 +227,9 @@ void multiply_groups_i8(TileShapes& shapes, const Span& s, bool streamed) {
 // 1.5 times for one row, 1.3 for eight, 1.04 for 16 (from memory; two threads of a Xeon, 2026-11-26).
 constexpr int64_t kFewRows = 8;
 
-// Up to this many outputs, copying an x whose rows are spread costs more than it gains: of rows of 3,072 numbers, it
-// loses 6 % of the speed with 768 outputs and 2,048 rows, and gains 3 to 7 % with 2,048 outputs and more (2026-11-27).
+// Up to this many outputs, copying rows of x that are spread over the L1 cache costs more than it gains. Rows of
+// 3,072 numbers: it loses 6 % of the speed with 768 outputs and 2,048 rows, and gains 3 to 7 % with 2,048 outputs
+// and more (2026-11-27).
 constexpr int64_t kFewOutputs = 1024;
 
 // The kinds as the registers multiply them; floats of 32 bits and those in groups are left to the vectors, and
@@ -244,8 +245,8 @@ public:
     static int64_t row_unit(const linear_args& a) {
         return by_vectors(a) ? VectorTiles::row_unit(a) : kRegisterRows;
     }
-    // Rows of x where they are, if whole lines of them lie all over the first cache; for few outputs, if not all
-    // lines lie at one place of it.
+    // Whether rows of x are read in place: they must consist of whole cache lines and not share too few sets of the
+    // L1 cache. With few outputs it is enough that not all rows share the same set.
     static bool reads_spread(const linear_args& a) {
         const int64_t bytes = a.x_stride * (a.dtype == kBF16 ? 2 : 4), spread = a.outputs <= kFewOutputs ? 64 : 16;
         return !by_vectors(a) && (uintptr_t(a.x) | uintptr_t(bytes)) % 64 == 0 && bytes / 64 % spread != 0;

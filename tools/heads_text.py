@@ -1,6 +1,7 @@
-"""The text that the bundled model's draft heads are trained on, as JSON lines for
-`kvik train-heads --data`: what the model itself writes behind beginnings of stories, greedily and
-sampled, and a few stories.
+"""Write the text that the bundled model's draft heads are trained on.
+
+It consists of beginnings of stories that the model continues, greedily or sampled, and of a few
+stories, as JSON lines for `kvik train-heads --data`.
 
     python tools/heads_text.py --data DATA heads_text.jsonl
 """
@@ -16,7 +17,7 @@ from story_data import Story, load_stories
 
 from kvik import LLM, SamplingParams
 
-BEGINNING = 60, 240  # characters of a story that the model goes on from
+BEGINNING = 60, 240  # characters of a story that the model continues
 OUTPUT = 320  # tokens
 STORY = 6000  # characters of a story at most
 

@@ -1,5 +1,7 @@
-"""The stories and sections of books that the bundled models were not trained on, as JSON lines for
-`kvik eval --data`. What the builtin calibration text has of them is left out.
+"""Write the stories and sections of books that the bundled models were not trained on.
+
+The output is JSON lines for `kvik eval --data`. Texts that share a passage with the builtin
+calibration text are left out.
 
     python tools/held_out.py --data DATA [--longest CHARACTERS] held_out.jsonl
 """

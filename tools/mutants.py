@@ -4,9 +4,9 @@
     python tools/mutants.py --run --tier fast           apply each, run pytest, print who noticed
     python tools/mutants.py --run --tier full c07 s04   these faults only
 
-`tests/mutants.toml` lists the faults. A run edits files of the working tree, so it wants a clean
-one of its own, and puts each file back. For a fault of `csrc/` the kernels of one instruction set
-are compiled in a folder of their own, and stand in for the installed ones while its tests run.
+`tests/mutants.toml` lists the faults. A run edits files of the working tree and restores each of
+them, so use a clean tree for it. For a fault in `csrc/`, the kernels of one instruction set are
+compiled in a separate folder, and replace the installed ones while its tests run.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class Mutant:
     """A fault.
 
     Attributes:
-        folder: where its text is looked for.
-        old, new: the text, and what it becomes.
+        folder: folder or file with the text.
+        old, new: the text, and its replacement.
         tests: files or folders that should notice, which run before all others.
-        gap: why no test notices yet; "" where one must.
+        gap: why no test notices yet; "": one must.
     """
 
     id: str
@@ -70,11 +70,10 @@ def load() -> list[Mutant]:
 
 def check(mutants: Sequence[Mutant]) -> int:
     """Return how many faults cannot be applied, and say which."""
-    bad = [(m, m.places()) for m in mutants]
+    bad = [(m, places) for m in mutants if len(places := m.places()) != 1]
     for mutant, places in bad:
-        if len(places) != 1:
-            print(f"{mutant.id} {mutant.what}: its text occurs {len(places)} times {places}")
-    return sum(len(places) != 1 for _, places in bad)
+        print(f"{mutant.id} {mutant.what}: its text occurs {len(places)} times {places}")
+    return len(bad)
 
 
 def pytest(arguments: Sequence[str], tier: str) -> tuple[bool, str]:
@@ -98,7 +97,7 @@ def pytest(arguments: Sequence[str], tier: str) -> tuple[bool, str]:
 
 
 def run(mutants: Sequence[Mutant], tier: str, *, nearby: bool) -> int:
-    """Apply one fault after the other; return how many survived though none of them may."""
+    """Apply one fault after the other; return how many went unnoticed, known gaps aside."""
     survivors = 0
     for mutant in mutants:
         (path,) = mutant.places()
@@ -120,8 +119,8 @@ def run(mutants: Sequence[Mutant], tier: str, *, nearby: bool) -> int:
 
 @contextlib.contextmanager
 def kernels_compiled_again() -> Iterator[None]:
-    """Put kernels compiled from `csrc/` as it is now in place of the installed ones."""
-    from kvik.kernels.cpu import _native  # compiled here or not, faults can be checked
+    """Replace the installed kernels by ones compiled from the current `csrc/`."""
+    from kvik.kernels.cpu import _native  # --check works without kernels
 
     best = next(name for name in _native.instruction_sets() if name != "amx")
     extension = build_extension("mutants", f"-DKVIK_ISAS={best}")

@@ -62,7 +62,7 @@ KEEP = """(async () => {
 
 
 def company(server: ServerProcess) -> list[threading.Thread]:
-    """Others who use it meanwhile."""
+    """Start other clients' requests, so that the pages show a busy server."""
     threads = []
     for i in range(14):
         body = {
@@ -78,7 +78,7 @@ def company(server: ServerProcess) -> list[threading.Thread]:
 
 
 def picture(browser: chromium.Browser, name: str) -> None:
-    """Take it once the page is at rest."""
+    """Take a picture of the page after its animations."""
     browser.evaluate("new Promise(done => setTimeout(done, 600))")
     path = IMAGES / name
     browser.screenshot(path)

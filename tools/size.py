@@ -1,9 +1,9 @@
-"""Print how large each folder of kvik is beside its budget: `make check` does, to inform.
+"""Print the size and the budget of each folder of kvik, also as part of `make check`.
 
     python tools/size.py
 
-A folder may outgrow its budget for a reason; then the budget is raised here, in a commit of its own
-that says why.
+A folder may outgrow its budget for a good reason: raise the budget in a separate commit that says
+why.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import statistics
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src"
-# Lines of Python with comments and docstrings, of 2026-11-26. "": the files beside the folders.
+# Lines of Python with comments and docstrings, of 2026-11-26. "": files outside folders.
 BUDGETS = {
     "attention": 1850,
     "cli": 4850,

@@ -1,12 +1,12 @@
-"""Train the model that remembers pairs: `tests/data/recall`, for tests of what a cache forgets.
+"""Train the model in `tests/data/recall`, which remembers pairs, to test what a cache forgets.
 
     python tools/train_recall.py --minutes 1.7
 
-Texts hold pairs of a key and a value in filler, and ask for keys, behind all pairs (multi-query
-associative recall; Arora et al. 2023, Zoology). Only answers are learned. What has to be found is a
-head that looks at the token before and an induction head over it (Olsson et al. 2022): training
-begins with both, roughly. Texts become longer as answers are found. The learning rate follows the
-seconds of the processor.
+Texts hold pairs of a key and a value in filler, and after all pairs ask for keys (multi-query
+associative recall; Arora et al. 2023, Zoology). Only answers are learned. That needs a head that
+looks at the previous token, and an induction head over it (Olsson et al. 2022): training begins
+with a rough form of both. Texts become longer as the loss falls. The learning rate depends on the
+processor time.
 """
 
 from __future__ import annotations
@@ -38,30 +38,29 @@ CONFIG = ModelConfig(
     max_positions=recall.CONTEXT,
     rope_theta=1_000_000.0,  # most channels hardly turn within the context: they tell keys apart
 )
-# Deviation of embeddings; size of queries and keys of the two heads; what others add at first.
+# Deviation of embeddings; size of queries and keys of the two heads; factor of all other outputs.
 EMBEDDED, SHARP, QUIET = 0.3, 2.0, 0.1
 LENGTHS = (32, 64, 128, 256, 512, 1024)
 TOKENS = 4096  # of a step
-EASY = 0.2  # answers are found as soon as the loss is this low; then texts become longer
+EASY = 0.2  # the loss at which texts become longer
 RATE, WARM_UP = 3e-3, 40
 
 
 def batch(dice: torch.Generator, rows: int, length: int) -> tuple[Tensor, Tensor]:
     """Return texts [rows, length] int64, and which tokens are answers, [rows, length] bool."""
     pairs = min(len(recall.KEYS), length // 8)
-    size = length // (2 * pairs)  # a pair stands in each of the first places, a question later
+    size = length // (2 * pairs)  # of a slot in the first half; each has one pair
     texts = torch.randint(recall.FILLER.start, recall.FILLER.stop, (rows, length), generator=dice)
     texts[:, 0] = recall.BEGIN
     order = torch.rand(rows, len(recall.KEYS), generator=dice).argsort(1)[:, :pairs]
     keys = order + recall.KEYS.start  # [rows, pairs]
     values = torch.randint(recall.VALUES.start, recall.VALUES.stop, (rows, pairs), generator=dice)
-    # Questions are mixed in behind: pair i lies in slot i of the first half or anywhere before.
-    half = pairs * size
+    half = pairs * size  # the other half has the questions
     slack = size - 2
     start = torch.arange(pairs) * size + 1
     jitter = torch.randint(0, max(1, slack), (rows, pairs), generator=dice)
     first = (start + jitter).clamp(max=half - 2)
-    # Drawn one by one: if each key came once, values that are left would be half an answer.
+    # Drawn independently: if each key came once, the remaining values would hint at the answer.
     asked = torch.randint(0, pairs, (rows, pairs), generator=dice)
     room = (length - half) // pairs
     there = half + torch.arange(pairs) * room
@@ -76,12 +75,13 @@ def batch(dice: torch.Generator, rows: int, length: int) -> tuple[Tensor, Tensor
 
 
 def beginning() -> Llama:
-    """Return a model that has, roughly, the two heads which training would find late.
+    """Return a model with a rough form of the two heads that training would find late.
 
-    The first head of the first layer looks at the token before: a channel is the same for all
-    tokens, queries are made of it alone, and keys are the same turned by one position, so that
-    scores are largest one position apart. It writes what it sees where the first head of the second
-    layer makes keys of it, as it makes queries of tokens themselves (an induction head).
+    The first head of the first layer looks at the previous token: one channel is the same for all
+    tokens; queries are made from it alone, and keys from it with a rotation by one position, so
+    that scores are largest one position apart. The head writes the previous token to the channels
+    from which the first head of the second layer makes its keys; that head makes its queries from
+    the tokens themselves (an induction head).
     """
     model = Llama(CONFIG)
     for name, weight in model.named_parameters():
@@ -99,7 +99,7 @@ def beginning() -> Llama:
         queries[:half, 0] = SHARP
         keys[:half, 0], keys[half:size, 0] = SHARP * angles.cos(), SHARP * angles.sin()
         reads, writes = torch.linalg.qr(torch.randn(CONFIG.hidden_size, 2 * size))[0].split(size, 1)
-        reads[0] = 0.0  # not what all have in common
+        reads[0] = 0.0  # not the channel that is the same for all tokens
         first.v_proj.weight[:size], first.o_proj.weight[:, :size] = reads.T, writes
         second.q_proj.weight[:size] = SHARP * reads.T
         second.k_proj.weight[:size] = SHARP * writes.T

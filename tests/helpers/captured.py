@@ -1,4 +1,4 @@
-"""Captured decoding steps on a CPU: what is captured is called again, on the same memory."""
+"""Captured decoding steps on a CPU: a replay calls the captured function on the same memory."""
 
 from __future__ import annotations
 
@@ -63,9 +63,11 @@ class Planned(AttentionMetadata):
 
 
 class ByTensors:
-    """A backend as it is on a GPU: plain integers only bound what there is, and how much that is
-    stands in the tensors. What comes behind is padding, and must be harmless. What attention gives
-    tokens of no request is whatever was in memory."""
+    """A backend that takes lengths from tensors, as captured kernels on a GPU do.
+
+    Plain integers of the layout are only upper bounds. Rows and tokens after those of requests are
+    padding, which must be harmless. Results for tokens of no sequence are undefined (NaN).
+    """
 
     def __init__(self, inner: AttentionBackend) -> None:
         self.inner = inner
@@ -135,9 +137,17 @@ class ByTensors:
 def captured_steps(
     *rows: int, drafts: int = 0, heads: list[Again] | None = None
 ) -> Iterator[list[tuple[DecodeGraphs, Again]]]:
-    """Engines with native kernels that are made within capture decoding steps of so many requests;
-    with drafts, all at once, and also those of up to so many drafts of each. The forwards of each
-    engine, and after those the ones of its draft model; `heads` gets those of draft heads."""
+    """Capture decoding steps of native kernels, in engines that are made in the context.
+
+    Args:
+        rows: requests of the steps.
+        drafts: if not 0, also capture steps with up to this many drafts of each request, and
+            capture all steps at once.
+        heads: receives the capturers of draft heads.
+
+    Yields:
+        The graphs and the capturer of each engine, and after them those of its draft model.
+    """
     made: list[tuple[DecodeGraphs, Again]] = []
 
     def graph(

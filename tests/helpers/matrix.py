@@ -455,11 +455,12 @@ WITHOUT_LOGPROBS = (
 
 
 def by_tier(columns: Sequence[Column], fast: Sequence[Column] | None = None) -> list[object]:
-    """Return the columns of a comparison of tokens; at night those of which a comparison of log
-    probabilities shows more.
+    """Return the columns for a comparison of tokens, with the marks of their tiers.
+
+    Columns whose log probabilities are also compared, which shows more, run only at night.
 
     Args:
-        fast: those of the fast tier, all by default.
+        fast: columns of the fast tier; None: all.
     """
     contained = {column.name for column in BITS} - {*WITHOUT_LOGPROBS}
 
@@ -476,8 +477,8 @@ def named(column: object) -> object:
 
 
 def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:
-    """Return `params` where every other request has prompt logprobs, of all tokens or the last
-    ones, for which that part of the prompt is computed."""
+    """Return `params` with logprobs, every other one also with prompt logprobs from some token on,
+    for which that part of the prompt is computed."""
     return [
         one.with_changes(logprobs=3)
         if i % 2
@@ -487,7 +488,7 @@ def params_with_logprobs(siblings: int = 1) -> list[SamplingParams]:
 
 
 def reference_outputs(model: dict[str, object]) -> list[RequestOutput]:
-    """Outputs with logprobs of native kernels, one request at a time."""
+    """Return outputs with logprobs by native kernels, one request at a time."""
     common = {"device": "cpu", "threads": 1, "max_model_len": CONTEXT}
     with LLM(**model, **common, enable_prefix_caching=False, max_num_seqs=1) as llm:
         runner = llm.resolved.runner
@@ -508,7 +509,7 @@ def outputs_of(name: str, format: str) -> list[RequestOutput]:
 
 
 def check_tokens(outputs: list[RequestOutput], expected: list[list[int]]) -> None:
-    """Those of greedy siblings are all the same."""
+    """Check the tokens; greedy siblings have the same, sampled ones differ."""
     for i, (output, right, sampling) in enumerate(zip(outputs, expected, params(), strict=True)):
         found = [completion.token_ids for completion in output.outputs]
         assert found[0] == right, f"prompt {i}"
@@ -519,7 +520,8 @@ def check_tokens(outputs: list[RequestOutput], expected: list[list[int]]) -> Non
 
 
 def check_bits(outputs: list[RequestOutput], alone: list[RequestOutput]) -> None:
-    """Log probabilities are those of a request alone; siblings draw with seeds of their own."""
+    """Check that log probabilities equal those of a request alone. Of sampled siblings only the
+    first is compared, as each has its own seed."""
     for i, (output, right, sampling) in enumerate(zip(outputs, alone, params(), strict=True)):
         assert output.prompt_logprobs == right.prompt_logprobs, f"prompt {i}"
         for completion in output.outputs if sampling.greedy else output.outputs[:1]:

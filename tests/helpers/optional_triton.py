@@ -54,9 +54,11 @@ def _take_scalars_as_bounds() -> None:
 
 
 def _patch_once_a_launch() -> None:
-    """The interpreter replaces Triton's functions when a kernel is launched, and again whenever a
-    kernel calls a function: to look through all of them took most of a test's time. Here it does so
-    once for each language module that a launch uses, and looks through its names once for all."""
+    """Let the interpreter patch Triton's functions once per launch and language module.
+
+    It does so in every call of a function by a kernel, and searches all names for them each time,
+    which took most of a test's time. Here the names are searched only once.
+    """
     from triton import language
     from triton.runtime import interpreter
 
@@ -95,9 +97,11 @@ def _patch_once_a_launch() -> None:
 
 
 def _remember_types() -> None:
-    """For each operation, the interpreter made the types of blocks and the tuples of their shapes
-    anew, a table of types, and a check for overflow without effect (it asserts in debug mode only):
-    two thirds of a kernel's time."""
+    """Cache types and shapes of blocks, and leave out checks for overflow, in the interpreter.
+
+    It makes types, shapes and a table of types again in each operation, and its check for overflow
+    has an effect only in debug mode: together, two thirds of a kernel's time.
+    """
     from triton.language import core, semantic
     from triton.runtime import interpreter
 

@@ -89,9 +89,11 @@ def recall(llm: LLM, asked: Sequence[Question]) -> float:
 def rows_behind(
     scheduler: Scheduler, worker: Worker, name: str, ids: Sequence[int], prompt: int
 ) -> Iterator[tuple[int, Tensor]]:
-    """Compute a text as that of a preempted request, so that the scheduler decides which tokens are
-    dropped. For each step with tokens from the prompt's last one on, yield the place of the first
-    of these and their hidden states, [tokens, hidden]."""
+    """Compute a text like that of a preempted request; the scheduler decides which tokens to drop.
+
+    For each step with tokens from the prompt's last one on, yield the place of the first of these
+    and their hidden states, [tokens, hidden].
+    """
     from kvik.core.plan import ModelRunnerOutput
     from kvik.core.sampling_params import SamplingParams
     from kvik.core.types import FinishReason, Request

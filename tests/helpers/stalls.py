@@ -23,7 +23,7 @@ def longest_stall(work: Callable[[], object]) -> float:
 
 
 def assert_turns(work: Callable[[], object]) -> None:
-    """An event loop has its turn while `work` is done beside it, after 0.1 s at the latest.
+    """Check that `work` in a thread does not block an event loop for more than 0.1 s.
 
     Other processes delay all threads alike. Plain bytecode, which releases the GIL regularly,
     measures how much; the best of a few attempts counts.

@@ -1,5 +1,4 @@
-"""A group of processes as threads of one: what each computes and tells is what processes would, and
-what they exchange goes through memory in place of gloo."""
+"""A group whose ranks are threads of one process, which exchange tensors in memory, not by gloo."""
 
 from __future__ import annotations
 
@@ -22,11 +21,11 @@ from kvik.rank_process import decode, encode
 from kvik.worker.group import GroupMember, Message, RankSetup
 from kvik.worker.ranks import make_rank
 
-SECONDS = 60.0  # that one waits for the others
+SECONDS = 60.0  # limit of each wait for other threads
 
 
 class Board:
-    """Where the threads put what they exchange."""
+    """The tensors that threads exchange, one for each thread."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=SECONDS)
@@ -53,12 +52,12 @@ class ThreadGroup(TorchGroup):
         board.parts[self.rank] = own
         board.barrier.wait()
         parts = list(board.parts)
-        board.barrier.wait()  # all have these before any puts the next one
+        board.barrier.wait()  # all have read the parts before any thread replaces its own
         return parts
 
 
 class ThreadRanks:
-    """In place of `RankProcesses`."""
+    """Replaces `RankProcesses`."""
 
     lost = ""
     boards: ClassVar[dict[int, Board]] = {}
@@ -150,6 +149,6 @@ def connect(device: object, file: str, rank: int, size: int, lost: object) -> To
 
 
 def use_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let groups that torch joins be threads from now on."""
+    """Run the ranks of new groups that exchange by torch as threads."""
     monkeypatch.setattr("kvik.rank_process.RankProcesses", ThreadRanks)
     monkeypatch.setattr("kvik.kernels.torch_group.connect", connect)

@@ -125,7 +125,7 @@ is_forked = False
 
 
 def serve(requests: socket.socket) -> None:
-    """Fork for each request. A process between the two ends at once, so that the requesting
+    """Fork twice for each request. The process in between ends at once, so that the requesting
     process, which adopts orphans, gets the new one as its child."""
     while True:
         data, numbers, _, _ = socket.recv_fds(requests, LARGEST, MOST_FILES)
@@ -151,8 +151,8 @@ def fork(facts: Mapping[str, Any], places: Mapping[int, int]) -> int:
     """Return the id of a child that runs a command; see `Parent.fork`."""
     sys.stdout.flush()
     sys.stderr.flush()
-    # The child must not close files by the numbers that they have had in this process: objects of
-    # Python are frozen, and what libraries close after a fork has lower numbers.
+    # The child must not close numbers that were files of this process: Python's objects are frozen,
+    # so they are not collected there, and after a fork libraries close only numbers below ABOVE.
     gc.freeze()
     above = {place: fcntl.fcntl(n, fcntl.F_DUPFD_CLOEXEC, ABOVE) for place, n in places.items()}
     if not (pid := os.fork()):
