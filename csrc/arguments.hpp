@@ -40,7 +40,7 @@ enum MatrixKind : int64_t {
     kMatrixF32 = 0,
     kMatrixBF16 = 1,
     // W8A8: activations quantised per row, and per group where there are groups. A group of any kind has at
-    // most 32768 inputs, so that integers can be summed in 32 bits; for this kind it is a multiple of 4.
+    // most 65536 inputs, so that integers can be summed in 32 bits; for this kind it is a multiple of 4.
     kMatrixI8 = 2,
     kMatrixI8WeightOnly = 3,  // int8 weights, float activations; a group is a multiple of 4
     // 4 bits in groups, activations quantised per row and group. The size of a group is a multiple of 8,

@@ -201,9 +201,9 @@ class DividedMatrices:
 
 
 class DividedExperts:
-    """Experts of whose channels each process has some, so that all processes are equally busy for
-    any choice of experts: one exchange for all of a token's experts. Experts that cannot be divided
-    like this use `experts_by`, with two exchanges per expert."""
+    """Experts divided by channels, so that all processes are equally busy for any choice of
+    experts: one exchange for all of a token's experts. Experts that cannot be divided like this use
+    `experts_by`, with two exchanges per expert."""
 
     def __init__(self, ops: Ops, matrices: DividedMatrices, group: TorchGroup) -> None:
         self._ops, self._group = ops, group

@@ -1,8 +1,9 @@
 """Processes that compute a model together by torch.distributed: gloo on CPUs, NCCL on GPUs.
 
-Not torch's default group, of which a process can have only one: two engines need one each. Sums are
-computed in the order of the ranks, by the same operations for any number of rows. So all processes
-have the same bits, and those of a token do not depend on the other tokens of its step.
+This is not torch's default group: a process can have only one of that, and two engines need one
+each. Sums are computed in the order of the ranks, by the same operations for any number of rows. So
+all processes have the same bits, and those of a token do not depend on the other tokens of its
+step.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ class Builder(LayerBuilder):
         parts: tuple[int, ...] = (),
         activation: Activation | None = None,
     ) -> Linear:
-        """x [tokens, inputs] -> [tokens, sum of outputs], fused from one layer per name.
+        """Return the layer x [tokens, inputs] -> [tokens, sum of outputs], fused from one per name.
 
         Args:
             role: of the matrix in a block; the inputs of "o" may be heads of attention.
@@ -304,10 +304,10 @@ class Builder(LayerBuilder):
                 follow all queries.
             whole: the next operation reads whole rows, not single heads.
         """
-        alone = None
+        between = None
         if not whole and len(heads) > 1 and self.stages is no_stages:
-            alone = Between(heads[0], head_dim, heads[1])
-            self.declared.heads[self._scope] = alone
+            between = Between(heads[0], head_dim, heads[1])
+            self.declared.heads[self._scope] = between
         each: list[tuple[int, ...]] = [(count,) for count in heads]  # of each layer
         places = _places(rope, sum(heads[:2]), head_dim)
         if gated:
@@ -317,23 +317,25 @@ class Builder(LayerBuilder):
             places = _by_head(places, heads, head_dim)
         if len(names) == 1:
             total = sum(heads) * head_dim
-            if alone is not None:
-                alone = replace(
-                    alone, projections=tuple((i == 0, head_dim) for i in range(len(heads)))
+            if between is not None:
+                between = replace(
+                    between, projections=tuple((i == 0, head_dim) for i in range(len(heads)))
                 )
             shape = LinearShape(inputs, total)
-            linear = self._linear(names, [shape], bias=bias, places=places, between=alone)
+            linear = self._linear(names, [shape], bias=bias, places=places, between=between)
             return Heads([linear], [heads], head_dim)
         linears, parts, first = [], [], 0
         for size in self._matrix_sizes(names):
             members = slice(first, first + size)
             widths = tuple(sum(counts) * head_dim for counts in each[members])
-            if alone is not None:
-                made = [(i == 0, head_dim) for i in range(first, first + size) for _ in each[i]]
-                alone = replace(alone, projections=tuple(made))
+            if between is not None:
+                projections = [
+                    (i == 0, head_dim) for i in range(first, first + size) for _ in each[i]
+                ]
+                between = replace(between, projections=tuple(projections))
             shapes = [LinearShape(inputs, width) for width in widths]
             linears.append(
-                self._linear(names[members], shapes, bias=bias, places=places, between=alone)
+                self._linear(names[members], shapes, bias=bias, places=places, between=between)
             )
             parts.append(tuple(chain(*each[members])))
             first += size
@@ -381,7 +383,7 @@ class Builder(LayerBuilder):
         if mixed:
             rows = torch.arange(2 * inner)
             places = rows % 2 * inner + rows // 2
-        made = self._channels(inner, down)
+        between = self._channels(inner, down)
         gate_up = self._linear(
             names,
             shapes,
@@ -389,10 +391,10 @@ class Builder(LayerBuilder):
             activation=activation,
             places=places,
             expert=expert,
-            between=made,
+            between=between,
         )
         last = LinearShape(inner, hidden, mixed)
-        return MLP(gate_up, self._down(down, last, bias, made, expert))
+        return MLP(gate_up, self._down(down, last, bias, between, expert))
 
     def _channels(self, inner: int, down: str) -> Between | None:
         """Return the channels between an MLP's matrices, to be divided only between groups of
@@ -407,10 +409,10 @@ class Builder(LayerBuilder):
         name: str,
         shape: LinearShape,
         bias: bool,
-        made: Between | None,
+        between: Between | None,
         expert: tuple[int, int] | None = None,
     ) -> Linear:
-        between = None if made is None else replace(made, read=True)
+        between = None if between is None else replace(between, read=True)
         return self._linear((name,), [shape], bias=bias, expert=expert, between=between)
 
     def mlp(
@@ -429,15 +431,15 @@ class Builder(LayerBuilder):
         Args:
             activation: by its name in config.json.
         """
-        made = self._channels(inner, down)
+        between = self._channels(inner, down)
         first = self._linear(
             (up,),
             [LinearShape(hidden, inner, transposed)],
             bias=bias,
             activation=MLP_ACTIVATIONS[activation],
-            between=made,
+            between=between,
         )
-        return MLP(first, self._down(down, LinearShape(inner, hidden, transposed), bias, made))
+        return MLP(first, self._down(down, LinearShape(inner, hidden, transposed), bias, between))
 
     def experts(
         self,

@@ -257,8 +257,8 @@ class LayerFiller:
     """Loads a layer of the checkpoint into its rows of a matrix.
 
     Rows are unpacked, quantised and packed a run at a time, which takes little memory in addition
-    to the matrix. Tensors that are read in runs are packed at once; the tensors of other layers are
-    kept until all have been read.
+    to the matrix. If a layer's tensor is read in runs, each run is packed when it arrives; the
+    tensors of other layers are kept until all of the layer have been read.
     """
 
     def __init__(

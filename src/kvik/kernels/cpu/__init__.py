@@ -1,1 +1,1 @@
-"""Native kernels for CPUs (C++, `csrc/`): the rows of `Ops` and paged attention."""
+"""Native kernels for CPUs (C++, `csrc/`), called for the operations of `Ops`."""

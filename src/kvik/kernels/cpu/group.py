@@ -201,7 +201,7 @@ class Share:
 
 
 class CutMatrices:
-    """Matrices of which each process has some rows; all processes get all columns of products."""
+    """Matrices divided by rows among the processes; all get all columns of products."""
 
     def __init__(self, matrices: CpuMatrices, group: Group) -> None:
         self._matrices, self._group = matrices, group
@@ -310,8 +310,8 @@ class CutExperts:
 
 
 class GroupExperts:
-    """Experts of whose matrices each process has some rows, so that all processes are equally busy
-    for any choice of experts."""
+    """Experts divided by the rows of their matrices, so that all processes are equally busy for any
+    choice of experts."""
 
     def __init__(self, experts: CpuExperts, group: Group) -> None:
         self._experts, self._group = experts, group
@@ -345,8 +345,8 @@ class GroupExperts:
 
 
 class OwnedExperts:
-    """Experts of which each process has some, undivided. Each process sums the results of all
-    experts, in their order, as a single process does."""
+    """Whole experts, divided among the processes. Each process sums the results of all experts, in
+    their order, as a single process does."""
 
     def __init__(self, experts: CpuExperts, group: Group) -> None:
         self._experts, self._group = experts, group
