@@ -85,7 +85,7 @@ class LinkListener:
         raise TimeoutError
 
     def next_peer(self, seconds: float) -> socket.socket:
-        """Return the next connection, of which nothing is known: it may be anybody's.
+        """Return the next connection, which may be anybody's.
 
         Raises:
             TimeoutError: none came.
@@ -96,8 +96,8 @@ class LinkListener:
     def admit(
         self, peer: socket.socket, seconds: float = inf
     ) -> tuple[Handshake, Connection] | None:
-        """Return who connected; None: it does not know the token, or did not say so in time, and
-        was turned away.
+        """Return who connected; None: it did not prove in time that it knows the token, and was
+        turned away.
 
         Args:
             seconds: for each of its messages, `PROVING_SECONDS` at most.

@@ -18,7 +18,7 @@ from kvik.rank_process import Process
 from kvik.stage_process import start_stage
 
 OPTION = "distributed_executor_backend"
-PLACE_SECONDS = 60.0  # that the cluster may take to answer, and to find room
+PLACE_SECONDS = 60.0  # limit for the cluster to answer, and to find free CPUs
 END_SECONDS = 10.0
 
 
@@ -124,7 +124,8 @@ class RayLauncher:
 
 
 def _join_cluster(ray: Any) -> None:
-    """
+    """Join the cluster that Ray finds.
+
     Raises:
         ConfigError: there is none, it does not answer, or it refuses this machine.
     """

@@ -215,7 +215,7 @@ def test_models_with_other_tokens_are_refused(
 ) -> None:
     config = EngineConfig(str(tiny[0]), **CPU)
     text = words(drawn(25, seed=12))
-    with pytest.raises(ConfigError, match="reference: .* cuts the text into other tokens"):
+    with pytest.raises(ConfigError, match="reference: .* splits the text into other tokens"):
         measure_quality(config, [text], reference=replace(config, model=str(with_bos[0])))
     with pytest.raises(ConfigError, match="reference: .* has 2048 tokens, the other model 96"):
         measure_quality(config, [text], reference=replace(config, model=""))

@@ -236,7 +236,7 @@ def test_two_models_that_do_not_fit_together_are_refused(resolved: ResolvedConfi
     half = resolved.memory.limit * 6 // 10
     large = replace(resolved, memory=replace(resolved.memory, weights=half))
     check_context(large, resolved)
-    with pytest.raises(ConfigError, match=r"reference: and the model take .* together, of .*"):
+    with pytest.raises(ConfigError, match=r"reference: needs .* together with the model, of .*"):
         check_context(large, large)
     check_context(large, replace(large, runner=replace(large.runner, device="cuda:0")))
 

@@ -75,7 +75,7 @@ def measure_entropy(
     window = min(WINDOW, longest_window(config))
     tokenizer = load_tokenizer(resolve_reader(config, window))
     if tokenizer is None:
-        raise ConfigError("model", "has no tokenizer, and the data is text")
+        raise ConfigError("model", "must have a tokenizer, as the data is text")
     windows = list(_windows(texts, tokenizer, window, tokens))
     return entropy_of(config, windows, progress), sum(map(len, windows))
 

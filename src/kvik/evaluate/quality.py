@@ -121,7 +121,7 @@ class Quality:
 
     @property
     def loss(self) -> float:
-        """The mean, in nats."""
+        """The mean loss, in nats."""
         return float(self.losses.mean(dtype=np.float64))
 
     @property
@@ -246,7 +246,7 @@ def check_same(reading: Reading, resolved: ResolvedConfig, texts: Sequence[str])
         for text, ids in zip(texts, reading.texts, strict=True)
     )
     if not same:
-        raise ConfigError("reference", f"{name} cuts the text into other tokens")
+        raise ConfigError("reference", f"{name} splits the text into other tokens")
 
 
 def read(

@@ -144,8 +144,8 @@ def check_context(resolved: ResolvedConfig, reference: ResolvedConfig) -> None:
     if needed > limit:
         raise ConfigError(
             "reference",
-            f"and the model take {show_bytes(needed)} together, of {show_bytes(limit)} allowed; "
-            "without it there is perplexity alone",
+            f"needs {show_bytes(needed)} together with the model, of {show_bytes(limit)} allowed; "
+            "without a reference, only perplexity is measured",
         )
 
 

@@ -280,7 +280,7 @@ def train(
             loss = trainee.loss(states.batch(usable[drawn], depth))
             if not math.isfinite(loss.item()):
                 raise ConfigError(
-                    "rate", f"of {schedule.rate:g} is too high: the loss is not finite"
+                    "rate", f"must be below {schedule.rate:g}: the loss is not finite"
                 )
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
@@ -341,4 +341,4 @@ def accuracies(
             right += (likely == batch.ids[:, 1:, None]).sum(0)
             progress("measuring", min(1.0, (first + rows) / len(usable)))
     shares = right / len(usable)
-    return tuple(tuple(round(share, 4) for share in ranks) for ranks in shares.tolist())
+    return tuple(tuple(round(share, 4) for share in row) for row in shares.tolist())
