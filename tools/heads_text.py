@@ -23,7 +23,7 @@ STORY = 6000  # characters of a story at most
 
 
 def beginnings(stories: list[Story], count: int, draw: random.Random) -> list[str]:
-    """Beginnings of stories, or of paragraphs within them, that end between two words."""
+    """Return beginnings of stories, or of paragraphs within them, that end between two words."""
     found = []
     while len(found) < count:
         text = draw.choice(stories).text

@@ -121,7 +121,7 @@ class Story:
 
 
 def read_archive(path: Path) -> dict[str, str]:
-    """All text files of a tar archive by base name, decoded leniently."""
+    """Return all text files of a tar archive by base name, decoded leniently."""
     files: dict[str, str] = {}
     with tarfile.open(path) as archive:
         for member in archive.getmembers():
@@ -132,7 +132,7 @@ def read_archive(path: Path) -> dict[str, str]:
 
 
 def to_ascii(text: str) -> str:
-    """Plain quotes, dashes and unaccented letters: a 2048-entry vocabulary has no room for more."""
+    """Reduce a text to ASCII: a vocabulary of 2048 has no room for other quotes and letters."""
     text = re.sub("[\u2018\u2019\u201a\u00b4`]", "'", text.replace("\r", "").replace("\t", " "))
     text = re.sub("[\u201c\u201d\u201e]", '"', text)
     text = text.replace("\u2014", "--").replace("\u2013", "-").replace("\u2026", "...")
@@ -163,7 +163,7 @@ def double_quotes(text: str) -> str:
 
 
 def tidy(text: str) -> str:
-    """Spacing around punctuation, and no leftovers of markup."""
+    """Correct the spacing around punctuation, and remove leftovers of markup."""
     text = re.sub(r"\[[^\]]{0,200}\]|\(\d{1,3}\)|<[^>]{0,80}>", "", text)
     text = re.sub(r"[_*#|\\]+", "", text)
     text = re.sub(r"-{3,}", "--", text)
@@ -174,7 +174,7 @@ def tidy(text: str) -> str:
 
 
 def unwrap(block: str) -> list[str]:
-    """Paragraphs of a block with hard line breaks joined; indented verse keeps its lines."""
+    """Return paragraphs, with hard line breaks joined; indented verse keeps its lines."""
     paragraphs = []
     for chunk in re.split(r"\n\s*\n", block):
         lines = [line for line in chunk.split("\n") if line.strip()]
@@ -203,7 +203,7 @@ def title_case(heading: str) -> str:
 
 
 def clean_short_story(text: str) -> tuple[str, str, str]:
-    """Title, body and author of one African Storybook file.
+    """Return title, body and author of one African Storybook file.
 
     A page of the picture book is a section of the file. Pages often stop in the middle of a
     sentence or without a full stop; both are mended here.
@@ -225,7 +225,7 @@ def clean_short_story(text: str) -> tuple[str, str, str]:
 
 
 def markdown_sections(text: str) -> Iterator[tuple[str, str]]:
-    """(heading, text) of a Markdown book, without the title block."""
+    """Yield (heading, text) of a Markdown book, without the title block."""
     heading = ""
     for part in re.split(r"^(#+ .*|#+)$", text, flags=re.M):
         if part.startswith("#"):
@@ -236,7 +236,7 @@ def markdown_sections(text: str) -> Iterator[tuple[str, str]]:
 
 
 def plain_sections(text: str) -> Iterator[tuple[str, str]]:
-    """(heading, text) of a Project Gutenberg book: headings are capitals set off by blank lines."""
+    """Yield (heading, text) of a Project Gutenberg book, whose headings are in capitals."""
     text = re.split(r"^\s*End of (?:the )?Project Gutenberg", text, flags=re.M)[0]
     pattern = r"\n\n\n+((?:[ ]{0,30}[^a-z\n]*[A-Z]{2}[^a-z\n]*\n){1,3})(?:[^\n]{0,60}\n)?(?=\n)"
     if len(re.findall(pattern, text)) < 5:  # a book that sets its titles in ordinary letters
@@ -247,7 +247,7 @@ def plain_sections(text: str) -> Iterator[tuple[str, str]]:
 
 
 def clean_book(name: str, text: str) -> Iterator[tuple[str, str]]:
-    """(title, text) of each section of a book that is long enough to be prose."""
+    """Yield (title, text) of each section of a book that is long enough to be prose."""
     text = double_quotes(to_ascii(text))
     sections = plain_sections(text) if name.endswith(".txt") else markdown_sections(text)
     for heading, body in sections:
@@ -264,13 +264,13 @@ def clean_book(name: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 def shingles(text: str) -> set[str]:
-    """Runs of six words, to recognise a story that is in the data twice."""
+    """Return all runs of six words, to recognise a story that is in the data twice."""
     words = re.findall(r"[a-z]+", text.lower())
     return {" ".join(words[i : i + 6]) for i in range(len(words) - 5)}
 
 
 def load_stories(data: Path) -> list[Story]:
-    """Every document of both sources, duplicates dropped and the held-out split marked.
+    """Return every document of both sources, without duplicates, and mark the held-out split.
 
     The split is by whole story, from a hash of the text, so that it does not change when the list
     of books does: one in sixteen short stories, one in forty sections of a book.
@@ -302,7 +302,7 @@ def load_stories(data: Path) -> list[Story]:
 
 
 def train_tokenizer(stories: list[Story], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE of the training stories; the simple ones count several times."""
+    """Train a byte-level BPE on the training stories; the simple ones count several times."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -328,7 +328,7 @@ class Document:
 
 
 def chat_requests(story: Story) -> list[str]:
-    """Ways in which a user might have asked for this story."""
+    """Return ways in which a user might have asked for this story."""
     requests = ["Tell me a story.", "Please tell me a short story.", "Can you tell me a story?"]
     title = story.title
     if title:
@@ -387,11 +387,11 @@ class Rows:
         self.cached: tuple[tuple[int, int], np.ndarray] | None = None
 
     def cycle_length(self, mix: int) -> int:
-        """Tokens of a cycle: a multiple of what a step takes, so that no step straddles two."""
+        """Return the tokens of a cycle, a multiple of those of a step: no step spans two cycles."""
         return int(self.tokens["tales"] / MIXES[mix][1]["tales"]) // 4096 * 4096
 
     def layout(self, document: Document, rng: np.random.Generator) -> np.ndarray:
-        """One document in one of its forms: chat, titled, or the bare text."""
+        """Return one document in one of its forms: chat, titled, or the bare text."""
         special = self.special
         if document.requests and rng.random() < 0.35:
             request = document.requests[rng.integers(len(document.requests))]
@@ -405,7 +405,7 @@ class Rows:
         return document.ids
 
     def cycle(self, mix: int, number: int) -> np.ndarray:
-        """All token ids of one cycle."""
+        """Return all token ids of one cycle."""
         if self.cached is None or self.cached[0] != (mix, number):
             rng = np.random.default_rng((self.seed, number))
             chosen: list[Document] = []
@@ -421,7 +421,7 @@ class Rows:
         return self.cached[1]
 
     def batch(self, seen: int, rows: int, length: int, done: float) -> np.ndarray:
-        """Rows [rows, length + 1] of a step: inputs are [:, :-1] and labels [:, 1:].
+        """Return rows [rows, length + 1] of a step: inputs are [:, :-1] and labels [:, 1:].
 
         `seen` counts the tokens of the steps before; `done` is the part of the training time that
         has passed, which decides the mix.

@@ -17,10 +17,10 @@ SAMPLE_REQUESTS = ("Tell me a story about a lion and a mouse.",)
 def held_out_loss(
     model: Llama, tokenizer: Tokenizer, stories: list[Story], limit: int | None = None
 ) -> dict[str, dict[str, float]]:
-    """Mean loss per token of the held-out stories of each group, each story on its own.
+    """Return the mean loss per token of the held-out stories of each group.
 
-    A story is preceded by the end-of-text token, as in training; one that is longer than the
-    context is cut into pieces that do not overlap.
+    Each story is read alone, after the end-of-text token, as in training; one that is longer than
+    the context is cut into pieces that do not overlap.
     """
     start = tokenizer.token_to_id(END_OF_TEXT)
     size = model.config.max_positions - 1
@@ -76,7 +76,7 @@ def generate(
 
 
 def samples(model: Llama, tokenizer: Tokenizer, count: int, seed: int) -> list[tuple[str, str]]:
-    """One continuation of each sample prompt and one answer to each sample request."""
+    """Return one continuation of each sample prompt and one answer to each sample request."""
     stop = {tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(END)}
     pairs = [(text, text) for text in SAMPLE_PROMPTS]
     pairs += [(r, f"{USER}{r}{END}{ASSISTANT}") for r in SAMPLE_REQUESTS]
@@ -89,7 +89,7 @@ def samples(model: Llama, tokenizer: Tokenizer, count: int, seed: int) -> list[t
 def accepted_share(
     target: Llama, draft: Llama, tokenizer: Tokenizer, stories: list[Story], count: int = 24
 ) -> float:
-    """Mean probability that the target accepts a token sampled from the draft (temperature 1).
+    """Return the mean probability that the target accepts a token drafted at temperature 1.
 
     For one position that is the sum over the vocabulary of min(p, q). Measured on held-out text.
     """

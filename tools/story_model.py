@@ -34,7 +34,7 @@ class ModelConfig:
     norm_eps: float = 1e-5
 
     def to_hf(self, bos_id: int, eos_id: int) -> dict[str, object]:
-        """The same sizes as the contents of a Hugging Face `config.json`."""
+        """Return the same sizes as the contents of a Hugging Face `config.json`."""
         return {
             "architectures": ["LlamaForCausalLM"],
             "attention_bias": False,
@@ -85,7 +85,7 @@ DRAFT = ModelConfig(hidden_size=96, num_layers=3, num_heads=3, num_kv_heads=1, f
 
 
 def rope_tables(config: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Cosine and sine, each [positions, head_dim], with the two halves holding the same angles."""
+    """Return cosine and sine, [positions, head_dim] each; both halves have the same angles."""
     exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
     angles = torch.outer(
         torch.arange(config.max_positions, dtype=torch.float32),
@@ -199,7 +199,7 @@ class Llama(nn.Module):
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits [batch, length, vocab] for token ids [batch, length]."""
+        """Return logits [batch, length, vocab] for token ids [batch, length]."""
         length = ids.shape[1]
         cos, sin = self.cos[:length], self.sin[:length]
         x = self.model.embed_tokens(ids)
@@ -211,7 +211,7 @@ class Llama(nn.Module):
         return F.linear(self.model.norm(x), self.model.embed_tokens.weight)
 
     def parameter_count(self) -> int:
-        """Parameters, the shared embedding counted once."""
+        """Return the number of parameters, the shared embedding counted once."""
         return sum(p.numel() for p in self.parameters())
 
     def save(self, folder: Path, bos_id: int, eos_id: int) -> None:
@@ -227,7 +227,7 @@ class Llama(nn.Module):
 
     @classmethod
     def load(cls, folder: Path) -> Llama:
-        """Read an exported folder back, widened to float32."""
+        """Return the model of an exported folder, widened to float32."""
         config = json.loads((folder / "config.json").read_text())
         model = cls(ModelConfig.from_hf(config))
         tensors = load_file(folder / "model.safetensors")

@@ -55,14 +55,14 @@ class Progress:
 
 
 def rate(progress: float, warmup: float = 0.01, hold: float = 0.35) -> float:
-    """Learning-rate factor: a short rise, level until `hold`, then straight down to zero."""
+    """Return the factor of the learning rate: it rises, is 1 until `hold`, then falls to zero."""
     return min(1.0, (progress + 1e-4) / warmup, max(0.0, (1.0 - progress) / (1.0 - hold)))
 
 
 def make_optimizers(
     model: Llama, matrix_rate: float, other_rate: float, decay: float
 ) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices inside the layers, AdamW for the embedding and the norms."""
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         inside = parameter.dim() == 2 and "embed_tokens" not in name
@@ -82,7 +82,7 @@ def make_optimizers(
 def save_checkpoint(
     path: Path, model: Llama, optimizers: list[torch.optim.Optimizer], progress: Progress
 ) -> None:
-    """Write a checkpoint through a temporary file: a kill must not leave half of one."""
+    """Write a checkpoint through a temporary file, so that a kill never leaves half of one."""
     state = {
         "model": model.state_dict(),
         "optimizers": [o.state_dict() for o in optimizers],
@@ -94,7 +94,7 @@ def save_checkpoint(
 
 
 def plain_loss(logits: Tensor, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of the next token."""
+    """Return the mean cross-entropy of the next token."""
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
 
 
@@ -182,7 +182,7 @@ def prepare(options: argparse.Namespace) -> None:
 
 
 def read_stories(options: argparse.Namespace) -> list[Story]:
-    """The documents that `prepare` wrote."""
+    """Return the documents that `prepare` wrote."""
     lines = (options.work / "stories.jsonl").read_text().splitlines()
     return [Story(**json.loads(line)) for line in lines]
 
@@ -195,14 +195,14 @@ def tokenizer_stage(options: argparse.Namespace) -> None:
 
 
 def read_tokenizer(options: argparse.Namespace) -> Tokenizer:
-    """The tokenizer of the work folder."""
+    """Return the tokenizer of the work folder."""
     return Tokenizer.from_file(str(options.work / "tokenizer.json"))
 
 
 def reporter(
     options: argparse.Namespace, name: str, stories: list[Story], tokenizer: Tokenizer
 ) -> Callable[[Llama, Progress], None]:
-    """What to do at each pause: short held-out figures, the start of a sample, an export."""
+    """Return a function for each pause: it prints held-out figures and a sample, and exports."""
 
     def report(model: Llama, progress: Progress) -> None:
         scores = held_out_loss(model, tokenizer, stories, limit=400)
@@ -235,7 +235,7 @@ def target_stage(options: argparse.Namespace) -> None:
 
 
 def draft_stage(options: argparse.Namespace) -> None:
-    """Train the draft to give the target's distribution, which is what speculation rewards."""
+    """Train the draft on the target's distribution, which decides how many drafts are accepted."""
     torch.manual_seed(options.seed + 1)
     stories, tokenizer = read_stories(options), read_tokenizer(options)
     target = Llama.load(folders(options)["target"])
@@ -260,7 +260,7 @@ def draft_stage(options: argparse.Namespace) -> None:
 
 
 def folders(options: argparse.Namespace) -> dict[str, Path]:
-    """Where each model goes."""
+    """Return the folder of each model."""
     return {"target": options.out / "stories", "draft": options.out / "stories-draft"}
 
 
@@ -311,7 +311,7 @@ def write_folder(
 
 
 def attribution(stories: list[Story]) -> str:
-    """The authors of the CC BY stories, one line a story, and the public-domain books."""
+    """Return the authors of the CC BY stories, one line a story, and the public-domain books."""
     lines = [
         "# Attribution",
         "",
@@ -341,7 +341,7 @@ def attribution(stories: list[Story]) -> str:
 
 
 def load_checkpoint(options: argparse.Namespace, name: str, config: ModelConfig) -> Llama:
-    """The weights of the last checkpoint of a stage."""
+    """Return the weights of the last checkpoint of a stage."""
     model = Llama(config)
     state = torch.load(options.work / f"{name}.pt", weights_only=True)
     model.load_state_dict(state["model"])
@@ -360,7 +360,7 @@ def export(options: argparse.Namespace) -> None:
 
 
 def evaluate(options: argparse.Namespace) -> None:
-    """Held-out figures and samples of the exported (bfloat16) weights, as JSON."""
+    """Write and print held-out figures and samples of the exported (bfloat16) weights, as JSON."""
     stories, tokenizer = read_stories(options), read_tokenizer(options)
     target, draft = (Llama.load(folders(options)[n]) for n in ("target", "draft"))
     report = {
@@ -386,7 +386,7 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("stage", choices=[*STAGES, "all"])
     parser.add_argument("--data", type=Path, help="folder with the two .tar.xz files of text")
