@@ -152,7 +152,7 @@ class AsyncLLM:
         await self.close()
 
     async def stats(self) -> EngineStats:
-        """Current statistics; the last known ones if the engine does not answer in a second."""
+        """Return statistics: the last known ones if the engine does not answer in a second."""
         self._check_loop()
         return await self.client.stats()
 

@@ -30,11 +30,11 @@ class ModelFiles(Protocol):
     def spec(self) -> ModelSpec: ...
 
     def has_tokenizer(self) -> bool:
-        """Without one, prompts are token ids."""
+        """Return whether there is a tokenizer; without one, prompts are token ids."""
         ...
 
     def tokenizer(self) -> Tokenizer:
-        """Raises `ModelError` also when there is none; the message says what is missing."""
+        """Return the tokenizer; if there is none, `ModelError` says what is missing."""
         ...
 
     def default_params(self) -> SamplingParams:

@@ -14,7 +14,7 @@ def read_result(text: str | bytes) -> Result:
 
 
 def sample_result() -> Result:
-    """Rows "batch 1", "batch 4" and "batch 16"; figures with known medians."""
+    """Return rows "batch 1", "batch 4" and "batch 16"; figures with known medians."""
     rows = []
     for batch in (1, 4, 16):
         spread = [1.0, 1.1, 0.9]

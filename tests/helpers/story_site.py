@@ -93,7 +93,7 @@ def story_site(
 def site_fixture(
     routes: Callable[[Server], Sequence[Route]] | None = None, keys: Keys = NO_KEYS, **how: Any
 ) -> Any:
-    """A fixture of a module: a site that is at rest when its tests are done. See `story_site`.
+    """Return a fixture of a module: a site (`story_site`) that is at rest after its tests.
 
     Args:
         routes: None: all of the main port, whose metrics count the requests.

@@ -33,7 +33,7 @@ SCHEME = {
 
 
 def quantise(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Matrices [out, in] of the layers become int8 and a scale [out, 1]; the rest stays."""
+    """Replace matrices [out, in] of layers by int8 and a scale [out, 1]; the rest stays."""
     made = {}
     for name, tensor in tensors.items():
         if tensor.dim() != 2 or "embed" in name or "lm_head" in name:

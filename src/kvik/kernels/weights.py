@@ -165,7 +165,7 @@ def float_weight(values: Tensor) -> Weight:
 def int8_weight(
     values: Tensor, scales: Tensor, quantize_activations: bool, group: int = 0
 ) -> Weight:
-    """w = value * scale.
+    """Return a weight of int8: w = value * scale.
 
     Args:
         quantize_activations: x is rounded to eight bits too, with a scale for each token and group.
@@ -176,13 +176,13 @@ def int8_weight(
 
 
 def int4_weight(values: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> Weight:
-    """w = (q - zero) * scale; zeros None: 8 everywhere."""
+    """Return a weight of four bits: w = (q - zero) * scale; zeros None: 8 everywhere."""
     kind = WeightKind("int4", group, "" if zeros is None else "zeros")
     return Weight(kind, values, scales, zeros)
 
 
 def int4_min_weight(values: Tensor, scales: Tensor, minima: Tensor, group: int) -> Weight:
-    """w = q * scale - minimum."""
+    """Return a weight of four bits: w = q * scale - minimum."""
     return Weight(WeightKind("int4", group, "minima"), values, scales, minima=minima)
 
 
@@ -193,7 +193,7 @@ def fp8_weight(
     activations: Rounding = "float",
     input_scale: Tensor | None = None,
 ) -> Weight:
-    """w = value * scale, values in E4M3.
+    """Return a weight of E4M3: w = value * scale.
 
     Args:
         activations: how x is rounded; "group" needs a group, "static" an `input_scale`.
@@ -203,7 +203,7 @@ def fp8_weight(
 
 
 def mxfp4_weight(values: Tensor, scales: Tensor) -> Weight:
-    """w = value * 2^(scale - 127), values in E2M1, in groups of 32."""
+    """Return a weight of E2M1 in groups of 32: w = value * 2^(scale - 127)."""
     return Weight(WeightKind("mxfp4", MX_GROUP), values, scales)
 
 

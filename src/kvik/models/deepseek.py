@@ -101,7 +101,7 @@ class DeepseekAttention:
 
 
 def grouped_router(fields: Fields, experts: int, active: int) -> Router:
-    """Softmax scores, in groups if `topk_method` says so (DeepSeek-V2, section 2.2.2)."""
+    """Return a router of softmax scores, grouped by `topk_method` (DeepSeek-V2, section 2.2.2)."""
     method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
     groups, kept = read_groups(fields, experts, active) if method != "greedy" else (1, 1)
     # Weights are never divided by their sum, whatever `norm_topk_prob` says.

@@ -78,7 +78,7 @@ FLOAT_TYPES = {name: TORCH_DTYPES[name] for name in ("F32", "F16", "BF16")}
 
 
 def _blocks(type: str, rows: Tensor) -> Tensor:
-    """[rows, blocks, bytes of a block]"""
+    """Return [rows, blocks, bytes of a block]."""
     return rows.reshape(len(rows), -1, BLOCK_TYPES[type].size)
 
 
@@ -100,7 +100,7 @@ def _nibbles(data: Tensor, width: int) -> Tensor:
 
 
 def _around(middle: int, codes: Tensor, scales: Tensor) -> BlockParts:
-    """codes [rows, blocks, weights] uint8 whose zero is `middle`."""
+    """Return the parts of codes [rows, blocks, weights] uint8 whose zero is `middle`."""
     return BlockParts((codes.view(torch.int8) - middle).flatten(1), scales.flatten(1))
 
 

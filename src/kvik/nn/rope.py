@@ -132,7 +132,7 @@ def _yarn(plain: Tensor, spec: RopeSpec, head_dim: int) -> Tensor:
     their frequency, pairs that turn rarely are interpolated, with a linear ramp in between."""
 
     def pair_turning(turns: float) -> float:
-        """Index of the pair that makes this many turns within the original context."""
+        """Return the index of the pair that makes this many turns within the original context."""
         wavelength = spec.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(spec.theta))
 

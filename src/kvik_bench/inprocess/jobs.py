@@ -35,7 +35,7 @@ class Requests:
     field: str = "prompt_tokens"
 
     def check(self, resolved: ResolvedConfig) -> None:
-        """Raises ParamError, which names the field."""
+        """Check the numbers; raises ParamError, which names the field."""
         if not 1 <= self.count <= MAX_REQUESTS:
             raise ParamError("num_requests", f"must be in [1, {MAX_REQUESTS}], not {self.count}")
         if self.prefix_tokens < 0:

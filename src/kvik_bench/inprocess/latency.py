@@ -55,7 +55,7 @@ class LatencyLoad:
     seed: int = 0
 
     def check(self, resolved: ResolvedConfig) -> None:
-        """Raises ParamError, which names the field."""
+        """Check the numbers; raises ParamError, which names the field."""
         check_batches(self.batches, resolved)
         self.requests(1).check(resolved)
 

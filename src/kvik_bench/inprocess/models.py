@@ -306,7 +306,7 @@ class DecodingSpeed:
         }
 
     def rows(self) -> Iterator[tuple[str, str]]:
-        """(name, text) of each line."""
+        """Return (name, text) of each line."""
         rounds = f"one request, {len(self.ratio.values)} rounds"
         yield "tokens/s", f"{show_figure(self.before)} -> {show_figure(self.after)}, {rounds}"
         ratio = f"{show_figure(self.ratio)} times"

@@ -298,7 +298,7 @@ class SpeculationLoad:
     output_tokens: int
 
     def check(self, resolved: ResolvedConfig) -> None:
-        """Raises ParamError, which names the field."""
+        """Check the numbers; raises ParamError, which names the field."""
         check_batches(self.batches, resolved)
         if self.output_tokens < 2:
             raise ParamError("output_tokens", f"must be at least 2, not {self.output_tokens}")

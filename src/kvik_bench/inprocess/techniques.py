@@ -159,7 +159,7 @@ class LadderLoad:
     alone: int
 
     def check(self, resolved: ResolvedConfig) -> None:
-        """Raises ParamError, which names the field."""
+        """Check the numbers; raises ParamError, which names the field."""
         self.requests.check(resolved)
         if not 1 <= self.alone <= self.requests.count:
             raise ParamError("alone", f"must be in [1, {self.requests.count}], not {self.alone}")

@@ -199,12 +199,12 @@ def e2es(records: Sequence[RequestRecord]) -> NDArray[np.float64]:
 
 
 def gaps(records: Sequence[RequestRecord]) -> NDArray[np.float64]:
-    """Seconds between neighbouring chunks, over all records."""
+    """Return the seconds between neighbouring chunks, over all records."""
     return _joined([np.diff(np.asarray(record.times)) for record in records])
 
 
 def token_times(records: Sequence[RequestRecord]) -> NDArray[np.float64]:
-    """Seconds per token after the first chunk, one value for each token."""
+    """Return the seconds per token after the first chunk, one value for each token."""
     parts = []
     for record in records:
         if record.even:

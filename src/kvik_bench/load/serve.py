@@ -74,7 +74,7 @@ def row(label: str, runs: Sequence[Measured], slo: Slo | None) -> Row:
 
 
 def _rates(slo: Slo | None) -> list[tuple[str, str, str, str]]:
-    """(name, unit, field of the metrics, definition)."""
+    """Return (name, unit, field of the metrics, definition) of each rate."""
     rates = [
         ("request throughput", "requests/s", "request_rate", DEFINITIONS["request_rate"]),
         ("output throughput", "tokens/s", "output_rate", DEFINITIONS["output_rate"]),

@@ -15,7 +15,7 @@ def mla_decode(
     seq_lens: Tensor,
     scale: float,
 ) -> Tensor:
-    """Multi-head latent attention with absorbed projections (DeepSeek-V2, 2024, section 2.1.2).
+    """Compute latent attention with absorbed projections (DeepSeek-V2, 2024, section 2.1.2).
 
     A token's keys and values of all heads are linear in one latent vector c. So a query is
     multiplied by W_UK once, and then by c: q . (W_UK c) = (W_UK^T q) . c. The result is a mean of

@@ -74,7 +74,7 @@ class Fp8:
         )
 
     def _input_scale(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """[1] fp32."""
+        """Return [1] fp32."""
         if not self.static:
             return None
         scale = finite(INPUT_SCALE, tensors[INPUT_SCALE]).float().reshape(1)
@@ -83,7 +83,7 @@ class Fp8:
         return scale
 
     def _scales(self, scales: Tensor, rows: slice) -> Tensor:
-        """[rows, groups of inputs] fp32."""
+        """Return [rows, groups of inputs] fp32."""
         scales = finite(self.scale_name, scales).float()
         if bool((scales < 0).any()):
             raise TensorError(self.scale_name, "holds negative scales")

@@ -122,7 +122,7 @@ class Gptq(GroupedFormat):
         return Codes(q, scales, zeros, bits, self._index(tensors))
 
     def _zeros(self, words: Tensor, rows: slice) -> Tensor:
-        """[rows, groups]."""
+        """Return [rows, groups]."""
         first = rows.start // WORD  # this many outputs fill words with codes of any bits
         bits = self.scheme.bits
         own = words[:, first * bits : -(-rows.stop // WORD) * bits]

@@ -110,7 +110,7 @@ class Clock:
             self.rows[row].extend(ids)
 
     def rate(self, prompt: int, output: int) -> float:
-        """Tokens per second, of the prompts (`output` is 1) or of the output.
+        """Return tokens per second, of the prompts (`output` is 1) or of the output.
 
         Raises:
             EngineFailure: a row has another number of tokens, or all came at once.
