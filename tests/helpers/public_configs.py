@@ -22,7 +22,7 @@ def config(name: str) -> dict[str, Any]:
 
 @cache
 def public_shape(name: str) -> ModelShape:
-    """The shape of a public model; with many experts it takes up to half a second to read."""
+    """Return the shape of a public model, cached: one with many experts takes half a second."""
     return shape_from_config(config(name), name)
 
 

@@ -4,7 +4,7 @@
         served.client.start(sink)          # in the event loop that the server runs in
         await served.ready()
 
-`fake_executor()` answers without a model; `bundled()` is the story model, loaded once.
+`FakeExecutor` answers without a model; `bundled()` is the story model, loaded once.
 """
 
 from __future__ import annotations
