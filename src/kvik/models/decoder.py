@@ -168,7 +168,7 @@ class NormedLayer:
     """
 
     usual_norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    before: tuple[Role, ...] = ("qkv", "gate_up")  # what alone reads a norm's output
+    before: tuple[Role, ...] = ("qkv", "gate_up")  # the only reader of each norm; "": several
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class NormedLayer:
         make = layer_norms(spec, builder, offset, norm_bias)
         up: Role = "gate_up" if spec.gated_mlp else "up"
         names = norms or self.usual_norms
-        readers = self.before if len(names) > 1 else ("",)  # attention and MLP read a single norm
+        readers = self.before if len(names) > 1 else ("",)  # attention and MLP share one norm
         self.norms = [
             make(name, before=up if role == "gate_up" else role)
             for name, role in zip(names, readers, strict=True)
@@ -197,7 +197,7 @@ class PreNormLayer(NormedLayer):
     """Attention, then MLP or experts; each reads the normalised residual stream and adds to it."""
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Take the residual stream x [tokens, hidden] one layer further."""
         attention_norm, mlp_norm = self.norms
         x = self.attention(attention_norm(x), x, rotation, ctx)
         return self.mlp(mlp_norm(x), ctx, x)
@@ -210,7 +210,7 @@ class ParallelLayer(NormedLayer):
     usual_norms = ("input_layernorm",)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Take the residual stream x [tokens, hidden] one layer further."""
         normed, *others = (norm(x) for norm in self.norms)
         fed = others[0] if others else normed
         return self.mlp(fed, ctx, self.attention(normed, x, rotation, ctx))
@@ -224,7 +224,7 @@ class PostNormLayer(NormedLayer):
     before = ("", "")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Take the residual stream x [tokens, hidden] one layer further."""
         attended_norm, fed_norm = self.norms
         x = attended_norm.add(self.attention(x, None, rotation, ctx), x)
         return fed_norm.add(self.mlp(x, ctx), x)
@@ -237,7 +237,7 @@ class NormedSumLayer(NormedLayer):
     before = ("", "")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Take the residual stream x [tokens, hidden] one layer further."""
         attended_norm, fed_norm = self.norms
         x = attended_norm(self.attention(x, x, rotation, ctx))
         return fed_norm(self.mlp(x, ctx, x))
@@ -256,7 +256,7 @@ class SandwichLayer(NormedLayer):
     before = ("qkv", "", "gate_up", "")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Take the residual stream x [tokens, hidden] one layer further."""
         attention_norm, attended_norm, mlp_norm, fed_norm = self.norms
         x = attended_norm.add(self.attention(attention_norm(x), None, rotation, ctx), x)
         return fed_norm.add(self.mlp(mlp_norm(x), ctx), x)
@@ -329,7 +329,7 @@ class Decoder:
         return None
 
     def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same after the last layer."""
+        """Take the residual stream x [tokens, hidden] through the layers of `span`."""
         rotations = [rope.at(ctx.positions) for rope in self.ropes]
         for layer, rope in zip(self.layers[span], self.turned[span], strict=True):
             x = layer(x, None if rope is None else rotations[rope], ctx)

@@ -82,7 +82,7 @@ class Gemma4FeedForward:
         self.norm = norm("post_feedforward_layernorm")
 
     def __call__(self, x: Tensor, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same."""
+        """Add the normalised output to the residual stream x [tokens, hidden]."""
         fed = self.mlp(self.mlp_norm(x), ctx)
         if self.experts is not None:
             routed = self.experts(self.experts_norm(x), ctx, routed_by=self.router_norm(x))
@@ -113,7 +113,7 @@ class Gemma4Layer:
         self.scale = builder.learned_scale("layer_scalar")
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Take the residual stream x [tokens, hidden] one layer further."""
         x = self.attended_norm.add(self.attention(self.attention_norm(x), rotation, ctx), x)
         x = self.feed(x, ctx)
         if self.own:

@@ -79,7 +79,7 @@ class GraniteLayer(NormedLayer):
         self.add = builder.scaled_sum(spec.scales.residual)
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
-        """Return the residual stream x [tokens, hidden] -> the same, one layer later."""
+        """Take the residual stream x [tokens, hidden] one layer further."""
         attention_norm, mlp_norm = self.norms
         x = self.add(self.attention(attention_norm(x), None, rotation, ctx), x)
         return self.add(self.mlp(mlp_norm(x), ctx), x)

@@ -31,7 +31,7 @@ from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
 
 
-@dataclass(frozen=True)  # without slots, for the properties that are kept
+@dataclass(frozen=True)  # without slots, which would exclude cached properties
 class ModelSpec(ModelFacts):
     """Everything the engine needs to know about a model before it loads weights."""
 
@@ -236,7 +236,7 @@ OUTER_KEYS = (
 
 
 def text_config(config: Mapping[str, object], key: str = "text_config") -> dict[str, object]:
-    """Return the facts of the text model in a config.json with other models too.
+    """Return the facts of the text model in a config.json that also describes other models.
 
     Raises:
         ModelError: they are not an object.

@@ -132,7 +132,7 @@ def _logarithms(rates: Tensor) -> Tensor:
         ModelError: a state would grow.
     """
     if not bool((rates < 0).all()):
-        raise ModelError("model", "must hold negative numbers in ssm_a, how fast states decay")
+        raise ModelError("model", "must hold negative numbers in ssm_a, by which states decay")
     return (-rates.float()).log()
 
 
@@ -220,7 +220,7 @@ class GgufCheckpoint:
         whole = 1 if change is None else lcm(change.unit, ROW_MULTIPLE)
         if change is not None and ranges is None and whole <= step:
             step = step // whole * whole
-        elif change is not None:  # of matrices it moves rows and no more
+        elif change is not None:  # a change of a matrix only moves rows
             order = change.from_file(torch.arange(rows)[:, None]).flatten()
         for begin, end in ((0, rows),) if ranges is None else ranges:
             for first in range(begin, end, step):

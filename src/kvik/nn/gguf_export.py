@@ -46,7 +46,7 @@ def quantize(type: str, weights: Tensor) -> Tensor:
     # uses one of the cores.
     with torch_threads(1) as threads, ThreadPoolExecutor(threads) as pool:
         each = pool.map if len(slices) > 1 else map  # a thread takes longer than a small matrix
-        # Rows of one block stay turned where a checkpoint stores the matrix turned.
+        # Rows of one block are still transposed if the checkpoint stores the matrix transposed.
         made = list(each(lambda part: _QUANTIZE[type](part.float().contiguous()), slices))
     return torch.cat(made).view(len(weights), -1)
 

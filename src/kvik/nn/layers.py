@@ -122,14 +122,14 @@ class ScaledSum:
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """softmax(q k^T * scale) v of one layer, causal, over everything cached."""
+    """softmax(q k^T * scale) v of one layer, over the keys that each query sees."""
 
     backend: AttentionBackend
     position: int  # of the layer that stores its keys, among layers that store any
     group: int  # KV group of that layer
     spec: AttentionSpec
     q_rope: Rope | None = None  # rotation of q, if it differs from k's
-    sink_rope: Rope | None = None  # rotation of q and k, if the window has sinks
+    sink_rope: Rope | None = None  # rotation of q for sinks, if the window has any
 
     def __call__(
         self,

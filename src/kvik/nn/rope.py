@@ -29,7 +29,7 @@ class Rope:
         Args:
             of_queries: rotations also scale, by `RopeSpec.query_beta`.
         """
-        if device.type == "meta":  # where torch has no kernels for this, and imports sympy
+        if device.type == "meta":  # torch has no kernels for this there, and would import sympy
             device = torch.device("cpu")
         self.ops = ops
         self._end = max_model_len - 1
