@@ -33,7 +33,7 @@ constexpr int64_t kGroupTiles = 8;
 // fewer, the cores share the rows, and each reads its part of the weights.
 constexpr int64_t kOwnRows = 128;
 // Bytes of weights that are unpacked at a time for a single block of rows: they stay in the L1 cache.
-// With both, spans are whole products of AMX.
+// With this and `kSpanBytes`, spans are whole products of AMX.
 constexpr int64_t kUnpackedBytes = 16384;
 
 constexpr int64_t kAheadSteps = kAhead / kStepBytes;
@@ -215,10 +215,9 @@ struct TileWork {
 
     const char* weight_of(int64_t tile) const { return (const char*)a.weight + tile * plan.steps * kStepBytes; }
 
-    // next: weights of the tile that this thread takes after these, or null. While blocks of rows are
-    // multiplied with a cached span, the next span is prefetched, so that memory is
-    // always busy. A single block reads ahead in its own tile, and at the end in the next tile, which need not
-    // follow it in memory.
+    // next: weights of the tile that this thread takes after these, or null. While blocks of rows are multiplied with
+    // a cached span, the next span is prefetched, so that memory is always busy. A single block reads ahead in its own
+    // tile, and at the end in the next tile, which need not follow it in memory.
     void run(int64_t tile, int64_t last_tile, int64_t first_block, int64_t last_block, const char* next) const {
         for (int64_t end; tile < last_tile; tile = end) {
             end = smaller(tile + plan.group_tiles, last_tile);

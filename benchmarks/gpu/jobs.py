@@ -5,9 +5,9 @@
 suggest, as most jobs take less than their budget. A job whose remaining time is too short for any
 result is skipped, so that a shorter one after it may run.
 
-The budgets were estimated, for a GPU of 4.3 TB/s and 16 CPU cores, from the parts of a job
-(seconds), and those of bars lowered after a first call on an H200 (2026-11-27), in which they took
-at most 0.8 of what they have now:
+The budgets were estimated from the parts of a job (below, in seconds), for a GPU of 4.3 TB/s and 16
+CPU cores. After a call on an H200 (2026-11-27), those of bars were lowered so that each job took at
+most 0.8 of its budget.
 
     a process: Python, torch and a context on the device                 6 (a first one 10)
     a kernel compiled, on one core                                       0.3 to 3, on average 1
@@ -22,9 +22,9 @@ at most 0.8 of what they have now:
     256 requests at once: 64k tokens of prompts 2.5, 64 steps of 15 ms   3.5, twice 7
 
 Checks: kernel_cases.py compiles about 330 variants in each of three dtypes (counted), attention
-288, each 1 to 3 s: 1700 seconds of a core. One call has time for most of bf16;
-`--only correctness --stretch 4` gives 300 s. A kernel is compiled in one process, as far as its
-cases are known to share it, and there are no more processes than cores.
+288, each in 1 to 3 s: 1700 seconds of a core. One call has time for most of bf16;
+`--only correctness --stretch 4` gives 300 s. Cases that are known to share a kernel run in one
+process, so that it is compiled once, and there are no more processes than cores.
 """
 
 from __future__ import annotations

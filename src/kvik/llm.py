@@ -197,7 +197,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; raises `ModelError` if it has none, and takes only token ids."""
+        """The model's tokenizer; raises `ModelError` if the model takes only token ids."""
         if self._tokenizer is None:
             path = Path(self.resolved.runner.model_path)
             return model_files(path).tokenizer()  # says what is missing

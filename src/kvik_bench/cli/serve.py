@@ -178,7 +178,7 @@ def check_together(arguments: argparse.Namespace) -> None:
             raise ConfigError(name, f"means nothing without {flags}")
     for name, other in EXCLUDES:
         if name in given and other in given:
-            raise ConfigError(other, f"cannot be together with --{name}")
+            raise ConfigError(other, f"cannot be combined with --{name}")
 
 
 def _positive(text: str) -> int:

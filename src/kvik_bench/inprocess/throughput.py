@@ -132,7 +132,7 @@ def _load(arguments: argparse.Namespace) -> Requests:
     else:
         for name in ("prompt_tokens", "output_tokens"):
             if getattr(arguments, name) is not None:
-                raise ConfigError(name, "cannot be together with --trace")
+                raise ConfigError(name, "cannot be combined with --trace")
         rows = read_trace(arguments.trace)
         lengths, field = TraceLengths(rows), "trace"
         count = len(rows) if count is None else count

@@ -206,7 +206,7 @@ def to_result(comparison: EngineComparison, found: Found, facts: Mapping[str, st
     remarks += [f"{name} failed: {why}" for name, why in readings.long_reasons()]
     if comparison.engines.left_out:
         names = ", ".join(comparison.engines.left_out)
-        remarks.append(f"Not here, or in need of a converted model (--config): {names}.")
+        remarks.append(f"Not installed, or in need of a converted model (--config): {names}.")
     charts = [
         Chart("bars", f"kvik compared with others, {work.name}", work.name)
         for work in comparison.workloads
