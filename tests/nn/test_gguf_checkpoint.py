@@ -356,7 +356,7 @@ def test_gate_and_up_of_experts_in_one_tensor(tmp_path: Path) -> None:
 
     assert torch.equal(logits(export(tmp_path, "F32", joined)), logits(tmp_path))
     odd = export(tmp_path, "F32", partial(joined, rows=63))
-    with pytest.raises(ModelError, match="as many rows of gate as of up, not 63 in all"):
+    with pytest.raises(ModelError, match="an even number of rows, for gate and up, not 63"):
         PagedModel(odd)
 
 

@@ -152,7 +152,7 @@ def _gate_and_up(name: str, tensor: GgufTensor) -> Iterator[tuple[str, GgufTenso
         return
     rows, *rest = tensor.shape
     if rows % 2:
-        reason = f"must have as many rows of gate as of up, not {rows} in all"
+        reason = f"must have an even number of rows, for gate and up, not {rows}"
         raise ModelError(shown(tensor.name), reason)
     size = tensor.size // 2
     for i, part in enumerate(GATE_UP):
