@@ -4,7 +4,7 @@
 
 Texts repeat themselves in part, as edits and summaries do. Prints median microseconds for one row,
 after each row's text has grown by three tokens. "control" and "judging" are for all rows together,
-and so is "draft model": a proposal of the one that ships with kvik, without its forward passes, in
+and so is "draft model": a proposal of kvik's bundled draft model, without its forward passes, in
 processor time of the thread (median, 10th and 90th percentile).
 """
 

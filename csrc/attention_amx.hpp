@@ -31,7 +31,7 @@ struct RegisterPairs {
         tile_dot_bf16<kTo, kX, kW>();
     }
 
-    // The shapes of this thread's registers: whole products, and the one that ends a row of q.
+    // The shapes of this thread's registers: for whole products, and for the last one of a row of q.
     class Shapes {
     public:
         explicit Shapes(int64_t head_dim) {

@@ -1,5 +1,4 @@
-// Checks that the products of an instruction set are correct on this machine. The AMX products were written
-// without a machine to run them on.
+// Checks that the products of an instruction set are correct on this machine before they are used.
 #pragma once
 
 #include "table.hpp"

@@ -195,7 +195,7 @@ def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
 
 
 def _lender_and_borrower(config: EngineConfig) -> tuple[EngineLoop, EngineLoop]:
-    """Return two engines, of which the second fetches pages of the first."""
+    """Return two engines; the second fetches pages of the first."""
     token = b"of these two"
     lends = replace(config, role="prefill", kv_tiers="memory:64MiB")
     lender = load_loop(resolve_config(lends), token=token)

@@ -397,7 +397,7 @@ BYTES = (
 def _experts(
     kind: str, tokens: int, loop: Loop | None = None, *, count: int = 64, weigh_inputs: bool = False
 ) -> tuple[Resources, ...]:
-    """Return the entries of eight of `count` experts, of which each has `tokens` tokens."""
+    """Return the entries of a choice of eight of `count` experts, with `tokens` tokens for each."""
     matrices = TritonExperts(HOPPER)
     up, down = _matrix(kind, 28672, "silu_and_mul"), _matrix(kind)
     experts = replace(matrices.expert_set([up] * count, [down] * count), weigh_inputs=weigh_inputs)

@@ -78,7 +78,7 @@ def cuts_inputs(kind: WeightKind, inputs: int, runs: Runs) -> bool:
 
 
 class DividedMatrices:
-    """Matrices of which each process has a part."""
+    """Matrices divided among the processes."""
 
     def __init__(self, ops: Ops, group: TorchGroup, *, fast: bool) -> None:
         self._ops, self._group, self.fast = ops, group, fast
@@ -249,7 +249,7 @@ def _spread_out(made: Tensor, columns: Runs, width: int) -> Tensor:
 
 
 def _runs(part: MatrixPart, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-    """Yield which of some rows a process has: first, end, and where they begin in `own`."""
+    """Yield the runs of these rows that a process has: first, end, and their place in `own`."""
     here = 0
     for begin, end in part.rows:
         low, high = max(first, begin), min(first + count, end)

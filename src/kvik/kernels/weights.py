@@ -264,8 +264,8 @@ class MatrixSpec:
         bias: whether there is one.
         heads: number of heads that share the rows in `Ops.linear_each`; 0: it is for `linear`.
         expert: number of the expert that it belongs to, and number of experts; None: no expert.
-        between: the heads or channels that it computes or reads, of which a process can compute a
-            part separately; None: there are none.
+        between: the heads or channels that it computes or reads, if processes can divide them;
+            None: they cannot.
         alone: it is so small that each process may have all of it.
     """
 

@@ -192,7 +192,7 @@ class Share:
         return part.view(self.count, -1)[self.tiles].flatten()  # a view: tiles are neighbours
 
     def cut(self, spec: MatrixSpec, own: Matrix, bias: Tensor | None) -> Matrix:
-        """Return the matrix `spec` with all biases, of which this process has these rows."""
+        """Return the matrix `spec`, whose weight this process has in part, with all biases."""
         if bias is not None:
             assert isinstance(own.data, CpuPacked)
             data = replace(own.data, bias_pair=spec.outputs)
@@ -258,7 +258,7 @@ class CutMatrices:
             self._matrices.pack_rows(cut.own, here, rows)
 
     def _runs(self, matrix: Matrix, first: int, count: int) -> Iterator[tuple[int, int, int]]:
-        """Yield which of some rows this process has: first, end, and where they begin in its
+        """Yield the runs of these rows that this process has: first, end, and their place in its
         matrix."""
         cut, spec = _cut(matrix), matrix.spec
         outputs = cut.own.spec.outputs
@@ -379,7 +379,7 @@ def _cut(matrix: Matrix) -> CutMatrix:
 
 
 def group_packing(native: Native, group: Group) -> Packing:
-    """Return the layout of files with whole matrices, of which each process takes its rows."""
+    """Return the layout of files with whole matrices; each process takes its rows from them."""
     return replace(TILES, over=CutMatrices(CpuMatrices(native), group).over, divided=True)
 
 
