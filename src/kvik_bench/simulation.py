@@ -47,7 +47,7 @@ class Traffic:
 
     requests: int = option(5000, Integer(1, 100_000_000), "turns of all conversations together")
     rate: float = option(150.0, Number(0, 1e7, above=True), "turns a second")
-    turns: float = option(5.0, Number(1, 1000), "of a conversation, on average")
+    turns: float = option(5.0, Number(1, 1000), "turns of a conversation, on average")
     think: float = option(
         5.0, Number(0, 1e6, above=True), "seconds from an answer to the next turn, on average"
     )
@@ -59,7 +59,7 @@ class Traffic:
         256, Integer(1, 1 << 20), "tokens that a turn adds to the prompt, on average"
     )
     output_tokens: int = option(64, Integer(1, 1 << 20), "tokens of an answer, on average")
-    seed: int = option(0, Integer(0, (1 << 63) - 1), "of everything that is drawn")
+    seed: int = option(0, Integer(0, (1 << 63) - 1), "seed of the load")
 
 
 @dataclass(slots=True)

@@ -509,7 +509,7 @@ def test_models_that_do_not_support_a_window_are_refused(
 @pytest.mark.parametrize(
     ("options", "field", "part"),
     [
-        ({"attention_sinks": 4}, "attention_sinks", "needs a window: must be 0 without, not 4"),
+        ({"attention_sinks": 4}, "attention_sinks", "must be 0 without a window, not 4"),
         ({"window": 509, "attention_sinks": 4}, "window", "at most 508 beside 4 sinks"),
         ({"window": 513}, "window", "at most 512 beside 0 sinks"),
     ],

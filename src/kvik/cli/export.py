@@ -24,7 +24,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add_model(parser, "a folder, a hub id or a GGUF file of floats")
     parser.add_argument(
-        "-o", "--output", type=Path, required=True, metavar="FILE", help=f"ends in {GGUF}"
+        "-o",
+        "--output",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help=f"file to write; ends in {GGUF}",
     )
     parser.add_argument(
         "--type",

@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, verb: str, arguments: str, description: str) -> None:
         super().__init__(
             prog=f"kvik {verb}",
-            usage=f"kvik {verb} [options] {arguments}",
+            usage=f"kvik {verb} [options] {arguments}".rstrip(),
             description=description,
             allow_abbrev=False,
         )
@@ -153,7 +153,7 @@ def add_model(
             nargs="?" if shown else None,
             metavar=None if shown else "MODEL",
             default=argparse.SUPPRESS,
-            help=f"{kinds} (default: bundled)" if shown else "the same",
+            help=f"{kinds} (default: bundled)" if shown else "the same as the argument",
         )
 
 

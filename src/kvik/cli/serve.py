@@ -90,11 +90,12 @@ def build_parser() -> argparse.ArgumentParser:
         "serve",
         "[MODEL]",
         "Serve a model over HTTP, with OpenAI's and Anthropic's API. Flags take precedence over "
-        "the environment, and that over the file. Engine options without a flag here can be set in "
-        "both.",
+        "environment variables, and these over the file. Both may set options without a flag too.",
     )
     add_model(parser)
-    parser.add_argument("--config", metavar="FILE", help="a TOML file: max-model-len = 4096")
+    parser.add_argument(
+        "--config", metavar="FILE", help="TOML file with options, such as max-model-len = 4096"
+    )
     add_option_flags(parser, "server options", ServerConfig, left_out=NO_FLAGS)
     add_engine_flags(parser, ENGINE_FLAGS)
     return parser

@@ -205,7 +205,7 @@ class EngineConfig:
     memory_utilization: float = option(
         0.9,
         Number(0.01, 1),
-        "share of the memory limit the engine may plan with",
+        "share of the memory limit that the engine may use",
     )
     kv_cache_memory: int | None = option(
         None, Integer(1, 1 << 50), "bytes for the KV cache; None: planned"
@@ -242,12 +242,14 @@ class EngineConfig:
     role: str = option(
         "both",
         OneOf(ROLES),
-        "prefill: computes prompts for servers that decode, which fetch their KV blocks; both: "
-        "prefill and decode",
+        "of a server; prefill: computes prompts for servers with the role decode, which fetch "
+        "their KV blocks; both: no division of work",
     )
     kv_listen: str = option(
         "127.0.0.1",
-        Text("an address of this machine, as 10.0.0.1 or 10.0.0.1:9000", LISTEN, "HOST[:PORT]"),
+        Text(
+            "an address of this machine, such as 10.0.0.1 or 10.0.0.1:9000", LISTEN, "HOST[:PORT]"
+        ),
         "address at which other engines fetch KV blocks; a free port unless given",
     )
     enable_prefix_caching: bool = option(
@@ -256,8 +258,7 @@ class EngineConfig:
     policy: str = option(
         "fcfs",
         OneOf(POLICIES, {"continuous": "fcfs"}),
-        "which waiting request is served first; priority: the one with the smallest `priority`, "
-        "which the other policies ignore",
+        "which waiting request is served first; priority: the one with the smallest `priority`",
     )
     batch_size: int = option(
         8, Integer(1, 65_536), "requests per batch of the static and dynamic policies"
@@ -290,7 +291,7 @@ class EngineConfig:
     attention_backend: str = option(
         "auto",
         OneOf(("auto", "cpu", "triton", "triton+sdpa", "sdpa", "reference")),
-        "cpu: the native kernels' backend; triton+sdpa: torch's for long prompts",
+        "cpu: the native kernels; triton+sdpa: Triton's, and torch's for long prompts",
     )
     threads: int | None = option(
         None, Integer(1, 1024), "CPU threads; None: the cores this process may use"
@@ -364,7 +365,7 @@ class EngineConfig:
     spec_tokens: int | None = option(
         None,
         Integer(1, MAX_DRAFT_TOKENS),
-        "most drafts of a request in one step",
+        "most drafts of a request in one step; None: depends on the method",
     )
 
 
@@ -388,7 +389,7 @@ def check_config(config: EngineConfig) -> EngineConfig:
     requested_speculation(config)
     if config.attention_sinks and config.window is None:
         raise ConfigError(
-            "attention_sinks", f"needs a window: must be 0 without, not {config.attention_sinks}"
+            "attention_sinks", f"must be 0 without a window, not {config.attention_sinks}"
         )
     if config.kv_budget is not None:
         for name, plain in (

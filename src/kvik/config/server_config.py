@@ -22,11 +22,11 @@ from kvik.options import (
 PORT = Integer(0, 65_535)
 MAX_SECONDS = 86_400
 HOST_NAME = Text(
-    "a name without a port, as gpu.example.org", r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
+    "a name without a port, such as gpu.example.org", r"\*|\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+"
 )
 ROOT_PATH = Text("like /llm, without a slash at its end", r"(/[A-Za-z0-9._~-]+)*", "PATH")
 FILE = Text("a file", r"[^\0]+", "FILE")
-ORIGIN = Text("as https://example.org", r"(\*|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]+)/*")
+ORIGIN = Text("such as https://example.org", r"(\*|[A-Za-z][A-Za-z0-9+.-]*://[^/?#\s]+)/*")
 
 
 class ModelName(Kind):
@@ -46,8 +46,8 @@ class ServerConfig:
     allowed_host: tuple[str, ...] = option(
         (),
         TextList(HOST_NAME),
-        "a name under which the server may be reached, as gpu.example.org; * is any. Without keys "
-        "others are refused, but for addresses, localhost and the machine's name",
+        "name under which the server may be reached, such as gpu.example.org; *: any. Without keys "
+        "only IP addresses, localhost and the machine's name are accepted in addition",
     )
     port: int = option(8000, PORT, "port to listen on; 0: a free one")
     uds: str | None = option(
@@ -85,25 +85,25 @@ class ServerConfig:
     kv_token: str | None = option(
         None,
         Text("a secret of 16 to 512 printable characters", r"[!-~]{16,512}", "SECRET", secret=True),
-        "what servers that share prompts or requests prove to each other that they know; the same "
-        "on all of them",
+        "secret by which servers that exchange prompts or requests authenticate each other; the "
+        "same on all of them",
     )
     served_model_name: tuple[str, ...] = option(
         (),
         TextList(ModelName()),
-        "what clients call the model, one name or several; the first one is what answers call it",
+        "names under which clients may request the model, one or several; answers have the first",
         {TAKES_SEVERAL: True},
     )
     any_model_name: bool = option(
         False,
         Flag(),
-        "accept any name of the model in requests, and answer with the name asked for",
+        "accept any model name in requests, and repeat it in the answer",
     )
     tool_format: str = option(
         "auto",
         Text("a name of letters, digits and points", r"[a-z0-9.-]+", "NAME"),
         "format in which the model writes tool calls (docs/tool-calls.md lists them); auto: "
-        "found by its chat template; none: tools are refused",
+        "found from its chat template; none: tools are refused",
     )
     admin_port: int | None = option(
         None,
@@ -121,7 +121,7 @@ class ServerConfig:
     cors_origin: tuple[str, ...] = option(
         (),
         TextList(ORIGIN),
-        "origin of web pages that may use the server, as https://example.org; *: any",
+        "origin of web pages that may use the server, such as https://example.org; *: any",
     )
     metrics_compat: str = option(
         "none",
@@ -131,7 +131,7 @@ class ServerConfig:
     record: str | None = option(
         None,
         FILE,
-        "file for arrivals and plans, which kvik replay runs again; none: no recording",
+        "file for a recording, which kvik replay runs again; none: no recording",
     )
     pressure_max_tokens: int | None = option(
         None,
@@ -141,13 +141,13 @@ class ServerConfig:
     share_prefix_cache: bool = option(
         False,
         Flag(),
-        "prompts of different keys share cached prefixes, which lets one key find out by timing "
-        "what another one sent",
+        "prompts of different keys share cached prefixes; one key can then find out by timing what "
+        "another one sent",
     )
     otlp_endpoint: str | None = option(
         None,
         Text(metavar="URL"),
-        "URL that takes traces of requests (OTLP over HTTP); none: no traces",
+        "URL to which traces of requests are sent (OTLP over HTTP); none: no traces",
     )
     log_level: str = option(
         "info",
@@ -164,6 +164,6 @@ def check_server_config(config: ServerConfig) -> None:
     """
     normalised(config, ConfigError)
     if config.admin_port and config.admin_port == config.port:
-        raise ConfigError("admin_port", "must not be the port of everybody else")
+        raise ConfigError("admin_port", "must differ from port")
     if config.ssl_keyfile is not None and config.ssl_certfile is None:
         raise ConfigError("ssl_keyfile", "needs the certificate of the key: --ssl-certfile FILE")

@@ -219,7 +219,7 @@ class SamplingParams(metaclass=_OtherNames):
     """
 
     n: int = _parameter(
-        1, Integer(1, MAX_N), "sibling completions of the same prompt.", label="Answers (n)"
+        1, Integer(1, MAX_N), "number of completions of the prompt", label="Answers (n)"
     )
     temperature: float = _parameter(
         1.0,
@@ -243,7 +243,7 @@ class SamplingParams(metaclass=_OtherNames):
     top_p: float = _parameter(
         1.0,
         Number(0, 1, above=True),
-        "nucleus mass (Holtzman et al. 2020)",
+        "keep the likeliest tokens whose probabilities sum to this (Holtzman et al. 2020)",
         label="Top p",
         stored="top_p",
         gguf="top_p",
@@ -263,7 +263,7 @@ class SamplingParams(metaclass=_OtherNames):
     typical_p: float = _parameter(
         1.0,
         Number(0, 1, above=True),
-        "locally typical mass (Meister et al. 2022)",
+        "keep the most typical tokens whose probabilities sum to this (Meister et al. 2022)",
         label="Typical p",
         stored="typical_p",
         column="float64",
@@ -315,7 +315,7 @@ class SamplingParams(metaclass=_OtherNames):
         only_with="dry_multiplier",
     )
     logit_bias: Mapping[int, float] | None = _parameter(
-        None, LogitBias(), "token id -> value added to its logit"
+        None, LogitBias(), "values added to the logits of tokens, by token id"
     )
     allowed_token_ids: Sequence[int] | None = _parameter(
         None, TokenIds(least=1), "if given, no other token can be sampled"
@@ -328,8 +328,8 @@ class SamplingParams(metaclass=_OtherNames):
     min_tokens: int = _parameter(
         0,
         COUNT,
-        "output tokens before which neither EOS nor a stop id can come. A stop string counts only "
-        "if it ends after them; it may begin before, and the text is cut there",
+        "number of output tokens before which neither EOS nor a stop id can come. A stop string "
+        "counts only if it ends after them; it may begin before, and the text is cut there",
         label="Min tokens",
     )
     max_tokens: int | None = _parameter(
@@ -345,11 +345,11 @@ class SamplingParams(metaclass=_OtherNames):
         (), StopList(), "strings that end the output (not included in the text)"
     )
     stop_token_ids: Sequence[int] = _parameter((), TokenIds(), "ids that end the output, like EOS")
-    ignore_eos: bool = _parameter(False, Flag(), "EOS is an ordinary token")
+    ignore_eos: bool = _parameter(False, Flag(), "treat EOS as an ordinary token")
     seed: int | None = _parameter(
         None,
         Integer(-(2**63), 2**63 - 1),
-        "int64; the text of a seeded request does not depend on its batch companions",
+        "seed of this request; its text then does not depend on other requests",
         label="Seed",
     )
     logprobs: int | None = _parameter(
@@ -363,8 +363,8 @@ class SamplingParams(metaclass=_OtherNames):
     prompt_logprobs_start: int = _parameter(
         0,
         COUNT,
-        "the index of the first prompt token that `prompt_logprobs` is for: those before it may "
-        "come from the prefix cache",
+        "index of the first prompt token that `prompt_logprobs` reports; those before it may come "
+        "from the prefix cache",
     )
     skip_special_tokens: bool = _parameter(True, Flag(), "leave special tokens out of the text")
     include_stop_str_in_output: bool = _parameter(
@@ -373,8 +373,8 @@ class SamplingParams(metaclass=_OtherNames):
     structured: Constraint | None = _parameter(  # noqa: RUF009
         None,
         Structure(),
-        "what the text must be: a JSON Schema, a regular expression, one of some texts, or a "
-        "grammar. It is laid out as json.dumps does; min_tokens and ignore_eos do not apply",
+        "constraint on the text: a JSON Schema, a regular expression, one of some texts, or a "
+        "grammar. JSON is formatted as by json.dumps; min_tokens and ignore_eos do not apply",
         alias="structured_outputs",
     )
     speculation: bool = _parameter(

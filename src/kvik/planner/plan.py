@@ -125,7 +125,9 @@ class Question:
     """A question to `kvik plan`."""
 
     model: str = option("", Text("a folder or a hub id"), "a folder, hub id or config.json")
-    hardware: str = option("this", Text(), "h200, a100-80g, rtx4090, ..., this, or a file")
+    hardware: str = option(
+        "this", Text(), "h200, a100-80g, rtx4090, ...; this: this machine; or a file"
+    )
     context: int | None = option(
         None,
         Integer(1, 1 << 24),
@@ -137,18 +139,18 @@ class Question:
         "most recent tokens that a token sees; None: all, or the model's",
     )
     attention_sinks: int = option(
-        0, Integer(0, MAX_POSITIONS), "first tokens that a token sees beside those of the window"
+        0, Integer(0, MAX_POSITIONS), "first tokens that a token sees in addition to the window"
     )
     batch: int = option(1, Integer(1, MOST_REQUESTS), "requests that run together")
     dtype: str | None = option(
         None,
         OneOf(tuple(WEIGHT_FORMATS), SHORT_DTYPES),
-        "format of the weights; None: the checkpoint's, on this machine the engine's choice",
+        "format of the weights; None: the checkpoint's; on this machine, the engine's choice",
     )
     kv_cache_dtype: str | None = option(
         None,
         OneOf(tuple(KV_FORMATS), SHORT_DTYPES),
-        "format of the KV cache; None: the dtype that is computed in",
+        "format of the KV cache; None: the dtype of activations",
         {FORMERLY: "kv_dtype"},
     )
     tp: int = option(
@@ -158,12 +160,12 @@ class Question:
         1, Integer(1, MAX_DEVICES), "stages of whole layers, of --tp GPUs or processes each"
     )
     price: float | None = option(
-        None, Number(0, 1e6), "US dollars per hour and device; None: the device's own"
+        None, Number(0, 1e6), "US dollars per hour and device; None: the listed price of the device"
     )
     tokens_per_second: float | None = option(
         None,
         Number(0, 1e9),
-        "output tokens/s of one copy, as measured with prompts beside; None: the roofline's",
+        "measured output tokens/s of one copy, prompts included; None: as predicted",
     )
     load: str | None = option(
         None, Text(), "tokens a day (50M), or requests a second (5/s); None: no daily cost"
@@ -175,7 +177,8 @@ class Question:
     draft_cost: float | None = option(
         None,
         Number(0, 1e3),
-        "time of a step of the draft model over one of the target; None: that of --draft, else 0",
+        "time of a step of the draft model relative to one of the target; None: as predicted for "
+        "--draft, else 0",
     )
     memory_utilization: float = option(
         UTILIZATION, Number(0.01, 1), "share of the device's memory that the engine may use"

@@ -90,10 +90,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--quick", action="store_true", help="fewer figures, in a few seconds")
     parser.add_argument(
-        "--only", choices=("cpu", "gpu"), help="measure no other part of the machine"
+        "--only", choices=("cpu", "gpu"), help="measure only this part of the machine"
     )
     parser.add_argument(
-        "--force", action="store_true", help="save it even if other processes disturbed it"
+        "--force", action="store_true", help="save the result even if other processes disturbed it"
     )
     parser.add_argument(
         "--threads",
@@ -106,7 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--output",
         type=Path,
         metavar="FILE",
-        help=f"where to save it (default: {calibration_path()}, where kvik looks for it)".replace(
+        help=f"file for the result (default: {calibration_path()}, which kvik reads)".replace(
             "%", "%%"
         ),
     )

@@ -28,7 +28,11 @@ def build_parser() -> argparse.ArgumentParser:
         "is the reference, and speed.",
     )
     parser.add_argument(
-        "models", nargs="*", default=[], metavar="MODEL", help="folders or hub ids (bundled)"
+        "models",
+        nargs="*",
+        default=[],
+        metavar="MODEL",
+        help="folders or hub ids (default: bundled)",
     )
     group = parser.add_argument_group("the first model in other formats")
     group.add_argument(
@@ -36,14 +40,14 @@ def build_parser() -> argparse.ArgumentParser:
         type=_names,
         default=(),
         metavar="A,B",
-        help="also with its weights quantised while loading, in each of these ways",
+        help="also with weights rounded at load to each of these formats",
     )
     group.add_argument(
         "--kv-cache-dtypes",
         type=_names,
         default=(),
         metavar="A,B",
-        help="also with its KV cache in each of these",
+        help="also with the KV cache in each of these formats",
     )
     add_text_flags(parser)
     group = parser.add_argument_group("speed")
@@ -51,15 +55,24 @@ def build_parser() -> argparse.ArgumentParser:
         "--speed",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="of decoding one request at a time, each model loaded afresh in each round (on)",
+        help="measure the decoding of one request at a time; each model is loaded again in each "
+        "round (default: on)",
     )
     group.add_argument(
-        "--prompt-tokens", type=int, default=32, metavar="N", help="of the request (32)"
+        "--prompt-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens of the prompt (default: 32)",
     )
     group.add_argument(
-        "--output-tokens", type=int, default=64, metavar="N", help="of the request (64)"
+        "--output-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens of the answer (default: 64)",
     )
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds (3)")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds (default: 3)")
     add_output_flags(parser)
     add_engine_flags(parser, [name for name in READING if name not in ROUNDING])
     return parser

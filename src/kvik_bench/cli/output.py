@@ -43,12 +43,24 @@ def integers(text: str) -> tuple[int, ...]:
 
 
 def add_run_flags(parser: argparse.ArgumentParser, repeats: int) -> None:
-    group = parser.add_argument_group("how often")
+    group = parser.add_argument_group("repetition")
     group.add_argument(
-        "--repeats", type=int, default=repeats, metavar="N", help=f"measurements ({repeats})"
+        "--repeats",
+        type=int,
+        default=repeats,
+        metavar="N",
+        help=f"number of measurements (default: {repeats})",
     )
-    group.add_argument("--warmup", type=int, default=1, metavar="N", help="not counted (1)")
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="of prompts and loads (0)")
+    group.add_argument(
+        "--warmup",
+        type=int,
+        default=1,
+        metavar="N",
+        help="warm-ups, which are not measured (default: 1)",
+    )
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of prompts and loads (default: 0)"
+    )
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:

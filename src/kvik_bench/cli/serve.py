@@ -81,22 +81,27 @@ EXCLUDES = (
 def add_server_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the server")
     add = group.add_argument
-    add("--url", required=True, help="such as http://127.0.0.1:8000")
-    add("--model", default="", metavar="NAME", help="its name on the server (the first)")
+    add("--url", required=True, help="URL of the server, such as http://127.0.0.1:8000")
+    add(
+        "--model",
+        default="",
+        metavar="NAME",
+        help="the server's name of the model (default: the first that it lists)",
+    )
     add(
         "--endpoint",
         choices=("completions", "chat"),
         default="completions",
-        help="/v1/completions or /v1/chat/completions (completions)",
+        help="/v1/completions or /v1/chat/completions (default: completions)",
     )
     add_key_flag(group)
-    add("--timeout", default="10m", metavar="TIME", help="of a request (10m)")
+    add("--timeout", default="10m", metavar="TIME", help="limit of a request (default: 10m)")
     add("--extra-body", default="{}", metavar="JSON", help="fields added to each request")
     add(
         "--ignore-eos",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="answers of the full length, where the server can (on)",
+        help="request answers of the full length, if the server supports it (default: on)",
     )
 
 
@@ -107,20 +112,21 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         "--concurrency",
         type=integers,
         metavar="N,N",
-        help="closed loop: users at once; several numbers are measured one by one (8)",
+        help="closed loop: users at a time; several numbers are measured one after another "
+        "(default: 8)",
     )
-    add("--think-time", metavar="TIME", help="of a user between an answer and the next (none)")
+    add("--think-time", metavar="TIME", help="closed loop: pause of a user after an answer")
     add("--rate", type=_numbers, metavar="R,R", help="open loop: requests a second")
     add(
         "--arrivals",
         choices=("poisson", "constant", "bursts"),
-        help="of an open loop (poisson)",
+        help="open loop with --rate: distribution of arrivals (default: poisson)",
     )
     add(
         "--burstiness",
         type=_positive_number,
         metavar="X",
-        help="of bursts: coefficient of variation of the gaps; 1 is Poisson (2)",
+        help="--arrivals bursts: coefficient of variation of the gaps; 1 is Poisson (default: 2)",
     )
     add(
         "--trace",
@@ -129,22 +135,24 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
         help="open loop: times and lengths from a csv file with TIMESTAMP, ContextTokens, "
         "GeneratedTokens",
     )
-    add("--speed", type=_positive_number, metavar="X", help="of a trace (1)")
-    add("--limit", type=_positive, metavar="N", help="of a trace: its first rows")
+    add(
+        "--speed", type=_positive_number, metavar="X", help="trace: speed of its clock (default: 1)"
+    )
+    add("--limit", type=_positive, metavar="N", help="trace: number of rows to send")
     add(
         "--max-in-flight",
         type=_positive,
         metavar="N",
-        help="open loop: limit of requests in flight; further ones wait (512)",
+        help="open loop: limit of requests in flight; further ones wait (default: 512)",
     )
     add(
         "--num-requests",
         type=_positive,
         metavar="N",
-        help=f"to send ({DEFAULT_REQUESTS}, or as many as --duration or the trace allow)",
+        help=f"requests to send (default: {DEFAULT_REQUESTS}, or all of --duration or the trace)",
     )
-    add("--duration", metavar="TIME", help="no request is due after 30s, 5m ...")
-    add("--slo", metavar="LIMITS", help="for goodput: ttft=300ms,tpot=50ms,e2e=5s")
+    add("--duration", metavar="TIME", help="time after which no request is due, such as 30s or 5m")
+    add("--slo", metavar="LIMITS", help="limits for goodput, such as ttft=300ms,tpot=50ms,e2e=5s")
 
 
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
@@ -153,17 +161,23 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     add(
         "--prompt-tokens",
         metavar="LENGTH",
-        help="512, 100..200, normal:512:64 or lognormal:512:0.8 (128)",
+        help="tokens of a prompt: 512, 100..200, normal:512:64 or lognormal:512:0.8 (default: 128)",
     )
-    add("--output-tokens", metavar="LENGTH", help="likewise (64)")
-    add("--prefix-tokens", type=_positive, metavar="N", help="more, shared by many prompts")
-    add("--prefixes", type=_positive, metavar="N", help="different ones (1)")
-    add("--turns", type=_positive, default=1, metavar="N", help="of conversations that grow (1)")
+    add("--output-tokens", metavar="LENGTH", help="tokens of an answer (default: 64)")
+    add("--prefix-tokens", type=_positive, metavar="N", help="shared tokens before each prompt")
+    add("--prefixes", type=_positive, metavar="N", help="number of different prefixes (default: 1)")
+    add(
+        "--turns",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="turns of each conversation; each repeats the turns before (default: 1)",
+    )
     add(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="a text on each line, or .jsonl with a field prompt",
+        help="send these prompts: a text on each line, or .jsonl with a field prompt",
     )
     add("--tokenizer", metavar="MODEL", help="send random token ids of this model, not words")
     add("--vocab-size", type=_positive, metavar="N", help="send random token ids below N")

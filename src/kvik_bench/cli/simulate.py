@@ -32,24 +32,28 @@ POLICIES = ("prefix", "round-robin")
 class Replicas:
     """The replicas of `kvik simulate`."""
 
-    hardware: str = option("this", Text(), "h200, a100-80g, rtx4090, ..., this, or a file")
-    replicas: int = option(8, Integer(1, 4096), "engines, each with all of the model")
+    hardware: str = option(
+        "this", Text(), "h200, a100-80g, rtx4090, ...; this: this machine; or a file"
+    )
+    replicas: int = option(8, Integer(1, 4096), "engines, each with the whole model")
     num_blocks: int | None = option(
-        None, Integer(1, 1 << 31), "KV blocks of each; None: what its memory holds"
+        None, Integer(1, 1 << 31), "KV blocks of each engine; None: as many as memory holds"
     )
     block_size: int = option(16, Integer(1, 1024), "tokens per KV block")
-    max_num_seqs: int = option(64, Integer(1, 65_536), "requests that each runs at the same time")
+    max_num_seqs: int = option(
+        64, Integer(1, 65_536), "requests that each engine runs at the same time"
+    )
     max_num_batched_tokens: int = option(2048, Integer(1, 1 << 20), "token budget of a step")
     kv_tiers: str | None = option(
         None,
         Tiers(),
-        "where each keeps blocks beyond its KV cache, as of kvik serve; folders are not touched",
+        "tiers of each engine, as for kvik serve; folders are not touched",
     )
     memory_rate: float = option(
         20.0, Number(0, 1e6, above=True), "GB/s of copies to and from the memory tier"
     )
     disk_rate: float = option(
-        3.0, Number(0, 1e6, above=True), "GB/s of the disk, in each direction"
+        3.0, Number(0, 1e6, above=True), "GB/s of the disk tier, in each direction"
     )
 
 

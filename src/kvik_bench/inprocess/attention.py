@@ -199,7 +199,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=integers,
         default=(128, 512, 2048),
         metavar="N,N",
-        help="tokens of the prompt, one length after another (128,512,2048)",
+        help="tokens of the prompt, one length after another (default: 128,512,2048)",
     )
     return parser
 

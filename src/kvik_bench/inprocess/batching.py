@@ -192,20 +192,32 @@ def build_parser() -> argparse.ArgumentParser:
         repeats=3,
     )
     add = parser.add_argument
-    add("--num-requests", type=int, default=48, metavar="N", help="of each round (48)")
+    add(
+        "--num-requests",
+        type=int,
+        default=48,
+        metavar="N",
+        help="requests of each round (default: 48)",
+    )
     add(
         "--rate",
         type=float,
         metavar="R",
-        help="mean requests a second (as many as continuous batching can just serve)",
+        help="mean requests a second (default: as many as continuous batching can serve)",
     )
     add(
         "--prompt-tokens",
         default="16..128",
         metavar="LENGTH",
-        help="512, 100..200, normal:512:64 or lognormal:512:0.8 (16..128)",
+        help="tokens of a prompt: 512, 100..200, normal:512:64 or lognormal:512:0.8 "
+        "(default: 16..128)",
     )
-    add("--output-tokens", default="8..128", metavar="LENGTH", help="likewise (8..128)")
+    add(
+        "--output-tokens",
+        default="8..128",
+        metavar="LENGTH",
+        help="tokens of an answer (default: 8..128)",
+    )
     return parser
 
 

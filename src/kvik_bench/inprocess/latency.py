@@ -124,13 +124,21 @@ def build_parser() -> argparse.ArgumentParser:
         type=integers,
         default=(1, 8, 32),
         metavar="N,N",
-        help="requests sent at the same time, one size after another (1,8,32)",
+        help="requests sent at the same time, one size after another (default: 1,8,32)",
     )
     parser.add_argument(
-        "--prompt-tokens", type=int, default=128, metavar="N", help="of each request (128)"
+        "--prompt-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of each prompt (default: 128)",
     )
     parser.add_argument(
-        "--output-tokens", type=int, default=64, metavar="N", help="of each request (64)"
+        "--output-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens of each answer (default: 64)",
     )
     return parser
 

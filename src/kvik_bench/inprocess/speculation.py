@@ -429,12 +429,30 @@ def build_parser() -> argparse.ArgumentParser:
         "--data",
         type=Path,
         metavar="FILE",
-        help='what prompts are pieces of: plain text, or .jsonl with a field "text" in each line '
+        help='text of the prompts: plain text, or .jsonl with a field "text" in each line '
         "(default: a story that ships with kvik)",
     )
-    add("--batch", type=integers, default=(1, 8), metavar="A,B", help="requests together (1,8)")
-    add("--prompt-tokens", type=int, default=64, metavar="N", help="of each, at most (64)")
-    add("--output-tokens", type=int, default=128, metavar="N", help="of each (128)")
+    add(
+        "--batch",
+        type=integers,
+        default=(1, 8),
+        metavar="A,B",
+        help="requests at a time, one size after another (default: 1,8)",
+    )
+    add(
+        "--prompt-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="most tokens of a prompt (default: 64)",
+    )
+    add(
+        "--output-tokens",
+        type=int,
+        default=128,
+        metavar="N",
+        help="tokens of each answer (default: 128)",
+    )
     return parser
 
 

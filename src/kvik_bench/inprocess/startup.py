@@ -161,7 +161,11 @@ def build_parser() -> argparse.ArgumentParser:
         repeats=5,
     )
     parser.add_argument(
-        "--prompt-tokens", type=int, default=16, metavar="N", help="of the request (16)"
+        "--prompt-tokens",
+        type=int,
+        default=16,
+        metavar="N",
+        help="tokens of the prompt (default: 16)",
     )
     return parser
 

@@ -373,16 +373,40 @@ def build_parser() -> argparse.ArgumentParser:
         repeats=3,
     )
     add = parser.add_argument
-    add("--num-requests", type=int, default=16, metavar="N", help="that share a prefix (16)")
-    add("--prefix-tokens", type=int, default=96, metavar="N", help="that they share (96)")
-    add("--prompt-tokens", type=int, default=32, metavar="N", help="not shared, of each (32)")
-    add("--output-tokens", type=int, default=32, metavar="N", help="of each request (32)")
+    add(
+        "--num-requests",
+        type=int,
+        default=16,
+        metavar="N",
+        help="requests, which share a prefix (default: 16)",
+    )
+    add(
+        "--prefix-tokens",
+        type=int,
+        default=96,
+        metavar="N",
+        help="tokens of the prefix (default: 96)",
+    )
+    add(
+        "--prompt-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="further tokens of each prompt (default: 32)",
+    )
+    add(
+        "--output-tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="tokens of each answer (default: 32)",
+    )
     add(
         "--alone",
         type=int,
         default=2,
         metavar="N",
-        help="requests where one is served after the other (2)",
+        help="requests for techniques that serve one at a time (default: 2)",
     )
     return parser
 

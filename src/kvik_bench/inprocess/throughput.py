@@ -89,21 +89,35 @@ def build_parser() -> argparse.ArgumentParser:
         repeats=3,
     )
     add = parser.add_argument
-    add("--num-requests", type=int, metavar="N", help=f"({COUNT}, or all of a trace)")
+    add(
+        "--num-requests",
+        type=int,
+        metavar="N",
+        help=f"number of requests (default: {COUNT}, or all of a trace)",
+    )
     add(
         "--prompt-tokens",
         metavar="LENGTH",
-        help=f"512, 100..200, normal:512:64 or lognormal:512:0.8 ({PROMPT_TOKENS})",
+        help="tokens of a prompt: 512, 100..200, normal:512:64 or lognormal:512:0.8 "
+        f"(default: {PROMPT_TOKENS})",
     )
-    add("--output-tokens", metavar="LENGTH", help=f"likewise ({OUTPUT_TOKENS})")
-    add("--prefix-tokens", type=int, default=0, metavar="N", help="more, shared by many prompts")
-    add("--prefixes", type=int, default=1, metavar="N", help="different ones (1)")
+    add("--output-tokens", metavar="LENGTH", help=f"tokens of an answer (default: {OUTPUT_TOKENS})")
+    add(
+        "--prefix-tokens", type=int, default=0, metavar="N", help="shared tokens before each prompt"
+    )
+    add(
+        "--prefixes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of different prefixes (default: 1)",
+    )
     add(
         "--trace",
         type=Path,
         metavar="FILE",
         help="lengths from a csv file with TIMESTAMP, ContextTokens, GeneratedTokens; its times "
-        "do not count",
+        "are ignored",
     )
     return parser
 

@@ -406,41 +406,62 @@ def build_parser() -> argparse.ArgumentParser:
         nargs="+",
         default=[],
         metavar="NAME",
-        help="installed engines (transformers, transformers-batching, vllm), or names in the file "
-        "of --config (default: all). kvik always runs",
+        help="installed engines (transformers, transformers-batching, vllm) or entries of the "
+        "--config file (default: all); kvik always runs",
     )
     parser.add_argument(
         "--config",
         type=Path,
         metavar="FILE",
-        help="TOML that names engines with their own Pythons, converted models and options",
+        help="TOML file with engines that have their own Python, converted model or options",
     )
     parser.add_argument(
         "--format",
         nargs="+",
         default=[],
         metavar="FORMAT",
-        help="fp32, bf16, fp16, int8, int4 (default: as the model is stored, or all of the file)",
+        help="fp32, bf16, fp16, int8 or int4 (default: as the model is stored, or all of the file)",
     )
     parser.add_argument(
         "--workloads",
         nargs="+",
         default=["prefill", "b1", "b8", "b32"],
         metavar="NAME",
-        help="prefill: one prompt; bN: N requests decoded together (prefill b1 b8 b32)",
+        help="prefill: one prompt; bN: N requests decoded together (default: prefill b1 b8 b32)",
     )
     parser.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="of each request (512; 128 where decoding)"
+        "--prompt-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of each prompt (default: prefill 512, bN 128)",
     )
     parser.add_argument(
-        "--output-tokens", type=int, default=64, metavar="N", help="of each request (64)"
+        "--output-tokens",
+        type=int,
+        default=64,
+        metavar="N",
+        help="tokens of each answer (default: 64)",
     )
-    parser.add_argument("--threads", type=int, metavar="N", help="for every engine (all cores)")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of all engines (3)")
     parser.add_argument(
-        "--timeout", type=float, default=600.0, metavar="SECONDS", help="of one process (600)"
+        "--threads", type=int, metavar="N", help="threads of every engine (default: all cores)"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the prompts (0)")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=3,
+        metavar="N",
+        help="rounds, in each of which every engine runs (default: 3)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="SECONDS",
+        help="limit of one process (default: 600)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of the prompts (default: 0)"
+    )
     add_output_flags(parser)
     return parser
 
