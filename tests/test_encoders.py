@@ -324,7 +324,7 @@ def test_the_context_is_what_steps_and_files_allow(bert, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"id2label": {"0": "a", "1": "b"}}, "id2label: must be of one label"),
+        ({"id2label": {"0": "a", "1": "b"}}, "id2label: must have one label"),
         ({"is_decoder": True}, "is_decoder: must be false"),
         ({"hidden_act": "silu"}, "hidden_act: must be"),
     ],

@@ -48,7 +48,7 @@ def test_other_connections_are_refused_at_no_cost(listener, sent: bytes) -> None
 
 def test_a_wrong_token_is_one_error_on_its_side(listener) -> None:
     waiting = accept(listener, 0.5)
-    with pytest.raises(LinkError, match="has turned this process away"):
+    with pytest.raises(LinkError, match="has refused this process"):
         connect(listener.address, b"u" * 32, Handshake("line", 0))
     with pytest.raises(TimeoutError):
         waiting.result()

@@ -477,9 +477,9 @@ class AsyncRequest:
 
     Attributes:
         prompt: its text; None: token ids.
-        sent: to the engine.
-        aborted: by its id; its last deltas are still delivered.
-        closed: by its reader; nothing more is delivered.
+        sent: it was sent to the engine.
+        aborted: it was aborted by its id; its last deltas are still delivered.
+        closed: its reader closed it; nothing more is delivered.
         changed: set when there is output to take, or the request has ended.
     """
 

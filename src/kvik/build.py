@@ -42,7 +42,7 @@ def build_engine(
     if resolved.model.built is not None:
         raise ConfigError("model", "is an engine folder already; name the model it was built from")
     if config.load_format != "safetensors":
-        raise ConfigError("load_format", "must be safetensors: random weights are not worth a file")
+        raise ConfigError("load_format", "must be safetensors: random weights are not stored")
     files = model_files(Path(resolved.runner.model_path)).descriptions()
 
     try:

@@ -142,7 +142,7 @@ def connect(address: Address, token: bytes, handshake: Handshake) -> Connection:
         peer.sendall(len(data).to_bytes(4, "big") + data)
     except OSError as error:
         peer.close()
-        raise LinkError(f"{where} has turned this process away ({error})") from None
+        raise LinkError(f"{where} has refused this process ({error})") from None
     except LinkError:
         peer.close()
         raise
@@ -163,7 +163,7 @@ def _admit(peer: socket.socket, token: bytes) -> Handshake:
     peer.sendall(_proof(token, b"listens", ours, theirs))
     size = int.from_bytes(_read(peer, 4), "big")
     if size > _LARGEST_HANDSHAKE:
-        raise LinkError("says too much")
+        raise LinkError("sent too much")
     return msgspec.msgpack.decode(_read(peer, size), type=Handshake)
 
 

@@ -232,8 +232,11 @@ def test_ctrl_c_at_the_prompt_only_gives_a_hint(
         (["--url", "ftp://here"], "--url: must be like http://127.0.0.1:8000, not 'ftp://here'"),
         (["--url", "http://a..b"], "--url: http://a..b cannot be reached: "),
         (["--url", "here", "--api-key", "a\nb"], "--api-key: must be "),
-        (["--url", "here", "--max-num-seqs", "4"], "--max-num-seqs: is for an engine here"),
-        (["--api-key", "mine"], "--api-key: goes with --url"),
+        (
+            ["--url", "here", "--max-num-seqs", "4"],
+            "--max-num-seqs: is for an engine in this process",
+        ),
+        (["--api-key", "mine"], "--api-key: needs --url"),
     ],
 )
 def test_bad_input_is_one_line(words: list[str], line: str, capsys: Any) -> None:

@@ -194,8 +194,11 @@ def failure(message: object) -> bytes:
         (Reply([failure("too\nmany")], 429, "application/json"), "HTTP 429: too many"),
         (Reply([b"<p>busy</p>"], 502, "text/html"), "HTTP 502: <p>busy</p>"),
         (Reply([], 500), "HTTP 500: no reason given"),
-        (Reply([b"{}"], 200, "application/json"), "its answer is no stream, but application/json"),
-        (Reply([b"data: {]\n\n"]), "sent what is no piece of an answer: {]"),
+        (
+            Reply([b"{}"], 200, "application/json"),
+            "the answer is not a stream, but application/json",
+        ),
+        (Reply([b"data: {]\n\n"]), "sent an invalid event: {]"),
         (Reply([b"data: " + failure("died") + b"\n\n"]), "died"),
         (Reply([b"event: error\ndata: " + failure("gone") + b"\n\n"]), "gone"),
         (Reply([delta("Hel")]), "the answer broke off"),

@@ -117,7 +117,7 @@ def test_another_program_at_the_address(capsys: pytest.CaptureFixture[str]) -> N
         return Reply([b"<html>\x1b[2J"])
 
     with FakeServer(reply) as fake:
-        assert "is not a server of kvik" in refused(capsys, "top", "--url", fake.url)
+        assert "is not kvik" in refused(capsys, "top", "--url", fake.url)
 
 
 @pytest.mark.parametrize(

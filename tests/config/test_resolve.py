@@ -109,7 +109,7 @@ def test_states_of_running_requests_and_checkpoints_are_planned() -> None:
 def test_options_that_states_exclude_are_refused() -> None:
     with pytest.raises(ConfigError, match="spec_method: must be left out: .* keeps states"):
         plan(STATES, spec_method="ngram")
-    with pytest.raises(ConfigError, match="skip_layers: must name layers that attend, not 4"):
+    with pytest.raises(ConfigError, match="skip_layers: must name layers with attention, not 4"):
         plan(STATES, kv_cache_dtype="int8", kv_cache_dtype_skip_layers=(3, 4))
     source = DraftSource(spec=replace(STATES, vocab_size=SMALL.vocab_size))
     with pytest.raises(ConfigError, match="spec_model: must attend in every layer"):

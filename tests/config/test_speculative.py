@@ -83,7 +83,7 @@ def test_options_without_effect_are_refused(key, value, methods) -> None:
 @pytest.mark.parametrize("key", ["typical_epsilon", "typical_delta"])
 def test_bounds_do_not_turn_typical_acceptance_on(key) -> None:
     config = {"method": "ngram", key: 0.2}
-    with pytest.raises(ConfigError, match=f"{key} needs typical_acceptance beside it"):
+    with pytest.raises(ConfigError, match=f"{key} needs typical_acceptance"):
         requested(speculative_config=config)
     for on in (True, False):
         found = requested(speculative_config={**config, "typical_acceptance": on})

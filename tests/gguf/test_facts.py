@@ -235,7 +235,7 @@ NETS = {
             "qwen35.attention.recurrent_layers:",
         ),
         ("lfm2", {"lfm2.block_count": 3, "lfm2.attention.head_count_kv": [2, 0]}, "head_count_kv:"),
-        ("lfm2", {"lfm2.attention.head_count_kv": [0]}, "all the same but for zeros"),
+        ("lfm2", {"lfm2.attention.head_count_kv": [0]}, "all equal except zeros"),
         ("deepseek2", {**EXPERTS, "deepseek2.attention.value_length": 8}, "key_length:"),
         (
             "deepseek2",

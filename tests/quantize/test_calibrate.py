@@ -284,7 +284,7 @@ def test_an_interrupted_pass_is_resumed(tmp_path: Path, family: str, saved: int)
 def test_resuming_without_saved_states_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "model", "Llama")
     recipe, windows = Recipe("gptq", 4, 8), random_windows(6, 12)
-    with pytest.raises(ModelError, match="hidden-1' is missing or of another pass"):
+    with pytest.raises(ModelError, match="hidden-1' is missing or from another run"):
         calibrated(tmp_path / "model", recipe, windows, tmp_path / "work", first=1)
 
 

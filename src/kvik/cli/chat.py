@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> None:
     if arguments.api_key:
-        raise ConfigError("api_key", "goes with --url")
+        raise ConfigError("api_key", "needs --url")
 
     from kvik.cli.chat_backends import LocalBackend
     from kvik.config.config import EngineConfig
@@ -97,7 +97,7 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
 
 def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> None:
     for name in given_engine_options(arguments):
-        raise ConfigError(name, "is for an engine here; with --url the server has its own")
+        raise ConfigError(name, "is for an engine in this process; a server (--url) has its own")
 
     from kvik.cli.chat_backends import RemoteBackend, first_model
 

@@ -282,7 +282,7 @@ class RemoteAnswer:
         response = self._response = self._ask()
         kind = response.headers.get_content_type()
         if kind != "text/event-stream":
-            raise KvikError("server", f"its answer is no stream, but {kind[:60]}")
+            raise KvikError("server", f"the answer is not a stream, but {kind[:60]}")
         parser = SseParser()
         while piece := response.read1(PIECE_BYTES):
             for event in parser.feed(piece):
@@ -311,7 +311,7 @@ class RemoteAnswer:
             chunk = self._decode(event.data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             said = _message(event.data)
-            raise KvikError("server", f"sent what is no piece of an answer: {said}") from None
+            raise KvikError("server", f"sent an invalid event: {said}") from None
         if bytes(chunk.error) != b"null":
             raise KvikError("server", _message(event.data))
         self._usage = chunk.usage or self._usage

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"{played.failed_steps} steps had failed, and were not compared")
     if played.stopped is None:
         cut = f", {reader.cut} bytes into an event" if reader.cut else ""
-        say(f"the recording breaks off there{cut}: the engine did not end in order")
+        say(f"the recording breaks off there{cut}: the engine was not stopped properly")
         if played.unfinished:
             say(f"unfinished steps, computed again: {played.unfinished}")
     else:

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
     urls = [RemoteServer.at(url, "").url for url in arguments.url]
     twice = next((url for i, url in enumerate(urls) if url in urls[:i]), None)
     if twice is not None:
-        raise ConfigError("url", f"must be of different servers: {twice} is there twice")
+        raise ConfigError("url", f"must name different servers: {twice} is given twice")
     timeout: float = arguments.timeout
     if not 0 < timeout <= MAX_TIMEOUT:
         raise ConfigError("timeout", f"must be above 0 and at most {MAX_TIMEOUT:.0f} seconds")

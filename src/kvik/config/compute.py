@@ -107,7 +107,7 @@ def choose_device(config: EngineConfig, hardware: Hardware, notes: Notes) -> tup
     index = int(wanted) if wanted else min(gpus, default=0)
     if index not in gpus:
         visible = ", ".join(f"cuda:{i}" for i in sorted(gpus)) or "none"
-        raise ConfigError("device", f"{config.device} is not there (CUDA devices: {visible})")
+        raise ConfigError("device", f"{config.device} does not exist (CUDA devices: {visible})")
     reason = ASKED if wanted else gpus[index].name
     return notes.add("device", f"cuda:{index}", reason), gpus[index]
 
@@ -429,7 +429,7 @@ def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: 
         if spec.layers[layer].state is not None:
             raise ConfigError(
                 "kv_cache_dtype_skip_layers",
-                f"must name layers that attend, not {layer}, which keeps a state in fp32",
+                f"must name layers with attention, not {layer}, which keeps a state in fp32",
             )
         if (owner := spec.layers[layer].kv_from) is not None:
             raise ConfigError(
@@ -438,7 +438,9 @@ def _choose_kv_format(config: EngineConfig, spec: ModelSpec, dtype: str, notes: 
             )
     if name == AUTO:
         if skipped:
-            raise ConfigError("kv_cache_dtype_skip_layers", "needs a kv_cache_dtype to keep out of")
+            raise ConfigError(
+                "kv_cache_dtype_skip_layers", "needs a kv_cache_dtype other than auto"
+            )
         notes.add("kv_cache_dtype", dtype, f"the model's{_calibrated(spec)}")
         return
     if name == "int4" and spec.latent:

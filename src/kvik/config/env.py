@@ -196,6 +196,6 @@ def _private_folder(folder: Path) -> Path:
     if not private or found.st_uid != os.getuid():
         raise ConfigError(
             "XDG_CACHE_HOME",
-            f"must be set: you have no home folder, and {folder} is not yours alone to write to",
+            f"must be set: you have no home folder, and others may write to {folder}",
         )
     return folder

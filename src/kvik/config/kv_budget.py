@@ -227,7 +227,7 @@ def read_budgets(path: Path, spec: ModelSpec) -> KVBudgets:
     if found.fingerprint != fingerprint_of(spec):
         raise ConfigError(
             FIELD,
-            f"must be made of {spec.architecture} in this shape; {shown(str(path))} is of another "
+            f"must be made for {spec.architecture} of this shape; {shown(str(path))} is of another "
             f"model ({shown(found.architecture)})",
         )
     lists: dict[str, tuple[Sequence[float], int]] = {

@@ -60,7 +60,9 @@ def check_group(
         raise ConfigError(CUT, "must be exact with the native kernels, whose answers have the bits")
     heads, threads = spec.num_heads, config.threads or hardware.threads
     if ranks > heads:
-        raise ConfigError(OPTION, f"must be at most {heads}, its heads of queries, not {ranks}")
+        raise ConfigError(
+            OPTION, f"must be at most {heads}, the number of its query heads, not {ranks}"
+        )
     if ranks * stages > threads and compute.gpu is None:
         most = threads // ranks if stages > 1 else threads
         asked = stages if stages > 1 else ranks

@@ -224,4 +224,4 @@ def _of_its_method(asked: SpeculativeConfig, given: Mapping[str, object]) -> Non
             )
     for name in ("typical_epsilon", "typical_delta"):
         if name in given and "typical_acceptance" not in given:
-            raise ConfigError("speculative_config", f"{name} needs typical_acceptance beside it")
+            raise ConfigError("speculative_config", f"{name} needs typical_acceptance")

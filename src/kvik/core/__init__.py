@@ -1,4 +1,4 @@
-"""The pure heart of the engine: standard library only, no clock, no I/O, no torch.
+"""The pure core of the engine: standard library only, no clock, no I/O, no torch.
 
 `config.py` holds its configuration, `types.py` requests, `sampling_params.py` their sampling
 parameters, `plan.py` a step's plan and result. `scheduler.py` plans steps and processes their

@@ -1,4 +1,4 @@
-"""An audit of everything the scheduler believes, for tests and for debugging a live engine."""
+"""Checks of the whole state of a scheduler, for tests and for debugging a running engine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _check_running(r: Request, scheduler: Scheduler) -> None:
     block_size = scheduler.kv.block_size
     known = len(r.token_ids) + r.num_pending_tokens
     _require(r.status is RequestStatus.RUNNING, "status", r)
-    only_prompt = r.max_length == r.num_prompt_tokens == known  # nothing is ever sampled
+    only_prompt = r.max_length == r.num_prompt_tokens == known  # no token is sampled
     limit = known + only_prompt
     _require(0 <= r.num_computed_tokens < limit, "computed more than is known", r)
     _require(len(r.token_ids) < r.max_length or only_prompt, "outgrew its limit", r)
@@ -150,7 +150,7 @@ def _check_blocks(scheduler: Scheduler) -> None:
                 hidden = group.visible.hidden_blocks(r.num_written_tokens, block_size, prompt)
                 there = all(i in hidden for i, block in enumerate(ids) if block == NULL_BLOCK)
                 _require(there, "lacks a block that it sees", r)
-            # what is yet to be written must not be seen by others
+            # a block that is still being written must not be shared
             alone = all(refs[block] == 1 for block in ids[at:])
             _require(alone, "writes into a shared block", r)
 

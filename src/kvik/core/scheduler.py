@@ -172,8 +172,8 @@ class Scheduler:
         return not (request.finished or pending)
 
     def hand_over(self, request: Request, now: float) -> None:
-        """End a request here that another engine continues, its pages lent to that. No step in
-        flight may have it."""
+        """End a request that another engine continues, and lend its pages. It must not have a row
+        in a step in flight."""
         assert self.may_hand_over(request)
         source = None
         if request.status is RequestStatus.RUNNING and self.moves is not None:

@@ -226,7 +226,7 @@ class EngineRequest:
     second_text: int = 0  # where the second text of a pair begins in the prompt; 0: it is one text
     lends: bool = False  # its pages stay for another engine when it has ended
     source: PageSource | None = None  # another engine has pages of it
-    # Another engine began with it: those of the n outputs that have not ended.
+    # The unfinished outputs of a request that another engine began.
     resumed: tuple[Handover, ...] = ()
 
 
@@ -350,7 +350,7 @@ class RequestDelta:
     again: bool = False  # it was lost with its engine, and may be sent again
     complete: bool = False  # it stopped because its structured text is complete, without stop token
     kept: PageSource | None = None  # with the last delta of a request that lends its pages
-    handed: Handover | None = None  # with the last delta of one that continues in another engine
+    handed: Handover | None = None  # with the last delta, if another engine continues it
 
 
 def last_deltas(
@@ -375,11 +375,11 @@ class Handover:
     """What another engine needs to know to continue one of the n outputs of a request.
 
     Attributes:
-        output_token_ids: made and delivered so far.
-        seed: that its tokens are drawn with.
-        source: of the pages of all that was computed; None: that is computed again.
-        report: of it so far.
-        index: which of the outputs it is.
+        output_token_ids: its tokens so far, all of them delivered.
+        seed: seed of its tokens.
+        source: where the computed pages are; None: they are computed again.
+        report: times and counts so far.
+        index: number of the output among the n.
     """
 
     output_token_ids: list[int]

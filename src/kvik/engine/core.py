@@ -231,8 +231,8 @@ class EngineCore:
                 self.scheduler.end(request, reason, now, error)
 
     def hand_over(self, request_id: str, now: float) -> None:
-        """Let another engine continue a request, all of its siblings that have not ended: their
-        last deltas have what that has to know. Nothing happens if a step in flight has one."""
+        """Let another engine continue the unfinished siblings of a request; the last delta of each
+        has its `Handover`. Does nothing if a step in flight has a row of one of them."""
         siblings = [one for one in self._requests.get(request_id, []) if not one.finished]
         if all(map(self.scheduler.may_hand_over, siblings)):
             for sibling in siblings:

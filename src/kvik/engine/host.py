@@ -303,7 +303,7 @@ class EngineHost:
         try:
             message = to_engine.decode(body)
         except Exception as error:
-            log.warning("a frame that says nothing: %s", error)
+            log.warning("an invalid frame: %s", error)
             return
         if isinstance(message, Add):
             self._add(message)

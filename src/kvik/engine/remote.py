@@ -299,7 +299,7 @@ class EngineClient(ABC):
 
     @property
     def drained(self) -> bool:
-        """Whether requests are refused since all of several engines are drained."""
+        """Whether requests are refused because all engines are drained."""
         return False
 
     @abstractmethod

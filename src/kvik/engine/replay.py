@@ -92,8 +92,8 @@ class RecordedClock:
 
 
 def fetches(events: Iterable[Event]) -> list[EngineRequest]:
-    """Return a request for each part of another one whose pages another engine had: its prompt
-    is what they hold. Their pages are computed again before the replay, see `keep_pages`."""
+    """Return requests for the pages that another engine had, each with the tokens of such pages as
+    its prompt. They are computed before the replay, see `keep_pages`."""
     found: list[EngineRequest] = []
     for event in events:
         if isinstance(event, Added):

@@ -43,9 +43,9 @@ class RoutedRequest(SentRequest):
     Attributes:
         hashes: of the blocks of its prompt.
         replica: number; None: it waits for one that is ready.
-        endings: how the caller ends it, by sibling, which the replica was told.
+        endings: how the caller ended siblings; the replica was told.
         leaves: another server continues it, not another replica.
-        handed: what a replica gave away of it that drains, until that has given all.
+        handed: states of siblings that a draining replica handed over, until it did so for all.
     """
 
     def __init__(self, request: EngineRequest, hashes: list[bytes], arrival: float) -> None:
@@ -59,7 +59,7 @@ class RoutedRequest(SentRequest):
 
     @property
     def unfinished(self) -> bool:
-        """Whether one of its siblings has not ended, and was not asked to."""
+        """Whether a sibling has not ended, and the caller did not end it."""
         return not self.endings.keys() >= self.indexes
 
 
@@ -276,8 +276,7 @@ class Replicas(EngineClient):
                 self._continue(found, replica)
 
     def _continue(self, sent: RoutedRequest, left: int) -> None:
-        """Let another replica continue a request, all of whose outputs that have not ended were
-        given away."""
+        """Let another replica continue a request whose unfinished outputs were all handed over."""
         now, handed = self._clock(), [one for one in sent.handed if one.index not in sent.endings]
         if self._closing:
             handed = []

@@ -43,7 +43,7 @@ class EngineStart(msgspec.Struct, frozen=True, array_like=True, tag="start"):
 
     Attributes:
         record: file of the flight recorder; None: nothing is recorded.
-        cores: that the engine uses; (): those that its parent may use.
+        cores: cores of the engine; (): those that its parent may use.
         reports: the client gets `Report` after steps.
         token: secret shared by engines that exchange pages; b"": there are none.
     """

@@ -500,7 +500,7 @@ def _kv_heads(
     if mixed and len(found) == layers and min(found) >= 1 and most <= MAX_HEADS:
         return tuple(found)
     if len(found) != layers or most < 1 or set(found) - {0, most} or (mixed and 0 in found):
-        raise metadata.error(key, f"must have {layers} values, all the same but for zeros")
+        raise metadata.error(key, f"must have {layers} values, all equal except zeros")
     return tuple(found)
 
 

@@ -109,11 +109,11 @@ def _divisor(frequency: float, factor: float, low: float, high: float, original:
 
 
 def _line(points: Sequence[tuple[float, float]], factor: float) -> tuple[float, float, int] | None:
-    """Return low, high and original from frequencies with their s; low is about 1, as only ratios
-    are known."""
+    """Return low, high and original, as in `_divisor`, from pairs of a frequency and its s. Only
+    their ratios can be derived, so low is about 1."""
     inside = [(f, s) for f, s in points if TOLERANCE / factor < s < 1 - TOLERANCE]
-    # Two points far apart, against rounding errors. With fewer, any line will do that clips the
-    # others, and the steepest line between neighbours does.
+    # The two points that are furthest apart, against rounding errors. With fewer points inside, any
+    # line that clips the others is right, such as the steepest one between neighbours.
     ends = [(inside[0], inside[-1])] if len(inside) > 1 else list(pairwise(points))
     slopes = [((s1 - s0) / (f1 - f0) if f1 != f0 else 0.0, f0, s0) for (f0, s0), (f1, s1) in ends]
     slope, f0, s0 = max(slopes)

@@ -138,7 +138,7 @@ class State:
         if not isinstance(text, str):
             raise ParamError("text", f"must be a string, not {type(text).__name__}")
         if self._messages and self._turn is None:
-            raise ParamError("text", "in a conversation goes into a turn: user, assistant")
+            raise ParamError("text", "must be in a turn of the conversation: user or assistant")
         self.text += text
         self._emit(text)
         return self

@@ -354,7 +354,7 @@ def cost_of(at: Setting, question: Question, rates: TokenRates | None) -> Cost |
     """
     price = at.device.price if question.price is None else question.price
     if price is None and question.tokens_per_second is not None:
-        raise ConfigError("tokens_per_second", "costs something at a price only: give --price too")
+        raise ConfigError("tokens_per_second", "needs --price")
     if price is None or rates is None:
         return None
     prompt, output = request_of(question, at.context)
@@ -512,7 +512,7 @@ class Plan:
         parts, division: () and None if the model is on one device, in one process.
         remedies: changes that would make the plan fit, if it does not.
         request: tokens of a request's prompt and of its output.
-        longest_context: that fits for this many requests, at most the model's; 0: none.
+        longest_context: longest context that fits for these requests, at most the model's; 0: none.
         speed: None: the device's speed is unknown.
         rates: token rates of requests; None: nothing fits, or the speed is unknown.
         measured_rate: measured output tokens/s on which the cost is based; None: the roofline's.

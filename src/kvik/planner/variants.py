@@ -49,7 +49,7 @@ class WeightRow:
         bits: mean per parameter, including scales and unquantised parts.
         single, ceiling: decode tokens/s of one request and of the batch.
         fits: whether the batch fits at its context.
-        largest_batch: that fits at this context.
+        largest_batch: largest batch that fits at this context.
     """
 
     format: str

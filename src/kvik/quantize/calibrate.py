@@ -65,7 +65,7 @@ class WindowFile:
         size = count * tokens * width * self.dtype.itemsize
         if not self.path.is_file() or self.path.stat().st_size != size:
             raise ModelError(
-                "work", f"{str(self.path)!r} is missing or of another pass: begin again"
+                "work", f"{str(self.path)!r} is missing or from another run: begin again"
             )
 
     def read(self) -> Iterator[Tensor]:

@@ -23,7 +23,7 @@ from kvik.quantize.source import check_spec, expert_roles, linear_inputs
 from kvik.spec.declare import ForwardContext, Network, Role, stored_names
 from kvik.spec.layers import LayerSpec
 
-# Of blocks, by the checkpoint's: the range of fp16 is too small for some residual streams.
+# Dtype in which blocks run, by the checkpoint's: fp16 is too narrow for some residual streams.
 RUN_DTYPES = DTYPES | {"float16": torch.float32}
 
 

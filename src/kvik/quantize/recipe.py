@@ -97,7 +97,7 @@ class Recipe:
         if self.method in ("smoothquant", "fp8") and not self.symmetric:
             raise ConfigError("sym", f"must be true with {self.method}")
         if self.act_order and self.method != "gptq":
-            raise ConfigError("act_order", f"is of gptq; {self.method} has no order")
+            raise ConfigError("act_order", f"is for gptq; {self.method} has no order")
         if self.static_groups and not self.act_order:
             raise ConfigError("static_groups", "needs act_order")
         if not (math.isfinite(self.damping) and 0 < self.damping <= 1):
@@ -111,7 +111,9 @@ class Recipe:
                     "must be true with act_order and a budget: the layout has no order",
                 )
             if self.method not in ("rtn", "gptq", "awq"):
-                raise ConfigError("budget_bits", f"is not of {self.method}, which has 8 everywhere")
+                raise ConfigError(
+                    "budget_bits", f"is not of {self.method}, which has 8 bits everywhere"
+                )
             if not self.bits <= self.average_bits <= MANY:
                 raise ConfigError(
                     "budget_bits",
@@ -126,7 +128,7 @@ class Recipe:
             if value not in allowed:
                 raise ConfigError(field_name, f"must be {' or '.join(allowed)}, not {shown(value)}")
             if value != allowed[0] and self.method != "fp8":
-                raise ConfigError(field_name, f"{value} is of fp8, not of {self.method}")
+                raise ConfigError(field_name, f"{value} is for fp8, not for {self.method}")
         wide, static = self.fp8_format == "e5m2", self.activation_scheme == "static"
         if static and (wide or self.group_size == SQUARE):
             beside = "e5m2, whose activations stay floats" if wide else "blocks of 128 x 128"

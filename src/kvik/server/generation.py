@@ -145,8 +145,8 @@ class GivenAway(Exception):
     """Another server is to continue a generation.
 
     Args:
-        states: by the engine, of each output: that it continues, or how it has ended.
-        outputs: what each has.
+        states: state of each output from the engine: it continues, or has ended.
+        outputs: tokens and text of each output.
     """
 
     def __init__(
@@ -175,10 +175,10 @@ class Generation:
         unenforced: parts of a JSON Schema that are not enforced.
         transfer: where its prompt is computed, and for whom.
         kept: where its prompt is kept for another server; set with the result.
-        created: when its answer was begun, in whole seconds since 1970.
+        created: time at which its answer began, in whole seconds since 1970.
         movable: another server can continue it.
-        streams: its client has the beginning of a stream, and soon all that came.
-        replayed: what another server has sent to the client.
+        streams: its client reads a stream, and gets all output so far.
+        replayed: output that another server has sent to the client.
         prompt_use: tokens of the prompt that were cached and pinned; set with the first tokens.
         result: set when it ended well.
         failure: set when it did not, unless another server continues: `moved`.
@@ -224,8 +224,8 @@ class Generation:
         return (self.result or self.failure or self.moved) is not None
 
     def resumption(self, *, begun: bool) -> str:
-        """Return what tells another server to continue. `begun`: the client has the beginning of a
-        stream, and all that came."""
+        """Return the state with which another server continues. `begun`: the client reads a stream,
+        and has all output so far."""
         moved, before = self.moved, self.transfer.resumed
         assert moved is not None
         outputs = []
@@ -245,8 +245,8 @@ class Generation:
 
     @property
     def moves_now(self) -> bool:
-        """Whether another server can continue it as far as it has come."""
-        logprobs = None if self.streams else self._logprobs  # the client has the others
+        """Whether another server can continue it from its current state."""
+        logprobs = None if self.streams else self._logprobs  # the client has them
         size = moved_size(self._n, self.record.num_output_tokens, logprobs)
         return self.movable and self.transfer.moves and size <= MAX_MOVED_TOKENS
 
@@ -558,7 +558,7 @@ class Generations:
         now = time.monotonic()
         last = [delta for delta in deltas if delta.finish_reason is not None]
         if any(delta.handed is not None for delta in last):
-            # Their text continues, so that nothing of it is made as if they had ended.
+            # Their text must not be finished, as another server continues it.
             deltas = [
                 replace(delta, finish_reason=None, report=None, handed=None)
                 if delta.handed is not None
@@ -586,7 +586,7 @@ class Generations:
             generation = self.live.get(delta.request_id)
             if generation is not None:
                 generation._states[delta.index] = delta.handed or delta
-                if len(generation._states) == generation._n:  # and not all have ended
+                if len(generation._states) == generation._n:  # all have ended or were handed over
                     self._move(generation, now)
 
     def _note(self, delta: RequestDelta, now: float) -> None:
@@ -674,7 +674,7 @@ class Generations:
 
 
 def _movable(request: EngineRequest) -> bool:
-    """Return whether another server can continue a request, as far as what it wants says."""
+    """Return whether another server can continue a request with these parameters."""
     return request.params.prompt_logprobs is None and not (request.pooling or request.lends)
 
 

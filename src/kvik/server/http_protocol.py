@@ -192,7 +192,7 @@ class Connection(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def _break(self) -> None:
-        """Break the connection of a response whose handler gives up, and has said why."""
+        """Break the connection of a response whose handler failed and has logged the reason."""
         self.cycle.disconnected = True  # else uvicorn logs that the response is incomplete
         self.abort()
 
@@ -258,7 +258,7 @@ class Connection(HttpToolsProtocol):
         """
         kept = [(name, value) for name, value in self.headers if name not in UPGRADE_HEADERS]
         if len(kept) == len(self.headers):  # CONNECT
-            self._refuse(HttpError(400, "this is no proxy"))
+            self._refuse(HttpError(400, "this server is not a proxy"))
             return
         if b"close" in b",".join(v.lower() for n, v in self.headers if n == b"connection"):
             kept.append((b"connection", b"close"))

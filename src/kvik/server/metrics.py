@@ -223,7 +223,7 @@ class Exposition(Collector):
 
     Args:
         model_name: a label of every value.
-        compat: whose names to use in addition to ours: "vllm" or "none".
+        compat: further names of metrics: "vllm" or "none".
     """
 
     def __init__(self, model_name: str, compat: str) -> None:

@@ -181,10 +181,10 @@ class Upstream:
     """A server behind the proxy.
 
     Attributes:
-        reason: why it gets nothing; "" if it may.
-        role: as it says itself; see `EngineConfig`.
-        refusal: why it last did not continue a request of another one.
-        requests, errors: sent to it, and of these lost.
+        reason: why it gets no requests; "" if it does.
+        role: the role that it reports; see `EngineConfig`.
+        refusal: why it last refused to continue a request of another server.
+        requests, errors: numbers of requests sent to it, and of those that were lost.
     """
 
     url: str
@@ -236,7 +236,7 @@ class Proxy:
         self._router = ReplicaRouter(urls, PIECE, ROWS, LIFETIME)
         self._session: aiohttp.ClientSession | None = None
         self._watching: list[asyncio.Task[None]] = []
-        self._mismatch = ""  # of roles, as was logged
+        self._mismatch = ""  # missing role, as last logged
 
     async def start(self) -> None:
         """Begin to monitor the servers; returns when each has been asked and one has answered.
@@ -344,7 +344,7 @@ class Proxy:
         """A server does not continue a request that another one began."""
         one = self.upstreams[number]
         if one.refusal != reason:
-            log.warning("%s does not continue what other servers began: %s", one.url, reason)
+            log.warning("%s cannot continue requests of other servers: %s", one.url, reason)
         one.refusal = reason
 
     def unavailable(self, errors: Mapping[str, str]) -> HttpError:
@@ -795,7 +795,7 @@ class _Passing:
                     await self._continue(choice, answer, request, mark.state)
                     return tail
             if mark is not None and mark.found:
-                raise ConnectionError("it broke off as it gave an answer away")
+                raise ConnectionError("it broke off while it handed over an answer")
             if first:
                 proxy.began(name)
                 await self._start(start)

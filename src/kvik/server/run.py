@@ -50,7 +50,7 @@ def bind(host: str, port: int, field: str = "port") -> socket.socket:
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except (OSError, UnicodeError) as error:
-        raise ConfigError("host", f"{host!r} is no address here ({error})") from None
+        raise ConfigError("host", f"{host!r} is not an address of this machine ({error})") from None
     listening = socket.socket(family, kind, protocol)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -356,7 +356,7 @@ async def _close(server: Server, seconds: float | None) -> None:
             await server.engine.close()
             await server.texts.close()
     except TimeoutError:
-        log.warning("the engine was left behind; its process ends by itself")
+        log.warning("the engine process has not ended yet; it will end by itself")
 
 
 # Output is written by a thread, so that a stalled reader does not block an event loop.

@@ -110,7 +110,7 @@ def constraint_of(body: object) -> Constraint | None:
         except ValueError as error:
             raise ParamError(field, str(error)) from None
         if asked is not None and found is not None:
-            raise ParamError(field, f"contradicts {name}, which also says what the text must be")
+            raise ParamError(field, f"contradicts {name}, which also constrains the text")
         if asked is not None:
             name, found = field, asked.called(field)
     return found

@@ -235,7 +235,7 @@ def check_budget(name: str, budget: int | None, form: AnswerFormat) -> None:
         name: the field of the request.
     """
     if budget is not None and not form.bounded:
-        raise ParamError(name, "this model has no thoughts between tokens of their own")
+        raise ParamError(name, "this model does not mark thoughts by special tokens")
 
 
 PLAIN_ANSWER = AnswerForm()
@@ -261,4 +261,4 @@ def check_results(called: Iterable[str], answered: Iterable[str]) -> None:
     known = set(called)
     for name in answered:
         if name not in known:
-            raise ParamError("messages", f"have a result of {name[:80]!r}, which no call has as id")
+            raise ParamError("messages", f"have a result for {name[:80]!r}, which is no call's id")

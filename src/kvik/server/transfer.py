@@ -81,14 +81,14 @@ class Transfer:
 
 class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
     """One of the n outputs of a request that another server continues. Times are relative to
-    the moment at which it was given away.
+    the moment of the handover.
 
     Attributes:
-        tokens: made so far, compressed.
-        num_sent: tokens that the client has; one more: it has its end too.
-        logprobs: of the tokens that the client lacks, if it wants some, packed.
+        tokens: its tokens so far, compressed.
+        num_sent: number of tokens that the client has, plus one if it also has the end.
+        logprobs: those that the client requested and lacks, packed.
         seed, source, report: see `Handover`.
-        last: how it has ended; None: it continues.
+        last: how it ended; None: it continues.
     """
 
     index: int
@@ -111,9 +111,10 @@ class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
     ) -> MovedOutput:
         """
         Args:
-            state: by the engine, of an output that continues or of one that has ended.
-            now: when it did.
-            num_sent: tokens that the client has; beyond all there are: its end too.
+            state: state from the engine: it continues, or has ended.
+            now: time of the handover.
+            num_sent: number of tokens that the client has; more than there are if it also has the
+                end.
         """
         tokens = made.token_ids
         lacks = max(0, len(tokens) - num_sent)
@@ -180,12 +181,12 @@ class Resumption(msgspec.Struct, frozen=True, array_like=True):
     """What another server needs to know to continue a request.
 
     Attributes:
-        name: of the request.
-        created: its answer, in whole seconds since 1970.
+        name: id of the request.
+        created: time at which its answer began, in whole seconds since 1970.
         prompt: `prompt_digest` of its tokens.
-        max_tokens: as its first server set it.
+        max_tokens: limit that its first server set.
         begun: the client has the beginning of its stream.
-        outputs: one for each of the n.
+        outputs: its n outputs.
     """
 
     name: str
@@ -196,7 +197,7 @@ class Resumption(msgspec.Struct, frozen=True, array_like=True):
     outputs: list[MovedOutput]
 
     def handovers(self, now: float) -> tuple[Handover, ...]:
-        """Return those that continue in the form that the engine takes.
+        """Return the unfinished outputs in the form that the engine takes.
 
         Raises:
             ValueError: the data is damaged.

@@ -21,7 +21,7 @@ NOTHING_KEPT = "the server keeps no conversations: send all of it"
 STRUCTURED = "give response_format or structured_outputs"
 BEAMS = "beam search is not supported"
 
-# field -> the code by which its clients know that they may send the request without it
+# field -> error code that makes its clients send the request again without it
 CODES: Mapping[str, str] = {"thread": "thread_unsupported_request"}
 
 _OFF = (0, False)

@@ -140,7 +140,9 @@ def one_label(fields: Fields) -> None:
     count = len(names) if names is not None else fields.integer("num_labels", 1, 1 << 20, 2)
     if count != 1:
         key = "id2label" if names is not None else "num_labels"
-        raise fields.error(key, f"must be of one label: classifiers that score run, not of {count}")
+        raise fields.error(
+            key, f"must have one label, as other classifiers are not supported, not {count}"
+        )
 
 
 def score_function(fields: Fields) -> str:

@@ -90,7 +90,7 @@ class AnswerFormat(Protocol):
             choice: calls are optional (also after text), required, or forbidden.
             one: at most one call.
             answer: the text follows another grammar, `@answer`; calls are an alternative to it.
-            thought: that may come first; None: none.
+            thought: a thought that may come first; None: none.
         """
         ...
 
@@ -108,7 +108,7 @@ class AnswerFormat(Protocol):
 
         Args:
             begun: see `AnswerFormat.begun`; False: no thought comes before the answer.
-            tools: that may be called; None: none.
+            tools: tools that may be called; None: none.
         """
         ...
 

@@ -113,7 +113,7 @@ class AnswerParser:
         thoughts: their format; None: no thoughts.
         begun: the prompt leaves a thought open; None: the answer may begin with one.
         calls: parses tool calls; None: no calls.
-        opener: of calls, if it ends a thought; "": it does not.
+        opener: marker that opens a call and thereby ends a thought; "": none does.
     """
 
     def __init__(

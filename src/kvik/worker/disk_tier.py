@@ -489,9 +489,8 @@ class ReplayTier(PageFolder):
 
 
 class ComputedPages(ReplayTier):
-    """What a replay has of other engines: the pages that were fetched from them, computed again
-    before it. One engine keeps them as in a disk tier, and the next one fetches them; see
-    `PageFolder` and `Peers`."""
+    """The pages of other engines that a replay needs, computed again before it. One engine stores
+    them as in a disk tier, and the next one fetches them; see `PageFolder` and `Peers`."""
 
     def __init__(self) -> None:
         super().__init__(os.devnull, b"", sys.maxsize)

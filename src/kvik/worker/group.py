@@ -33,8 +33,8 @@ class StageStep:
     """Run the forward of a stage's layers.
 
     Attributes:
-        inputs: of the step: name -> (shape, bytes).
-        block_copies, state_copies: to make before it; see `CopyBlocks`, `CopyStates`.
+        inputs: inputs of the step: name -> (shape, bytes).
+        block_copies, state_copies: copies to make before it; see `CopyBlocks`, `CopyStates`.
     """
 
     inputs: dict[str, tuple[list[int], bytes]]
@@ -127,7 +127,7 @@ class CopyPages:
     """Copy this process's part of blocks of a KV group to rows of pages, or back.
 
     Attributes:
-        number: to report when it is done.
+        number: number to report when it is done.
         load: copy from pages to blocks.
     """
 

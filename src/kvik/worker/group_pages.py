@@ -148,7 +148,7 @@ class PageShare:
         """
         Args:
             setup: of its group; None: it has all heads.
-            stage: that it belongs to; None: it has all layers.
+            stage: its stage; None: it has all layers.
         """
         self._pages: tuple[GroupPages, ...] = ()
         if config.cache.tiers is not None:

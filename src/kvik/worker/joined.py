@@ -65,7 +65,7 @@ class Joined(CapturePeers):
         sent = SentInputs(inputs)
         return SentSteps(graph, sent, self._others, self.group), sent
 
-    # What only the first process decides, and all do; see `CapturePeers`.
+    # The first process decides these, and all processes take part; see `CapturePeers`.
 
     def capturing(self, number: int) -> AbstractContextManager[None]:
         return self._together(CaptureStep(number))

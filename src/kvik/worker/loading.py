@@ -145,7 +145,7 @@ def load_share(
 
     Args:
         setup: of the group that has the layers; None: there is no group.
-        stage: with these layers; None: the process or group has all.
+        stage: its stage; None: the process or group has all layers.
 
     Raises:
         ModelError: see `load_network`.

@@ -53,10 +53,10 @@ class ModelRunner:
     ) -> None:
         """
         Args:
-            participants: that take part in each step, in this order.
+            participants: participants of each step, in this order.
             depth: how many steps may be begun before the first of them is finished.
-            pipeline: whose last stage this is; also passed as the graph. None: there are no other
-                stages.
+            pipeline: the pipeline of which this is the last stage, also passed as the graph; None:
+                there are no other stages.
         """
         self.network = network
         self.graph = graph

@@ -77,7 +77,7 @@ class PageFolder:
 
 
 class Peers(Protocol):
-    """Other engines, as what moves pages sees them: `PeerPages`, or `ComputedPages` in a replay."""
+    """Other engines, as the page mover sees them: `PeerPages`, or `ComputedPages` in a replay."""
 
     def expect(self, source: PageSource) -> None:
         """Pages are wanted soon."""
@@ -90,7 +90,7 @@ class Peers(Protocol):
     def fetch(
         self, source: PageSource, keys: Sequence[PageKey], sizes: Sequence[int]
     ) -> Iterator[np.ndarray | None]:
-        """Yield pages in order; None: it is not there, or not good. Called in several threads."""
+        """Yield pages in order; None: it is missing or damaged. Called in several threads."""
         ...
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class PageRequest(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         what: `FETCH`, `RENEW` or `END`; the last two get no answer.
-        keys: of the pages to fetch.
+        keys: keys of the pages to fetch.
     """
 
     what: str
@@ -74,7 +74,7 @@ class PageServer:
     """Serves pages of the memory tier to other engines.
 
     Attributes:
-        address: that it listens on.
+        address: address on which it listens.
     """
 
     def __init__(
@@ -157,8 +157,7 @@ class PageServer:
             self._returned.append(name)
 
     def _serve(self, stranger: socket.socket) -> None:
-        """Serve one connection. It is proved here, so that one that says nothing delays no other
-        one."""
+        """Serve one connection, with its handshake, so that a silent client delays no other one."""
         try:
             found = self._listener.admit(stranger)
             if found is None:
@@ -171,7 +170,7 @@ class PageServer:
                     _limit(peer, IDLE_SECONDS)
                     self._answer(peer, _read_request(peer))
         except LinkError as error:
-            log.warning("%s: an engine is turned away: %s", OPTION, error)
+            log.warning("%s: an engine is refused: %s", OPTION, error)
         finally:
             self._open.release()
 
@@ -486,7 +485,7 @@ def _send_request(peer: socket.socket, request: PageRequest) -> None:
 def _read_request(peer: socket.socket) -> PageRequest:
     size = int.from_bytes(_read(peer, 4), "big")
     if size > MAX_REQUEST:
-        raise OSError("it requests for too much")
+        raise OSError("it requests too much")
     return msgspec.msgpack.decode(_read(peer, size), type=PageRequest)
 
 

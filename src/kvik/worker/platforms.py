@@ -303,7 +303,7 @@ class NativePlatform(Platform):
                 raise ConfigError("tensor_parallel_size", f"must be 1: {error}") from None
             if network.stage is not None:
                 raise ConfigError("pipeline_parallel_size", f"must be 1: {error}") from None
-            log.warning("every step runs through Python: %s", error)
+            log.warning("every step runs in Python, which is slower: %s", error)
             return eager
         if self.group is not None and self._others is not None:
             self._others.wait_loaded(self.group)
@@ -373,7 +373,7 @@ class TritonPlatform(Platform):
     ) -> None:
         """
         Args:
-            memory: to share; None: this platform is the first.
+            memory: memory to share; None: this platform is the first.
         """
         from kvik.attention.triton import TritonAttention
         from kvik.kernels.triton.ops import triton_ops

@@ -43,10 +43,10 @@ class PooledChunk:
     """Hidden states on their way to the host.
 
     Attributes:
-        row: of the step.
-        pooled: that they belong to.
-        arrival: of their bits: [tokens, hidden].
-        dtype: of the hidden states. device: that they come from.
+        row: row of the step.
+        pooled: the vector that they belong to.
+        arrival: arrival of their bits: [tokens, hidden].
+        dtype, device: of the hidden states.
         ends: it is the last chunk of the prompt.
     """
 
@@ -177,9 +177,9 @@ class ScoredChunk:
     """Logprobs that the device has or will have.
 
     Attributes:
-        row: of the step.
-        wanted: that they are added to.
-        arrival: of `Scores.tensors`.
+        row: row of the step.
+        wanted: log probabilities to which they are added.
+        arrival: arrival of `Scores.tensors`.
         ends: it is the last chunk of the prompt.
     """
 

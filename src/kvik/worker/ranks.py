@@ -89,7 +89,7 @@ class Rank:
     ) -> None:
         """
         Args:
-            stage: that the group belongs to; None: it has all layers.
+            stage: stage of the group; None: it has all layers.
             memory: for weights; see `WeightMemory`.
 
         Raises:

@@ -77,10 +77,10 @@ class Worker:
         """
         Args:
             replays: the plans were made before: loads are done at once, and no folder is changed.
-            computed: for a replay, what others had; this one fetches it if it knows other engines,
-                else keeps its pages there.
-            setup: of the first of several processes that compute the model's layers together; None:
-                it is alone.
+            computed: pages of other engines, for a replay. A worker with other engines in its
+                config reads them, another one stores its pages there.
+            setup: setup of the first process of a group that computes the layers; None: there is
+                no group.
             stages: the stages before this one, which is the last; None: there are none.
             grammars: of structured texts; None: there are none.
             copies: copies results to the host; None: the best choice for the device.

@@ -189,7 +189,7 @@ def check_together(arguments: argparse.Namespace) -> None:
     for name, needed in NEEDS:
         if name in given and given.isdisjoint(needed):
             flags = " or ".join(f"--{flag.replace('_', '-')}" for flag in needed)
-            raise ConfigError(name, f"means nothing without {flags}")
+            raise ConfigError(name, f"needs {flags}")
     for name, other in EXCLUDES:
         if name in given and other in given:
             raise ConfigError(other, f"cannot be combined with --{name}")

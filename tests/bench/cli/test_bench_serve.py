@@ -256,10 +256,10 @@ def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     for words, message in (
         (["--rate", "1", "--concurrency", "1"], "--rate: cannot be combined with --concurrency"),
         (["--trace", "x", "--output-tokens", "9"], "--output-tokens: cannot be combined with"),
-        (["--max-in-flight", "9"], "--max-in-flight: means nothing without --rate or --trace"),
+        (["--max-in-flight", "9"], "--max-in-flight: needs --rate or --trace"),
         (["--prefix-tokens", "9", "--prompts", "x"], "--prefix-tokens: cannot be combined with"),
-        (["--speed", "2"], "--speed: means nothing without --trace"),
-        (["--prefixes", "2"], "--prefixes: means nothing without --prefix-tokens"),
+        (["--speed", "2"], "--speed: needs --trace"),
+        (["--prefixes", "2"], "--prefixes: needs --prefix-tokens"),
         (["--rate", "0"], "--rate: must be a positive number"),
         (["--rate", "1,1"], "--rate: must be different numbers"),
         (["--concurrency", "0"], "--concurrency: must be at least 1"),

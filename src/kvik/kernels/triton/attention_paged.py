@@ -61,12 +61,13 @@ class SequenceRun:
 
 @dataclass(frozen=True, slots=True)
 class PlannedLaunch:
-    """A launch, without tensors and what scales scores.
+    """A launch without its tensors and the scale of scores.
 
     Attributes:
-        numbers: the last ones of the kernel; the merge kernel has no others.
-        options: of `launch`.
-        parts: sequences, and results of each, that the next launch merges; None: it merges nothing.
+        numbers: the last numbers of the kernel; the merge kernel has no others.
+        options: options of `launch`.
+        parts: number of sequences whose results the next launch merges, and of results of each;
+            None: it merges nothing.
     """
 
     kernel: Any
@@ -82,7 +83,7 @@ class PagedStep:
     """One step of one KV group; tensors as in `StepLayout`, and `runs` by number of queries.
 
     Attributes:
-        planned: results of `launches`.
+        planned: results of `launches`, by heads.
     """
 
     query_start_loc: Tensor

@@ -520,7 +520,7 @@ def _pair_inputs(
     [pairs, inputs], [pairs].
 
     Args:
-        weights: that multiply the inputs of each pair; None: none.
+        weights: factors of the inputs of each pair; None: none.
         ordered: return inputs in the order of the expert.
         calibrated: the experts have calibrated scales.
     """

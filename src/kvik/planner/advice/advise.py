@@ -250,7 +250,7 @@ class Advice:
             not counted in what is advised), "no use" or "not in this version".
         reason: in words, with figures.
         change: the advised position in words; "" for no change.
-        flags: that set this position.
+        flags: flags that set this position.
         before, after: predictions; None if nothing changes.
     """
 

@@ -82,9 +82,9 @@ async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> R
     server.served_name(body.model)
     given = [one for one in (body.prompt, body.messages, body.content) if one is not None]
     if len(given) != 1:
-        raise ParamError("prompt", "or messages or content must be given, and one of them alone")
+        raise ParamError("prompt", "must be the only one given of prompt, messages and content")
     if body.add_special is not None and body.content is None:
-        raise ParamError("add_special", "goes with content; beside prompt it is add_special_tokens")
+        raise ParamError("add_special", "is for content; with prompt, use add_special_tokens")
     texts = server.texts.of(caller_of(request).tenant)
     if body.messages is not None:
         use = tool_use(body.tools, None, one=False, texts=texts)

@@ -106,9 +106,9 @@ class Forwards:
         """
         Args:
             slots: [rows] int64.
-            computed: [rows] int64, tokens of each that the model has computed.
-            chunks: [rows] int64, how many more the first forward computes; at least 1.
-            drafts: [rows] int64, descending, how many will be made for each. Every slot has places
+            computed: [rows] int64, tokens of each row that the model has computed.
+            chunks: [rows] int64, tokens of each row that the first forward computes; at least 1.
+            drafts: [rows] int64, descending, drafts to make for each row. Every slot has places
                 for its drafts except the last one, which is not computed.
         """
         self._network = network

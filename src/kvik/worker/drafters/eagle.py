@@ -68,7 +68,7 @@ class EagleDrafter(Drafter):
         """
         Args:
             layer: inputs and hidden states, [rows, hidden] each -> the next hidden states.
-            model: whose embedding and head the layer is used with.
+            model: the model, whose embedding and head are used with the layer.
             rows: makes the graph that runs `_grow`.
         """
         self.layer = layer
