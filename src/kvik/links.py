@@ -100,7 +100,7 @@ class LinkListener:
         turned away.
 
         Args:
-            seconds: for each of its messages, `PROVING_SECONDS` at most.
+            seconds: limit for each of its messages, at most `PROVING_SECONDS`.
 
         Raises:
             LinkError: another version of kvik.

@@ -54,7 +54,8 @@ class RayProcess:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """
+        """Wait for the end; see `Process.wait`.
+
         Raises:
             TimeoutExpired: it has not ended.
         """

@@ -530,7 +530,7 @@ class Generations:
         return generation
 
     def _replay(self, generation: Generation, resumed: Resumption) -> None:
-        """Make the text of what another server has computed; what it has sent is not sent again."""
+        """Recreate the text that another server has generated, without sending it twice."""
         generation.created = resumed.created
         now, report = time.monotonic(), resumed.outputs[0].report
         generation.prompt_use = PromptUse(report.num_cached_tokens, report.num_pinned_tokens)

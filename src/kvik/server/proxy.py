@@ -341,7 +341,7 @@ class Proxy:
         self._set(number, reason)
 
     def refused(self, number: int, reason: str) -> None:
-        """A server does not continue a request that another one began."""
+        """Note that a server refused to continue a request of another server."""
         one = self.upstreams[number]
         if one.refusal != reason:
             log.warning("%s cannot continue requests of other servers: %s", one.url, reason)

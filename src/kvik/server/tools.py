@@ -172,7 +172,8 @@ class AnswerForm:
         anew: bool,
         budget: int | None = None,
     ) -> AnswerForm:
-        """
+        """Return the form of the answer after a prompt.
+
         Args:
             prompt: the text of the prompt.
             anew: the answer begins after the prompt. Otherwise it continues one that the prompt

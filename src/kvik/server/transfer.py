@@ -44,11 +44,11 @@ log = logging.getLogger(__name__)
 
 PREFILL_HEADER, SOURCE_HEADER = "x-kvik-prefill", "x-kvik-kv-from"
 MAX_TICKET = 2048  # characters
-# Request headers: the server may give the request away; another server began the request.
+# Request headers: the server may hand the request over; another server began the request.
 MOVES_HEADER, RESUMED_HEADER = "x-kvik-moves", "x-kvik-resumed"
 # Another server gives the answer or the rest of a stream: a header, and a comment in the stream.
 MOVED_HEADER, MOVED_COMMENT = "x-kvik-moved", b": kvik-moved "
-MOVED_END = b"\n\n"  # of what follows them, which is a `Resumption`
+MOVED_END = b"\n\n"  # after the `Resumption`, which follows the comment's name
 MAX_MOVED_TOKENS = 8192  # as `moved_size` counts: they go into a header
 MAX_RESUMPTION = 48 << 10  # characters
 _SIGNATURE = 32  # bytes
@@ -62,7 +62,7 @@ class Transfer:
         lends: its prompt is computed here for another server.
         source: where its prompt was computed; None: nowhere else.
         token: secret of the servers that share prompts.
-        moves: it may be given away, to continue on another server.
+        moves: it may be handed over to another server.
         resumed: its state, if another server began it.
     """
 
@@ -250,13 +250,13 @@ def _expanded(code: str, data: bytes) -> array[Any]:
 
 
 def _packed(logprobs: Sequence[TokenLogprobs]) -> bytes:
-    """Return log probabilities without the tokens that they are of; b"" if there are none."""
+    """Return log probabilities without their tokens; b"" if there are none."""
     if not logprobs:
         return b""
     counts = array("I", [n for one in logprobs for n in (one.rank, len(one.top))])
     ids = array("I", [token for one in logprobs for token, _ in one.top])
     values = [v for one in logprobs for v in (one.logprob, *(value for _, value in one.top))]
-    # Samplers make numbers of 32 bits; of another one no bit may be lost either.
+    # Samplers make 32-bit numbers; any other number must not lose bits either.
     code = "f" if array("f", values).tolist() == values else "d"
     parts = (_compressed(counts), _compressed(ids), code, _compressed(array(code, values)))
     return msgspec.msgpack.encode(parts)
@@ -276,7 +276,7 @@ def _unpacked(data: bytes, tokens: Sequence[int]) -> list[TokenLogprobs]:
         try:
             rank, count, logprob = next(numbers), next(numbers), next(all_values)
         except StopIteration:
-            break  # behind a stop string
+            break  # after a stop string
         top = tuple(zip(islice(all_ids, count), islice(all_values, count), strict=True))
         found.append(TokenLogprobs(token, logprob, rank, top))
     return found

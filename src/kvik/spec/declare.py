@@ -211,7 +211,7 @@ class ForwardContext:
     made: dict[Callable[[Tensor], Tensor], Tensor] = field(default_factory=dict)
 
     def once(self, make: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return what `make` makes of the positions: in the first layer that asks, for all."""
+        """Return `make(positions)`, computed for the first layer that asks and shared by all."""
         if make not in self.made:
             self.made[make] = make(self.positions)
         return self.made[make]

@@ -13,8 +13,8 @@ from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 from kvik.spec.visible_keys import Budget, Window
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
-# Attention over keys that another network chooses, or over summaries of several, as `layer_types`,
-# keys of config.json and names of architectures say it. kvik has neither.
+# Attention over keys that another network chooses, or over summaries of several keys, by
+# `layer_types`, keys of config.json and names of architectures. kvik has neither.
 INDEXED, COMPRESSED = "indexed attention", "compressed attention"
 SPARSE_TYPES: Mapping[str, str] = {
     "indexed_attention": INDEXED,
@@ -36,7 +36,7 @@ SPARSE_ARCHITECTURES: Mapping[str, str] = {
     "MiniMaxM3ForConditionalGeneration": INDEXED,
     "DeepseekV4ForCausalLM": COMPRESSED,
 }
-# How `layer_types` may call layers that keep a state, and those that attend to all they may see.
+# Names in `layer_types` of layers that keep a state, and of layers that attend to all visible keys.
 STATE_TYPES, ATTENDING_TYPES = ("linear_attention", "conv"), (FULL, SLIDING, "attention")
 DEFAULT_WINDOW = 4096  # of transformers, when the key is left out; null means no window
 # Of a row of the cache: latent and rotary key of DeepSeek-V3 (csrc/kv_cache.hpp).
@@ -258,12 +258,11 @@ def read_window(fields: Fields) -> Window | None:
 
 
 def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
-    """Check what config.json says of the kinds of layers against what was made of it. An
-    architecture whose layers are all alike does not read `layer_types`, and may be called by the
-    name of another one that differs in them.
+    """Check that the layers have the kinds in `layer_types`. Architectures with equal layers do not
+    read that key, and a file may have their name although its layers differ.
 
     Raises:
-        ModelError: a kind that kvik does not have, or one that a layer is not.
+        ModelError: a kind is unknown to kvik, or not that of the layer.
     """
     for layer, kind in zip(rules, fields.strings("layer_types"), strict=False):
         allowed: tuple[str, ...]
@@ -279,9 +278,10 @@ def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
 
 
 def refuse_sparse(fields: Fields) -> None:
-    """
+    """Check that no layer has indexed or compressed attention.
+
     Raises:
-        ModelError: layers attend to keys that something chooses or summarises.
+        ModelError: a layer has.
     """
     for key, what in SPARSE_KEYS.items():
         if key in fields:

@@ -134,7 +134,7 @@ def one_label(fields: Fields) -> None:
     """Check that a classifier has one label.
 
     Raises:
-        ModelError: it has not.
+        ModelError: it has another number of labels.
     """
     names = fields.mapping("id2label")
     count = len(names) if names is not None else fields.integer("num_labels", 1, 1 << 20, 2)

@@ -118,7 +118,8 @@ class SentSteps(Graph):
         return self._graph.idle_step()
 
     def run(self, batch: InputBatch) -> StepOutput:
-        """
+        """Run a step in all processes.
+
         Raises:
             GroupLost: one of the others is gone.
         """

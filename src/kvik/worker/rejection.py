@@ -78,10 +78,11 @@ class Trees:
 
     @staticmethod
     def of(tree: DraftTree, counts: NDArray[np.integer], tokens: NDArray[np.integer]) -> Trees:
-        """
+        """Return the rows that check these drafts.
+
         Args:
-            counts: [requests], drafts of each.
-            tokens: [rows], that each row follows: of each request the newest one, and its drafts.
+            counts: [requests], drafts of each request.
+            tokens: [rows], the token before each row: a request's newest token, then its drafts.
         """
         starts = np.zeros(len(counts) + 1, np.int64)
         (counts + 1).cumsum(out=starts[1:])
@@ -164,10 +165,11 @@ class Chains:
 
     @staticmethod
     def of(counts: NDArray[np.integer], tokens: NDArray[np.integer]) -> Chains:
-        """
+        """Return the rows that check these drafts.
+
         Args:
-            counts: [requests], drafts of each.
-            tokens: [rows], that each row follows: of each request the newest one, and its drafts.
+            counts: [requests], drafts of each request.
+            tokens: [rows], the token before each row: a request's newest token, then its drafts.
         """
         starts = np.zeros(len(counts) + 1, np.int64)
         np.add.accumulate(counts + 1, out=starts[1:])

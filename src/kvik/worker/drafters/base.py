@@ -55,18 +55,20 @@ class Drafts:
     def of(
         rows: Sequence[Sequence[int]], tree: DraftTree | None = None, probs: Tensor | None = None
     ) -> Drafts:
-        """
+        """Return the given drafts.
+
         Args:
-            rows: the drafts of each.
+            rows: the drafts of each row.
         """
         counts = np.array(list(map(len, rows)), np.int64)
         return Drafts(counts, np.array(list(chain.from_iterable(rows)), np.int64), tree, probs)
 
     @staticmethod
     def first(limits: np.ndarray, table: np.ndarray, tree: DraftTree) -> Drafts:
-        """
+        """Return the first drafts of each row of a table, up to the row's limit.
+
         Args:
-            limits: [rows] int64. table: [rows, drafts], of which each row gets at most its limit.
+            limits: [rows] int64. table: [rows, drafts].
         """
         most = table.shape[1]
         return Drafts(np.minimum(limits, most), table[np.arange(most) < limits[:, None]], tree)

@@ -239,7 +239,8 @@ class _OwnText:
         self._match = (0, 0)
 
     def continuation(self, new: list[int], known: int, limit: int) -> SuffixMatch:
-        """
+        """Read on, and return the continuation of the text.
+
         Args:
             new: the next tokens of the text.
             known: length of the text; there is no continuation until all of it has been read.
@@ -290,7 +291,8 @@ class TenantOutputs:
             outputs.waiting.popleft()
 
     def continuation(self, tenant: str, before: list[int], limit: int) -> SuffixMatch:
-        """
+        """Return the continuation of a text by earlier outputs of the tenant.
+
         Args:
             before: the end of a text.
         """
