@@ -203,7 +203,9 @@ def shell(command: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="the system has no /dev/full")
-@pytest.mark.parametrize("command", ["kvik info", "kvik --help", "kvik info --help"])
+@pytest.mark.parametrize(
+    "command", ["kvik info", "kvik --help", "kvik models --help", "kvik generate --help"]
+)
 def test_a_full_standard_output_is_one_line(command: str) -> None:
     result = shell(f"{command} >/dev/full")
     assert result.stderr == "kvik: error: standard output: No space left on device\n"

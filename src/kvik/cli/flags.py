@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from kvik.cli.terminal import say
 from kvik.config.config import EngineConfig
 from kvik.config.env import environment_options, set_variable
 from kvik.config.server_config import ServerConfig
@@ -35,6 +36,15 @@ class Parser(argparse.ArgumentParser):
             description=description,
             allow_abbrev=False,
         )
+        self.color = False  # of Python 3.14; `say` escapes control characters
+
+    def print_help(self, file: object = None) -> None:
+        """Print the help texts on standard output.
+
+        Raises:
+            OSError: writing failed, which argparse ignores.
+        """
+        say(self.format_help(), end="")
 
     def error(self, message: str) -> NoReturn:
         # "argument --top-k: must be ..." names the field; other messages are about all arguments.
