@@ -136,7 +136,7 @@ def test_heads_are_captured_where_the_model_is_not() -> None:
     assert resolved.runner.graph_sizes == () and resolved.runner.draft_graph_sizes
     value, reason = decision(resolved, "cuda_graphs")
     assert value == f"{len(resolved.runner.draft_graph_sizes)} of the heads"
-    assert reason.startswith("drafts are made by replays") and "planned" in reason
+    assert reason.startswith("drafts are made by replaying them") and "planned" in reason
 
 
 @pytest.mark.parametrize("method", ["ngram", "draft_model"])
@@ -162,7 +162,7 @@ def test_captured_steps_with_drafts_are_planned(method: str) -> None:
     drafting = resolved.runner.draft_graph_sizes
     assert {size.longest for size in drafting} == ({1, 2} if source.spec else set())
     value, reason = decision(resolved, "cuda_graphs")
-    assert "judging" in reason and ("of the draft model" in value) == bool(drafting)
+    assert "verifying" in reason and ("of the draft model" in value) == bool(drafting)
     without = resolve(replace(config, kernels="torch"), spec, GPU, "", source)
     more = resolved.memory.overhead - without.memory.overhead
     logits = step[1] * spec.vocab_size * 4

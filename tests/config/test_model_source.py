@@ -78,7 +78,9 @@ def test_a_revision_is_for_the_hub(hub: list[Any], tmp_path: Path) -> None:
 
 def test_a_revision_that_the_hub_does_not_have(answers: Answers) -> None:
     answers |= {"status": 404, "error": {"X-Error-Code": "RevisionNotFound"}}
-    with pytest.raises(ConfigError, match="^revision: 'v9' is no branch, tag or commit of owner/m"):
+    with pytest.raises(
+        ConfigError, match="^revision: 'v9' is not a branch, tag or commit of owner/m"
+    ):
         find_model("owner/model", revision="v9")
 
 

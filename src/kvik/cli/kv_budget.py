@@ -1,4 +1,4 @@
-"""`kvik kv-budget [MODEL] --data FILE --save FILE`: measure how many tokens each layer keeps."""
+"""`kvik kv-budget [MODEL] --save FILE`: measure how many tokens each layer keeps."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ READING = ("dtype", "quantization", "threads", "memory_utilization")
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         "kv-budget",
-        "[MODEL] --data FILE --save FILE",
+        "[MODEL] --save FILE",
         "Distribute the bytes of the KV cache over the layers by need: measure how widely the "
         "attention of each layer is spread, and save how many tokens of a request it keeps. "
         "Engines started with --kv-budget FILE then keep no more, which changes answers.",

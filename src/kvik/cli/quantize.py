@@ -148,18 +148,18 @@ class RecipeOptions:
         "rtn (round to nearest), gptq, awq, smoothquant (8 bits, activations too) or fp8",
     )
     bits: int | None = option(
-        None, Integer(2, 8), "2, 3, 4 or 8; None: 4, with smoothquant and fp8 8"
+        None, Integer(2, 8), "2, 3, 4 or 8; None: 4; 8 with smoothquant and fp8"
     )
     group_size: int | str = option(
         AUTO,
         GroupSize(),
         "inputs that share a scale; -1: all of them; fp8 also: 0, a single scale, and 128, blocks "
-        "of 128 x 128; auto: the first of 128, 64 and 32 that divides all inputs, with smoothquant "
-        "and fp8 -1, with e5m2 128",
+        "of 128 x 128; auto: the first of 128, 64 and 32 that divides all inputs; -1 with "
+        "smoothquant and fp8, 128 with e5m2",
     )
     sym: bool | None = option(None, Flag(), "without zero points; None: yes, except for awq")
     act_order: bool = option(False, Flag(), "gptq: quantise columns with the largest inputs first")
-    static_groups: bool = option(False, Flag(), "with act_order: groups stay contiguous")
+    static_groups: bool = option(False, Flag(), "with --act-order: groups stay contiguous")
     damping: float = option(0.01, Number(0, 1, above=True), "gptq: damping of the Hessian")
     smoothing: float = option(0.5, Number(0, 1), "smoothquant: alpha")
     activation_scheme: str = option(
@@ -168,14 +168,16 @@ class RecipeOptions:
         "fp8: dynamic, a scale for the activations of each token, or static, a calibrated scale "
         "for each layer",
     )
-    fp8_format: str = option("e4m3", Text(metavar="NAME"), "fp8: of the weights, e4m3 or e5m2")
+    fp8_format: str = option(
+        "e4m3", Text(metavar="NAME"), "fp8: format of the weights, e4m3 or e5m2"
+    )
     skip: tuple[str, ...] = option(
         (), TextList(), 'layers that stay floats, like "*.down_proj"; may be repeated'
     )
     budget_bits: float | None = option(
         None,
         Number(2, 8),
-        "average bits per code: the layers that lose most get 8, the others those of `bits`",
+        "average bits per code: the layers that lose most get 8, the others --bits",
     )
 
 

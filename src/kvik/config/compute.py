@@ -258,7 +258,7 @@ def choose_attention(
         return notes.add("attention_backend", config.attention_backend, ASKED)
     if refusal is None:
         return notes.add("attention_backend", "cpu", "native kernels on a cache in their layout")
-    reason = "the fastest of torch" if kernels != "native" else f"not cpu, as {refusal}"
+    reason = "torch's fastest attention" if kernels != "native" else f"not cpu, as {refusal}"
     return notes.add("attention_backend", "sdpa", reason)
 
 
@@ -277,7 +277,7 @@ def _triton_or_sdpa(
 ) -> str:
     refusal = None
     if model.encoder and config.attention_backend == "auto":
-        reason = "not triton, whose queries do not see later keys"
+        reason = "not triton, whose kernels do not let queries see later keys"
         return notes.add("attention_backend", "sdpa", reason)
     # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
     multiple = 4 if config.kv_cache_dtype == "int4" else 2

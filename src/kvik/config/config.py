@@ -170,7 +170,10 @@ class EngineConfig:
         "auto, cpu, cuda or cuda:N",
     )
     max_model_len: int | None = option(
-        None, Integer(1, 1 << 24), "longest prompt + output of a request, in tokens"
+        None,
+        Integer(1, 1 << 24),
+        "longest prompt + output of a request, in tokens; None: the model's context, or less if "
+        "memory is short",
     )
     window: int | None = option(
         None,
@@ -191,10 +194,10 @@ class EngineConfig:
         "keeps, which changes answers; None: all",
     )
     max_num_seqs: int | None = option(
-        None, Integer(1, 65_536), "requests that run at the same time"
+        None, Integer(1, 65_536), "requests that run at the same time; None: planned"
     )
     max_num_batched_tokens: int | None = option(
-        None, Integer(1, 1 << 20), "token budget of one step"
+        None, Integer(1, 1 << 20), "token budget of one step; None: planned"
     )
     block_size: int = option(16, Integer(1, 1024), "tokens per KV block")
     num_blocks: int | None = option(

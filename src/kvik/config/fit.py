@@ -301,12 +301,12 @@ class Fit:
             notes.add("cuda_graphs", "none", ASKED if config.graph_memory == 0 else NO_GRAPHS)
         elif sizes or drafting:
             what = f"{len(drafting)} of the {'heads' if footprint.heads else 'draft model'}"
-            value, replayed = what, "drafts are made by replays"
+            value, replayed = what, "drafts are made by replaying them"
             if sizes:
                 value = f"{len(sizes)} sizes up to {max(each.rows for each in sizes)} requests"
                 value += f", {what}" if drafting else ""
-                judging = " and judging" if size.max_draft_rows else ""
-                replayed = f"decoding{judging} steps are replays"
+                verifying = " and verifying" if size.max_draft_rows else ""
+                replayed = f"decoding{verifying} steps replay them"
             taken = show_bytes(footprint.graphs(size))
             planned = "are planned" if footprint.graph_memory is None else "were asked for"
             notes.add("cuda_graphs", value, f"{replayed}; {taken} {planned} for all of them")

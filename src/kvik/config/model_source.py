@@ -135,7 +135,7 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
     except (OSError, http_error) as error:
         cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) else error
         if revision is not None and isinstance(cause, errors.RevisionNotFoundError):
-            message = f"{shown(revision)} is no branch, tag or commit of {hub_id}"
+            message = f"{shown(revision)} is not a branch, tag or commit of {hub_id}"
             raise ConfigError("revision", message) from None
         reason = _hub_reason(error)
     raise ModelError("model", f"{shown(hub_id)} {reason}")

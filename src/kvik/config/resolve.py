@@ -281,7 +281,7 @@ def _of_fallback(config: EngineConfig, spec: ModelSpec, notes: Notes) -> EngineC
         "fallback",
         config.fallback,
         f"kvik does not know {spec.architecture}: requests are computed one after the other, "
-        "without prefix caching, quantised weights or keys, speculation and parallelism",
+        "without prefix caching, quantised weights or KV cache, speculation or parallelism",
     )
     return replace(config, enable_prefix_caching=False)
 
@@ -333,7 +333,7 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
             f"the model's context is {spec.max_context}, not {window.keys}",
         )
     notes.add("window", window.keys, ASKED)
-    reason = f"{ASKED}: of each request KV of at most {window.most} tokens and of a step is kept"
+    reason = f"{ASKED}: each request keeps the KV of at most {window.most} tokens and one step"
     notes.add("attention_sinks", window.sinks, reason)
     ropes = {rope: replace(rope, most_keys=window.most) for rope in spec.ropes}
     layers = (
@@ -443,12 +443,11 @@ def tier_sizes(
         for name, size in (("memory", tiers.memory), ("disk", tiers.disk))
         if size
     ]
-    found += ["peers have what was computed there"] if tiers.peers else []
+    found += ["peers have what they computed"] if tiers.peers else []
     each = f"{sum(pages) / 1024:,.0f} KiB"
-    kept = (
-        f"pages of {block_size} tokens, {each}; what is met again, and what a preempted request had"
-    )
-    reason = f"{ASKED}: {kept}, is loaded where that is faster than computing it, as measured"
+    kept = f"pages of {block_size} tokens, {each}"
+    loaded = "prefixes and preempted requests are loaded if that is faster than computing them"
+    reason = f"{ASKED}: {kept}; {loaded}, as measured"
     notes.add(
         TIERS, "+".join(name.split()[0] for name in found), "; ".join([reason, ", ".join(found)])
     )
@@ -459,6 +458,6 @@ def _choose_seed(config: EngineConfig, drawn_seed: int | None, notes: Notes) -> 
     if config.seed is not None:
         return notes.add("seed", config.seed, ASKED)
     if drawn_seed is None:
-        notes.add("seed", "random", "drawn at each start, for requests that bring none")
+        notes.add("seed", "random", "drawn at each start, for requests without one")
         return 0
-    return notes.add("seed", drawn_seed, "drawn at this start, for requests that bring none")
+    return notes.add("seed", drawn_seed, "drawn at this start, for requests without one")

@@ -35,7 +35,9 @@ class Goal:
     """The question to `kvik advise`: a model, a machine, a load and latency limits."""
 
     model: str = option("", Text("a folder or a hub id"), "a folder, hub id or config.json")
-    hardware: str = option("this", Text(), "h200, a100-80g, rtx4090, ..., this, or a file")
+    hardware: str = option(
+        "this", Text(), "h200, a100-80g, rtx4090, ...; this: this machine; or a file"
+    )
     slo: Slo | None = option(  # noqa: RUF009  # a field, which ruff cannot see
         None,
         SloText(),
@@ -64,7 +66,9 @@ class Goal:
         None, Number(0, 1e9, above=True), "random arrivals per second, in place of concurrency"
     )
     acceptance: float | None = option(
-        None, Number(0, 1), "share of drafts that are accepted; None: finds the least that gains"
+        None,
+        Number(0, 1),
+        "share of drafts that are accepted; None: the least with a gain is found",
     )
     draft: str | None = option(None, Text(), "draft model; None: prompt lookup, at no cost")
 
