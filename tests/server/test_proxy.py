@@ -570,7 +570,7 @@ def test_incompatible_roles_are_reported_once(
 
     with site(*(Asked(name, role=role) for name, role in zip("ab", roles, strict=True))):
         until(lambda: min(asked.values()) > 5)
-    warnings = [each.getMessage() for each in caplog.records if "roles" in each.getMessage()]
+    warnings = [each.getMessage() for each in caplog.records if "role" in each.getMessage()]
     assert len(warnings) == bool(missing) and all(
         f"no server has --role {missing}" in t for t in warnings
     )

@@ -136,5 +136,5 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     if "dtype" in found:
         found["dtype"] = str(found["dtype"]).removeprefix("torch.")
     if ignored:
-        log.warning("has no effect in kvik: %s", ", ".join(ignored))
+        log.warning("without effect in kvik: %s", ", ".join(ignored))
     return found

@@ -262,7 +262,7 @@ class EngineHost:
         except EOFError:
             log.info("the client has closed the connection")
         except WireError:
-            log.exception("the client cannot be understood any more")
+            log.exception("the client sent an invalid message")
 
     def _step(self) -> None:
         loop = self._loop

@@ -326,7 +326,7 @@ class EngineClient(ABC):
             try:
                 sink(deltas)
             except Exception:  # requests of other sinks continue
-                log.exception("deltas were not taken")
+                log.exception("deltas could not be delivered")
 
 
 class RemoteClient(EngineClient):

@@ -436,8 +436,8 @@ class ClientSocket:
             if not open and self._open:
                 self._lost("the engine has ended unexpectedly")
         except Exception as error:
-            log.exception("the engine cannot be understood")
-            self._lost(f"the engine cannot be understood: {error}")
+            log.exception("the engine sent an invalid message")
+            self._lost(f"the engine sent an invalid message: {error}")
 
     def _writable(self) -> None:
         try:

@@ -640,7 +640,7 @@ class Generations:
         self._forget(generation)
         tokens = generation.record.num_output_tokens
         name = generation.request_id
-        _log.info("request %s continues in another server, after %d tokens", name, tokens)
+        _log.info("request %s continues on another server after %d tokens", name, tokens)
         moved = FinishReason.MOVED.value
         self._notify(lambda one: one.finished(generation.record, None, moved))
         generation.changed.set()

@@ -398,13 +398,13 @@ class Proxy:
             return
         roles, mismatch = {one.role for one in self.upstreams}, ""
         if "prefill" in roles and "decode" not in roles:
-            mismatch = "no server has --role decode, so those with --role prefill help no other one"
+            mismatch = "no server has --role decode, so those with --role prefill are of no use"
         elif "decode" in roles and "prefill" not in roles:
             mismatch = (
                 "no server has --role prefill, so those with --role decode compute all prompts"
             )
         if mismatch and mismatch != self._mismatch:
-            log.warning("roles do not fit: %s; start one, or leave out --role", mismatch)
+            log.warning("a role is missing: %s; start one, or leave out --role", mismatch)
         self._mismatch = mismatch
 
     async def _look(self, number: int) -> bool:
