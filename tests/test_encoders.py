@@ -290,7 +290,7 @@ def test_what_an_encoder_cannot_do_is_refused(bert, reranker, tmp_path):
         with pytest.raises(ParamError, match="text_2: must have as many texts"):
             llm.score([words(3)] * 2, [words(3)] * 3)
     save_tiny(tmp_path, "Llama")
-    with LLM(str(tmp_path), **COMMON) as llm, pytest.raises(ParamError, match="no reranker"):
+    with LLM(str(tmp_path), **COMMON) as llm, pytest.raises(ParamError, match="not a reranker"):
         llm.score("a", "b")
 
 

@@ -380,7 +380,7 @@ def test_a_pipe_is_refused_in_place_of_a_file(tmp_path: Path, tiny: tuple[Path, 
     shutil.copytree(tiny[1], tmp_path / "engine")
     (tmp_path / "engine" / WEIGHTS).unlink()
     os.mkfifo(tmp_path / "engine" / WEIGHTS)
-    with pytest.raises(KvikError, match="weights.bin: is no file"):
+    with pytest.raises(KvikError, match="weights.bin: is not a file"):
         LLM(str(tmp_path / "engine"))
 
 

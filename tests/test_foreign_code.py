@@ -82,7 +82,7 @@ def test_files_that_are_not_regular_are_refused(
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     (folder / name).unlink(missing_ok=True)
     make(folder / name)
-    with pytest.raises(KvikError, match=rf"^{name}: cannot be read \(it is no regular file\)"):
+    with pytest.raises(KvikError, match=rf"^{name}: cannot be read \(it is not a regular file\)"):
         LLM(str(folder), **OPTIONS)
 
 

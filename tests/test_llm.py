@@ -266,7 +266,7 @@ def test_bad_calls_name_the_field(llm, field, call):
 
 
 def test_bad_options_name_the_field(tmp_path):
-    with pytest.raises(ConfigError, match="no engine option"):
+    with pytest.raises(ConfigError, match="not an engine option"):
         LLM(max_sequences=4)
     with pytest.raises(ConfigError, match="block_size"):
         LLM(block_size=0)
@@ -493,7 +493,7 @@ def test_environment_variables_set_options_not_given(monkeypatch: pytest.MonkeyP
         scheduler = llm.resolved.scheduler
     assert (scheduler.max_model_len, scheduler.max_num_seqs) == (96, 2)
     monkeypatch.setenv("KVIK_MAX_MODEL_LENGTH", "96")
-    with pytest.raises(ConfigError, match="KVIK_MAX_MODEL_LENGTH: is no variable of kvik"):
+    with pytest.raises(ConfigError, match="KVIK_MAX_MODEL_LENGTH: is not a variable of kvik"):
         LLM(device="cpu")
 
 

@@ -125,5 +125,7 @@ def test_values_are_normalised() -> None:
 
 
 def test_an_unknown_name_suggests_the_nearest() -> None:
-    assert unknown("topp", "option", ["top_k", "top_p"]) == ("is no option (did you mean top_p?)")
-    assert unknown("colour", "option", ["top_k"]) == "is no option (known: top_k)"
+    assert unknown("topp", "option", ["top_k", "top_p"]) == (
+        "is not an option (did you mean top_p?)"
+    )
+    assert unknown("colour", "option", ["top_k"]) == "is not an option (known: top_k)"

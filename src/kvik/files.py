@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-NO_FILE = "it is no regular file"
+NO_FILE = "it is not a regular file"
 LFS_START = b"version https://git-lfs"
 LFS_POINTER = "it is a pointer of Git LFS: `git lfs pull` fetches the file"
 DRAFT = ".kvik-"  # prefix of the name of an unfinished file
@@ -57,7 +57,7 @@ def regular(path: str, flags: int) -> int:
     folder could block forever.
 
     Raises:
-        OSError: it cannot be opened, is no regular file, or a clone without Git LFS made it.
+        OSError: it cannot be opened, is not a regular file, or a clone without Git LFS made it.
     """
     fd = os.open(path, flags | os.O_NONBLOCK)  # does not wait for the writer of a pipe
     if not stat.S_ISREG(os.fstat(fd).st_mode):

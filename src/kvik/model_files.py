@@ -120,7 +120,7 @@ def model_files(path: Path) -> ModelFiles:
     """Return the files of a model at a path that `find_model` returned.
 
     Raises:
-        ModelError: it is no valid GGUF file.
+        ModelError: it is not a valid GGUF file.
     """
     return Gguf(path) if is_gguf(path) else Folder(path)
 

@@ -323,10 +323,11 @@ def bad_value(allowed: str, value: object) -> ValueError:
 
 
 def unknown(name: str, what: str, known: Collection[str]) -> str:
-    """Return the end of an error message about an unknown name: "is no <what>" and the most similar
-    known name, or all known names."""
+    """Return the end of an error message about an unknown name: "is not a <what>" and the most
+    similar known name, or all known names."""
     hint = did_you_mean(name, known) or f"known: {', '.join(known)}"
-    return f"is no {what} ({hint})"
+    article = "an" if what[0] in "aeiou" else "a"
+    return f"is not {article} {what} ({hint})"
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:

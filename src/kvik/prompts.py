@@ -27,7 +27,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
     """Return one prompt or many as a list.
 
     Raises:
-        ParamError: they are no prompts.
+        ParamError: they are not prompts.
     """
     one = _plain(prompts)
     if one is not None:

@@ -63,7 +63,7 @@ def test_an_existing_output_is_only_replaced_by_force(
     [
         ([], "--output: say where to with -o"),
         (["-o", "there", "--verify", "here"], "--output: say where to with -o"),
-        (["--verify", "nowhere"], "--verify: 'nowhere' is no engine folder"),
+        (["--verify", "nowhere"], "--verify: 'nowhere' is not an engine folder"),
         (["-o", "x", "--quantization", "int2"], "--quantization: must be one of none, "),
         (["-o", "x", "--max-num-seqs", "3"], "arguments: --max-num-seqs is not a flag of kvik "),
     ],

@@ -78,7 +78,7 @@ def test_a_bad_value_is_named(name: str, value: Any) -> None:
     with pytest.raises(ConfigError) as error:
         check_config(replace(EngineConfig(), **{name: value}))
     assert error.value.field == name
-    assert "must be" in error.value.message or "is no field" in error.value.message
+    assert "must be" in error.value.message or "is not a field" in error.value.message
     assert "\n" not in str(error.value)
 
 

@@ -48,7 +48,7 @@ def test_the_real_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("KVIK_BLOCK_SIZE", "1.5", "must be an integer"),
         ("KVIK_MAX_WAIT", "soon", "must be a number"),
         ("KVIK_ENABLE_PREFIX_CACHING", "maybe", "must be true or false"),
-        ("KVIK_BLOKC_SIZE", "8", "is no variable of kvik (did you mean KVIK_BLOCK_SIZE?)"),
+        ("KVIK_BLOKC_SIZE", "8", "is not a variable of kvik (did you mean KVIK_BLOCK_SIZE?)"),
     ],
 )
 def test_a_bad_variable_is_named(variable: str, text: str, part: str) -> None:
@@ -198,7 +198,7 @@ def test_each_type_of_a_file_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "part"),
     [
-        ("prot = 80", "unknown key 'prot', which is no option (did you mean port?)"),
+        ("prot = 80", "unknown key 'prot', which is not an option (did you mean port?)"),
         ("[server]\nport = 80", "unknown key 'server'"),
         ('port = "eighty"', "port in "),
         ("port = 80.5", "must be an integer"),

@@ -124,7 +124,7 @@ def test_a_changed_copy_is_checked_again() -> None:
     with pytest.raises(ParamError) as caught:
         params.with_changes(top_p=2)
     assert caught.value.field == "top_p"
-    with pytest.raises(ParamError, match="is no sampling parameter") as caught:
+    with pytest.raises(ParamError, match="is not a sampling parameter") as caught:
         params.with_changes(topp=0.5)
     assert caught.value.field == "topp"
 

@@ -79,7 +79,7 @@ def test_a_file(tmp_path: Path, suffix: str) -> None:
         ({"rates": {"bf17": 1.0}}, r"hardware mine\.json rates: must be of fp32, .* not 'bf17'"),
         ({"rates": {"int8": 1.0}}, r"hardware mine\.json rates: must have fp32, bf16 or fp16"),
         ({"price": -1.0}, r"hardware mine\.json price: must be a number of at least 0"),
-        ({"speed": 1}, r"hardware mine\.json speed: is no field of a device \(known: kind, "),
+        ({"speed": 1}, r"hardware mine\.json speed: is not a field of a device \(known: kind, "),
     ],
 )
 def test_a_wrong_file_is_one_error(tmp_path: Path, change: dict[str, object], error: str) -> None:

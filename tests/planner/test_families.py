@@ -422,7 +422,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("llama-3-8b", {"architectures": [], "model_type": ...}, "architectures:"),
     ("llama-3-8b", {"architectures": None, "model_type": 7}, "architectures:"),
     ("llama-3-8b", {"architectures": ["BertForMaskedLM"]}, "architectures:"),
-    ("llama-3-8b", {"architectures": ["T5ForConditionalGeneration"]}, "is no decoder of text"),
+    ("llama-3-8b", {"architectures": ["T5ForConditionalGeneration"]}, "is not a text decoder"),
     (
         "llama-3-8b",
         {"architectures": ["BartForCausalLM"], "is_encoder_decoder": True},

@@ -411,7 +411,7 @@ def test_a_long_file_is_not_read_to_its_end(
     (tmp_path / "text").write_bytes(TEXT.encode() * 3 + b"\xff")
     windows = calibration_windows(tmp_path / "text", tokenizer, samples=2, tokens=16)
     assert windows.shape == (2, 16)
-    with pytest.raises(ConfigError, match="it is no UTF-8 text"):
+    with pytest.raises(ConfigError, match="it is not UTF-8 text"):
         calibration_windows(tmp_path / "text", tokenizer, samples=2000, tokens=16)
 
 

@@ -138,7 +138,7 @@ def test_text_parts_become_one_text(template: Make) -> None:
         ([{"role": "user"}], "message 0 needs a content"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "message 0 may only have content"),
         ([{"role": "user", "content": ["x"]}], "message 0 may only have content"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "whose text is no string"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "whose text is not a string"),
         ([{"role": "user", "content": "x", "y": object()}], "JSON values, not object"),
         ([{"role": "user", "content": "x", 5: 5}], "strings as names, not int"),
     ],

@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("output", "say where to with -o ENGINE, or --verify an engine folder")
     if arguments.verify is not None:
         if not is_engine_folder(arguments.verify):
-            raise ConfigError("verify", f"{str(arguments.verify)!r} is no engine folder")
+            raise ConfigError("verify", f"{str(arguments.verify)!r} is not an engine folder")
         size = verify(arguments.verify)
         say(f"{arguments.verify}: {show_bytes(size)}, all as they were built")
         return 0

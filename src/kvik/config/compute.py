@@ -176,7 +176,7 @@ def triton_reason(
     for like in model.linear_layers():
         kind = matrix_kind(config.quantization, like.inputs, like.stored, head=like.head)
         if kind is not None and kind.group % TRITON_GROUP:
-            return f"weights in groups of {kind.group}, which is no multiple of {TRITON_GROUP}"
+            return f"weights in groups of {kind.group}, which is not a multiple of {TRITON_GROUP}"
     return None
 
 
@@ -245,10 +245,10 @@ def choose_attention(
     elif config.kv_cache_dtype == "fp16":
         refusal = "its cache has no fp16"
     elif config.block_size % LANES:
-        refusal = f"block_size {config.block_size} is no multiple of {LANES}"
+        refusal = f"block_size {config.block_size} is not a multiple of {LANES}"
     elif model.latent is not None:
         if model.latent.rank % LANES or model.latent.rope % LANES:
-            refusal = f"latent vectors are no multiples of {LANES}, of {model.latent.rank} and "
+            refusal = f"latent vectors are not multiples of {LANES}, of {model.latent.rank} and "
             refusal += f"{model.latent.rope} channels"
     else:
         refusal = _unfit_heads(model, LANES, MAX_HEAD_DIM)
@@ -315,7 +315,7 @@ def _unfit_heads(model: ModelSizes, multiple: int, most: int) -> str | None:
     """Return why kernels do not support a model's heads; None if they do."""
     for dim in model.head_dims:
         if dim % multiple or dim > most:
-            return f"head_dim {dim} is no multiple of {multiple} up to {most}"
+            return f"head_dim {dim} is not a multiple of {multiple} up to {most}"
     return None
 
 

@@ -175,9 +175,11 @@ def _hub_reason(error: Exception) -> str:
             return "cannot be downloaded now: the hub limits requests (429); wait, or set HF_TOKEN"
         if status >= 500:
             return f"cannot be downloaded now: the hub failed ({status}); try again"
-        return f"is no folder here, and the hub refused it ({status})"
+        return f"is not a folder here, and the hub refused it ({status})"
     if isinstance(error, errors.OfflineModeIsEnabled):
-        return "is no folder here and not in the hub's cache, and HF_HUB_OFFLINE forbids a download"
+        return (
+            "is not a folder here and not in the hub's cache, and HF_HUB_OFFLINE forbids a download"
+        )
     if isinstance(error, OSError) and error.strerror:  # of the disk
         return f"could not be downloaded ({error.strerror})"
-    return "is no folder here, and the hub cannot be reached: check the network"
+    return "is not a folder here, and the hub cannot be reached: check the network"

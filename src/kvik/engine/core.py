@@ -97,7 +97,7 @@ def _check_pooling(config: ResolvedConfig, request: EngineRequest) -> None:
         raise ParamError("model", "gives no vectors: it runs through transformers, as text alone")
     if pooling == SCORE:
         if not scores:
-            raise ParamError("model", "gives no scores: it is no reranker")
+            raise ParamError("model", "gives no scores: it is not a reranker")
     elif pooling not in (None, *POOLINGS):
         raise ParamError("pooling", f"must be one of {', '.join(POOLINGS)}, not {pooling!r}")
     elif pooling is not None and scores and model.encoder:

@@ -45,7 +45,7 @@ def check_order(order: Tensor) -> None:
         ValueError: it is not a permutation, so kernels would read beyond their inputs.
     """
     if not torch.equal(order.sort().values, torch.arange(len(order)).to(order)):
-        raise ValueError("the order of its inputs is no permutation")
+        raise ValueError("the order of its inputs is not a permutation")
 
 
 # Weights in a file, as plain tensors.

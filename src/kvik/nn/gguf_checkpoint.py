@@ -246,8 +246,8 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     A tensor without a name in checkpoints keeps its own, so that the loader reports it.
 
     Raises:
-        ModelError: it is no GGUF file, its architecture is unknown, queries or keys are not whole
-            heads, or experts are missing.
+        ModelError: it is not a GGUF file, its architecture is unknown, queries or keys are not
+            whole heads, or experts are missing.
     """
     file = read_gguf(path)
     spec = gguf_model_spec(file)

@@ -358,7 +358,7 @@ def read_device(path: Path) -> Device:
     unknown = table.keys() - _File.__dataclass_fields__.keys()
     if unknown:
         known = ", ".join(_File.__dataclass_fields__)
-        raise ConfigError(f"{where} {min(unknown)}", f"is no field of a device (known: {known})")
+        raise ConfigError(f"{where} {min(unknown)}", f"is not a field of a device (known: {known})")
     try:
         described = msgspec.convert({"name": path.stem, "source": str(path), **table}, _File)
     except msgspec.ValidationError as error:

@@ -191,10 +191,10 @@ def _most_similar(fields: Fields, architecture: str) -> ModelSpec:
     """Return the spec of the most similar decoder that kvik runs, with the sizes of an unknown one.
 
     Raises:
-        ModelError: it is no decoder, its layers have no similar ones, or a size is invalid.
+        ModelError: it is not a decoder, its layers have no similar ones, or a size is invalid.
     """
     if fields.raw("architectures") and not architecture.endswith(DECODER_ENDINGS):
-        raise fields.error("architectures", f"{shown(architecture)} is no decoder of text")
+        raise fields.error("architectures", f"{shown(architecture)} is not a text decoder")
     if fields.boolean("is_encoder_decoder", False):
         raise fields.error("is_encoder_decoder", "must be false: only decoders can be planned")
     for key in FOREIGN_KEYS:

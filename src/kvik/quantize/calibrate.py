@@ -132,7 +132,7 @@ def calibration_windows(
         with path.open(encoding="utf-8-sig") as file:
             ids = np.fromiter(islice(_ids(file, tokenizer), PROBE * samples * tokens), np.int64)
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError("calib", f"cannot read {str(path)!r} ({reason})") from None
     found = len(ids) // tokens
     if not found:

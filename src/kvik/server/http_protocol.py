@@ -247,7 +247,7 @@ class Connection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except HttpParserError:
             # The parser's own message would not help a client.
-            self._refuse(self._refusal or HttpError(400, "this is no valid HTTP/1.1 request"))
+            self._refuse(self._refusal or HttpError(400, "this is not a valid HTTP/1.1 request"))
         except HttpParserUpgrade as upgrade:
             self._ignore_upgrade(data[upgrade.args[0] :])
 

@@ -485,7 +485,7 @@ def _bad_number(error: _BadNumber, text: str) -> HttpError:
 
 
 def _no_number(text: str) -> NoReturn:
-    raise _BadNumber(text, "is no JSON number")
+    raise _BadNumber(text, "is not a JSON number")
 
 
 def _int64(text: str) -> int:

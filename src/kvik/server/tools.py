@@ -262,4 +262,6 @@ def check_results(called: Iterable[str], answered: Iterable[str]) -> None:
     known = set(called)
     for name in answered:
         if name not in known:
-            raise ParamError("messages", f"have a result for {name[:80]!r}, which is no call's id")
+            raise ParamError(
+                "messages", f"have a result for {name[:80]!r}, which is not the id of a call"
+            )

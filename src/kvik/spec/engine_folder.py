@@ -142,8 +142,8 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a folder.
 
     Raises:
-        ModelError: it is no manifest, has another format or byte order, or describes tensors that
-            exceed the weights.
+        ModelError: it is not a manifest, has another format or byte order, or describes tensors
+            that exceed the weights.
     """
     fields = Fields(read_json(folder / MANIFEST), MANIFEST)
     if fields.raw("format") != FORMAT:
@@ -296,7 +296,7 @@ def _check_size(folder: Path, name: str, facts: FileFacts) -> None:
     with _reading(folder, name):
         found = (folder / name).stat()
     if not stat.S_ISREG(found.st_mode):
-        raise ModelError(name, f"is no file. {rebuild(folder)}")
+        raise ModelError(name, f"is not a file. {rebuild(folder)}")
     if found.st_size != facts.size:
         raise ModelError(
             name, f"has {found.st_size} bytes, {facts.size} by {MANIFEST}. {rebuild(folder)}"

@@ -82,7 +82,7 @@ class Matcher:
             part = _parsed(pattern)
             return [text for text in texts if self._after(part, {0}, text)]
         except (re.error, OverflowError):
-            raise PatternError("is no regular expression") from None
+            raise PatternError("is not a regular expression") from None
         except RecursionError:
             raise PatternError("is nested too deeply") from None
 

@@ -145,7 +145,7 @@ def _part_text(where: str, part: object) -> str:
     if not isinstance(part, dict) or part.get("type") != "text":
         raise ParamError("messages", f'{where} may only have content parts of type "text"')
     if not isinstance(part.get("text"), str):
-        raise ParamError("messages", f"{where} has a content part whose text is no string")
+        raise ParamError("messages", f"{where} has a content part whose text is not a string")
     return str(part["text"])
 
 

@@ -138,7 +138,7 @@ def scoring(pooling: PoolingSpec | None) -> PoolingSpec:
         ParamError: the model is not a reranker.
     """
     if pooling is None or not pooling.scores:
-        raise ParamError("model", "gives no scores: it is no reranker")
+        raise ParamError("model", "gives no scores: it is not a reranker")
     return pooling
 
 

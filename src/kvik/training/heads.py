@@ -251,7 +251,7 @@ def check_place(out: Path) -> None:
         ConfigError: it holds something else.
     """
     if out.exists() and not (out.is_dir() and _is_ours(out)):
-        raise ConfigError("output", f"{out} exists and is no folder of draft heads")
+        raise ConfigError("output", f"{out} exists and is not a folder of draft heads")
 
 
 def _is_ours(folder: Path) -> bool:

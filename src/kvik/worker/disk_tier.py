@@ -550,7 +550,7 @@ def _place(own: Path, key: PageKey) -> tuple[str, str]:
 
 
 def _key_of(name: str) -> PageKey | None:
-    """Return the page that a file of this name holds; None: it is no page."""
+    """Return the page that a file of this name holds; None: it is not a page."""
     named = _NAME.fullmatch(name)
     return None if named is None else (int(named[2]), bytes.fromhex(named[1]))
 

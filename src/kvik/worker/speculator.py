@@ -317,7 +317,7 @@ class Speculator(Participant[None]):
             return
         # Negative numbers are large as unsigned ones.
         if np.count_nonzero(tokens.view(np.uint64) >= self._vocab_size):
-            raise ValueError(f"a draft is no token in [0, {self._vocab_size - 1}]")
+            raise ValueError(f"a draft is not a token in [0, {self._vocab_size - 1}]")
         if drafts.probs is not None and drafts.probs.shape != (len(tokens), self._vocab_size):
             raise ValueError("drafts come without their probabilities")
         tree = self.table.draft_tree

@@ -139,4 +139,4 @@ def test_vectors_of_an_encoder(vectors: httpx2.Client, embedder: Path) -> None:
         answer = vectors.post("/v1/embeddings", json={"input": texts, **body})
         assert answer.status_code == 400, body
     answer = vectors.post("/v1/rerank", json={"query": "w1", "documents": ["w2"]})
-    assert answer.status_code == 400 and "no reranker" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and "not a reranker" in answer.json()["error"]["message"]

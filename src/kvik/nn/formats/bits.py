@@ -106,7 +106,7 @@ def pack_awq(q: Tensor) -> Tensor:
         [inputs, outputs / 8] int32.
 
     Raises:
-        ValueError: the number of outputs is no multiple of eight.
+        ValueError: the number of outputs is not a multiple of eight.
     """
     outputs, inputs = q.shape
     if outputs % len(AWQ_ORDER):

@@ -25,7 +25,7 @@ def load(name: str, path: Path, folder: Path | None = None) -> ModuleType:
     places = None if folder is None else [str(folder)]
     spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=places)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
