@@ -116,7 +116,7 @@ def test_constraints_that_are_not_enforced_are_warned_of(llm: LLM) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         llm.generate("a", SamplingParams(max_tokens=5), schema={"type": "string"})
-    with pytest.raises(ParamError, match=r"strict, and this cannot be enforced: format iri"):
+    with pytest.raises(ParamError, match=r"is strict, and this cannot be enforced: format iri"):
         strict: dict[str, Any] = {"json": {"format": "iri"}, "strict": True}
         llm.generate("a", SamplingParams(structured=strict))
 

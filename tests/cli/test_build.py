@@ -61,8 +61,8 @@ def test_an_existing_output_is_only_replaced_by_force(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "--output: say where to with -o"),
-        (["-o", "there", "--verify", "here"], "--output: say where to with -o"),
+        ([], "--output: is missing: give -o"),
+        (["-o", "there", "--verify", "here"], "--output: is missing: give -o"),
         (["--verify", "nowhere"], "--verify: 'nowhere' is not an engine folder"),
         (["-o", "x", "--quantization", "int2"], "--quantization: must be one of none, "),
         (["-o", "x", "--max-num-seqs", "3"], "arguments: --max-num-seqs is not a flag of kvik "),

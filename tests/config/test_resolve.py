@@ -510,8 +510,8 @@ def test_models_that_do_not_support_a_window_are_refused(
     ("options", "field", "part"),
     [
         ({"attention_sinks": 4}, "attention_sinks", "must be 0 without a window, not 4"),
-        ({"window": 509, "attention_sinks": 4}, "window", "at most 508 beside 4 sinks"),
-        ({"window": 513}, "window", "at most 512 beside 0 sinks"),
+        ({"window": 509, "attention_sinks": 4}, "window", "at most 508 with 4 sinks"),
+        ({"window": 513}, "window", "at most 512 with 0 sinks"),
     ],
 )
 def test_impossible_windows(options: dict[str, Any], field: str, part: str) -> None:

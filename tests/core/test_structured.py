@@ -57,7 +57,7 @@ def test_equivalent_constraints_are_equal(given: Constraint, same: object) -> No
         ({}, r"must have one of json, json_object, regex, choice, grammar, not nothing"),
         ({"regex": "a", "choice": ["a"]}, r"must have one of .*, not 'regex', 'choice'"),
         ({"rgex": "a"}, r"must have one of .*, not 'rgex'"),
-        ({"regex": "a", "strict": True}, r"strict is for json alone"),
+        ({"regex": "a", "strict": True}, r"strict is only for json"),
         ({"json": SCHEMA, "strict": "yes"}, r"strict must be true or false"),
         ({"json": 5}, r"a JSON Schema is an object"),
         ({"json": "{"}, r"must be a JSON Schema"),

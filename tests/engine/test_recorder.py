@@ -201,7 +201,7 @@ def change(kind: type, nth: int, **fields: object) -> Change:
         (change(Finished, 0, digest=b"87654321"), 0, None, "log probabilities"),
         (change(Finished, 0, errors={0: "no"}), 0, "r0/0", "its error is None, and was no"),
         (lambda events: events.pop(0), 0, None, "the plan has 2 rows, and had 3"),
-        (lambda events: events.insert(1, events[0]), 0, "r0", "it is refused, and was not"),
+        (lambda events: events.insert(1, events[0]), 0, "r0", "it is refused, and was not before"),
     ],
 )
 def test_a_replay_reports_the_first_difference(tmp_path, changed, step, request_id, what):

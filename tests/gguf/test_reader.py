@@ -148,7 +148,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "tensor twice": (
         raw(tensors=[directory("t", [8]), directory("t", [8], offset=32)], data=64),
-        "'t' is there twice",
+        "'t' occurs twice",
     ),
     "offset not aligned": (
         raw(tensors=[directory("t", [4], offset=4)], data=64),

@@ -376,7 +376,7 @@ def test_a_window_with_sinks_bounds_a_request() -> None:
     assert found[0].memory.kv_per_request <= (1024 + step + 48) * found[0].kv_bytes_per_token
     assert found[0].flops_per_token == found[1].flops_per_token
     assert found[0].flops_per_token > plan(Question(str(STORIES), context=512)).flops_per_token
-    with pytest.raises(ConfigError, match="window: must be at most 1020 beside 4 sinks"):
+    with pytest.raises(ConfigError, match="window: must be at most 1020 with 4 sinks"):
         plan(Question(str(STORIES), window=1021, attention_sinks=4))
     with pytest.raises(ConfigError, match="attention_sinks: must be 0 without a window"):
         plan(Question(str(STORIES), attention_sinks=4))

@@ -324,7 +324,7 @@ BAD_EXPERTS = [
     ({"mlp_layer_types": ["sparse"]}, "mlp_layer_types must have"),
     ({"mlp_layer_types": ["routed"] * 2}, "mlp_layer_types must hold sparse or dense"),
     ({"n_group": 3}, "n_group must divide the 4 experts"),
-    ({"n_group": 4, "topk_group": 1}, "topk_group must leave the 2 experts"),
+    ({"n_group": 4, "topk_group": 1}, "topk_group must leave at least 2 experts"),
     ({"n_group": 2, "topk_group": 3}, "topk_group must be an integer"),
     ({"scoring_func": "softmax"}, "scoring_func must be one of sigmoid, not 'softmax'"),
     ({"scoring_func": "sqrtsoftplus"}, "scoring_func must be one of sigmoid, not 'sqrtsoftplus'"),

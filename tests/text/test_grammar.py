@@ -164,10 +164,10 @@ def test_other_constraints(given_: object, texts: list[str], others: list[str]) 
         ({"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}}, "nsatisfiable"),
         ({"json": {"$ref": "#/$defs/a"}}, "a"),
         ({"json": {"$ref": "http://example.com"}}, "leads out of the schema"),
-        ({"json": {"not": {}}, "strict": True}, "strict, and this cannot be enforced: not at /"),
+        ({"json": {"not": {}}, "strict": True}, "is strict, and this cannot be enforced: not at /"),
         (
             {"json": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}, "strict": True},
-            "strict, and this cannot be enforced: oneOf",
+            "is strict, and this cannot be enforced: oneOf",
         ),
     ],
 )

@@ -149,10 +149,10 @@ def test_an_existing_folder_and_too_little_text_are_refused(model, windows, tmp_
     taken = tmp_path / "taken"
     taken.mkdir()
     (taken / "notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="no folder of draft heads"):
+    with pytest.raises(ConfigError, match="not a folder of draft heads"):
         train_heads(config, windows, recipe(MEDUSA), taken, quiet)
     before = sorted(path.read_bytes() for path in model.iterdir())
-    with pytest.raises(ConfigError, match="no folder of draft heads"):
+    with pytest.raises(ConfigError, match="not a folder of draft heads"):
         train_heads(config, windows, recipe(MEDUSA), model, quiet)
     assert sorted(path.read_bytes() for path in model.iterdir()) == before
     with pytest.raises(ConfigError, match="16 windows or more, not 3"):

@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
     if (arguments.output is None) == (arguments.verify is None):
-        raise ConfigError("output", "say where to with -o ENGINE, or --verify an engine folder")
+        raise ConfigError("output", "is missing: give -o ENGINE, or --verify ENGINE")
     if arguments.verify is not None:
         if not is_engine_folder(arguments.verify):
             raise ConfigError("verify", f"{str(arguments.verify)!r} is not an engine folder")

@@ -57,7 +57,7 @@ def check_group(
     if not native:
         _check_torch(config, spec, compute, hardware)
     elif config.tensor_parallel_cut == "fast":
-        raise ConfigError(CUT, "must be exact with the native kernels, whose answers have the bits")
+        raise ConfigError(CUT, "must be exact with the native kernels, which keep every bit")
     heads, threads = spec.num_heads, config.threads or hardware.threads
     if ranks > heads:
         raise ConfigError(
@@ -81,7 +81,7 @@ def _check_torch(
     ranks = config.tensor_parallel_size
     found = f"{compute.kernels} kernels with {compute.attention} attention"
     if config.pipeline_parallel_size > 1:
-        raise ConfigError(STAGES, f"must be 1 with {found}: the native kernels alone have stages")
+        raise ConfigError(STAGES, f"must be 1 with {found}: only the native kernels have stages")
     if compute.kernels == "native":
         reason = "kernels torch, or native ones with their own attention"
         raise ConfigError(OPTION, f"must be 1 with {found}: several processes need {reason}")

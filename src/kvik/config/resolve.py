@@ -329,7 +329,7 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
     if window.most > spec.max_context:
         raise ConfigError(
             "window",
-            f"must be at most {spec.max_context - window.sinks} beside {window.sinks} sinks, as "
+            f"must be at most {spec.max_context - window.sinks} with {window.sinks} sinks, as "
             f"the model's context is {spec.max_context}, not {window.keys}",
         )
     notes.add("window", window.keys, ASKED)

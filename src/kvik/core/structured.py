@@ -219,7 +219,7 @@ def _of_mapping(value: Mapping[Any, object]) -> Constraint:
     if kind == "json":
         return JsonSchema(source, **flags)
     if flags:
-        raise ValueError(f"{next(iter(flags))} is for json alone")
+        raise ValueError(f"{next(iter(flags))} is only for json")
     if kind == "choice":
         return Choice(source)  # type: ignore[arg-type]
     return (Regex if kind == "regex" else Grammar)(source)  # type: ignore[arg-type]

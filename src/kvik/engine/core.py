@@ -114,7 +114,7 @@ def _check_blocks(config: ResolvedConfig, longest: int, field: str) -> None:
     if needed > cache.num_blocks:
         raise CapacityError(
             field,
-            f"{longest} tokens need {needed} KV blocks of {cache.block_size}, the whole cache has "
+            f"{longest} tokens need {needed} KV blocks of {cache.block_size}, but the cache has "
             f"{cache.num_blocks}",
         )
 

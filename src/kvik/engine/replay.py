@@ -211,7 +211,7 @@ class Replay:
                 plan = core.plan(event.now)
                 core.take_finished()
                 if plan is not None:
-                    raise _Differs(None, "a step is planned where none was")
+                    raise _Differs(None, "a step is planned where there was none")
             case Finished():
                 self._finish(event)
             case Failed():
@@ -225,7 +225,7 @@ class Replay:
         try:
             seed = self._core.add(event.request, event.now)
         except KvikError as error:
-            raise _Differs(request_id, f"it is refused, and was not ({error})") from None
+            raise _Differs(request_id, f"it is refused, and was not before ({error})") from None
         if seed != event.seed:
             raise _Differs(request_id, f"its seed is {seed}, and was {event.seed}")
         self.result.requests += 1
@@ -233,7 +233,7 @@ class Replay:
     def _plan(self, event: Planned) -> None:
         plan = self._core.plan(event.now)
         if plan is None:
-            raise _Differs(None, "nothing is planned where a step was")
+            raise _Differs(None, "no step is planned where one was")
         owners = {r.slot: f"{r.request_id}/{r.index}" for r in self._core.scheduler.running}
         step = _Step(plan, [owners[slot] for slot in plan.slots])
         where = _where_plans_differ(step, event)
@@ -250,7 +250,7 @@ class Replay:
             raise  # it happened now, and says nothing about the recording
         except Exception as error:
             raise _Differs(
-                None, f"it fails, and did not: {type(error).__name__}: {error}"
+                None, f"it fails, and did not before: {type(error).__name__}: {error}"
             ) from error
         _compare(step, output, event)
         self._compare_moves(output, event)
@@ -265,7 +265,7 @@ class Replay:
         failed.update(output.moved.loaded if output.moved is not None else ())
         for ticket, recorded in () if event.moved is None else event.moved.loaded:
             if not set(failed.pop(ticket, ())) <= set(recorded):
-                raise _Differs(None, "a page cannot be loaded that could then: its tier lost it")
+                raise _Differs(None, "a page that was loaded is no longer in its tier")
 
     def _fail(self, event: Failed) -> None:
         """Replay a failed step. Its cause may have been external, so it need not fail again."""

@@ -197,7 +197,7 @@ class GgufFile:
         except OSError as error:
             raise ModelError(self.path.name, f"cannot be read ({error.strerror})") from None
         if len(data) != tensor.size:
-            raise ModelError(self.path.name, "has become shorter than its head says")
+            raise ModelError(self.path.name, "has become shorter than its header says")
         return data
 
 
@@ -248,7 +248,7 @@ def _entries(cursor: Cursor, file: str, count: int) -> Metadata:
         key = cursor.name(f"key {index}", MAX_KEY_BYTES)
         what = f"key {shown(key)}"
         if key in values:
-            raise cursor.error(what, "is there twice")
+            raise cursor.error(what, "occurs twice")
         values[key] = _value(cursor, _kind(cursor, what), what)
     return Metadata(values, file)
 
@@ -310,7 +310,7 @@ def _tensors(
     for index in range(count):
         tensor = _tensor(cursor, index)
         if tensor.name in found:
-            raise cursor.error(f"tensor {shown(tensor.name)}", "is there twice")
+            raise cursor.error(f"tensor {shown(tensor.name)}", "occurs twice")
         if tensor.start % alignment:
             raise cursor.error(
                 f"tensor {shown(tensor.name)}",

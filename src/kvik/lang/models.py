@@ -170,7 +170,7 @@ class RemoteModel:
                     if "error" in event:
                         raise _error(event["error"], 500)
                     yield event
-        raise UnavailableError("url", "the stream ended before its end")
+        raise UnavailableError("url", "the stream broke off")
 
     @contextmanager
     def _answer(self, path: str, body: Mapping[str, Any]) -> Iterator[HTTPResponse]:

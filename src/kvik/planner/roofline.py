@@ -464,7 +464,7 @@ def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPar
         seconds = measured.hop_seconds(hops, (pp - 1) * message)
         return [*parts, StepPart("hops", float((pp - 1) * message), 0.0, 0.0, seconds, "links")]
     if not device.link:
-        raise ConfigError("tp" if tp > 1 else "pp", f"{device.name} has no link to a sibling")
+        raise ConfigError("tp" if tp > 1 else "pp", f"{device.name} has no link to other devices")
     sent = found.count * message * 2 * (tp - 1) / tp + (pp - 1) * message
     seconds = sent / device.link
     return [StepPart("links", float(sent), 0.0, seconds, seconds, "links")]

@@ -112,7 +112,7 @@ class Recipe:
                 )
             if self.method not in ("rtn", "gptq", "awq"):
                 raise ConfigError(
-                    "budget_bits", f"is not of {self.method}, which has 8 bits everywhere"
+                    "budget_bits", f"is not for {self.method}, which has 8 bits everywhere"
                 )
             if not self.bits <= self.average_bits <= MANY:
                 raise ConfigError(

@@ -208,7 +208,7 @@ class Hosts:
         if parts is None:
             raise HttpError(400, "the Host header is malformed")
         if not self._any and not self._knows(parts[1]):
-            raise HttpError(403, "the server is not known by this Host (--allowed-host)")
+            raise HttpError(403, "this Host is not a name of the server (--allowed-host)")
 
     def _knows(self, host: str) -> bool:
         name = _plain(host)

@@ -57,7 +57,9 @@ class Admission:
         """
         if requests > self._max_requests:
             most = self._max_requests
-            raise CapacityError("n", f"the queue holds {most} completions, not {requests}")
+            raise CapacityError(
+                "n", f"must be at most {most}, as many as the queue holds, not {requests}"
+            )
         free = _QueueSize(
             self._max_requests - self._all.requests, self._max_tokens - self._all.tokens
         )

@@ -165,7 +165,7 @@ def read_conversation(body: CountRequest) -> Conversation:
     if ending.calls:
         raise ParamError("messages", "must not end with a call of the assistant")
     if conversation.continues and ending.texts[-1] != ending.texts[-1].rstrip():
-        raise ParamError("messages", "must not end with white space of the assistant's")
+        raise ParamError("messages", "must not end with white space in the assistant's turn")
     called = [call.id or "" for turn in conversation.turns for call in turn.calls]
     answered = [turn.call_id for turn in conversation.turns if turn.call_id is not None]
     check_results(called, answered)

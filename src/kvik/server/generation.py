@@ -681,9 +681,9 @@ def _movable(request: EngineRequest) -> bool:
 def _check_resumed(resumed: Resumption, requests: Sequence[GenerationRequest]) -> None:
     """Raise `HttpError` unless the resumed state belongs to this very request."""
     if len(requests) != 1 or resumed.prompt != prompt_digest(requests[0].prompt_token_ids):
-        raise cannot_resume("is of another prompt: do all servers have the same model?")
+        raise cannot_resume("belongs to another prompt: do all servers have the same model?")
     if len(resumed.outputs) != requests[0].params.n or not resumed.unfinished:
-        raise cannot_resume("is of a request with another n, or of one that has ended")
+        raise cannot_resume("belongs to a request with another n, or to one that has ended")
 
 
 def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:

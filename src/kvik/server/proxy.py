@@ -169,7 +169,7 @@ class MovedMark:
         if end_mark:
             self.state = state
         elif len(data) > MAX_RESUMPTION:
-            raise ValueError("what it says of where a stream continues is too long")
+            raise ValueError("its description of where a stream continues is too long")
         return passed
 
 

@@ -114,7 +114,9 @@ class ToolUse:
             unenforced += dropped
         for name in allowed or ():
             if name not in tools:
-                raise ParamError("tool_choice", f"names {name[:80]!r}, which is none of the tools")
+                raise ParamError(
+                    "tool_choice", f"names {name[:80]!r}, which is not one of the tools"
+                )
         if allowed is not None:
             tools = {name: tools[name] for name in allowed}
         found = cls(form, tuple(functions), tools, choice, one, named, tuple(unenforced))
@@ -236,7 +238,7 @@ def check_budget(name: str, budget: int | None, form: AnswerFormat) -> None:
         name: the field of the request.
     """
     if budget is not None and not form.bounded:
-        raise ParamError(name, "this model does not mark thoughts by special tokens")
+        raise ParamError(name, "this model does not mark thoughts with special tokens")
 
 
 PLAIN_ANSWER = AnswerForm()

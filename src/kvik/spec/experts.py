@@ -201,5 +201,5 @@ def read_groups(fields: Fields, experts: int, active: int) -> tuple[int, int]:
     if experts % groups:
         raise fields.error("n_group", f"must divide the {experts} experts, not {groups}")
     if active > experts // groups * kept:
-        raise fields.error("topk_group", f"must leave the {active} experts of a token, not {kept}")
+        raise fields.error("topk_group", f"must leave at least {active} experts, not {kept} groups")
     return groups, kept

@@ -295,7 +295,7 @@ def _dense(folder: Path, path: str, width: int) -> PooledLayer:
     fields = _module(folder, path)
     inputs = fields.integer("in_features", 1, MAX_WIDTH)
     if inputs != width:
-        raise fields.error("in_features", f"must be {width}, as what comes before, not {inputs}")
+        raise fields.error("in_features", f"must be {width}, the width before it, not {inputs}")
     function = _function(fields, "activation_function") if "activation_function" in fields else ""
     return PooledLayer(
         f"{path}.linear",

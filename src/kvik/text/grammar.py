@@ -319,7 +319,7 @@ def _of_schema(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[s
         grammar = to_grammar(schema, overrides={**options, "coerce_one_of": True})
         vocabulary.build(grammar)
     if constraint.strict and dropped:
-        raise ParamError(FIELD, f"strict, and this cannot be enforced: {'; '.join(dropped)}")
+        raise ParamError(FIELD, f"is strict, and this cannot be enforced: {'; '.join(dropped)}")
     return grammar, list(dropped)
 
 
@@ -331,7 +331,7 @@ def _of_text(source: str) -> str:
         except ValueError as error:
             raise ParamError(FIELD, f"grammar is not valid JSON: {error}") from None
         if not isinstance(own, dict) or not isinstance(own.get("grammars"), list):
-            raise ParamError(FIELD, 'grammar must have a list "grammars" where it is JSON')
+            raise ParamError(FIELD, 'grammar must have a list "grammars" if it is JSON')
         parts = [one for one in own["grammars"] if isinstance(one, dict)]
         texts = [str(one.get("lark_grammar", "")) for one in parts]
     else:

@@ -88,7 +88,7 @@ class DiskTier(PageFolder):
             os.close(self._usage)
             os.close(self._users)
             reason = f"the disk of {str(self._root)!r} has {show_bytes(most)} in all"
-            raise ConfigError(OPTION, f"must fit its disk, unlike {show_bytes(quota)}: {reason}")
+            raise ConfigError(OPTION, f"must fit its disk, not be {show_bytes(quota)}: {reason}")
         self._files = [self._usage, self._users]  # to be closed
         self._lock = threading.Lock()
         self._usage_lock = threading.Lock()  # of the file, among the threads of this engine
@@ -535,9 +535,9 @@ def _check_ours(path: Path) -> None:
     """
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ConfigError(OPTION, f"must name a folder: {str(path)!r} is none")
+        raise ConfigError(OPTION, f"must name a folder: {str(path)!r} is not one")
     if found.st_uid != os.getuid():
-        raise ConfigError(OPTION, f"must name a folder of this user: {str(path)!r} is another's")
+        raise ConfigError(OPTION, f"must name a folder of this user, not of another: {str(path)!r}")
     if found.st_mode & 0o077:
         reason = f"{str(path)!r} is open to other users; chmod 700 makes it private"
         raise ConfigError(OPTION, f"must name a private folder: {reason}")

@@ -92,7 +92,7 @@ class Worker:
         self._mover: PageMover | None = None
         self._threads = runner.threads if runner.device == "cpu" else None
         if runner.device != "cpu" and not torch.cuda.is_available():
-            raise ConfigError("device", "torch cannot use the GPU: is its build for CUDA?")
+            raise ConfigError("device", "torch cannot use the GPU: was it built for CUDA?")
         self._set_threads()
         self._device = torch.device(runner.device)
         self._inference = inference_on(self._device)

@@ -82,7 +82,7 @@ class AttentionBench:
                 )
         made = platform(resolved)
         if isinstance(made.parts.backend, ReferenceAttention):
-            raise ParamError("attention_backend", "must be another one than the reference")
+            raise ParamError("attention_backend", "must differ from the reference")
         return AttentionBench(resolved, made, lengths)
 
     def measure(self, rounds: Rounds, facts: Mapping[str, str]) -> Result:

@@ -491,7 +491,7 @@ def run(arguments: argparse.Namespace) -> int:
     if longest > spec.max_context:
         raise ConfigError(
             "prompt_tokens",
-            f"with the output is {longest} tokens; the model has {spec.max_context}",
+            f"and the output are {longest} tokens; the model's context is {spec.max_context}",
         )
     comparison = EngineComparison(
         name=Path(arguments.model).name or folder.name,

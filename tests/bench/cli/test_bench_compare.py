@@ -185,7 +185,7 @@ def test_errors_are_reported_before_any_run(
         (["--engines", "nobody"], "--engines: must be of kvik"),
         (["--format", "q5"], "--format: must be of fp32"),
         (["--workloads", "b0"], "--workloads: must be prefill, or b1"),
-        (["--prompt-tokens", "1020"], "--prompt-tokens: with the output is 1032 tokens"),
+        (["--prompt-tokens", "1020"], "--prompt-tokens: and the output are 1032 tokens"),
         (["--config", "/nowhere.toml"], "--config: /nowhere.toml cannot be read"),
     ):
         assert main(small(*flags)) == 2

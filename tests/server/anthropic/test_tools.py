@@ -144,7 +144,7 @@ def test_tools_of_the_host_are_left_out_and_told(client: anthropic.Anthropic) ->
     [
         ({"tools": []}, "tool_choice: needs tools"),
         ({"tool_choice": {"type": "tool"}}, "needs the name"),
-        ({"tool_choice": {"type": "tool", "name": "g"}}, "none of the tools"),
+        ({"tool_choice": {"type": "tool", "name": "g"}}, "not one of the tools"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "comes twice"),
         ({"tools": [{"name": "a b", "input_schema": WEATHER}]}, "a name has"),
         ({"tools": [{"name": "a"}]}, "a needs an input_schema"),

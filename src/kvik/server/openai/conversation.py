@@ -187,7 +187,7 @@ async def conversation_text(
     """
     variables, continues = options.chat_template_kwargs, options.continue_final_message
     if continues and options.add_generation_prompt:
-        raise ParamError("continue_final_message", "excludes add_generation_prompt")
+        raise ParamError("continue_final_message", "cannot be combined with add_generation_prompt")
     for name in variables or ():
         if name in _RESERVED_VARIABLES:
             raise ParamError("chat_template_kwargs", f"must not set {name}")
@@ -208,7 +208,7 @@ def _plain(message: ChatMessage) -> dict[str, object]:
     if message.role == "tool" and message.tool_call_id is None:
         raise ParamError("messages", "of role 'tool' need a tool_call_id")
     if message.tool_calls and message.role != "assistant":
-        raise ParamError("messages", "may have tool_calls in those of role 'assistant' alone")
+        raise ParamError("messages", "may have tool_calls only in those of role 'assistant'")
     content = message.refusal if message.content is None else message.content
     if content is None and message.tool_calls:
         content = ""

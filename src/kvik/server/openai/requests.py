@@ -359,7 +359,7 @@ def check_output_fits(server: Server, num_prompt: int, asked: int | None, name: 
     if asked is not None and num_prompt < limit < num_prompt + asked:
         raise ParamError(
             name,
-            f"{asked} tokens do not fit behind a prompt of {num_prompt} tokens in the context of "
+            f"{asked} tokens do not fit after a prompt of {num_prompt} tokens in the context of "
             f"{limit}: at most {limit - num_prompt} do",
             overflow=Overflow(limit, num_prompt, asked),
         )

@@ -125,7 +125,9 @@ def tree_of(spec: HeadsSpec, drafts: int) -> DraftTree:
     accuracies = [ranks[: spec.vocab_size] for ranks in spec.accuracies or guessed]
     tree = DraftTree.best(accuracies, min(drafts, MAX_NODES - 1))
     if not tree.drafts:
-        raise ModelError("spec_model", "has heads that are never right, by config.json accuracies")
+        raise ModelError(
+            "spec_model", "has heads that are never right, according to accuracies in config.json"
+        )
     return tree
 
 
