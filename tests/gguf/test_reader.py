@@ -73,7 +73,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "key behind the end": (raw([u64(60_000) + bytes(9)]), "key 0 must have 60000 more bytes"),
     "key no UTF-8": (raw([entry(b"\xff\xfe", U8, b"\x01")]), r"key 0 must be valid UTF-8"),
-    "key twice": (raw([entry("a", U8, b"\x01"), entry("a", U8, b"\x02")]), "key 'a' is there twi"),
+    "key twice": (raw([entry("a", U8, b"\x01"), entry("a", U8, b"\x02")]), "key 'a' occurs twice"),
     "unknown kind": (raw([entry("a", 13, b"\x01")]), r"'a' must have a value of a type in \[0, 12"),
     "value cut off": (raw([entry("a", U64, b"")])[: 24 + 9 + 4 + 3], "'a' must have 8 more bytes"),
     "bool of 2": (
