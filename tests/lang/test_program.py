@@ -251,6 +251,7 @@ def test_a_closed_stream_ends_its_program(llm: LLM) -> None:
         (lambda s: s.gen("x"), "prompt"),
         (lambda s: (s.__iadd__("b"), s.gen("x", n=2)), "n"),
         (lambda s: (s.__iadd__("b"), s.gen("x", num_return_sequences=2)), "n"),
+        (lambda s: (s.__iadd__("b"), s.gen("x", best_of=2)), "best_of"),
         (lambda s: (s.__iadd__("b"), s.gen("x", max_token=2)), "max_token"),
         (lambda s: s.__iadd__(5), "text"),
         (lambda s: (s.user("a"), s.__iadd__("b")), "text"),

@@ -189,6 +189,16 @@ SYNONYMS: Mapping[str, Synonym] = {
 }
 
 
+def by_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return parameters by kvik's names, and `best_of`, which new `SamplingParams` check.
+
+    Raises:
+        ParamError: kvik has no equivalent, or a parameter is given under two names.
+    """
+    named, _ = with_synonyms(given, SYNONYMS, ParamError)
+    return {**named, "best_of": given["best_of"]} if "best_of" in given else named
+
+
 class _OtherNames(type):
     """Makes a class of parameters accept the names in `SYNONYMS`."""
 
@@ -434,10 +444,7 @@ class SamplingParams(metaclass=_OtherNames):
     def with_changes(self, **changes: object) -> SamplingParams:
         """Return a copy with some fields, by any of their names, replaced and everything checked
         again."""
-        named, _ = with_synonyms(changes, SYNONYMS, ParamError)
-        if "best_of" in changes:  # which the new object checks
-            named["best_of"] = changes["best_of"]
-        return replace(self, **named)
+        return replace(self, **by_own_names(changes))
 
     def check_against(self, vocab_size: int, max_model_len: int) -> None:
         """Refuse values that the model's vocabulary or context makes impossible."""

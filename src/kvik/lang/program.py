@@ -11,12 +11,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import takewhile
 from typing import Any, Concatenate, Literal, ParamSpec, TypeVar, get_args
 
-from kvik.core.sampling_params import SYNONYMS
+from kvik.core.sampling_params import by_own_names
 from kvik.core.structured import JsonSchema
 from kvik.errors import ParamError
 from kvik.lang.models import Listener, ProgramModel, model_of
 from kvik.llm import LLM
-from kvik.options import with_synonyms
 
 Method = Literal["mean", "sum", "greedy", "unconditional"]
 METHODS: tuple[str, ...] = get_args(Method)
@@ -209,7 +208,7 @@ class State:
             KvikError: a parameter is impossible.
             RuntimeError: the engine failed.
         """
-        params, _ = with_synonyms(params, SYNONYMS, ParamError)
+        params = by_own_names(params)
         if schema is not None:
             schema = _json_schema(schema)
         kinds = {"json": schema, "regex": regex, "choice": choices, "grammar": grammar}
@@ -343,7 +342,7 @@ def _in_threads(
         calls = [pool.submit(work, *one) for one in zip(*each, strict=True)]
         try:
             wait(calls, return_when=FIRST_EXCEPTION)
-            return [call.result() for call in calls if call.done()]
+            return [call.result() for call in calls if call.done()]  # if not all are, one raises
         except BaseException:
             stop.set()
             for call in calls:
