@@ -15,9 +15,9 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import IO
 
 import msgspec
@@ -183,10 +183,9 @@ class _Child:
     def _cpu_time(self) -> float:
         """Return the seconds that it has computed; NaN if the system does not say."""
         try:
-            fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+            return time.clock_gettime(~self.pid << 3 | 2)  # the id of the clock in Linux
         except OSError:
             return math.nan
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # The child's side.
