@@ -251,7 +251,8 @@ def load_loop(
 
 
 def check_tokenizer(resolved: ResolvedConfig) -> None:
-    """
+    """Check that the model has a tokenizer.
+
     Raises:
         ModelError: the model has no tokenizer; the message says what is missing.
     """

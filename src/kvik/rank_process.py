@@ -59,7 +59,7 @@ LEAST_LOAD_SECONDS = 60.0
 # Limit for the wait in one exchange; between exchanges, all ranks compute for about the same time.
 # torch has a limit of its own (`kernels/torch_group.py`).
 EXCHANGE_SECONDS = 180.0
-# Shared memory over the planned activations and overhead. Unused pages take no memory.
+# Shared memory is this many times the planned activations and overhead; unused pages take none.
 MEMORY = 4
 LEAST_MEMORY = 1 << 28
 

@@ -82,7 +82,7 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
     from kvik.cli.chat_backends import LocalBackend
     from kvik.config.config import EngineConfig
     from kvik.launch import check_tokenizer, resolve_config
-    from kvik.llm import LLM  # imports torch
+    from kvik.llm import LLM
 
     options = engine_options(arguments, arguments.model)
     resolved = resolve_config(EngineConfig(**options))

@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
                 raise ParamError(name, "is shown with --json only")
 
     from kvik.launch import check_tokenizer, resolve_config
-    from kvik.llm import LLM  # imports torch
+    from kvik.llm import LLM
 
     options = engine_options(arguments, model)
     check_tokenizer(resolve_config(EngineConfig(**options)))  # before weights are loaded
@@ -228,7 +228,7 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
             raise ParamError(next(iter(given)), "must be in the body of each line of a batch")
         return _answer_batch(texts, path, options, verbose=arguments.verbose)
     from kvik.launch import check_tokenizer, resolve_config
-    from kvik.llm import LLM, BatchProgress, check_priority  # imports torch
+    from kvik.llm import LLM, BatchProgress, check_priority
 
     config = EngineConfig(**options)
     lines = [_line(number, text) for number, text in texts]
@@ -256,7 +256,7 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
                 found = {"line": left[index].number, **as_json(output, model)}
                 write(json.dumps(found, ensure_ascii=False))
                 bar.finished(output.num_output_tokens)
-                failed += any(one.finish_reason == "error" for one in output.outputs)
+                failed += _has_error(found)
     return 1 if failed else 0
 
 
@@ -288,7 +288,7 @@ def _answer_batch(
             write(json.dumps(answer, ensure_ascii=False))
             usage = answer["response"]["body"].get("usage") or {}
             bar.finished(usage.get("completion_tokens", usage.get("output_tokens", 0)))
-            failed += answer["response"]["status_code"] >= 400
+            failed += _is_refusal(answer)
 
         asyncio.run(answer_all(left, options, answered, verbose=verbose))
     return 1 if failed else 0

@@ -340,7 +340,7 @@ class ThreadSource:
         self._lock = threading.Lock()  # of `_loading`: a loaded engine must not be interrupted
         self._failure = ""
         self._client: RemoteClient | None = None
-        self._stop: Callable[[], None] | None = None  # and wait for the thread
+        self._stop: Callable[[], None] | None = None  # ends the thread
 
     def start(self, client: RemoteClient) -> None:
         self._client = client

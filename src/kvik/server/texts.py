@@ -204,7 +204,6 @@ class Texts:
         self._places = FairSemaphore(THREADS)
         self._quota = TextQuota()
         self._templates: Templates | None = None
-        self._format: Future[AnswerFormat]
         self._grammars = None if tokenizer is None else GrammarCheck(tokenizer)
         self._checks = FairSemaphore(1)
         self._no_template = "this model has no tokenizer"

@@ -34,9 +34,7 @@ _WHOLE = "penalties count all tokens of the prompt and the output"
 _GUIDED = "there is no guidance by a second prompt"
 _ADAPTERS = "there are no adapters"
 _FIXED_ORDER = "the order of the samplers is fixed"
-
-
-LIMITS = (
+_LIMITS = (
     *("max_tokens", "max_completion_tokens", "max_output_tokens"),
     *("max_new_tokens", "num_predict", "n_predict"),
 )
@@ -45,7 +43,7 @@ LIMITS = (
 def limited_by(name: str) -> Table:
     """Return the fields with which other routes and engines limit the output, refused in favour of
     this one."""
-    return dict.fromkeys(LIMITS, ((), f"give {name}"))
+    return dict.fromkeys(_LIMITS, ((), f"give {name}"))
 
 
 # Fields of other engines (vLLM, SGLang, llama.cpp, TGI, Ollama, text-generation-webui) and their
