@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -326,6 +327,24 @@ async def test_several_tasks_may_close_it():
     await engine.start()
     await asyncio.gather(engine.close(), engine.close())
     assert engine.client.source.pid is None
+
+
+async def test_its_loading_is_interrupted_once(monkeypatch):
+    interrupted, ended = [], threading.Event()
+
+    def load(resolved: ResolvedConfig) -> EngineLoop:
+        ended.wait(20)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(async_llm, "load_loop", load)
+    monkeypatch.setattr("kvik.engine.sources.interrupt", interrupted.append)
+    monkeypatch.setattr("kvik.engine.sources.LAST_STEP_SECONDS", 0.0)
+    engine = engine_of()
+    engine.begin()
+    await engine.close()
+    await engine.close()  # while it still cleans up
+    ended.set()
+    assert len(interrupted) == 1
 
 
 UNCLOSED = """

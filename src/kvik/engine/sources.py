@@ -370,6 +370,7 @@ class ThreadSource:
         with self._lock:
             if self._loading:  # which may take minutes
                 interrupt(thread)
+                self._loading = False  # another `close` must not interrupt its cleaning up
         thread.join(LAST_STEP_SECONDS)
         if thread.is_alive():
             log.warning("the engine's thread is still computing; it is abandoned")
