@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -128,10 +128,9 @@ async def _by_replicas(engines: Sequence[Engine], rounds: Rounds) -> Served:
 
 def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
     """Compute prompts in one engine, and the rest in another one that fetches their pages."""
-    loops = _lender_and_borrower(config)
     outputs = OutputProcessor(None)
     found: dict[str, RequestOutput] = {}
-    try:
+    with _lender_and_borrower(config) as loops:
         for batch in rounds:
             sources: dict[str, PageSource] = {}
             for request in batch:
@@ -147,14 +146,10 @@ def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
                 processed = outputs.process(loops[1].poll())
                 found.update({output.request_id: output for output in processed.finished})
         return [found[request.request_id] for request in rounds[-1]], loops[1].stats()
-    finally:
-        for loop in reversed(loops):  # the borrower first: it may still be ending leases
-            loop.close()
 
 
 def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
     """Serve by one engine until all have begun, then by another one that fetches their pages."""
-    loops = _lender_and_borrower(config)
     outputs = OutputProcessor(None)
     found: dict[str, RequestOutput] = {}
     handed: dict[str, list[Handover]] = {}
@@ -169,7 +164,7 @@ def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
         found.update({output.request_id: output for output in processed.finished})
         return {(delta.request_id, delta.index) for delta in deltas if delta.token_ids}
 
-    try:
+    with _lender_and_borrower(config) as loops:
         for batch in rounds:
             begun = set[tuple[str, int]]()
             for request in batch:
@@ -189,21 +184,22 @@ def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
                 take(loops[1].poll())
         assert handed
         return [found[request.request_id] for request in rounds[-1]], loops[1].stats()
-    finally:
-        for loop in reversed(loops):  # the borrower first: it may still be ending leases
-            loop.close()
 
 
-def _lender_and_borrower(config: EngineConfig) -> tuple[EngineLoop, EngineLoop]:
-    """Return two engines; the second fetches pages of the first."""
+@contextmanager
+def _lender_and_borrower(config: EngineConfig) -> Iterator[tuple[EngineLoop, EngineLoop]]:
+    """Load two engines; the second fetches pages of the first.
+
+    The second is closed first: it may still be ending leases.
+    """
     token = b"of these two"
-    lends = replace(config, role="prefill", kv_tiers="memory:64MiB")
-    lender = load_loop(resolve_config(lends), token=token)
-    try:
-        return lender, load_loop(resolve_config(replace(config, role="decode")), token=token)
-    except BaseException:
-        lender.close()
-        raise
+    lends = resolve_config(replace(config, role="prefill", kv_tiers="memory:64MiB"))
+    borrows = resolve_config(replace(config, role="decode"))
+    with (
+        closing(load_loop(lends, token=token)) as lender,
+        closing(load_loop(borrows, token=token)) as borrower,
+    ):
+        yield lender, borrower
 
 
 def _by_steps(engine: Engine, rounds: Rounds) -> Served:
