@@ -97,7 +97,7 @@ def test_failed_results_are_computed_again(prompts: Path, tmp_path: Path) -> Non
         assert (one["seconds"] == whole[line]["seconds"]) == (line != failed["line"])
 
 
-def test_a_priority_or_tokenizer_that_lacks_is_found_before_the_model_is_loaded(
+def test_a_missing_policy_or_tokenizer_is_found_before_the_model_is_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("kvik.llm.start", lambda *_: pytest.fail("the model is loaded"))

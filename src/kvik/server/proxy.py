@@ -572,7 +572,7 @@ class _Passing:
                 await self._refuse(HttpError(413, message, headers=CLOSE))
                 return None
 
-    def _failed(self, choice: ReplicaChoice, reason: str) -> None:
+    def _note_failure(self, choice: ReplicaChoice, reason: str) -> None:
         self._errors[self._proxy.upstreams[choice.replica].url] = reason
 
     async def _refuse(self, error: HttpError) -> None:
@@ -607,7 +607,7 @@ class _Passing:
             tail = await (passing if request.resumed else self._unless_gone(passing))
             return tail is not None
         except UpstreamError as error:
-            self._failed(choice, str(error))
+            self._note_failure(choice, str(error))
             if not error.closed or not again:
                 proxy.failed(choice.replica, str(error))
             if request.resumed is not None and not request.resumed.begun:
@@ -771,7 +771,7 @@ class _Passing:
                 proxy.refused(choice.replica, reason)
                 return None
             if answer.status in RETRIED and again:
-                self._failed(choice, f"it answers with status {answer.status}")
+                self._note_failure(choice, f"it answers with status {answer.status}")
                 return None
             passed = passed_on(answer.raw_headers, HOP_BY_HOP)
             limit_unread(scope, BODY_SECONDS)
