@@ -168,7 +168,7 @@ def test_ctrl_c_restores_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
         if len(rests) == 3:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(top, "Console", lambda: terminal)
+    monkeypatch.setattr(top, "output_console", lambda: terminal)
     # Not in the module: threads of other tests sleep too.
     monkeypatch.setattr(top, "time", SimpleNamespace(sleep=rest))
     monkeypatch.setattr(top, "ask", lambda server: engine_frame())

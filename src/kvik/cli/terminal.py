@@ -9,8 +9,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from textwrap import fill
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
 from unicodedata import combining, east_asian_width
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # ESC, the other controls of C0 and C1, and DEL: terminals interpret them. Newline and tab stay.
 _CONTROLS: Mapping[int, str] = {
@@ -183,6 +186,18 @@ def abandon_broken_streams() -> None:
 def _named(failure: OSError, stream: TextIO) -> OSError:
     name = "standard error" if stream is sys.stderr else "standard output"
     return OSError(failure.errno, failure.strerror, name)
+
+
+def output_console() -> Console:
+    """Return rich's console of standard output, whose broken pipe is a BrokenPipeError, as it is
+    of `say`; rich's own ends the process with code 1."""
+    from rich.console import Console
+
+    class OutputConsole(Console):
+        def on_broken_pipe(self) -> None:
+            raise BrokenPipeError
+
+    return OutputConsole()
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from contextlib import suppress
 from http.client import HTTPException
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from kvik.cli.flags import Parser, number
-from kvik.cli.terminal import visible
+from kvik.cli.terminal import output_console, visible
 from kvik.config.units import show_bytes
 from kvik.errors import KvikError
 from kvik.remote_server import RemoteServer, add_key_flag
@@ -261,7 +261,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise KvikError("interval", f"must be {MIN_INTERVAL} to {MAX_INTERVAL:.0f} seconds")
     server = RemoteServer.at(arguments.url, arguments.api_key)
     first = ask(server)
-    console = Console()
+    console = output_console()
     if arguments.once or not console.is_terminal:
         console.print(picture(first, console.width))
         return 0

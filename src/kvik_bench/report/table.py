@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from math import floor, log10
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvik.cli.terminal import output_console
 from kvik_bench.report.result import Figure, Result, Row
 
 MAX_WIDTH = 400  # characters of a table that goes to no terminal
@@ -94,7 +94,7 @@ def as_markdown(result: Result) -> str:
 
 def print_tables(result: Result) -> None:
     """Print to standard output, in the width of the terminal, or without one as wide as needed."""
-    console = Console()
+    console = output_console()
     table = grid(result)
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for i, name in enumerate(table.header):
