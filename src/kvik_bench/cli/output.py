@@ -76,7 +76,7 @@ def check_output(arguments: argparse.Namespace) -> None:
     if arguments.plot or arguments.html:
         from kvik_bench.report.plots import require_matplotlib
 
-        require_matplotlib()
+        require_matplotlib("plot" if arguments.plot else "html")
     for name in ("json", "html"):
         file = getattr(arguments, name)
         if not file or (name == "json" and file == "-"):

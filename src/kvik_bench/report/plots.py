@@ -71,10 +71,10 @@ STYLE: Mapping[Any, Any] = {
 }
 
 
-def require_matplotlib() -> None:
-    """Raise ConfigError, with how to install it, if matplotlib is missing."""
+def require_matplotlib(option: str) -> None:
+    """Raise ConfigError about the option, with how to install it, if matplotlib is missing."""
     if find_spec("matplotlib") is None:
-        raise ConfigError("plot", "charts need matplotlib: pip install 'kvik[bench]'")
+        raise ConfigError(option, "charts need matplotlib: pip install 'kvik[bench]'")
 
 
 def write_plots(result: Result, folder: Path) -> list[Path]:

@@ -92,6 +92,7 @@ def test_a_missing_matplotlib_names_the_extra_to_install(
     flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvik\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"pip install 'kvik\[bench\]'") as caught:
         check_output(flags(flag, str(tmp_path / "x")))
+    assert f"--{caught.value.field}" == flag
     check_output(flags("--json", str(tmp_path / "x")))
