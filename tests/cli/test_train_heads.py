@@ -41,7 +41,11 @@ def test_heads_are_saved_and_reported(
     ]  # fmt: skip
     assert spec.depth == 2 and len(spec.accuracies[0]) == 10
 
-    assert main(words(text, tmp_path, "--kind", kind, *sizes)) == 0  # replaces the first
+    before = (tmp_path / "heads" / "model.safetensors").stat().st_mtime_ns
+    assert main(words(text, tmp_path, "--kind", kind, *sizes)) == 2
+    assert "--output: " in capsys.readouterr().err
+    assert (tmp_path / "heads" / "model.safetensors").stat().st_mtime_ns == before
+    assert main(words(text, tmp_path, "--kind", kind, *sizes, "--force")) == 0
     shown = capsys.readouterr().out
     assert shown.startswith(f"{kind} heads, ") and "tokens of a step that they promise" in shown
 

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 from kvik.cli.flags import (
     Parser,
     add_engine_flags,
+    add_force_flag,
     add_model,
     add_option_flags,
+    check_new,
     engine_options,
     given_options,
 )
@@ -93,6 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="FOLDER", help="folder to write"
     )
+    add_force_flag(parser)
     add_option_flags(parser, "the heads and their training", HeadsOptions, defaults=True)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
     add_engine_flags(parser, READING)
@@ -102,11 +105,12 @@ def build_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     from kvik.evaluate.windows import longest_window, read_texts
     from kvik.launch import load_tokenizer, resolve_config
-    from kvik.training.heads import check_place, train_heads, windows_of
+    from kvik.training.heads import check_place, holds_finished, train_heads, windows_of
 
     config = EngineConfig(**engine_options(arguments, arguments.model))
     asked = _asked(arguments)
     check_place(arguments.output)
+    check_new(arguments, holds_finished(arguments.output))
     texts = read_texts(arguments.data)
     resolved = resolve_config(config)
     if resolved.model.fallback is not None:

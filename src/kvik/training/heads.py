@@ -254,6 +254,11 @@ def check_place(out: Path) -> None:
         raise ConfigError("output", f"{out} exists and is not a folder of draft heads")
 
 
+def holds_finished(out: Path) -> bool:
+    """Return whether a folder has heads whose training is finished."""
+    return (out / CONFIG).exists() and not (out / FILE).exists()
+
+
 def _is_ours(folder: Path) -> bool:
     """Return whether a folder has only heads or the state of their training."""
     names = {path.name for path in folder.iterdir()}
