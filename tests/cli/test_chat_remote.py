@@ -75,13 +75,13 @@ def test_the_server_s_own_message_is_shown(
     site: Site, say: Callable[..., int], capsys: Any
 ) -> None:
     site_flags = ["--url", site.url, "--model", "stories"]
-    assert say("Hello\n", *site_flags, "--api-key", "wrong") == 0
+    assert say("Hello\n", *site_flags, "--api-key", "wrong") == 1
     error = capsys.readouterr().err
     assert error.startswith("kvik: error: server: HTTP 401: ")
     assert error.count("\n") == 1
     assert say("Hello\n", "--url", site.url) == 2  # its models are not listed either
     assert capsys.readouterr().err.startswith("kvik: error: --api-key: HTTP 401: ")
-    assert say("word " * 3000 + "\nHello\n", *site_flags, "--api-key", "right") == 0
+    assert say("word " * 3000 + "\nHello\n", *site_flags, "--api-key", "right") == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("kvik: error: server: HTTP 400: ")
     assert captured.out.strip()  # the conversation continues
@@ -278,7 +278,7 @@ def test_an_unreachable_server(say: Callable[..., int], capsys: Any) -> None:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
         assert say("Hi\n", "--url", url) == 2
-        assert say("Hi\n", "--url", url, "--model", "mine") == 0
+        assert say("Hi\n", "--url", url, "--model", "mine") == 1
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"kvik: error: --url: {url} cannot be reached: ")
     assert second == first.replace("--url", "url")  # in the conversation there are no flags
@@ -389,7 +389,7 @@ def test_lines_break_between_words() -> None:
 
 def test_regenerate_repeats_the_last_message(say: Callable[..., int], capsys: Any) -> None:
     with answering(HELLO) as server:
-        assert say("/regenerate\nHi\n/regenerate\n/rest\nMore\n", "--url", server.url) == 0
+        assert say("/regenerate\nHi\n/regenerate\n/rest\nMore\n", "--url", server.url) == 1
         asked = [request.body["messages"] for request in server.requests if request.raw]
     hi = {"role": "user", "content": "Hi"}
     assert asked[0] == asked[1] == [hi]

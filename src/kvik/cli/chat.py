@@ -69,13 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     given = given_sampling_options(arguments)
     SamplingParams().with_changes(**given)  # refuse impossible values before anything is loaded
     if arguments.url is None:
-        _with_engine(arguments, given)
-    else:
-        _with_server(arguments, given)
-    return 0
+        return _with_engine(arguments, given)
+    return _with_server(arguments, given)
 
 
-def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> None:
+def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> int:
     if arguments.api_key:
         raise ConfigError("api_key", "needs --url")
 
@@ -92,10 +90,10 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
         # A model without a template is an error now, not at the first message.
         llm.render_chat([{"role": "user", "content": "Hello"}])
         params = llm.default_params.with_changes(**{"max_tokens": None, **given})
-        _converse(Chat(LocalBackend(llm, params), arguments.system))
+        return _converse(Chat(LocalBackend(llm, params), arguments.system))
 
 
-def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> None:
+def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> int:
     for name in given_engine_options(arguments):
         raise ConfigError(name, "is for an engine in this process; a server (--url) has its own")
 
@@ -104,11 +102,12 @@ def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
     server = RemoteServer.at(arguments.url, arguments.api_key)
     sampling = {name: value for name, value in given.items() if value is not None}
     model = arguments.model or first_model(server)
-    _converse(Chat(RemoteBackend(server, model, sampling), arguments.system))
+    return _converse(Chat(RemoteBackend(server, model, sampling), arguments.system))
 
 
-def _converse(chat: Chat) -> None:
-    """Read and answer lines until the user leaves."""
+def _converse(chat: Chat) -> int:
+    """Read and answer lines until the user leaves. Return the exit code: 1 if a line failed that
+    no user typed, since a script has only the code to see it."""
     interactive = sys.stdin.isatty()
     read = _line_editor() if interactive else input
     if interactive:
@@ -123,6 +122,7 @@ def _converse(chat: Chat) -> None:
             if not interactive:
                 raise
             say("\n/exit or Ctrl-D leaves")
+    return 1 if chat.failed and not interactive else 0
 
 
 def _line_editor() -> Callable[[str], str]:
@@ -174,6 +174,7 @@ class Chat:
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.open = True
+        self.failed = False  # a line, at least
         self.last: Facts | None = None
 
     def take(self, line: str) -> None:
@@ -191,6 +192,7 @@ class Chat:
             else:
                 self._answer(line)
         except KvikError as error:
+            self.failed = True
             say(f"kvik: error: {error}", error=True, style="red")
 
     def _run(self, command: str, rest: str) -> None:
