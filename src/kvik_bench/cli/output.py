@@ -123,7 +123,7 @@ def _print(result: Result, arguments: argparse.Namespace) -> None:
 
 def _write(path: Path, text: str, name: str) -> None:
     try:
-        write_whole(path, text.encode())
+        write_whole(path, text.encode(errors="replace"))
     except OSError as error:
         raise ConfigError(name, f"cannot be written ({error.strerror})") from None
     say(f"wrote {path}", error=True)

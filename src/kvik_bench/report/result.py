@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -127,12 +127,21 @@ class Result:
 
     def to_json(self) -> str:
         """Return JSON, with medians and extremes in addition to the values, for simple readers."""
-        plain = msgspec.to_builtins(self)
+        plain = _encodable(msgspec.to_builtins(self))
         for row, found in zip(plain["rows"], self.rows, strict=True):
             for entry, figure in zip(row["figures"], found.figures, strict=True):
                 entry |= {"median": figure.median, "low": figure.low, "high": figure.high}
                 entry["impossible"] = figure.impossible
         return msgspec.json.format(msgspec.json.encode(plain), indent=1).decode()
+
+
+def _encodable(plain: Any) -> Any:
+    """Return plain values with "?" for what UTF-8 cannot encode, as in paths of other encodings."""
+    if isinstance(plain, dict):
+        return {key: _encodable(value) for key, value in plain.items()}
+    if isinstance(plain, list | tuple):
+        return [_encodable(value) for value in plain]
+    return plain.encode(errors="replace").decode() if isinstance(plain, str) else plain
 
 
 # The facts of a run: enough to repeat it, and to see which results are comparable.

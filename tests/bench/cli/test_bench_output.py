@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,14 @@ def test_json_alone_on_standard_output(capsys: pytest.CaptureFixture[str]) -> No
     check_output(wanted)
     write_out(sample_result(), wanted)
     assert read_result(capsys.readouterr().out) == sample_result()
+
+
+def test_a_path_that_is_not_utf_8_loses_no_result(tmp_path: Path) -> None:
+    result = replace(sample_result(), facts={"model": os.fsdecode(b"caf\xe9")}, charts=())
+    write_out(result, flags(f"--json={tmp_path}/r.json", f"--html={tmp_path}/r.html"))
+    kept = read_result((tmp_path / "r.json").read_bytes())
+    assert kept == replace(result, facts={"model": "caf?"})
+    assert "caf?" in (tmp_path / "r.html").read_text()
 
 
 def test_files_are_written_even_if_standard_output_is_closed(
