@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -139,6 +139,15 @@ async def test_health_and_readiness_follow_the_engine() -> None:
     assert await server.ended == 0
 
 
+@pytest.fixture
+def with_terminal() -> Iterator[None]:
+    """SIGHUP is not ignored, although the tests may run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("with_terminal")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_a_signal_lets_running_requests_end(number: int) -> None:
     server = RunningServer()
