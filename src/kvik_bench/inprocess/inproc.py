@@ -23,7 +23,6 @@ from kvik.launch import start
 from kvik_bench.load.metrics import RequestRecord
 
 PATIENCE = 0.1  # seconds that a poll may block, during which Ctrl-C has no effect
-LOOK_PERIOD = 0.005  # seconds between readings of KV usage: each takes a tenth of a small step
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +104,6 @@ class _Load:
     _requests: list[EngineRequest] = field(init=False)
     _unsent: deque[int] = field(init=False)  # indices of jobs, ordered by due time
     _text: OutputProcessor = field(init=False)
-    _next_look: float = 0.0
 
     def __post_init__(self) -> None:
         self._requests = [
@@ -164,6 +162,4 @@ class _Load:
                 self.unfinished -= 1
                 if delta.report is not None:
                     record.cached_tokens = delta.report.num_cached_tokens
-        if now >= self._next_look:
-            self._next_look = now + LOOK_PERIOD
-            self.kv_usage = max(self.kv_usage, self.engine.loop.stats().kv_usage)
+        self.kv_usage = max(self.kv_usage, self.engine.loop.core.scheduler.kv.usage)
