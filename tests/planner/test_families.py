@@ -469,7 +469,7 @@ def test_any_value_in_any_field_is_read_or_refused_at_once(data: st.DataObject) 
         assert model.attention_flops(1, 2) > 0
     except ModelError as error:
         assert "\n" not in str(error)
-    assert time.process_time() - start < 1
+    assert time.process_time() - start < 5  # the largest takes 0.2, and more while it is traced
 
 
 @pytest.mark.parametrize(
