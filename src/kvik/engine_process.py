@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
     sock.set_inheritable(False)
     live_with_parent(sock.fileno())
     logging.getLogger(NOTES_LOG).setLevel(logging.INFO)
-    _beating = [beat(int(file)) for file in arguments[1:]]  # none: nobody watches
+    _beating = [beat(int(file)) for file in arguments[1:]]  # none: no process watches
     line = HostSocket(sock)
     try:
         return _serve(line)

@@ -106,8 +106,8 @@ def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
 
 
 def _converse(chat: Chat) -> int:
-    """Read and answer lines until the user leaves. Return the exit code: 1 if a line failed that
-    no user typed, since a script has only the code to see it."""
+    """Read and answer lines until the input ends. Return the exit code: 1 if a line of a script
+    failed; a user at a terminal has seen the error."""
     interactive = sys.stdin.isatty()
     read = _line_editor() if interactive else input
     if interactive:
@@ -174,7 +174,7 @@ class Chat:
         self.system = system
         self.messages: list[dict[str, str]] = []
         self.open = True
-        self.failed = False  # a line, at least
+        self.failed = False  # whether any line has failed
         self.last: Facts | None = None
 
     def take(self, line: str) -> None:
