@@ -193,10 +193,12 @@ def layers_of_linears(
 
 
 def attentions(batches: tuple[int, ...], budget: int, wanted: Wanted) -> Iterator[Work]:
-    """Yield decoding at context 2048, then prompts of 512 tokens; 32 query heads, 8 KV heads."""
+    """Yield decoding at context 2048, then 512 tokens of a prompt, its only ones and the last of
+    16,384; 32 query heads, 8 KV heads."""
     for head_dim in (64, 128):
         block = 8 * BLOCK_SIZE * head_dim  # elements of keys
-        cases = [("decode", batch, 1, 2048) for batch in batches] + [("prefill", 1, 512, 512)]
+        cases = [("decode", batch, 1, 2048) for batch in batches]
+        cases += [("prefill", 1, 512, 512), ("prefill after 15872", 1, 512, 16384)]
         for (name, batch, queries, context), stored in product(cases, CACHES):
             work = Work("attention", f"{name} {stored} B={batch} D={head_dim}", "bf16")
             if not wanted(f"attention {work.case}"):
