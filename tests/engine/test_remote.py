@@ -44,9 +44,11 @@ async def connected() -> AsyncIterator[Rig]:
     rig.source.send(Ready())
     await rig.settle()
     assert (rig.client.state, rig.client.reason) == (EngineState.READY, "")
-    yield rig
-    await rig.client.close()
-    rig.source.sock.close()
+    try:
+        yield rig
+    finally:
+        await rig.client.close()
+        rig.source.sock.close()
 
 
 @BOTH_LOOPS
@@ -244,8 +246,8 @@ async def test_an_engine_that_does_not_read_does_not_block_the_client(
 
 async def test_old_stats_are_returned_if_no_new_ones_arrive(rig, monkeypatch):
     monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
-
     known = (await rig.client.stats()).steps
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 60.0)
     asking = asyncio.create_task(rig.client.stats())
     await rig.settle()
     ask = rig.source.received()[-1]
@@ -254,6 +256,7 @@ async def test_old_stats_are_returned_if_no_new_ones_arrive(rig, monkeypatch):
     body = wire.msgspec.Raw(wire.encode(module.EngineStats(*[7] * 12)))
     rig.source.send(Reply(ask.ticket, body))
     assert (await asking).steps == 7 != known
+    monkeypatch.setattr(module, "ANSWER_SECONDS", 0.05)
     assert (await rig.client.stats()).steps == 7  # without an answer
     rig.source.send(Reply(999, body), Reply(ask.ticket, body))  # too late, or without a query
     await rig.settle()
