@@ -341,6 +341,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2": ("Starcoder2", {"sliding_window": None}),
     "starcoder2-window": ("Starcoder2", {"sliding_window": 9, "use_bias": False}),
     "phi": ("Phi", {"hidden_size": 64}),
+    "phi-tied": ("Phi", {"hidden_size": 64, "tie_word_embeddings": True}),
     "lfm2": ("Lfm2", {"layer_types": ["conv", "full_attention", "conv"]}),
     "lfm2-bias-width": (
         "Lfm2",
@@ -634,6 +635,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "glm4-moe-lite": ("Glm4MoeLite", {**LATENT, "mlp_layer_types": ["dense", "sparse", "sparse"]}),
     "gptj": ("GPTJ", {"rotary_dim": 4}),
+    "gptj-tied": ("GPTJ", {"rotary_dim": 4, "tie_word_embeddings": True}),
     "gptj-head-dim-16": ("GPTJ", {"n_embd": 64, "rotary_dim": 16, "n_inner": 40}),
     "gpt-neo": ("GPTNeo", {"attention_types": [[["global", "local"], 1], [["local"], 1]]}),
     "gpt-neo-head-dim-16": (

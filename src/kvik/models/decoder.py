@@ -290,6 +290,7 @@ class Decoder:
             spec.vocab_size,
             spec.embedding_size,
             tied=spec.tie_word_embeddings and head != "",
+            bias=spec.head_bias,
             scale=spec.scales.embedding,
         )
         self.positions = None if make_positions is None else make_positions(spec, trunk)

@@ -532,12 +532,20 @@ class Builder(LayerBuilder):
         return Embedding(self.ops, table[skipped:])
 
     def token_embedding(
-        self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
+        self,
+        name: str,
+        vocab: int,
+        hidden: int,
+        *,
+        tied: bool,
+        bias: bool = False,
+        scale: float = 1.0,
     ) -> TokenTable:
         """Return the embedding of tokens.
 
         Args:
             tied: the head has the same matrix.
+            bias: of the head.
             scale: of the vectors; it is rounded to the dtype.
         """
         stage = self._stage
@@ -549,7 +557,7 @@ class Builder(LayerBuilder):
         if not tied and self._embedding_scheme(name) is None and not stored_as_matrix:
             plain = self._table(name, vocab, hidden)
             return Embedding(self.ops, plain.table, scale)
-        return self._embedding_matrix(name, LinearShape(hidden, vocab), tied, scale)
+        return self._embedding_matrix(name, LinearShape(hidden, vocab), tied, scale, tied and bias)
 
     def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> MatrixEmbedding:
         """Return a table of token vectors, which is quantised like a head.
@@ -560,10 +568,12 @@ class Builder(LayerBuilder):
         return self._embedding_matrix(name, LinearShape(width, vocab), False, scale)
 
     def _embedding_matrix(
-        self, name: str, shape: LinearShape, tied: bool, scale: float
+        self, name: str, shape: LinearShape, tied: bool, scale: float, bias: bool = False
     ) -> MatrixEmbedding:
         scheme = self._embedding_scheme(name)
-        linear = self._linear((name,), [shape], stored=[scheme], bias=False, head=True)
+        linear = self._linear(
+            (name,), [shape], stored=[scheme], bias=bias, head=True, declared_bias=False
+        )
         return MatrixEmbedding(self.ops, linear.matrix, self.dtype, tied, scale)
 
     def _embedding_scheme(self, name: str) -> StoredScheme | None:
@@ -591,6 +601,8 @@ class Builder(LayerBuilder):
         if isinstance(embedding, MatrixEmbedding) and embedding.tied:
             self.ignore(f"{name}.weight")
             head = Linear(self.ops, embedding.matrix)
+            if embedding.matrix.bias is not None:
+                self._declare(self._name(f"{name}.{BIAS}"), embedding.matrix.bias, "bias")
         else:
             vocab, hidden = embedding.shape
             head = self._linear((name,), [LinearShape(hidden, vocab)], bias=bias, head=True)
@@ -862,6 +874,7 @@ class Builder(LayerBuilder):
         expert: tuple[int, int] | None = None,
         between: Between | None = None,
         alone: bool = False,
+        declared_bias: bool = True,
     ) -> Linear:
         """Return the fused layer of some layers of the checkpoint, and declare their tensors.
 
@@ -874,6 +887,7 @@ class Builder(LayerBuilder):
             places: destinations of the first rows; see `Rows`.
             head: the layer computes logits or is the embedding. Logits are fp32, because small
                 differences between them matter; the weight keeps at least eight bits.
+            declared_bias: the caller declares no bias itself, under another name.
         """
         layers = [self._name(name) for name in names]
         inputs, rows = shapes[0].inputs, sum(shape.outputs for shape in shapes)
@@ -902,7 +916,7 @@ class Builder(LayerBuilder):
         target, first = Rows(self.ops, matrix, quantizer, places), 0
         for layer, shape, own in zip(layers, shapes, stored, strict=True):
             self._declare_layer(layer, shape, own, target, first)
-            if matrix.bias is not None:
+            if matrix.bias is not None and declared_bias:
                 offsets = matrix.bias[first : first + shape.outputs]
                 fill = partial(_fill_in, offsets)
                 if places is not None and first < len(places):

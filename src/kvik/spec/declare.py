@@ -711,7 +711,14 @@ class LayerBuilder:
         return _LISTED
 
     def token_embedding(
-        self, name: str, vocab: int, hidden: int, *, tied: bool, scale: float = 1.0
+        self,
+        name: str,
+        vocab: int,
+        hidden: int,
+        *,
+        tied: bool,
+        bias: bool = False,
+        scale: float = 1.0,
     ) -> TokenTable:
         table = DeclaredTable("embedding", self._name(name), vocab, hidden, tied)
         self._found.tables.append(table)
