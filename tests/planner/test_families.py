@@ -267,6 +267,12 @@ def test_what_a_quantised_checkpoint_leaves_in_floats_counts_so() -> None:
     assert shape("gpt-oss-20b").kind_of(attention, "mxfp4") is None
 
 
+HQQ = {"quant_config": {"weight_quant_params": {"nbits": 4, "group_size": 64}}}
+AO = {"_type": "Int8DynamicActivationInt4WeightConfig", "_data": {"group_size": 32}}
+FP8 = {"dtype": "fp8_e4m3"}
+AQLM = {"in_group_size": 8, "num_codebooks": 1, "nbits_per_codebook": 16}
+
+
 @pytest.mark.parametrize(
     ("quantization", "stored", "note"),
     [
@@ -282,6 +288,17 @@ def test_what_a_quantised_checkpoint_leaves_in_floats_counts_so() -> None:
         (packed(8), "int8-weight-only", "counted as int8-weight-only"),
         (packed(8, format="naive-quantized", type="float"), "fp8", ""),
         ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4", "counted as int4"),
+        ({"quant_method": "hqq", **HQQ}, "int4", "kvik does not run this checkpoint"),
+        ({"quant_method": "sinq", "nbits": 8}, "int8-weight-only", "kvik does not run"),
+        ({"quant_method": "eetq", "weights": "int8"}, "int8-weight-only", "kvik does not run"),
+        ({"quant_method": "quanto", "weights": "float8"}, "fp8", "kvik does not run"),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "int4", "does not run"),
+        ({"quant_method": "torchao", "quant_type": {"default": AO}}, "int4", "does not run"),
+        ({"quant_method": "quark", "global_quant_config": {"weight": FP8}}, "fp8", "does not run"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "int4", "does not run"),
+        ({"quant_method": "aqlm", **AQLM}, "int4", "does not run"),
+        ({"quant_method": "bitnet"}, "int4", "does not run"),
+        ({"quant_method": "vptq"}, "bf16", "not known: bf16 taken"),
         ({"quant_method": "new", "bits": 5}, "bf16", "not known: bf16 taken"),
         ({"quant_method": ["fp8"], "bits": {}}, "bf16", "not known: bf16 taken"),
     ],

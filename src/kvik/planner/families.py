@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
@@ -155,8 +155,13 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
     shape = _from_spec(spec, fields, name)
     if plain == named:
         return shape
-    runnable = _runnable(named)
-    if runnable is None or runnable.quantization is None:
+    try:
+        runnable = ModelSpec.from_config(named)
+    except ModelError as error:
+        notes = (*shape.notes, f"kvik does not run this checkpoint: {error}")
+        heads = frozenset({"head"})  # which tools leave in floats
+        return replace(shape, spec=None, float_roles=heads, notes=notes)
+    if runnable.quantization is None:
         return replace(shape, spec=runnable)
     floats = _float_roles(runnable.quantization, spec.declaration)
     return replace(shape, spec=runnable, float_roles=floats)
@@ -240,7 +245,8 @@ STORED: Mapping[str | int, str] = {
     "mxfp4": "mxfp4",
     "mxfp4-pack-quantized": "mxfp4",
     "int-quantized": "int8",
-    2: "int4",  # widened to 4 bits, as are 3
+    "bitnet": "int4",  # 2 bits, which are widened to 4, as are 3
+    2: "int4",
     3: "int4",
     4: "int4",
     8: "int8-weight-only",
@@ -255,20 +261,52 @@ def _stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
     if "quantization_config" not in fields:
         return dtype, plain, () if key in fields else (f"no dtype is given: {dtype} taken",)
     config = fields.inside("quantization_config")
-    method = config.raw("quant_method")
+    inside, method = fields.mapping("quantization_config") or {}, config.raw("quant_method")
     # compressed-tensors has one method name for everything; its "format" tells most of them apart,
     # and its first group the others
     weights = _first_group(config)
     float8 = "fp8" if weights.get("type") == "float" and weights.get("num_bits") == 8 else None
     loaded = (bits for bits in (4, 8) if config.raw(f"load_in_{bits}bit") is True)  # bitsandbytes
-    bits = (config.raw("bits"), weights.get("num_bits"), next(loaded, None))
+    bits = (weights.get("num_bits"), next(loaded, None), *_said_of_weights(inside))
     for said in (method, config.raw("format"), float8, *bits):
-        nearest = STORED.get(said) if isinstance(said, str | int) else None
+        nearest = _nearest_format(said)
         if nearest == "fp8":
             return dtype, nearest, ()
         if nearest is not None:
             return dtype, nearest, (f"quantised by {shown(method)}: counted as {nearest}",)
     return dtype, plain, (f"quantised by {shown(method)}, which is not known: {plain} taken",)
+
+
+# A number format in a word: "nvfp4", "int4_weight_only", "Int8DynamicActivationInt4WeightConfig".
+_NUMBER = re.compile(r"(fp|float|nf|int)(\d)")
+_BITS = ("bits", "nbits", "weights", "quant_type", "_type", "quant_algo", "forward_dtype", "dtype")
+# Objects with the quantisation of weights: of HQQ, torchao and Quark.
+_WITHIN = ("quant_config", "weight_quant_params", "default", "global_quant_config", "weight")
+
+
+def _said_of_weights(config: Mapping[str, object]) -> Iterator[object]:
+    """Yield what methods say of the bits of a weight, each in its own way."""
+    for key, value in config.items():
+        if isinstance(value, Mapping) and (key in _WITHIN or key in _BITS):
+            yield from _said_of_weights(value)
+        elif key in _BITS:
+            yield value
+    codebooks, bits, group = map(
+        config.get, ("num_codebooks", "nbits_per_codebook", "in_group_size")
+    )
+    if type(codebooks) is type(bits) is type(group) is int and group > 0:  # AQLM
+        yield round(codebooks * bits / group)
+
+
+def _nearest_format(said: object) -> str | None:
+    """Return the nearest weight format to a word or a number of bits; None: it says none."""
+    if isinstance(said, str) and said not in STORED:
+        found = _NUMBER.findall(said.lower())
+        if not found:
+            return None
+        kind, bits = found[-1]  # activations come before weights
+        said = "fp8" if kind in ("fp", "float") and bits == "8" else int(bits)
+    return STORED.get(said) if isinstance(said, str | int) else None
 
 
 def _first_group(config: Fields) -> Mapping[str, object]:
