@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from itertools import count
+from pathlib import Path
 from random import Random
 
 from kvik.core.block_pool import ContentLog, extend_hashes
@@ -30,9 +31,10 @@ from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request
 from kvik.errors import ConfigError
-from kvik.options import Integer, Number, option
+from kvik.options import Integer, Number, Text, option
 from kvik.planner.roofline import PlannedStep
 from kvik.spec.kv import KVCacheSpec, KVGroup, group_layers
+from kvik_bench.load.workload import TraceRow, read_trace
 
 ANSWER = 1  # every output token
 READ, WRITE = "read", "write"  # ways to and from the disk
@@ -45,7 +47,9 @@ READ, WRITE = "read", "write"  # ways to and from the disk
 class Traffic:
     """Conversations that share system prompts and grow, drawn from a seed."""
 
-    requests: int = option(5000, Integer(1, 100_000_000), "turns of all conversations together")
+    requests: int = option(
+        5000, Integer(1, 100_000_000), "turns of all conversations together, or of the trace"
+    )
     rate: float = option(150.0, Number(0, 1e7, above=True), "turns a second")
     turns: float = option(5.0, Number(1, 1000), "turns of a conversation, on average")
     think: float = option(
@@ -60,6 +64,12 @@ class Traffic:
     )
     output_tokens: int = option(64, Integer(1, 1 << 20), "tokens of an answer, on average")
     seed: int = option(0, Integer(0, (1 << 63) - 1), "seed of the load")
+    trace: str | None = option(
+        None,
+        Text("a path", metavar="FILE"),
+        "times and lengths of the requests, as for kvik bench serve; None: conversations",
+    )
+    speed: float = option(1.0, Number(0, 1e6, above=True), "speed of the trace's clock")
 
 
 @dataclass(slots=True)
@@ -83,14 +93,17 @@ class Turn:
 
 class Conversations:
     """Draws the turns of `Traffic`, independently of the times of answers. A conversation that
-    would exceed the model's context begins again after its system prompt.
+    would exceed the model's context begins again after its system prompt. A trace has no texts, so
+    each of its requests is a conversation of one turn that shares nothing.
 
     Raises:
-        ConfigError: a system prompt leaves no room in the context.
+        ConfigError: a system prompt leaves no room in the context, or a request of the trace does
+            not fit it.
     """
 
     def __init__(self, traffic: Traffic, context: int) -> None:
-        if traffic.system_tokens + 2 > context:
+        self._trace = [] if traffic.trace is None else _trace(traffic, traffic.trace, context)
+        if not self._trace and traffic.system_tokens + 2 > context:
             raise ConfigError(
                 "system_tokens",
                 f"must be at most {context - 2}, as the model's context is {context}, "
@@ -105,6 +118,13 @@ class Conversations:
     def starts(self) -> Iterator[tuple[float, Turn]]:
         """Yield first turns with their times, until all turns together are `Traffic.requests`."""
         traffic, random, now, left = self._traffic, self._random, 0.0, self._traffic.requests
+        for row in self._trace:
+            yield (
+                row.offset,
+                Turn(_text(random, row.prompt_tokens), 0, row.output_tokens, 0, random),
+            )
+        if self._trace:
+            return
         used: set[int] = set()  # system prompts
         while left > 0:
             turns = min(left, 1 + int(random.expovariate(1 / max(traffic.turns - 0.5, 0.01))))
@@ -135,6 +155,16 @@ class Conversations:
             size = min(size, self._context - system - output)
         before.extend(_text(random, size))
         return Turn(before, known, output, rest, random)
+
+
+def _trace(traffic: Traffic, path: str, context: int) -> list[TraceRow]:
+    """Return the requests of a trace, at most `Traffic.requests`."""
+    rows = read_trace(Path(path).expanduser(), traffic.speed, traffic.requests)
+    longest = max(row.prompt_tokens + row.output_tokens for row in rows)
+    if longest > context:
+        reason = f"must have requests of at most {context} tokens, the model's context"
+        raise ConfigError("trace", f"{reason}, not {longest}")
+    return rows
 
 
 def _text(random: Random, size: int) -> array[int]:

@@ -13,6 +13,7 @@ from kvik.cli import main
 from kvik.core.config import TierSizes
 from kvik.core.plan import NOWHERE, PageLoad, PageStore, SchedulerOutput
 from kvik.errors import ConfigError, KvikError
+from kvik.planner.plan import Question
 from kvik_bench.cli import simulate as verb
 from kvik_bench.simulation import (
     Outcome,
@@ -149,7 +150,7 @@ def test_a_prompt_takes_the_planned_time(
 ):
     """Late chunks attend to all before them, and few tokens wake most experts."""
     traffic = Traffic(requests=1, systems=1, system_tokens=prompt, user_tokens=1, output_tokens=1)
-    outcome = simulate(traffic, verb.simulated(model, verb.Replicas("h100")), 1)
+    outcome = simulate(traffic, verb.simulated(Question(model, "h100"), verb.Replicas()), 1)
     words = ["plan", model, "--hardware", "h100", "--context", str(prompt)]
     assert main.main([*words, "--json"]) == 0
     planned = json.loads(capsys.readouterr().out)["speed"]["prefill"][-1]
@@ -161,8 +162,10 @@ def test_caches_keep_only_the_windows_of_layers(capsys: pytest.CaptureFixture[st
     words = ["plan", "gemma-3-4b", "--hardware", "h100", "--context", "131072", "--json"]
     assert main.main(words) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
-    asked = verb.Replicas("h100", max_num_batched_tokens=memory["step_tokens"])
-    cache = SimulatedReplica(verb.simulated("gemma-3-4b", asked)).scheduler.kv.config
+    asked = verb.Replicas(max_num_batched_tokens=memory["step_tokens"])
+    cache = SimulatedReplica(
+        verb.simulated(Question("gemma-3-4b", "h100"), asked)
+    ).scheduler.kv.config
     each = cache.max_blocks(131_072, memory["step_tokens"])
     assert cache.num_blocks // each == pytest.approx(memory["largest_batch"], abs=1)
 
@@ -170,14 +173,46 @@ def test_caches_keep_only_the_windows_of_layers(capsys: pytest.CaptureFixture[st
 def test_states_are_kept_for_a_few_requests(tmp_path: Path):
     """A prefix is only hit where a copy of the states is, of which each request has two."""
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC["LFM2-1.2B"]))
-    model, traffic = str(tmp_path / "config.json"), Traffic(requests=60, rate=5.0, systems=1)
+    asked = Question(str(tmp_path / "config.json"), "h100")
+    traffic = Traffic(requests=60, rate=5.0, systems=1)
     few, many = (
-        simulate(traffic, verb.simulated(model, verb.Replicas("h100", max_num_seqs=seqs)), 1)
+        simulate(traffic, verb.simulated(asked, verb.Replicas(max_num_seqs=seqs)), 1)
         for seqs in (1, 64)
     )
     assert few.hit_tokens < 0.7 * many.hit_tokens
     with pytest.raises(ConfigError, match="kv_tiers"):
-        verb.simulated(model, verb.Replicas("h100", kv_tiers="memory:1GiB"))
+        verb.simulated(asked, verb.Replicas(kv_tiers="memory:1GiB"))
+
+
+def test_a_trace_gives_the_times_and_lengths_of_requests(tmp_path: Path):
+    path = tmp_path / "trace.csv"
+    lengths = [(300, 8), (70, 1), (500, 20)]
+    rows = [f"2023-11-16 18:15:{2 * i:02},{p},{o}" for i, (p, o) in enumerate(lengths)]
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
+    traffic = Traffic(requests=3, trace=str(path))
+    outcome = simulate(traffic, SimulatedEngine(), 2)
+    assert (outcome.requests, outcome.prompt_tokens, outcome.hit_tokens) == (3, 870, 0)
+    assert 4 < outcome.seconds < 5
+    assert simulate(replace(traffic, speed=4.0), SimulatedEngine(), 2).seconds < 2
+    assert simulate(replace(traffic, requests=2), SimulatedEngine(), 2).prompt_tokens == 370
+    with pytest.raises(ConfigError, match="520"):
+        simulate(traffic, SimulatedEngine(context=512), 2)
+
+
+def test_engines_are_those_of_the_planner(capsys: pytest.CaptureFixture[str]):
+    """Divided, and with smaller formats, an engine has more room and faster steps."""
+    words = ["simulate", "llama-3.1-8b", "--hardware", "h100", "--replicas", "1", "--requests", "5"]
+    words += ["--turns", "1", "--json"]
+    times = []
+    for flags in ([], ["--tp", "4"], ["--tp", "4", "--dtype", "fp8"]):
+        assert main.main([*words, *flags]) == 0
+        times.append(json.loads(capsys.readouterr().out)[0]["ttft_p50"])
+    assert times[0] > 2 * times[1] > 2 * times[2]
+    asked = Question("llama-3.1-70b", "h100")
+    with pytest.raises(ConfigError, match="hardware"):
+        verb.simulated(asked, verb.Replicas())
+    two, four = (verb.simulated(replace(asked, tp=tp), verb.Replicas()).blocks for tp in (2, 4))
+    assert four > 4 * two > 0
 
 
 @pytest.mark.full

@@ -111,7 +111,7 @@ def _header(report: AdviceReport) -> list[str]:
     if report.obstacle:
         lines += _item("obstacle", f"{shape.name} {report.obstacle}")
     if shape.spec is None:
-        lines += _item("note", f"this version does not run {shape.architecture}")
+        lines += _item("note", f"this version does not run {shape.name}")
     for note in filter(None, [device.doubt, *shape.notes]):
         lines += _item("note", note)
     if report.start:

@@ -386,9 +386,9 @@ def check_tiers(
         peers=config.role == "decode" or moved,
         lends=config.role == "prefill" or moved,
     )
+    model = unkept(spec.architecture, encoder=spec.encoder, states=bool(spec.states))
     for wrong, reason in (
-        (spec.encoder, f"{spec.architecture} is an encoder, of whose prompts nothing is kept"),
-        (bool(spec.states), f"{spec.architecture} keeps states, which no page holds"),
+        (bool(model), model),
         (compute.gpu is not None, "blocks of a GPU are not moved yet; use device cpu"),
         (
             config.distributed_executor_backend == "ray",
@@ -403,6 +403,13 @@ def check_tiers(
                 raise ConfigError("role", f"must be both: {reason}")
             raise ConfigError(TIERS, f"must be left out: {reason}")
     return asked
+
+
+def unkept(architecture: str, *, encoder: bool, states: bool) -> str:
+    """Return why tiers keep nothing of a model's prompts; "": they do."""
+    if encoder:
+        return f"{architecture} is an encoder, of whose prompts nothing is kept"
+    return f"{architecture} keeps states, which no page holds" if states else ""
 
 
 def less_memory_tier(limit: Limit, tiers: TierOptions | None) -> Limit:

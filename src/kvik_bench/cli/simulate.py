@@ -15,9 +15,9 @@ from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report
 from kvik.config.config import Notes, Tiers, read_tiers
 from kvik.config.memory import StepSize
-from kvik.config.resolve import tier_sizes
+from kvik.config.resolve import tier_sizes, unkept
 from kvik.errors import ConfigError
-from kvik.options import Integer, Number, Text, normalised, option
+from kvik.options import Integer, Number, normalised, option, options_of
 from kvik.planner.cost import columns, count, seconds
 from kvik.planner.families import read_shape
 from kvik.planner.memory import cache_of, laid_out
@@ -26,15 +26,14 @@ from kvik.planner.roofline import decode, prefill, step_time
 from kvik_bench.simulation import Outcome, SimulatedEngine, Traffic, simulate
 
 POLICIES = ("prefix", "round-robin")
+# Options of `kvik plan` that describe an engine.
+PLANNED = ("hardware", "dtype", "kv_cache_dtype", "tp", "memory_utilization")
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
     """The replicas of `kvik simulate`."""
 
-    hardware: str = option(
-        "this", Text(), "h200, a100-80g, rtx4090, ...; this: this machine; or a file"
-    )
     replicas: int = option(8, Integer(1, 4096), "engines, each with the whole model")
     num_blocks: int | None = option(
         None, Integer(1, 1 << 31), "KV blocks of each engine; None: as many as memory holds"
@@ -65,6 +64,8 @@ def build_parser() -> argparse.ArgumentParser:
         "round-robin routing. Loads no model.",
     )
     add_model(parser, "a folder, hub id or config.json")
+    others = [option.name for option in options_of(Question) if option.name not in PLANNED]
+    add_option_flags(parser, "each engine, as for kvik plan", Question, left_out=others)
     add_option_flags(parser, "the engines", Replicas)
     add_option_flags(parser, "the load", Traffic)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     asked = replace(asked, **normalised(asked, ConfigError))
     traffic = Traffic(**given_options(Traffic, arguments))
     traffic = replace(traffic, **normalised(traffic, ConfigError))
-    engine = simulated(arguments.model, asked)
+    engine = simulated(Question(**given_options(Question, arguments)), asked)
     found: list[tuple[Outcome, float]] = []
     for policy in POLICIES:
         began = time.perf_counter()
@@ -89,16 +90,18 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def simulated(model: str, asked: Replicas) -> SimulatedEngine:
+def simulated(question: Question, asked: Replicas) -> SimulatedEngine:
     """Return a simulated engine of a model on some hardware, with the planner's step times.
+
+    Args:
+        question: only its model and the options `PLANNED` count.
 
     Raises:
         ConfigError: the speed of the hardware is not known, the model does not fit, or a tier is
             smaller than a page.
     """
-    shape = read_shape(model)
-    device, hardware = find_machine(asked.hardware)
-    question = Question(model, asked.hardware)
+    shape = read_shape(question.model)
+    device, hardware = find_machine(question.hardware)
     at = setting_of(
         shape, device, check_question(question, shape, exact=device.kind == "cpu"), hardware
     )
@@ -109,8 +112,8 @@ def simulated(model: str, asked: Replicas) -> SimulatedEngine:
     if blocks < 1:
         raise ConfigError("hardware", f"{device.name} has no memory left for a KV block")
     tiers = None if asked.kv_tiers is None else read_tiers(asked.kv_tiers)
-    if tiers is not None and shape.state_bytes:
-        reason = f"{shape.architecture} keeps states, which no page holds"
+    reason = unkept(shape.architecture, encoder=False, states=shape.state_bytes > 0)
+    if tiers is not None and reason:
         raise ConfigError("kv_tiers", f"must be left out: {reason}")
     return SimulatedEngine(
         blocks,
@@ -145,10 +148,11 @@ def as_text(
     asked: Replicas, traffic: Traffic, engine: SimulatedEngine, found: list[tuple[Outcome, float]]
 ) -> str:
     """Return the outcomes as text."""
+    rate = f"at {traffic.rate:g}/s" if traffic.trace is None else f"of {traffic.trace}"
     context, chunk = engine.context // 2, min(engine.context, engine.max_num_batched_tokens)
     head = (
-        f"{asked.replicas} replicas of {count(engine.blocks)} blocks, {count(traffic.requests)} "
-        f"turns at {traffic.rate:g}/s; a step takes {seconds(engine.cost(prefill(chunk)))} for a "
+        f"{asked.replicas} replicas of {count(engine.blocks)} blocks, "
+        f"{count(found[0][0].requests)} turns {rate}; a step takes {seconds(engine.cost(prefill(chunk)))} for a "
         f"prompt of {chunk:,}, {seconds(engine.cost(decode(1, context)))} for a token behind "
         f"{context:,}"
     )
