@@ -19,6 +19,7 @@ from kvik.planner.parallel import (
     unevenness,
 )
 from kvik.planner.shape import ModelShape
+from kvik.spec.shares import Between
 
 
 def size(part: ModelShape, role: str) -> tuple[int, int, int]:
@@ -53,10 +54,30 @@ def test_kv_heads_are_copied_where_there_are_too_few() -> None:
 
 
 def test_inputs_need_not_divide() -> None:
-    """The fullest device has one more: 4,864 inner activations on 14 devices."""
+    """The fullest device has one tile more: 4,864 inner activations on 14 devices."""
     whole = shape("qwen2.5-0.5b")
     (down,) = (m for m in share(whole, 14, 1).matrices if m.role == "down")
-    assert down.inputs == 348 and 13 * 348 < 4864 < 14 * 348
+    assert down.inputs == 11 * 32 and 13 * 352 < 4864 < 14 * 352
+
+
+@pytest.mark.parametrize("tp", [2, 4, 8])
+def test_no_group_of_weights_is_divided(tp: int) -> None:
+    """2,880 channels are 90 groups of 32; the format of a part is that of the whole."""
+    whole = shape("gpt-oss-20b")
+    parts = {m.role: m for m in share(whole, tp, 1).matrices}
+    kind = whole.kind_of(next(m for m in whole.matrices if m.role == "expert_down"), "mxfp4")
+    assert kind is not None
+    between = Between(2880, 32)
+    most = max(end - first for first, end in (between.own(rank, tp) for rank in range(tp)))
+    assert parts["expert_down"].inputs == most == parts["expert_gate_up"].outputs // 2
+    assert whole.kind_of(parts["expert_down"], "mxfp4") == kind
+
+
+def test_heads_that_divide_a_group_divide_outputs() -> None:
+    """Seven heads of 64 are three and a half groups of 128."""
+    whole = shape("qwen2.5-0.5b")
+    (o,) = (m for m in share(whole, 2, 1, "int4").matrices if m.role == "o")
+    assert (o.inputs, o.outputs) == (896, 448)
 
 
 def test_the_latent_of_mla_is_copied_and_its_projections_are_cut() -> None:

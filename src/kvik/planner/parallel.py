@@ -9,6 +9,7 @@ stage whole layers.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -91,7 +92,7 @@ def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[Mod
             intermediate_size=-(-shape.intermediate_size // tp),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            matrices=tuple(_cut(matrix, shape, tp) for matrix in part.matrices),
+            matrices=tuple(_cut(matrix, shape, tp, weight_format) for matrix in part.matrices),
             caches=tuple(_cut_cache(cache, 1 if shape.latent_dim else tp) for cache in part.caches),
             state_bytes=-(-part.state_bytes // tp),
             state_width=-(-shape.state_width // tp),
@@ -110,14 +111,26 @@ def _most_heads(shape: ModelShape, tp: int) -> tuple[int, int]:
     return max(end - first for first, end in shares), -(-shape.num_kv_heads // tp)
 
 
-def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int) -> MatrixGroup:
-    if matrix.role in REPLICATED:
+def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int, weight_format: str) -> MatrixGroup:
+    """Return the part of a matrix on the fullest device, of the kind that the whole matrix has."""
+    if matrix.role in REPLICATED or tp == 1:
         return matrix
     heads, kv_heads = _most_heads(shape, tp)
     if matrix.role == "o":
-        return replace(matrix, inputs=-(-matrix.inputs * heads // shape.num_heads))
+        inputs, kind = (
+            -(-matrix.inputs * heads // shape.num_heads),
+            shape.kind_of(matrix, weight_format),
+        )
+        if kind is not None and kind.group and inputs % kind.group:
+            return replace(matrix, outputs=-(-matrix.outputs // tp))
+        return replace(matrix, inputs=inputs)
     if matrix.role in SECOND:
-        return replace(matrix, inputs=-(-matrix.inputs // tp))
+        return replace(matrix, inputs=_channels(matrix, shape, tp, weight_format))
+    if matrix.role.endswith("up") and matrix.role not in ("q_up", "kv_up"):
+        second = matrix.role.removesuffix("gate_up").removesuffix("up") + "down"
+        copies = 2 if matrix.role.endswith("gate_up") else 1
+        down = replace(matrix, role=second, inputs=matrix.outputs // copies)
+        return replace(matrix, outputs=copies * _channels(down, shape, tp, weight_format))
     if matrix.role == "qkv":
         pair = shape.head_dim + shape.v_head_dim
         queries = matrix.outputs - shape.num_kv_heads * pair
@@ -126,6 +139,13 @@ def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int) -> MatrixGroup:
     if matrix.role in ("q_up", "kv_up"):
         return replace(matrix, outputs=-(-matrix.outputs * heads // shape.num_heads))
     return replace(matrix, outputs=-(-matrix.outputs // tp))
+
+
+def _channels(down: MatrixGroup, shape: ModelShape, tp: int, weight_format: str) -> int:
+    """Return the channels of an MLP on the fullest device, which divides no group of weights."""
+    kind = shape.kind_of(down, weight_format)
+    unit = math.lcm(TILE, kind.group if kind and kind.group else 1)
+    return min(down.inputs, -(-down.inputs // (unit * tp)) * unit)
 
 
 def _cut_cache(cache: CacheShape, tp: int) -> CacheShape:

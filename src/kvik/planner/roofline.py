@@ -250,7 +250,7 @@ def step_time(shape: ModelShape, at: Setting, step: PlannedStep) -> StepTime:
         part = replace(at, device=at.device.divided(cores, at.busy))
         work = _Work.of(together(shape, at.tp), part, step)
     else:
-        work = _Work.of(share(shape, at.tp, 1), at, step)
+        work = _Work.of(share(shape, at.tp, 1, at.weight_format), at, step)
     parts = [*work.parts(), *_messages(shape, at, step)]
     return StepTime(tuple(part for part in parts if part.expected > 0))
 

@@ -152,9 +152,9 @@ def as_text(
     context, chunk = engine.context // 2, min(engine.context, engine.max_num_batched_tokens)
     head = (
         f"{asked.replicas} replicas of {count(engine.blocks)} blocks, "
-        f"{count(found[0][0].requests)} turns {rate}; a step takes {seconds(engine.cost(prefill(chunk)))} for a "
-        f"prompt of {chunk:,}, {seconds(engine.cost(decode(1, context)))} for a token behind "
-        f"{context:,}"
+        f"{count(found[0][0].requests)} turns {rate}; a step takes "
+        f"{seconds(engine.cost(prefill(chunk)))} for a prompt of {chunk:,}, "
+        f"{seconds(engine.cost(decode(1, context)))} for a token behind {context:,}"
     )
     tiered = engine.tiers is not None
     ideal = found[0][0].ideal_tokens / max(1, found[0][0].prompt_tokens)
