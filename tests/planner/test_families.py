@@ -52,6 +52,11 @@ def test_weights_are_those_published() -> None:
     assert len(ratios) > 20
 
 
+def test_contexts_are_those_published() -> None:
+    known = {name: facts["context"] for name, facts in PUBLISHED.items() if "context" in facts}
+    assert known == {name: shape(name).max_context for name in known}
+
+
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if "active" in PUBLISHED[name]])
 def test_active_parameters_are_those_published(name: str) -> None:
     model, known = shape(name), PUBLISHED[name]
