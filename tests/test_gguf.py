@@ -93,6 +93,9 @@ def test_the_plan_counts_the_loaded_weights(case: str, tied: bool, tmp_path: Pat
     packed = pytest.importorskip("kvik.kernels.cpu.matrix").packed_sizes
     loaded = rest + sum(sum(packed(each.spec)) for each in made)
     assert loaded == weight_bytes(spec, "bfloat16", "none", "native")
+    planned = replace(read_shape(str(tmp_path / "m.gguf")), kernels="native")
+    if as_stored:
+        assert loaded == planned.weight_bytes(planned.stored)
     assert as_stored == all(not each.kind.floats for each in sizes)
     assert case != "mixed" or len(made) == 4 + 5 + 2 - tied  # V of one layer, and the ends
 

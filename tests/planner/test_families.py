@@ -264,10 +264,11 @@ def packed(num_bits: int, *, format: str = "pack-quantized", type: str = "int") 
 
 
 def test_what_a_quantised_checkpoint_leaves_in_floats_counts_so() -> None:
-    llama = shape_from_config(changed("llama-3-8b", quantization_config=packed(4)), "m")
+    llama = shape_from_config(changed("llama-3-8b", quantization_config=packed(8)), "m")
     rounded = shape("llama-3-8b")  # its head has 8 bits, and a scale for each output
     saved = 128_256 * (4096 - 4)
-    assert llama.weight_bytes("int4") == rounded.weight_bytes("int4") + saved
+    stored = llama.weight_bytes("int8-weight-only")
+    assert stored == rounded.weight_bytes("int8-weight-only") + saved
     attention = next(matrix for matrix in shape("gpt-oss-20b").matrices if matrix.role == "qkv")
     assert shape("gpt-oss-20b").kind_of(attention, "mxfp4") is None
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
-from helpers.public_configs import public_shape
+from helpers.public_configs import config, public_shape
 
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import Gpu, Hardware
@@ -14,7 +15,7 @@ from kvik.config.resolve import resolve
 from kvik.config.units import GIB
 from kvik.errors import ConfigError
 from kvik.planner.devices import Device, Setting, find_device
-from kvik.planner.families import read_shape
+from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.memory import (
     StoredModel,
     bytes_of,
@@ -76,6 +77,43 @@ def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str
     assert planned.total == decided.total
     assert bytes_of(model, at) == (decided.total, decided.limit)
     assert planned.fits
+
+
+def packed(bits: int, *ignored: str, group: int = 128, **more: Any) -> dict[str, Any]:
+    """Return the quantisation of a checkpoint by compressed-tensors."""
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}, **more}
+    ignore = ["lm_head", *ignored]
+    facts = {"format": "pack-quantized", "ignore": ignore, "config_groups": groups}
+    return {"quant_method": "compressed-tensors", **facts}
+
+
+WIDER = {"targets": ["re:.*(down|v)_proj"], "weights": {"num_bits": 8, "type": "int"}}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(
+    "stored",
+    [
+        {"quant_method": "awq", "bits": 4, "group_size": 32},
+        {"quant_method": "gptq", "bits": 4, "group_size": 64, "desc_act": True},
+        {"quant_method": "gptq", "bits": 8, "sym": False},  # loaded as floats
+        {"quant_method": "fp8", "weight_block_size": [128, 128]},
+        packed(4, r"re:.*layers\.[0-7]\..*"),  # some layers are floats
+        packed(4, other=WIDER),
+    ],
+    ids=str,
+)
+def test_a_quantised_checkpoint_counts_as_the_engine_loads_it(
+    machine: str, stored: dict[str, Any]
+) -> None:
+    values = {**config("llama-3.2-1b"), "quantization_config": stored}
+    hardware, model = MACHINES[machine], shape_from_config(values, "m")
+    assert model.spec is not None
+    wishes = EngineConfig(dtype="bfloat16", max_model_len=500, max_num_seqs=3, num_blocks=96)
+    decided = resolve(wishes, model.spec, hardware, "").memory
+    at = Setting(device_of(hardware), model.stored, "bf16", 500, 3, hardware=hardware)
+    assert memory_of(model, at).weights == decided.weights
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 4)])

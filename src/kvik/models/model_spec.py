@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 from kvik.errors import ModelError, shown
 from kvik.models.registry import ARCHITECTURES
 from kvik.options import did_you_mean
-from kvik.spec.declare import UNQUANTISED, Architecture, Declaration, describe
+from kvik.spec.declare import UNQUANTISED, Architecture, Declaration, DeclaredLinear, describe
 from kvik.spec.engine_folder import read_built
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.layers import SPARSE_ARCHITECTURES, check_layer_types, refuse_sparse
@@ -185,18 +185,27 @@ class ModelSpec(ModelFacts):
         for linear in declaration.linears:
             if linear.role in UNQUANTISED:
                 continue
-            stored: tuple[StoredScheme | None, ...] = (None,) * len(linear.names)
-            if linear.tied:
-                stored = (scheme,)
-            elif stored_as is not None:
-                stored = tuple(map(stored_as.scheme, linear.names))
-            first = 0
-            for size in stored_alike(stored) if linear.role == "qkv" else (len(stored),):
-                some = slice(first, first + size)
-                outputs, head = sum(linear.outputs[some]), linear.role == "head"
-                found[LinearLayers(1, linear.inputs, outputs, head, stored[some])] += 1
-                first += size
+            head = linear.role == "head"
+            for outputs, stored in self.stored_parts(linear):
+                found[LinearLayers(1, linear.inputs, outputs, head, stored)] += 1
         return tuple(replace(like, count=count) for like, count in found.items())
+
+    def stored_parts(
+        self, linear: DeclaredLinear
+    ) -> Iterator[tuple[int, tuple[StoredScheme | None, ...]]]:
+        """Yield the outputs of each matrix that holds some parts of a layer, and how the checkpoint
+        stores these parts."""
+        stored_as = self.quantization
+        stored: tuple[StoredScheme | None, ...] = (None,) * len(linear.names)
+        if stored_as is not None and linear.tied:
+            stored = (stored_as.embedding_scheme(self.declaration.embedding.name),)
+        elif stored_as is not None:
+            stored = tuple(map(stored_as.scheme, linear.names))
+        first = 0
+        for size in stored_alike(stored) if linear.role == "qkv" else (len(stored),):
+            some = slice(first, first + size)
+            yield sum(linear.outputs[some]), stored[some]
+            first += size
 
 
 def read_model_spec(folder: str | Path) -> ModelSpec:

@@ -6,9 +6,9 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 
 from kvik.config.config import EngineConfig, Notes, check_config
@@ -25,13 +25,19 @@ from kvik.models.model_spec import ModelSpec, text_config
 from kvik.models.qwen3 import QWEN3, QWEN3_MOE
 from kvik.planner.formats import weight_format
 from kvik.planner.shape import CacheShape, LayerShape, MatrixGroup, ModelShape
-from kvik.spec.declare import Declaration, DeclaredLinear, DeclaredNorm, DeclaredOther
+from kvik.spec.declare import (
+    UNQUANTISED,
+    DeclaredLinear,
+    DeclaredNorm,
+    DeclaredOther,
+)
 from kvik.spec.engine_folder import read_built
-from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS
+from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, Router
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.kv import STATE_BYTES
 from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
-from kvik.spec.stored_weights import StoredQuantization
+from kvik.spec.stored_weights import StoredScheme
+from kvik.spec.weights import loaded_kind, matrix_kind
 
 # Parts in which names of one configuration differ: owner, maker, and the purpose of tuning.
 _OWNER = re.compile(r".*/|^meta-")
@@ -117,7 +123,7 @@ def _gguf_shape(file: GgufFile, name: str) -> ModelShape:
     if bits is not None:
         nearest = 4 if bits <= 4 else 8
         config["quantization_config"] = {"quant_method": METHOD, "bits": nearest}
-    return replace(shape_from_config(config, name), spec=gguf_model_spec(file))
+    return _from_spec(gguf_model_spec(file), Fields(config), name)
 
 
 def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
@@ -150,21 +156,20 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
         notes = (note, *shape.notes)
         return replace(shape, architecture=architecture, spec=None, notes=notes)
     named = {**config, "architectures": [architecture]}
-    plain = {key: value for key, value in named.items() if key != "quantization_config"}
-    spec = ModelSpec.from_config(plain, fields.where)
-    shape = _from_spec(spec, fields, name)
-    if plain == named:
-        return shape
     try:
-        runnable = ModelSpec.from_config(named)
+        return _from_spec(ModelSpec.from_config(named, fields.where), fields, name)
     except ModelError as error:
+        plain = {key: value for key, value in named.items() if key != "quantization_config"}
+        if plain == named:
+            raise
+        shape = _from_spec(ModelSpec.from_config(plain, fields.where), fields, name)
+        # Tools leave the head in floats.
+        floats = (
+            replace(m, stored=((m.outputs, None),)) for m in shape.matrices if m.role == "head"
+        )
+        others = (matrix for matrix in shape.matrices if matrix.role != "head")
         notes = (*shape.notes, f"kvik does not run this checkpoint: {error}")
-        heads = frozenset({"head"})  # which tools leave in floats
-        return replace(shape, spec=None, float_roles=heads, notes=notes)
-    if runnable.quantization is None:
-        return replace(shape, spec=runnable)
-    floats = _float_roles(runnable.quantization, spec.declaration)
-    return replace(shape, spec=runnable, float_roles=floats)
+        return replace(shape, spec=None, matrices=(*others, *floats), notes=notes)
 
 
 def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
@@ -317,21 +322,6 @@ def _first_group(config: Fields) -> Mapping[str, object]:
     return weights if isinstance(weights, Mapping) else {}
 
 
-def _float_roles(stored: StoredQuantization, declared: Declaration) -> frozenset[str]:
-    """Return the roles that a quantised checkpoint stores as floats."""
-    quantised = set[str]()
-    for linear in declared.linears:
-        if linear.role in quantised:
-            continue  # there may be thousands of experts
-        if linear.tied:
-            schemes = [stored.embedding_scheme(declared.embedding.name)]
-        else:
-            schemes = [stored.scheme(name) for name in linear.names]
-        if any(schemes):
-            quantised.add(linear.role)
-    return frozenset({linear.role for linear in declared.linears} - quantised)
-
-
 def attention_kind(heads: int, kv_heads: int) -> str:
     if kv_heads == heads:
         return "MHA"
@@ -341,16 +331,21 @@ def attention_kind(heads: int, kv_heads: int) -> str:
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     """Return the shape of a model with the engine's spec."""
     hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
-    latent, declared, apart = spec.latent, spec.declaration, _layers(spec)
+    latent, declared = spec.latent, spec.declaration
+    made = [_matrix(spec, linear) for linear in declared.linears]
+    apart = _layers(spec, made)
     caching, shared = Counter[CacheShape](), Counter[CacheShape]()
     for kept in filter(None, (layer.cache for layer in apart)):
         alike = replace(kept, shared_by=0)
         caching[alike] += 1
         shared[alike] += kept.shared_by
-    counts = Counter(map(_matrix, declared.linears))
+    counts = Counter(made)
     for table in declared.tables:
         if not table.tied:  # else it is the head
-            counts[MatrixGroup(table.role, 1, table.width, table.rows, multiplied=False)] += 1
+            scheme = spec.quantization and spec.quantization.embedding_scheme(table.name)
+            kind = loaded_kind(scheme, table.width) if scheme else None
+            stored_as = ((table.rows, kind),) if kind else ()
+            counts[MatrixGroup(table.role, 1, table.width, table.rows, 0, 0, False, stored_as)] += 1
     matrices = [replace(matrix, count=count) for matrix, count in counts.items()]
     dtype, stored, notes = _stored_format(fields)
     predicting = fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0)
@@ -409,13 +404,18 @@ def windowed(shape: ModelShape, window: int | None, sinks: int) -> ModelShape:
     return replace(shape, spec=spec, layers=layers, caches=caches, max_context=longest)
 
 
-def _layers(spec: ModelSpec) -> tuple[LayerShape, ...]:
+def _layers(spec: ModelSpec, made: Sequence[MatrixGroup]) -> tuple[LayerShape, ...]:
+    """Return the shape of each layer.
+
+    Args:
+        made: each linear layer.
+    """
     declared = spec.declaration
     counts = [Counter[MatrixGroup]() for _ in spec.layers]
     others = [0] * len(counts)
-    for linear in declared.linears:
+    for linear, matrix in zip(declared.linears, made, strict=True):
         if linear.layer is not None:
-            counts[linear.layer][_matrix(linear)] += 1
+            counts[linear.layer][matrix] += 1
             others[linear.layer] += linear.bias * sum(linear.outputs)
     beside: list[DeclaredNorm | DeclaredOther] = [*declared.norms, *declared.others]
     for part in beside:
@@ -435,7 +435,21 @@ def _layers(spec: ModelSpec) -> tuple[LayerShape, ...]:
     return tuple(found)
 
 
-def _matrix(linear: DeclaredLinear) -> MatrixGroup:
-    router, outputs = linear.router, sum(linear.outputs)
+def _matrix(spec: ModelSpec, linear: DeclaredLinear) -> MatrixGroup:
+    quantised = spec.quantization is not None and linear.role not in UNQUANTISED
+    stored = tuple(spec.stored_parts(linear)) if quantised else ()
+    return _matrix_of(linear.role, linear.inputs, sum(linear.outputs), linear.router, stored)
+
+
+@lru_cache(maxsize=256)  # a model may have thousands of equal experts
+def _matrix_of(
+    role: str,
+    inputs: int,
+    outputs: int,
+    router: Router | None,
+    stored: tuple[tuple[int, tuple[StoredScheme | None, ...]], ...],
+) -> MatrixGroup:
     chosen = (router.experts, router.active) if router else (0, 0)
-    return MatrixGroup(linear.role, 1, linear.inputs, outputs, *chosen)
+    head = role == "head"
+    parts = ((count, matrix_kind("none", inputs, schemes, head=head)) for count, schemes in stored)
+    return MatrixGroup(role, 1, inputs, outputs, *chosen, stored=tuple(parts))

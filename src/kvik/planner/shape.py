@@ -34,6 +34,8 @@ class MatrixGroup:
         count: matrices in the whole model: layers, times experts where routed.
         experts: per layer, `active` of them per token; 0: every token uses the matrix.
         multiplied: False for a lookup table.
+        stored: numbers of outputs, and the kind in which the engine loads them from the checkpoint;
+            (): it is not quantised, or not known to the engine.
     """
 
     role: str
@@ -43,6 +45,7 @@ class MatrixGroup:
     experts: int = 0
     active: int = 0
     multiplied: bool = True
+    stored: tuple[tuple[int, WeightKind | None], ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -139,7 +142,6 @@ class ModelShape:
         state_flops: operations per token on all states.
         dtype: of the checkpoint's unquantised parts: "bfloat16", "float16" or "float32".
         stored: weight format of the checkpoint: "bf16", "fp8", ...
-        float_roles: roles that a quantised checkpoint stores as floats.
         tied: the head is the embedding, which then counts once, as the head.
         other_parameters: norms and biases, which keep the dtype.
         layers: shape of each layer; () for a part on one of several devices.
@@ -173,7 +175,6 @@ class ModelShape:
     state_flops: int = 0
     layers: tuple[LayerShape, ...] = field(default=(), repr=False, compare=False)
     kernels: str = "torch"
-    float_roles: frozenset[str] = frozenset()
     spec: ModelSpec | None = None
     notes: tuple[str, ...] = ()
 
@@ -195,11 +196,13 @@ class ModelShape:
         return "float16" if self.dtype == "float16" else "bfloat16"
 
     def kind_of(self, matrix: MatrixGroup, weight_format: str) -> WeightKind | None:
-        """Return how a matrix is stored; None: in the model's dtype, as quantised checkpoints store
-        some roles, and the head if the format does not quantise it."""
+        """Return how a matrix, or its first part, is stored; None: in the model's dtype, as
+        quantised checkpoints store some roles, and the head if the format does not quantise it."""
         facts, role = weight_facts(weight_format), matrix.role
-        spared = role in self.float_roles or (role == "head" and not facts.head)
-        if (spared and facts.name == self.stored) or role in UNQUANTIZED_ROLES:
+        if matrix.stored and facts.name == self.stored:
+            return matrix.stored[0][1]
+        spared = role == "head" and not facts.head and facts.name == self.stored
+        if spared or role in UNQUANTIZED_ROLES:
             return None
         fine = role in ("head", "token_inputs")  # stored in 8 bits
         return layer_kind(facts.quantization or "none", matrix.inputs, head=fine)
@@ -304,7 +307,13 @@ class ModelShape:
         return DTYPE_BYTES[self.working_dtype(weight_format)]
 
     def _matrix_bytes(self, matrix: MatrixGroup, weight_format: str) -> int:
-        kind = self.kind_of(matrix, weight_format)
-        if kind is None:
-            return matrix.inputs * matrix.outputs * self._item(weight_format)
-        return kind.weight_bytes(matrix.inputs, matrix.outputs, self.kernels)
+        parts = matrix.stored if weight_format == self.stored else ()
+        parts = parts or ((matrix.outputs, self.kind_of(matrix, weight_format)),)
+        whole, found = sum(outputs for outputs, _ in parts), 0
+        for outputs, kind in parts:
+            rows = matrix.outputs * outputs // max(1, whole)  # fewer on one of several devices
+            if kind is None:
+                found += matrix.inputs * rows * self._item(weight_format)
+            else:
+                found += kind.weight_bytes(matrix.inputs, rows, self.kernels)
+        return found

@@ -294,12 +294,8 @@ class StoredRule:
         """Return whether the rule applies to a layer."""
         if self.every or layer in self.names:
             return True
-        if self.within:
-            words = layer.split(".")
-            ends = range(1, len(words) + 1)
-            if any(".".join(words[i:j]) in self.within for j in ends for i in range(j)):
-                return True
-        return False
+        whole = f".{layer}."
+        return any(f".{name}." in whole for name in self.within)
 
 
 @dataclass(frozen=True, slots=True)
