@@ -24,9 +24,10 @@ def bench(job: Job, batch: int, prompt: int, outputs: list[int]) -> list[dict[st
     command += ["--threads", str(job.threads), "--ctx-size", str(batch * job.max_len)]
     command += ["-npp", str(prompt), "-ntg", ",".join(map(str, outputs))]
     command += ["-npl", str(batch), *job.options.get("args", [])]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode != 0:
-        raise EngineFailure(f"llama-batched-bench ended with {done.returncode}")
+        reason = "; ".join(done.stderr.splitlines()[-2:])
+        raise EngineFailure(f"llama-batched-bench ended with {done.returncode}: {reason}")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if len(lines) != len(outputs):
         raise EngineFailure(f"llama-batched-bench gave {len(lines)} results, not {len(outputs)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +61,15 @@ def test_llama_batched_bench_needs_its_path() -> None:
     entry = EngineEntry(adapter="llama.cpp-bench", format="int8")
     job = Job("none.gguf", 1, 0.0, make_workloads(["b1"], 4, 4, 100, 0), {})
     assert "options.bench must be the path" in run_adapter(entry, job, LIMIT).answer.failed
+
+
+def test_the_reason_of_llama_batched_bench_is_reported(tmp_path: Path) -> None:
+    bench = tmp_path / "llama-batched-bench"
+    bench.write_text("#!/bin/sh\necho failed to open none.gguf >&2\nexit 3\n")
+    bench.chmod(0o755)
+    entry = EngineEntry(adapter="llama.cpp-bench", format="int8")
+    workloads = make_workloads(["b1"], 4, 4, 100, 0)
+    failed = run_adapter(
+        entry, Job("none.gguf", 1, 0.0, workloads, {"bench": str(bench)}), LIMIT
+    ).answer.failed
+    assert "failed to open none.gguf" in failed
