@@ -95,10 +95,12 @@ def test_wheel_without_a_compiler_has_only_python(tmp_path: Path) -> None:
 
 @pytest.mark.full
 def test_the_sdist_contains_all_sources_of_a_build(tmp_path: Path) -> None:
+    """And what the README's `make demo` and `make test` need."""
     with tarfile.open(build("build_sdist", tmp_path)) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     sources = {f"csrc/{path.name}" for path in (ROOT / "csrc").iterdir() if path.is_file()}
-    assert {"pyproject.toml", "LICENSE", "README.md", "src/kvik/py.typed"} | sources <= names
+    named = {"pyproject.toml", "LICENSE", "README.md", "Makefile", "constraints.txt"}
+    assert named | {"src/kvik/py.typed"} | sources <= names
     assert not [name for name in names if name.endswith(".so") or "__pycache__" in name]
 
 
