@@ -257,7 +257,7 @@ def run(arguments: argparse.Namespace) -> int:
         progress.end()
         if any(log.records for logs in bench.logs.values() for log in logs):
             write_out(bench.result(facts), arguments)
-    return 0 if bench.completed else 1
+    return 0 if bench.succeeded else 1
 
 
 class Progress:

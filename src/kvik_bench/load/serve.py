@@ -336,9 +336,10 @@ class ServeBench:
                             await watching
 
     @property
-    def completed(self) -> int:
-        """Number of completed requests, without warm-up."""
-        return sum(log.finished - log.failed for logs in self.logs.values() for log in logs)
+    def succeeded(self) -> bool:
+        """Whether requests were completed and none failed, without warm-up."""
+        logs = [log for logs in self.logs.values() for log in logs]
+        return any(log.finished for log in logs) and not any(log.failed for log in logs)
 
     def result(self, facts: Mapping[str, str]) -> Result:
         slo = self.test.slo

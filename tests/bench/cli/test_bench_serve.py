@@ -39,9 +39,9 @@ def reply(request: Received) -> Reply:
     return models(request) or stream(request.body["max_tokens"], first=0.005, gap=0.001)
 
 
-def bench(fake: FakeServer, tmp_path: Path, *words: str) -> Result:
+def bench(fake: FakeServer, tmp_path: Path, *words: str, code: int = 0) -> Result:
     out = tmp_path / "result.json"
-    assert main(["bench", "serve", "--url", fake.url, "--json", str(out), *words]) == 0
+    assert main(["bench", "serve", "--url", fake.url, "--json", str(out), *words]) == code
     return read_result(out.read_bytes())
 
 
@@ -175,9 +175,8 @@ def test_failures_are_counted_and_the_run_continues(tmp_path: Path) -> None:
         return broken if len(fake.requests) % 3 == 0 else reply(request)
 
     with FakeServer(fails) as fake:
-        result = bench(
-            fake, tmp_path, "--num-requests", "9", "--concurrency", "1", "--output-tokens", "2"
-        )
+        words = ["--num-requests", "9", "--concurrency", "1", "--output-tokens", "2"]
+        result = bench(fake, tmp_path, *words, code=1)
     assert result.rows[0].facts["requests"] == "6 completed, 3 failed"
     assert result.remarks[0] == "concurrency 1: 3 of 9 requests failed: HTTP 500 (engine died)."
 
