@@ -64,16 +64,17 @@ def test_a_pipe_is_written_to(tmp_path: Path) -> None:
 def test_where_a_file_may_be_put(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     assert can_write(tmp_path / "file") and can_write(tmp_path / "new")
-    assert can_write(tmp_path / "a" / "b" / "new")
+    assert not can_write(tmp_path / "a" / "b" / "new")
+    assert can_write(tmp_path / "a" / "b" / "new", parents=True)
     assert not can_write(tmp_path)
-    assert not can_write(tmp_path / "file" / "under a file")
+    assert not can_write(tmp_path / "file" / "under a file", parents=True)
 
 
 def test_a_folder_that_is_read_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Root may write everywhere, so the answer of the system is replaced."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     assert not can_write(tmp_path / "new")
-    assert not can_write(tmp_path / "folder" / "new")
+    assert not can_write(tmp_path / "folder" / "new", parents=True)
 
 
 def test_a_folder_takes_the_place_of_another_in_one_go(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import DESCRIPTION, MODULE
 from kvik.errors import ConfigError, shown
-from kvik.files import writing_whole_folder
+from kvik.files import can_write, writing_whole_folder
 from kvik.launch import build_weights, resolve_config
 from kvik.model_files import model_files
 from kvik.spec.engine_folder import (
@@ -66,9 +66,12 @@ def check_output(output: Path) -> None:
     """Check that an engine folder may be written there.
 
     Raises:
-        ConfigError: it is a file, or a folder with files that do not belong to an engine folder.
+        ConfigError: it is a file, cannot be written, or is a folder with files that do not belong
+            to an engine folder.
     """
     if not output.exists():
+        if not can_write(output / MANIFEST, parents=True):
+            raise ConfigError("output", f"{str(output)!r} must be a folder to write to")
         return
     if not output.is_dir():
         raise ConfigError("output", f"must be a folder; {str(output)!r} is a file")

@@ -202,13 +202,17 @@ def _remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def can_write(path: Path) -> bool:
-    """Return whether a file can be written there, creating missing parent folders."""
+def can_write(path: Path, *, parents: bool = False) -> bool:
+    """Return whether a file can be written there.
+
+    Args:
+        parents: missing parent folders will be created.
+    """
     if path.is_dir():
         return False
     if path.exists() and not path.is_file():
         return os.access(path, os.W_OK)
     folder = path.resolve().parent
-    while not folder.exists() and folder != folder.parent:
+    while parents and not folder.exists() and folder != folder.parent:
         folder = folder.parent
     return folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)

@@ -45,7 +45,6 @@ def test_baselines_need_no_text(tmp_path, capsys, by):
         (["--context", "2000"], "--context: must be at most the model's 1024"),
         (["--by", "luck"], "--by"),
         (["--by", "uniform", "--context", "1024", "--bytes", "0.02"], "--bytes"),
-        (["--save", "/nowhere/at/all/b.json"], "--save: must be in a folder that exists"),
         (["--save", "/proc/b.json"], "--save: '/proc/b.json' cannot be written"),
     ],
 )

@@ -263,3 +263,30 @@ def test_the_module_can_be_run() -> None:
     result = run("info", "/no/such/folder")
     assert result.returncode == 2
     assert result.stderr == "kvik: error: model: there is no folder '/no/such/folder'\n"
+
+
+@pytest.mark.parametrize(
+    ("verb", "flag", "more"),
+    [
+        ("serve", "--record", ["--port", "0"]),
+        ("build", "--output", []),
+        ("train-heads", "--output", ["--data", "text.txt"]),
+        ("kv-budget", "--save", []),
+        ("export", "--output", []),
+        ("generate", "--output", ["--prompts", "text.txt"]),
+        ("bench throughput", "--json", []),
+    ],
+)
+def test_an_output_is_checked_before_a_model_is_looked_for(
+    verb: str,
+    flag: str,
+    more: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("Once upon a time")
+    words = [*verb.split(), "/no/such/model", flag, "text.txt/is-no-folder.gguf", *more]
+    assert refused(capsys, *words).startswith(f"{flag}: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     path: Path = arguments.output
     if path.suffix.lower() != GGUF:
         raise ConfigError("output", f"must end in {GGUF}, not {path.name[:60]!r}")
-    if not path.parent.is_dir() or not can_write(path):
+    if not can_write(path):
         raise ConfigError("output", f"cannot be written: {str(path)[:200]!r}")
     check_new(arguments, path.is_file())
     if arguments.type not in TYPES:

@@ -220,7 +220,7 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
         )
     texts = _read(arguments.prompts)
     path = None if arguments.output == "-" else arguments.output
-    if path is not None and not (Path(path).parent.is_dir() and can_write(Path(path))):
+    if path is not None and not can_write(Path(path)):
         raise ParamError("output", f"cannot write {path!r}")
     options = engine_options(arguments, words[0] if words else "")
     if _is_of_batch(texts[0][1]):

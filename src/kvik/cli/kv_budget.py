@@ -30,6 +30,7 @@ from kvik.config.kv_budget import (
     scores_of,
 )
 from kvik.errors import ConfigError
+from kvik.files import can_write
 from kvik.options import normalised
 
 READING = ("dtype", "quantization", "threads", "memory_utilization")
@@ -69,8 +70,8 @@ def run(arguments: argparse.Namespace) -> int:
     normalised(asked, ConfigError)
     if arguments.save.exists() and not arguments.force:
         raise ConfigError("save", f"{str(arguments.save)!r} exists; --force replaces it")
-    if not arguments.save.absolute().parent.is_dir():  # known before a text is read
-        raise ConfigError("save", f"must be in a folder that exists, not {str(arguments.save)!r}")
+    if not can_write(arguments.save):  # known before a text is read
+        raise ConfigError("save", f"{str(arguments.save)!r} must be a file in a folder to write to")
     spec = resolve_config(config).model
     check_model(spec, "model")
     context = asked.context or min(spec.max_context, USUAL_CONTEXT)

@@ -24,7 +24,7 @@ from kvik.evaluate.windows import (
     prompt_prefix,
     resolve_reader,
 )
-from kvik.files import working_folder, writing_whole_folder
+from kvik.files import can_write, working_folder, writing_whole_folder
 from kvik.nn.safetensors import write_safetensors
 from kvik.text.tokenizer import Tokenizer
 from kvik.training.train import (
@@ -245,13 +245,15 @@ def train_heads(
 
 
 def check_place(out: Path) -> None:
-    """Check that `out` is new or a folder of heads.
+    """Check that `out` can be written, and is new or a folder of heads.
 
     Raises:
-        ConfigError: it holds something else.
+        ConfigError: it cannot be written, or holds something else.
     """
     if out.exists() and not (out.is_dir() and _is_ours(out)):
         raise ConfigError("output", f"{out} exists and is not a folder of draft heads")
+    if not can_write(out / CONFIG, parents=True):
+        raise ConfigError("output", f"{str(out)!r} must be a folder to write to")
 
 
 def holds_finished(out: Path) -> bool:

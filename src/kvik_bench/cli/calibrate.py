@@ -121,7 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.only == "gpu" and not gpus:
         raise ConfigError("only", "there is no GPU here that Triton's kernels can run on")
     path = prompt_attention_path()
-    if gpus and not can_write(path):
+    if gpus and not can_write(path, parents=True):
         elsewhere = "XDG_CACHE_HOME names another folder, --only cpu leaves GPUs out"
         raise ConfigError("calibration", f"cannot write {str(path)!r}: {elsewhere}")
     code = 0 if arguments.only == "gpu" else _calibrate_cpu(arguments)
@@ -138,7 +138,7 @@ def _calibrate_cpu(arguments: argparse.Namespace) -> int:
     set_outside: dict[str, Any] = environment_options()
     threads: int = arguments.threads or set_outside.get("threads") or hardware.cores
     path = arguments.output or calibration_path()
-    if not can_write(path):
+    if not can_write(path, parents=True):
         raise ConfigError("output", f"cannot write {str(path)!r}: -o names another file")
     with share_bar(redraws=False) as progress:
         found, remarks = calibrate(hardware, threads, QUICK if arguments.quick else FULL, progress)

@@ -81,9 +81,9 @@ def check_output(arguments: argparse.Namespace) -> None:
         file = getattr(arguments, name)
         if not file or (name == "json" and file == "-"):
             continue
-        if not Path(file).parent.is_dir() or not can_write(Path(file)):
+        if not can_write(Path(file)):
             raise ConfigError(name, f"{file[:60]!r} must be a file in a folder to write to")
-    if arguments.plot and not can_write(Path(arguments.plot) / "chart.png"):
+    if arguments.plot and not can_write(Path(arguments.plot) / "chart.png", parents=True):
         raise ConfigError("plot", f"{arguments.plot[:60]!r} must be a folder to write to")
 
 
