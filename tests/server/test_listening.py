@@ -151,6 +151,7 @@ def test_only_a_stale_socket_file_is_replaced(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as refused, bind_unix(wrong):
             pass
         assert refused.value.field == "uds"
+        assert ("not a socket" in refused.value.message) == (wrong == str(path))
     assert path.read_text() == "precious"
 
 

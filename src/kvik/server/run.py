@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import select
@@ -89,9 +90,15 @@ def bind_unix(path: str) -> Iterator[socket.socket]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove a stale socket file. Binding fails later if another server still uses it."""
-    if not os.path.lexists(path) or not stat.S_ISSOCK(os.lstat(path).st_mode):
+    """Remove a stale socket file. Binding fails later if another server still uses it.
+
+    Raises:
+        OSError: the file is not a socket.
+    """
+    if not os.path.lexists(path):
         return
+    if not stat.S_ISSOCK(os.lstat(path).st_mode):
+        raise OSError(errno.ENOTSOCK, "it exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)
