@@ -247,6 +247,29 @@ def test_refused_prompts_are_retried_once():
         assert sum(len(b.requests) for b in made.backends) == 2
 
 
+def test_every_server_that_has_not_begun_a_request_is_tried(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(proxy, "HEALTH_SECONDS", 3600.0)  # no look in between
+
+    async def refuse(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await respond(send, 503, b"{}")
+
+    async def fail(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await respond(send, 502, b"{}")
+
+    def prompts(number: int) -> list[str]:
+        return [f"{i}" * 600 for i in range(number)]
+
+    with site(*(Backend(name, refuse) for name in "abcd"), Backend("e")) as made:
+        assert {made.post(prompt).json.get("from") for prompt in prompts(12)} == {"e"}
+    with site(*(Backend(name, fail) for name in "abc")) as made:  # they may have begun it
+        assert made.post("x").status == 502
+        assert sum(len(b.requests) for b in made.backends) == 2
+    with site(*map(Backend, "abcd")) as made:
+        for server in made.servers[:3]:
+            server.call(server.listener.close(0))
+        assert {made.post(prompt).json.get("from") for prompt in prompts(4)} == {"d"}
+
+
 def test_requests_lost_before_the_first_byte_are_retried_once():
     async def die(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         scope["extensions"][proxy_close()]()

@@ -3,8 +3,8 @@
 It knows neither the tokenizer nor the cache of a server. So it takes the prompt from the body, in
 canonical form and in chunks of characters, and assumes that a server holds the prompts that it has
 answered, corrected by the usage in its answers. Bytes pass through unchanged, as fast as the client
-reads them. A request is sent a second time only if no byte of an answer has arrived, or if its
-server handed it over: then another one continues it.
+reads them. A request goes to another server only if no byte of an answer has arrived, or if its
+server handed it over: then the other one continues it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,15 @@ import logging
 import re
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from hashlib import blake2b
@@ -75,7 +83,9 @@ NOT_PASSED_ON = HOP_BY_HOP | {
 }
 LET_GO_SECONDS = 10.0  # time after which a server that handed over a request may go
 CLOSE = {"connection": "close"}
-RETRIED = (502, 503, 504)  # another server may succeed
+UNAVAILABLE = 503  # the server has not begun the request
+RETRIED = (502, UNAVAILABLE, 504)  # another server may succeed
+MAX_BEGUN = 2  # servers that may have begun the same request
 GENERATES = re.compile(r"/(chat/completions|completions?|messages|responses|generate)$")
 SAFE_ID = re.compile(rb"[A-Za-z0-9_.-]{1,128}")
 _PROMPT_TOKENS = re.compile(rb'"(?:prompt_tokens|input_tokens)"\s*:\s*(\d{1,12})')
@@ -206,11 +216,13 @@ class UpstreamError(Exception):
     Attributes:
         closed: the connection was closed before an answer, as a server may do with an idle
             connection, which does not indicate a failure.
+        sent: the server may have received the request.
     """
 
-    def __init__(self, error: Exception, *, closed: bool = False) -> None:
+    def __init__(self, error: Exception, *, closed: bool = False, sent: bool = True) -> None:
         super().__init__(_described(error))
         self.closed = closed
+        self.sent = sent
 
 
 class Proxy:
@@ -307,9 +319,9 @@ class Proxy:
         choice = self._router.choose(*facts, {*avoid, *prefill})
         return self._router.choose(*facts, avoid) if choice is None and prefill else choice
 
-    def has_others(self, number: int) -> bool:
-        """Return whether a server other than this one is available."""
-        return any(one.healthy for i, one in enumerate(self.upstreams) if i != number)
+    def has_others(self, numbers: Collection[int]) -> bool:
+        """Return whether a server other than these is available."""
+        return any(one.healthy for i, one in enumerate(self.upstreams) if i not in numbers)
 
     def choose_prefill(
         self, choice: ReplicaChoice, request: _ProxiedRequest
@@ -522,6 +534,8 @@ class _Passing:
         self._receive = receive
         self._send = send
         self._begun = False  # a byte of the answer was sent to the client
+        self._num_begun = 0  # servers that may have begun the request, and gave no answer
+        self._closed = False  # one of them closed the connection, which may have been idle
         self._errors: dict[str, str] = {}  # URLs of the servers that were asked -> how they failed
 
     async def run(self) -> None:
@@ -539,14 +553,14 @@ class _Passing:
         tried: list[int] = []
         while True:
             choice = self._proxy.choose(request, tried)
-            if choice is None and tried:  # retry the same one, in case it only closed a connection
-                choice = self._proxy.choose(request, ())
+            if choice is None and self._closed:
+                choice, self._closed = self._proxy.choose(request, ()), False
             if choice is None:
                 await self._refuse(self._proxy.unavailable(self._errors))
                 return
             if not tried:
                 headers += await self._prefilled(choice, request)
-            if await self._ask(choice, request, again=not tried):
+            if await self._ask(choice, request, tried):
                 return
             tried.append(choice.replica)
             self._proxy.retries += 1
@@ -591,24 +605,29 @@ class _Passing:
         session = found.get("session_id") or found.get("prompt_cache_key")
         return piece_hashes(text), len(text), session if isinstance(session, str) else ""
 
-    async def _ask(self, choice: ReplicaChoice, request: _ProxiedRequest, *, again: bool) -> bool:
+    async def _ask(
+        self, choice: ReplicaChoice, request: _ProxiedRequest, tried: Collection[int]
+    ) -> bool:
         """Send a request to a server and forward its answer. Return whether the client has one.
 
         Args:
-            again: whether another attempt is possible if this server does not answer.
+            tried: servers that were asked before.
         """
         proxy, name = self._proxy, secrets.token_hex(8)
-        others = proxy.has_others(choice.replica)
         proxy.sent(name, choice, request)
         tail: bytes | None = b""
         try:
-            passing = self._pass(choice, request, name, again=again and others, others=others)
+            passing = self._pass(choice, request, name, tried)
             # The first server's call watches for a client disconnect, also for the next ones.
             tail = await (passing if request.resumed else self._unless_gone(passing))
             return tail is not None
         except UpstreamError as error:
             self._note_failure(choice, str(error))
-            if not error.closed or not again:
+            self._num_begun += error.sent and request.resumed is None
+            again = request.resumed is None and self._num_begun < MAX_BEGUN
+            closed = error.closed and again
+            self._closed |= closed
+            if not closed:
                 proxy.failed(choice.replica, str(error))
             if request.resumed is not None and not request.resumed.begun:
                 return False
@@ -645,7 +664,7 @@ class _Passing:
             while True:
                 choice = proxy.choose(request, tried)
                 resumed = _Resumed(state, answer, back=choice is None)
-                if await self._ask(choice or left, replace(request, resumed=resumed), again=False):
+                if await self._ask(choice or left, replace(request, resumed=resumed), tried):
                     return
                 if choice is None:
                     raise UpstreamError(ConnectionError("no server continues its answer"))
@@ -706,7 +725,9 @@ class _Passing:
                 yield answer
         except (aiohttp.ClientError, asyncio.IncompleteReadError, OSError, ValueError) as error:
             closed = isinstance(error, aiohttp.ServerDisconnectedError) and not self._begun
-            raise UpstreamError(error, closed=closed) from None
+            unsent = (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)
+            sent = not isinstance(error, unsent)
+            raise UpstreamError(error, closed=closed, sent=sent) from None
 
     async def _unless_gone(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of work that is cancelled if the client disconnects.
@@ -743,22 +764,20 @@ class _Passing:
         choice: ReplicaChoice,
         request: _ProxiedRequest,
         name: str,
-        *,
-        again: bool,
-        others: bool,
+        tried: Collection[int],
     ) -> bytes | None:
         """Send the request and forward the answer. Return its end; None if another server should be
         asked.
 
         Args:
-            others: whether there are other servers to which it may be moved.
+            tried: servers that were asked before.
         """
         scope, proxy, resumed = self._scope, self._proxy, request.resumed
         headers, tail = request.headers, b""
         if resumed is not None:
             headers = [pair for pair in headers if pair[0] != SOURCE_HEADER.encode()]
             headers.append((RESUMED_HEADER.encode(), resumed.state))
-        if others and not (resumed is not None and resumed.back):
+        if proxy.has_others({choice.replica}) and not (resumed is not None and resumed.back):
             headers = [*headers, (MOVES_HEADER.encode(), b"1")]
         async with self._answer(choice, headers, request.body) as answer:
             if MOVED_HEADER in answer.headers:
@@ -770,8 +789,11 @@ class _Passing:
                 reason = _text(error, "error", "message") or f"status {answer.status}"
                 proxy.refused(choice.replica, reason)
                 return None
-            if answer.status in RETRIED and again:
+            begun = self._num_begun + (answer.status != UNAVAILABLE)
+            others = proxy.has_others({*tried, choice.replica})
+            if answer.status in RETRIED and others and begun < MAX_BEGUN:
                 self._note_failure(choice, f"it answers with status {answer.status}")
+                self._num_begun = begun
                 return None
             passed = passed_on(answer.raw_headers, HOP_BY_HOP)
             limit_unread(scope, BODY_SECONDS)
