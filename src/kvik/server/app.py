@@ -296,7 +296,7 @@ class App:
         fields = [name for name in context.ignored_fields if name not in self._reported_fields]
         for name in fields[: MAX_REPORTED_FIELDS - len(self._reported_fields)]:
             self._reported_fields.add(name)
-            known = "." in name  # such as reasoning.effort, which this model does not use
+            known = context.ignored_fields[name]  # such as effort, which this model does not use
             hint = "" if known else did_you_mean(name, self._fields)
             message = f"the field %s of requests is {'' if known else 'unknown and '}ignored%s"
             access_log.warning(message, name, f"; {hint}" if hint else "")

@@ -127,18 +127,19 @@ class RequestContext:
         request_id: random; also the header `x-kvik-request-id`.
         caller: set before a handler runs.
         budget: limits reading of the body.
-        ignored_fields: fields of the body without effect; also the header `x-kvik-ignored-fields`.
+        ignored_fields: fields of the body without effect, in the header `x-kvik-ignored-fields` ->
+            whether the server knows them.
     """
 
     request_id: str
     budget: BodyBudget
     caller: Caller = ANONYMOUS
-    ignored_fields: list[str] = field(default_factory=list)
+    ignored_fields: dict[str, bool] = field(default_factory=dict)
 
-    def ignore(self, names: Iterable[str]) -> None:
+    def ignore(self, names: Iterable[str], *, known: bool = True) -> None:
         """Add names of fields in a request, escaped for a header, up to `MAX_IGNORED`."""
         for name in islice(names, MAX_IGNORED - len(self.ignored_fields)):
-            self.ignored_fields.append(escaped(name, 64))
+            self.ignored_fields[escaped(name, 64)] = known
 
 
 def context_of(request: Request) -> RequestContext:
@@ -275,7 +276,7 @@ async def read_chosen(
             body, ignored = _decode(data, choose, limits)
         else:  # in a thread, so as not to block the event loop
             body, ignored = await asyncio.to_thread(_decode, data, choose, limits)
-    context.ignore(ignored)
+    context.ignore(ignored, known=False)
     return body
 
 
