@@ -43,7 +43,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.parallel import OPTION
 from kvik.errors import NOTES_LOG, ConfigError, GroupLost, KvikError
 from kvik.files import shared_memory
-from kvik.kernels.cpu.barrier import BARRIER_BYTES, Barrier, BrokenGroup
+from kvik.kernels.cpu.barrier import BARRIER_BYTES, EXCHANGE_SECONDS, Barrier, BrokenGroup
 from kvik.spec.shares import PipelineStage
 from kvik.worker.ahead import LoadAhead
 from kvik.worker.group import MESSAGES, GroupMember, Message, RankSetup
@@ -56,9 +56,6 @@ END_SECONDS = 5.0  # limit for the system to end a process and report its exit c
 # the load time of rank 0, but not before `LEAST_LOAD_SECONDS`.
 LOAD_TIMES = 10.0
 LEAST_LOAD_SECONDS = 60.0
-# Limit for the wait in one exchange; between exchanges, all ranks compute for about the same time.
-# torch has a limit of its own (`kernels/torch_group.py`).
-EXCHANGE_SECONDS = 180.0
 # Shared memory is this many times the planned activations and overhead; unused pages take none.
 MEMORY = 4
 LEAST_MEMORY = 1 << 28

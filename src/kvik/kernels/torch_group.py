@@ -17,12 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kvik.kernels.cpu.barrier import BrokenGroup
+from kvik.kernels.cpu.barrier import EXCHANGE_SECONDS, BrokenGroup
 
-# Timeout of an exchange. A process that is gone is detected long before; this ends the wait for one
-# that is alive but does not join the exchange. With GPUs the first process waits longer: torch ends
-# a process after this timeout, and the first process is the caller's.
-EXCHANGE_SECONDS = 180.0
+# With GPUs the first process waits this many times longer in an exchange: torch ends a process that
+# has waited too long, and the first process is the caller's.
 FIRST_TIMES = 10
 JOIN_SECONDS = 60.0  # timeout of connecting, once all processes have started
 LOOK_SECONDS = 0.01

@@ -10,6 +10,9 @@ import numpy as np
 from kvik.kernels.cpu import _native
 
 BARRIER_BYTES = 8192  # of `Barrier` (csrc/group.hpp), and room for more
+# Limit for the wait in one exchange; between exchanges, all processes compute about equally long.
+# A process that is gone is detected long before: this is for one that is alive but does not come.
+EXCHANGE_SECONDS = 180.0
 _LINE = 64 // 4  # words of a cache line: its head has one, and what each process counts another
 
 
