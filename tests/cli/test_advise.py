@@ -76,12 +76,14 @@ def test_the_command_names_what_can_be_served(
         str(tmp_path / "config.json"),
         "llama-3-8b",
         "meta-llama/Llama-3-8B",
+        "gpt2",
     ):
         assert main(["advise", model, "--hardware", machine]) == 0
         served[model] = shlex.split(capsys.readouterr().out.splitlines()[-1])[2]
     assert [model for model, name in served.items() if name == model] == [
         str(tmp_path),
         "meta-llama/Llama-3-8B",
+        "gpt2",
     ]
 
 

@@ -17,6 +17,7 @@ from kvik.config.units import show_bytes
 from kvik.planner.advice.advise import Advice, AdviceReport, advise
 from kvik.planner.advice.reasons import Figures, Goal, most_served
 from kvik.planner.cost import seconds
+from kvik.planner.families import is_short_name
 from kvik.planner.serving import Prediction
 
 WIDTH, MARGIN = 100, 24
@@ -82,9 +83,9 @@ def as_text(report: AdviceReport) -> str:
 
 def _served(model: str) -> list[str]:
     """Return the model as `kvik serve` takes it; MODEL if it is only described here, by a
-    config.json or the name of a public model."""
+    config.json or the short name of a public model."""
     path = Path(model).expanduser()
-    described = path.suffix == ".json" if path.exists() else "/" not in model
+    described = path.suffix == ".json" if path.exists() else is_short_name(model)
     return ["MODEL" if described else shlex.quote(model)] if model else []
 
 

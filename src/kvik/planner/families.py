@@ -52,10 +52,18 @@ def public_configs() -> Mapping[str, Mapping[str, object]]:
     return configs
 
 
+HUB_IDS = frozenset({"gpt2"})  # short names under which the hub has the model, too
+
+
 def public_name(model: str) -> str | None:
     """Return the short name for a hub id or a common name of a model; None: unknown model."""
     name = _TUNED.sub("", _OWNER.sub("", _OWNER.sub("", model.lower())))
     return name if name in public_configs() else None
+
+
+def is_short_name(model: str) -> bool:
+    """Return whether a model is named by a short name that is not also its hub id."""
+    return "/" not in model and model not in HUB_IDS and public_name(model) is not None
 
 
 # Keys of layers that share a cache, or do not (only) attend over a cache of all tokens.
