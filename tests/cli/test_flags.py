@@ -6,6 +6,7 @@ import re
 from dataclasses import fields
 
 import pytest
+from helpers.refusals import refused
 
 from kvik.cli.flags import (
     NOT_ENGINE_FLAGS,
@@ -94,6 +95,17 @@ def test_help_names_flags_and_not_python(verb: str, capsys: pytest.CaptureFixtur
     assert not re.search(r"\b(None|True|False)\b|`|\bKwargs\b|[a-z](Config|Params)\b", text)
     named = {word for word in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", text) if word in OPTIONS}
     assert not named
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "bench latency"])
+@pytest.mark.parametrize("flag", ["--role", "--data-parallel-size", "--kv-listen"])
+def test_options_of_servers_are_not_offered_without_one(
+    verb: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main([*verb.split(), "--help"])
+    assert flag not in capsys.readouterr().out
+    assert refused(capsys, *verb.split(), flag, "1").startswith("arguments: ")
 
 
 def test_switches_can_be_turned_off() -> None:

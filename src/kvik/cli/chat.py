@@ -12,6 +12,7 @@ from pathlib import Path
 
 from kvik.cli.chat_backends import Backend, Facts
 from kvik.cli.flags import (
+    OF_SERVERS,
     Parser,
     add_engine_flags,
     add_model,
@@ -61,7 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_sampling_flags(
         parser, left_out=["n", "logprobs", "prompt_logprobs", "prompt_logprobs_start"]
     )
-    add_engine_flags(parser)
+    add_engine_flags(parser, left_out=OF_SERVERS)
     return parser
 
 

@@ -24,6 +24,8 @@ from kvik.options import FORMERLY, NO_FACTS, TAKES_SEVERAL, Flag, Option, did_yo
 # commands that only start the engine may have the engine's seed as a flag, under another dest.
 NOT_ENGINE_FLAGS = ("model", "seed")
 ENGINE_SEED = "engine_seed"
+# Engine options that only servers use; verbs with an engine in their process have no flags for them
+OF_SERVERS = ("role", "kv_listen", "data_parallel_size")
 
 
 class Parser(argparse.ArgumentParser):

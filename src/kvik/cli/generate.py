@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvik.cli.flags import (
+    OF_SERVERS,
     Parser,
     add_engine_flags,
     add_sampling_flags,
@@ -74,7 +75,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--echo", action="store_true", help="print the prompt before the text")
     parser.add_argument("--verbose", action="store_true", help="print each decision and its reason")
     add_sampling_flags(parser)
-    add_engine_flags(parser, left_out=["chat_template"])
+    add_engine_flags(parser, left_out=["chat_template", *OF_SERVERS])
     return parser
 
 

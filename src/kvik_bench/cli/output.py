@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvik.cli.flags import Parser, add_engine_flags, add_model
+from kvik.cli.flags import OF_SERVERS, Parser, add_engine_flags, add_model
 from kvik.cli.terminal import say
 from kvik.errors import ConfigError
 from kvik.files import can_write, write_whole
@@ -26,7 +26,7 @@ def engine_parser(verb: str, description: str, repeats: int) -> Parser:
     add_model(parser)
     add_run_flags(parser, repeats)
     add_output_flags(parser)
-    add_engine_flags(parser, left_out=["chat_template"])
+    add_engine_flags(parser, left_out=["chat_template", *OF_SERVERS])
     return parser
 
 
