@@ -61,6 +61,12 @@ def test_a_hub_id_fetches_only_data_files(hub: list[Any]) -> None:
     assert not any(".bin" in p or ".py" in p or ".pt" in p for p in call["allow_patterns"])
 
 
+def test_a_process_asks_the_hub_once_for_a_model(hub: list[Any]) -> None:
+    for revision in (None, None, "v1.0", None):
+        find_model("owner/model", revision=revision)
+    assert [call["revision"] for call in hub] == [None, "v1.0"]
+
+
 def test_a_description_needs_no_weights(hub: list[Any]) -> None:
     find_model("owner/model", weights=False)
     (call,) = hub

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import sys
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def names_model(word: str) -> bool:
 
 def find_model(model: str, *, weights: bool = True, revision: str | None = None) -> Path:
     """Return the folder of a model, or its GGUF file, which a folder without config.json may hold;
-    a hub id is downloaded into the hub's own cache first.
+    a hub id is downloaded into the hub's own cache first, once in a process.
 
     Args:
         weights: if False, only the description is downloaded, not the weights.
@@ -117,19 +118,8 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
     # The exception of a broken connection belongs to the underlying HTTP library, which differs
     # between versions.
     http_error: Any = errors.HfHubHTTPError.__bases__[0]
-    take = partial(
-        huggingface_hub.snapshot_download,
-        hub_id,
-        revision=revision,
-        allow_patterns=list(files),
-        ignore_patterns=list(IGNORED),
-    )
     try:
-        try:
-            take(local_files_only=True)
-        except errors.LocalEntryNotFoundError:
-            print(f"kvik: downloading {hub_id} from the hub", file=sys.stderr)
-        return Path(take())
+        return _snapshot(huggingface_hub.snapshot_download, hub_id, files, revision)
     except errors.HFValidationError:
         reason = "is neither a folder here nor a valid hub id"
     except (OSError, http_error) as error:
@@ -139,6 +129,26 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
             raise ConfigError("revision", message) from None
         reason = _hub_reason(error)
     raise ModelError("model", f"{shown(hub_id)} {reason}")
+
+
+@cache  # commands check a model before they load it, and must not get another commit then
+def _snapshot(
+    download: Callable[..., str], hub_id: str, files: tuple[str, ...], revision: str | None
+) -> Path:
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    take = partial(
+        download,
+        hub_id,
+        revision=revision,
+        allow_patterns=list(files),
+        ignore_patterns=list(IGNORED),
+    )
+    try:
+        take(local_files_only=True)
+    except LocalEntryNotFoundError:
+        print(f"kvik: downloading {hub_id} from the hub", file=sys.stderr)
+    return Path(take())
 
 
 def _nearest(path: str) -> str:
