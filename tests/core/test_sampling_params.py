@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import inspect
 import math
 from types import MappingProxyType
 from typing import Any
@@ -92,6 +93,12 @@ def test_limits_of_a_range_are_allowed(name: str, values: tuple[Any, ...]) -> No
 )
 def test_equivalent_values_are_stored_alike(name: str, given: Any, stored: Any) -> None:
     assert getattr(SamplingParams(**{name: given}), name) == stored
+
+
+def test_its_signature_has_the_parameters() -> None:
+    shown = inspect.signature(SamplingParams).parameters
+    assert list(shown) == list(PARAMETERS)
+    assert shown["top_p"].default == 1.0
 
 
 def test_equal_parameters_have_equal_hashes() -> None:

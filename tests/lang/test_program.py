@@ -248,6 +248,7 @@ def test_a_closed_stream_ends_its_program(llm: LLM) -> None:
         (lambda s: (s.__iadd__("b"), s.select("x", {"a", "c"})), "choices"),
         (lambda s: (s.__iadd__("A"), s.select("x", ["b", "nd"])), "choices"),
         (lambda s: s.select("x", ["a"], "best"), "method"),
+        (lambda s: s.fork(-1), "n"),
         (lambda s: s.gen("x"), "prompt"),
         (lambda s: (s.__iadd__("b"), s.gen("x", n=2)), "n"),
         (lambda s: (s.__iadd__("b"), s.gen("x", num_return_sequences=2)), "n"),
@@ -265,6 +266,12 @@ def test_bad_calls_name_the_field(model: LLM | str, program: Any, field: str) ->
     with pytest.raises(KvikError) as caught:
         lang.run(program, model)
     assert caught.value.field == field
+
+
+def test_a_batch_needs_threads(llm: LLM) -> None:
+    for threads in (0, -1):
+        with pytest.raises(ParamError, match="^threads: "):
+            lang.run_batch(story, llm, [], threads=threads)
 
 
 def test_only_an_llm_or_a_url_is_a_model() -> None:

@@ -7,6 +7,7 @@ declaration (`PARAMETERS`).
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -201,6 +202,12 @@ def by_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
 
 class _OtherNames(type):
     """Makes a class of parameters accept the names in `SYNONYMS`."""
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The fields, for `help` and editors, which would show the arguments of `__call__`."""
+        made = inspect.signature(vars(cls)["__init__"])
+        return made.replace(parameters=list(made.parameters.values())[1:])
 
     if not TYPE_CHECKING:  # for type checkers, its arguments are the fields
 

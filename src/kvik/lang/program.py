@@ -273,7 +273,12 @@ class State:
         Args:
             each: called for each copy with its number, in separate threads. If one fails, the
                 others end at their next text.
+
+        Raises:
+            ParamError: the number is negative.
         """
+        if n < 0:
+            raise ParamError("n", f"must not be negative, as {n} is")
         self._take_in()
         stop = threading.Event()
         copies = [self._copy(stop) for _ in range(n)]
@@ -385,7 +390,12 @@ def run_batch(
     Args:
         inputs: keyword arguments for the program, for each run.
         threads: programs that run at once; None: 16 for each core, at most 64.
+
+    Raises:
+        ParamError: there are no threads.
     """
+    if threads is not None and threads < 1:
+        raise ParamError("threads", f"must be at least 1, not {threads}")
     called, stop = model_of(model), threading.Event()
 
     def one(given: Mapping[str, Any]) -> State:
