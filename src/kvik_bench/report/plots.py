@@ -337,10 +337,10 @@ def _legend(ax: Axes, rows: Sequence[Row]) -> None:
 
 
 def _label(row: Row) -> str:
-    """Return the label of a row, truncated: tables have the full label."""
-    return (
-        row.label if len(row.label) <= LABEL else row.label[: LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
-    )
+    """Return the label of a row, truncated: tables have the full label. "?" replaces what cannot be
+    drawn, such as bytes of a file's name that are not UTF-8."""
+    text = row.label.encode(errors="replace").decode()
+    return text if len(text) <= LABEL else text[: LABEL - 1] + "\N{HORIZONTAL ELLIPSIS}"
 
 
 def _slug(title: str) -> str:

@@ -51,8 +51,9 @@ def test_equal_results_draw_equal_files(tmp_path: Path) -> None:
         Row(HOSTILE * 3, (Figure("x", "ms", (0.0,)), Figure("n", "", (1,))), {}, {"s": (1.0,)}),
         Row("zero", (Figure("x", "ms", (0.0, 0.0)), Figure("n", "", (0,))), {}, {"s": (0.0, 0.0)}),
         Row("far", (Figure("x", "", (1e-9, 1e9)), Figure("n", "", (5,))), {}, {"s": (1e-6, 1e6)}),
+        Row("m\udcff", (Figure("x", "", (1.0,)), Figure("n", "", (5,))), {}, {"s": (1.0,)}),
     ],
-    ids=["long hostile label", "zeros", "18 orders of magnitude"],
+    ids=["long hostile label", "zeros", "18 orders of magnitude", "bytes of a name"],
 )
 def test_odd_rows_draw(row: Row, tmp_path: Path) -> None:
     charts = (
