@@ -71,6 +71,19 @@ def test_a_stream_builds_the_same_blocks(client: anthropic.Anthropic) -> None:
     assert kinds.count("content_block_start") == kinds.count("content_block_stop") == 1
 
 
+@pytest.mark.parametrize(
+    ("limit", "reason"),
+    [({"max_tokens": 30}, "max_tokens"), ({"stop_sequences": ["city"]}, "stop_sequence")],
+)
+def test_a_call_that_is_cut_off_has_no_input(
+    client: anthropic.Anthropic, limit: dict[str, Any], reason: str
+) -> None:
+    choice = {"type": "tool", "name": "get_weather"}
+    answer = client.messages.create(**asked(tool_choice=choice, extra_body=GREEDY) | limit)
+    (block,) = answer.content
+    assert (answer.stop_reason, block.name, block.input) == (reason, "get_weather", {})
+
+
 def test_text_after_a_call_stays_there(client: anthropic.Anthropic) -> None:
     body = asked(tool_choice={"type": "any"}, extra_body=GREEDY)
     orders = []
