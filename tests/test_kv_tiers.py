@@ -19,8 +19,9 @@ from kvik.cli.main import main
 from kvik.config.config import EngineConfig
 from kvik.core import moves
 from kvik.core.types import EngineRequest
+from kvik.errors import ConfigError
 from kvik.launch import reschedule, resolve_config, start
-from kvik.worker import disk_tier
+from kvik.worker import disk_tier, worker
 
 pytestmark = pytest.mark.usefixtures("forked", "loads_always")
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
@@ -97,6 +98,15 @@ def test_another_scheduler_of_the_same_worker_has_the_tiers_too(tmp_path: Path) 
         engine = reschedule(engine, engine.resolved.scheduler, engine.resolved.cache)
     assert [report.num_cached_tokens for report in found] == [192] * 3
     engine.loop.close()
+
+
+def test_a_folder_that_cannot_be_used_is_found_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(worker, "load_share", lambda *_: pytest.fail("weights were loaded"))
+    with pytest.raises(ConfigError, match="^kv_tiers: cannot keep pages in .*/file/kv'"):
+        LLM(**TINY, kv_tiers=f"disk:{tmp_path / 'file' / 'kv'}:1GiB")
 
 
 def test_a_disk_that_does_not_answer_keeps_no_request_waiting(

@@ -69,26 +69,15 @@ class DiskTier(PageFolder):
         Raises:
             ConfigError: the folder cannot be used.
         """
-        self._root = Path(folder).expanduser().absolute()
+        self._root = usable_folder(folder, quota)
         self._fingerprint = fingerprint
         self._quota = quota
         self._own = self._root / fingerprint.hex()
-        try:
-            for path in (self._root, self._own):
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)
-                _check_ours(path)
+        with _named(self._root):
+            self._own.mkdir(mode=0o700, exist_ok=True)
+            _check_ours(self._own)
             self._usage = os.open(self._root / USAGE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._users = os.open(self._root / USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            disk = os.statvfs(self._root)
-        except OSError as error:
-            reason = f"cannot keep pages in {str(self._root)!r}: {error.strerror or error}"
-            raise ConfigError(OPTION, f"{reason}; name a folder that this user may write") from None
-        most = disk.f_blocks * disk.f_frsize  # 0: the file system does not say
-        if 0 < most < quota:
-            os.close(self._usage)
-            os.close(self._users)
-            reason = f"the disk of {str(self._root)!r} has {show_bytes(most)} in all"
-            raise ConfigError(OPTION, f"must fit its disk, not be {show_bytes(quota)}: {reason}")
         self._files = [self._usage, self._users]  # to be closed
         self._lock = threading.Lock()
         self._usage_lock = threading.Lock()  # of the file, among the threads of this engine
@@ -525,6 +514,39 @@ class ComputedPages(ReplayTier):
     def end(self) -> None:
         """Free them."""
         super().close()
+
+
+def usable_folder(folder: str, quota: int) -> Path:
+    """Make the folder of a disk tier, if it is missing, and return its path.
+
+    Args:
+        quota: bytes of all its files.
+
+    Raises:
+        ConfigError: it cannot be used.
+    """
+    root = Path(folder).expanduser().absolute()
+    with _named(root):
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_ours(root)
+        disk = os.statvfs(root)
+        if not os.access(root, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    most = disk.f_blocks * disk.f_frsize  # 0: the file system does not say
+    if 0 < most < quota:
+        reason = f"the disk of {str(root)!r} has {show_bytes(most)} in all"
+        raise ConfigError(OPTION, f"must fit its disk, not be {show_bytes(quota)}: {reason}")
+    return root
+
+
+@contextlib.contextmanager
+def _named(root: Path) -> Iterator[None]:
+    """Raise errors of the system as a ConfigError that names the folder."""
+    try:
+        yield
+    except OSError as error:
+        reason = f"cannot keep pages in {str(root)!r}: {error.strerror or error}"
+        raise ConfigError(OPTION, f"{reason}; name a folder that this user may write") from None
 
 
 def _check_ours(path: Path) -> None:

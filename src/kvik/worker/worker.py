@@ -26,7 +26,7 @@ from kvik.errors import ConfigError, GroupLost, ParamError
 from kvik.nn.pages import FINGERPRINT_BYTES, VERSION
 from kvik.spec.engine_folder import read_manifest
 from kvik.version import __version__
-from kvik.worker.disk_tier import ComputedPages, DiskTier, ReplayTier
+from kvik.worker.disk_tier import ComputedPages, DiskTier, ReplayTier, usable_folder
 from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.engine_cache import fingerprints
 from kvik.worker.graphs import EngineNetwork
@@ -96,6 +96,8 @@ class Worker:
         self._set_threads()
         self._device = torch.device(runner.device)
         self._inference = inference_on(self._device)
+        if runner.kv_folder is not None and config.cache.tiers is not None and not replays:
+            usable_folder(runner.kv_folder, config.cache.tiers.disk)  # before weights are loaded
         with on_device(self._device):
             network = self._build(config, clock, copies, memory, setup, stages)
             if config.cache.tiers is not None:  # last, as it opens files
