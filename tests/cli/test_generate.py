@@ -254,3 +254,6 @@ def test_environment_variables_apply(
     monkeypatch.setenv("KVIK_BLOCK_SIZE", "0")
     assert refused(capsys, "generate", "x").startswith("KVIK_BLOCK_SIZE: must be")
     assert refused(capsys, "generate", "x", "--block-size=-1").startswith("--block-size: must be")
+    monkeypatch.delenv("KVIK_BLOCK_SIZE")
+    monkeypatch.setenv("KVIK_DATA_PARALLEL_SIZE", "2")  # without a flag here
+    assert refused(capsys, "generate", "x").startswith("KVIK_DATA_PARALLEL_SIZE: must be 1")

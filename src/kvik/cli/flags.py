@@ -81,9 +81,10 @@ class Parser(argparse.ArgumentParser):
         arguments = {action.dest for action in self._actions if not action.option_strings}
         arguments.add("model")  # an argument unless its flag is used
         flag = flag_of(field)
-        if field not in arguments and flag in flags:
+        if field not in arguments:
             given = any(word == flag or word.startswith(f"{flag}=") for word in words)
-            field = flag if given else set_variable(field) or flag
+            variable = None if given else set_variable(field)
+            field = variable or (flag if flag in flags else field)
         if flag in ("--config", "--prompts") or "." in field:  # the message names keys of the file
             return field, message
         return field, re.sub(r"(?<![\w/.'\"-])[a-z]+(_[a-z]+)+(?![\w/.'\"-])", in_words, message)
