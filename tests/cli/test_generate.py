@@ -255,5 +255,8 @@ def test_environment_variables_apply(
     assert refused(capsys, "generate", "x").startswith("KVIK_BLOCK_SIZE: must be")
     assert refused(capsys, "generate", "x", "--block-size=-1").startswith("--block-size: must be")
     monkeypatch.delenv("KVIK_BLOCK_SIZE")
+    monkeypatch.setenv("KVIK_OUTPUT", "x")  # not an option of the engine
+    assert refused(capsys, "generate", "x", "-o", "y").startswith("--output: ")
+    monkeypatch.delenv("KVIK_OUTPUT")
     monkeypatch.setenv("KVIK_DATA_PARALLEL_SIZE", "2")  # without a flag here
     assert refused(capsys, "generate", "x").startswith("KVIK_DATA_PARALLEL_SIZE: must be 1")

@@ -64,9 +64,9 @@ def environment_options(
 
 
 def set_variable(name: str) -> str | None:
-    """Return the variable of an option, if it is set."""
+    """Return the variable of an option, if it is set; other names have none."""
     variable = PREFIX + name.upper()
-    return variable if variable in os.environ else None
+    return variable if (name in OWNERS or name in OTHERS) and variable in os.environ else None
 
 
 def client_key() -> str:
