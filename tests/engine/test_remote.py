@@ -265,6 +265,26 @@ async def test_old_stats_are_returned_if_no_new_ones_arrive(rig, monkeypatch):
         await rig.client.live()
 
 
+async def test_counters_continue_after_a_restart(rig):
+    async def read(**values: int) -> module.EngineStats:
+        asking = asyncio.create_task(rig.client.stats())
+        await rig.settle()
+        body = wire.msgspec.Raw(wire.encode(replace(module.EngineStats(*[0] * 12), **values)))
+        rig.source.send(Reply(rig.source.received()[-1].ticket, body))
+        return await asking
+
+    assert (await read(steps=7, num_running=3)).steps == 7
+    rig.source.sock.close()
+    await rig.settle()
+    lost = await rig.client.stats()
+    assert (lost.steps, lost.num_running, lost.num_blocks) == (7, 0, 512)
+    rig.source.connect(None)
+    rig.source.send(Ready())
+    await rig.settle()
+    again = await read(steps=2, num_running=1)
+    assert (again.steps, again.num_running) == (9, 1)
+
+
 async def test_a_query_ends_with_the_engine(rig):
     asking = asyncio.create_task(rig.client.reset_prefix_cache())
     await rig.settle()

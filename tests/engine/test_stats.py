@@ -13,7 +13,7 @@ from kvik.core.moves import MoveCounters
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import DraftCounts, EngineRequest, Request, RequestDelta, RequestSpeculation
 from kvik.engine.core import EngineCore
-from kvik.engine.stats import MoveStats, SpeculationStats, TierStats, sum_stats
+from kvik.engine.stats import MoveStats, SpeculationStats, TierStats, counters_of, sum_stats
 from kvik.worker.draft_tree import DraftTree
 
 Reports = dict[tuple[str, int], RequestSpeculation | None]
@@ -192,3 +192,13 @@ def test_stats_of_several_engines_are_merged():
         "no space is left",
     )
     assert sum_stats([first]) is first and sum_stats([one, one]).moves is None
+    rest = sum_stats([first, counters_of(later)])  # the second has ended
+    assert (rest.steps, rest.num_running) == (2 * one.steps, one.num_running)
+    assert (rest.kv_usage, rest.num_blocks, rest.speed) == (0.5, one.num_blocks, first.speed)
+    assert rest.moves == MoveStats(
+        (
+            TierStats("memory", 3, 300, 1000, 10, 4, 0, 4, 4.0),
+            TierStats("disk", 9, 900, 5000, 18, 2, 2, 0, None),
+        ),
+        MoveCounters(11, 2, swapped_in=4),
+    )

@@ -276,14 +276,6 @@ def test_achieved_rates_are_of_the_last_minute() -> None:
     assert found["kvik:bottleneck{limit=load}"] == 1.0
 
 
-def test_counters_survive_a_restart_of_the_engine() -> None:
-    metrics = with_machine()
-    metrics.text(replace(STATS, steps=1000), 100.0)
-    metrics.text(STATS, 110.0)
-    found = read(metrics.text(replace(STATS, time=LoopTime(0.5, 0.25, 9.0)), 118.0))
-    assert found["kvik:flops_per_second"] == 0.0
-
-
 @pytest.mark.check
 def test_the_dashboard_is_made_by_its_tool_of_metrics_that_exist() -> None:
     tool = runpy.run_path(str(DOCS.parent / "tools" / "grafana_dashboard.py"))

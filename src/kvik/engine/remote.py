@@ -23,7 +23,7 @@ from kvik.core.routing import ReplicaReport
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport
 from kvik.engine.core import check_request
 from kvik.engine.live import LiveView, ReplicaView
-from kvik.engine.stats import EngineStats
+from kvik.engine.stats import EngineStats, counters_of, sum_stats
 from kvik.engine.wire import (
     Add,
     ClientSocket,
@@ -275,7 +275,7 @@ class EngineClient(ABC):
     @abstractmethod
     async def stats(self) -> EngineStats:
         """Return current statistics, or the last known ones of an engine that does not answer
-        within a second."""
+        within a second. Counters include those of lost engines, as last known."""
 
     @abstractmethod
     async def live(self) -> LiveView:
@@ -364,7 +364,9 @@ class RemoteClient(EngineClient):
         self._state_changed: Callable[[], None] = _nothing
         self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._num_asked = 0
-        self._stats = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks, 0, 0, 0, 0, 0, 0, 0)
+        self._new = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks, 0, 0, 0, 0, 0, 0, 0)
+        self._stats = self._new
+        self._ended: list[EngineStats] = []  # counters of all engines that have ended, as one
         self._socket: ClientSocket | None = None
         self._steps = 0
         self.signs_of_life = 0
@@ -415,9 +417,12 @@ class RemoteClient(EngineClient):
         self._socket.send(frame(End(request_id, index, reason, error)))
 
     async def stats(self) -> EngineStats:
+        ended = self._ended
         with suppress(UnavailableError):
-            self._stats = await self._query("stats", EngineStats)
-        return self._stats
+            found = await self._query("stats", EngineStats)
+            if ended is self._ended:  # else the engine ended right after its answer
+                self._stats = found
+        return sum_stats([self._stats, *self._ended])
 
     async def live(self) -> LiveView:
         return await self._query("live", LiveView)
@@ -470,6 +475,8 @@ class RemoteClient(EngineClient):
     def disconnect(self, state: EngineState, reason: str) -> None:
         """Drop a lost engine, and end the requests that may not be sent to another one."""
         self.set_state(state, reason)
+        self._ended = [sum_stats([counters_of(self._stats), *self._ended])]
+        self._stats = self._new
         if self._socket is not None:
             self._socket.close()
             self._socket = None

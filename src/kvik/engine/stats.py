@@ -156,13 +156,37 @@ class EngineStats:
         return self.prefix_hits / self.prefix_queries if self.prefix_queries else 0.0
 
 
+def counters_of(stats: EngineStats) -> EngineStats:
+    """Return what remains of an engine that has ended: its counters. Gauges are zero."""
+    moves = stats.moves
+    if moves is not None:
+        empty: dict[str, Any] = {"pages": 0, "bytes": 0, "capacity": 0, "bytes_per_second": None}
+        moves = MoveStats(tuple(replace(tier, **empty) for tier in moves.tiers), moves.totals)
+    return replace(
+        stats,
+        num_running=0,
+        num_waiting=0,
+        queued_tokens=0,
+        kv_usage=0.0,
+        num_blocks=0,
+        cached_blocks=0,
+        speed=SpeedStats(),
+        peak_blocks=0,
+        kv_allocated_tokens=0,
+        kv_used_tokens=0,
+        pinned_blocks=0,
+        graphs=None,
+        threads=None,
+        moves=moves,
+    )
+
+
 def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
     """Return the statistics of several engines as if they were one: sums, shares averaged by their
     blocks, and step times averaged by their steps."""
     if len(all_stats) == 1:
         return all_stats[0]
     blocks = max(1, sum(stats.num_blocks for stats in all_stats))
-    steps = max(1, sum(stats.steps for stats in all_stats))
     sums = {
         field.name: sum(getattr(stats, field.name) for stats in all_stats)
         for field in fields(EngineStats)
@@ -190,13 +214,19 @@ def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
         time=_sum([stats.time for stats in all_stats]),
         speculation=_sum(drafting) if drafting else None,
         speed=SpeedStats(
-            sum(one * count for one, count in seconds) / steps if seconds else None,
+            _mean(seconds),
             sum(rates) if rates else None,
         ),
         graphs=_sum(graphs) if graphs else None,
         threads=sum(threads) if threads else None,
         moves=_sum_moves([stats.moves for stats in all_stats if stats.moves is not None]),
     )
+
+
+def _mean(weighted: Sequence[tuple[float, int]]) -> float | None:
+    """Return the mean of values with weights; None without values."""
+    weights = max(1, sum(weight for _, weight in weighted))
+    return sum(value * weight for value, weight in weighted) / weights if weighted else None
 
 
 def _sum_moves(parts: Sequence[MoveStats]) -> MoveStats | None:

@@ -58,8 +58,6 @@ class MachineMetrics:
         """Return the efficiency in the last minute, from the readings of earlier scrapes; None
         before the second."""
         kept = self._readings
-        if kept and stats.steps < kept[-1][1].steps:
-            kept.clear()  # the engine was restarted
         while len(kept) > 1 and kept[1][0] <= now - WINDOW_SECONDS:
             kept.popleft()
         found = None
