@@ -10,6 +10,7 @@ with BOS. With `stride` = `window` and no BOS it affects the first token of each
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -235,9 +236,12 @@ def _records(path: Path, content: str, option: str) -> Iterator[str]:
         text = record.get("text") if isinstance(record, dict) else None
         if not isinstance(text, str):
             raise ConfigError(option, f'{path}, line {number} has no field "text" with a string')
+        if HALF_PAIR.search(text):
+            raise ConfigError(option, f"{path}, line {number} has half a surrogate pair")
         yield text
 
 
+HALF_PAIR = re.compile("[\ud800-\udfff]")
 LONGEST_DEFAULT = 2048  # window of most papers
 
 
