@@ -89,7 +89,7 @@ DEFINITIONS: Mapping[str, str] = {
     "ttft": "send -> first non-empty output token",
     "tpot": "(E2E - TTFT) / (output tokens - 1), of answers with two tokens or more",
     "itl": "gap between two chunks of output within a request, the first chunk excluded",
-    "itl_token": "that gap divided by the tokens of its chunk, counted once for each token",
+    "itl_token": "gap before a chunk / its tokens, counted once for each; the first chunk excluded",
     "e2e": "send -> end of the answer (its finish reason, else its last output)",
     "lag": "due -> really sent, less the time held by the limit of requests in flight",
     "request_rate": "completed requests / wall time",
