@@ -306,7 +306,7 @@ private:
         unit.softcap = float(a.softcap);
         unit.key_scales = unit.value_scales = nullptr;
         alignas(64) float key_scales[kTile], value_scales[kTile];
-        unit.fetch = rows <= kThinRows || !Format::kRegisters;  // with tile registers, only measured for few rows
+        unit.fetch = rows <= kThinRows;
         unit.narrow = kWiden ? (cache::kNumbers<Stored> == 2 ? 2 : 1) : 0;
         if constexpr (kWiden) {
             const F32 scale = broadcast(unit.scale);
