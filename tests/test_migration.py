@@ -34,7 +34,7 @@ COMMON = (
     "1024",
 )
 TIER = ("--kv-tiers", "memory:64MiB")
-TOKENS = 200
+TOKENS = 800  # enough that not all end before a test has seen them running
 CHAT = {"messages": [{"role": "user", "content": "Tell of \u00e9\U0001f600 a king"}]}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "completion": ("/v1/completions", {"temperature": 0}),
