@@ -117,10 +117,8 @@ def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int, weight_format: str) ->
         return matrix
     heads, kv_heads = _most_heads(shape, tp)
     if matrix.role == "o":
-        inputs, kind = (
-            -(-matrix.inputs * heads // shape.num_heads),
-            shape.kind_of(matrix, weight_format),
-        )
+        inputs = -(-matrix.inputs * heads // shape.num_heads)
+        kind = shape.kind_of(matrix, weight_format)
         if kind is not None and kind.group and inputs % kind.group:
             return replace(matrix, outputs=-(-matrix.outputs // tp))
         return replace(matrix, inputs=inputs)
