@@ -269,7 +269,7 @@ def test_lines_of_json_are_separate_texts(tmp_path: Path) -> None:
         ("a.jsonl", b'{"story": "a"}', 'line 1 has no field "text" with a string'),
         ("a.jsonl", b'"a"', 'line 1 has no field "text"'),
         ("a.jsonl", b'{"text": 3}', 'line 1 has no field "text"'),
-        ("a.jsonl", b'{"text": "a"}\n{"text": "a\\ud800"}', "line 2 has half a surrogate pair"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "a\\ud800"}', "line 2 must be valid Unicode"),
         ("a.jsonl", b"", "holds no text"),
         ("a.jsonl", b"[" * 100_000, "line 1 is not JSON"),
     ],

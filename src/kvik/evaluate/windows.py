@@ -10,7 +10,6 @@ with BOS. With `stride` = `window` and no BOS it affects the first token of each
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,9 +24,9 @@ from kvik.config.memory import PROMPT_ROWS
 from kvik.config.units import show_bytes
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
-from kvik.errors import ConfigError
+from kvik.errors import ConfigError, ParamError
 from kvik.launch import load_worker, resolve_config
-from kvik.text.tokenizer import Tokenizer
+from kvik.text.tokenizer import Tokenizer, check_unicode
 
 # A loaded model as a reader: windows of tokens in, logits of each position out.
 #
@@ -236,12 +235,13 @@ def _records(path: Path, content: str, option: str) -> Iterator[str]:
         text = record.get("text") if isinstance(record, dict) else None
         if not isinstance(text, str):
             raise ConfigError(option, f'{path}, line {number} has no field "text" with a string')
-        if HALF_PAIR.search(text):
-            raise ConfigError(option, f"{path}, line {number} has half a surrogate pair")
+        try:
+            check_unicode(text)
+        except ParamError as error:
+            raise ConfigError(option, f"{path}, line {number} {error.message}") from None
         yield text
 
 
-HALF_PAIR = re.compile("[\ud800-\udfff]")
 LONGEST_DEFAULT = 2048  # window of most papers
 
 

@@ -353,7 +353,10 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
             scheme = spec.quantization and spec.quantization.embedding_scheme(table.name)
             kind = loaded_kind(scheme, table.width) if scheme else None
             stored_as = ((table.rows, kind),) if kind else ()
-            counts[MatrixGroup(table.role, 1, table.width, table.rows, 0, 0, False, stored_as)] += 1
+            group = MatrixGroup(
+                table.role, 1, table.width, table.rows, multiplied=False, stored=stored_as
+            )
+            counts[group] += 1
     matrices = [replace(matrix, count=count) for matrix, count in counts.items()]
     dtype, stored, notes = _stored_format(fields)
     predicting = fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0)

@@ -99,7 +99,7 @@ class Tokenizer:
         Raises:
             ParamError: `text` is not a string of Unicode characters.
         """
-        _check_unicode(text)
+        check_unicode(text)
         with panics_are_errors():
             if len(text) <= BRIEF_CHARS:
                 return self.library.encode(text, add_special_tokens=add_special_tokens).ids
@@ -122,7 +122,7 @@ class Tokenizer:
             ParamError: a text is not a string of Unicode characters, or `most` leaves none of it.
         """
         for text in texts:
-            _check_unicode(text)
+            check_unicode(text)
         library = self.library
         with panics_are_errors():
             if most is None:
@@ -181,7 +181,12 @@ class Tokenizer:
         return Detokenizer(self._pieces, prompt_ids, skipped, marks)
 
 
-def _check_unicode(text: str) -> None:
+def check_unicode(text: str) -> None:
+    """Check that a prompt is a string that UTF-8 can hold.
+
+    Raises:
+        ParamError: it is no string, or has half a surrogate pair.
+    """
     if not isinstance(text, str):
         raise ParamError("prompt", f"must be a string, not {type(text).__name__}")
     try:
