@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AsyncExitStack, closing, contextmanager
@@ -149,32 +150,33 @@ def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
 
 
 def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
-    """Serve by one engine until all have begun, then by another one that fetches their pages."""
+    """Serve each request by one engine until it has begun, then by another one that fetches its
+    pages."""
     outputs = OutputProcessor(None)
     found: dict[str, RequestOutput] = {}
     handed: dict[str, list[Handover]] = {}
 
-    def take(deltas: list[RequestDelta]) -> set[tuple[str, int]]:
-        """Return which requests received tokens."""
+    begun: dict[str, set[int]] = defaultdict(set)  # siblings with a token
+
+    def take(deltas: list[RequestDelta]) -> None:
         for delta in deltas:
+            if delta.token_ids:
+                begun[delta.request_id].add(delta.index)
             if delta.handed is not None:
                 handed.setdefault(delta.request_id, []).append(delta.handed)
                 delta.finish_reason = None
         processed = outputs.process(deltas)
         found.update({output.request_id: output for output in processed.finished})
-        return {(delta.request_id, delta.index) for delta in deltas if delta.token_ids}
 
     with _lender_and_borrower(config) as loops:
         for batch in rounds:
-            begun = set[tuple[str, int]]()
             for request in batch:
                 outputs.add(request, None, streaming=False)
                 loops[0].add(request)
-            while len(begun) < sum(request.params.n for request in batch):
-                begun |= take(loops[0].poll())
             while loops[0].has_work:
                 for request in batch:
-                    loops[0].hand_over(request.request_id)
+                    if len(begun[request.request_id]) == request.params.n:
+                        loops[0].hand_over(request.request_id)
                 take(loops[0].poll())
             for request in batch:
                 if request.request_id not in found:
