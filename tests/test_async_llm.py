@@ -112,10 +112,12 @@ async def test_a_stream_has_its_deltas_and_then_its_output():
             await anext(stream)
 
 
-async def test_a_slow_reader_gets_one_delta_for_all_it_missed():
-    async with engine_of() as engine:
+async def test_a_slow_reader_gets_one_delta_for_all_it_missed(faked):
+    engine, executor = faked(gated_executor(after=2))
+    async with engine:
         stream = engine.generate("Once", LONG)
         first = await anext(stream)
+        executor.gate.set()
         while engine._requests:
             await asyncio.sleep(0.005)
         rest = [delta async for delta in stream]
@@ -137,7 +139,7 @@ async def test_requests_may_come_before_the_engine_is_loaded():
 
 @pytest.mark.parametrize("how", ["abort", "cancel", "close", "forget", "timeout", "error"])
 async def test_a_request_without_a_reader_ends_at_once(how, faked):
-    engine, _ = faked(FakeExecutor(seconds=0.01))
+    engine, _ = faked(FakeExecutor(seconds=0.05))
     async with engine:
         begun = asyncio.Event()
 
@@ -175,8 +177,9 @@ async def test_a_request_without_a_reader_ends_at_once(how, faked):
         assert not await engine.abort("one")
 
 
-async def test_an_aborted_stream_says_so():
-    async with engine_of() as engine:
+async def test_an_aborted_stream_says_so(faked):
+    engine, _ = faked(FakeExecutor(seconds=0.05))
+    async with engine:
         stream = engine.generate("Once", LONG, "one")
         await anext(stream)
         assert await engine.abort("one")
@@ -285,12 +288,14 @@ async def test_invalid_requests_are_refused_by_field(begin, field):
         await at_rest(engine)
 
 
-async def test_a_request_id_in_use_is_refused_and_the_other_request_goes_on():
-    async with engine_of() as engine:
+async def test_a_request_id_in_use_is_refused_and_the_other_request_goes_on(faked):
+    engine, executor = faked(gated_executor(after=2))
+    async with engine:
         stream = engine.generate("Once", LONG, "same")
         await anext(stream)
         with pytest.raises(ParamError, match="request_id"):
             await engine.generate("Once", LONG, "same").result()
+        executor.gate.set()
         assert (await stream.result()).num_output_tokens == 100
 
 
@@ -389,11 +394,12 @@ async def test_a_request_that_fails_raises_and_the_others_go_on(faked):
 
 
 async def test_a_stream_raises_behind_the_text_that_came(faked):
-    engine, executor = faked()
+    engine, executor = faked(gated_executor(after=2))
     async with engine:
         stream = engine.generate("A", LONG)
         await anext(stream)
         executor.raises = ValueError("the device is lost")
+        executor.gate.set()
         with pytest.raises(RuntimeError, match="the device is lost"):
             async for _ in stream:
                 pass
@@ -432,7 +438,7 @@ async def test_an_engine_that_cannot_be_loaded_says_why(monkeypatch):
 
 
 async def test_closing_ends_what_runs_and_what_waits(faked):
-    engine, executor = faked(FakeExecutor(seconds=0.01), max_num_seqs=1, max_queued_requests=1)
+    engine, executor = faked(FakeExecutor(seconds=0.05), max_num_seqs=1, max_queued_requests=1)
     async with engine:
         results = [asyncio.create_task(engine.generate("A", LONG).result()) for _ in range(4)]
         while not executor.plans:
@@ -446,9 +452,10 @@ async def test_closing_ends_what_runs_and_what_waits(faked):
 
 @pytest.mark.full
 async def test_a_killed_process_is_started_again_and_takes_what_had_not_begun():
-    async with engine_of("process", max_num_seqs=1) as engine:
+    sizes = {"max_num_seqs": 1, "max_model_len": 1024}
+    async with engine_of("process", **sizes) as engine:
         pid = engine.client.source.pid
-        stream = engine.generate("Once", LONG)
+        stream = engine.generate("Once", LONG.with_changes(max_tokens=1000, n=50))
         await anext(stream)
         waiting = asyncio.create_task(engine.generate("The king", GREEDY).result())
         while engine.client.num_unfinished < 2:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from helpers.http_server import until
 
 from kvik import LLM, ParamError, SamplingParams
 
@@ -89,7 +90,11 @@ def test_calls_of_many_threads_share_their_steps(llm: LLM) -> None:
     llm.generate("Once", KINDS[0].with_changes(max_tokens=200))
     alone = llm.stats().steps - alone
     before = llm.stats().steps
-    in_threads(lambda i: llm.generate(PROMPTS[i], KINDS[0].with_changes(max_tokens=200)), 6)
+    engine, held = llm._engine, threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(engine.ask, lambda: (held.set(), until(lambda: len(engine._posted) == 6)))
+        held.wait(60)
+        in_threads(lambda i: llm.generate(PROMPTS[i], KINDS[0].with_changes(max_tokens=200)), 6)
     assert llm.stats().steps - before < 3 * alone
 
 
@@ -107,8 +112,8 @@ def test_ctrl_c_in_one_thread_does_not_affect_others(llm: LLM, default_sigint) -
         other = pool.submit(work)
         began.wait(60)
         timer = threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
         with pytest.raises(KeyboardInterrupt):
+            timer.start()
             while True:
                 llm.generate(["The old king"] * 4, params)
         assert other.result(60) == right
@@ -122,7 +127,7 @@ def test_closing_fails_the_calls_of_other_threads() -> None:
         with llm.stream("Once", KINDS[0].with_changes(max_tokens=200)) as stream:
             next(stream)
             began.set()
-            for _ in range(50):
+            for _ in range(10_000):
                 llm.generate(PROMPTS, KINDS[0].with_changes(max_tokens=200))
 
     with ThreadPoolExecutor(1) as pool:
@@ -150,7 +155,9 @@ def test_an_unreferenced_engine_ends() -> None:
 
 
 @pytest.mark.full
-def test_an_unreferenced_stream_ends(llm: LLM) -> None:
+def test_an_unreferenced_stream_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    poll = llm._loop.poll
+    monkeypatch.setattr(llm._loop, "poll", lambda *how: (time.sleep(0.05), poll(*how))[1])
     stream = llm.stream("Once", KINDS[0].with_changes(max_tokens=200))
     next(stream)
     assert llm.stats().num_running == 1

@@ -13,7 +13,8 @@ from contextlib import contextmanager
 
 import msgspec
 import pytest
-from helpers.served_engine import FakeExecutor, tiny_config
+from helpers.http_server import until
+from helpers.served_engine import FakeExecutor, gated_executor, tiny_config
 from helpers.served_engine import engine_request as request
 from hypothesis import given
 from hypothesis import strategies as st
@@ -197,11 +198,11 @@ def test_a_full_queue_refuses_and_says_which_limit():
 
 
 def test_a_duplicate_id_does_not_end_the_first_request():
-    executor = FakeExecutor(seconds=0.005)
-    with engine(executor) as peer:
+    with engine(gated_executor(after=2)) as peer:
         peer.add(request("a", max_tokens=30))
         peer.receive()
         peer.add(request("a"))
+        peer.executor.gate.set()
         while len([d for d in peer.deltas if d.finish_reason is not None]) < 2:
             peer.receive()
         tokens = [t for d in peer.deltas for t in d.token_ids]
@@ -322,24 +323,24 @@ def test_ending_that_fails_is_logged(caplog):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EngineCore, "end", broken)
-        with engine() as peer:
+        with engine(gated_executor()) as peer:
             peer.add(request("a", max_tokens=20))
             peer.send(End("a", None, FinishReason.ABORT, None))
+            peer.executor.gate.set()
             peer.until_ended("a")
             peer.at_rest()
     assert "could not be ended" in caplog.text
 
 
 def test_an_end_frees_within_a_step():
-    executor = FakeExecutor(seconds=0.01)
-    with engine(executor) as peer:
+    with engine(gated_executor(after=5)) as peer:
         peer.add(request("a", max_tokens=200, n=2))
-        while not peer.deltas:
-            peer.receive()
+        until(lambda: len(peer.executor.plans) == 6)  # one waits
         peer.send(End("a", 1, FinishReason.STOP, None))
         peer.send(End("a", 0, FinishReason.ABORT, "why"))
+        peer.executor.gate.set()
         peer.until_ended("a", n=2)
-        assert len([t for d in peer.deltas for t in d.token_ids]) < 20
+        assert len(peer.executor.plans) == 6
         peer.at_rest()
 
 
@@ -382,12 +383,13 @@ def test_an_idle_engine_checks_memory_without_steps(monkeypatch):
 
 def test_an_idle_engine_prepares_between_polls_and_then_waits():
     class IdleWork(FakeExecutor):
-        more, rested, computing = True, 0, False
+        more, rested, waits, computing = True, 0, False, False
 
         def idle_step(self):
             assert not self.computing
             self.rested += 1
             time.sleep(0.001)
+            self.waits = not self.more
             return self.more
 
         def submit(self, plan):
@@ -405,10 +407,10 @@ def test_an_idle_engine_prepares_between_polls_and_then_waits():
         peer.add(request("a"))
         peer.until_ended("a")  # although more work remains for idle time
         executor.more = False
-        time.sleep(0.05)
+        until(lambda: executor.waits)
         rested = executor.rested
         time.sleep(0.05)
-        assert executor.rested == rested  # it waits
+        assert executor.rested == rested
         peer.add(request("b"))
         peer.until_ended("a", "b")
 
@@ -510,24 +512,26 @@ def test_an_idle_engine_sleeps(monkeypatch):
     calls = []
     genuine = EngineLoop.step
     monkeypatch.setattr(EngineLoop, "step", lambda self: calls.append(1) or genuine(self))
+
+    def sleeps() -> bool:
+        before = len(calls)
+        time.sleep(0.2)
+        return len(calls) == before
+
     with engine() as peer:
         peer.add(request("a"))
         peer.until_ended("a")
-        time.sleep(0.05)
-        before = len(calls)
-        time.sleep(0.2)
-        assert len(calls) == before
+        until(sleeps)
 
 
 def test_the_host_sends_heartbeats_while_a_policy_waits(monkeypatch):
     monkeypatch.setattr(module, "BEAT_SECONDS", 0.02)
-    with engine(policy="dynamic", batch_size=4, max_wait=0.2) as peer:
+    with engine(policy="dynamic", batch_size=4, max_wait=60.0) as peer:
         peer.add(request("a"))
         beats = []
-        while not peer.deltas:
-            beats += [m.waits for m in peer.receive() if isinstance(m, Stepped) and not m.deltas()]
-        assert len(beats) >= 3
-        assert all(beats)
+        while len(beats) < 3:
+            beats += [m.waits for m in peer.receive() if isinstance(m, Stepped)]
+        assert all(beats) and not peer.deltas
 
 
 def test_the_host_sends_heartbeats_during_a_long_prompt(monkeypatch):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import uvloop
 from helpers import engine_child
-from helpers.engine_child import CRASH, HANG, PAUSE
+from helpers.engine_child import CRASH, HANG
 from helpers.optional_native import needs_native
 from helpers.served_engine import engine_request as request
 from helpers.served_engine import tiny_config
@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("forked")
 QUICK = RestartPolicy(
     stall=0.5, kill=30.0, exit=1.0, pause=0.01, longest_pause=0.05, crashes=3, window=60.0
 )
+PATIENT = RestartPolicy(stall=90.0, kill=90.0, exit=90.0, pause=0.01)  # longer than a test
 
 
 class Rig:
@@ -98,29 +99,28 @@ async def supervised(mode: str = "serve", policy: RestartPolicy = QUICK) -> Asyn
     finally:
         before, began = rig.supervisor.pid, time.monotonic()
         await rig.client.close()
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
     assert rig.supervisor.pid is None
     assert before is None or not exists(before)
     assert rig.client.num_unfinished == 0
     ends = [(d.request_id, d.index) for d in rig.deltas if d.finish_reason is not None]
     assert len(set(ends)) == len(ends)
     while new := open_files() - files:  # threads of other tests open and close files meanwhile
-        assert time.monotonic() - began < 10, new
+        assert time.monotonic() - began < 60, new
         await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("loop_factory", [None, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
 async def test_a_process_that_dies_is_replaced(loop_factory):
-    """Detected by its end alone: all timeouts are longer than the test."""
-    patient = RestartPolicy(stall=90.0, kill=90.0, exit=90.0, pause=0.01)
-    async with supervised(policy=patient) as rig:
+    """Detected by its end alone."""
+    async with supervised("hangs:2", PATIENT) as rig:
         with pytest.raises(UnavailableError, match="being started"):
             rig.client.add(request())
         await rig.until(EngineState.READY)
         rig.client.add(request("a"))
         assert (await rig.ended("a")).finish_reason is FinishReason.LENGTH
         rig.client.add(request("b", n=2, max_tokens=200))
-        while len(rig.deltas) < 8:
+        while len({d.index for d in rig.deltas if d.request_id == "b"}) < 2:
             await asyncio.sleep(0.001)
         os.kill(rig.supervisor.pid, signal.SIGKILL)
         lost = await rig.ended("b")
@@ -134,7 +134,7 @@ async def test_a_process_that_dies_is_replaced(loop_factory):
 
 
 async def test_waiting_requests_are_served_by_the_next_engine():
-    async with supervised() as rig:
+    async with supervised("hangs:8", PATIENT) as rig:
         await rig.until(EngineState.READY)
         for i in range(8):  # as many as can run at a time
             rig.client.add(request(f"r{i}", max_tokens=200))
@@ -251,7 +251,7 @@ async def test_a_model_that_was_loaded_before_is_loaded_again(tmp_path):
 
 @pytest.mark.full
 async def test_an_engine_that_hangs_is_stalled_and_then_replaced():
-    async with supervised(policy=RestartPolicy(stall=0.5, kill=0.5, exit=1.0, pause=0.01)) as rig:
+    async with supervised(policy=RestartPolicy(stall=0.5, kill=1.5, exit=1.0, pause=0.01)) as rig:
         await rig.until(EngineState.READY)
         rig.client.add(request("a", [HANG]))
         await rig.until(EngineState.STALLED)
@@ -284,8 +284,10 @@ async def test_an_engine_that_was_slow_becomes_ready_again():
     async with supervised() as rig:
         await rig.until(EngineState.READY)
         pid = rig.supervisor.pid
-        rig.client.add(request("a", [PAUSE]))
+        os.kill(pid, signal.SIGSTOP)
+        rig.client.add(request("a"))
         await rig.until(EngineState.STALLED)
+        os.kill(pid, signal.SIGCONT)
         await rig.until(EngineState.READY)
         assert (await rig.ended("a")).finish_reason is FinishReason.LENGTH
         assert rig.supervisor.pid == pid
@@ -297,6 +299,7 @@ async def test_an_idle_engine_does_not_stall():
         await rig.until(EngineState.READY)
         rig.client.add(request("a"))
         await rig.ended("a")
+        await rig.until(EngineState.READY)  # it may have been slow
         for _ in range(100):
             await asyncio.sleep(0.01)
             assert rig.client.state is EngineState.READY
@@ -309,6 +312,7 @@ async def test_a_blocked_event_loop_does_not_mark_the_engine_as_stalled():
         rig.client.add(request("a", max_tokens=240, ignore_eos=True))
         while not rig.deltas:
             await asyncio.sleep(0.001)
+        await rig.until(EngineState.READY)
         time.sleep(2.0)
         for _ in range(20):
             assert rig.client.state is EngineState.READY

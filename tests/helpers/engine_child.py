@@ -1,6 +1,7 @@
 """An engine process without a model, `python engine_child.py MODE FD FD`, to test its supervision.
 
-Tokens of a prompt control what it does in the step that reads them.
+Tokens of a prompt control what it does in the step that reads them. In the mode "hangs:N" it hangs
+once N requests have a token.
 """
 
 from __future__ import annotations
@@ -12,8 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-CRASH, HANG, PAUSE = 60, 61, 62  # tokens of a prompt
-PAUSE_SECONDS = 1.2
+CRASH, HANG = 60, 61  # tokens of a prompt
 
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -33,13 +33,13 @@ if __name__ == "__main__":
             if CRASH in prompts:
                 print("here it goes", file=sys.stderr, flush=True)
                 os._exit(3)
-            if HANG in prompts:
+            all_have_begun = not plan.new_requests and len(plan.slots) == running
+            if HANG in prompts or all_have_begun:
                 time.sleep(1000)
-            if PAUSE in prompts:
-                time.sleep(PAUSE_SECONDS)
             return super().submit(plan)
 
     mode, fd, beats = sys.argv[1:]
+    running = int(mode.removeprefix("hangs:")) if mode.startswith("hangs:") else None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     if mode == "broken":

@@ -69,6 +69,7 @@ class FakeExecutor:
     Attributes:
         seconds: duration of a step.
         gate: a step waits until it is set.
+        ungated: how many first steps do not wait.
         errors: of rows of the next step.
         raises: exception of the next `submit`.
         raises_late: exception of the next `result`.
@@ -78,6 +79,7 @@ class FakeExecutor:
     token: Callable[[int, int], int] = lambda step, row: 1 + step % 50
     seconds: float = 0.0
     gate: threading.Event = field(default_factory=threading.Event)
+    ungated: int = 0
     errors: dict[int, str] = field(default_factory=dict)
     raises: BaseException | None = None
     raises_late: BaseException | None = None
@@ -93,7 +95,8 @@ class FakeExecutor:
 
     def submit(self, plan: SchedulerOutput) -> object:
         self.plans.append(plan)
-        self.gate.wait(30)
+        if len(self.plans) > self.ungated:
+            self.gate.wait(30)
         time.sleep(self.seconds)
         if self.raises is not None:
             error, self.raises = self.raises, None
@@ -126,9 +129,9 @@ class FakeExecutor:
         self.stopped += 1
 
 
-def gated_executor() -> FakeExecutor:
-    """Return an executor whose steps wait until its gate is set."""
-    executor = FakeExecutor()
+def gated_executor(after: int = 0) -> FakeExecutor:
+    """Return an executor whose steps after the first ones wait until its gate is set."""
+    executor = FakeExecutor(ungated=after)
     executor.gate.clear()
     return executor
 

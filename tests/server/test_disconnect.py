@@ -10,7 +10,7 @@ import time
 import pytest
 from helpers.http_server import until
 from helpers.raw_http import connect, post, read_all, read_until
-from helpers.served_engine import FakeExecutor
+from helpers.served_engine import FakeExecutor, gated_executor
 from helpers.serving import Served, served
 
 from kvik.server.native import routes
@@ -176,12 +176,15 @@ def test_before_the_body_is_complete():
 
 
 def test_text_of_another_client_continues():
-    with served(routes, FakeExecutor(seconds=0.001)) as server:
+    executor = gated_executor(after=20)
+    with served(routes, executor) as server:
         stays, goes = connect(server.http.port), connect(server.http.port)
         post(stays, "/v1/generate", {**LONG, "stream": True})
         post(goes, "/v1/generate", {**LONG, "stream": True})
         read_until(goes, b'"text"')
         goes.close()
+        until(lambda: len(server.inner.generations.live) == 1)
+        executor.gate.set()
         assert b'"tokens_generated":240' in read_until(stays, b"request_id")
         stays.close()
         server.at_rest()

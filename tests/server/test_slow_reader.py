@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import partial
 
 import pytest
@@ -35,7 +34,7 @@ def routes(parts, seconds):
         body = await read_body(request, GenerateRequest)
         wanted = GenerationRequest(ids_of(body.prompt), SamplingParams(max_tokens=body.max_tokens))
         (generation,) = await parts.generations.start_all([wanted], "", streaming=True)
-        return StreamReply([generation], Wordy(generation), send=seconds)
+        return StreamReply([generation], Wordy(generation), send=seconds[body.prompt])
 
     return [Route("/stream", stream)]
 
@@ -48,7 +47,7 @@ def _every_step_is_a_piece(monkeypatch):
 @pytest.mark.full
 def test_a_stalled_reader_loses_the_request_after_a_while():
     executor = FakeExecutor(seconds=0.004)
-    with served(partial(routes, seconds=0.4), executor, max_num_seqs=4) as server:
+    with served(partial(routes, seconds={"A": 0.4, "B": 60.0}), executor) as server:
         stuck = connect(server.http.port, receive_buffer=4096)
         post(stuck, "/stream", {"prompt": "A", "max_tokens": 250})
         good = connect(server.http.port)
@@ -66,10 +65,10 @@ def test_a_stalled_reader_loses_the_request_after_a_while():
 
 
 def test_a_slow_reader_gets_everything_in_fewer_events():
-    with served(partial(routes, seconds=5.0), FakeExecutor(seconds=0.001)) as server:
+    with served(partial(routes, seconds={"A": 60.0}), FakeExecutor(seconds=0.001)) as server:
         slow = connect(server.http.port, receive_buffer=4096)
         post(slow, "/stream", {"prompt": "A", "max_tokens": 200})
-        time.sleep(0.5)
+        until(lambda: server.inner.watcher.ended)
         seen = read_until(slow, b"request_id")
         assert b'"tokens_generated":200' in seen[-500:]
         assert seen.count(PADDING) < 100  # each of 200 tokens would have been one event
