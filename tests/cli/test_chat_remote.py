@@ -238,7 +238,9 @@ def test_ctrl_c_closes_the_connection(said: str, capsys: Any) -> None:
     def steps() -> Iterator[float | bytes]:
         if said:
             yield delta(said)
-        yield 0.5  # until the client has shown it
+        while said not in sys.stdout.getvalue():  # until the client has shown it
+            yield 0.01
+        yield 0.5
         signal.pthread_kill(user, signal.SIGINT)
         yield 0.5
         while True:  # writing fails once the client has disconnected

@@ -12,6 +12,7 @@ from helpers.story_site import story_site
 from pydantic import BaseModel, Field
 
 from kvik import LLM, KvikError, ParamError, SamplingParams, lang
+from kvik.engine.loop import EngineLoop
 from kvik.server import llama_server
 from kvik.server.app import openai_routes
 
@@ -186,7 +187,7 @@ def test_a_branch_that_fails_ends_the_others(llm: LLM) -> None:
         if number:
             begun.wait(20)
             raise ZeroDivisionError
-        for _ in range(300):
+        for _ in range(10_000):
             s.fork(1)[0].gen(max_tokens=20, ignore_eos=True)
             rounds.append(1)
             begun.set()
@@ -197,7 +198,7 @@ def test_a_branch_that_fails_ends_the_others(llm: LLM) -> None:
 
     with pytest.raises(ZeroDivisionError):
         lang.run(program, llm)
-    assert len(rounds) < 300
+    assert len(rounds) < 10_000
 
 
 def test_a_batch_keeps_its_order_and_its_errors(model: LLM | str) -> None:
@@ -212,8 +213,17 @@ def test_a_batch_keeps_its_order_and_its_errors(model: LLM | str) -> None:
     assert states[0].text == lang.run(story, model, animal="fox").text
 
 
-def test_a_stream_yields_the_text_as_it_grows(model: LLM | str) -> None:
-    pieces = list(lang.stream(story, model, animal="owl"))
+def test_a_stream_yields_the_text_as_it_grows(
+    model: LLM | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine is slowed down unless the pieces are read."""
+    step, read = EngineLoop.step, threading.Semaphore(3)
+    pieces: list[str] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(EngineLoop, "step", lambda loop: (read.acquire(timeout=0.5), step(loop))[1])
+        for piece in lang.stream(story, model, animal="owl"):
+            pieces.append(piece)
+            read.release(2)
     assert "".join(pieces) == lang.run(story, model, animal="owl").text
     assert len(pieces) > 3
 

@@ -172,7 +172,7 @@ def test_a_clock_that_jumps_ends_nothing(
 def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
     """Begun requests get an error that names the rank; waiting ones are served by the next
     engine."""
-    sizes = ("--max-num-seqs", "4", "--max-model-len", "512")
+    sizes = ("--max-num-seqs", "4", "--max-model-len", "1024")
     lost = "rank 1 has ended with signal 9"
     with server_process("--tensor-parallel-size", "2", "--threads", "2", *sizes) as server:
         text, pid = said(server), server.engine_pid
@@ -203,7 +203,7 @@ def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
 @linux
 @pytest.mark.full
 def test_an_engine_process_that_is_killed_is_replaced() -> None:
-    with server_process("--max-num-seqs", "4", "--max-model-len", "512") as server:
+    with server_process("--max-num-seqs", "4", "--max-model-len", "1024") as server:
         text, pid = said(server), server.engine_pid
         for number in (signal.SIGKILL, signal.SIGSEGV):
             with ThreadPoolExecutor() as pool:
@@ -266,9 +266,9 @@ def under_way(
 ) -> tuple[socket.socket, Future[Reply]]:
     """Provide a stream and a request without streaming that have begun but not ended."""
     stream = connect(server.port)
-    post(stream, "/v1/completions", {**LONG, "stream": True, "max_tokens": 480, "n": 2})
+    body = {**LONG, "max_tokens": 1000, "n": 2}
+    post(stream, "/v1/completions", {**body, "stream": True})
     read_until(stream, b"data: ")
-    body = {**LONG, "max_tokens": 480, "n": 2}
     whole = pool.submit(ask, server, "POST", "/v1/completions", body)
     until(server, "num_requests_running", 4)
     return stream, whole

@@ -32,7 +32,7 @@ from kvik.launch import resolve_config
 from kvik.planner.efficiency import WHAT_HELPS, RunningModel
 from kvik.planner.machine_metrics import MachineMetrics
 from kvik.server.app import openai_routes
-from kvik.server.generation import GenerationRecord
+from kvik.server.generation import GenerationRecord, Observer
 from kvik.server.metrics import Metrics, RequestMetricsObserver, no_more
 from kvik.server.server import Drain, Server
 
@@ -171,17 +171,25 @@ def test_a_request_is_counted_once_in_each_histogram() -> None:
 def test_gaps_are_between_tokens_of_one_sibling() -> None:
     """Siblings get tokens in the same steps; the time between those of two siblings is no gap."""
     metrics, requests = made()
-    with story_site(openai_routes, observers=[requests]) as site:
+    times: dict[int, list[float]] = {}
+
+    class Seen(Observer):
+        def delivered(
+            self, life: GenerationRecord, index: int, num_tokens: int, now: float
+        ) -> None:
+            times.setdefault(index, []).append(now)
+
+    with story_site(openai_routes, observers=[requests, Seen()]) as site:
         body = {"prompt": "Once", "n": 4, "max_tokens": 9, "ignore_eos": True}
         assert ask(site.server, "POST", "/v1/completions", body).status == 200
         site.at_rest()
     found = read(metrics.text(STATS, 1.0))
     assert found["kvik:generation_tokens_total"] == 36
+    each = [times[index] for index in range(4)]  # fewer than tokens, which may arrive together
     count = found["kvik:inter_token_latency_seconds_count"]
-    assert 0 < count <= 4 * (9 - 1)  # fewer, since tokens may arrive together
-    # Each sibling's tokens span nearly the whole request, not a quarter of it.
-    span = found["kvik:request_decode_time_seconds_sum"]
-    assert found["kvik:inter_token_latency_seconds_sum"] > 2 * span
+    assert count == sum(len(own) - 1 for own in each)
+    total = found["kvik:inter_token_latency_seconds_sum"]
+    assert total == pytest.approx(sum(own[-1] - own[0] for own in each))
 
 
 def test_the_engine_is_read() -> None:

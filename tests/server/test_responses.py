@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import httpx2
@@ -169,9 +170,15 @@ def test_a_deadline_in_the_queue(stream):
         first = connect(server.http.port)
         post(first, "/v1/generate", LONG)
         until(lambda: server.inner.generations.live)
-        threading.Timer(0.2, executor.gate.set).start()
         body = {**LONG, "stream": stream, "deadline_ms": 50}
-        answer = httpx2.post(f"{server.http.url}/v1/generate", json=body)
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(
+                httpx2.post, f"{server.http.url}/v1/generate", json=body, timeout=60
+            )
+            until(lambda: len(server.inner.generations.live) == 2)
+            time.sleep(0.06)
+            executor.gate.set()
+            answer = asked.result()
         assert answer.status_code == 504
         assert answer.json()["error"]["code"] == "deadline_exceeded"
         assert answer.headers["x-should-retry"] == "false"
@@ -179,9 +186,12 @@ def test_a_deadline_in_the_queue(stream):
 
 
 def test_later_failures_are_the_last_event():
-    with served(routes, slow()) as server:
-        body = {**LONG, "deadline_ms": 200}
-        answer = httpx2.post(f"{server.http.url}/stream", json=body)
+    with served(routes, slow(0.025)) as server:
+        for deadline_ms in (200, 1000, 5000):  # the engine may be delayed for longer than the first
+            body = {**LONG, "deadline_ms": deadline_ms}
+            answer = httpx2.post(f"{server.http.url}/stream", json=body, timeout=60)
+            if answer.text.count("text") > 1:
+                break
         assert answer.status_code == 200
         *pieces, last, end = answer.text.split("\n\n")
         assert end == ""
@@ -198,8 +208,11 @@ def test_an_error_in_formatting_a_stream_is_reported_without_its_cause(caplog):
                 raise RuntimeError("secret\n2026 INFO forged \x1b[31m")
             return super().grow(position, deltas)
 
-    with served(partial(routes, events=Broken), slow()) as server:
-        answer = httpx2.post(f"{server.http.url}/stream", json=LONG)
+    executor = gated_executor(after=3)
+    with served(partial(routes, events=Broken), executor) as server:
+        with httpx2.stream("POST", f"{server.http.url}/stream", json=LONG, timeout=60) as answer:
+            executor.gate.set()
+            answer.read()
         assert answer.status_code == 200
         assert "internal error" in answer.text.split("\n\n")[-2]
         assert "secret" not in answer.text

@@ -65,10 +65,12 @@ def seconds(span: ReadableSpan) -> float:
 
 
 def test_a_request_has_a_span_for_each_phase() -> None:
+    began = time.time()
     spans = {span.name: span for span in traced(output=finished())}
+    took = time.time() - began
     assert set(spans) == {"kvik.request", "queue", "prefill", "decode"}
     whole = spans["kvik.request"]
-    assert seconds(whole) == pytest.approx(3.0, abs=0.5)
+    assert 3.0 <= seconds(whole) <= 3.0 + took + 0.5
     for name, length in (("queue", 0.5), ("prefill", 0.5), ("decode", 1.5)):
         assert seconds(spans[name]) == pytest.approx(length, abs=1e-6)
         parent = spans[name].parent
@@ -82,7 +84,7 @@ def test_a_request_has_a_span_for_each_phase() -> None:
     assert found["kvik.cached_tokens"] == 4
     assert "secret" not in str(found)
     assert whole.start_time is not None
-    assert abs(whole.start_time / 1e9 + 3.0 - time.time()) < 1.0
+    assert -0.5 < whole.start_time / 1e9 + 3.0 - began < took + 0.5
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.http_server import until
 
 from kvik.errors import KvikError, ModelError, ParamError
 from kvik.text.chat_template import MAX_TEMPLATE_CHARS, ChatTemplate
@@ -283,8 +285,14 @@ def test_a_bomb_leaves_the_template_usable(template: Make) -> None:
         seconds=0.5,
     )
     quick, endless = ([{"role": "user", "content": text}] for text in ("1", "99999"))
+
+    def answers() -> bool:  # at once, except if its process has just begun on a busy machine
+        with suppress(ParamError):
+            return chat.render(quick) == "ok"
+        return False
+
     for _ in range(2):
-        assert chat.render(quick) == "ok"
+        until(answers)
         with pytest.raises(ParamError, match=r"takes more than 0\.5 seconds"):
             chat.render(endless)
 

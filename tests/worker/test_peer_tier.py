@@ -109,8 +109,9 @@ def test_only_leased_pages_are_fetched(
 
 
 def test_fetches_wait_for_a_lease_that_begins_soon(
-    memory: Memory, page_server: PageServer, peers: PeerPages
+    memory: Memory, page_server: PageServer, peers: PeerPages, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(peer_tier, "SOON_SECONDS", 60.0)
     timer = threading.Timer(0.2, page_server.lend, [memory.lease()])
     timer.start()
     assert fetched(peers, memory, source(page_server)) == [True] * 12

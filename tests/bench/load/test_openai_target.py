@@ -197,7 +197,7 @@ def test_a_stream_that_stays_open_after_its_end_is_complete() -> None:
     with FakeServer(lambda request: Reply([*stream(3).steps, 60.0])) as fake:
         found = ask(TargetServer(fake.url, "completions", "m"), 2)
         assert fake.connections == 2
-    assert all(record.completed and record.e2e < 0.5 for record, _ in found)
+    assert all(record.completed and record.e2e < 30 for record, _ in found)
 
 
 def unused_url() -> str:

@@ -126,9 +126,10 @@ def test_the_time_limit_kills_the_engine_and_its_children(tmp_path: Path, job: J
         f"    pathlib.Path({str(child)!r}).write_text(str(child.pid))\n"
         "    time.sleep(600)"
     )
-    started = time.monotonic()
-    assert reason(tmp_path, text, job, timeout=2.0).startswith("took longer than 2 s")
-    assert time.monotonic() - started < 30
+    for limit in (2.0, 8.0, 32.0):  # on a busy machine, the first ends before there is a child
+        assert reason(tmp_path, text, job, limit).startswith(f"took longer than {limit:g} s")
+        if child.exists():
+            break
     _wait_for_the_end(int(child.read_text()))
 
 
