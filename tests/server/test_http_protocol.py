@@ -7,7 +7,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 
 import msgspec
 import pytest
@@ -23,12 +23,13 @@ from kvik.server.route import BodyLimits, Route, read_body
 from kvik.server.run import bind
 from kvik.server.server import Drain
 
+SECONDS = 0.3
 LIMITS = ConnectionLimits(
     max_connections=8,
-    head_seconds=0.3,
-    idle_seconds=0.3,
+    head_seconds=SECONDS,
+    idle_seconds=SECONDS,
     linger_seconds=0.2,
-    unread_seconds=0.3,
+    unread_seconds=SECONDS,
 )
 GET = b"GET /ok HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST /echo HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -52,8 +53,8 @@ def state() -> State:
     return State()
 
 
-@pytest.fixture(scope="module")
-def server(state: State) -> Iterator[HttpServer]:
+@contextmanager
+def serving(state: State, limits: ConnectionLimits, body_seconds: float) -> Iterator[HttpServer]:
     async def ok(request: Request) -> Response:
         return JSONResponse({})
 
@@ -83,10 +84,25 @@ def server(state: State) -> Iterator[HttpServer]:
     async def make() -> App:
         routes = [Route("/ok", ok, "GET"), Route("/echo", echo), Route("/endless", endless, "GET")]
         routes.append(Route("/broken", broken, "GET"))
-        limits = BodyLimits(max_bytes=1 << 20, seconds=0.3, total_bytes=1 << 20)
-        return App(routes, Keys(), Drain(), ServerConfig(), limits=limits)
+        bodies = BodyLimits(max_bytes=1 << 20, seconds=body_seconds, total_bytes=1 << 20)
+        return App(routes, Keys(), Drain(), ServerConfig(), limits=bodies)
 
-    with http_server(make, LIMITS) as running:
+    with http_server(make, limits) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def hasty(state: State) -> Iterator[HttpServer]:
+    """A server for late clients."""
+    with serving(state, LIMITS, SECONDS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def server(state: State) -> Iterator[HttpServer]:
+    """A server that no delay of a test makes close a connection."""
+    patient = ConnectionLimits(max_connections=8, linger_seconds=30.0)
+    with serving(state, patient, 30.0) as running:
         yield running
 
 
@@ -180,18 +196,17 @@ def test_a_bad_body_without_a_reader_is_answered_once(
     assert not [record for record in caplog.records if record.name.startswith("uvicorn")]
 
 
-def test_a_late_head(server: HttpServer) -> None:
+def test_a_late_head(hasty: HttpServer) -> None:
     start = time.monotonic()
-    status, details = error(raw(server, GET))
+    status, details = error(raw(hasty, GET))
     assert status == 408
     assert "headers" in details["message"]
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 20
 
 
-def test_a_head_in_single_bytes(server: HttpServer) -> None:
+def test_a_head_in_single_bytes(hasty: HttpServer) -> None:
     """Single bytes do not extend the time limit."""
-    start = time.monotonic()
-    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+    with socket.create_connection(("127.0.0.1", hasty.port), 10) as connection:
         received = b""
         connection.settimeout(0.05)
         for drop in GET * 20:
@@ -202,35 +217,32 @@ def test_a_head_in_single_bytes(server: HttpServer) -> None:
             except TimeoutError:
                 continue
     assert b" 408 " in received
-    assert time.monotonic() - start < 2
 
 
 @pytest.mark.parametrize("data", [b"GET", b"\r\n", GET])
-def test_a_late_head_after_a_request(server: HttpServer, data: bytes) -> None:
-    connection, _ = until_head(server, GET + b"\r\n")
+def test_a_late_head_after_a_request(hasty: HttpServer, data: bytes) -> None:
+    connection, _ = until_head(hasty, GET + b"\r\n")
     with connection:
         connection.sendall(data)
-        connection.settimeout(3)
         assert connection.recv(65536)[:13] == (b"" if data == b"\r\n" else b"HTTP/1.1 408 ")
 
 
 @pytest.mark.parametrize("data", [b"", b"\r\n"])
-def test_a_connection_without_data(server: HttpServer, data: bytes) -> None:
-    assert raw(server, data, 5) in (b"", b"HTTP/1.1 408")
+def test_a_connection_without_data(hasty: HttpServer, data: bytes) -> None:
+    assert raw(hasty, data, 20) in (b"", b"HTTP/1.1 408")
 
 
 def drip(connection: socket.socket, data: bytes) -> None:
     """Send these bytes repeatedly until the server closes the connection."""
     start = time.monotonic()
-    with suppress(OSError):
-        while time.monotonic() - start < 3:
+    with pytest.raises(OSError):
+        while time.monotonic() - start < 20:
             connection.sendall(data)
             time.sleep(0.02)
-    assert time.monotonic() - start < 2
 
 
-def test_endless_blank_lines(server: HttpServer) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), 10) as connection:
+def test_endless_blank_lines(hasty: HttpServer) -> None:
+    with socket.create_connection(("127.0.0.1", hasty.port), 10) as connection:
         drip(connection, b"\r\n")
 
 
@@ -267,18 +279,18 @@ def test_an_answer_is_read_before_the_connection_closes(server: HttpServer, size
 
 
 @pytest.mark.parametrize("last", [b"", CLOSE])
-def test_the_rest_of_a_body_has_limited_time(server: HttpServer, last: bytes) -> None:
+def test_the_rest_of_a_body_has_limited_time(hasty: HttpServer, last: bytes) -> None:
     head = POST + last + b"Content-Length: 999999999\r\n\r\n"
-    connection, answer = until_head(server, head)
+    connection, answer = until_head(hasty, head)
     with connection:
         assert answer.startswith(b"HTTP/1.1 413 ")
         drip(connection, b" ")
-    until(lambda: not server.listener.num_connections)
+    until(lambda: not hasty.listener.num_connections)
 
 
 @pytest.mark.parametrize("start", [b"", b'{"text": "'])
-def test_a_late_body(server: HttpServer, start: bytes) -> None:
-    status, details = error(raw(server, POST + b"Content-Length: 100\r\n\r\n" + start))
+def test_a_late_body(hasty: HttpServer, start: bytes) -> None:
+    status, details = error(raw(hasty, POST + b"Content-Length: 100\r\n\r\n" + start))
     assert status == 408
     assert "body" in details["message"]
 
@@ -287,13 +299,19 @@ def test_concurrent_large_bodies_are_refused(server: HttpServer) -> None:
     """They are in memory until they are complete."""
     large = b'{"text": "' + b"x" * 700_000 + b'"}'
     head = POST + b"Content-Length: %d\r\n\r\n" % len(large)
-    with socket.create_connection(("127.0.0.1", server.port), 10) as slow:
-        slow.sendall(head + large[:-1])
-        time.sleep(0.1)
-        reply = ask(server, "POST", "/echo", large)
-        assert (reply.status, reply.error["code"]) == (503, "overloaded")
-        assert ask(server, "POST", "/echo", {"text": "small"}).status == 200
-        assert slow.recv(65536).startswith(b"HTTP/1.1 408 ")
+    for pause in (0.1, 1.0, 5.0):  # until the server has read the first one
+        with socket.create_connection(("127.0.0.1", server.port), 10) as slow:
+            slow.sendall(head + large[:-1])
+            time.sleep(pause)
+            reply = ask(server, "POST", "/echo", large)
+            if reply.status == 200:
+                continue
+            assert (reply.status, reply.error["code"]) == (503, "overloaded")
+            assert ask(server, "POST", "/echo", {"text": "small"}).status == 200
+            slow.sendall(large[-1:])
+            assert slow.recv(65536).startswith(b"HTTP/1.1 200 ")
+            break
+    assert reply.status == 503
     assert ask(server, "POST", "/echo", large).json == {"length": 700_000}
 
 
@@ -316,16 +334,21 @@ def test_many_requests_on_one_connection(server: HttpServer) -> None:
     assert answer.count(b"HTTP/1.1 200 OK") == 21
 
 
-def test_an_idle_connection_is_closed_and_a_used_one_is_not(server: HttpServer) -> None:
-    connection, _ = until_head(server, GET + b"\r\n")
-    with connection:
-        for _ in range(4):
-            time.sleep(0.15)
-            connection.sendall(GET + b"\r\n")
-            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
-        start = time.monotonic()
-        assert connection.recv(65536) == b""
-        assert time.monotonic() - start < 5
+def test_an_idle_connection_is_closed_and_a_used_one_is_not(hasty: HttpServer) -> None:
+    def stays() -> bool:
+        """Use a connection, with pauses, for twice the time after which an idle one is closed."""
+        connection, _ = until_head(hasty, GET + b"\r\n")
+        with connection, suppress(OSError):
+            for _ in range(4):
+                time.sleep(SECONDS / 2)
+                connection.sendall(GET + b"\r\n")
+                if not connection.recv(65536).startswith(b"HTTP/1.1 200 "):
+                    return False
+            assert connection.recv(65536) == b""
+            return True
+        return False
+
+    until(stays)  # on a busy machine, a pause may be too long
 
 
 def test_an_idle_connection_is_closed_for_a_new_one(server: HttpServer) -> None:
@@ -343,12 +366,10 @@ def test_a_connection_is_refused_if_all_others_are_busy(server: HttpServer) -> N
     held = [
         until_head(server, b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] for _ in "12"
     ]
-    busy = [socket.create_connection(("127.0.0.1", server.port), 10) for _ in range(6)]
-    for connection in busy:
-        connection.sendall(POST + b"Content-Length: 2\r\n\r\n{")
+    body = POST + b"Content-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+    busy = [until_head(server, body)[0] for _ in range(6)]
     try:
-        until(lambda: server.listener.num_connections == LIMITS.max_connections)
-        time.sleep(0.05)
+        assert server.listener.num_connections == LIMITS.max_connections
         status, details = error(raw(server, b""))
         assert status == 503
         assert details["type"] == "server_error"
@@ -358,15 +379,15 @@ def test_a_connection_is_refused_if_all_others_are_busy(server: HttpServer) -> N
     until(lambda: not server.listener.num_connections)
 
 
-def test_a_client_that_does_not_read_is_disconnected(server: HttpServer, state: State) -> None:
+def test_a_client_that_does_not_read_is_disconnected(hasty: HttpServer, state: State) -> None:
     state.gone.clear()
-    connection, _ = until_head(server, b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    connection, _ = until_head(hasty, b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")
     with connection:
         until(state.gone.is_set)
         before = state.sent
         time.sleep(0.1)
         assert state.sent == before
-    assert ask(server, "GET", "/ok").status == 200
+    assert ask(hasty, "GET", "/ok").status == 200
 
 
 def test_a_response_that_breaks_off_is_logged_once(
