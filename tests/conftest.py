@@ -115,6 +115,14 @@ def no_calibration(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def exact_figures() -> Iterator[None]:
+    """Wait for the figures of an engine: a server would show earlier ones on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvik.engine.remote.ANSWER_SECONDS", 30.0)
+        yield
+
+
 @pytest.fixture
 def loads_always(monkeypatch: pytest.MonkeyPatch) -> None:
     """Load pages from tiers even if that was slow before on this machine."""

