@@ -136,9 +136,11 @@ async def test_a_process_that_dies_is_replaced(loop_factory):
 async def test_waiting_requests_are_served_by_the_next_engine():
     async with supervised("hangs:8", PATIENT) as rig:
         await rig.until(EngineState.READY)
+        os.kill(rig.supervisor.pid, signal.SIGSTOP)  # until it has all of them
         for i in range(8):  # as many as can run at a time
             rig.client.add(request(f"r{i}", max_tokens=200))
         rig.client.add(request("waits"))
+        os.kill(rig.supervisor.pid, signal.SIGCONT)
         while len({d.request_id for d in rig.deltas}) < 8:
             await asyncio.sleep(0.001)
         os.kill(rig.supervisor.pid, signal.SIGKILL)
