@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from helpers.generating import LETTERS, generating, request
+from helpers.generating import LETTERS, generating, ids_of, request
 from helpers.served_engine import FakeExecutor, gated_executor
 
 from kvik.config.server_config import ServerConfig
@@ -100,6 +100,21 @@ async def test_a_stop_string_ends_one_sibling_early():
         assert len(stopped) == 1
         assert "D" not in shown[stopped[0]]
         assert shown == {c.index: c.text for c in generation.result.outputs}
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_tokens_after_a_stop_string_are_not_counted(streaming):
+    """The engine computes them before it learns of the end."""
+    gate = gated_executor()
+    async with generating(gate) as serving:
+        generation = await serving.start(request("A", stop="C"), streaming=streaming)
+        name = generation.request_id
+        for text in ("ABCDE", "FG"):
+            serving.generations.take([RequestDelta(name, 0, ids_of(text))])
+        serving.generations.take([RequestDelta(name, 0, [], FinishReason.STOP)])
+        assert (await generation.output()).num_output_tokens == 3
+        assert generation.record.num_output_tokens == serving.watcher.tokens[name] == 3
+        gate.gate.set()
 
 
 async def test_tokens_between_the_first_and_the_last_are_merged(monkeypatch):

@@ -299,8 +299,13 @@ class _Entry:
 
 @dataclass(slots=True)
 class Processed:
-    """The text of some deltas, and the requests that the engine must end because of it."""
+    """The text of some deltas, and the requests that the engine must end because of it.
 
+    Attributes:
+        counts: for each delta of the engine, how many of its tokens belong to the output.
+    """
+
+    counts: list[int] = field(default_factory=list)
     deltas: list[TextDelta] = field(default_factory=list)
     finished: list[RequestOutput] = field(default_factory=list)
     to_end: list[tuple[str, int, FinishReason, str | None]] = field(default_factory=list)
@@ -366,6 +371,7 @@ class OutputProcessor:
         """Turn deltas into text and finished outputs."""
         out = Processed()
         for delta in deltas:
+            out.counts.append(0)
             entry = self._entries.get(delta.request_id)
             if entry is None:
                 continue  # its reader has left
@@ -393,10 +399,11 @@ class OutputProcessor:
                     self._ask_to_end(entry, completion, delta.index, out)
             if delta.finish_reason is not None:
                 self._finish(entry, completion, delta, out)
+            # Tokens after a stop string are dropped.
+            out.counts[-1] = completion.token_ids.count - first
             if not entry.streaming:
                 continue
-            # Tokens after a stop string are dropped.
-            tokens = delta.token_ids[: completion.token_ids.count - first]
+            tokens = delta.token_ids[: out.counts[-1]]
             if text or tokens or delta.finish_reason:
                 result = completion.result
                 out.deltas.append(

@@ -568,8 +568,8 @@ class Generations:
         processed = self._processor.process(deltas)
         for request_id, index, reason, error in processed.to_end:
             self._engine.end(request_id, index, reason, error)
-        for delta in deltas:
-            self._note(delta, now)
+        for delta, count in zip(deltas, processed.counts, strict=True):
+            self._note(delta, count, now)
         for piece in processed.deltas:
             generation = self.live.get(piece.request_id)
             if generation is not None:
@@ -589,25 +589,25 @@ class Generations:
                 if len(generation._states) == generation._n:  # all have ended or were handed over
                     self._move(generation, now)
 
-    def _note(self, delta: RequestDelta, now: float) -> None:
+    def _note(self, delta: RequestDelta, count: int, now: float) -> None:
         generation = self.live.get(delta.request_id)
         if generation is None:
             return
         if delta.token_ids or delta.finish_reason not in (None, *_FAILED):
             generation._reservation.started(delta.index)
-        if delta.token_ids:
-            self._count(generation, delta, now)
+        if delta.index == 0 and delta.prompt is not None:
+            generation.prompt_use = delta.prompt
+        if count:
+            self._count(generation, delta.index, count, now)
         if delta.kept is not None:
             generation.kept = delta.kept
 
-    def _count(self, generation: Generation, delta: RequestDelta, now: float) -> None:
-        record, count = generation.record, len(delta.token_ids)
-        if delta.index == 0 and delta.prompt is not None:
-            generation.prompt_use = delta.prompt
-        self._notify(lambda one: one.delivered(record, delta.index, count, now))
+    def _count(self, generation: Generation, index: int, count: int, now: float) -> None:
+        record = generation.record
+        self._notify(lambda one: one.delivered(record, index, count, now))
         if record.first_token is None:
             record.first_token = now
-        record.last_tokens[delta.index] = now
+        record.last_tokens[index] = now
         record.num_output_tokens += count
 
     def _deliver(self, generation: Generation, piece: TextDelta, now: float) -> None:
