@@ -26,9 +26,9 @@ from kvik.cli.terminal import visible
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.env import read_option_file
 from kvik.config.server_config import ServerConfig, check_server_config
+from kvik.engine.recorder import can_record
 from kvik.engine_process import engine_in_process
 from kvik.errors import ConfigError
-from kvik.files import can_write
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.model_files import model_files
 from kvik.planner.machine_metrics import MachineMetrics
@@ -114,7 +114,7 @@ def run(arguments: argparse.Namespace) -> int:
     if config.role != "both" and server.kv_token is None:
         reason = f"must be given for role {config.role}, the same on all servers with a role"
         raise ConfigError("kv_token", f"{reason}: set KVIK_KV_TOKEN")
-    if server.record is not None and not can_write(Path(server.record)):
+    if server.record is not None and not can_record(Path(server.record)):
         raise ConfigError("record", f"{server.record!r} must be a file in a folder to write to")
     with ExitStack() as stack:
         out, err = (stack.enter_context(_printer(fd)) for fd in (STDOUT, STDERR))

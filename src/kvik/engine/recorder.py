@@ -24,6 +24,7 @@ from kvik.core.types import EngineRequest, FinishReason
 from kvik.engine.loop import LoopObserver
 from kvik.engine.wire import MAX_FRAME, encode
 from kvik.errors import ConfigError, KvikError
+from kvik.files import can_write
 from kvik.version import __version__
 
 # The format of the file: a line of text, then frames: 4 bytes length, 4 bytes checksum, and an
@@ -403,6 +404,11 @@ class Recorder(LoopObserver):
         if self._file is not None:
             os.close(self._file)
             self._file = None
+
+
+def can_record(path: Path) -> bool:
+    """Return whether a recording can begin there: in a new file, or in place of an older one."""
+    return can_write(path) and (path.is_file() or not os.path.lexists(path))
 
 
 def _create(path: Path) -> int:
