@@ -76,7 +76,7 @@ def test_the_report_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> No
         (("--window", "many"), "--window: "),
         (("--data", "none.txt"), "--data: none.txt cannot be read"),
         (("--quantization", "int3"), "--quantization: must be one of"),
-        (("--reference", "/no/model"), "model: "),
+        (("--reference", "/no/model"), "--reference: there is no folder"),
         (("--max-num-seqs", "4"), "arguments: --max-num-seqs is not a flag of kvik "),
     ],
 )

@@ -197,8 +197,14 @@ def measure_quality(
         KvikError: a model cannot be used, the models tokenise the text differently, or there is too
             little text.
     """
-    configs = [config] if reference is None else [config, reference]
-    longest = min(map(longest_window, configs))
+    configs, longest = [config], longest_window(config)
+    if reference is not None:
+        configs.append(reference)
+        try:
+            longest = min(longest, longest_window(reference))
+        except ModelError as error:
+            field = "reference" if error.field == "model" else error.field
+            raise ModelError(field, error.message) from None
     size, step = choose_window(longest, window, stride)
     resolved = [resolve_reader(one, size) for one in configs]
     reading = prepare(resolved[0], texts, size, step)
