@@ -139,3 +139,6 @@ def test_a_second_run_into_the_same_folder(
     capsys.readouterr()
     assert main(arguments) == 2
     assert "--output: " in capsys.readouterr().err
+    # Before a model is looked for, which may be a download.
+    assert main([*arguments, "/no/such/model"]) == 2
+    assert "--output: " in capsys.readouterr().err

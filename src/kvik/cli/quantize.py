@@ -238,11 +238,12 @@ def run(arguments: argparse.Namespace) -> int:
     import torch
 
     from kvik.launch import find_device
-    from kvik.quantize.save import Output, check_request, quantise_folder
+    from kvik.quantize.save import Output, check_folder, check_request, quantise_folder
     from kvik.quantize.source import open_source
 
     options = engine_options(arguments, arguments.model)
     running = {name: value for name, value in options.items() if name in RUNNING}
+    check_folder(arguments.output)  # before a model is downloaded
     source = open_source(find_model(arguments.model))
     config = EngineConfig(model=str(source.folder), **running)
     device = torch.device(find_device(config.device))

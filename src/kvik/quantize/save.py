@@ -20,7 +20,7 @@ from torch import Tensor
 from kvik.config.model_source import CONFIG
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError, KvikError, shown
-from kvik.files import DRAFT, write_whole
+from kvik.files import DRAFT, can_write, write_whole
 from kvik.kernels.fp8 import SQUARE
 from kvik.kernels.weights import DTYPES
 from kvik.nn.checkpoint import INDEX
@@ -261,6 +261,21 @@ class SavedLayer:
     on_inputs: bool
 
 
+def check_folder(folder: Path) -> None:
+    """Check a folder to save into, for which no model is needed.
+
+    Raises:
+        ConfigError: it is a file, has other content, or cannot be written.
+    """
+    name = repr(str(folder))
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError("output", f"must be a folder, and {name} is a file")
+    if not can_write(folder / CONFIG, parents=True):
+        raise ConfigError("output", f"cannot write {name}")
+    if folder.exists() and not (folder / STATE).exists() and any(folder.iterdir()):
+        raise ConfigError("output", f"{name} is not empty: name another")
+
+
 class Output:
     """The folder that a run saves into.
 
@@ -285,8 +300,7 @@ class Output:
             ConfigError: the folder has other content, or another process is working in it.
         """
         try:
-            if self.folder.exists() and not self._state.exists() and any(self.folder.iterdir()):
-                raise ConfigError("output", f"{str(self.folder)!r} is not empty: name another")
+            check_folder(self.folder)
             self._state.mkdir(parents=True, exist_ok=True)
             lock = os.open(self._state / LOCK, os.O_CREAT | os.O_RDWR, 0o666)
         except OSError as error:
@@ -467,8 +481,6 @@ def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor 
     # with a budget, the most that layers can have
     most = {} if recipe.average_bits is None else dict.fromkeys(source.layers, MANY)
     found = layouts(recipe.with_layer_bits(most), source.layers, DTYPES[source.spec.dtype])
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError("output", f"must be a folder, and {str(folder)!r} is a file")
     if folder.resolve() == source.folder.resolve():
         raise ConfigError("output", "must not be the model's own folder")
     need = source.num_bytes
