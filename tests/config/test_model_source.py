@@ -21,7 +21,7 @@ Answers = dict[str, Any]
 
 
 @pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
     """Provide a hub that has every model and records requests; its cache is empty."""
     calls: list[dict[str, Any]] = []
 
@@ -29,7 +29,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         if local_files_only:
             raise errors.LocalEntryNotFoundError("not in the cache")
         calls.append({"repo_id": repo_id, **options})
-        return "/cache/model"
+        (tmp_path / "cached").mkdir(exist_ok=True)
+        return str(tmp_path / "cached")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     return calls
@@ -45,8 +46,8 @@ def test_a_folder_is_itself(tmp_path: Path, hub: list[Any]) -> None:
     assert not hub
 
 
-def test_a_hub_id_fetches_only_data_files(hub: list[Any]) -> None:
-    assert find_model("owner/model-1.5B") == Path("/cache/model")
+def test_a_hub_id_fetches_only_data_files(hub: list[Any], tmp_path: Path) -> None:
+    assert find_model("owner/model-1.5B") == tmp_path / "cached"
     (call,) = hub
     assert call["repo_id"] == "owner/model-1.5B"
     assert "*.safetensors" in call["allow_patterns"]
@@ -65,6 +66,12 @@ def test_a_process_asks_the_hub_once_for_a_model(hub: list[Any]) -> None:
     for revision in (None, None, "v1.0", None):
         find_model("owner/model", revision=revision)
     assert [call["revision"] for call in hub] == [None, "v1.0"]
+
+
+def test_a_model_that_has_been_deleted_is_downloaded_again(hub: list[Any]) -> None:
+    find_model("owner/model").rmdir()
+    assert find_model("owner/model").is_dir()
+    assert len(hub) == 2
 
 
 def test_a_description_needs_no_weights(hub: list[Any]) -> None:
@@ -273,8 +280,8 @@ def test_a_config_is_a_file_or_in_a_folder(tmp_path: Path, hub: list[Any]) -> No
     assert not hub
 
 
-def test_only_the_config_of_a_hub_id_is_fetched(hub: list[Any]) -> None:
-    assert find_config("owner/model") == Path("/cache/model/config.json")
+def test_only_the_config_of_a_hub_id_is_fetched(hub: list[Any], tmp_path: Path) -> None:
+    assert find_config("owner/model") == tmp_path / "cached" / "config.json"
     (call,) = hub
     assert call["allow_patterns"] == ["config.json"]
 

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +118,12 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
     # The exception of a broken connection belongs to the underlying HTTP library, which differs
     # between versions.
     http_error: Any = errors.HfHubHTTPError.__bases__[0]
+    ask = partial(_snapshot, huggingface_hub.snapshot_download, hub_id, files, revision)
     try:
-        return _snapshot(huggingface_hub.snapshot_download, hub_id, files, revision)
+        if not (found := ask()).exists():  # deleted since this process asked
+            _snapshot.cache_clear()
+            found = ask()
+        return found
     except errors.HFValidationError:
         reason = "is neither a folder here nor a valid hub id"
     except (OSError, http_error) as error:
@@ -131,7 +135,7 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
     raise ModelError("model", f"{shown(hub_id)} {reason}")
 
 
-@cache  # commands check a model before they load it, and must not get another commit then
+@lru_cache  # commands check a model before they load it, and must not get another commit then
 def _snapshot(
     download: Callable[..., str], hub_id: str, files: tuple[str, ...], revision: str | None
 ) -> Path:
