@@ -14,7 +14,7 @@ from typing import Any, cast
 import pytest
 from helpers.calibrations import measured_device
 from helpers.http_server import ask
-from helpers.story_site import story_site
+from helpers.story_site import every_route, story_site
 from msgspec.structs import replace as replace_fields
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -221,6 +221,14 @@ def test_the_engine_is_read() -> None:
     assert found["kvik:speculation_accepted_length"] == 2.5
     assert found["kvik:speculation_drafts_per_pos_total{position=2}"] == 3
     assert "process_resident_memory_bytes" in found
+
+
+def test_a_scrape_counts_all_open_responses_but_its_own() -> None:
+    with story_site(every_route) as site:
+        for others in (0, 1):
+            text = ask(site.server, "GET", "/metrics").body
+            assert read(text)["kvik:open_responses"] == others
+            site.parts.drain.enter()
 
 
 def test_requests_that_wait_while_none_runs_wait_for_a_batch() -> None:

@@ -223,8 +223,7 @@ def at_rest(server: ServerProcess) -> dict[str, float]:
     while True:
         found = server.metrics()
         busy = found["num_requests_running"] + found["num_requests_waiting"]
-        # The scrape itself counts.
-        if not busy and found["open_responses"] <= 1:
+        if not busy and not found["open_responses"]:
             return found
         assert time.monotonic() < deadline, found
         time.sleep(0.05)

@@ -368,8 +368,8 @@ def _state(server: Server) -> Iterator[Metric]:
     yield counter("engine_starts", note, server.engine.num_starts)
     states = {"awake": 1.0, "weights_offloaded": 0.0}
     yield gauge("engine_sleep_state", "The engine does not sleep.", states, "sleep_state")
-    note = "Answers that the HTTP process is giving."
-    yield gauge("open_responses", note, server.drain.num_open)
+    note = "Answers that the HTTP process is giving, without that of the scrape."
+    yield gauge("open_responses", note, max(0, server.drain.num_open - 1))
 
 
 def _engine(stats: EngineStats) -> Iterator[Metric]:
