@@ -237,6 +237,19 @@ def test_wrong_lists(tmp_path: Path, values: dict[str, Any], message: str) -> No
         read(tmp_path / "m.gguf", values)
 
 
+def test_a_rule_that_is_not_named_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As by llama.cpp, whose rule is used."""
+    read(tmp_path / "m.gguf", SMALL)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "tokenizer.ggml.pre" in record.getMessage()
+    caplog.clear()
+    read(tmp_path / "m.gguf", SMALL | {"tokenizer.ggml.pre": "default"})
+    read(tmp_path / "m.gguf", SCORED)
+    assert not caplog.records
+
+
 def test_too_many_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(tmp_path / "m.gguf", SCORED).library.encode("ab").tokens == ["ab"]
     monkeypatch.setattr(module, "MAX_MERGES_PER_TOKEN", 0)

@@ -7,6 +7,7 @@ a token fall back to bytes; "gemma4" is like "llama" but merges by rank.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -24,6 +25,8 @@ from tokenizers.models import BPE
 
 from kvik.errors import ModelError, shown
 from kvik.gguf.types import Metadata
+
+log = logging.getLogger(__name__)
 
 # Rules that split text into words before bytes are merged, by their names in GGUF files.
 #
@@ -203,7 +206,11 @@ def _byte_level(
     metadata: Metadata, ids: Mapping[str, int], kinds: Sequence[int]
 ) -> tuple[Tokenizer, bool]:
     """Return the tokenizer of the kind "gpt2", and whether it adds BOS by default."""
-    name = metadata.string(f"{AT}.pre", "default")
+    name = metadata.string(f"{AT}.pre", "")
+    if not name:  # as in llama.cpp
+        name = "default"
+        reason = f"is missing: the rule {name!r} splits texts, perhaps not as in the training"
+        log.warning("%s", metadata.error(f"{AT}.pre", reason))
     if name not in WORD_RULES:
         known = ", ".join(WORD_RULES)
         raise metadata.error(f"{AT}.pre", f"must be one of {known}, not {shown(name)}")
