@@ -2,8 +2,9 @@
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Annotated
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Query
 from fastapi.responses import StreamingResponse
 
 from kvik import AsyncLLM, SamplingParams
@@ -23,7 +24,9 @@ app.mount("/llm", build_app(engine))
 
 
 @app.get("/story")
-async def story(beginning: str, tokens: int = 64) -> StreamingResponse:
+async def story(
+    beginning: Annotated[str, Query(min_length=1)], tokens: Annotated[int, Query(ge=1)] = 64
+) -> StreamingResponse:
     stream = engine.generate(beginning, SamplingParams(max_tokens=tokens, seed=1))
     return StreamingResponse((delta.text async for delta in stream), media_type="text/plain")
 

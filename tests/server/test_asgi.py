@@ -144,5 +144,12 @@ async def test_the_example_with_fastapi():
     async with served(app) as client:
         story = await client.get("/story", params={"beginning": "Once upon a time", "tokens": 5})
         assert story.status_code == 200 and story.text.strip()
+        for field, wrong in (
+            ("tokens", {"beginning": "Once", "tokens": 0}),
+            ("beginning", {"beginning": ""}),
+        ):
+            refused = await client.get("/story", params=wrong)
+            assert refused.status_code == 422
+            assert refused.json()["detail"][0]["loc"] == ["query", field]
         answer = await client.post("/llm/v1/completions", json={**BODY, "model": None})
         assert answer.json()["usage"]["completion_tokens"] == 8
