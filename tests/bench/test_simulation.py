@@ -246,3 +246,13 @@ def test_bad_numbers_name_their_field(flag: str, value: str, field: str):
     with pytest.raises(KvikError) as raised:
         verb.run(verb.build_parser().parse_args(["--hardware", "h100", flag, value]))
     assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    "words", ["--trace x.csv --rate 2", "--trace x.csv --turns 2", "--speed 2"]
+)
+def test_flags_that_would_not_count_are_refused(words: str):
+    flag = words.split()[-2]
+    with pytest.raises(KvikError) as raised:
+        verb.run(verb.build_parser().parse_args(["--hardware", "h100", *words.split()]))
+    assert raised.value.field == flag.removeprefix("--")

@@ -26,6 +26,8 @@ from kvik.planner.roofline import decode, prefill, step_time
 from kvik_bench.simulation import Outcome, SimulatedEngine, Traffic, simulate
 
 POLICIES = ("prefix", "round-robin")
+# Options of the load that do not count with a trace.
+DRAWN = ("rate", "turns", "think", "systems", "system_tokens", "user_tokens", "output_tokens")
 # Options of `kvik plan` that describe an engine.
 PLANNED = ("hardware", "dtype", "kv_cache_dtype", "tp", "memory_utilization")
 
@@ -75,7 +77,13 @@ def build_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     asked = Replicas(**given_options(Replicas, arguments))
     asked = replace(asked, **normalised(asked, ConfigError))
-    traffic = Traffic(**given_options(Traffic, arguments))
+    load = given_options(Traffic, arguments)
+    for name in DRAWN if "trace" in load else ():
+        if name in load:
+            raise ConfigError(name, "cannot be combined with --trace")
+    if "speed" in load and "trace" not in load:
+        raise ConfigError("speed", "needs --trace")
+    traffic = Traffic(**load)
     traffic = replace(traffic, **normalised(traffic, ConfigError))
     engine = simulated(Question(**given_options(Question, arguments)), asked)
     found: list[tuple[Outcome, float]] = []
