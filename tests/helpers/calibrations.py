@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvik import __version__
 from kvik.planner.calibration import (
     AttentionCosts,
     Calibration,
@@ -13,7 +14,7 @@ from kvik.planner.calibration import (
 from kvik.planner.devices import Device, cpu_device
 
 MIB = 1 << 20
-MACHINE = Machine("Some CPU", 2, "avx2", "0.1.0", "2026-01-02T03:04:05+00:00")
+MACHINE = Machine("Some CPU", 2, "avx2", __version__, "2026-01-02T03:04:05+00:00")
 
 
 def linear_costs(peak: float, streams: float) -> tuple[LinearCosts, ...]:

@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers.calibrations import calibration, measured_device
+from helpers.calibrations import MACHINE, calibration, measured_device
 from msgspec.structs import replace
 
+from kvik import __version__
 from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
 from kvik.errors import ConfigError
 from kvik.planner.calibration import save
@@ -119,6 +120,14 @@ def test_a_disturbed_measurement_is_reported_as_such(tmp_path: Path) -> None:
     save(replace(calibration(), disturbed=True), path)
     assert "disturbed the calibration" in this_device(HARDWARE, path).doubt
     assert "disturbed" not in measured_device().source
+
+
+def test_a_measurement_by_another_version_is_reported_as_such(tmp_path: Path) -> None:
+    path = tmp_path / "calibration.json"
+    for version, doubted in ((__version__, False), ("0.0.9", True)):
+        save(replace(calibration(), machine=replace(MACHINE, kvik=version)), path)
+        device = this_device(HARDWARE, path)
+        assert device.measured and ("kvik 0.0.9" in device.doubt) == doubted
 
 
 def test_this_machine_before_calibration(tmp_path: Path) -> None:

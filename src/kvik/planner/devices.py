@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvik import __version__
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.units import MIB
@@ -74,12 +75,19 @@ class Device:
     @property
     def doubt(self) -> str:
         """Why the figures may be wrong; "" if there is no reason to doubt them."""
-        if self.calibration is None or not self.calibration.disturbed:
+        if self.calibration is None:
             return self.assumed
-        return (
-            "other processes disturbed the calibration of this machine, so speeds may be wrong: "
-            "run `kvik calibrate` while no other program runs"
-        )
+        if self.calibration.disturbed:
+            return (
+                "other processes disturbed the calibration of this machine, so speeds may be "
+                "wrong: run `kvik calibrate` while no other program runs"
+            )
+        if (version := self.calibration.machine.kvik) != __version__:
+            return (
+                f"kvik {version} calibrated this machine, and kvik {__version__} may have other "
+                "speeds: run `kvik calibrate` again"
+            )
+        return ""
 
     def unit(self, arithmetic: str) -> str:
         """Return the arithmetic that the device uses: the requested one, or its replacement.
