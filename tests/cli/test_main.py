@@ -165,6 +165,7 @@ def test_a_panic_of_a_library_is_one_line(
         (OSError(12, "Cannot allocate memory", "/model"), "memory: there is too little of it"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), "memory: there is too"),
         (ImportError("libtorch_cpu.so: failed to map segment"), "memory: there is too little"),
+        (ModuleNotFoundError("no torch", name="torch.nn"), "torch: is not installed: pip "),
     ],
 )
 def test_errors_of_the_machine_are_one_line(
@@ -178,6 +179,7 @@ def test_errors_of_the_machine_are_one_line(
 
 
 BUGS = [RuntimeError("a bug"), ImportError("no module named x"), ZeroDivisionError("a bug")]
+BUGS.append(ModuleNotFoundError("no kvik.nothing", name="kvik.nothing"))
 
 
 @pytest.mark.parametrize("bug", BUGS)

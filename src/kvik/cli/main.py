@@ -79,6 +79,9 @@ def _problem(error: BaseException) -> str | None:
         return str(error)
     if _is_lack_of_memory(error):
         return "memory: there is too little of it; free some, or raise a limit (ulimit -v)"
+    if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("kvik"):
+        package = error.name.partition(".")[0]
+        return f"{package}: is not installed: pip install {package}"
     if isinstance(error, OSError):
         reason = error.strerror or str(error) or type(error).__name__
         return f"{error.filename}: {reason}" if error.filename is not None else reason
