@@ -22,6 +22,7 @@ from kvik_bench.peers.engine_entries import FOLDER, EngineEntry
 from kvik_bench.peers.engines.protocol import Answer, Job
 
 RUNNER = FOLDER / "run.py"
+GRACE = 5.0  # seconds from the end of the time limit until all is killed
 TAIL = 4096  # last bytes of an engine's output that are searched for a reason
 
 
@@ -67,18 +68,23 @@ def _run(command: Sequence[str], log: int, timeout: float) -> tuple[int, int, bo
     process: subprocess.Popen[bytes] | None = None
     late = threading.Event()
 
-    def kill() -> None:
+    def end() -> None:
         late.set()
+        if process is not None:
+            process.terminate()
+
+    def kill() -> None:
         if process is not None:
             _kill_group(process.pid)
 
-    limit = threading.Timer(timeout, kill)
+    limits = threading.Timer(timeout, end), threading.Timer(timeout + GRACE, kill)
     try:
         with deferred_interrupt():  # else an interrupt could leave an unknown process behind
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )
-        limit.start()
+        for limit in limits:
+            limit.start()
         # Unlike Popen.wait, this reports peak memory, of the largest process in the tree.
         _, status, usage = os.wait4(process.pid, 0)
     except BaseException:  # Ctrl-C, most likely
@@ -87,7 +93,8 @@ def _run(command: Sequence[str], log: int, timeout: float) -> tuple[int, int, bo
             process.wait()
         raise
     finally:
-        limit.cancel()
+        for limit in limits:
+            limit.cancel()
     _kill_group(process.pid)  # its remaining children
     process.returncode = os.waitstatus_to_exitcode(status)
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes

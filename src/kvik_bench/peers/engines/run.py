@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import signal
 import sys
 import traceback
 from dataclasses import asdict
@@ -45,6 +46,8 @@ def main() -> None:
     load(PACKAGE, folder / "__init__.py", folder)
     protocol = importlib.import_module(f"{PACKAGE}.protocol")
     job = read_job(protocol, job_file.read_text("utf-8"))
+    # At the time limit. A program that it runs is waited for, so that its memory is known.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("it took too long"))
     try:
         answer = load(f"{PACKAGE}.{adapter.stem}", adapter).run(job)
     except Exception as error:
