@@ -115,6 +115,10 @@ class Conversations:
         self._weights = [1 / (i + 1) for i in range(traffic.systems)]
         self._random = random
 
+    @property
+    def num_requests(self) -> int:
+        return len(self._trace) or self._traffic.requests
+
     def starts(self) -> Iterator[tuple[float, Turn]]:
         """Yield first turns with their times, until all turns together are `Traffic.requests`."""
         traffic, random, now, left = self._traffic, self._random, 0.0, self._traffic.requests
@@ -424,6 +428,7 @@ def simulate(
     policy: str = "prefix",
     timer: Callable[[], float] | None = None,
     lose: tuple[float, int] | None = None,
+    tell: Callable[[float], None] | None = None,
 ) -> Outcome:
     """Run a load to its end.
 
@@ -431,11 +436,12 @@ def simulate(
         policy: "prefix": by `ReplicaRouter`; "round-robin": replicas in order.
         timer: measures routing choices; None: they are not measured.
         lose: a time and a replica that ends then: its requests restart on other replicas.
+        tell: called now and then with the share of requests that have ended.
 
     Raises:
         ConfigError: a request does not fit into the KV cache of an engine.
     """
-    return _Run(traffic, engine, replicas, policy, timer).run(lose)
+    return _Run(traffic, engine, replicas, policy, timer, tell).run(lose)
 
 
 class _Run:
@@ -448,8 +454,9 @@ class _Run:
         replicas: int,
         policy: str,
         timer: Callable[[], float] | None,
+        tell: Callable[[float], None] | None,
     ) -> None:
-        self.engine = engine
+        self.engine, self.tell = engine, tell
         self.replicas = [SimulatedReplica(engine) for _ in range(replicas)]
         self.router = ReplicaRouter(
             [f"replica {i}" for i in range(replicas)], engine.block_size, engine.max_num_seqs
@@ -559,6 +566,9 @@ class _Run:
             if last:
                 turn = self.turns.pop(name)[0]
                 self.done += 1
+                total = self.talk.num_requests
+                if self.tell is not None and self.done % max(1, total // 100) == 0:
+                    self.tell(self.done / total)
                 if routed:
                     self.router.ended(name, now)
                 if turn.rest:

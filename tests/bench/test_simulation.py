@@ -68,7 +68,10 @@ def test_requests_of_a_lost_replica_restart_elsewhere():
 
 
 def test_one_replica_has_the_hits_of_one_cache():
-    outcome = simulate(Traffic(requests=40, rate=0.5), SimulatedEngine(blocks=4096), 1)
+    shares: list[float] = []
+    traffic = Traffic(requests=40, rate=0.5)
+    outcome = simulate(traffic, SimulatedEngine(blocks=4096), 1, tell=shares.append)
+    assert shares == [(i + 1) / 40 for i in range(40)]  # as on a terminal
     assert 0.99 * outcome.ideal_tokens <= outcome.hit_tokens <= outcome.ideal_tokens
 
 

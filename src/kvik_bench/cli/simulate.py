@@ -10,9 +10,10 @@ import argparse
 import json
 import time
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
-from kvik.cli.terminal import say, say_report
+from kvik.cli.terminal import say, say_report, share_bar
 from kvik.config.config import Notes, Tiers, read_tiers
 from kvik.config.memory import StepSize
 from kvik.config.resolve import tier_sizes, unkept
@@ -87,10 +88,13 @@ def run(arguments: argparse.Namespace) -> int:
     traffic = replace(traffic, **normalised(traffic, ConfigError))
     engine = simulated(Question(**given_options(Question, arguments)), asked)
     found: list[tuple[Outcome, float]] = []
-    for policy in POLICIES:
-        began = time.perf_counter()
-        outcome = simulate(traffic, engine, asked.replicas, policy, time.perf_counter)
-        found.append((outcome, time.perf_counter() - began))
+    with share_bar(redraws=False) as progress:
+        for policy in POLICIES:
+            began, tell = time.perf_counter(), partial(progress, policy)
+            outcome = simulate(
+                traffic, engine, asked.replicas, policy, time.perf_counter, tell=tell
+            )
+            found.append((outcome, time.perf_counter() - began))
     if arguments.json:
         say(json.dumps([{**_figures(outcome), "simulated_in": took} for outcome, took in found]))
     else:
