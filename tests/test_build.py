@@ -52,12 +52,15 @@ def build(
 
 
 def assert_complete(names: set[str]) -> None:
-    """Check the Python part of a wheel: modules, the bundled models, the py.typed marker."""
+    """Check the Python part of a wheel: modules, the bundled models, the py.typed marker, the
+    licences of what it contains."""
     assert {"kvik/__init__.py", "kvik/py.typed", "kvik/kernels/cpu/__init__.py"} <= names
     for model in ("stories", "stories-draft", "stories-medusa"):
         files = {path.name for path in (ROOT / "src/kvik/bundled" / model).iterdir()}
         assert files and {f"kvik/bundled/{model}/{name}" for name in files} <= names
     assert not [name for name in names if "__pycache__" in name or name.startswith("csrc")]
+    licences = {name.partition("/licenses/")[2] for name in names}
+    assert {"LICENSE", "csrc/LICENSE.third-party"} <= licences
 
 
 @pytest.fixture(scope="module")
