@@ -159,15 +159,16 @@ def test_a_server_continues_after_losing_one_of_two_engines() -> None:
 async def drained(kill: bool) -> tuple[list[str], list[str], list[dict[str, int]]]:
     """Return the answers of two replicas, one of which hands over its requests, and what each
     computed."""
-    async with AsyncLLM(**OPTIONS) as alone:
-        right = await texts(alone, 12, 220)
-    engine = AsyncLLM(**OPTIONS, data_parallel_size=2, kv_tiers="memory:32MiB")
+    options = {**OPTIONS, "num_blocks": 512, "max_model_len": 512}
+    async with AsyncLLM(**options) as alone:
+        right = await texts(alone, 12, 480)
+    engine = AsyncLLM(**options, data_parallel_size=2, kv_tiers="memory:64MiB")
     both = engine.client
     assert isinstance(both, Replicas)
     async with engine, asyncio.timeout(600):
         while not all(client.state is EngineState.READY for client in both.clients):
             await asyncio.sleep(0.01)
-        running = asyncio.ensure_future(texts(engine, 12, 220))
+        running = asyncio.ensure_future(texts(engine, 12, 480))
         while (await both.clients[0].stats()).delivered_tokens < 240:  # each has full pages
             await asyncio.sleep(0.001)
         before = await both.clients[1].stats()

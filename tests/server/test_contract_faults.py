@@ -32,6 +32,8 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
 SHORT = {"prompt": "The fox", "max_tokens": 8, "temperature": 0, "seed": 1}
 RETRY = "x-should-retry"
+NUM_RUNNING = 60  # so many that their steps take seconds in all
+SIZES = ("--max-num-seqs", str(NUM_RUNNING), "--max-model-len", "1024")
 
 
 site = site_fixture()
@@ -172,9 +174,8 @@ def test_a_clock_that_jumps_ends_nothing(
 def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
     """Begun requests get an error that names the rank; waiting ones are served by the next
     engine."""
-    sizes = ("--max-num-seqs", "4", "--max-model-len", "1024")
     lost = "rank 1 has ended with signal 9"
-    with server_process("--tensor-parallel-size", "2", "--threads", "2", *sizes) as server:
+    with server_process("--tensor-parallel-size", "2", "--threads", "2", *SIZES) as server:
         text, pid = said(server), server.engine_pid
         with ThreadPoolExecutor() as pool:
             stream, whole = under_way(server, pool)
@@ -203,7 +204,7 @@ def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
 @linux
 @pytest.mark.full
 def test_an_engine_process_that_is_killed_is_replaced() -> None:
-    with server_process("--max-num-seqs", "4", "--max-model-len", "1024") as server:
+    with server_process(*SIZES) as server:
         text, pid = said(server), server.engine_pid
         for number in (signal.SIGKILL, signal.SIGSEGV):
             with ThreadPoolExecutor() as pool:
@@ -268,11 +269,11 @@ def under_way(
 ) -> tuple[socket.socket, Future[Reply]]:
     """Provide a stream and a request without streaming that have begun but not ended."""
     stream = connect(server.port)
-    body = {**LONG, "max_tokens": 1000, "n": 2}
+    body = {**LONG, "max_tokens": 1000, "n": NUM_RUNNING // 2}
     post(stream, "/v1/completions", {**body, "stream": True})
     read_until(stream, b"data: ")
     whole = pool.submit(ask, server, "POST", "/v1/completions", body)
-    until(server, "num_requests_running", 4)
+    until(server, "num_requests_running", NUM_RUNNING)
     return stream, whole
 
 
