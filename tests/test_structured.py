@@ -159,7 +159,7 @@ def test_required_calls_are_valid_in_every_dialect(llm: LLM) -> None:
         ended = 0
         for output in outputs[4 * number : 4 * number + 4]:
             parser = AnswerForm(uses[number], forms[number]).parser()
-            deltas = [*parser.push(output.text), *parser.close()]
+            deltas = parser.push(output.text, ends=True)
             assert parser.num_calls == 1, dialect.name
             if output.outputs[0].finish_reason == "stop":  # else the text is a partial call
                 ended += 1

@@ -111,8 +111,8 @@ def found(deltas: list[AnswerDelta]) -> tuple[str, list[Call]]:
 
 def parsed(made: ToolFormat, *parts: str) -> list[AnswerDelta]:
     parser = ToolCallParser(made, TOOLS)
-    deltas = [delta for part in parts for delta in parser.push(part)]
-    return deltas + parser.close()
+    *others, last = parts
+    return [d for part in others for d in parser.push(part)] + parser.push(last, ends=True)
 
 
 @pytest.mark.parametrize("name", GOLDEN)

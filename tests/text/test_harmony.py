@@ -34,7 +34,7 @@ def read(text: str, cut: int = 0, begun: bool | None = None) -> tuple[str, str, 
     """Return thought, text, name and arguments."""
     text = SPELLED.marked(text)
     one = FORM.parser(begun, TOOLS)
-    deltas: list[AnswerDelta] = [*one.push(text[:cut]), *one.push(text[cut:]), *one.close()]
+    deltas: list[AnswerDelta] = [*one.push(text[:cut]), *one.push(text[cut:], ends=True)]
     assert len({delta.index for delta in deltas} - {-1}) == one.num_calls
     return (
         "".join(delta.thought for delta in deltas),

@@ -43,7 +43,7 @@ def parser(
 def read(one: AnswerParser, *parts: str) -> tuple[str, str, str]:
     """Return thought, text and arguments."""
     deltas: list[AnswerDelta] = [delta for part in parts for delta in one.push(part)]
-    deltas += one.close()
+    deltas += one.push("", ends=True)
     return (
         "".join(delta.thought for delta in deltas),
         "".join(delta.text for delta in deltas),

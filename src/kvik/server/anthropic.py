@@ -307,8 +307,7 @@ class MessageFormat(ResponseFormat):
             if delta.text:
                 yield _TEXT.fill(delta.text)
             return
-        deltas = self._parser.push(delta.text)
-        for one in deltas + (self._parser.close() if delta.finish_reason else []):
+        for one in self._parser.push(delta.text, ends=delta.finish_reason is not None):
             yield from self._tool_events(one)
 
     def _tool_events(self, delta: AnswerDelta) -> Iterator[bytes]:
@@ -385,7 +384,7 @@ def _blocks(parser: AnswerReader, text: str) -> list[AnswerBlock]:
     """Return the blocks of a whole answer, in the order of a stream. Truncated arguments become
     {}."""
     parts: list[tuple[str, list[AnswerDelta]]] = []
-    for delta in [*parser.push(text), *parser.close()]:
+    for delta in parser.push(text, ends=True):
         kind = "thought" if delta.thought else "text" if delta.text else "call"
         if delta.name or not parts or parts[-1][0] != kind:
             parts.append((kind, []))

@@ -30,12 +30,8 @@ class AnswerReader(Protocol):
     @property
     def num_calls(self) -> int: ...
 
-    def push(self, text: str) -> list[AnswerDelta]:
-        """Take more text; return the parts that are final."""
-        ...
-
-    def close(self) -> list[AnswerDelta]:
-        """End the answer; return the rest."""
+    def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
+        """Take more text; return the parts that are final: all of them if the answer ends."""
         ...
 
 
@@ -315,7 +311,7 @@ class Probe:
             text = text[text.find(form.opener) :]
         parser = ToolCallParser(form, self._tools)
         calls: dict[int, list[str]] = {}
-        for delta in [*parser.push(text), *parser.close()]:
+        for delta in parser.push(text, ends=True):
             if delta.index >= 0:
                 one = calls.setdefault(delta.index, ["", ""])
                 one[0] += delta.name

@@ -154,31 +154,25 @@ class HarmonyParser:
         self._num_said = {"thought": 0, "text": 0}  # messages of each kind
         self.num_calls = 0
 
-    def push(self, text: str) -> list[AnswerDelta]:
+    def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
+        """See `AnswerReader.push`."""
         self._buffer += text
         found: list[AnswerDelta] = []
         while self._buffer:
             if self._kind == "header":
-                if not self._header(found, closed=False):
+                if not self._header(found, ends):
                     break
             else:
                 self._content(found)
         return found
 
-    def close(self) -> list[AnswerDelta]:
-        """End the answer; return the rest."""
-        found: list[AnswerDelta] = []
-        if self._buffer:
-            self._header(found, closed=True)
-        return found
-
-    def _header(self, found: list[AnswerDelta], *, closed: bool) -> bool:
+    def _header(self, found: list[AnswerDelta], ends: bool) -> bool:
         """Read the header of a message; return whether the kind of the message is known."""
         begins = self._buffer.lstrip()
         head, message, content = begins.partition(self._message)
         first = begins[:1]
         is_head = first in (self._channel, self._start) or begins.startswith("to="[: len(begins)])
-        if is_head and not message and not closed and len(head) <= MAX_HEADER:
+        if is_head and not message and not ends and len(head) <= MAX_HEADER:
             return False
         if is_head and not message and first in (self._channel, self._start):
             self._buffer = ""  # the answer ended within a header

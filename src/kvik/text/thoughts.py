@@ -106,8 +106,7 @@ class ThoughtFormat:
 
 
 class AnswerParser:
-    """Splits an answer into thoughts, text and calls, incrementally. `push` and `close` return the
-    parts that are final.
+    """Splits an answer into thoughts, text and calls, incrementally: see `AnswerReader`.
 
     Args:
         thoughts: their format; None: no thoughts.
@@ -140,41 +139,34 @@ class AnswerParser:
     def num_calls(self) -> int:
         return 0 if self._calls is None else self._calls.num_calls
 
-    def push(self, text: str) -> list[AnswerDelta]:
-        return self._read(text, closed=False)
-
-    def close(self) -> list[AnswerDelta]:
-        """End the answer; return the rest."""
-        found = self._read("", closed=True)
-        return found if self._calls is None else found + self._calls.close()
-
-    def _read(self, text: str, *, closed: bool) -> list[AnswerDelta]:
+    def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
+        """See `AnswerReader.push`."""
         if self._state == "answer":
-            return self._answer(text)
+            return self._answer(text, ends)
         self._buffer += text
         if self._state == "start":
             begins = self._buffer.lstrip()
             if begins.startswith(self._open):
                 self._buffer, self._state = begins[len(self._open) :], "thought"
-            elif closed or not self._open.startswith(begins):
+            elif ends or not self._open.startswith(begins):
                 self._state = "answer"
                 held, self._buffer = self._buffer, ""
-                return self._answer(held)
+                return self._answer(held, ends)
         found: list[AnswerDelta] = []
         if self._state == "thought":
-            found += self._thought(closed=closed)
+            found += self._thought(ends)
         if self._state == "gap":
             answer = self._buffer.lstrip()
             self._buffer = ""
-            if answer or closed:
+            if answer or ends:
                 self._state = "answer"
-                found += self._answer(answer)
+                found += self._answer(answer, ends)
         return found
 
-    def _thought(self, *, closed: bool) -> list[AnswerDelta]:
+    def _thought(self, ends: bool) -> list[AnswerDelta]:
         """Return parts of a thought, without the white space around it."""
-        ends = [self._close, self._opener] if self._opener else [self._close]
-        places = {place: end for end in ends if (place := self._buffer.find(end)) >= 0}
+        markers = [self._close, self._opener] if self._opener else [self._close]
+        places = {place: end for end in markers if (place := self._buffer.find(end)) >= 0}
         if places:
             place = min(places)
             skipped = len(self._close) if places[place] == self._close else 0
@@ -182,7 +174,7 @@ class AnswerParser:
             self._state = "gap"
             thought = thought.rstrip()
         else:
-            kept = 0 if closed else max(overlap(self._buffer, end) for end in ends)
+            kept = 0 if ends else max(overlap(self._buffer, marker) for marker in markers)
             thought = self._buffer[: len(self._buffer) - kept].rstrip()
             self._buffer = self._buffer[len(thought) :]
         if thought and not self._begun_thought:
@@ -192,7 +184,7 @@ class AnswerParser:
         self._begun_thought = True
         return [AnswerDelta(thought=thought)]
 
-    def _answer(self, text: str) -> list[AnswerDelta]:
+    def _answer(self, text: str, ends: bool) -> list[AnswerDelta]:
         if self._calls is not None:
-            return self._calls.push(text)
+            return self._calls.push(text, ends)
         return [AnswerDelta(text=text)] if text else []

@@ -37,7 +37,7 @@ class AnswerDelta:
 
 
 class ToolCallParser:
-    """Parses one answer. `push` and `close` return the parts that are final.
+    """Parses one answer: see `AnswerReader`.
 
     Attributes:
         num_calls: number of calls that have begun.
@@ -59,16 +59,10 @@ class ToolCallParser:
         self._found: list[AnswerDelta] = []
         self._steps = self._answer()
 
-    def push(self, text: str) -> list[AnswerDelta]:
+    def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
+        """See `AnswerReader.push`."""
         self._text += text
-        return self._continue()
-
-    def close(self) -> list[AnswerDelta]:
-        """End the answer; return the rest."""
-        self._closed = True
-        return self._continue()
-
-    def _continue(self) -> list[AnswerDelta]:
+        self._closed = ends
         next(self._steps, None)
         found, self._found = self._found, []
         return found
@@ -99,15 +93,15 @@ class ToolCallParser:
                 self._space = self._text[len(before) : place]
                 self._drop(place)
                 return True
+            kept = overlap(self._text, self._opener)
+            free = len(self._text[: len(self._text) - kept].rstrip())
+            self._say(self._text[:free])
+            self._drop(free)
             if self._closed:
                 if not self.num_calls or not self._text.isspace():
                     self._say(self._text)
                 self._drop(len(self._text))
                 return False
-            kept = overlap(self._text, self._opener)
-            free = len(self._text[: len(self._text) - kept].rstrip())
-            self._say(self._text[:free])
-            self._drop(free)
             yield
 
     def _all_text(self) -> Steps:

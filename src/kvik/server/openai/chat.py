@@ -310,8 +310,7 @@ class ChatFormat(ResponseFormat):
         message, reason = AnswerMessage(completion.text), completion.finish_reason
         if not self._answer.plain:
             parser = self._answer.parser()
-            deltas = [*parser.push(completion.text), *parser.close()]
-            message = _message(deltas)
+            message = _message(parser.push(completion.text, ends=True))
             reason = self._reason(reason, parser)
         return ChatChoice(
             index=completion.index,
@@ -340,7 +339,7 @@ class ChatFormat(ResponseFormat):
             parser = self._parsers.get(index)
             if parser is None:
                 parser = self._parsers[index] = self._answer.parser()
-            deltas = parser.push(text) + (parser.close() if reason is not None else [])
+            deltas = parser.push(text, ends=reason is not None)
             text = "".join(one.text for one in deltas)
             thought = "".join(one.thought for one in deltas)
             calls = [_piece(one) for one in deltas if one.index >= 0]

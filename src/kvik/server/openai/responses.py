@@ -388,7 +388,7 @@ class ResponseEvents(ResponseFormat):
     def whole(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
         (output,) = outputs
         if not self._streamed:
-            for delta in [*self._parser.push(output.text), *self._parser.close()]:
+            for delta in self._parser.push(output.text, ends=True):
                 for _ in self._item_events(delta):
                     pass
         status = _status(output)
@@ -405,8 +405,7 @@ class ResponseEvents(ResponseFormat):
         return b"".join(self._event({"type": kind, "response": start}) for kind in kinds)
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
-        found = self._parser.push(delta.text)
-        for one in found + (self._parser.close() if delta.finish_reason else []):
+        for one in self._parser.push(delta.text, ends=delta.finish_reason is not None):
             for event in self._item_events(one):
                 yield self._event(event)
 
