@@ -6,6 +6,7 @@ import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Annotated, Any, Literal
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -40,9 +41,8 @@ from kvik.server.responses import (
 from kvik.server.route import caller_of, context_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
-from kvik.server.tools import PLAIN_ANSWER, AnswerForm, Function, ToolUse, check_budget
+from kvik.server.tools import AnswerForm, Function, ToolUse, check_budget
 from kvik.server.unhonoured import NOTHING_KEPT, SAMPLING, Table, missing
-from kvik.text.answer_format import AnswerReader
 from kvik.text.tool_calls import AnswerDelta
 from kvik.text.tool_grammar import ToolMode
 
@@ -222,29 +222,20 @@ class UsageMeter:
 PING = json_event({"type": "ping"}, "ping")
 
 
-def _start(index: int, block: AnswerBlock) -> bytes:
-    start = {"type": "content_block_start", "index": index, "content_block": block}
-    return json_event(start, "content_block_start")
+# Type of a block -> the type of its deltas, and their field.
+_DELTAS = {
+    "text": ("text_delta", "text"),
+    "thinking": ("thinking_delta", "thinking"),
+    "tool_use": ("input_json_delta", "partial_json"),
+}
 
 
-def _delta(index: int, delta: Mapping[str, str]) -> bytes:
-    event = {"type": "content_block_delta", "index": index, "delta": delta}
-    return json_event(event, "content_block_delta")
+def _piece(index: int, kind: str, name: str) -> Template:
+    """Return the event of a piece of a block."""
+    event = {"type": "content_block_delta", "index": index, "delta": {"type": kind, name: HOLE}}
+    return Template(event, "content_block_delta")
 
 
-def _stop(index: int) -> bytes:
-    return json_event({"type": "content_block_stop", "index": index}, "content_block_stop")
-
-
-_START = _start(0, text_block(""))
-_TEXT = Template(
-    {
-        "type": "content_block_delta",
-        "index": 0,
-        "delta": {"type": "text_delta", "text": HOLE},
-    },
-    "content_block_delta",
-)
 _END = json_event({"type": "message_stop"}, "message_stop")
 
 
@@ -265,12 +256,11 @@ class MessageFormat(ResponseFormat):
         generation: Generation,
         usage: UsageMeter,
         max_model_len: int,
-        answer: AnswerForm = PLAIN_ANSWER,
+        answer: AnswerForm,
     ) -> None:
-        self._answer = answer
-        self._parser = None if answer.plain else answer.parser()
-        # The block being written, and its type.
-        self._open, self._kind = (0, "text") if answer.plain else (-1, "")
+        self._plain = answer.plain
+        self._parser = answer.parser()
+        self._open, self._kind = -1, ""  # the block being written, and its type
         self._id = f"msg_{secrets.token_hex(12)}"
         self._model = model
         self._generation = generation
@@ -281,21 +271,15 @@ class MessageFormat(ResponseFormat):
 
     def whole(self, outputs: Sequence[RequestOutput]) -> MessageResponse:
         (output,) = outputs
-        used = PromptUse(output.num_cached_tokens, output.num_pinned_tokens)
-        if self._silent:
-            return self._message(used, stop_reason="max_tokens")
-        reason, sequence = self._stop(output)
-        content: list[AnswerBlock] = [text_block(output.text)]
-        if not self._answer.plain:
-            content = _blocks(self._answer.parser(), output.text)
-            if reason == "end_turn" and any(block.type == "tool_use" for block in content):
-                reason = "tool_use"
-        return self._message(used, output.num_output_tokens, content, reason, sequence)
+        content = [] if self._silent else _blocks(self._parser.push(output.text, ends=True))
+        return self._message(self._final_usage(output), content, *self._stop(output))
 
     def begin(self) -> bytes:
-        message = self._message(self._generation.prompt_use)
-        start = json_event({"type": "message_start", "message": message}, "message_start")
-        return start + (_START + PING if self._answer.plain and not self._silent else PING)
+        message = self._message(self._usage.usage(self._generation.prompt_use, 0))
+        start = [json_event({"type": "message_start", "message": message}, "message_start")]
+        if self._plain and not self._silent:
+            start += self._begin_block(text_block(""))
+        return b"".join([*start, PING])
 
     def failed(self, error: HttpError) -> bytes:
         return json_event(error.body(anthropic=True), "error")
@@ -303,38 +287,29 @@ class MessageFormat(ResponseFormat):
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
         if self._silent:
             return
-        if self._parser is None:
-            if delta.text:
-                yield _TEXT.fill(delta.text)
-            return
         for one in self._parser.push(delta.text, ends=delta.finish_reason is not None):
-            yield from self._tool_events(one)
-
-    def _tool_events(self, delta: AnswerDelta) -> Iterator[bytes]:
-        if delta.thought:
-            if self._kind != "thinking":
+            if one.name:
+                yield from self._begin_block(call_block(one, {}))
+            elif one.thought and self._kind != "thinking":
                 yield from self._begin_block(thinking_block(""))
-            yield _delta(self._open, {"type": "thinking_delta", "thinking": delta.thought})
-        elif delta.text:
-            if self._kind != "text":
+            elif one.text and self._kind != "text":
                 yield from self._begin_block(text_block(""))
-            yield _delta(self._open, {"type": "text_delta", "text": delta.text})
-        elif delta.name:
-            yield from self._begin_block(call_block(delta, {}))
-        elif delta.arguments:
-            arguments = {"type": "input_json_delta", "partial_json": delta.arguments}
-            yield _delta(self._open, arguments)
+            if piece := one.thought or one.text or one.arguments:
+                yield self._piece.fill(piece)
 
     def _begin_block(self, block: AnswerBlock) -> Iterator[bytes]:
         yield from self._end_block()
         self._open, self._kind = self._open + 1, block.type
-        yield _start(self._open, block)
+        self._piece = _piece(self._open, *_DELTAS[block.type])
+        start = {"type": "content_block_start", "index": self._open, "content_block": block}
+        yield json_event(start, "content_block_start")
 
     def _end_block(self) -> Iterator[bytes]:
         if self._kind == "thinking":
-            yield _delta(self._open, {"type": "signature_delta", "signature": SIGNATURE})
+            yield _piece(self._open, "signature_delta", "signature").fill(SIGNATURE)
         if self._open >= 0:
-            yield _stop(self._open)
+            stop = {"type": "content_block_stop", "index": self._open}
+            yield json_event(stop, "content_block_stop")
 
     def _last_events(self) -> Iterator[bytes]:
         if self._open < 0:  # an answer without a block is one empty text, as in one piece
@@ -342,19 +317,19 @@ class MessageFormat(ResponseFormat):
         yield from self._end_block()
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        message = self.whole(outputs)
+        (output,) = outputs
+        reason, sequence = self._stop(output)
         delta = {
             "type": "message_delta",
-            "delta": {"stop_reason": message.stop_reason, "stop_sequence": message.stop_sequence},
-            "usage": message.usage,
+            "delta": {"stop_reason": reason, "stop_sequence": sequence},
+            "usage": self._final_usage(output),
         }
         stop = b"" if self._silent else b"".join(self._last_events())
         return stop + json_event(delta, "message_delta") + _END
 
     def _message(
         self,
-        used: PromptUse | None,
-        num_output: int = 0,
+        usage: MessageUsage,
         content: Sequence[AnswerBlock] = (),
         stop_reason: StopReason | None = None,
         stop_sequence: str | None = None,
@@ -365,44 +340,44 @@ class MessageFormat(ResponseFormat):
             content=list(content),
             stop_reason=stop_reason,
             stop_sequence=stop_sequence,
-            usage=self._usage.usage(used, num_output),
+            usage=usage,
         )
+
+    def _final_usage(self, output: RequestOutput) -> MessageUsage:
+        used = PromptUse(output.num_cached_tokens, output.num_pinned_tokens)
+        return self._usage.usage(used, 0 if self._silent else output.num_output_tokens)
 
     def _stop(self, output: RequestOutput) -> tuple[StopReason, str | None]:
         end = output.outputs[0]
+        if self._silent:
+            return "max_tokens", None
         if isinstance(end.stop_reason, str) and end.stop_reason in self._stop_sequences:
             return "stop_sequence", end.stop_reason
         if end.finish_reason != "length":
-            return "end_turn", None
+            return "tool_use" if self._parser.num_calls else "end_turn", None
         num_tokens = len(output.prompt_token_ids) + output.num_output_tokens
         if num_tokens >= self._max_model_len:
             return "model_context_window_exceeded", None
         return "max_tokens", None
 
 
-def _blocks(parser: AnswerReader, text: str) -> list[AnswerBlock]:
+def _blocks(deltas: Sequence[AnswerDelta]) -> list[AnswerBlock]:
     """Return the blocks of a whole answer, in the order of a stream. Truncated arguments become
     {}."""
-    parts: list[tuple[str, list[AnswerDelta]]] = []
-    for delta in parser.push(text, ends=True):
-        kind = "thought" if delta.thought else "text" if delta.text else "call"
-        if delta.name or not parts or parts[-1][0] != kind:
-            parts.append((kind, []))
-        parts[-1][1].append(delta)
     blocks = []
-    for kind, deltas in parts:
-        if kind == "call":
-            blocks.append(call_block(deltas[0], _arguments(deltas)))
-        elif kind == "thought":
-            blocks.append(thinking_block("".join(delta.thought for delta in deltas)))
+    for _, group in groupby(deltas, key=lambda one: (one.index, bool(one.thought))):
+        part = list(group)
+        text = "".join(one.thought + one.text + one.arguments for one in part)
+        if part[0].index >= 0:
+            blocks.append(call_block(part[0], _arguments(text)))
         else:
-            blocks.append(text_block("".join(delta.text for delta in deltas)))
+            blocks.append(thinking_block(text) if part[0].thought else text_block(text))
     return blocks or [text_block("")]
 
 
-def _arguments(deltas: Sequence[AnswerDelta]) -> dict[str, Any]:
+def _arguments(text: str) -> dict[str, Any]:
     try:
-        given: dict[str, Any] = json.loads("".join(delta.arguments for delta in deltas))
+        given: dict[str, Any] = json.loads(text)
     except ValueError:
         return {}
     return given
