@@ -11,7 +11,7 @@ import pytest
 
 from kvik.core.types import RequestSpeculation, TokenLogprobs
 from kvik.engine.output import CompletionOutput, RequestMetrics, RequestOutput, TextDelta
-from kvik.server.openai.answers import ResponseHead, TokenNames, usage_of
+from kvik.server.openai.answers import ResponseHead, usage_of
 from kvik.server.openai.chat import ChatFormat, ChatRequest
 from kvik.server.openai.completions import CompletionFormat, CompletionRequest
 from kvik.server.openai.requests import check_choices, split_prompts
@@ -87,19 +87,18 @@ def test_an_engine_without_drafts_so_far_is_shown_as_such() -> None:
 
 
 HEADING = ResponseHead("id-1", "m", 1)
-NAMES = TokenNames(None)
 MESSAGES = [{"role": "user", "content": "Hi"}]
 
 
 def chat(**fields: Any) -> ChatFormat:
     body = msgspec.convert({"messages": MESSAGES, "stream": True, **fields}, ChatRequest)
-    return ChatFormat(HEADING, body, NAMES, [0] * 7)
+    return ChatFormat(HEADING, body, None, [0] * 7)
 
 
 def completion(**fields: Any) -> CompletionFormat:
     body = msgspec.convert({"prompt": "Hi", "stream": True, **fields}, CompletionRequest)
     echoes = ["A", "B"] if body.echo else ["", ""]
-    return CompletionFormat(HEADING, body, NAMES, [[1, 2], [3]], echoes)
+    return CompletionFormat(HEADING, body, None, [[1, 2], [3]], echoes)
 
 
 def delta(text: str, tokens: int = 1, index: int = 0, **fields: Any) -> TextDelta:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import add
-from typing import cast
+from typing import Any, cast
 
 from msgspec import UNSET, Struct, UnsetType
 
@@ -14,7 +14,7 @@ from kvik import __version__
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput
 from kvik.server.openai.requests import StreamOptions
-from kvik.server.responses import LazyList
+from kvik.server.responses import DONE, LazyList, json_event
 from kvik.text.tokenizer import Tokenizer
 
 FINGERPRINT = f"kvik-{__version__}"
@@ -158,36 +158,6 @@ def usage_of(
     )
 
 
-class StreamUsage:
-    """The usage in the chunks of a stream, as `stream_options` requests.
-
-    Attributes:
-        final: the last chunk has the usage; in all others it is null.
-        each: all chunks have the usage.
-    """
-
-    def __init__(self, options: StreamOptions | None, num_prompt_tokens: int) -> None:
-        self.final = options is not None and bool(options.include_usage)
-        self.each = self.final and options is not None and bool(options.continuous_usage_stats)
-        self._num_prompt_tokens = num_prompt_tokens
-        self._num_tokens = 0
-
-    def count(self, num_tokens: int) -> None:
-        self._num_tokens += num_tokens
-
-    @property
-    def unknown(self) -> UnsetType | None:
-        """The value of `usage` in a chunk without usage."""
-        return None if self.final else UNSET
-
-    @property
-    def so_far(self) -> Usage | UnsetType | None:
-        if not self.each:
-            return self.unknown
-        prompt, completion = self._num_prompt_tokens, self._num_tokens
-        return Usage(prompt, completion, prompt + completion)
-
-
 LEAST = -9999.0  # JSON has no minus infinity
 
 
@@ -250,3 +220,58 @@ class TokenNames:
 
 def finite(logprob: float) -> float:
     return max(logprob, LEAST)
+
+
+class Chunks:
+    """Makes the chunks of a stream, with the usage that `stream_options` requests.
+
+    Args:
+        kind: type of the chunks.
+        num_prompt_tokens: of all prompts.
+        count_thoughts: see `usage_of`.
+
+    Attributes:
+        with_usage: all chunks have the usage so far.
+    """
+
+    def __init__(
+        self,
+        head: ResponseHead,
+        kind: Callable[..., Struct],
+        options: StreamOptions | None,
+        num_prompt_tokens: int,
+        count_thoughts: Callable[[Sequence[int]], int] | None = None,
+    ) -> None:
+        self._head, self._kind = head, kind
+        self._count_thoughts = count_thoughts
+        self._final = options is not None and bool(options.include_usage)  # the last has it
+        self.with_usage = self._final and bool(options and options.continuous_usage_stats)
+        self._num_prompt_tokens, self._num_tokens = num_prompt_tokens, 0
+
+    def count(self, num_tokens: int) -> None:
+        self._num_tokens += num_tokens
+
+    def chunk(self, choices: list[Any], usage: Usage | None = None) -> Any:
+        """Return a chunk. Without usage, it is null if the last chunk has it."""
+        return self._kind(
+            id=self._head.id,
+            created=self._head.created,
+            model=self._head.model,
+            choices=choices,
+            usage=usage or (None if self._final else UNSET),
+            system_fingerprint=FINGERPRINT,
+        )
+
+    def of(self, choice: Struct) -> Any:
+        """Return the chunk of a choice."""
+        prompt, completion = self._num_prompt_tokens, self._num_tokens
+        usage = Usage(prompt, completion, prompt + completion) if self.with_usage else None
+        return self.chunk([choice], usage)
+
+    def event(self, choice: Struct) -> bytes:
+        return json_event(self.of(choice))
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the end of the stream."""
+        usage = usage_of(outputs, self._count_thoughts) if self._final else None
+        return DONE if usage is None else json_event(self.chunk([], usage)) + DONE

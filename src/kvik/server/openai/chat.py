@@ -17,9 +17,9 @@ from kvik.server.errors import rename_fields
 from kvik.server.openai.answers import (
     FINGERPRINT,
     ChatLogprobs,
+    Chunks,
     PromptLogprobs,
     ResponseHead,
-    StreamUsage,
     TokenNames,
     Usage,
     usage_of,
@@ -50,14 +50,12 @@ from kvik.server.openai.requests import (
     sampling_changes,
 )
 from kvik.server.responses import (
-    DONE,
     HOLE,
     ResponseFormat,
     Template,
     encode_in_chunks,
     event,
     generation_response,
-    json_event,
     start_all,
 )
 from kvik.server.route import caller_of, post, routes_of
@@ -65,6 +63,7 @@ from kvik.server.server import Server
 from kvik.server.tools import PLAIN_ANSWER, AnswerForm, check_budget
 from kvik.server.unhonoured import SAMPLING, Table
 from kvik.text.answer_format import AnswerFormat, AnswerReader
+from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -210,10 +209,8 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
         check_logprobs(server, [ids], params, "prompt_logprobs", "top_logprobs")
         wanted = [generation_request(body, ids, params, "messages", answer)]
         (generation,) = await start_all(server, request, wanted, stream=body.stream)
-    by_id = bool(body.return_tokens_as_token_ids)
-    names = TokenNames(server.texts.tokenizer, by_id=by_id)
     head = ResponseHead(f"chatcmpl-{generation.request_id}", model, generation.created)
-    form = ChatFormat(head, body, names, ids, answer)
+    form = ChatFormat(head, body, server.texts.tokenizer, ids, answer)
     return await generation_response(request, [generation], form, body.stream)
 
 
@@ -271,19 +268,20 @@ class ChatFormat(ResponseFormat):
         self,
         head: ResponseHead,
         body: ChatRequest,
-        names: TokenNames,
+        tokenizer: Tokenizer | None,
         prompt: list[int],
         answer: AnswerForm = PLAIN_ANSWER,
     ) -> None:
         self._answer = answer
+        count = answer.count_thoughts
+        self._chunks = Chunks(head, ChatChunk, body.stream_options, len(prompt), count)
         self._parsers: dict[int, AnswerReader] = {}  # by completion
         self._head = head
-        self._names = names
+        self._names = TokenNames(tokenizer, by_id=bool(body.return_tokens_as_token_ids))
         self._logprobs = bool(body.logprobs)
         self._prompt_logprobs = body.prompt_logprobs is not None
         self._token_ids = bool(body.return_token_ids)
         self._prompt_ids = prompt if self._token_ids else UNSET
-        self._usage = StreamUsage(body.stream_options, len(prompt))
         self._templates: dict[int, Template] = {}  # by completion, once it has begun
 
     def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
@@ -300,66 +298,56 @@ class ChatFormat(ResponseFormat):
         )
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        if not self._usage.final:
-            return DONE
-        usage = usage_of(outputs, self._answer.count_thoughts)
-        return json_event(self._chunk([], usage)) + DONE
+        return self._chunks.end(outputs)
 
     def _choice(self, completion: CompletionOutput) -> ChatChoice:
         logprobs = completion.logprobs or []
-        message, reason = AnswerMessage(completion.text), completion.finish_reason
-        if not self._answer.plain:
-            parser = self._answer.parser()
-            message = _message(parser.push(completion.text, ends=True))
-            reason = self._reason(reason, parser)
+        parser = self._answer.parser()
+        message = _message(parser.push(completion.text, ends=True))
         return ChatChoice(
             index=completion.index,
             message=message,
             logprobs=self._names.whole_chat(logprobs) if self._logprobs else None,
-            finish_reason=reason,
+            finish_reason=self._reason(completion.finish_reason, parser),
             stop_reason=completion.stop_reason,
             token_ids=completion.token_ids if self._token_ids else UNSET,
         )
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
-        self._usage.count(len(delta.token_ids))
-        index = delta.index
+        self._chunks.count(len(delta.token_ids))
+        index, reason = delta.index, delta.finish_reason
         if index not in self._templates:
+            self._parsers[index] = self._answer.parser()
             hole = ChunkChoice(index, Delta(content=HOLE))
-            self._templates[index] = Template(self._chunk([hole], self._usage.unknown))
+            self._templates[index] = Template(self._chunks.chunk([hole]))
             role = ChunkChoice(index, Delta(role="assistant", content=""))
-            first = self._chunk([role], self._usage.so_far)
+            first = self._chunks.of(role)
             first.prompt_logprobs = self._of_prompt(delta.prompt_logprobs)
             first.prompt_token_ids = self._prompt_ids
             yield event(encode_in_chunks(first))
         logprobs = self._names.chat(delta.logprobs) if self._logprobs and delta.logprobs else None
         token_ids = delta.token_ids if self._token_ids and delta.token_ids else UNSET
-        text, thought, calls, reason = delta.text, "", [], delta.finish_reason
-        if not self._answer.plain:
-            parser = self._parsers.get(index)
-            if parser is None:
-                parser = self._parsers[index] = self._answer.parser()
-            deltas = parser.push(text, ends=reason is not None)
-            text = "".join(one.text for one in deltas)
-            thought = "".join(one.thought for one in deltas)
-            calls = [_piece(one) for one in deltas if one.index >= 0]
-            reason = None if reason is None else self._reason(reason, parser)
+        parser = self._parsers[index]
+        deltas = parser.push(delta.text, ends=reason is not None)
+        text = "".join([one.text for one in deltas])
+        thought = "".join([one.thought for one in deltas])
         if thought:
             pieces = Delta(reasoning_content=thought, reasoning=thought)
-            yield self._event(ChunkChoice(index, pieces))
-        if logprobs is not None or token_ids or (text and self._usage.each):
+            yield self._chunks.event(ChunkChoice(index, pieces))
+        if logprobs is not None or token_ids or (text and self._chunks.with_usage):
             content = Delta(content=text)
-            yield self._event(ChunkChoice(index, content, logprobs, token_ids=token_ids))
+            yield self._chunks.event(ChunkChoice(index, content, logprobs, token_ids=token_ids))
         elif text:
             yield self._templates[index].fill(text)
-        for call in calls:
-            yield self._event(ChunkChoice(index, Delta(tool_calls=[call])))
+        for one in deltas:
+            if one.index >= 0:
+                yield self._chunks.event(ChunkChoice(index, Delta(tool_calls=[_piece(one)])))
         if reason is not None:
-            yield self._event(
+            yield self._chunks.event(
                 ChunkChoice(
                     index,
                     Delta(),
-                    finish_reason=reason,
+                    finish_reason=self._reason(reason, parser),
                     stop_reason=delta.stop_reason,
                 )
             )
@@ -377,19 +365,6 @@ class ChatFormat(ResponseFormat):
         if not self._prompt_logprobs or logprobs is None:
             return UNSET
         return self._names.prompt(logprobs)
-
-    def _event(self, choice: ChunkChoice) -> bytes:
-        return json_event(self._chunk([choice], self._usage.so_far))
-
-    def _chunk(self, choices: list[ChunkChoice], usage: Usage | UnsetType | None) -> ChatChunk:
-        return ChatChunk(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
-            choices=choices,
-            usage=usage,
-            system_fingerprint=FINGERPRINT,
-        )
 
 
 def _message(deltas: Sequence[AnswerDelta]) -> AnswerMessage:

@@ -15,10 +15,9 @@ from kvik.engine.output import CompletionOutput, RequestOutput, TextDelta
 from kvik.errors import ParamError
 from kvik.server.errors import rename_fields
 from kvik.server.openai.answers import (
-    FINGERPRINT,
+    Chunks,
     PromptLogprobs,
     ResponseHead,
-    StreamUsage,
     TokenNames,
     Usage,
     finite,
@@ -41,14 +40,12 @@ from kvik.server.openai.requests import (
     split_prompts,
 )
 from kvik.server.responses import (
-    DONE,
     HOLE,
     ResponseFormat,
     Template,
     encode_in_chunks,
     event,
     generation_response,
-    json_event,
     offload,
     start_all,
 )
@@ -56,6 +53,7 @@ from kvik.server.route import caller_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.unhonoured import SAMPLING, Table
 from kvik.text.detokenizer import Detokenizer
+from kvik.text.tokenizer import Tokenizer
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
@@ -132,10 +130,8 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
     with rename_fields(max_tokens=name):
         wanted = [generation_request(body, ids[field], params, field) for field in ids]
         generations = await start_all(server, request, wanted, stream=body.stream)
-    by_id = bool(body.return_tokens_as_token_ids)
-    names = TokenNames(server.texts.tokenizer, by_id=by_id)
     head = ResponseHead(f"cmpl-{generations[0].request_id}", model, generations[0].created)
-    form = CompletionFormat(head, body, names, prompts, echoes)
+    form = CompletionFormat(head, body, server.texts.tokenizer, prompts, echoes)
     return await generation_response(request, generations, form, body.stream)
 
 
@@ -189,11 +185,13 @@ class CompletionFormat(ResponseFormat):
         self,
         head: ResponseHead,
         body: CompletionRequest,
-        names: TokenNames,
+        tokenizer: Tokenizer | None,
         prompts: Sequence[Sequence[int]],
         echoes: Sequence[str],
     ) -> None:
-        self._head = head
+        num_tokens = sum(map(len, prompts))
+        self._chunks = Chunks(head, Completion, body.stream_options, num_tokens)
+        self._names = TokenNames(tokenizer, by_id=bool(body.return_tokens_as_token_ids))
         self._n = body.n or 1
         self._prompts = prompts
         self._echoes = echoes
@@ -201,9 +199,7 @@ class CompletionFormat(ResponseFormat):
         self._prompt_logprobs = body.prompt_logprobs is not None
         self._token_ids = bool(body.return_token_ids)
         self._echo_logprobs = bool(body.echo) and body.logprobs is not None
-        self._names = names
         self._skip_special = body.skip_special_tokens is not False
-        self._usage = StreamUsage(body.stream_options, sum(map(len, prompts)))
         self._templates: dict[int, Template] = {}  # by choice, once it has begun
         self._tokens: dict[int, CompletionTokens] = {}  # by choice
         self._of_prompts: dict[int, list[TokenLogprobs | None]] = {}  # logprobs, by position
@@ -214,11 +210,11 @@ class CompletionFormat(ResponseFormat):
             for position, output in enumerate(outputs)
             for completion in output.outputs
         ]
-        return self._completion(choices, usage_of(outputs))
+        answer: Completion = self._chunks.chunk(choices, usage_of(outputs))
+        return answer
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        usage = json_event(self._completion([], usage_of(outputs))) if self._usage.final else b""
-        return usage + DONE
+        return self._chunks.end(outputs)
 
     def _choice(
         self, position: int, output: RequestOutput, completion: CompletionOutput
@@ -246,13 +242,12 @@ class CompletionFormat(ResponseFormat):
         index = position * self._n + delta.index
         if delta.prompt_logprobs is not None:  # only the first completion of a prompt has them
             self._of_prompts[position] = delta.prompt_logprobs
-        self._usage.count(len(delta.token_ids))
+        self._chunks.count(len(delta.token_ids))
         if index not in self._templates:
-            text = self._completion([CompletionChoice(index, HOLE)], self._usage.unknown)
-            self._templates[index] = Template(text)
+            self._templates[index] = Template(self._chunks.chunk([CompletionChoice(index, HOLE)]))
             first = self._first_choice(index, position)
             if first is not None:
-                yield event(encode_in_chunks(self._completion([first], self._usage.so_far)))
+                yield event(encode_in_chunks(self._chunks.of(first)))
         logprobs = None
         if self._num_top is not None and delta.token_ids:
             if index not in self._tokens:
@@ -262,12 +257,14 @@ class CompletionFormat(ResponseFormat):
             of_tokens = of_tokens or [None] * len(delta.token_ids)
             logprobs = self._tokens[index].show(delta.token_ids, of_tokens)
         token_ids = delta.token_ids if self._token_ids and delta.token_ids else UNSET
-        if logprobs is not None or token_ids or (delta.text and self._usage.each):
-            yield self._event(CompletionChoice(index, delta.text, logprobs, token_ids=token_ids))
+        if logprobs is not None or token_ids or (delta.text and self._chunks.with_usage):
+            yield self._chunks.event(
+                CompletionChoice(index, delta.text, logprobs, token_ids=token_ids)
+            )
         elif delta.text:
             yield self._templates[index].fill(delta.text)
         if delta.finish_reason is not None:
-            yield self._event(
+            yield self._chunks.event(
                 CompletionChoice(
                     index,
                     "",
@@ -305,21 +302,6 @@ class CompletionFormat(ResponseFormat):
         tokens = CompletionTokens(self._names, self._num_top or 0, self._skip_special, prompt)
         tokens.skip(len(self._echoes[position]))
         return tokens
-
-    def _event(self, choice: CompletionChoice) -> bytes:
-        return json_event(self._completion([choice], self._usage.so_far))
-
-    def _completion(
-        self, choices: list[CompletionChoice], usage: Usage | UnsetType | None
-    ) -> Completion:
-        return Completion(
-            id=self._head.id,
-            created=self._head.created,
-            model=self._head.model,
-            choices=choices,
-            usage=usage,
-            system_fingerprint=FINGERPRINT,
-        )
 
 
 class CompletionTokens:
