@@ -14,7 +14,7 @@ from kvik.core.structured import Regex
 from kvik.errors import ParamError
 from kvik.text.dialects import BY_NAME, DIALECTS, PLACE, Dialect, ToolFormat, dialect_of
 from kvik.text.tool_calls import AnswerDelta, ToolCallParser
-from kvik.text.tool_grammar import ToolGrammar, ToolMode, tool_of
+from kvik.text.tool_grammar import AllowedCalls, ToolGrammar, ToolMode, tool_of
 
 WEATHER = {
     "type": "object",
@@ -180,7 +180,7 @@ class Allowed:
 
     def __init__(self, made: ToolFormat, choice: ToolMode, *, one: bool = False) -> None:
         self._made = made
-        source = ToolGrammar(made).grammar(list(TOOLS.values()), choice, one=one)
+        source = ToolGrammar(made).grammar(AllowedCalls(list(TOOLS.values()), choice, one))
         self._grammar = MarkedGrammar(source, made.ids)
 
     def __call__(self, text: str) -> bool:
@@ -218,7 +218,7 @@ def test_a_text_in_place_of_calls_may_be_constrained(dialect: Dialect, tokens: b
     calls = written(dialect, CALLS)
 
     def allows(choice: ToolMode, text: str) -> bool:
-        source = ToolGrammar(made).grammar(list(TOOLS.values()), choice, answer=True)
+        source = ToolGrammar(made).grammar(AllowedCalls(list(TOOLS.values()), choice, answer=True))
         whole = Regex("[0-9]+ days").within(source)
         return MarkedGrammar(whole, made.ids).allows(made.pieces(text))
 
@@ -276,7 +276,7 @@ def test_python_arguments_satisfy_their_schema(
     made = form(BY_NAME["pythonic"], tokens=False)
     whole = {"properties": {"x": schema}, "required": ["x"], "$defs": {"tree": TREE}}
     tool, dropped = tool_of("f", whole, strict=True, dialect=made.dialect)
-    grammar = MarkedGrammar(ToolGrammar(made).grammar([tool], "required"), {})
+    grammar = MarkedGrammar(ToolGrammar(made).grammar(AllowedCalls([tool], "required")), {})
     texts = {repr(value): made.pieces(f"[f(x={value!r})]") for value in (*good, *bad)}
     assert {text for text, pieces in texts.items() if grammar.allows(pieces)} == set(
         map(repr, good)
@@ -292,7 +292,7 @@ def test_verbatim_texts_keep_their_lengths(dialect: Dialect, tokens: bool) -> No
     made = form(dialect, tokens=tokens)
     of_city = {"type": "string", "minLength": 2, "maxLength": 3}
     tool, _ = tool_of("f", {"properties": {"city": of_city}}, strict=True, dialect=dialect)
-    grammar = MarkedGrammar(ToolGrammar(made).grammar([tool], "required"), made.ids)
+    grammar = MarkedGrammar(ToolGrammar(made).grammar(AllowedCalls([tool], "required")), made.ids)
     for city, allowed in {"a": False, "ab": True, "a\nb": True, "abcd": False}.items():
         pieces = made.pieces(written(dialect, [("f", {"city": city})]))
         assert grammar.allows(pieces) == allowed, city

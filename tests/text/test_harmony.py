@@ -14,7 +14,7 @@ from kvik.text.dialects import BY_NAME, ToolFormat
 from kvik.text.harmony import MARKERS, HarmonyFormat
 from kvik.text.thoughts import Thought
 from kvik.text.tool_calls import AnswerDelta
-from kvik.text.tool_grammar import ToolMode, tool_of
+from kvik.text.tool_grammar import AllowedCalls, ToolMode, tool_of
 
 IDS = {marker: FIRST_MARKER + n for n, marker in enumerate(MARKERS)}
 FORM = HarmonyFormat(IDS, ())
@@ -82,7 +82,7 @@ def test_truncated_messages_are_no_errors() -> None:
 
 
 def grammar(choice: ToolMode, thought: Thought = FREE) -> MarkedGrammar:
-    source = FORM.call_grammar(list(TOOLS.values()), choice, one=False, thought=thought)
+    source = FORM.call_grammar(AllowedCalls(list(TOOLS.values()), choice), thought)
     return MarkedGrammar(source, IDS)
 
 

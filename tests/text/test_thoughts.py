@@ -22,7 +22,7 @@ from kvik.text.matcher import GrammarMatcher
 from kvik.text.thoughts import AnswerParser, Thought, ThoughtFormat
 from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta, ToolCallParser
-from kvik.text.tool_grammar import ToolMode, tool_of
+from kvik.text.tool_grammar import AllowedCalls, ToolMode, tool_of
 
 FORMAT = ThoughtFormat("<think>", "</think>")
 TOKENS = ThoughtFormat("<think>", "</think>", {"<think>": 7, "</think>": 8})
@@ -97,7 +97,7 @@ def test_the_opener_of_a_call_ends_a_thought(tokens: bool) -> None:
 
     def allows(choice: ToolMode, text: str, begun: bool = False, budget: int | None = None) -> bool:
         thought = Thought(begun, budget)
-        source = form.call_grammar([tool], choice, one=False, thought=thought)
+        source = form.call_grammar(AllowedCalls([tool], choice), thought)
         whole = ToolFormat(BY_NAME["hermes"], ids, ())
         return MarkedGrammar(source, ids).allows(whole.pieces(text))
 

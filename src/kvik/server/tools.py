@@ -18,7 +18,7 @@ from kvik.text.answer_format import NO_TOOLS, PLAIN_FORMAT, AnswerFormat, Answer
 from kvik.text.detokenizer import NO_MARKS
 from kvik.text.dialects import BY_NAME
 from kvik.text.thoughts import Thought
-from kvik.text.tool_grammar import Tool, ToolMode, tool_of
+from kvik.text.tool_grammar import AllowedCalls, Tool, ToolMode, tool_of
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -133,13 +133,9 @@ class ToolUse:
             thought: the thought that may precede the answer; None: no thought.
             text: constraint on its text; None: any text.
         """
-        source = self.form.call_grammar(
-            list(self.tools.values()),
-            self.choice,
-            one=self.one,
-            answer=text is not None,
-            thought=thought,
-        )
+        tools = list(self.tools.values())
+        allowed = AllowedCalls(tools, self.choice, self.one, answer=text is not None)
+        source = self.form.call_grammar(allowed, thought)
         if text is None or self.choice == "required":
             return Constraint("lark", source, name="tools")
         return text.within(source)

@@ -15,7 +15,7 @@ from kvik.text.dialects import BY_NAME, DIALECTS, Dialect, ToolFormat, dialect_o
 from kvik.text.thoughts import AnswerParser, Thought, ThoughtFormat
 from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta, ToolCallParser
-from kvik.text.tool_grammar import Tool, ToolGrammar, ToolMode
+from kvik.text.tool_grammar import AllowedCalls, Tool, ToolGrammar
 
 AUTO, NO_TOOLS = "auto", "none"
 
@@ -71,21 +71,10 @@ class AnswerFormat(Protocol):
         """Convert an earlier answer with calls to the form that the chat template expects."""
         ...
 
-    def call_grammar(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolMode,
-        *,
-        one: bool = False,
-        answer: bool = False,
-        thought: Thought | None = None,
-    ) -> str:
+    def call_grammar(self, allowed: AllowedCalls, thought: Thought | None = None) -> str:
         """Return the grammar, in Lark, of an answer that may call tools.
 
         Args:
-            choice: calls are optional (also after text), required, or forbidden.
-            one: at most one call.
-            answer: the text follows another grammar, `@answer`; calls are an alternative to it.
             thought: a thought that may come first; None: none.
         """
         ...
@@ -178,28 +167,14 @@ class MarkedFormat:
             return message
         return {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
 
-    def call_grammar(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolMode,
-        *,
-        one: bool = False,
-        answer: bool = False,
-        thought: Thought | None = None,
-    ) -> str:
+    def call_grammar(self, allowed: AllowedCalls, thought: Thought | None = None) -> str:
         """See `AnswerFormat.call_grammar`."""
         assert self.form is not None
         grammar = ToolGrammar(self.form)
         if thought is None or self.thoughts is None:
-            return grammar.grammar(tools, choice, one=one, answer=answer)
-        return grammar.grammar(
-            tools,
-            choice,
-            one=one,
-            answer=answer,
-            thought=self.thoughts.rules(thought),
-            unclosed=self.thoughts.unclosed(thought) if self._calls_end_thoughts else None,
-        )
+            return grammar.grammar(allowed)
+        unclosed = self.thoughts.unclosed(thought) if self._calls_end_thoughts else None
+        return grammar.grammar(allowed, self.thoughts.rules(thought), unclosed)
 
     def thought_rules(self, thought: Thought) -> str:
         """See `AnswerFormat.thought_rules`."""

@@ -16,7 +16,7 @@ from kvik.text.dialects import FIRST_MARK, other_markup
 from kvik.text.thoughts import Thought
 from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta, random_call_id
-from kvik.text.tool_grammar import Tool, ToolMode, json_rule, text_rules
+from kvik.text.tool_grammar import AllowedCalls, Tool, json_rule, text_rules
 
 NAME = "harmony"
 MARKERS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>", "<|call|>")
@@ -71,18 +71,10 @@ class HarmonyFormat:
 
     # -- grammar ---------------------------------------------------------------------------------
 
-    def call_grammar(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolMode,
-        *,
-        one: bool = False,
-        answer: bool = False,
-        thought: Thought | None = None,
-    ) -> str:
+    def call_grammar(self, allowed: AllowedCalls, thought: Thought | None = None) -> str:
         """See `AnswerFormat.call_grammar`. There is at most one call, which may follow a message to
         the user."""
-        texts, text = text_rules(self.others), "@answer" if answer else "text"
+        texts, text = text_rules(self.others), "@answer" if allowed.answer else "text"
         if thought is None:
             return "\n".join([f"start: {text}", *texts])
         channel, message = self._token("<|channel|>"), self._token("<|message|>")
@@ -92,16 +84,16 @@ class HarmonyFormat:
             f'said: {channel} "commentary" {message} TEXT {self._next}',
             *texts,
         ]
-        for n, tool in enumerate(tools):
+        for n, tool in enumerate(allowed.tools):
             to = f'" to=functions.{tool.name}"'
             heads = f'{channel} "commentary" {to} {kind} | {to} {channel} "commentary" {kind}'
             rules += [
                 f"call_{n}: ({heads}) {message} args_{n}",
                 f"args_{n}: {json_rule(tool.parameters)}",
             ]
-        calls = f"said? ({' | '.join(f'call_{n}' for n in range(len(tools)))})"
+        calls = f"said? ({' | '.join(f'call_{n}' for n in range(len(allowed.tools)))})"
         final = f"{self._final} {text}"
-        body = {"auto": f"({calls} | {final})", "required": calls, "none": final}[choice]
+        body = {"auto": f"({calls} | {final})", "required": calls, "none": final}[allowed.choice]
         return "\n".join([f"start: thought {body}", *rules])
 
     def thought_rules(self, thought: Thought) -> str:

@@ -29,39 +29,45 @@ class Tool:
 ToolMode = Literal["auto", "required", "none"]
 
 
+@dataclass(frozen=True, slots=True)
+class AllowedCalls:
+    """The calls that an answer may have.
+
+    Attributes:
+        choice: calls are optional (also after text), required, or forbidden.
+        one: at most one call.
+        answer: the text follows another grammar, `@answer`; calls are an alternative to it.
+    """
+
+    tools: Sequence[Tool]
+    choice: ToolMode
+    one: bool = False
+    answer: bool = False
+
+
 class ToolGrammar:
     """Writes the grammars of one format."""
 
     def __init__(self, form: ToolFormat) -> None:
         self._form = form
 
-    def grammar(
-        self,
-        tools: Sequence[Tool],
-        choice: ToolMode,
-        *,
-        one: bool = False,
-        answer: bool = False,
-        thought: str = "",
-        unclosed: str | None = None,
-    ) -> str:
+    def grammar(self, allowed: AllowedCalls, thought: str = "", unclosed: str | None = None) -> str:
         """Return a grammar, in llguidance's Lark, of answers that may call tools.
 
         Args:
-            choice: calls are optional (also after text), required, or forbidden.
-            one: at most one call.
-            answer: the text follows another grammar, `@answer`; calls are an alternative to it.
             thought: rule `thought`, for the thought before an answer; "": none.
             unclosed: the beginning of a thought that the opener of a call ends; None: not allowed.
         """
         dialect, rules = self._form.dialect, []
+        tools, choice = allowed.tools, allowed.choice
         names = []
         for i, tool in enumerate(tools):
             names.append(f"call_{i}")
             rules += self._call_rules(i, tool)
         call = f"({' | '.join(names)})"
         opener = self._form.opener
-        more = "" if one or not dialect.several else f"({self._lark(dialect.between)} {call})*"
+        several = dialect.several and not allowed.one
+        more = f"({self._lark(dialect.between)} {call})*" if several else ""
         rest = f"{more} {self._lark(dialect.end)}"
         rules.append(f"calls: {self._lark(dialect.begin)} {call} {rest}")
         opened = "calls"
@@ -84,7 +90,7 @@ class ToolGrammar:
             ]
             opened = "opened behind"
             start = {"auto": "TEXT | opened behind", "required": "calls", "none": "TEXT"}[choice]
-        if answer:
+        if allowed.answer:
             start = {"auto": "@answer | calls", "required": "calls", "none": "@answer"}[choice]
         if thought:
             start = f"thought ({start})"
