@@ -11,6 +11,8 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import TypeVar
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import ModelError, Overflow, OverloadError, ParamError
@@ -26,6 +28,8 @@ from kvik.text.chat_template import ChatTemplate
 from kvik.text.grammar_check import GrammarCheck
 from kvik.text.pooled_inputs import PooledInput
 from kvik.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -267,41 +271,25 @@ class Texts:
         if len(text) <= INLINE_CHARS:
             ids = tokenizer.encode(text, add_special_tokens)
             return ids if most is None else ids[-most:]
-        if most is not None:
-            return await self._encode_end(tokenizer, text, add_special_tokens, most)
-        if len(text) > self.max_model_len * MAX_BYTES_PER_TOKEN:
+        if most is None and len(text) > self.max_model_len * MAX_BYTES_PER_TOKEN:
             raise self._too_long(len(text) // MAX_BYTES_PER_TOKEN)
-        with self._quota.reserve(self._tenant, len(text)):
-            async with self._places.acquire(self._tenant):
-                return await self._encode(tokenizer, text, add_special_tokens)
+        encode = self._encode if most is None else partial(_encode_end, most=most)
+        return await self._in_thread(len(text), encode, tokenizer, text, add_special_tokens)
 
-    async def _encode_end(
-        self, tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int
-    ) -> list[int]:
-        """Return the last token ids of a text; tokenise no more of the text than they need."""
-        loop = asyncio.get_running_loop()
-        with self._quota.reserve(self._tenant, len(text)):
-            async with self._places.acquire(self._tenant):
-                for bytes_per_token in (PROBE_BYTES_PER_TOKEN, MAX_BYTES_PER_TOKEN):
-                    end = text[-(most + CUT_TOKENS) * bytes_per_token :]
-                    ids = await loop.run_in_executor(
-                        self._threads, tokenizer.encode, end, add_special_tokens
-                    )
-                    if len(end) == len(text) or len(ids) >= most + CUT_TOKENS:
-                        break
-        return ids[-most:]
-
-    async def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        loop = asyncio.get_running_loop()
-        encode = tokenizer.encode
+    def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         probe = self.max_model_len * PROBE_BYTES_PER_TOKEN
         if len(text) > probe:
-            first = await loop.run_in_executor(
-                self._threads, encode, text[:probe], add_special_tokens
-            )
+            first = tokenizer.encode(text[:probe], add_special_tokens)
             if len(first) > self.max_model_len + 1:
                 raise self._too_long(len(first) - 1)
-        return await loop.run_in_executor(self._threads, encode, text, add_special_tokens)
+        return tokenizer.encode(text, add_special_tokens)
+
+    async def _in_thread(self, num_chars: int, work: Callable[..., T], *args: object) -> T:
+        """Run work on this many characters of text, when it is the tenant's turn."""
+        loop = asyncio.get_running_loop()
+        with self._quota.reserve(self._tenant, num_chars):
+            async with self._places.acquire(self._tenant):
+                return await loop.run_in_executor(self._threads, work, *args)
 
     async def input(
         self,
@@ -328,10 +316,7 @@ class Texts:
             return make(tokenizer, *texts)
         if num_chars > longest and most is None:
             raise self._too_long(num_chars // MAX_BYTES_PER_TOKEN)
-        loop = asyncio.get_running_loop()
-        with self._quota.reserve(self._tenant, num_chars):
-            async with self._places.acquire(self._tenant):
-                return await loop.run_in_executor(self._threads, make, tokenizer, *texts)
+        return await self._in_thread(num_chars, make, tokenizer, *texts)
 
     async def render(
         self,
@@ -443,6 +428,16 @@ class Texts:
             f"{self.max_model_len} (max_model_len)",
             overflow=Overflow(self.max_model_len, at_least, counted=False),
         )
+
+
+def _encode_end(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int]:
+    """Return the last token ids of a text; tokenise no more of the text than they need."""
+    for bytes_per_token in (PROBE_BYTES_PER_TOKEN, MAX_BYTES_PER_TOKEN):
+        end = text[-(most + CUT_TOKENS) * bytes_per_token :]
+        ids = tokenizer.encode(end, add_special_tokens)
+        if len(end) == len(text) or len(ids) >= most + CUT_TOKENS:
+            break
+    return ids[-most:]
 
 
 def _tell_format(found: Future[AnswerFormat]) -> None:
