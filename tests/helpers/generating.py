@@ -14,7 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.output import RequestOutput
+from kvik.engine.output import RequestOutput, TextDelta
 from kvik.engine.remote import EngineState
 from kvik.server.admission import Admission
 from kvik.server.generation import (
@@ -23,6 +23,7 @@ from kvik.server.generation import (
     GenerationRequest,
     Generations,
     Observer,
+    wait_for_change,
 )
 from kvik.server.texts import Texts
 from kvik.text.tokenizer import Tokenizer
@@ -122,6 +123,27 @@ async def generating(
                 await made.at_rest()
         finally:
             await texts.close()
+
+
+async def pieces_of(generation: Generation) -> AsyncIterator[list[TextDelta]]:
+    """Yield the output as it comes, until the generation ends."""
+    while not generation.ended or generation._pending:
+        if deltas := generation.take():
+            yield deltas
+        else:
+            await wait_for_change(generation)
+    if generation.failure is not None:
+        raise generation.failure
+
+
+async def output_of(generation: Generation) -> RequestOutput:
+    """Wait for the whole result."""
+    while not generation.ended:
+        await wait_for_change(generation)
+    if generation.failure is not None:
+        raise generation.failure
+    assert generation.result is not None
+    return generation.result
 
 
 def request(prompt: str | list[int] = "AB", **params: Any) -> GenerationRequest:

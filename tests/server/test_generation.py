@@ -6,7 +6,7 @@ import asyncio
 from contextlib import suppress
 
 import pytest
-from helpers.generating import LETTERS, generating, ids_of, request
+from helpers.generating import LETTERS, generating, ids_of, output_of, pieces_of, request
 from helpers.served_engine import FakeExecutor, gated_executor
 
 from kvik.config.server_config import ServerConfig
@@ -27,7 +27,7 @@ def counting(executor: FakeExecutor | None = None) -> FakeExecutor:
 
 
 async def text_of(generation) -> str:
-    return "".join([delta.text for deltas in [d async for d in generation] for delta in deltas])
+    return "".join([delta.text async for deltas in pieces_of(generation) for delta in deltas])
 
 
 @pytest.mark.parametrize("streaming", [True, False])
@@ -35,7 +35,7 @@ async def test_text_and_result(streaming):
     async with generating(counting()) as serving:
         generation = await serving.start(request("AB"), streaming=streaming)
         shown = await text_of(generation) if streaming else None
-        output = await generation.output()
+        output = await output_of(generation)
         assert len(output.text) == 8
         assert output.text in LETTERS * 2
         assert shown in (None, output.text)
@@ -54,9 +54,9 @@ async def test_many_streams_get_their_own_text_and_few_pieces():
             for i in range(10)
         ]
         for generation in started:
-            await generation.output()
+            await output_of(generation)
         for i, generation in enumerate(started):
-            pieces = [deltas async for deltas in generation]
+            pieces = [deltas async for deltas in pieces_of(generation)]
             assert len(pieces) == 1
             assert [delta.index for delta in pieces[0]] == list(range(1 + i % 3))
             for delta, completion in zip(pieces[0], generation.result.outputs, strict=True):
@@ -91,7 +91,7 @@ async def test_a_stop_string_ends_one_sibling_early():
         )
         shown = {0: "", 1: ""}
         reasons = {}
-        async for deltas in generation:
+        async for deltas in pieces_of(generation):
             for delta in deltas:
                 shown[delta.index] += delta.text
                 if delta.finish_reason:
@@ -112,7 +112,7 @@ async def test_tokens_after_a_stop_string_are_not_counted(streaming):
         for text in ("ABCDE", "FG"):
             serving.generations.take([RequestDelta(name, 0, ids_of(text))])
         serving.generations.take([RequestDelta(name, 0, [], FinishReason.STOP)])
-        assert (await generation.output()).num_output_tokens == 3
+        assert (await output_of(generation)).num_output_tokens == 3
         assert generation.record.num_output_tokens == serving.watcher.tokens[name] == 3
         gate.gate.set()
 
@@ -125,7 +125,7 @@ async def test_tokens_between_the_first_and_the_last_are_merged(monkeypatch):
     async with generating(counting()) as serving:
         rings = 0
         generation = await serving.start(request("A", max_tokens=250), streaming=True)
-        async for _ in generation:
+        async for _ in pieces_of(generation):
             rings += 1
         assert rings <= 3  # the first, the last, and one more by thread scheduling
 
@@ -162,7 +162,7 @@ async def test_a_priority_that_the_policy_ignores_is_refused(priority):
         assert caught.value.field == "priority"
 
     async with generating(policy="priority") as serving:
-        await (await serving.start(request("A", priority=priority, max_tokens=1))).output()
+        await output_of(await serving.start(request("A", priority=priority, max_tokens=1)))
 
 
 async def test_a_batch_is_accepted_whole_or_not_at_all():
@@ -178,7 +178,7 @@ async def test_a_batch_is_accepted_whole_or_not_at_all():
         gate.gate.set()
         await serving.at_rest()
         both = await serving.start_all([request("A"), request("BC")])
-        assert [len((await g.output()).prompt_token_ids) for g in both] == [1, 2]
+        assert [len((await output_of(g)).prompt_token_ids) for g in both] == [1, 2]
 
 
 async def test_a_full_queue_refuses_and_drains():
@@ -191,8 +191,8 @@ async def test_a_full_queue_refuses_and_drains():
         assert not caught.value.own
         assert 1 <= caught.value.retry_after <= 60
         gate.gate.set()
-        await first.output()
-        await (await serving.start(request("A"))).output()
+        await output_of(first)
+        await output_of(await serving.start(request("A")))
         assert serving.watcher.refusals == [("", "queue")]
 
 
@@ -202,7 +202,7 @@ async def test_a_full_queue_of_the_engine_is_a_refusal_and_no_error():
     async with generating(gate, max_queued_requests=2) as serving:
         waiting = await serving.start_all([request("A") for _ in range(8)])
         gate.gate.set()
-        ended = await asyncio.gather(*(one.output() for one in waiting), return_exceptions=True)
+        ended = await asyncio.gather(*(output_of(one) for one in waiting), return_exceptions=True)
         assert {type(one) for one in ended} == {OverloadError, RequestOutput}
         refused = sum(isinstance(one, OverloadError) for one in ended)
         assert serving.watcher.refusals == [("", "queue")] * refused
@@ -234,7 +234,7 @@ async def test_abort_while_queued_and_while_running(streaming):
             generation.abort()  # a second call has no effect
             executor.gate.set()
             with pytest.raises(HttpError) as caught:
-                await generation.output()
+                await output_of(generation)
             assert caught.value.code == ABORTED
         assert set(serving.watcher.ended.values()) == {"abort"}
 
@@ -258,7 +258,7 @@ async def test_a_deadline_before_and_after_the_first_token():
             late = await serving.start(wanted, streaming=True)
             shown = ""
             with pytest.raises(HttpError) as caught:
-                async for deltas in late:
+                async for deltas in pieces_of(late):
                     shown += "".join(delta.text for delta in deltas)
             assert (caught.value.status, caught.value.code) == (504, DEADLINE)
             assert serving.watcher.ended[late.request_id] == "deadline"
@@ -273,7 +273,7 @@ async def test_the_servers_own_time_limit():
     async with generating(FakeExecutor(seconds=0.005), config=config) as serving:
         generation = await serving.start(request("A", max_tokens=250, deadline_ms=60_000))
         with pytest.raises(HttpError) as caught:
-            await generation.output()
+            await output_of(generation)
         assert caught.value.code == DEADLINE
 
 
@@ -290,8 +290,8 @@ async def test_an_error_in_one_requests_text_affects_no_other(monkeypatch):
         monkeypatch.setattr(entry.completions[0], "detokenizer", FailingDetokenizer(fail))
         executor.gate.set()
         with pytest.raises(HttpError, match="the engine failed in this request"):
-            await bad.output()
-        assert len((await good.output()).text) == 50
+            await output_of(bad)
+        assert len((await output_of(good)).text) == 50
         assert serving.watcher.ended[bad.request_id] == "error"
 
 
@@ -311,8 +311,8 @@ async def test_a_reader_that_stalls_loses_its_own_request(monkeypatch):
             await asyncio.sleep(0.001)
         executor.gate.set()
         with pytest.raises(HttpError, match="too slow"):
-            await slow.output()
-        assert len((await whole.output()).text) == 200
+            await output_of(slow)
+        assert len((await output_of(whole)).text) == 200
 
 
 async def test_the_end_of_the_engine_fails_running_requests():
@@ -320,10 +320,10 @@ async def test_the_end_of_the_engine_fails_running_requests():
 
     async with generating(executor) as serving:
         generation = await serving.start(request("A", max_tokens=250), streaming=True)
-        await anext(generation)
+        await anext(pieces_of(generation))
         await serving.engine.client.close()
         with pytest.raises(HttpError) as caught:
-            await generation.output()
+            await output_of(generation)
         assert caught.value.code == FAILED
         assert not serving.generations.live
 
@@ -344,7 +344,7 @@ async def test_ids_are_random_and_tenants_share_no_prefix():
         requests = sent(serving)
         for tenant, salt in [("a", ""), ("b", ""), ("a", "s"), ("as", "")]:
             one = await serving.start(request("A", cache_salt=salt), tenant)
-            await one.output()
+            await output_of(one)
         assert len({r.cache_salt for r in requests}) == 4
         assert len({r.request_id for r in requests}) == 4
         assert [r.tenant for r in requests] == ["a", "b", "a", "as"]
@@ -368,7 +368,7 @@ async def test_under_pressure_answers_are_shorter_if_the_operator_allows_it(monk
         capped = await serving.start(request("A", max_tokens=20))
         small = await serving.start(request("A", max_tokens=3))
         gate.gate.set()
-        lengths = [(await g.output()).num_output_tokens for g in [*free, capped, small]]
+        lengths = [(await output_of(g)).num_output_tokens for g in [*free, capped, small]]
         assert lengths == [20, 20, 5, 3]
         assert [g.degraded for g in [*free, capped, small]] == ["", "", "max_tokens=5", ""]
 
@@ -396,7 +396,7 @@ async def test_bursts_are_not_too_much_for_an_active_reader(monkeypatch):
     monkeypatch.setattr(module, "MAX_PENDING_TOKENS", 4)
     async with generating(FakeExecutor(seconds=0.005)) as serving:
         generation = await serving.start(request("A", n=8, max_tokens=20), streaming=True)
-        async for _ in generation:
+        async for _ in pieces_of(generation):
             pass
         assert [len(one.token_ids) for one in generation.result.outputs] == [20] * 8
 
@@ -443,7 +443,7 @@ async def test_requests_without_tokens_count_for_the_start_rate():
             await asyncio.sleep(0.02)
             delta = RequestDelta(read.request_id, 0, [], finish_reason=FinishReason.LENGTH)
             serving.generations.take([delta])
-            await read.output()
+            await output_of(read)
         await serving.start(request("A"))
         with pytest.raises(OverloadError) as caught:
             await serving.start(request("A", deadline_ms=1))
@@ -458,7 +458,7 @@ async def test_without_a_deadline_no_error_names_one():
     gate = FakeExecutor()
 
     async with generating(gate, config=ServerConfig(request_timeout=60.0)) as serving:
-        await (await serving.start(request("A"))).output()
+        await output_of(await serving.start(request("A")))
         gate.gate.clear()
         await serving.start(request("A"))
         serving.admission._start_rate._seconds = 1e6  # as slow as possible

@@ -162,10 +162,7 @@ class GivenAway(Exception):
 
 
 class Generation:
-    """One request being served. It has one reader, which iterates over it or awaits `output`.
-
-    Iterating yields lists of new output, with one `TextDelta` for each completion that grew. It
-    raises `failure` if the generation failed.
+    """One request being served. It has one reader, which waits for changes and takes the output.
 
     Attributes:
         request_id: random id, also used by the engine.
@@ -254,36 +251,6 @@ class Generation:
         """Return the output since the last call, without waiting: one delta for each completion."""
         pending, self._pending, self._pending_weight = self._pending, [], 0
         return merged(pending)
-
-    def __aiter__(self) -> Generation:
-        return self
-
-    async def __anext__(self) -> list[TextDelta]:
-        while not self._pending and not self.ended:
-            await wait_for_change(self)
-        if self._pending:
-            return self.take()
-        if self.failure is not None:
-            raise self.failure
-        if self.moved is not None:
-            raise self.moved
-        raise StopAsyncIteration
-
-    async def output(self) -> RequestOutput:
-        """Wait for the whole result.
-
-        Raises:
-            KvikError: `failure`.
-            GivenAway: another server continues.
-        """
-        while not self.ended:
-            await wait_for_change(self)
-        if self.failure is not None:
-            raise self.failure
-        if self.moved is not None:
-            raise self.moved
-        assert self.result is not None
-        return self.result
 
     def abort(self, reason: str = "the request was aborted", *, again: bool = False) -> None:
         """Abort it; does nothing if it has ended. `again`: ask the caller to retry."""
