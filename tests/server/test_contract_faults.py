@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers.engine_child import ranks_of
 from helpers.http_server import Listening, Reply, ask
 from helpers.raw_http import connect, post, read_all, read_until
 from helpers.served_engine import FakeExecutor
@@ -167,38 +166,6 @@ def test_a_clock_that_jumps_ends_nothing(
 
 
 # The process of the engine
-
-
-@linux
-@pytest.mark.nightly  # `test_lost_ranks.py` covers it before a merge
-def test_an_engine_that_has_lost_a_rank_is_replaced() -> None:
-    """Begun requests get an error that names the rank; waiting ones are served by the next
-    engine."""
-    lost = "rank 1 has ended with signal 9"
-    with server_process("--tensor-parallel-size", "2", "--threads", "2", *SIZES) as server:
-        text, pid = said(server), server.engine_pid
-        with ThreadPoolExecutor() as pool:
-            stream, whole = under_way(server, pool)
-            waits = pool.submit(said, server)
-            until(server, "num_requests_waiting", 1)
-            (rank,) = ranks_of(pid)
-            os.kill(rank, signal.SIGKILL)
-            reply = whole.result()
-            assert (reply.status, reply.headers[RETRY]) == (503, "true")
-            assert reply.error["message"].startswith(f"the engine failed ({lost}) and ")
-            assert waits.result() == text
-        events = read_until(stream, b"\r\n0\r\n\r\n").decode()
-        assert events.count(lost) == 1 and "[DONE]" not in events
-        stream.close()
-        assert not ranks_of(pid)
-        # While idle
-        (rank,) = ranks_of(server.engine_pid)
-        os.kill(rank, signal.SIGABRT)
-        for path in ("/health", "/ready"):
-            while ask(server, "GET", path).status == 200:
-                time.sleep(0.01)
-        server.wait_ready()
-        assert said(server) == text
 
 
 @linux

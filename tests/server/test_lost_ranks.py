@@ -461,19 +461,6 @@ def test_processes_of_a_torch_group_are_lost(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.nightly
-def test_repeated_losses_of_a_group_end_the_server() -> None:
-    with server_process(*FLAGS, exit_code=1) as server:
-        for _ in range(RestartPolicy().crashes):
-            server.wait_ready()
-            (rank,) = ranks_of(server.engine_pid)
-            os.kill(rank, signal.SIGKILL)
-            with suppress(OSError):  # cut by the end of the server
-                while server.get("/health")[0] == 200:
-                    time.sleep(0.01)
-        assert server.process.wait(30) == 1
-
-
-@pytest.mark.nightly
 def test_a_machine_with_twice_the_work_loses_nothing() -> None:
     """For longer than a process may be silent."""
     busy = [
