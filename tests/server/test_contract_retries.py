@@ -119,8 +119,9 @@ def test_the_anthropic_client(
 
 
 def by_an_operator(server: Served) -> None:
-    (request_id,) = server.inner.generations.live
-    server.inner.generations.abort(request_id)
+    generations = server.inner.generations
+    (request_id,) = generations.live
+    assert generations.abort(request_id) and not generations.abort("unknown")
 
 
 def with_the_server(server: Served) -> None:

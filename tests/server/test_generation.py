@@ -239,18 +239,6 @@ async def test_abort_while_queued_and_while_running(streaming):
         assert set(serving.watcher.ended.values()) == {"abort"}
 
 
-async def test_abort_by_id_needs_the_same_tenant():
-    executor = gated_executor()
-    async with generating(executor) as serving:
-        generation = await serving.start(request("A", max_tokens=250), "me", streaming=True)
-        assert not serving.generations.abort(generation.request_id, "you")
-        assert not serving.generations.abort("unknown")
-        assert not generation.ended
-        assert serving.generations.abort(generation.request_id, "me")
-        assert not serving.generations.abort(generation.request_id, "me")
-        executor.gate.set()
-
-
 async def test_a_deadline_before_and_after_the_first_token():
     async with generating(FakeExecutor(seconds=0.025), max_num_seqs=1) as serving:
         for deadline_ms in (200, 1000, 5000):  # the engine may be delayed for longer than the first

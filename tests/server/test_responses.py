@@ -32,14 +32,11 @@ from kvik.server.openai.chat import ChatChoice, ChatCompletion, Delta
 from kvik.server.openai.completions import Completion, CompletionChoice, CompletionLogprobs
 from kvik.server.responses import (
     CHUNK_ITEMS,
-    DONE,
-    HEARTBEAT,
     HOLE,
     LazyList,
     StreamReply,
     Template,
     encode_in_chunks,
-    event,
     json_event,
 )
 from kvik.server.route import Route, caller_of, read_body
@@ -109,15 +106,6 @@ def test_the_event_loop_runs_while_a_large_response_is_encoded() -> None:
     rows = logprobs(4000, 100)
     assert len(encode_in_chunks(NAMES.prompt(rows))) > 20 << 20
     assert_turns(lambda: encode_in_chunks(NAMES.prompt(rows)))
-
-
-def test_events():
-    assert event(b"{}") == b"data: {}\n\n"
-    assert event(b"{}", "ping") == b"event: ping\ndata: {}\n\n"
-    assert json_event({"a": "ü\n"}, "x") == 'event: x\ndata: {"a":"ü\\n"}\n\n'.encode()
-    assert DONE == b"data: [DONE]\n\n"
-    assert HEARTBEAT.startswith(b":")
-    assert HEARTBEAT.endswith(b"\n\n")
 
 
 class Chunk(msgspec.Struct):

@@ -316,8 +316,6 @@ async def _length(
 def common_length(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the common prefix, by bisection, as comparing slices is fast."""
     low, high = 0, min(len(a), len(b))
-    if a[:high] == b[:high]:
-        return high
     while low < high:
         middle = (low + high + 1) // 2
         if a[low:middle] == b[low:middle]:

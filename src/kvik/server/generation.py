@@ -364,13 +364,12 @@ class Generations:
                 raise
         return generations
 
-    def abort(self, request_id: str, tenant: str | None = None) -> bool:
-        """Abort a generation, only of this tenant if given. Return whether it existed."""
+    def abort(self, request_id: str) -> bool:
+        """Abort a generation. Return whether it existed."""
         generation = self.live.get(request_id)
-        if generation is None or tenant not in (None, generation.record.tenant):
-            return False
-        generation.abort()
-        return True
+        if generation is not None:
+            generation.abort()
+        return generation is not None
 
     def hand_over(self) -> None:
         """Hand over all movable generations whose callers support it to other servers."""

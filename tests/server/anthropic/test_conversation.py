@@ -13,7 +13,6 @@ from kvik.core.types import Pin
 from kvik.server.anthropic_prompt import (
     CountRequest,
     Prompt,
-    common_length,
     make_prompt,
     read_conversation,
 )
@@ -122,21 +121,6 @@ def test_a_prefilled_answer_can_be_marked() -> None:
     prompt, text = prompt_of(PLAIN, messages=[user(block("ab")), assistant(block("cd", True))])
     assert text == "2ab.3cd"
     assert lengths(prompt) == [len(text)]
-
-
-@pytest.mark.parametrize(
-    ("a", "b", "length"),
-    [("", "", 0), ("", "x", 0), ("abc", "abc", 3), ("abc", "abd", 2), ("xbc", "abc", 0)],
-)
-def test_common_length(a: str, b: str, length: int) -> None:
-    assert common_length(a, b) == common_length(b, a) == length
-    assert common_length(list(a), list(b)) == length
-
-
-def test_common_length_of_long_texts() -> None:
-    text = "abcdefgh" * 1000
-    for length in range(0, 8000, 777):
-        assert common_length(text, text[:length] + "X" + text[length + 1 :]) == length
 
 
 @pytest.mark.parametrize("begun", [".", "3.", "c.", "ab."])
