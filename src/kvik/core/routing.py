@@ -206,15 +206,8 @@ class ReplicaRouter:
     def forget(self, replica: int) -> None:
         """Forget the contents of a replica's cache: it is empty, as after a start, or unknown."""
         one = self._replicas[replica]
-        bit, holders = 1 << replica, self._holders
-        for piece in one.holds:
-            left = holders[piece] & ~bit
-            if left:
-                holders[piece] = left
-            else:
-                del holders[piece]
-        one.holds.clear()
-        one.expected.clear()
+        for piece in list(one.holds):
+            self._drop(replica, piece)
         one.number = -1
         one.kv_usage = 0.0
 
