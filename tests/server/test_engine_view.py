@@ -29,13 +29,8 @@ SECRET = "a prompt that nobody else may read"
 
 def routes(parts: Server) -> list[Route]:
     """Return the view's routes, with a shorter interval and fewer watchers than by default."""
-    view = EngineView(
-        parts.engine,
-        parts.drain,
-        parts.model_name,
-        interval=0.01,
-        max_watchers=MAX_WATCHERS,
-    )
+    view = EngineView(parts)
+    view.feed.interval, view.max_watchers = 0.01, MAX_WATCHERS
     return [
         Route("/v1/engine", view.facts, "GET"),
         Route("/v1/engine/live", view.live, "GET"),
@@ -245,7 +240,8 @@ async def test_the_engine_is_queried_once_for_all_watchers() -> None:
         served.client.start(lambda deltas: None)
         await served.ready()
         interval, clock = 0.05, asyncio.get_running_loop().time
-        feed = EngineFeed(served.client, interval=interval)
+        feed = EngineFeed(served.client)
+        feed.interval = interval
         began = clock()
         first = await asyncio.gather(*(feed.after(None) for _ in range(10)))
         # Once, or more often if this process was delayed for longer than the interval.
@@ -258,7 +254,7 @@ async def test_the_engine_is_queried_once_for_all_watchers() -> None:
 
 async def test_an_engine_that_is_not_ready_has_no_view() -> None:
     async with engine_in_thread() as served:
-        frame = await EngineFeed(served.client, interval=0.01).after(None)
+        frame = await EngineFeed(served.client).after(None)
         assert frame.view is None and frame.state is not EngineState.READY
 
 

@@ -142,7 +142,9 @@ def routes(parts, *, heartbeat=15.0, events=GenerateFormat):
         tenant = caller_of(request).tenant
         wishes = [wish, wish] if body.seed == 2 else [wish]
         started = await parts.generations.start_all(wishes, tenant, streaming=True)
-        return StreamReply(started, events(started[0]), heartbeat=heartbeat)
+        reply = StreamReply(started, events(started[0]))
+        reply.heartbeat_seconds = heartbeat
+        return reply
 
     return [*native.routes(parts), Route("/stream", stream)]
 

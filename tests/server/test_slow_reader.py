@@ -34,7 +34,9 @@ def routes(parts, seconds):
         body = await read_body(request, GenerateRequest)
         wanted = GenerationRequest(ids_of(body.prompt), SamplingParams(max_tokens=body.max_tokens))
         (generation,) = await parts.generations.start_all([wanted], "", streaming=True)
-        return StreamReply([generation], Wordy(generation), send=seconds[body.prompt])
+        reply = StreamReply([generation], Wordy(generation))
+        reply.send_seconds = seconds[body.prompt]
+        return reply
 
     return [Route("/stream", stream)]
 

@@ -23,7 +23,7 @@ from kvik.engine.remote import EngineClient, EngineState
 from kvik.errors import OverloadError, UnavailableError
 from kvik.server.responses import CONTENT_TYPE, json_event
 from kvik.server.route import Route, limit_unread
-from kvik.server.server import Drain, Server
+from kvik.server.server import Server
 
 INTERVAL = 0.4  # seconds between two events
 MAX_WATCHERS = 8
@@ -71,9 +71,10 @@ class EngineFacts:
 class EngineFeed:
     """Reads the engine at most once per `interval` seconds, whatever the number of watchers."""
 
-    def __init__(self, engine: EngineClient, interval: float = INTERVAL) -> None:
+    interval = INTERVAL
+
+    def __init__(self, engine: EngineClient) -> None:
         self._engine = engine
-        self._interval = interval
         self._lock = asyncio.Lock()
         self._frame: EngineFrame | None = None
         self._taken = 0.0  # when, on the clock of the event loop
@@ -83,7 +84,7 @@ class EngineFeed:
         now = asyncio.get_running_loop().time
         async with self._lock:
             frame = self._frame
-            rest = self._taken + self._interval - now()
+            rest = self._taken + self.interval - now()
             if frame is None or frame is seen or rest <= 0:
                 if frame is not None and rest > 0:
                     await asyncio.sleep(rest)
@@ -101,34 +102,19 @@ class EngineFeed:
 
 
 class EngineView:
-    """The handlers of both routes.
+    """The handlers of both routes."""
 
-    Args:
-        interval: seconds between events of the stream.
-        max_watchers: maximum number of concurrent streams.
-    """
-
-    def __init__(
-        self,
-        engine: EngineClient,
-        drain: Drain,
-        model_name: str,
-        *,
-        interval: float = INTERVAL,
-        max_watchers: int = MAX_WATCHERS,
-    ) -> None:
-        self._engine = engine
-        self._drain = drain
-        self._model_name = model_name
-        self._feed = EngineFeed(engine, interval)
-        self._max_watchers = max_watchers
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self.feed = EngineFeed(server.engine)
+        self.max_watchers = MAX_WATCHERS
         self._num_watchers = 0
 
     async def facts(self, request: Request) -> Response:
-        config = self._engine.config
-        frame = await self._feed.after(None)
+        config = self._server.engine.config
+        frame = await self.feed.after(None)
         facts = EngineFacts(
-            model=self._model_name,
+            model=self._server.model_name,
             state=frame.state,
             reason=frame.reason,
             decisions=config.decisions,
@@ -141,11 +127,11 @@ class EngineView:
         return Response(msgspec.json.encode(facts), media_type="application/json", headers=HEADERS)
 
     async def live(self, request: Request) -> Response:
-        if self._drain.started:
+        if self._server.drain.started:
             raise UnavailableError("server", "is being stopped")
-        if self._num_watchers >= self._max_watchers:
+        if self._num_watchers >= self.max_watchers:
             raise OverloadError(
-                "engine", f"is watched by {self._max_watchers} already", 10.0, own=False
+                "engine", f"is watched by {self.max_watchers} already", 10.0, own=False
             )
         self._num_watchers += 1
         return WatchedStream(self._events(), self._leave)
@@ -156,8 +142,8 @@ class EngineView:
     async def _events(self) -> AsyncIterator[bytes]:
         seen: EngineFrame | None = None
         sent: LiveView | None = None
-        while not self._drain.started:  # shutdown does not wait for watchers
-            seen = await self._feed.after(seen)
+        while not self._server.drain.started:  # shutdown does not wait for watchers
+            seen = await self.feed.after(seen)
             view = seen.view
             if view is not None and sent is not None and view.stats.steps >= sent.stats.steps:
                 view = view.after(sent)
@@ -185,7 +171,7 @@ class WatchedStream(StreamingResponse):
 
 
 def routes(server: Server) -> list[Route]:
-    view = EngineView(server.engine, server.drain, server.model_name)
+    view = EngineView(server)
     what, live = "What was decided, and what is going on.", "The latter as server-sent events."
     return [
         Route("/v1/engine", view.facts, "GET", operator=True, note=what),

@@ -296,26 +296,18 @@ class StreamReply(Response):
 
     Args:
         generations: started together, in the order of `ResponseFormat.grow`.
-        send: seconds that the response may wait for its client; then the request ends.
-        heartbeat: seconds without an event after which a heartbeat is sent.
     """
 
     media_type = CONTENT_TYPE
+    send_seconds = 60.0  # that the response may wait for its client; then the request ends
+    heartbeat_seconds = 15.0  # without an event, after which a heartbeat is sent
 
-    def __init__(
-        self,
-        generations: Sequence[Generation],
-        form: ResponseFormat,
-        *,
-        send: float = 60.0,
-        heartbeat: float = 15.0,
-    ) -> None:
+    def __init__(self, generations: Sequence[Generation], form: ResponseFormat) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({**_STREAM_HEADERS, **headers_of(generations)})
         self._generations = generations
         self._form = form
-        self._send_seconds, self._heartbeat = send, heartbeat
         self._begun = False
         self._opened = False  # whether the client has the events before the first text
         self._beat = False  # whether a heartbeat is due
@@ -324,7 +316,7 @@ class StreamReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         loop = asyncio.get_running_loop()
         self._sent_at = loop.time()
-        limit_unread(scope, self._send_seconds)
+        limit_unread(scope, self.send_seconds)
         with _watched(receive, self._generations) as watch:
             ticker = loop.create_task(self._tick())
             try:
@@ -419,8 +411,8 @@ class StreamReply(Response):
         """Check periodically for an idle stream: cheaper than a timer for each event."""
         loop = asyncio.get_running_loop()
         while True:
-            await asyncio.sleep(self._heartbeat / 4)
-            if loop.time() - self._sent_at > self._heartbeat:
+            await asyncio.sleep(self.heartbeat_seconds / 4)
+            if loop.time() - self._sent_at > self.heartbeat_seconds:
                 self._beat = True
                 self._generations[0].changed.set()
 

@@ -254,7 +254,6 @@ async def serve(
     server: Server,
     ports: Sequence[Port],
     tell: Callable[[str], None],
-    limits: ConnectionLimits = DEFAULT_LIMITS,
 ) -> int:
     """Serve until a signal arrives or the engine fails for good.
 
@@ -269,7 +268,7 @@ async def serve(
     """
     stop = StopSignal()
     listeners = [
-        Listener(port.app, port.socket, limits, port.app.origins.headers, port.tls)
+        Listener(port.app, port.socket, DEFAULT_LIMITS, port.app.origins.headers, port.tls)
         for port in ports
     ]
     stop.listen()
