@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from kvik.errors import ConfigError, ModelError, ParamError
 from kvik.text import harmony
@@ -14,93 +14,15 @@ from kvik.text.chat_template import ChatTemplate
 from kvik.text.dialects import BY_NAME, DIALECTS, Dialect, ToolFormat, dialect_of
 from kvik.text.thoughts import AnswerParser, Thought, ThoughtFormat
 from kvik.text.tokenizer import Tokenizer
-from kvik.text.tool_calls import AnswerDelta, ToolCallParser
+from kvik.text.tool_calls import ToolCallParser
 from kvik.text.tool_grammar import AllowedCalls, Tool, ToolGrammar
 
 AUTO, NO_TOOLS = "auto", "none"
 
 
-class AnswerReader(Protocol):
-    """Splits one answer into thoughts, text and calls, incrementally.
-
-    Attributes:
-        num_calls: number of calls that have begun.
-    """
-
-    @property
-    def num_calls(self) -> int: ...
-
-    def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
-        """Take more text; return the parts that are final: all of them if the answer ends."""
-        ...
-
-
-class AnswerFormat(Protocol):
-    """The answer format of one model.
-
-    Attributes:
-        thinks: an answer may begin with a thought.
-        bounded: the tokens of a thought can be counted.
-        tool_format: name of the format of calls; `NO_TOOLS`: none.
-    """
-
-    @property
-    def thinks(self) -> bool: ...
-    @property
-    def bounded(self) -> bool: ...
-    @property
-    def tool_format(self) -> str: ...
-
-    def marks(self, *, calls: bool) -> Mapping[int, str]:
-        """Return token id -> the character that replaces a marker token in a parser's input.
-
-        Args:
-            calls: include markers of calls.
-        """
-        ...
-
-    def begun(self, prompt: str) -> bool | None:
-        """Return whether a prompt leaves a thought open; None: the answer may begin with one."""
-        ...
-
-    def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
-        """Return the number of tokens of an answer that are a thought."""
-        ...
-
-    def for_template(self, message: Mapping[str, object]) -> Mapping[str, object]:
-        """Convert an earlier answer with calls to the form that the chat template expects."""
-        ...
-
-    def call_grammar(self, allowed: AllowedCalls, thought: Thought | None = None) -> str:
-        """Return the grammar, in Lark, of an answer that may call tools.
-
-        Args:
-            thought: a thought that may come first; None: none.
-        """
-        ...
-
-    def thought_rules(self, thought: Thought) -> str:
-        """Return the rule `thought`, in Lark, for the thought before an answer without calls."""
-        ...
-
-    @property
-    def anything(self) -> str:
-        """The grammar of any text after a thought."""
-        ...
-
-    def parser(self, begun: bool | None, tools: Mapping[str, Tool] | None) -> AnswerReader:
-        """Return a reader of one answer.
-
-        Args:
-            begun: see `AnswerFormat.begun`; False: no thought comes before the answer.
-            tools: tools that may be called; None: none.
-        """
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class MarkedFormat:
-    """Markers around thoughts and calls; everything else is text. See `AnswerFormat`.
+    """Markers around thoughts and calls; everything else is text.
 
     Attributes:
         thoughts: their format; None: no thoughts.
@@ -114,18 +36,22 @@ class MarkedFormat:
 
     @property
     def thinks(self) -> bool:
+        """Whether an answer may begin with a thought."""
         return self.thoughts is not None
 
     @property
     def bounded(self) -> bool:
+        """Whether the tokens of a thought can be counted."""
         return self.thoughts is not None and bool(self.thoughts.ids)
 
     @property
     def tool_format(self) -> str:
+        """Name of the format of calls; `NO_TOOLS`: none."""
         return NO_TOOLS if self.form is None else self.form.dialect.name
 
     @property
     def anything(self) -> str:
+        """The grammar of any text after a thought."""
         assert self.thoughts is not None
         return self.thoughts.anything
 
@@ -137,16 +63,21 @@ class MarkedFormat:
         return self.form.opener_is_token == bool(self.thoughts.ids)
 
     def marks(self, *, calls: bool) -> Mapping[int, str]:
-        """See `AnswerFormat.marks`."""
+        """Return token id -> the character that replaces a marker token in a parser's input.
+
+        Args:
+            calls: include markers of calls.
+        """
         of_calls = self.form.marks if self.form is not None and calls else {}
         return of_calls | (self.thoughts.marks if self.thoughts is not None else {})
 
     def begun(self, prompt: str) -> bool | None:
-        """See `AnswerFormat.begun`."""
+        """Return whether a prompt leaves a thought open; None: the answer may begin with one."""
         return None if self.thoughts is None else self.thoughts.begun(prompt)
 
     def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
-        """See `AnswerFormat.num_thought_tokens`; 0 if markers are not tokens."""
+        """Return the number of tokens of an answer that are a thought; 0 if markers are not
+        tokens."""
         thoughts = self.thoughts
         if thoughts is None or not thoughts.ids or begun is False:
             return 0
@@ -161,14 +92,18 @@ class MarkedFormat:
         return len(token_ids)
 
     def for_template(self, message: Mapping[str, object]) -> Mapping[str, object]:
-        """See `AnswerFormat.for_template`."""
+        """Convert an earlier answer with calls to the form that the chat template expects."""
         calls: Any = message.get("tool_calls")
         if not calls or not self.text_arguments:
             return message
         return {**message, "tool_calls": [_with_text_arguments(call) for call in calls]}
 
     def call_grammar(self, allowed: AllowedCalls, thought: Thought | None = None) -> str:
-        """See `AnswerFormat.call_grammar`."""
+        """Return the grammar, in Lark, of an answer that may call tools.
+
+        Args:
+            thought: a thought that may come first; None: none.
+        """
         assert self.form is not None
         grammar = ToolGrammar(self.form)
         if thought is None or self.thoughts is None:
@@ -177,12 +112,17 @@ class MarkedFormat:
         return grammar.grammar(allowed, self.thoughts.rules(thought), unclosed)
 
     def thought_rules(self, thought: Thought) -> str:
-        """See `AnswerFormat.thought_rules`."""
+        """Return the rule `thought`, in Lark, for the thought before an answer without calls."""
         assert self.thoughts is not None
         return self.thoughts.rules(thought)
 
     def parser(self, begun: bool | None, tools: Mapping[str, Tool] | None) -> AnswerParser:
-        """See `AnswerFormat.parser`."""
+        """Return a reader of one answer.
+
+        Args:
+            begun: see `MarkedFormat.begun`; False: no thought comes before the answer.
+            tools: tools that may be called; None: none.
+        """
         if self.form is None or tools is None:
             return AnswerParser(self.thoughts, begun, None)
         opener = self.form.marked(self.form.opener) if self._calls_end_thoughts else ""
@@ -196,6 +136,8 @@ def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 PLAIN_FORMAT = MarkedFormat()
+AnswerFormat = MarkedFormat | harmony.HarmonyFormat
+AnswerReader = AnswerParser | harmony.HarmonyParser
 
 # -- detection of a model's format ---------------------------------------------------------------
 

@@ -26,7 +26,7 @@ _RECIPIENT = re.compile(r"\bto=(?:functions\.)?([A-Za-z0-9_.-]+)")
 
 @dataclass(frozen=True, slots=True)
 class HarmonyFormat:
-    """See `AnswerFormat`.
+    """See `MarkedFormat`.
 
     Attributes:
         ids: marker -> its token.
@@ -47,22 +47,22 @@ class HarmonyFormat:
         return cls(ids, other_markup(tokenizer, ids.values()))
 
     def marks(self, *, calls: bool) -> dict[int, str]:
-        """See `AnswerFormat.marks`."""
+        """See `MarkedFormat.marks`."""
         return {token: chr(FIRST_MARK + n) for n, token in enumerate(self.ids.values())}
 
     def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
-        """See `AnswerFormat.num_thought_tokens`: a message before another one is a thought."""
+        """See `MarkedFormat.num_thought_tokens`: a message before another one is a thought."""
         end = self.ids["<|end|>"]
         if end in token_ids:
             return token_ids.index(end) + 1
         return len(token_ids) if begun else 0
 
     def begun(self, prompt: str) -> bool | None:
-        """See `AnswerFormat.begun`."""
+        """See `MarkedFormat.begun`."""
         return True if prompt.endswith("<|channel|>analysis<|message|>") else None
 
     def for_template(self, message: Mapping[str, object]) -> Mapping[str, object]:
-        """See `AnswerFormat.for_template`: with calls, the template reads thoughts from
+        """See `MarkedFormat.for_template`: with calls, the template reads thoughts from
         `thinking`."""
         thought = message.get("reasoning_content")
         if not thought or not message.get("tool_calls") or message.get("content"):
@@ -72,7 +72,7 @@ class HarmonyFormat:
     # -- grammar ---------------------------------------------------------------------------------
 
     def call_grammar(self, allowed: AllowedCalls, thought: Thought | None = None) -> str:
-        """See `AnswerFormat.call_grammar`. There is at most one call, which may follow a message to
+        """See `MarkedFormat.call_grammar`. There is at most one call, which may follow a message to
         the user."""
         texts, text = text_rules(self.others), "@answer" if allowed.answer else "text"
         if thought is None:
@@ -97,13 +97,13 @@ class HarmonyFormat:
         return "\n".join([f"start: thought {body}", *rules])
 
     def thought_rules(self, thought: Thought) -> str:
-        """See `AnswerFormat.thought_rules`."""
+        """See `MarkedFormat.thought_rules`."""
         rule, *rules = self._thought(thought)
         return "\n".join([f"{rule} {self._final}", *rules])
 
     @property
     def anything(self) -> str:
-        """See `AnswerFormat.anything`."""
+        """See `MarkedFormat.anything`."""
         return "\n".join(["start: text", *text_rules(self.others)])
 
     def _thought(self, thought: Thought) -> list[str]:
@@ -126,12 +126,12 @@ class HarmonyFormat:
     # -- reading ---------------------------------------------------------------------------------
 
     def parser(self, begun: bool | None, tools: Mapping[str, Tool] | None) -> HarmonyParser:
-        """See `AnswerFormat.parser`."""
+        """See `MarkedFormat.parser`."""
         return HarmonyParser(self, begun, tools or {})
 
 
 class HarmonyParser:
-    """See `AnswerReader`. A message without a header or for an unknown recipient is text."""
+    """See `AnswerParser`. A message without a header or for an unknown recipient is text."""
 
     def __init__(self, form: HarmonyFormat, begun: bool | None, tools: Mapping[str, Tool]) -> None:
         self._tools = tools
@@ -147,7 +147,7 @@ class HarmonyParser:
         self.num_calls = 0
 
     def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
-        """See `AnswerReader.push`."""
+        """See `AnswerParser.push`."""
         self._buffer += text
         found: list[AnswerDelta] = []
         while self._buffer:

@@ -106,7 +106,7 @@ class ThoughtFormat:
 
 
 class AnswerParser:
-    """Splits an answer into thoughts, text and calls, incrementally: see `AnswerReader`.
+    """Splits an answer into thoughts, text and calls, incrementally.
 
     Args:
         thoughts: their format; None: no thoughts.
@@ -137,10 +137,11 @@ class AnswerParser:
 
     @property
     def num_calls(self) -> int:
+        """Number of calls that have begun."""
         return 0 if self._calls is None else self._calls.num_calls
 
     def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
-        """See `AnswerReader.push`."""
+        """Take more text; return the parts that are final: all of them if the answer ends."""
         if self._state == "answer":
             return self._answer(text, ends)
         self._buffer += text

@@ -37,7 +37,7 @@ class AnswerDelta:
 
 
 class ToolCallParser:
-    """Parses one answer: see `AnswerReader`.
+    """Parses the calls of one answer.
 
     Attributes:
         num_calls: number of calls that have begun.
@@ -60,7 +60,7 @@ class ToolCallParser:
         self._steps = self._answer()
 
     def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
-        """See `AnswerReader.push`."""
+        """See `AnswerParser.push`."""
         self._text += text
         self._closed = ends
         next(self._steps, None)
