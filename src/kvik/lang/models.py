@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
-from typing import Any, Protocol
+from typing import Any
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import KvikError, ParamError, UnavailableError, shown
@@ -34,20 +34,23 @@ class Continuation:
     cut: bool
 
 
-class ProgramModel(Protocol):
-    """A model for programs; thread-safe."""
+class LocalModel:
+    """An `LLM` in this process; thread-safe, as `RemoteModel` with the same methods is."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return token ids, with special tokens around them or without."""
-        ...
+        return self._llm.tokenizer.encode(text, special)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of tokens, special ones included."""
-        ...
+        return self._llm.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def render(self, messages: Messages) -> str:
         """Render a conversation with the chat template; return the prompt."""
-        ...
+        return self._llm.render_chat(messages)
 
     def generate(
         self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
@@ -58,32 +61,6 @@ class ProgramModel(Protocol):
             KvikError: a parameter is impossible.
             RuntimeError: the engine failed.
         """
-        ...
-
-    def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
-        """Return the log probability of each token of each prompt, 0.0 for tokens before `start`
-        and for the first token."""
-        ...
-
-
-class LocalModel:
-    """An `LLM` in this process."""
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-
-    def encode(self, text: str, *, special: bool) -> list[int]:
-        return self._llm.tokenizer.encode(text, special)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._llm.tokenizer.decode(token_ids, skip_special_tokens=False)
-
-    def render(self, messages: Messages) -> str:
-        return self._llm.render_chat(messages)
-
-    def generate(
-        self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
-    ) -> Continuation:
         checked = self._llm.default_params.with_changes(**params)
         with self._llm.stream(prompt, checked) as stream:
             for delta in stream:
@@ -97,6 +74,8 @@ class LocalModel:
         return Continuation(found.text, found.token_ids, found.finish_reason, cut)
 
     def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
+        """Return the log probability of each token of each prompt, 0.0 for tokens before `start`
+        and for the first token."""
         outputs = self._llm.score(list(prompts), start=start, progress=False)
         rows = [output.prompt_logprobs or [] for output in outputs]
         return [[0.0 if one is None else one.logprob for one in row] for row in rows]
@@ -187,6 +166,9 @@ class RemoteModel:
             raise UnavailableError("url", f"{self._server.url}: {error}") from None
         finally:
             connection.close()
+
+
+ProgramModel = LocalModel | RemoteModel
 
 
 def _refusal(answer: HTTPResponse) -> Exception:
