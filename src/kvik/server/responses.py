@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from kvik.core.types import TokenLogprobs
 from kvik.engine.output import RequestOutput, TextDelta, merged
 from kvik.errors import KvikError
-from kvik.server.errors import HttpError, escaped_traceback, http_error
+from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error
 from kvik.server.generation import Generation, GenerationRequest, GivenAway, wait_for_change
 from kvik.server.route import caller_of, limit_unread
 from kvik.server.server import Server
@@ -485,12 +485,8 @@ def headers_of(generations: Sequence[Generation]) -> dict[str, str]:
         DEGRADED_HEADER: next((g.degraded for g in generations if g.degraded), ""),
         UNENFORCED_HEADER: "; ".join(next((g.unenforced for g in generations), ())),
     }
-    return {name: _in_header(value) for name, value in headers.items() if value}
-
-
-def _in_header(value: str) -> str:
-    """Return a text escaped and truncated to fit into a header."""
-    return value.encode("ascii", "backslashreplace").decode()[:MAX_HEADER_CHARS]
+    most = MAX_HEADER_CHARS
+    return {name: escaped(value, most)[:most] for name, value in headers.items() if value}
 
 
 async def _until_gone(receive: Receive) -> None:
