@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 MAX_SHOWN = 60  # characters of a bad value that an error repeats
+MAX_BRIEF = 300  # characters of a message that an error quotes
 
 
 def shown(value: object) -> str:
@@ -14,6 +15,12 @@ def shown(value: object) -> str:
     except ValueError:  # Python refuses to print very long integers
         text = f"a huge {type(value).__name__}"
     return text if len(text) <= MAX_SHOWN else text[: MAX_SHOWN - 3] + "..."
+
+
+def brief(text: object) -> str:
+    """Return a message of a library or of a model's file for an error: one line, cut if long."""
+    line = " ".join(str(text).split())
+    return line if len(line) <= MAX_BRIEF else line[: MAX_BRIEF - 3] + "..."
 
 
 # Logger of the messages that a user sees while an engine starts.

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvik.config.config import ResolvedConfig
-from kvik.errors import ConfigError
+from kvik.errors import ConfigError, brief
 from kvik.rank_process import Process
 from kvik.stage_process import start_stage
 
@@ -153,7 +153,7 @@ def _join_cluster(ray: Any) -> None:
             OPTION, f"{reason}, RAY_ADDRESS names one, RAY_AUTH_MODE=token shows Ray's token"
         )
     if found:  # for instance of another version
-        why = " ".join(str(found[0]).split())[:200] or type(found[0]).__name__
+        why = brief(found[0]) or type(found[0]).__name__
         raise ConfigError(OPTION, f"ray cannot join the cluster: {why}")
 
 

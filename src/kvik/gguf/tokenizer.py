@@ -23,7 +23,7 @@ from tokenizers import (
 )
 from tokenizers.models import BPE
 
-from kvik.errors import ModelError, shown
+from kvik.errors import ModelError, brief, shown
 from kvik.gguf.types import Metadata
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,6 @@ MAX_MERGES = 1 << 21
 MAX_PIECE = 128  # characters of a token that is merged by score, as all its splits are tried
 MAX_MERGES_PER_TOKEN = 8  # trained tokenizers have about two
 MAX_TEMPLATE = 1 << 20  # characters
-MAX_REASON = 200  # characters of the library's message in an error
 SPACE = "▁"  # a space in SentencePiece's tokens
 AT = "tokenizer.ggml"
 
@@ -192,8 +191,7 @@ def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
     except ModelError:
         raise
     except Exception as error:  # the library raises plain Exception
-        reason = " ".join(str(error).split())[:MAX_REASON]
-        raise metadata.error(f"{AT}", f"is not a tokenizer: {reason}") from None
+        raise metadata.error(f"{AT}", f"is not a tokenizer: {brief(error)}") from None
     template = metadata.string("tokenizer.chat_template", "")
     if len(template) > MAX_TEMPLATE:
         raise metadata.error(

@@ -21,7 +21,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as Library
 
-from kvik.errors import ModelError
+from kvik.errors import ModelError, brief
 
 # Stop strings in streamed text, matched across the borders of tokens and pushes.
 #
@@ -126,7 +126,6 @@ REPLACEMENT = "\ufffd"
 NO_MARKS: Mapping[int, str] = MappingProxyType({})
 MAX_LEADING = 8  # number of tokens without text after which the text counts as begun
 MAX_CHAR_BYTES = 4
-MAX_REASON = 200  # characters of the library's message in an error
 
 # Decoder steps whose result for a token depends only on the token and on whether it is the first.
 _LOCAL_STEPS = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip", "WordPiece"}
@@ -156,7 +155,7 @@ def panics_are_errors() -> Iterator[None]:
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        reason = f"the tokenizers library fails on it: {' '.join(str(error).split())[:MAX_REASON]}"
+        reason = f"the tokenizers library fails on it: {brief(error)}"
         raise ModelError("tokenizer.json", reason) from None
 
 

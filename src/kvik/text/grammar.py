@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from kvik.core.structured import Constraint
-from kvik.errors import ParamError
+from kvik.errors import ParamError, brief
 
 if TYPE_CHECKING:
     from kvik.text.tokenizer import Tokenizer
@@ -135,7 +135,6 @@ LIMITS = {
 }
 LAYOUT = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 SPACED = {"whitespace_flexible": False, "whitespace_pattern": r"[ \n]{0,20}"}
-MAX_REASON = 300
 _INSIDE = "\x02"  # a character that no token contains together with others
 MAX_SPELT = 4096  # cached texts
 _LONGEST = 32  # largest token, in bytes, that `_longest` looks for
@@ -287,7 +286,7 @@ def translate(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[st
     except ParamError:
         raise
     except ValueError as error:
-        raise ParamError(FIELD, brief(str(error))) from None
+        raise ParamError(FIELD, brief(error)) from None
     vocabulary.build(grammar)
     return grammar, []
 
@@ -339,15 +338,9 @@ def _of_text(source: str) -> str:
         try:
             lark = convert(source)
         except Exception as error:  # the converter's parser raises errors of any kind
-            raise ParamError(FIELD, f"grammar cannot be read: {brief(str(error))}") from None
+            raise ParamError(FIELD, f"grammar cannot be read: {brief(error)}") from None
         texts, source = [lark], library().LLMatcher.grammar_from_lark(lark)
     for text in texts:
         if (found := _ATTRIBUTES.search(text)) is not None:
             raise ParamError(FIELD, f"grammar may not use {found[1]}: give it as a parameter")
     return source
-
-
-def brief(error: str) -> str:
-    """Return an error of the library as one short line."""
-    text = " ".join(error.split())
-    return text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvik.core.structured import Constraint, Grammars, TextMatcher
-from kvik.errors import ParamError
-from kvik.text.grammar import FIELD, GrammarVocabulary, TokenBytes, brief
+from kvik.errors import ParamError, brief
+from kvik.text.grammar import FIELD, GrammarVocabulary, TokenBytes
 
 if TYPE_CHECKING:
     from kvik.text.tokenizer import Tokenizer

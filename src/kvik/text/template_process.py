@@ -19,11 +19,11 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from kvik.errors import brief
 from kvik.text.limited_process import serve
 
 MAX_TEXT = 32 << 20  # characters of one rendered conversation
 MAX_MEMORY = 768 << 20
-MAX_REASON = 300  # characters of the template's own words in an error
 
 
 class TemplateSource(msgspec.Struct, frozen=True, array_like=True):
@@ -119,10 +119,7 @@ def render(template: Template, data: bytes) -> Rendered:
 
 
 def failed(field: str, what: str, error: Exception) -> Rendered:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    if len(reason) > MAX_REASON:
-        reason = reason[: MAX_REASON - 3] + "..."
-    return Rendered(field=field, error=f"{what}: {reason}")
+    return Rendered(field=field, error=f"{what}: {brief(error) or type(error).__name__}")
 
 
 def begin(first: bytes) -> Callable[[bytes], Rendered]:

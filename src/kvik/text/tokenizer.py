@@ -15,10 +15,9 @@ from pathlib import Path
 from tokenizers import Tokenizer as Library
 
 from kvik.core.sampling_params import WORDS, SamplingParams, Words
-from kvik.errors import ConfigError, ModelError, ParamError, shown
+from kvik.errors import ConfigError, ModelError, ParamError, brief, shown
 from kvik.files import regular
 from kvik.text.detokenizer import (
-    MAX_REASON,
     NO_MARKS,
     REPLACEMENT,
     Detokenizer,
@@ -80,7 +79,7 @@ class Tokenizer:
             try:
                 library = Library.from_buffer(data)
             except Exception as error:  # the library raises plain Exception
-                raise ModelError("tokenizer.json", f"is not a tokenizer: {_brief(error)}") from None
+                raise ModelError("tokenizer.json", f"is not a tokenizer: {brief(error)}") from None
         config = _read_json(folder / "tokenizer_config.json")
         special = _read_json(folder / "special_tokens_map.json")
         return cls(
@@ -244,7 +243,7 @@ def _read_json(path: Path) -> Mapping[str, object]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ModelError(path.name, f"is not JSON: {_brief(error)}") from None
+        raise ModelError(path.name, f"is not JSON: {brief(error)}") from None
     if not isinstance(value, dict):
         raise ModelError(path.name, "must be a JSON object")
     return value
@@ -301,10 +300,6 @@ def _read_text(path: Path) -> str:
         return _read(path, MAX_TEMPLATE_BYTES).decode()
     except UnicodeDecodeError:
         raise ModelError(path.name, "must be UTF-8 text") from None
-
-
-def _brief(error: Exception) -> str:
-    return " ".join(str(error).split())[:MAX_REASON]
 
 
 # Words in sampling parameters, as the token sequences that spell them.
