@@ -131,29 +131,14 @@ class Templates:
         self._idle: list[ChatTemplate] = []
         self._live: set[ChatTemplate] = set()
 
-    async def render(
-        self,
-        messages: Sequence[Mapping[str, object]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, object]] | None = None,
-        variables: Mapping[str, object] | None = None,
-        tenant: str = "",
-    ) -> str:
-        """Render as `ChatTemplate.render` does, and raise what it raises."""
+    async def render(self, render: Callable[[ChatTemplate], str], tenant: str = "") -> str:
+        """Return what a function renders with a template, and raise what it raises."""
         loop = asyncio.get_running_loop()
         async with self._places.acquire(tenant):
             template = self._idle.pop() if self._idle else self._make()
             self._live.add(template)
             try:
-                return await loop.run_in_executor(
-                    self._threads,
-                    template.render,
-                    messages,
-                    add_generation_prompt,
-                    tools,
-                    variables,
-                )
+                return await loop.run_in_executor(self._threads, render, template)
             except asyncio.CancelledError:
                 self._live.discard(template)
                 template.close()
@@ -347,11 +332,10 @@ class Texts:
         try:
             with self._quota.reserve(self._tenant, num_chars):
                 return await self._templates.render(
-                    given,
-                    add_generation_prompt=add_generation_prompt,
-                    tools=tools,
-                    variables=variables,
-                    tenant=self._tenant,
+                    lambda template: template.render(
+                        given, add_generation_prompt, tools, variables
+                    ),
+                    self._tenant,
                 )
         except ModelError as error:
             raise ParamError("messages", f"cannot be rendered: {error}") from None
