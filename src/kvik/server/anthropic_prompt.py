@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
@@ -263,20 +264,18 @@ async def make_prompt(
     Raises:
         ParamError: the template refuses the conversation, or it is too long.
     """
-    turns = conversation.turns
+    turns, tools = conversation.turns, None if use is None else use.described()
+    render = partial(texts.render, tools=tools, variables=variables)
     if conversation.continues:
         with rename_fields(continue_final_message="messages"):
             text = await texts.render_to_continue(plain(turns), variables)
     else:
-        tools = None if use is None else use.described()
-        text = await texts.render(
-            plain(turns), add_generation_prompt=True, tools=tools, variables=variables
-        )
+        text = await render(plain(turns), add_generation_prompt=True)
     with rename_fields(prompt="messages"):
         ids = await texts.encode(text, add_special_tokens=False)
     pins = []
     for mark in conversation.marks:
-        length = await _length(texts, turns, mark, text, ids, use, variables)
+        length = await _length(texts, render, turns, mark, text, ids)
         if length:
             pins.append(Pin(length, mark.seconds))
     return Prompt(text, ids, tuple(sorted(pins, key=lambda pin: pin.num_tokens)))
@@ -284,12 +283,11 @@ async def make_prompt(
 
 async def _length(
     texts: Texts,
+    render: Callable[..., Awaitable[str]],
     turns: Sequence[ConversationTurn],
     mark: CacheMark,
     text: str,
     ids: Sequence[int],
-    use: ToolUse | None,
-    variables: Mapping[str, object] | None,
 ) -> int:
     """Return the number of prompt tokens up to a mark."""
     marked = turns[mark.turn]
@@ -301,10 +299,7 @@ async def _length(
         other = "b" if following.texts[0].lstrip().startswith("a") else "a"
         shown.append(ConversationTurn(following.role, [other]))
     try:
-        tools = None if use is None else use.described()
-        alone = await texts.render(
-            plain(shown), add_generation_prompt=False, tools=tools, variables=variables
-        )
+        alone = await render(plain(shown), add_generation_prompt=False)
     except ParamError:
         return 0  # the template refuses the beginning alone
     length = common_length(alone, text)
