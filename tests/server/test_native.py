@@ -51,16 +51,6 @@ def test_a_stream(server):
     assert "text" not in last
 
 
-def test_stop(server):
-    body = {"prompt": "A", "max_tokens": 100, "stop": ["D"]}
-    answer = post(server, body).json()
-    assert answer["finish_reason"] == "stop"
-    assert "D" not in answer["text"]
-    streamed = events(post(server, {**body, "stream": True}))
-    assert streamed[-1]["finish_reason"] == "stop"
-    assert not any("D" in piece["text"] for piece in streamed[:-1])
-
-
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -83,9 +73,3 @@ def test_errors_name_the_field(server, body, param):
     error = answer.json()["error"]
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
-
-
-def test_unknown_fields_are_reported(server):
-    answer = post(server, {"prompt": "A", "max_tokens": 1, "colour": "red"})
-    assert answer.status_code == 200
-    assert answer.headers["x-kvik-ignored-fields"] == "colour"

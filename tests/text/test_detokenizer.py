@@ -124,16 +124,6 @@ def test_output_continues_the_prompt(
     assert whole in {before[: len(before) - held] + text for held in range(min(begun, 3) + 1)}
 
 
-def test_euro_sign_from_byte_tokens(build: Callable[[str], Library]) -> None:
-    library = build("llama2")
-    stream = Tokenizer(library).new_stream(())
-    names = ["▁", "<0xE2>", "<0x82>", "<0xAC>", "<0xE2>", "<0x82>", "<0x41>", "▁▁", "<0xF0>"]
-    parts = [stream.push([library.token_to_id(name)]) for name in names]
-    assert parts == ["", "", "", "€", "", "", "\ufffdA", "  ", ""]
-    assert stream.flush() == "\ufffd"
-    assert stream.flush() == ""
-
-
 def test_first_token_loses_its_space_only_at_the_start(build: Callable[[str], Library]) -> None:
     library = build("llama2")
     tokenizer = Tokenizer(library, "<s>", "</s>")

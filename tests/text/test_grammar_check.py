@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -132,23 +131,6 @@ def test_a_process_that_was_stopped_is_replaced(check: GrammarCheck) -> None:
     os.kill(first, signal.SIGSTOP)
     assert check.checked(params({"regex": "b"}))
     assert check.pid not in (None, first)
-
-
-def test_threads_may_share_a_check(check: GrammarCheck) -> None:
-    found: dict[int, str] = {}
-
-    def ask(i: int) -> None:
-        checked, _ = check.checked(params({"choice": [f"text {i}"]}))
-        assert checked.structured is not None
-        found[i] = checked.structured.source
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert sorted(found) == list(range(8))
-    assert all(f"text {i}" in source for i, source in found.items())
 
 
 def test_without_the_library_only_the_field_is_refused(
