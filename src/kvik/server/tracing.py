@@ -10,9 +10,13 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+from msgspec.structs import asdict
+
 from kvik.engine.output import RequestOutput
 from kvik.errors import ConfigError
 from kvik.server.generation import GenerationRecord, Observer
+from kvik.server.openai.answers import speculation_of
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -106,20 +110,10 @@ class Tracing(Observer):
 
 def _speculation(output: RequestOutput) -> dict[str, int | float]:
     """Return the span attributes of speculation; empty without speculation."""
-    found = output.speculation
-    if found is None:
-        return {}
-    drafts, speedup = found.drafts, found.speedup
-    attributes: dict[str, int | float] = {
-        "kvik.speculation.checks": drafts.rows,
-        "kvik.speculation.drafted_tokens": drafts.drafts,
-        "kvik.speculation.accepted_tokens": drafts.accepted,
-    }
-    if drafts.rows:
-        attributes["kvik.speculation.mean_accepted_length"] = drafts.mean_length
-    if speedup is not None:
-        attributes["kvik.speculation.speedup"] = speedup
-    return attributes
+    found = speculation_of([output])
+    figures = {} if found is UNSET else asdict(found)
+    numbers = {name: one for name, one in figures.items() if isinstance(one, int | float)}
+    return {f"kvik.speculation.{name}": one for name, one in numbers.items()}
 
 
 def _parts(output: RequestOutput | None) -> list[tuple[str, float, float]]:
