@@ -8,7 +8,7 @@ import socket
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from ipaddress import ip_address
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from starlette.datastructures import Headers
@@ -164,12 +164,9 @@ MAX_AGE = "600"  # seconds for which a browser caches a preflight response
 def is_loopback(host: str) -> bool:
     """Return whether a host name or address is reached only from this machine."""
     name = _plain(host)
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
-    try:
-        return ip_address(name).is_loopback
-    except ValueError:
-        return False
+    address = _address(name)
+    is_local = name == "localhost" or name.endswith(".localhost")
+    return is_local or (address is not None and address.is_loopback)
 
 
 class Hosts:
@@ -212,19 +209,22 @@ class Hosts:
 
     def _knows(self, host: str) -> bool:
         name = _plain(host)
-        return name in self._names or is_loopback(name) or (self._public and _is_address(name))
+        return (
+            name in self._names
+            or is_loopback(name)
+            or (self._public and _address(name) is not None)
+        )
 
 
 def _plain(host: str) -> str:
     return host.strip("[]").lower().rstrip(".")
 
 
-def _is_address(name: str) -> bool:
+def _address(name: str) -> IPv4Address | IPv6Address | None:
     try:
-        ip_address(name)
+        return ip_address(name)
     except ValueError:
-        return False
-    return True
+        return None
 
 
 class Origins:

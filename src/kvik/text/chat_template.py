@@ -150,11 +150,8 @@ def _part_text(where: str, part: object) -> str:
 
 
 def _check_tools(tools: object) -> list[dict[str, Any]]:
-    if not isinstance(tools, (list, tuple)):
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(t, Mapping) for t in tools):
         raise ParamError("tools", "must be a list of objects")
-    for tool in tools:
-        if not isinstance(tool, Mapping):
-            raise ParamError("tools", "must be a list of objects")
     return [_plain_mapping("tools", tool) for tool in tools]
 
 

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -231,7 +232,8 @@ class Detokenizer:
         self._skipped = skipped
         self._marks = marks
         self._partial = b""  # start of a character, at most three bytes
-        last = list(self._last_shown(prompt_ids))
+        shown = (token for token in reversed(prompt_ids) if token not in skipped)
+        last = list(islice(shown, MAX_LEADING))[::-1]
         begun = len(last) == MAX_LEADING or texts.decode(last) != ""
         self._leading = None if begun else last  # tokens so far, while their text is empty
         for token in last[-MAX_CHAR_BYTES:]:
@@ -284,16 +286,6 @@ class Detokenizer:
         if text or len(leading) == MAX_LEADING:
             self._leading = None
         return text
-
-    def _last_shown(self, ids: Sequence[int]) -> Iterator[int]:
-        """Return the last tokens of the prompt that are not skipped, in order."""
-        shown: list[int] = []
-        for token in reversed(ids):
-            if len(shown) == MAX_LEADING:
-                break
-            if token not in self._skipped:
-                shown.append(token)
-        return reversed(shown)
 
 
 def _check_decoder(library: Library) -> None:
