@@ -26,6 +26,7 @@ from kvik.cli.main import main
 from kvik.server import health, proxy
 from kvik.server.app import openai_routes
 from kvik.server.proxy import MovedMark, Proxy, cached_share, passed_on, piece_hashes, rendered
+from kvik.server.route import CLOSE_EXTENSION
 from kvik.server.transfer import (
     MOVED_HEADER,
     MOVES_HEADER,
@@ -67,6 +68,15 @@ async def respond(send: Send, status: int, body: bytes, *headers: tuple[bytes, b
     length = (b"content-length", str(len(body)).encode())
     await send({"type": "http.response.start", "status": status, "headers": [length, *headers]})
     await send({"type": "http.response.body", "body": body})
+
+
+def replying(status: int, *headers: tuple[bytes, bytes]) -> Any:
+    """Return an empty answer."""
+
+    async def answer(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
+        await respond(send, status, b"{}", *headers)
+
+    return answer
 
 
 @dataclass
@@ -235,9 +245,7 @@ def test_a_conversation_stays_where_it_is_and_others_spread():
 
 
 def test_refused_prompts_are_retried_once():
-    async def refuse(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
-        await respond(send, 503, b"{}")
-
+    refuse = replying(503)
     with site(Backend("a", refuse), Backend("b")) as made:
         answers = [made.post(f"{i}" * 600) for i in range(12)]
         assert {(a.status, a.json["from"]) for a in answers} == {(200, "b")}
@@ -250,11 +258,7 @@ def test_refused_prompts_are_retried_once():
 def test_every_server_that_has_not_begun_a_request_is_tried(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(proxy, "HEALTH_SECONDS", 3600.0)  # no look in between
 
-    async def refuse(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
-        await respond(send, 503, b"{}")
-
-    async def fail(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
-        await respond(send, 502, b"{}")
+    refuse, fail = replying(503), replying(502)
 
     def prompts(number: int) -> list[str]:
         return [f"{i}" * 600 for i in range(number)]
@@ -272,7 +276,7 @@ def test_every_server_that_has_not_begun_a_request_is_tried(monkeypatch: pytest.
 
 def test_requests_lost_before_the_first_byte_are_retried_once():
     async def die(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
-        scope["extensions"][proxy_close()]()
+        scope["extensions"][CLOSE_EXTENSION]()
 
     with site(Backend("a", die), Backend("b")) as made:
         answers = [made.post(f"{i}" * 600) for i in range(12)]
@@ -292,7 +296,7 @@ def test_requests_lost_later_are_not_retried():
     async def die(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
-        scope["extensions"][proxy_close()]()
+        scope["extensions"][CLOSE_EXTENSION]()
 
     with site(Backend("a", die), Backend("b", die)) as made:
         with socket.create_connection(("127.0.0.1", made.front.port), timeout=10) as client:
@@ -302,12 +306,6 @@ def test_requests_lost_later_are_not_retried():
                 data += part
         assert b"data: 1" in data and not data.endswith(b"0\r\n\r\n")
         assert sum(len(b.requests) for b in made.backends) == 1
-
-
-def proxy_close() -> str:
-    from kvik.server.route import CLOSE_EXTENSION
-
-    return CLOSE_EXTENSION
 
 
 def test_without_servers_requests_fail_until_one_returns(monkeypatch: pytest.MonkeyPatch):
@@ -546,19 +544,14 @@ def test_a_prompt_is_computed_by_one_server_and_decoded_by_another():
         assert len(prefill.requests) == 1
 
 
-async def refuses(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
-    await respond(send, 503, b"{}", (SOURCE_HEADER.encode(), b"ticket"))
-
-
 async def breaks_off(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
     raise RuntimeError("it dies")
 
 
-async def says_nothing(backend: Backend, scope: Scope, body: bytes, send: Send) -> None:
-    await respond(send, 200, b"{}")
+REFUSES = replying(503, (SOURCE_HEADER.encode(), b"ticket"))
 
 
-@pytest.mark.parametrize("answer", [refuses, breaks_off, says_nothing])
+@pytest.mark.parametrize("answer", [REFUSES, breaks_off, replying(200)])
 def test_without_a_prefill_server_the_decoder_computes_the_prompt(answer: Callable[..., Any]):
     prefill, decode = Backend("p", answer, role="prefill"), Backend("d", role="decode")
     with site(prefill, decode) as made:
@@ -618,7 +611,7 @@ def test_a_disconnect_ends_the_computation_of_a_prompt():
 def test_a_server_that_computes_prompts_answers_where_no_other_one_can():
     prefill, decode = Backend("p", computed, role="prefill"), Backend("d", role="decode")
     with site(prefill, decode) as made:
-        decode.answer = refuses
+        decode.answer = REFUSES
         assert made.post("long " * 200).json["from"] == "p"
         assert tickets(prefill) == [None, b"ticket"]
 
