@@ -19,11 +19,11 @@ def connect(port: int, receive_buffer: int | None = None) -> socket.socket:
     return sock
 
 
-def post(sock: socket.socket, path: str, body: Any, version: str = "1.1") -> None:
+def post(sock: socket.socket, path: str, body: Any, version: str = "1.1", key: str = "") -> None:
     data = json.dumps(body).encode()
     head = (
         f"POST {path} HTTP/{version}\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(data)}\r\n\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     sock.sendall(head.encode() + data)
 

@@ -5,26 +5,28 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from helpers.http_server import ask, until
-from helpers.raw_http import read_until
+from helpers.raw_http import connect, post, read_until
 from helpers.served_engine import FakeExecutor, gated_executor
 from helpers.serving import Served, served
 
 from kvik.server.access import read_keys
 from kvik.server.app import openai_routes
 
-BODY = '{"prompt": [1, 2, 3, 4], "max_tokens": 100, "ignore_eos": true, "stream": true}'
+BODY: dict[str, Any] = {
+    "prompt": [1, 2, 3, 4],
+    "max_tokens": 100,
+    "ignore_eos": True,
+    "stream": True,
+}
 QUEUE = 32
 
 
-def send(server: Served, key: str, body: str = BODY) -> socket.socket:
-    connection = socket.create_connection(("127.0.0.1", server.http.port), 30)
-    head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
-    )
-    connection.sendall((head + body).encode())
+def send(server: Served, key: str, body: dict[str, Any] = BODY) -> socket.socket:
+    connection = connect(server.http.port)
+    post(connection, "/v1/completions", body, key=key)
     return connection
 
 
@@ -50,7 +52,7 @@ def test_a_key_over_its_share_must_wait_and_another_need_not() -> None:
     with flooded(executor) as server:
         waiting = server.inner.admission.num_waiting
         assert QUEUE / 2 < waiting < QUEUE
-        body = '{"prompt": [1, 2], "max_tokens": 2}'
+        body = {"prompt": [1, 2], "max_tokens": 2}
         for _ in range(3):
             reply = ask(server.http, "POST", "/v1/completions", body, authorization="Bearer flood")
             assert (reply.status, reply.error["code"]) == (429, "rate_limit_exceeded")
@@ -69,7 +71,7 @@ def test_a_key_over_its_share_must_wait_and_another_need_not() -> None:
 def test_each_completion_takes_a_place() -> None:
     executor = gated_executor()
     with served(openai_routes, executor, max_requests=QUEUE, max_num_seqs=4) as server:
-        first = send(server, "", BODY.replace("{", '{"n": 24, ', 1))
+        first = send(server, "", {**BODY, "n": 24})
         until(lambda: server.inner.admission.num_waiting == 24)
         for n, status in ((9, 503), (QUEUE, 503), (QUEUE + 1, 400)):
             body = {"prompt": [1], "max_tokens": 1, "n": n}
@@ -85,7 +87,7 @@ def test_the_queue_is_bounded_in_tokens() -> None:
     executor = gated_executor()
     with served(openai_routes, executor, max_requests=QUEUE, max_num_seqs=4) as server:
         server.parts.admission._max_tokens = 500
-        first = send(server, "", f'{{"prompt": {[1] * 200}, "max_tokens": 1, "n": 2}}')
+        first = send(server, "", {"prompt": [1] * 200, "max_tokens": 1, "n": 2})
         until(lambda: server.inner.admission.waiting_tokens == 400)
         long, short = ({"prompt": [1] * count, "max_tokens": 1} for count in (200, 50))
         refused = ask(server.http, "POST", "/v1/completions", long)
