@@ -20,13 +20,12 @@ from kvik.engine.output import RequestOutput, TextDelta
 from kvik.errors import ParamError
 from kvik.server.errors import HttpError, rename_fields
 from kvik.server.openai.answers import usage_of
-from kvik.server.openai.chat import Effort, effort_variables, own_limit
+from kvik.server.openai.chat import ChatRequest, Effort, effort_variables, own_limit
 from kvik.server.openai.conversation import (
     CalledFunction,
     ChatMessage,
     ContentPart,
     ToolCall,
-    Variable,
     conversation_text,
 )
 from kvik.server.openai.requests import Name, TreatmentFields, check_output_fits, generation_request
@@ -340,14 +339,13 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     if body.text is not None and body.text.verbosity not in (None, "medium"):
         context.ignore(["text.verbosity"])
     effort = None if body.reasoning is None else body.reasoning.effort
-    options = Rendering()
+    chat = ChatRequest(messages=response_messages(body))
     if effort is not None and texts.form.thinks:
-        options.chat_template_kwargs = effort_variables(effort, texts.form, None)
+        chat.chat_template_kwargs = effort_variables(effort, texts.form, None)
     elif effort not in (None, "none"):  # agents send it to every model
         context.ignore(["reasoning.effort"])
-    messages = response_messages(body)
     with rename_fields(messages="input"):
-        prompt = await conversation_text(texts, messages, options, use)
+        prompt = await conversation_text(texts, chat.messages, chat, use)
     answer = AnswerForm.behind(prompt, texts.form, use, anew=True)
     params = answer.constrained(params)
     with rename_fields(prompt="input", max_tokens="max_output_tokens"):
@@ -357,15 +355,6 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
         (generation,) = await start_all(server, request, wanted, stream=body.stream)
     form = ResponseEvents(model, body, params, answer)
     return await generation_response(request, [generation], form, body.stream)
-
-
-@dataclass(slots=True)
-class Rendering:
-    """How the conversation is rendered as a prompt; see `RenderOptions`."""
-
-    chat_template_kwargs: dict[str, Variable] | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
 
 
 class ResponseEvents(ResponseFormat):
