@@ -24,9 +24,9 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -109,6 +109,19 @@ def rendered(body: Mapping[str, Any]) -> bytes:
                 entries = [entries]  # token ids
             parts += [_canonical(entry).strip(b'"[]') for entry in entries]
     return b"\n".join(parts)
+
+
+class RoutedPrompt(NamedTuple):
+    """A prompt for the choice of a server.
+
+    Attributes:
+        hashes, size: in pieces and in characters.
+        session: name shared by requests that belong together.
+    """
+
+    hashes: Sequence[bytes] = ()
+    size: int = 0
+    session: str = ""
 
 
 def piece_hashes(text: bytes) -> list[bytes]:
@@ -311,11 +324,11 @@ class Proxy:
         assert self._session is not None, "start was not called"
         return self._session
 
-    def choose(self, request: _ProxiedRequest, avoid: Sequence[int]) -> ReplicaChoice | None:
-        """Choose a server for a request; None if there is none. A prefill server is chosen only if
+    def choose(self, prompt: RoutedPrompt, avoid: Sequence[int]) -> ReplicaChoice | None:
+        """Choose a server for a prompt; None if there is none. A prefill server is chosen only if
         there is no other."""
         prefill = self._prefill_servers()
-        facts = (request.hashes, request.size, self._clock(), request.session)
+        facts = (prompt.hashes, prompt.size, self._clock(), prompt.session)
         choice = self._router.choose(*facts, {*avoid, *prefill})
         return self._router.choose(*facts, avoid) if choice is None and prefill else choice
 
@@ -323,22 +336,20 @@ class Proxy:
         """Return whether a server other than these is available."""
         return any(one.healthy for i, one in enumerate(self.upstreams) if i not in numbers)
 
-    def choose_prefill(
-        self, choice: ReplicaChoice, request: _ProxiedRequest
-    ) -> ReplicaChoice | None:
+    def choose_prefill(self, choice: ReplicaChoice, prompt: RoutedPrompt) -> ReplicaChoice | None:
         """Choose a server to compute the prompt for the chosen one; None if that computes it
         itself."""
-        missing = len(request.hashes) - choice.hit
+        missing = len(prompt.hashes) - choice.hit
         if self.upstreams[choice.replica].role != "decode" or missing < LEAST_MISSING:
             return None
         others = set(range(len(self.upstreams))) - self._prefill_servers()
-        return self._router.choose(request.hashes, request.size, self._clock(), avoid=others)
+        return self._router.choose(prompt.hashes, prompt.size, self._clock(), avoid=others)
 
-    def sent(self, name: str, choice: ReplicaChoice, request: _ProxiedRequest) -> None:
+    def sent(self, name: str, choice: ReplicaChoice, prompt: RoutedPrompt) -> None:
         upstream = self.upstreams[choice.replica]
         upstream.unfinished += 1
         upstream.requests += 1
-        self._router.sent(name, choice, request.hashes, request.size, self._clock())
+        self._router.sent(name, choice, prompt.hashes, prompt.size, self._clock())
 
     def began(self, name: str) -> None:
         self._router.began(name, self._clock())
@@ -507,24 +518,6 @@ class _Resumed:
         self.answer.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _ProxiedRequest:
-    """A request for servers.
-
-    Attributes:
-        hashes, size: of the prompt, in pieces and in characters.
-        session: name shared by requests that belong together.
-        resumed: set if another server has begun it.
-    """
-
-    headers: list[tuple[bytes, bytes]]
-    body: bytes
-    hashes: Sequence[bytes]
-    size: int
-    session: str
-    resumed: _Resumed | None = None
-
-
 class _Passing:
     """Forwards one request."""
 
@@ -533,6 +526,9 @@ class _Passing:
         self._scope = scope
         self._receive = receive
         self._send = send
+        self._headers: list[tuple[bytes, bytes]] = []  # of the request, for servers
+        self._content = b""  # its body
+        self._prompt = RoutedPrompt()
         self._begun = False  # a byte of the answer was sent to the client
         self._num_begun = 0  # servers that may have begun the request, and gave no answer
         self._closed = False  # one of them closed the connection, which may have been idle
@@ -549,18 +545,18 @@ class _Passing:
         client = self._scope.get("client")
         if client is not None:
             headers.append((b"x-forwarded-for", str(client[0]).encode()))
-        request = _ProxiedRequest(headers, body, *self._prompt(body))
+        self._headers, self._content, self._prompt = headers, body, self._read_prompt(body)
         tried: list[int] = []
         while True:
-            choice = self._proxy.choose(request, tried)
+            choice = self._proxy.choose(self._prompt, tried)
             if choice is None and self._closed:
-                choice, self._closed = self._proxy.choose(request, ()), False
+                choice, self._closed = self._proxy.choose(self._prompt, ()), False
             if choice is None:
                 await self._refuse(self._proxy.unavailable(self._errors))
                 return
             if not tried:
-                headers += await self._prefilled(choice, request)
-            if await self._ask(choice, request, tried):
+                headers += await self._prefilled(choice)
+            if await self._ask(choice, tried):
                 return
             tried.append(choice.replica)
             self._proxy.retries += 1
@@ -593,43 +589,45 @@ class _Passing:
         response = error.response(anthropic=in_messages(self._scope["path"]))
         await response(self._scope, self._receive, self._send)
 
-    def _prompt(self, body: bytes) -> tuple[list[bytes], int, str]:
-        """Return hashes and size of the prompt, and its session."""
+    def _read_prompt(self, body: bytes) -> RoutedPrompt:
+        """Return the prompt of a body; an empty one if there is none."""
         if self._scope["method"] != "POST" or body.lstrip()[:1] != b"{":
-            return [], 0, ""
+            return RoutedPrompt()
         try:
             found = msgspec.json.decode(body)
             text = rendered(found)
         except (msgspec.DecodeError, RecursionError):  # the server will report the error
-            return [], 0, ""
+            return RoutedPrompt()
         session = found.get("session_id") or found.get("prompt_cache_key")
-        return piece_hashes(text), len(text), session if isinstance(session, str) else ""
+        name = session if isinstance(session, str) else ""
+        return RoutedPrompt(piece_hashes(text), len(text), name)
 
     async def _ask(
-        self, choice: ReplicaChoice, request: _ProxiedRequest, tried: Collection[int]
+        self, choice: ReplicaChoice, tried: Collection[int], resumed: _Resumed | None = None
     ) -> bool:
-        """Send a request to a server and forward its answer. Return whether the client has one.
+        """Send the request to a server and forward its answer. Return whether the client has one.
 
         Args:
             tried: servers that were asked before.
+            resumed: set if another server has begun it.
         """
         proxy, name = self._proxy, secrets.token_hex(8)
-        proxy.sent(name, choice, request)
+        proxy.sent(name, choice, self._prompt)
         tail: bytes | None = b""
         try:
-            passing = self._pass(choice, request, name, tried)
+            passing = self._pass(choice, name, tried, resumed)
             # The first server's call watches for a client disconnect, also for the next ones.
-            tail = await (passing if request.resumed else self._unless_gone(passing))
+            tail = await (passing if resumed else self._unless_gone(passing))
             return tail is not None
         except UpstreamError as error:
             self._note_failure(choice, str(error))
-            self._num_begun += error.sent and request.resumed is None
-            again = request.resumed is None and self._num_begun < MAX_BEGUN
+            self._num_begun += error.sent and resumed is None
+            again = resumed is None and self._num_begun < MAX_BEGUN
             closed = error.closed and again
             self._closed |= closed
             if not closed:
                 proxy.failed(choice.replica, str(error))
-            if request.resumed is not None and not request.resumed.begun:
+            if resumed is not None and not resumed.begun:
                 return False
             if self._begun:  # the client must not mistake the partial answer for a complete one
                 if not break_connection(self._scope):
@@ -641,16 +639,12 @@ class _Passing:
             return True
         finally:
             share = cached_share(tail or b"")
-            proxy.ended(name, choice, None if share is None else share * request.size)
+            proxy.ended(name, choice, None if share is None else share * self._prompt.size)
 
     async def _continue(
-        self,
-        left: ReplicaChoice,
-        answer: aiohttp.ClientResponse,
-        request: _ProxiedRequest,
-        state: bytes,
+        self, left: ReplicaChoice, answer: aiohttp.ClientResponse, state: bytes
     ) -> None:
-        """Let another server continue a request that was handed over; if none does, its first
+        """Let another server continue the request that was handed over; if none does, its first
         server.
 
         Raises:
@@ -662,9 +656,9 @@ class _Passing:
         release = asyncio.get_running_loop().call_later(LET_GO_SECONDS, answer.close)
         try:
             while True:
-                choice = proxy.choose(request, tried)
+                choice = proxy.choose(self._prompt, tried)
                 resumed = _Resumed(state, answer, back=choice is None)
-                if await self._ask(choice or left, replace(request, resumed=resumed), tried):
+                if await self._ask(choice or left, tried, resumed):
                     return
                 if choice is None:
                     raise UpstreamError(ConnectionError("no server continues its answer"))
@@ -672,18 +666,16 @@ class _Passing:
         finally:
             release.cancel()
 
-    async def _prefilled(
-        self, choice: ReplicaChoice, request: _ProxiedRequest
-    ) -> list[tuple[bytes, bytes]]:
+    async def _prefilled(self, choice: ReplicaChoice) -> list[tuple[bytes, bytes]]:
         """Let a prefill server compute the prompt for the chosen server. Return the header with the
         location of its pages; [] if the chosen server computes it itself."""
         proxy, name = self._proxy, secrets.token_hex(8)
-        prefill = proxy.choose_prefill(choice, request)
+        prefill = proxy.choose_prefill(choice, self._prompt)
         if prefill is None or not GENERATES.search(self._scope["path"]):
             return []
-        proxy.sent(name, prefill, request)
+        proxy.sent(name, prefill, self._prompt)
         try:
-            ticket = await self._unless_gone(self._ask_prefill(prefill, request))
+            ticket = await self._unless_gone(self._ask_prefill(prefill))
             proxy.began(name)
         except UpstreamError as error:
             if not error.closed:
@@ -696,20 +688,20 @@ class _Passing:
         proxy.prefills += 1
         return [(SOURCE_HEADER.encode(), ticket)]
 
-    async def _ask_prefill(self, choice: ReplicaChoice, request: _ProxiedRequest) -> bytes | None:
+    async def _ask_prefill(self, choice: ReplicaChoice) -> bytes | None:
         """Return the location of the prompt's pages from a prefill answer; None if there is
         none."""
-        headers = [*request.headers, (PREFILL_HEADER.encode(), b"1")]
-        async with self._answer(choice, headers, request.body) as answer:
+        headers = [*self._headers, (PREFILL_HEADER.encode(), b"1")]
+        async with self._answer(choice, headers) as answer:
             await answer.content.read(MAX_PREFILLED)
             ticket = answer.headers.get(SOURCE_HEADER)
             return None if answer.status != 200 or ticket is None else ticket.encode("latin-1")
 
     @asynccontextmanager
     async def _answer(
-        self, choice: ReplicaChoice, headers: list[tuple[bytes, bytes]], body: bytes
+        self, choice: ReplicaChoice, headers: list[tuple[bytes, bytes]]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Send a request to a server and provide its answer.
+        """Send the request to a server and provide its answer.
 
         Raises:
             UpstreamError: there is none, or it breaks off.
@@ -720,7 +712,7 @@ class _Passing:
         method, target = self._scope["method"], self._target(choice)
         try:
             async with self._proxy.session.request(
-                method, target, headers=pairs, data=body or None, allow_redirects=False
+                method, target, headers=pairs, data=self._content or None, allow_redirects=False
             ) as answer:
                 yield answer
         except (aiohttp.ClientError, asyncio.IncompleteReadError, OSError, ValueError) as error:
@@ -762,9 +754,9 @@ class _Passing:
     async def _pass(
         self,
         choice: ReplicaChoice,
-        request: _ProxiedRequest,
         name: str,
         tried: Collection[int],
+        resumed: _Resumed | None,
     ) -> bytes | None:
         """Send the request and forward the answer. Return its end; None if another server should be
         asked.
@@ -772,17 +764,17 @@ class _Passing:
         Args:
             tried: servers that were asked before.
         """
-        scope, proxy, resumed = self._scope, self._proxy, request.resumed
-        headers, tail = request.headers, b""
+        scope, proxy = self._scope, self._proxy
+        headers, tail = self._headers, b""
         if resumed is not None:
             headers = [pair for pair in headers if pair[0] != SOURCE_HEADER.encode()]
             headers.append((RESUMED_HEADER.encode(), resumed.state))
         if proxy.has_others({choice.replica}) and not (resumed is not None and resumed.back):
             headers = [*headers, (MOVES_HEADER.encode(), b"1")]
-        async with self._answer(choice, headers, request.body) as answer:
+        async with self._answer(choice, headers) as answer:
             if MOVED_HEADER in answer.headers:
                 state = await answer.content.readuntil(MOVED_END)
-                await self._continue(choice, answer, request, state.removesuffix(MOVED_END))
+                await self._continue(choice, answer, state.removesuffix(MOVED_END))
                 return b""
             if resumed is not None and answer.status != 200:
                 error = await answer.content.read(MAX_PREFILLED)
@@ -814,7 +806,7 @@ class _Passing:
                         {"type": "http.response.body", "body": passing, "more_body": True}
                     )
                 if mark is not None and mark.state is not None:
-                    await self._continue(choice, answer, request, mark.state)
+                    await self._continue(choice, answer, mark.state)
                     return tail
             if mark is not None and mark.found:
                 raise ConnectionError("it broke off while it handed over an answer")
