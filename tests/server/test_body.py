@@ -41,23 +41,15 @@ class Body(msgspec.Struct):
     anything: Any = None
 
 
-class Needed(msgspec.Struct):
-    prompt: str
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[HttpServer]:
     async def body(request: Request) -> Response:
         body = await read_body(request, Body)
         return JSONResponse(msgspec.to_builtins(body, str_keys=True))
 
-    async def needed(request: Request) -> Response:
-        await read_body(request, Needed)
-        return JSONResponse({})
-
     async def make() -> App:
-        routes = [Route("/body", body), Route("/needed", needed)]
-        return App(routes, Keys(), Drain(), ServerConfig(host=""), limits=LIMITS)
+        config = ServerConfig(host="")
+        return App([Route("/body", body)], Keys(), Drain(), config, limits=LIMITS)
 
     with http_server(make) as running:
         yield running
@@ -76,11 +68,6 @@ def test_valid_bodies_are_read(server: HttpServer) -> None:
     assert reply.status == 200, reply.body
     assert reply.json == body
     assert "x-kvik-ignored-fields" not in reply.headers
-
-
-def test_a_surrogate_pair_is_one_character(server: HttpServer) -> None:
-    reply = ask(server, "POST", "/body", '{"parts": [{"text": "\\ud83d\\ude00"}]}')
-    assert reply.json["parts"] == [{"text": "\U0001f600"}]
 
 
 @pytest.mark.parametrize(
@@ -105,12 +92,6 @@ def test_the_field_that_is_wrong_is_named(server: HttpServer, text: str, param: 
     assert reply.error["param"] == param
     assert param in reply.error["message"]
     assert reply.error["type"] == "invalid_request_error"
-
-
-def test_a_field_that_is_missing_is_named(server: HttpServer) -> None:
-    reply = ask(server, "POST", "/needed", "{}")
-    assert (reply.status, reply.error["param"]) == (400, "prompt")
-    assert reply.error["message"] == "prompt: is required"
 
 
 @pytest.mark.parametrize(
@@ -161,13 +142,6 @@ def test_json_that_is_barely_valid(server: HttpServer) -> None:
     ):
         reply = ask(server, "POST", "/body", text)
         assert reply.status == 200, (text[:40], reply.body[:200])
-
-
-@pytest.mark.parametrize("data", [b'{"anything": "\xff"}', b"\xff\xfe{\x00}\x00", b'{"\xc3": 1}'])
-def test_invalid_utf8(server: HttpServer, data: bytes) -> None:
-    reply = ask(server, "POST", "/body", data)
-    assert reply.status == 400
-    assert "UTF-8" in reply.error["message"]
 
 
 @pytest.mark.parametrize(
