@@ -222,10 +222,10 @@ class CompletionFormat(ResponseFormat):
         of_prompt: Sequence[TokenLogprobs | None] = output.prompt_logprobs or []
         logprobs = None
         if self._num_top is not None:
-            tokens = self._completion_tokens(position)
-            logprobs = tokens.show(completion.token_ids, completion.logprobs or [])
             if self._echo_logprobs:
-                logprobs = _joined(self._of_echo(position, of_prompt), logprobs)
+                logprobs = self._of_echo(position, of_prompt)
+            tokens = self._completion_tokens(position)
+            logprobs = tokens.show(completion.token_ids, completion.logprobs or [], logprobs)
         asked = self._prompt_logprobs and output.prompt_logprobs is not None
         return CompletionChoice(
             index=position * self._n + completion.index,
@@ -298,10 +298,9 @@ class CompletionFormat(ResponseFormat):
         return tokens.show(self._prompts[position], logprobs)
 
     def _completion_tokens(self, position: int) -> CompletionTokens:
-        prompt = self._prompts[position]
-        tokens = CompletionTokens(self._names, self._num_top or 0, self._skip_special, prompt)
-        tokens.skip(len(self._echoes[position]))
-        return tokens
+        prompt, offset = self._prompts[position], len(self._echoes[position])
+        top = self._num_top or 0
+        return CompletionTokens(self._names, top, self._skip_special, prompt, offset)
 
 
 class CompletionTokens:
@@ -311,27 +310,32 @@ class CompletionTokens:
         num_top: number of alternatives to show at each position; more may have been computed.
         skip_special: whether special tokens are left out of the text.
         prompt_ids: the tokens before the completion.
+        offset: characters before it.
     """
 
     def __init__(
-        self, names: TokenNames, num_top: int, skip_special: bool, prompt_ids: Sequence[int]
+        self,
+        names: TokenNames,
+        num_top: int,
+        skip_special: bool,
+        prompt_ids: Sequence[int],
+        offset: int = 0,
     ) -> None:
         self._names = names
         self._num_top = num_top
-        self._offset = 0
+        self._offset = offset
         self._text: Detokenizer | None = None
         if names.tokenizer is not None:
             self._text = names.tokenizer.new_stream(prompt_ids, skip_special)
 
-    def skip(self, num_chars: int) -> None:
-        """Advance past text that belongs to no token."""
-        self._offset += num_chars
-
     def show(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs | None],
+        before: CompletionLogprobs | None = None,
     ) -> CompletionLogprobs:
-        """Return the next tokens; `logprobs` has one entry for each."""
-        shown = CompletionLogprobs([], [], [], [] if self._num_top else None)
+        """Return the next tokens, after those of `before`; `logprobs` has one entry for each."""
+        shown = before or CompletionLogprobs([], [], [], [] if self._num_top else None)
         for token, one in zip(token_ids, logprobs, strict=True):
             shown.text_offset.append(self._offset)
             shown.tokens.append(self._names.name(token, "bytes:"))
@@ -350,18 +354,6 @@ class CompletionTokens:
             found.setdefault(self._names.name(token, "bytes:"), finite(value))
         found.setdefault(self._names.name(one.token_id, "bytes:"), finite(one.logprob))
         return found
-
-
-def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
-    top = None
-    if first.top_logprobs is not None and second.top_logprobs is not None:
-        top = first.top_logprobs + second.top_logprobs
-    return CompletionLogprobs(
-        first.text_offset + second.text_offset,
-        first.token_logprobs + second.token_logprobs,
-        first.tokens + second.tokens,
-        top,
-    )
 
 
 routes = routes_of(completions)
