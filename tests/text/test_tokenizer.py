@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import random
-import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.stalls import assert_turns
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
 from tokenizers.models import WordLevel
@@ -211,30 +210,9 @@ def test_bytes_of_tokens_join_to_the_text(folder: Path) -> None:
 
 def test_other_threads_run_while_a_long_text_is_encoded(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
-    text = "Once upon a time there was a fox. " * 10_000
-    ids: list[int] = []
-
-    def ticks_inside() -> int:
-        ticks: list[float] = []
-        done = threading.Event()
-
-        def tick() -> None:
-            while not done.wait(0.001):
-                ticks.append(time.monotonic())
-
-        thread = threading.Thread(target=tick)
-        thread.start()
-        try:
-            begin = time.monotonic()
-            ids[:] = tokenizer.encode(text)
-            end = time.monotonic()
-        finally:
-            done.set()
-            thread.join()
-        return sum(begin + (end - begin) / 4 < t < end - (end - begin) / 4 for t in ticks)
-
-    assert any(ticks_inside() > 3 for _ in range(5))  # other processes may delay some
-    assert ids == tokenizer.library.encode(text).ids
+    text = "Once upon a time there was a fox. " * 30_000
+    assert_turns(lambda: tokenizer.encode(text))
+    assert tokenizer.encode(text) == tokenizer.library.encode(text).ids
 
 
 # Bad words as token ids.
@@ -251,19 +229,6 @@ def test_both_spellings_each_once(llm):
     ids = spelled(SamplingParams(bad_words=("fox", " fox", (5, 6))), tokenizer).bad_words
     assert set(ids) == {tuple(tokenizer.encode("fox")), tuple(tokenizer.encode(" fox")), (5, 6)}
     assert len(ids) == 3
-
-
-def test_a_bad_word_is_not_written(llm):
-    greedy = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True)
-    (free,) = llm.generate("Once upon a time", greedy)
-    word = max(free.text.split()[:8], key=len).strip(".,")
-    (held,) = llm.generate("Once upon a time", greedy.with_changes(bad_words=[word]))
-    assert word in free.text
-    banned = spelled(SamplingParams(bad_words=(word,)), llm.tokenizer).bad_words
-    tokens = held.outputs[0].token_ids
-    for ids in banned:
-        assert all(tuple(tokens[i : i + len(ids)]) != ids for i in range(len(tokens)))
-    assert held.text != free.text
 
 
 @pytest.mark.parametrize("word", ["", "   "])
