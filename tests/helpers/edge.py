@@ -95,9 +95,7 @@ def edge_server(
     listening: socket.socket | None = None,
     tls: SSLContext | None = None,
 ) -> Iterator[HttpServer]:
-    async def make() -> App:
-        routes = table(Calls() if calls is None else calls)
-        return App(routes, read_keys(keys), Drain() if drain is None else drain, edge)
-
-    with http_server(make, listening=listening, tls=tls) as running:
+    routes = table(Calls() if calls is None else calls)
+    app = App(routes, read_keys(keys), Drain() if drain is None else drain, edge)
+    with http_server(app, listening=listening, tls=tls) as running:
         yield running

@@ -46,8 +46,9 @@ class HttpServer:
 
 @contextmanager
 def http_server(
-    make: Callable[[], Awaitable[ASGIApp]],
+    app: ASGIApp,
     limits: ConnectionLimits = DEFAULT_LIMITS,
+    start: Callable[[], Awaitable[None]] | None = None,
     close: Callable[[], Awaitable[None]] | None = None,
     listening: socket.socket | None = None,
     tls: SSLContext | None = None,
@@ -55,9 +56,8 @@ def http_server(
     """Serve an app until the block ends.
 
     Args:
-        make: makes the app, in the server's event loop.
         limits: of its connections.
-        close: called in the event loop after the last connection has closed.
+        start, close: called in the event loop, before the first connection and after the last one.
         listening: socket to listen on; None: a free port.
         tls: serves HTTPS.
     """
@@ -66,8 +66,9 @@ def http_server(
     thread = threading.Thread(target=loop.run_forever, name="http-server", daemon=True)
     thread.start()
 
-    async def start() -> Listener:
-        app = await make()
+    async def begin() -> Listener:
+        if start is not None:
+            await start()
         headers = app.origins.headers if isinstance(app, App) else lambda headers: {}
         listener = Listener(app, listening, limits, headers, tls)
         await listener.start()
@@ -79,7 +80,7 @@ def http_server(
             await close()
 
     try:
-        listener = asyncio.run_coroutine_threadsafe(start(), loop).result(60)
+        listener = asyncio.run_coroutine_threadsafe(begin(), loop).result(60)
         try:
             port = 0 if listening.family == socket.AF_UNIX else listener.port
             yield HttpServer(f"http://127.0.0.1:{port}", port, listener, loop)

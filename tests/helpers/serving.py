@@ -74,16 +74,15 @@ def served(
         keys,
     )
 
-    async def make() -> object:
+    async def start() -> None:
         engine.client.start(generations.take)
         await engine.ready()
-        return make_app(parts, routes(parts))
 
     async def close() -> None:
         await engine.client.close()
         await texts.close()
 
-    with http_server(make, close=close) as http:
+    with http_server(make_app(parts, routes(parts)), start=start, close=close) as http:
         inner = Generating(engine, generations, admission, watcher, texts)
         made = Served(http, inner, parts)
         yield made

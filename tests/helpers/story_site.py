@@ -15,7 +15,7 @@ from helpers.served_engine import ServedEngine, bundled, make_engine
 from kvik.config.server_config import ServerConfig
 from kvik.model_files import model_files
 from kvik.server.access import Keys
-from kvik.server.app import App, all_routes, make_app
+from kvik.server.app import all_routes, make_app
 from kvik.server.generation import Observer
 from kvik.server.metrics import RequestMetricsObserver
 from kvik.server.route import Route
@@ -67,27 +67,24 @@ def story_site(
         scheduler: fields of `SchedulerConfig` to change.
     """
     engine = engine or make_engine(*bundled(), **scheduler)
-    made: list[Server] = []
+    config = engine.client.config
+    files = model_files(Path(config.runner.model_path))
+    tokenizer = files.tokenizer()
+    tokenizer.chat_template = template or tokenizer.chat_template
+    texts = Texts(tokenizer, config.scheduler.max_model_len, model=config.model)
+    params = files.default_params()
+    parts = assemble(ServerConfig(), engine.client, texts, params, keys, NAMES, observers)
 
-    async def make() -> App:
-        config = engine.client.config
-        files = model_files(Path(config.runner.model_path))
-        tokenizer = files.tokenizer()
-        tokenizer.chat_template = template or tokenizer.chat_template
-        texts = Texts(tokenizer, config.scheduler.max_model_len, model=config.model)
-        params = files.default_params()
-        parts = assemble(ServerConfig(), engine.client, texts, params, keys, NAMES, observers)
-        made.append(parts)
+    async def start() -> None:
         engine.client.start(parts.generations.take)
         await engine.ready()
-        return make_app(parts, routes(parts))
 
     async def close() -> None:
-        await made[0].texts.close()
+        await texts.close()
         await engine.client.close()
 
-    with http_server(make, close=close) as server:
-        yield Site(server, engine, made[0])
+    with http_server(make_app(parts, routes(parts)), start=start, close=close) as server:
+        yield Site(server, engine, parts)
 
 
 def site_fixture(

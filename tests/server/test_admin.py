@@ -16,7 +16,6 @@ from kvik.engine.remote import EngineState
 from kvik.errors import ParamError
 from kvik.server.access import read_keys
 from kvik.server.admin import make_admin_app
-from kvik.server.app import App
 from kvik.server.server import Server
 
 ADMIN = {"authorization": "Bearer boss"}
@@ -62,10 +61,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> Server:
 
 @pytest.fixture(scope="module")
 def server(parts: Server) -> Iterator[HttpServer]:
-    async def make() -> App:
-        return make_admin_app(parts)
-
-    with http_server(make) as running:
+    with http_server(make_admin_app(parts)) as running:
         yield running
 
 

@@ -47,11 +47,9 @@ def server() -> Iterator[HttpServer]:
         body = await read_body(request, Body)
         return JSONResponse(msgspec.to_builtins(body, str_keys=True))
 
-    async def make() -> App:
-        config = ServerConfig(host="")
-        return App([Route("/body", body)], Keys(), Drain(), config, limits=LIMITS)
-
-    with http_server(make) as running:
+    config = ServerConfig(host="")
+    app = App([Route("/body", body)], Keys(), Drain(), config, limits=LIMITS)
+    with http_server(app) as running:
         yield running
 
 

@@ -69,14 +69,9 @@ def server(seen: Counter[str]) -> Iterator[HttpServer]:
         seen[which] += 1
         raise ERRORS[which][0]()
 
-    async def make() -> App:
-        routes = [
-            Route("/{which}/chat/completions", refuse),
-            Route("/{which}/v1/messages", refuse),
-        ]
-        return App(routes, Keys(), Drain(), ServerConfig(host=""))
-
-    with http_server(make) as running:
+    paths = ("/{which}/chat/completions", "/{which}/v1/messages")
+    routes = [Route(path, refuse) for path in paths]
+    with http_server(App(routes, Keys(), Drain(), ServerConfig(host=""))) as running:
         yield running
 
 

@@ -81,13 +81,11 @@ def serving(state: State, limits: ConnectionLimits, body_seconds: float) -> Iter
 
         return StreamingResponse(pieces())
 
-    async def make() -> App:
-        routes = [Route("/ok", ok, "GET"), Route("/echo", echo), Route("/endless", endless, "GET")]
-        routes.append(Route("/broken", broken, "GET"))
-        bodies = BodyLimits(max_bytes=1 << 20, seconds=body_seconds, total_bytes=1 << 20)
-        return App(routes, Keys(), Drain(), ServerConfig(), limits=bodies)
-
-    with http_server(make, limits) as running:
+    routes = [Route("/ok", ok, "GET"), Route("/echo", echo), Route("/endless", endless, "GET")]
+    routes.append(Route("/broken", broken, "GET"))
+    bodies = BodyLimits(max_bytes=1 << 20, seconds=body_seconds, total_bytes=1 << 20)
+    app = App(routes, Keys(), Drain(), ServerConfig(), limits=bodies)
+    with http_server(app, limits) as running:
         yield running
 
 

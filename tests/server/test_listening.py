@@ -12,7 +12,7 @@ import pytest
 from helpers.certificates import CERTIFICATE, KEY, KEY_WITH_PASSWORD, OTHER_KEY
 from helpers.edge import edge_server
 from helpers.http_server import HttpServer, ask, http_server, until
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from kvik.cli.main import main
 from kvik.config.server_config import ServerConfig
@@ -63,12 +63,9 @@ def test_https(files: dict[str, str], names: tuple[str, str | None]) -> None:
 def test_a_handshake_has_limited_time(files: dict[str, str]) -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None: ...
 
-    async def make() -> ASGIApp:
-        return app
-
     tls = server_tls(files["cert"], files["key"])
     with (
-        http_server(make, ConnectionLimits(head_seconds=0.3), tls=tls) as server,
+        http_server(app, ConnectionLimits(head_seconds=0.3), tls=tls) as server,
         socket.create_connection(("127.0.0.1", server.port), 20) as silent,
     ):
         assert silent.recv(100) == b""

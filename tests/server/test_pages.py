@@ -43,15 +43,8 @@ TABLE = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[HttpServer]:
-    async def make() -> App:
-        return App(
-            [*TABLE, *pages.document_routes(TABLE)],
-            read_keys(["k"]),
-            Drain(),
-            ServerConfig(host=""),
-        )
-
-    with http_server(make) as running:
+    routes = [*TABLE, *pages.document_routes(TABLE)]
+    with http_server(App(routes, read_keys(["k"]), Drain(), ServerConfig(host=""))) as running:
         yield running
 
 
@@ -120,10 +113,8 @@ def test_every_reference_has_a_target() -> None:
 
 @pytest.fixture(scope="module")
 def playground() -> Iterator[HttpServer]:
-    async def make() -> App:
-        return App(pages.playground_routes(), read_keys([]), Drain(), ServerConfig(host=""))
-
-    with http_server(make) as running:
+    app = App(pages.playground_routes(), read_keys([]), Drain(), ServerConfig(host=""))
+    with http_server(app) as running:
         yield running
 
 

@@ -95,12 +95,10 @@ SHOWN = {
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[chromium.Browser]:
-    async def make() -> App:
-        return App(playground_routes(), read_keys([]), Drain(), ServerConfig(host=""))
-
+    app = App(playground_routes(), read_keys([]), Drain(), ServerConfig(host=""))
     program = chromium.find()
     assert program is not None
-    with http_server(make) as server, chromium.Browser(program) as found:
+    with http_server(app) as server, chromium.Browser(program) as found:
         found.go(server.url + "/")
         yield found
 

@@ -95,14 +95,8 @@ class Site:
 def site(
     *backends: Backend, timeout: float = 30.0, clock: Clock = time.monotonic
 ) -> Iterator[Site]:
-    async def of(app: Any) -> Any:
-        return app
-
     with ExitStack() as stack:
-        servers = [
-            stack.enter_context(http_server(lambda app=app: of(app)))  # type: ignore[misc]
-            for app in backends
-        ]
+        servers = [stack.enter_context(http_server(app)) for app in backends]
         with in_front([server.url for server in servers], timeout, clock) as (front, made):
             yield Site(front, made, list(backends), servers)
 
@@ -112,12 +106,7 @@ def in_front(
     urls: list[str], timeout: float = 30.0, clock: Clock = time.monotonic
 ) -> Iterator[tuple[HttpServer, Proxy]]:
     made = Proxy(urls, timeout, clock)
-
-    async def start() -> Proxy:
-        await made.start()
-        return made
-
-    with http_server(start, close=made.close) as front:
+    with http_server(made, start=made.start, close=made.close) as front:
         yield front, made
 
 
@@ -460,15 +449,12 @@ def test_it_waits_for_servers_that_start_with_it(monkeypatch: pytest.MonkeyPatch
     listening = socket.socket()  # refuses connections until the server listens
     listening.bind(("127.0.0.1", 0))
 
-    async def backend() -> Any:
-        return Backend("a")
-
     async def wait() -> bool:
         made = Proxy([f"http://127.0.0.1:{listening.getsockname()[1]}"])
         starting = asyncio.ensure_future(made.start())
         await asyncio.sleep(0.2)
         assert not starting.done()
-        with http_server(backend, listening=listening):
+        with http_server(Backend("a"), listening=listening):
             await starting
             await made.close()
         return made.upstreams[0].healthy
@@ -493,11 +479,7 @@ def test_a_missing_server_or_api_is_one_error(
         await respond(send, 200, b"<html>")
 
     for app in (errors, page):
-
-        async def make(app: Any = app) -> Any:
-            return app
-
-        with http_server(make) as other:
+        with http_server(app) as other:
             line = error_of(capsys, other.url, "--port", "0")
             assert other.url in line and "OpenAI" in line
 
