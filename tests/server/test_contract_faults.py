@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers.http_server import Listening, Reply, ask
+from helpers.http_server import Listening, Reply, ask, until
 from helpers.raw_http import connect, post, read_all, read_until
 from helpers.served_engine import FakeExecutor
 from helpers.server_process import ServerProcess, server_process
@@ -131,9 +131,7 @@ def test_an_engine_whose_steps_all_fail_is_abandoned() -> None:
         for _ in range(3):
             reply = ask(server.http, "POST", "/v1/completions", body)
             assert (reply.status, reply.headers[RETRY]) == (500, "false")
-        deadline = time.monotonic() + 10
-        while ask(server.http, "GET", "/health").status == 200:
-            assert time.monotonic() < deadline
+        until(lambda: ask(server.http, "GET", "/health").status != 200)
         for _ in range(3):
             reply = ask(server.http, "POST", "/v1/completions", body)
             answer = (reply.status, reply.headers[RETRY], reply.headers["retry-after"])
@@ -177,7 +175,7 @@ def test_an_engine_process_that_is_killed_is_replaced() -> None:
             with ThreadPoolExecutor() as pool:
                 stream, whole = under_way(server, pool)
                 waits = pool.submit(said, server)
-                until(server, "num_requests_waiting", 1)
+                until(lambda: server.metrics()["num_requests_waiting"] == 1)
                 os.kill(pid, number)
                 reply = whole.result()
                 assert reply.status == 503  # no part of it was sent
@@ -207,13 +205,6 @@ def test_an_engine_process_that_is_killed_is_replaced() -> None:
         assert server.metrics()["engine_starts_total"] == 5
 
 
-def until(server: ServerProcess, metric: str, value: float) -> None:
-    deadline = time.monotonic() + 30
-    while server.metrics()[metric] != value:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 @linux
 @pytest.mark.full
 def test_a_server_whose_engine_crashes_repeatedly_ends() -> None:
@@ -240,7 +231,7 @@ def under_way(
     post(stream, "/v1/completions", {**body, "stream": True})
     read_until(stream, b"data: ")
     whole = pool.submit(ask, server, "POST", "/v1/completions", body)
-    until(server, "num_requests_running", NUM_RUNNING)
+    until(lambda: server.metrics()["num_requests_running"] == NUM_RUNNING)
     return stream, whole
 
 
