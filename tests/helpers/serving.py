@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from kvik.config.config import ResolvedConfig
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.server.access import Keys
-from kvik.server.admission import Admission
 from kvik.server.app import make_app
-from kvik.server.generation import Generations
 from kvik.server.route import Route
-from kvik.server.server import Server
+from kvik.server.server import Server, assemble
 from kvik.server.texts import Texts
 
 DEFAULTS = ServerConfig()
@@ -57,25 +54,15 @@ def served(
         config: of the engine; None: of the fictitious model.
         scheduler: fields of `SchedulerConfig`.
     """
+    scheduler = {"max_queued_requests": max_requests, "max_queued_tokens": 1 << 20, **scheduler}
     engine = make_engine(config, executor or FakeExecutor(), **scheduler)
     texts = Texts(letters(template), engine.client.config.scheduler.max_model_len)
-    keys = keys or Keys()
-    admission = Admission(max_requests, 1 << 20, shared=keys.needed, clock=time.monotonic)
-    watcher = Watcher()
-    generations = Generations(engine.client, texts, admission, [watcher], server_config)
-    parts = Server(
-        server_config,
-        ("letters",),
-        engine.client,
-        texts,
-        generations,
-        admission,
-        SamplingParams(),
-        keys,
-    )
+    keys, watcher = keys or Keys(), Watcher()
+    given = (texts, SamplingParams(), keys, ("letters",), [watcher])
+    parts = assemble(server_config, engine.client, *given)
 
     async def start() -> None:
-        engine.client.start(generations.take)
+        engine.client.start(parts.generations.take)
         await engine.ready()
 
     async def close() -> None:
@@ -83,7 +70,7 @@ def served(
         await texts.close()
 
     with http_server(make_app(parts, routes(parts)), start=start, close=close) as http:
-        inner = Generating(engine, generations, admission, watcher, texts)
+        inner = Generating(engine, parts.generations, parts.admission, watcher, texts)
         made = Served(http, inner, parts)
         yield made
         made.at_rest()
