@@ -48,7 +48,6 @@ class Watcher(Observer):
     ended: dict[str, str] = field(default_factory=dict)  # id -> reason
     tokens: dict[str, int] = field(default_factory=dict)
     refusals: list[tuple[str, str]] = field(default_factory=list)
-    outputs: list[RequestOutput] = field(default_factory=list)
 
     def arrived(self, life: GenerationRecord) -> None:
         self.arrived_ids.append(life.request_id)
@@ -59,8 +58,6 @@ class Watcher(Observer):
     def finished(self, life: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         assert life.request_id not in self.ended, "it ended twice"
         self.ended[life.request_id] = reason
-        if output is not None:
-            self.outputs.append(output)
 
     def refused(self, tenant: str, reason: str) -> None:
         self.refusals.append((tenant, reason))
@@ -98,7 +95,6 @@ async def generating(
     executor: FakeExecutor | None = None,
     *,
     config: ServerConfig = DEFAULTS,
-    shared: bool = False,
     max_requests: int = 64,
     max_tokens: int = 4096,
     **scheduler: Any,
@@ -111,7 +107,7 @@ async def generating(
     """
     async with engine_in_thread(None, executor or FakeExecutor(), **scheduler) as engine:
         texts = Texts(letters(), engine.client.config.scheduler.max_model_len)
-        admission = Admission(max_requests, max_tokens, shared=shared, clock=time.monotonic)
+        admission = Admission(max_requests, max_tokens, shared=False, clock=time.monotonic)
         watcher = Watcher()
         generations = Generations(engine.client, texts, admission, [watcher], config)
         engine.client.start(generations.take)
