@@ -129,13 +129,6 @@ def test_drafts_are_reported() -> None:
         assert attributes == expected
 
 
-def test_spans_join_the_callers_trace() -> None:
-    (span,) = traced(trace_parent=f"00-{TRACE}-{PARENT}-01")
-    assert span.context is not None and span.parent is not None
-    assert f"{span.context.trace_id:032x}" == TRACE
-    assert f"{span.parent.span_id:016x}" == PARENT
-
-
 def test_spans_join_the_callers_trace_on_every_route() -> None:
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter, "stories")
