@@ -250,19 +250,25 @@ def with_machine(compat: str = "vllm") -> Metrics:
     return made(compat, MachineMetrics(CONFIG))[0]
 
 
+def second_scrape() -> bytes:
+    """Return all metrics, with the rates since an earlier scrape."""
+    metrics = with_machine()
+    metrics.text(STATS, 1.0)
+    later = replace(STATS, steps=8, work=replace(STATS.work, mixed_steps=6), time=LoopTime(2, 1, 1))
+    return metrics.text(later, 9.0)
+
+
 def test_names_of_other_engines_are_there_on_request() -> None:
     assert names(with_machine().text(STATS, 1.0), "vllm:") == OTHERS
     assert not names(with_machine("none").text(STATS, 1.0), "vllm:")
 
 
 def test_every_metric_has_our_name_and_is_in_the_docs() -> None:
-    metrics = with_machine()
-    metrics.text(STATS, 1.0)
-    later = replace(STATS, steps=8, work=replace(STATS.work, mixed_steps=6), time=LoopTime(2, 1, 1))
-    ours = names(metrics.text(later, 9.0), "kvik:")
+    text = second_scrape()
+    ours = names(text, "kvik:")
     assert ours > OTHERS
     assert "bottleneck" in ours
-    found = read(metrics.text(later, 9.0))
+    found = read(text)
     assert found["kvik:working_threads"] == 2
     assert found["kvik:cuda_graphs"] == 12 and found["kvik:cuda_graph_bytes{kind=taken}"] == 300
     documented = set(re.findall(r"`kvik:(\w+)`", (DOCS / "metrics.md").read_text()))
@@ -297,10 +303,7 @@ def test_the_dashboard_is_made_by_its_tool_of_metrics_that_exist() -> None:
     tool = runpy.run_path(str(DOCS.parent / "tools" / "grafana_dashboard.py"))
     text = (DOCS / "grafana-dashboard.json").read_text()
     assert text == tool["text"]()
-    metrics = with_machine()
-    metrics.text(STATS, 1.0)
-    later = replace(STATS, steps=8, work=replace(STATS.work, mixed_steps=6), time=LoopTime(2, 1, 1))
-    ours = names(metrics.text(later, 9.0), "kvik:") | {"memory_bandwidth_share", "compute_share"}
+    ours = names(second_scrape(), "kvik:") | {"memory_bandwidth_share", "compute_share"}
     read_there = {name.removesuffix("_bucket") for name in re.findall(r"kvik:(\w+)", text)}
     assert read_there <= ours
 
