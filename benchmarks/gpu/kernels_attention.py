@@ -20,7 +20,7 @@ from steps import BLOCK_SIZE, Heads, cache, layout, token_bytes
 from kvik.attention.fresh_prompts import FreshPrompts
 from kvik.attention.triton import TritonAttention
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.triton.attention_mla import mla_decode
+from kvik.kernels.triton.attention_mla import latent_attention
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, Scoring, paged_attention
 
 HEADS = sized(Heads(), Heads(4, 2, 32))
@@ -80,13 +80,14 @@ def _latent_decode(notes: Notes, time: Timer, name: str, heads: int, ceiling: st
     """Time a latent decode: one vector per token, which all heads share."""
     batch, context = DECODES[0]
     latent, rope = LATENT
-    step, blocks = layout([(context - 1, 1)] * batch)
+    planned, blocks = layout([(context - 1, 1)] * batch)
+    step = TritonAttention(TORCH).plan(planned, None).steps[0]
     vectors = torch.empty(blocks, BLOCK_SIZE, latent + rope, dtype=torch.bfloat16, device=DEVICE)
     vectors.normal_()
     q = torch.randn(batch, heads, latent + rope, device=DEVICE).bfloat16()
     both = q.split((latent, rope), 2)
-    where = step.block_table, step.query_start_loc, step.seq_lens
-    found = time([lambda: mla_decode(*both, vectors, *where, SCALE, longest=context)])
+    out = q.new_empty(batch, heads, latent)
+    found = time([lambda: latent_attention(*both, vectors, step, SCALE, out)])
     keys = batch * context
     moved = 2.0 * (keys * (latent + rope) + batch * heads * (2 * latent + rope))
     operations = 2.0 * keys * heads * (2 * latent + rope)

@@ -31,7 +31,7 @@ from kvik.kernels.ops import (
 )
 from kvik.kernels.triton import activation, attention_paged, draw, norm, rotary, rows, states
 from kvik.kernels.triton.attention_decode import attention_decode_kernel
-from kvik.kernels.triton.attention_mla import mla_decode
+from kvik.kernels.triton.attention_mla import latent_attention
 from kvik.kernels.triton.attention_paged import PagedCache, PagedStep, Scoring, runs_of
 from kvik.kernels.triton.attention_prefill import attention_prefill_kernel
 from kvik.kernels.triton.experts import (
@@ -325,9 +325,10 @@ PREFILL = (
 
 def _latent(heads: int) -> tuple[Resources, ...]:
     q, rope, cache = _bf16(1, heads, 512), _bf16(1, heads, 64), _bf16(9, BLOCK_SIZE, 576)
-    lengths = _i32(1, 2049), _i32(2), _i32(1)
-    decode = partial(mla_decode, longest=1 << 15)
-    return _entries(f"{heads} heads of 512 + 64, bf16", decode, q, rope, cache, *lengths, 0.1)
+    runs = runs_of((1,), (1 << 15,))
+    step = PagedStep(_i32(2), _i32(1), _i32(1, 2049), None, None, BLOCK_SIZE, None, runs)
+    what = f"{heads} heads of 512 + 64, bf16"
+    return _entries(what, latent_attention, q, rope, cache, step, 0.1, torch.empty_like(q))
 
 
 # Products.

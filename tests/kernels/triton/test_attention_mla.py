@@ -1,5 +1,5 @@
-"""Decoding in latent space: the reference compared with attention over keys and values of every
-head, and the kernel compared with the reference."""
+"""Decoding in latent space compared with its definition; `tests/attention/test_latent.py` compares
+whole steps with attention over keys and values of every head."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason=NO_TRITON)
 import torch
 from helpers.optional_triton import device
 
-from kvik.kernels.reference import mla
 from kvik.kernels.triton import attention_mla
-from kvik.kernels.triton.attention_mla import mla_decode
+from kvik.kernels.triton.attention_mla import latent_attention
+from kvik.kernels.triton.attention_paged import PagedStep, runs_of
 
 SCALE = 0.2
 
@@ -37,23 +37,26 @@ def make(contexts, queries, heads=4, latent=32, rope=8, block_size=16, dtype=tor
     return (*q.split((latent, rope), 2), *rest)
 
 
-def test_absorbed_projections_change_nothing():
-    step = [t.cpu() for t in make([21], [1], heads=4, latent=32)]
-    q_rope, cache, table, starts, lens = step[1:]
-    g = torch.Generator().manual_seed(1)
-    up_keys, up_values = torch.randn(2, 4, 24, 32, generator=g)  # [heads, head_dim, latent]
-    q = torch.randn(1, 4, 24, generator=g)
-    place = torch.arange(21)
-    c, k_rope = cache[table[0][place // 16].long(), place % 16].split((32, 8), 1)
-    keys = torch.einsum("hdl,kl->khd", up_keys, c)
-    values = torch.einsum("hdl,kl->khd", up_values, c)
-    scores = torch.einsum("qhd,khd->hqk", q, keys) + torch.einsum("qhr,kr->hqk", q_rope, k_rope)
-    expected = torch.einsum("hqk,khd->qhd", (scores * SCALE).softmax(2), values)
+def decode(q, q_rope, cache, table, starts, lens, contexts):
+    """Run the kernels, with the longest contexts as known on the host."""
+    runs = runs_of(starts.diff().tolist(), contexts)
+    step = PagedStep(starts, lens, table, None, None, cache.shape[1], None, runs)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    latent_attention(q, q_rope, cache, step, SCALE, out)
+    return out
 
-    absorbed = torch.einsum("hdl,qhd->qhl", up_keys, q)
-    found = mla.mla_decode(absorbed, q_rope, cache, table, starts, lens, SCALE)
-    found = torch.einsum("hdl,qhl->qhd", up_values, found)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+def definition(q, q_rope, cache, table, starts, lens):
+    out = torch.empty_like(q)
+    for i, context in enumerate(lens.tolist()):
+        rows, place = slice(starts[i], starts[i + 1]), torch.arange(context, device=q.device)
+        keys = cache[table[i][place // cache.shape[1]], place % cache.shape[1]].float()
+        queries = torch.cat((q[rows], q_rope[rows]), 2).float()
+        scores = torch.einsum("qhd,kd->hqk", queries, keys) * SCALE
+        position = context - len(queries) + torch.arange(len(queries), device=q.device)
+        weights = scores.masked_fill(place > position[:, None], -torch.inf).softmax(2)
+        out[rows] = torch.einsum("hqk,kd->qhd", weights, keys[:, : q.shape[2]]).to(q.dtype)
+    return out
 
 
 @pytest.mark.parametrize(
@@ -64,24 +67,23 @@ def test_absorbed_projections_change_nothing():
         ([50], [1], 40, 32),  # two tiles of heads
     ],
 )
-def test_matches_the_reference(contexts, queries, heads, latent):
+def test_matches_the_definition(contexts, queries, heads, latent):
     step = make(contexts, queries, heads, latent)
-    found = mla_decode(*step, SCALE, most_queries=max(queries), longest=max(contexts))
-    torch.testing.assert_close(found, mla.mla_decode(*step, SCALE), rtol=1e-4, atol=2e-6)
+    found = decode(*step, contexts)
+    torch.testing.assert_close(found, definition(*step), rtol=1e-4, atol=2e-6)
 
 
 def test_half_precision():
     step = make([150], [1], dtype=torch.bfloat16)
-    found = mla_decode(*step, SCALE, longest=150)
-    expected = mla.mla_decode(*step, SCALE)
-    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(decode(*step, [150]), definition(*step), rtol=0.02, atol=0.02)
 
 
 @pytest.mark.full
 def test_results_of_splits_have_bounded_memory(monkeypatch):
     """With little memory, in several launches, with the same bits."""
-    step = make([300, 7, 200, 290], [1, 1, 1, 1])
-    expected = mla_decode(*step, SCALE, longest=300)
+    contexts = [300, 7, 200, 290]
+    step = make(contexts, [1, 1, 1, 1])
+    expected = decode(*step, contexts)
     shapes, empty = [], torch.Tensor.new_empty
 
     def new_empty(self, *shape, **how):
@@ -91,12 +93,12 @@ def test_results_of_splits_have_bounded_memory(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     slab = 3 * 4  # splits and heads of the longest sequence
     monkeypatch.setattr(attention_mla, "WORKSPACE", 3 * 4 * slab * (32 + 1) + 1)
-    assert torch.equal(mla_decode(*step, SCALE, longest=300), expected)
+    assert torch.equal(decode(*step, contexts), expected)
     assert [shape for shape in shapes if shape[2:] == (32,)] == [(3, slab, 32), (1, slab, 32)]
 
 
 def test_a_row_of_padding_is_zero():
     q_latent, q_rope, cache, table, starts, lens = make([40, 7], [1, 1])
     lens[1] = 0
-    found = mla_decode(q_latent, q_rope, cache, table, starts, lens, SCALE, longest=300)
+    found = decode(q_latent, q_rope, cache, table, starts, lens, [300, 300])
     assert found[0].any() and not found[1].any()

@@ -1,8 +1,10 @@
 """Decoding in latent space: multi-head latent attention (DeepSeek-V2, 2024, section 2.1.2).
 
-`kernels/reference/mla.py` defines the result. All heads share one vector of each token, whose
-latent part is both key and value: a tile of heads (rows) reads it once and multiplies it twice.
-Splits, grid and merge are as in attention_decode.py, with all heads as one group.
+A token's keys and values of all heads are linear in one latent vector c. So a query is multiplied
+by W_UK once, and then by c: q . (W_UK c) = (W_UK^T q) . c. The result is a mean of latent vectors,
+which the caller multiplies by W_UV. In addition, all heads share one key with rotary positions. A
+tile of heads (rows) reads a token's vector once and multiplies it twice, as its latent part is both
+key and value. Splits, grid and merge are as in attention_decode.py, with all heads as one group.
 
 Floor: at 128 heads about 240 FLOPs for each byte read (2 * 128 * (576 + 512) over 1152 bytes of
 bf16), so both memory and tensor cores; with fewer heads memory.
@@ -15,7 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from kvik.kernels.triton.attention_decode import attention_merge_kernel, nodes_at, sequence_of
+from kvik.kernels.triton.attention_decode import attention_merge_kernel, keys_at, sequence_of
 from kvik.kernels.triton.attention_paged import PagedStep, SequenceRun, joined
 from kvik.kernels.triton.attention_shapes import SPREAD, STAGES, WORKSPACE, most_splits
 from kvik.kernels.triton.attention_tile import (
@@ -103,8 +105,9 @@ def mla_decode_kernel(
     is_tree = False
     words = query
     if TREE:
-        is_tree = tl.load(tree + start) != 0
-        words = tl.load(tree + token, mask=wanted, other=0)
+        tree += start
+        is_tree = tl.load(tree) != 0
+        words = tl.load(tree + query, mask=wanted, other=0)
         if is_tree:
             end = cached + queries
             position = cached + bits_set(words).to(tl.int32) - 1
@@ -125,9 +128,7 @@ def mla_decode_kernel(
             key = load_part(cache + LATENT, vectors, DTYPE, WIDTH, ROPE, BLOCK_ROPE)
             scores = product(rope_rows, tl.trans(key), None)
             scores = product(rows, tl.trans(latent), scores)
-            visible = inside[None, :] & seen(
-                tree, start, is_tree, words, position, cached, place, inside, TREE
-            )
+            _places, visible = keys_at(place, inside, tree, is_tree, cached, words, position, TREE)
             scores = tl.where(visible, scores, float("-inf"))
             weights, factor, largest, total = weigh(scores, largest, total, scale, None, True)
             sums = product(operand(weights, DTYPE), latent, sums * factor[:, None])
@@ -141,18 +142,6 @@ def mla_decode_kernel(
             target = part_out + (piece.to(tl.int64) * LATENT)[:, None] + d[None, :]
             tl.store(target, result, mask=store)
             tl.store(part_weight + piece, log2_weight(largest, total, scale), mask=wanted)
-
-
-@triton.jit
-def seen(tree, start, is_tree, words, position, cached, place, inside, TREE: tl.constexpr):
-    """Return which keys the rows of a sequence see, [m, n]; other arguments as in `nodes_at`."""
-    if TREE:
-        node = tl.where(is_tree, place - cached, -1)
-        where, among = nodes_at(tree + start, node, inside, cached, words, place)
-        visible = among & ((node >= 0)[None, :] | (where[None, :] <= position[:, None]))
-    else:
-        visible = place[None, :] <= position[:, None]
-    return visible
 
 
 @triton.jit
@@ -179,7 +168,10 @@ def latent_attention(
     A sequence's own number of queries determines the height of its tiles and whether it is split.
 
     Args:
-        q, q_rope, cache: see `mla_decode`.
+        q: [tokens, heads, latent], W_UK^T q. q_rope: [tokens, heads, rope]. The last dimension of
+            both is contiguous.
+        cache: [blocks, block_size, ..., latent + rope], c and the rotated key of each token;
+            contiguous, of a float dtype.
         scale: > 0.
         out: [tokens, heads, latent], contiguous; tokens of other sequences are left as they are.
     """
@@ -192,33 +184,6 @@ def latent_attention(
             alone = len(runs) == len(step.runs) and most * heads <= UNSPLIT
             _launch(q, q_rope, cache, step, scale, out, run, 0 if alone else floor)
         floor = max(floor, most)
-
-
-def mla_decode(
-    q_latent: Tensor,
-    q_rope: Tensor,
-    cache: Tensor,
-    block_table: Tensor,
-    query_start_loc: Tensor,
-    seq_lens: Tensor,
-    scale: float,
-    *,
-    most_queries: int = 1,
-    longest: int,
-) -> Tensor:
-    """See `kernels/reference/mla.py`. The cache is contiguous, of a float dtype; the last dimension
-    of queries is contiguous.
-
-    Args:
-        most_queries, longest: of any sequence, queries and keys, on the host.
-        scale: > 0.
-    """
-    out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
-    run = SequenceRun(most_queries, 0, len(seq_lens) - 1, 0, len(q_latent), longest)
-    size = cache.shape[1]
-    step = PagedStep(query_start_loc, seq_lens, block_table, None, None, size, None, (run,))
-    _launch(q_latent, q_rope, cache, step, scale, out, run, 0)
-    return out
 
 
 def _launch(
