@@ -19,6 +19,7 @@ from kvik.quantize.calibrate import quantise_blocks
 from kvik.quantize.model_blocks import ModelBlocks
 from kvik.quantize.quantised import BlockResult
 from kvik.quantize.recipe import Recipe
+from kvik.quantize.source import keeping_floats
 
 # All experts of a layer are active, because in a random model a different choice of experts matters
 # more than rounding.
@@ -118,6 +119,7 @@ def calibrated(
 ) -> list[BlockResult]:
     """Return the results of all blocks from `first` on."""
     spec = read_model_spec(folder)
+    recipe = keeping_floats(recipe, spec)
     return list(quantise_blocks(folder, spec, recipe, windows, work, quiet, first=first))
 
 

@@ -33,8 +33,8 @@ from kvik.quantize.factors import (
 from kvik.quantize.methods import Given, as_given, output_error, quantise_layers, weight_error
 from kvik.quantize.model_blocks import ModelBlocks, open_blocks
 from kvik.quantize.quantised import BlockResult, LayerResult, Progress, recipe_grid
-from kvik.quantize.recipe import Recipe, check_groups
-from kvik.quantize.source import Fold, folds, keeping_floats, unclipped_rows
+from kvik.quantize.recipe import Recipe
+from kvik.quantize.source import Fold, folds, unclipped_rows
 from kvik.text.tokenizer import Tokenizer
 
 # The inputs of blocks for all calibration windows are in files, not in memory.
@@ -186,6 +186,7 @@ def quantise_blocks(
 
     Args:
         folder, spec: of the model, in plain floats.
+        recipe: with the layers that stay floats skipped.
         windows: [windows, tokens] int64 ids of calibration text; None: `recipe` needs none.
         work: a folder for intermediate files; created, and cleared after the last block.
         device: of the computation.
@@ -195,14 +196,10 @@ def quantise_blocks(
         The result of each block.
 
     Raises:
-        ModelError: the model is quantised already, lacks tensors, or has weights that are NaN
-            (found before the first block), or `work` lacks the inputs of block `first`.
-        ConfigError: `recipe` does not fit the model, or needs `windows`.
+        ModelError: the model lacks tensors, or has weights that are NaN (found before the first
+            block), or `work` lacks the inputs of block `first`.
     """
-    model, recipe = open_blocks(folder, spec, windows, device), keeping_floats(recipe, spec)
-    check_groups(recipe, model.inputs())
-    if windows is None and recipe.needs_data:
-        raise ConfigError("calib", f"must name a text: {recipe.method} needs one")
+    model = open_blocks(folder, spec, windows, device)
     if not first:
         model.check()
     run = _Pass(model, spec, recipe, windows, work)

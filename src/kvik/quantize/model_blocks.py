@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from kvik.attention.sdpa import SdpaAttention
-from kvik.errors import ConfigError, ModelError, shown
+from kvik.errors import ModelError, shown
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import DTYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import DeclaredTensor
 from kvik.nn.checkpoint import IN_RUNS, WHOLE, Checkpoint, open_checkpoint
 from kvik.quantize.block import WEIGHT, Block, BlockInputs, block_builder, unwatched
-from kvik.quantize.source import check_spec, expert_roles, linear_inputs
+from kvik.quantize.source import expert_roles
 from kvik.spec.declare import ForwardContext, Network, Role, stored_names
 from kvik.spec.layers import LayerSpec
 
@@ -136,14 +136,6 @@ class ModelBlocks:
         names = stored_names(pattern.format(index))
         begins = (n for n in names if any(key.startswith(f"{n}.") for key in self._entries))
         return next(begins, names[0])
-
-    def inputs(self) -> dict[str, int]:
-        """Return the number of inputs of each linear layer, by its name in the checkpoint."""
-        return {
-            self.stored(pattern, index): width
-            for index in range(self._spec.num_layers)
-            for pattern, width in linear_inputs(self._spec, index).items()
-        }
 
     def expert_roles(self, index: int) -> dict[str, Role]:
         """Return the role of each matrix of a block's experts, by its name in the checkpoint."""
@@ -262,18 +254,11 @@ def open_blocks(
 ) -> ModelBlocks:
     """Open a model for reading block by block.
 
+    Args:
+        windows: [windows, tokens] of calibration text; None: there is none.
+
     Raises:
-        ModelError: the model is quantised already, or its files cannot be read.
-        ConfigError: the windows are empty or too long for the model.
+        ModelError: its files cannot be read.
     """
-    check_spec(spec)
-    tokens = 1
-    if windows is not None:
-        count, tokens = windows.shape
-        if not count or not 2 <= tokens <= spec.max_context:
-            raise ConfigError(
-                "calib",
-                f"must give windows of 2 to {spec.max_context} tokens, not {count} of {tokens}",
-            )
-    checkpoint = open_checkpoint(folder)
-    return ModelBlocks(checkpoint, spec, tokens, RUN_DTYPES[spec.dtype], device)
+    tokens = 1 if windows is None else windows.shape[1]
+    return ModelBlocks(open_checkpoint(folder), spec, tokens, RUN_DTYPES[spec.dtype], device)

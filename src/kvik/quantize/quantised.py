@@ -17,8 +17,6 @@ from kvik.quantize.recipe import ROW, TENSOR, Recipe
 # w = (q - zero) * scale, with q an unsigned code of a few bits. Groups run along the inputs of one
 # row, never across rows.
 
-BYTE = 8
-
 
 @dataclass(frozen=True, slots=True)
 class Scales:

@@ -262,14 +262,6 @@ class Source:
         return sum(stored.entry.size for stored in self.tensors.values())
 
 
-def check_spec(spec: ModelSpec) -> None:
-    """Raise `ModelError` if a model is quantised already, or is an encoder."""
-    if spec.encoder:
-        raise ModelError("model", "is an encoder, which can only be rounded at load (quantization)")
-    if spec.quantization is not None:
-        raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
-
-
 def open_source(folder: Path) -> Source:
     """Read the file headers of a model folder, and find its linear layers.
 
@@ -281,7 +273,10 @@ def open_source(folder: Path) -> Source:
     if is_engine_folder(folder):
         raise ModelError("model", "is an engine folder: take the model it was built from")
     spec = read_model_spec(folder)
-    check_spec(spec)
+    if spec.encoder:
+        raise ModelError("model", "is an encoder, which can only be rounded at load (quantization)")
+    if spec.quantization is not None:
+        raise ModelError("model", f"is quantised already ({spec.quantization}): take the original")
     tensors = {
         entry.name: Stored(path, entry)
         for path, entries in open_checkpoint(folder).files
