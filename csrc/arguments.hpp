@@ -228,10 +228,6 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 // row makes its top NaN.
 #define KVIK_ARGS_largest(P, I, F) P(logits) I(stride) I(rows) I(vocab) P(top) P(ids)
 
-// The k largest of each row in descending order, ties by ascending id: values [rows, k] fp32,
-// ids [rows, k] int64. NaN counts as the largest.
-#define KVIK_ARGS_top_k(P, I, F) P(logits) I(stride) I(rows) I(vocab) I(k) P(values) P(ids)
-
 // Penalises, in place, some rows of logits [.., vocab] fp32 for tokens already seen: in_prompt bool and counts int32
 // [.., vocab], whose row `seen` gives. rows and seen int64, the penalties fp32: [count] each.
 #define KVIK_ARGS_penalize(P, I, F)                                                      \
@@ -269,7 +265,7 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
     K(rms_norm) K(layer_norm) K(activate) K(scaled) K(softcap) K(add) K(gather_rows)     \
     K(rotations) K(rotary) K(gated) K(causal_conv) K(gated_delta)                        \
     K(store_kv) K(store_latent) K(load_kv) K(move_kv) K(keep_queries) K(attention)       \
-    K(linear) K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) K(top_k) \
+    K(linear) K(linear_each) K(route) K(experts) K(pack_matrix) K(matrix_rows) K(largest) \
     K(penalize) K(mask) K(draw) K(probabilities) K(exchange)                             \
     K(read_memory) K(peak_f32) K(peak_bf16) K(peak_i8)
 

@@ -20,6 +20,18 @@ struct Candidates {
     }
 };
 
+// A number and its place as one integer, the larger the more likely: NaN before infinity before all others, 0 and -0
+// equal, ties by ascending id.
+KVIK_INLINE uint64_t ranked(float value, int64_t id) {
+    const float x = value + 0.0f;  // -0 becomes 0
+    uint32_t order;
+    std::memcpy(&order, &x, 4);
+    order ^= (0u - (order >> 31)) | 0x80000000u;  // no branch: signs are hard to predict
+    order = is_nan(x) ? 0xffffffffu : order;
+    return uint64_t(order) << 32 | (0xffffffffu - uint32_t(id));
+}
+KVIK_INLINE int64_t id_of(uint64_t ranked) { return int64_t(0xffffffffu - uint32_t(ranked)); }
+
 // The number passed to `ranked`.
 float value_of(uint64_t rank) {
     const uint32_t order = uint32_t(rank >> 32), bits = order >> 31 ? order & 0x7fffffffu : ~order;

@@ -1,4 +1,4 @@
-"""largest and top_k compared with torch, including ties and NaN."""
+"""`largest` compared with torch, including ties and NaN."""
 
 from __future__ import annotations
 
@@ -15,37 +15,25 @@ each_runtime = pytest.mark.parametrize("runtime", runtimes())
 SIZES = [(0, 5), (1, 1), (4, 7), (3, 64), (2, 1025), (37, 300), (1, 50_001), (3, 20_000)]
 
 
-def top_k(runtime: Runtime, logits: Tensor, k: int, gap: int = 0) -> tuple[Tensor, Tensor]:
-    return found(runtime, "top_k", logits, gap, k)
-
-
 def largest(runtime: Runtime, logits: Tensor, gap: int = 0) -> tuple[Tensor, Tensor]:
-    return found(runtime, "largest", logits, gap)
-
-
-def found(
-    runtime: Runtime, kernel: str, logits: Tensor, gap: int, k: int | None = None
-) -> tuple[Tensor, Tensor]:
-    """Return values and ids, [rows] or [rows, k], of logits with rows `gap` numbers apart."""
+    """Return values and ids, [rows], of logits with rows `gap` numbers apart."""
     rows, vocab = logits.shape
     source = Poisoned(rows, vocab, gap=gap)
     source.view.copy_(logits)
-    shape = (rows,) if k is None else (rows, k)
-    values, ids = Poisoned(*shape), Poisoned(*shape, dtype=torch.int64)
-    own = {"top": values.view} if k is None else {"values": values.view, "k": k}
+    values, ids = Poisoned(rows), Poisoned(rows, dtype=torch.int64)
     call(
-        runtime, kernel, logits=source.view, stride=source.stride, rows=rows, vocab=vocab,
-        ids=ids.view, **own,
+        runtime, "largest", logits=source.view, stride=source.stride, rows=rows, vocab=vocab,
+        top=values.view, ids=ids.view,
     )  # fmt: skip
     values.assert_rest_untouched()
     ids.assert_rest_untouched()
     return values.view, ids.view
 
 
-def expected_top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def expected_largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     """A stable sort puts the lower of equal ids first, and NaN before all numbers."""
     values, ids = logits.sort(dim=-1, descending=True, stable=True)
-    return values[:, :k], ids[:, :k]
+    return values[:, 0], ids[:, 0]
 
 
 def assert_same(values: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> None:
@@ -57,9 +45,8 @@ def assert_same(values: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) 
 def test_largest(runtime: Runtime) -> None:
     for rows, vocab in SIZES:
         for logits in (normal(rows, vocab, seed=vocab), ties(rows, vocab)):
-            top, ids = expected_top_k(logits, 1)
             for gap in (0, 3):
-                assert_same(largest(runtime, logits, gap), (top[:, 0], ids[:, 0]))
+                assert_same(largest(runtime, logits, gap), expected_largest(logits))
 
 
 def ties(rows: int, vocab: int) -> Tensor:
@@ -91,9 +78,7 @@ def test_nan_is_the_largest_only_in_its_row(runtime: Runtime) -> None:
         logits[3, [5, 60]] = math.nan
         logits[3, 6] = math.inf
         for rows in (slice(0, 5), slice(1, 2), slice(3, 4)):
-            top, ids = expected_top_k(logits[rows], 1)
-            assert_same(largest(runtime, logits[rows]), (top[:, 0], ids[:, 0]))
-            assert_same(top_k(runtime, logits[rows], 4), expected_top_k(logits[rows], 4))
+            assert_same(largest(runtime, logits[rows]), expected_largest(logits[rows]))
 
 
 @each_runtime
@@ -108,26 +93,3 @@ def test_infinities(runtime: Runtime) -> None:
         assert ids.tolist() == [0, 30, 40, vocab - 3]
         for row in range(4):
             assert largest(runtime, logits[row : row + 1])[1].tolist() == [ids[row]]
-        assert_same(top_k(runtime, logits, 20), expected_top_k(logits, 20))
-
-
-@each_runtime
-def test_top_k(runtime: Runtime) -> None:
-    for rows, vocab in SIZES:
-        for k in (1, 2, 20, 1024):
-            if k > vocab:
-                continue
-            for logits in (normal(rows, vocab, seed=vocab), ties(rows, vocab)):
-                assert_same(top_k(runtime, logits, k, gap=3), expected_top_k(logits, k))
-    logits = normal(3, 41)
-    assert_same(top_k(runtime, logits, 41), expected_top_k(logits, 41))
-
-
-@each_runtime
-def test_top_k_of_ascending_values_and_nan(runtime: Runtime) -> None:
-    rising = torch.arange(17_000.0).expand(2, -1).contiguous()
-    assert_same(top_k(runtime, rising, 100), expected_top_k(rising, 100))
-    falling = rising.flip(-1)
-    assert_same(top_k(runtime, falling, 100), expected_top_k(falling, 100))
-    nan = torch.full((1, 17_000), math.nan)
-    assert_same(top_k(runtime, nan, 10), expected_top_k(nan, 10))
