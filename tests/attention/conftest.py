@@ -58,8 +58,11 @@ class Step:
         layout = replace(self.layout, tree=torch.tensor(every), tree_words=tuple(every))
         return replace(self, layout=layout)
 
-    def with_rotation(self) -> Step:
-        """Return the step with a random angle of each token and pair for sinks."""
+    def with_rotation(self, window: Seen) -> Step:
+        """Return the step with a random angle of each token and pair for the window's sinks, if it
+        has any."""
+        if not num_sinks(0, window):
+            return self
         tokens, _, dim = self.q.shape
         angles = torch.rand(tokens, dim // 2, generator=torch.Generator().manual_seed(5)) * 6
         return replace(self, sink_rotation=torch.cat((angles.cos(), angles.sin()), 1))

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_backends import NAMES, OPTIONS, STEPS, one_sequence
+from helpers.attention_backends import KV_FORMATS, NAMES, OPTIONS, STEPS, one_sequence
 from helpers.tiers import examples
-from helpers.windows import as_window, chunks, num_sinks, seen, sinks
+from helpers.windows import as_window, chunks, seen, sinks
 
 from kvik.attention.base import Attend, AttentionSpec, BackendCaps, LayerKV
 from kvik.config.compute import LANES
@@ -60,11 +60,12 @@ def test_head_dims(backend, make_step, dim):
     step.check(step.run(backend), atol=5e-6)
 
 
-@pytest.mark.parametrize("window", [None, 17])
+@pytest.mark.parametrize("window", [None, 17, sinks(4, 17)], ids=str)
 @pytest.mark.parametrize("name", ["decode batch", "chunk behind a prefix", "mixed"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_capped_scores_and_sinks(backend, make_step, options, name, window):
     step = replace(make_step(STEPS[name]), spec=AttentionSpec(0.3, **options))
+    step = step.with_rotation(window)
     step.check(step.run(backend, window), window)
 
 
@@ -102,21 +103,23 @@ def test_only_visible_keys_count(backend, make_step, cached, new, window):
     one_hot = torch.eye(context, 32)[:, None]
     step = make_step([(cached, new)], 16, heads=1, kv_heads=1, dim=32, value=one_hot)
     step.q.zero_()
-    step = step.with_rotation() if num_sinks(context, window) else step
+    step = step.with_rotation(window)
     for row, position in zip(step.run(backend, window)[:, 0], range(cached, context), strict=True):
         found = row.nonzero()[:, 0].tolist()
         assert found == seen(position, window)
         assert row[found].tolist() == pytest.approx([1 / len(found)] * len(found))
 
 
-@pytest.mark.parametrize("window", [5, chunks(14), chunks(16)])
-def test_garbage_outside_the_window_is_never_read(backend, make_step, window):
+@pytest.mark.parametrize(
+    ("window", "kept"), [(5, 0), (chunks(14), 0), (chunks(16), 0), (sinks(17, 5), 2)], ids=str
+)
+def test_garbage_outside_the_window_is_never_read(backend, make_step, window, kept):
     """Blocks outside the window may belong to other requests by now, or be block 0."""
-    step = make_step([(116, 1), (100, 12)])
+    step = make_step([(116, 1), (100, 12)]).with_rotation(window)
     clean = step.run(backend, window)
     table = step.layout.block_table.clone()
-    table[0, :7] = 0  # positions 0..111; the window begins at 112
-    table[1, :6] = 0  # positions 0..95; the first query's window begins at 96
+    table[0, kept:7] = 0  # positions up to 111; the window begins at 112
+    table[1, kept:6] = 0  # up to 95; the first query's window begins at 96
     dirty = replace(step, layout=replace(step.layout, block_table=table))
     assert torch.equal(dirty.run(backend, window), clean)
 
@@ -177,13 +180,21 @@ def test_chunked_prefill_equals_one_prefill(backend, make_step, chunk, window):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("window", [None, 33, chunks(40)])
-def test_results_do_not_depend_on_the_batch(backend, make_step, dtype, window):
+@pytest.mark.parametrize(
+    ("kv_format", "window"),
+    [
+        *((None, window) for window in (None, 33, chunks(40), sinks(4, 33), sinks(33, 600))),
+        *((kv_format, None) for kv_format in KV_FORMATS),
+    ],
+    ids=str,
+)
+def test_results_do_not_depend_on_the_batch(backend, make_step, dtype, kv_format, window):
     """To the bit, although longer sequences in a batch pad a decoding row further."""
+    dtypes = {"dtype": dtype, "kv_dtype": KV_FORMATS.get(kv_format)}
     companions = [(0, 1), (900, 1), (14, 1), (0, 25), (300, 1), (40, 7), (77, 1)]
-    for cached, new in [(0, 1), (6, 1), (37, 1), (150, 1), (511, 1), (20, 13)]:
-        alone = make_step([(cached, new)], dtype=dtype).run(backend, window)
-        crowd = make_step([*companions, (cached, new)], dtype=dtype)
+    for cached, new in [(0, 1), (6, 1), (37, 1), (150, 1), (511, 1), (20, 13), (0, 16)]:
+        alone = make_step([(cached, new)], **dtypes).run(backend, window)
+        crowd = make_step([*companions, (cached, new)], **dtypes)
         assert torch.equal(crowd.run(backend, window)[-new:], alone)
 
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.attention_backends import make_backend
-from helpers.optional_native import needs_native
 
 from kvik.attention.base import AttentionSpec
 from kvik.attention.triton import TritonAttention
@@ -35,20 +33,6 @@ def test_heads_of_register_tiles(backend, make_step, dim, reach):
     torch.testing.assert_close(
         step.run(backend).double(), step.expected(), rtol=2 * eps, atol=2 * eps
     )
-
-
-@needs_native
-@pytest.mark.parametrize("dim", [16, 64])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("reach", [7, 300, FAR])
-def test_native_results_have_the_same_bits_alone(make_step, reach, dtype, dim):
-    """A sequence in a batch, and the same one alone."""
-    backend, spec = make_backend("cpu"), AttentionSpec(0.25, bidirectional=reach)
-    together = replace(make_step([(0, 90), (0, 600), (0, 5)], 16, dim=dim, dtype=dtype), spec=spec)
-    alone = replace(make_step([(0, 600)], 16, dim=dim, dtype=dtype), spec=spec)
-    for name in ("q", "k", "v"):
-        getattr(alone, name).copy_(getattr(together, name)[90:690])
-    assert torch.equal(together.run(backend)[90:690], alone.run(backend))
 
 
 def test_triton_refuses_it():

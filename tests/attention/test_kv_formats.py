@@ -48,19 +48,6 @@ def test_error_bounds(backend, make_step, format):
     assert format == "fp32" or distance > 0.5 * DISTANCE[format]  # it did store fewer bits
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@formats
-def test_sequences_have_the_same_bits_in_any_batch(backend, make_step, dtype, format):
-    """A sequence has the same bits in any batch."""
-    kv_dtype = FORMATS[format]
-    companions = [(0, 1), (300, 1), (0, 25), (40, 7)]
-    for cached, new in [(37, 1), (20, 13), (0, 16)]:
-        alone = make_step([(cached, new)], dtype=dtype, kv_dtype=kv_dtype).run(backend)
-        crowd = make_step([*companions, (cached, new)], dtype=dtype, kv_dtype=kv_dtype)
-        found = crowd.run(backend)
-        assert found.dtype == dtype and torch.equal(found[-new:], alone)
-
-
 def test_reads_stored_values(make_step):
     """In torch's layout, element by element."""
     backend = make_backend("reference")

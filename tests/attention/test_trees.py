@@ -6,13 +6,19 @@ import pytest
 import torch
 from helpers.attention_backends import KV_FORMATS as FORMATS
 from helpers.attention_backends import NAMES, PARENTS, one_sequence, tree_words
-from helpers.windows import as_window, chunks
+from helpers.windows import as_window, chunks, sinks
 
 from kvik.attention.base import Attend, LayerKV
 
 formats = pytest.mark.parametrize("format", FORMATS)
-windows = pytest.mark.parametrize("window", [None, 1, 3, 20, chunks(3), chunks(64)])
-
+windows = pytest.mark.parametrize(
+    "window",
+    [
+        *(None, 1, 3, 20, chunks(3), chunks(64)),
+        *(sinks(1, 3), sinks(4, 20), sinks(64, 4), sinks(9, 400)),
+    ],
+    ids=str,
+)
 
 TREE = tree_words(PARENTS)
 
@@ -26,12 +32,12 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 @windows
-@pytest.mark.parametrize("cached", [0, 5, 60, 300])
+@pytest.mark.parametrize("cached", [0, 2, 5, 60, 300])
 def test_a_node_sees_its_path(backend, make_step, cached, window):
     """In a batch with plain sequences, which are not affected."""
     plain = [(12, 1), (30, 20)]
     step = make_step([plain[0], (cached, len(TREE)), plain[1]])
-    step = step.with_trees((), TREE, ())
+    step = step.with_trees((), TREE, ()).with_rotation(window)
     step.check(step.run(backend, window), window)
 
 
@@ -100,37 +106,6 @@ def test_a_move_changes_no_other_place(backend, make_step):
     changed = (kv.k.view(torch.int32) != step.kv.k.view(torch.int32)).sum()
     assert changed == 2 * step.k.shape[1] * step.k.shape[2]
     backend.move(kv, slots[:0], slots[:0])
-
-
-def random_tree(nodes: int, seed: int) -> tuple[int, ...]:
-    """Parents near the end make deep trees."""
-    g = torch.Generator().manual_seed(seed)
-    return (
-        -1,
-        *(
-            max(0, i - 1 - int(torch.randint(1 + seed % 5, (1,), generator=g)))
-            for i in range(nodes - 1)
-        ),
-    )
-
-
-@pytest.mark.parametrize("window", [None, 40])
-@pytest.mark.parametrize("cached", [0, 480, 511])
-@pytest.mark.parametrize("backend", [name for name in NAMES if name == "cpu"], indirect=True)
-@pytest.mark.parametrize("threads", [1, 3])
-def test_the_largest_trees_across_splits(backend, make_step, threads, cached, window):
-    """The native kernel splits long contexts every 512 keys, for one or several threads."""
-    from kvik.kernels.cpu.ops import native_ops
-
-    native = type(backend.native)(threads=threads)
-    backend = type(backend)(native, native_ops(native))
-    for seed, (heads, kv_heads) in enumerate([(8, 1), (2, 2)]):
-        nodes = 63 if seed % 2 else 7
-        tree = tree_words(random_tree(nodes, seed + 1))
-        sequences = [(cached, nodes), (70, 1), (cached + 5, nodes), (3, 40)]
-        step = make_step(sequences, block_size=32, heads=heads, kv_heads=kv_heads, seed=seed)
-        step = step.with_trees(tree, (), tree, ())
-        step.check(step.run(backend, window), window, atol=4e-6)
 
 
 @formats

@@ -7,6 +7,7 @@ torch's order inside a block.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from helpers.optional_triton import NO_TRITON
@@ -32,7 +33,6 @@ FORMATS = {
     "int4": torch.uint8,
 }
 formats = pytest.mark.parametrize("format", FORMATS)
-windows = pytest.mark.parametrize("window", [None, 17, chunks(13)])
 TREE = tree_words(PARENTS[:8])
 
 
@@ -79,48 +79,35 @@ def _tensors(kv: LayerKV) -> tuple[Tensor | None, ...]:
     return kv.k, kv.v, kv.k_scales, kv.v_scales
 
 
-@windows
-def test_matches_the_definition(kernel, make_step, window):
-    step = make_step([(12, 1), (0, 9), (33, 1), (0, 1), (50, 18)])
-    step.check(attend(step, window), window)
-
-
-@pytest.mark.parametrize("window", [1, 64, chunks(1), chunks(64), chunks(75)])
-def test_windows_across_tiles(kernel, make_step, window):
-    step = make_step([(70, 20), (130, 1)], 16, 1, 1)
-    step.check(attend(step, window), window)
+# Sequences of (cached, new) tokens; heads, KV heads and head_dim; the error; and windows.
+CASES = [
+    ([(12, 1), (0, 9), (33, 1), (0, 1), (50, 18)], (4, 2, 16), 2e-6, [None, 17, chunks(13)]),
+    ([(70, 20), (130, 1)], (1, 1, 16), 2e-6, [1, 64, *map(chunks, (1, 64, 75))]),  # across tiles
+    (
+        [(12, 1), (0, 9), (93, 1), (0, 1), (50, 18), (0, 80)],
+        *((2, 1, 16), 2e-6, [sinks(*n) for n in ((1, 1), (4, 20), (17, 40), (70, 9), (3, 600))]),
+    ),
+    ([(700, 1), (300, 40)], (2, 1, 16), 2e-6, [sinks(4, 252), sinks(300, 30)]),  # several splits
+    ([(300, 1), (20, 3)], (4, 1, 16), 2e-6, [None, 150]),  # three splits, and one
+    # Groups of any size use a tile.
+    *(([(12, 1), (33, 9)], (*heads, 16), 2e-6, [None]) for heads in ((6, 3), (18, 1))),
+    *(([(12, 1), (33, 9)], (2, 1, dim), 5e-6, [None]) for dim in (5, 80)),
+    # As in Gemma 4, with their own tiles: several of these, and several splits.
+    ([(140, 1), (3, 20)], (2, 1, 512), 2e-5, [None, 17, sinks(4, 20)]),
+]
 
 
 @pytest.mark.parametrize(
-    "window", [sinks(1, 1), sinks(4, 20), sinks(17, 40), sinks(70, 9), sinks(3, 600)], ids=str
+    ("sequences", "heads", "atol", "window"),
+    [(*case, window) for *case, windows in CASES for window in windows],
+    ids=str,
 )
-def test_sinks_of_a_window_have_their_own_queries(kernel, make_step, window):
-    """Also for queries that are rotated for them as for all keys."""
-    sequences = [(12, 1), (0, 9), (93, 1), (0, 1), (50, 18), (0, 80)]
-    step = make_step(sequences, 16, 2, 1).with_rotation()
-    for each in (step, replace(step, sink_rotation=None)):
-        each.check(attend(each, window), window)
-
-
-@pytest.mark.parametrize("window", [sinks(4, 252), sinks(300, 30)], ids=str)
-def test_sinks_with_several_splits(kernel, make_step, window):
-    step = make_step([(700, 1), (300, 40)], 16, 2, 1).with_rotation()
-    step.check(attend(step, window), window)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_sinks_of_a_window_with_other_options(kernel, make_step, options):
-    spec = AttentionSpec(0.3, **options)
-    step = replace(make_step([(70, 9), (300, 1)]), spec=spec).with_rotation()
-    step.check(attend(step, sinks(4, 20)), sinks(4, 20))
-
-
-@formats
-def test_sinks_in_few_bits(kernel, make_step, format):
-    step = make_step([(60, 1), (30, 7)], 16, 3, 3, 32, kv_dtype=FORMATS[format]).with_rotation()
-    window = sinks(5, 20)
-    expected = step.run(make_backend("reference"), window)
-    torch.testing.assert_close(attend(step, window), expected, rtol=1e-4, atol=4e-6)
+def test_matches_the_definition(kernel, make_step, sequences, heads, atol, window):
+    """Also for queries that are rotated separately for sinks."""
+    step = make_step(sequences, 16, *heads)
+    step.check(attend(step, window), window, atol)
+    if (rotated := step.with_rotation(window)) is not step:
+        rotated.check(attend(rotated, window), window, atol)
 
 
 @pytest.mark.parametrize("firsts", [(3, 0, 260, 85), (30, 0, 0, 17)], ids=str)
@@ -137,39 +124,14 @@ def test_keys_before_the_first_one_are_ignored(kernel, make_step, firsts):
     assert not torch.allclose(found, attend(step), rtol=1e-2, atol=1e-2)
 
 
+@pytest.mark.parametrize("window", [None, sinks(4, 20)], ids=str)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_capped_scores_and_sinks(kernel, make_step, options):
+def test_capped_scores_and_sinks(kernel, make_step, options, window):
     """In one split and in several, and in tiles that every row sees."""
     spec = AttentionSpec(0.3, **options)
     step = replace(make_step([(12, 1), (70, 9), (0, 3), (300, 1)]), spec=spec)
-    step.check(attend(step))
-
-
-@pytest.mark.parametrize(("heads", "kv_heads"), [(6, 3), (18, 1)])
-def test_groups_of_any_size_use_a_tile(kernel, make_step, heads, kv_heads):
-    step = make_step([(12, 1), (33, 9)], 16, heads, kv_heads)
-    step.check(attend(step))
-
-
-@pytest.mark.parametrize("dim", [5, 80])
-def test_head_dims(kernel, make_step, dim):
-    step = make_step([(12, 1), (33, 9)], 16, 2, 1, dim)
-    step.check(attend(step), atol=5e-6)
-
-
-@pytest.mark.parametrize("window", [None, 17, sinks(4, 20)], ids=str)
-def test_heads_of_512(kernel, make_step, window):
-    """As in Gemma 4, with their own tiles: several of these, and several splits."""
-    step = make_step([(140, 1), (3, 20)], 16, 2, 1, 512)
-    step = step.with_rotation() if isinstance(window, tuple) else step
-    step.check(attend(step, window), window, atol=2e-5)
-
-
-@formats
-def test_heads_of_512_in_few_bits(kernel, make_step, format):
-    step = make_step([(20, 1), (30, 7)], 16, 2, 1, 512, kv_dtype=FORMATS[format])
-    expected = step.run(make_backend("reference"))
-    torch.testing.assert_close(attend(step), expected, rtol=1e-4, atol=2e-5)
+    step = step.with_rotation(window)
+    step.check(attend(step, window), window)
 
 
 def test_a_tree_of_heads_of_512(make_step):
@@ -185,12 +147,21 @@ def test_half_precision_is_off_by_rounding_alone(kernel, make_step, dtype):
     torch.testing.assert_close(found.double(), step.expected(20), rtol=2 * eps, atol=2 * eps)
 
 
+@pytest.mark.parametrize(
+    ("heads", "atol", "window"),
+    [
+        ((3, 3, 32), 4e-6, None),  # an odd number of KV heads, with two scales per word
+        ((3, 3, 32), 4e-6, sinks(5, 20)),
+        ((2, 1, 512), 2e-5, None),
+    ],
+    ids=str,
+)
 @formats
-def test_attends_over_rounded_keys_and_values(kernel, make_step, format):
-    """Also of an odd number of KV heads, with two scales per word."""
-    step = make_step([(20, 1), (30, 7)], 16, 3, 3, 32, kv_dtype=FORMATS[format])
-    expected = step.run(make_backend("reference"))
-    torch.testing.assert_close(attend(step), expected, rtol=1e-4, atol=4e-6)
+def test_attends_over_rounded_keys_and_values(kernel, make_step, format, heads, atol, window):
+    step = make_step([(60, 1), (30, 7)], 16, *heads, kv_dtype=FORMATS[format])
+    step = step.with_rotation(window)
+    expected = step.run(make_backend("reference"), window)
+    torch.testing.assert_close(attend(step, window), expected, rtol=1e-4, atol=atol)
 
 
 @pytest.mark.parametrize("format", ["int8", "int4"])
@@ -201,13 +172,6 @@ def test_small_values_in_fp16(make_step, format):
     step = make_step([(20, 1)], dim=32, value=value.half(), **dtypes)
     expected = step.run(make_backend("reference"))
     torch.testing.assert_close(attend(step), expected, rtol=0, atol=2e-7)
-
-
-@pytest.mark.parametrize("window", [None, 150])
-def test_long_contexts_are_split_and_merged(make_step, window):
-    """In three splits, in a step whose other sequence has one."""
-    step = make_step([(300, 1), (20, 3)], 16, 4, 1)
-    step.check(attend(step, window), window)
 
 
 @pytest.mark.full
@@ -232,38 +196,30 @@ def test_block_size_does_not_matter(kernel, make_step):
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_garbage_outside_the_window_is_never_read(kernel, make_step):
+@pytest.mark.parametrize(("window", "kept"), [(5, 0), (sinks(6, 5), 2)], ids=str)
+def test_garbage_outside_the_window_is_never_read(kernel, make_step, window, kept):
     """Blocks outside the window may belong to other requests by now, or be block 0."""
-    step = make_step([(116, 1), (106, 12)], 4)
+    step = make_step([(116, 1), (106, 12)], 4).with_rotation(window)
     table = step.layout.block_table.clone()
-    table[0, :28] = 0  # positions 0..111; the window begins at 112
-    table[1, :25] = 0  # positions 0..99; the first query's window begins at 102, within a tile
-    dirty = replace(step, layout=replace(step.layout, block_table=table))
-    assert torch.equal(attend(dirty, 5), attend(step, 5))
-
-
-def test_garbage_between_sinks_and_window_is_never_read(kernel, make_step):
-    step, window = make_step([(116, 1), (106, 12)], 4).with_rotation(), sinks(6, 5)
-    table = step.layout.block_table.clone()
-    table[0, 2:28] = 0  # positions 8..111; the window begins at 112
-    table[1, 2:25] = 0  # positions 8..99; the first query's window begins at 102
+    table[0, kept:28] = 0  # positions up to 111; the window begins at 112
+    table[1, kept:25] = 0  # up to 99; the first query's window begins at 102, within a tile
     dirty = replace(step, layout=replace(step.layout, block_table=table))
     assert torch.equal(attend(dirty, window), attend(step, window))
 
 
-@pytest.mark.parametrize("cached", [0, 2, 33])
-@pytest.mark.parametrize("window", [sinks(1, 3), sinks(4, 2), sinks(9, 40)], ids=str)
-def test_a_node_sees_sinks_even_if_nodes_are_sinks(make_step, cached, window):
-    step = make_step([(12, 1), (cached, len(TREE)), (30, 3)])
-    step = step.with_trees((), TREE, ()).with_rotation()
-    step.check(attend(step, window), window)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_a_node_sees_its_path(make_step, window):
+@pytest.mark.parametrize(
+    ("cached", "window"),
+    [
+        *product([33], [None, 3]),
+        # Nodes may be sinks.
+        *product([0, 2, 33], [sinks(1, 3), sinks(4, 2), sinks(9, 40)]),
+    ],
+    ids=str,
+)
+def test_a_node_sees_its_path(make_step, cached, window):
     """In a batch with plain sequences, which are not affected."""
-    step = make_step([(12, 1), (33, len(TREE)), (30, 3), (0, 4)])
-    step = step.with_trees((), TREE, (), TREE[:4])
+    step = make_step([(12, 1), (cached, len(TREE)), (30, 3), (0, 4)])
+    step = step.with_trees((), TREE, (), TREE[:4]).with_rotation(window)
     step.check(attend(step, window), window)
 
 
