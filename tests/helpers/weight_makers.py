@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from kvik.kernels.weights import Weight, ordered_weight
 from kvik_bench.kernel_cases import (
+    Maker,
     MakeWeight,
     random_float,
     random_fp8,
@@ -27,3 +29,12 @@ WEIGHT_MAKERS: dict[str, MakeWeight] = {
     "fp8-32-group": random_fp8(32, "group"),
     "fp8-static": random_fp8(0, "static"),
 }
+
+
+def make_weight(kind: str, m: Maker, outputs: int, inputs: int) -> Weight:
+    """Return a weight of a kind of `WEIGHT_MAKERS`; with "-ordered" after it, its inputs are
+    permuted."""
+    weight = WEIGHT_MAKERS[kind.removesuffix("-ordered")](m, outputs, inputs)
+    if not kind.endswith("-ordered"):
+        return weight
+    return ordered_weight(weight, m.permutation(inputs).int())

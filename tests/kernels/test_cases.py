@@ -6,28 +6,19 @@ from dataclasses import fields
 
 import pytest
 import torch
+from helpers.compared import check_case
 from helpers.optional_native import instruction_sets
+from helpers.weight_makers import WEIGHT_MAKERS, make_weight
 from torch import Tensor
 
 from kvik.kernels import torch_ops
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
-from kvik.kernels.rounding import round_int4, round_int8, round_mxfp4, round_tokens
+from kvik.kernels.rounding import round_tokens
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import (
-    Activation,
-    MatrixSpec,
-    Weight,
-    float_weight,
-    fp8_weight,
-    in_nibbles,
-    int4_min_weight,
-    int4_weight,
-    int8_weight,
-    ordered_weight,
-)
+from kvik.kernels.weights import Activation, MatrixSpec, Weight, in_nibbles
 from kvik.spec.weight_kind import WeightKind
-from kvik_bench.kernel_cases import CASES, DTYPES, Argument, Case, arguments, outputs
+from kvik_bench.kernel_cases import CASES, DTYPES, Argument, Case, Maker, arguments, outputs
 
 CPU = torch.device("cpu")
 ISAS = instruction_sets()
@@ -75,36 +66,26 @@ def rounded(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.op}-{c.name}")
 def test_matches_reference(case: Case) -> None:
     for name in ("torch", *ISAS[:1]):
-        check_case(name, case)
+        check_by_name(name, case)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c.op}-{c.name}")
 @pytest.mark.parametrize("isa", ISAS[1:])
 def test_other_instruction_sets_match_the_reference(isa: str, case: Case) -> None:
-    check_case(isa, case)
+    check_by_name(isa, case)
 
 
-def check_case(name: str, case: Case) -> None:
-    """Compare results with the reference, and check that other arguments do not change, nor any bit
-    with the number of threads."""
+def check_by_name(name: str, case: Case) -> None:
+    """Check a case, and that no bit changes with the number of threads."""
     for dtype in dtypes_of(name):
-        rtol, atol = case.tolerance(dtype)
-        given, args, unchanged = (arguments(case, dtype, CPU) for _ in range(3))
-        expected = outputs(REFERENCE, case, rounded(given) if name in ISAS else given)
-        found = outputs(implementation(name), case, args)
-        for i, before in enumerate(unchanged):
-            if i not in (*case.spoiled, *case.written) and isinstance(before, Tensor):
-                for after in (given[i], args[i]):
-                    assert isinstance(after, Tensor) and torch.equal(after, before)
-        assert len(found) == len(expected) > 0
-        for a, b in zip(found, expected, strict=True):
-            assert a.shape == b.shape and a.dtype == b.dtype
-            torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
-        if name in ISAS:
-            by_two = outputs(implementation(name, 2), case, unchanged)
-            for a, b in zip(found, by_two, strict=True):
-                assert torch.equal(a, b)
+        if name not in ISAS:
+            check_case(implementation(name), case, dtype)
+            continue
+        found = check_case(implementation(name), case, dtype, rounded=rounded)
+        by_two = outputs(implementation(name, 2), case, arguments(case, dtype, CPU))
+        for a, b in zip(found, by_two, strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize(
@@ -113,57 +94,24 @@ def check_case(name: str, case: Case) -> None:
 def test_products_of_a_few_rows_at_a_time(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Quantised weights are dequantised a few rows at a time."""
     monkeypatch.setattr(torch_ops, "PIECE", 700)
-    rtol, atol = case.tolerance(torch.float32)
-    (expected,) = outputs(REFERENCE, case, arguments(case, torch.float32, CPU))
-    (found,) = outputs(TORCH, case, arguments(case, torch.float32, CPU))
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    check_case(TORCH, case)
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.op == "gated_delta"], ids=lambda c: c.name)
 def test_the_delta_rule_in_chunks(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_ops, "CHUNK", 3)
-    rtol, atol = case.tolerance(torch.float32)
-    expected = outputs(REFERENCE, case, arguments(case, torch.float32, CPU))
-    found = outputs(TORCH, case, arguments(case, torch.float32, CPU))
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
-
-
-def _in_groups(group: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bytes [150, 64], and scales and minima of groups of them."""
-    generator = torch.Generator().manual_seed(group)
-    drawn = torch.randint(0, 127, (150, 64), generator=generator, dtype=torch.uint8)
-    scales, minima = torch.randn(2, 150, 64 // group, generator=generator)
-    return drawn, scales, minima
-
-
-BYTES16, SCALES16, _ = _in_groups(16)
-BYTES32, SCALES32, MINIMA32 = _in_groups(32)
-WEIGHTS = (
-    int8_weight(BYTES16.view(torch.int8), SCALES16, True, 16),
-    int8_weight(BYTES32.view(torch.int8), SCALES32, False, 32),
-    int4_min_weight(BYTES32[:, :32], SCALES32, MINIMA32, 32),
-    fp8_weight(BYTES32.view(torch.float8_e4m3fn), SCALES32, 32),
-    fp8_weight(BYTES32.view(torch.float8_e4m3fn), SCALES32, 32, "static", torch.tensor([0.01])),
-    ordered_weight(
-        int8_weight(BYTES16.view(torch.int8), SCALES16, True, 16), torch.arange(63, -1, -1).int()
-    ),
-    float_weight(torch.randn(150, 64, generator=torch.Generator().manual_seed(0)).half()),
-    round_int8(torch.randn(150, 64, generator=torch.Generator().manual_seed(1)), True),
-    round_int4(torch.randn(150, 64, generator=torch.Generator().manual_seed(2)), 32),
-    int4_weight(BYTES32[:, :32], SCALES32, None, 32),
-    round_mxfp4(torch.randn(150, 64, generator=torch.Generator().manual_seed(4))),
-)
+    check_case(TORCH, case)
 
 
 @pytest.mark.parametrize("activation", [None, "silu_and_mul"])
-@pytest.mark.parametrize("weight", WEIGHTS, ids=lambda w: type(w).__name__)
+@pytest.mark.parametrize("kind", [*WEIGHT_MAKERS, "w8a8-32-ordered"])
 @pytest.mark.parametrize("name", NAMES)
-def test_a_matrix_packed_in_runs(name: str, weight: Weight, activation: Activation | None) -> None:
+def test_a_matrix_packed_in_runs(name: str, kind: str, activation: Activation | None) -> None:
     """In any order, across gate and up, and with floats of another dtype than the matrix."""
     ops = implementation(name, threads=2)
-    kind = WeightKind("float32") if weight.kind.floats else weight.kind
-    spec = MatrixSpec(kind, 150, 64, False, activation, torch.float32, CPU)
+    weight = make_weight(kind, Maker(torch.Generator().manual_seed(0), torch.float16, CPU), 150, 64)
+    stored = WeightKind("float32") if weight.kind.floats else weight.kind
+    spec = MatrixSpec(stored, 150, 64, False, activation, torch.float32, CPU)
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(4))
     found = []
     for runs in ([(0, 150)], [(70, 100), (0, 33), (100, 150), (33, 70)]):

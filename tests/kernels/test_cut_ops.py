@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 from helpers.thread_ranks import Board, ThreadGroup
+from helpers.weight_makers import make_weight
 from torch import Tensor
 
 from kvik.kernels import torch_group
@@ -24,12 +25,9 @@ from kvik.kernels.weights import (
     MatrixSpec,
     Weight,
     float_weight,
-    int4_weight,
-    int8_weight,
-    mxfp4_weight,
-    ordered_weight,
 )
 from kvik.spec.shares import Between
+from kvik_bench.kernel_cases import Maker
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, TOKENS, SIZE = 96, 160, 5, 3
@@ -61,22 +59,7 @@ TABLES: dict[str, Callable[[], Ops]] = {
 
 
 def weight_of(kind: str, rows: int, inputs: int) -> Weight:
-    scales = torch.rand(rows, inputs // 32) / 8 + 0.05
-    codes = torch.randint(0, 256, (rows, inputs // 2), dtype=torch.uint8)
-    zeros = torch.randint(0, 16, (rows, inputs // 32), dtype=torch.uint8)
-    match kind:
-        case "int8":
-            values = torch.randint(-127, 128, (rows, inputs), dtype=torch.int8)
-            return int8_weight(values, torch.rand(rows) / 100, False)
-        case "int4":
-            return int4_weight(codes, scales, zeros, 32)
-        case "ordered":
-            order = torch.randperm(inputs).int()
-            return ordered_weight(int4_weight(codes, scales, zeros, 32), order)
-        case "mxfp4":
-            bits = torch.randint(120, 126, scales.shape, dtype=torch.uint8)
-            return mxfp4_weight(codes, bits)
-    return float_weight(torch.randn(rows, inputs) / 8)
+    return make_weight(kind, Maker(torch.default_generator, torch.float32, CPU), rows, inputs)
 
 
 def matrix(ops: Ops, weight: Weight, bias: Tensor | None, **more: object) -> Matrix:
@@ -104,7 +87,7 @@ def together(table: Ops, fast: bool, work: Callable[[Ops], Tensor]) -> Tensor:
     return found[0]
 
 
-KINDS = ("float32", "int8", "int4", "mxfp4", "ordered")
+KINDS = ("float", "int8", "int4-32-zeros", "mxfp4", "int4-32-ordered")
 
 
 @pytest.mark.parametrize("table", [*TABLES])
@@ -129,7 +112,7 @@ def test_an_mlp(table: str, kind: str, fast: bool) -> None:
 
 
 def test_the_division_of_a_sum_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    down, x = weight_of("float32", HIDDEN + 1, INNER), torch.randn(TOKENS, INNER)
+    down, x = weight_of("float", HIDDEN + 1, INNER), torch.randn(TOKENS, INNER)
     residual, between = torch.randn(TOKENS, HIDDEN + 1), Between(INNER, 32, read=True)
 
     def work(ops: Ops) -> Tensor:
@@ -180,7 +163,7 @@ def test_a_table_of_tokens_and_the_head(vocab: int, fast: bool) -> None:
 @pytest.mark.parametrize(
     "table", ["reference", "torch", pytest.param("triton", marks=pytest.mark.full)]
 )
-@pytest.mark.parametrize("kind", ["float32", "int4", "ordered"])
+@pytest.mark.parametrize("kind", ["float", "int4-32-zeros", "int4-32-ordered"])
 @pytest.mark.parametrize("fast", [False, True])
 @INTERPRETED_ONLY
 def test_experts(table: str, kind: str, fast: bool) -> None:
@@ -208,10 +191,10 @@ def test_experts(table: str, kind: str, fast: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "runs", "can"),
     [
-        ("float32", [(0, 7), (7, 160)], True),
-        ("int4", [(0, 64), (64, 160)], True),
-        ("int4", [(0, 48), (48, 160)], False),
-        ("ordered", [(0, 64), (64, 160)], False),
+        ("float", [(0, 7), (7, 160)], True),
+        ("int4-32-zeros", [(0, 64), (64, 160)], True),
+        ("int4-32-zeros", [(0, 48), (48, 160)], False),
+        ("int4-32-ordered", [(0, 64), (64, 160)], False),
         ("int8", [(0, 50), (50, 160)], True),
     ],
 )

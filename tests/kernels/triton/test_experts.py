@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON, device
-from helpers.weight_makers import WEIGHT_MAKERS
+from helpers.weight_makers import WEIGHT_MAKERS, make_weight
 from torch import Tensor
 
 pytest.importorskip("triton", reason=NO_TRITON)
@@ -22,7 +22,7 @@ from kvik.kernels.triton import expert_rows
 from kvik.kernels.triton.experts import Tables
 from kvik.kernels.triton.matrix_shapes import FEW, MANY, tile_of_experts, tokens_of_experts
 from kvik.kernels.triton.ops import triton_ops
-from kvik.kernels.weights import ExpertSet, MatrixSpec, Weight, int4_weight, ordered_weight
+from kvik.kernels.weights import ExpertSet, MatrixSpec, Weight, int4_weight
 from kvik.spec.experts import Router
 from kvik.spec.weight_kind import WeightKind
 from kvik_bench.kernel_cases import Maker, filled_matrix
@@ -37,13 +37,12 @@ def maker(dtype: torch.dtype) -> Maker:
 
 def weights_of(name: str, m: Maker, experts: int) -> list[tuple[Weight, Weight]]:
     """Return up and down of each expert, with different calibrated scales."""
-    ordered, kind = name.endswith("-ordered"), name.removesuffix("-ordered")
 
     def made(outputs: int, inputs: int, expert: int) -> Weight:
-        weight = WEIGHT_MAKERS[kind](m, outputs, inputs)
-        if weight.input_scale is not None:
-            weight = replace(weight, input_scale=weight.input_scale * (1 + expert / 4))
-        return ordered_weight(weight, m.permutation(inputs).int()) if ordered else weight
+        weight = make_weight(name, m, outputs, inputs)
+        if weight.input_scale is None:
+            return weight
+        return replace(weight, input_scale=weight.input_scale * (1 + expert / 4))
 
     return [(made(2 * INNER, HIDDEN, i), made(HIDDEN, INNER, i)) for i in range(experts)]
 

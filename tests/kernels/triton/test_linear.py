@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.compared import check_case
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON, device
 from torch import Tensor
 
@@ -49,7 +50,7 @@ from kvik.kernels.weights import (
     ordered_weight,
 )
 from kvik.spec.weight_kind import WeightKind
-from kvik_bench.kernel_cases import CASES, Case, arguments, filled_matrix, outputs
+from kvik_bench.kernel_cases import CASES, Case, filled_matrix
 
 OPS = triton_ops(device())
 DTYPES = {
@@ -88,11 +89,7 @@ def chosen() -> list[tuple[Case, torch.dtype]]:
 
 @pytest.mark.parametrize(("case", "dtype"), chosen(), ids=lambda v: getattr(v, "name", str(v)))
 def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
-    rtol, atol = case.tolerance(dtype)
-    (expected,) = outputs(REFERENCE, case, arguments(case, dtype, device()))
-    (found,) = outputs(OPS, case, arguments(case, dtype, device()))
-    assert found.dtype == expected.dtype
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
+    check_case(OPS, case, dtype, device())
 
 
 @pytest.mark.parametrize(
@@ -105,14 +102,6 @@ def test_widened_weights_match_the_reference(
 ) -> None:
     monkeypatch.setattr(matrix, "MOST_IN_WORDS", 0)
     test_matches_the_reference(case, dtype)
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if c.op == "matrix_rows"], ids=lambda c: c.name)
-def test_rows_match_the_reference(case: Case) -> None:
-    rtol, atol = case.tolerance(torch.float32)
-    (expected,) = outputs(REFERENCE, case, arguments(case, torch.float32, device()))
-    (found,) = outputs(OPS, case, arguments(case, torch.float32, device()))
-    torch.testing.assert_close(found, expected, rtol=rtol, atol=atol)
 
 
 def test_every_number_of_four_bits_with_powers_of_two() -> None:
