@@ -221,47 +221,28 @@ PIECE = 1 << 22  # values of a product in memory at a time
 FLOOR = 1e-6  # smaller mean |x| are raised to this share of the largest, which bounds factors
 
 
-@dataclass(frozen=True, slots=True)
-class Scaling:
-    """Factors of the inputs that some layers share.
-
-    Attributes:
-        scales: [inputs] fp32, above 0; the operation before outputs x / scales.
-        alpha: the power of mean |x|.
-        losses: squared error of the outputs for each alpha tried, from 0 to 1.
-    """
-
-    scales: Tensor
-    alpha: float
-    losses: tuple[float, ...]
-
-
 def search_scaling(
     weights: Sequence[Tensor], x: Tensor, mean_abs: Tensor, grid: Grid, *, steps: int = 20
-) -> Scaling:
+) -> Tensor:
     """Return s = mean |x|^alpha with the alpha in [0, 1] of the least error.
 
     The error is || Q(W diag(s)) diag(s)^-1 X - W X ||^2. Ties go to the smaller alpha.
 
     Args:
         weights: [outputs, inputs] each, of all layers that read these inputs.
-        x: [tokens, inputs], a sample of them, or the transposed Cholesky factor of the second
-            moment, which represents all tokens.
+        x: [tokens, inputs], a sample of them.
         mean_abs: [inputs], of all tokens.
         steps: alpha increases by 1/steps.
+
+    Returns:
+        [inputs] fp32, above 0.
     """
-    best = torch.ones_like(mean_abs)
-    losses: list[float] = []
-    for step in range(steps + 1):
-        scales = _powers(mean_abs, step / steps)
-        loss = 0.0
-        for w in weights:
-            rounded = rtn(scale_inputs(w, scales), grid).dequantised().div_(scales)
-            loss += _squared_outputs(rounded.sub_(w), x)
-        if not losses or loss < min(losses):
-            best = scales
-        losses.append(loss)
-    return Scaling(best, losses.index(min(losses)) / steps, tuple(losses))
+
+    def loss(scales: Tensor) -> float:
+        rounded = (rtn(scale_inputs(w, scales), grid).dequantised().div_(scales) for w in weights)
+        return sum(_squared_outputs(a.sub_(w), x) for a, w in zip(rounded, weights, strict=True))
+
+    return min((_powers(mean_abs, step / steps) for step in range(steps + 1)), key=loss)
 
 
 def search_clip(
@@ -387,7 +368,7 @@ def awq_factors(grid: Callable[[str], Grid]) -> FindScales:
     def find(fold: Fold, weights: Mapping[str, Tensor], statistics: InputStatistics) -> Tensor:
         mean_abs = fold.average(statistics.mean_abs())
         shared = grid(next(iter(weights)))
-        return search_scaling(list(weights.values()), statistics.sample, mean_abs, shared).scales
+        return search_scaling(list(weights.values()), statistics.sample, mean_abs, shared)
 
     return find
 
