@@ -39,7 +39,8 @@ class GroupedQueryAttention:
         scope: of its names.
         qkv: names of the projections of queries, keys and values, or of one for all three.
         o: name of the output projection.
-        norms: names of the RMSNorm on each head of q and of k, before the rotation; (): none.
+        norms: names of the RMSNorm on each head of q and of k, before the rotation, "" for one
+            without a gain; (): none.
         offset: of the norms' gains.
         by_head, gated, whole: as in `LayerBuilder.heads`.
         sinks: each head has a learned score in the softmax without a key or value.
@@ -75,11 +76,14 @@ class GroupedQueryAttention:
             whole=whole,
         )
         norm = partial(inner.rms_norm, dim=dim, eps=spec.norm_eps, offset=offset, rope=facts.rope)
+        made = [norm(name) if name else inner.plain_norm(dim, spec.norm_eps) for name in norms]
+        scale = facts.query_scale
+        self.scale = None if scale is None else inner.query_scale(scale)
         self.attend = inner.attention(
             layer,
             dim,
             spec.scales.attention,
-            norms=(norm(norms[0]), norm(norms[1])) if norms else None,
+            norms=(made[0], made[1]) if made else None,
             softcap=spec.scales.attention_cap,
             sinks=heads if sinks else 0,
             rope=facts.rope,
@@ -94,6 +98,8 @@ class GroupedQueryAttention:
     ) -> Tensor:
         """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
         q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
+        if self.scale is not None:
+            q = self.scale(q, ctx)
         return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
 
 

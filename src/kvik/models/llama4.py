@@ -5,19 +5,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
-from kvik.models.decoder import Decoder, PreNormLayer, feed_forward, text_decoder
-from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
+from kvik.models.decoder import (
+    AttentionBlock,
+    Decoder,
+    GroupedQueryAttention,
+    PreNormLayer,
+    feed_forward,
+    text_decoder,
+)
+from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import CHUNKED, FULL, LayerSpec, QueryScale, layer_types, turning
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import MAX_POSITIONS, read_rope
 from kvik.spec.visible_keys import Window
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 NAMES = ExpertNames(router="router", shared="shared_expert")
 GGUF_NAMES = {
@@ -31,43 +34,16 @@ GGUF_NAMES = {
 }
 
 
-class Llama4Attention:
-    """Grouped-query attention. In layers with rotary positions, queries and keys are normalised
-    without gains; this is done before the rotation, which does not change their length. In the
-    others, queries are scaled up in long contexts."""
-
-    def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        builder = builder.at("self_attn")
-        heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
-        rope, scale = spec.layers[layer].rope, spec.layers[layer].query_scale
-        self.qkv = builder.heads(
-            ("q_proj", "k_proj", "v_proj"),
-            spec.hidden_size,
-            (heads, kv_heads, kv_heads),
-            dim,
-            bias=spec.qkv_bias,
-            rope=rope,
-        )
-        norms = None
-        if spec.qk_norm and rope is not None:
-            norms = (builder.plain_norm(dim, spec.norm_eps),) * 2
-        self.scale = None if scale is None else builder.query_scale(scale)
-        self.attend = builder.attention(layer, dim, norms=norms)
-        self.o = builder.linear("o_proj", heads * dim, spec.hidden_size, bias=spec.o_bias, role="o")
-
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, rotation: Tensor | None, ctx: ForwardContext
-    ) -> Tensor:
-        """x, residual [tokens, hidden], rotation [tokens, head_dim] or None -> [tokens, hidden]."""
-        q, k, v = self.qkv(x, ctx)  # [tokens, heads or kv_heads, head_dim]
-        if self.scale is not None:
-            q = self.scale(q, ctx)
-        return self.o(self.attend(q, k, v, ctx, rotation), ctx, residual)
+def llama4_attention(spec: ModelFacts, builder: LayerBuilder, layer: int) -> AttentionBlock:
+    """In layers with rotary positions, heads of q and k are normalised without gains, before the
+    rotation, which does not change their length."""
+    normed = spec.qk_norm and spec.layers[layer].rope is not None
+    return GroupedQueryAttention(spec, builder, layer, norms=("", "") if normed else ())
 
 
 Llama4Layer = partial(
     PreNormLayer,
-    attention=Llama4Attention,
+    attention=llama4_attention,
     feed=partial(feed_forward, scope="feed_forward", names=NAMES),
 )
 
