@@ -88,15 +88,7 @@ def add_one(words: Tensor, bits: int) -> Tensor:
 def _shifted(words: Tensor, bits: int, by: int) -> Tensor:
     if WORD % bits:
         return _stream((_unstream(words, bits) + by).bitwise_and_(2**bits - 1), bits)
-    ones = sum(1 << shift for shift in range(0, WORD, bits))
-    wide = words.to(torch.int64) + by * ones
-    return _signed(wide.bitwise_and_(2**WORD - 1))
-
-
-def _signed(wide: Tensor) -> Tensor:
-    """Convert words of 0 to 2^32 - 1 to int32."""
-    half = 1 << WORD - 1
-    return ((wide + half) % (2 * half) - half).to(torch.int32)
+    return words + by * sum(1 << shift for shift in range(0, WORD, bits))
 
 
 def pack_awq(q: Tensor) -> Tensor:
