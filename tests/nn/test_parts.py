@@ -104,11 +104,12 @@ def test_large_weights_are_divided(quantization: str, monkeypatch: pytest.Monkey
     straight = Target(quantization)
     straight.part.fill("weight", 0, values)
     monkeypatch.setattr(parts, "RUN_WEIGHTS", 40 * INPUTS)
-    turned = Target(quantization, transposed=True)
-    turned.part.fill("weight", 0, values.t().contiguous())
-    assert turned.runs == [(1, 32), (33, 32), (65, 6)]
-    for a, b in zip(straight.stored(), turned.stored(), strict=True):
-        assert torch.equal(a, b)
+    for transposed in (False, True):
+        cut = Target(quantization, transposed=transposed)
+        cut.part.fill("weight", 0, values.t().contiguous() if transposed else values)
+        assert cut.runs == [(1, 32), (33, 32), (65, 6)]
+        for a, b in zip(straight.stored(), cut.stored(), strict=True):
+            assert torch.equal(a, b)
 
 
 class RowScaled:
