@@ -45,32 +45,6 @@ def scored(found: list[ScoredWindow]) -> list[int]:
     return [token for window in found for token in window.token_ids[window.first_scored :]]
 
 
-def test_adjacent_windows_do_not_score_their_first_tokens() -> None:
-    assert windows(10, (), 4, 4) == [
-        ScoredWindow((0, 1, 2, 3), 1),
-        ScoredWindow((4, 5, 6, 7), 1),
-        ScoredWindow((8, 9), 1),
-    ]
-
-
-def test_windows_that_overlap_lose_one_token_of_the_text() -> None:
-    assert windows(9, (), 4, 2) == [
-        ScoredWindow((0, 1, 2, 3), 1),
-        ScoredWindow((2, 3, 4, 5), 2),
-        ScoredWindow((4, 5, 6, 7), 2),
-        ScoredWindow((6, 7, 8), 2),
-    ]
-
-
-def test_bos_begins_every_window_and_all_tokens_are_scored() -> None:
-    # The requested stride would skip a token, as BOS takes its place.
-    assert windows(7, (BOS,), 4, 4) == [
-        ScoredWindow((BOS, 0, 1, 2), 1),
-        ScoredWindow((BOS, 3, 4, 5), 1),
-        ScoredWindow((BOS, 6), 1),
-    ]
-
-
 @pytest.mark.parametrize(
     ("count", "prefix", "expected"),
     [

@@ -320,8 +320,6 @@ def _spans(
         if num_prefix + end - start > first:
             yield start, end, first
         scored = end
-        if end == length:
-            return
 
 
 def prompt_prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
