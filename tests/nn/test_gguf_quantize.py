@@ -127,20 +127,6 @@ def test_a_turned_matrix_has_the_same_bits(type: str) -> None:
     assert torch.equal(quantize(type, w.t().contiguous().t()), quantize(type, w))
 
 
-def test_the_search_beats_rounding_between_the_extremes() -> None:
-    groups = draws("tails").view(-1, 32).t().contiguous()
-    importance = groups.abs() + groups.square().mean(0).sqrt()
-
-    def error(scales: Tensor, minima: Tensor) -> float:
-        codes = ((groups + minima) / scales).round().clamp(0, 15)
-        return float((importance * (codes * scales - minima - groups).square()).sum())
-
-    low, high = groups.amin(0).clamp(max=0), groups.amax(0)
-    plain = error((high - low) / 15, -low)
-    assert error(*fit_above(groups, 15, range(-10, 11))) < 0.9 * plain
-    assert error(*fit_above(groups, 15, range(1))) < plain
-
-
 def test_a_grid_is_recovered() -> None:
     """Groups on a grid have no error, for either sign of their largest weight."""
     codes = torch.arange(32).view(32, 1) % 16
