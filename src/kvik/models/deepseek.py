@@ -118,8 +118,7 @@ def grouped_router(fields: Fields, experts: int, active: int) -> Router:
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the parts that files store separately, per head."""
     latent, heads = spec.latent, spec.num_heads
-    if latent is None or spec.wiring == SEPARATE:
-        return {}
+    assert latent is not None
     each = latent.nope + latent.value
     rows = [range(head * each, (head + 1) * each) for head in range(heads)]
     keys = [row for own in rows for row in own[: latent.nope]]

@@ -86,8 +86,6 @@ MATRICES = {
 
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the matrices that checkpoints store transposed and files do not."""
-    if spec.wiring == SEPARATE:
-        return {}
     return {name: (FilePart(name, transposed=True),) for name in MATRICES.values()}
 
 

@@ -50,8 +50,6 @@ def gpt_oss_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the parts that files store separately: gate and up rows are interleaved in
     checkpoints."""
-    if spec.wiring == SEPARATE:
-        return {}
     inner = max(layer.experts.inner for layer in spec.layers if layer.experts)
     gate, up, down = (*SEPARATE_NAMES.gate_up, SEPARATE_NAMES.down)
     return {

@@ -99,8 +99,6 @@ def granite_scales(fields: Fields) -> ModelScales:
 
 def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the parts that files store separately, under the usual names."""
-    if spec.wiring == SEPARATE:
-        return {}
     inner = max(layer.experts.inner for layer in spec.layers if layer.experts)
     rows = range(inner), range(inner, 2 * inner)
     gate, up = map(FilePart, SEPARATE_NAMES.gate_up, rows)

@@ -25,7 +25,7 @@ from kvik.nn.gguf_blocks import FLOAT_TYPES, mxfp4_rows
 from kvik.nn.gguf_checkpoint import changes, shapes
 from kvik.nn.loader import torch_threads
 from kvik.nn.safetensors import TORCH_DTYPES, TensorEntry
-from kvik.spec.declare import FilePart
+from kvik.spec.declare import SEPARATE, FilePart
 from kvik.spec.weight_kind import MX_GROUP
 
 SLICE = 1 << 17  # weights per work item of a thread: few enough for its caches
@@ -352,7 +352,8 @@ def _sources(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[_Source]:
     names, entries = family.gguf_names, checkpoint.entries
     made = {text_name(name): change for name, change in changes(spec, family).items()}
     whole = {text_name(name): shape for name, shape in shapes(spec).items()}
-    parts = {} if family.gguf_parts is None else family.gguf_parts(spec)
+    of_file = family.gguf_parts
+    parts = {} if of_file is None or spec.wiring == SEPARATE else of_file(spec)
     block = text_name(declared.block)
     in_block = re.compile(rf"{re.escape(block.partition('{}')[0])}(\d+)\.(.+)\.(\w+)")
     trunk = f"{block.partition('.')[0]}."
