@@ -131,11 +131,9 @@ class Selection:
     axis: int = 0
     ranges: tuple[tuple[int, int], ...] | None = None
 
-    def length(self, shape: Sequence[int]) -> int:
-        """Return the selected length of the dimension, of a tensor of this shape."""
-        if self.ranges is None:
-            return shape[self.axis]
-        return sum(end - first for first, end in self.ranges)
+    def length(self) -> int:
+        """Return the selected length of the dimension, if not everything is read."""
+        return sum(end - first for first, end in self.ranges or ())
 
     def of(self, values: Tensor) -> Tensor:
         """Return the selected part of these values."""
@@ -152,7 +150,7 @@ def selected_bytes(entry: TensorEntry, selection: Selection) -> int:
     """Return the bytes of the selected part of a tensor."""
     if selection.ranges is None:
         return entry.size
-    return entry.size // entry.shape[selection.axis] * selection.length(entry.shape)
+    return entry.size // entry.shape[selection.axis] * selection.length()
 
 
 @dataclass(frozen=True, slots=True)
@@ -336,9 +334,7 @@ def _is_transposed(scope: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Return whether experts are stored as [inputs, outputs]: then down has half as many rows as
     gate and up have columns, and as many columns as these have rows."""
     gate_up, down = shapes.get(f"{scope}.{GATE_UP}", ()), shapes.get(f"{scope}.down_proj", ())
-    if len(gate_up) != 3 or len(down) != 3:
-        return False
-    return gate_up[1:] == (down[2], 2 * down[1])
+    return len(down) == 3 and gate_up[1:] == (down[2], 2 * down[1])
 
 
 def _columns(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[TensorEntry]:
@@ -399,7 +395,7 @@ def _cut(first: int, entry: TensorEntry, selection: Selection) -> _Chunk:
     axis, ranges, shape = selection.axis, selection.ranges or (), entry.shape
     inner = entry.size // prod(shape[: axis + 1])  # bytes between neighbours on the axis
     count, stride, start, columns = prod(shape[:axis]), shape[axis] * inner, entry.start, None
-    length = selection.length(shape)
+    length = selection.length()
     if entry.columns is not None:  # rows are columns of the file
         inner //= shape[1]
         count, stride, columns = shape[1], entry.columns[1] * inner, (0, length)
