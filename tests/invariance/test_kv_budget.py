@@ -46,17 +46,12 @@ NAMES = (
 )
 
 
-def roomy(column: Column) -> Column:
-    """Add blocks for one request of the longest context, and for the tokens kept of it."""
-    config = dict(column.config)
-    if "num_blocks" in config:
-        config["num_blocks"] = 3 * (CONTEXT // 16 + 4)
-    # The last queries before a cut are computed, so that no block of 64 can be reused.
-    must = "" if config.get("block_size") == 64 else column.must
-    return replace(column, config=config, must=must)
+def without_hits(column: Column) -> Column:
+    """Expect no block of 64 to be reused, since the last queries before a cut are computed."""
+    return replace(column, must="") if column.config.get("block_size") == 64 else column
 
 
-ALL = [roomy(c) for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
+ALL = [without_hits(c) for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
 SOME = [c for c in ALL if c.name in ("prefix hits, chunks", "preemption, chunks", "siblings")]
 
 

@@ -4,7 +4,6 @@ preempted request. Log probabilities are the same to the bit."""
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from helpers.matrix import (
@@ -12,7 +11,6 @@ from helpers.matrix import (
     BITS,
     COLUMNS,
     SERVED,
-    Column,
     by_tier,
     checked_bits,
     checked_tokens,
@@ -47,18 +45,7 @@ NAMES = (
     *("three steps in flight, siblings", "two steps in flight, preemption, chunks"),
     *("wire, preemption", "pins", ALL_OF_IT.name),
 )
-
-
-def halved(column: Column) -> Column:
-    """Halve the blocks, which the matrix doubles for its models, since this model has one KV
-    group."""
-    config = dict(column.config)
-    if "num_blocks" in config:
-        config["num_blocks"] = (int(str(config["num_blocks"])) + 1) // 2
-    return replace(column, config=config)
-
-
-EVERY = [halved(c) for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
+EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
 
 
 @pytest.fixture(scope="module")
