@@ -148,19 +148,7 @@ def first(pins: PinTable) -> PinnedPrefix:
 
 
 def end_of(held: PinnedPrefix) -> int:
-    assert held.end is not None
-    return held.end.blocks[0]
-
-
-def lose_a_parent(pins: PinTable) -> None:
-    (tenant,) = pins.tenants.values()
-    del tenant.nodes[next(iter(tenant.nodes))]
-
-
-def use_once_more(pins: PinTable) -> None:
-    held = first(pins)
-    assert held.end is not None
-    held.end.uses += 1
+    return held.blocks[-1]
 
 
 def set_quota(name: str) -> Callable[[PinTable], object]:
@@ -168,11 +156,8 @@ def set_quota(name: str) -> Callable[[PinTable], object]:
 
 
 PIN_CORRUPTIONS: list[tuple[str, Callable[[PinTable], object]]] = [
-    ("lost its beginning", lose_a_parent),
-    ("pinned in vain", lambda p: p.pool.forget(end_of(first(p)))),
-    ("cannot be matched", lambda p: p.pool.forget(first(p).window[0])),
-    ("node of pins is miscounted", use_once_more),
-    ("miscounts what it pins", lambda p: setattr(first(p).tenant, "num_blocks", 1)),
+    ("cannot be matched", lambda p: p.pool.forget(end_of(first(p)))),
+    ("miscounts what it pins", lambda p: first(p).tenant.blocks.popitem()),
     ("pins too much", set_quota("most_of_tenant")),
     ("too much is pinned", set_quota("most_blocks")),
     ("pinned without a prefix", lambda p: p.pool.pin(end_of(first(p)))),

@@ -16,8 +16,8 @@ Time is an argument. Each call costs O(1) per block or pin it concerns, and expi
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 
@@ -26,24 +26,12 @@ from kvik.core.config import CacheConfig
 
 
 @dataclass(slots=True, eq=False)
-class PrefixNode:
-    """One block of a pinned prefix, in each group without a window. The nodes of a tenant form a
-    prefix tree: pins with a common beginning share its nodes."""
-
-    key: bytes  # the hash of the prefix up to the end of this block
-    parent: PrefixNode | None
-    blocks: tuple[int, ...]
-    uses: int = 0  # pins that end here, and nodes that follow
-
-
-@dataclass(slots=True, eq=False)
 class TenantPins:
-    """The pins of one tenant, and the prefix tree of their blocks."""
+    """The pins of one tenant."""
 
     name: str
-    nodes: dict[bytes, PrefixNode] = field(default_factory=dict)
     pins: OrderedDict[bytes, PinnedPrefix] = field(default_factory=OrderedDict)  # oldest use first
-    num_blocks: int = 0  # a block that the windows of two pins share counts twice
+    blocks: Counter[int] = field(default_factory=Counter)  # how many of its pins hold each block
 
 
 @dataclass(slots=True, eq=False)
@@ -53,8 +41,7 @@ class PinnedPrefix:
     tenant: TenantPins
     first: bytes  # hash of its first block
     key: bytes  # hash of the whole prefix
-    end: PrefixNode | None  # None where every group has a window
-    window: tuple[int, ...]  # blocks of groups with a window that a match of the prefix needs
+    blocks: tuple[int, ...]  # what a match of the prefix needs, the end of the prefix last
     seconds: float
     until: float
     dropped: bool = False
@@ -70,9 +57,7 @@ class PinTable:
         self.tenants: dict[str, TenantPins] = {}
         self.by_use: OrderedDict[PinnedPrefix, None] = OrderedDict()  # of all tenants, oldest first
         self._block_size = config.block_size
-        kinds = [(g, group.visible) for g, group in enumerate(config.groups)]
-        self._full = [g for g, visible in kinds if not visible.slides]
-        self._sliding = [(g, visible) for g, visible in kinds if visible.slides]
+        self._visible = [group.visible for group in config.groups]
         # The earliest time at which each pin may end: it may have been used since.
         self._ends: list[tuple[float, int, PinnedPrefix]] = []
         self._num_made = 0
@@ -147,63 +132,41 @@ class PinTable:
 
     def _make(self, owner: TenantPins, hashes: Sequence[bytes], seconds: float, now: float) -> bool:
         """Pin the blocks of a prefix that is not pinned yet, within the quotas."""
-        window = self._window_blocks(hashes)
-        new = self._new_nodes(owner, hashes)
-        if window is None or new is None:
+        blocks = self._blocks(hashes)
+        if blocks is None or len(blocks) > self.most_of_tenant:  # too large even as the only pin
             return False
-        if len(hashes) * len(self._full) + len(window) > self.most_of_tenant:
-            return False  # too large even as the only pin
-        end = owner.nodes.get(hashes[-1 - len(new)]) if len(new) < len(hashes) else None
-        for key, blocks in new:
-            if end is not None:
-                end.uses += 1
-            end = owner.nodes[key] = PrefixNode(key, end, blocks)
-            self._pin_blocks(blocks)
-        if end is not None:
-            end.uses += 1
-        self._pin_blocks(window)
-        owner.num_blocks += len(new) * len(self._full) + len(window)
-        held = PinnedPrefix(owner, hashes[0], hashes[-1], end, window, seconds, now + seconds)
+        for block in blocks:
+            self.pool.pin(block)
+        owner.blocks.update(blocks)
+        held = PinnedPrefix(owner, hashes[0], hashes[-1], blocks, seconds, now + seconds)
         self.tenants[owner.name] = owner
         owner.pins[held.key] = held
         self.by_use[held] = None
         self._note_end(held)
         return self._keep_quotas(held)
 
-    def _window_blocks(self, hashes: Sequence[bytes]) -> tuple[int, ...] | None:
-        """Return the blocks that the query after the prefix sees through windows; None if one is
-        gone."""
-        found = []
-        for g, visible in self._sliding:
-            hidden = visible.hidden_blocks(len(hashes) * self._block_size, self._block_size)
-            found += [self.pool.lookup((g, key)) for i, key in enumerate(hashes) if i not in hidden]
+    def _blocks(self, hashes: Sequence[bytes]) -> tuple[int, ...] | None:
+        """Return the blocks that a match of the prefix needs, in its order: those that its next
+        query sees. None if one is gone."""
+        size = self._block_size
+        hidden = [visible.hidden_blocks(len(hashes) * size, size) for visible in self._visible]
+        found = [
+            self.pool.lookup((group, key))
+            for i, key in enumerate(hashes)
+            for group in range(len(hidden))
+            if i not in hidden[group]
+        ]
         blocks = tuple(block for block in found if block is not None)
         return blocks if len(blocks) == len(found) else None
-
-    def _new_nodes(
-        self, owner: TenantPins, hashes: Sequence[bytes]
-    ) -> list[tuple[bytes, tuple[int, ...]]] | None:
-        """Return key and blocks of the nodes that the tenant's tree lacks, in order; None if a
-        block is gone."""
-        new = []
-        for key in reversed(hashes if self._full else ()):
-            if key in owner.nodes:
-                break
-            found = [self.pool.lookup((g, key)) for g in self._full]
-            blocks = tuple(block for block in found if block is not None)
-            if len(blocks) < len(found):
-                return None
-            new.append((key, blocks))
-        return new[::-1]
 
     def _keep_quotas(self, new: PinnedPrefix) -> bool:
         """Drop pins beyond the quotas, which may include the new one. Returns whether it stays."""
         owner = new.tenant
-        while owner.num_blocks > self.most_of_tenant:
+        while len(owner.blocks) > self.most_of_tenant:
             self._drop(next(iter(owner.pins.values())))
         while self.pool.num_pinned > self.most_blocks:
             # If several pin equally many, the tenant of the new pin.
-            most = max(self.tenants.values(), key=lambda t: (t.num_blocks, t is owner))
+            most = max(self.tenants.values(), key=lambda t: (len(t.blocks), t is owner))
             self._drop(next(iter(most.pins.values())))
         return not new.dropped
 
@@ -211,22 +174,17 @@ class PinTable:
         owner = held.tenant
         held.dropped = True
         del owner.pins[held.key], self.by_use[held]
-        self._unpin_blocks(owner, held.window)
-        node = held.end
-        while node is not None:  # from the end of the prefix, so that the end is evicted first
-            node.uses -= 1
-            if node.uses:
-                break
-            del owner.nodes[node.key]
-            self._unpin_blocks(owner, node.blocks)
-            node = node.parent
+        for block in reversed(held.blocks):  # the end of the prefix is evicted first
+            self.pool.unpin(block)
+            owner.blocks[block] -= 1
+            if not owner.blocks[block]:
+                del owner.blocks[block]
         if not owner.pins:
             del self.tenants[owner.name]
 
     def _in_use(self, held: PinnedPrefix) -> bool:
         """Return whether a request holds the end of the prefix."""
-        blocks = held.window if held.end is None else held.end.blocks
-        return any(self.pool.ref_counts[block] for block in blocks[-1:])
+        return any(self.pool.ref_counts[block] for block in held.blocks[-len(self._visible) :])
 
     def _note_end(self, held: PinnedPrefix) -> None:
         self._num_made += 1
@@ -234,12 +192,3 @@ class PinTable:
         if len(self._ends) > 64 + 2 * len(self.by_use):  # most were dropped before their time
             self._ends = [end for end in self._ends if not end[2].dropped]
             heapify(self._ends)
-
-    def _pin_blocks(self, blocks: Iterable[int]) -> None:
-        for block in blocks:
-            self.pool.pin(block)
-
-    def _unpin_blocks(self, owner: TenantPins, blocks: Sequence[int]) -> None:
-        owner.num_blocks -= len(blocks)
-        for block in blocks:
-            self.pool.unpin(block)
