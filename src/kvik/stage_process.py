@@ -435,7 +435,7 @@ def main(arguments: Sequence[str]) -> int:
                 if before is None
                 else StageReceiver(before.accept(JOIN_SECONDS)[1]).take
             )
-            rank.serve(lambda: decode(line.recv_bytes()), entered, leaves.send_bytes)
+            rank.lead(lambda: decode(line.recv_bytes()), entered, leaves.send_bytes)
     if group is not None:
         group.stop()
     return 0

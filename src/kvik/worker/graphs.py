@@ -28,15 +28,7 @@ from kvik.spec.kv import KVGroup
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.shares import PipelineStage
 from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
-from kvik.worker.group import (
-    CopyBlocks,
-    CopyStates,
-    EarlierStages,
-    Enter,
-    MoveTokens,
-    Others,
-    ReadLogits,
-)
+from kvik.worker.group import CopyCaches, EarlierStages, Enter, MoveTokens, Others, ReadLogits
 from kvik.worker.input_batch import InputBatch
 
 # Functions of rows, such as draft heads: called each time, or captured for several row counts.
@@ -245,20 +237,17 @@ class EngineNetwork:
         with self.others.together(Enter(ids.tolist(), positions.tolist())):
             return self.model.enter(ids, ctx).clone()
 
-    def copy_blocks(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks of the cache: pairs of source and target."""
-        if self.others is not None:
-            self.others.send(CopyBlocks(list(pairs)))
-        storages = self.kv.storages
-        source, target = upload(np.array(pairs), storages[0].device).unbind(1)
-        for storage in storages:
-            self.ops.copy_blocks(storage, source, target)
-
-    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy the states of requests: pairs of source and target, in order."""
-        if self.others is not None and pairs:
-            self.others.send(CopyStates(list(pairs)))
-        self.states.copy(pairs)
+    def copy(self, blocks: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]]) -> None:
+        """Copy the states of requests, in order, and blocks of the cache: pairs of source and
+        target."""
+        if self.others is not None and (blocks or states):
+            self.others.send(CopyCaches(list(blocks), list(states)))
+        self.states.copy(states)
+        if blocks:
+            storages = self.kv.storages
+            source, target = upload(np.array(blocks), storages[0].device).unbind(1)
+            for storage in storages:
+                self.ops.copy_blocks(storage, source, target)
 
     def move(self, group: int, places: np.ndarray) -> None:
         """Move what the layers of a KV group have stored at some places, in order.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 if TYPE_CHECKING:
@@ -29,33 +29,23 @@ class RunStep:
 
 
 @dataclass(frozen=True, slots=True)
-class StageStep:
-    """Run the forward of a stage's layers.
+class SentStep:
+    """Run the forward over these inputs: of a stage's layers, or in a group that torch.distributed
+    connects.
 
     Attributes:
         inputs: inputs of the step: name -> (shape, bytes).
-        block_copies, state_copies: copies to make before it; see `CopyBlocks`, `CopyStates`.
+        block_copies, state_copies: copies to make before it; see `CopyCaches`.
     """
 
     inputs: dict[str, tuple[list[int], bytes]]
-    block_copies: list[tuple[int, int]]
-    state_copies: list[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class JoinedStep:
-    """Run the forward in a group that torch.distributed connects.
-
-    Attributes:
-        inputs: see `StageStep`.
-    """
-
-    inputs: dict[str, tuple[list[int], bytes]]
+    block_copies: list[tuple[int, int]] = field(default_factory=list)
+    state_copies: list[tuple[int, int]] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class CaptureStep:
-    """Capture steps of a size in such a group; see `DecodeGraphs.capture`."""
+    """Capture steps of a size in a group of torch.distributed; see `DecodeGraphs.capture`."""
 
     number: int
 
@@ -66,17 +56,11 @@ class WarmUpStep:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyBlocks:
-    """Copy blocks of the cache: pairs of source and target."""
+class CopyCaches:
+    """Copy blocks of the cache, and the states of requests; see `EngineNetwork.copy`."""
 
-    pairs: list[tuple[int, int]]
-
-
-@dataclass(frozen=True, slots=True)
-class CopyStates:
-    """Copy the states of requests: pairs of source and target, in order."""
-
-    pairs: list[tuple[int, int]]
+    blocks: list[tuple[int, int]]
+    states: list[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,12 +124,10 @@ class CopyPages:
 
 Message = (
     RunStep
-    | StageStep
-    | JoinedStep
+    | SentStep
     | CaptureStep
     | WarmUpStep
-    | CopyBlocks
-    | CopyStates
+    | CopyCaches
     | MoveTokens
     | ReadLogits
     | Enter

@@ -19,9 +19,9 @@ from kvik.kernels.cut_ops import cut_ops
 from kvik.kernels.ops import Ops
 from kvik.worker.captures import CapturePeers
 from kvik.worker.graphs import Graph, StepOutput
-from kvik.worker.group import CaptureStep, JoinedStep, Message, Others, RankSetup, WarmUpStep
+from kvik.worker.group import CaptureStep, Message, Others, RankSetup, SentStep, WarmUpStep
 from kvik.worker.input_batch import InputBatch
-from kvik.worker.step_inputs import StepInputs
+from kvik.worker.step_inputs import StepInputs, packed
 
 if TYPE_CHECKING:
     from kvik.kernels.torch_group import TorchGroup
@@ -100,9 +100,9 @@ class SentInputs(StepInputs):
         self._sent, self._putting = self._putting, {}
         self._inputs.send()
 
-    def step(self) -> JoinedStep:
+    def step(self) -> SentStep:
         """Return the step whose inputs were sent last."""
-        return JoinedStep({name: (list(a.shape), a.tobytes()) for name, a in self._sent.items()})
+        return SentStep(packed(self._sent))
 
 
 class SentSteps(Graph):

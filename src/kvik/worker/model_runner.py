@@ -104,7 +104,7 @@ class ModelRunner:
 
     def _launch(self, step: RunningStep) -> None:
         """Run the forward of a step, and launch the participants."""
-        self._copy(step.plan)
+        self.network.copy(step.plan.block_copies, step.plan.state_copies)
         step.output = self.graph.run(step.batch)
         for participant in self.participants:
             if self._running and self.pipeline is None and participant.waits(step):
@@ -139,7 +139,7 @@ class ModelRunner:
         """
         self._apply(plan)
         batch = self._lay_out(plan)
-        self._copy(plan)
+        self.network.copy(plan.block_copies, plan.state_copies)
         return self.graph.run(batch).hidden
 
     def _settle(self) -> None:
@@ -168,12 +168,6 @@ class ModelRunner:
             self.pipeline.begin(plan)
         self.table.num_computed[batch.slots] = batch.ends
         return batch
-
-    def _copy(self, plan: SchedulerOutput) -> None:
-        if plan.state_copies:
-            self.network.copy_states(plan.state_copies)
-        if plan.block_copies:
-            self.network.copy_blocks(plan.block_copies)
 
     def _apply(self, plan: SchedulerOutput) -> dict[int, str]:
         """Update the tables, and apply budget cuts. Returns slots whose request could not be set up

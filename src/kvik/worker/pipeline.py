@@ -16,9 +16,9 @@ from torch import Tensor
 
 from kvik.core.plan import SchedulerOutput
 from kvik.worker.graphs import Graph, StepOutput
-from kvik.worker.group import EarlierStages, RunStep, StageStep
+from kvik.worker.group import EarlierStages, RunStep, SentStep
 from kvik.worker.input_batch import InputBatch
-from kvik.worker.step_inputs import FixedInputs, StepInputs
+from kvik.worker.step_inputs import FixedInputs, StepInputs, packed
 
 Arrays = dict[str, np.ndarray]
 
@@ -73,13 +73,6 @@ class StageTape:
         sizes = (len(arrays[name]) for name in ("input_ids", "seq_lens", "logits_indices"))
         return self._tape.replay(RunStep(*sizes), has_trees="tree" in arrays)
 
-    def arrays(self, step: StageStep) -> Arrays:
-        """Return the inputs of a received step."""
-        return {
-            name: self._inputs.read(name, shape, data)
-            for name, (shape, data) in step.inputs.items()
-        }
-
 
 class Pipeline(Graph):
     """The last stage, which hands steps to the earlier ones."""
@@ -96,8 +89,7 @@ class Pipeline(Graph):
             GroupLost: one of them is gone.
         """
         arrays = self.inputs.take()
-        inputs = {name: (list(array.shape), array.tobytes()) for name, array in arrays.items()}
-        self._stages.send(StageStep(inputs, plan.block_copies, plan.state_copies))
+        self._stages.send(SentStep(packed(arrays), plan.block_copies, plan.state_copies))
         self._begun.append(arrays)
 
     def run(self, batch: InputBatch) -> StepOutput:

@@ -8,7 +8,6 @@ heads of the cache, run the same recorded forward, and exchange data with the fi
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,19 +21,17 @@ from kvik.worker.cuda_graphs import DecodeGraphs
 from kvik.worker.graphs import Eager, EngineNetwork
 from kvik.worker.group import (
     CaptureStep,
-    CopyBlocks,
+    CopyCaches,
     CopyPages,
-    CopyStates,
     Enter,
     GiveBack,
-    JoinedStep,
     Message,
     MoveTokens,
     OpenPages,
     RankSetup,
     ReadLogits,
     RunStep,
-    StageStep,
+    SentStep,
     WarmUpStep,
 )
 from kvik.worker.group_pages import PageShare
@@ -42,30 +39,65 @@ from kvik.worker.loading import load_share
 from kvik.worker.pipeline import StageTape, Tape
 from kvik.worker.platforms import (
     NativePlatform,
+    Platform,
     TorchPlatform,
     TritonPlatform,
     inference_on,
     on_device,
     platform,
 )
-from kvik.worker.step_inputs import FixedInputs, StepSizes, dtype_of
+from kvik.worker.step_inputs import FixedInputs, StepSizes, unpacked
 
 
-class Member(Protocol):
-    """A process other than the first, once it has loaded."""
+class Member:
+    """A process other than the engine's, once it has loaded its share of a model.
 
-    @property
-    def digest(self) -> str:
-        """See `GroupMember.digest`."""
-        ...
+    Attributes:
+        digest: see `GroupMember.digest`.
+    """
+
+    digest = ""
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        platform: Platform,
+        network: EngineNetwork,
+        setup: RankSetup | None,
+        stage: PipelineStage | None,
+    ) -> None:
+        """
+        Args:
+            setup: of its group; None: there is none.
+            stage: stage of the group; None: it has all layers.
+        """
+        self._platform, self._network = platform, network
+        self._hidden = config.model.hidden_size, platform.parts.dtype
+        self._inference = inference_on(platform.parts.device)
+        self._pages = PageShare(config, network, setup, stage)
 
     def serve(self, receive: Callable[[], Message]) -> None:
-        """Process messages from the first process, until it ends.
+        """Process messages from the process that directs this one, until it ends.
 
         Raises:
             EOFError: from `receive`, when it has ended.
         """
-        ...
+        while True:
+            message = receive()
+            with self._inference():
+                self._do(message)
+
+    def _do(self, message: Message) -> None:
+        """Do in this process's share what the other one does in its own."""
+        match message:
+            case CopyCaches(blocks, states):
+                self._network.copy(blocks, states)
+            case MoveTokens(group, places):
+                self._network.move(group, np.array(places, np.int64))
+            case GiveBack(blocks):
+                self._platform.give_back(self._network.kv.storages, blocks)
+            case OpenPages() | CopyPages():
+                self._pages.do(message)
 
 
 def make_rank(
@@ -77,8 +109,9 @@ def make_rank(
     return TorchRank(config, setup)
 
 
-class Rank:
-    """A process other than the first, with native kernels."""
+class Rank(Member):
+    """A process other than the first, with native kernels. Its digest is that of what it has
+    recorded."""
 
     def __init__(
         self,
@@ -96,32 +129,18 @@ class Rank:
             ModelError: the weights do not fit the spec.
         """
         torch.set_num_threads(1)
-        self._platform = NativePlatform(config, memory, setup)
-        self._network: EngineNetwork = load_share(config, self._platform, setup, stage)
-        self._tape = self._platform.tape(self._network, StepSizes.of_engine(config))
-        assert self._platform.group is not None
-        self._group = self._platform.group
-        self._hidden = config.model.hidden_size, self._platform.parts.dtype
-        self._pages = PageShare(config, self._network, setup, stage)
-
-    @property
-    def digest(self) -> str:
-        """Digest of what was recorded; equal in all processes of a group."""
-        return self._group.digest
-
-    def serve(self, receive: Callable[[], Message]) -> None:
-        """See `Member`."""
-        while True:
-            message = receive()
-            with torch.inference_mode():
-                self._do(message)
+        platform = NativePlatform(config, memory, setup)
+        network = load_share(config, platform, setup, stage)
+        super().__init__(config, platform, network, setup, stage)
+        self._tape = platform.tape(network, StepSizes.of_engine(config))
+        assert platform.group is not None
+        self._group = platform.group
+        self.digest = self._group.digest
 
     def _do(self, message: Message) -> None:
         match message:
             case RunStep(tokens, seqs, samples):
                 self._tape.native.replay(self._tape.recording, (tokens, seqs, samples))
-            case CopyBlocks() | CopyStates() | MoveTokens():
-                _change_caches(self._network, message)
             case ReadLogits(rows):
                 width, dtype = self._hidden
                 self._group.begin()
@@ -130,13 +149,11 @@ class Rank:
                 self._group.begin()
                 ctx = ForwardContext(torch.tensor(positions), (), ())
                 self._network.model.enter(torch.tensor(ids), ctx)
-            case GiveBack(blocks):
-                self._platform.give_back(self._network.kv.storages, blocks)
-            case OpenPages() | CopyPages():
-                self._pages.do(message)
+            case _:
+                super()._do(message)
 
 
-class LeadingRank:
+class LeadingRank(Member):
     """The first process of a stage before the last one, which directs the others of its group."""
 
     def __init__(
@@ -151,15 +168,14 @@ class LeadingRank:
             ConfigError: the model uses an operation that has no native kernel.
         """
         torch.set_num_threads(1)
-        self._platform = NativePlatform(config, setup=setup)
-        self._network: EngineNetwork = load_share(config, self._platform, setup, stage)
-        sizes = StepSizes.of_engine(config)
-        graph, inputs = self._platform.graph(self._network, sizes)
+        platform = NativePlatform(config, setup=setup)
+        network = load_share(config, platform, setup, stage)
+        super().__init__(config, platform, network, setup, stage)
+        graph, inputs = platform.graph(network, StepSizes.of_engine(config))
         assert isinstance(graph, Tape) and isinstance(inputs, FixedInputs)
         self._tape = StageTape(graph, inputs)
-        self._pages = PageShare(config, self._network, setup, stage)
 
-    def serve(
+    def lead(
         self,
         receive: Callable[[], Message],
         entered: Callable[[], bytes],
@@ -178,35 +194,25 @@ class LeadingRank:
         """
         while True:
             message = receive()
-            with torch.inference_mode():
-                if isinstance(message, StageStep):
+            with self._inference():
+                if isinstance(message, SentStep):
                     leave(self._run(message, entered))
                 else:
                     self._do(message)
 
-    def _run(self, step: StageStep, entered: Callable[[], bytes]) -> memoryview:
-        if step.state_copies:
-            self._network.copy_states(step.state_copies)
-        if step.block_copies:
-            self._network.copy_blocks(step.block_copies)
-        hidden = self._tape.run(self._tape.arrays(step), entered()).hidden
+    def _run(self, step: SentStep, entered: Callable[[], bytes]) -> memoryview:
+        self._network.copy(step.block_copies, step.state_copies)
+        hidden = self._tape.run(unpacked(step.inputs), entered()).hidden
         return hidden.view(torch.uint8).numpy().data.cast("B")
 
     def _do(self, message: Message) -> None:
-        match message:
-            case MoveTokens(group, places):
-                self._network.move(group, np.array(places, np.int64))
-            case GiveBack(blocks):
-                if self._network.others is not None:
-                    self._network.others.send(message)
-                self._platform.give_back(self._network.kv.storages, blocks)
-            case OpenPages() | CopyPages():
-                if self._network.others is not None:
-                    self._network.others.send(message)
-                self._pages.do(message)
+        others = self._network.others
+        if others is not None and isinstance(message, GiveBack | OpenPages | CopyPages):
+            others.send(message)
+        super()._do(message)
 
 
-class TorchRank:
+class TorchRank(Member):
     """A process other than the first, with kernels of torch or Triton."""
 
     def __init__(self, config: ResolvedConfig, setup: RankSetup) -> None:
@@ -218,45 +224,29 @@ class TorchRank:
         device = torch.device(config.runner.device)
         if device.type == "cpu":
             torch.set_num_threads(config.runner.threads)
-        self._inference = inference_on(device)
         with on_device(device):
             chosen = platform(config, setup=setup)
             assert isinstance(chosen, TorchPlatform | TritonPlatform)
             assert chosen.joined is not None
-            self._group = chosen.joined.group
-            self._network = load_share(config, chosen, setup, None)
+            network = load_share(config, chosen, setup, None)
+            super().__init__(config, chosen, network, setup, None)
             sizes = StepSizes.of_engine(config)
-            graph, self._inputs = chosen.graph(self._network, sizes)
-            self._warm_up = chosen.parts.warm_ups.steps(self._network, config.model, sizes)
+            graph, self._inputs = chosen.graph(network, sizes)
+            self._warm_up = chosen.parts.warm_ups.steps(network, config.model, sizes)
         assert isinstance(graph, Eager | DecodeGraphs)
-        self._graph = graph
+        self._graph, self._group = graph, chosen.joined.group
         self._device, self._block_size = device, config.cache.block_size
-        self._hidden = config.model.hidden_size, chosen.parts.dtype
-        self._pages = PageShare(config, self._network, setup, None)
-
-    @property
-    def digest(self) -> str:
-        """See `Member`."""
-        return self._group.digest
-
-    def serve(self, receive: Callable[[], Message]) -> None:
-        """See `Member`."""
-        while True:
-            message = receive()
-            with self._inference():
-                self._do(message)
+        self.digest = self._group.digest
 
     def _do(self, message: Message) -> None:
         match message:
-            case JoinedStep(inputs):
-                self._run(inputs)
+            case SentStep(inputs):
+                self._run(unpacked(inputs))
             case CaptureStep(number):
                 assert isinstance(self._graph, DecodeGraphs)
                 self._graph.capture(number)
             case WarmUpStep():
                 self._warm_up.next()
-            case CopyBlocks() | CopyStates() | MoveTokens():
-                _change_caches(self._network, message)
             case ReadLogits(rows):
                 width, dtype = self._hidden
                 hidden = torch.empty(rows, width, dtype=dtype, device=self._device)
@@ -265,15 +255,11 @@ class TorchRank:
                 both = np.array([ids, positions], np.int64)
                 tokens, at = upload(both, self._device).unbind(0)
                 self._network.model.enter(tokens, ForwardContext(at, (), ()))
-            case OpenPages() | CopyPages():
-                self._pages.do(message)
+            case _:
+                super()._do(message)
 
-    def _run(self, inputs: dict[str, tuple[list[int], bytes]]) -> None:
+    def _run(self, arrays: dict[str, np.ndarray]) -> None:
         """Run a step with the inputs from `build_input_batch` in the first process."""
-        arrays: dict[str, np.ndarray] = {
-            name: np.frombuffer(data, dtype_of(name)).reshape(shape).copy()
-            for name, (shape, data) in inputs.items()
-        }
         there = {name: self._inputs.put(name, array) for name, array in arrays.items()}
         self._inputs.send()
         layouts = tuple(
@@ -293,14 +279,3 @@ class TorchRank:
         )
         ids = self._group.spread(there["input_ids"])
         self._graph.forward(ids, there["positions"], layouts, there["logits_indices"])
-
-
-def _change_caches(network: EngineNetwork, message: CopyBlocks | CopyStates | MoveTokens) -> None:
-    """Apply the change that the first process makes to its share to this process's share."""
-    match message:
-        case CopyBlocks(pairs):
-            network.copy_blocks(pairs)
-        case CopyStates(pairs):
-            network.copy_states(pairs)
-        case MoveTokens(group, places):
-            network.move(group, np.array(places, np.int64))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -300,6 +300,22 @@ def dtype_of(name: str) -> type[np.integer]:
     return np.int32 if name.partition(" ")[0] in _NARROW else np.int64
 
 
+Packed = dict[str, tuple[list[int], bytes]]  # inputs by name: shape, bytes
+
+
+def packed(arrays: Mapping[str, np.ndarray]) -> Packed:
+    """Return inputs of a step as other processes get them."""
+    return {name: (list(array.shape), array.tobytes()) for name, array in arrays.items()}
+
+
+def unpacked(inputs: Packed) -> dict[str, np.ndarray]:
+    """Return inputs of a step that another process has packed, in memory of their own."""
+    return {
+        name: np.frombuffer(bytearray(data), dtype_of(name)).reshape(shape)
+        for name, (shape, data) in inputs.items()
+    }
+
+
 PARTS = 64  # views of an input that are cached
 
 
@@ -358,10 +374,6 @@ class FixedInputs(StepInputs):
     def whole(self, name: str) -> Tensor:
         """Return the memory of an input, with the size of the largest step."""
         return self._tensors[name]
-
-    def read(self, name: str, shape: Sequence[int], data: bytes) -> np.ndarray:
-        """Return an input that another process has sent."""
-        return np.frombuffer(data, self._arrays[name].dtype).reshape(shape)
 
     def enter(self, data: bytes) -> None:
         """Put the result of the stage before: [tokens, hidden], as bytes."""
