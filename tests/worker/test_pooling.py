@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvik.core.plan import NewRequest, SchedulerOutput
+from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import build_input_batch
@@ -46,12 +46,12 @@ class Rig:
         plan = SchedulerOutput(0, slots, sizes, [0] * len(slots), [False] * len(slots))
         batch = build_input_batch(plan, self.table, FreshInputs(torch.device("cpu")))
         self.table.num_computed[slots] += np.array(sizes, np.int32)
-        errors = {} if errors is None else errors
         hidden = torch.cat(list(rows.values()))
         output = StepOutput(hidden, *[torch.empty(0)] * 3)
-        step = RunningStep(plan, 0.0, batch, output, errors)
+        result = ModelRunnerOutput(0, [], errors={} if errors is None else errors)
+        step = RunningStep(plan, 0.0, batch, result, output)
         self.pooling.read(step, self.pooling.launch(step))
-        return step.embeddings
+        return result.embeddings
 
 
 @pytest.fixture

@@ -199,7 +199,7 @@ class GraphCounts:
     planned: int
 
 
-@frozen
+@dataclass(slots=True)
 class ModelRunnerOutput:
     """The result of one step, row by row in the plan's order.
 

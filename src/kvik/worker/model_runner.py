@@ -88,7 +88,7 @@ class ModelRunner:
         errors: dict[int, str] = {}
         if refused:
             errors = {i: refused[slot] for i, slot in enumerate(plan.slots) if slot in refused}
-        step = RunningStep(plan, started, batch, None, errors)
+        step = RunningStep(plan, started, batch, ModelRunnerOutput(plan.step, [], errors=errors))
         if self.pipeline is None:
             self._launch(step)
         self._running.append(step)
@@ -125,10 +125,10 @@ class ModelRunner:
                 if self.pipeline is not None:
                     self._complete(oldest)
             self._complete(step)
-        if step.result is None:
-            step.result = RuntimeError("the step was interrupted")
-        if isinstance(step.result, Exception):
-            raise step.result
+        if step.failure is not None:
+            raise step.failure
+        if not step.done:
+            raise RuntimeError("the step was interrupted")
         return step.result
 
     def read(self, plan: SchedulerOutput) -> Tensor:
@@ -148,15 +148,16 @@ class ModelRunner:
             self._complete(self._running.popleft())
 
     def _complete(self, step: RunningStep) -> None:
-        """Read all that was launched. The step's result may be an exception."""
+        """Read all that was launched."""
         try:
             if self.pipeline is not None:
                 self._launch(step)
             for participant, launched in zip(self.participants, step.launched, strict=True):
                 participant.read(step, launched)
-            step.complete(self.clock())
+            step.result.seconds = self.clock() - step.started
+            step.done = True
         except Exception as error:
-            step.result = error
+            step.failure = error
 
     def _lay_out(self, plan: SchedulerOutput) -> InputBatch:
         """Prepare the inputs of a step, and hand them to the earlier stages of a pipeline."""

@@ -220,7 +220,7 @@ class OutputTokens(Participant[LaunchedTokens]):
         # Complete before this step: the token that ended the text was read after the step was
         # planned, or while the request was preempted.
         for i in self.sampling.ended(slots):
-            step.ended.add(int(batch.sampling_rows[i]))
+            step.result.ended.add(int(batch.sampling_rows[i]))
         launched = self.sampler.launch(output, slots, self.table.num_tokens[slots])
         self.sampling.append_to_counts(slots, launched.token_ids)
         if self.newest is not None:
@@ -229,7 +229,7 @@ class OutputTokens(Participant[LaunchedTokens]):
         return launched
 
     def read(self, step: RunningStep, launched: LaunchedTokens | None) -> None:
-        step.token_ids = [[] for _ in step.plan.slots]
+        step.result.token_ids = [[] for _ in step.plan.slots]
         if launched is not None and step.expected is not None:
             self._receive(step, launched, step.expected)
         elif step.batch.num_drafts is not None:
@@ -238,19 +238,19 @@ class OutputTokens(Participant[LaunchedTokens]):
     # -- a step without drafts -------------------------------------------------------------------
 
     def _receive(self, step: RunningStep, launched: LaunchedTokens, expected: Expected) -> None:
-        rows, found = step.batch.sampling_rows, launched.read()
+        rows, result, found = step.batch.sampling_rows, step.result, launched.read()
         self.table.learn(expected, found.token_ids)
         for i, failure in self._append_to_rules(expected, found.token_ids).items():
-            step.errors[int(rows[i])] = describe(failure)
+            result.errors[int(rows[i])] = describe(failure)
         for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
-            step.token_ids[row] = [] if row in step.ended else token
+            result.token_ids[row] = [] if row in result.ended else token
         ended = self.sampling.ended(expected.slots)
         kept = self.table.still(expected) if ended else None
-        step.ended.update(int(rows[i]) for i in ended if kept is None or kept[i])
+        result.ended.update(int(rows[i]) for i in ended if kept is None or kept[i])
         for i, entry in found.logprobs.items():
-            step.logprobs[int(rows[i])] = [entry]
+            result.logprobs[int(rows[i])] = [entry]
         for i, reason in found.bad_rows.items():
-            step.errors[int(rows[i])] = reason
+            result.errors[int(rows[i])] = reason
 
     def _append_to_rules(self, expected: Expected, tokens: np.ndarray) -> dict[int, Exception]:
         """Append the tokens to the rules of the requests that sampled, unless they have left."""
@@ -271,26 +271,26 @@ class OutputTokens(Participant[LaunchedTokens]):
             counts: [sampling rows], drafts of each.
         """
         found, checked = self._judge(step, counts)
-        rows = step.batch.sampling_rows
+        rows, result = step.batch.sampling_rows, step.result
         slots, tokens = step.batch.slots[rows], found.token_ids[checked.rows]
         appended = self.sampling.append(slots.repeat(checked.lengths), tokens)
         owners = rows.repeat(checked.lengths) if appended or found.logprobs else rows
         for i, failure in appended.items():
-            step.errors[int(owners[i])] = describe(failure)
+            result.errors[int(owners[i])] = describe(failure)
         if found.bad_rows:
             for row, first in zip(rows.tolist(), checked.first.tolist(), strict=True):
                 if first in found.bad_rows:
-                    step.errors[row] = found.bad_rows[first]
+                    result.errors[row] = found.bad_rows[first]
         output, begin = tokens.tolist(), 0
         ended = self.sampling.ended(step.batch.slots[rows])
         for i, (row, count) in enumerate(zip(rows.tolist(), checked.lengths.tolist(), strict=True)):
-            step.token_ids[row] = output[begin : begin + count - ended.get(i, 0)]
+            result.token_ids[row] = output[begin : begin + count - ended.get(i, 0)]
             begin += count
-        step.ended.update(int(rows[i]) for i in ended)
+        result.ended.update(int(rows[i]) for i in ended)
         if found.logprobs:
             for row, i in zip(owners.tolist(), checked.rows.tolist(), strict=True):
                 if i in found.logprobs:
-                    step.logprobs.setdefault(row, []).append(found.logprobs[i])
+                    result.logprobs.setdefault(row, []).append(found.logprobs[i])
         return checked
 
     def _judge(self, step: RunningStep, counts: np.ndarray) -> tuple[Tokens, CheckedDrafts]:

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from kvik.core.plan import DraftTimes, ModelRunnerOutput, NewRequest, SchedulerOutput
-from kvik.core.types import TokenLogprobs
+from kvik.core.plan import ModelRunnerOutput, NewRequest, SchedulerOutput
 from kvik.worker.graphs import StepOutput
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.rejection import CheckedDrafts
@@ -25,49 +24,24 @@ class RunningStep:
 
     Attributes:
         output: of its forward; None once it is not needed any more.
-        errors: found so far, by row. Participants skip a row with an error.
+        result: what the participants have written so far. They skip rows with an error.
         launched: results of each participant's `launch`.
         expected: its output tokens, while only the device knows them.
         checked: which of its drafts were accepted; None: it has none, or they are not checked yet.
-        result: the step's output, or why it failed as a whole; None until it is known.
+        done: the result is complete.
+        failure: why it failed as a whole.
     """
 
     plan: SchedulerOutput
     started: float
     batch: InputBatch
-    output: StepOutput | None
-    errors: dict[int, str]
+    result: ModelRunnerOutput
+    output: StepOutput | None = None
     launched: list[object] = field(default_factory=list)
     expected: Expected | None = None
     checked: CheckedDrafts | None = None
-    result: ModelRunnerOutput | Exception | None = None
-    # Results of participants; see `ModelRunnerOutput`.
-    token_ids: list[list[int]] = field(default_factory=list)
-    logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    embeddings: dict[int, list[float]] = field(default_factory=dict)
-    ended: set[int] = field(default_factory=set)
-    num_draft_tokens: list[int] | None = None
-    draft_times: DraftTimes | None = None
-    draft_places: Sequence[int] | None = None
-    turn_seconds: float = 0.0
-
-    def complete(self, ended: float) -> None:
-        """Make the result from what the participants have written."""
-        self.result = ModelRunnerOutput(
-            step=self.plan.step,
-            token_ids=self.token_ids,
-            num_draft_tokens=self.num_draft_tokens,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.prompt_logprobs,
-            embeddings=self.embeddings,
-            errors=self.errors,
-            ended=self.ended,
-            seconds=ended - self.started,
-            turn_seconds=self.turn_seconds,
-            draft_times=self.draft_times,
-            draft_places=self.draft_places,
-        )
+    done: bool = False
+    failure: Exception | None = None
 
 
 T = TypeVar("T")  # what a participant launches
@@ -77,7 +51,7 @@ class Participant(Generic[T]):
     """Takes part in steps, for the requests that need it.
 
     Subclasses override what they need; the defaults do nothing. An error in one row goes into
-    `step.errors`; an exception from `launch` or `read` ends the whole step.
+    `step.result.errors`; an exception from `launch` or `read` ends the whole step.
 
     Attributes:
         reads_output: `read` uses the step's `output`, which is kept until then. Steps then do not

@@ -92,7 +92,7 @@ class Pooling(Participant[list[PooledChunk]]):
         batch, hidden = step.batch, step.output.hidden  # [tokens, hidden], normalised
         for row, slot in enumerate(batch.slots.tolist()):
             pooled = self._wanted.get(slot)
-            if pooled is None or row in step.errors:
+            if pooled is None or row in step.result.errors:
                 continue
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
             ends = bool(batch.ends[row] == pooled.num_prompt)
@@ -105,7 +105,7 @@ class Pooling(Participant[list[PooledChunk]]):
                 try:
                     arrival = self._copies.start([_bits(hidden[start:end])])
                 except Exception as error:
-                    step.errors[row] = describe(error)
+                    step.result.errors[row] = describe(error)
                     continue
                 chunks.append(PooledChunk(row, pooled, arrival, hidden.dtype, hidden.device, ends))
         return chunks
@@ -125,9 +125,9 @@ class Pooling(Participant[list[PooledChunk]]):
                 if chunk.ends and pooled.sums is not None:
                     total = pooled.num_prompt if pooled.kind == "mean" else 1
                     vector = torch.from_numpy((pooled.sums / total).astype(np.float32))
-                    step.embeddings[chunk.row] = self._finished(vector, chunk)
+                    step.result.embeddings[chunk.row] = self._finished(vector, chunk)
             except Exception as error:
-                step.errors[chunk.row] = describe(error)
+                step.result.errors[chunk.row] = describe(error)
 
     def _finished(self, vector: Tensor, chunk: PooledChunk) -> list[float]:
         """Return the embedding or score of a pooled vector, [hidden] fp32."""
@@ -215,7 +215,7 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
         table, batch, hidden = self._table, step.batch, step.output.hidden
         for row, slot in enumerate(batch.slots.tolist()):
             wanted = self._wanted.get(slot)
-            if wanted is None or row in step.errors:
+            if wanted is None or row in step.result.errors:
                 continue
             num_prompt = int(table.num_prompt[slot])
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
@@ -228,7 +228,7 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
                 rows = hidden[start + scored - first : start + last - first]
                 arrival = self._copies.start(self._scores(rows, ids, wanted.top).tensors)
             except Exception as error:
-                step.errors[row] = describe(error)
+                step.result.errors[row] = describe(error)
                 continue
             ends = first + end - start >= num_prompt
             if ends:
@@ -241,10 +241,10 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
             try:
                 chunk.wanted.found += to_host(chunk.arrival())
             except Exception as error:
-                step.errors[chunk.row] = describe(error)
+                step.result.errors[chunk.row] = describe(error)
                 continue
             if chunk.ends:
-                step.prompt_logprobs[chunk.row] = chunk.wanted.found
+                step.result.prompt_logprobs[chunk.row] = chunk.wanted.found
 
     def _scores(self, hidden: Tensor, ids: Tensor, top: int) -> Scores:
         """Score given tokens, in parts. The logits of a part are freed before the next one.

@@ -102,16 +102,16 @@ class Speculator(Participant[None]):
             seconds = self.clock() - step.started
             # Fewer steps also save what the engine does between them, unless it was idle.
             seconds += min(step.started - self._ended, seconds)
-            step.turn_seconds = seconds
+            step.result.turn_seconds = seconds
             if self.table.draft_tree is not None:
-                step.draft_places = self.table.draft_tree.reach
+                step.result.draft_places = self.table.draft_tree.reach
             if step.checked is None and self.idle:
                 due = self.control.passed(rows, seconds, pure=bool(batch.starts[-1] == rows))
             else:
-                due, step.draft_times = True, self._observe(step, seconds)
+                due, step.result.draft_times = True, self._observe(step, seconds)
             guesses = due and self.speculation.method != FORCED
             if guesses or self._forces(batch.slots[batch.sampling_rows]):
-                step.num_draft_tokens = self._propose(step, guesses=guesses)
+                step.result.num_draft_tokens = self._propose(step, guesses=guesses)
         self._ended = self.clock()
 
     def _observe(self, step: RunningStep, seconds: float) -> DraftTimes:
@@ -147,8 +147,8 @@ class Speculator(Participant[None]):
         assert output is not None
         rows = batch.sampling_rows
         newest = np.arange(len(rows)) if checked is None else checked.newest
-        if step.errors:
-            going_on = np.array([row not in step.errors for row in rows.tolist()], np.bool_)
+        if step.result.errors:
+            going_on = np.array([row not in step.result.errors for row in rows.tolist()], np.bool_)
             rows, newest = rows[going_on], newest[going_on]
 
         def hidden(chosen: np.ndarray) -> Tensor:

@@ -217,15 +217,14 @@ class Worker:
         with self._inference():
             output = runner.finish(handle)
         if self._mover is not None:
-            moved = self._mover.take(handle.plan.step)
-            output = output if moved is None else replace(output, moved=moved)
+            output.moved = self._mover.take(handle.plan.step)
         if self._device.type != "cpu" and self.lost:  # kernels ended without the other processes
             raise GroupLost("tensor_parallel_size", self.lost)
-        graphs = None if self._graphs is None else self._graphs.changes()
-        threads = None if self._team is None else self._team.changes()
-        if graphs is None and threads is None:
-            return output
-        return replace(output, graphs=graphs, threads=threads)
+        if self._graphs is not None:
+            output.graphs = self._graphs.changes()
+        if self._team is not None:
+            output.threads = self._team.changes()
+        return output
 
     def give_back(self, blocks: Sequence[int]) -> int:
         """See `Executor.give_back`."""
