@@ -6,12 +6,11 @@ import gc
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import groupby
 from math import prod
-from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -65,28 +64,13 @@ def inference_on(device: torch.device) -> Callable[[], AbstractContextManager[ob
     """Return a factory of contexts, one for each step: inference mode with the device current.
 
     A CPU needs only inference mode."""
-    return torch.inference_mode if device.type == "cpu" else partial(_Inference, device)
+    return torch.inference_mode if device.type == "cpu" else partial(_inference, device)
 
 
-class _Inference:
-    """Inference mode with a current device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = torch.cuda.device(device)
-        self._mode = torch.inference_mode()
-
-    def __enter__(self) -> None:
-        self._device.__enter__()
-        self._mode.__enter__()
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._mode.__exit__(kind, error, trace)
-        self._device.__exit__(kind, error, trace)
+@contextmanager
+def _inference(device: torch.device) -> Iterator[None]:
+    with torch.cuda.device(device), torch.inference_mode():
+        yield
 
 
 # The memory of a KV cache in one allocation, so that it does not fragment other memory.
