@@ -25,7 +25,6 @@ from kvik.config.config import ResolvedConfig
 from kvik.core.plan import NewRequest
 from kvik.errors import ConfigError, KvikError, ModelError, shown
 from kvik.kernels.ops import Ops
-from kvik.spec.declare import ALL, ForwardContext
 from kvik.spec.fields import read_json
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.rope import MAX_POSITIONS
@@ -294,24 +293,11 @@ class TransformersModel:
         """Return rows of `StepOutput.hidden`, which are logits already."""
         return hidden
 
-    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        raise self._no_layers()
-
-    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
-        raise self._no_layers()
-
-    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
-        raise self._no_layers()
-
-    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
-        raise self._no_layers()
-
-    def leave(self, x: Tensor) -> Tensor:
-        raise self._no_layers()
-
     @staticmethod
-    def _no_layers() -> ConfigError:
-        return ConfigError("fallback", "must be none where more than a model's tokens is requested")
+    def _no_layers(*inputs: object) -> Any:
+        raise ConfigError("fallback", "must be none where more than a model's tokens is requested")
+
+    forward = enter = token_inputs = blocks = leave = _no_layers
 
 
 def load_transformers(
