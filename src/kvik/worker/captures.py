@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
@@ -283,7 +283,31 @@ class Captures(Generic[Size]):
         self._finished = False  # nothing more can be captured
         self._next = float("-inf")  # time of the next capture at the earliest
 
-    def miss(self, size: Size) -> None:
+    def replay_of(
+        self, sizes: Iterable[Size], count: Callable[[Size], int]
+    ) -> Callable[[], None] | None:
+        """Return the replay of a captured size; None: run the step eagerly.
+
+        Args:
+            sizes: that are large enough, ascending. Without the first, the next ones are used if
+                they are not much larger.
+            count: returns how large a size is.
+        """
+        best: Size | None = None
+        for size in sizes:
+            if best is None:
+                best = size
+            elif count(size) > MAX_PADDING * count(best):
+                break
+            if size in self.captured:
+                if size is not best:
+                    self._miss(best)
+                return self.captured[size]
+        if best is not None:
+            self._miss(best)
+        return None
+
+    def _miss(self, size: Size) -> None:
         """Count a request for a size that is not captured."""
         if not self._finished:
             self._missed[size] += 1

@@ -22,7 +22,6 @@ from torch import Tensor
 from kvik.attention.base import StepLayout
 from kvik.config.graph_sizes import GraphSize
 from kvik.worker.captures import (
-    MAX_PADDING,
     NO_CAPTURE_PEERS,
     CapturePeers,
     Capturer,
@@ -98,32 +97,24 @@ class DecodeGraphs(Graph):
         """Run the forward of a step, whose inputs are in `inputs`; see `EngineNetwork.forward`. All
         processes of a group choose the same size, because they have captured the same ones."""
         samples, output = len(logits_indices), self._output
-        size = self._size_of(layouts[0], len(input_ids), samples)
-        if size is None or output is None:
+        replay = self._replay_of(layouts[0], len(input_ids), samples)
+        if replay is None or output is None:
             return self._eager.forward(input_ids, positions, layouts, logits_indices)
-        self.captured[size]()
+        replay()
         return output.first(len(input_ids), samples)
 
-    def _size_of(self, layout: StepLayout, tokens: int, samples: int) -> GraphSize | None:
-        """Return the captured size that fits a step; None: there is none."""
+    def _replay_of(
+        self, layout: StepLayout, tokens: int, samples: int
+    ) -> Callable[[], None] | None:
+        """Return the replay of a captured size that fits a step; None: there is none."""
         if tokens > self._most_tokens:
             return None
         rows, tree = len(layout.num_scheduled), layout.tree is not None
         longest = 1 if tokens == rows else max(layout.num_scheduled)
-        best: GraphSize | None = None
-        found: GraphSize | None = None
         sizes = self._captures.sizes
-        for size in sizes[bisect_left(sizes, tokens, key=lambda each: each.tokens) :]:
-            if best is not None and size.tokens > MAX_PADDING * best.tokens:
-                break
-            if size.serves(rows, tokens, longest, samples, tree=tree):
-                best = best or size
-                if size in self.captured:
-                    found = size
-                    break
-        if best is not None and found is not best:
-            self._captures.miss(best)
-        return found
+        sizes = sizes[bisect_left(sizes, tokens, key=lambda size: size.tokens) :]
+        fitting = (size for size in sizes if size.serves(rows, tokens, longest, samples, tree=tree))
+        return self._captures.replay_of(fitting, lambda size: size.tokens)
 
     def _laid_out(self, size: GraphSize) -> Callable[[], None]:
         """Return the forward pass of a step that consists of padding."""

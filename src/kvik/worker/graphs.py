@@ -27,7 +27,7 @@ from kvik.spec.declare import ForwardContext, Network
 from kvik.spec.kv import KVGroup
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.shares import PipelineStage
-from kvik.worker.captures import MAX_PADDING, Capturer, Captures, GraphMemory
+from kvik.worker.captures import Capturer, Captures, GraphMemory
 from kvik.worker.group import CopyCaches, EarlierStages, Enter, MoveTokens, Others, ReadLogits
 from kvik.worker.input_batch import InputBatch
 
@@ -79,10 +79,7 @@ class CapturedRows(RowGraph):
     def run(self, *inputs: Tensor) -> Tensor:
         self._captures.prepare()
         rows, sizes = len(inputs[0]), self._captures.sizes
-        at = bisect_left(sizes, rows)
-        if at == len(sizes):
-            return self._function(*inputs)
-        replay = self._captured(sizes[at])
+        replay = self._captures.replay_of(sizes[bisect_left(sizes, rows) :], int)
         if replay is None or self._output is None:
             return self._function(*inputs)
         for there, tensor in zip(self._inputs, inputs, strict=True):
@@ -92,19 +89,6 @@ class CapturedRows(RowGraph):
 
     def idle_step(self) -> bool:
         return self._captures.idle_step()
-
-    def _captured(self, best: int) -> Callable[[], None] | None:
-        """Return the replay of the size that fits best, or of one that is not much larger; None:
-        there is none."""
-        captures = self._captures
-        replay = captures.captured.get(best)
-        if replay is None:
-            captures.miss(best)
-            sizes = (size for size in captures.sizes if best < size <= MAX_PADDING * best)
-            replay = next(
-                (captures.captured[size] for size in sizes if size in captures.captured), None
-            )
-        return replay
 
     def _call(self, size: int) -> None:
         found = self._function(*(tensor[:size] for tensor in self._inputs))
