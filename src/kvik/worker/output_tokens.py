@@ -348,11 +348,6 @@ class OutputTokens(Participant[LaunchedTokens]):
         owner = slots[owners[moved]]
         root = self.table.num_tokens[owner].astype(np.int64) - 1
         for group in range(len(self.network.groups)):
-            source = self._kv_positions(group, owner, root + nodes[moved])
-            target = self._kv_positions(group, owner, root + depths[moved])
+            source = self.table.positions(group, owner, root + nodes[moved])
+            target = self.table.positions(group, owner, root + depths[moved])
             self.network.move(group, np.stack((source, target)))
-
-    def _kv_positions(self, group: int, slots: np.ndarray, places: np.ndarray) -> np.ndarray:
-        block, offset = np.divmod(places, self.table.block_size)
-        blocks = self.table.blocks(group, (slots, block)).astype(np.int64)
-        return blocks * self.table.block_size + offset

@@ -111,20 +111,23 @@ class RequestTable:
         """
         assert self.first_keys is not None
         before = int(self.first_keys[cut.group, cut.slot])
-        source = self._positions(cut.group, cut.slot, np.arange(before, cut.end))
+        source = self.positions(cut.group, cut.slot, np.arange(before, cut.end))
         first = cut.first_key // self.block_size
         table = self.block_tables[cut.group][cut.slot]
         table[first : first + len(cut.block_ids)] = cut.block_ids
         self.first_keys[cut.group, cut.slot] = cut.first_key
-        return source, self._positions(cut.group, cut.slot, np.arange(cut.first_key, cut.end))
+        return source, self.positions(cut.group, cut.slot, np.arange(cut.first_key, cut.end))
 
-    def _positions(self, group: int, slot: int, places: np.ndarray) -> np.ndarray:
-        """Return the KV positions of some places of a request: [places] int64."""
+    def positions(self, group: int, slots: int | np.ndarray, places: np.ndarray) -> np.ndarray:
+        """Return the KV positions of some places: [places] int64.
+
+        Args:
+            slots: of the places' requests: one for all, or [places].
+        """
         block, offset = np.divmod(places, self.block_size)
-        found = self.blocks(group, (np.full_like(block, slot), block))
-        return found.astype(np.int64) * self.block_size + offset
+        return self.blocks(group, (slots, block)).astype(np.int64) * self.block_size + offset
 
-    def blocks(self, group: int, where: tuple[np.ndarray, np.ndarray | slice]) -> np.ndarray:
+    def blocks(self, group: int, where: tuple[int | np.ndarray, np.ndarray | slice]) -> np.ndarray:
         """Return some block ids of a group, as its layers number them."""
         found, shares = self.block_tables[group][where], self.shares[group]
         return found if shares == 1 else found * np.int32(shares)
