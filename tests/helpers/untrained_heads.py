@@ -30,7 +30,7 @@ def medusa(parts: DrafterParts) -> Drafter:
             logits=None,
         )
         random_weights(builder.declared, seed=0)
-    return MedusaDrafter(heads, TREE, parts.rows)
+    return MedusaDrafter(heads, TREE, parts.device, parts.rows)
 
 
 def eagle(parts: DrafterParts) -> Drafter:
@@ -38,9 +38,9 @@ def eagle(parts: DrafterParts) -> Drafter:
     with torch.inference_mode():
         layer = EagleLayer(builder, hidden=width, inner=width)
         random_weights(builder.declared, seed=0)
-    ids = torch.zeros(1, dtype=torch.int64, device=parts.platform.parts.device)
+    ids = torch.zeros(1, dtype=torch.int64, device=parts.device)
     rows = partial(parts.rows, more=(ids, ids))
-    return EagleDrafter(layer, parts.network, parts.table, TREE, rows)
+    return EagleDrafter(layer, parts.network, parts.table, TREE, parts.device, rows)
 
 
 def _builder(parts: DrafterParts) -> Builder:

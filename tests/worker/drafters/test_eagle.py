@@ -62,7 +62,7 @@ def test_positions_end_at_the_longest_text():
 
     table = RequestTable(1, 8, 1, 4)
     table.num_tokens[0] = 7
-    drafter = EagleDrafter(Noting(), Noting(), table, CHAIN)
+    drafter = EagleDrafter(Noting(), Noting(), table, CHAIN, torch.device("cpu"))
     hidden = torch.zeros(1, 1, dtype=torch.float64)
     rows = DraftRows(np.zeros(1, np.int64), np.array([1]), lambda: hidden)
     assert len(drafter.propose(rows).token_ids) == 1
@@ -83,8 +83,7 @@ def test_each_node_follows_its_path(tree, rows):
     for slot, tokens in ((0, [5, 9, 11]), (2, [8, 2, 3, 44, 17])):
         table.token_ids[slot, : len(tokens)] = tokens
         table.num_tokens[slot] = len(tokens)
-    drafter = EagleDrafter(Counting(), Counting(), table, tree)
-    drafter._rows = rows(drafter._grow)
+    drafter = EagleDrafter(Counting(), Counting(), table, tree, torch.device("cpu"), rows)
     hidden = torch.tensor([[4.0], [21.0]], dtype=torch.float64)
     limits = np.array([tree.drafts, 3])
     some = DraftRows(np.array([2, 0]), limits, lambda: hidden)

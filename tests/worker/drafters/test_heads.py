@@ -136,5 +136,5 @@ def test_a_tree_is_limited_by_the_vocabulary_and_the_bits_of_a_word() -> None:
     assert tree.drafts == 6  # two, and two after each
     logits = torch.randn(3, 2, 2, generator=torch.Generator().manual_seed(1))
     rows = DraftRows(np.arange(3), np.full(3, 6), lambda: torch.zeros(3, 4))
-    drafts = MedusaDrafter(lambda hidden: logits, tree).propose(rows).by_row()
+    drafts = MedusaDrafter(lambda hidden: logits, tree, torch.device("cpu")).propose(rows).by_row()
     assert [len(row) for row in drafts] == [6, 6, 6]

@@ -9,6 +9,7 @@ from kvik.worker.draft_tree import DraftTree
 from kvik.worker.drafters.base import DraftRows
 from kvik.worker.drafters.heads import MedusaDrafter
 
+CPU = torch.device("cpu")
 # Children of the root have ranks 0, 1 and 2; the second level is below the first two.
 TREE = DraftTree((-1, 0, 0, 1, 2, 0, 1), (0, 0, 1, 0, 0, 2, 1))
 
@@ -27,7 +28,7 @@ def heads(hidden: torch.Tensor) -> torch.Tensor:
 
 
 def test_each_node_has_the_candidate_of_its_depth_and_rank():
-    drafter = MedusaDrafter(heads, TREE)
+    drafter = MedusaDrafter(heads, TREE, CPU)
     found = drafter.propose(rows(torch.tensor([[3.0, 0.0], [7.0, 0.0]]), 6, 6))
     assert found.tree is TREE and found.probs is None
     # rank 0: h, rank 1: h + 1, rank 2: h - 1
@@ -35,5 +36,5 @@ def test_each_node_has_the_candidate_of_its_depth_and_rank():
 
 
 def test_a_row_gets_the_first_nodes():
-    found = MedusaDrafter(heads, TREE).propose(rows(torch.tensor([[3.0], [7.0]]), 2, 4))
+    found = MedusaDrafter(heads, TREE, CPU).propose(rows(torch.tensor([[3.0], [7.0]]), 2, 4))
     assert found.by_row() == [[3, 4], [7, 8, 17, 17]]

@@ -38,21 +38,6 @@ class _Level:
     ranks: Tensor
     candidates: int
 
-    def on(self, device: torch.device) -> _Level:
-        """Return the level on a device."""
-
-        def put(here: Tensor) -> Tensor:
-            return upload(here.numpy(), device)
-
-        return _Level(
-            put(self.nodes),
-            put(self.parents),
-            put(self.children),
-            put(self.owners),
-            put(self.ranks),
-            self.candidates,
-        )
-
 
 class EagleDrafter(Drafter):
     """Drafts with an EAGLE layer. Stores no state for a request."""
@@ -63,19 +48,21 @@ class EagleDrafter(Drafter):
         model: HeadTarget,
         table: RequestTable,
         tree: DraftTree,
+        device: torch.device,
         rows: Callable[[RowFunction], RowGraph] = RowGraph,
     ) -> None:
         """
         Args:
             layer: inputs and hidden states, [rows, hidden] each -> the next hidden states.
             model: the model, whose embedding and head are used with the layer.
+            device: of the hidden states.
             rows: makes the graph that runs `_grow`.
         """
         self.layer = layer
         self.model = model
         self.table = table
         self.tree = tree
-        self._levels = _levels(tree)
+        self._levels = _levels(tree, device)
         self._rows = rows(self._grow)
 
     def propose(self, rows: DraftRows) -> Drafts:
@@ -97,9 +84,7 @@ class EagleDrafter(Drafter):
         Returns:
             [rows, drafts] int64.
         """
-        count, device = len(newest), hidden.device
-        if self._levels[0].nodes.device != device:
-            self._levels = [level.on(device) for level in self._levels]
+        count = len(newest)
         tokens = newest.new_zeros(count, len(self.tree.parents))
         tokens[:, 0] = newest
         last = self.table.token_ids.shape[1] - 1  # the last position
@@ -118,22 +103,21 @@ class EagleDrafter(Drafter):
         return tokens[:, 1:]
 
 
-def _levels(tree: DraftTree) -> list[_Level]:
+def _levels(tree: DraftTree, device: torch.device) -> list[_Level]:
     levels: list[_Level] = []
     parents, ranks = np.array(tree.parents), np.array(tree.ranks, np.int64)
     before = np.zeros(1, np.int64)  # node 0 continues the model's own hidden state
     for depth in range(int(tree.depths.max())):
         children = np.flatnonzero(tree.depths == depth + 1)
         nodes = np.unique(parents[children])
+        above = np.searchsorted(before, parents[nodes]) if depth else before
         levels.append(
             _Level(
-                nodes=torch.from_numpy(nodes),
-                parents=torch.from_numpy(
-                    np.searchsorted(before, parents[nodes]) if depth else before
-                ),
-                children=torch.from_numpy(children),
-                owners=torch.from_numpy(np.searchsorted(nodes, parents[children])),
-                ranks=torch.from_numpy(ranks[children]),
+                nodes=upload(nodes, device),
+                parents=upload(above, device),
+                children=upload(children, device),
+                owners=upload(np.searchsorted(nodes, parents[children]), device),
+                ranks=upload(ranks[children], device),
                 candidates=int(ranks[children].max()) + 1,
             )
         )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,18 +33,20 @@ class MedusaDrafter(Drafter):
         self,
         heads: Callable[[Tensor], Tensor],
         tree: DraftTree,
+        device: torch.device,
         rows: Callable[[RowFunction], RowGraph] = RowGraph,
     ) -> None:
         """
         Args:
             heads: hidden [rows, hidden] -> logits [rows, depths, vocab] of the tokens after the
                 next one.
+            device: of the hidden states.
             rows: makes the graph that runs `_guess`.
         """
         self.heads = heads
         self.tree = tree
-        self._depth = torch.from_numpy(tree.depths[1:] - 1)  # [drafts]
-        self._rank = torch.tensor(tree.ranks[1:], dtype=torch.int64)
+        self._depth = upload(tree.depths[1:] - 1, device)  # [drafts]
+        self._rank = upload(np.array(tree.ranks[1:], np.int64), device)
         self._rows = rows(self._guess)
 
     def propose(self, rows: DraftRows) -> Drafts:
@@ -52,10 +55,6 @@ class MedusaDrafter(Drafter):
 
     def _guess(self, hidden: Tensor) -> Tensor:
         """[rows, hidden] -> the tokens of the tree [rows, drafts]."""
-        if self._depth.device != hidden.device:
-            self._depth, self._rank = (
-                upload(tensor.numpy(), hidden.device) for tensor in (self._depth, self._rank)
-            )
         ranks = max(self.tree.ranks) + 1
         likely = torch.topk(self.heads(hidden), ranks, dim=-1).indices  # [rows, depths, ranks]
         return likely[:, self._depth, self._rank]

@@ -53,6 +53,10 @@ class DrafterParts:
     def vocab_size(self) -> int:
         return self.config.model.vocab_size
 
+    @property
+    def device(self) -> torch.device:
+        return self.platform.parts.device
+
     def rows(self, function: RowFunction, more: Sequence[Tensor] = ()) -> RowGraph:
         """Return the graph that runs draft heads.
 
@@ -79,15 +83,15 @@ def _suffix(parts: DrafterParts) -> Drafter:
 def _medusa(parts: DrafterParts) -> Drafter:
     folder, (model, sizes) = Path(parts.speculation.source.path), _target(parts)
     heads = load_medusa(folder, model, sizes, parts.platform.parts)
-    return MedusaDrafter(heads, _tree(parts.speculation), parts.rows)
+    return MedusaDrafter(heads, _tree(parts.speculation), parts.device, parts.rows)
 
 
 def _eagle(parts: DrafterParts) -> Drafter:
     folder, (model, sizes) = Path(parts.speculation.source.path), _target(parts)
     layer = load_eagle(folder, sizes, parts.platform.parts)
-    ids = torch.zeros(1, dtype=torch.int64, device=parts.platform.parts.device)
+    ids = torch.zeros(1, dtype=torch.int64, device=parts.device)
     rows = partial(parts.rows, more=(ids, ids))
-    return EagleDrafter(layer, model, parts.table, _tree(parts.speculation), rows)
+    return EagleDrafter(layer, model, parts.table, _tree(parts.speculation), parts.device, rows)
 
 
 def _tree(chosen: ResolvedSpeculation) -> DraftTree:
@@ -117,11 +121,10 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     with torch.inference_mode():
         graph, inputs = parts.platform.graph(network, sizes, drafts=True)
     parts.idle_work.extend((parts.platform.parts.warm_ups.steps(network, spec, sizes), graph))
-    device = parts.platform.parts.device
     draft = DraftNetwork(
         graph,
         inputs,
-        Vocabulary(parts.vocab_size, spec.vocab_size, chosen.source.meanings, device),
+        Vocabulary(parts.vocab_size, spec.vocab_size, chosen.source.meanings, parts.device),
         parts.table.view(chosen.draft_group, len(groups)),
         step.max_num_batched_tokens,
         spec.max_context,
@@ -132,7 +135,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
         parts.sampling,
         config.cache.pool_size,
         chosen.num_draft_tokens,
-        SAMPLER_BYTES[device.type],
+        SAMPLER_BYTES[parts.device.type],
     )
 
 
