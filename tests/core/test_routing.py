@@ -98,7 +98,7 @@ def test_requests_that_were_just_sent_count_as_computed_there_for_a_minute():
     assert made.choose(prompt, 800, 59.0).hit == 50
     assert made.choose(prompt, 800, 59.0).replica == first
     assert made.choose(prompt, 800, EXPECTED_SECONDS + 0.1).hit == 0
-    assert made.num_held(first) == 0
+    assert not made._replicas[first].holds
 
 
 def test_answers_count_as_cached_without_reports():
@@ -239,7 +239,7 @@ def test_any_history_ends_without_work_and_with_known_reports(seed: int):
     made.choose([], 1, now + 2 * EXPECTED_SECONDS)  # expectations have expired
     for replica in range(3):
         assert made.seconds(replica) < 1e-6
-        assert made.num_held(replica) == len(logs[replica])
+        assert made._replicas[replica].holds == logs[replica]
 
 
 @settings(max_examples=examples(50), deadline=None)

@@ -307,10 +307,6 @@ class ReplicaRouter:
         """Return the cost of a replica's backlog and of how full it is."""
         return self._replicas[replica].seconds
 
-    def num_held(self, replica: int) -> int:
-        """Return how many pieces a replica is believed to hold."""
-        return len(self._replicas[replica].holds)
-
     # -- inside ----------------------------------------------------------------------------------
 
     def _hits(self, hashes: Sequence[bytes], among: int) -> dict[int, int]:
