@@ -1,7 +1,8 @@
-"""Random service under every policy: each request gets its own tokens.
+"""Random service under every policy: each request gets its own tokens, and none waits forever.
 
-The fake worker checks every key that every forward sees; the simulation checks invariants
-after each call.
+The fake worker checks every key that every forward sees; the simulation checks invariants after
+each call, and compares all tokens and embeddings. In every second run there is always more work
+than can be done, and each request still ends within a bounded number of steps of its arrival.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from helpers.tiers import runs
 from helpers.windows import Seen, chunks
 
 from kvik.core.config import POLICIES
-from kvik.core.types import FinishReason
+from kvik.core.types import FinishReason, Pin
 from kvik.spec.visible_keys import Budget
 
 WINDOWS: list[tuple[Seen, ...]] = [
@@ -29,52 +30,74 @@ BUDGETS: list[tuple[Seen, ...]] = [
     (Budget(3, 1, 2, 4),),
     (Budget(9, 2, 4, 3), Budget(12, 2, 4, 3)),
 ]
+KINDS = [*((windows, None) for windows in WINDOWS + BUDGETS), ((None, 5), 6)]
+LONGEST = 40
 
 
-def run(seed: int, policy: str, windows: tuple[Seen, ...], depth: int) -> Simulation:
+def run(
+    seed: int, policy: str, windows: tuple[Seen, ...], depth: int, checkpoints: int | None
+) -> Simulation:
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8])
-    budget = rng.choice([6, 16, 64])
-    longest = 52  # 30 prompt + 20 output tokens, and some room
-    plain = windows in BUDGETS  # without drafts and stages
+    budgets = windows in BUDGETS
+    plain = budgets or checkpoints is not None  # without drafts and stages
+    busy = seed % 2 == 0
     setup = Setup(
         policy=policy,
         block_size=block_size,
-        num_blocks=(longest // block_size + 2 + plain * (12 // block_size + 2)) * len(windows)
+        num_blocks=(LONGEST // block_size + 3 + budgets * (12 // block_size + 2)) * len(windows)
         + rng.randint(0, 11),
         windows=windows,
-        budget=budget,
-        max_num_seqs=rng.choice([3, 6]),
+        budget=rng.choice([8, 24, 64]),
+        max_num_seqs=rng.choice([2, 3, 6]),
+        max_model_len=LONGEST,
         depth=depth,
-        stages=depth if seed % 2 and not plain else 1,
-        caching=rng.random() < 0.8,
+        stages=1 if plain else rng.choice([1, depth]),
+        caching=rng.random() < 0.8 or checkpoints is not None,
+        ageing=0.5,
         lookahead=0 if plain else seed % 3 * 4,
+        checkpoints=checkpoints,
+        pinned_share=rng.choice([0.4, 1.0]),
     )
     sim = Simulation(setup)
-    heads = [[rng.randint(0, 2) for _ in range(20)] for _ in range(3)]
-    for _ in range(60):
-        sim.now += 0.1
-        sim.worker.num_drafts = rng.choice([0, 0, 2, 5]) * (not plain)
-        if rng.random() < 0.4:
-            head = rng.choice(heads)[: rng.randint(1, 20)]
-            sim.add(
-                head + [rng.randint(0, 2) for _ in range(rng.choice([0, 1, 9]))],
-                max_tokens=rng.randint(1, 20),
-                n=rng.choice([1, 1, 3]),
-                priority=rng.randint(0, 2),
-                salt=rng.choice(["", "", "tenant"]),
-                tenant=rng.choice(["", "a", "b"][: seed % 3 + 1]),
-                deadline=sim.now + 1.0 if rng.random() < 0.2 else None,
+    tenants = ["", "a", "b", "c"][: seed % 4 + 1]
+    heads = [[rng.randint(0, 2) for _ in range(16)] for _ in range(3)]
+    most = 120 + 60 * depth  # steps of a request of 40 tokens with ten requests ahead of it
+    arrived: dict[tuple[str, int], int] = {}
+    for step in range(240 if busy else 60):
+        sim.worker.num_drafts = 0 if plain else rng.choice([0, 0, 2, 5])
+        if len(sim.scheduler.waiting) < 8 and (busy or rng.random() < 0.4):
+            pooling = rng.choice([None, None, None, "mean", "last"])
+            found = sim.add(
+                rng.choice(heads)[: rng.randint(1, 16)]
+                + [rng.randint(0, 2) for _ in range(rng.randint(0, 8))],
+                max_tokens=rng.randint(1, 16),
+                n=1 if pooling else rng.choice([1, 1, 1, 3]),
+                priority=rng.randint(-1, 1),
+                salt=rng.choice(["", "", "x"]),
+                deadline=sim.now + 2.0 if rng.random() < 0.1 else None,
+                tenant=rng.choice(tenants),
+                pins=(Pin(8, 0.5), Pin(16, 5.0)) if rng.random() < 0.3 else (),
+                pooling=pooling,
             )
-        if rng.random() < 0.06 and sim.requests:
-            sim.end(rng.choice(list(sim.requests.values())))
-        if rng.random() < 0.04:
+            arrived.update(dict.fromkeys([r.key for r in found], step))
+        if arrived and rng.random() < 0.03:
+            sim.end(sim.requests[rng.choice(list(arrived))])
+        if rng.random() < 0.02:
             sim.failing_row = rng.randint(0, 5)
-        if rng.random() < 0.04:
+        if rng.random() < 0.02:
             sim.step_fails = True
+        if rng.random() < 0.01:
+            sim.scheduler.kv.reset()
         sim.step()
+        sim.now += 0.1
+        for key in sim.ended:
+            arrived.pop(key, None)
+        assert step - min(arrived.values(), default=step) <= most, "a request starves"
     sim.failing_row, sim.step_fails = None, False
-    sim.drain()
+    left = [r for r in sim.requests.values() if not r.finished]
+    sim.drain(max_steps=20 + 2 * sum(r.max_length for r in left))
+    sim.outlive_pins()
     return sim
 
 
@@ -82,14 +105,17 @@ def run(seed: int, policy: str, windows: tuple[Seen, ...], depth: int) -> Simula
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_request_gets_its_own_tokens(policy: str, depth: int) -> None:
     reasons: set[FinishReason | None] = set()
-    preemptions = hits = 0
+    preemptions = hits = pinned = vectors = 0
     first = 25 * (depth + 3 * POLICIES.index(policy))  # each run has a seed of its own
-    for seed, windows in enumerate((WINDOWS + BUDGETS) * runs(2), first):
-        sim = run(seed, policy, windows, depth)
-        reasons |= {delta.finish_reason for delta in sim.ended.values()}
+    for seed, (windows, checkpoints) in enumerate(KINDS * runs(2), first):
+        sim = run(seed, policy, windows, depth, checkpoints)
+        ended = sim.ended.values()
+        reasons |= {delta.finish_reason for delta in ended}
         preemptions += sim.scheduler.counters.preemptions
         hits += sim.scheduler.counters.prefix_hits
-    # The runs cover what they should; there are no moves here.
+        pinned += sum(d.report.num_pinned_tokens for d in ended if d.report is not None)
+        vectors += sum(d.embedding is not None for d in ended)
+    # The runs cover what they should; there is no other engine for moves.
     assert reasons == set(FinishReason) - {FinishReason.MOVED}
-    assert hits > 0
+    assert hits and pinned and vectors
     assert preemptions or policy in ("static", "dynamic")
