@@ -12,7 +12,6 @@ from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.config.config import EngineConfig
 from kvik.config.resolve import resolve
 from kvik.errors import CapacityError, ConfigError
-from kvik.options import options_of
 from kvik.planner.advice import advise
 from kvik.planner.advice.advise import ORDER, Advice, AdviceReport, advise_shape
 from kvik.planner.advice.reasons import Goal, improvement
@@ -118,14 +117,6 @@ def test_what_this_version_lacks_stands_apart() -> None:
     assert [a.topic for a in found.later] == lacking and "parallelism" in lacking
     assert not any(a.flags for a in found.later)
     assert [a.topic for a in found.advice] == [topic for topic in ORDER if topic not in lacking]
-
-
-def test_every_option_that_affects_speed_is_a_lever() -> None:
-    """New options need a name in `OPTIONS`."""
-    pulled = {name for names in advise.OPTIONS.values() for name in names}
-    words = re.compile("dtype$|parallel|spec|draft|quant|max_num_|prefix_cach")
-    options = {option.name for option in options_of(EngineConfig)}
-    assert {name for name in options if words.search(name)} <= pulled
 
 
 def test_quantisation_helps_what_reads_and_not_what_computes() -> None:

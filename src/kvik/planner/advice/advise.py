@@ -6,14 +6,12 @@ whose effect is below their accuracy is not advised, and the list says why.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from kvik.config.config import EngineConfig
 from kvik.config.fit import MAX_NUM_SEQS
 from kvik.config.hardware import Hardware
 from kvik.errors import CapacityError
-from kvik.options import options_of
 from kvik.planner.advice import reasons
 from kvik.planner.advice.reasons import (
     WORTHWHILE,
@@ -38,46 +36,20 @@ from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import DTYPE_BYTES
 
-# The levers, with the engine options that set them. A lever yields positions; `_Adviser` predicts
-# their effects.
-OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "precision": ("dtype",),
-    "KV format": ("kv_cache_dtype",),
-    "batching": ("max_num_seqs", "max_num_batched_tokens"),
-    "prefix cache": ("enable_prefix_caching",),
-    "quantisation": ("quantization",),
-    "speculation": ("spec_method", "spec_model", "spec_tokens", "speculative_config"),
-    "parallelism": (
-        "tensor_parallel_size",
-        "tensor_parallel_cut",
-        "pipeline_parallel_size",
-        "expert_parallel",
-        "data_parallel_size",
-    ),
-}
-NOT_ON_GPUS = frozenset({"parallelism"})  # groups have not run on GPUs, and stages are missing
+# Levers without flags on GPUs: groups have not run there, and stages are missing.
+NOT_ON_GPUS = frozenset({"parallelism"})
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
 MOST_SEQS = 1024  # requests at a time
 MOST_DEVICES = 32  # per layer
 
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """One position of a lever.
-
-    Attributes:
-        name: the position in words, to follow "with".
-    """
-
-    name: str
-    serving: Serving
+# One position of a lever: its name in words, to follow "with", and the setting. `_Adviser` predicts
+# its effects.
+Position = tuple[str, Serving]
 
 
 def available(topic: str, device: Device) -> bool:
-    """Return whether this engine has the options of a lever on such a device."""
-    known = {option.name for option in options_of(EngineConfig)}
-    divided = device.kind == "cpu" or topic not in NOT_ON_GPUS
-    return divided and known.issuperset(OPTIONS.get(topic, ()))
+    """Return whether this engine has a lever on such a device."""
+    return device.kind == "cpu" or topic not in NOT_ON_GPUS
 
 
 def flag(option: str, value: object) -> str:
@@ -86,31 +58,22 @@ def flag(option: str, value: object) -> str:
 
 
 def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
-    """Return the flags that change the usual setting to this one, of those this engine has."""
+    """Return the flags that change the usual setting to this one."""
     at, was = serving.at, usual.at
     made, other = weight_facts(at.weight_format), at.weight_format != was.weight_format
     drafting = serving.drafting
     model = drafting.model if drafting else ""
-    pairs: list[tuple[str, str, object, bool]] = [
-        ("precision", "dtype", made.dtype, bool(made.dtype) and other),
-        ("quantisation", "quantization", made.quantization, bool(made.quantization) and other),
-        ("KV format", "kv_cache_dtype", at.kv_format, at.kv_format != _kv_of(serving.shape, at)),
-        ("batching", "max_num_seqs", serving.seqs, serving.seqs != usual.seqs),
-        (
-            "batching",
-            "max_num_batched_tokens",
-            serving.budget,
-            serving.budget != serving.usual_budget,
-        ),
-        ("speculation", "spec_method", "draft_model" if model else "ngram", drafting is not None),
-        ("speculation", "spec_model", model, bool(model)),
-        ("speculation", "spec_tokens", drafting.drafts if drafting else 0, drafting is not None),
-    ]  # fmt: skip
-    return tuple(
-        flag(option, value)
-        for topic, option, value, changed in pairs
-        if changed and available(topic, at.device)
-    )
+    found: list[tuple[str, object, bool]] = [
+        ("dtype", made.dtype, bool(made.dtype) and other),
+        ("quantization", made.quantization, bool(made.quantization) and other),
+        ("kv_cache_dtype", at.kv_format, at.kv_format != _kv_of(serving.shape, at)),
+        ("max_num_seqs", serving.seqs, serving.seqs != usual.seqs),
+        ("max_num_batched_tokens", serving.budget, serving.budget != serving.usual_budget),
+        ("spec_method", "draft_model" if model else "ngram", drafting is not None),
+        ("spec_model", model, bool(model)),
+        ("spec_tokens", drafting.drafts if drafting else 0, drafting is not None),
+    ]
+    return tuple(flag(option, value) for option, value, changed in found if changed)
 
 
 def precisions(serving: Serving, traffic: Traffic) -> Iterator[Position]:
@@ -118,7 +81,7 @@ def precisions(serving: Serving, traffic: Traffic) -> Iterator[Position]:
     now = weight_facts(serving.at.weight_format)
     for facts in WEIGHT_FORMATS.values():
         if now.dtype and facts.dtype and DTYPE_BYTES[facts.dtype] < DTYPE_BYTES[now.dtype]:
-            yield Position(facts.name, with_weights(serving, traffic, facts.name))
+            yield facts.name, with_weights(serving, traffic, facts.name)
 
 
 def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
@@ -128,7 +91,7 @@ def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
     for name in KV_FORMATS:
         if kv_facts(name).bits <= 8 and shape.kv_bytes_per_token(name) < now:
             smaller = replace(at, kv_format=name)
-            yield Position(name, _renewed(serving, traffic, smaller))
+            yield name, _renewed(serving, traffic, smaller)
 
 
 def drafting_flags(drafting: Drafting) -> tuple[str, ...]:
@@ -141,7 +104,7 @@ def drafting_flags(drafting: Drafting) -> tuple[str, ...]:
 def quantisations(serving: Serving, traffic: Traffic) -> Iterator[Position]:
     """Yield the smaller formats to which this engine can quantise a checkpoint."""
     for name in made_formats(serving):
-        yield Position(name, with_weights(serving, traffic, name))
+        yield name, with_weights(serving, traffic, name)
 
 
 def widened(serving: Serving) -> Serving:
@@ -152,7 +115,7 @@ def widened(serving: Serving) -> Serving:
 def batchings(serving: Serving) -> Iterator[Position]:
     """Yield smaller token budgets per step."""
     for budget in budgets(serving)[1:]:
-        yield Position(f"{budget} tokens a step", replace(serving, budget=budget))
+        yield f"{budget} tokens a step", replace(serving, budget=budget)
 
 
 def speculations(
@@ -172,7 +135,7 @@ def speculations(
     for drafts in DRAFTS:
         drafting = Drafting(drafts, acceptance, drafts * seconds, model)
         name = "1 draft a step" if drafts == 1 else f"{drafts} drafts a step"
-        yield Position(name, replace(serving, drafting=drafting))
+        yield name, replace(serving, drafting=drafting)
 
 
 def made_formats(serving: Serving) -> tuple[str, ...]:
@@ -204,7 +167,7 @@ def parallelisms(serving: Serving, traffic: Traffic) -> Iterator[Position]:
     for count in device_counts(serving):
         if count > serving.at.tp:
             more = replace(serving.at, tp=count)
-            yield Position(f"{count} devices", _renewed(serving, traffic, more))
+            yield f"{count} devices", _renewed(serving, traffic, more)
 
 
 def with_weights(serving: Serving, traffic: Traffic, name: str) -> Serving:
@@ -489,8 +452,8 @@ class _Adviser:
         """Return the best position with as many requests as fit in memory, the first among equals;
         for parallelism, the fewest devices that keep the limits."""
         best: _Point | None = None
-        for position in self._positions(topic, now):
-            point = self._at(widened(position.serving), position.name)
+        for name, serving in self._positions(topic, now):
+            point = self._at(widened(serving), name)
             if best is None or self._improvement(best, point) > 0.0:
                 best = point
             if topic == "parallelism" and self._kept(best):
@@ -516,8 +479,8 @@ class _Adviser:
         usual, slo = self.usual, self.goal.slo
         base = self._at(replace(serving, seqs=usual.seqs, budget=serving.usual_budget), name)
         best = base
-        for position in batchings(base.serving):
-            point = self._at(position.serving, name)
+        for _, other in batchings(base.serving):
+            point = self._at(other, name)
             # Compared with `base` too, because small losses of several rounds would add up.
             if self._improvement(best, point) > 0.0 <= self._improvement(base, point):
                 best = point
@@ -553,7 +516,7 @@ class _Adviser:
             return reasons.nothing(topic, now.serving)
         batch, drafting = self._batch(now), then.serving.drafting
         if topic in ("precision", "quantisation"):
-            others = [position.serving for position in self._positions(topic, now)]
+            others = [serving for _, serving in self._positions(topic, now)]
             reason = reasons.formats(now.serving, others, then.serving, self.traffic, batch)
         elif drafting is None:
             reason = reasons.shares(now.serving, self.traffic, batch)
