@@ -133,7 +133,6 @@ class StepPart:
     """One part of a step, on one of the devices that share it.
 
     Attributes:
-        bytes, flops: bytes read and operations computed.
         floor: seconds at peak figures.
         expected: seconds by the calibration; without one, the floor.
         bound: "bandwidth", "compute", "host" or "links".
@@ -141,8 +140,6 @@ class StepPart:
     """
 
     name: str
-    bytes: float
-    flops: float
     floor: float
     expected: float
     bound: str
@@ -325,16 +322,14 @@ class _Work:
             prompted = sum(count * new for count, new, _ in prompts)
             rest = rows - prompted
             small = small_seconds(self.shape, measured, cost, prompted, rest, self.processes)
-            parts.append(StepPart("small kernels", 0.0, 0.0, 0.0, small, "host"))
+            parts.append(StepPart("small kernels", 0.0, small, "host"))
             reading = logits * LOGIT_BYTES / self.read_rate
             choosing = max(reading, self.processes * logits * measured.logit)  # in the first
-            num_bytes = logits * LOGIT_BYTES
-            sampling = StepPart("sampling", num_bytes, 0.0, reading, choosing, "host", reading)
-            parts.append(sampling)
+            parts.append(StepPart("sampling", reading, choosing, "host", reading))
             host = measured.host_seconds(self.working_set, self.step.sequences)
             for count, new, _ in prompts:
                 host += count * (measured.host_request + new * measured.host_token)
-            parts.append(StepPart("host", 0.0, 0.0, 0.0, host, "host"))
+            parts.append(StepPart("host", 0.0, host, "host"))
         return parts
 
     def _runs(self, *, decoding: bool) -> list[tuple[int, int, int]]:
@@ -359,7 +354,7 @@ class _Work:
                 part = rows * matrix.active / matrix.experts if matrix.experts else rows
                 expected += copies * self._product(matrix, max(1.0, part), moved / copies)
         unit = at.device.rate(arithmetic(at.weight_format, at.device.kind))
-        return _part(name, num_bytes, flops, num_bytes / rate, flops / unit, expected)
+        return _part(name, num_bytes / rate, flops / unit, expected)
 
     def _product(self, matrix: MatrixGroup, rows: float, num_bytes: float) -> float:
         """Return the seconds of one product; 0 if its costs were not measured.
@@ -421,21 +416,19 @@ class _Work:
         num_bytes = float(sum(n * shape.state_traffic(cached) for n, _, cached in runs))
         flops = float(self.step.rows * shape.state_flops)
         computing = flops / self.at.device.rate("fp32") if flops else 0.0
-        return _part("states", num_bytes, flops, num_bytes / self.read_rate, computing, 0.0)
+        return _part("states", num_bytes / self.read_rate, computing, 0.0)
 
     def _attention(self, name: str, num_bytes: float, flops: float, expected: float) -> StepPart:
         unit = "bf16" if kv_facts(self.at.kv_format).bits <= 16 else "fp32"
         computing = flops / self.at.device.rate(unit)
-        return _part(name, num_bytes, flops, num_bytes / self.read_rate, computing, expected)
+        return _part(name, num_bytes / self.read_rate, computing, expected)
 
 
-def _part(
-    name: str, num_bytes: float, flops: float, reading: float, computing: float, expected: float
-) -> StepPart:
+def _part(name: str, reading: float, computing: float, expected: float) -> StepPart:
     floor = max(reading, computing)
     bound = "bandwidth" if reading >= computing else "compute"
     expected = max(floor, expected)
-    return StepPart(name, num_bytes, flops, floor, expected, bound, reading, computing)
+    return StepPart(name, floor, expected, bound, reading, computing)
 
 
 def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPart]:
@@ -452,19 +445,18 @@ def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPar
     message = step.rows * shape.hidden_size * ACTIVATION_BYTES
     found = collectives(shape, exact=at.exact)
     if at.exact:
-        measured, made = device.calibration, step.rows * found.step_numbers * ACTIVATION_BYTES
-        if measured is None:
+        if (measured := device.calibration) is None:
             return []
         parts = []
         if tp > 1:
             seconds = found.count * measured.exchange_seconds(tp)
-            parts.append(StepPart("exchanges", float(made), 0.0, 0.0, seconds, "links"))
+            parts.append(StepPart("exchanges", 0.0, seconds, "links"))
         # Each stage is notified of a step, notifies its processes, and sends its result on.
         hops = (pp > 1) + (pp - 1) + pp * (tp > 1)
         seconds = measured.hop_seconds(hops, (pp - 1) * message)
-        return [*parts, StepPart("hops", float((pp - 1) * message), 0.0, 0.0, seconds, "links")]
+        return [*parts, StepPart("hops", 0.0, seconds, "links")]
     if not device.link:
         raise ConfigError("tp" if tp > 1 else "pp", f"{device.name} has no link to other devices")
     sent = found.count * message * 2 * (tp - 1) / tp + (pp - 1) * message
     seconds = sent / device.link
-    return [StepPart("links", float(sent), 0.0, seconds, seconds, "links")]
+    return [StepPart("links", seconds, seconds, "links")]
