@@ -50,11 +50,11 @@ def test_without_a_file_the_error_names_the_command(tmp_path: Path) -> None:
     ("change", "why"),
     [
         ({"schema": 99}, "schema 99"),
-        ({"launch": -1.0}, "a time below 0"),
-        ({"activation": 0.0}, "a rate that is not above 0"),
+        ({"launch": -1.0}, "Expected `float` >= 0.0"),
+        ({"activation": 0.0}, "Expected `float` > 0.0"),
         ({"reads": []}, "nothing measured"),
         ({"linears": {"bf16": []}}, "nothing measured"),
-        ({"hop": -1e-6}, "a time below 0"),
+        ({"hop": -1e-6}, "Expected `float` >= 0.0"),
         ({"exchanges": [[4, 1e-6], [2, 1e-6]]}, "Expected `object`"),
         (
             {"exchanges": [{"processes": n, "seconds": 1e-6} for n in (4, 2)]},

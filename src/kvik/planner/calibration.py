@@ -10,10 +10,10 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from math import isfinite, log
+from math import log
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
@@ -27,6 +27,11 @@ SCHEMA = 1  # of the file; files with other schemas are refused
 
 # Working sets, in bytes, that count as read from a cache and as read from memory.
 CACHED, STREAMED = 8 << 20, 64 << 20
+
+
+Rate = Annotated[float, msgspec.Meta(gt=0)]
+Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
+Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 
 class Machine(msgspec.Struct, frozen=True):
@@ -52,8 +57,8 @@ class ReadRate(msgspec.Struct, frozen=True):
         low, high: the least and greatest sample; 0: not recorded.
     """
 
-    bytes: int
-    rate: float
+    bytes: Annotated[int, msgspec.Meta(gt=0)]
+    rate: Rate
     low: float = 0.0
     high: float = 0.0
 
@@ -76,12 +81,12 @@ class LinearCosts(msgspec.Struct, frozen=True):
     """
 
     rows: int
-    call: float
-    input: float
-    output: float
-    cached: float
-    streamed: float
-    share: float
+    call: Seconds
+    input: Seconds
+    output: Seconds
+    cached: Seconds
+    streamed: Seconds
+    share: Share
 
     def weight(self, working_set: float) -> float:
         """Return the seconds per weight for a working set in bytes."""
@@ -108,15 +113,15 @@ class AttentionCosts(msgspec.Struct, frozen=True):
     """
 
     head_dim: int
-    sequence: float
-    cached: float
-    streamed: float
-    score: float
-    prefill: float
-    rotated: float
-    stored: float
-    scattered: float
-    share: float = 1.0
+    sequence: Seconds
+    cached: Seconds
+    streamed: Seconds
+    score: Seconds
+    prefill: Rate
+    rotated: Seconds
+    stored: Seconds
+    scattered: Seconds
+    share: Share = 1.0
 
     def reached(self, working_set: float) -> float:
         """As of `LinearCosts`."""
@@ -136,15 +141,15 @@ class HostCost(msgspec.Struct, frozen=True):
     """
 
     bytes: int
-    step: float
-    row: float
+    step: Seconds
+    row: Seconds
 
 
 class ExchangeCost(msgspec.Struct, frozen=True):
     """Seconds of an exchange between processes that share layers and arrive at the same time."""
 
     processes: int
-    seconds: float
+    seconds: Seconds
 
 
 class Calibration(msgspec.Struct, frozen=True):
@@ -170,18 +175,18 @@ class Calibration(msgspec.Struct, frozen=True):
 
     machine: Machine
     reads: tuple[ReadRate, ...]
-    peaks: dict[str, float]
+    peaks: dict[str, Rate]
     linears: dict[str, tuple[LinearCosts, ...]]
     attention: tuple[AttentionCosts, ...]
-    launch: float
-    activation: float
-    logit: float
+    launch: Seconds
+    activation: Rate
+    logit: Seconds
     host: tuple[HostCost, ...] = ()
-    host_request: float = 0.0
-    host_token: float = 0.0
+    host_request: Seconds = 0.0
+    host_token: Seconds = 0.0
     exchanges: tuple[ExchangeCost, ...] = ()
-    hop: float = 0.0
-    hop_rate: float = 0.0
+    hop: Seconds = 0.0
+    hop_rate: Annotated[float, msgspec.Meta(ge=0)] = 0.0
     disturbed: bool = False
     schema: int = SCHEMA
 
@@ -340,28 +345,13 @@ def _unusable(path: Path, reason: str) -> ConfigError:
 
 
 def _wrong(found: Calibration) -> str | None:
-    """Return, in words, which value cannot be a measurement; None if all are plausible."""
+    """Return, in words, what cannot be a measurement; None if all is plausible. Decoding has
+    checked the range of each number."""
     if found.schema != SCHEMA:
         return f"schema {found.schema}, not {SCHEMA}"
-    rates = [r.rate for r in found.reads] + [r.bytes for r in found.reads]
-    rates += [*found.peaks.values(), *(a.prefill for a in found.attention), found.activation]
-    costs = [p for table in found.linears.values() for p in table]
-    shares = [p.share for p in costs] + [a.share for a in found.attention]
-    rates += shares
-    times = [getattr(cost, name) for cost in costs for name in LINEAR_TIMES]
-    times += [getattr(cost, name) for cost in found.attention for name in ATTENTION_TIMES]
-    times += [getattr(cost, name) for cost in found.host for name in _HOST]
-    times += [found.launch, found.logit, found.host_request, found.host_token]
-    times += [found.hop, found.hop_rate, *(cost.seconds for cost in found.exchanges)]
-    if not all(isfinite(rate) and rate > 0 for rate in rates):
-        return "a rate that is not above 0"
-    if not all(isfinite(seconds) and seconds >= 0 for seconds in times):
-        return "a time below 0"
-    if not all(share <= 1 for share in shares):
-        return "a share above 1"
     if not (found.reads and found.peaks and found.attention and all(found.linears.values())):
         return "nothing measured"
-    rows = [[p.rows for p in costs] for costs in found.linears.values()]
+    rows = [[cost.rows for cost in costs] for costs in found.linears.values()]
     ascending = [[r.bytes for r in found.reads], [a.head_dim for a in found.attention], *rows]
     ascending.append([h.bytes for h in found.host])
     ascending.append([cost.processes for cost in found.exchanges])
