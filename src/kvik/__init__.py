@@ -47,26 +47,18 @@ __all__ = [
     "__version__",
 ]
 
-_HOME: Final = {
-    "LLM": "kvik.llm",
-    "AsyncLLM": "kvik.async_llm",
-    "CapacityError": "kvik.errors",
-    "Choice": "kvik.core.structured",
-    "CompletionOutput": "kvik.engine.output",
-    "ConfigError": "kvik.errors",
-    "EmbeddingOutput": "kvik.engine.output",
-    "EngineConfig": "kvik.config.config",
-    "Grammar": "kvik.core.structured",
-    "JsonSchema": "kvik.core.structured",
-    "KvikError": "kvik.errors",
-    "ModelError": "kvik.errors",
-    "ParamError": "kvik.errors",
-    "Regex": "kvik.core.structured",
-    "RequestOutput": "kvik.engine.output",
-    "SamplingParams": "kvik.core.sampling_params",
-    "ScoreOutput": "kvik.engine.output",
-    "TextDelta": "kvik.engine.output",
+_NAMES: Final = {
+    "kvik.async_llm": ("AsyncLLM",),
+    "kvik.config.config": ("EngineConfig",),
+    "kvik.core.sampling_params": ("SamplingParams",),
+    "kvik.core.structured": ("Choice", "Grammar", "JsonSchema", "Regex"),
+    "kvik.engine.output": (
+        *("CompletionOutput", "EmbeddingOutput", "RequestOutput", "ScoreOutput", "TextDelta"),
+    ),
+    "kvik.errors": ("CapacityError", "ConfigError", "KvikError", "ModelError", "ParamError"),
+    "kvik.llm": ("LLM",),
 }
+_HOME: Final = {name: module for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:
