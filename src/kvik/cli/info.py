@@ -6,7 +6,7 @@ import argparse
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 
 from kvik.cli.flags import Parser, add_engine_flags, add_model, engine_options
 from kvik.cli.report import kv_format
@@ -26,6 +26,7 @@ from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.weights import weight_bytes
 
+KIND_COSTS = ("kv_bytes_per_token", "kv_bytes_per_request")  # of the layers of one kind
 READS_IMAGES = "ForConditionalGeneration"  # end of the names of such architectures
 
 
@@ -127,7 +128,7 @@ def _as_json(
                 "window": layer.window.keys if layer.window else None,
                 "sinks": layer.window.sinks if layer.window else 0,
                 "chunked": layer.window is not None and layer.window.chunked,
-                **asdict(_kind_cost(spec, layer, resolved)),
+                **dict(zip(KIND_COSTS, _kind_cost(spec, layer, resolved), strict=True)),
             }
             for layer, count in _kinds(spec)
         ],
@@ -215,20 +216,11 @@ def _seen(layer: LayerSpec) -> str:
     return f"{sinks}{'chunks of ' if layer.window.chunked else ''}{layer.window.keys:,} tokens"
 
 
-@dataclass(frozen=True, slots=True)
-class KindCost:
-    """KV bytes of the layers of one kind.
-
-    Attributes:
-        kv_bytes_per_token: for one token, in all these layers.
-        kv_bytes_per_request: for a request of maximum length; limited by a window.
-    """
-
-    kv_bytes_per_token: int
-    kv_bytes_per_request: int
-
-
-def _kind_cost(spec: ModelSpec, kind: LayerSpec, resolved: ResolvedConfig | None) -> KindCost:
+def _kind_cost(
+    spec: ModelSpec, kind: LayerSpec, resolved: ResolvedConfig | None
+) -> tuple[int, int]:
+    """Return the KV bytes of the layers of one kind: of one token, and of a request of maximum
+    length, which a window limits."""
     if resolved is None:
         specs = enumerate(spec.kv_specs(_stored_bytes(spec)))
         each = {i: kv.bytes_per_token for i, kv in specs if kv is not None}
@@ -240,7 +232,7 @@ def _kind_cost(spec: ModelSpec, kind: LayerSpec, resolved: ResolvedConfig | None
     token = sum(each.get(i, 0) for i, layer in enumerate(spec.layers) if layer == kind)
     longest = spec.max_context if resolved is None else resolved.scheduler.max_model_len
     seen = longest if kind.window is None else min(longest, kind.window.most)
-    return KindCost(token, token * seen)
+    return token, token * seen
 
 
 def _kv_lines(
@@ -274,10 +266,9 @@ def _kv_rows(spec: ModelSpec, resolved: ResolvedConfig | None) -> list[str]:
     for kind, count in _kinds(spec):
         if kind.state is not None or kind.kv_from is not None:
             continue
-        cost = _kind_cost(spec, kind, resolved)
-        most = show_bytes(cost.kv_bytes_per_request)
-        each = f"{cost.kv_bytes_per_token:,} in {count} that see {_seen(kind)}"
-        rows.append(f"{each}, at most {most} per request")
+        token, request = _kind_cost(spec, kind, resolved)
+        each = f"{token:,} in {count} that see {_seen(kind)}"
+        rows.append(f"{each}, at most {show_bytes(request)} per request")
     return rows
 
 

@@ -31,7 +31,6 @@ from kvik.quantize.recipe import ROW, SQUARE, Recipe, dividing
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvik.evaluate.quality import PerplexityChange
     from kvik.quantize.save import Saved, SavedLayer
     from kvik.quantize.source import Source
 
@@ -114,8 +113,9 @@ class BeforeAfter:
                 )
             words = f"{self.name} ({old.num_scored} tokens, windows of {old.window})"
             change = PerplexityChange.between(old, new)
-            perplexity = Perplexity(old.perplexity, new.perplexity, change, words)
-            report = replace(report, perplexity=perplexity)
+            perplexities = old.perplexity, new.perplexity
+            measured = Perplexity(*perplexities, change.share, change.error, words)
+            report = replace(report, perplexity=measured)
         if self.speed:
             models = [
                 resolve_config(replace(config, max_num_seqs=1)) for config in (self.before, after)
@@ -325,25 +325,18 @@ class Perplexity:
     """Perplexity of the model before and after quantisation.
 
     Attributes:
+        change, change_error: see `PerplexityChange`.
         text: description of the text.
     """
 
     before: float
     after: float
-    change: PerplexityChange
+    change: float
+    change_error: float
     text: str
 
-    def as_json(self) -> dict[str, object]:
-        return {
-            "before": self.before,
-            "after": self.after,
-            "change": self.change.share,
-            "change_error": self.change.error,
-            "text": self.text,
-        }
-
     def as_text(self) -> str:
-        change = f"{self.change.share:+.1%}, standard error {self.change.error:.1%}"
+        change = f"{self.change:+.1%}, standard error {self.change_error:.1%}"
         return f"{self.before:.3f} -> {self.after:.3f} ({change}) on {self.text}"
 
 
@@ -380,7 +373,7 @@ class QuantizeReport:
             "bytes": {"before": saved.bytes_before, "after": saved.bytes_after},
             "bits_per_weight": self.bits_per_weight,
             "unreached": saved.unreached,
-            "perplexity": self.perplexity and self.perplexity.as_json(),
+            "perplexity": self.perplexity and asdict(self.perplexity),
             "tokens_per_second": self.speed and self.speed.as_json(),
             "layers": [asdict(layer) for layer in saved.layers],
         }

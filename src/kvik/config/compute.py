@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from kvik.config.config import ASKED, EngineConfig, Notes
 from kvik.config.hardware import Gpu, Hardware
@@ -343,7 +344,7 @@ LEFT_OPEN: Mapping[str, str] = {
 REBUILD = "build another one from the model itself: kvik build MODEL -o ENGINE"
 
 
-def built_in(built: Built) -> dict[str, str]:
+def built_in(built: Built) -> dict[str, Any]:
     """Return the fields of `EngineConfig` that an engine folder fixes, with their values."""
     found = {"dtype": built.dtype, "kernels": built.kernels, "quantization": built.quantization}
     return found | {"device": "cpu"} if built.kernels == "native" else found
@@ -381,13 +382,7 @@ def settled(config: EngineConfig, built: Built, hardware: Hardware) -> EngineCon
             "this engine folder is for Triton's kernels, and Triton is not installed: "
             f"pip install 'kvik[gpu]', or {REBUILD}",
         )
-    return replace(
-        config,
-        dtype=built.dtype,
-        kernels=built.kernels,
-        quantization=built.quantization,
-        device=values.get("device", config.device),
-    )
+    return replace(config, **values)
 
 
 def check_draft(built: Built, dtype: str, kernels: str, quantization: str) -> None:
