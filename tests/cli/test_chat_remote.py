@@ -352,7 +352,9 @@ def test_a_message_of_several_lines() -> None:
         '"""\rone\rtwo\r"""\r': "one\ntwo",
         '"""one line"""\r': "one line",
         "one\x1b\rtwo\r": "one\ntwo",  # Alt+Enter
+        # Bracketed pastes, as sent by a terminal; Enter is not part of them.
         '\x1b[200~"""\rone\\\x1b[201~\r': '"""\none\\',
+        "\x1b[200~/* one */\rtwo\r\rthree\x1b[201~ four\r": "/* one */\ntwo\n\nthree four",
     }
     with answering(HELLO) as server, OnTerminal("chat", "--url", server.url) as terminal:
         for keys, message in messages.items():
@@ -407,13 +409,3 @@ def test_commands_are_completed() -> None:
         terminal.wait_for("> ")
         terminal.type("/sta\t\r")
         assert "server: " in terminal.wait_for("model fake")
-
-
-def test_a_pasted_text_is_one_message() -> None:
-    with answering(HELLO) as server, OnTerminal("chat", "--url", server.url) as terminal:
-        terminal.wait_for("> ")
-        # A bracketed paste, as sent by a terminal; Enter is not part of it.
-        terminal.type("\x1b[200~/* one */\rtwo\r\rthree\x1b[201~ four\r")
-        terminal.wait_for("Hello")
-        asked = [request.body["messages"] for request in server.requests if request.raw]
-    assert asked == [[{"role": "user", "content": "/* one */\ntwo\n\nthree four"}]]

@@ -58,43 +58,27 @@ def test_each_line_is_a_request_with_its_own_parameters(
         assert found[5]["completions"][0]["text"] == chat.text
 
 
-def test_an_interrupted_batch_resumes(
+def test_an_interrupted_batch_resumes_and_computes_failed_results_again(
     prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out.jsonl"
     words = ["generate", "--prompts", str(prompts), "-o", str(out), "--policy", "priority"]
     assert main([*words, *OPTIONS, *GREEDY]) == 0
     whole = written(out.read_text())
-    lines = out.read_text().splitlines(keepends=True)
-    out.write_text(lines[0] + lines[1] + lines[2][:20])
-    kept = json.loads(lines[0])["line"], json.loads(lines[1])["line"]
+    first, second, third, _ = out.read_text().splitlines(keepends=True)
+    failed, kept = json.loads(first), json.loads(second)["line"]
+    failed["completions"][0].update(finish_reason="error", token_ids=[], text="")
+    out.write_text(json.dumps(failed) + "\n" + second + third[:20])
     assert main([*words, *OPTIONS, *GREEDY]) == 0
     found = written(out.read_text())
     assert found.keys() == whole.keys()
     for line, one in found.items():
         assert one["completions"] == whole[line]["completions"]
-        assert (one["seconds"] == whole[line]["seconds"]) == (line in kept)
+        assert (one["seconds"] == whole[line]["seconds"]) == (line == kept)
     before = out.read_text()
     assert main([*words, *OPTIONS, *GREEDY]) == 0  # nothing is left to do
     assert out.read_text() == before
     assert capsys.readouterr().out == ""
-
-
-def test_failed_results_are_computed_again(prompts: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out.jsonl"
-    words = ["generate", "--prompts", str(prompts), "-o", str(out), "--policy", "priority"]
-    assert main([*words, *OPTIONS, *GREEDY]) == 0
-    whole = written(out.read_text())
-    first, *others = out.read_text().splitlines(keepends=True)
-    failed = json.loads(first)
-    failed["completions"][0].update(finish_reason="error", token_ids=[], text="")
-    out.write_text(json.dumps(failed) + "\n" + "".join(others))
-    assert main([*words, *OPTIONS, *GREEDY]) == 0
-    found = written(out.read_text())
-    assert found.keys() == whole.keys()
-    for line, one in found.items():
-        assert one["completions"] == whole[line]["completions"]
-        assert (one["seconds"] == whole[line]["seconds"]) == (line != failed["line"])
 
 
 def test_a_missing_policy_or_tokenizer_is_found_before_the_model_is_loaded(

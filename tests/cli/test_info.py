@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from helpers.configs import PUBLIC, small
 from helpers.on_terminal import OnTerminal
-from helpers.optional_native import needs_native
 from helpers.refusals import refused
 
 from kvik.cli.main import main
-from kvik.config.hardware import Gpu, detect
 from kvik.config.model_source import BUNDLED
 from kvik.models.model_spec import read_model_spec
 
@@ -35,12 +32,6 @@ def large(tmp_path: Path) -> str:
     """Return a model of 405 billion parameters, with only its config."""
     (tmp_path / "config.json").write_text(json.dumps(LARGE))
     return str(tmp_path)
-
-
-def decided(capsys: pytest.CaptureFixture[str], *words: str) -> set[tuple[str, str]]:
-    """Each decision and its value."""
-    assert main(["info", "--json", *words]) == 0
-    return {(d["name"], d["value"]) for d in json.loads(capsys.readouterr().out)["decisions"]}
 
 
 def test_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,46 +110,6 @@ def test_the_report_has_the_figures_of_each_kind_of_layer(
     assert any(all(figure in line for figure in figures) for line in lines), lines
 
 
-@pytest.mark.parametrize(
-    ("words", "kernels", "attention"),
-    [
-        ([], "native", "cpu"),
-        (["--block-size", "8"], "native", "sdpa"),
-        (["--kernels", "torch"], "torch", "sdpa"),
-        (["--dtype", "float16"], "torch", "sdpa"),
-    ],
-)
-@needs_native
-def test_kernels(
-    words: list[str], kernels: str, attention: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert decided(capsys, "--device", "cpu", *words) >= {
-        ("kernels", kernels),
-        ("attention_backend", attention),
-    }
-
-
-def test_missing_native_kernels_are_reported(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    bare = replace(detect(), native=False)
-    monkeypatch.setattr("kvik.cli.info.detect", lambda gpus: bare)
-    assert ("kernels", "torch") in decided(capsys, "--device", "cpu")
-    assert main(["info", "--device", "cpu", "--kernels", "native"]) == 2
-    assert "--kernels: native: " in capsys.readouterr().err
-
-
-def test_on_a_gpu_the_report_names_triton(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu = Gpu(0, "NVIDIA H200", 140 << 30, 139 << 30, (9, 0))
-    server = replace(detect(), gpus=(gpu,), triton=True)
-    monkeypatch.setattr("kvik.cli.info.detect", lambda gpus: server)
-    assert decided(capsys) >= {("kernels", "triton"), ("attention_backend", "triton")}
-    assert main(["info", "--device", "cpu", "--kernels", "triton"]) == 2
-    assert "--kernels: triton: " in capsys.readouterr().err
-
-
 def test_a_model_that_does_not_fit_is_still_described(
     large: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -190,16 +141,6 @@ def test_the_cache_in_fewer_bits(capsys: pytest.CaptureFixture[str]) -> None:
 )
 def test_bad_input(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "info", *words).startswith(line)
-
-
-def test_environment_variables_apply(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("KVIK_NUM_BLOCKS", "12")
-    assert ("num_blocks", "12") in decided(capsys)
-    monkeypatch.setenv("KVIK_NUM_BLOCKS", "many")
-    assert main(["info"]) == 2
-    assert "KVIK_NUM_BLOCKS: must be an integer or none" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("columns", [50, 80])

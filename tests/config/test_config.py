@@ -91,6 +91,7 @@ def test_two_sizes_for_one_cache_contradict() -> None:
         check_config(EngineConfig(num_blocks=10, kv_cache_memory=1 << 20))
 
 
-def test_names_of_formats_are_normalised() -> None:
-    config = EngineConfig(kv_cache_dtype="fp8_e4m3")
-    assert check_config(config) == replace(config, kv_cache_dtype="fp8")
+@pytest.mark.parametrize(("name", "known"), [("fp8_e4m3", "fp8"), ("bfloat16", "bf16")])
+def test_names_of_formats_are_normalised(name: str, known: str) -> None:
+    config = EngineConfig(kv_cache_dtype=name)
+    assert check_config(config) == replace(config, kv_cache_dtype=known)

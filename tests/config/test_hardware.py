@@ -58,67 +58,66 @@ def cpuinfo(threads: list[tuple[int, int]], flags: str = "") -> dict[str, str]:
     return {"proc/cpuinfo": "\n".join(entries)}
 
 
-def test_without_a_cgroup_the_free_ram_is_the_limit(tmp_path: Path) -> None:
-    assert memory_limit(lay_out(tmp_path, meminfo(8 * GIB))) == (8 * GIB, "RAM available")
+def cgroup_v2(folder: str, limit: str, used: int) -> dict[str, str]:
+    path = f"sys/fs/cgroup{folder}"
+    return {f"{path}/memory.max": f"{limit}\n", f"{path}/memory.current": f"{used}\n"}
 
 
-def test_cgroup_v2_page_cache_can_be_dropped(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "0::/work/job\n",
-        "sys/fs/cgroup/work/job/memory.max": f"{4 * GIB}\n",
-        "sys/fs/cgroup/work/job/memory.current": f"{3 * GIB}\n",
-        "sys/fs/cgroup/work/job/memory.stat": f"anon {GIB}\nactive_file {GIB}\n"
-        f"inactive_file {GIB // 2}\nshmem 7\n",
-    }
-    limit, reason = memory_limit(lay_out(tmp_path, meminfo(8 * GIB) | files))
-    assert limit == 4 * GIB - (3 * GIB - GIB - GIB // 2)
-    assert reason == "limit of cgroup /work/job"
+def cgroup_v1(folder: str, limit: str, used: int) -> dict[str, str]:
+    path = f"sys/fs/cgroup/memory{folder}/memory"
+    return {f"{path}.limit_in_bytes": f"{limit}\n", f"{path}.usage_in_bytes": f"{used}\n"}
 
 
-def test_cgroup_v2_a_parent_may_be_tighter(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "0::/work/job\n",
-        "sys/fs/cgroup/work/job/memory.max": "max\n",
-        "sys/fs/cgroup/work/job/memory.current": "5\n",
-        "sys/fs/cgroup/work/memory.max": f"{2 * GIB}\n",
-        "sys/fs/cgroup/work/memory.current": "0\n",
-    }
-    assert memory_limit(lay_out(tmp_path, meminfo(8 * GIB) | files)) == (
+CGROUPS: dict[str, tuple[str, dict[str, str], int, str]] = {
+    "none": ("", {}, 8 * GIB, "RAM available"),
+    "v2, whose page cache can be dropped": (
+        "0::/work/job\n",
+        cgroup_v2("/work/job", f"{4 * GIB}", 3 * GIB)
+        | {
+            "sys/fs/cgroup/work/job/memory.stat": f"anon {GIB}\nactive_file {GIB}\n"
+            f"inactive_file {GIB // 2}\nshmem 7\n"
+        },
+        4 * GIB - (3 * GIB - GIB - GIB // 2),
+        "limit of cgroup /work/job",
+    ),
+    "v2, with a tighter parent": (
+        "0::/work/job\n",
+        cgroup_v2("/work/job", "max", 5) | cgroup_v2("/work", f"{2 * GIB}", 0),
         2 * GIB,
         "limit of cgroup /work",
-    )
+    ),
+    "v1": (
+        "7:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n",
+        cgroup_v1("/docker/abc", f"{2 * GIB}", GIB)
+        | cgroup_v1("", NO_LIMIT_V1, 9 * GIB)
+        | {
+            "sys/fs/cgroup/memory/docker/abc/memory.stat": "inactive_file 1\n"
+            f"total_inactive_file {GIB // 4}\n"
+        },
+        2 * GIB - GIB * 3 // 4,
+        "limit of cgroup /docker/abc",
+    ),
+    "v1, mounted at the root of a container": (
+        "4:memory:/docker/abc\n",
+        cgroup_v1("", f"{GIB}", 0),
+        GIB,
+        "limit of cgroup /",
+    ),
+    "over its limit": (
+        "0::/\n",
+        cgroup_v2("", f"{GIB}", 2 * GIB),
+        0,
+        "limit of cgroup /",
+    ),
+}
 
 
-def test_cgroup_v1(tmp_path: Path) -> None:
-    base = "sys/fs/cgroup/memory/docker/abc"
-    files = {
-        "proc/self/cgroup": "7:cpu,cpuacct:/docker/abc\n4:memory:/docker/abc\n",
-        f"{base}/memory.limit_in_bytes": f"{2 * GIB}\n",
-        f"{base}/memory.usage_in_bytes": f"{GIB}\n",
-        f"{base}/memory.stat": f"inactive_file 1\ntotal_inactive_file {GIB // 4}\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": NO_LIMIT_V1,
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{9 * GIB}",
-    }
-    limit, _ = memory_limit(lay_out(tmp_path, meminfo(8 * GIB) | files))
-    assert limit == 2 * GIB - GIB * 3 // 4
-
-
-def test_in_a_container_the_cgroup_is_mounted_at_the_root(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "4:memory:/docker/abc\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{GIB}\n",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": "0\n",
-    }
-    assert memory_limit(lay_out(tmp_path, meminfo(8 * GIB) | files))[0] == GIB
-
-
-def test_a_cgroup_over_its_limit_leaves_nothing(tmp_path: Path) -> None:
-    files = {
-        "proc/self/cgroup": "0::/\n",
-        "sys/fs/cgroup/memory.max": f"{GIB}\n",
-        "sys/fs/cgroup/memory.current": f"{2 * GIB}\n",
-    }
-    assert memory_limit(lay_out(tmp_path, meminfo(8 * GIB) | files))[0] == 0
+@pytest.mark.parametrize("case", CGROUPS)
+def test_the_limit_of_memory_is_the_least_of_system_and_cgroups(case: str, tmp_path: Path) -> None:
+    own, files, limit, reason = CGROUPS[case]
+    root = lay_out(tmp_path, meminfo(8 * GIB) | files | {"proc/self/cgroup": own})
+    assert memory_limit(root) == (limit, reason)
+    assert memory_left(root) == limit
 
 
 def limits(address_space: str) -> dict[str, str]:
@@ -169,15 +168,6 @@ def test_seconds_that_processes_waited_for_memory(
     tmp_path: Path, files: dict[str, str], seconds: float
 ) -> None:
     assert memory_stalls(lay_out(tmp_path, files)) == seconds
-
-
-def test_available_memory_is_the_least_of_system_and_cgroups(tmp_path: Path) -> None:
-    files = meminfo(8 * GIB) | {
-        "proc/self/cgroup": "0::/a\n",
-        "sys/fs/cgroup/a/memory.max": str(3 * GIB),
-        "sys/fs/cgroup/a/memory.current": str(GIB),
-    }
-    assert memory_left(lay_out(tmp_path, files)) == 2 * GIB
 
 
 def test_a_system_without_information_does_not_crash(tmp_path: Path) -> None:
