@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -89,6 +90,7 @@ LONG_PHIMOE: dict[str, Any] = {
     ),
 }
 
+UNDROPPED = {"residual_dropout": 0.0, "attention_dropout": 0.0}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-gqa": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 4}),
@@ -272,6 +274,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         },
     ),
+    "gemma3-bias": ("Gemma3", {"head_dim": 8, "attention_bias": True}),
     "gemma4-token-inputs": (  # E2B: layers share keys and have per-layer token inputs
         "Gemma4",
         {
@@ -328,7 +331,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "logits_scaling": 6.0,
         },
     ),
-    "seed-oss": ("SeedOss", {"head_dim": 16, "residual_dropout": 0.0, "attention_dropout": 0.0}),
+    "granite-biases": ("Granite", {"attention_bias": True, "mlp_bias": True}),
+    "seed-oss": ("SeedOss", {"head_dim": 16, **UNDROPPED}),
+    "seed-oss-biases": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True, **UNDROPPED}),
     "neox": ("GPTNeoX", {"hidden_size": 64, "num_key_value_heads": 4}),
     "neox-half-tanh": (
         "GPTNeoX",
@@ -338,6 +343,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **rope(partial_rotary_factor=0.5),
         },
     ),
+    "neox-plain": ("GPTNeoX", {"num_key_value_heads": 4, "attention_bias": False}),
     "starcoder2": ("Starcoder2", {"sliding_window": None}),
     "starcoder2-window": ("Starcoder2", {"sliding_window": 9, "use_bias": False}),
     "phi": ("Phi", {"hidden_size": 64}),
@@ -449,9 +455,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-moe-every-second": (
         "Qwen3Moe",
-        {**EIGHT_EXPERTS, "head_dim": 8, "norm_topk_prob": False, "decoder_sparse_step": 2},
+        {
+            **EIGHT_EXPERTS,
+            "head_dim": 8,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 2,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
     ),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3}),
+    "olmoe-bias": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "attention_bias": True}),
     "glm4-moe": (
         "Glm4Moe",
         {
@@ -533,6 +547,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "use_sliding_window": True,
             "sliding_window": 7,
             "max_window_layers": 2,
+            "mlp_only_layers": [1],
             "qkv_bias": False,
         },
     ),
@@ -700,6 +715,8 @@ def test_logits_of_every_position(pair: Pair, kernels: str) -> None:
     ids = tokens(PROMPT)
     expected = reference_logits(pair.reference, ids)
     model = paged_model(kernels, pair.folder, block_size=4)
+    loaded = sum(math.prod(tensor.shape) for tensor in model.builder.declared.tensors)
+    assert loaded == model.spec.num_parameters
     torch.testing.assert_close(model.logits(ids), expected, atol=1e-4, rtol=0)
     chunked = model.logits(ids, chunk=16, sequence=1)
     torch.testing.assert_close(chunked, expected, atol=1e-4, rtol=0)
