@@ -76,14 +76,6 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
     return tuple(flag(option, value) for option, value, changed in found if changed)
 
 
-def precisions(serving: Serving, traffic: Traffic) -> Iterator[Position]:
-    """Yield the dtypes with fewer bits than the current weights."""
-    now = weight_facts(serving.at.weight_format)
-    for facts in WEIGHT_FORMATS.values():
-        if now.dtype and facts.dtype and DTYPE_BYTES[facts.dtype] < DTYPE_BYTES[now.dtype]:
-            yield facts.name, with_weights(serving, traffic, facts.name)
-
-
 def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
     """Yield the smaller formats of the KV cache."""
     shape, at = serving.shape, serving.at
@@ -101,21 +93,9 @@ def drafting_flags(drafting: Drafting) -> tuple[str, ...]:
     return flag("spec_method", "draft_model"), flag("spec_model", drafting.model)
 
 
-def quantisations(serving: Serving, traffic: Traffic) -> Iterator[Position]:
-    """Yield the smaller formats to which this engine can quantise a checkpoint."""
-    for name in made_formats(serving):
-        yield name, with_weights(serving, traffic, name)
-
-
 def widened(serving: Serving) -> Serving:
     """Return the setting with as many concurrent requests as fit in memory."""
     return replace(serving, seqs=max(serving.seqs, min(serving.room, MOST_SEQS)))
-
-
-def batchings(serving: Serving) -> Iterator[Position]:
-    """Yield smaller token budgets per step."""
-    for budget in budgets(serving)[1:]:
-        yield f"{budget} tokens a step", replace(serving, budget=budget)
 
 
 def speculations(
@@ -136,6 +116,13 @@ def speculations(
         drafting = Drafting(drafts, acceptance, drafts * seconds, model)
         name = "1 draft a step" if drafts == 1 else f"{drafts} drafts a step"
         yield name, replace(serving, drafting=drafting)
+
+
+def smaller_dtypes(serving: Serving) -> tuple[str, ...]:
+    """Return the dtypes with fewer bits than the current weights."""
+    now = weight_facts(serving.at.weight_format).dtype
+    dtypes = {f.name: f.dtype for f in WEIGHT_FORMATS.values() if f.dtype and now}
+    return tuple(n for n, dtype in dtypes.items() if DTYPE_BYTES[dtype] < DTYPE_BYTES[now])
 
 
 def made_formats(serving: Serving) -> tuple[str, ...]:
@@ -462,12 +449,11 @@ class _Adviser:
 
     def _positions(self, topic: str, now: _Point) -> Iterator[Position]:
         serving = now.serving
-        if topic == "precision":
-            return precisions(serving, self.traffic)
         if topic == "KV format":
             return kv_formats(serving, self.traffic)
-        if topic == "quantisation":
-            return quantisations(serving, self.traffic)
+        if topic in ("precision", "quantisation"):
+            names = (smaller_dtypes if topic == "precision" else made_formats)(serving)
+            return ((name, with_weights(serving, self.traffic, name)) for name in names)
         if topic == "speculation":
             acceptance, batch = self.goal.acceptance or 0.0, self._batch(now)
             return speculations(serving, acceptance, self.draft, batch)
@@ -479,8 +465,8 @@ class _Adviser:
         usual, slo = self.usual, self.goal.slo
         base = self._at(replace(serving, seqs=usual.seqs, budget=serving.usual_budget), name)
         best = base
-        for _, other in batchings(base.serving):
-            point = self._at(other, name)
+        for budget in budgets(base.serving)[1:]:
+            point = self._at(replace(base.serving, budget=budget), name)
             # Compared with `base` too, because small losses of several rounds would add up.
             if self._improvement(best, point) > 0.0 <= self._improvement(base, point):
                 best = point
