@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ from helpers.optional_native import NATIVE, needs_native
 from helpers.stored_layers import awq_config, fp8_config, gptq_config
 from helpers.stored_models import save_quantised
 from helpers.tiny_models import save_tiny
+from safetensors.torch import load_file, save_file
 
 from kvik import LLM, KvikError, SamplingParams
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
+from kvik.config.hardware import detect
 from kvik.config.model_source import BUNDLED
+from kvik.config.resolve import resolve
 from kvik.export import plan_export
 from kvik.gguf.export import model_metadata
 from kvik.gguf.facts import sampling_metadata
@@ -148,8 +152,6 @@ def test_the_models_own_files_are_copied(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_the_bare_trunk(tmp_path: Path) -> None:
     """Its names have no "model." prefix."""
-    from safetensors.torch import load_file, save_file
-
     save_tiny(tmp_path / "model", "Llama", tie_word_embeddings=True)
     path = tmp_path / "model" / "model.safetensors"
     named = {name.removeprefix("model."): value for name, value in load_file(path).items()}
@@ -248,12 +250,6 @@ def test_a_folder_that_does_not_fit_names_the_build_command(
 
 @needs_native
 def test_without_native_kernels_a_folder_for_them_is_refused(tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from kvik.config.hardware import detect
-    from kvik.config.resolve import resolve
-    from kvik.models.model_spec import read_model_spec
-
     build("", tmp_path / "engine")
     spec, bare = read_model_spec(tmp_path / "engine"), replace(detect(), native=False)
     with pytest.raises(KvikError, match="kernels: .* kvik was installed without: build another"):

@@ -9,8 +9,7 @@ import torch
 from helpers.paged_model import PagedModel
 
 import kvik
-from kvik import LLM, ConfigError, SamplingParams
-from kvik.cli.main import main
+from kvik import LLM, SamplingParams
 from kvik.kernels.torch_ops import TORCH
 from kvik.text.tokenizer import Tokenizer
 
@@ -78,16 +77,3 @@ def test_random_weights() -> None:
     ) as llm:
         (output,) = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3, ignore_eos=True))
         assert output.num_output_tokens == 3
-
-
-def test_the_command_line_reports_the_quantisation(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--quantization", "int8", "--num-blocks", "8", "--device", "cpu", "--verbose"]
-    assert main(["generate", "--temperature", "0", "--max-tokens", "4", *words, "Once upon a"]) == 0
-    captured = capsys.readouterr()
-    assert captured.out.strip()
-    assert "quantization = int8: as asked: weights and activations in 8 bits" in captured.err
-
-
-def test_an_unknown_kind_is_refused() -> None:
-    with pytest.raises(ConfigError, match="quantization: must be one of none, int8, "):
-        LLM(quantization="int2")

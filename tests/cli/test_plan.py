@@ -51,7 +51,9 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = [LLAMA, "--hardware", "h100", "--dtype", "bfloat16", "--json"]
     facts = json.loads(printed(capsys, *words))
     assert facts["model"]["parameters"] == 70_553_706_496
-    assert facts["model"]["kv_bytes_per_token"] == 327_680
+    assert facts["model"]["kv_bytes_per_token"] == 327_680 and facts["model"]["runs"] is True
+    assert len(facts["attention_variants"]) == 4
+    assert facts["speed"]["speculation"][0]["rows"][0]["acceptance"] == 0.5
     memory = facts["memory"]
     parts = ("weights", "kv_cache", "activations", "runtime")
     assert memory["total"] == sum(memory[part] for part in parts)

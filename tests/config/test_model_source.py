@@ -286,7 +286,7 @@ def test_only_the_config_of_a_hub_id_is_fetched(hub: list[Any], tmp_path: Path) 
     assert call["allow_patterns"] == ["config.json"]
 
 
-@pytest.mark.parametrize("name", ["a/b.json", "/no/such/folder", "a/b/c"])
+@pytest.mark.parametrize("name", ["a/b.json", "/no/such/folder", "a/b/c", "a b", "\0"])
 def test_a_missing_config_never_reaches_the_hub(name: str, hub: list[Any]) -> None:
     with pytest.raises(ModelError, match="there is no"):
         find_config(name)

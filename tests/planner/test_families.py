@@ -6,16 +6,13 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import huggingface_hub
 import pytest
 from helpers.public_configs import NAMES, config, facts
 from helpers.public_configs import public_shape as shape
 from helpers.tiers import examples
 from helpers.windows import as_window
-from huggingface_hub.errors import LocalEntryNotFoundError
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -358,50 +355,11 @@ def test_a_folder_with_only_a_config_and_a_plain_file(tmp_path: Path) -> None:
     assert (found.name, found.parameters) == ("shape-of-phi", 2_779_683_840)
 
 
-def test_only_config_json_of_a_hub_id_is_fetched(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    calls: list[dict[str, Any]] = []
+def test_a_hub_id_names_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config("deepseek-v3")))
-
-    def download(repo_id: str, local_files_only: bool = False, **options: Any) -> str:
-        if local_files_only:
-            raise LocalEntryNotFoundError("not in the cache")
-        calls.append({"repo_id": repo_id, **options})
-        return str(tmp_path)
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(model_source, "_download", lambda *asked: tmp_path)
     found = read_shape("someone/DeepSeek-V3-tuned")
     assert (found.name, found.parameters) == ("DeepSeek-V3-tuned", 671_026_419_200)
-    (call,) = calls
-    assert call["repo_id"] == "someone/DeepSeek-V3-tuned"
-    assert call["allow_patterns"] == ["config.json"]
-
-
-def test_a_hub_that_refuses_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    error = huggingface_hub.errors.GatedRepoError.__new__(huggingface_hub.errors.GatedRepoError)
-    error.response = SimpleNamespace(status_code=403)
-
-    def download(repo_id: str, **options: Any) -> str:
-        raise error
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    with pytest.raises(ModelError, match=r"^model: 'owner/model' is gated"):
-        read_shape("owner/model")
-
-
-@pytest.mark.parametrize(
-    ("model", "message"),
-    [
-        ("/no/such/folder", "there is no folder"),
-        ("configs/missing.json", "there is no file 'configs/missing.json'"),
-        ("a b", "there is no folder"),
-        ("\0", "there is no folder"),
-    ],
-)
-def test_a_missing_path(model: str, message: str) -> None:
-    with pytest.raises(ModelError, match=message):
-        read_shape(model)
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from helpers.public_configs import config, public_shape
 
-from kvik.cli.plan import as_object, build_parser, question_of
+from kvik.cli.plan import build_parser, question_of
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.model_source import BUNDLED as STORIES
 from kvik.errors import ConfigError
@@ -206,22 +205,6 @@ def test_a_quantised_checkpoint_keeps_its_format_on_this_machine() -> None:
     assert usual.shape.notes == plan_shape(shape, device, Question(dtype="int4"), here).shape.notes
     *notes, kept = plan_shape(shape, device, Question(dtype="int8"), here).shape.notes
     assert tuple(notes) == usual.shape.notes and "int4" in kept
-
-
-def test_this_machine_by_name() -> None:
-    found = plan(Question(context=64))
-    assert found.at.device.name == "this" and found.shape.spec is not None
-    assert found.memory.fits
-
-
-def test_json_is_exact_and_complete() -> None:
-    found = answer("deepseek-v3", replace(TOY, price=1.0), Question(tp=8, load="5M"))
-    facts = json.loads(json.dumps(as_object(found)))
-    assert facts["model"]["kv_bytes_per_token"] == 70_272
-    assert facts["model"]["runs"] is True
-    assert facts["memory"]["weights"] == found.memory.weights
-    assert len(facts["attention_variants"]) == 4
-    assert facts["speed"]["speculation"][0]["rows"][0]["acceptance"] == 0.5
 
 
 # Invalid questions, each refused by the name of its field.
