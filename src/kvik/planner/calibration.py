@@ -88,14 +88,6 @@ class LinearCosts(msgspec.Struct, frozen=True):
     streamed: Seconds
     share: Share
 
-    def weight(self, working_set: float) -> float:
-        """Return the seconds per weight for a working set in bytes."""
-        return interpolate([(CACHED, self.cached), (STREAMED, self.streamed)], working_set)
-
-    def reached(self, working_set: float) -> float:
-        """Return the fraction of the read rate that is reached with a working set."""
-        return interpolate([(CACHED, 1.0), (STREAMED, self.share)], working_set)
-
 
 class AttentionCosts(msgspec.Struct, frozen=True):
     """Costs of attention and of preparing it, for one head size.
@@ -123,13 +115,15 @@ class AttentionCosts(msgspec.Struct, frozen=True):
     scattered: Seconds
     share: Share = 1.0
 
-    def reached(self, working_set: float) -> float:
-        """As of `LinearCosts`."""
-        return interpolate([(CACHED, 1.0), (STREAMED, self.share)], working_set)
 
-    def key(self, working_set: float) -> float:
-        """Return the seconds for each element of a key and its value, for a working set."""
-        return interpolate([(CACHED, self.cached), (STREAMED, self.streamed)], working_set)
+def read_seconds(costs: LinearCosts | AttentionCosts, working_set: float) -> float:
+    """Return the seconds for each number read, for a working set in bytes."""
+    return interpolate([(CACHED, costs.cached), (STREAMED, costs.streamed)], working_set)
+
+
+def reached_share(costs: LinearCosts | AttentionCosts, working_set: float) -> float:
+    """Return the fraction of the read rate that is reached with a working set."""
+    return interpolate([(CACHED, 1.0), (STREAMED, costs.share)], working_set)
 
 
 class HostCost(msgspec.Struct, frozen=True):

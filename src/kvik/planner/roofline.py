@@ -19,6 +19,8 @@ from kvik.planner.calibration import (
     Calibration,
     LinearCosts,
     interpolate,
+    reached_share,
+    read_seconds,
 )
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
@@ -367,8 +369,8 @@ class _Work:
         if not costs:
             return 0.0
         cost = costs_at(costs, rows)
-        working = matrix.inputs * matrix.outputs * cost.weight(self.working_set)
-        moving = num_bytes / (self.read_rate * cost.reached(self.working_set))
+        working = matrix.inputs * matrix.outputs * read_seconds(cost, self.working_set)
+        moving = num_bytes / (self.read_rate * reached_share(cost, self.working_set))
         inputs = self.processes * matrix.inputs  # each process prepares all inputs
         return cost.call + inputs * cost.input + matrix.outputs * cost.output + max(moving, working)
 
@@ -384,15 +386,15 @@ class _Work:
             flops += count * shape.attention_flops(new, context)
             if cost is None:
                 continue
-            working = 0.0
+            working, each = 0.0, read_seconds(cost, self.working_set)
             for cache in shape.caches:
                 seen = count * cache.most_keys(context)
                 keys = cache.elements if shape.latent_dim else cache.elements / 2
                 width = cache.elements if shape.latent_dim else cache.elements // cache.vectors
                 score = new * shape.num_heads * width * cost.score
-                working += cache.readers * seen * (keys * cost.key(self.working_set) + score)
+                working += cache.readers * seen * (keys * each + score)
             expected += shape.num_layers * count * cost.sequence
-            expected += max(read / (rate * cost.reached(self.working_set)), working)
+            expected += max(read / (rate * reached_share(cost, self.working_set)), working)
         return self._attention("kv cache", num_bytes, flops, expected)
 
     def _prompts(self) -> StepPart:
