@@ -7,8 +7,8 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -49,45 +49,21 @@ from kvik.text.pooled_inputs import (
 from kvik.text.tokenizer import Tokenizer, spelled
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
-
     from kvik.text.chat_template import ChatTemplate
     from kvik.text.grammar_check import GrammarCheck
 
 
-class BatchProgress:
-    """A progress bar on standard error: requests done, output tokens per second.
+@contextmanager
+def batch_bar(total: int, show: bool | None) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar on standard error: requests done, output tokens per second. Yields
+    finished(tokens of an output).
 
-    `show` None shows it on a terminal for more than one request.
+    Args:
+        show: None shows it on a terminal for more than one request.
     """
-
-    def __init__(self, total: int, show: bool | None) -> None:
-        self._bar: Progress | None = None
-        self._tokens = 0
-        self._started = time.monotonic()
-        if show or (show is None and total > 1 and sys.stderr.isatty()):
-            self._bar = _bar()
-            self._task = self._bar.add_task("", total=total, rate="-")
-
-    def finished(self, num_tokens: int) -> None:
-        """Count a request and the tokens of its output."""
-        if self._bar is None:
-            return
-        self._tokens += num_tokens
-        seconds = max(time.monotonic() - self._started, 1e-9)
-        self._bar.update(self._task, advance=1, rate=f"{self._tokens / seconds:.0f}")
-
-    def __enter__(self) -> BatchProgress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _bar() -> Progress:
+    if not (show or (show is None and total > 1 and sys.stderr.isatty())):
+        yield lambda num_tokens: None
+        return
     # Imported here: most calls show no bar, and the import would slow down every start.
     from rich.console import Console
     from rich.progress import (
@@ -98,14 +74,24 @@ def _bar() -> Progress:
         TimeRemainingColumn,
     )
 
-    return Progress(
+    columns = (
         TextColumn("generating"),
         BarColumn(),
         MofNCompleteColumn(),
         TextColumn("{task.fields[rate]:>8} tok/s"),
         TimeRemainingColumn(),
-        console=Console(file=sys.stderr),
     )
+    tokens, started = 0, time.monotonic()
+    with Progress(*columns, console=Console(file=sys.stderr)) as bar:
+        task = bar.add_task("", total=total, rate="-")
+
+        def finished(num_tokens: int) -> None:
+            nonlocal tokens
+            tokens += num_tokens
+            seconds = max(time.monotonic() - started, 1e-9)
+            bar.update(task, advance=1, rate=f"{tokens / seconds:.0f}")
+
+        yield finished
 
 
 Message = Mapping[str, Any]
@@ -515,10 +501,10 @@ class LLM:
             return []
         outputs: dict[int, RequestOutput] = {}
         finishing = self._outputs(prompts, requests)
-        with BatchProgress(len(requests), progress) as bar, closing(finishing):
+        with batch_bar(len(requests), progress) as finished, closing(finishing):
             for index, output in finishing:
                 outputs[index] = output
-                bar.finished(output.num_output_tokens)
+                finished(output.num_output_tokens)
         return [outputs[index] for index in range(len(requests))]
 
     def _requests(

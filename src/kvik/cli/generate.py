@@ -229,7 +229,7 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
             raise ParamError(next(iter(given)), "must be in the body of each line of a batch")
         return _answer_batch(texts, path, options, verbose=arguments.verbose)
     from kvik.launch import check_tokenizer, resolve_config
-    from kvik.llm import LLM, BatchProgress, check_priority
+    from kvik.llm import LLM, batch_bar, check_priority
 
     config = EngineConfig(**options)
     lines = [_line(number, text) for number, text in texts]
@@ -252,11 +252,11 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
         prompts, params = _requests(llm, left, given)
         outputs = _begin(llm, left, prompts, params)
         model = llm.resolved.runner.model_path
-        with _writing(path) as write, BatchProgress(len(left), None) as bar:
+        with _writing(path) as write, batch_bar(len(left), None) as finished:
             for index, output in outputs:
                 found = {"line": left[index].number, **as_json(output, model)}
                 write(json.dumps(found, ensure_ascii=False))
-                bar.finished(output.num_output_tokens)
+                finished(output.num_output_tokens)
                 failed += _has_error(found)
     return 1 if failed else 0
 
@@ -266,7 +266,7 @@ def _answer_batch(
 ) -> int:
     """Answer the lines of a batch file of OpenAI's API, and return the exit code."""
     from kvik.cli.openai_batch import answer_all, read_request  # imports the server
-    from kvik.llm import BatchProgress
+    from kvik.llm import batch_bar
 
     entries, numbers = [], dict[str, int]()
     for number, text in texts:
@@ -282,13 +282,13 @@ def _answer_batch(
     if not left:
         return 0
     failed = 0
-    with _writing(path) as write, BatchProgress(len(left), None) as bar:
+    with _writing(path) as write, batch_bar(len(left), None) as finished:
 
         def answered(answer: dict[str, Any]) -> None:
             nonlocal failed
             write(json.dumps(answer, ensure_ascii=False))
             usage = answer["response"]["body"].get("usage") or {}
-            bar.finished(usage.get("completion_tokens", usage.get("output_tokens", 0)))
+            finished(usage.get("completion_tokens", usage.get("output_tokens", 0)))
             failed += _is_refusal(answer)
 
         asyncio.run(answer_all(left, options, answered, verbose=verbose))
