@@ -41,13 +41,14 @@ class CpuAttention(AttentionBackend):
         for_sinks = attend.for_sinks(self._ops)
         (q, k), v = attend.turned(self._ops), attend.v
         if k is not None and v is not None:
-            self._store(k, v, attend.kv, attend.metadata.layout)
+            self.store(k, v, attend.kv, attend.metadata.layout.slot_mapping)
         if attend.kv.queries is not None:
             self._keep_queries(q, attend.kv.queries, attend.metadata.layout, attend.spec.scale)
         keys = attend.kv.k.shape[2], q.shape[2]
         return self._attend(q, None, attend.kv, attend.metadata, attend.spec, keys, out, for_sinks)
 
-    def _store(self, k: Tensor, v: Tensor, kv: LayerKV, layout: StepLayout) -> None:
+    def store(self, k: Tensor, v: Tensor, kv: LayerKV, slot_mapping: Tensor) -> None:
+        """Write k and v into the cache; see `base.store`."""
         self.native.launch(
             "store_kv",
             **strided(k=k, v=v),
@@ -55,11 +56,11 @@ class CpuAttention(AttentionBackend):
             v_cache=kv.v.data_ptr(),
             k_scales=pointer(kv.k_scales),
             v_scales=pointer(kv.v_scales),
-            slot_mapping=layout.slot_mapping.data_ptr(),
+            slot_mapping=slot_mapping.data_ptr(),
             rows=self.native.rows(k),
             kv_heads=k.shape[1],
             head_dim=k.shape[2],
-            block_size=layout.block_size,
+            block_size=kv.k.shape[1],
             dtype=DTYPES[k.dtype],
             kv_dtype=DTYPES[kv.k.dtype],
         )

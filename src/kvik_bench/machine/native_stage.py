@@ -4,16 +4,18 @@ compute."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 import torch
 from torch import Tensor
 
+from kvik.attention.base import LayerKV
+from kvik.attention.cpu import CpuAttention
 from kvik.kernels.cpu.buffers import zeros
-from kvik.kernels.cpu.native import DTYPES, Native
+from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.ops import native_ops
-from kvik_bench.machine.stage import BLOCK_SIZE, Attended, Call, Track
+from kvik_bench.machine.stage import Call, Stage, Track
 
 # Arithmetic -> native kernel that measures its peak.
 PEAKS = {"fp32": "peak_f32", "bf16": "peak_bf16", "int8": "peak_i8"}
@@ -58,14 +60,16 @@ class NativeLimits:
         return time.perf_counter() - started
 
 
-class NativeStage:
+class NativeStage(Stage):
     """Times the native kernels."""
 
     kernels = "native"
+    backend: CpuAttention
 
     def __init__(self, threads: int, most_bytes: int) -> None:
         self.native = Native(threads)
-        self.ops = native_ops(self.native)
+        ops = native_ops(self.native)
+        super().__init__(ops, CpuAttention(self.native, ops))
         self.limits = NativeLimits(self.native, most_bytes)
 
     def track(self, calls: Sequence[Call], most_rows: int) -> Track:
@@ -81,89 +85,8 @@ class NativeStage:
 
         return seconds
 
-    def attention(self, work: Attended) -> Callable[[], float]:
-        tokens, context = work.sequences * work.queries, work.context
-        starts = torch.arange(0, tokens + 1, work.queries, dtype=torch.int32)
-        lengths = torch.full((work.sequences,), context, dtype=torch.int32)
-        keys, values = (_on_huge_pages(blocks) for blocks in (work.keys, work.values))
-        with self.native.record({}) as recording:
-            out = self.native.empty(*work.q.shape, dtype=work.q.dtype)
-            self.native.launch(
-                "attention",
-                q=work.q.data_ptr(),
-                q_stride=work.q.stride(0),
-                q_rope=0,
-                q_rope_stride=0,
-                value_dim=work.head_dim,
-                k_cache=keys.data_ptr(),
-                v_cache=values.data_ptr(),
-                k_scales=0,
-                v_scales=0,
-                block_table=work.table.data_ptr(),
-                table_stride=work.table.stride(0),
-                query_start_loc=starts.data_ptr(),
-                seq_lens=lengths.data_ptr(),
-                num_seqs=work.sequences,
-                heads=work.heads,
-                kv_heads=work.kv_heads,
-                head_dim=work.head_dim,
-                block_size=work.block_size,
-                window=0,
-                chunked=0,
-                reach=0,
-                tree=0,
-                scale=work.head_dim**-0.5,
-                softcap=0.0,
-                sinks=0,
-                sink_keys=0,
-                sink_q=0,
-                sink_q_stride=0,
-                first_keys=0,
-                out=out.data_ptr(),
-                out_stride=out.stride(0),
-                dtype=DTYPES[work.q.dtype],
-                kv_dtype=DTYPES[keys.dtype],
-            )
+    def memory(self, *shape: int) -> Tensor:
+        return zeros(*shape, dtype=torch.bfloat16)
 
-        alive = (work, starts, lengths, keys, values, out)  # the recording has pointers to these
-
-        def seconds() -> float:
-            assert alive
-            return sum(ns for _, ns in self.native.replay_timed(recording, ())) * 1e-9
-
-        return seconds
-
-    def store(self, keys: Tensor, slots: Sequence[Tensor]) -> Track:
-        most = max(int(each.max()) for each in slots) + 1
-        kv_heads, head_dim = keys.shape[1:]
-        shape = (-(-most // BLOCK_SIZE), BLOCK_SIZE * kv_heads * head_dim)
-        caches = [zeros(*shape, dtype=keys.dtype).fill_(1) for _ in range(2)]
-
-        def store(to: Tensor) -> Call:
-            def call(count: int) -> None:
-                self.native.launch(
-                    "store_kv",
-                    k=keys.data_ptr(),
-                    k_stride=keys.stride(0),
-                    v=keys.data_ptr(),
-                    v_stride=keys.stride(0),
-                    k_cache=caches[0].data_ptr(),
-                    v_cache=caches[1].data_ptr(),
-                    k_scales=0,
-                    v_scales=0,
-                    slot_mapping=to.data_ptr(),
-                    rows=self.native.rows(keys[:count]),
-                    kv_heads=kv_heads,
-                    head_dim=head_dim,
-                    block_size=BLOCK_SIZE,
-                    dtype=DTYPES[keys.dtype],
-                    kv_dtype=DTYPES[keys.dtype],
-                )
-
-            return call
-
-        return self.track([store(each) for each in slots], len(keys))
-
-
-def _on_huge_pages(values: Tensor) -> Tensor:
-    return zeros(*values.shape, dtype=values.dtype).copy_(values)
+    def write(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        self.backend.store(k, v, kv, slots)

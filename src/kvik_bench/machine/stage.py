@@ -13,10 +13,17 @@ from statistics import median
 from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from kvik.attention.base import LayerKV, StepLayout
+from kvik.attention.base import (
+    Attend,
+    AttentionBackend,
+    AttentionSpec,
+    LayerKV,
+    StepLayout,
+    store,
+)
+from kvik.attention.sdpa import SdpaAttention
 from kvik.config.units import MIB
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH
@@ -98,25 +105,39 @@ class Limits(Protocol):
         ...
 
 
-class Stage(Protocol):
-    @property
-    def kernels(self) -> str:
-        """Layout of its weights: "native" or "torch"."""
-        ...
+class Stage:
+    """Times the engine's kernels on this machine.
 
-    @property
-    def ops(self) -> Ops: ...
+    Attributes:
+        kernels: layout of its weights: "native" or "torch".
+    """
 
-    @property
-    def limits(self) -> Limits: ...
+    kernels: str
+    limits: Limits
+
+    def __init__(self, ops: Ops, backend: AttentionBackend) -> None:
+        self.ops, self.backend = ops, backend
 
     def track(self, calls: Sequence[Call], most_rows: int) -> Track:
         """Prepare calls, in order, to be timed over any number of rows up to `most_rows`."""
-        ...
+        raise NotImplementedError
+
+    def memory(self, *shape: int) -> Tensor:
+        """Return memory for a cache in bfloat16."""
+        raise NotImplementedError
+
+    def write(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        """Store k and v [rows, kv_heads, head_dim] at `slots` [rows]."""
+        raise NotImplementedError
 
     def attention(self, work: Attended) -> Callable[[], float]:
         """Prepare one layer's attention, over a copy of the keys and values, to be timed."""
-        ...
+        blocks = work.keys, work.values
+        kv = LayerKV(*(self.memory(*each.shape).copy_(each) for each in blocks))
+        metadata = self.backend.plan(step_layout(work.table, work.queries, work.context), None)
+        attend = Attend(work.q, None, None, kv, metadata, AttentionSpec(work.head_dim**-0.5))
+        track = self.track([lambda rows: self.backend.run(attend)], work.sequences)
+        return lambda: sum(track(work.sequences))
 
     def store(self, keys: Tensor, slots: Sequence[Tensor]) -> Track:
         """Prepare storing keys [rows, kv_heads, head_dim], and the same as values, in a cache.
@@ -124,7 +145,14 @@ class Stage(Protocol):
         Args:
             slots: [rows] of each call.
         """
-        ...
+        most = max(int(each.max()) for each in slots) + 1
+        shape = (-(-most // BLOCK_SIZE), BLOCK_SIZE, *keys.shape[1:])
+        kv = LayerKV(*(self.memory(*shape).fill_(1) for _ in range(2)))
+
+        def store(to: Tensor) -> Call:
+            return lambda rows: self.write(keys[:rows], keys[:rows], kv, to[:rows])
+
+        return self.track([store(each) for each in slots], len(keys))
 
 
 class Attended:
@@ -133,7 +161,7 @@ class Attended:
     Attributes:
         queries: of each sequence; the last of them sees `context` keys.
         q: [sequences * queries, heads, head_dim].
-        keys, values: [sequences * blocks, block_size * kv_heads * head_dim], in any layout.
+        keys, values: [sequences * blocks, block_size, kv_heads, head_dim].
         table: [sequences, blocks] of those blocks, in random order.
     """
 
@@ -142,13 +170,12 @@ class Attended:
     ) -> None:
         self.sequences, self.queries, self.context = sequences, queries, context
         self.heads, self.kv_heads = heads
-        self.head_dim, self.block_size = head_dim, BLOCK_SIZE
-        self.blocks = -(-context // self.block_size)
-        shape = (sequences * self.blocks, self.block_size * self.kv_heads * head_dim)
+        self.head_dim, blocks = head_dim, -(-context // BLOCK_SIZE)
+        shape = (sequences * blocks, BLOCK_SIZE, self.kv_heads, head_dim)
         self.q = torch.randn(sequences * queries, self.heads, head_dim).bfloat16()
         self.keys, self.values = (torch.randn(shape).bfloat16() for _ in range(2))
-        order = torch.randperm(sequences * self.blocks, dtype=torch.int32)
-        self.table = order.view(sequences, self.blocks)
+        order = torch.randperm(sequences * blocks, dtype=torch.int32)
+        self.table = order.view(sequences, blocks)
 
     @property
     def key_elements(self) -> int:
@@ -162,26 +189,34 @@ class Attended:
         return self.sequences * pairs * self.heads * self.head_dim
 
 
+def step_layout(table: Tensor, queries: int, context: int) -> StepLayout:
+    """Return a step of sequences of `context` keys, the last `queries` of which are its own.
+
+    Args:
+        table: [sequences, blocks].
+    """
+    count, device = len(table), table.device
+    at = torch.arange(context - queries, context, device=device)
+    return StepLayout(
+        query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device) * queries,
+        seq_lens=torch.full((count,), context, dtype=torch.int32, device=device),
+        block_table=table,
+        slot_mapping=(table[:, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).flatten(),
+        num_scheduled=(queries,) * count,
+        contexts=(context,) * count,
+        block_size=BLOCK_SIZE,
+    )
+
+
 def one_prompt(
     device: torch.device, dim: int, length: int, kv_heads: int, dtype: torch.dtype
 ) -> tuple[StepLayout, LayerKV]:
     """Return a step of one prompt, with its blocks in random order, and an empty cache for it."""
     num_blocks = -(-length // BLOCK_SIZE)
-    blocks = torch.randperm(num_blocks)
-    at = torch.arange(length)
-    slots = blocks[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE
-    layout = StepLayout(
-        query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor([length], dtype=torch.int32, device=device),
-        block_table=blocks.int()[None].to(device),
-        slot_mapping=slots.to(device),
-        num_scheduled=(length,),
-        contexts=(length,),
-        block_size=BLOCK_SIZE,
-    )
+    table = torch.randperm(num_blocks).int()[None].to(device)
     shape = (num_blocks, BLOCK_SIZE, kv_heads, dim)
     keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-    return layout, LayerKV(keys, values)
+    return step_layout(table, length, length), LayerKV(keys, values)
 
 
 def device_seconds(call: Callable[[], object], device: torch.device) -> float:
@@ -199,13 +234,13 @@ def device_seconds(call: Callable[[], object], device: torch.device) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-class TorchStage:
+class TorchStage(Stage):
     """Times torch's kernels, called one by one."""
 
     kernels = "torch"
-    ops = TORCH
 
     def __init__(self, threads: int, most_bytes: int) -> None:
+        super().__init__(TORCH, SdpaAttention(TORCH))
         torch.set_num_threads(threads)
         self.limits = TorchLimits(most_bytes)
 
@@ -215,38 +250,11 @@ class TorchStage:
 
         return seconds
 
-    def attention(self, work: Attended) -> Callable[[], float]:
-        """Time gathering keys from their blocks, then torch's own attention."""
-        length, size = work.blocks * work.block_size, (work.kv_heads, work.head_dim)
-        own_keys, own_values = work.keys.clone(), work.values.clone()
-        mask = torch.ones(work.queries, length, dtype=torch.bool)
-        mask = mask.tril(work.context - work.queries)
+    def memory(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.bfloat16)
 
-        def gathered(blocks: Tensor) -> Tensor:
-            return blocks[work.table.long()].view(work.sequences, length, *size).transpose(1, 2)
-
-        def attend() -> Tensor:
-            q = work.q.view(work.sequences, work.queries, work.heads, work.head_dim)
-            keys, values = gathered(own_keys), gathered(own_values)
-            return F.scaled_dot_product_attention(
-                q.transpose(1, 2), keys, values, mask, enable_gqa=True
-            )
-
-        return lambda: _seconds(attend)
-
-    def store(self, keys: Tensor, slots: Sequence[Tensor]) -> Track:
-        most = max(int(each.max()) for each in slots) + 1
-        shape = (-(-most // BLOCK_SIZE), BLOCK_SIZE, *keys.shape[1:])
-        caches = [torch.empty(shape, dtype=keys.dtype) for _ in range(2)]
-
-        def store(to: Tensor) -> Call:
-            def call(count: int) -> None:
-                part = keys[:count]
-                self.ops.store_kv(part, part, caches[0], caches[1], to[:count])
-
-            return call
-
-        return self.track([store(each) for each in slots], len(keys))
+    def write(self, k: Tensor, v: Tensor, kv: LayerKV, slots: Tensor) -> None:
+        store(self.ops, k, v, kv, slots)
 
 
 class TorchLimits:
