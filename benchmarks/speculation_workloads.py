@@ -33,7 +33,7 @@ from kvik.text.tokenizer import Tokenizer
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, TextPieces, fixed
 from kvik_bench.inprocess.measures import OUTPUT
-from kvik_bench.load.workload import DrawnLengths, parse_length
+from kvik_bench.load.workload import DrawnLengths
 
 LONGEST, TOGETHER = 768, 32
 DRAFT = "stories-draft"  # next to the bundled model
@@ -45,8 +45,7 @@ def random_tokens(count: int, prompt: int, output: int, shared: int = 0) -> Jobs
 
 
 def varied(count: int, prompt: str, output: str) -> Jobs:
-    lengths = DrawnLengths(parse_length("prompt", prompt), parse_length("output", output), "0")
-    return Requests(count, lengths).jobs
+    return Requests(count, DrawnLengths.of_texts(prompt, output, "0")).jobs
 
 
 def story(count: int, prompt: int, output: int) -> Jobs:

@@ -12,7 +12,7 @@ from kvik.cli.eval import READING, ROUNDING, add_text_flags, text_name, texts_of
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.config.config import EngineConfig
 from kvik.errors import ConfigError
-from kvik_bench.cli.output import add_output_flags, check_output, write_out
+from kvik_bench.cli.output import add_number, add_output_flags, check_output, write_out
 
 if TYPE_CHECKING:
     from kvik_bench.inprocess.models import Contender
@@ -58,21 +58,9 @@ def build_parser() -> argparse.ArgumentParser:
         help="measure the decoding of one request at a time; each model is loaded again in each "
         "round (default: on)",
     )
-    group.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="tokens of the prompt (default: 32)",
-    )
-    group.add_argument(
-        "--output-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="tokens of the answer (default: 64)",
-    )
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds (default: 3)")
+    add_number(group, "--prompt-tokens", 32, "tokens of the prompt")
+    add_number(group, "--output-tokens", 64, "tokens of the answer")
+    add_number(group, "--repeats", 3, "rounds")
     add_output_flags(parser)
     add_engine_flags(parser, [name for name in READING if name not in ROUNDING])
     return parser

@@ -42,25 +42,38 @@ def integers(text: str) -> tuple[int, ...]:
     return numbers
 
 
+Flags = argparse._ActionsContainer  # a parser, or a group of its flags
+
+
+def add_number(to: Flags, flag: str, default: float, what: str, metavar: str = "N") -> None:
+    """Add a flag for a number of the type of its default."""
+    shown = f"{what} (default: {default:g})"
+    to.add_argument(flag, type=type(default), default=default, metavar=metavar, help=shown)
+
+
+def add_numbers(
+    to: Flags, flag: str, default: tuple[int, ...], what: str, metavar: str = "N,N"
+) -> None:
+    """Add a flag for different integers."""
+    shown = f"{what} (default: {','.join(map(str, default))})"
+    to.add_argument(flag, type=integers, default=default, metavar=metavar, help=shown)
+
+
+def add_lengths(to: Flags, prompt: str, output: str) -> None:
+    """Add flags for the lengths of prompts and answers, which have these defaults."""
+    forms = "512, 100..200, normal:512:64 or lognormal:512:0.8"
+    for flag, what, default in (
+        ("--prompt-tokens", f"tokens of a prompt: {forms}", prompt),
+        ("--output-tokens", "tokens of an answer", output),
+    ):
+        to.add_argument(flag, metavar="LENGTH", help=f"{what} (default: {default})")
+
+
 def add_run_flags(parser: argparse.ArgumentParser, repeats: int) -> None:
     group = parser.add_argument_group("repetition")
-    group.add_argument(
-        "--repeats",
-        type=int,
-        default=repeats,
-        metavar="N",
-        help=f"number of measurements (default: {repeats})",
-    )
-    group.add_argument(
-        "--warmup",
-        type=int,
-        default=1,
-        metavar="N",
-        help="warm-ups, which are not measured (default: 1)",
-    )
-    group.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of prompts and loads (default: 0)"
-    )
+    add_number(group, "--repeats", repeats, "number of measurements")
+    add_number(group, "--warmup", 1, "warm-ups, which are not measured")
+    add_number(group, "--seed", 0, "seed of prompts and loads")
 
 
 def add_output_flags(parser: argparse.ArgumentParser) -> None:

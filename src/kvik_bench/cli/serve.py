@@ -18,7 +18,14 @@ from kvik.errors import ConfigError
 from kvik.model_files import model_files
 from kvik.planner.serving import parse_seconds, parse_slo
 from kvik.remote_server import RemoteServer, add_key_flag
-from kvik_bench.cli.output import add_output_flags, add_run_flags, check_output, integers, write_out
+from kvik_bench.cli.output import (
+    add_lengths,
+    add_output_flags,
+    add_run_flags,
+    check_output,
+    integers,
+    write_out,
+)
 from kvik_bench.interrupts import ended_like_ctrl_c
 from kvik_bench.load.drive import Budget, ClosedLoop, Level, LoadTest, OpenLoop, RunLog
 from kvik_bench.load.workload import (
@@ -158,12 +165,7 @@ def add_load_flags(parser: argparse.ArgumentParser) -> None:
 def add_workload_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the requests")
     add = group.add_argument
-    add(
-        "--prompt-tokens",
-        metavar="LENGTH",
-        help="tokens of a prompt: 512, 100..200, normal:512:64 or lognormal:512:0.8 (default: 128)",
-    )
-    add("--output-tokens", metavar="LENGTH", help="tokens of an answer (default: 64)")
+    add_lengths(group, PROMPT_TOKENS, OUTPUT_TOKENS)
     add("--prefix-tokens", type=_positive, metavar="N", help="shared tokens before each prompt")
     add("--prefixes", type=_positive, metavar="N", help="number of different prefixes (default: 1)")
     add(

@@ -18,7 +18,7 @@ from kvik.config.units import MIB, show_bytes
 from kvik.errors import ParamError
 from kvik.launch import resolve_config
 from kvik.worker.platforms import Platform, inference_on, platform
-from kvik_bench.cli.output import check_output, engine_parser, integers, write_out
+from kvik_bench.cli.output import add_numbers, check_output, engine_parser, write_out
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.machine.stage import device_seconds, one_prompt
 from kvik_bench.report.result import (
@@ -194,12 +194,8 @@ def build_parser() -> argparse.ArgumentParser:
         "tiles, and measure the memory of both.",
         repeats=3,
     )
-    parser.add_argument(
-        "--lengths",
-        type=integers,
-        default=(128, 512, 2048),
-        metavar="N,N",
-        help="tokens of the prompt, one length after another (default: 128,512,2048)",
+    add_numbers(
+        parser, "--lengths", (128, 512, 2048), "tokens of the prompt, one length after another"
     )
     return parser
 

@@ -14,7 +14,7 @@ from kvik.core.policy import batch_wait
 from kvik.engine.loop import Engine
 from kvik.errors import ParamError
 from kvik.launch import reschedule, resolve_config
-from kvik_bench.cli.output import check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_lengths, add_number, check_output, engine_parser, write_out
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, refuse_varied
@@ -32,7 +32,7 @@ from kvik_bench.inprocess.measures import (
 )
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.load.metrics import e2es, ttfts
-from kvik_bench.load.workload import DrawnLengths, parse_length, poisson
+from kvik_bench.load.workload import DrawnLengths, poisson
 from kvik_bench.report.result import (
     Chart,
     Figure,
@@ -184,6 +184,9 @@ def _row(
     )
 
 
+PROMPT_TOKENS, OUTPUT_TOKENS = "16..128", "8..128"
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = engine_parser(
         "bench batching",
@@ -191,33 +194,14 @@ def build_parser() -> argparse.ArgumentParser:
         "continuous batching. --batch-size limits the requests at a time for all three.",
         repeats=3,
     )
-    add = parser.add_argument
-    add(
-        "--num-requests",
-        type=int,
-        default=48,
-        metavar="N",
-        help="requests of each round (default: 48)",
-    )
-    add(
+    add_number(parser, "--num-requests", 48, "requests of each round")
+    parser.add_argument(
         "--rate",
         type=float,
         metavar="R",
         help="mean requests a second (default: as many as continuous batching can serve)",
     )
-    add(
-        "--prompt-tokens",
-        default="16..128",
-        metavar="LENGTH",
-        help="tokens of a prompt: 512, 100..200, normal:512:64 or lognormal:512:0.8 "
-        "(default: 16..128)",
-    )
-    add(
-        "--output-tokens",
-        default="8..128",
-        metavar="LENGTH",
-        help="tokens of an answer (default: 8..128)",
-    )
+    add_lengths(parser, PROMPT_TOKENS, OUTPUT_TOKENS)
     return parser
 
 
@@ -225,10 +209,11 @@ def run(arguments: argparse.Namespace) -> int:
     check_output(arguments)
     rounds = Rounds(arguments.repeats, arguments.warmup)
     check_rate(arguments.rate)
-    prompt = parse_length("prompt_tokens", arguments.prompt_tokens)
-    output = parse_length("output_tokens", arguments.output_tokens)
     seed = str(arguments.seed)
-    load = Requests(arguments.num_requests, DrawnLengths(prompt, output, seed), seed=seed)
+    lengths = DrawnLengths.of_texts(
+        arguments.prompt_tokens or PROMPT_TOKENS, arguments.output_tokens or OUTPUT_TOKENS, seed
+    )
+    load = Requests(arguments.num_requests, lengths, seed=seed)
     options = engine_options(arguments, arguments.model)
     refuse_varied(options, "policy", "max_num_seqs")
     config = EngineConfig(**options)

@@ -10,7 +10,7 @@ from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.engine.loop import Engine
 from kvik.launch import resolve_config
-from kvik_bench.cli.output import check_output, engine_parser, integers, write_out
+from kvik_bench.cli.output import add_number, add_numbers, check_output, engine_parser, write_out
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, check_batches, fixed
@@ -119,27 +119,11 @@ def build_parser() -> argparse.ArgumentParser:
         "Time one batch at a time: the first token, the tokens after it, and the whole answer.",
         repeats=3,
     )
-    parser.add_argument(
-        "--batch",
-        type=integers,
-        default=(1, 8, 32),
-        metavar="N,N",
-        help="requests sent at the same time, one size after another (default: 1,8,32)",
+    add_numbers(
+        parser, "--batch", (1, 8, 32), "requests sent at the same time, one size after another"
     )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="tokens of each prompt (default: 128)",
-    )
-    parser.add_argument(
-        "--output-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="tokens of each answer (default: 64)",
-    )
+    add_number(parser, "--prompt-tokens", 128, "tokens of each prompt")
+    add_number(parser, "--output-tokens", 64, "tokens of each answer")
     return parser
 
 

@@ -23,7 +23,7 @@ from kvik.engine.stats import SpeculationStats
 from kvik.errors import ConfigError, ParamError
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.planner.speculation import expected_tokens
-from kvik_bench.cli.output import check_output, engine_parser, integers, write_out
+from kvik_bench.cli.output import add_number, add_numbers, check_output, engine_parser, write_out
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import (
     RandomPieces,
@@ -424,35 +424,16 @@ def build_parser() -> argparse.ArgumentParser:
         "default. Requests are greedy.",
         repeats=5,
     )
-    add = parser.add_argument
-    add(
+    parser.add_argument(
         "--data",
         type=Path,
         metavar="FILE",
         help='text of the prompts: plain text, or .jsonl with a field "text" in each line '
         "(default: a story that ships with kvik)",
     )
-    add(
-        "--batch",
-        type=integers,
-        default=(1, 8),
-        metavar="A,B",
-        help="requests at a time, one size after another (default: 1,8)",
-    )
-    add(
-        "--prompt-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="most tokens of a prompt (default: 64)",
-    )
-    add(
-        "--output-tokens",
-        type=int,
-        default=128,
-        metavar="N",
-        help="tokens of each answer (default: 128)",
-    )
+    add_numbers(parser, "--batch", (1, 8), "requests at a time, one size after another", "A,B")
+    add_number(parser, "--prompt-tokens", 64, "most tokens of a prompt")
+    add_number(parser, "--output-tokens", 128, "tokens of each answer")
     return parser
 
 

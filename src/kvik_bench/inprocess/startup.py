@@ -17,7 +17,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.errors import KvikError
 from kvik.launch import resolve_config
 from kvik.planner.efficiency import POSSIBLE, running_device
-from kvik_bench.cli.output import check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_number, check_output, engine_parser, write_out
 from kvik_bench.inprocess.ceilings import ceiling_notes
 from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.rounds import Rounds
@@ -160,13 +160,7 @@ def build_parser() -> argparse.ArgumentParser:
         "page cache after the warm-up.",
         repeats=5,
     )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=int,
-        default=16,
-        metavar="N",
-        help="tokens of the prompt (default: 16)",
-    )
+    add_number(parser, "--prompt-tokens", 16, "tokens of the prompt")
     return parser
 
 

@@ -21,7 +21,7 @@ from kvik.errors import KvikError, ParamError
 from kvik.launch import reschedule, resolve_config
 from kvik.planner.serving import Traffic
 from kvik.spec.kv import block_bytes
-from kvik_bench.cli.output import check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_number, check_output, engine_parser, write_out
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed, refuse_varied
@@ -372,42 +372,11 @@ def build_parser() -> argparse.ArgumentParser:
         "KV cache, continuous batching, prefix cache, speculation, quantised weights.",
         repeats=3,
     )
-    add = parser.add_argument
-    add(
-        "--num-requests",
-        type=int,
-        default=16,
-        metavar="N",
-        help="requests, which share a prefix (default: 16)",
-    )
-    add(
-        "--prefix-tokens",
-        type=int,
-        default=96,
-        metavar="N",
-        help="tokens of the prefix (default: 96)",
-    )
-    add(
-        "--prompt-tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="further tokens of each prompt (default: 32)",
-    )
-    add(
-        "--output-tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="tokens of each answer (default: 32)",
-    )
-    add(
-        "--alone",
-        type=int,
-        default=2,
-        metavar="N",
-        help="requests for techniques that serve one at a time (default: 2)",
-    )
+    add_number(parser, "--num-requests", 16, "requests, which share a prefix")
+    add_number(parser, "--prefix-tokens", 96, "tokens of the prefix")
+    add_number(parser, "--prompt-tokens", 32, "further tokens of each prompt")
+    add_number(parser, "--output-tokens", 32, "tokens of each answer")
+    add_number(parser, "--alone", 2, "requests for techniques that serve one at a time")
     return parser
 
 

@@ -11,7 +11,7 @@ from kvik.config.config import EngineConfig
 from kvik.engine.loop import Engine
 from kvik.errors import ConfigError
 from kvik.launch import resolve_config
-from kvik_bench.cli.output import check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_lengths, add_number, check_output, engine_parser, write_out
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests
@@ -31,7 +31,7 @@ from kvik_bench.inprocess.measures import (
 )
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.load.metrics import e2es, ttfts
-from kvik_bench.load.workload import DrawnLengths, Lengths, TraceLengths, parse_length, read_trace
+from kvik_bench.load.workload import DrawnLengths, Lengths, TraceLengths, read_trace
 from kvik_bench.report.result import Chart, Result, Row, engine_facts, peak_memory, run_facts
 
 MEASURES = (
@@ -95,23 +95,11 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help=f"number of requests (default: {COUNT}, or all of a trace)",
     )
-    add(
-        "--prompt-tokens",
-        metavar="LENGTH",
-        help="tokens of a prompt: 512, 100..200, normal:512:64 or lognormal:512:0.8 "
-        f"(default: {PROMPT_TOKENS})",
-    )
-    add("--output-tokens", metavar="LENGTH", help=f"tokens of an answer (default: {OUTPUT_TOKENS})")
+    add_lengths(parser, PROMPT_TOKENS, OUTPUT_TOKENS)
     add(
         "--prefix-tokens", type=int, default=0, metavar="N", help="shared tokens before each prompt"
     )
-    add(
-        "--prefixes",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of different prefixes (default: 1)",
-    )
+    add_number(parser, "--prefixes", 1, "number of different prefixes")
     add(
         "--trace",
         type=Path,
@@ -135,13 +123,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _load(arguments: argparse.Namespace) -> Requests:
-
     lengths: Lengths
     count, field = arguments.num_requests, "prompt_tokens"
     if arguments.trace is None:
-        prompt = parse_length("prompt_tokens", arguments.prompt_tokens or PROMPT_TOKENS)
-        output = parse_length("output_tokens", arguments.output_tokens or OUTPUT_TOKENS)
-        lengths = DrawnLengths(prompt, output, str(arguments.seed))
+        lengths = DrawnLengths.of_texts(
+            arguments.prompt_tokens or PROMPT_TOKENS,
+            arguments.output_tokens or OUTPUT_TOKENS,
+            str(arguments.seed),
+        )
         count = COUNT if count is None else count
     else:
         for name in ("prompt_tokens", "output_tokens"):

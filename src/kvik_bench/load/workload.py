@@ -216,6 +216,13 @@ class DrawnLengths:
     output: Length
     seed: str
 
+    @classmethod
+    def of_texts(cls, prompt: str, output: str, seed: str) -> DrawnLengths:
+        """Parse both lengths; see `parse_length`."""
+        return cls(
+            parse_length("prompt_tokens", prompt), parse_length("output_tokens", output), seed
+        )
+
     def of(self, index: int, turn: int) -> tuple[int, int]:
         rng = random.Random(f"{self.seed}/lengths/{index}/{turn}")
         return self.prompt.draw(rng), self.output.draw(rng)

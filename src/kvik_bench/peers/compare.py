@@ -27,7 +27,7 @@ from kvik.config.model_source import find_model
 from kvik.errors import ConfigError
 from kvik.models.model_spec import read_model_spec
 from kvik.spec.model import SHORT_DTYPES
-from kvik_bench.cli.output import add_output_flags, check_output, write_out
+from kvik_bench.cli.output import add_number, add_output_flags, check_output, write_out
 from kvik_bench.inprocess.rounds import Watch
 from kvik_bench.interrupts import ended_like_ctrl_c
 from kvik_bench.peers.adapter_process import Outcome, run_adapter
@@ -435,33 +435,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="N",
         help="tokens of each prompt (default: prefill 512, bN 128)",
     )
-    parser.add_argument(
-        "--output-tokens",
-        type=int,
-        default=64,
-        metavar="N",
-        help="tokens of each answer (default: 64)",
-    )
+    add_number(parser, "--output-tokens", 64, "tokens of each answer")
     parser.add_argument(
         "--threads", type=int, metavar="N", help="threads of every engine (default: all cores)"
     )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=3,
-        metavar="N",
-        help="rounds, in each of which every engine runs (default: 3)",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        default=600.0,
-        metavar="SECONDS",
-        help="limit of one process (default: 600)",
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="seed of the prompts (default: 0)"
-    )
+    add_number(parser, "--rounds", 3, "rounds, in each of which every engine runs")
+    add_number(parser, "--timeout", 600.0, "limit of one process", "SECONDS")
+    add_number(parser, "--seed", 0, "seed of the prompts")
     add_output_flags(parser)
     return parser
 
