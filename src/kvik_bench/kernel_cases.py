@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import get_args
 
@@ -56,6 +57,7 @@ Argument = (
     | torch.dtype
     | None
 )
+Arguments = tuple[Argument, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +97,7 @@ class Case:
 
     op: str
     name: str
-    make: Callable[[Maker], tuple[Argument, ...]]
+    make: Callable[[Maker], Arguments]
     run: Callable[..., object] | None = None
     written: tuple[int, ...] = ()
     spoiled: tuple[int, ...] = ()
@@ -109,14 +111,12 @@ class Case:
         return _RTOL[dtype], (_PRODUCT_ATOL if self.product else _ATOL)[dtype]
 
 
-def arguments(
-    case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0
-) -> tuple[Argument, ...]:
+def arguments(case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Arguments:
     """Return the arguments of a case; equal seeds give equal arguments."""
     return case.make(Maker(torch.Generator().manual_seed(seed), dtype, device))
 
 
-def outputs(ops: Ops, case: Case, args: tuple[Argument, ...]) -> tuple[Tensor, ...]:
+def outputs(ops: Ops, case: Case, args: Arguments) -> tuple[Tensor, ...]:
     """Run one case: what the operation returns, then the arguments it writes to."""
     result = case.run(ops, *args) if case.run else getattr(ops, case.op)(*args)
     returned = () if result is None else result if isinstance(result, tuple) else (result,)
@@ -129,8 +129,8 @@ def _norms() -> list[Case]:
     for rows, dim in product((1, 7), (1, 33, 256)):
         name = f"{rows}x{dim}"
         cases += [
-            Case("rms_norm", name, _rms_norm(rows, dim)),
-            Case("layer_norm", name, _layer_norm(rows, dim)),
+            Case("rms_norm", name, partial(_rms_norm, rows, dim)),
+            Case("layer_norm", name, partial(_layer_norm, rows, dim)),
         ]
     zeros = Case("rms_norm", "zeros", lambda m: (m.normal(3, 64) * 0, m.normal(64), 1e-6))
     large = Case("rms_norm", "large", lambda m: (m.normal(3, 64, scale=3e3), m.normal(64), 1e-6))
@@ -144,31 +144,24 @@ def _norms() -> list[Case]:
     return [*cases, zeros, large, wide, heads, each]
 
 
-def _rms_norm(rows: int, dim: int) -> Callable[[Maker], tuple[Argument, ...]]:
-    return lambda m: (m.normal(rows, dim), m.normal(dim), 1e-5)
+def _rms_norm(rows: int, dim: int, m: Maker) -> Arguments:
+    return m.normal(rows, dim), m.normal(dim), 1e-5
 
 
-def _layer_norm(rows: int, dim: int) -> Callable[[Maker], tuple[Argument, ...]]:
-    return lambda m: (m.normal(rows, dim, scale=3.0), m.normal(dim), m.normal(dim), 1e-5)
+def _layer_norm(rows: int, dim: int, m: Maker) -> Arguments:
+    return m.normal(rows, dim, scale=3.0), m.normal(dim), m.normal(dim), 1e-5
 
 
 def _rotaries() -> list[Case]:
-    def make(
-        tokens: int, heads: int, kv_heads: int, dim: int
-    ) -> Callable[[Maker], tuple[Tensor, ...]]:
-        def arguments(m: Maker) -> tuple[Tensor, ...]:
-            # q and k are views of one fused projection, as in the models
-            qkv = m.normal(tokens, heads + 2 * kv_heads, dim)
-            q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=1)
-            angle = m.normal(tokens, dim // 2, scale=10.0, dtype=torch.float32)
-            return q, k, torch.cat((angle.cos(), angle.sin()), dim=-1)
+    def make(tokens: int, heads: int, kv_heads: int, dim: int, m: Maker) -> Arguments:
+        # q and k are views of one fused projection, as in the models
+        qkv = m.normal(tokens, heads + 2 * kv_heads, dim)
+        q, k, _ = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        angle = m.normal(tokens, dim // 2, scale=10.0, dtype=torch.float32)
+        return q, k, torch.cat((angle.cos(), angle.sin()), dim=-1)
 
-        return arguments
-
-    def angles(
-        rows: int, low: int, dim: int, tokens: int
-    ) -> Callable[[Maker], tuple[Argument, ...]]:
-        return lambda m: (
+    def angles(rows: int, low: int, dim: int, tokens: int, m: Maker) -> Arguments:
+        return (
             m.normal(rows, dim, dtype=torch.float32),
             m.normal(low, dim, dtype=torch.float32),
             m.integers(0, rows * low - 1, tokens, dtype=torch.int64),
@@ -178,68 +171,62 @@ def _rotaries() -> list[Case]:
     shapes = ((1, 8, 4, 32), (5, 3, 1, 2), (7, 4, 4, 64), (3, 14, 2, 10))
     return [
         *(
-            Case("rotations", f"{n} of {h}x{low}x{d}", angles(h, low, d, n), exact=True)
+            Case("rotations", f"{n} of {h}x{low}x{d}", partial(angles, h, low, d, n), exact=True)
             for h, low, d, n in ((1, 3, 2, 1), (5, 16, 64, 9), (3, 7, 10, 4))
         ),
         *(
-            Case("rotary", "x".join(map(str, shape)), make(*shape), spoiled=(0, 1))
+            Case("rotary", "x".join(map(str, shape)), partial(make, *shape), spoiled=(0, 1))
             for shape in shapes
         ),
     ]
 
 
 def _activations() -> list[Case]:
-    def made(
-        rows: int, dim: int, scale: float, activation: Activation
-    ) -> Callable[[Maker], tuple[Argument, ...]]:
+    def made(rows: int, dim: int, scale: float, activation: Activation, m: Maker) -> Arguments:
         width = 2 * dim if activation in PAIRED else dim
-        return lambda m: (m.normal(rows, width, scale=scale), activation)
+        return m.normal(rows, width, scale=scale), activation
 
-    def times(rows: int, dim: int, scale: float) -> Callable[[Maker], tuple[Argument, ...]]:
-        return lambda m: (m.normal(rows, dim, scale=scale), 0.3)
+    def times(rows: int, dim: int, scale: float, m: Maker) -> Arguments:
+        return m.normal(rows, dim, scale=scale), 0.3
 
-    def capped(rows: int, dim: int, scale: float) -> Callable[[Maker], tuple[Argument, ...]]:
-        return lambda m: (m.normal(rows, dim, scale=scale).float(), 3.0)
+    def capped(rows: int, dim: int, scale: float, m: Maker) -> Arguments:
+        return m.normal(rows, dim, scale=scale).float(), 3.0
 
     every: tuple[Activation, ...] = get_args(Activation)
     cases = []
     for rows, dim, scale in ((1, 704, 1.0), (7, 33, 1.0), (3, 1, 1.0), (4, 65, 50.0)):
         name = f"{rows}x{dim}@{scale:g}"
-        cases.append(Case("scaled", name, times(rows, dim, scale)))
-        cases.append(Case("softcap", name, capped(rows, dim, scale), written=(0,)))
+        cases.append(Case("scaled", name, partial(times, rows, dim, scale)))
+        cases.append(Case("softcap", name, partial(capped, rows, dim, scale), written=(0,)))
         for one in every:
             size = min(scale, 1.0) if one in ("gelu_tanh_and_mul", "gelu_and_mul") else scale
-            cases.append(Case("activate", f"{one}-{name}", made(rows, dim, size, one)))
+            cases.append(Case("activate", f"{one}-{name}", partial(made, rows, dim, size, one)))
     return cases
 
 
 def _caches() -> list[Case]:
     def store(
-        tokens: int, blocks: int, block_size: int, kv_heads: int, dim: int
-    ) -> Callable[[Maker], tuple[Tensor, ...]]:
-        def arguments(m: Maker) -> tuple[Tensor, ...]:
-            k, v = m.normal(tokens, 2 * kv_heads, dim).chunk(2, dim=1)
-            cache = (blocks, block_size, kv_heads, dim)
-            slots = m.permutation(blocks * block_size)[:tokens]
-            return k, v, m.normal(*cache), m.normal(*cache), slots
+        tokens: int, blocks: int, block_size: int, kv_heads: int, dim: int, m: Maker
+    ) -> Arguments:
+        k, v = m.normal(tokens, 2 * kv_heads, dim).chunk(2, dim=1)
+        cache = (blocks, block_size, kv_heads, dim)
+        slots = m.permutation(blocks * block_size)[:tokens]
+        return k, v, m.normal(*cache), m.normal(*cache), slots
 
-        return arguments
-
-    def copy(blocks: int, n: int) -> Callable[[Maker], tuple[Tensor, ...]]:
+    def copy(blocks: int, n: int, m: Maker) -> Arguments:
         # Sources and targets overlap: a block is read before it is overwritten. They are columns of
         # pairs, as in a plan.
-        return lambda m: (
-            m.normal(blocks, 4, 2, 3),
-            *torch.stack([m.permutation(blocks)[:n] for _ in range(2)], dim=1).unbind(1),
-        )
+        pages = m.normal(blocks, 4, 2, 3)
+        pairs = torch.stack([m.permutation(blocks)[:n] for _ in range(2)], dim=1)
+        return pages, *pairs.unbind(1)
 
     shapes = ((1, 3, 16, 4, 32), (9, 5, 8, 1, 7), (6, 20, 1, 2, 16), (64, 1, 64, 3, 5))
     stores = [
-        Case("store_kv", "x".join(map(str, s)), store(*s), written=(2, 3), exact=True)
+        Case("store_kv", "x".join(map(str, s)), partial(store, *s), written=(2, 3), exact=True)
         for s in shapes
     ]
     copies = [
-        Case("copy_blocks", f"{n} of {blocks}", copy(blocks, n), written=(0,), exact=True)
+        Case("copy_blocks", f"{n} of {blocks}", partial(copy, blocks, n), written=(0,), exact=True)
         for blocks, n in ((1, 1), (6, 3), (9, 9))
     ]
     return [*stores, *copies]
@@ -286,15 +273,15 @@ def _products() -> list[Case]:
         ):
             extras = ("bias",) * bias + ("residual",) * residual
             name = "-".join(("x".join(map(str, shape)), kind, activation or "plain", *extras))
-            make = _product(shape, weight, activation, bias, residual)
+            make = partial(_product, shape, weight, activation, bias, residual)
             cases.append(Case("linear", name, make, _run_linear, spoiled=(5,), product=True))
     cases += [
-        Case("linear", f"wide-out-{kind}", _wide_out(weight), _run_linear, product=True)
+        Case("linear", f"wide-out-{kind}", partial(_wide_out, weight), _run_linear, product=True)
         for kind, weight in (("float", random_float), ("w8a8", random_int8(activations=True)))
     ]
     cases += [_each(1, 3, 33, 7), _each(2, 2, 48, 64), _each(17, 5, 64, 33)]
     cases += [
-        Case("matrix_rows", kind, _rows_of(weight, shapes[0]), _run_matrix_rows)
+        Case("matrix_rows", kind, partial(_rows_of, weight, shapes[0]), _run_matrix_rows)
         for kind, weight, shapes in kinds
     ]
     return cases
@@ -394,7 +381,7 @@ def _each(tokens: int, heads: int, inputs: int, outputs: int) -> Case:
     """Return a case of `linear_each` with strided heads and tokens."""
     rows = -(-outputs // 32) * 32
 
-    def arguments(m: Maker) -> tuple[Argument, ...]:
+    def arguments(m: Maker) -> Arguments:
         x = m.normal(tokens, heads, inputs + 3)[:, :, :inputs]
         return x, random_float(m, heads * rows, inputs), outputs
 
@@ -411,27 +398,24 @@ def _product(
     activation: Activation | None,
     bias: bool,
     residual: bool,
-) -> Callable[[Maker], tuple[Argument, ...]]:
+    m: Maker,
+) -> Arguments:
     tokens, inputs, outputs = shape
     rows = 2 * outputs if activation in PAIRED else outputs
-
-    def arguments(m: Maker) -> tuple[Argument, ...]:
-        x = m.normal(tokens, inputs + 3)[:, :inputs]  # strided
-        x[1:2] = 0  # nothing to scale
-        return (
-            x,
-            weight(m, rows, inputs),
-            m.normal(rows) if bias else None,
-            activation,
-            m.dtype,
-            m.normal(tokens, outputs) if residual else None,
-        )
-
-    return arguments
+    x = m.normal(tokens, inputs + 3)[:, :inputs]  # strided
+    x[1:2] = 0  # nothing to scale
+    return (
+        x,
+        weight(m, rows, inputs),
+        m.normal(rows) if bias else None,
+        activation,
+        m.dtype,
+        m.normal(tokens, outputs) if residual else None,
+    )
 
 
-def _wide_out(weight: MakeWeight) -> Callable[[Maker], tuple[Argument, ...]]:
-    return lambda m: (m.normal(5, 64), weight(m, 33, 64), None, None, torch.float32, None)
+def _wide_out(weight: MakeWeight, m: Maker) -> Arguments:
+    return m.normal(5, 64), weight(m, 33, 64), None, None, torch.float32, None
 
 
 def filled_matrix(
@@ -471,15 +455,9 @@ def _run_linear(
     return ops.linear(x, filled_matrix(ops, weight, bias, activation, out_dtype), residual)
 
 
-def _rows_of(
-    weight: MakeWeight, shape: tuple[int, int, int]
-) -> Callable[[Maker], tuple[Argument, ...]]:
+def _rows_of(weight: MakeWeight, shape: tuple[int, int, int], m: Maker) -> Arguments:
     _, inputs, outputs = shape
-    return lambda m: (
-        weight(m, outputs, inputs),
-        m.integers(0, outputs - 1, 9, dtype=torch.int64),
-        m.dtype,
-    )
+    return weight(m, outputs, inputs), m.integers(0, outputs - 1, 9, dtype=torch.int64), m.dtype
 
 
 def _run_matrix_rows(ops: Ops, weight: Weight, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -502,12 +480,12 @@ def _experts() -> list[Case]:
         "fp8-token-ordered": (_ordered(random_fp8(0, "token")), 40, 24),
     }
     return [
-        *(Case("route", name, _logits(9, router)) for name, router in routers.items()),
+        *(Case("route", name, partial(_logits, 9, router)) for name, router in routers.items()),
         *(
             Case(
                 "experts",
                 f"{rows}-{name}{'-weighed' * router.weigh_inputs}",
-                _mixture(router, rows, *kind),
+                partial(_mixture, router, rows, *kind),
                 _run_experts,
                 product=True,
             )
@@ -521,29 +499,23 @@ def _experts() -> list[Case]:
     ]
 
 
-def _logits(rows: int, router: Router) -> Callable[[Maker], tuple[Argument, ...]]:
-    def arguments(m: Maker) -> tuple[Argument, ...]:
-        logits = m.normal(rows, router.experts, scale=2.0, dtype=torch.float32)
-        correction = m.normal(router.experts, dtype=torch.float32) if router.corrected else None
-        scales = m.normal(router.experts, dtype=torch.float32) if router.scaled else None
-        return logits, router, correction, scales
-
-    return arguments
+def _logits(rows: int, router: Router, m: Maker) -> Arguments:
+    logits = m.normal(rows, router.experts, scale=2.0, dtype=torch.float32)
+    correction = m.normal(router.experts, dtype=torch.float32) if router.corrected else None
+    scales = m.normal(router.experts, dtype=torch.float32) if router.scaled else None
+    return logits, router, correction, scales
 
 
 def _mixture(
-    router: Router, rows: int, weight: MakeWeight, hidden: int, inner: int
-) -> Callable[[Maker], tuple[Argument, ...]]:
-    def arguments(m: Maker) -> tuple[Argument, ...]:
-        logits = m.normal(rows, router.experts, dtype=torch.float32)
-        logits[:, 3] = -9.0  # an expert without rows
-        made = []
-        for _ in range(router.experts):
-            made += [weight(m, 2 * inner, hidden), weight(m, hidden, inner)]
-        residual = m.normal(rows, hidden) if rows > 1 else None
-        return m.normal(rows, hidden), logits, router, m.dtype, residual, *made
-
-    return arguments
+    router: Router, rows: int, weight: MakeWeight, hidden: int, inner: int, m: Maker
+) -> Arguments:
+    logits = m.normal(rows, router.experts, dtype=torch.float32)
+    logits[:, 3] = -9.0  # an expert without rows
+    made = []
+    for _ in range(router.experts):
+        made += [weight(m, 2 * inner, hidden), weight(m, hidden, inner)]
+    residual = m.normal(rows, hidden) if rows > 1 else None
+    return m.normal(rows, hidden), logits, router, m.dtype, residual, *made
 
 
 def _run_experts(
@@ -563,65 +535,59 @@ def _run_experts(
 
 
 def _rows() -> list[Case]:
-    def logits(rows: int, vocab: int) -> Callable[[Maker], tuple[Tensor, ...]]:
-        def arguments(m: Maker) -> tuple[Tensor, ...]:
-            drawn = m.integers(-9, 9, rows, vocab, dtype=m.dtype)  # with ties
-            drawn[0, vocab // 2 :] = -torch.inf
-            drawn[-1] = -torch.inf
-            return (drawn,)
+    def logits(rows: int, vocab: int, m: Maker) -> Arguments:
+        drawn = m.integers(-9, 9, rows, vocab, dtype=m.dtype)  # with ties
+        drawn[0, vocab // 2 :] = -torch.inf
+        drawn[-1] = -torch.inf
+        return (drawn,)
 
-        return arguments
+    def gather(rows: int, dim: int, n: int, m: Maker) -> Arguments:
+        return m.normal(rows, dim), m.integers(0, rows - 1, n, dtype=torch.int64)
 
-    def gather(rows: int, dim: int, n: int) -> Callable[[Maker], tuple[Tensor, ...]]:
-        return lambda m: (m.normal(rows, dim), m.integers(0, rows - 1, n, dtype=torch.int64))
-
-    def add(rows: int, dim: int) -> Callable[[Maker], tuple[Tensor, ...]]:
-        return lambda m: (m.normal(rows, dim), m.normal(rows, dim))
+    def add(rows: int, dim: int, m: Maker) -> Arguments:
+        return m.normal(rows, dim), m.normal(rows, dim)
 
     return [
-        *(Case("largest", f"{r}x{v}", logits(r, v), exact=True) for r, v in ((1, 1), (4, 1003))),
         *(
-            Case("gather_rows", f"{n} of {r}x{d}", gather(r, d, n), exact=True)
+            Case("largest", f"{r}x{v}", partial(logits, r, v), exact=True)
+            for r, v in ((1, 1), (4, 1003))
+        ),
+        *(
+            Case("gather_rows", f"{n} of {r}x{d}", partial(gather, r, d, n), exact=True)
             for r, d, n in ((1, 3, 1), (7, 33, 9))
         ),
-        *(Case("add", f"{r}x{d}", add(r, d), exact=True) for r, d in ((1, 1), (5, 67))),
+        *(Case("add", f"{r}x{d}", partial(add, r, d), exact=True) for r, d in ((1, 1), (5, 67))),
     ]
 
 
 def _rules() -> list[Case]:
-    def penalties(
-        rows: int, vocab: int, n: int, most: int
-    ) -> Callable[[Maker], tuple[Argument, ...]]:
-        def arguments(m: Maker) -> tuple[Argument, ...]:
-            logits = m.normal(rows, vocab, scale=3.0).float()
-            logits[-1, ::2] = -torch.inf
-            repetition, frequency, presence = torch.rand(3, n, generator=m.generator).to(m.device)
-            seen = n + 2
-            counts = m.integers(-9 * most, most, seen, vocab, dtype=torch.int32)
-            return logits, Penalties(
-                rows=m.permutation(rows)[:n],
-                seen=m.permutation(seen)[:n],
-                repetition=repetition + 0.5,
-                frequency=frequency - 0.5,
-                presence=presence - 0.5,
-                in_prompt=m.integers(0, vocab // 9, seen, vocab, dtype=torch.int64) == 0,
-                counts=counts.clamp(min=0),
-            )
+    def penalties(rows: int, vocab: int, n: int, most: int, m: Maker) -> Arguments:
+        logits = m.normal(rows, vocab, scale=3.0).float()
+        logits[-1, ::2] = -torch.inf
+        repetition, frequency, presence = torch.rand(3, n, generator=m.generator).to(m.device)
+        seen = n + 2
+        counts = m.integers(-9 * most, most, seen, vocab, dtype=torch.int32)
+        return logits, Penalties(
+            rows=m.permutation(rows)[:n],
+            seen=m.permutation(seen)[:n],
+            repetition=repetition + 0.5,
+            frequency=frequency - 0.5,
+            presence=presence - 0.5,
+            in_prompt=m.integers(0, vocab // 9, seen, vocab, dtype=torch.int64) == 0,
+            counts=counts.clamp(min=0),
+        )
 
-        return arguments
-
-    def masks(rows: int, vocab: int, n: int, most: int) -> Callable[[Maker], tuple[Argument, ...]]:
-        def arguments(m: Maker) -> tuple[Argument, ...]:
-            words = m.integers(-(2**31), 2**31 - 1, n, vocab // 32 + 1, dtype=torch.int32)
-            words[:, ::3], words[:, 1::5] = 0, -1
-            logits = m.normal(rows, vocab, scale=3.0).float()
-            return logits, Masks(rows=m.permutation(rows)[:n], words=words)
-
-        return arguments
+    def masks(rows: int, vocab: int, n: int, most: int, m: Maker) -> Arguments:
+        words = m.integers(-(2**31), 2**31 - 1, n, vocab // 32 + 1, dtype=torch.int32)
+        words[:, ::3], words[:, 1::5] = 0, -1
+        logits = m.normal(rows, vocab, scale=3.0).float()
+        return logits, Masks(rows=m.permutation(rows)[:n], words=words)
 
     sizes = ((1, 1, 1, 3), (4, 70, 3, 4), (3, 40003, 3, 1))
     return [
-        Case(name, f"{n} of {r}x{vocab}", made(r, vocab, n, most), written=(0,), exact=True)
+        Case(
+            name, f"{n} of {r}x{vocab}", partial(made, r, vocab, n, most), written=(0,), exact=True
+        )
         for name, made in (("penalize", penalties), ("mask", masks))
         for r, vocab, n, most in sizes
     ]
@@ -645,7 +611,7 @@ def _states() -> list[Case]:
         return y
 
     def convolution(channels: int, width: int, bias: bool, silu: bool) -> Case:
-        def make(m: Maker) -> tuple[Argument, ...]:
+        def make(m: Maker) -> Arguments:
             wide = m.normal(16, 3 * channels)
             state = m.normal(5, width * channels, dtype=torch.float32)[:, channels:]
             state = state.unflatten(1, (width - 1, channels))
@@ -666,7 +632,7 @@ def _states() -> list[Case]:
         return Case("causal_conv", name, make, run, written=(3,))
 
     def delta(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Case:
-        def make(m: Maker) -> tuple[Argument, ...]:
+        def make(m: Maker) -> Arguments:
             channels = 2 * key_heads * key_dim + value_heads * value_dim
             state = m.normal(5, value_heads, key_dim, value_dim, dtype=torch.float32)
             state[0] = float("nan")
@@ -685,7 +651,7 @@ def _states() -> list[Case]:
         return Case("gated_delta", name, make, run, written=(3,), product=True)
 
     def gated(rows: int, dim: int, by: str, gates: int, fp32: bool = False) -> Case:
-        def make(m: Maker) -> tuple[Argument, ...]:
+        def make(m: Maker) -> Arguments:
             wide = m.normal(rows, 3 * dim, scale=3.0)
             gate = m.normal(rows, gates, dtype=torch.float32) if fp32 else wide[:, :gates]
             return wide[:, dim : 2 * dim], gate, by
@@ -703,33 +669,29 @@ def _states() -> list[Case]:
 
 
 def _drawings() -> list[Case]:
-    def make(n: int, vocab: int) -> Callable[[Maker], tuple[Argument, ...]]:
-        def arguments(m: Maker) -> tuple[Argument, ...]:
-            def uniform(low: float, high: float, dtype: torch.dtype) -> Tensor:
-                drawn = torch.rand(n, dtype=torch.float64, generator=m.generator)
-                return (drawn * (high - low) + low).to(m.device, dtype)
+    def make(n: int, vocab: int, m: Maker) -> Arguments:
+        def uniform(low: float, high: float, dtype: torch.dtype) -> Tensor:
+            drawn = torch.rand(n, dtype=torch.float64, generator=m.generator)
+            return (drawn * (high - low) + low).to(m.device, dtype)
 
-            rules = Truncation(
-                top_k=m.integers(1, vocab, n, dtype=torch.int64),
-                top_p=uniform(0.2, 1.1, torch.float64).clamp(max=1),
-                min_p=uniform(-0.2, 0.2, torch.float32).clamp(min=0),
-                typical_p=uniform(0.5, 1.5, torch.float64).clamp(max=1),
-            )
-            temperature = uniform(0.2, 2.0, torch.float32)
-            return m.normal(n, vocab, scale=3.0), Draws(
-                temperature, uniform(0, 1, torch.float64), rules
-            )
-
-        return arguments
+        rules = Truncation(
+            top_k=m.integers(1, vocab, n, dtype=torch.int64),
+            top_p=uniform(0.2, 1.1, torch.float64).clamp(max=1),
+            min_p=uniform(-0.2, 0.2, torch.float32).clamp(min=0),
+            typical_p=uniform(0.5, 1.5, torch.float64).clamp(max=1),
+        )
+        temperature = uniform(0.2, 2.0, torch.float32)
+        logits = m.normal(n, vocab, scale=3.0)
+        return logits, Draws(temperature, uniform(0, 1, torch.float64), rules)
 
     def probabilities(ops: Ops, logits: Tensor, draws: Draws) -> Tensor:
         return ops.probabilities(logits, draws.temperature, draws.truncation)
 
     sizes = ((1, 1), (9, 70), (40, 1003))
     return [
-        *(Case("draw", f"{n}x{vocab}", make(n, vocab), exact=True) for n, vocab in sizes),
+        *(Case("draw", f"{n}x{vocab}", partial(make, n, vocab), exact=True) for n, vocab in sizes),
         *(
-            Case("probabilities", f"{n}x{vocab}", make(n, vocab), probabilities)
+            Case("probabilities", f"{n}x{vocab}", partial(make, n, vocab), probabilities)
             for n, vocab in sizes
         ),
     ]
