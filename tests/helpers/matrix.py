@@ -15,10 +15,9 @@ from helpers.overlapping import steps_in_flight
 from helpers.served_columns import (
     make_requests,
     serve_by_peers,
-    serve_by_replicas,
     serve_here,
+    serve_in_threads,
     serve_moved,
-    serve_over_the_wire,
     serve_recorded,
 )
 
@@ -387,13 +386,13 @@ def _serve(
         pinned=column.pinned,
     )
     if column.way == "replicas":
-        found, stats = serve_by_replicas(config, rounds)
+        found, stats = serve_in_threads(config, rounds, 2)
     elif column.way == "peers":
         found, stats = serve_by_peers(config, rounds)
     elif column.way == "moved":
         found, stats = serve_moved(config, rounds)
     elif column.way == "wire":
-        found, stats = serve_over_the_wire(config, rounds)
+        found, stats = serve_in_threads(config, rounds)
     elif column.way == "recorded":
         with TemporaryDirectory() as folder:
             found, stats = serve_recorded(config, rounds, Path(folder) / "flight")

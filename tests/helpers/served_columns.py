@@ -6,17 +6,16 @@ import asyncio
 import threading
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import AsyncExitStack, closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from helpers.served_engine import engine_in_thread
 
 from kvik.config.config import EngineConfig
-from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
+from kvik.core.plan import SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.structured import Constraint
 from kvik.core.types import EngineRequest, Handover, PageSource, Pin, RequestDelta
 from kvik.engine.loop import Engine, EngineLoop, Executor
 from kvik.engine.output import OutputProcessor, RequestOutput
@@ -70,67 +69,52 @@ def serve_recorded(config: EngineConfig, rounds: Rounds, path: Path) -> Served:
     return found
 
 
-def serve_over_the_wire(config: EngineConfig, rounds: Rounds) -> Served:
-    """Serve by an engine in another thread, behind a socket."""
-    engine = launch(config)
+def serve_in_threads(config: EngineConfig, rounds: Rounds, engines: int = 1) -> Served:
+    """Serve by engines in other threads, behind sockets; with routing between several."""
+    loaded = [launch(config) for _ in range(engines)]
     try:
-        return asyncio.run(_over_the_wire(engine, rounds))
+        return asyncio.run(_in_threads(loaded, rounds))
     finally:
-        engine.loop.close()
-
-
-def serve_by_replicas(config: EngineConfig, rounds: Rounds) -> Served:
-    """Serve by two engines in threads, with routing between them."""
-    engines = [launch(config), launch(config)]
-    try:
-        return asyncio.run(_by_replicas(engines, rounds))
-    finally:
-        for engine in engines:
+        for engine in loaded:
             engine.loop.close()
 
 
-async def _by_replicas(engines: Sequence[Engine], rounds: Rounds) -> Served:
-    outputs = OutputProcessor(None)
-    found: dict[str, RequestOutput] = {}
-
-    def take(deltas: list[RequestDelta]) -> None:
-        processed = outputs.process(deltas)
-        found.update({output.request_id: output for output in processed.finished})
-
+async def _in_threads(engines: Sequence[Engine], rounds: Rounds) -> Served:
+    found, several = Collected(), len(engines) > 1
     held = [_GatedExecutor(engine.loop.executor) for engine in engines]
     async with AsyncExitStack() as stack:
         served = []
         for engine, one in zip(engines, held, strict=True):
-            context = engine_in_thread(engine.resolved, one, reports=True)
+            context = engine_in_thread(engine.resolved, one, reports=several)
             served.append(await stack.enter_async_context(context))
-        both = Replicas(engines[0].resolved, [one.client for one in served])
-        both.start(take)
+        clients = [one.client for one in served]
+        front = Replicas(engines[0].resolved, clients) if several else clients[0]
+        front.start(found.take)
         for one in served:
             await one.ready()
         for batch in rounds:
             for one in held:
                 one.sent.clear()
             for request in batch:
-                outputs.add(request, None, streaming=False)
-                both.add(request)
+                found.expect(request)
+                front.add(request)
             for one in held:
                 one.sent.set()
             async with asyncio.timeout(60):
-                while not all(request.request_id in found for request in batch):
+                while not found.has(batch):
                     await asyncio.sleep(0.001)
         for one in served:
             await one.at_rest()
-        stats = await both.stats()
-        parts = await asyncio.gather(*(one.client.stats() for one in served))
-        assert all(part.delivered_tokens for part in parts)  # both had requests
-        await both.close()
-        return [found[request.request_id] for request in rounds[-1]], stats
+        stats = await front.stats()
+        parts = await asyncio.gather(*(client.stats() for client in clients))
+        assert all(part.delivered_tokens for part in parts)  # each had requests
+        await front.close()
+        return found.of(rounds[-1]), stats
 
 
 def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
     """Compute prompts in one engine, and the rest in another one that fetches their pages."""
-    outputs = OutputProcessor(None)
-    found: dict[str, RequestOutput] = {}
+    found = Collected()
     with _lender_and_borrower(config) as loops:
         for batch in rounds:
             sources: dict[str, PageSource] = {}
@@ -141,21 +125,18 @@ def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
                 deltas = loops[0].poll()
                 sources |= {d.request_id: d.kept for d in deltas if d.kept is not None}
             for request in batch:
-                outputs.add(request, None, streaming=False)
+                found.expect(request)
                 loops[1].add(replace(request, source=sources.get(request.request_id)))
             while loops[1].has_work:
-                processed = outputs.process(loops[1].poll())
-                found.update({output.request_id: output for output in processed.finished})
-        return [found[request.request_id] for request in rounds[-1]], loops[1].stats()
+                found.take(loops[1].poll())
+        return found.of(rounds[-1]), loops[1].stats()
 
 
 def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
     """Serve each request by one engine until it has begun, then by another one that fetches its
     pages."""
-    outputs = OutputProcessor(None)
-    found: dict[str, RequestOutput] = {}
+    found = Collected()
     handed: dict[str, list[Handover]] = {}
-
     begun: dict[str, set[int]] = defaultdict(set)  # siblings with a token
 
     def take(deltas: list[RequestDelta]) -> None:
@@ -165,13 +146,12 @@ def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
             if delta.handed is not None:
                 handed.setdefault(delta.request_id, []).append(delta.handed)
                 delta.finish_reason = None
-        processed = outputs.process(deltas)
-        found.update({output.request_id: output for output in processed.finished})
+        found.take(deltas)
 
     with _lender_and_borrower(config) as loops:
         for batch in rounds:
             for request in batch:
-                outputs.add(request, None, streaming=False)
+                found.expect(request)
                 loops[0].add(request)
             while loops[0].has_work:
                 for request in batch:
@@ -179,13 +159,13 @@ def serve_moved(config: EngineConfig, rounds: Rounds) -> Served:
                         loops[0].hand_over(request.request_id)
                 take(loops[0].poll())
             for request in batch:
-                if request.request_id not in found:
+                if not found.has([request]):
                     resumed = tuple(handed[request.request_id])
                     loops[1].add(replace(request, resumed=resumed))
             while loops[1].has_work:
                 take(loops[1].poll())
         assert handed
-        return [found[request.request_id] for request in rounds[-1]], loops[1].stats()
+        return found.of(rounds[-1]), loops[1].stats()
 
 
 @contextmanager
@@ -205,19 +185,39 @@ def _lender_and_borrower(config: EngineConfig) -> Iterator[tuple[EngineLoop, Eng
 
 
 def _by_steps(engine: Engine, rounds: Rounds) -> Served:
-    loop, outputs = engine.loop, OutputProcessor(None)
-    found: dict[str, RequestOutput] = {}
+    loop, found = engine.loop, Collected()
     try:
         for batch in rounds:
             for request in batch:
-                outputs.add(request, None, streaming=False)
+                found.expect(request)
                 loop.add(request)
             while loop.has_work:
-                processed = outputs.process(loop.poll())
-                found.update({output.request_id: output for output in processed.finished})
-        return [found[request.request_id] for request in rounds[-1]], loop.stats()
+                found.take(loop.poll())
+        return found.of(rounds[-1]), loop.stats()
     finally:
         loop.close()
+
+
+class Collected:
+    """Collects the outputs of requests."""
+
+    def __init__(self) -> None:
+        self._processor = OutputProcessor(None)
+        self._found: dict[str, RequestOutput] = {}
+
+    def expect(self, request: EngineRequest) -> None:
+        self._processor.add(request, None, streaming=False)
+
+    def take(self, deltas: list[RequestDelta]) -> None:
+        finished = self._processor.process(deltas).finished
+        self._found.update({output.request_id: output for output in finished})
+
+    def has(self, batch: Sequence[EngineRequest]) -> bool:
+        """Return whether all of these requests have ended."""
+        return all(request.request_id in self._found for request in batch)
+
+    def of(self, batch: Sequence[EngineRequest]) -> list[RequestOutput]:
+        return [self._found[request.request_id] for request in batch]
 
 
 class _GatedExecutor:
@@ -226,50 +226,11 @@ class _GatedExecutor:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self.depth, self.in_turn = executor.depth, executor.in_turn
         self.sent = threading.Event()
 
-    @property
-    def lost(self) -> str:
-        return self._executor.lost
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._executor, name)
 
     def submit(self, plan: SchedulerOutput) -> object:
         assert self.sent.wait(30)
         return self._executor.submit(plan)
-
-    def result(self, handle: object) -> ModelRunnerOutput:
-        return self._executor.result(handle)
-
-    def build_grammar(self, constraint: Constraint) -> Future[object]:
-        return self._executor.build_grammar(constraint)
-
-    def idle_step(self) -> bool:
-        return self._executor.idle_step()
-
-    def stop(self) -> None:
-        self._executor.stop()
-
-
-async def _over_the_wire(engine: Engine, rounds: Rounds) -> Served:
-    outputs = OutputProcessor(None)
-    found: dict[str, RequestOutput] = {}
-
-    def take(deltas: list[RequestDelta]) -> None:
-        processed = outputs.process(deltas)
-        found.update({output.request_id: output for output in processed.finished})
-
-    held = _GatedExecutor(engine.loop.executor)
-    async with engine_in_thread(engine.resolved, held) as served:
-        served.client.start(take)
-        await served.ready()
-        for batch in rounds:
-            held.sent.clear()
-            for request in batch:
-                outputs.add(request, None, streaming=False)
-                served.client.add(request)
-            held.sent.set()
-            async with asyncio.timeout(60):
-                while not all(request.request_id in found for request in batch):
-                    await asyncio.sleep(0.001)
-        await served.at_rest()
-        return [found[request.request_id] for request in rounds[-1]], await served.client.stats()
