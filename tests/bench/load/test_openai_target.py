@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from statistics import median
+from typing import TypeVar
 
 import msgspec
 import pytest
+from aiohttp import ClientSession
 from helpers.fake_server import (
     DONE,
     FakeServer,
@@ -42,8 +44,17 @@ from kvik_bench.load.openai_target import (
 )
 from kvik_bench.load.workload import LoadRequest
 
+T = TypeVar("T")
 ASK = LoadRequest((("user", "hello"),), 1, 6)
 EXACT = 0.002  # seconds
+
+
+def in_session(server: TargetServer, use: Callable[[ClientSession], Awaitable[T]]) -> T:
+    async def main() -> T:
+        async with connected(server) as session:
+            return await use(session)
+
+    return asyncio.run(main())
 
 
 def ask(
@@ -51,16 +62,14 @@ def ask(
 ) -> list[tuple[RequestRecord, str | None]]:
     """Send the request repeatedly, one after another."""
 
-    async def main() -> list[tuple[RequestRecord, str | None]]:
-        found = []
-        async with connected(server) as session:
-            target = OpenAITarget(server, session)
-            for _ in range(count):
-                record = RequestRecord(request.prompt_tokens, 0.0, 0.0)
-                found.append((record, await target.send(request, record)))
+    async def send(session: ClientSession) -> list[tuple[RequestRecord, str | None]]:
+        found, target = [], OpenAITarget(server, session)
+        for _ in range(count):
+            record = RequestRecord(request.prompt_tokens, 0.0, 0.0)
+            found.append((record, await target.send(request, record)))
         return found
 
-    return asyncio.run(main())
+    return in_session(server, send)
 
 
 def answered(reply: Reply, endpoint: str = "completions") -> tuple[RequestRecord, str | None]:
@@ -220,6 +229,11 @@ def test_after_an_error_the_next_request_is_fine() -> None:
     assert len(found[0][0].detail) <= 200
 
 
+def accepting(url: str) -> Dialect:
+    server = TargetServer(url, "chat", "m")
+    return in_session(server, lambda session: accepted(server, session, ASK)).dialect
+
+
 def negotiated(refuses: Callable[[dict], str | None]) -> Dialect:
     """What remains when a server refuses bodies with these words."""
 
@@ -227,13 +241,8 @@ def negotiated(refuses: Callable[[dict], str | None]) -> Dialect:
         words = refuses(request.body)
         return stream(2) if words is None else json_reply(400, words.encode())
 
-    async def main(url: str) -> Dialect:
-        server = TargetServer(url, "chat", "m")
-        async with connected(server) as session:
-            return (await accepted(server, session, ASK)).dialect
-
     with FakeServer(reply) as fake:
-        return asyncio.run(main(fake.url))
+        return accepting(fake.url)
 
 
 def test_a_server_that_accepts_everything() -> None:
@@ -272,51 +281,40 @@ def test_a_server_that_refuses_everything() -> None:
 
 @pytest.mark.parametrize(("status", "hint"), [(401, "--api-key"), (404, "--endpoint chat")])
 def test_a_refusal_comes_with_a_hint(status: int, hint: str) -> None:
-    async def main(url: str) -> None:
-        server = TargetServer(url, "completions", "m")
-        async with connected(server) as session:
-            await accepted(server, session, ASK)
-
     with (
         FakeServer(lambda request: json_reply(status, b"no")) as fake,
         pytest.raises(ConfigError, match=hint),
     ):
-        asyncio.run(main(fake.url))
+        accepting(fake.url)
     with pytest.raises(ConfigError, match="cannot be reached"):
-        asyncio.run(main(unused_url()))
+        accepting(unused_url())
 
 
 def test_temporary_errors_are_not_refusals() -> None:
-    async def main(url: str) -> TargetServer:
-        server = TargetServer(url, "completions", "m")
-        async with connected(server) as session:
-            return await accepted(server, session, ASK)
-
     with FakeServer(lambda request: json_reply(503, b"busy")) as fake:
-        assert asyncio.run(main(fake.url)).dialect == Dialect()
+        assert accepting(fake.url) == Dialect()
 
 
 def test_the_first_model_is_used() -> None:
-    async def main(url: str) -> str:
+    def listed(url: str) -> str:
         server = TargetServer(url, "completions", "")
-        async with connected(server) as session:
-            return await first_model(server, session)
+        return in_session(server, lambda session: first_model(server, session))
 
     with FakeServer(models) as fake:
-        assert asyncio.run(main(fake.url)) == "fake"
+        assert listed(fake.url) == "fake"
     for body in (b'{"data": []}', b"[]", b"no JSON", b"null", b"[" * 5000):
         with (
             FakeServer(lambda request, body=body: json_reply(200, body)) as fake,
             pytest.raises(ConfigError, match="model: must be given"),
         ):
-            asyncio.run(main(fake.url))
+            listed(fake.url)
     with (
         FakeServer(lambda request: json_reply(401, b'{"error": {"message": "no key"}}')) as fake,
         pytest.raises(ConfigError, match="url: HTTP 401"),
     ):
-        asyncio.run(main(fake.url))
+        listed(fake.url)
     with pytest.raises(ConfigError, match="cannot be reached"):
-        asyncio.run(main(unused_url()))
+        listed(unused_url())
 
 
 def test_contents_are_joined() -> None:
@@ -347,131 +345,113 @@ def kind(*chunks: bytes) -> str:
     return caught.value.kind
 
 
-def test_a_plain_answer() -> None:
-    record, words = read(text("a"), text("b"), text("c", "length"), END + DONE)
-    assert (list(record.times), list(record.tokens)) == ([1.0, 2.0, 3.0], [1, 1, 1])
-    assert (record.finished, record.output_tokens, record.prompt_tokens) == (3.0, 3, 7)
-    assert record.cached_tokens == 4
-    assert not record.assumed and record.even and record.completed
-    assert words == "abc"
+CALL = [{"index": 0, "function": {"arguments": "{"}}]
+
+# What the server sends, and what is recorded of it.
+STREAMS: dict[str, tuple[list[bytes], dict[str, object]]] = {
+    "a plain answer": (
+        [text("a"), text("b"), text("c", "length"), END + DONE],
+        {"times": [1.0, 2.0, 3.0], "tokens": [1, 1, 1], "finished": 3.0, "output_tokens": 3}
+        | {"prompt_tokens": 7, "cached_tokens": 4, "assumed": False, "even": True}
+        | {"completed": True, "text": "abc"},
+    ),
+    "without usage a chunk is assumed to be a token": (
+        [text("a"), text("b", "stop"), DONE],
+        {"assumed": True, "output_tokens": None, "num_output_tokens": 2, "cached_tokens": None}
+        | {"prompt_tokens": 5},  # as planned
+    ),
+    "a role and empty chunks are no output": (
+        [delta("", role="assistant"), delta(None), event(choices=[]), delta("a"),
+         delta("b", "stop"), DONE],
+        {"times": [4.0, 5.0], "text": "ab"},
+    ),
+    **{
+        f"{field} is output, but not the answer": (
+            [delta(None, **{field: "hm"}), delta("a", "stop"), DONE],
+            {"times": [1.0, 2.0], "text": "a"},
+        )
+        for field in ("reasoning_content", "reasoning", "refusal")
+    },
+    "tool calls are output": (
+        [delta(None, tool_calls=CALL), delta(None, "tool_calls"), DONE],
+        {"times": [1.0], "finished": 2.0},
+    ),
+    "an end-of-text token came with the finish reason": (
+        [text("a"), text("b"), text("", "stop"), END + DONE],
+        {"times": [1.0, 2.0, 3.0], "tokens": [1, 1, 1], "even": True},
+    ),
+    "a finish reason alone is no token": (
+        [text("a"), text("b"), text("c"), text("", "length"), END + DONE],
+        {"tokens": [1, 1, 1], "finished": 4.0},
+    ),
+    "chunks of several tokens without running counts": (
+        [text("a b c"), text("d e", "stop"), event(choices=[], usage=usage(7, 9)) + DONE],
+        {"tokens": [1, 1], "output_tokens": 9, "even": False},
+    ),
+    "running counts give the tokens of a chunk": (
+        [text("", usage=usage(7, 0)), text("a b c", usage=usage(7, 3)),
+         text("", usage=usage(7, 4)),  # half of a character
+         text("é", usage=usage(7, 5)), text("f", "stop", usage=usage(7, 6)),
+         event(choices=[], usage=usage(7, 6)) + DONE],
+        {"times": [2.0, 4.0, 5.0], "tokens": [3, 2, 1], "even": True, "output_tokens": 6},
+    ),
+    "running counts with an end-of-text token": (
+        [text("a", usage=usage(7, 1)), text("", "stop", usage=usage(7, 2)), DONE],
+        {"times": [1.0, 2.0], "tokens": [1, 1], "even": True},
+    ),
+    "withheld text counts as no new token": (
+        [text("a", usage=usage(7, 1)), text("b", usage=usage(7, 3)),
+         text("c", "stop", usage=usage(7, 3)), DONE],
+        {"tokens": [1, 2], "text": "abc", "finished": 3.0},
+    ),
+    "counts that do not increase are ignored": (
+        [text("a", usage=usage(7, 0)), text("b", usage={"prompt_tokens": 7}), text("c", "stop"),
+         END, DONE],
+        {"tokens": [1, 1, 1], "even": True},
+    ),
+    "counts in some chunks": (
+        [text("a"), text("b", usage=usage(7, 2)), text("c"), text("d e", usage=usage(7, 5)),
+         text("f", "stop", usage=usage(7, 6)), DONE],
+        {"tokens": [1, 1, 1, 2, 1], "even": True},
+    ),
+    **{
+        f"usage of {count} with the finish reason only, after {len(words)} chunks": (
+            [*map(text, words), text(last, "stop", usage=usage(7, count)), DONE],
+            {"tokens": tokens, "even": sum(tokens) == count},
+        )
+        for words, last, count, tokens in (
+            ("ab", "c", 3, [1, 1, 1]),
+            ("ab", "", 2, [1, 1]),
+            (("a b", "c d"), "e f", 6, [1, 1, 1]),
+            ("", "a b c", 3, [3]),
+        )
+    },
+    "nothing after the end counts": (
+        [text("a", "stop"), DONE + text("b") + b"data: rubbish\n\n"],
+        {"times": [1.0], "text": "a"},
+    ),
+    "without a finish reason an answer ends with its last output": (
+        [text("a"), text("b"), END, DONE],
+        {"finished": 2.0},
+    ),
+    "an error of null is none": (
+        [event(choices=[{"text": "a"}], error=None), DONE],
+        {"completed": True},
+    ),
+    "choices may be null": (
+        [text("a"), event(choices=None, usage=usage(1, 1)) + DONE],
+        {"completed": True, "output_tokens": 1},
+    ),
+}  # fmt: skip
 
 
-def test_without_usage_a_chunk_is_assumed_to_be_a_token() -> None:
-    record, _ = read(text("a"), text("b", "stop"), DONE)
-    assert record.assumed and record.output_tokens is None
-    assert record.num_output_tokens == 2
-    assert record.prompt_tokens == 5  # as planned
-    assert record.cached_tokens is None
-
-
-def test_a_role_and_empty_chunks_are_no_output() -> None:
-    record, words = read(
-        delta("", role="assistant"), delta(None), event(choices=[]), delta("a"), delta("b", "stop"),
-        DONE,
-    )  # fmt: skip
-    assert list(record.times) == [4.0, 5.0]
-    assert words == "ab"
-
-
-@pytest.mark.parametrize("field", ["reasoning_content", "reasoning", "refusal"])
-def test_thoughts_and_refusals_are_output_but_not_the_answer(field: str) -> None:
-    record, words = read(delta(None, **{field: "hm"}), delta("a", "stop"), DONE)
-    assert list(record.times) == [1.0, 2.0]
-    assert words == "a"
-
-
-def test_tool_calls_are_output() -> None:
-    call = [{"index": 0, "function": {"arguments": "{"}}]
-    record, _ = read(delta(None, tool_calls=call), delta(None, "tool_calls"), DONE)
-    assert list(record.times) == [1.0]
-    assert record.finished == 2.0
-
-
-def test_an_end_of_text_token_came_with_the_finish_reason() -> None:
-    record, _ = read(text("a"), text("b"), text("", "stop"), END + DONE)
-    assert (list(record.times), list(record.tokens)) == ([1.0, 2.0, 3.0], [1, 1, 1])
-    assert record.even
-
-
-def test_a_finish_reason_alone_is_no_token() -> None:
-    record, _ = read(text("a"), text("b"), text("c"), text("", "length"), END + DONE)
-    assert list(record.tokens) == [1, 1, 1]
-    assert record.finished == 4.0
-
-
-def test_chunks_of_several_tokens_without_running_counts() -> None:
-    total = event(choices=[], usage=usage(7, 9))
-    record, _ = read(text("a b c"), text("d e", "stop"), total + DONE)
-    assert (list(record.tokens), record.output_tokens, record.even) == ([1, 1], 9, False)
-
-
-def test_running_counts_give_the_tokens_of_a_chunk() -> None:
-    record, _ = read(
-        text("", usage=usage(7, 0)),
-        text("a b c", usage=usage(7, 3)),
-        text("", usage=usage(7, 4)),  # half of a character
-        text("é", usage=usage(7, 5)),
-        text("f", "stop", usage=usage(7, 6)),
-        event(choices=[], usage=usage(7, 6)) + DONE,
-    )
-    assert (list(record.times), list(record.tokens)) == ([2.0, 4.0, 5.0], [3, 2, 1])
-    assert record.even and record.output_tokens == 6
-
-
-def test_running_counts_with_an_end_of_text_token() -> None:
-    record, _ = read(text("a", usage=usage(7, 1)), text("", "stop", usage=usage(7, 2)), DONE)
-    assert (list(record.times), list(record.tokens)) == ([1.0, 2.0], [1, 1])
-    assert record.even
-
-
-def test_withheld_text_counts_as_no_new_token() -> None:
-    record, words = read(
-        text("a", usage=usage(7, 1)), text("b", usage=usage(7, 3)),
-        text("c", "stop", usage=usage(7, 3)), DONE,
-    )  # fmt: skip
-    assert list(record.tokens) == [1, 2]
-    assert words == "abc" and record.finished == 3.0
-
-
-def test_counts_that_do_not_increase_are_ignored() -> None:
-    nothing = {"prompt_tokens": 7, "completion_tokens": 0}
-    record, _ = read(
-        text("a", usage=nothing),
-        text("b", usage={"prompt_tokens": 7}),
-        text("c", "stop"),
-        END,
-        DONE,
-    )
-    assert (list(record.tokens), record.even) == ([1, 1, 1], True)
-
-
-def test_counts_in_some_chunks() -> None:
-    record, _ = read(
-        text("a"), text("b", usage=usage(7, 2)), text("c"), text("d e", usage=usage(7, 5)),
-        text("f", "stop", usage=usage(7, 6)), DONE,
-    )  # fmt: skip
-    assert (list(record.tokens), record.even) == ([1, 1, 1, 2, 1], True)
-
-
-def test_usage_that_comes_with_the_finish_reason_only() -> None:
-    record, _ = read(text("a"), text("b"), text("c", "stop", usage=usage(7, 3)), DONE)
-    assert (list(record.tokens), record.even) == ([1, 1, 1], True)
-    record, _ = read(text("a"), text("b"), text("", "stop", usage=usage(7, 2)), DONE)
-    assert (list(record.tokens), record.even) == ([1, 1], True)
-    record, _ = read(text("a b"), text("c d"), text("e f", "stop", usage=usage(7, 6)), DONE)
-    assert (list(record.tokens), record.even) == ([1, 1, 1], False)
-    record, _ = read(text("a b c", "stop", usage=usage(7, 3)), DONE)
-    assert (list(record.tokens), record.even) == ([3], True)
-
-
-def test_nothing_after_the_end_counts() -> None:
-    record, words = read(text("a", "stop"), DONE + text("b") + b"data: rubbish\n\n")
-    assert (list(record.times), words) == ([1.0], "a")
-
-
-def test_an_answer_without_finish_reason_ends_with_its_last_output() -> None:
-    record, _ = read(text("a"), text("b"), END, DONE)
-    assert record.finished == 2.0
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_stream_is_recorded(name: str) -> None:
+    chunks, expected = STREAMS[name]
+    record, words = read(*chunks)
+    lists = {"times": list(record.times), "tokens": list(record.tokens), "text": words}
+    facts = {fact: lists[fact] if fact in lists else getattr(record, fact) for fact in expected}
+    assert facts == expected
 
 
 def test_broken_answers() -> None:
@@ -489,11 +469,6 @@ def test_broken_answers() -> None:
     assert kind(text("a"), event(error={"message": "out of memory"})) == "error event"
     assert kind(text("a"), b'event: error\ndata: "x"\n\n') == "error event"
     assert kind(b"data: " + b"x" * (17 << 20)) == "bad chunk"
-
-
-def test_an_error_of_null_is_none() -> None:
-    record, _ = read(event(choices=[{"text": "a"}], error=None), DONE)
-    assert record.completed
 
 
 STREAM = (
@@ -530,8 +505,3 @@ def test_invalid_counts() -> None:
     for count in (-1, 1 << 31, 10**30, 2.5, "many"):
         assert kind(text("a", usage={"completion_tokens": count})) == "bad chunk"
         assert kind(text("a"), event(choices=[], usage={"prompt_tokens": count})) == "bad chunk"
-
-
-def test_choices_may_be_null() -> None:
-    record, _ = read(text("a"), event(choices=None, usage=usage(1, 1)) + DONE)
-    assert record.completed and record.output_tokens == 1
