@@ -4,6 +4,7 @@ to figures, on the bundled model."""
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from msgspec.structs import replace
 
 from kvik.cli.main import main
 from kvik.config.hardware import detect
+from kvik.errors import KvikError
 from kvik.planner.calibration import ReadRate, calibration_path, save, this_machine
 from kvik_bench.inprocess.rounds import Watch
+from kvik_bench.inprocess.startup import start_once
 
 ENGINE = ("--device", "cpu", "--threads", "1", "--max-model-len", "128", "--max-num-seqs", "8")
 ONE_MORE = ("--repeats", "2", "--warmup", "0")
@@ -137,14 +140,25 @@ def test_techniques(tmp_path: Path) -> None:
 @pytest.mark.full
 def test_startup(tmp_path: Path) -> None:
     flags = ("--prompt-tokens", "4", "--repeats", "1", "--warmup", "0")
+    started = time.monotonic()
     found = bench("startup", tmp_path / "out.json", *flags, *ENGINE)
+    elapsed = time.monotonic() - started
     first, short = (values(row) for row in found["rows"])
     parts = ("Python", "import", "resolve", "torch", "load", "first token")
     assert first["seconds"][0] == pytest.approx(sum(first[name][0] for name in parts))
-    assert 0 < short["seconds"][0] < first["seconds"][0]
+    assert all(first[name][0] > 0 for name in parts)
+    assert 0 < short["seconds"][0] < first["seconds"][0] < elapsed
+    assert first["peak memory"][0] > 50
 
 
-def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_start_is_reported_with_the_reason() -> None:
+    with pytest.raises(KvikError, match="startup: the process failed: .*no folder"):
+        start_once({"device": "cpu", "model": "/no/such/model"}, [20])
+
+
+def test_invalid_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    long = tmp_path / "long.csv"
+    long.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0000000,127,2\n")
     for arguments, message in (
         (("latency", "--batch", "0"), "--batch:"),
         (("latency", "--batch", "1,9"), "--batch:"),
@@ -153,17 +167,26 @@ def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         (("latency", "--repeats", "0"), "--repeats:"),
         (("throughput", "--num-requests", "0"), "--num-requests:"),
         (("throughput", "--prompt-tokens", "900"), "--prompt-tokens:"),
+        (("throughput", "--prefix-tokens", "-1"), "--prefix-tokens:"),
+        (("throughput", "--prefixes", "0"), "--prefixes:"),
         (("throughput", "--output-tokens", "many"), "--output-tokens:"),
-        (("throughput", "--trace", "no.csv"), "--trace:"),
+        (("throughput", "--trace", "no.csv"), "--trace: cannot be read"),
+        (("throughput", "--trace", str(long)), "--trace: 127, and 2 of output, are more than"),
         (("throughput", "--trace", "no.csv", "--prompt-tokens", "9"), "--prompt-tokens:"),
         (("startup", "--prompt-tokens", "0"), "--prompt-tokens:"),
         (("startup", "--warmup", "-1"), "--warmup:"),
         (("batching",), "--max-num-seqs:"),
-        (("batching", "--rate", "0"), "--rate:"),
+        *((("batching", "--rate", rate), "--rate:") for rate in ("0", "-1", "nan", "inf")),
         (("batching", "--policy", "static"), "--policy:"),
         (("techniques", "--quantization", "int8"), "--quantization:"),
         (("techniques", "--spec-method", "suffix"), "--spec-method:"),
         (("techniques", "--prefix-tokens", "0", "--num-requests", "9"), "--num-requests:"),
         (("techniques", "--prefix-tokens", "0", "--alone", "0"), "--alone:"),
+        (("techniques", "--prefix-tokens", "0", "--num-requests", "1"), "--alone:"),
+        (("techniques", "--prefix-tokens", "120"), "--prompt-tokens:"),
+        (("attention", "--lengths", "0"), "--lengths:"),
+        (("attention", "--lengths", "16,131072"), "--lengths: must be in [1, "),
+        (("attention", "--lengths", "65536"), "--lengths:"),  # 128 GiB per matrix
+        (("attention", "--attention-backend", "reference"), "--attention-backend:"),
     ):
         assert refused(capsys, "bench", *arguments, *ENGINE).startswith(message)

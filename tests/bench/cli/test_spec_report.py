@@ -53,6 +53,8 @@ def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         (("--spec-method", "draft_model"), "--spec-model: must name a draft model"),
         (("--enable-prefix-caching",), "--enable-prefix-caching: is what this benchmark varies"),
         (("--batch", "3"), "--batch: must be in [1, 2] (--max-num-seqs), not 3"),
+        (("--batch", "1", "--output-tokens", "1"), "--output-tokens: must be at least 2, not 1"),
+        (("--batch", "1", "--prompt-tokens", "96"), "--prompt-tokens: 96, and "),
         (("--data", "no.txt"), "--data: no.txt cannot be read"),
         (("--prompt-tokens", "0"), "--prompt-tokens: must be at least"),
         (("--repeats", "0"), "--repeats: must be in [1, 1000], not 0"),

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from kvik.config.config import EngineConfig
-from kvik.errors import ParamError
 from kvik.launch import resolve_config
-from kvik_bench.inprocess.batching import BATCHINGS, check_rate, measure_batching
+from kvik_bench.inprocess.batching import BATCHINGS, measure_batching
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import loaded
 from kvik_bench.inprocess.jobs import Requests
@@ -57,9 +56,3 @@ def test_the_rate_is_measured_when_none_is_given(uncalibrated: Path) -> None:
     result = measured(3, None)
     assert "what continuous batching served" in result.facts["arrivals"]
     assert result.facts["batch size"].startswith("2 requests")
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
-def test_rates_out_of_range(rate: float) -> None:
-    with pytest.raises(ParamError, match="rate: must be above 0"):
-        check_rate(rate)

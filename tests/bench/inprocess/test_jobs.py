@@ -10,16 +10,14 @@ from helpers.tiny_encoders import save_encoder
 
 from kvik.config.config import EngineConfig
 from kvik.config.model_source import find_model
-from kvik.errors import ConfigError, ParamError
+from kvik.errors import ParamError
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
 from kvik_bench.inprocess.jobs import (
     RandomPieces,
     Requests,
     TextPieces,
-    check_context,
     fixed,
-    refuse_varied,
 )
 
 
@@ -51,42 +49,11 @@ def test_rounds_have_different_prompts_of_equal_lengths() -> None:
     assert first[0].prompt != replace(load, seed="1").jobs(0, 500)[0].prompt
 
 
-@pytest.mark.parametrize(
-    ("load", "message"),
-    [
-        (Requests(0, fixed(1, 1)), "num_requests: must be in [1, 1000000], not 0"),
-        (Requests(1, fixed(1, 1), prefix_tokens=-1), "prefix_tokens: must be at least 0, not -1"),
-        (Requests(1, fixed(1, 1), prefixes=0), "prefixes: must be at least 1, not 0"),
-        (
-            Requests(1, fixed(60, 2), prefix_tokens=3, field="trace"),
-            "trace: 63, and 2 of output, are more than the context of 64 (max_model_len)",
-        ),
-    ],
-)
-def test_loads_that_cannot_be_served_are_refused(load: Requests, message: str) -> None:
-    resolved = resolve_config(EngineConfig(device="cpu", max_model_len=64))
-    with pytest.raises(ParamError) as error:
-        load.check(resolved)
-    assert str(error.value) == message
-    check_context("prompt_tokens", 62, 2, resolved)
-
-
 def test_encoders_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
     save_encoder(tmp_path, "BertModel")
     resolved = resolve_config(EngineConfig(model=str(tmp_path), device="cpu"))
     with pytest.raises(ParamError, match="model: "):
         Requests(1, fixed(1, 1)).check(resolved)
-
-
-def test_no_tokens_are_refused() -> None:
-    with pytest.raises(ParamError, match="output_tokens: must be at least 1, not 0"):
-        fixed(1, 0)
-
-
-def test_options_that_a_benchmark_sets_cannot_be_given() -> None:
-    refuse_varied({"dtype": "float32"}, "policy")
-    with pytest.raises(ConfigError, match="policy: is what this benchmark varies"):
-        refuse_varied({"policy": "static"}, "seed", "policy")
 
 
 # Prompts that are parts of texts.

@@ -11,7 +11,7 @@ from helpers.drafters import METHOD, Scripted, always_right, install
 from kvik.config.config import EngineConfig
 from kvik.core.types import DraftCounts
 from kvik.engine.stats import EngineStats, SpeculationStats
-from kvik.errors import ConfigError, ParamError
+from kvik.errors import ConfigError
 from kvik.launch import resolve_config
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.rounds import Rounds
@@ -86,20 +86,6 @@ def test_two_engines_must_fit() -> None:
     memory = replace(PLAIN.memory, limit=PLAIN.memory.total + GUESSING.memory.total - 1)
     with pytest.raises(ConfigError, match="memory_utilization: must leave room for two engines"):
         measure_speculation(replace(PLAIN, memory=memory), GUESSING, LOAD, Rounds(1, 0), {})
-
-
-@pytest.mark.parametrize(
-    ("load", "message"),
-    [
-        (replace(LOAD, batches=(3,)), "batch: must be in [1, 2] (max_num_seqs), not 3"),
-        (replace(LOAD, output_tokens=1), "output_tokens: must be at least 2, not 1"),
-        (replace(LOAD, prompt_tokens=60), "prompt_tokens: 60, and 13 of output, are more than"),
-    ],
-)
-def test_loads_that_cannot_be_served_are_refused(load: SpeculationLoad, message: str) -> None:
-    with pytest.raises(ParamError) as error:
-        load.check(PLAIN)
-    assert str(error.value).startswith(message)
 
 
 # Figures from two runs with known steps and times.

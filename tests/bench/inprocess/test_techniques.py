@@ -9,7 +9,7 @@ import pytest
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.engine.loop import Engine
-from kvik.errors import ConfigError, ParamError
+from kvik.errors import ConfigError
 from kvik.launch import reschedule, resolve_config
 from kvik_bench.inprocess.inproc import BenchRequest, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed
@@ -90,18 +90,3 @@ def test_a_format_that_cannot_be_used_is_left_out(uncalibrated: Path) -> None:
     result = ladder.measure(Rounds(1, 0), {})
     assert [row.label for row in result.rows] == [RUNGS[2].name]
     assert "Left out: int8 (quantization: no such kernels)." in result.remarks
-
-
-@pytest.mark.parametrize(
-    ("load", "field"),
-    [
-        (replace(LOAD, alone=0), "alone"),
-        (replace(LOAD, alone=4), "alone"),
-        (replace(LOAD, requests=replace(LOAD.requests, count=5)), "num_requests"),
-        (replace(LOAD, requests=replace(LOAD.requests, prefix_tokens=60)), "prompt_tokens"),
-    ],
-)
-def test_a_load_that_cannot_be_served(load: LadderLoad, field: str) -> None:
-    with pytest.raises(ParamError) as error:
-        Ladder(load, resolve)
-    assert error.value.field == field
