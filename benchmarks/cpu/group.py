@@ -14,7 +14,7 @@ use while idle.
 
 Rates: both engines stay loaded and alternate: a prompt of 512 tokens, then decoding of one and of
 eight requests. Ratios, several processes over one, are taken within a round: median, lowest and
-highest.
+highest; also the CPU time of the least busy process, of one thread each, over the time.
 """
 
 from __future__ import annotations
@@ -66,18 +66,20 @@ def main() -> None:
         if "start" in args.only:
             for name, some in starts(args, quantization).items():
                 found[f"{quantization}, {name}"] = some
-                print(f"{quantization:6} {name}:", line(some, 2), flush=True)
+                print(f"{quantization:6} {name}:", line(some), flush=True)
         if "rates" in args.only:
-            found[quantization] = ratios = compare(args, quantization)
-            print(f"{quantization:6}", line(ratios, 2), flush=True)
+            several = {"tensor_parallel_size": args.size}
+            ratios = compare(args, quantization, args.size, several, WORK, max_num_seqs=8)
+            found[quantization] = ratios
+            print(f"{quantization:6}", line(ratios), flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 
 
-def line(values: dict[str, list[float]], digits: int) -> str:
+def line(values: dict[str, list[float]]) -> str:
     """Return the medians, with the smallest and largest values."""
     return ", ".join(
-        f"{name} {median(some):.{digits}f} ({min(some):.{digits}f} to {max(some):.{digits}f})"
+        f"{name} {median(some):.2f} ({min(some):.2f} to {max(some):.2f})"
         for name, some in values.items()
     )
 
@@ -209,47 +211,61 @@ def gloo(rank: str, store: str) -> None:
 # Rates.
 
 
-def compare(args: Namespace, quantization: str) -> dict[str, list[float]]:
-    """Return the ratios of each round, by workload."""
+def compare(
+    args: Namespace,
+    quantization: str,
+    threads: int,
+    several: dict[str, object],
+    works: dict[str, tuple[int, int, int]],
+    **more: object,
+) -> dict[str, list[float]]:
+    """Return the ratios of each round by workload, and how busy the processes were.
+
+    Args:
+        several: options of the engine that is compared with one process.
+        works: numbers of requests, of tokens per prompt and of tokens to write.
+        more: options of both engines.
+    """
     options = {
-        "threads": args.size,
+        "threads": threads,
         "quantization": quantization,
         "load_format": args.load_format,
         "max_model_len": 1024,
-        "max_num_seqs": 8,
         "enable_prefix_caching": False,
         "num_blocks": 1024,
+        **more,
     }
-    ratios: dict[str, list[float]] = {name: [] for name in WORK}
-    with (
-        LLM(args.model, **options) as one,
-        LLM(args.model, **options, tensor_parallel_size=args.size) as several,
-    ):
-        for llm in (one, several):
-            rate(llm, *WORK["batch 8"])  # warms up pages and buffers
+    found: dict[str, list[float]] = {}
+    with LLM(args.model, **options) as one, LLM(args.model, **options, **several) as divided:
+        for llm in (one, divided):
+            rate(llm, *works["batch 8"])  # warms up pages and buffers
+        pids = [os.getpid(), *children(os.getpid())]
         for number in range(args.rounds):
-            for name, work in WORK.items():
-                pair = (one, several) if number % 2 else (several, one)
-                rates = {id(llm): rate(llm, *work) for llm in pair}
-                ratios[name].append(rates[id(several)] / rates[id(one)])
-    return ratios
+            for name, work in works.items():
+                rates = {}
+                for llm in (one, divided) if number % 2 else (divided, one):
+                    before, begun = [*map(seconds_of, pids)], time.perf_counter()
+                    rates[id(llm)] = rate(llm, *work)
+                    seconds, after = time.perf_counter() - begun, map(seconds_of, pids)
+                    if llm is divided:
+                        busy = min(b - a for a, b in zip(before, after, strict=True)) / seconds
+                found.setdefault(name, []).append(rates[id(divided)] / rates[id(one)])
+                found.setdefault(f"{name}, busy", []).append(busy)
+    return found
 
 
 def rate(llm: LLM, requests: int, prompt: int, output: int) -> float:
-    """Return tokens a second: of the prompt, or decoded after it."""
+    """Return tokens a second: of the prompts, or decoded after them."""
     rng = random.Random(prompt)
     ids = [[rng.randrange(10, 1000) for _ in range(prompt)] for _ in range(requests)]
-
-    def seconds(tokens: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        begun = time.perf_counter()
-        llm.generate(ids, params)
-        return time.perf_counter() - begun
-
-    first = seconds(1)
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    begun = time.perf_counter()
+    outputs = llm.generate(ids, params)
     if output == 1:
-        return requests * prompt / first
-    return requests * (output - 1) / (seconds(output) - first)
+        return requests * prompt / (time.perf_counter() - begun)
+    first = max(one.metrics.first_token for one in outputs)
+    last = max(one.metrics.finished for one in outputs)
+    return requests * (output - 1) / (last - first)
 
 
 if __name__ == "__main__":

@@ -13,21 +13,21 @@ eight tokens and of a chunk of 512 from one process to another.
 from __future__ import annotations
 
 import json
-import os
-import random
 import socket
 import subprocess
 import sys
 import time
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 
-from kvik import LLM, SamplingParams
+from group import CONTEXT, OUTPUT, PROMPT, compare, line
+
 from kvik.stage_process import StageReceiver
 
-PROMPTS, PROMPT, REQUESTS, CONTEXT, OUTPUT = 16, 512, 8, 128, 48
+PROMPTS = 16
+WORK = {"prompts": (PROMPTS, PROMPT, 1), "batch 8": (8, CONTEXT, OUTPUT)}
 HIDDEN_BYTES = 2 * 2048  # bytes per token, in bfloat16
 ROWS, REPEATS = (8, 512), 200
 
@@ -49,12 +49,10 @@ def main() -> None:
         print(f"a hop of {rows} tokens {microseconds:.0f} us")
     found = {}
     for quantization in args.quantization:
-        found[quantization] = compare(args, quantization)
-        cells = (
-            f"{name} {median(some):.2f} ({min(some):.2f} to {max(some):.2f})"
-            for name, some in found[quantization].items()
-        )
-        print(f"{quantization:6}", ", ".join(cells), flush=True)
+        several = {"pipeline_parallel_size": args.stages}
+        more = {"max_num_seqs": PROMPTS, "max_num_batched_tokens": PROMPT}
+        found[quantization] = compare(args, quantization, args.stages, several, WORK, **more)
+        print(f"{quantization:6}", line(found[quantization]), flush=True)
     if args.json:
         args.json.write_text(json.dumps(found, indent=1))
 
@@ -65,13 +63,13 @@ def hops() -> dict[int, float]:
     command = [sys.executable, __file__, "none", "--echo", str(theirs.fileno())]
     child = subprocess.Popen(command, pass_fds=[theirs.fileno()])
     theirs.close()
-    line = Connection(ours.detach())
-    back, found = StageReceiver(line), {}
+    there = Connection(ours.detach())
+    back, found = StageReceiver(there), {}
     for rows in ROWS:
         data, times = bytes(rows * HIDDEN_BYTES), []
         for _ in range(REPEATS):
             begun = time.perf_counter()
-            line.send_bytes(data)
+            there.send_bytes(data)
             back.take()
             times.append((time.perf_counter() - begun) / 2 * 1e6)
         found[rows] = median(times)
@@ -81,68 +79,10 @@ def hops() -> dict[int, float]:
 
 
 def echo(number: int) -> None:
-    line = Connection(number)
-    hop = StageReceiver(line)
+    back = Connection(number)
+    hop = StageReceiver(back)
     while True:
-        line.send_bytes(hop.take())
-
-
-def compare(args: Namespace, quantization: str) -> dict[str, list[float]]:
-    """Return the ratios of each round, by workload."""
-    options = {
-        "threads": args.stages,
-        "quantization": quantization,
-        "load_format": args.load_format,
-        "max_model_len": 1024,
-        "max_num_seqs": PROMPTS,
-        "max_num_batched_tokens": PROMPT,
-        "enable_prefix_caching": False,
-        "num_blocks": 1024,
-    }
-    work = {"prompts": (PROMPTS, PROMPT, 1), "batch 8": (REQUESTS, CONTEXT, OUTPUT)}
-    found: dict[str, list[float]] = {}
-    with (
-        LLM(args.model, **options) as one,
-        LLM(args.model, **options, pipeline_parallel_size=args.stages) as pipeline,
-    ):
-        for llm in (one, pipeline):
-            rate(llm, *work["batch 8"])  # warms up pages and buffers
-        for number in range(args.rounds):
-            for name, sizes in work.items():
-                rates = {}
-                for llm in (one, pipeline) if number % 2 else (pipeline, one):
-                    before, begun = cpu_seconds(), time.perf_counter()
-                    rates[id(llm)] = rate(llm, *sizes)
-                    seconds, after = time.perf_counter() - begun, cpu_seconds()
-                    if llm is pipeline:
-                        busy = min(after[pid] - before[pid] for pid in before) / seconds
-                found.setdefault(name, []).append(rates[id(pipeline)] / rates[id(one)])
-                found.setdefault(f"{name}, busy", []).append(busy)
-    return found
-
-
-def cpu_seconds() -> dict[int, float]:
-    """Return the CPU seconds of this process and its children, each with one computing thread."""
-    tick, found = os.sysconf("SC_CLK_TCK"), {}
-    children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    for pid in (os.getpid(), *map(int, children)):
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        found[pid] = (int(fields[11]) + int(fields[12])) / tick
-    return found
-
-
-def rate(llm: LLM, requests: int, prompt: int, output: int) -> float:
-    """Return tokens a second: of the prompts, or decoded after them."""
-    rng = random.Random(prompt)
-    ids = [[rng.randrange(10, 1000) for _ in range(prompt)] for _ in range(requests)]
-    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    begun = time.perf_counter()
-    outputs = llm.generate(ids, params)
-    if output == 1:
-        return requests * prompt / (time.perf_counter() - begun)
-    first = max(one.metrics.first_token for one in outputs)
-    last = max(one.metrics.finished for one in outputs)
-    return requests * (output - 1) / (last - first)
+        back.send_bytes(hop.take())
 
 
 if __name__ == "__main__":
