@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,16 +39,14 @@ def engine(role: str, token: bytes = TOKEN, **options: object) -> EngineLoop:
 
 @pytest.fixture(scope="module")
 def prefiller() -> Iterator[EngineLoop]:
-    loop = engine("prefill")
-    yield loop
-    loop.close()
+    with closing(engine("prefill")) as loop:
+        yield loop
 
 
 @pytest.fixture
 def decoder() -> Iterator[EngineLoop]:
-    loop = engine("decode")
-    yield loop
-    loop.close()
+    with closing(engine("decode")) as loop:
+        yield loop
 
 
 def run(loop: EngineLoop, request: EngineRequest, seconds: float = 60.0) -> list[RequestDelta]:
@@ -89,11 +88,8 @@ def computed(loop: EngineLoop) -> int:
 
 @pytest.fixture(scope="module")
 def alone() -> list[object]:
-    loop = engine("both")
-    try:
+    with closing(engine("both")) as loop:
         return answer(run(loop, EngineRequest("alone", PROMPT, GREEDY)))
-    finally:
-        loop.close()
 
 
 def test_the_decoder_computes_less_than_a_block_with_the_same_bits(
@@ -135,13 +131,10 @@ def test_faults_of_the_connection_do_not_change_the_answer(
     monkeypatch.setattr(peer_tier, "MOVE_SECONDS", 0.3)
     monkeypatch.setattr("kvik.links.PROVING_SECONDS", 0.3)
     source = prefill(prefiller, f"{what}-{at}")
-    line = FaultyLine(source.host, source.port)
-    line.fault = Fault(what, at)
-    try:
+    with closing(FaultyLine(source.host, source.port)) as line:
+        line.fault = Fault(what, at)
         request = EngineRequest("faulty", PROMPT, GREEDY, source=replace(source, port=line.port))
         assert answer(run(decoder, request)) == alone
-    finally:
-        line.close()
     assert 13 <= computed(decoder) <= len(PROMPT)
     assert decoder.stats().moves.tiers[0].failed > 0
 
@@ -160,12 +153,9 @@ def test_without_the_prefill_server_the_prompt_is_computed(
 def test_pages_of_another_model_are_not_taken(
     decoder: EngineLoop, alone: list[object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    other = engine("prefill", kv_cache_dtype="int8")
-    try:
+    with closing(engine("prefill", kv_cache_dtype="int8")) as other:
         source = prefill(other, "int8")
         deltas = run(decoder, EngineRequest("int8", PROMPT, GREEDY, source=source))
-    finally:
-        other.close()
     assert answer(deltas) == alone
     assert computed(decoder) == len(PROMPT)
     assert "fingerprint" in caplog.text
@@ -173,11 +163,8 @@ def test_pages_of_another_model_are_not_taken(
 
 def test_an_engine_without_peers_computes_all(prefiller: EngineLoop, alone: list[object]) -> None:
     source = prefill(prefiller, "computes")
-    loop = engine("both")
-    try:
+    with closing(engine("both")) as loop:
         assert answer(run(loop, EngineRequest("a", PROMPT, GREEDY, source=source))) == alone
-    finally:
-        loop.close()
 
 
 ONE, TWO = {"threads": 1}, {"threads": 2}
@@ -192,21 +179,18 @@ RANKS, STAGES = {**TWO, "tensor_parallel_size": 2}, {**TWO, "pipeline_parallel_s
 def test_pages_do_not_depend_on_the_number_of_processes(
     lends: dict[str, int], fetches: dict[str, int], alone: list[object]
 ) -> None:
-    loops = []
-    try:
-        loops.append(engine("prefill", **lends))
-        loops.append(engine("decode", **fetches))
+    with (
+        closing(engine("prefill", **lends)) as lender,
+        closing(engine("decode", **fetches)) as loop,
+    ):
         for name in ("a", "b"):
-            source = prefill(loops[0], name)
-            deltas = run(loops[1], EngineRequest(name, PROMPT, GREEDY, source=source))
+            source = prefill(lender, name)
+            deltas = run(loop, EngineRequest(name, PROMPT, GREEDY, source=source))
             assert answer(deltas) == alone
-            assert loops[1].stats().moves.tiers[0].failed == 0
-            loops[1].reset_prefix_cache()
-        assert computed(loops[1]) == 2 * (len(PROMPT) - 192)
-        assert loops[1].stats().moves.tiers[0].loaded == 24
-    finally:
-        for loop in loops:
-            loop.close()
+            assert loop.stats().moves.tiers[0].failed == 0
+            loop.reset_prefix_cache()
+        assert computed(loop) == 2 * (len(PROMPT) - 192)
+        assert loop.stats().moves.tiers[0].loaded == 24
 
 
 def resumed(request: EngineRequest, handover: Handover) -> EngineRequest:
@@ -239,12 +223,9 @@ def test_a_request_continues_in_another_engine_with_the_same_bits(
     assert not prefiller.core.has_requests and prefiller.core.scheduler.kv.usage == 0
     then = run(decoder, resumed(request, handover))
     assert computed(decoder) <= 1
-    alone = engine("both")
-    try:
+    with closing(engine("both")) as alone:
         seed = params.seed if params.seed is not None else handover.seed
         right = run(alone, replace(request, params=params.with_changes(seed=seed)))
-    finally:
-        alone.close()
     assert answer(first) + answer(then) == answer(right)
     assert then[-1].finish_reason is right[-1].finish_reason
     assert then[-1].report.num_output_tokens == len(tokens_of(right))
@@ -280,12 +261,9 @@ def test_siblings_continue_separately_with_the_same_bits(
     decoder.add(replace(request, resumed=handovers))
     then = run_all(decoder, 2)
     assert computed(decoder) <= 2
-    alone = engine("both")
-    try:
+    with closing(engine("both")) as alone:
         alone.add(request)
         right = run_all(alone, 3)
-    finally:
-        alone.close()
     for index in (0, 2):
         assert of(first, index) + of(last, index) + of(then, index) == of(right, index)
     assert not of(then, 1)
@@ -306,8 +284,7 @@ def of(deltas: list[RequestDelta], index: int) -> list[object]:
 def test_a_hand_over_is_replayed(tmp_path: Path) -> None:
     config = EngineConfig(role="prefill", kv_tiers="memory:32MiB", **TINY)
     resolved, path = resolve_config(config), tmp_path / "flight"
-    loop = load_loop(resolved, path, token=TOKEN)
-    try:
+    with closing(load_loop(resolved, path, token=TOKEN)) as loop:
         loop.add(EngineRequest("a", PROMPT, GREEDY))
         loop.add(EngineRequest("b", PROMPT[:50], GREEDY))
         for _ in range(4):
@@ -315,8 +292,6 @@ def test_a_hand_over_is_replayed(tmp_path: Path) -> None:
         loop.hand_over("a")
         while loop.core.has_requests:
             loop.step()
-    finally:
-        loop.close()
     with open_recording(path) as file:
         reader = RecordReader(file, path.name)
         played = play(resolved, reader.header.readings, reader.events(), lambda steps: None)
@@ -358,16 +333,13 @@ def test_what_was_fetched_is_computed_again_for_a_replay(
     settle(prefiller)
     config = EngineConfig(role="decode", **{**TINY, **processes})
     resolved, file = resolve_config(config), tmp_path / "flight"
-    loop = load_loop(resolved, file, token=TOKEN)
-    try:
+    with closing(load_loop(resolved, file, token=TOKEN)) as loop:
         for request in requests:
             loop.add(request)
             while loop.core.has_requests:
                 loop.step()
         (peer,) = loop.stats().moves.tiers
         assert peer.loaded > 12 and loop.stats().moves.totals.loaded_tokens > 192
-    finally:
-        loop.close()
     assert main(["replay", str(file)]) == 0, capsys.readouterr()
     with open_recording(file) as opened:  # the replay reports the missing pages
         reader = RecordReader(opened, file.name)

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection
 from ssl import SSLContext
@@ -150,15 +150,12 @@ def ask(
     if body is not None:
         sent["content-type"] = "application/json"
     sent |= {name.replace("_", "-"): value for name, value in headers.items()}
-    connection = HTTPConnection("127.0.0.1", server.port, timeout=timeout)
-    try:
+    with closing(HTTPConnection("127.0.0.1", server.port, timeout=timeout)) as connection:
         data = body.encode() if isinstance(body, str) else body
         connection.request(method, target, data, {k: v for k, v in sent.items() if v is not None})
         response = connection.getresponse()
         fields = {name.lower(): value for name, value in response.getheaders()}
         return Reply(response.status, fields, response.read())
-    finally:
-        connection.close()
 
 
 def raw(server: HttpServer, data: bytes, timeout: float = 30.0) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,12 @@ def record_flight(
     """
     sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 48, "max_model_len": 128}
     wishes = {"device": "cpu", "threads": 1, "num_blocks": 12, **sizes, **config}
-    engine = start(resolve_config(EngineConfig(**wishes)), record=path)
-    loop, rng = engine.loop, random.Random(seed)
+    rng = random.Random(seed)
     shared = [rng.randrange(5, 200) for _ in range(40)]
     unsent = [_request(i, rng, shared) for i in range(requests)]
     kinds = {request.request_id: request.pooling for request in unsent}
     serving: set[str] = set()
-    try:
+    with closing(start(resolve_config(EngineConfig(**wishes)), record=path).loop) as loop:
         while (unsent or loop.has_work) and not loop.lost:
             if lose is not None and serving and len(unsent) < requests / 2:
                 lose()
@@ -58,8 +58,6 @@ def record_flight(
                     pooled = kinds[delta.request_id] is not None
                     assert (delta.embedding is not None) == (pooled and computed)
         return loop.stats()
-    finally:
-        loop.close()
 
 
 def written(header: Header, events: list[Event]) -> bytes:

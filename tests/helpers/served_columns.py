@@ -185,8 +185,8 @@ def _lender_and_borrower(config: EngineConfig) -> Iterator[tuple[EngineLoop, Eng
 
 
 def _by_steps(engine: Engine, rounds: Rounds) -> Served:
-    loop, found = engine.loop, Collected()
-    try:
+    found = Collected()
+    with closing(engine.loop) as loop:
         for batch in rounds:
             for request in batch:
                 found.expect(request)
@@ -194,8 +194,6 @@ def _by_steps(engine: Engine, rounds: Rounds) -> Served:
             while loop.has_work:
                 found.take(loop.poll())
         return found.of(rounds[-1]), loop.stats()
-    finally:
-        loop.close()
 
 
 class Collected:

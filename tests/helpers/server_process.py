@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
-import json
 import os
 import re
 import signal
@@ -16,6 +14,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from helpers.http_server import ask
 
 from kvik.server.texts import THREADS
 
@@ -50,23 +50,13 @@ class ServerProcess:
         return pid
 
     def get(self, path: str) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-        try:
-            headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-        finally:
-            connection.close()
+        key = f"Bearer {self.key}" if self.key else None
+        answer = ask(self, "GET", path, authorization=key)
+        return answer.status, answer.body
 
     def post(self, path: str, body: Any) -> tuple[int, Any]:
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
-        try:
-            connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
-            answer = connection.getresponse()
-            return answer.status, json.loads(answer.read())
-        finally:
-            connection.close()
+        answer = ask(self, "POST", path, body, timeout=60)
+        return answer.status, answer.json
 
     def metrics(self) -> dict[str, float]:
         """Return kvik's metrics, those without further labels under their plain names."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 
 from kvik.config.config import ResolvedConfig
@@ -85,10 +85,8 @@ def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
 def loaded(resolved: ResolvedConfig) -> Iterator[Engine]:
     """Start an engine; it is freed at the end of the block."""
     engine = start(resolved)
-    try:
+    with closing(engine.loop):
         yield engine
-    finally:
-        engine.loop.close()
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing, suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -96,7 +96,7 @@ def hop_seconds(messages: int = MESSAGES) -> tuple[float, float]:
     command = python_command(__name__, str(theirs.fileno()))
     with theirs:
         child = subprocess.Popen(command, pass_fds=(theirs.fileno(),), stdin=subprocess.DEVNULL)
-    with Connection(ours.detach()) as line:
+    with child, Connection(ours.detach()) as line:
 
         def answered(size: int) -> Callable[[], float]:
             data = bytes(size)
@@ -109,14 +109,10 @@ def hop_seconds(messages: int = MESSAGES) -> tuple[float, float]:
 
             return seconds
 
-        try:
-            small, large = (
-                median(send() for _ in range(count))
-                for send, count in ((answered(SMALL), messages), (answered(LARGE), messages // 10))
-            )
-        finally:
-            line.close()
-            child.wait()
+        small, large = (
+            median(send() for _ in range(count))
+            for send, count in ((answered(SMALL), messages), (answered(LARGE), messages // 10))
+        )
     return small / 2, LARGE / max(1e-9, large - small)
 
 
@@ -165,8 +161,7 @@ def measure_host(measured: Calibration, limits: Limits, effort: Effort) -> Calib
         def kernels(step: PlannedStep) -> float:
             return step_time(shape, Setting(device, "bf16", "bf16"), step).expected
 
-        engine = _Engine(folder, vocab, measured.machine, effort, limits)
-        try:
+        with closing(_Engine(folder, vocab, measured.machine, effort, limits)) as engine:
             hosts = []
             for flushed in effort.flushed:
                 own = [
@@ -183,8 +178,6 @@ def measure_host(measured: Calibration, limits: Limits, effort: Effort) -> Calib
                 for tokens in PROMPTS
             ]
             request, token = line_through(PROMPTS, extra)
-        finally:
-            engine.close()
     return replace(measured, host=tuple(hosts), host_request=request, host_token=token)
 
 
