@@ -282,8 +282,8 @@ def lender(options: Namespace) -> None:
         loop.add(EngineRequest(f"{number}", tokens, ONE, lends=True))
         last = until_done(loop)
         loop.step()  # the lease begins
-        assert last.kept is not None
-        print(json.dumps(asdict(last.kept)), flush=True)
+        assert last.page_source is not None
+        print(json.dumps(asdict(last.page_source)), flush=True)
 
 
 def peer(options: Namespace) -> None:

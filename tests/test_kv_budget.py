@@ -64,7 +64,7 @@ def test_a_long_prompt_keeps_few_blocks_and_its_prefix_hits(llm):
 
 
 def test_a_fault_in_choosing_tokens_ends_one_request(llm, monkeypatch):
-    kept, calls = graphs.kept, 0
+    kept, calls = graphs.kept_keys, 0
 
     def failing(queries: Tensor, k: Tensor, budget: Any) -> Tensor:
         nonlocal calls
@@ -76,7 +76,7 @@ def test_a_fault_in_choosing_tokens_ends_one_request(llm, monkeypatch):
     prompts = [tokens(count, seed=count, vocab=2000) for count in (100, 120, 140)]
     right = [output.outputs[0].token_ids for output in llm.generate(prompts, LONG)]
     with monkeypatch.context() as patch:
-        patch.setattr(graphs, "kept", failing)
+        patch.setattr(graphs, "kept_keys", failing)
         outputs = [output.outputs[0] for output in llm.generate(prompts, LONG)]
     assert calls > LAYERS + 2
     failed = [i for i, output in enumerate(outputs) if output.error]

@@ -63,9 +63,9 @@ def run(loop: EngineLoop, request: EngineRequest, seconds: float = 60.0) -> list
 def prefill(loop: EngineLoop, name: str, prompt: list[int] = PROMPT) -> PageSource:
     params = GREEDY.with_changes(max_tokens=1)
     last = run(loop, EngineRequest(name, prompt, params, lends=True))[-1]
-    assert last.kept is not None
+    assert last.page_source is not None
     settle(loop)
-    return last.kept
+    return last.page_source
 
 
 def settle(loop: EngineLoop) -> None:

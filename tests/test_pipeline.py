@@ -158,7 +158,7 @@ def test_a_stage_without_progress_ends_the_start(monkeypatch) -> None:
         stage_process, "python_command", lambda _, *args: (sys.executable, "-c", BEATS_ALONE, *args)
     )
     monkeypatch.setattr(stage_process, "END_SECONDS", 0.5)
-    monkeypatch.setattr(stage_process, "LEAST_LOAD_SECONDS", 0.0)
+    monkeypatch.setattr(stage_process, "MIN_LOAD_SECONDS", 0.0)
     monkeypatch.setattr(stage_process, "LOAD_TIMES", 1.0)
     with pytest.raises(ConfigError, match=r"stage 0 has not loaded in \d+ s, and the last one in"):
         LLM(**COMMON)

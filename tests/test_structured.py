@@ -148,7 +148,7 @@ def test_required_calls_are_valid_in_every_dialect(llm: LLM) -> None:
         "additionalProperties": False,
     }
     function = Function("look", parameters=schema)
-    uses = [ToolUse.of(form, [function], choice="required", one=True) for form in forms]
+    uses = [ToolUse.of(form, [function], choice="required", single=True) for form in forms]
     checked = [
         SamplingParams(temperature=1.2, seed=i, max_tokens=160, structured=use.constraint())
         for use in uses

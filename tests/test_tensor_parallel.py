@@ -297,7 +297,7 @@ def test_a_process_without_progress_ends_the_start(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(
         module, "python_command", lambda _, *numbers: (sys.executable, "-c", BEATS_ALONE, *numbers)
     )
-    monkeypatch.setattr(module, "LEAST_LOAD_SECONDS", 0.0)
+    monkeypatch.setattr(module, "MIN_LOAD_SECONDS", 0.0)
     monkeypatch.setattr(module, "LOAD_TIMES", 1.0)
     with pytest.raises(GroupLost, match=r"^rank 1 has not loaded in \d+ s, and rank 0 in \d+ s$"):
         LLM(**OPTIONS)

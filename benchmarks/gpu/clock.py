@@ -16,7 +16,7 @@ from kvik.worker.captures import CudaCapturer
 Call = Callable[[], object]
 
 # Seconds that a graph should take, so that the cost of events is negligible.
-LEAST_GRAPH = sized(1e-3, 0.0)
+MIN_GRAPH = sized(1e-3, 0.0)
 FEWEST, MOST = sized((5, 40), (1, 1))  # runs of which the median is reported
 # Bytes that alternating calls should touch, several times the L2 cache.
 COLD = sized(256 << 20, 1)
@@ -55,7 +55,7 @@ def timed(calls: Sequence[Call], budget: float = 0.2) -> Timing:
         for call in calls:
             call()
 
-    repeats = max(1, min(64, ceil(LEAST_GRAPH / elapsed(body))))
+    repeats = max(1, min(64, ceil(MIN_GRAPH / elapsed(body))))
 
     def all_of_them() -> None:
         for _ in range(repeats):

@@ -52,7 +52,7 @@ PROMPT, OUTPUT, CONTEXT = 512, 64, 64
 WORK = {"prompt": (1, PROMPT, 1), "batch 1": (1, CONTEXT, OUTPUT), "batch 8": (8, CONTEXT, OUTPUT)}
 WIDTH, TOKENS, REPEATS = 4096, (1, 8, 512), 200  # hidden states that are exchanged
 PATIENCE = 60.0  # seconds to wait for the error after the kill
-MOST_APART = 1e-2  # largest difference of log probabilities in fp32; GPUs sum in another order
+MAX_APART = 1e-2  # largest difference of log probabilities in fp32; GPUs sum in another order
 
 
 def main() -> int:
@@ -179,7 +179,7 @@ def parity(args: Namespace, wrong: list[str]) -> dict[str, float]:
                 continue
             pairs = zip(one.logprobs, right.logprobs, strict=True)
             apart = max([apart, *(abs(a.logprob - b.logprob) for a, b in pairs)])
-        if apart > MOST_APART:
+        if apart > MAX_APART:
             wrong.append(f"parity, {cut}: log probabilities differ by {apart:.1e}")
         found[cut] = apart
         print(f"parity, {cut}: log probabilities differ by up to {apart:.1e}", flush=True)

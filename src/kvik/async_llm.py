@@ -222,17 +222,17 @@ class AsyncLLM:
         model = self.resolved.model
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
-        most = truncation(self.resolved, truncate_prompt_tokens)
+        keep = truncation(self.resolved, truncate_prompt_tokens)
         request = self._request(request_id, SamplingParams(), 0)  # no parameter is used
         request.pooling = pooling or default_pooling(model.pooling)
         request.prompt = plain if isinstance(plain, str) else None
 
         async def encode() -> list[int]:
             if not isinstance(plain, str):
-                return ids_input(model.pooling, plain, most).ids
-            make = partial(text_input, pooling=model.pooling, most=most)
+                return ids_input(model.pooling, plain, keep).ids
+            make = partial(text_input, pooling=model.pooling, limit=keep)
             async with self._text_places:
-                return (await self.texts.input(make, (before + plain,), most)).ids
+                return (await self.texts.input(make, (before + plain,), keep)).ids
 
         stream = AsyncStream(self, request, encode)
         return embedding_output(await stream.result(), normalize=normalize, dimensions=dimensions)
@@ -249,16 +249,16 @@ class AsyncLLM:
         """Return a reranker's score of how well two texts match; for the arguments see
         `LLM.score`."""
         pooling = scoring(self.resolved.model.pooling)
-        most = truncation(self.resolved, truncate_prompt_tokens)
+        keep = truncation(self.resolved, truncate_prompt_tokens)
         request = self._request(request_id, SamplingParams(), 0)  # no parameter is used
         request.pooling = SCORE
-        make = partial(pair_input, pooling=pooling, instruction=instruction, most=most)
+        make = partial(pair_input, pooling=pooling, instruction=instruction, limit=keep)
 
         async def encode() -> list[int]:
             async with self._text_places:
-                found = await self.texts.input(make, (text_1, text_2), most)
-            request.second_text = found.second_text
-            return found.ids
+                pair = await self.texts.input(make, (text_1, text_2), keep)
+            request.second_text = pair.second_text
+            return pair.ids
 
         output = await AsyncStream(self, request, encode).result()
         return score_output(output, pooling.function)
@@ -466,7 +466,7 @@ class AsyncStream(AsyncIterator[TextDelta]):
     def _check(self) -> None:
         """Raise `RuntimeError` if the engine failed in the request."""
         completions = [] if self.output is None else self.output.outputs
-        error = next((one.error for one in completions if one.error is not None), None)
+        error = next((c.error for c in completions if c.error is not None), None)
         if error is not None:
             raise RuntimeError(f"{self.request_id}: {error}")
 
@@ -518,8 +518,8 @@ class AdmissionQueue:
     """
 
     def __init__(self, config: SchedulerConfig, clock: Callable[[], float]) -> None:
-        self._most = min(LOOKAHEAD, config.max_queued_requests)
-        self._queue = Admission(self._most, config.max_queued_tokens, shared=False, clock=clock)
+        self._limit = min(LOOKAHEAD, config.max_queued_requests)
+        self._queue = Admission(self._limit, config.max_queued_tokens, shared=False, clock=clock)
         self._waiting: list[tuple[int, int, EngineRequest, Place]] = []  # a heap
         self._places: dict[str, Place] = {}  # of waiting requests, by id
         self._serial = itertools.count()
@@ -537,8 +537,12 @@ class AdmissionQueue:
         try:
             return await place
         except asyncio.CancelledError:
-            if place.done() and not place.cancelled() and (given := place.result()) is not None:
-                given.release()
+            if (
+                place.done()
+                and not place.cancelled()
+                and (reservation := place.result()) is not None
+            ):
+                reservation.release()
             raise
         finally:
             del self._places[request.request_id]
@@ -555,7 +559,7 @@ class AdmissionQueue:
         while self._waiting:
             _, _, request, place = self._waiting[0]
             if not place.done():  # else it has left or was cancelled
-                n = min(request.params.n, self._most)
+                n = min(request.params.n, self._limit)
                 try:
                     place.set_result(self._queue.admit("", n, len(request.prompt_token_ids)))
                 except OverloadError:

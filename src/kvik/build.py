@@ -75,8 +75,8 @@ def check_output(output: Path) -> None:
         return
     if not output.is_dir():
         raise ConfigError("output", f"must be a folder; {str(output)!r} is a file")
-    own = is_engine_folder(output)
-    other = [path.name for path in output.iterdir() if not (own and _is_of_engine(path))]
+    is_engine = is_engine_folder(output)
+    other = [path.name for path in output.iterdir() if not (is_engine and _is_of_engine(path))]
     if other:
         raise ConfigError(
             "output",

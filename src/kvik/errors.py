@@ -107,10 +107,12 @@ class GroupLost(KvikError):
 class OverloadError(KvikError):
     """There is too much work now. After `retry_after` seconds there may be room."""
 
-    def __init__(self, field: str, message: str, retry_after: float, *, own: bool) -> None:
+    def __init__(self, field: str, message: str, retry_after: float, *, of_caller: bool) -> None:
         super().__init__(field, message)
         self.retry_after = retry_after
-        self.own = own  # the caller's own requests exceed a limit, not the total of all callers
+        self.of_caller = (
+            of_caller  # the caller's own requests exceed a limit, not the total of all callers
+        )
 
 
 class UnavailableError(KvikError):

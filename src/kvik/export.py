@@ -116,23 +116,25 @@ def _check(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 def _recommended(params: SamplingParams) -> Mapping[str, float | int]:
     """Return the values that differ from the engine's defaults, by the names of
     generation_config.json."""
-    own = SamplingParams()
+    defaults = SamplingParams()
     return {
-        name: getattr(params, name) for name in KEYS if getattr(params, name) != getattr(own, name)
+        name: getattr(params, name)
+        for name in KEYS
+        if getattr(params, name) != getattr(defaults, name)
     }
 
 
 def _tokenizer(files: ModelFiles, spec: ModelSpec) -> Mapping[str, Scalar | Sequence[Scalar]]:
     if not files.has_tokenizer():
         return {}
-    found = files.tokenizer()
+    tokenizer = files.tokenizer()
     end = spec.eos_token_ids[0] if spec.eos_token_ids else None
     return tokenizer_metadata(
-        found.library,
+        tokenizer.library,
         spec.vocab_size,
         spec.bos_token_id,
         end,
-        found.chat_template,
+        tokenizer.chat_template,
         spec.family.gguf_characters,
     )
 

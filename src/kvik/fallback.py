@@ -45,11 +45,11 @@ def read_spec(path: Path, fallback: str) -> ModelSpec:
         if fallback == "none" or is_gguf(path) or not (path / CONFIG).exists():
             raise
         names = Fields(read_json(path / CONFIG)).strings("architectures")
-        known = not ARCHITECTURES.keys().isdisjoint(names)
+        is_native = not ARCHITECTURES.keys().isdisjoint(names)
         try:
             return fallback_spec(path, ask(path))
         except ModelError:
-            if not known:
+            if not is_native:
                 raise
         raise  # kvik knows the model: its own error says what is missing
 
@@ -70,11 +70,11 @@ def ask(folder: Path) -> dict[str, Any]:
     if done.returncode or not line:
         reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
         raise ModelError("model", f"transformers cannot read it: {reason}")
-    found: dict[str, Any] = json.loads(line)
-    if "field" in found:
-        kind = ConfigError if found["field"] == "fallback" else ModelError
-        raise kind(found["field"], found["message"])
-    return found
+    facts: dict[str, Any] = json.loads(line)
+    if "field" in facts:
+        kind = ConfigError if facts["field"] == "fallback" else ModelError
+        raise kind(facts["field"], facts["message"])
+    return facts
 
 
 def fallback_spec(folder: Path, facts: Mapping[str, Any]) -> ModelSpec:

@@ -36,13 +36,13 @@ def shared_memory(size: int) -> int:
     return file
 
 
-def allow_files(wanted: int) -> int:
+def allow_files(count: int) -> int:
     """Raise the soft limit of open files as far as the system lets us. Returns how many of the
-    `wanted` ones it allows."""
+    `count` ones it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return wanted
-    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft == resource.RLIM_INFINITY or soft >= count:
+        return count
+    allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed
 

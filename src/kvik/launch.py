@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from kvik.worker.worker import Worker
 
 
-LEAST_SHARED = 0.9  # of the target's tokens; below that the vocabularies differ too much to draft
+MIN_SHARED = 0.9  # of the target's tokens; below that the vocabularies differ too much to draft
 
 
 def shared_vocabulary(target: Tokenizer, draft: Tokenizer) -> tuple[int, ...] | None:
@@ -69,17 +69,17 @@ def shared_vocabulary(target: Tokenizer, draft: Tokenizer) -> tuple[int, ...] | 
     ours, theirs = target.library.get_vocab(True), draft.library.get_vocab(True)
     if ours == theirs:
         return None
-    found = [-1] * draft.vocab_size
+    target_ids = [-1] * draft.vocab_size
     for token, draft_id in theirs.items():
-        found[draft_id] = ours.get(token, -1)
+        target_ids[draft_id] = ours.get(token, -1)
     shared = len(ours.keys() & theirs.keys()) / len(ours)
-    if shared < LEAST_SHARED:
+    if shared < MIN_SHARED:
         raise ConfigError(
             "spec_model",
-            f"knows {shared:.0%} of the model's tokens; at least {LEAST_SHARED:.0%} must be spelt "
+            f"knows {shared:.0%} of the model's tokens; at least {MIN_SHARED:.0%} must be spelt "
             "the same",
         )
-    return tuple(found)
+    return tuple(target_ids)
 
 
 log = logging.getLogger(START_LOG)
@@ -90,7 +90,7 @@ QUICKLY_LOADED = 4 << 30  # bytes of weights
 class EarlyStart:
     """Starts other processes and `LoadAhead` before torch is imported.
 
-    `stages` are the pipeline stages before the last one, `others` the other ranks. They are None if
+    `stages` are the pipeline stages before the last one, `ranks` the other ranks. They are None if
     there are none, or once a worker owns them; otherwise they end with the block.
     """
 
@@ -100,7 +100,7 @@ class EarlyStart:
             MemoryError: the address space is too small.
         """
         self.stages: StageProcesses | None = None
-        self.others: RankProcesses | None = None
+        self.ranks: RankProcesses | None = None
         runner = resolved.runner
         with ExitStack() as stack:
             stack.callback(self._stop)
@@ -118,7 +118,7 @@ class EarlyStart:
 
                 last = runner.stages[-1] if runner.stages else None
                 cores = () if self.stages is None else self.stages.cores
-                self.others = RankProcesses(resolved, last, cores)
+                self.ranks = RankProcesses(resolved, last, cores)
             self._ahead = stack.enter_context(LoadAhead(resolved))
             self._stack = stack.pop_all()
 
@@ -133,7 +133,7 @@ class EarlyStart:
         self._stack.close()
 
     def _stop(self) -> None:
-        for processes in (self.stages, self.others):
+        for processes in (self.stages, self.ranks):
             if processes is not None:
                 processes.stop()
 
@@ -165,13 +165,13 @@ def start(resolved: ResolvedConfig, *, record: Path | None = None) -> Engine:
     # the tokenizer also comes first so that its errors come early.
     first = runner.quantization != "none" or resolved.memory.weights > QUICKLY_LOADED
     with uncollected(), EarlyStart(resolved) as ahead, ThreadPoolExecutor(1) as aside:
-        early = aside.submit(load_tokenizer, resolved) if first else None
+        early_tokenizer = aside.submit(load_tokenizer, resolved) if first else None
 
         import kvik.worker.worker  # noqa: F401 (brings in torch)
 
-        if early is not None:
-            early.result()
-        reading = early or aside.submit(load_tokenizer, resolved)
+        if early_tokenizer is not None:
+            early_tokenizer.result()
+        reading = early_tokenizer or aside.submit(load_tokenizer, resolved)
         loop = load_loop(resolved, record, ahead)
         try:
             tokenizer = reading.result()
@@ -305,18 +305,18 @@ def load_worker(
 ) -> Worker:
     """Load the model alone, for a caller that plans the steps itself. For `ahead` see `load_loop`,
     for `token`, `replays` and `computed` see `Worker`."""
-    with uncollected(), ahead or EarlyStart(resolved) as begun:
+    with uncollected(), ahead or EarlyStart(resolved) as start_up:
         from kvik.worker.loading import fill_cache
         from kvik.worker.worker import Worker
 
-        runner, stages, others = resolved.runner, begun.stages, begun.others
-        several = others is not None or stages is not None
+        runner, stages, ranks = resolved.runner, start_up.stages, start_up.ranks
+        several = ranks is not None or stages is not None
         if several and runner.engine_cache and runner.load_format == "safetensors":
             fill_cache(resolved)
         if stages is not None:
             stages.load()
-        memory, grammars = begun.memory(), grammars_of(resolved)
-        with nullcontext() if others is None else others.loading() as setup:
+        memory, grammars = start_up.memory(), grammars_of(resolved)
+        with nullcontext() if ranks is None else ranks.loading() as setup:
             worker = Worker(
                 resolved,
                 clock,
@@ -328,7 +328,7 @@ def load_worker(
                 replays=replays,
                 computed=computed,
             )
-        begun.stages = begun.others = None  # the worker stops them
+        start_up.stages = start_up.ranks = None  # the worker stops them
         return worker
 
 
@@ -379,8 +379,8 @@ def _computed(resolved: ResolvedConfig, prompts: Sequence[EngineRequest]) -> Com
 
     tiers = resolved.cache.tiers
     assert tiers is not None
-    kept = TierSizes(tiers.page_bytes, disk=sys.maxsize)
-    keeps = replace(resolved, cache=replace(resolved.cache, tiers=kept))
+    sizes = TierSizes(tiers.page_bytes, disk=sys.maxsize)
+    keeps = replace(resolved, cache=replace(resolved.cache, tiers=sizes))
     computed = ComputedPages()
     worker = load_worker(keeps, replays=True, computed=computed)
     try:
@@ -441,8 +441,8 @@ def resolve_config(config: EngineConfig, *, moves: bool = False) -> ResolvedConf
     path = find_model(config.model, revision=config.revision)
     spec = _read_spec(path, config.fallback)
     gpus = () if config.device == "cpu" else find_gpus()
-    asked = requested_speculation(config)
-    source = _draft_source(asked, path, spec)
+    requested = requested_speculation(config)
+    source = _draft_source(requested, path, spec)
     budgets = asked_budgets(config.kv_budget, spec)
     seed = draw_seed()
     return resolve(config, spec, detect(gpus), str(path), source, seed, budgets, moves=moves)
@@ -471,15 +471,19 @@ def find_device(device: str) -> str:
     return choose_device(config, detect(gpus), Notes())[0]
 
 
-def _draft_source(asked: SpeculativeConfig | None, model: Path, spec: ModelSpec) -> DraftSource:
+def _draft_source(requested: SpeculativeConfig | None, model: Path, spec: ModelSpec) -> DraftSource:
     """Return the draft model or the draft heads, if any are requested."""
-    if asked is None or asked.method not in MODEL_METHODS:
+    if requested is None or requested.method not in MODEL_METHODS:
         return NO_SOURCE
-    if asked.method in KINDS:
-        folder = _find_drafter(asked.model) if asked.model else shipped_heads(asked.method, model)
-        heads = heads_for(folder, asked.method, spec.hidden_size, spec.vocab_size)
+    if requested.method in KINDS:
+        folder = (
+            _find_drafter(requested.model)
+            if requested.model
+            else shipped_heads(requested.method, model)
+        )
+        heads = heads_for(folder, requested.method, spec.hidden_size, spec.vocab_size)
         return DraftSource(str(folder), heads=heads)
-    path = _find_drafter(asked.model)
+    path = _find_drafter(requested.model)
     ours, theirs = model_files(model), model_files(path)
     try:
         draft = theirs.spec()

@@ -78,10 +78,10 @@ class LinkListener:
             LinkError: the peer has another version of kvik.
         """
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
-            found = self.admit(self.next_peer(left), left)
-            if found is not None:
-                return found
+        while (seconds_left := end - time.monotonic()) > 0:
+            admitted = self.admit(self.next_peer(seconds_left), seconds_left)
+            if admitted is not None:
+                return admitted
         raise TimeoutError
 
     def next_peer(self, seconds: float) -> socket.socket:

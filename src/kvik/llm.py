@@ -104,13 +104,13 @@ def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
     Raises:
         ConfigError: an option is unknown.
     """
-    known = [one.name for one in options_of(EngineConfig) if one.name != "model"]
-    given = translated(options)
-    for name in given:
-        if name not in known:
-            raise ConfigError(name, unknown(name, "engine option", [*known, *SYNONYMS]))
-    found = {**environment_options(), **given}
-    return EngineConfig(**{**found, "model": model or found.get("model", "")})
+    names = [option.name for option in options_of(EngineConfig) if option.name != "model"]
+    named = translated(options)
+    for name in named:
+        if name not in names:
+            raise ConfigError(name, unknown(name, "engine option", [*names, *SYNONYMS]))
+    values = {**environment_options(), **named}
+    return EngineConfig(**{**values, "model": model or values.get("model", "")})
 
 
 def engine_request(
@@ -252,8 +252,8 @@ class LLM:
         params = either("sampling_params", sampling_params, "params", params)
         progress = either("use_tqdm", use_tqdm, "progress", progress)
         listed = isinstance(messages, Sequence) and not isinstance(messages, str) and messages
-        many = listed and not isinstance(messages[0], Mapping)
-        conversations = list(messages) if many else [messages]
+        several = listed and not isinstance(messages[0], Mapping)
+        conversations = list(messages) if several else [messages]
         prompts = [self.render_chat(conversation) for conversation in conversations]  # type: ignore[arg-type]
         params = self._with_schema(len(prompts), params, schema)
         requests = self._requests(prompts, params, priority, add_special_tokens=False)
@@ -349,14 +349,14 @@ class LLM:
         listed, model = as_prompts(prompts), self.resolved.model
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
-        most = truncation(self.resolved, truncate_prompt_tokens)
+        keep = truncation(self.resolved, truncate_prompt_tokens)
         inputs = []
         for prompt in listed:
             if not isinstance(prompt, str):
-                inputs.append(ids_input(model.pooling, prompt, most))
+                inputs.append(ids_input(model.pooling, prompt, keep))
                 continue
             text = before + prompt
-            inputs.append(text_input(self.tokenizer, text, pooling=model.pooling, most=most))
+            inputs.append(text_input(self.tokenizer, text, pooling=model.pooling, limit=keep))
             if not prompt or not inputs[-1].ids:
                 raise ParamError("prompt", "must not be empty")
         kind = pooling or default_pooling(model.pooling)
@@ -424,11 +424,11 @@ class LLM:
         progress: bool | None,
     ) -> list[ScoreOutput]:
         pooling = scoring(self.resolved.model.pooling)
-        most = truncation(self.resolved, truncate_prompt_tokens)
-        texts = [[given] if isinstance(given, str) else list(given) for given in (first, second)]
-        make = partial(pair_input, pooling=pooling, instruction=instruction, most=most)
+        keep = truncation(self.resolved, truncate_prompt_tokens)
+        texts = [[side] if isinstance(side, str) else list(side) for side in (first, second)]
+        make = partial(pair_input, pooling=pooling, instruction=instruction, limit=keep)
         inputs = [make(self.tokenizer, *pair) for pair in paired(*texts)]
-        outputs = self._pooled([one.ids for one in inputs], inputs, SCORE, progress)
+        outputs = self._pooled([encoded.ids for encoded in inputs], inputs, SCORE, progress)
         return [score_output(output, pooling.function) for output in outputs]
 
     def _pooled(
@@ -443,13 +443,13 @@ class LLM:
         requests = [
             engine_request(
                 f"llm-{next(self._serial)}",
-                one.ids,
+                encoded.ids,
                 params,
                 self._tokenizer,
                 pooling=pooling,
-                second_text=one.second_text,
+                second_text=encoded.second_text,
             )
-            for one in inputs
+            for encoded in inputs
         ]
         for request in requests:
             self._loop.core.check(request)
@@ -516,10 +516,10 @@ class LLM:
         add_special_tokens: bool,
     ) -> list[EngineRequest]:
         priorities = self._priorities(len(prompts), priority)
-        each = self._params_for(len(prompts), params)
+        per_prompt = self._params_for(len(prompts), params)
         return [
             self._request(prompt, p, add_special_tokens=add_special_tokens, priority=urgency)
-            for prompt, p, urgency in zip(prompts, each, priorities, strict=True)
+            for prompt, p, urgency in zip(prompts, per_prompt, priorities, strict=True)
         ]
 
     def _outputs(
@@ -544,23 +544,23 @@ class LLM:
     def _stream(
         self, prompt: PlainPrompt, params: SamplingParams | None, *, add_special_tokens: bool
     ) -> Stream:
-        (one,) = self._params_for(1, params)
-        request = self._request(prompt, one, add_special_tokens=add_special_tokens)
+        (own_params,) = self._params_for(1, params)
+        request = self._request(prompt, own_params, add_special_tokens=add_special_tokens)
         text = prompt if isinstance(prompt, str) else None
         return Stream(self, self._engine, Call([(request, text)], streaming=True))
 
     def _priorities(self, count: int, priority: int | Sequence[int]) -> list[int]:
         """Return the priority of each prompt."""
         if isinstance(priority, Sequence) and not isinstance(priority, str):
-            found = list(priority)
+            priorities = list(priority)
         else:
-            found = [priority] * count
-        if len(found) != count:
-            wanted = f"must be one for each of {count} prompts"
-            raise ParamError("priority", f"{wanted}, not {len(found)}")
-        for one in found:
-            check_priority(one, self.resolved.scheduler.policy)
-        return found
+            priorities = [priority] * count
+        if len(priorities) != count:
+            allowed = f"must be one for each of {count} prompts"
+            raise ParamError("priority", f"{allowed}, not {len(priorities)}")
+        for value in priorities:
+            check_priority(value, self.resolved.scheduler.policy)
+        return priorities
 
     def _with_schema(
         self,
@@ -575,10 +575,10 @@ class LLM:
             structured = JsonSchema(schema).called("schema")
         except ValueError as error:
             raise ParamError("schema", str(error)) from None
-        each = self._params_for(count, params)
-        if any(one.structured is not None for one in each):
+        per_text = self._params_for(count, params)
+        if any(p.structured is not None for p in per_text):
             raise ParamError("schema", "contradicts params.structured")
-        return [one.with_changes(structured=structured) for one in each]
+        return [p.with_changes(structured=structured) for p in per_text]
 
     def _params_for(
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None
@@ -586,12 +586,12 @@ class LLM:
         if params is None or isinstance(params, SamplingParams):
             return [params or self.default_params] * count
         if not isinstance(params, Sequence) or not all(
-            isinstance(each, SamplingParams) for each in params
+            isinstance(entry, SamplingParams) for entry in params
         ):
             raise ParamError("params", "must be SamplingParams, or a list with one for each prompt")
         if len(params) != count:
-            wanted = f"must be one for each of {count} prompts"
-            raise ParamError("params", f"{wanted}, not {len(params)}")
+            allowed = f"must be one for each of {count} prompts"
+            raise ParamError("params", f"{allowed}, not {len(params)}")
         return list(params)
 
 
@@ -636,30 +636,30 @@ class Stream(Iterator[TextDelta]):
         self.close()
 
 
-def either(theirs: str, given: Any, ours: str, value: Any) -> Any:
+def either(theirs: str, their_value: Any, ours: str, value: Any) -> Any:
     """Return an argument that has two names.
 
     Raises:
         ParamError: both are given.
     """
-    if given is not None and value is not None:
+    if their_value is not None and value is not None:
         raise ParamError(theirs, f"means {ours}, which is also given")
-    return value if given is None else given
+    return value if their_value is None else their_value
 
 
 WHATEVER_FITS = -1  # of `truncate_prompt_tokens`
 
 
-def truncation(config: ResolvedConfig, asked: int | None) -> int | None:
+def truncation(config: ResolvedConfig, requested: int | None) -> int | None:
     """Return the number of prompt tokens that `truncate_prompt_tokens` keeps; None: all.
 
     Raises:
         ParamError: the number is 0, or exceeds the context.
     """
     limit = config.scheduler.max_model_len
-    if asked == WHATEVER_FITS:
+    if requested == WHATEVER_FITS:
         return limit
-    if asked is not None and not 1 <= asked <= limit:
-        allowed = f"must be {WHATEVER_FITS} or in [1, {limit}] (max_model_len), not {asked}"
+    if requested is not None and not 1 <= requested <= limit:
+        allowed = f"must be {WHATEVER_FITS} or in [1, {limit}] (max_model_len), not {requested}"
         raise ParamError("truncate_prompt_tokens", allowed)
-    return asked
+    return requested

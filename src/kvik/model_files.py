@@ -67,8 +67,8 @@ class Folder:
 
     def descriptions(self) -> dict[str, bytes]:
         patterns = (*DESCRIPTION, MODULE)
-        found = {path for pattern in patterns for path in self._path.glob(pattern)}
-        names = sorted(path.relative_to(self._path).as_posix() for path in found if path.is_file())
+        paths = {path for pattern in patterns for path in self._path.glob(pattern)}
+        names = sorted(path.relative_to(self._path).as_posix() for path in paths if path.is_file())
         try:
             return {
                 name: (self._path / name).read_bytes()
@@ -92,16 +92,16 @@ class Gguf:
         return has_tokenizer(self._file.metadata)
 
     def tokenizer(self) -> Tokenizer:
-        found = read_tokenizer(self._file.metadata)
-        return Tokenizer(found.library, found.bos_token, found.eos_token, found.chat_template)
+        stored = read_tokenizer(self._file.metadata)
+        return Tokenizer(stored.library, stored.bos_token, stored.eos_token, stored.chat_template)
 
     def default_params(self) -> SamplingParams:
         return default_params(sampling_config(self._file.metadata), self._file.path.name)
 
     def descriptions(self) -> dict[str, bytes]:
-        found = {"config.json": _as_json(model_config(self._file))}
+        files = {"config.json": _as_json(model_config(self._file))}
         if sampling := sampling_config(self._file.metadata):
-            found[GENERATION_CONFIG] = _as_json(sampling)
+            files[GENERATION_CONFIG] = _as_json(sampling)
         if self.has_tokenizer():
             tokenizer = read_tokenizer(self._file.metadata)
             named = {
@@ -109,11 +109,11 @@ class Gguf:
                 "eos_token": tokenizer.eos_token,
                 "chat_template": tokenizer.chat_template,
             }
-            found["tokenizer.json"] = tokenizer.library.to_str().encode()
-            found["tokenizer_config.json"] = _as_json(
+            files["tokenizer.json"] = tokenizer.library.to_str().encode()
+            files["tokenizer_config.json"] = _as_json(
                 {name: value for name, value in named.items() if value is not None}
             )
-        return found
+        return files
 
 
 def model_files(path: Path) -> ModelFiles:
@@ -135,12 +135,12 @@ def default_params(stored: Mapping[str, object], file: str) -> SamplingParams:
     Raises:
         ModelError: the file holds an impossible value.
     """
-    given: dict[str, Any] = {
+    params: dict[str, Any] = {
         ours: stored[key] for ours, key in _STORED.items() if stored.get(key) is not None
     }
     if stored.get("do_sample") is False:
-        given["temperature"] = 0.0
+        params["temperature"] = 0.0
     try:
-        return SamplingParams().with_changes(**given)
+        return SamplingParams().with_changes(**params)
     except ParamError as error:
         raise ModelError(file, f"{_STORED[error.field]} {error.message}") from None

@@ -61,7 +61,7 @@ class Integer(Kind):
 
     low: int
     high: int
-    what: str = "an integer"
+    noun: str = "an integer"
 
     expects = "an integer"
     metavar = "N"
@@ -76,7 +76,7 @@ class Integer(Kind):
     def checked(self, value: object) -> int:
         good = isinstance(value, Integral) and not isinstance(value, bool)
         if not good or not self.low <= value <= self.high:  # type: ignore[operator]
-            raise bad_value(f"{self.what} in [{self.low}, {self.high}]", value)
+            raise bad_value(f"{self.noun} in [{self.low}, {self.high}]", value)
         return int(value)  # type: ignore[call-overload, no-any-return]  # numpy's would overflow
 
 
@@ -128,20 +128,20 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """A string that matches `pattern`, which `what` describes.
+    """A string that matches `pattern`, which `noun` describes.
 
     Attributes:
         secret: no error shows it.
     """
 
-    what: str = "text"
+    noun: str = "text"
     pattern: str = r"[^\0]*"
     metavar: str = "TEXT"
     secret: bool = False
 
     def checked(self, value: object) -> str:
         if not isinstance(value, str) or not re.fullmatch(self.pattern, value, re.DOTALL):
-            raise ValueError(f"must be {self.what}") if self.secret else bad_value(self.what, value)
+            raise ValueError(f"must be {self.noun}") if self.secret else bad_value(self.noun, value)
         return value
 
 
@@ -184,15 +184,15 @@ class TextList(Kind):
     def checked(self, value: object) -> tuple[object, ...]:
         if not isinstance(value, tuple):
             raise bad_value("a tuple of strings", value)
-        return tuple(self.entry.checked(one) for one in value)
+        return tuple(self.entry.checked(entry) for entry in value)
 
 
 @dataclass(frozen=True)
 class Integers(Kind):
-    """A tuple of integers; `what` is their plural noun."""
+    """A tuple of integers; `noun` is their plural noun."""
 
     entry: Integer
-    what: str
+    noun: str
 
     expects = "integers separated by commas"
     metavar = "N,N"
@@ -202,8 +202,8 @@ class Integers(Kind):
 
     def checked(self, value: object) -> tuple[int, ...]:
         if not isinstance(value, tuple):
-            raise bad_value(f"a tuple of {self.what}", value)
-        return tuple(self.entry.checked(one) for one in value)
+            raise bad_value(f"a tuple of {self.noun}", value)
+        return tuple(self.entry.checked(entry) for entry in value)
 
 
 @dataclass(frozen=True)
@@ -283,14 +283,14 @@ def options_of(cls: type) -> tuple[Option, ...]:
     """Return the options that a dataclass declares. The type `X | None` makes one optional."""
     return tuple(
         Option(
-            name=one.name,
-            kind=one.metadata["kind"],
-            default=None if one.default is MISSING else one.default,
-            help=one.metadata["help"],
-            optional=str(one.type).endswith("| None"),
-            facts=one.metadata["facts"],
+            name=declared.name,
+            kind=declared.metadata["kind"],
+            default=None if declared.default is MISSING else declared.default,
+            help=declared.metadata["help"],
+            optional=str(declared.type).endswith("| None"),
+            facts=declared.metadata["facts"],
         )
-        for one in fields(cls)
+        for declared in fields(cls)
     )
 
 
@@ -305,16 +305,16 @@ def normalised(config: object, error: type[KvikError]) -> dict[str, Any]:
     """
     changes = {}
     declared: type = type(config)
-    for one in options_of(declared):
-        value = getattr(config, one.name)
-        if value is one.default:  # most are, and this check adds to the latency of requests
+    for option in options_of(declared):
+        value = getattr(config, option.name)
+        if value is option.default:  # most are, and this check adds to the latency of requests
             continue
         try:
-            good = one.checked(value)
+            good = option.checked(value)
         except ValueError as bad:
-            raise error(one.name, str(bad)) from None
+            raise error(option.name, str(bad)) from None
         if good is not value:
-            changes[one.name] = good
+            changes[option.name] = good
     return changes
 
 
@@ -322,23 +322,25 @@ def bad_value(allowed: str, value: object) -> ValueError:
     return ValueError(f"must be {allowed}, not {shown(value)}")
 
 
-def unknown(name: str, what: str, known: Collection[str]) -> str:
+def unknown(name: str, kind: str, names: Collection[str]) -> str:
     """Return the end of an error message about an unknown name: "is not a <what>" and the most
     similar known name, or all known names."""
-    hint = did_you_mean(name, known) or f"known: {', '.join(known)}"
-    article = "an" if what[0] in "aeiou" else "a"
-    return f"is not {article} {what} ({hint})"
+    hint = did_you_mean(name, names) or f"known: {', '.join(names)}"
+    article = "an" if kind[0] in "aeiou" else "a"
+    return f"is not {article} {kind} ({hint})"
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
+def did_you_mean(name: str, names: Collection[str]) -> str:
     """Return "did you mean ...?" with the most similar known name, or one with this prefix; "":
     there is none."""
     import difflib  # only errors need it, and it would slow down the start
 
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    longer = sorted((one for one in known if one.startswith(name) and len(name) > 3), key=len)
-    found = [*nearest, *longer]
-    return f"did you mean {found[0]}?" if found else ""
+    nearest = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    longer = sorted(
+        (candidate for candidate in names if candidate.startswith(name) and len(name) > 3), key=len
+    )
+    hints = [*nearest, *longer]
+    return f"did you mean {hints[0]}?" if hints else ""
 
 
 # Names that other engines have for options.
@@ -367,21 +369,21 @@ class Synonym:
     def ignores(self, value: object) -> bool:
         if self.meaningless is ANY:
             return True
-        known = self.meaningless if isinstance(self.meaningless, tuple) else ()
-        return any(_same(value, one) for one in known)
+        ignored_values = self.meaningless if isinstance(self.meaningless, tuple) else ()
+        return any(_equal(value, ignored) for ignored in ignored_values)
 
-    def here(self, value: object) -> object:
+    def translated(self, value: object) -> object:
         """Return the value of the option."""
-        return next((ours for theirs, ours in self.values.items() if _same(value, theirs)), value)
+        return next((ours for theirs, ours in self.values.items() if _equal(value, theirs)), value)
 
 
-def _same(value: object, other: object) -> bool:
+def _equal(value: object, other: object) -> bool:
     """Return whether values are equal and of one type: True is not 1."""
     return type(value) is type(other) and value == other
 
 
 def with_synonyms(
-    given: Mapping[str, Any], synonyms: Mapping[str, Synonym], error: type[KvikError]
+    named: Mapping[str, Any], synonyms: Mapping[str, Synonym], error: type[KvikError]
 ) -> tuple[dict[str, Any], list[str]]:
     """Translate other engines' names of options to kvik's.
 
@@ -392,9 +394,9 @@ def with_synonyms(
     Raises:
         error: kvik has no equivalent, or an option is given under two names.
     """
-    found = {name: value for name, value in given.items() if name not in synonyms}
+    options = {name: value for name, value in named.items() if name not in synonyms}
     ignored = []
-    for name, value in given.items():
+    for name, value in named.items():
         synonym = synonyms.get(name)
         if synonym is None:
             continue
@@ -403,7 +405,7 @@ def with_synonyms(
             continue
         if not synonym.option:
             raise error(name, f"cannot be {shown(value)}: {synonym.why}")
-        if synonym.option in found:
+        if synonym.option in options:
             raise error(name, f"means {synonym.option}, which is also given")
-        found[synonym.option] = synonym.here(value)
-    return found, ignored
+        options[synonym.option] = synonym.translated(value)
+    return options, ignored

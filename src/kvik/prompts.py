@@ -29,14 +29,14 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
     Raises:
         ParamError: they are not prompts.
     """
-    one = _plain(prompts)
-    if one is not None:
-        return [one] if one != [] else []
-    many = _listed(prompts)
-    found = [None] if many is None else [_plain(prompt) for prompt in many]
-    if None in found:
+    single = _plain(prompts)
+    if single is not None:
+        return [single] if single != [] else []
+    several = _listed(prompts)
+    plain = [None] if several is None else [_plain(prompt) for prompt in several]
+    if None in plain:
         raise ParamError("prompt", f"must be {ONE}, or a list of those")
-    return found  # type: ignore[return-value]
+    return plain  # type: ignore[return-value]
 
 
 def one_prompt(prompt: Prompt) -> PlainPrompt:
@@ -45,18 +45,22 @@ def one_prompt(prompt: Prompt) -> PlainPrompt:
     Raises:
         ParamError: it is not one, or empty.
     """
-    found = _plain(prompt)
-    if found is None:
+    plain = _plain(prompt)
+    if plain is None:
         raise ParamError("prompt", f"must be {ONE}")
-    if not found:
+    if not plain:
         raise ParamError("prompt", "must not be empty")
-    return found
+    return plain
 
 
 def _listed(value: object) -> Sequence[object] | None:
     """Return a sequence or an array as a sequence; None: it is neither."""
-    found = value.tolist() if isinstance(value, TokenArray) else value
-    return found if isinstance(found, Sequence) and not isinstance(found, str | bytes) else None
+    sequence = value.tolist() if isinstance(value, TokenArray) else value
+    return (
+        sequence
+        if isinstance(sequence, Sequence) and not isinstance(sequence, str | bytes)
+        else None
+    )
 
 
 def _plain(prompt: object) -> PlainPrompt | None:
@@ -76,6 +80,6 @@ def _plain(prompt: object) -> PlainPrompt | None:
     if set(map(type, ids)) <= {int, bool}:  # the engine refuses a bool, and says which
         return list(ids)  # type: ignore[arg-type]
     try:
-        return [index(one) for one in ids]  # type: ignore[arg-type]
+        return [index(item) for item in ids]  # type: ignore[arg-type]
     except TypeError:
         return None

@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 END_SECONDS = 5.0  # limit for the system to end a process and report its exit code
 # All ranks load equally much at the same time. A rank is considered stuck after `LOAD_TIMES` times
-# the load time of rank 0, but not before `LEAST_LOAD_SECONDS`.
+# the load time of rank 0, but not before `MIN_LOAD_SECONDS`.
 LOAD_TIMES = 10.0
-LEAST_LOAD_SECONDS = 60.0
+MIN_LOAD_SECONDS = 60.0
 # Shared memory is this many times the planned activations and overhead; unused pages take none.
 MEMORY = 4
-LEAST_MEMORY = 1 << 28
+MIN_MEMORY = 1 << 28
 
 
 log = logging.getLogger(NOTES_LOG)
@@ -86,7 +86,7 @@ class RankReady(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RankProcesses:
-    """The other ranks of a group, for rank 0; see `Others`."""
+    """The other ranks of a group, for rank 0; see `OtherRanks`."""
 
     def __init__(
         self,
@@ -102,18 +102,18 @@ class RankProcesses:
         """
         size = resolved.runner.ranks
         memory = resolved.memory
-        wanted = max(LEAST_MEMORY, MEMORY * (memory.activations + memory.overhead))
+        num_bytes = max(MIN_MEMORY, MEMORY * (memory.activations + memory.overhead))
         if resolved.runner.kernels != "native":
-            wanted = BARRIER_BYTES  # heartbeats alone: torch connects the processes
-        file = shared_memory(wanted)
+            num_bytes = BARRIER_BYTES  # heartbeats alone: torch connects the processes
+        file = shared_memory(num_bytes)
         self._folder = tempfile.TemporaryDirectory(prefix="kvik-")
         self._store = os.path.join(self._folder.name, "store")
-        self._mapping = mmap(file, wanted)
+        self._mapping = mmap(file, num_bytes)
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self._barrier = Barrier(self.memory)
         self._began = time.monotonic()
-        self.lost = ""  # see `Others.lost`
-        self._known = threading.Event()  # `lost` is set
+        self.lost = ""  # see `OtherRanks.lost`
+        self._lost_set = threading.Event()  # `lost` is set
         self._closed = False
         self._children: list[subprocess.Popen[bytes]] = []
         self._lines: list[Connection] = []
@@ -177,7 +177,7 @@ class RankProcesses:
         """
         self._group = group
         took = time.monotonic() - self._began
-        limit = max(LEAST_LOAD_SECONDS, LOAD_TIMES * took)
+        limit = max(MIN_LOAD_SECONDS, LOAD_TIMES * took)
         loading = {line: rank for rank, line in enumerate(self._lines, 1)}
         while loading:
             if self.lost:
@@ -192,7 +192,7 @@ class RankProcesses:
                 try:
                     ready = msgspec.msgpack.decode(line.recv_bytes(), type=RankReady)
                 except (EOFError, OSError):
-                    self._known.wait(END_SECONDS)
+                    self._lost_set.wait(END_SECONDS)
                     raise self._failure() from None
                 if ready.error or ready.digest != group.digest:
                     why = ready.error or f"has {ready.digest}, and rank 0 {group.digest}"
@@ -219,18 +219,18 @@ class RankProcesses:
             try:
                 line.send_bytes(data)
             except OSError:
-                self._known.wait(END_SECONDS)
+                self._lost_set.wait(END_SECONDS)
                 raise GroupLost(OPTION, self.lost or "a rank is gone") from None
         if self.lost:
             raise GroupLost(OPTION, self.lost)
 
     @contextmanager
-    def together(self, message: Message) -> Iterator[None]:
+    def jointly(self, message: Message) -> Iterator[None]:
         self.send(message)
         try:
             yield
         except BrokenGroup as error:
-            if not self._known.wait(END_SECONDS):
+            if not self._lost_set.wait(END_SECONDS):
                 self._lose(f"an exchange between ranks failed: {str(error) or 'one is gone'}")
             raise GroupLost(OPTION, self.lost) from None
         except BaseException:
@@ -270,7 +270,7 @@ class RankProcesses:
     def _lose(self, reason: str) -> None:
         """Note why the group is lost, and make all ranks stop waiting for each other."""
         self.lost = self.lost or reason
-        self._known.set()
+        self._lost_set.set()
         self._barrier.give_up()
         if self._group is not None:
             self._group.give_up()

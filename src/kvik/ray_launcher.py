@@ -77,7 +77,7 @@ class RayProcess:
 class RayLauncher:
     """Starts each stage on a separate machine, if there are enough machines; see `Launcher`."""
 
-    here = False
+    is_local = False
 
     def __init__(self, resolved: ResolvedConfig) -> None:
         """Reserve a place for each stage but the engine's own.
@@ -100,8 +100,8 @@ class RayLauncher:
         self._group: Any = placement_group([{"CPU": cpus}] * count, strategy="SPREAD")
         if not self._group.wait(PLACE_SECONDS):
             self.stop()
-            wanted = f"{count} times {cpus} free CPUs"
-            reason = f"ray has not found {wanted} within {PLACE_SECONDS:.0f} s"
+            requested = f"{count} times {cpus} free CPUs"
+            reason = f"ray has not found {requested} within {PLACE_SECONDS:.0f} s"
             raise ConfigError(OPTION, reason)
         self._cpus = cpus
 
@@ -130,13 +130,13 @@ def _join_cluster(ray: Any) -> None:
     Raises:
         ConfigError: there is none, it does not answer, or it refuses this machine.
     """
-    found: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def join() -> None:
         try:
             ray.init("auto", log_to_driver=True, configure_logging=False)
         except BaseException as error:
-            found.append(error)
+            errors.append(error)
 
     # Ray tries for minutes to reach a cluster that is gone.
     joining = threading.Thread(target=join, name="kvik-ray", daemon=True)
@@ -147,13 +147,13 @@ def _join_cluster(ray: Any) -> None:
         raise ConfigError(
             OPTION, f"{reason}: start one, or set RAY_ADDRESS to one that can be reached"
         )
-    if found and isinstance(found[0], ConnectionError):
+    if errors and isinstance(errors[0], ConnectionError):
         reason = "ray finds no cluster, or may not join it: `ray start --head` starts one"
         raise ConfigError(
             OPTION, f"{reason}, RAY_ADDRESS names one, RAY_AUTH_MODE=token shows Ray's token"
         )
-    if found:  # for instance of another version
-        why = brief(found[0]) or type(found[0]).__name__
+    if errors:  # for instance of another version
+        why = brief(errors[0]) or type(errors[0]).__name__
         raise ConfigError(OPTION, f"ray cannot join the cluster: {why}")
 
 

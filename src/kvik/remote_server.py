@@ -44,11 +44,11 @@ class RemoteServer:
         Raises:
             ConfigError: url or api_key is invalid.
         """
-        whole = url if "://" in url else f"http://{url}"
-        if not _is_http(whole):
+        full_url = url if "://" in url else f"http://{url}"
+        if not _is_http(full_url):
             raise ConfigError("url", f"must be like http://127.0.0.1:8000, not {shown(url)}")
         return cls(
-            whole.rstrip("/").removesuffix("/v1").rstrip("/"),
+            full_url.rstrip("/").removesuffix("/v1").rstrip("/"),
             _checked(client_key() if key is None else _read_key(key)),
         )
 
@@ -78,13 +78,13 @@ def _is_http(url: str) -> bool:
     return bool(good and not more and re.fullmatch(r"[!-~]+", url))
 
 
-def _read_key(given: str) -> str:
-    key = given
-    if given.startswith("@"):
+def _read_key(text: str) -> str:
+    key = text
+    if text.startswith("@"):
         try:
-            key = Path(given[1:]).read_text(encoding="utf-8").strip()
+            key = Path(text[1:]).read_text(encoding="utf-8").strip()
         except (OSError, ValueError):  # ValueError: no text, or no name of a file
-            raise ConfigError("api_key", f"cannot be read from {shown(given[1:])}") from None
+            raise ConfigError("api_key", f"cannot be read from {shown(text[1:])}") from None
     return key
 
 

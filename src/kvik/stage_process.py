@@ -43,8 +43,8 @@ from kvik.kernels.cpu._native import Heartbeat
 from kvik.links import Address, Handshake, LinkError, LinkListener, connect, hang_up, host_of
 from kvik.rank_process import (
     END_SECONDS,
-    LEAST_LOAD_SECONDS,
     LOAD_TIMES,
+    MIN_LOAD_SECONDS,
     Process,
     RankProcesses,
     decode,
@@ -85,11 +85,11 @@ class Launcher(Protocol):
 
     Attributes:
         host: address of this machine that they connect to.
-        here: they run on this machine, and share its cores.
+        is_local: they run on this machine, and share its cores.
     """
 
     host: str
-    here: bool
+    is_local: bool
 
     def start(self, stage: int, arguments: Sequence[str], token: str) -> Process:
         """Start a stage; the launcher appends the host of its machine to the arguments."""
@@ -104,7 +104,7 @@ class LocalLauncher:
     """Starts processes on this machine."""
 
     host = "127.0.0.1"
-    here = True
+    is_local = True
 
     def start(self, stage: int, arguments: Sequence[str], token: str) -> Process:
         return start_stage([*arguments, self.host], token)
@@ -157,7 +157,7 @@ class StageProcesses:
         """Start the stages. They load at the same time as the last one."""
         self._resolved, self._launcher = resolved, launcher
         count = len(resolved.runner.stages)
-        self._cores = cores_of(count) if launcher.here else [[] for _ in range(count)]
+        self._cores = cores_of(count) if launcher.is_local else [[] for _ in range(count)]
         token = secrets.token_hex()
         self._listener = LinkListener(launcher.host, bytes.fromhex(token))
         self._processes: list[Process] = []
@@ -167,7 +167,7 @@ class StageProcesses:
         self._error = ""  # why a stage cannot load
         self._may_load, self._joined = threading.Event(), threading.Event()
         self.lost = ""  # see `EarlierStages.lost`
-        self._known = threading.Event()  # `lost` is set
+        self._lost_set = threading.Event()  # `lost` is set
         self._closed = False
         self._began = time.monotonic()
         self._took = 0.0  # seconds until the last stage had loaded; 0: it has not
@@ -232,7 +232,7 @@ class StageProcesses:
 
     def give_up(self, reason: str) -> None:
         self.lost = self.lost or reason
-        self._known.set()
+        self._lost_set.set()
 
     def stop(self) -> None:
         """End the stages; safe to call twice."""
@@ -249,7 +249,7 @@ class StageProcesses:
         self._launcher.stop()
 
     def _raise_lost(self) -> None:
-        self._known.wait(END_SECONDS)
+        self._lost_set.wait(END_SECONDS)
         raise GroupLost(OPTION, self.lost or "a stage is gone") from None
 
     # -- a thread: connects the stages while the last one loads, then watches them ----------------
@@ -274,11 +274,15 @@ class StageProcesses:
         hops: dict[int, Address | None] = {len(self._processes): self._listener.address}
         roles: dict[str, dict[int, Connection]] = {"line": {}, "beat": {}}
         stages = set(range(len(self._processes)))
-        while missing := {stage for found in roles.values() for stage in stages - found.keys()}:
+        while missing := {
+            stage for connections in roles.values() for stage in stages - connections.keys()
+        }:
             handshake, line = self._accept(min(missing), *roles)
             roles[handshake.role][handshake.stage] = line
             hops.setdefault(handshake.stage, handshake.hop)
-        self._lines, self._beats = ([found[i] for i in sorted(found)] for found in roles.values())
+        self._lines, self._beats = (
+            [connections[i] for i in sorted(connections)] for connections in roles.values()
+        )
         self._watches = [HeartbeatWatch() for _ in self._beats]
         self._beaten = [0] * len(self._beats)
         for beat in self._beats:
@@ -295,12 +299,12 @@ class StageProcesses:
         from kvik.worker.engine_cache import fingerprints
 
         runner = self._resolved.runner
-        own = StageReady("", detect().native_isa, fingerprints(runner))
+        engine = StageReady("", detect().native_isa, fingerprints(runner))
         for stage, line in enumerate(self._lines):
             while not line.poll(LOOK_SECONDS):
                 if gone := self._gone():
                     raise LinkError(f"{gone} while it loaded")
-                limit = max(LEAST_LOAD_SECONDS, LOAD_TIMES * self._took)
+                limit = max(MIN_LOAD_SECONDS, LOAD_TIMES * self._took)
                 if self._took and time.monotonic() - self._began > limit:
                     reason = f"stage {stage} has not loaded in {limit:.0f} s"
                     raise LinkError(f"{reason}, and the last one in {self._took:.0f} s")
@@ -311,13 +315,13 @@ class StageProcesses:
                 raise LinkError(f"stage {stage} {exit_message(process)} while it loaded") from None
             if ready.error:
                 raise LinkError(f"stage {stage} cannot load: {ready.error}")
-            if ready.instruction_set != own.instruction_set:
+            if ready.instruction_set != engine.instruction_set:
                 reason = f"kernels for {ready.instruction_set}, the engine for"
                 raise LinkError(
-                    f"stage {stage} has {reason} {own.instruction_set}: results would differ in "
+                    f"stage {stage} has {reason} {engine.instruction_set}: results would differ in "
                     "their last bits; use machines of one kind"
                 )
-            if ready.weights != own.weights:
+            if ready.weights != engine.weights:
                 reason = "other files of the model than the engine: copy the same to each machine"
                 raise LinkError(f"stage {stage} has {reason}")
         for stage, line in enumerate(self._lines):  # all wait for each other now
@@ -389,9 +393,9 @@ def main(arguments: Sequence[str]) -> int:
     Args:
         arguments: host and port of the engine, number of the stage, host of this machine.
     """
-    host, port, number, own = arguments
+    host, port, number, own_host = arguments
     stage_number, token = int(number), bytes.fromhex(sys.stdin.read())
-    before = LinkListener(own, token) if stage_number else None
+    before = LinkListener(own_host, token) if stage_number else None
     handshake = Handshake("line", stage_number, None if before is None else before.address)
     engine = Address(host, int(port))
     try:

@@ -136,12 +136,12 @@ def _norms() -> list[Case]:
     large = Case("rms_norm", "large", lambda m: (m.normal(3, 64, scale=3e3), m.normal(64), 1e-6))
     heads = Case("rms_norm", "per-head", lambda m: (m.normal(5, 9, 32)[:, 2:6], m.normal(32), 1e-6))
     wide = Case("rms_norm", "fp32-gain", lambda m: (m.normal(5, 70), m.normal(70).float(), 1e-6))
-    each = Case(
+    layer_heads = Case(
         "layer_norm",
         "per-head",
         lambda m: (m.normal(5, 9, 33)[:, 2:6], m.normal(4, 33), m.normal(4, 33), 1e-5),
     )
-    return [*cases, zeros, large, wide, heads, each]
+    return [*cases, zeros, large, wide, heads, layer_heads]
 
 
 def _rms_norm(rows: int, dim: int, m: Maker) -> Arguments:
@@ -198,9 +198,9 @@ def _activations() -> list[Case]:
         name = f"{rows}x{dim}@{scale:g}"
         cases.append(Case("scaled", name, partial(times, rows, dim, scale)))
         cases.append(Case("softcap", name, partial(capped, rows, dim, scale), written=(0,)))
-        for one in every:
-            size = min(scale, 1.0) if one in ("gelu_tanh_and_mul", "gelu_and_mul") else scale
-            cases.append(Case("activate", f"{one}-{name}", partial(made, rows, dim, size, one)))
+        for kind in every:
+            size = min(scale, 1.0) if kind in ("gelu_tanh_and_mul", "gelu_and_mul") else scale
+            cases.append(Case("activate", f"{kind}-{name}", partial(made, rows, dim, size, kind)))
     return cases
 
 
@@ -470,7 +470,7 @@ def _experts() -> list[Case]:
         "normalised": Router(64, 8),
         "scaled": Router(12, 3, scaled=True),
         "corrected": Router(33, 4, "sigmoid", corrected=True, scale=2.5),
-        "groups": Router(24, 3, groups=4, kept=2, normalised=False, scale=16.0),
+        "groups": Router(24, 3, groups=4, kept_groups=2, normalised=False, scale=16.0),
         "best-two": Router(24, 6, "sigmoid", True, 4, 2, "best two", scale=1.7),
         "sparsemixer": Router(16, 3, "sparsemixer", normalised=False, jitter=0.3),
     }
@@ -561,12 +561,12 @@ def _rows() -> list[Case]:
 
 
 def _rules() -> list[Case]:
-    def penalties(rows: int, vocab: int, n: int, most: int, m: Maker) -> Arguments:
+    def penalties(rows: int, vocab: int, n: int, max_count: int, m: Maker) -> Arguments:
         logits = m.normal(rows, vocab, scale=3.0).float()
         logits[-1, ::2] = -torch.inf
         repetition, frequency, presence = torch.rand(3, n, generator=m.generator).to(m.device)
         seen = n + 2
-        counts = m.integers(-9 * most, most, seen, vocab, dtype=torch.int32)
+        counts = m.integers(-9 * max_count, max_count, seen, vocab, dtype=torch.int32)
         return logits, Penalties(
             rows=m.permutation(rows)[:n],
             seen=m.permutation(seen)[:n],
@@ -577,7 +577,7 @@ def _rules() -> list[Case]:
             counts=counts.clamp(min=0),
         )
 
-    def masks(rows: int, vocab: int, n: int, most: int, m: Maker) -> Arguments:
+    def masks(rows: int, vocab: int, n: int, max_count: int, m: Maker) -> Arguments:
         words = m.integers(-(2**31), 2**31 - 1, n, vocab // 32 + 1, dtype=torch.int32)
         words[:, ::3], words[:, 1::5] = 0, -1
         logits = m.normal(rows, vocab, scale=3.0).float()
@@ -586,10 +586,14 @@ def _rules() -> list[Case]:
     sizes = ((1, 1, 1, 3), (4, 70, 3, 4), (3, 40003, 3, 1))
     return [
         Case(
-            name, f"{n} of {r}x{vocab}", partial(made, r, vocab, n, most), written=(0,), exact=True
+            name,
+            f"{n} of {r}x{vocab}",
+            partial(made, r, vocab, n, max_count),
+            written=(0,),
+            exact=True,
         )
         for name, made in (("penalize", penalties), ("mask", masks))
-        for r, vocab, n, most in sizes
+        for r, vocab, n, max_count in sizes
     ]
 
 

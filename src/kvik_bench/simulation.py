@@ -121,7 +121,7 @@ class Conversations:
 
     def starts(self) -> Iterator[tuple[float, Turn]]:
         """Yield first turns with their times, until all turns together are `Traffic.requests`."""
-        traffic, random, now, left = self._traffic, self._random, 0.0, self._traffic.requests
+        traffic, random, now, budget = self._traffic, self._random, 0.0, self._traffic.requests
         for row in self._trace:
             yield (
                 row.offset,
@@ -130,14 +130,14 @@ class Conversations:
         if self._trace:
             return
         used: set[int] = set()  # system prompts
-        while left > 0:
-            turns = min(left, 1 + int(random.expovariate(1 / max(traffic.turns - 0.5, 0.01))))
-            left -= turns
-            own = Random(random.getrandbits(64))
+        while budget > 0:
+            turns = min(budget, 1 + int(random.expovariate(1 / max(traffic.turns - 0.5, 0.01))))
+            budget -= turns
+            rng = Random(random.getrandbits(64))
             (system,) = random.choices(range(traffic.systems), self._weights)
-            known = traffic.system_tokens if system in used else 0
+            seen_tokens = traffic.system_tokens if system in used else 0
             used.add(system)
-            yield now, self._turn(self._prompts[system][:], known, turns - 1, own)
+            yield now, self._turn(self._prompts[system][:], seen_tokens, turns - 1, rng)
             now += random.expovariate(traffic.rate / traffic.turns)
 
     def after(self, turn: Turn) -> tuple[float, Turn]:
@@ -148,17 +148,17 @@ class Conversations:
         following.hashes = turn.hashes
         return pause, following
 
-    def _turn(self, before: array[int], known: int, rest: int, random: Random) -> Turn:
+    def _turn(self, before: array[int], seen_tokens: int, rest: int, random: Random) -> Turn:
         traffic = self._traffic
         size = 1 + int(random.expovariate(1 / traffic.user_tokens))
         output = 1 + int(random.expovariate(1 / traffic.output_tokens))
         if len(before) + size + output > self._context:
             system = traffic.system_tokens
-            before, known = before[:system], min(known, system)
+            before, seen_tokens = before[:system], min(seen_tokens, system)
             output = min(output, self._context - system - 1)
             size = min(size, self._context - system - output)
         before.extend(_text(random, size))
-        return Turn(before, known, output, rest, random)
+        return Turn(before, seen_tokens, output, rest, random)
 
 
 def _trace(traffic: Traffic, path: str, context: int) -> list[TraceRow]:
@@ -259,12 +259,12 @@ class SimulatedTiers:
         """Return the moves that ended since the last call; None: none."""
         moved = None
         while self._done and self._done[0][0] <= now:
-            _, _, one = heappop(self._done)
+            _, _, move = heappop(self._done)
             moved = moved or Moved()
-            moved.loaded.extend(one.loaded)
-            moved.stored.extend(one.stored)
-            moved.rates.extend(one.rates)
-            moved = replace(moved, scanned=True) if one.scanned else moved
+            moved.loaded.extend(move.loaded)
+            moved.stored.extend(move.stored)
+            moved.rates.extend(move.rates)
+            moved = replace(moved, scanned=True) if move.scanned else moved
         return moved
 
     def wait(self, now: float) -> float:
@@ -485,14 +485,14 @@ class _Run:
                 following = next(starts, None)
                 self._arrive(turn, now)
                 continue
-            now, _, what = heappop(self.events)
+            now, _, event = heappop(self.events)
             if lose is not None and now >= lose[0]:
                 self._lose(lose[1], now)
                 lose = None
-            if isinstance(what, Turn):
-                self._arrive(what, now)
-            elif self.alive[what]:
-                self._stepped(what, now)
+            if isinstance(event, Turn):
+                self._arrive(event, now)
+            elif self.alive[event]:
+                self._stepped(event, now)
         if self.turns:  # they wait for blocks that their engine does not have
             longest = max(len(turn.tokens) for turn, _, _ in self.turns.values())
             raise ConfigError(
@@ -505,13 +505,13 @@ class _Run:
             self.policy,
             self.done,
             self.prompts,
-            sum(one.prefix_hits for one in counters),
+            sum(counter.prefix_hits for counter in counters),
             self.ideal,
             now,
             tuple(replica.busy for replica in self.replicas),
             tuple(sorted(self.first)),
-            sum(one.preemptions for one in counters),
-            sum(one.steps for one in counters),
+            sum(counter.preemptions for counter in counters),
+            sum(counter.steps for counter in counters),
             self.retried,
             tuple(self.chosen),
             sum(
@@ -538,10 +538,10 @@ class _Run:
                 self.turn += 1
             place = self.turn % len(self.replicas)
         else:
-            began = self.timer() if self.timer else 0.0
+            start = self.timer() if self.timer else 0.0
             choice = self.router.choose(turn.hashes, len(turn.tokens), now)
             if self.timer:
-                self.chosen.append(self.timer() - began)
+                self.chosen.append(self.timer() - start)
             assert choice is not None
             self.router.sent(name, choice, turn.hashes, len(turn.tokens), now)
             place = choice.replica

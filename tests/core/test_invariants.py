@@ -158,8 +158,8 @@ def set_quota(name: str) -> Callable[[PinTable], object]:
 PIN_CORRUPTIONS: list[tuple[str, Callable[[PinTable], object]]] = [
     ("cannot be matched", lambda p: p.pool.forget(end_of(first(p)))),
     ("miscounts what it pins", lambda p: first(p).tenant.blocks.popitem()),
-    ("pins too much", set_quota("most_of_tenant")),
-    ("too much is pinned", set_quota("most_blocks")),
+    ("pins too much", set_quota("max_of_tenant")),
+    ("too much is pinned", set_quota("max_blocks")),
     ("pinned without a prefix", lambda p: p.pool.pin(end_of(first(p)))),
     ("pinned without a prefix", lambda p: p.pool.unpin(end_of(first(p)))),
     ("pins are listed wrongly", lambda p: p.by_use.popitem()),

@@ -226,11 +226,11 @@ def test_a_block_is_allocated_when_a_token_crosses_its_boundary() -> None:
         kv.extend(request, num_tokens)
         assert len(request.block_ids[0]) == blocks
         assert kv.pool.num_blocks - kv.pool.num_free == blocks
-        assert kv.pool.num_blocks - kv.pool.least_free == blocks
+        assert kv.pool.num_blocks - kv.pool.min_free == blocks
     request.num_computed_tokens = 9
     assert kv.tokens([request]) == (12, 9)
     kv.free(request)
-    assert kv.pool.num_blocks - kv.pool.least_free == 3  # the peak
+    assert kv.pool.num_blocks - kv.pool.min_free == 3  # the peak
 
 
 @pytest.mark.parametrize(

@@ -382,7 +382,7 @@ async def test_requests_without_output_are_sent_to_the_next_engine(rig):
     first = rig.source.received()[0]
     rig.source.step(token("begun", 1))
     await lose(rig)
-    assert [(d.request_id, d.index, d.again) for d in rig.deltas[1:]] == [
+    assert [(d.request_id, d.index, d.resendable) for d in rig.deltas[1:]] == [
         ("begun", 0, True),
         ("begun", 1, True),
         ("left", 0, True),
@@ -404,7 +404,7 @@ async def test_an_engine_reports_a_lost_rank_after_its_last_tokens(rig):
     await rig.settle()
     begun, lost = rig.deltas
     assert begun == token("begun")
-    assert (lost.request_id, lost.error, lost.again) == ("begun", "GroupLost: rank 1", True)
+    assert (lost.request_id, lost.error, lost.resendable) == ("begun", "GroupLost: rank 1", True)
     assert rig.client.state is EngineState.RESTARTING
     assert rig.source.losses == [("GroupLost: rank 1", False)]
     for _ in range(3):  # requests that no engine has begun do not count
@@ -414,7 +414,7 @@ async def test_an_engine_reports_a_lost_rank_after_its_last_tokens(rig):
         rig.source.send(Lost("GroupLost: rank 2", ["waits"]))
         await rig.settle()
     lost = rig.deltas[-1]
-    assert (lost.request_id, lost.error, lost.again) == ("running", "GroupLost: rank 2", False)
+    assert (lost.request_id, lost.error, lost.resendable) == ("running", "GroupLost: rank 2", False)
     assert len(rig.ends) == 2
 
 
@@ -424,7 +424,7 @@ async def test_a_request_is_sent_twice_at_most(rig):
     assert len(await begin_another(rig)) == 1
     await lose(rig)
     (last,) = rig.deltas
-    assert (last.finish_reason, last.again) == (FinishReason.ERROR, False)
+    assert (last.finish_reason, last.resendable) == (FinishReason.ERROR, False)
     assert await begin_another(rig) == []
 
 
@@ -434,7 +434,7 @@ async def test_waiting_requests_end_if_no_engine_follows(rig, state):
     await lose(rig)
     assert rig.deltas == []
     rig.client.disconnect(state, "no more")
-    assert [(d.error, d.again) for d in rig.deltas] == [("no more", True)] * 2
+    assert [(d.error, d.resendable) for d in rig.deltas] == [("no more", True)] * 2
 
 
 async def test_waiting_requests_can_be_ended(rig):

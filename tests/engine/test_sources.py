@@ -146,7 +146,7 @@ async def test_waiting_requests_are_served_by_the_next_engine():
         os.kill(rig.supervisor.pid, signal.SIGKILL)
         for i in range(8):
             lost = await rig.ended(f"r{i}")
-            assert (lost.finish_reason, lost.again) == (FinishReason.ERROR, True)
+            assert (lost.finish_reason, lost.resendable) == (FinishReason.ERROR, True)
         assert (await rig.ended("waits")).finish_reason is FinishReason.LENGTH
     assert sum(len(d.token_ids) for d in rig.deltas if d.request_id == "waits") == 5
 
@@ -157,7 +157,7 @@ async def test_a_request_that_crashes_engines_crashes_two():
         await rig.until(EngineState.READY)
         rig.client.add(request("a", [CRASH]))
         lost = await rig.ended("a")
-        assert (lost.finish_reason, lost.again) == (FinishReason.ERROR, False)
+        assert (lost.finish_reason, lost.resendable) == (FinishReason.ERROR, False)
         await rig.restarted()
         assert rig.client.num_starts == 3
 

@@ -120,9 +120,9 @@ AT_THE_END = {
     "report",
     "embedding",
     "refused",
-    "again",
+    "resendable",
     "complete",
-    "kept",
+    "page_source",
     "handed",
 }
 

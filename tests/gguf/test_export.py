@@ -236,9 +236,9 @@ def test_layers_survive_a_round_trip(tmp_path: Path, name: str, options: dict[st
 
 def _ungrouped(experts: ExpertsSpec | None) -> ExpertsSpec | None:
     """Remove groups if all are kept."""
-    if experts is None or experts.router.kept < experts.router.groups:
+    if experts is None or experts.router.kept_groups < experts.router.groups:
         return experts
-    return replace(experts, router=replace(experts.router, groups=1, kept=1))
+    return replace(experts, router=replace(experts.router, groups=1, kept_groups=1))
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def plain_model() -> PagedModel:
 @cache
 def loaded() -> EngineNetwork:
     model = plain_model()
-    kv = allocate_kv(model.groups, BLOCKS, BLOCK, torch.float32, CPU, apart=True)
+    kv = allocate_kv(model.groups, BLOCKS, BLOCK, torch.float32, CPU, separate=True)
     return EngineNetwork(model.model, REFERENCE, model.backend, model.groups, kv)
 
 

@@ -64,8 +64,8 @@ def table(calls: Calls) -> list[Route]:
         "param": ParamError("top_p", "must be in (0, 1]"),
         "context": ParamError("prompt", "has 9 tokens", overflow=Overflow(8, 9)),
         "capacity": CapacityError("n", "never fits"),
-        "own": OverloadError("queue", "is full", 2.4, own=True),
-        "all": OverloadError("queue", "is full", 0.0, own=False),
+        "own": OverloadError("queue", "is full", 2.4, of_caller=True),
+        "all": OverloadError("queue", "is full", 0.0, of_caller=False),
     }
 
     async def refuse(request: Request) -> Response:

@@ -99,7 +99,7 @@ def kept_of(tokens: list[int], budget: Budget, queries: list[int], states: list[
         tokens[len(tokens) - budget.last :],
     )
     chosen = sorted(others, key=lambda t: hash((*queries, states[t])))
-    return first + sorted(chosen[: budget.tokens - budget.least]) + last
+    return first + sorted(chosen[: budget.tokens - budget.min_tokens]) + last
 
 
 def expected_kept(budget: Budget, prompt: int, end: int, states: list[int]) -> list[int]:

@@ -51,8 +51,8 @@ def record_flight(
             if serving and rng.random() < 0.05:
                 loop.end(rng.choice(sorted(serving)))
             for delta in loop.poll():
-                assert delta.error is None or delta.again
-                if delta.finish_reason is not None and not delta.again:
+                assert delta.error is None or delta.resendable
+                if delta.finish_reason is not None and not delta.resendable:
                     serving.discard(delta.request_id)
                     computed = delta.finish_reason is FinishReason.LENGTH
                     pooled = kinds[delta.request_id] is not None

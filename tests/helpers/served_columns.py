@@ -123,7 +123,9 @@ def serve_by_peers(config: EngineConfig, rounds: Rounds) -> Served:
                 loops[0].add(replace(request, params=params, lends=True))
             while loops[0].has_work:
                 deltas = loops[0].poll()
-                sources |= {d.request_id: d.kept for d in deltas if d.kept is not None}
+                sources |= {
+                    d.request_id: d.page_source for d in deltas if d.page_source is not None
+                }
             for request in batch:
                 found.expect(request)
                 loops[1].add(replace(request, source=sources.get(request.request_id)))

@@ -118,7 +118,7 @@ class ThreadRanks:
             inbox.put(encode(message))
 
     @contextmanager
-    def together(self, message: Message) -> Iterator[None]:
+    def jointly(self, message: Message) -> Iterator[None]:
         self.send(message)
         try:
             yield

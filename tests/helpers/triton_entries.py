@@ -412,7 +412,7 @@ def _experts(
 def _routed(experts: int, groups: int = 1) -> tuple[Resources, ...]:
     scores = "sigmoid" if groups > 1 else "softmax"
     by = "best two" if groups > 1 else "best"
-    router = Router(experts, 8, scores, groups=groups, kept=max(1, groups // 2), group_by=by)
+    router = Router(experts, 8, scores, groups=groups, kept_groups=max(1, groups // 2), group_by=by)
     vectors = (_fp32(experts), None) if groups > 1 else (None, _fp32(experts))
     what = f"8 of {experts} experts, {groups} groups"
     return _entries(what, route, _fp32(9, experts), router, *vectors)

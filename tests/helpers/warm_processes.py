@@ -44,7 +44,7 @@ LOADED = (
 )
 READ_AT_START = ("PYTHON", "NUMPY_", "OMP_", "LD_")  # variables; of Python and libraries
 LARGEST = 1 << 17  # bytes of a request, including the environment
-MOST_FILES = 64  # of a request
+MAX_FILES = 64  # of a request
 ABOVE = 400  # file descriptors from here on are unused otherwise
 PADDING = 1 << 12  # bytes for the command of a forked process
 _PR_SET_CHILD_SUBREAPER = 36
@@ -128,7 +128,7 @@ def serve(requests: socket.socket) -> None:
     """Fork twice for each request. The process in between ends at once, so that the requesting
     process, which adopts orphans, gets the new one as its child."""
     while True:
-        data, numbers, _, _ = socket.recv_fds(requests, LARGEST, MOST_FILES)
+        data, numbers, _, _ = socket.recv_fds(requests, LARGEST, MAX_FILES)
         if not data:
             return
         facts = json.loads(data)

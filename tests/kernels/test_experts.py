@@ -60,7 +60,7 @@ def by_definition(
     def of_group(g: int) -> float:
         return sum(sorted(choice[g * size : (g + 1) * size])[-best:])
 
-    groups = sorted(range(router.groups), key=lambda g: (-of_group(g), g))[: router.kept]
+    groups = sorted(range(router.groups), key=lambda g: (-of_group(g), g))[: router.kept_groups]
     allowed = [e for e in range(router.experts) if e // size in groups]
     ids = sorted(allowed, key=lambda e: (-choice[e], e))[: router.active]
     weights = [scores[e] for e in ids]
@@ -84,7 +84,7 @@ ROUTERS = {
     "softmax": Router(64, 8, normalised=False),
     "sigmoid": Router(16, 4, "sigmoid"),
     "scaled": Router(12, 3, scale=0.5, scaled=True),
-    "groups": Router(24, 3, groups=4, kept=2, normalised=False, scale=16.0),
+    "groups": Router(24, 3, groups=4, kept_groups=2, normalised=False, scale=16.0),
     "corrected": Router(32, 6, "sigmoid", True, 8, 4, "best two", scale=2.5),
     "sparsemixer": Router(16, 3, "sparsemixer", normalised=False, jitter=0.3),
 }

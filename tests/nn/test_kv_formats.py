@@ -72,7 +72,7 @@ def test_layers_of_one_group_never_share(skipped) -> None:
 @pytest.mark.parametrize("windows", WINDOWS)
 def test_no_layer_shares_if_blocks_belong_to_all_groups(windows) -> None:
     groups = group_layers(stored_as(specs(windows), "int8", (1,)))
-    kv = allocate_kv(groups, 10, 16, BF16, CPU, apart=True)
+    kv = allocate_kv(groups, 10, 16, BF16, CPU, separate=True)
     assert [layer.k.dtype == BF16 for layer in kv.layers] == [i == 1 for i in range(len(windows))]
     places = {t.data_ptr() for layer in kv.layers for t in layer.tensors}
     assert len(places) == 4 * len(windows) - 2

@@ -68,7 +68,7 @@ def test_no_group_of_weights_is_divided(tp: int) -> None:
     kind = whole.kind_of(next(m for m in whole.matrices if m.role == "expert_down"), "mxfp4")
     assert kind is not None
     between = Between(2880, 32)
-    most = max(end - first for first, end in (between.own(rank, tp) for rank in range(tp)))
+    most = max(end - first for first, end in (between.of_rank(rank, tp) for rank in range(tp)))
     assert parts["expert_down"].inputs == most == parts["expert_gate_up"].outputs // 2
     assert whole.kind_of(parts["expert_down"], "mxfp4") == kind
 

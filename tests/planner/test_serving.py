@@ -20,7 +20,7 @@ from kvik.planner.devices import Device, Setting
 from kvik.planner.families import shape_from_config
 from kvik.planner.memory import bytes_of
 from kvik.planner.roofline import PlannedStep, decode, prefill, step_time
-from kvik.planner.search import largest, least
+from kvik.planner.search import largest, smallest
 from kvik.planner.serving import (
     Drafting,
     Prediction,
@@ -81,12 +81,12 @@ def test_little_s_law_and_the_sum_of_times(concurrency: int, output: int) -> Non
 
 
 def test_requests_without_a_slot_wait_for_the_first_token() -> None:
-    full = replace(serving(), room=10)
+    full = replace(serving(), max_fitting=10)
     ten, thirty = exists(predict(full, TRAFFIC, 10)), exists(predict(full, TRAFFIC, 30))
     assert thirty.rate == pytest.approx(ten.rate)
     assert thirty.tpot == ten.tpot
     assert thirty.e2e == pytest.approx(3 * ten.e2e)
-    assert predict(replace(full, room=0), TRAFFIC, 1) is None
+    assert predict(replace(full, max_fitting=0), TRAFFIC, 1) is None
 
 
 @dataclass
@@ -281,7 +281,7 @@ def test_the_wait_of_random_arrivals(
     traffic: Traffic, share: float, budget: int, count: int
 ) -> None:
     served = serving(traffic, budget=budget)
-    rate = share * exists(predict(served, traffic, served.most)).rate
+    rate = share * exists(predict(served, traffic, served.max_running)).rate
     found = exists(predict_rate(served, traffic, rate))
     assert found.ttft == pytest.approx(simulate_at_random(served, traffic, rate, count), rel=0.25)
 
@@ -299,7 +299,7 @@ def test_requests_wait_for_slots() -> None:
 @pytest.mark.parametrize("traffic", [Traffic(64, 1), Traffic(64, 8), Traffic(512, 1)])
 def test_prompts_that_share_steps_are_served_until_steps_are_full(traffic: Traffic) -> None:
     served = serving(traffic)
-    most = exists(predict(served, traffic, served.most)).rate
+    most = exists(predict(served, traffic, served.max_running)).rate
     assert predict_rate(served, traffic, 0.95 * most) is not None
     assert predict_rate(served, traffic, 1.05 * most) is None
 
@@ -331,7 +331,7 @@ def test_drafts_without_cost_gain_by_the_formula() -> None:
 def test_drafts_count_in_the_budget_of_a_step() -> None:
     plain = serving(budget=256)
     drafting = replace(plain, drafting=Drafting(3, 0.8))
-    assert (plain.most, drafting.most) == (256, 64)  # 64 requests, 4 tokens each
+    assert (plain.max_running, drafting.max_running) == (256, 64)  # 64 requests, 4 tokens each
     assert exists(predict(drafting, TRAFFIC, 60)).ttft > exists(predict(plain, TRAFFIC, 60)).ttft
 
 
@@ -355,7 +355,9 @@ def test_largest_finds_the_boundary() -> None:
 
 def test_least_finds_the_boundary() -> None:
     for border in range(1, 20):
-        assert least(lambda n, border=border: n >= border, 16) == (border if border <= 16 else None)
+        assert smallest(lambda n, border=border: n >= border, 16) == (
+            border if border <= 16 else None
+        )
 
 
 def test_every_setting_has_its_own_step_times_and_memory() -> None:

@@ -322,14 +322,14 @@ def test_a_static_scale_reaches_the_largest_input(dtype: torch.dtype) -> None:
     assert found.input_scale is not None and found.input_scale.shape == (1,)
     expected = (x.abs().max() / 448).to(dtype)
     assert float(found.input_scale) == float(expected)
-    met = found.given(3 * x)  # three times the largest seen: clamped
+    met = found.kernel_inputs(3 * x)  # three times the largest seen: clamped
     assert float(met.abs().max()) == pytest.approx(448 * float(expected), rel=1e-6)
-    assert float((found.given(x) - x).norm() / x.norm()) < 0.04
+    assert float((found.kernel_inputs(x) - x).norm() / x.norm()) < 0.04
 
 
 def test_inputs_of_e5m2_weights_are_not_rounded() -> None:
     x = torch.randn(5, 24)
-    assert torch.equal(float8(torch.ones(8, 24), WHOLE, dtype=E5M2).given(x), x)
+    assert torch.equal(float8(torch.ones(8, 24), WHOLE, dtype=E5M2).kernel_inputs(x), x)
 
 
 def test_float8_weights_that_are_not_finite() -> None:

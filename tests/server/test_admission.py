@@ -41,7 +41,7 @@ def test_the_bounds_of_the_queue_hold_for_all_tenants(tenant):
     queue.admit("a", 10, 10)
     with pytest.raises(OverloadError) as caught:
         queue.admit(tenant, 1, 1)
-    assert not caught.value.own
+    assert not caught.value.of_caller
     tokens, _ = admission(shared=False)
     tokens.admit("a", 1, 999)
     with pytest.raises(OverloadError):
@@ -63,13 +63,13 @@ def test_a_flood_leaves_places_for_new_tenants():
         while True:
             queue.admit("flood", 1, 1)
             flooded += 1
-    assert caught.value.own
+    assert caught.value.of_caller
     assert flooded == 90 * FREE_MULTIPLE // (1 + FREE_MULTIPLE)
     for _ in range(8):  # requests of another tenant are still accepted
         queue.admit("newcomer", 1, 1)
     with pytest.raises(OverloadError) as caught:
         queue.admit("flood", 1, 1)
-    assert caught.value.own
+    assert caught.value.of_caller
 
 
 def test_a_flood_of_tokens_leaves_places_for_new_tenants():
@@ -77,7 +77,7 @@ def test_a_flood_of_tokens_leaves_places_for_new_tenants():
     with pytest.raises(OverloadError) as caught:
         for _ in range(100):
             queue.admit("flood", 1, 500)
-    assert caught.value.own
+    assert caught.value.of_caller
     queue.admit("newcomer", 1, 500)
 
 
@@ -115,7 +115,7 @@ def test_a_deadline_that_the_queue_cannot_meet():
     with pytest.raises(OverloadError) as caught:
         queue.check_deadline("", clock.now + 8)
     assert caught.value.field == "deadline_ms"
-    assert not caught.value.own
+    assert not caught.value.of_caller
     assert caught.value.retry_after >= 1
 
 

@@ -187,7 +187,7 @@ def test_large_bodies_share_a_budget() -> None:
         assert budget.num_bytes == 100
         with pytest.raises(OverloadError) as error:
             two(41)
-        assert not error.value.own
+        assert not error.value.of_caller
     assert budget.num_bytes == 0
 
 

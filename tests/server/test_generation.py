@@ -188,7 +188,7 @@ async def test_a_full_queue_refuses_and_drains():
         first = await serving.start(request("A", n=4))
         with pytest.raises(OverloadError) as caught:
             await serving.start(request("A"))
-        assert not caught.value.own
+        assert not caught.value.of_caller
         assert 1 <= caught.value.retry_after <= 60
         gate.gate.set()
         await output_of(first)

@@ -55,7 +55,7 @@ class Running:
     async def wait(self, request: Request) -> Response:
         await self.done.wait()
         if self.aborted:
-            raise aborted(self.aborted, again=True)
+            raise aborted(self.aborted, retry=True)
         return JSONResponse({"answer": 1})
 
 

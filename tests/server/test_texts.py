@@ -152,7 +152,7 @@ async def test_the_text_of_a_tenant_is_bounded(
     async with texts_of(tokenizer, 16_000) as texts:
         work = [texts.of(tenant).encode("a " * 2000) for tenant in "aaabbb"]
         found = await asyncio.gather(*work, return_exceptions=True)
-    refused = [isinstance(one, OverloadError) and one.own for one in found]
+    refused = [isinstance(one, OverloadError) and one.of_caller for one in found]
     assert refused == [False, False, True] * 2
 
 

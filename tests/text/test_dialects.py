@@ -184,7 +184,7 @@ class Allowed:
         self._grammar = MarkedGrammar(source, made.ids)
 
     def __call__(self, text: str) -> bool:
-        return self._grammar.allows(self._made.pieces(text))
+        return self._grammar.allows(self._made.split(text))
 
 
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
@@ -220,7 +220,7 @@ def test_a_text_in_place_of_calls_may_be_constrained(dialect: Dialect, tokens: b
     def allows(choice: ToolMode, text: str) -> bool:
         source = ToolGrammar(made).grammar(AllowedCalls(list(TOOLS.values()), choice, answer=True))
         whole = Regex("[0-9]+ days").within(source)
-        return MarkedGrammar(whole, made.ids).allows(made.pieces(text))
+        return MarkedGrammar(whole, made.ids).allows(made.split(text))
 
     assert allows("auto", "12 days") and allows("auto", calls) and not allows("auto", "12 ways")
     assert allows("none", "12 days") and not allows("none", calls) and not allows("none", "")
@@ -277,7 +277,7 @@ def test_python_arguments_satisfy_their_schema(
     whole = {"properties": {"x": schema}, "required": ["x"], "$defs": {"tree": TREE}}
     tool, dropped = tool_of("f", whole, strict=True, dialect=made.dialect)
     grammar = MarkedGrammar(ToolGrammar(made).grammar(AllowedCalls([tool], "required")), {})
-    texts = {repr(value): made.pieces(f"[f(x={value!r})]") for value in (*good, *bad)}
+    texts = {repr(value): made.split(f"[f(x={value!r})]") for value in (*good, *bad)}
     assert {text for text, pieces in texts.items() if grammar.allows(pieces)} == set(
         map(repr, good)
     )
@@ -294,7 +294,7 @@ def test_verbatim_texts_keep_their_lengths(dialect: Dialect, tokens: bool) -> No
     tool, _ = tool_of("f", {"properties": {"city": of_city}}, strict=True, dialect=dialect)
     grammar = MarkedGrammar(ToolGrammar(made).grammar(AllowedCalls([tool], "required")), made.ids)
     for city, allowed in {"a": False, "ab": True, "a\nb": True, "abcd": False}.items():
-        pieces = made.pieces(written(dialect, [("f", {"city": city})]))
+        pieces = made.split(written(dialect, [("f", {"city": city})]))
         assert grammar.allows(pieces) == allowed, city
 
 

@@ -111,20 +111,20 @@ def test_the_grammar_allows_only_valid_calls(
 ) -> None:
     made = grammar(choice)
     for text in allowed:
-        assert made.allows(SPELLED.pieces(text)), text
+        assert made.allows(SPELLED.split(text)), text
     for text in refused:
-        assert not made.allows(SPELLED.pieces(text)), text
+        assert not made.allows(SPELLED.split(text)), text
 
 
 def test_a_budget_ends_a_thought_and_a_schema_applies_to_the_answer() -> None:
     made = grammar("auto", Thought(budget=9))
-    assert made.allows(SPELLED.pieces(THOUGHT + FINAL))
-    assert not made.allows(SPELLED.pieces(THOUGHT.replace("So", "Well, so") + FINAL))
+    assert made.allows(SPELLED.split(THOUGHT + FINAL))
+    assert not made.allows(SPELLED.split(THOUGHT.replace("So", "Well, so") + FINAL))
     digits = "start: thought /[0-9]+/\n" + FORM.thought_rules(Thought(begun=True))
     inside = MarkedGrammar(digits, IDS)
     behind = "<|end|><|start|>assistant<|channel|>final<|message|>"
-    assert inside.allows(SPELLED.pieces(f"So.{behind}12"))
-    assert not inside.allows(SPELLED.pieces(f"So.{behind}twelve"))
+    assert inside.allows(SPELLED.split(f"So.{behind}12"))
+    assert not inside.allows(SPELLED.split(f"So.{behind}twelve"))
     assert FORM.num_thought_tokens([1, 2, IDS["<|end|>"], 3], None) == 3
 
 

@@ -99,7 +99,7 @@ def test_the_opener_of_a_call_ends_a_thought(tokens: bool) -> None:
         thought = Thought(begun, budget)
         source = form.call_grammar(AllowedCalls([tool], choice), thought)
         whole = ToolFormat(BY_NAME["hermes"], ids, ())
-        return MarkedGrammar(source, ids).allows(whole.pieces(text))
+        return MarkedGrammar(source, ids).allows(whole.split(text))
 
     for choice in ("auto", "required"):
         assert allows(choice, f"<think>so{CALL}") and allows(choice, f"so{CALL}", begun=True)

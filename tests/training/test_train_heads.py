@@ -16,7 +16,7 @@ from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.windows import ScoredWindow
 from kvik.launch import resolve_config
 from kvik.training.heads import EagleTrainee, HeadsRecipe, MedusaTrainee, train_heads
-from kvik.training.train import FILE, Batch, Keeper, Progress, Schedule
+from kvik.training.train import FILE, Batch, Progress, Schedule, SnapshotStore
 from kvik.worker.drafters.heads import load_eagle, load_medusa
 from kvik.worker.platforms import TorchPlatform
 
@@ -97,7 +97,7 @@ def test_an_interruption_keeps_what_was_learned(model, windows, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_interrupted_training_resumes(kind, model, windows, tmp_path, monkeypatch):
-    monkeypatch.setattr(Keeper, "due", lambda self: True)  # after every step
+    monkeypatch.setattr(SnapshotStore, "due", lambda self: True)  # after every step
     config, out = EngineConfig(**options(model)), tmp_path / "heads"
     steps: list[float] = []
 

@@ -230,7 +230,7 @@ def test_steps_with_prompts_do_not_count_for_the_cost_of_drafts() -> None:
         control.observe(StepFigures(slots, none, none, 0.01, 0.0, 0, True))
     for _ in range(20):  # long steps with drafts
         control.observe(StepFigures(slots, five, five, 5.0, 0.0, 5, False))
-    assert control.budget.left > 0 and control.limits(slots, five)[0] > 0
+    assert control.budget.balance > 0 and control.limits(slots, five)[0] > 0
 
 
 def test_a_new_request_is_not_judged_by_the_one_before_it() -> None:
@@ -364,7 +364,7 @@ def until_asleep(control: DraftControl) -> None:
     limits = NO_DRAFTS
     for _ in range(200):
         limits = draft_step(control, limits, 3 * PLAIN) if limits.any() else plain_step(control)
-        if control.budget.left <= 0:
+        if control.budget.balance <= 0:
             return
     pytest.fail("drafts that are always wrong go on")
 
@@ -378,7 +378,7 @@ def test_six_plain_steps_are_timed_before_the_first_drafts() -> None:
 def test_no_drafts_until_the_lost_time_is_earned_then_new_ones() -> None:
     control = DraftControl(1, DRAFTS, DRAFTS)
     until_asleep(control)
-    lost, rests = -control.budget.left, 0
+    lost, rests = -control.budget.balance, 0
     while not control.passed(1, PLAIN, pure=True):
         rests += 1
         assert rests < 1000
@@ -392,7 +392,7 @@ def test_no_drafts_until_the_lost_time_is_earned_then_new_ones() -> None:
 def test_a_new_request_is_considered_as_soon_as_the_budget_is_positive() -> None:
     control = DraftControl(1, DRAFTS, DRAFTS)
     until_asleep(control)
-    while control.budget.left <= 0:
+    while control.budget.balance <= 0:
         control.passed(1, PLAIN, pure=True)
     control.budget.needed = 1.0  # a trial would cost more than the budget
     assert not control.passed(1, PLAIN, pure=True)
@@ -419,9 +419,9 @@ REQUESTS, STEPS = 6, 400
 
 def test_a_loss_is_earned_back_before_the_next_trial() -> None:
     budget = LossBudget()
-    budget.settle(1.0, 3.0, room=2.0)
+    budget.settle(1.0, 3.0, limit=2.0)
     lost = 2.0 - SHARE
-    assert budget.left == pytest.approx(-lost)
+    assert budget.balance == pytest.approx(-lost)
     assert SHARE * LEAST < budget.share < SHARE  # trials gained less than they cost
     steps = 0
     while not budget.passed(1.0):
@@ -437,27 +437,27 @@ def test_a_loss_is_earned_back_before_the_next_trial() -> None:
 def test_trials_are_rare_until_one_gains() -> None:
     budget = LossBudget()
     for _ in range(100):
-        budget.settle(1.0, 1.2, room=2.0)
+        budget.settle(1.0, 1.2, limit=2.0)
     assert budget.share == pytest.approx(SHARE * LEAST)
     for _ in range(10):
-        budget.settle(1.0, 0.5, room=2.0)
+        budget.settle(1.0, 0.5, limit=2.0)
     assert budget.share == SHARE
     for _ in range(20_000):  # until all losses are recovered
-        budget.settle(1.0, 0.5, room=2.0)
+        budget.settle(1.0, 0.5, limit=2.0)
     assert budget.share == SHARE
     for _ in range(200):  # half of their cost is regained
-        budget.settle(1.0, 1.2, room=2.0)
-        budget.settle(1.0, 0.9, room=2.0)
+        budget.settle(1.0, 1.2, limit=2.0)
+        budget.settle(1.0, 0.9, limit=2.0)
     assert budget.share == pytest.approx(SHARE / 2, rel=0.1)
 
 
 def test_gains_fill_the_budget_up_to_its_limit() -> None:
     budget = LossBudget()
     for _ in range(10):
-        budget.settle(3.0, 1.0, room=2.5)
-    assert budget.left == 2.5
-    budget.settle(1.0, 1.5, room=2.5)
-    assert budget.left == pytest.approx(2.0 + SHARE)
+        budget.settle(3.0, 1.0, limit=2.5)
+    assert budget.balance == 2.5
+    budget.settle(1.0, 1.5, limit=2.5)
+    assert budget.balance == pytest.approx(2.0 + SHARE)
     budget.spend(3.0)
     assert not budget.passed(1.0)
 
@@ -538,7 +538,7 @@ def test_time_with_drafts_is_bounded_by_the_time_without(seed: int) -> None:
         made, asked = 0.0, 0
         limits = dict.fromkeys(range(REQUESTS), 0)
         if due:
-            made = plain * deciding if control.budget.left > 0 else 0.0
+            made = plain * deciding if control.budget.balance > 0 else 0.0
             chosen = control.limits(slots, np.full(len(slots), DRAFTS))
             limits |= dict(zip(running, chosen.tolist(), strict=True))
             new = {slot for slot in running if limits[slot]} & unread
@@ -555,4 +555,4 @@ def test_time_with_drafts_is_bounded_by_the_time_without(seed: int) -> None:
         without += would + prompt
         worst = max(worst, took - would, plain * deciding)
         assert total <= without / 0.97 + FIRST * longest + 3 * worst  # see `LossBudget`
-    assert control.budget.left < 1.0
+    assert control.budget.balance < 1.0

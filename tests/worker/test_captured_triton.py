@@ -201,9 +201,9 @@ def test_all_that_an_engine_captures_shares_memory(monkeypatch) -> None:
         graph_memory=5,
     )
     platform = platforms.TritonPlatform(replace(config, runner=runner))
-    assert platform.alone() is platform
+    assert platform.for_drafts() is platform
     monkeypatch.setattr(platform, "joined", object())  # a group, of which one process drafts
-    alone = platform.alone()
+    alone = platform.for_drafts()
     assert alone.parts.kv_zeros is platform.parts.kv_zeros
     heads = [each.rows(torch.neg, [torch.zeros(1, 2)]) for each in (platform, alone)]
     assert [graph.idle_step() for graph in heads] == [False, False]

@@ -151,7 +151,7 @@ def test_the_warm_up_call_runs_on_the_stream_of_steps(device: Device) -> None:
     captured = CudaCapturer(GPU).capture(device.call)
     aside = ["aside waits for usual", "begin in 1, thread_local", "call on aside", "end"]
     assert device.told == ["call on usual", *aside, "usual waits for aside", "replay"]
-    assert (captured.size, captured.left) == (34, 966)  # the launch included
+    assert (captured.size, captured.free) == (34, 966)  # the launch included
     captured.replay()
     assert device.told[-1] == "replay"
 

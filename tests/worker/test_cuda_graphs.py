@@ -310,7 +310,7 @@ def test_no_more_is_captured_than_the_plan_put_aside(caplog) -> None:
     rig.capturer.size = 150 * MIB
     assert [rig.graphs.idle_step() for _ in range(4)] == [True, True, False, False]
     assert rig.captured == [16, 1, 2]  # one more would not fit
-    assert rig.memory.taken == 900 * MIB + rig.output_bytes > 900 * MIB
+    assert rig.memory.used == 900 * MIB + rig.output_bytes > 900 * MIB
     (record,) = caplog.records
     for part in ("3 CUDA graphs take 900.0 MiB", "one more about 150.0", "1000.0 MiB are planned"):
         assert part in record.message
@@ -331,7 +331,7 @@ def test_a_graph_that_is_far_too_large_is_not_kept(caplog, left: int, kept) -> N
     assert rig.captured == kept and rig.capturer.replays == len(kept)
     rig.clock.now += 1 / TIME_SHARE
     rig.steps(2 * MIN_MISSES, 7)
-    assert rig.captured == kept and rig.memory.taken == 5000 * len(kept) + rig.output_bytes
+    assert rig.captured == kept and rig.memory.used == 5000 * len(kept) + rig.output_bytes
     (record,) = caplog.records  # of one that was kept nobody knows what others will take
     assert not rig.graphs.idle_step() and ("one more about" in record.message) == (not kept)
     assert len(caplog.records) == 1
@@ -350,7 +350,7 @@ def test_memory_of_graphs_is_reported_once_after_each_change() -> None:
 def test_the_output_that_all_write_to_is_counted_once() -> None:
     """It is planned for with the graphs, and allocated outside of what a capture takes."""
     first = Rig(4)
-    assert not first.graphs.idle_step() and first.memory.taken == 1 + first.output_bytes
+    assert not first.graphs.idle_step() and first.memory.used == 1 + first.output_bytes
     for left, captured in ((300, [4, 1, 2]), (299, [4, 1])):
         rig = Rig(1, 2, 4, memory=600 + first.output_bytes + left)
         rig.capturer.size = 300
@@ -400,16 +400,16 @@ def test_inputs_are_sent_together_and_padded() -> None:
         inputs.put("slot_mapping 1", np.arange(12))
         assert put["input_ids"].tolist() == [40, 41]  # until it is sent
         inputs.send()
-        assert inputs.whole("input_ids", 12).tolist() == list(range(12))
+        assert inputs.padded("input_ids", 12).tolist() == list(range(12))
     for name, array in arrays.items():
         inputs.put(name, array)
     inputs.send()
-    assert inputs.whole("input_ids", 6).tolist() == [40, 41, 0, 0, 0, 0]
-    assert inputs.whole("tree", 6).tolist() == [1, 1, 0, 0, 0, 0]
-    assert inputs.whole("seq_lens", 4).tolist() == [3, 5, 0, 0]
-    assert inputs.whole("slot_mapping 1", 6).tolist() == [7, 9, -1, -1, -1, -1]
-    assert inputs.whole("query_start_loc", 5).tolist() == [0, 1, 2, 3, 4]
-    assert inputs.whole("logits_indices", 5).tolist() == [0, 1, 0, 0, 0]
-    assert inputs.whole("block_table 1", 2).tolist() == [[1, 2, 0, 0], [3, 4, 0, 0]]
+    assert inputs.padded("input_ids", 6).tolist() == [40, 41, 0, 0, 0, 0]
+    assert inputs.padded("tree", 6).tolist() == [1, 1, 0, 0, 0, 0]
+    assert inputs.padded("seq_lens", 4).tolist() == [3, 5, 0, 0]
+    assert inputs.padded("slot_mapping 1", 6).tolist() == [7, 9, -1, -1, -1, -1]
+    assert inputs.padded("query_start_loc", 5).tolist() == [0, 1, 2, 3, 4]
+    assert inputs.padded("logits_indices", 5).tolist() == [0, 1, 0, 0, 0]
+    assert inputs.padded("block_table 1", 2).tolist() == [[1, 2, 0, 0], [3, 4, 0, 0]]
     with pytest.raises(ValueError, match="input_ids has room for 12, not 13"):
         inputs.put("input_ids", np.arange(13))

@@ -115,7 +115,7 @@ def test_an_error_of_one_request_affects_no_other(hidden):
     rig = Rig()
     for slot in range(3):
         rig.enter(slot, "mean", length=4)
-    rig.pooling._wanted[1].sums = np.zeros(HIDDEN + 1)  # only a bug could cause this
+    rig.pooling._requests[1].sums = np.zeros(HIDDEN + 1)  # only a bug could cause this
     errors = {0: "it was set up wrongly"}
     found = rig.step(dict.fromkeys(range(3), hidden[:4]), errors)
     assert sorted(found) == [2]

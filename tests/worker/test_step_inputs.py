@@ -28,11 +28,11 @@ def test_arrays_use_the_same_memory_every_step() -> None:
     second = inputs.put("input_ids", np.array([7, 8]))
     assert first.tolist() == [7, 8, 2, 3, 4, 5]
     assert second.tolist() == [7, 8]
-    assert second.data_ptr() == inputs.whole("input_ids").data_ptr()
+    assert second.data_ptr() == inputs.full("input_ids").data_ptr()
     table = inputs.put("block_table 1", np.array([[1, 2], [3, 4]], np.int32))
     assert table.tolist() == [[1, 2], [3, 4]]
-    assert table.stride() == inputs.whole("block_table 1").stride() == (5, 1)
-    assert not inputs.whole("block_table 0").any()
+    assert table.stride() == inputs.full("block_table 1").stride() == (5, 1)
+    assert not inputs.full("block_table 0").any()
 
 
 def test_a_step_that_is_too_large_is_refused() -> None:
@@ -47,7 +47,7 @@ def test_parts_of_any_shape_share_memory() -> None:
     for count in [*range(1, 150), *range(150, 0, -1), 7, 150, 7]:
         tensor = inputs.put("positions", np.arange(count) + count)
         assert tensor.tolist() == list(range(count, 2 * count))
-        assert tensor.data_ptr() == inputs.whole("positions").data_ptr()
+        assert tensor.data_ptr() == inputs.full("positions").data_ptr()
 
 
 # Copies from a GPU, with patched CUDA calls.

@@ -133,7 +133,7 @@ class AttentionSpec:
         softcap: a scaled score s becomes softcap * tanh(s / softcap); None: it is unchanged.
         sinks: [heads] fp32, an extra score of each head, with no value, in addition to those of the
             keys it sees; None: none.
-        apart: the consumer of the result can use the heads of one process only (`Between`).
+        local_heads: the consumer of the result can use the heads of one process only (`Between`).
         bidirectional: how far from its own position, on either side, a query sees the keys of its
             sequence, which are all in the step; None: it sees no later keys (causal).
     """
@@ -142,7 +142,7 @@ class AttentionSpec:
     norms: HeadNorms | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
-    apart: bool = False
+    local_heads: bool = False
     bidirectional: int | None = None
 
     @property

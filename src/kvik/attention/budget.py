@@ -44,16 +44,16 @@ def weights_of(queries: Tensor, k: Tensor) -> Tensor:
     return total
 
 
-def kept(queries: Tensor, k: Tensor, budget: Budget) -> Tensor:
+def kept_keys(queries: Tensor, k: Tensor, budget: Budget) -> Tensor:
     """Return which keys are kept: [tokens] int64, ascending. Of equal ones the earlier are kept.
 
     Args:
         queries, k: see `weights_of`; more keys than are kept.
     """
     count, last = len(k), budget.last
-    others = weights_of(queries, k)[budget.first : count - last]
-    means = avg_pool1d(others[None], NEIGHBOURS, stride=1, padding=NEIGHBOURS // 2)[0]
-    best = means.sort(descending=True, stable=True).indices[: budget.tokens - budget.least]
+    middle = weights_of(queries, k)[budget.first : count - last]
+    means = avg_pool1d(middle[None], NEIGHBOURS, stride=1, padding=NEIGHBOURS // 2)[0]
+    best = means.sort(descending=True, stable=True).indices[: budget.tokens - budget.min_tokens]
     return torch.cat(
         (
             torch.arange(budget.first, device=k.device),

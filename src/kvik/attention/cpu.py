@@ -179,10 +179,10 @@ class CpuAttention(AttentionBackend):
 
     def keys(self, kv: LayerKV, at: Tensor) -> Tensor:
         heads, width = kv.k.shape[2], kv.k.shape[3] * (2 if kv.k.dtype == torch.uint8 else 1)
-        found = torch.empty(len(at), heads, width)
+        keys = torch.empty(len(at), heads, width)
         self.native.launch(
             "load_kv",
-            **strided(k=found),
+            **strided(k=keys),
             v=0,
             v_stride=0,
             k_cache=kv.k.data_ptr(),
@@ -194,7 +194,7 @@ class CpuAttention(AttentionBackend):
             kv_heads=heads,
             head_dim=width,
             block_size=kv.k.shape[1],
-            dtype=DTYPES[found.dtype],
+            dtype=DTYPES[keys.dtype],
             kv_dtype=DTYPES[kv.k.dtype],
         )
-        return found
+        return keys

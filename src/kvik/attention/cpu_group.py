@@ -35,16 +35,16 @@ class GroupAttention(DividedHeads):
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
         tokens, heads, _ = attend.q.shape
-        own = slice(*share_of(heads, self._group.rank, self._group.size))
+        own_heads = slice(*share_of(heads, self._group.rank, self._group.size))
         part = replace(
             attend,
-            q=attend.q[:, own],
-            q_rope=attend.q_rope[:, own],
+            q=attend.q[:, own_heads],
+            q_rope=attend.q_rope[:, own_heads],
             k_rope=self._copied(attend.k_rope),
         )
-        found = self._native.run_latent_by(self._ops, part)  # [tokens, own heads, value]
-        out = self._group.take((tokens, heads, found.shape[2]), found.dtype)
-        self._group.copy(found.flatten(1), out[:, own].flatten(1))
+        own_out = self._native.run_latent_by(self._ops, part)  # [tokens, own heads, value]
+        out = self._group.take((tokens, heads, own_out.shape[2]), own_out.dtype)
+        self._group.copy(own_out.flatten(1), out[:, own_heads].flatten(1))
         self._group.exchange()
         return out
 

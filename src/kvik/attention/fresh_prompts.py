@@ -48,19 +48,19 @@ class FreshPrompt:
     tokens: Tensor | None
     keys: Tensor
 
-    def own(self, x: Tensor) -> Tensor:
+    def rows_of(self, x: Tensor) -> Tensor:
         """x [tokens of the step, ...] -> [padded length, ...]."""
         return x[self.start : self.end] if self.tokens is None else x.index_select(0, self.tokens)
 
 
 class FreshPrompts:
-    def __init__(self, least: int, padded: int = PADDED) -> None:
+    def __init__(self, min_tokens: int, padded: int = PADDED) -> None:
         """
         Args:
-            least: fewest tokens of a prompt that is taken.
+            min_tokens: fewest tokens of a prompt that is taken.
             padded: see `PADDED`.
         """
-        self.least = least
+        self.min_tokens = min_tokens
         self._padded = padded
 
     def can_do(self, spec: AttentionSpec, head_dim: int) -> bool:
@@ -69,19 +69,19 @@ class FreshPrompts:
 
     def take(self, layout: StepLayout, window: Window | None) -> dict[int, FreshPrompt]:
         """Return the fresh prompts of a step that are long enough, by sequence."""
-        found: dict[int, FreshPrompt] = {}
-        if max(layout.num_scheduled) < self.least:
-            return found
+        prompts: dict[int, FreshPrompt] = {}
+        if max(layout.num_scheduled) < self.min_tokens:
+            return prompts
         start = 0
         for i, (length, context) in enumerate(
             zip(layout.num_scheduled, layout.contexts, strict=True)
         ):
             end = start + length
-            whole = length == context and first_visible(length - 1, window) == 0
-            if whole and length >= self.least and not layout.nodes(start, length):
-                found[i] = self._plan(layout, start, end)
+            is_fresh = length == context and first_visible(length - 1, window) == 0
+            if is_fresh and length >= self.min_tokens and not layout.nodes(start, length):
+                prompts[i] = self._plan(layout, start, end)
             start = end
-        return found
+        return prompts
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, prompt: FreshPrompt, scale: float) -> Tensor:
         """Attend in one prompt.
@@ -93,7 +93,7 @@ class FreshPrompts:
         Returns:
             [end - start, heads, head_dim].
         """
-        q, v = prompt.own(q), prompt.own(v)
+        q, v = prompt.rows_of(q), prompt.rows_of(v)
         k = k.flatten(0, 1).index_select(0, prompt.keys)
         q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
         out = _fused(q, k, v, scale)[0].transpose(0, 1)
@@ -112,8 +112,8 @@ class FreshPrompts:
             [end - start, heads, value].
         """
         up, heads = attend.up, attend.q.shape[1]
-        q = torch.cat((prompt.own(attend.q), prompt.own(q_rope)), 2).transpose(0, 1)
-        latent, k_rope = prompt.own(attend.latent), prompt.own(k_rope).transpose(0, 1)
+        q = torch.cat((prompt.rows_of(attend.q), prompt.rows_of(q_rope)), 2).transpose(0, 1)
+        latent, k_rope = prompt.rows_of(attend.latent), prompt.rows_of(k_rope).transpose(0, 1)
         # [heads, rank, nope] and [heads, value, rank]
         to_keys = stored_weight(up.keys).values.unflatten(0, (heads, -1))[:, : up.rank]
         to_values = stored_weight(up.values).values.unflatten(0, (heads, -1))[:, : up.value]

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 def own_heads(attend: Attend, share: HeadShare) -> Attend:
     """Return attention of the heads of one process."""
-    own, own_kv, spec = slice(*share.heads), slice(*share.kv_heads), attend.spec
+    heads, own_kv, spec = slice(*share.heads), slice(*share.kv_heads), attend.spec
     return replace(
         attend,
-        q=attend.q[:, own],
+        q=attend.q[:, heads],
         k=None if attend.k is None else attend.k[:, own_kv],
         v=None if attend.v is None else attend.v[:, own_kv],
-        spec=spec if spec.sinks is None else replace(spec, sinks=spec.sinks[own]),
+        spec=spec if spec.sinks is None else replace(spec, sinks=spec.sinks[heads]),
     )
 
 
@@ -70,22 +70,26 @@ class SharedHeads(DividedHeads):
     def run(self, attend: Attend) -> Tensor:
         heads, kv_heads, group = attend.q.shape[1], self.kv_heads(attend), self._group
         shares = [HeadShare.of(heads, kv_heads, rank, group.size) for rank in range(group.size)]
-        found = self._backend.run(own_heads(attend, shares[group.rank]))
-        return self._whole(found, [share.heads for share in shares], apart=attend.spec.apart)
+        own_out = self._backend.run(own_heads(attend, shares[group.rank]))
+        return self._all_heads(
+            own_out, [share.heads for share in shares], apart=attend.spec.local_heads
+        )
 
     def run_latent(self, attend: AttendLatent) -> Tensor:
         heads, size = attend.q.shape[1], self._group.size
         shares = [share_of(heads, rank, size) for rank in range(size)]
-        own = slice(*shares[self._group.rank])
-        part = replace(attend, q=attend.q[:, own], q_rope=attend.q_rope[:, own])
-        return self._whole(self._backend.run_latent(part), shares, apart=attend.spec.apart)
+        rank_heads = slice(*shares[self._group.rank])
+        part = replace(attend, q=attend.q[:, rank_heads], q_rope=attend.q_rope[:, rank_heads])
+        return self._all_heads(
+            self._backend.run_latent(part), shares, apart=attend.spec.local_heads
+        )
 
-    def _whole(self, own: Tensor, shares: list[tuple[int, int]], *, apart: bool) -> Tensor:
+    def _all_heads(self, own_out: Tensor, shares: list[tuple[int, int]], *, apart: bool) -> Tensor:
         """own [tokens, own heads, dim] -> [tokens, heads, dim]."""
-        (tokens, _, dim), heads = own.shape, shares[-1][1]
+        (tokens, _, dim), heads = own_out.shape, shares[-1][1]
         if apart and self._fast:
-            found = own.new_empty(tokens, heads, dim)
-            found[:, slice(*shares[self._group.rank])] = own
-            return found
+            out = own_out.new_empty(tokens, heads, dim)
+            out[:, slice(*shares[self._group.rank])] = own_out
+            return out
         widths = [(end - first) * dim for first, end in shares]
-        return self._group.gather_columns(own.flatten(1), widths).view(tokens, heads, dim)
+        return self._group.gather_columns(own_out.flatten(1), widths).view(tokens, heads, dim)

@@ -48,8 +48,8 @@ class ReferenceAttention(AttentionBackend):
             blocks = layout.block_table[i]
             rows = slice(start, start + length)
             nodes, reach = layout.nodes(start, length), attend.spec.bidirectional
-            which = _visible(nodes, length, context, window, reach, layout.first_key(i))
-            keys, visible, sinks = (each.to(q.device) for each in which)
+            seen = _visible(nodes, length, context, window, reach, layout.first_key(i))
+            keys, visible, sinks = (tensor.to(q.device) for tensor in seen)
             of = kv, blocks, keys, visible, sinks, attend.spec
             out[rows] = self._attend(q[rows], None if for_sinks is None else for_sinks[rows], *of)
             start += length
@@ -77,8 +77,8 @@ class ReferenceAttention(AttentionBackend):
         block_size, kv_heads = kv.k.shape[1], kv.k.shape[2]
         at = blocks[keys // block_size].long() * block_size + keys % block_size
         # [keys, heads, head_dim]
-        both = read_both(kv, at)
-        k, v = (x.float().repeat_interleave(heads // kv_heads, dim=1) for x in both)
+        stored = read_both(kv, at)
+        k, v = (x.float().repeat_interleave(heads // kv_heads, dim=1) for x in stored)
 
         scores = torch.einsum("qhd,khd->hqk", q.float(), k)
         if for_sinks is not None:
@@ -102,7 +102,7 @@ class ReferenceAttention(AttentionBackend):
         """
 
 
-def near(reach: int, length: int, context: int) -> Tensor:
+def within_reach(reach: int, length: int, context: int) -> Tensor:
     """Return which keys bidirectional queries see, [length, context] bool."""
     position = torch.arange(context)
     return (position - position[context - length :, None]).abs() <= reach
@@ -114,7 +114,7 @@ def _visible(
     context: int,
     window: Window | None,
     reach: int | None,
-    least: int,
+    first_key: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return which keys of a sequence any of its queries sees, [keys], which of these each query
     sees, bool [length, keys], and which are sinks, bool [keys].
@@ -122,13 +122,13 @@ def _visible(
     Args:
         nodes: see `StepLayout.nodes`.
         reach: see `AttentionSpec.bidirectional`.
-        least: the first key that is seen, apart from windows.
+        first_key: the first key that is seen, apart from windows.
     """
     if reach is not None:
         keys = torch.arange(context)
-        return keys, near(reach, length, context), torch.zeros(context, dtype=torch.bool)
+        return keys, within_reach(reach, length, context), torch.zeros(context, dtype=torch.bool)
     cached = context - length
-    first = max(least, first_visible(cached, window))
+    first = max(first_key, first_visible(cached, window))
     sinks = 0 if window is None else window.sinks
     keys = torch.cat((torch.arange(min(sinks, first)), torch.arange(first, context)))
     position, queries = keys.clone(), torch.arange(cached, context)[:, None]

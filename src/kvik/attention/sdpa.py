@@ -34,7 +34,7 @@ from kvik.attention.base import (
     keep_queries,
     read_both,
 )
-from kvik.attention.reference import ReferenceAttention, near
+from kvik.attention.reference import ReferenceAttention, within_reach
 from kvik.kernels.ops import Ops
 from kvik.kernels.upload import upload
 from kvik.spec.visible_keys import Window, first_visible
@@ -212,13 +212,13 @@ class SdpaAttention(AttentionBackend):
             out.index_copy_(0, batch.tokens, rows)
         for row in metadata.prefill:
             part = slice(row.start, row.end)
-            own = None if k is None or v is None else (k[part], v[part])
+            fresh = None if k is None or v is None else (k[part], v[part])
             keys = row.keys
-            if keys is None and own is None:
+            if keys is None and fresh is None:
                 keys = metadata.layout.slot_mapping[part]
-            both = self._workspace.gather(kv, keys, q.dtype) if keys is not None else own
-            assert both is not None
-            out[part] = self._prefill(q[part], *both, row.mask, scale)
+            pair = self._workspace.gather(kv, keys, q.dtype) if keys is not None else fresh
+            assert pair is not None
+            out[part] = self._prefill(q[part], *pair, row.mask, scale)
         return out
 
     def _bidirectional(self, attend: Attend) -> Tensor:
@@ -228,7 +228,7 @@ class SdpaAttention(AttentionBackend):
         parts, start = [], 0
         for length in attend.metadata.layout.num_scheduled:
             part = slice(start, start + length)
-            mask = near(reach, length, length).to(q.device) if reach < length - 1 else None
+            mask = within_reach(reach, length, length).to(q.device) if reach < length - 1 else None
             parts.append(self._prefill(q[part], k[part], v[part], mask, attend.spec.scale, False))
             start += length
         return torch.cat(parts)
@@ -318,17 +318,17 @@ def _plan_decode(layout: StepLayout, rows: list[DecodeRow], num_tokens: int) -> 
     width = max(row.padded_width for row in rows)
     everything = len(rows) == num_tokens
     plain = everything and len(table) == num_tokens  # one query of each sequence
-    known = [[row.first for row in rows], [row.visible for row in rows]]
+    columns = [[row.first for row in rows], [row.visible for row in rows]]
     if not plain:
-        known += [[row.seq for row in rows], [row.token for row in rows]]
+        columns += [[row.seq for row in rows], [row.token for row in rows]]
         if any(row.path for row in rows):
-            known += _paths(rows)
+            columns += _paths(rows)
     # The numbers known on the host, [numbers, rows], in one copy.
-    numbers = upload(np.array(known, np.int64), device)
+    numbers = upload(np.array(columns, np.int64), device)
     first, visible = numbers[0][:, None], numbers[1][:, None]
     column = torch.arange(width, device=device)
     position = first + torch.minimum(column, visible - 1)  # [rows, width]
-    if len(known) > 4:
+    if len(columns) > 4:
         position = _on_paths(numbers[4], numbers[5:], position)
     rows_table = table if plain else table.index_select(0, numbers[2])
     block = rows_table.gather(1, position // block_size).long()

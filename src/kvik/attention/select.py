@@ -58,11 +58,11 @@ def select(
         if backend.caps.name == name:
             _check(name, backend.caps, device, dtype)
             return backend(ops)
-    known = ", ".join(repr(backend.caps.name) for backend in BACKENDS)
+    names = ", ".join(repr(backend.caps.name) for backend in BACKENDS)
     if name == NATIVE:
-        raise ConfigError("attention_backend", f"{name!r} needs the native kernels, or {known}")
-    known = f"{TRITON!r}, {TRITON_SDPA!r}, {known}"
-    raise ConfigError("attention_backend", f"must be one of {known}, not {name!r}")
+        raise ConfigError("attention_backend", f"{name!r} needs the native kernels, or {names}")
+    names = f"{TRITON!r}, {TRITON_SDPA!r}, {names}"
+    raise ConfigError("attention_backend", f"must be one of {names}, not {name!r}")
 
 
 def _check(name: str, caps: BackendCaps, device: torch.device, dtype: torch.dtype) -> None:

@@ -67,14 +67,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = given_sampling_options(arguments)
-    SamplingParams().with_changes(**given)  # refuse impossible values before anything is loaded
+    changes = given_sampling_options(arguments)
+    SamplingParams().with_changes(**changes)  # refuse impossible values before anything is loaded
     if arguments.url is None:
-        return _with_engine(arguments, given)
-    return _with_server(arguments, given)
+        return _with_engine(arguments, changes)
+    return _with_server(arguments, changes)
 
 
-def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> int:
+def _with_engine(arguments: argparse.Namespace, changes: Mapping[str, object]) -> int:
     if arguments.api_key:
         raise ConfigError("api_key", "needs --url")
 
@@ -90,18 +90,18 @@ def _with_engine(arguments: argparse.Namespace, given: Mapping[str, object]) -> 
     with LLM(**options) as llm:
         # A model without a template is an error now, not at the first message.
         llm.render_chat([{"role": "user", "content": "Hello"}])
-        params = llm.default_params.with_changes(**{"max_tokens": None, **given})
+        params = llm.default_params.with_changes(**{"max_tokens": None, **changes})
         return _converse(Chat(LocalBackend(llm, params), arguments.system))
 
 
-def _with_server(arguments: argparse.Namespace, given: Mapping[str, object]) -> int:
+def _with_server(arguments: argparse.Namespace, changes: Mapping[str, object]) -> int:
     for name in given_engine_options(arguments):
         raise ConfigError(name, "is for an engine in this process; a server (--url) has its own")
 
     from kvik.cli.chat_backends import RemoteBackend, first_model
 
     server = RemoteServer.at(arguments.url, arguments.api_key)
-    sampling = {name: value for name, value in given.items() if value is not None}
+    sampling = {name: value for name, value in changes.items() if value is not None}
     model = arguments.model or first_model(server)
     return _converse(Chat(RemoteBackend(server, model, sampling), arguments.system))
 
@@ -147,8 +147,8 @@ def _line_editor() -> Callable[[str], str]:
 
 
 def _complete_command(text: str, number: int) -> str | None:
-    found = [name for name in COMMANDS if text.startswith("/") and name.startswith(text)]
-    return found[number] if number < len(found) else None
+    matches = [name for name in COMMANDS if text.startswith("/") and name.startswith(text)]
+    return matches[number] if number < len(matches) else None
 
 
 def _read_message(read: Callable[[str], str]) -> str:
@@ -214,18 +214,18 @@ class Chat:
                 self.open = False
 
     def _answer(self, text: str) -> None:
-        asked = [*self.messages, {"role": "user", "content": text}]
-        said: list[str] = []
+        messages = [*self.messages, {"role": "user", "content": text}]
+        chunks: list[str] = []
         flow = Flow()
-        with self.backend.answer(self._with_system(asked)) as answer:
+        with self.backend.answer(self._with_system(messages)) as answer:
             try:
                 for piece in answer:
-                    said.append(piece)
+                    chunks.append(piece)
                     flow.write(piece)
             except KeyboardInterrupt:  # arrives between steps: a local engine stays consistent
                 pass
             except KvikError:
-                if said:
+                if chunks:
                     flow.end()
                     say(flush=True)
                 self.last = answer.facts
@@ -234,7 +234,7 @@ class Chat:
         say(flush=True)
         self.last = answer.facts
         # A stopped answer is kept too: the user has read it and may refer to it.
-        self.messages = [*asked, {"role": "assistant", "content": "".join(said)}]
+        self.messages = [*messages, {"role": "assistant", "content": "".join(chunks)}]
         note = "stopped" if self.last is None else self.last.note
         if note:
             say(f"[{note}]", error=True, style="dim")
@@ -253,9 +253,9 @@ class Chat:
         if not self.messages:
             raise ParamError("command", "/regenerate needs an answer to replace")
         before = self.messages
-        *self.messages, asked, _ = before
+        *self.messages, question, _ = before
         try:
-            self._answer(asked["content"])
+            self._answer(question["content"])
         except KvikError:
             self.messages = before  # keep the old answer
             raise

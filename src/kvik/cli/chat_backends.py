@@ -90,9 +90,9 @@ class LocalBackend:
         self._limit = llm.resolved.scheduler.max_model_len
 
     def answer(self, messages: Messages) -> LocalAnswer:
-        asked = [dict(message) for message in messages]
+        conversation = [dict(message) for message in messages]
         try:
-            return LocalAnswer(self._llm.stream_chat(asked, self.params), self._limit)
+            return LocalAnswer(self._llm.stream_chat(conversation, self.params), self._limit)
         except ParamError as error:
             first = not any(message["role"] == "assistant" for message in messages)
             if error.field != "prompt" or first:
@@ -310,8 +310,8 @@ class RemoteAnswer:
         try:
             chunk = self._decode(event.data)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            said = _message(event.data)
-            raise KvikError("server", f"sent an invalid event: {said}") from None
+            message = _message(event.data)
+            raise KvikError("server", f"sent an invalid event: {message}") from None
         if bytes(chunk.error) != b"null":
             raise KvikError("server", _message(event.data))
         self._usage = chunk.usage or self._usage

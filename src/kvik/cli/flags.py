@@ -56,8 +56,8 @@ class Parser(argparse.ArgumentParser):
             raise KvikError(named[1].replace("-", "_"), named[2])
         stray = re.fullmatch(r"unrecognized arguments: (--[^\s=]+).*", message, re.DOTALL)
         if stray:
-            known = [flag for flag in self._option_string_actions if flag.startswith("--")]
-            hint = did_you_mean(stray[1][:60], known) or f"{self.prog} --help lists them"
+            flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+            hint = did_you_mean(stray[1][:60], flags) or f"{self.prog} --help lists them"
             raise KvikError("arguments", f"{stray[1][:60]} is not a flag of {self.prog} ({hint})")
         surplus = re.fullmatch(r"unrecognized arguments: (.*)", message, re.DOTALL)
         if surplus:
@@ -82,8 +82,8 @@ class Parser(argparse.ArgumentParser):
         arguments.add("model")  # an argument unless its flag is used
         flag = flag_of(field)
         if field not in arguments:
-            given = any(word == flag or word.startswith(f"{flag}=") for word in words)
-            variable = None if given else set_variable(field)
+            has_flag = any(word == flag or word.startswith(f"{flag}=") for word in words)
+            variable = None if has_flag else set_variable(field)
             field = variable or (flag if flag in flags else field)
         if flag in ("--config", "--prompts") or "." in field:  # the message names keys of the file
             return field, message
@@ -201,10 +201,10 @@ def engine_options(arguments: argparse.Namespace, model: str) -> dict[str, Any]:
 def given_engine_options(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the fields of EngineConfig that are set by flags."""
     options = (*options_of(EngineConfig), *synonym_options())
-    given = translated(_given(options, arguments, NOT_ENGINE_FLAGS))
+    fields = translated(_given_values(options, arguments, NOT_ENGINE_FLAGS))
     if ENGINE_SEED in arguments:
-        given["seed"] = getattr(arguments, ENGINE_SEED)
-    return given
+        fields["seed"] = getattr(arguments, ENGINE_SEED)
+    return fields
 
 
 def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -214,13 +214,13 @@ def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the fields of SamplingParams that are set by flags."""
-    given = given_options(SamplingParams, arguments)
-    for name, asked in (("schema", _schema(arguments.schema)), ("regex", arguments.regex)):
-        if asked is not None:
-            if "structured" in given:
+    fields = given_options(SamplingParams, arguments)
+    for name, value in (("schema", _schema(arguments.schema)), ("regex", arguments.regex)):
+        if value is not None:
+            if "structured" in fields:
                 raise ParamError(name, "contradicts another flag that constrains the text")
-            given["structured"] = {"json" if name == "schema" else name: asked}
-    return given
+            fields["structured"] = {"json" if name == "schema" else name: value}
+    return fields
 
 
 def _schema(file: str | None) -> object:
@@ -316,18 +316,18 @@ def _reader(option: Option) -> Callable[[str], object]:
 
 def given_options(options: type, arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a dataclass of options that are set by flags."""
-    return _given(options_of(options), arguments)
+    return _given_values(options_of(options), arguments)
 
 
-def _given(
+def _given_values(
     options: Iterable[Option], arguments: argparse.Namespace, left_out: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     values: Mapping[str, Any] = vars(arguments)
-    found = {}
+    fields = {}
     for option in options:
         if option.name in values and option.name not in left_out:
             value = values[option.name]
             if TAKES_SEVERAL in option.facts:
                 value = [entry for use in value for entry in use]
-            found[option.name] = tuple(value) if option.kind.repeats else value
-    return found
+            fields[option.name] = tuple(value) if option.kind.repeats else value
+    return fields

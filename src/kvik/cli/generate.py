@@ -80,16 +80,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    given = given_sampling_options(arguments)
-    SamplingParams().with_changes(**given)  # refuse impossible values before anything is loaded
+    sampling = given_sampling_options(arguments)
+    SamplingParams().with_changes(**sampling)  # refuse impossible values before anything is loaded
     if arguments.prompts is not None:
-        return generate_many(arguments, given)
+        return generate_many(arguments, sampling)
     if arguments.output is not None:
         raise ParamError("output", "is for --prompts FILE")
     model, prompt = _model_and_prompt(arguments.words, arguments.model)
     if not arguments.json:
         for name in ("logprobs", "prompt_logprobs"):
-            if given.get(name) is not None:
+            if sampling.get(name) is not None:
                 raise ParamError(name, "is shown with --json only")
 
     from kvik.launch import check_tokenizer, resolve_config
@@ -100,7 +100,7 @@ def run(arguments: argparse.Namespace) -> int:
     with LLM(**options) as llm:
         if arguments.verbose:
             say_decisions(llm.resolved)
-        params = llm.default_params.with_changes(**given)
+        params = llm.default_params.with_changes(**sampling)
         if arguments.json:
             (output,) = llm.generate([prompt], params)
             say(json.dumps(as_json(output, llm.resolved.runner.model_path), ensure_ascii=False))
@@ -109,7 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
                 say(prompt, end="", flush=True)
             output = _stream(llm, prompt, params) if params.n == 1 else _all(llm, prompt, params)
             say(stats_line(output), error=True)
-            if "max_tokens" not in given and (note := _cut_note(output, params)):
+            if "max_tokens" not in sampling and (note := _cut_note(output, params)):
                 say(note, error=True)
     return _exit_code(output)
 
@@ -203,11 +203,11 @@ class Line:
     sampling: Mapping[str, Any]
 
 
-def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> int:
+def generate_many(arguments: argparse.Namespace, sampling: Mapping[str, Any]) -> int:
     """Complete the prompts of a file.
 
     Args:
-        given: sampling parameters for lines that do not set their own.
+        sampling: sampling parameters for lines that do not set their own.
 
     Returns:
         The exit code: 1 if a request failed.
@@ -225,8 +225,8 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
         raise ParamError("output", f"cannot write {path!r}")
     options = engine_options(arguments, words[0] if words else "")
     if _is_of_batch(texts[0][1]):
-        if given:
-            raise ParamError(next(iter(given)), "must be in the body of each line of a batch")
+        if sampling:
+            raise ParamError(next(iter(sampling)), "must be in the body of each line of a batch")
         return _answer_batch(texts, path, options, verbose=arguments.verbose)
     from kvik.launch import check_tokenizer, resolve_config
     from kvik.llm import LLM, batch_bar, check_priority
@@ -235,29 +235,29 @@ def generate_many(arguments: argparse.Namespace, given: Mapping[str, Any]) -> in
     lines = [_line(number, text) for number, text in texts]
     for line in lines:  # before the model is loaded
         with _in_line(line.number):
-            SamplingParams().with_changes(**{**given, **line.sampling})
+            SamplingParams().with_changes(**{**sampling, **line.sampling})
             check_priority(line.priority, config.policy)
-    asked = {line.number: line.prompt for line in lines}
-    done = _done_in(path, b'{"line": ', rb"(\d+)", asked, _has_error)
-    left = [line for line in lines if line.number not in done]
-    if not left:
+    prompts_by_line = {line.number: line.prompt for line in lines}
+    done = _done_in(path, b'{"line": ', rb"(\d+)", prompts_by_line, _has_error)
+    rest = [line for line in lines if line.number not in done]
+    if not rest:
         return 0
-    if not all(isinstance(line.prompt, list) for line in left):
+    if not all(isinstance(line.prompt, list) for line in rest):
         check_tokenizer(resolve_config(config))
 
     failed = 0
     with LLM(**options) as llm:
         if arguments.verbose:
             say_decisions(llm.resolved)
-        prompts, params = _requests(llm, left, given)
-        outputs = _begin(llm, left, prompts, params)
+        prompts, params = _requests(llm, rest, sampling)
+        outputs = _begin(llm, rest, prompts, params)
         model = llm.resolved.runner.model_path
-        with _writing(path) as write, batch_bar(len(left), None) as finished:
+        with _writing(path) as write, batch_bar(len(rest), None) as finished:
             for index, output in outputs:
-                found = {"line": left[index].number, **as_json(output, model)}
-                write(json.dumps(found, ensure_ascii=False))
+                result = {"line": rest[index].number, **as_json(output, model)}
+                write(json.dumps(result, ensure_ascii=False))
                 finished(output.num_output_tokens)
-                failed += _has_error(found)
+                failed += _has_error(result)
     return 1 if failed else 0
 
 
@@ -278,11 +278,11 @@ def _answer_batch(
         entries.append(entry)
     key = rb'\w+", "custom_id": ("(?:[^"\\]|\\.)*")'
     done = _done_in(path, b'{"id": "batch_req_', key, {}, _is_refusal)
-    left = [entry for entry in entries if entry.custom_id not in done]
-    if not left:
+    rest = [entry for entry in entries if entry.custom_id not in done]
+    if not rest:
         return 0
     failed = 0
-    with _writing(path) as write, batch_bar(len(left), None) as finished:
+    with _writing(path) as write, batch_bar(len(rest), None) as finished:
 
         def answered(answer: dict[str, Any]) -> None:
             nonlocal failed
@@ -291,12 +291,12 @@ def _answer_batch(
             finished(usage.get("completion_tokens", usage.get("output_tokens", 0)))
             failed += _is_refusal(answer)
 
-        asyncio.run(answer_all(left, options, answered, verbose=verbose))
+        asyncio.run(answer_all(rest, options, answered, verbose=verbose))
     return 1 if failed else 0
 
 
 def _requests(
-    llm: LLM, lines: Sequence[Line], given: Mapping[str, Any]
+    llm: LLM, lines: Sequence[Line], sampling: Mapping[str, Any]
 ) -> tuple[list[Prompt], list[SamplingParams]]:
     prompts: list[Prompt] = []
     for line in lines:
@@ -306,7 +306,7 @@ def _requests(
             else:
                 text = llm.render_chat(line.messages or ())
                 prompts.append(llm.tokenizer.encode(text, False))
-    defaults = llm.default_params.with_changes(**given)
+    defaults = llm.default_params.with_changes(**sampling)
     return prompts, [defaults.with_changes(**line.sampling) for line in lines]
 
 
@@ -317,9 +317,9 @@ def _begin(
     try:
         return llm.as_completed(prompts, params, priority=[line.priority for line in lines])
     except KvikError:
-        for line, prompt, one in zip(lines, prompts, params, strict=True):
+        for line, prompt, sampling in zip(lines, prompts, params, strict=True):
             with _in_line(line.number):
-                llm.as_completed([prompt], one, priority=line.priority)
+                llm.as_completed([prompt], sampling, priority=line.priority)
         raise
 
 
@@ -332,10 +332,10 @@ def _read(path: str) -> list[tuple[int, str]]:
         raise ParamError("prompts", f"{path!r} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise ParamError("prompts", f"{path!r} must be UTF-8 text") from None
-    found = [(number, text) for number, text in enumerate(texts, 1) if text.strip()]
-    if not found:
+    lines = [(number, text) for number, text in enumerate(texts, 1) if text.strip()]
+    if not lines:
         raise ParamError("prompts", f"{path!r} has no prompt")
-    return found
+    return lines
 
 
 def _is_of_batch(text: str) -> bool:
@@ -377,7 +377,7 @@ def _in_line(number: int) -> Iterator[None]:
 
 
 def _has_error(result: Mapping[str, Any]) -> bool:
-    return any(one["finish_reason"] == "error" for one in result.get("completions", ()))
+    return any(choice["finish_reason"] == "error" for choice in result.get("completions", ()))
 
 
 def _is_refusal(answer: Mapping[str, Any]) -> bool:
@@ -405,32 +405,32 @@ def _done_in(
     """
     if path is None or not Path(path).is_file():  # nothing, or a device or pipe
         return set()
-    found, again, whole = set(), set(), 0
+    done, failures, size = set(), set(), 0
     whole_line = re.compile(re.escape(start) + key + rb", .*\}\n")
     with open(path, "rb+") as file:
         for index, text in enumerate(file):
             if (match := whole_line.fullmatch(text)) is not None:
                 line, result = json.loads(match[1]), json.loads(text)
-                whole += len(text)
+                size += len(text)
                 if (prompt := prompts.get(line)) is not None:
                     field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
                     if result.get(field) != prompt:
-                        what = f"has a result of another prompt than line {line}"
-                        raise ParamError("output", f"{path!r} {what}; name another file")
+                        message = f"has a result of another prompt than line {line}"
+                        raise ParamError("output", f"{path!r} {message}; name another file")
                 if failed(result):
-                    again.add(index)
+                    failures.add(index)
                 else:
-                    found.add(line)
+                    done.add(line)
             elif text.endswith(b"\n") or not start.startswith(text[: len(start)]):
                 reason = "exists and is not an output of --prompts with such lines"
                 raise ParamError("output", f"{path!r} {reason}")
-        os.ftruncate(file.fileno(), whole)
-    if again:
-        with writing_whole(Path(path)) as kept, open(path, "rb") as file:
-            kept.writelines(text for index, text in enumerate(file) if index not in again)
-    if found:  # perhaps with other options
-        say(f"kvik: results kept from before in {path}: {len(found)}", error=True)
-    return found
+        os.ftruncate(file.fileno(), size)
+    if failures:
+        with writing_whole(Path(path)) as copy, open(path, "rb") as file:
+            copy.writelines(text for index, text in enumerate(file) if index not in failures)
+    if done:  # perhaps with other options
+        say(f"kvik: results kept from before in {path}: {len(done)}", error=True)
+    return done
 
 
 @contextmanager

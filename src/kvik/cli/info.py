@@ -206,8 +206,8 @@ def _kind(spec: ModelSpec, layer: LayerSpec) -> str:
 
 def _seen(layer: LayerSpec) -> str:
     if layer.bidirectional is not None:
-        near = layer.bidirectional < MAX_POSITIONS
-        return f"tokens up to {layer.bidirectional:,} away" if near else "all tokens on both sides"
+        local = layer.bidirectional < MAX_POSITIONS
+        return f"tokens up to {layer.bidirectional:,} away" if local else "all tokens on both sides"
     if layer.budget is not None:
         return f"all tokens of a prompt, and then keep {layer.budget.tokens:,}"
     if layer.window is None:
@@ -223,38 +223,38 @@ def _kind_cost(
     length, which a window limits."""
     if resolved is None:
         specs = enumerate(spec.kv_specs(_stored_bytes(spec)))
-        each = {i: kv.bytes_per_token for i, kv in specs if kv is not None}
+        sizes = {i: kv.bytes_per_token for i, kv in specs if kv is not None}
     else:
         groups = resolved.cache.groups
-        each = {
+        sizes = {
             i: kv.bytes_per_token for g in groups for i, kv in zip(g.layers, g.specs, strict=True)
         }
-    token = sum(each.get(i, 0) for i, layer in enumerate(spec.layers) if layer == kind)
+    token = sum(sizes.get(i, 0) for i, layer in enumerate(spec.layers) if layer == kind)
     longest = spec.max_context if resolved is None else resolved.scheduler.max_model_len
-    seen = longest if kind.window is None else min(longest, kind.window.most)
+    seen = longest if kind.window is None else min(longest, kind.window.max_keys)
     return token, token * seen
 
 
 def _kv_lines(
     spec: ModelSpec, resolved: ResolvedConfig | None, dtype: str
 ) -> list[tuple[str, str]]:
-    each = f"{_kv_bytes(spec, resolved):,} bytes per token"
+    size = f"{_kv_bytes(spec, resolved):,} bytes per token"
     if spec.fallback is not None:
-        return [("KV cache", f"{each} in {dtype}, as measured without weights")]
+        return [("KV cache", f"{size} in {dtype}, as measured without weights")]
     if spec.encoder:
-        return [("KV cache", f"{each} of a step in {dtype}, which all layers use in turn")]
+        return [("KV cache", f"{size} of a step in {dtype}, which all layers use in turn")]
     return [
-        ("KV cache", f"{each} in {dtype}"),
+        ("KV cache", f"{size} in {dtype}"),
         *(("", text) for text in _kv_rows(spec, resolved)),
     ]
 
 
 def _gives(spec: ModelSpec, pooling: PoolingSpec) -> str:
     """Describe the result of pooling."""
-    beside = "" if spec.encoder else ", and text"
+    suffix = "" if spec.encoder else ", and text"
     if pooling.scores:
-        return f"scores of pairs of texts{beside}"
-    text = f"vectors of {pooling.width(spec.hidden_size):,}, by pooling {pooling.kind!r}{beside}"
+        return f"scores of pairs of texts{suffix}"
+    text = f"vectors of {pooling.width(spec.hidden_size):,}, by pooling {pooling.kind!r}{suffix}"
     if pooling.any_dimension or pooling.dimensions:
         text += f"; dimensions {pooling.allowed(spec.hidden_size)}"
     return text
@@ -267,8 +267,8 @@ def _kv_rows(spec: ModelSpec, resolved: ResolvedConfig | None) -> list[str]:
         if kind.state is not None or kind.kv_from is not None:
             continue
         token, request = _kind_cost(spec, kind, resolved)
-        each = f"{token:,} in {count} that see {_seen(kind)}"
-        rows.append(f"{each}, at most {show_bytes(request)} per request")
+        per_token = f"{token:,} in {count} that see {_seen(kind)}"
+        rows.append(f"{per_token}, at most {show_bytes(request)} per request")
     return rows
 
 

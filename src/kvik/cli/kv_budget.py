@@ -66,45 +66,45 @@ def run(arguments: argparse.Namespace) -> int:
     from kvik.launch import resolve_config
 
     config = EngineConfig(**engine_options(arguments, arguments.model) | {"kv_budget": None})
-    asked = BudgetOptions(**given_options(BudgetOptions, arguments))
-    normalised(asked, ConfigError)
+    options = BudgetOptions(**given_options(BudgetOptions, arguments))
+    normalised(options, ConfigError)
     if arguments.save.exists() and not arguments.force:
         raise ConfigError("save", f"{str(arguments.save)!r} exists; --force replaces it")
     if not can_write(arguments.save):  # known before a text is read
         raise ConfigError("save", f"{str(arguments.save)!r} must be a file in a folder to write to")
     spec = resolve_config(config).model
     check_model(spec, "model")
-    context = asked.context or min(spec.max_context, USUAL_CONTEXT)
+    context = options.context or min(spec.max_context, USUAL_CONTEXT)
     if context > spec.max_context:
         raise ConfigError(
             "context", f"must be at most the model's {spec.max_context} tokens, not {context}"
         )
     entropies: tuple[float, ...] = ()
     data, tokens = "", 0
-    if asked.by == ENTROPY:
+    if options.by == ENTROPY:
         entropies, data, tokens = _measured(arguments, config)
-    scores = scores_of(asked.by, entropies, spec.num_layers)
-    sizes = [each.bytes_per_token for each in spec.kv_specs(1) if each]
-    found = KVBudgets(
+    scores = scores_of(options.by, entropies, spec.num_layers)
+    sizes = [kv.bytes_per_token for kv in spec.kv_specs(1) if kv]
+    budgets = KVBudgets(
         architecture=spec.architecture,
         fingerprint=fingerprint_of(spec),
-        by=asked.by,
-        bytes=asked.bytes,
+        by=options.by,
+        bytes=options.bytes,
         context=context,
         data=data,
         tokens=tokens,
         scores=tuple(round(score, 6) for score in scores),
-        budgets=allot(scores, sizes, asked.bytes, context),
+        budgets=allot(scores, sizes, options.bytes, context),
     )
     try:
-        save_budgets(found, arguments.save)
+        save_budgets(budgets, arguments.save)
     except OSError as error:
         reason = f"{str(arguments.save)!r} cannot be written ({error.strerror})"
         raise ConfigError("save", reason) from None
     if arguments.json:
-        say(json.dumps(asdict(found)))
+        say(json.dumps(asdict(budgets)))
     else:
-        say_report(_as_text(found, sizes))
+        say_report(_as_text(budgets, sizes))
     say(f"\nsaved in {arguments.save}", error=True)
     return 0
 
@@ -122,17 +122,17 @@ def _measured(
     return scores, "" if arguments.data is None else arguments.data.name, tokens
 
 
-def _as_text(found: KVBudgets, sizes: list[int]) -> str:
-    kept = sum(a * b for a, b in zip(found.budgets, sizes, strict=True))
-    share = kept / (found.context * sum(sizes))
-    read = f", measured on {found.tokens:,} tokens" if found.tokens else ""
+def _as_text(budgets: KVBudgets, sizes: list[int]) -> str:
+    total = sum(a * b for a, b in zip(budgets.budgets, sizes, strict=True))
+    share = total / (budgets.context * sum(sizes))
+    read = f", measured on {budgets.tokens:,} tokens" if budgets.tokens else ""
     lines = [
-        f"{found.by}{read}: {share:.1%} of the bytes of {found.context:,} tokens",
+        f"{budgets.by}{read}: {share:.1%} of the bytes of {budgets.context:,} tokens",
         "",
         "layer   score   tokens",
     ]
     lines += [
         f"{i:5}   {score:5.3f}   {tokens:6,}"
-        for i, (score, tokens) in enumerate(zip(found.scores, found.budgets, strict=True))
+        for i, (score, tokens) in enumerate(zip(budgets.scores, budgets.budgets, strict=True))
     ]
     return "\n".join(lines)

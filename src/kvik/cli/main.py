@@ -108,7 +108,7 @@ def _dispatch(argv: list[str]) -> int:
         say(f"kvik {__version__}")
         return 0
     verbs = VERBS if argv[0] in VERBS else {**VERBS, **added_verbs()}
-    group = {verb: what for verb, what in verbs.items() if verb.startswith(f"{argv[0]} ")}
+    group = {verb: entry for verb, entry in verbs.items() if verb.startswith(f"{argv[0]} ")}
     if group and (len(argv) == 1 or argv[1] in ("-h", "--help", "help")):
         say(_help(group, argv[0]))
         return 0 if len(argv) > 1 else USAGE_ERROR
@@ -159,14 +159,14 @@ def _verb(argv: list[str], verbs: Mapping[str, tuple[str, str]]) -> tuple[str, l
     from kvik.options import did_you_mean  # needed only for errors
 
     hint = did_you_mean(wrong, group or verbs)
-    known = ", ".join(group or verbs)
-    raise KvikError("command", f"must be one of {known}, not {wrong[:60]!r}; {hint}".rstrip("; "))
+    names = ", ".join(group or verbs)
+    raise KvikError("command", f"must be one of {names}, not {wrong[:60]!r}; {hint}".rstrip("; "))
 
 
 def _help(verbs: Mapping[str, tuple[str, str]], group: str = "") -> str:
     """Return the help text. `group`: the first word common to all verbs, if there is one."""
     width = max(map(len, verbs))
-    listed = "\n".join(f"  {verb:{width}}  {what}" for verb, (_, what) in verbs.items())
+    listed = "\n".join(f"  {verb:{width}}  {summary}" for verb, (_, summary) in verbs.items())
     command = f"kvik {group} COMMAND" if group else "kvik COMMAND"
     return (
         f"usage: {command} [options]\n\n"

@@ -23,12 +23,12 @@ def build_parser() -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     rows = [
         {
-            "architecture": one.name,
-            "model_type": one.model_type,
-            "models": one.models,
-            "files": ["safetensors", "gguf"] if one.gguf else ["safetensors"],
+            "architecture": architecture.name,
+            "model_type": architecture.model_type,
+            "models": architecture.models,
+            "files": ["safetensors", "gguf"] if architecture.gguf else ["safetensors"],
         }
-        for one in ARCHITECTURES.values()
+        for architecture in ARCHITECTURES.values()
     ]
     if arguments.json:
         say(json.dumps(rows, indent=2))

@@ -66,16 +66,16 @@ async def answer_all(
             say_decisions(engine.resolved)
         app = build_app(engine, any_model_name=True, request_timeout=MAX_SECONDS)
         limits, replicas = engine.resolved.scheduler, engine.resolved.runner.replicas
-        most = min(limits.max_num_seqs * replicas + LOOKAHEAD, limits.max_queued_requests)
-        left = iter(entries)
+        num_workers = min(limits.max_num_seqs * replicas + LOOKAHEAD, limits.max_queued_requests)
+        queue = iter(entries)
 
         async def work() -> None:
-            for entry in left:
+            for entry in queue:
                 answered(await _answer(engine, app, entry))
 
         try:
             async with asyncio.TaskGroup() as workers:
-                for _ in range(min(most, len(entries))):
+                for _ in range(min(num_workers, len(entries))):
                     workers.create_task(work())
         except BaseExceptionGroup as group:  # a closed pipe, or an engine that failed for good
             raise group.exceptions[0] from None

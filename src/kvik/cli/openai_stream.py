@@ -25,7 +25,7 @@ class SseParser:
     """Parses a stream of server-sent events, fed in chunks of any size."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []  # of an unfinished line
+        self._parts: list[bytes] = []  # of an unfinished line
         self._size = 0  # bytes of the unfinished event
         self._data: list[bytes] = []
         self._name = b""
@@ -47,14 +47,14 @@ class SseParser:
             if self._size > MAX_EVENT_BYTES:
                 raise EventTooLarge(f"an event has more than {MAX_EVENT_BYTES >> 20} MiB")
             self._after_cr = line.endswith(b"\r")  # the last line counts
-            ended = line.rstrip(b"\r\n")
-            if len(ended) == len(line):
-                self._pieces.append(line)
+            content = line.rstrip(b"\r\n")
+            if len(content) == len(line):
+                self._parts.append(line)
                 break
-            if self._pieces:
-                ended = b"".join([*self._pieces, ended])
-                self._pieces.clear()
-            self._take_line(ended, events)
+            if self._parts:
+                content = b"".join([*self._parts, content])
+                self._parts.clear()
+            self._take_line(content, events)
         return events
 
     def _take_line(self, line: bytes, events: list[Event]) -> None:
@@ -119,10 +119,10 @@ class Chunk(msgspec.Struct):
 
 def error_message(body: bytes) -> str:
     """Return the message of an error body in one line: `error.message`, or the whole body."""
-    said: Any = body.decode(errors="replace")
+    message: Any = body.decode(errors="replace")
     try:
         error = msgspec.json.decode(body)["error"]
-        said = error["message"] if isinstance(error, dict) else error
+        message = error["message"] if isinstance(error, dict) else error
     except (msgspec.MsgspecError, UnicodeDecodeError, LookupError, TypeError, RecursionError):
         pass
-    return " ".join(str(said).split())
+    return " ".join(str(message).split())

@@ -53,10 +53,10 @@ def _header(plan: Plan) -> str:
     if device.bandwidth is not None:
         facts.append(f"{three(device.bandwidth / 1e9)} GB/s")
         facts.append(_operations(device.rate(plan.arithmetic), plan.arithmetic))
-    each = " each" if at.devices > 1 else ""
+    suffix = " each" if at.devices > 1 else ""
     shared = [f"{name} {size}" for name, size in (("tp", at.tp), ("pp", at.pp)) if size > 1]
     shared += [f"in {at.parts} processes"] if at.exact and shared else []
-    asked = [
+    setting = [
         f"batch {at.batch:,} at context {at.context:,}",
         f"weights {at.weight_format}",
         f"KV cache {at.kv_format}",
@@ -71,17 +71,17 @@ def _header(plan: Plan) -> str:
             f"{model.num_layers} layers of width {model.hidden_size:,}, {heads} of "
             f"{model.head_dim} ({model.attention}), context {model.max_context:,}",
         ],
-        ["hardware", f"{devices}: {', '.join(facts)}{each}"],
+        ["hardware", f"{devices}: {', '.join(facts)}{suffix}"],
         *([["", plan.source]] if plan.source else []),
-        ["asked", ", ".join(asked)],
+        ["asked", ", ".join(setting)],
         ["work", f"{work} operations for a token behind a full context"],
     ]
     return "\n".join(f"{name:10}{value}" for name, value in rows)
 
 
 def _memory(plan: Plan) -> str:
-    memory, many = plan.memory, plan.at.devices > 1
-    whole = f"{show_bytes(plan.weight_bytes)} in all, " if many else ""
+    memory, is_divided = plan.memory, plan.at.devices > 1
+    total = f"{show_bytes(plan.weight_bytes)} in all, " if is_divided else ""
     kv = f"{plan.kv_bytes_per_token:,} bytes per token"
     if memory.kv_per_token != plan.kv_bytes_per_token:
         kv += f" in all, {memory.kv_per_token:,} here"
@@ -93,7 +93,7 @@ def _memory(plan: Plan) -> str:
         [
             "weights",
             show_bytes(memory.weights),
-            f"{whole}{8 * plan.weight_bytes / plan.shape.parameters:.3g} bits a parameter",
+            f"{total}{8 * plan.weight_bytes / plan.shape.parameters:.3g} bits a parameter",
         ],
         [
             "KV cache",
@@ -104,7 +104,7 @@ def _memory(plan: Plan) -> str:
         ["runtime", show_bytes(memory.runtime), "libraries, graphs, tables, buffers of loading"],
         ["total", show_bytes(memory.total), verdict],
     ]
-    where = "memory of the fullest device" if many else "memory"
+    where = "memory of the fullest device" if is_divided else "memory"
     where += " of all processes" if plan.at.exact and plan.at.parts > 1 else ""
     lines = [f"{where}, of {show_bytes(memory.limit)} that may be used", *columns(rows, "<><")]
     if 10 * memory.kv_padding > memory.kv_cache:
@@ -143,9 +143,9 @@ def _parts(plan: Plan) -> list[str]:
         name += f".{part.rank}" if at.exact and at.tp > 1 and at.pp > 1 else ""
         shown.setdefault((part.stage, *sizes), []).append(name)
     rows = []
-    for (_, layers, *each), names in shown.items():
+    for (_, layers, *figures), names in shown.items():
         several = f"{names[0]} to {names[-1]}" if len(names) > 1 else names[0]
-        rows.append([several, f"{layers}", *map(show_bytes, each), show_bytes(sum(each))])
+        rows.append([several, f"{layers}", *map(show_bytes, figures), show_bytes(sum(figures))])
     of = "process" if at.exact else "stage"
     header = [of, "layers", "weights", "KV cache", "activations", "runtime", "total"]
     title = f"  {'each process' if at.exact else 'a device of each stage'}"
@@ -155,14 +155,14 @@ def _parts(plan: Plan) -> list[str]:
 
 
 def _waste(plan: Plan) -> list[str]:
-    waste, most = plan.kv_waste, plan.shape.max_context
+    waste, max_context = plan.kv_waste, plan.shape.max_context
     lines = [
         f"  blocks of {waste.block_size} tokens leave {show_bytes(waste.paged)} empty on average, "
         "half a block of each request"
     ]
     if waste.empty > 0:
         lines.append(
-            f"  reserving all {most:,} tokens of context for each would take "
+            f"  reserving all {max_context:,} tokens of context for each would take "
             f"{show_bytes(waste.reserved)} a request,\n  {waste.empty:.0%} of it empty: "
             f"{waste.batch:,} would fit in place of {plan.memory.largest_batch:,}"
         )
@@ -170,13 +170,13 @@ def _waste(plan: Plan) -> list[str]:
 
 
 def _division(plan: Plan, division: Division) -> str:
-    at, found = plan.at, division.collectives
-    what = "processes" if at.exact else "GPUs"
-    lines = [f"divided among {at.parts} {what}, tp {at.tp} x pp {at.pp}: the {division.cut} cut"]
-    if found is not None:
+    at, ops = plan.at, division.collectives
+    units = "processes" if at.exact else "GPUs"
+    lines = [f"divided among {at.parts} {units}, tp {at.tp} x pp {at.pp}: the {division.cut} cut"]
+    if ops is not None:
         lines.append(
-            f"  {found.layer} {found.kind}s in a layer, {division.layer_bytes:,} bytes of a token; "
-            f"{found.count:,} in a step" + _each(division.exchange)
+            f"  {ops.layer} {ops.kind}s in a layer, {division.layer_bytes:,} bytes of a token; "
+            f"{ops.count:,} in a step" + _per_request(division.exchange)
         )
     if (exact := division.exact) is not None:
         lines.append(
@@ -186,7 +186,7 @@ def _division(plan: Plan, division: Division) -> str:
     if division.hop_bytes:
         lines.append(
             f"  hops between stages: {at.pp - 1}, {division.hop_bytes:,} bytes of a token"
-            + _each(division.hop)
+            + _per_request(division.hop)
         )
     if division.step:
         lines.append(f"  these take {seconds(division.step)} of a step that decodes {at.group:,}")
@@ -201,7 +201,7 @@ def _division(plan: Plan, division: Division) -> str:
     return "\n".join(lines)
 
 
-def _each(seconds_of_one: float | None) -> str:
+def _per_request(seconds_of_one: float | None) -> str:
     return "" if seconds_of_one is None else f", {seconds(seconds_of_one)} each"
 
 
@@ -295,8 +295,8 @@ def _attention(plan: Plan) -> str:
     header = ["", "KV heads", "bytes per token", _total(plan), "ceiling tokens/s"]
     title = f"attention variants, {plan.at.kv_format} cache (* the model's own)"
     table = _table(plan, title, header, rows, "<>>>>")
-    each = "process" if plan.at.exact else "device"
-    return f"{table}\n  each {each} holds the whole latent" if plan.at.tp > 1 else table
+    unit = "process" if plan.at.exact else "device"
+    return f"{table}\n  each {unit} holds the whole latent" if plan.at.tp > 1 else table
 
 
 def _weights(plan: Plan) -> str:
@@ -352,7 +352,7 @@ def _context(plan: Plan) -> str:
                 seconds(row.prefill),
                 seconds(row.sending) if row.sending else "-",
                 seconds(row.decode),
-                *("-" if one is None else seconds(one) for one in wider),
+                *("-" if time is None else seconds(time) for time in wider),
             ]
         )
     times = ["prompt", "of it sent", "step", "all in tp: prompt", "step"]
@@ -394,10 +394,10 @@ def _cost(plan: Plan, cost: Cost | None) -> str:
     rate = f"batch {batch:,}, {rate}"
     if plan.measured_rate is not None:
         rate = f"measured at {three(plan.measured_rate)} output tokens/s"
-    each = f"requests of {cost.prompt_tokens:,} + {cost.output_tokens:,}"
+    requests = f"requests of {cost.prompt_tokens:,} + {cost.output_tokens:,}"
     lines = [
         f"cost at ${cost.price:,.2f} an hour, {rate}",
-        f"  {dollars(cost.mixed)} per 1,000 tokens of {each}, prompt and output",
+        f"  {dollars(cost.mixed)} per 1,000 tokens of {requests}, prompt and output",
     ]
     if cost.input is not None and cost.output is not None:
         lines.append(
@@ -412,7 +412,7 @@ def _cost(plan: Plan, cost: Cost | None) -> str:
         copies = f"{cost.copies} {'copy' if cost.copies == 1 else 'copies'} of the model"
         lines += [
             f"  that is {copies}, busy {cost.busy:.0%} of the time",
-            f"  a day has {count(cost.load.tokens)} tokens, {count(cost.load.requests)} {each}",
+            f"  a day has {count(cost.load.tokens)} tokens, {count(cost.load.requests)} {requests}",
         ]
     return "\n".join(lines)
 
@@ -421,8 +421,8 @@ def _total(plan: Plan) -> str:
     return f"{plan.at.batch:,} x {plan.at.context:,} tokens"
 
 
-def _star(own: bool) -> str:
-    return " *" if own else ""
+def _star(mark: bool) -> str:
+    return " *" if mark else ""
 
 
 def _fits(fits: bool) -> str:
@@ -443,13 +443,13 @@ def _table(
     plan: Plan, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], align: str
 ) -> str:
     """Return a table, without the speed columns if speeds are unknown."""
-    kept = [
+    indices = [
         i
         for i, name in enumerate(header)
         if plan.speed is not None or not ("tokens/s" in name or name.startswith("at batch"))
     ]
-    lines = [[row[i] for i in kept] for row in (header, *rows)]
-    return "\n".join([title, *columns(lines, [align[i] for i in kept])])
+    lines = [[row[i] for i in indices] for row in (header, *rows)]
+    return "\n".join([title, *columns(lines, [align[i] for i in indices])])
 
 
 def build_parser() -> argparse.ArgumentParser:

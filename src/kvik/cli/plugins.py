@@ -37,11 +37,11 @@ def added_verbs() -> dict[str, tuple[str, str]]:
     """Return the verbs of all installed packages: verb -> (its module, what it does)."""
     from importlib.metadata import entry_points
 
-    found: dict[str, tuple[str, str]] = {}
+    all_verbs: dict[str, tuple[str, str]] = {}
     for entry in entry_points(group=VERBS):
         verbs: Mapping[str, tuple[str, str]] = entry.load()
-        found |= verbs
-    return found
+        all_verbs |= verbs
+    return all_verbs
 
 
 def decoding_meter() -> DecodingMeter:

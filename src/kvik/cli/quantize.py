@@ -66,13 +66,13 @@ class BeforeAfter:
         from kvik.evaluate.windows import held_out_texts, read_texts
 
         if data == NONE:
-            found = cls(before, "", (), speed)
+            measurement = cls(before, "", (), speed)
         elif data == BUILTIN:
-            found = cls(before, "the story that ships with kvik", held_out_texts(), speed)
+            measurement = cls(before, "the story that ships with kvik", held_out_texts(), speed)
         else:
-            found = cls(before, data, read_texts(Path(data), "eval"), speed)
-        found._check()
-        return found
+            measurement = cls(before, data, read_texts(Path(data), "eval"), speed)
+        measurement._check()
+        return measurement
 
     def _check(self) -> None:
         from kvik.evaluate.quality import prepare
@@ -277,37 +277,37 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _recipe(asked: RecipeOptions, source: Source) -> Recipe:
+def _recipe(options: RecipeOptions, source: Source) -> Recipe:
     from kvik.quantize.source import keeping_floats
 
-    eight = asked.method in ("smoothquant", "fp8")
-    given = asdict(asked)
-    sym, average_bits = given.pop("sym"), given.pop("budget_bits")
-    if asked.bits is None:
-        given["bits"] = 8 if eight else DEFAULT_BITS
-    if asked.group_size == AUTO:
-        given["group_size"] = SQUARE if asked.fp8_format == "e5m2" else ROW
-    symmetric = asked.method != "awq" if sym is None else sym
-    recipe = Recipe(symmetric=symmetric, average_bits=average_bits, **given)
-    if asked.group_size != AUTO or eight:
+    eight = options.method in ("smoothquant", "fp8")
+    fields = asdict(options)
+    sym, average_bits = fields.pop("sym"), fields.pop("budget_bits")
+    if options.bits is None:
+        fields["bits"] = 8 if eight else DEFAULT_BITS
+    if options.group_size == AUTO:
+        fields["group_size"] = SQUARE if options.fp8_format == "e5m2" else ROW
+    symmetric = options.method != "awq" if sym is None else sym
+    recipe = Recipe(symmetric=symmetric, average_bits=average_bits, **fields)
+    if options.group_size != AUTO or eight:
         return recipe
-    kept = keeping_floats(recipe, source.spec)
-    sizes = dividing(s.inputs for name, s in source.layers.items() if kept.quantises(name))
+    model_recipe = keeping_floats(recipe, source.spec)
+    sizes = dividing(s.inputs for name, s in source.layers.items() if model_recipe.quantises(name))
     return replace(recipe, group_size=sizes[0] if sizes else ROW)
 
 
-def _windows(asked: CalibrationOptions, source: Source) -> Tensor:
+def _windows(options: CalibrationOptions, source: Source) -> Tensor:
     """Return the token ids of the calibration text. [windows, tokens]"""
     from kvik.quantize.calibrate import calibration_windows
     from kvik.text.tokenizer import Tokenizer
 
-    context, tokens = source.spec.max_context, asked.calib_tokens
+    context, tokens = source.spec.max_context, options.calib_tokens
     if tokens is None:
         tokens = min(DEFAULT_TOKENS, context)
     if tokens > context:
         raise ConfigError("calib_tokens", f"must be at most {context} (the context), not {tokens}")
     tokenizer = Tokenizer.load(source.folder)
-    return calibration_windows(asked.calib, tokenizer, samples=asked.samples, tokens=tokens)
+    return calibration_windows(options.calib, tokenizer, samples=options.samples, tokens=tokens)
 
 
 def _calibration(text: str, windows: Tensor | None) -> str:
@@ -388,8 +388,8 @@ class QuantizeReport:
             ("weights", f"{sizes} ({saved.bytes_after / saved.bytes_before:.0%})"),
             ("bits per weight", f"{self.bits_per_weight:.2f} of quantised layers, with scales"),
         ]
-        if left := _left(saved.layers):
-            rows.append(("in floats", left))
+        if float_layers := _unquantised(saved.layers):
+            rows.append(("in floats", float_layers))
         if unreached := saved.unreached:
             rows.append(("experts", f"{unreached} matrices reached by no token, to nearest"))
         if self.perplexity is not None:
@@ -421,7 +421,7 @@ def _method(recipe: Recipe) -> str:
     return ", ".join(words)
 
 
-def _left(layers: Sequence[SavedLayer]) -> str:
+def _unquantised(layers: Sequence[SavedLayer]) -> str:
     """Return the kinds of layers that were not quantised, with the number of each."""
     kinds = Counter(layer.name.rpartition(".")[2] for layer in layers if layer.bits is None)
     return ", ".join(f"{count} {kind}" for kind, count in kinds.items())
@@ -430,13 +430,13 @@ def _left(layers: Sequence[SavedLayer]) -> str:
 def _errors(layers: Sequence[SavedLayer]) -> list[str]:
     """Return the relative errors by kind of layer, and the layers with the largest errors."""
     quantised = [layer for layer in layers if layer.bits is not None]
-    what = "outputs" if quantised[0].on_inputs else "weights"
+    quantity = "outputs" if quantised[0].on_inputs else "weights"
     kinds: dict[str, list[SavedLayer]] = {}
     for layer in quantised:
         kinds.setdefault(layer.name.rpartition(".")[2], []).append(layer)
-    lines = [f"relative error of {what:8}{'mean':>9}{'most':>9}"]
-    for kind, found in kinds.items():
-        errors = [layer.error for layer in found]
+    lines = [f"relative error of {quantity:8}{'mean':>9}{'most':>9}"]
+    for kind, group in kinds.items():
+        errors = [layer.error for layer in group]
         lines.append(f"  {kind:24}{sum(errors) / len(errors):9.4f}{max(errors):9.4f}")
     worst = sorted(quantised, key=lambda layer: -layer.error)[:SHOWN]
     lines += ["", "furthest off"]

@@ -70,22 +70,22 @@ def kv_format(resolved: ResolvedConfig) -> str:
     return " and ".join(dict.fromkeys(names))
 
 
-def _guessed(found: RequestSpeculation | None) -> list[str]:
+def _guessed(speculation: RequestSpeculation | None) -> list[str]:
     """Return the figures of speculation, if any drafts were made."""
-    if found is None or not found.drafts.rows:
+    if speculation is None or not speculation.drafts.rows:
         return []
-    drafts = found.drafts
+    drafts = speculation.drafts
     parts = [f"{drafts.accepted} of {drafts.drafts} drafts right"]
     parts.append(f"{drafts.mean_length:.2f} tokens a check")
-    if found.speedup is not None:
-        parts.append(f"speed-up by drafts {found.speedup:.2f} (estimated)")
+    if speculation.speedup is not None:
+        parts.append(f"speed-up by drafts {speculation.speedup:.2f} (estimated)")
     return parts
 
 
-def _speculation(found: RequestSpeculation | None) -> dict[str, object] | None:
-    if found is None:
+def _speculation(speculation: RequestSpeculation | None) -> dict[str, object] | None:
+    if speculation is None:
         return None
-    drafts = found.drafts
+    drafts = speculation.drafts
     return {
         "checks": drafts.rows,
         "drafted_tokens": drafts.drafts,
@@ -93,7 +93,7 @@ def _speculation(found: RequestSpeculation | None) -> dict[str, object] | None:
         "drafted_per_position": drafts.at,
         "accepted_per_position": drafts.accepted_at,
         "mean_accepted_length": drafts.mean_length if drafts.rows else None,
-        "speedup": found.speedup,
+        "speedup": speculation.speedup,
     }
 
 
@@ -109,8 +109,8 @@ def _figures(output: RequestOutput) -> dict[str, float | None]:
     }
 
 
-def _logprobs(found: Sequence[TokenLogprobs | None] | None) -> list[object] | None:
-    if found is None:
+def _logprobs(entries: Sequence[TokenLogprobs | None] | None) -> list[object] | None:
+    if entries is None:
         return None
     return [
         entry
@@ -120,5 +120,5 @@ def _logprobs(found: Sequence[TokenLogprobs | None] | None) -> list[object] | No
             "rank": entry.rank,
             "top": [[token, logprob] for token, logprob in entry.top],
         }
-        for entry in found
+        for entry in entries
     ]

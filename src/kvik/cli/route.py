@@ -66,7 +66,9 @@ async def _route(proxy: Proxy, listening: socket.socket) -> int:
     """Forward requests until a signal arrives; a second one does not wait for running answers."""
     stop = StopSignal()
     stop.listen()
-    starting, stopping = (asyncio.ensure_future(one) for one in (proxy.start(), stop.asked.wait()))
+    starting, stopping = (
+        asyncio.ensure_future(coro) for coro in (proxy.start(), stop.requested.wait())
+    )
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         starting.cancel()
@@ -80,13 +82,13 @@ async def _route(proxy: Proxy, listening: socket.socket) -> int:
         host, port = listening.getsockname()[:2]
         name = f"[{host}]" if ":" in host else host
         say(f"http://{name}:{port}/v1 in front of {len(proxy.upstreams)} servers", flush=True)
-        await stop.asked.wait()
+        await stop.requested.wait()
         closing = asyncio.ensure_future(listener.close(SHUTDOWN_SECONDS))
-        again = asyncio.ensure_future(stop.again.wait())
-        await asyncio.wait((closing, again), return_when=asyncio.FIRST_COMPLETED)
-        for task in (closing, again):
+        second_signal = asyncio.ensure_future(stop.repeated.wait())
+        await asyncio.wait((closing, second_signal), return_when=asyncio.FIRST_COMPLETED)
+        for task in (closing, second_signal):
             task.cancel()
-        await asyncio.gather(closing, again, return_exceptions=True)
+        await asyncio.gather(closing, second_signal, return_exceptions=True)
     finally:
         await proxy.close()
     return 0

@@ -126,8 +126,8 @@ def run(arguments: argparse.Namespace) -> int:
         if server.admin_port is not None:
             sockets.append(stack.enter_context(bind(LOOPBACK, server.admin_port, "admin_port")))
         if not keys.needed and server.uds is None and not is_loopback(server.host):
-            what = "without an API key anyone who can reach %s may use the server (--api-key-file)"
-            log.warning(what, _url(server, sockets[0]))
+            text = "without an API key anyone who can reach %s may use the server (--api-key-file)"
+            log.warning(text, _url(server, sockets[0]))
         resolved = resolve_config(config, moves=server.kv_token is not None)
         for line in _decisions(resolved):
             out.tell(visible(line))  # a path may contain control characters

@@ -201,7 +201,7 @@ def output_console() -> Console:
 
 
 @contextmanager
-def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def byte_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on a terminal; yield advance(bytes done since, bytes in total)."""
     if not sys.stderr.isatty():
         yield lambda size, total: None
@@ -209,7 +209,7 @@ def byte_bar(what: str) -> Iterator[Callable[[int, int], None]]:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
-    columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    columns = (label, BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, console=Console(stderr=True), transient=True)
     task = bar.add_task("", total=None)
 
@@ -256,7 +256,7 @@ def share_bar(*, redraws: bool = True) -> Iterator[Callable[[str, float], None]]
     ) as bar:
         task = bar.add_task("", total=1.0)
 
-        def tell(what: str, share: float) -> None:
-            bar.update(task, completed=share, description=what, refresh=not redraws)
+        def tell(label: str, share: float) -> None:
+            bar.update(task, completed=share, description=label, refresh=not redraws)
 
         yield tell

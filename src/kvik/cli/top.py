@@ -81,25 +81,25 @@ def kv_use(live: Frame) -> Text:
     blocks, usage = live["blocks"], live["stats"]["kv_usage"]
     full = min(BAR_WIDTH, max(round(usage * BAR_WIDTH), usage > 0))
     style = "red" if usage > 0.9 else "green"
-    given = live["stats"].get("given_back_blocks", 0)  # a server may be older
+    num_returned = live["stats"].get("given_back_blocks", 0)  # a server may be older
     return Text.assemble(
         ("KV ", "dim"), ("█" * full, style), ("░" * (BAR_WIDTH - full), "dim"),
         f" {usage:.0%}: {blocks['num_blocks'] - blocks['num_free']:,} of"
         f" {blocks['num_blocks']:,} blocks, {blocks['num_cached']:,} cached"
-        + (f", {given:,} given back" if given else ""),
+        + (f", {num_returned:,} given back" if num_returned else ""),
     )  # fmt: skip
 
 
-def replicas(found: Sequence[Frame]) -> Iterator[Table]:
+def replicas(frames: Sequence[Frame]) -> Iterator[Table]:
     """Yield a table if there are several engines."""
-    if not found:
+    if not frames:
         return
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim")
     for title in ("replica", "state", "running", "waiting", "KV", "hits", "decode", "prefill"):
         table.add_column(title, justify="left" if title == "state" else "right", no_wrap=True)
-    for one in found:
-        state, stats, rates = plain(one["state"]), one["stats"], one["rates"]
-        shown = "draining" if one["draining"] and state == "ready" else state
+    for frame in frames:
+        state, stats, rates = plain(frame["state"]), frame["stats"], frame["rates"]
+        shown = "draining" if frame["draining"] and state == "ready" else state
         cells = ["-"] * 6
         if stats is not None:
             looked_up = stats["prefix_queries"]
@@ -111,7 +111,7 @@ def replicas(found: Sequence[Frame]) -> Iterator[Table]:
                 f"{rates['decode_tokens']:,.0f}/s",
                 f"{rates['prefill_tokens']:,.0f}/s",
             ]
-        table.add_row(str(one["number"]), Text(shown, STYLES.get(state, "bold red")), *cells)
+        table.add_row(str(frame["number"]), Text(shown, STYLES.get(state, "bold red")), *cells)
     yield table
 
 
@@ -148,8 +148,11 @@ def moves(live: Frame) -> list[Text]:
 def steps(columns: Frame, width: int) -> tuple[Text, Text]:
     """Return a line for prompts and one for outputs: tokens of recent steps, newest at the
     right."""
-    room = max(1, width - 30)
-    decode, prefill = columns["decode_tokens"][-room:], columns["prefill_tokens"][-room:]
+    chart_width = max(1, width - 30)
+    decode, prefill = (
+        columns["decode_tokens"][-chart_width:],
+        columns["prefill_tokens"][-chart_width:],
+    )
     return (
         Text.assemble(("prefill ", "dim"), (sparkline(prefill), "cyan"), top_of(prefill)),
         Text.assemble(("decode  ", "dim"), (sparkline(decode), "green"), top_of(decode)),
@@ -158,8 +161,8 @@ def steps(columns: Frame, width: int) -> tuple[Text, Text]:
 
 def sparkline(values: Sequence[int]) -> str:
     """Return a character for each value, blank only for 0."""
-    most = max(values, default=0) or 1
-    return "".join(LEVELS[-(-value * (len(LEVELS) - 1) // most)] for value in values)
+    peak = max(values, default=0) or 1
+    return "".join(LEVELS[-(-value * (len(LEVELS) - 1) // peak)] for value in values)
 
 
 def top_of(values: Sequence[int]) -> str:
@@ -302,12 +305,12 @@ def read(status: int, body: bytes) -> Frame:
         KvikError: the answer has no frame.
     """
     try:
-        found = json.loads(body)
+        answer = json.loads(body)
     except (ValueError, RecursionError):
-        found = None
-    if status == 200 and isinstance(found, dict) and {"model", "state", "live"} <= found.keys():
-        return found
-    error = found.get("error") if isinstance(found, dict) else None
+        answer = None
+    if status == 200 and isinstance(answer, dict) and {"model", "state", "live"} <= answer.keys():
+        return answer
+    error = answer.get("error") if isinstance(answer, dict) else None
     fields = error if isinstance(error, dict) else {}
     message = plain(str(fields.get("message", "")))
     if status == 401 or fields.get("code") == "admin_key_needed":

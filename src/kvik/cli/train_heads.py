@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
     from kvik.training.heads import check_place, holds_finished, train_heads, windows_of
 
     config = EngineConfig(**engine_options(arguments, arguments.model))
-    asked = _asked(arguments)
+    options = _heads_options(arguments)
     check_place(arguments.output)
     check_new(arguments, holds_finished(arguments.output))
     texts = read_texts(arguments.data)
@@ -120,14 +120,14 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(resolved)
     if tokenizer is None:
         raise ConfigError("model", "has no tokenizer, and the data is text")
-    window = min(asked.window, longest_window(config))
+    window = min(options.window, longest_window(config))
     windows = windows_of(texts, tokenizer, window)
-    recipe = _recipe(asked, resolved.model.hidden_size)
+    recipe = _recipe(options, resolved.model.hidden_size)
     with share_bar() as progress:
         trained = train_heads(config, windows, recipe, arguments.output, progress)
     if not trained.finished:
-        again = "the same command continues"
-        say(f"interrupted: the heads are saved as they are; {again}", error=True)
+        hint = "the same command continues"
+        say(f"interrupted: the heads are saved as they are; {hint}", error=True)
     report = _report(trained)
     if arguments.json:
         say(json.dumps(report))
@@ -137,27 +137,27 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _asked(arguments: argparse.Namespace) -> HeadsOptions:
+def _heads_options(arguments: argparse.Namespace) -> HeadsOptions:
     """Return the options of the heads, checked."""
-    asked = HeadsOptions(**given_options(HeadsOptions, arguments))
-    normalised(asked, ConfigError)
-    for one in options_of(HeadsOptions):
-        kind = one.facts.get("kind", asked.kind)
-        if getattr(asked, one.name) is not None and asked.kind != kind:
-            raise ConfigError(one.name, f"must be left out: it is for {kind} heads only")
-    return asked
+    options = HeadsOptions(**given_options(HeadsOptions, arguments))
+    normalised(options, ConfigError)
+    for field in options_of(HeadsOptions):
+        kind = field.facts.get("kind", options.kind)
+        if getattr(options, field.name) is not None and options.kind != kind:
+            raise ConfigError(field.name, f"must be left out: it is for {kind} heads only")
+    return options
 
 
-def _recipe(asked: HeadsOptions, hidden: int) -> HeadsRecipe:
+def _recipe(options: HeadsOptions, hidden: int) -> HeadsRecipe:
     from kvik.training.heads import HeadsRecipe
     from kvik.training.train import Schedule
 
     return HeadsRecipe(
-        kind=asked.kind,
-        depth=asked.depth,
-        layers=asked.layers or 1,
-        inner=asked.inner or 2 * hidden,
-        schedule=Schedule(asked.tokens, asked.rows, asked.learning_rate, asked.seed),
+        kind=options.kind,
+        depth=options.depth,
+        layers=options.layers or 1,
+        inner=options.inner or 2 * hidden,
+        schedule=Schedule(options.tokens, options.rows, options.learning_rate, options.seed),
     )
 
 

@@ -76,10 +76,10 @@ def choose_compute(
     dtype = choose_dtype(config, spec, hardware, gpu, limit, notes)
     compute = computing_in(dtype, config, spec, hardware, device, gpu, notes)
     _choose_kv_format(config, spec, dtype, notes)
-    asked = ASKED if config.quantization != "none" else "the default"
+    origin = ASKED if config.quantization != "none" else "the default"
     words = SCHEMES[config.quantization]
     words += f" ({spec.quantization})" if spec.quantization else ""
-    notes.add("quantization", config.quantization, f"{asked}: {words}")
+    notes.add("quantization", config.quantization, f"{origin}: {words}")
     return compute, limit
 
 
@@ -104,20 +104,20 @@ def choose_device(config: EngineConfig, hardware: Hardware, notes: Notes) -> tup
     if config.device == "cpu" or (config.device == "auto" and not gpus):
         reason = ASKED if config.device == "cpu" else "no CUDA device is visible"
         return notes.add("device", "cpu", reason), None
-    _, _, wanted = config.device.partition(":")
-    index = int(wanted) if wanted else min(gpus, default=0)
+    _, _, number = config.device.partition(":")
+    index = int(number) if number else min(gpus, default=0)
     if index not in gpus:
         visible = ", ".join(f"cuda:{i}" for i in sorted(gpus)) or "none"
         raise ConfigError("device", f"{config.device} does not exist (CUDA devices: {visible})")
-    reason = ASKED if wanted else gpus[index].name
+    reason = ASKED if number else gpus[index].name
     return notes.add("device", f"cuda:{index}", reason), gpus[index]
 
 
 def _memory_limit(config: EngineConfig, hardware: Hardware, gpu: Gpu | None, notes: Notes) -> Limit:
     free = gpu.free_memory if gpu else hardware.memory_limit
-    what = "free GPU memory" if gpu else hardware.memory_reason
+    source_of_free = "free GPU memory" if gpu else hardware.memory_reason
     limit = int(free * config.memory_utilization)
-    source = f"{config.memory_utilization:.0%} of {show_bytes(free)} ({what})"
+    source = f"{config.memory_utilization:.0%} of {show_bytes(free)} ({source_of_free})"
     notes.add("memory", show_bytes(limit), source)
     return Limit(limit, source)
 
@@ -196,8 +196,8 @@ def choose_kernels(
     """
     triton = triton_reason(config, hardware, model, device)
     if config.kernels == "triton" and triton is not None:
-        others = "auto, native or torch" if device == "cpu" else "auto or torch"
-        raise ConfigError("kernels", f"triton: {triton}; must be {others} here")
+        allowed = "auto, native or torch" if device == "cpu" else "auto or torch"
+        raise ConfigError("kernels", f"triton: {triton}; must be {allowed} here")
     if config.kernels == "auto" and triton is None:
         return notes.add("kernels", "triton", "compiled for this GPU when they first run")
     refusal = None
@@ -290,33 +290,33 @@ def _triton_or_sdpa(
     else:
         refusal = _unfit_heads(model, multiple, MAX_HEAD_DIM)
     unfit = refusal or _no_torch_prompts(config, model, dtype)
-    asked = config.attention_backend
-    if asked == "triton" and refusal is not None:
+    backend = config.attention_backend
+    if backend == "triton" and refusal is not None:
         raise ConfigError("attention_backend", f"triton: {refusal}")
-    if asked == TRITON_SDPA and unfit is not None:
+    if backend == TRITON_SDPA and unfit is not None:
         raise ConfigError("attention_backend", f"{TRITON_SDPA}: {unfit}")
-    if asked == "cpu":
+    if backend == "cpu":
         raise ConfigError("attention_backend", "cpu: it needs the native kernels")
-    if asked != "auto":
-        return notes.add("attention_backend", asked, ASKED)
+    if backend != "auto":
+        return notes.add("attention_backend", backend, ASKED)
     if refusal is not None:
         return notes.add("attention_backend", "sdpa", f"not triton, as {refusal}")
     if model.latent is not None and unfit is None:
         reason = f"torch's for prompts of {LATENT_TORCH_FROM} tokens and more, with keys and values"
         reason += " of all heads: fewer operations than over latent vectors"
         return notes.add("attention_backend", TRITON_SDPA, reason)
-    least = None if gpu is None else dict(gpu.torch_prompts).get(max(model.head_dims))
-    if gpu is not None and least is not None and unfit is None:
-        reason = f"torch's was measured faster for prompts of {least} tokens and more"
+    threshold = None if gpu is None else dict(gpu.torch_prompts).get(max(model.head_dims))
+    if gpu is not None and threshold is not None and unfit is None:
+        reason = f"torch's was measured faster for prompts of {threshold} tokens and more"
         return notes.add("attention_backend", TRITON_SDPA, f"{reason} on {gpu.name}")
     return notes.add("attention_backend", "triton", "reads the paged cache in place")
 
 
-def _unfit_heads(model: ModelSizes, multiple: int, most: int) -> str | None:
+def _unfit_heads(model: ModelSizes, multiple: int, max_dim: int) -> str | None:
     """Return why kernels do not support a model's heads; None if they do."""
     for dim in model.head_dims:
-        if dim % multiple or dim > most:
-            return f"head_dim {dim} is not a multiple of {multiple} up to {most}"
+        if dim % multiple or dim > max_dim:
+            return f"head_dim {dim} is not a multiple of {multiple} up to {max_dim}"
     return None
 
 
@@ -346,8 +346,8 @@ REBUILD = "build another one from the model itself: kvik build MODEL -o ENGINE"
 
 def built_in(built: Built) -> dict[str, Any]:
     """Return the fields of `EngineConfig` that an engine folder fixes, with their values."""
-    found = {"dtype": built.dtype, "kernels": built.kernels, "quantization": built.quantization}
-    return found | {"device": "cpu"} if built.kernels == "native" else found
+    values = {"dtype": built.dtype, "kernels": built.kernels, "quantization": built.quantization}
+    return values | {"device": "cpu"} if built.kernels == "native" else values
 
 
 def settled(config: EngineConfig, built: Built, hardware: Hardware) -> EngineConfig:
@@ -358,12 +358,12 @@ def settled(config: EngineConfig, built: Built, hardware: Hardware) -> EngineCon
     """
     values = built_in(built)
     for name, value in values.items():
-        asked = getattr(config, name)
-        if asked not in (value, LEFT_OPEN[name]):
+        requested = getattr(config, name)
+        if requested not in (value, LEFT_OPEN[name]):
             raise ConfigError(
                 name,
-                f"is {value} in this engine folder, not {asked}: leave it out, or {REBUILD} "
-                f"--{name} {asked}",
+                f"is {value} in this engine folder, not {requested}: leave it out, or {REBUILD} "
+                f"--{name} {requested}",
             )
     if built.quantization not in SCHEMES:
         raise ConfigError(
@@ -395,11 +395,11 @@ def check_draft(built: Built, dtype: str, kernels: str, quantization: str) -> No
     Raises:
         ConfigError: it cannot.
     """
-    asked = {"dtype": dtype, "kernels": kernels}
+    required = {"dtype": dtype, "kernels": kernels}
     if quantization != LEFT_OPEN["quantization"]:
-        asked["quantization"] = quantization
+        required["quantization"] = quantization
     values = built_in(built)
-    for name, value in asked.items():
+    for name, value in required.items():
         if values[name] != value:
             raise ConfigError(
                 "spec_model",

@@ -41,7 +41,7 @@ from kvik.spec.stored_weights import METHODS as STORED_METHODS
 from kvik.spec.weights import SCHEMES
 
 EXAMPLE = "memory:4GiB,disk:/var/cache/kvik:200GiB"
-MOST_BYTES = 1 << 50
+MAX_BYTES = 1 << 50
 _UNITS = {"": 0, "KIB": 10, "K": 10, "MIB": 20, "M": 20, "GIB": 30, "G": 30, "TIB": 40, "T": 40}
 
 
@@ -112,13 +112,13 @@ def _bytes(text: str, part: str) -> int:
     if match is None or unit is None:
         raise _bad(f"{shown(text)} of {shown(part.strip())} is not a size (such as 512MiB or 4GiB)")
     size = int(float(match[1]) * (1 << unit))
-    if not 0 < size <= MOST_BYTES:
+    if not 0 < size <= MAX_BYTES:
         raise _bad(f"the size of {shown(part.strip())} must be from 1 byte to 1024 TiB")
     return size
 
 
-def _bad(what: str) -> ValueError:
-    return ValueError(f"must be such as {EXAMPLE}: {what}")
+def _bad(problem: str) -> ValueError:
+    return ValueError(f"must be such as {EXAMPLE}: {problem}")
 
 
 ROLES = ("both", "prefill", "decode")

@@ -47,18 +47,18 @@ class HeadsSpec:
         Args:
             model: name of the model that the heads belong to.
         """
-        known: dict[str, object] = {
+        values: dict[str, object] = {
             "model_type": self.kind,
             "base_model_name_or_path": model,
             "hidden_size": self.hidden_size,
             "vocab_size": self.vocab_size,
         }
         if self.kind == MEDUSA:
-            known |= {"medusa_num_heads": self.depth, "medusa_num_layers": self.layers}
-            known["own_logits"] = self.own_logits
+            values |= {"medusa_num_heads": self.depth, "medusa_num_layers": self.layers}
+            values["own_logits"] = self.own_logits
         else:
-            known |= {"num_steps": self.depth, "intermediate_size": self.inner_size}
-        return known | {"accuracies": [list(ranks) for ranks in self.accuracies]}
+            values |= {"num_steps": self.depth, "intermediate_size": self.inner_size}
+        return values | {"accuracies": [list(ranks) for ranks in self.accuracies]}
 
 
 def read_heads_spec(folder: Path, kind: str) -> HeadsSpec:
@@ -74,13 +74,13 @@ def _spec(values: Mapping[str, object], kind: str) -> HeadsSpec:
     fields = Fields(values)
     medusa = kind == MEDUSA
     # Medusa's own checkpoints give neither their kind nor their sizes.
-    least, default = (0, 0) if medusa else (1, None)
+    minimum, default = (0, 0) if medusa else (1, None)
     if "model_type" in fields or not medusa:
         fields.choice("model_type", (kind,))
     spec = HeadsSpec(
         kind=kind,
-        hidden_size=fields.integer("hidden_size", least, MAX_WIDTH, default),
-        vocab_size=fields.integer("vocab_size", least, MAX_VOCAB, default),
+        hidden_size=fields.integer("hidden_size", minimum, MAX_WIDTH, default),
+        vocab_size=fields.integer("vocab_size", minimum, MAX_VOCAB, default),
         depth=fields.integer("medusa_num_heads" if medusa else "num_steps", 1, MAX_DEPTH),
     )
     if medusa:
@@ -92,17 +92,17 @@ def _spec(values: Mapping[str, object], kind: str) -> HeadsSpec:
 
 
 def _with_accuracies(spec: HeadsSpec, fields: Fields) -> HeadsSpec:
-    found = fields.raw("accuracies")
-    if found is None:
+    value = fields.raw("accuracies")
+    if value is None:
         return spec
-    good = isinstance(found, list) and len(found) in (0, spec.depth) and all(map(_shares, found))
+    good = isinstance(value, list) and len(value) in (0, spec.depth) and all(map(_shares, value))
     if not good:
         raise fields.error(
             "accuracies",
-            f"must be {spec.depth} lists of 1 to {MAX_RANKS} shares, not {shown(found)}",
+            f"must be {spec.depth} lists of 1 to {MAX_RANKS} shares, not {shown(value)}",
         )
-    assert isinstance(found, list)
-    return replace(spec, accuracies=tuple(tuple(map(float, ranks)) for ranks in found))
+    assert isinstance(value, list)
+    return replace(spec, accuracies=tuple(tuple(map(float, ranks)) for ranks in value))
 
 
 def _shares(ranks: object) -> bool:
@@ -122,13 +122,13 @@ def heads_for(folder: Path, kind: str, hidden_size: int, vocab_size: int) -> Hea
             they are for a model of other sizes.
     """
     try:
-        found = read_heads_spec(folder, kind)
+        stored = read_heads_spec(folder, kind)
     except ModelError as error:
         raise ModelError("spec_model", f"holds no {kind} heads: {error}") from None
     spec = replace(
-        found,
-        hidden_size=found.hidden_size or hidden_size,
-        vocab_size=found.vocab_size or vocab_size,
+        stored,
+        hidden_size=stored.hidden_size or hidden_size,
+        vocab_size=stored.vocab_size or vocab_size,
     )
     if (spec.hidden_size, spec.vocab_size) != (hidden_size, vocab_size):
         raise ModelError(

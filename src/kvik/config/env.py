@@ -104,24 +104,24 @@ def read_option_file(path: str) -> dict[type, dict[str, Any]]:
         raise ConfigError("config", f"{path!r} cannot be read: {error.strerror}") from None
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError("config", f"{path!r} is not TOML: {error}") from None
-    found: dict[type, dict[str, Any]] = {kind: {} for kind in KINDS}
+    options: dict[type, dict[str, Any]] = {kind: {} for kind in KINDS}
     for key, value in values.items():
         name = key.replace("-", "_")
         if name not in OWNERS and name not in OTHERS:
             text = unknown(name, "option", OWNERS)
             raise ConfigError("config", f"{path!r} has the unknown key {key!r}, which {text}")
         kind, owner = OWNERS.get(name) or OTHERS[name]
-        if name in found[kind]:
+        if name in options[kind]:
             raise ConfigError("config", f"{path!r} sets {name} twice")
         try:
-            found[kind][name] = _toml_value(owner, value)
+            options[kind][name] = _toml_value(owner, value)
         except (ValueError, TypeError):
             text = f"{name} in {path!r} must be {owner.expects}, not {str(value)[:MAX_SHOWN]!r}"
             if name == "api_key":  # the value may be a key
                 text = f"{name} in {path!r} must be a list of texts"
             raise ConfigError("config", text) from None
-    found[EngineConfig] = translated(found[EngineConfig])
-    return found
+    options[EngineConfig] = translated(options[EngineConfig])
+    return options
 
 
 def _toml_value(option: Option, value: object) -> object:
@@ -191,9 +191,9 @@ def cache_folder(environ: Mapping[str, str] | None = None) -> Path:
 def _private_folder(folder: Path) -> Path:
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()  # lstat: a link could redirect our writes
-    private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o022
-    if not private or found.st_uid != os.getuid():
+    status = folder.lstat()  # lstat: a link could redirect our writes
+    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
+    if not private or status.st_uid != os.getuid():
         raise ConfigError(
             "XDG_CACHE_HOME",
             f"must be set: you have no home folder, and others may write to {folder}",

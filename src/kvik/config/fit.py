@@ -104,19 +104,21 @@ class Fit:
         default = GPU_BUDGET if footprint.device == "cuda" else CPU_BUDGET
         if footprint.stage_ends:  # otherwise most stages would wait for the one with the prompt
             default //= CHUNKS_EACH * len(footprint.stage_ends)
-        asked = requested_speculation(config)
+        requested = requested_speculation(config)
         # Tokens of a decoding request, and additional tokens for drafts.
-        each, drafts = (1, 0) if asked is None else (2, 2 * draft_tokens(asked))
+        per_request, drafts = (1, 0) if requested is None else (2, 2 * draft_tokens(requested))
         batch = config.batch_size if config.policy in ("static", "dynamic") else 0
-        least = max(config.block_size, batch, (config.max_num_seqs or 0) + drafts)
+        required = max(config.block_size, batch, (config.max_num_seqs or 0) + drafts)
         if footprint.spec.encoder:  # a step has whole prompts
-            least = max(least, config.max_model_len or context)
+            required = max(required, config.max_model_len or context)
             self._check_encoder()
         size = StepSize(
             max_model_len=config.max_model_len or min(context, 4096),
             max_num_seqs=config.max_num_seqs
-            or max(1, min(MAX_NUM_SEQS, (config.max_num_batched_tokens or GPU_BUDGET) // each)),
-            max_num_batched_tokens=config.max_num_batched_tokens or max(default, least),
+            or max(
+                1, min(MAX_NUM_SEQS, (config.max_num_batched_tokens or GPU_BUDGET) // per_request)
+            ),
+            max_num_batched_tokens=config.max_num_batched_tokens or max(default, required),
         )
         if batch:
             if config.max_num_seqs is None:
@@ -126,24 +128,26 @@ class Fit:
                     "batch_size",
                     f"must be at most max_num_seqs ({config.max_num_seqs}), not {batch}",
                 )
-        size = with_draft_rows(asked, size, footprint.device)
+        size = with_draft_rows(requested, size, footprint.device)
         largest = size
-        room = (self.limit.size - footprint.weights - footprint.overhead(size)) // 4
-        floor = max(MIN_BUDGET, least)
-        while footprint.activations(size) + footprint.states(size) > room:
+        limit = (self.limit.size - footprint.weights - footprint.overhead(size)) // 4
+        floor = max(MIN_BUDGET, required)
+        while footprint.activations(size) + footprint.states(size) > limit:
             smaller = []
             if config.max_num_batched_tokens is None and size.max_num_batched_tokens // 2 >= floor:
                 tokens = size.max_num_batched_tokens // 2
-                most = max(tokens // each, config.max_num_seqs or batch or 1)
-                seqs = min(size.max_num_seqs, most)
+                max_seqs = max(tokens // per_request, config.max_num_seqs or batch or 1)
+                seqs = min(size.max_num_seqs, max_seqs)
                 smaller.append(replace(size, max_num_batched_tokens=tokens, max_num_seqs=seqs))
             if config.max_num_seqs is None and size.max_num_seqs > config.batch_size:
                 seqs = max(size.max_num_seqs // 2, config.batch_size)
                 smaller.append(replace(size, max_num_seqs=seqs))
             if not smaller:
                 break
-            smaller = [with_draft_rows(asked, one, footprint.device) for one in smaller]
-            size = min(smaller, key=lambda one: footprint.activations(one) + footprint.states(one))
+            smaller = [with_draft_rows(requested, trial, footprint.device) for trial in smaller]
+            size = min(
+                smaller, key=lambda trial: footprint.activations(trial) + footprint.states(trial)
+            )
         reason = "enough to keep the arithmetic units busy"
         if size.max_num_batched_tokens < largest.max_num_batched_tokens:
             reason = "a larger step would take over a quarter of the memory left by the weights"
@@ -181,32 +185,32 @@ class Fit:
                 "max_model_len",
                 f"must be at most the model's context of {context}, not {config.max_model_len}",
             )
-        wanted = config.max_model_len or context
-        if self.footprint.spec.encoder and wanted > size.max_num_batched_tokens:
-            wanted = size.max_num_batched_tokens
+        requested = config.max_model_len or context
+        if self.footprint.spec.encoder and requested > size.max_num_batched_tokens:
+            requested = size.max_num_batched_tokens
             reason = "max_num_batched_tokens, as a step of an encoder has whole prompts"
-            return notes.add("max_model_len", wanted, reason)
-        longest = self._longest(lambda length: replace(size, max_model_len=length), wanted)
-        least = wanted
+            return notes.add("max_model_len", requested, reason)
+        longest = self._longest(lambda length: replace(size, max_model_len=length), requested)
+        minimum = requested
         if config.max_model_len is None:
             small_cache = config.num_blocks is not None or config.kv_cache_memory is not None
-            least = 1 if small_cache else min(wanted, MIN_CONTEXT)
-        if longest < least:
+            minimum = 1 if small_cache else min(requested, MIN_CONTEXT)
+        if longest < minimum:
             # The length offered in the error must fit when requested, with a step sized for it.
-            offer = self._longest(self._asked, least)
-            raise self._capacity_error(replace(size, max_model_len=least), offer)
+            offer = self._longest(self._size_with, minimum)
+            raise self._capacity_error(replace(size, max_model_len=minimum), offer)
         if config.max_model_len is not None:
-            return notes.add("max_model_len", wanted, ASKED)
-        if longest == wanted:
+            return notes.add("max_model_len", requested, ASKED)
+        if longest == requested:
             reason = (
                 "the model's context" if ends else "unbounded texts; the longest allowed request"
             )
-            return notes.add("max_model_len", wanted, reason)
+            return notes.add("max_model_len", requested, reason)
         limiter = "the memory left"
         if config.num_blocks is not None or config.kv_cache_memory is not None:
             limiter = "the KV cache asked for"
-        whole = f"the model's context of {context}" if ends else f"{context}"
-        reason = f"the most that {limiter} holds, of {whole}"
+        full = f"the model's context of {context}" if ends else f"{context}"
+        reason = f"the most that {limiter} holds, of {full}"
         return notes.add("max_model_len", longest, reason)
 
     @property
@@ -216,32 +220,32 @@ class Fit:
             return STREAMED_CONTEXT
         return self.footprint.spec.max_context
 
-    def _asked(self, length: int) -> StepSize:
+    def _size_with(self, length: int) -> StepSize:
         """Return the step that results if the options request a context of `length`."""
-        asking = replace(self, config=replace(self.config, max_model_len=length))
-        return replace(asking.step_size(Notes()), max_model_len=length)
+        trial = replace(self, config=replace(self.config, max_model_len=length))
+        return replace(trial.step_size(Notes()), max_model_len=length)
 
-    def _longest(self, size_for: Callable[[int], StepSize], most: int) -> int:
-        """Return a long context, up to `most`, with which one request fits; 0 if none is found.
+    def _longest(self, size_for: Callable[[int], StepSize], limit: int) -> int:
+        """Return a long context, up to `limit`, with which one request fits; 0 if none is found.
 
         It is the longest one if fitting is monotonic in the length, as with steps of a fixed size.
         """
 
         def fits(length: int) -> bool:
             trial = size_for(length)
-            one = self.footprint.blocks_per_request(length, trial.max_num_batched_tokens)
-            enough = self._cache_bytes(trial) >= self.footprint.cache_cost(one)
+            num_blocks = self.footprint.blocks_per_request(length, trial.max_num_batched_tokens)
+            enough = self._cache_bytes(trial) >= self.footprint.cache_cost(num_blocks)
             return enough and self._needed(trial) <= self.limit.size
 
-        if fits(most):
-            return most
-        low, high = 0, most  # fits(low) or low == 0; not fits(high)
+        if fits(limit):
+            return limit
+        low, high = 0, limit  # fits(low) or low == 0; not fits(high)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(middle) else (low, middle)
         # Round down to whole blocks.
-        whole = low - low % self.footprint.block_size
-        return whole if whole and fits(whole) else low
+        rounded = low - low % self.footprint.block_size
+        return rounded if rounded and fits(rounded) else low
 
     def num_blocks(self, size: StepSize, notes: Notes) -> int:
         """Choose the number of blocks: at least one request of `max_model_len`, at most all."""
@@ -255,15 +259,15 @@ class Fit:
         per_request = footprint.blocks_per_request(size.max_model_len, size.max_num_batched_tokens)
         within = footprint.blocks_within
         if config.kv_cache_memory is not None:
-            asked = show_bytes(config.kv_cache_memory)
-            count, reason = within(config.kv_cache_memory), f"kv_cache_memory of {asked}"
+            requested = show_bytes(config.kv_cache_memory)
+            count, reason = within(config.kv_cache_memory), f"kv_cache_memory of {requested}"
         else:
-            room = self.limit.size - footprint.fixed(size)
-            bounds = [(within(room), "all memory left")]
+            free = self.limit.size - footprint.fixed(size)
+            bounds = [(within(free), "all memory left")]
             if footprint.device == "cpu":
                 proportion = max(CPU_KV_FLOOR, CPU_KV_PER_WEIGHTS * footprint.weights)
                 bounds += [
-                    (within(int(room * CPU_KV_SHARE)), f"{CPU_KV_SHARE:.0%} of the memory left"),
+                    (within(int(free * CPU_KV_SHARE)), f"{CPU_KV_SHARE:.0%} of the memory left"),
                     (within(proportion), f"{show_bytes(proportion)}, in proportion to the weights"),
                 ]
             count, reason = min(bounds)
@@ -300,16 +304,16 @@ class Fit:
         if footprint.graph_memory == 0 and (sizes or drafting):
             notes.add("cuda_graphs", "none", ASKED if config.graph_memory == 0 else NO_GRAPHS)
         elif sizes or drafting:
-            what = f"{len(drafting)} of the {'heads' if footprint.heads else 'draft model'}"
-            value, replayed = what, "drafts are made by replaying them"
+            draft_graphs = f"{len(drafting)} of the {'heads' if footprint.heads else 'draft model'}"
+            value, replayed = draft_graphs, "drafts are made by replaying them"
             if sizes:
-                value = f"{len(sizes)} sizes up to {max(each.rows for each in sizes)} requests"
-                value += f", {what}" if drafting else ""
+                value = f"{len(sizes)} sizes up to {max(graph.rows for graph in sizes)} requests"
+                value += f", {draft_graphs}" if drafting else ""
                 verifying = " and verifying" if size.max_draft_rows else ""
                 replayed = f"decoding{verifying} steps replay them"
-            taken = show_bytes(footprint.graphs(size))
+            memory = show_bytes(footprint.graphs(size))
             planned = "are planned" if footprint.graph_memory is None else "were asked for"
-            notes.add("cuda_graphs", value, f"{replayed}; {taken} {planned} for all of them")
+            notes.add("cuda_graphs", value, f"{replayed}; {memory} {planned} for all of them")
 
     def _cache_bytes(self, size: StepSize) -> int:
         """Return the bytes of the requested KV cache, otherwise of the smallest for one request."""
@@ -436,38 +440,38 @@ def footprint_of(
     )
 
 
-def draft_tokens(asked: SpeculativeConfig) -> int:
+def draft_tokens(options: SpeculativeConfig) -> int:
     """Return the maximum number of drafts of a request in one step."""
-    return asked.num_speculative_tokens or DEFAULT_TOKENS[asked.method]
+    return options.num_speculative_tokens or DEFAULT_TOKENS[options.method]
 
 
-def with_draft_rows(asked: SpeculativeConfig | None, size: StepSize, device: str) -> StepSize:
+def with_draft_rows(options: SpeculativeConfig | None, size: StepSize, device: str) -> StepSize:
     """Return the step with a useful number of drafts. Half of the tokens that decoding requests
     leave are reserved for prompts, which could starve otherwise.
 
     Args:
         device: "cpu" or "cuda".
     """
-    if asked is None:
+    if options is None:
         return size
     tokens, seqs = size.max_num_batched_tokens, size.max_num_seqs
-    most = min(seqs * draft_tokens(asked), (tokens - seqs) // 2, MAX_DRAFT_ROWS[device])
-    most = max(0, most)
-    return replace(size, max_draft_rows=most, draft_tokens=min(most, draft_tokens(asked)))
+    rows = min(seqs * draft_tokens(options), (tokens - seqs) // 2, MAX_DRAFT_ROWS[device])
+    rows = max(0, rows)
+    return replace(size, max_draft_rows=rows, draft_tokens=min(rows, draft_tokens(options)))
 
 
 def with_drafter(
-    footprint: Footprint, asked: SpeculativeConfig | None, source: DraftSource
+    footprint: Footprint, options: SpeculativeConfig | None, source: DraftSource
 ) -> Footprint:
     """Return the engine's memory with its draft model or heads.
 
     Raises:
         ConfigError: the draft model cannot run with the target.
     """
-    if asked is not None and source.heads is not None:
-        heads = HeadsFootprint(source.heads, footprint.dtype, draft_tokens(asked))
+    if options is not None and source.heads is not None:
+        heads = HeadsFootprint(source.heads, footprint.dtype, draft_tokens(options))
         return replace(footprint, heads=heads)
-    if asked is None or source.spec is None:
+    if options is None or source.spec is None:
         return footprint
     _shared_group(footprint.groups)
     if source.spec.states:
@@ -480,11 +484,11 @@ def with_drafter(
         )
     built = source.spec.built
     if built is not None:
-        check_draft(built, footprint.dtype, footprint.kernels, asked.quantization)
+        check_draft(built, footprint.dtype, footprint.kernels, options.quantization)
     draft = replace(
         footprint,
         spec=source.spec,
-        quantization=built.quantization if built else asked.quantization,
+        quantization=built.quantization if built else options.quantization,
         runtime=0,
         kv_cache_dtype=AUTO,
         kv_cache_dtype_skip_layers=(),
@@ -505,7 +509,7 @@ def _shared_group(groups: tuple[KVGroup, ...]) -> int:
 
 
 def choose_speculation(
-    asked: SpeculativeConfig | None,
+    options: SpeculativeConfig | None,
     size: StepSize,
     groups: tuple[KVGroup, ...],
     source: DraftSource,
@@ -520,7 +524,7 @@ def choose_speculation(
     Raises:
         ConfigError: a step has no room for drafts.
     """
-    if asked is None:
+    if options is None:
         notes.add("speculation", OFF, "the default: see spec_method")
         return None
     if size.max_draft_rows == 0:
@@ -529,29 +533,31 @@ def choose_speculation(
             f"must be at least {size.max_num_seqs + 2} for {size.max_num_seqs} requests and their "
             f"drafts, not {size.max_num_batched_tokens}",
         )
-    most = min(draft_tokens(asked), size.max_draft_rows)
-    reason = ASKED if asked.num_speculative_tokens else f"{ASKED}, with the method's default"
-    notes.add("speculation", asked.method, f"{reason}: up to {most} tokens of a request in a step")
+    limit = min(draft_tokens(options), size.max_draft_rows)
+    reason = ASKED if options.num_speculative_tokens else f"{ASKED}, with the method's default"
+    notes.add(
+        "speculation", options.method, f"{reason}: up to {limit} tokens of a request in a step"
+    )
     rows = f"{size.max_draft_rows} drafts"
     notes.add("max_draft_rows", rows, "of all requests in a step, with room left for prompts")
     typical = None
-    if asked.typical_acceptance:
-        typical = Typical(asked.typical_epsilon, asked.typical_delta)
+    if options.typical_acceptance:
+        typical = Typical(options.typical_epsilon, options.typical_delta)
         effect = "lossy: changes the distribution of requests that sample without a seed"
         notes.add("typical_acceptance", "on", f"{effect}; {ASKED}")
     return ResolvedSpeculation(
-        method=asked.method,
-        num_draft_tokens=most,
+        method=options.method,
+        num_draft_tokens=limit,
         max_draft_rows=size.max_draft_rows,
-        adaptive=asked.adaptive,
+        adaptive=options.adaptive,
         # A draft model writes ahead in blocks shared with the target.
-        num_lookahead_tokens=most if asked.method == "draft_model" else 0,
+        num_lookahead_tokens=limit if options.method == "draft_model" else 0,
         source=source,
         draft_step=size.of_draft_model,
         draft_group=_shared_group(groups) if source.spec is not None else 0,
-        quantization=asked.quantization,
-        ngram_min=asked.ngram_min,
-        ngram_max=asked.ngram_max,
-        shared=asked.shared,
+        quantization=options.quantization,
+        ngram_min=options.ngram_min,
+        ngram_max=options.ngram_max,
+        shared=options.shared,
         typical=typical,
     )

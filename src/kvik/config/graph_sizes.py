@@ -97,9 +97,9 @@ def heads_sizes(max_num_seqs: int) -> tuple[GraphSize, ...]:
     return tuple(GraphSize(rows, rows, 1, rows) for rows in _powers(max_num_seqs))
 
 
-def _powers(most: int) -> list[int]:
-    """Return the powers of two below `most`, and `most`."""
-    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most]
+def _powers(limit: int) -> list[int]:
+    """Return the powers of two below `limit`, and `limit`."""
+    return [*(1 << i for i in range(limit.bit_length()) if 1 << i < limit), limit]
 
 
 def graph_bytes(layers: int) -> int:

@@ -161,20 +161,25 @@ def memory_limit(root: Path) -> tuple[int, str]:
     """Return the bytes that this process may still allocate, and the reason: free RAM, a cgroup's
     limit, or a limit of the process."""
     limits = [_available_ram(root), *_cgroup_memory_left(root), *_address_space_left(root)]
-    limit, reason = min(limits, key=lambda found: found[0])
+    limit, reason = min(limits, key=lambda pair: pair[0])
     return max(0, limit), reason
 
 
 def memory_left(root: Path = Path("/")) -> int:
     """Return the bytes that this process may still allocate within the system and its cgroups."""
-    return max(0, min(left for left, _ in (_available_ram(root), *_cgroup_memory_left(root))))
+    return max(
+        0, min(num_bytes for num_bytes, _ in (_available_ram(root), *_cgroup_memory_left(root)))
+    )
 
 
 def memory_stalls(root: Path = Path("/")) -> float:
     """Return the seconds that processes of this cgroup, or else of the system, have waited for
     memory; 0.0 if the system does not report it (pressure stall information)."""
-    own = [folder for version, folder, _ in _cgroups(root, "memory") if version == 2][:1]
-    for file in (*(folder / "memory.pressure" for folder in own), root / "proc/pressure/memory"):
+    folders = [folder for version, folder, _ in _cgroups(root, "memory") if version == 2][:1]
+    for file in (
+        *(folder / "memory.pressure" for folder in folders),
+        root / "proc/pressure/memory",
+    ):
         some, _, _ = _read(file).partition("\n")
         total = some.rpartition("total=")[2]
         if total.isdigit():
@@ -229,7 +234,7 @@ def _cgroup_memory_left(root: Path) -> Iterator[tuple[int, str]]:
 def cpu_quota(root: Path = Path("/")) -> tuple[float, Path | None]:
     """Return the lowest CPU quota in cores of this process's cgroups, and the file with the CPU
     time used (see `used_cpu_time`) or None; infinity without a quota."""
-    return min(_cpu_quotas(root), key=lambda found: found[0], default=(inf, None))
+    return min(_cpu_quotas(root), key=lambda pair: pair[0], default=(inf, None))
 
 
 def used_cpu_time(file: Path) -> float:
@@ -320,26 +325,26 @@ def load_thresholds(gpu: str, path: Path) -> Thresholds:
         measured = json.loads(path.read_bytes())[gpu]
         if measured["versions"] != _versions():
             return ()
-        pairs = sorted((int(dim), int(least)) for dim, least in measured["torch_from"].items())
+        pairs = sorted((int(dim), int(tokens)) for dim, tokens in measured["torch_from"].items())
     except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError):
         return ()
     except RecursionError:  # thousands of brackets
         return ()
-    return tuple((dim, least) for dim, least in pairs if dim > 0 and least > 0)
+    return tuple((dim, tokens) for dim, tokens in pairs if dim > 0 and tokens > 0)
 
 
-def save_thresholds(gpu: str, found: Thresholds, path: Path) -> None:
+def save_thresholds(gpu: str, measured: Thresholds, path: Path) -> None:
     """Save the thresholds of a GPU, keeping those of others.
 
     Raises:
         ConfigError: the file cannot be written.
     """
     try:
-        kept = json.loads(path.read_bytes())
+        stored = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
-        kept = {}
-    every = kept if isinstance(kept, dict) else {}
-    torch_from = {str(dim): least for dim, least in found}
+        stored = {}
+    every = stored if isinstance(stored, dict) else {}
+    torch_from = {str(dim): tokens for dim, tokens in measured}
     every[gpu] = {"versions": _versions(), "torch_from": torch_from}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -349,13 +354,13 @@ def save_thresholds(gpu: str, found: Thresholds, path: Path) -> None:
 
 
 def _versions() -> dict[str, str]:
-    found = {}
+    versions = {}
     for name in MEASURED_PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:  # kvik runs from its sources
-            found[name] = ""
-    return found
+            versions[name] = ""
+    return versions
 
 
 GPU_FIELDS = "index,name,memory.total,memory.free,compute_cap"
@@ -380,16 +385,16 @@ def find_gpus() -> tuple[Gpu, ...]:
 
 def parse_gpus(table: str, visible: tuple[int, ...] | None) -> tuple[Gpu, ...]:
     """Parse lines of `GPU_FIELDS` into devices, numbered as CUDA numbers the visible ones."""
-    found: dict[int, Gpu] = {}
+    gpus: dict[int, Gpu] = {}
     for line in table.splitlines():
         cells = [cell.strip() for cell in line.split(",")]
         try:
             index, name, total, free, capability = cells
             major, _, minor = capability.partition(".")
-            found[int(index)] = Gpu(
+            gpus[int(index)] = Gpu(
                 int(index), name, int(total) * MIB, int(free) * MIB, (int(major), int(minor))
             )
         except ValueError:
             continue  # "[N/A]", or a message instead of a table
-    order = sorted(found) if visible is None else [i for i in visible if i in found]
-    return tuple(replace(gpu, index=rank) for rank, gpu in enumerate(found[i] for i in order))
+    order = sorted(gpus) if visible is None else [i for i in visible if i in gpus]
+    return tuple(replace(gpu, index=rank) for rank, gpu in enumerate(gpus[i] for i in order))

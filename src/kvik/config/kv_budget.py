@@ -32,8 +32,8 @@ VERSION = 1  # of the file
 MAX_BYTES = 1 << 22  # of the file
 MAX_CLASSES = 4  # classes of layers with equal budgets
 ROUND = 16  # budgets are multiples of this, like blocks
-LEAST_TOKENS = Budget(0).least
-LEAST = -(-LEAST_TOKENS // ROUND) * ROUND
+MIN_TOKENS = Budget(0).min_tokens
+LEAST = -(-MIN_TOKENS // ROUND) * ROUND
 BETA = 20  # PyramidKV: ratio of the average budget to that of the last layer
 MAX_CONTEXT = 1 << 24
 USUAL_CONTEXT = 16_384
@@ -122,9 +122,9 @@ def scores_of(by: str, entropies: Sequence[float], layers: int) -> tuple[float, 
         return tuple(entropies)
     if by == UNIFORM or layers == 1:
         return (1.0,) * layers
-    least = 1 / BETA
-    most = 2 - least
-    return tuple(most - (most - least) * i / (layers - 1) for i in range(layers))
+    lowest = 1 / BETA
+    highest = 2 - lowest
+    return tuple(highest - (highest - lowest) * i / (layers - 1) for i in range(layers))
 
 
 def allot(
@@ -142,22 +142,22 @@ def allot(
     """
     cap = share * context * sum(sizes)
     if cap < LEAST * sum(sizes):
-        least = LEAST / context
+        min_share = LEAST / context
         raise ConfigError(
-            "bytes", f"must be at least {least:.3g}, {LEAST} of {context} tokens, not {share:g}"
+            "bytes", f"must be at least {min_share:.3g}, {LEAST} of {context} tokens, not {share:g}"
         )
     classes = _classes(scores)
     weights = [sum(sizes[i] for i in layers) for layers in classes]
     means = [sum(scores[i] for i in layers) / len(layers) for layers in classes]
-    wanted = _filled(means, weights, cap, context)
-    given = [int(tokens) // ROUND * ROUND for tokens in wanted]
-    spare = cap - sum(a * b for a, b in zip(given, weights, strict=True))
+    exact = _filled(means, weights, cap, context)
+    tokens_of_class = [int(tokens) // ROUND * ROUND for tokens in exact]
+    spare = cap - sum(a * b for a, b in zip(tokens_of_class, weights, strict=True))
     # Bytes left by rounding go to the classes that lost most by it.
-    for c in sorted(range(len(classes)), key=lambda c: given[c] - wanted[c]):
-        if ROUND * weights[c] <= spare and given[c] + ROUND <= context:
-            given[c] += ROUND
+    for c in sorted(range(len(classes)), key=lambda c: tokens_of_class[c] - exact[c]):
+        if ROUND * weights[c] <= spare and tokens_of_class[c] + ROUND <= context:
+            tokens_of_class[c] += ROUND
             spare -= ROUND * weights[c]
-    budgets = dict(zip(classes, given, strict=True))
+    budgets = dict(zip(classes, tokens_of_class, strict=True))
     return tuple(next(n for layers, n in budgets.items() if i in layers) for i in range(len(sizes)))
 
 
@@ -174,18 +174,18 @@ def _classes(scores: Sequence[float]) -> list[tuple[int, ...]]:
 
 
 def _filled(
-    scores: Sequence[float], weights: Sequence[int], cap: float, most: int
+    scores: Sequence[float], weights: Sequence[int], cap: float, limit: int
 ) -> Sequence[float]:
-    """Return tokens proportional to scores, within `LEAST` and `most`, that take `cap` bytes."""
+    """Return tokens proportional to scores, within `LEAST` and `limit`, that take `cap` bytes."""
 
     def at(level: float) -> list[float]:
-        return [min(max(level * score, LEAST), most) for score in scores]
+        return [min(max(level * score, LEAST), limit) for score in scores]
 
-    low, high = 0.0, most / max(min(scores), 1e-9)
+    low, high = 0.0, limit / max(min(scores), 1e-9)
     for _ in range(200):
         middle = (low + high) / 2
-        taken = sum(a * b for a, b in zip(at(middle), weights, strict=True))
-        low, high = (middle, high) if taken <= cap else (low, middle)
+        num_bytes = sum(a * b for a, b in zip(at(middle), weights, strict=True))
+        low, high = (middle, high) if num_bytes <= cap else (low, middle)
     return at(low)
 
 
@@ -221,31 +221,31 @@ def read_budgets(path: Path, spec: ModelSpec) -> KVBudgets:
     if values.pop("kv_budget", None) != VERSION:
         raise ConfigError(FIELD, f"must be a file of `kvik kv-budget`, not {shown(str(path))}")
     try:
-        found = msgspec.convert(values, KVBudgets)
+        budgets = msgspec.convert(values, KVBudgets)
     except msgspec.ValidationError as error:
         raise ConfigError(FIELD, f"{shown(str(path))} is wrong: {error}") from None
-    if found.fingerprint != fingerprint_of(spec):
+    if budgets.fingerprint != fingerprint_of(spec):
         raise ConfigError(
             FIELD,
             f"must be made for {spec.architecture} of this shape; {shown(str(path))} is of another "
-            f"model ({shown(found.architecture)})",
+            f"model ({shown(budgets.architecture)})",
         )
     lists: dict[str, tuple[Sequence[float], int]] = {
-        "scores": (found.scores, 0),
-        "budgets": (found.budgets, LEAST_TOKENS),
+        "scores": (budgets.scores, 0),
+        "budgets": (budgets.budgets, MIN_TOKENS),
     }
-    for name, (numbers, least) in lists.items():
+    for name, (numbers, minimum) in lists.items():
         if len(numbers) != spec.num_layers:
             text = f"{name} must be {spec.num_layers} numbers in {shown(str(path))}"
             raise ConfigError(FIELD, text)
-        if any(not least <= n <= MAX_CONTEXT for n in numbers):
-            text = f"{name} must be {least} to {MAX_CONTEXT} each, not {min(numbers)}"
+        if any(not minimum <= n <= MAX_CONTEXT for n in numbers):
+            text = f"{name} must be {minimum} to {MAX_CONTEXT} each, not {min(numbers)}"
             raise ConfigError(FIELD, text)
-    different = len(set(found.budgets))
+    different = len(set(budgets.budgets))
     if different > MAX_CLASSES:
         text = f"budgets must be at most {MAX_CLASSES} different ones, not {different}"
         raise ConfigError(FIELD, text)
-    return found
+    return budgets
 
 
 def _read(path: Path) -> dict[str, object]:

@@ -172,9 +172,9 @@ class HeadsFootprint:
     def weights(self) -> int:
         spec, hidden = self.spec, self.spec.hidden_size
         if spec.kind == MEDUSA:
-            each = spec.layers * (hidden * hidden + hidden)
-            each += hidden * spec.vocab_size if spec.own_logits else 0
-            return spec.depth * each * DTYPE_BYTES[self.dtype]
+            per_head = spec.layers * (hidden * hidden + hidden)
+            per_head += hidden * spec.vocab_size if spec.own_logits else 0
+            return spec.depth * per_head * DTYPE_BYTES[self.dtype]
         joined = 2 * hidden * hidden + hidden
         return (joined + hidden + 3 * hidden * spec.inner_size) * DTYPE_BYTES[self.dtype]
 
@@ -279,10 +279,10 @@ class Footprint:
     repeated: int = 0  # bytes of replicated weights, without one copy
     # Bytes per token in addition to the network's: outputs of experts of other processes until they
     # are summed; all logits if prompts are scored through transformers.
-    given: int = 0
+    output_bytes: int = 0
     stage_ends: tuple[int, ...] = ()  # see `RunnerConfig`
     # Weights of each stage if stages are on separate machines, which are all planned alike.
-    apart: tuple[int, ...] = ()
+    stage_bytes: tuple[int, ...] = ()
 
     @cached_property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -293,14 +293,16 @@ class Footprint:
     def weights(self) -> int:
         drafting = self.draft.weights if self.draft else 0
         drafting += self.heads.weights if self.heads else 0
-        if self.apart:
-            return max(self.apart) + drafting
+        if self.stage_bytes:
+            return max(self.stage_bytes) + drafting
         if self.mapped is not None:
             return self.mapped + drafting
-        own = weight_bytes(self.spec, self.dtype, self.quantization, self.kernels)
+        num_bytes = weight_bytes(self.spec, self.dtype, self.quantization, self.kernels)
         if self._one_of_several:
-            own = self.repeated + -(-(own - self.repeated) * self._largest_share // 1000)
-        return own + drafting
+            num_bytes = self.repeated + -(
+                -(num_bytes - self.repeated) * self._largest_share // 1000
+            )
+        return num_bytes + drafting
 
     @property
     def _one_of_several(self) -> bool:
@@ -313,8 +315,8 @@ class Footprint:
         heads or by output tiles, whichever are fewer."""
         heads = (spec.num_kv_heads for group in self.groups for spec in group.specs)
         shared = (count for count in heads if count >= self.ranks)
-        pieces = max(self.ranks, min((self.spec.hidden_size // TILE, *shared)))
-        return 1000 * -(-pieces // self.ranks) // pieces + 1
+        num_parts = max(self.ranks, min((self.spec.hidden_size // TILE, *shared)))
+        return 1000 * -(-num_parts // self.ranks) // num_parts + 1
 
     @property
     def stored_as(self) -> str:
@@ -339,7 +341,7 @@ class Footprint:
         runs = [stage.layers for stage in PipelineStage.all_of(self.stage_ends)]
         stages = [stage_groups(self.groups, layers) for layers in runs] or [self.groups]
         sizes = [sum(self._rank_bytes(groups)) for groups in stages]
-        return (max(sizes) if self.apart else sum(sizes)) + drafting
+        return (max(sizes) if self.stage_bytes else sum(sizes)) + drafting
 
     def _rank_bytes(self, groups: tuple[KVGroup, ...]) -> list[int]:
         """Return the bytes of a block of some groups in each process."""
@@ -351,7 +353,7 @@ class Footprint:
         """Number of processes on a machine."""
         if self._one_of_several:
             return 1
-        return self.ranks * (1 if self.apart else max(1, len(self.stage_ends)))
+        return self.ranks * (1 if self.stage_bytes else max(1, len(self.stage_ends)))
 
     @property
     def _block_cost(self) -> int:
@@ -380,7 +382,7 @@ class Footprint:
         windows = [group.spec.window for group in self.groups]
         if not windows or None in windows:
             return None
-        return max(window.most for window in windows if window is not None)
+        return max(window.max_keys for window in windows if window is not None)
 
     @property
     def _quantized(self) -> bool:
@@ -394,14 +396,14 @@ class Footprint:
 
     def activations(self, size: StepSize) -> int:
         """Peak of one step."""
-        own = self._tape(size) if self._taped else self._eager(size)
-        own += self._choosing(size)
-        own *= self._processes  # counts shared memory once per process
-        own += size.max_num_batched_tokens * self.given
+        peak = self._tape(size) if self._taped else self._eager(size)
+        peak += self._choosing(size)
+        peak *= self._processes  # counts shared memory once per process
+        peak += size.max_num_batched_tokens * self.output_bytes
         drafting = self._drafting(size, self.draft) if self.draft else 0
         if self.heads:
             drafting += self.heads.step(min(size.max_num_seqs, size.max_draft_rows))
-        return own + drafting
+        return peak + drafting
 
     def overhead(self, size: StepSize) -> int:
         """Runtime, tables of running requests and of rotary positions, widened weights, loading."""
@@ -484,14 +486,14 @@ class Footprint:
         Args:
             sizes: includes the largest ones. count: number of all sizes.
         """
-        spec, tokens = self.spec, max(each.tokens for each in sizes)
+        spec, tokens = self.spec, max(graph.tokens for graph in sizes)
         largest = replace(size, max_num_batched_tokens=tokens, max_draft_rows=0)
-        logits = max(each.samples for each in sizes) * spec.vocab_size * LOGIT_BYTES
+        logits = max(graph.samples for graph in sizes) * spec.vocab_size * LOGIT_BYTES
         shared = self._stream(largest) + max(self._widest(largest), logits)
         output = logits + tokens * spec.hidden_size * self._item
-        output += max(each.samples for each in sizes) * (4 + 8)
-        each = graph_bytes(sum(len(group.layers) for group in self.groups))
-        return count * each + shared + output
+        output += max(graph.samples for graph in sizes) * (4 + 8)
+        per_graph = graph_bytes(sum(len(group.layers) for group in self.groups))
+        return count * per_graph + shared + output
 
     def _drafting(self, size: StepSize, draft: Footprint) -> int:
         """Return a step of the draft model, its rotary positions, and the distributions of its
@@ -517,8 +519,8 @@ class Footprint:
         """Return the bytes of the states of running requests, of all checkpoints, and of the recent
         queries of layers with a budget."""
         rows = size.max_num_seqs + self.num_checkpoints(size)
-        here = 1 if self._one_of_several else self.ranks
-        states = here * self.spec.state_bytes * rows  # each process has all of them
+        copies = 1 if self._one_of_several else self.ranks
+        states = copies * self.spec.state_bytes * rows  # each process has all of them
         return states + size.max_num_seqs * self._recent_queries
 
     @property
@@ -531,14 +533,14 @@ class Footprint:
     def _choosing(self, size: StepSize) -> int:
         """Return the bytes while a layer with a budget selects tokens: all its keys of a request,
         and the scores of one head with their softmax (attention/budget.py)."""
-        found = 0
+        largest = 0
         for group in self.groups:
             budget, heads = group.spec.budget, group.spec.num_kv_heads
             if budget is not None:
-                each = self.spec.num_heads // heads * budget.last
-                width = heads * group.spec.head_dim + 2 * each
-                found = max(found, 4 * size.max_model_len * (width + CHOOSING_NUMBERS))
-        return found
+                scores = self.spec.num_heads // heads * budget.last
+                width = heads * group.spec.head_dim + 2 * scores
+                largest = max(largest, 4 * size.max_model_len * (width + CHOOSING_NUMBERS))
+        return largest
 
     def fixed(self, size: StepSize) -> int:
         """Return the bytes of everything except the blocks of the KV cache."""
@@ -664,8 +666,8 @@ class Footprint:
         if self.attention_backend == TRITON_SDPA:  # copies of q, k and v, and the output
             width = 2 * (spec.query_width + spec.key_width)
             if spec.latent is not None:  # keys and values of all heads, and widened ones
-                each = spec.latent.query + max(spec.latent.query, spec.latent.value)
-                width = spec.num_heads * (3 * each + spec.latent.nope + spec.latent.value)
+                head_width = spec.latent.query + max(spec.latent.query, spec.latent.value)
+                width = spec.num_heads * (3 * head_width + spec.latent.nope + spec.latent.value)
             copies = (size.max_num_batched_tokens + PROMPT_PADDING) * width * item
             return TRITON_WORKSPACE + CUDNN_BYTES + copies
         if self.attention_backend == "cpu":  # partial results of the splits of long contexts

@@ -53,8 +53,10 @@ def find_model(model: str, *, weights: bool = True, revision: str | None = None)
     """
     path = os.path.expanduser(model)  # os.path accepts names that cannot be paths
     if revision is not None and (not model or os.path.exists(path)):
-        what = f"{shown(model)} is a file or folder here" if model else "the bundled model has none"
-        raise ConfigError("revision", f"is for models of the hub; {what}")
+        problem = (
+            f"{shown(model)} is a file or folder here" if model else "the bundled model has none"
+        )
+        raise ConfigError("revision", f"is for models of the hub; {problem}")
     if not model:
         return BUNDLED
     if os.path.isdir(path):
@@ -62,8 +64,8 @@ def find_model(model: str, *, weights: bool = True, revision: str | None = None)
     if os.path.exists(path):
         if os.path.isfile(path) and is_gguf(Path(path)):
             return Path(path).absolute()  # not resolved: a link keeps its name
-        what = f"must be a folder, a {GGUF} file or a hub id; {shown(model)} is another file"
-        raise ModelError("model", what)
+        problem = f"must be a folder, a {GGUF} file or a hub id; {shown(model)} is another file"
+        raise ModelError("model", problem)
     return _download(model, DESCRIPTION + (WEIGHTS if weights else ()), revision)
 
 
@@ -78,11 +80,11 @@ def model_name(path: Path) -> str:
 def _in_folder(folder: Path) -> Path:
     if (folder / CONFIG).exists():
         return folder
-    found = sorted(path for path in folder.iterdir() if is_gguf(path))
-    if len(found) > 1:
-        names = ", ".join(path.name for path in found[:MAX_LISTED])
-        raise ModelError("model", f"name one of the {len(found)} GGUF files of the folder: {names}")
-    return found[0] if found else folder
+    files = sorted(path for path in folder.iterdir() if is_gguf(path))
+    if len(files) > 1:
+        names = ", ".join(path.name for path in files[:MAX_LISTED])
+        raise ModelError("model", f"name one of the {len(files)} GGUF files of the folder: {names}")
+    return files[0] if files else folder
 
 
 def find_config(model: str) -> Path:
@@ -96,8 +98,8 @@ def find_config(model: str) -> Path:
     if os.path.isfile(path):
         return Path(path).absolute()  # not resolved: a link keeps its name
     if not model or os.path.exists(path):
-        found = find_model(model, weights=False)
-        return found if is_gguf(found) else found / CONFIG
+        path_of_model = find_model(model, weights=False)
+        return path_of_model if is_gguf(path_of_model) else path_of_model / CONFIG
     return _download(model, (CONFIG,)) / CONFIG
 
 
@@ -108,8 +110,8 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
         raise ModelError("model", f"there is no folder {shown(hub_id)}{_nearest(hub_id)}")
     owner = os.path.dirname(hub_id)
     if owner and os.path.isdir(owner):  # a mistyped folder must not become a download
-        what = f"there is no folder {shown(hub_id)}; {owner!r} is a folder, so it is no hub id"
-        raise ModelError("model", what + _nearest(hub_id))
+        problem = f"there is no folder {shown(hub_id)}; {owner!r} is a folder, so it is no hub id"
+        raise ModelError("model", problem + _nearest(hub_id))
 
     # Imported late: it is slow, and most runs name a folder.
     import huggingface_hub
@@ -120,10 +122,10 @@ def _download(hub_id: str, files: tuple[str, ...], revision: str | None = None) 
     http_error: Any = errors.HfHubHTTPError.__bases__[0]
     ask = partial(_snapshot, huggingface_hub.snapshot_download, hub_id, files, revision)
     try:
-        if not (found := ask()).exists():  # deleted since this process asked
+        if not (folder := ask()).exists():  # deleted since this process asked
             _snapshot.cache_clear()
-            found = ask()
-        return found
+            folder = ask()
+        return folder
     except errors.HFValidationError:
         reason = "is neither a folder here nor a valid hub id"
     except (OSError, http_error) as error:

@@ -64,10 +64,12 @@ def check_group(
             OPTION, f"must be at most {heads}, the number of its query heads, not {ranks}"
         )
     if ranks * stages > threads and compute.gpu is None:
-        most = threads // ranks if stages > 1 else threads
-        asked = stages if stages > 1 else ranks
-        each = f", {ranks} for each stage" if ranks > 1 and stages > 1 else ""
-        reason = f"must be at most {most}, as there are {threads} threads{each}, not {asked}"
+        limit = threads // ranks if stages > 1 else threads
+        requested = stages if stages > 1 else ranks
+        per_stage = f", {ranks} for each stage" if ranks > 1 and stages > 1 else ""
+        reason = (
+            f"must be at most {limit}, as there are {threads} threads{per_stage}, not {requested}"
+        )
         raise ConfigError(option, reason)
     if stages > 1 and any(layer.token_input for layer in spec.layers):
         why = f"{spec.architecture} reads vectors of tokens in every layer"
@@ -79,21 +81,21 @@ def _check_torch(
 ) -> None:
     """Check a group that uses torch.distributed."""
     ranks = config.tensor_parallel_size
-    found = f"{compute.kernels} kernels with {compute.attention} attention"
+    kernels = f"{compute.kernels} kernels with {compute.attention} attention"
     if config.pipeline_parallel_size > 1:
-        raise ConfigError(STAGES, f"must be 1 with {found}: only the native kernels have stages")
+        raise ConfigError(STAGES, f"must be 1 with {kernels}: only the native kernels have stages")
     if compute.kernels == "native":
         reason = "kernels torch, or native ones with their own attention"
-        raise ConfigError(OPTION, f"must be 1 with {found}: several processes need {reason}")
+        raise ConfigError(OPTION, f"must be 1 with {kernels}: several processes need {reason}")
     if not hardware.native:
         reason = "kvik was installed without its native module, by which processes watch each other"
         raise ConfigError(OPTION, f"must be 1: {reason}")
     if config.expert_parallel:
-        raise ConfigError("expert_parallel", f"must be false with {found}")
+        raise ConfigError("expert_parallel", f"must be false with {kernels}")
     if spec.built is not None:
         raise ConfigError(OPTION, f"must be 1 with an engine folder for {compute.kernels} kernels")
     if config.engine_cache is not None:
-        raise ConfigError("engine_cache", f"must be left out with {found} in {ranks} processes")
+        raise ConfigError("engine_cache", f"must be left out with {kernels} in {ranks} processes")
     if compute.gpu is not None:
         group_gpus(compute.gpu, ranks, hardware)
 
@@ -105,17 +107,17 @@ def group_gpus(first: Gpu, ranks: int, hardware: Hardware) -> list[Gpu]:
         ConfigError: some do not exist, or they are of different models.
     """
     gpus = {gpu.index: gpu for gpu in hardware.gpus}
-    asked = range(first.index, first.index + ranks)
-    missing = [f"cuda:{index}" for index in asked if index not in gpus]
+    indices = range(first.index, first.index + ranks)
+    missing = [f"cuda:{index}" for index in indices if index not in gpus]
     if missing:
         visible = ", ".join(f"cuda:{index}" for index in sorted(gpus))
         reason = f"needs a GPU for each of {ranks} processes, and {missing[0]} is not there"
         raise ConfigError(OPTION, f"{reason} (CUDA devices: {visible})")
-    names = {gpus[index].name for index in asked}
+    names = {gpus[index].name for index in indices}
     if len(names) > 1:
         kinds = " and ".join(sorted(names))
         raise ConfigError(OPTION, f"needs GPUs of one kind, not {kinds}")
-    return [gpus[index] for index in asked]
+    return [gpus[index] for index in indices]
 
 
 def is_fast(config: EngineConfig, compute: Compute) -> bool:
@@ -139,10 +141,10 @@ def stage_ends(config: EngineConfig, spec: ModelSpec, compute: Compute) -> tuple
     weights, first, head = _weights_of_parts(config, spec, compute)
     length = config.max_model_len or spec.max_position_embeddings
     specs = spec.kv_specs(DTYPE_BYTES[compute.dtype])
-    kept = stored_as(specs, config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
+    stored_specs = stored_as(specs, config.kv_cache_dtype, config.kv_cache_dtype_skip_layers)
     costs = [
         size + (length * kv.bytes_per_token if kv else 0)
-        for size, kv in zip(weights, kept, strict=True)
+        for size, kv in zip(weights, stored_specs, strict=True)
     ]
     readers = enumerate(layer.kv_from for layer in spec.layers)
     joined = [(reader, source) for reader, source in readers if source is not None]
@@ -205,22 +207,22 @@ def with_ranks(config: ResolvedConfig, ranks: int) -> ResolvedConfig:
         reason = f"must be {runner.ranks}, as when it was recorded: each process has a GPU"
         raise ConfigError(OPTION, reason)
     threads = max(ranks, runner.threads * runner.ranks)
-    asked = EngineConfig(
+    options = EngineConfig(
         tensor_parallel_size=ranks, threads=threads, engine_cache=runner.engine_cache
     )
     compute = Compute(runner.device, None, runner.dtype, runner.kernels, runner.attention_backend)
-    check_group(asked, config.model, compute, detect(()))
+    check_group(options, config.model, compute, detect(()))
     return replace(config, runner=replace(runner, ranks=ranks, threads=threads // ranks))
 
 
 def share_reason(
-    spec: ModelSpec, threads: int, each: int, ranks: int, *, compute: Compute, fast: bool
+    spec: ModelSpec, threads: int, own_threads: int, ranks: int, *, compute: Compute, fast: bool
 ) -> str:
     """Return the reason of the decision: the share of each process."""
     shares = [HeadShare.of(spec.num_heads, spec.num_kv_heads, rank, ranks) for rank in range(ranks)]
     heads = sorted({end - first for first, end in (share.heads for share in shares)})
     kv_heads = sorted({end - first for first, end in (share.kv_heads for share in shares)})
-    where = f"{each} of {threads} threads" if compute.gpu is None else "a GPU of its own"
+    where = f"{own_threads} of {threads} threads" if compute.gpu is None else "a GPU of its own"
     cut = "" if compute.kernels == "native" else f"; {'fast' if fast else 'exact'} cut"
     return (
         f"{ASKED}: each process has {_some(heads)} of {spec.num_heads} heads, {_some(kv_heads)} of "
@@ -234,7 +236,7 @@ def given_bytes(config: EngineConfig, spec: ModelSpec) -> int:
     if spec.fallback is not None:
         return 4 * spec.vocab_size
     experts = (layer.experts for layer in spec.layers if layer.experts and config.expert_parallel)
-    return 4 * spec.hidden_size * max((one.router.active for one in experts), default=0)
+    return 4 * spec.hidden_size * max((moe.router.active for moe in experts), default=0)
 
 
 def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:
@@ -249,16 +251,20 @@ def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> i
         for table in spec.declaration.tables
         if not table.tied and table.role != "token_inputs"  # a matrix, divided like others
     )
-    whole = item * sum(table.num_parameters for table in tables)
+    num_bytes = item * sum(table.num_parameters for table in tables)
     if is_fast(config, compute):
         blocks = (spec.declaration.of_block(layer) for layer in range(spec.num_layers))
-        small = (one.num_parameters for block in blocks for one in block if one.role in SMALL)
-        whole += item * sum(small)
+        small = (
+            matrix.num_parameters for block in blocks for matrix in block if matrix.role in SMALL
+        )
+        num_bytes += item * sum(small)
     if compute.gpu is not None:
-        return whole  # the plan is for one device
-    here = config.distributed_executor_backend == "mp"
-    twice = spec.tie_word_embeddings and config.pipeline_parallel_size > 1 and here
-    return whole * (config.tensor_parallel_size - 1) + twice * _head_bytes(config, spec, compute)
+        return num_bytes  # the plan is for one device
+    local = config.distributed_executor_backend == "mp"
+    twice = spec.tie_word_embeddings and config.pipeline_parallel_size > 1 and local
+    return num_bytes * (config.tensor_parallel_size - 1) + twice * _head_bytes(
+        config, spec, compute
+    )
 
 
 def _head_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> int:
@@ -290,19 +296,19 @@ def check_replicas(config: EngineConfig, compute: Compute, hardware: Hardware) -
             REPLICAS, "must be 1 with ray: start a server on each machine, and kvik route"
         )
     if compute.gpu is not None:
-        found = len(_gpus(compute.gpu, hardware))
-        if replicas * ranks > found:
+        count = len(_gpus(compute.gpu, hardware))
+        if replicas * ranks > count:
             reason = (
-                f"must be at most {found // ranks}, as there are {found} GPUs like the first one"
+                f"must be at most {count // ranks}, as there are {count} GPUs like the first one"
             )
             raise ConfigError(REPLICAS, f"{reason}, {ranks} for each engine, not {replicas}")
         return
     threads = config.threads or hardware.threads
-    each = ranks * config.pipeline_parallel_size
-    if replicas * each > threads:
-        beside = f", {each} for each engine" if each > 1 else ""
+    needed = ranks * config.pipeline_parallel_size
+    if replicas * needed > threads:
+        suffix = f", {needed} for each engine" if needed > 1 else ""
         reason = (
-            f"must be at most {max(1, threads // each)}, as there are {threads} threads{beside}"
+            f"must be at most {max(1, threads // needed)}, as there are {threads} threads{suffix}"
         )
         raise ConfigError(REPLICAS, f"{reason}, not {replicas}")
 
@@ -320,8 +326,8 @@ def replica_limit(
     """
     if compute.gpu is not None:
         gpus = _gpus(compute.gpu, hardware)[:replicas]
-        least = min(gpu.free_memory for gpu in gpus)
-        return replace(limit, size=limit.size * least // max(1, compute.gpu.free_memory))
+        smallest = min(gpu.free_memory for gpu in gpus)
+        return replace(limit, size=limit.size * smallest // max(1, compute.gpu.free_memory))
     shared = mapped or 0
     if shared >= limit.size:
         raise CapacityError(
@@ -336,8 +342,8 @@ def replicas_reason(
     threads: int,
     replicas: int,
     compute: Compute,
-    whole: Limit,
-    each: Limit,
+    total: Limit,
+    part: Limit,
     mapped: int | None,
 ) -> str:
     """Return the reason of the decision: the resources of each engine."""
@@ -346,10 +352,10 @@ def replicas_reason(
     has = f"each has {threads // replicas} of {threads} threads"
     if mapped is None:
         return (
-            f"{has} and {show_bytes(each.size)} of {show_bytes(whole.size)}, with its own weights"
+            f"{has} and {show_bytes(part.size)} of {show_bytes(total.size)}, with its own weights"
         )
-    left, share = show_bytes(whole.size - mapped), show_bytes(each.size - mapped)
-    return f"{has} and {share} of {left}; {show_bytes(mapped)} of weights are mapped once for all"
+    rest, share = show_bytes(total.size - mapped), show_bytes(part.size - mapped)
+    return f"{has} and {share} of {rest}; {show_bytes(mapped)} of weights are mapped once for all"
 
 
 def _gpus(first: Gpu, hardware: Hardware) -> list[Gpu]:

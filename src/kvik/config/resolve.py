@@ -87,40 +87,46 @@ def resolve(
     if built is not None:
         config = settled(config, built, hardware)
     compute, limit = choose_compute(config, spec, hardware, notes)
-    asked = requested_speculation(config)
+    requested = requested_speculation(config)
     if spec.encoder:
-        config = _of_encoder(config, spec, asked is not None)
+        config = _of_encoder(config, spec, requested is not None)
     check_group(config, spec, compute, hardware)
     check_replicas(config, compute, hardware)
     tiers = check_tiers(config, spec, compute, moves=moves)
     mapped = None if built is None else built.weight_bytes
-    replicas, whole = config.data_parallel_size, _of_fullest(limit, config, compute, hardware)
-    limit = replica_limit(whole, replicas, compute, hardware, mapped) if replicas > 1 else whole
+    replicas, total = config.data_parallel_size, _of_fullest(limit, config, compute, hardware)
+    limit = replica_limit(total, replicas, compute, hardware, mapped) if replicas > 1 else total
     ends = stage_ends(config, spec, compute)
-    if asked is not None:
-        _check_drafts(asked, spec, ends)
+    if requested is not None:
+        _check_drafts(requested, spec, ends)
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     # Processes share the mapped pages of an engine folder.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
-    apart = stage_weights(config, spec, compute, ends)
-    given = given_bytes(config, spec)
-    footprint = replace(footprint, repeated=repeated, stage_ends=ends, apart=apart, given=given)
-    footprint = with_drafter(footprint, asked, source)
+    stage_bytes = stage_weights(config, spec, compute, ends)
+    output_bytes = given_bytes(config, spec)
+    footprint = replace(
+        footprint,
+        repeated=repeated,
+        stage_ends=ends,
+        stage_bytes=stage_bytes,
+        output_bytes=output_bytes,
+    )
+    footprint = with_drafter(footprint, requested, source)
     rest = less_memory_tier(limit, tiers)
     footprint, size, num_blocks = Fit(config, footprint, rest).decide(notes)
-    speculation = choose_speculation(asked, size, footprint.groups, source, notes)
+    speculation = choose_speculation(requested, size, footprint.groups, source, notes)
     threads = config.threads or hardware.threads
     quota = hardware.cpu_quota if config.threads is None else None
     notes.add("threads", threads, _threads_reason(config, hardware))
     ranks, fast = config.tensor_parallel_size, is_fast(config, compute)
-    each = threads // (ranks * max(1, len(ends)) * replicas)
+    threads_each = threads // (ranks * max(1, len(ends)) * replicas)
     if replicas > 1:
-        reason = replicas_reason(threads, replicas, compute, whole, limit, mapped)
+        reason = replicas_reason(threads, replicas, compute, total, limit, mapped)
         notes.add("data_parallel_size", replicas, reason)
     if ends:
         notes.add("pipeline_parallel_size", len(ends), stages_reason(ends, ranks))
     if ranks > 1:
-        reason = share_reason(spec, threads, each, ranks, compute=compute, fast=fast)
+        reason = share_reason(spec, threads, threads_each, ranks, compute=compute, fast=fast)
         notes.add("tensor_parallel_size", ranks, reason)
     if config.role != "both":
         reason = "computes prompts for others" if config.role == "prefill" else "fetches prompts"
@@ -157,7 +163,7 @@ def resolve(
             device=compute.device,
             attention_backend=compute.attention,
             torch_prompts=torch_prompts(compute.attention, spec, compute.gpu),
-            threads=each,
+            threads=threads_each,
             adapt_threads=config.threads is None and ranks == 1 and not ends,
             cpu_quota=quota and quota / replicas,
             kernels=compute.kernels,
@@ -208,20 +214,20 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
     if compute.gpu is None or config.tensor_parallel_size == 1:
         return limit
     gpus = group_gpus(compute.gpu, config.tensor_parallel_size, hardware)
-    least = min(gpu.free_memory for gpu in gpus)
-    if least >= compute.gpu.free_memory:
+    smallest = min(gpu.free_memory for gpu in gpus)
+    if smallest >= compute.gpu.free_memory:
         return limit
-    return replace(limit, size=int(least * config.memory_utilization))
+    return replace(limit, size=int(smallest * config.memory_utilization))
 
 
-def _check_drafts(asked: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...]) -> None:
+def _check_drafts(options: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...]) -> None:
     """Raise ConfigError if a model does not support speculation."""
     if spec.states:
         raise ConfigError(
             "spec_method",
             f"must be left out: {spec.architecture} keeps states, which cannot take back drafts",
         )
-    if ends and asked.method == EAGLE:
+    if ends and options.method == EAGLE:
         raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
 
 
@@ -240,12 +246,12 @@ def _of_encoder(config: EngineConfig, spec: ModelSpec, drafts: bool) -> EngineCo
     Raises:
         ConfigError: an option is only for models that generate text.
     """
-    whole = f"{spec.architecture} is an encoder"
+    kind = f"{spec.architecture} is an encoder"
     if drafts:
-        raise ConfigError("spec_method", f"must be left out: {whole}, which writes no text")
+        raise ConfigError("spec_method", f"must be left out: {kind}, which writes no text")
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(config, name) != 1:
-            raise ConfigError(name, f"must be 1: {whole}, which runs in one process")
+            raise ConfigError(name, f"must be 1: {kind}, which runs in one process")
     return replace(config, enable_prefix_caching=False)
 
 
@@ -292,15 +298,15 @@ def as_stored(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
     Raises:
         ConfigError: it is a stored format, but not the one of the files.
     """
-    asked, stored = config.quantization, spec.quantization
-    if stored is not None and asked == stored.method:
+    requested, stored = config.quantization, spec.quantization
+    if stored is not None and requested == stored.method:
         return replace(config, quantization="none")
-    if asked not in SCHEMES:
-        found = f"as {stored.method}" if stored is not None else "as plain floats"
+    if requested not in SCHEMES:
+        stored_as = f"as {stored.method}" if stored is not None else "as plain floats"
         raise ConfigError(
             "quantization",
-            f"is {asked}, but the files store the weights {found}; while they are loaded they can "
-            f"become {', '.join(scheme for scheme in SCHEMES if scheme != 'none')}",
+            f"is {requested}, but the files store the weights {stored_as}; while they are loaded "
+            f"they can become {', '.join(scheme for scheme in SCHEMES if scheme != 'none')}",
         )
     return config
 
@@ -326,16 +332,16 @@ def as_streamed(config: EngineConfig, spec: ModelSpec, notes: Notes) -> ModelSpe
         if wrong:
             raise ConfigError("window", f"must be left out: {name} {reason}")
     window = Window(config.window, sinks=config.attention_sinks)
-    if window.most > spec.max_context:
+    if window.max_keys > spec.max_context:
         raise ConfigError(
             "window",
             f"must be at most {spec.max_context - window.sinks} with {window.sinks} sinks, as "
             f"the model's context is {spec.max_context}, not {window.keys}",
         )
     notes.add("window", window.keys, ASKED)
-    reason = f"{ASKED}: each request keeps the KV of at most {window.most} tokens and one step"
+    reason = f"{ASKED}: each request keeps the KV of at most {window.max_keys} tokens and one step"
     notes.add("attention_sinks", window.sinks, reason)
-    ropes = {rope: replace(rope, most_keys=window.most) for rope in spec.ropes}
+    ropes = {rope: replace(rope, most_keys=window.max_keys) for rope in spec.ropes}
     layers = (
         replace(layer, window=window, rope=layer.rope and ropes[layer.rope])
         for layer in spec.layers
@@ -352,8 +358,8 @@ def as_budgeted(spec: ModelSpec, budgets: KVBudgets | None, notes: Notes) -> Mod
     if budgets is None:
         return spec
     check_model(spec)
-    least, most = min(budgets.budgets), max(budgets.budgets)
-    value = f"{least} tokens" if least == most else f"{least} to {most} tokens"
+    smallest, largest = min(budgets.budgets), max(budgets.budgets)
+    value = f"{smallest} tokens" if smallest == largest else f"{smallest} to {largest} tokens"
     reason = "lossy: answers to long prompts are not those of the model"
     notes.add("kv_budget", value, f"{reason}; by {budgets.by}, {ASKED}")
     layers = (
@@ -373,16 +379,16 @@ def check_tiers(
     """
     if config.kv_tiers is None and config.role == "both":
         return None
-    asked = TierOptions() if config.kv_tiers is None else read_tiers(config.kv_tiers)
-    if config.role == "prefill" and not asked.memory:
+    tiers = TierOptions() if config.kv_tiers is None else read_tiers(config.kv_tiers)
+    if config.role == "prefill" and not tiers.memory:
         if config.kv_tiers is not None:
             reason = "must have a memory tier for role prefill, such as memory:1GiB"
             raise ConfigError(TIERS, f"{reason}: others fetch its pages")
-        asked = replace(asked, memory=PREFILL_TIER)
+        tiers = replace(tiers, memory=PREFILL_TIER)
     # Handing requests over with their pages needs a memory tier.
-    moved = asked.memory > 0 and (config.data_parallel_size > 1 or moves)
-    asked = replace(
-        asked,
+    moved = tiers.memory > 0 and (config.data_parallel_size > 1 or moves)
+    tiers = replace(
+        tiers,
         peers=config.role == "decode" or moved,
         lends=config.role == "prefill" or moved,
     )
@@ -402,7 +408,7 @@ def check_tiers(
             if config.kv_tiers is None:
                 raise ConfigError("role", f"must be both: {reason}")
             raise ConfigError(TIERS, f"must be left out: {reason}")
-    return asked
+    return tiers
 
 
 def unkept(architecture: str, *, encoder: bool, states: bool) -> str:
@@ -445,18 +451,18 @@ def tier_sizes(
         if 0 < size < largest:
             reason = f"must have at least {largest} bytes for one page of {block_size} tokens"
             raise CapacityError(TIERS, f"{reason}; {name} has {size}")
-    found = [
+    parts = [
         f"{name} {show_bytes(size)} (about {size // sum(pages) * block_size:,} tokens)"
         for name, size in (("memory", tiers.memory), ("disk", tiers.disk))
         if size
     ]
-    found += ["peers have what they computed"] if tiers.peers else []
-    each = f"{sum(pages) / 1024:,.0f} KiB"
-    kept = f"pages of {block_size} tokens, {each}"
+    parts += ["peers have what they computed"] if tiers.peers else []
+    size_of_page = f"{sum(pages) / 1024:,.0f} KiB"
+    page = f"pages of {block_size} tokens, {size_of_page}"
     loaded = "prefixes and preempted requests are loaded if that is faster than computing them"
-    reason = f"{ASKED}: {kept}; {loaded}, as measured"
+    reason = f"{ASKED}: {page}; {loaded}, as measured"
     notes.add(
-        TIERS, "+".join(name.split()[0] for name in found), "; ".join([reason, ", ".join(found)])
+        TIERS, "+".join(name.split()[0] for name in parts), "; ".join([reason, ", ".join(parts)])
     )
     return TierSizes(pages, tiers.memory // largest, tiers.disk, tiers.peers, tiers.lends)
 

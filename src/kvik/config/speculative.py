@@ -168,60 +168,60 @@ def merge_speculation(
     Raises:
         ConfigError: a field of `config` is impossible, or an option contradicts the method.
     """
-    given = {} if config is None else _checked(config)
-    idle = {key: f"{key} of speculative_config" for key in given}  # without a method
+    values = {} if config is None else _checked(config)
+    idle = {key: f"{key} of speculative_config" for key in values}  # without a method
     for name, (key, value) in {
         "spec_method": ("method", method),
         "spec_model": ("model", model),
         "spec_tokens": ("num_speculative_tokens", tokens),
     }.items():
         if value is not None:
-            given[key] = value
+            values[key] = value
             idle.pop(key, None)
             idle[key] = name
-    asked = SpeculativeConfig(**given)
-    if "method" not in given and idle:
+    options = SpeculativeConfig(**values)
+    if "method" not in values and idle:
         text = f"must be one of {', '.join(METHODS)} beside {', '.join(idle.values())}"
         raise ConfigError("spec_method", f"{text}; it is not given")
-    if asked.method == OFF:
+    if options.method == OFF:
         return None
-    _of_its_method(asked, given)
-    if asked.ngram_min > asked.ngram_max:
+    _of_its_method(options, values)
+    if options.ngram_min > options.ngram_max:
         raise ConfigError(
             "speculative_config",
-            f"ngram_min must be at most ngram_max ({asked.ngram_max}), not {asked.ngram_min}",
+            f"ngram_min must be at most ngram_max ({options.ngram_max}), not {options.ngram_min}",
         )
-    if asked.method == "draft_model" and not asked.model:
+    if options.method == "draft_model" and not options.model:
         raise ConfigError("spec_model", "must name a draft model for the method draft_model")
-    if asked.method in LOOKUP_METHODS and asked.model:
-        raise ConfigError("spec_model", f"must be left out: {asked.method} needs no model")
-    return asked
+    if options.method in LOOKUP_METHODS and options.model:
+        raise ConfigError("spec_model", f"must be left out: {options.method} needs no model")
+    return options
 
 
 def _checked(config: Mapping[str, object]) -> dict[str, Any]:
     """Check each field of `speculative_config` and return them."""
-    options = {one.name: one for one in options_of(SpeculativeConfig)}
-    found = {}
+    options = {option.name: option for option in options_of(SpeculativeConfig)}
+    values = {}
     for key, value in config.items():
         if key not in options:
             text = f"{shown(key)} {unknown(str(key), 'field of it', options)}"
             raise ConfigError("speculative_config", text)
         try:
-            found[key] = options[key].checked(value)
+            values[key] = options[key].checked(value)
         except ValueError as bad:
             raise ConfigError("speculative_config", f"{key} {bad}") from None
-    return found
+    return values
 
 
-def _of_its_method(asked: SpeculativeConfig, given: Mapping[str, object]) -> None:
+def _of_its_method(options: SpeculativeConfig, values: Mapping[str, object]) -> None:
     """Refuse fields that would have no effect, unless they have their default."""
-    for one in options_of(SpeculativeConfig):
-        methods = one.facts.get("methods", METHODS)
-        if asked.method not in methods and getattr(asked, one.name) != one.default:
+    for field in options_of(SpeculativeConfig):
+        methods = field.facts.get("methods", METHODS)
+        if options.method not in methods and getattr(options, field.name) != field.default:
             raise ConfigError(
                 "speculative_config",
-                f"{one.name} is for the method {', '.join(methods)}, not {asked.method}",
+                f"{field.name} is for the method {', '.join(methods)}, not {options.method}",
             )
     for name in ("typical_epsilon", "typical_delta"):
-        if name in given and "typical_acceptance" not in given:
+        if name in values and "typical_acceptance" not in values:
             raise ConfigError("speculative_config", f"{name} needs typical_acceptance")

@@ -112,12 +112,12 @@ def synonym_options() -> tuple[Option, ...]:
     """Return the names as options that can be parsed from text; each is None unless given."""
     kinds = {option.name: option.kind for option in options_of(EngineConfig)}
     return tuple(
-        Option(name, one.kind or kinds[one.option], None, "", optional=True, facts=NO_FACTS)
-        for name, one in SYNONYMS.items()
+        Option(name, synonym.kind or kinds[synonym.option], None, "", optional=True, facts=NO_FACTS)
+        for name, synonym in SYNONYMS.items()
     )
 
 
-def translated(given: Mapping[str, Any]) -> dict[str, Any]:
+def translated(named: Mapping[str, Any]) -> dict[str, Any]:
     """Return options with other engines' names replaced by kvik's. Unknown names are kept.
 
     Names without a meaning in kvik are dropped, and one warning lists them.
@@ -125,16 +125,16 @@ def translated(given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: kvik lacks the feature of a name, or an option is given under two names.
     """
-    found, ignored = with_synonyms(given, SYNONYMS, ConfigError)
-    if given.get("speculative_model") and "spec_method" not in given:
-        if given["speculative_model"] == "[ngram]":  # vLLM's word for drafts without a model
-            found.update(spec_model=None, spec_method="ngram")
+    options, ignored = with_synonyms(named, SYNONYMS, ConfigError)
+    if named.get("speculative_model") and "spec_method" not in named:
+        if named["speculative_model"] == "[ngram]":  # vLLM's word for drafts without a model
+            options.update(spec_model=None, spec_method="ngram")
         else:
-            found["spec_method"] = "draft_model"
-    if "quantization" in found and found["quantization"] is None:
-        found["quantization"] = "none"
-    if "dtype" in found:
-        found["dtype"] = str(found["dtype"]).removeprefix("torch.")
+            options["spec_method"] = "draft_model"
+    if "quantization" in options and options["quantization"] is None:
+        options["quantization"] = "none"
+    if "dtype" in options:
+        options["dtype"] = str(options["dtype"]).removeprefix("torch.")
     if ignored:
         log.warning("without effect in kvik: %s", ", ".join(ignored))
-    return found
+    return options

@@ -98,8 +98,8 @@ class ContentLog:
         changes, cleared = self._changes, self._cleared
         self._changes, self._cleared = {}, False
         self._number += 1
-        stored = [content for content, there in changes.items() if there]
-        removed = [content for content, there in changes.items() if not there]
+        stored = [content for content, is_stored in changes.items() if is_stored]
+        removed = [content for content, is_stored in changes.items() if not is_stored]
         return ContentChanges(self._number, stored, [] if cleared else removed, cleared)
 
 
@@ -132,7 +132,7 @@ class BlockPool:
         self._previous = [num_blocks, *range(num_blocks)]
         self.num_free = num_blocks  # without references, pinned ones included
         self.num_kept = 0  # of these, pinned
-        self.least_free = self.num_free  # minimum of `num_free` since the start
+        self.min_free = self.num_free  # minimum of `num_free` since the start
         self._pins: dict[int, int] = {}  # how often a block is pinned
         # Blocks that were allocated since the start, or since their memory was given back.
         self._touched = bytearray(size)
@@ -167,7 +167,7 @@ class BlockPool:
         following[NULL_BLOCK] = block
         self._previous[block] = NULL_BLOCK
         self.num_free -= count
-        self.least_free = min(self.least_free, self.num_free)
+        self.min_free = min(self.min_free, self.num_free)
         return blocks
 
     def acquire(self, block: int) -> None:
@@ -178,7 +178,7 @@ class BlockPool:
             else:
                 self._remove(block)
             self.num_free -= 1
-            self.least_free = min(self.least_free, self.num_free)
+            self.min_free = min(self.min_free, self.num_free)
         self.ref_counts[block] += 1
 
     def release(self, blocks: Iterable[int]) -> None:
@@ -262,9 +262,9 @@ class BlockPool:
     def give_back(self, count: int) -> list[int]:
         """Give back the memory of up to `count` free blocks, least recently used first. Their
         contents are withdrawn, and they are allocated after all others. Pinned blocks stay."""
-        given: list[int] = []
+        blocks: list[int] = []
         for block in self.free_blocks():
-            if len(given) == count:
+            if len(blocks) == count:
                 break
             if not self._touched[block]:
                 continue
@@ -272,10 +272,10 @@ class BlockPool:
             self._touched[block] = False
             self._remove(block)
             self._link(block, self._previous[NULL_BLOCK], NULL_BLOCK)
-            given.append(block)
-        self.num_touched -= len(given)
-        self.num_given_back += len(given)
-        return given
+            blocks.append(block)
+        self.num_touched -= len(blocks)
+        self.num_given_back += len(blocks)
+        return blocks
 
     @property
     def num_unused(self) -> int:

@@ -67,9 +67,9 @@ class CheckpointTable:
             return None
         if tokens < self._end_of_prompt(request) and tokens not in self._ends(request):
             return None
-        known = request.block_hashes
-        if len(known) >= blocks and known[blocks - 1] in self._by_hash:
-            self.use(known[blocks - 1])
+        hashes = request.block_hashes
+        if len(hashes) >= blocks and hashes[blocks - 1] in self._by_hash:
+            self.use(hashes[blocks - 1])
             return None
         if not self._free and self._by_hash:
             self._free.append(self._by_hash.pop(next(iter(self._by_hash))))

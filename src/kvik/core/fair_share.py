@@ -63,7 +63,7 @@ class FairShare:
         self.num_active = 0
         self.virtual_time = 0
         self._num_lifts = 0
-        self._given: Counter[str] | None = None  # service since `take_service`; None: not counted
+        self._service: Counter[str] | None = None  # service since `take_service`; None: not counted
 
     @property
     def contended(self) -> bool:
@@ -154,11 +154,11 @@ class FairShare:
 
     def take_service(self, running: list[Request]) -> dict[str, int]:
         """Return the service of each tenant since the last call; counting starts at the first."""
-        if self._given is None:
-            self._given = Counter()
+        if self._service is None:
+            self._service = Counter()
         self.settle(running)
-        given, self._given = self._given, Counter()
-        return dict(given)
+        service, self._service = self._service, Counter()
+        return dict(service)
 
     def credit(self, tenant: str, service: int) -> None:
         """Count the service of a tenant by another engine behind the same router."""
@@ -184,8 +184,8 @@ class FairShare:
             output = max(0, end - max(first, request.num_prompt_tokens))
             cost = end - first + (OUTPUT_WEIGHT - 1) * output
             self.accounts[request.tenant].served += cost
-            if self._given is not None:
-                self._given[request.tenant] += cost
+            if self._service is not None:
+                self._service[request.tenant] += cost
             request.num_charged_tokens = end
 
     def left_over(self, budget: int, waiting: Iterable[str]) -> None:
@@ -210,8 +210,8 @@ class FairShare:
             if request is not None:
                 account = self.accounts[tenant]
                 served = account.served + expected
-                late = request not in self.newcomers
-                heappush(turns, (late, served, -account.since, tenant, request, line))
+                is_served = request not in self.newcomers
+                heappush(turns, (is_served, served, -account.since, tenant, request, line))
 
         expected = dict.fromkeys(lines, 0)
         for tenant, line in lines.items():
@@ -262,9 +262,9 @@ class TenantUsage:
         by_tenant: dict[str, list[Request]] = {}
         for request in running:
             by_tenant.setdefault(request.tenant, []).append(request)
-        self.slots = Counter({tenant: len(held) for tenant, held in by_tenant.items()})
+        self.slots = Counter({tenant: len(requests) for tenant, requests in by_tenant.items()})
         self.blocks = Counter(
-            {t: sum(map(kv.num_allocated, held)) for t, held in by_tenant.items()}
+            {t: sum(map(kv.num_allocated, requests)) for t, requests in by_tenant.items()}
         )
 
     def add(self, request: Request, count: int) -> None:
@@ -281,8 +281,8 @@ class TenantUsage:
     def uneven(self, takers: Iterable[str], num_tenants: int) -> bool:
         """Return whether a tenant uses so much that one of the takers, none of them a newcomer,
         could take a slot from it. This quick check looks at no request; usually no tenant does."""
-        most = max(map(self.share, self.slots), default=0.0)
-        return most > 1 / num_tenants and most > 2 * min(map(self.share, takers), default=1.0)
+        largest = max(map(self.share, self.slots), default=0.0)
+        return largest > 1 / num_tenants and largest > 2 * min(map(self.share, takers), default=1.0)
 
 
 class FreeResources:
@@ -295,7 +295,9 @@ class FreeResources:
         self.slots = free_slots
         self.blocks = free_blocks  # may be negative
         self._running = list(running)
-        self._taken: list[tuple[str, int, int]] = []  # tenant, slots, blocks; not in `_usage` yet
+        self._reserved: list[
+            tuple[str, int, int]
+        ] = []  # tenant, slots, blocks; not in `_usage` yet
         self._usage: TenantUsage | None = None  # measured only if a request is to be preempted
         self._dropped = Counter[int]()  # references to blocks that preempted requests give up
 
@@ -331,7 +333,7 @@ class FreeResources:
             return None
         self.slots -= slots
         self.blocks -= blocks
-        self._taken.append((request.tenant, slots, blocks))
+        self._reserved.append((request.tenant, slots, blocks))
         return victims
 
     def _victims(
@@ -346,8 +348,8 @@ class FreeResources:
             victim = self._victim(request, slots, blocks, usage)
             if victim is None:
                 self._running, self._dropped, self.slots, self.blocks = before
-                for kept in victims:
-                    usage.add(kept, 1)
+                for restored in victims:
+                    usage.add(restored, 1)
                 return None
             victims.append(victim)
             self._running = [r for r in self._running if r is not victim]
@@ -359,23 +361,23 @@ class FreeResources:
     def _measure(self) -> TenantUsage:
         if self._usage is None:
             self._usage = self.shares.usage(self._running)
-        for tenant, slots, blocks in self._taken:
+        for tenant, slots, blocks in self._reserved:
             self._usage.slots[tenant] += slots
             self._usage.blocks[tenant] += blocks
-        self._taken.clear()
+        self._reserved.clear()
         return self._usage
 
     def _victim(
         self, request: Request, slots: int, blocks: int, usage: TenantUsage
     ) -> Request | None:
         shares = self.shares
-        others = [
+        candidates = [
             r for r in self._running if r.tenant != request.tenant and r not in shares.newcomers
         ]
-        if not others:
+        if not candidates:
             return None
-        tenant = max({r.tenant: None for r in others}, key=usage.share)
-        victim = self.shares.policy.cheapest([r for r in others if r.tenant == tenant])
+        tenant = max({r.tenant: None for r in candidates}, key=usage.share)
+        victim = self.shares.policy.cheapest([r for r in candidates if r.tenant == tenant])
         fair = 1 / shares.num_active
         if request in shares.newcomers:
             return victim if usage.share(tenant) > fair else None

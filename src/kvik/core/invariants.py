@@ -63,10 +63,10 @@ def _check_requests(scheduler: Scheduler) -> None:
 
 def _check_running(r: Request, scheduler: Scheduler) -> None:
     block_size = scheduler.kv.block_size
-    known = len(r.token_ids) + r.num_pending_tokens
+    num_known = len(r.token_ids) + r.num_pending_tokens
     _require(r.status is RequestStatus.RUNNING, "status", r)
-    only_prompt = r.max_length == r.num_prompt_tokens == known  # no token is sampled
-    limit = known + only_prompt
+    only_prompt = r.max_length == r.num_prompt_tokens == num_known  # no token is sampled
+    limit = num_known + only_prompt
     _require(0 <= r.num_computed_tokens < limit, "computed more than is known", r)
     _require(len(r.token_ids) < r.max_length or only_prompt, "outgrew its limit", r)
     _require(len({len(ids) for ids in r.block_ids}) == 1, "tables differ in length", r)
@@ -76,7 +76,9 @@ def _check_running(r: Request, scheduler: Scheduler) -> None:
     hashes: list[bytes] = []
     full = min(len(r.token_ids) // block_size, len(r.block_hashes))
     extend_hashes(hashes, r.token_ids, block_size, r.cache_salt, full)
-    fit = all(known in (b"", one) for known, one in zip(r.block_hashes, hashes, strict=False))
+    fit = all(
+        stored in (b"", computed) for stored, computed in zip(r.block_hashes, hashes, strict=False)
+    )
     _require(fit, "block hashes do not fit its tokens", r)
 
 
@@ -124,22 +126,24 @@ def _check_shares(scheduler: Scheduler) -> None:
 def _check_blocks(scheduler: Scheduler) -> None:
     pool = scheduler.kv.pool
     refs = pool.ref_counts
-    held = Counter(chain.from_iterable(ids for r in scheduler.running for ids in r.block_ids))
+    holders = Counter(chain.from_iterable(ids for r in scheduler.running for ids in r.block_ids))
     if scheduler.moves is not None:
-        held.update(block for load in scheduler.moves.loads.values() for block in load.blocks)
-    held.pop(NULL_BLOCK, None)
+        holders.update(block for load in scheduler.moves.loads.values() for block in load.blocks)
+    holders.pop(NULL_BLOCK, None)
     free = pool.free_blocks()
     pinned = pool.pin_counts()
-    kept = {b for b in pinned if refs[b] == 0}
-    _require(len(free) == len(set(free)) == pool.num_free - len(kept), "the free list is broken")
-    _require(pool.num_kept == len(kept), "blocks kept by pins are miscounted")
+    pinned_free = {b for b in pinned if refs[b] == 0}
+    _require(
+        len(free) == len(set(free)) == pool.num_free - len(pinned_free), "the free list is broken"
+    )
+    _require(pool.num_kept == len(pinned_free), "blocks kept by pins are miscounted")
     _require(refs[NULL_BLOCK] == 0, "the null block was handed out")
     counts = dict(filter(itemgetter(1), enumerate(refs)))
-    if counts != held:
-        block = min(block for block in counts | held if counts.get(block, 0) != held[block])
-        found = f"{counts.get(block, 0)} references, {held[block]} holders"
-        raise InvariantError(f"block {block}: {found}")
-    unused = set(range(NULL_BLOCK + 1, len(refs))).difference(counts, kept)
+    if counts != holders:
+        block = min(block for block in counts | holders if counts.get(block, 0) != holders[block])
+        counted = f"{counts.get(block, 0)} references, {holders[block]} holders"
+        raise InvariantError(f"block {block}: {counted}")
+    unused = set(range(NULL_BLOCK + 1, len(refs))).difference(counts, pinned_free)
     _require(set(free) == unused, "free list and reference counts disagree")
     block_size = scheduler.kv.block_size
     for r in scheduler.running:
@@ -148,11 +152,11 @@ def _check_blocks(scheduler: Scheduler) -> None:
             if NULL_BLOCK in ids:
                 prompt = r.num_prompt_tokens
                 hidden = group.visible.hidden_blocks(r.num_written_tokens, block_size, prompt)
-                there = all(i in hidden for i, block in enumerate(ids) if block == NULL_BLOCK)
-                _require(there, "lacks a block that it sees", r)
+                visible = all(i in hidden for i, block in enumerate(ids) if block == NULL_BLOCK)
+                _require(visible, "lacks a block that it sees", r)
             # a block that is still being written must not be shared
-            alone = all(refs[block] == 1 for block in ids[at:])
-            _require(alone, "writes into a shared block", r)
+            private = all(refs[block] == 1 for block in ids[at:])
+            _require(private, "writes into a shared block", r)
 
 
 def _check_pins(kv: KVCacheManager) -> None:
@@ -162,15 +166,15 @@ def _check_pins(kv: KVCacheManager) -> None:
         return
     counts: Counter[int] = Counter()
     for tenant in pins.tenants.values():
-        held = Counter(block for pin in tenant.pins.values() for block in pin.blocks)
-        _require(tenant.blocks == held, f"{tenant.name!r} miscounts what it pins")
-        _require(len(tenant.blocks) <= pins.most_of_tenant, f"{tenant.name!r} pins too much")
-        counts += held
+        holders = Counter(block for pin in tenant.pins.values() for block in pin.blocks)
+        _require(tenant.blocks == holders, f"{tenant.name!r} miscounts what it pins")
+        _require(len(tenant.blocks) <= pins.max_of_tenant, f"{tenant.name!r} pins too much")
+        counts += holders
     _require(
         counts == pool.pin_counts(),
         "blocks are pinned without a prefix, or not as often as prefixes hold them",
     )
-    _require(pool.num_pinned <= pins.most_blocks, "too much is pinned")
+    _require(pool.num_pinned <= pins.max_blocks, "too much is pinned")
     indexed = {block for _, block in pool.index_items()}
     _require(indexed.issuperset(counts), "what is pinned cannot be matched")
     listed = sum(len(tenant.pins) for tenant in pins.tenants.values())
@@ -209,7 +213,7 @@ def _check_checkpoints(scheduler: Scheduler) -> None:
             "states are copied that no checkpoint or request has",
         )
         return
-    indices = checkpoints.indices() + [one.index for one in made]
+    indices = checkpoints.indices() + [checkpoint.index for checkpoint in made]
     _require(
         sorted(indices) == list(range(checkpoints.count)), "checkpoints are lost or used twice"
     )
@@ -218,8 +222,8 @@ def _check_checkpoints(scheduler: Scheduler) -> None:
     for step in scheduler.in_flight:
         copies += step.plan.state_copies
     _require(all(0 <= row < rows for pair in copies for row in pair), "a copy outside of the pool")
-    for one in made:
-        blocks, rest = divmod(one.num_tokens, checkpoints.block_size)
+    for checkpoint in made:
+        blocks, rest = divmod(checkpoint.num_tokens, checkpoints.block_size)
         _require(rest == 0 < blocks, "a checkpoint within a block")
 
 
@@ -243,10 +247,10 @@ def _check_budgets(scheduler: Scheduler) -> None:
             _require(gone, "holds blocks of what it dropped", r)
             if visible.first_key(r.num_cut_tokens, prompt) == 0:
                 continue
-            own = [ids[i] for i in range(hidden.stop, len(ids))]
-            alone = all(kv.pool.ref_counts[block] == 1 for block in own)
-            _require(alone, "shares blocks of what it keeps", r)
-            _require(public.isdisjoint(own), "what it keeps can be matched", r)
+            kept_blocks = [ids[i] for i in range(hidden.stop, len(ids))]
+            private = all(kv.pool.ref_counts[block] == 1 for block in kept_blocks)
+            _require(private, "shares blocks of what it keeps", r)
+            _require(public.isdisjoint(kept_blocks), "what it keeps can be matched", r)
         for ids in r.block_ids:
             later = ids[first // kv.block_size :]
             _require(public.isdisjoint(later), "what it made of the kept can be matched", r)
@@ -257,19 +261,19 @@ def _check_moves(moves: Moves, scheduler: Scheduler) -> None:
     for pages has a load."""
     index, refs = moves.index, scheduler.kv.pool.ref_counts
     for name, tier in index.tiers.items():
-        both = [*tier.pages.values(), *tier.under_way.values()]
+        sizes = [*tier.pages.values(), *tier.under_way.values()]
         _require(not tier.pages.keys() & tier.under_way.keys(), f"{name}: a page is there twice")
-        _require(tier.size == sum(both) <= tier.capacity, f"{name}: bytes are miscounted")
+        _require(tier.size == sum(sizes) <= tier.capacity, f"{name}: bytes are miscounted")
         storing = sum(tier.under_way.values())
         _require(tier.storing == storing, f"{name}: bytes under way are miscounted")
         reads = Counter(k for load in moves.loads.values() for k, _, t in load.pages if t == name)
         if name == MEMORY:
             reads += Counter(key for keys in moves.leases.values() for key in keys)
         _require(tier.busy == reads, f"{name}: pages that are read are miscounted")
-    places, free, held = index.places()
+    places, free, leased = index.places()
     memory = index.tiers.get(MEMORY)
     if memory is not None:
-        used = [*places.values(), *free, *held.values()]
+        used = [*places.values(), *free, *leased.values()]
         _require(sorted(used) == list(range(index.sizes.memory)), "places are lost or used twice")
         _require(places.keys() == memory.pages.keys() | memory.under_way.keys(), "lost places")
     for load in moves.loads.values():

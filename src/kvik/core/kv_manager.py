@@ -80,13 +80,13 @@ class KVCacheManager:
             )
         usable = min(usable, self.num_cacheable(request) // self.block_size)
         if not self.caching or usable == 0:
-            found = PrefixMatch(0, [[] for _ in self.groups])
+            match = PrefixMatch(0, [[] for _ in self.groups])
         else:
-            found = self._longest_cached(request.block_hashes[:usable])
+            match = self._longest_cached(request.block_hashes[:usable])
         if request.num_swapped_tokens:
-            found = self._with_swapped(request, found)
+            match = self._with_swapped(request, match)
         forked = self._fork(request)
-        return forked if forked and forked.num_tokens > found.num_tokens else found
+        return forked if forked and forked.num_tokens > match.num_tokens else match
 
     def num_cacheable(self, request: Request) -> int:
         """Return the known tokens of a request that may come from the prefix cache."""
@@ -95,18 +95,18 @@ class KVCacheManager:
 
     def demand(self, match: PrefixMatch, num_tokens: int, chunk: int) -> int:
         """Return how many free blocks a request with this match takes for `num_tokens` tokens."""
-        held = sum(len(ids) - ids.count(NULL_BLOCK) for ids in match.block_ids)
+        num_matched = sum(len(ids) - ids.count(NULL_BLOCK) for ids in match.block_ids)
         if match.num_tokens % self.block_size:
-            held -= len(self.groups)  # the shared partial block is copied
-        return self.config.max_blocks(num_tokens, chunk) - held + self._revived(match)
+            num_matched -= len(self.groups)  # the shared partial block is copied
+        return self.config.max_blocks(num_tokens, chunk) - num_matched + self._revived(match)
 
     def prompt_demand(self, request: Request, chunk: int) -> int:
         """Return how many more blocks a running request needs for its known tokens; 0 if it
         waits."""
         if request.status is not RequestStatus.RUNNING:
             return 0
-        most = self.config.max_blocks(len(request.token_ids), chunk)
-        return max(0, most - self.num_allocated(request))
+        needed = self.config.max_blocks(len(request.token_ids), chunk)
+        return max(0, needed - self.num_allocated(request))
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Return how many blocks `extend` would allocate."""
@@ -136,8 +136,8 @@ class KVCacheManager:
         allocated = empty = 0
         for request in running:
             allocated += self.num_allocated(request) * self.block_size
-            room = len(request.block_ids[0]) * self.block_size
-            empty += len(self.groups) * (room - request.num_computed_tokens)
+            capacity = len(request.block_ids[0]) * self.block_size
+            empty += len(self.groups) * (capacity - request.num_computed_tokens)
         return allocated, allocated - empty
 
     def admit(
@@ -151,8 +151,8 @@ class KVCacheManager:
         """
         # A partly filled last block is shared until the first write, which is now: copy it.
         partial = match.num_tokens % self.block_size != 0
-        wanted = -(-num_tokens // self.block_size)
-        new = sum(wanted - len(ids) + partial for ids in match.block_ids)
+        length = -(-num_tokens // self.block_size)
+        new = sum(length - len(ids) + partial for ids in match.block_ids)
         if new + self._revived(match) > self.pool.num_free:
             return None
         for ids in match.block_ids:
@@ -168,7 +168,7 @@ class KVCacheManager:
                 copies.append((source, ids[-1]))
                 self.pool.release((source,))
         for ids in request.block_ids:
-            ids.extend(self._allocate(wanted - len(ids)))
+            ids.extend(self._allocate(length - len(ids)))
         request.num_computed_tokens = request.num_written_tokens = match.num_tokens
         request.num_shared_tokens = match.num_shared
         request.num_committed_blocks = match.num_tokens // self.block_size
@@ -245,11 +245,11 @@ class KVCacheManager:
         """Release all blocks. The end of the table is evicted first, so that blocks shared with
         others live longest. `forget`: the contents are in doubt and must not be matched."""
         for ids in request.block_ids:
-            held = [b for b in reversed(ids) if b != NULL_BLOCK]
+            blocks = [b for b in reversed(ids) if b != NULL_BLOCK]
             if forget:
-                for block in held:
+                for block in blocks:
                     self.pool.forget(block)
-            self.pool.release(held)
+            self.pool.release(blocks)
         if forget and request.block_hashes:
             self.pins.forget(request.block_hashes[0])
             if self.checkpoints is not None:
@@ -302,8 +302,8 @@ class KVCacheManager:
             first_key = visible.first_key(end, request.num_prompt_tokens)
             self._cuts.append(BudgetCut(request.slot, group, end, first_key, new))
             released += [block for block in reversed(ids[: where.stop]) if block != NULL_BLOCK]
-            kept = ids[where.stop :]  # places for future tokens
-            ids[:] = [NULL_BLOCK] * where.start + new + kept
+            later = ids[where.stop :]  # places for future tokens
+            ids[:] = [NULL_BLOCK] * where.start + new + later
         self.pool.release(released)
         request.num_cut_tokens = end
         request.next_cut = self.cut_after(request, end + 1)
@@ -343,30 +343,30 @@ class KVCacheManager:
     def hold(self, blocks: Iterable[int], count: int) -> list[int] | None:
         """Acquire blocks, and allocate `count` others. Returns the latter, or None if too few are
         free, in which case nothing changed."""
-        held = list(blocks)
-        revived = sum(self.pool.ref_counts[block] == 0 for block in held)
+        blocks_held = list(blocks)
+        revived = sum(self.pool.ref_counts[block] == 0 for block in blocks_held)
         if revived + count > self.pool.num_free:
             return None
-        for block in held:
+        for block in blocks_held:
             self.pool.acquire(block)
         return self._allocate(count)
 
-    def _with_swapped(self, request: Request, found: PrefixMatch) -> PrefixMatch:
+    def _with_swapped(self, request: Request, match: PrefixMatch) -> PrefixMatch:
         """Extend a match by the partly filled block that the request had when it was preempted, if
         that was loaded."""
-        tokens, length = request.num_swapped_tokens, found.num_tokens // self.block_size
+        tokens, length = request.num_swapped_tokens, match.num_tokens // self.block_size
         if tokens // self.block_size != length or not (
-            found.num_tokens < tokens <= request.num_cacheable_tokens
+            match.num_tokens < tokens <= request.num_cacheable_tokens
         ):
-            return found
+            return match
         key = partial_hash(request, length, tokens, self.block_size)
         blocks = [self.pool.lookup((group, key)) for group in range(len(self.groups))]
         tables = [
             [*ids, block]
-            for ids, block in zip(found.block_ids, blocks, strict=True)
+            for ids, block in zip(match.block_ids, blocks, strict=True)
             if block is not None
         ]
-        return PrefixMatch(tokens, tables) if len(tables) == len(blocks) else found
+        return PrefixMatch(tokens, tables) if len(tables) == len(blocks) else match
 
     def _longest_cached(self, hashes: list[bytes]) -> PrefixMatch:
         """Match the longest prefix for which every group has the blocks it needs and, if layers
@@ -378,11 +378,11 @@ class KVCacheManager:
         tables = []
         for g, visible in enumerate(self._visible):
             hidden = visible.hidden_blocks(length * self.block_size, self.block_size)
-            found = (
+            blocks = (
                 NULL_BLOCK if i in hidden else self.pool.lookup((g, hashes[i]))
                 for i in range(length)
             )
-            tables.append([b for b in found if b is not None])
+            tables.append([b for b in blocks if b is not None])
         return PrefixMatch(length * self.block_size, tables, shared * self.block_size)
 
     def _cached_length(self, hashes: list[bytes], length: int) -> int:

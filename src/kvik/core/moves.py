@@ -73,7 +73,7 @@ class Load:
 
     Attributes:
         pages: key, block that the page is loaded into, tier.
-        held: blocks of the prefix that were cached already.
+        cached: blocks of the prefix that were cached already.
         waiting: requests that wait for it, each with the status to restore.
         num_tokens: tokens that it spares its first request; -1: do not publish the pages.
         since: when it began.
@@ -82,7 +82,7 @@ class Load:
 
     ticket: int
     pages: list[tuple[PageKey, int, str]]
-    held: list[int]
+    cached: list[int]
     num_tokens: int
     since: float
     source: PageSource | None = None
@@ -91,21 +91,21 @@ class Load:
     @property
     def blocks(self) -> list[int]:
         """All blocks that it holds, the end of the prefix first."""
-        return [*(block for _, block, _ in reversed(self.pages)), *reversed(self.held)]
+        return [*(block for _, block, _ in reversed(self.pages)), *reversed(self.cached)]
 
 
 @dataclass(slots=True)
-class Reach:
+class ReachablePrefix:
     """A prefix that is in the KV cache or in tiers.
 
     Attributes:
         missing: pages that are only in a tier, and the tier.
-        held: blocks of the other pages.
+        cached: blocks of the other pages.
     """
 
     num_tokens: int
     missing: list[tuple[PageKey, str]]
-    held: list[int]
+    cached: list[int]
 
 
 class Moves:
@@ -119,7 +119,7 @@ class Moves:
         self.counters = MoveCounters()
         self.loads: dict[int, Load] = {}  # under way, by ticket
         self._loading: dict[PageKey, Load] = {}
-        self._again: list[int] = []  # tickets that a failed plan may not have begun
+        self._repeated: list[int] = []  # tickets that a failed plan may not have begun
         self._new: list[PageLoad] = []
         self._stores: list[PageStore] = []
         self._backlog: list[tuple[PageKey, bytes, int]] = []  # to write when the disk is not busy
@@ -196,18 +196,18 @@ class Moves:
             self.counters.compute_choices += 1
             self._tries[request.key] = MAX_TRIES  # until it starts
             return False
-        blocks = self.kv.hold(reach.held, len(reach.missing))
+        blocks = self.kv.hold(reach.cached, len(reach.missing))
         if blocks is None:
             return False
         if not set(copied).isdisjoint(blocks):  # the load might come before the copy
-            self.kv.pool.release([*blocks, *reach.held])
+            self.kv.pool.release([*blocks, *reach.cached])
             return False
         self.counters.load_choices += 1
         pairs = list(zip(reach.missing, blocks, strict=True))
         load = Load(
             self._num_tickets,
             [(key, block, tier) for (key, tier), block in pairs],
-            reach.held,
+            reach.cached,
             tokens,
             now,
             request.source if PEER in sizes else None,
@@ -296,25 +296,25 @@ class Moves:
 
     def add_to(self, plan: SchedulerOutput) -> None:
         """Add the moves to a plan that is otherwise complete."""
-        again = [self.loads[ticket] for ticket in self._again if ticket in self.loads]
-        plan.loads.extend([*map(self._page_load, again), *self._new])
+        repeated = [self.loads[ticket] for ticket in self._repeated if ticket in self.loads]
+        plan.loads.extend([*map(self._page_load, repeated), *self._new])
         plan.drops.extend(self.index.drops)
         plan.stores.extend(self._stores)
         plan.leases.extend(self._new_leases)
         plan.ended_leases.extend(self._ended_leases)
         plan.sources.extend(self._sources)
         plan.left_sources.extend(self._left_sources)
-        for work in (self.index.drops, self._stores, self._again, self._new):
+        for work in (self.index.drops, self._stores, self._repeated, self._new):
             work.clear()
-        for said in (self._new_leases, self._ended_leases, self._sources, self._left_sources):
-            said.clear()
+        for notices in (self._new_leases, self._ended_leases, self._sources, self._left_sources):
+            notices.clear()
 
     @property
     def begins(self) -> bool:
         """Whether something must be stored, lent or deleted that is in no plan yet."""
-        kept = self._stores or self.kv.committed or self.index.drops or self._again
+        pages = self._stores or self.kv.committed or self.index.drops or self._repeated
         lent = self._lent or self._ended_leases or self._sources or self._left_sources
-        return bool(kept or lent)
+        return bool(pages or lent)
 
     @property
     def under_way(self) -> bool:
@@ -344,7 +344,7 @@ class Moves:
             self.index.lose(store.key, DISK)
             if store.on_disk:
                 self.index.drops.append(store.key)
-        self._again += [load.ticket for load in plan.loads]
+        self._repeated += [load.ticket for load in plan.loads]
 
     def _take(self, moved: Moved) -> None:
         """Process the results of moves."""
@@ -389,11 +389,13 @@ class Moves:
 
     def _begin_lease(self, name: str, pages: list[tuple[PageKey, bytes]]) -> None:
         memory = self.index.tiers[MEMORY]
-        kept = [pair for pair in pages if pair[0] in memory.pages or pair[0] in memory.under_way]
-        if kept and name not in self.leases:
-            self.leases[name] = [key for key, _ in kept]
-            held = [(key, parent, self.index.hold(key, MEMORY)) for key, parent in kept]
-            self._new_leases.append(PageLease(name, held))
+        in_memory = [
+            pair for pair in pages if pair[0] in memory.pages or pair[0] in memory.under_way
+        ]
+        if in_memory and name not in self.leases:
+            self.leases[name] = [key for key, _ in in_memory]
+            places = [(key, parent, self.index.hold(key, MEMORY)) for key, parent in in_memory]
+            self._new_leases.append(PageLease(name, places))
 
     def _end_leases(self, names: Iterable[str]) -> None:
         """End leases with the next plan, before other pages take their places."""
@@ -465,7 +467,7 @@ class Moves:
             if i not in hidden[group]
         ]
 
-    def _reach(self, request: Request, match: PrefixMatch) -> Reach | None:
+    def _reach(self, request: Request, match: PrefixMatch) -> ReachablePrefix | None:
         """Return the longest prefix of a waiting request in the cache and tiers; None: it is not
         longer than the match."""
         kv, size = self.kv, self.kv.block_size
@@ -474,8 +476,8 @@ class Moves:
         lookup, where, at_peer = kv.pool.lookup, self.index.where, self._at_peer(request)
 
         def is_there(key: PageKey) -> bool:
-            known = lookup(key) is not None or where(key) is not None
-            return known or key in self._loading or key in at_peer
+            stored = lookup(key) is not None or where(key) is not None
+            return stored or key in self._loading or key in at_peer
 
         length = kv.usable_length(hashes, usable, is_there)
         keys = self._visible(hashes[:length], length * size)
@@ -490,8 +492,8 @@ class Moves:
             return None
         loaded = {key: PEER if key in at_peer else MEMORY for key in keys}
         missing = [(key, where(key) or loaded[key]) for key in keys if lookup(key) is None]
-        held = [block for key in keys if (block := lookup(key)) is not None]
-        return Reach(tokens, missing, held) if missing else None
+        cached = [block for key in keys if (block := lookup(key)) is not None]
+        return ReachablePrefix(tokens, missing, cached) if missing else None
 
     def _page_load(self, load: Load) -> PageLoad:
         places = self.index.place_of

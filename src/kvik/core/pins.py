@@ -52,8 +52,8 @@ class PinTable:
 
     def __init__(self, pool: BlockPool, config: CacheConfig) -> None:
         self.pool = pool
-        self.most_blocks = int(config.pinned_share * config.num_blocks)
-        self.most_of_tenant = int(config.tenant_pinned_share * config.num_blocks)
+        self.max_blocks = int(config.pinned_share * config.num_blocks)
+        self.max_of_tenant = int(config.tenant_pinned_share * config.num_blocks)
         self.tenants: dict[str, TenantPins] = {}
         self.by_use: OrderedDict[PinnedPrefix, None] = OrderedDict()  # of all tenants, oldest first
         self._block_size = config.block_size
@@ -70,13 +70,13 @@ class PinTable:
             Whether the pin is new. Nothing is pinned if blocks are missing or quotas exceeded.
         """
         owner = self.tenants.get(tenant) or TenantPins(tenant)
-        held = owner.pins.get(hashes[-1])
-        if held is not None:
-            held.seconds = max(held.seconds, seconds)
+        pinned = owner.pins.get(hashes[-1])
+        if pinned is not None:
+            pinned.seconds = max(pinned.seconds, seconds)
         elif not self._make(owner, hashes, seconds, now):
             return False
         self.use(tenant, hashes, now)
-        return held is None
+        return pinned is None
 
     def use(self, tenant: str, hashes: Sequence[bytes], now: float) -> None:
         """Note that a prefix is used: the time of all its pins starts again."""
@@ -84,22 +84,22 @@ class PinTable:
         if owner is None:
             return
         for key in reversed(hashes):  # a longer one is dropped before one that it contains
-            held = owner.pins.get(key)
-            if held is not None:
-                held.until = max(held.until, now + held.seconds)
+            pin = owner.pins.get(key)
+            if pin is not None:
+                pin.until = max(pin.until, now + pin.seconds)
                 owner.pins.move_to_end(key)
-                self.by_use.move_to_end(held)
+                self.by_use.move_to_end(pin)
 
     def expire(self, now: float) -> None:
         """Drop the pins whose time is over."""
         ends = self._ends
         while ends and (ends[0][0] <= now or ends[0][2].dropped):
-            _, number, held = heappop(ends)
-            if not held.dropped:
-                if held.until <= now:
-                    self._drop(held)
+            _, number, pin = heappop(ends)
+            if not pin.dropped:
+                if pin.until <= now:
+                    self._drop(pin)
                 else:
-                    heappush(ends, (held.until, number, held))
+                    heappush(ends, (pin.until, number, pin))
 
     def give_way(self, count: int) -> None:
         """Unpin `count` more blocks without references.
@@ -107,9 +107,9 @@ class PinTable:
         Pins of prefixes in use are kept while others suffice: dropping them would free nothing.
         """
         pool, by_use = self.pool, self.by_use
-        wanted = pool.num_free - pool.num_kept + count
+        target = pool.num_free - pool.num_kept + count
         for _ in range(len(by_use)):
-            if pool.num_free - pool.num_kept >= wanted:
+            if pool.num_free - pool.num_kept >= target:
                 return
             oldest = next(iter(by_use))
             if self._in_use(oldest):
@@ -117,64 +117,64 @@ class PinTable:
             else:
                 self._drop(oldest)
         # Blocks of one prefix may have different users if different requests computed them.
-        while pool.num_free - pool.num_kept < wanted:
+        while pool.num_free - pool.num_kept < target:
             self._drop(next(iter(by_use)))
 
     def forget(self, first: bytes) -> None:
         """Drop the pins of all prefixes with this first block, whose contents are in doubt."""
-        for held in [held for held in self.by_use if held.first == first]:
-            self._drop(held)
+        for pin in [pin for pin in self.by_use if pin.first == first]:
+            self._drop(pin)
 
     def clear(self) -> None:
-        for held in list(self.by_use):
-            self._drop(held)
+        for pin in list(self.by_use):
+            self._drop(pin)
         self._ends.clear()
 
     def _make(self, owner: TenantPins, hashes: Sequence[bytes], seconds: float, now: float) -> bool:
         """Pin the blocks of a prefix that is not pinned yet, within the quotas."""
         blocks = self._blocks(hashes)
-        if blocks is None or len(blocks) > self.most_of_tenant:  # too large even as the only pin
+        if blocks is None or len(blocks) > self.max_of_tenant:  # too large even as the only pin
             return False
         for block in blocks:
             self.pool.pin(block)
         owner.blocks.update(blocks)
-        held = PinnedPrefix(owner, hashes[0], hashes[-1], blocks, seconds, now + seconds)
+        pin = PinnedPrefix(owner, hashes[0], hashes[-1], blocks, seconds, now + seconds)
         self.tenants[owner.name] = owner
-        owner.pins[held.key] = held
-        self.by_use[held] = None
-        self._note_end(held)
-        return self._keep_quotas(held)
+        owner.pins[pin.key] = pin
+        self.by_use[pin] = None
+        self._note_end(pin)
+        return self._keep_quotas(pin)
 
     def _blocks(self, hashes: Sequence[bytes]) -> tuple[int, ...] | None:
         """Return the blocks that a match of the prefix needs, in its order: those that its next
         query sees. None if one is gone."""
         size = self._block_size
         hidden = [visible.hidden_blocks(len(hashes) * size, size) for visible in self._visible]
-        found = [
+        cached = [
             self.pool.lookup((group, key))
             for i, key in enumerate(hashes)
             for group in range(len(hidden))
             if i not in hidden[group]
         ]
-        blocks = tuple(block for block in found if block is not None)
-        return blocks if len(blocks) == len(found) else None
+        blocks = tuple(block for block in cached if block is not None)
+        return blocks if len(blocks) == len(cached) else None
 
     def _keep_quotas(self, new: PinnedPrefix) -> bool:
         """Drop pins beyond the quotas, which may include the new one. Returns whether it stays."""
         owner = new.tenant
-        while len(owner.blocks) > self.most_of_tenant:
+        while len(owner.blocks) > self.max_of_tenant:
             self._drop(next(iter(owner.pins.values())))
-        while self.pool.num_pinned > self.most_blocks:
+        while self.pool.num_pinned > self.max_blocks:
             # If several pin equally many, the tenant of the new pin.
-            most = max(self.tenants.values(), key=lambda t: (len(t.blocks), t is owner))
-            self._drop(next(iter(most.pins.values())))
+            largest = max(self.tenants.values(), key=lambda t: (len(t.blocks), t is owner))
+            self._drop(next(iter(largest.pins.values())))
         return not new.dropped
 
-    def _drop(self, held: PinnedPrefix) -> None:
-        owner = held.tenant
-        held.dropped = True
-        del owner.pins[held.key], self.by_use[held]
-        for block in reversed(held.blocks):  # the end of the prefix is evicted first
+    def _drop(self, pin: PinnedPrefix) -> None:
+        owner = pin.tenant
+        pin.dropped = True
+        del owner.pins[pin.key], self.by_use[pin]
+        for block in reversed(pin.blocks):  # the end of the prefix is evicted first
             self.pool.unpin(block)
             owner.blocks[block] -= 1
             if not owner.blocks[block]:
@@ -182,13 +182,13 @@ class PinTable:
         if not owner.pins:
             del self.tenants[owner.name]
 
-    def _in_use(self, held: PinnedPrefix) -> bool:
+    def _in_use(self, pin: PinnedPrefix) -> bool:
         """Return whether a request holds the end of the prefix."""
-        return any(self.pool.ref_counts[block] for block in held.blocks[-len(self._visible) :])
+        return any(self.pool.ref_counts[block] for block in pin.blocks[-len(self._visible) :])
 
-    def _note_end(self, held: PinnedPrefix) -> None:
+    def _note_end(self, pin: PinnedPrefix) -> None:
         self._num_made += 1
-        heappush(self._ends, (held.until, self._num_made, held))
+        heappush(self._ends, (pin.until, self._num_made, pin))
         if len(self._ends) > 64 + 2 * len(self.by_use):  # most were dropped before their time
             self._ends = [end for end in self._ends if not end[2].dropped]
             heapify(self._ends)

@@ -38,9 +38,9 @@ class Policy:
         """Return waiting requests (given sorted by `order`) in the order in which to try them."""
         return waiting
 
-    def chunk(self, request: Request, wanted: int, budget: int) -> int:
-        """Return how many of the `wanted` tokens of a prefilling request go into this step."""
-        return min(wanted, budget)
+    def chunk(self, request: Request, missing: int, budget: int) -> int:
+        """Return how many of the `missing` tokens of a prefilling request go into this step."""
+        return min(missing, budget)
 
     def victim(self, running: Sequence[Request]) -> Request:
         """Return the running request (of those given, sorted by `order`) to preempt first."""
@@ -163,15 +163,15 @@ class Batches(Policy):
         return min(r.arrival for r in waiting) + (self.max_wait * patience if patience else 0.0)
 
 
-def _rejoining(waiting: Sequence[Request], room: int) -> list[Request]:
+def _rejoining(waiting: Sequence[Request], limit: int) -> list[Request]:
     """Return waiting members of the running batch: preempted requests, and those that wait for a
     prefix computed by a request of the batch."""
-    found: list[Request] = []
-    for request in waiting[: max(0, room)]:
+    members: list[Request] = []
+    for request in waiting[: max(0, limit)]:
         if not rejoins(request):
             break
-        found.append(request)
-    return found
+        members.append(request)
+    return members
 
 
 def rejoins(request: Request) -> bool:
@@ -183,14 +183,14 @@ def rejoins(request: Request) -> bool:
 
 def _first_batch(waiting: Sequence[Request], batch_size: int, max_tokens: int) -> list[Request]:
     """Return as many requests as batch size and token limit allow, but at least one."""
-    found: list[Request] = []
+    batch: list[Request] = []
     tokens = 0
     for request in waiting[:batch_size]:
         tokens += len(request.token_ids)
-        if found and tokens > max_tokens:
+        if batch and tokens > max_tokens:
             break
-        found.append(request)
-    return found
+        batch.append(request)
+    return batch
 
 
 def batch_wait(config: SchedulerConfig) -> float:

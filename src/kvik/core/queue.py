@@ -107,7 +107,7 @@ class Deadlines:
         Args:
             seconds_needed: returns the least time in which a request can reach a useful answer.
         """
-        found = []
+        late = []
         looks = self._looks
         while looks and (looks[0][0] <= now or looks[0][2].finished):
             request = heappop(looks)[2]
@@ -115,7 +115,7 @@ class Deadlines:
                 continue
             last = request.deadline - HURRY * seconds_needed(request)
             if last <= now:
-                found.append(request)
+                late.append(request)
             else:
                 heappush(looks, (last, request.serial, request))
-        return found
+        return late

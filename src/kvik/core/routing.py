@@ -31,11 +31,11 @@ from kvik.core.types import derive_seed
 NEAR = 1.1  # costs up to this factor above the least count as equal
 ALIKE = 2.0  # replicas whose rates differ by less than this factor count as equally fast
 EXPECTED_SECONDS = 60.0  # for which what a request should have left in a cache is expected there
-MOST_EXPECTED = 200_000  # pieces of prompts expected at a replica that reports nothing
+MAX_EXPECTED = 200_000  # pieces of prompts expected at a replica that reports nothing
 INITIAL_RATE = 1000.0  # tokens per second, assumed until a replica was measured
 FIRST_DECODING = 5.0  # seconds that a request decodes, assumed until the first has ended
 DECAY = 0.95  # weight of a measurement relative to the next newer one in the running means
-LEAST_SECONDS = 1e-4  # for a measurement of a prompt: faster ones were computed before
+MIN_SECONDS = 1e-4  # for a measurement of a prompt: faster ones were computed before
 _MASK = (1 << 64) - 1
 
 
@@ -180,21 +180,21 @@ class ReplicaRouter:
             False if an earlier one is missing: then a full report is needed, and until it comes
             only prompts sent from now on are expected in the cache.
         """
-        one = self._replicas[replica]
-        one.kv_usage = report.kv_usage
-        one.told_rate = report.prefill_rate or one.told_rate
-        self._weigh(one)
-        one.reports = True
+        state = self._replicas[replica]
+        state.kv_usage = report.kv_usage
+        state.told_rate = report.prefill_rate or state.told_rate
+        self._weigh(state)
+        state.reports = True
         changes = report.changes
         if changes is None:
             return True
         if changes.cleared:
             self.forget(replica)
-        elif one.number < 0 or changes.number != one.number + 1:
+        elif state.number < 0 or changes.number != state.number + 1:
             self.forget(replica)
             return False
-        one.number = changes.number
-        bit, holders, holds, expected = 1 << replica, self._holders, one.holds, one.expected
+        state.number = changes.number
+        bit, holders, holds, expected = 1 << replica, self._holders, state.holds, state.expected
         for piece in changes.stored:
             holders[piece] = holders.get(piece, 0) | bit
             holds.add(piece)
@@ -205,11 +205,11 @@ class ReplicaRouter:
 
     def forget(self, replica: int) -> None:
         """Forget the contents of a replica's cache: it is empty, as after a start, or unknown."""
-        one = self._replicas[replica]
-        for piece in list(one.holds):
+        state = self._replicas[replica]
+        for piece in list(state.holds):
             self._drop(replica, piece)
-        one.number = -1
-        one.kv_usage = 0.0
+        state.number = -1
+        state.kv_usage = 0.0
 
     def sent(
         self,
@@ -220,26 +220,26 @@ class ReplicaRouter:
         now: float,
     ) -> None:
         """Note that a request was sent to the replica that `choose` returned."""
-        one = self._replicas[choice.replica]
+        state = self._replicas[choice.replica]
         tokens = max(0.0, num_tokens - choice.hit * self.piece)
         self._sent[request_id] = _Sent(choice, hashes, tokens, now)
-        one.backlog += tokens
-        one.unfinished += 1
+        state.backlog += tokens
+        state.unfinished += 1
         self._expect(choice.replica, hashes, choice.hit, now)
-        self._weigh(one)
+        self._weigh(state)
 
     def began(self, request_id: str, now: float) -> None:
         """Note that the first token of a request came."""
         sent = self._sent.get(request_id)
         if sent is None or sent.begun is not None:
             return
-        one = self._replicas[sent.choice.replica]
-        seconds = now - max(sent.sent, one.last_begun)
-        if sent.tokens and seconds >= LEAST_SECONDS:
-            one.measured.note(sent.tokens, seconds)
-        one.last_begun = sent.begun = now
-        one.backlog = max(0.0, one.backlog - sent.tokens)
-        self._weigh(one)
+        state = self._replicas[sent.choice.replica]
+        seconds = now - max(sent.sent, state.last_begun)
+        if sent.tokens and seconds >= MIN_SECONDS:
+            state.measured.note(sent.tokens, seconds)
+        state.last_begun = sent.begun = now
+        state.backlog = max(0.0, state.backlog - sent.tokens)
+        self._weigh(state)
 
     def ended(self, request_id: str, now: float, cached: float | None = None) -> None:
         """Note that a request ended, or was lost.
@@ -250,18 +250,18 @@ class ReplicaRouter:
         sent = self._sent.pop(request_id, None)
         if sent is None:
             return
-        one = self._replicas[sent.choice.replica]
-        one.unfinished -= 1
+        state = self._replicas[sent.choice.replica]
+        state.unfinished -= 1
         if sent.begun is None:
-            one.backlog = max(0.0, one.backlog - sent.tokens)
+            state.backlog = max(0.0, state.backlog - sent.tokens)
         else:
             self._decoding.note(now - sent.begun, 1.0)
-        if not one.reports and sent.begun is not None:
+        if not state.reports and sent.begun is not None:
             believed = sent.choice.hit * self.piece
             if cached is not None and believed:
-                one.trust.note(min(cached, believed), believed)
+                state.trust.note(min(cached, believed), believed)
             self._expect(sent.choice.replica, sent.hashes, 0, now)
-        self._weigh(one)
+        self._weigh(state)
 
     # -- the choice ------------------------------------------------------------------------------
 
@@ -290,16 +290,16 @@ class ReplicaRouter:
         replicas, piece = self._replicas, self.piece
         costs: list[tuple[float, int]] = []
         for replica, hit in hits.items():
-            one = replicas[replica]
-            missing = max(0.0, num_tokens - hit * piece * one.trusted)
-            costs.append((one.seconds + missing * one.per_token, replica))
-        least = min(costs)[0] * NEAR
-        near = [choice for choice in costs if choice[0] <= least]
-        if len(near) == 1:
-            seconds, replica = near[0]
+            state = replicas[replica]
+            missing = max(0.0, num_tokens - hit * piece * state.trusted)
+            costs.append((state.seconds + missing * state.per_token, replica))
+        limit = min(costs)[0] * NEAR
+        cheapest = [choice for choice in costs if choice[0] <= limit]
+        if len(cheapest) == 1:
+            seconds, replica = cheapest[0]
         else:
-            key = self._key(hashes, min(hits[replica] for _, replica in near), session)
-            seconds, replica = max(near, key=lambda cost: _mix(key ^ replicas[cost[1]].key))
+            key = self._key(hashes, min(hits[replica] for _, replica in cheapest), session)
+            seconds, replica = max(cheapest, key=lambda cost: _mix(key ^ replicas[cost[1]].key))
         self._num_chosen += 1
         return ReplicaChoice(replica, hits[replica], seconds)
 
@@ -344,9 +344,9 @@ class ReplicaRouter:
             return int.from_bytes(hashes[min(common, len(hashes) - 1)][:8], "little")
         return self._num_chosen * 0x9E3779B97F4A7C15 & _MASK
 
-    def _weigh(self, one: _Replica) -> None:
+    def _weigh(self, state: _Replica) -> None:
         """Compute the costs of a replica again."""
-        one.rate = one.told_rate or one.measured.ratio
+        state.rate = state.told_rate or state.measured.ratio
         rates = [other.rate for other in self._replicas if other.rate]
         common = sum(rates) / len(rates) if rates else INITIAL_RATE
         if not self._common_rate / NEAR < common < self._common_rate * NEAR:
@@ -354,36 +354,36 @@ class ReplicaRouter:
             for other in self._replicas:
                 self._weigh_at(other, common)
         else:
-            self._weigh_at(one, self._common_rate)
+            self._weigh_at(state, self._common_rate)
 
-    def _weigh_at(self, one: _Replica, common: float) -> None:
+    def _weigh_at(self, state: _Replica, common: float) -> None:
         """Compute the costs of a replica. It uses the common rate unless its own is clearly
         different: otherwise the replica that was fastest by chance would get all requests."""
-        rate = one.rate or common
-        one.per_token = 1 / (common if common / ALIKE < rate < common * ALIKE else rate)
-        trust = one.trust.ratio
-        one.trusted = 1.0 if trust is None else trust
-        full = max(one.kv_usage, one.unfinished / self._rows)
+        rate = state.rate or common
+        state.per_token = 1 / (common if common / ALIKE < rate < common * ALIKE else rate)
+        trust = state.trust.ratio
+        state.trusted = 1.0 if trust is None else trust
+        full = max(state.kv_usage, state.unfinished / self._rows)
         decoding = self._decoding.ratio
         decoding = FIRST_DECODING if decoding is None else decoding
-        one.seconds = one.backlog * one.per_token + decoding * full * full
+        state.seconds = state.backlog * state.per_token + decoding * full * full
 
     def _expect(self, replica: int, hashes: Sequence[bytes], first: int, now: float) -> None:
         """Expect the pieces from number `first` on in a replica's cache."""
-        one, bit, holders = self._replicas[replica], 1 << replica, self._holders
+        state, bit, holders = self._replicas[replica], 1 << replica, self._holders
         until = now + self._lifetime
         for piece in hashes[first:]:
-            if piece in one.expected:
-                del one.expected[piece]  # it becomes the last entry
-            elif piece in one.holds:
+            if piece in state.expected:
+                del state.expected[piece]  # it becomes the last entry
+            elif piece in state.holds:
                 continue
             else:
                 holders[piece] = holders.get(piece, 0) | bit
-                one.holds.add(piece)
-            one.expected[piece] = until
+                state.holds.add(piece)
+            state.expected[piece] = until
             self._deadlines.append((until, replica, piece))
-        while len(one.expected) > MOST_EXPECTED:
-            self._drop(replica, next(iter(one.expected)))
+        while len(state.expected) > MAX_EXPECTED:
+            self._drop(replica, next(iter(state.expected)))
 
     def _expire(self, now: float) -> None:
         deadlines = self._deadlines
@@ -394,14 +394,14 @@ class ReplicaRouter:
 
     def _drop(self, replica: int, piece: bytes) -> None:
         """Note that a piece is no longer in a replica's cache."""
-        one = self._replicas[replica]
-        one.expected.pop(piece, None)
-        if piece not in one.holds:
+        state = self._replicas[replica]
+        state.expected.pop(piece, None)
+        if piece not in state.holds:
             return
-        one.holds.remove(piece)
-        left = self._holders[piece] & ~(1 << replica)
-        if left:
-            self._holders[piece] = left
+        state.holds.remove(piece)
+        other_holders = self._holders[piece] & ~(1 << replica)
+        if other_holders:
+            self._holders[piece] = other_holders
         else:
             del self._holders[piece]
 

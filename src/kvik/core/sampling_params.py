@@ -40,15 +40,15 @@ MAX_LIST_ENTRIES = 4096
 MAX_LOGPROBS = 100
 MIN_TEMPERATURE = 1e-3  # below it the softmax of scaled logits overflows; use 0 (greedy)
 COUNT = Integer(0, MAX_INT32)
-TOKEN_ID = Integer(0, MAX_INT32, what="a token id")
+TOKEN_ID = Integer(0, MAX_INT32, noun="a token id")
 BIAS = Number(-100, 100)
 
 
 @dataclass(frozen=True)
 class TokenIds(Kind):
-    """A list of at least `least` token ids; None is an empty one."""
+    """A list of at least `min_entries` token ids; None is an empty one."""
 
-    least: int = 0
+    min_entries: int = 0
 
     expects = "integers separated by commas"
     metavar = "N,N"
@@ -58,7 +58,7 @@ class TokenIds(Kind):
 
     def checked(self, value: object) -> tuple[int, ...]:
         entries = _entries(value, "must be a list of token ids")
-        if len(entries) < self.least:
+        if len(entries) < self.min_entries:
             raise ValueError("must name at least one token id")
         return tuple(TOKEN_ID.checked(token) for token in entries)
 
@@ -113,10 +113,10 @@ class StopList(Kind):
     repeats = True
 
     def checked(self, value: object) -> tuple[str, ...]:
-        what = "must be a string or a list of strings"
-        texts = (value,) if isinstance(value, str) else _entries(value, what)
+        problem = "must be a string or a list of strings"
+        texts = (value,) if isinstance(value, str) else _entries(value, problem)
         if not all(isinstance(text, str) for text in texts):
-            raise ValueError(what)
+            raise ValueError(problem)
         if len(texts) > MAX_STOP_STRINGS:
             raise ValueError(f"at most {MAX_STOP_STRINGS} strings, not {len(texts)}")
         for text in texts:
@@ -127,11 +127,11 @@ class StopList(Kind):
         return tuple(texts)
 
 
-def _entries(value: object, what: str) -> Sequence[Any]:
+def _entries(value: object, problem: str) -> Sequence[Any]:
     if value is None:
         return ()
     if not isinstance(value, tuple | list):
-        raise ValueError(what)
+        raise ValueError(problem)
     _check_length(value)
     return value
 
@@ -190,14 +190,14 @@ SYNONYMS: Mapping[str, Synonym] = {
 }
 
 
-def by_own_names(given: Mapping[str, Any]) -> dict[str, Any]:
+def by_own_names(params: Mapping[str, Any]) -> dict[str, Any]:
     """Return parameters by kvik's names, and `best_of`, which new `SamplingParams` check.
 
     Raises:
         ParamError: kvik has no equivalent, or a parameter is given under two names.
     """
-    named, _ = with_synonyms(given, SYNONYMS, ParamError)
-    return {**named, "best_of": given["best_of"]} if "best_of" in given else named
+    named, _ = with_synonyms(params, SYNONYMS, ParamError)
+    return {**named, "best_of": params["best_of"]} if "best_of" in params else named
 
 
 class _OtherNames(type):
@@ -211,15 +211,15 @@ class _OtherNames(type):
 
     if not TYPE_CHECKING:  # for type checkers, its arguments are the fields
 
-        def __call__(cls, *values: Any, **given: Any) -> Any:
-            best_of = given.get("best_of")
-            if not given.keys() <= PARAMETERS.keys():
-                given, _ = with_synonyms(given, SYNONYMS, ParamError)
-                for name in given:
+        def __call__(cls, *values: Any, **params: Any) -> Any:
+            best_of = params.get("best_of")
+            if not params.keys() <= PARAMETERS.keys():
+                params, _ = with_synonyms(params, SYNONYMS, ParamError)
+                for name in params:
                     if name not in PARAMETERS:
                         text = unknown(name, "sampling parameter", [*PARAMETERS, *SYNONYMS])
                         raise ParamError(name, text)
-            made = super().__call__(*values, **given)
+            made = super().__call__(*values, **params)
             if not (best_of is None or (type(best_of) is int and best_of == made.n)):
                 text = f"must equal n ({made.n}), not {shown(best_of)}: choose by logprobs"
                 raise ParamError("best_of", text)
@@ -335,7 +335,7 @@ class SamplingParams(metaclass=_OtherNames):
         None, LogitBias(), "values added to the logits of tokens, by token id"
     )
     allowed_token_ids: Sequence[int] | None = _parameter(
-        None, TokenIds(least=1), "if given, no other token can be sampled"
+        None, TokenIds(min_entries=1), "if given, no other token can be sampled"
     )
     bad_words: Sequence[str | Sequence[int]] = _parameter(
         (),
@@ -435,9 +435,10 @@ class SamplingParams(metaclass=_OtherNames):
     def words(self) -> dict[str, tuple[str | tuple[int, ...], ...]]:
         """The values of all parameters in use that hold words."""
         return {
-            one.name: value
-            for one in WORDS
-            if (value := getattr(self, one.name)) and getattr(self, one.facts["only_with"], True)
+            parameter.name: value
+            for parameter in WORDS
+            if (value := getattr(self, parameter.name))
+            and getattr(self, parameter.facts["only_with"], True)
         }
 
     def word_ids(self, name: str) -> tuple[tuple[int, ...], ...]:

@@ -248,8 +248,8 @@ class Scheduler:
             state_copies=self._state_copies,
         )
         step = Step(plan, now)
-        kept = self._make_room(step, now) if self.shares.contended else 0
-        budget, prefilling = self._schedule_decodes(step, kept)
+        reserved = self._make_room(step, now) if self.shares.contended else 0
+        budget, prefilling = self._schedule_decodes(step, reserved)
         if budget:
             budget = self._schedule_prompts(step, prefilling, budget, now)
         if self.moves is not None:
@@ -290,23 +290,23 @@ class Scheduler:
         self.counters.steps += 1
         return step.plan
 
-    def _schedule_decodes(self, step: Step, kept: int) -> tuple[int, list[Request]]:
+    def _schedule_decodes(self, step: Step, reserved: int) -> tuple[int, list[Request]]:
         """Give decoding requests their next token, then drafts from what is left of the budget.
 
         Decodes come first, since each costs little and a reader waits for its token.
 
         Args:
-            kept: tokens of the budget that decodes must not use.
+            reserved: tokens of the budget that decodes must not use.
 
         Returns:
             What is left of the budget for prompts, and the running requests that want it.
         """
-        budget = self.config.max_num_batched_tokens - kept
+        budget = self.config.max_num_batched_tokens - reserved
         running = self.running
         if self.shares.contended:
-            running = self.shares.decode_order(running, newcomers_first=kept > 0)
+            running = self.shares.decode_order(running, newcomers_first=reserved > 0)
         plan, number, block_size = step.plan, step.plan.step, self.kv.block_size
-        staged, most = self.config.stages > 1, self._decodes_at_once()
+        staged, max_decodes = self.config.stages > 1, self._decodes_at_once()
         prefilling, decoding = list[Request](), list[Request]()
         drafting: list[int] = []  # rows, of those decoding
         i = 0
@@ -315,20 +315,20 @@ class Scheduler:
             i += 1
             computed = request.num_computed_tokens
             pending = request.num_pending_tokens
-            known = len(request.token_ids) + pending
-            wanted = known - computed
-            if wanted > 1:
+            length = len(request.token_ids) + pending
+            missing = length - computed
+            if missing > 1:
                 prefilling.append(request)
                 continue
-            if known >= request.max_length:
+            if length >= request.max_length:
                 # Its last token is in flight, unless it is a prompt without output.
-                if wanted and known == request.num_prompt_tokens:
+                if missing and length == request.num_prompt_tokens:
                     prefilling.append(request)
                 continue
             unknown = pending and (request.num_draft_tokens or staged)
             at_cut = computed == request.next_cut
             waits = at_cut and self._waits_to_cut(request)
-            if unknown or waits or (staged and len(decoding) == most):
+            if unknown or waits or (staged and len(decoding) == max_decodes):
                 # The position of the next token depends on how many drafts are accepted, and the
                 # first stage of a pipeline needs the token itself.
                 continue
@@ -364,7 +364,7 @@ class Scheduler:
             drafts = min(request.num_draft_tokens, longest, budget)
             plan.num_draft_tokens[row] = drafts  # requested; `_place_drafts` allocates blocks
             budget -= drafts
-        return budget + kept, prefilling
+        return budget + reserved, prefilling
 
     def _decodes_at_once(self) -> int:
         """Return the most decoding rows of a step. In a pipeline they are spread over as many steps
@@ -483,14 +483,14 @@ class Scheduler:
         decoding, growth = self._decode_demand()  # these come first
         tokens, blocks = budget - decoding, kv.pool.num_free - growth
         free = FreeResources(self.shares, self.running, len(self._free_slots), blocks)
-        fair, wanted = max(1, budget // self.shares.num_active), 0  # tokens; wanted by newcomers
+        fair, demand = max(1, budget // self.shares.num_active), 0  # tokens; wanted by newcomers
         for request in newcomers:
             if request.status is RequestStatus.RUNNING:
-                wanted += request.num_unscheduled_tokens
+                demand += request.num_unscheduled_tokens
                 self._give_way(free.take(request, 0, kv.prompt_demand(request, budget)), step)
-        tokens -= wanted
+        tokens -= demand
         for request in self.shares.in_turn(self._waiting_lines(now), lambda r: r.num_prompt_tokens):
-            if tokens <= 0 and (wanted >= fair or request not in newcomers):
+            if tokens <= 0 and (demand >= fair or request not in newcomers):
                 break
             if self._must_wait(request):
                 continue
@@ -499,16 +499,16 @@ class Scheduler:
             match = kv.match(request)
             if self._worth_waiting_for(request, match, step):
                 continue
-            known = len(request.token_ids)
-            victims = free.take(request, 1, kv.demand(match, known, budget), match)
+            length = len(request.token_ids)
+            victims = free.take(request, 1, kv.demand(match, length, budget), match)
             if victims is None:
                 break
             self._give_way(victims, step)
-            tokens -= known - match.num_tokens
+            tokens -= length - match.num_tokens
             if request in newcomers:
-                wanted += known - match.num_tokens
-        kept = min(wanted, fair, budget - 1)
-        return kept if decoding + kept > budget else 0
+                demand += length - match.num_tokens
+        reserved = min(demand, fair, budget - 1)
+        return reserved if decoding + reserved > budget else 0
 
     def _decode_demand(self) -> tuple[int, int]:
         """Return the tokens of the next step's decoding rows, drafts included, and the new blocks
@@ -559,8 +559,8 @@ class Scheduler:
         """Start a waiting request with its first chunk. Returns the number of tokens scheduled; 0
         if too few blocks are free. Then the step admits no others, so that a large request is not
         overtaken for ever."""
-        known = len(request.token_ids)
-        chunk = self.policy.chunk(request, known - match.num_tokens, budget)
+        length = len(request.token_ids)
+        chunk = self.policy.chunk(request, length - match.num_tokens, budget)
         chunk = self._up_to_cut(request, match.num_tokens, chunk)
         checkpoints = self.kv.checkpoints
         if checkpoints is not None:
@@ -568,11 +568,11 @@ class Scheduler:
             chunk = checkpoints.cut(request, match.num_tokens, chunk)
         # A request that cannot continue would only be preempted again. So while others run, all its
         # known tokens must fit, in addition to what newcomers still need.
-        most = self.config.max_num_batched_tokens
-        needed = self.kv.demand(match, known, most)
+        max_chunk = self.config.max_num_batched_tokens
+        needed = self.kv.demand(match, length, max_chunk)
         if request not in self.shares.newcomers:  # `_make_room` already counted all of them
             for newcomer in self.shares.newcomers:
-                needed += self.kv.prompt_demand(newcomer, most)
+                needed += self.kv.prompt_demand(newcomer, max_chunk)
         fits = not self.running or needed <= self.kv.pool.num_free
         made = self.kv.admit(request, match, match.num_tokens + chunk) if fits else None
         if made is None:
@@ -689,8 +689,8 @@ class Scheduler:
             step.prefixes.update(request.block_hashes[first:full])
         self.meter.chunk(request, chunk)
         request.last_step = step.plan.step
-        known = len(request.token_ids) + request.num_pending_tokens
-        samples = request.num_computed_tokens == known < request.max_length
+        length = len(request.token_ids) + request.num_pending_tokens
+        samples = request.num_computed_tokens == length < request.max_length
         request.num_pending_tokens += samples
         step.add_chunk(request, chunk, samples=samples)
 
@@ -723,10 +723,10 @@ class Scheduler:
         """Add the requested drafts, once all rows have their blocks. If too few blocks are left,
         drafts that do not fit into the request's own blocks are dropped."""
         plan = step.plan
-        for row, wanted in enumerate(plan.num_draft_tokens):
-            if not wanted:
+        for row, requested in enumerate(plan.num_draft_tokens):
+            if not requested:
                 continue
-            request, drafts = step.requests[row], wanted
+            request, drafts = step.requests[row], requested
             places = len(request.block_ids[0]) * self.kv.block_size - request.num_computed_tokens
             if drafts > places:
                 new = self.kv.extend(request, request.num_computed_tokens + drafts)
@@ -775,14 +775,14 @@ class Scheduler:
         """Return the least time until a request has the tokens that make its answer useful: one, or
         its `min_tokens`."""
         made = request.num_output_tokens + request.num_pending_tokens
-        wanted = max(1, request.params.min_tokens) - made
-        if wanted <= 0:
+        missing = max(1, request.params.min_tokens) - made
+        if missing <= 0:
             return 0.0
         clock, budget = self.clock, self.config.max_num_batched_tokens
         full, rest = divmod(self._num_missing(request), budget)
         seconds = full * clock.at_least(budget) + (clock.at_least(rest) if rest else 0.0)
-        most_per_step = 1 + len(self.drafts.at)  # tokens of a request, drafts included
-        return seconds + (wanted - 1) / most_per_step * clock.at_least(1)
+        max_per_step = 1 + len(self.drafts.at)  # tokens of a request, drafts included
+        return seconds + (missing - 1) / max_per_step * clock.at_least(1)
 
     def _num_missing(self, request: Request) -> int:
         """Return how many tokens to compute until a request samples; 0 if they are under way."""
@@ -895,13 +895,13 @@ class Scheduler:
             speculation.seconds += times[0]
             speculation.plain_seconds += times[1] * len(tokens)
         reason = None
-        known = request.token_ids
-        before = len(known)
+        token_ids = request.token_ids
+        before = len(token_ids)
         for token in tokens:
-            known.append(token)
+            token_ids.append(token)
             reason = finish_reason(request, token)
             if reason is not None:
-                tokens = list(known[before:])
+                tokens = list(token_ids[before:])
                 break
         complete = False
         if row in output.ended and reason is not FinishReason.STOP:
@@ -981,11 +981,11 @@ class Scheduler:
         # If one of the calls above raises, nothing has changed, and the request can still be ended
         # with an error.
         self.shares.leave(request)
-        kept = None
+        source = None
         if self.moves is not None:
             if running and request.lends and error is None:
                 prompt = min(request.num_written_tokens, request.num_prompt_tokens)
-                kept = self.moves.lend(request, prompt - prompt % self.kv.block_size)
+                source = self.moves.lend(request, prompt - prompt % self.kv.block_size)
             self.moves.left(request)
         if running:
             if error is not None and self.moves is not None:
@@ -1004,7 +1004,7 @@ class Scheduler:
             logprobs=logprobs,
             error=error,
             report=RequestReport.of(request, now),
-            kept=kept,
+            page_source=source,
         )
 
     def _leave(self, request: Request, *, forget: bool = False) -> None:

@@ -51,8 +51,8 @@ class Constraint:
 
     def called(self, name: str) -> Constraint:
         """Return the same constraint, held by the field `name`."""
-        whole = (self.kind, self.source, self.strict, self.whitespace)
-        return Constraint(*whole, name, self.around)
+        fields = (self.kind, self.source, self.strict, self.whitespace)
+        return Constraint(*fields, name, self.around)
 
     def within(self, around: str) -> Constraint:
         """Return the same constraint as a part of another grammar; see `around`."""
@@ -205,14 +205,16 @@ _KINDS = ("json", "json_object", "regex", "choice", "grammar")
 
 
 def _of_mapping(value: Mapping[Any, object]) -> Constraint:
-    given = {n: one for n, one in value.items() if one not in (None, False) and n not in _IGNORED}
-    flags = {
-        name: _flag(name, given.pop(name)) for name in ("strict", "whitespace") if name in given
+    entries = {
+        n: entry for n, entry in value.items() if entry not in (None, False) and n not in _IGNORED
     }
-    if len(given) != 1 or not given.keys() <= set(_KINDS):
-        names = ", ".join(map(shown, given)) or "nothing"
+    flags = {
+        name: _flag(name, entries.pop(name)) for name in ("strict", "whitespace") if name in entries
+    }
+    if len(entries) != 1 or not entries.keys() <= set(_KINDS):
+        names = ", ".join(map(shown, entries)) or "nothing"
         raise ValueError(f"must have one of {', '.join(_KINDS)}, not {names}")
-    ((kind, source),) = given.items()
+    ((kind, source),) = entries.items()
     if kind == "json_object":
         _flag(kind, source)
         return JsonSchema(ANY_OBJECT, **flags)
@@ -262,13 +264,13 @@ def _choices(options: object) -> str:
     return _text("choice", json.dumps(list(dict.fromkeys(options))))
 
 
-def _text(what: str, source: object) -> str:
+def _text(label: str, source: object) -> str:
     if not isinstance(source, str) or not source:
-        raise ValueError(f"{what} must be a text that is not empty, not {shown(source)}")
+        raise ValueError(f"{label} must be a text that is not empty, not {shown(source)}")
     try:
         size = len(source.encode())
     except UnicodeEncodeError:
-        raise ValueError(f"{what} must be valid Unicode") from None
+        raise ValueError(f"{label} must be valid Unicode") from None
     if size > MAX_SOURCE_BYTES:
-        raise ValueError(f"{what} may have at most {MAX_SOURCE_BYTES} bytes, not {size}")
+        raise ValueError(f"{label} may have at most {MAX_SOURCE_BYTES} bytes, not {size}")
     return source

@@ -170,7 +170,7 @@ class TierIndex:
         self._largest = largest
         self._free = list(range(sizes.memory - 1, -1, -1))
         self._places: dict[PageKey, int] = {}
-        self._held: dict[PageKey, int] = {}  # places of removed pages that loads still read
+        self._read_places: dict[PageKey, int] = {}  # places of removed pages that loads still read
         self.drops: list[PageKey] = []
         self.off = ""
 
@@ -232,15 +232,19 @@ class TierIndex:
         """Return the place of a page that a load reads."""
         if tier == PEER:
             return AT_PEER
-        return self._held.get(key, self._places.get(key, NOWHERE)) if tier == MEMORY else NOWHERE
+        return (
+            self._read_places.get(key, self._places.get(key, NOWHERE))
+            if tier == MEMORY
+            else NOWHERE
+        )
 
     def let_go(self, key: PageKey, tier: str) -> None:
         """Note that a load is done with a page."""
         if tier not in self.tiers:
             return  # it has been turned off
         self.tiers[tier].release(key)
-        if tier == MEMORY and key in self._held and key not in self.tiers[tier].busy:
-            self._free.append(self._held.pop(key))
+        if tier == MEMORY and key in self._read_places and key not in self.tiers[tier].busy:
+            self._free.append(self._read_places.pop(key))
 
     def finish(self, key: PageKey, tier: str) -> None:
         """Note that a page was stored."""
@@ -270,8 +274,8 @@ class TierIndex:
             return
         if tier == MEMORY:
             place = self._places.pop(key)
-            if key in self.tiers[tier].busy and key not in self._held:
-                self._held[key] = place
+            if key in self.tiers[tier].busy and key not in self._read_places:
+                self._read_places[key] = place
             else:
                 self._free.append(place)
 
@@ -319,4 +323,4 @@ class TierIndex:
 
     def places(self) -> tuple[dict[PageKey, int], list[int], dict[PageKey, int]]:
         """Return places of pages, free places, and places that only loads read (for audits)."""
-        return dict(self._places), list(self._free), dict(self._held)
+        return dict(self._places), list(self._free), dict(self._read_places)

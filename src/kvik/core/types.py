@@ -308,10 +308,10 @@ class Request:
         its logits are needed, and so are tokens that predict a prompt token to be scored."""
         if self.pooling in ("mean", "cls", "max"):
             return 0
-        most = len(self.token_ids) - 1
+        limit = len(self.token_ids) - 1
         if self.params.prompt_logprobs is not None:
-            most = min(most, max(0, self.params.prompt_logprobs_start - 1))
-        return most
+            limit = min(limit, max(0, self.params.prompt_logprobs_start - 1))
+        return limit
 
     @property
     def num_unscheduled_tokens(self) -> int:
@@ -347,9 +347,9 @@ class RequestDelta:
     embedding: list[float] | None = None  # of a pooling request, with its last delta
     refused: str | None = None  # the limit of the queue that caused the refusal
     prompt: PromptUse | None = None  # with the first token
-    again: bool = False  # it was lost with its engine, and may be sent again
+    resendable: bool = False  # it was lost with its engine, and may be sent again
     complete: bool = False  # it stopped because its structured text is complete, without stop token
-    kept: PageSource | None = None  # with the last delta of a request that lends its pages
+    page_source: PageSource | None = None  # with the last delta of a request that lends its pages
     handed: Handover | None = None  # with the last delta, if another engine continues it
 
 
@@ -407,5 +407,5 @@ class RequestReport:
 
     @classmethod
     def of(cls, request: Request, finished: float) -> RequestReport:
-        names = [one.name for one in fields(cls) if one.name != "finished"]
+        names = [field.name for field in fields(cls) if field.name != "finished"]
         return cls(finished=finished, **{name: getattr(request, name) for name in names})

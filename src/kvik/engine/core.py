@@ -42,10 +42,10 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
     _check_pooling(config, request)
     samples = request.pooling is None and params.max_tokens != 0
     if len(prompt) + samples > limit:
-        room = ", which leaves no room for output in" if samples else ", which do not fit into"
+        problem = ", which leaves no room for output in" if samples else ", which do not fit into"
         raise ParamError(
             "prompt",
-            f"has {len(prompt)} tokens{room} the context of {limit} (max_model_len)",
+            f"has {len(prompt)} tokens{problem} the context of {limit} (max_model_len)",
             overflow=Overflow(limit, len(prompt), (params.max_tokens or 1) if samples else 0),
         )
     _check_tokens(prompt, vocab_size)
@@ -61,9 +61,9 @@ def check_request(config: ResolvedConfig, request: EngineRequest) -> None:
             f"{params.min_tokens} do not fit after a prompt of {len(prompt)} tokens in the "
             f"context of {limit}",
         )
-    most = scheduler.max_queued_requests
-    if params.n > most:
-        raise CapacityError("n", f"must be at most max_queued_requests ({most}), not {params.n}")
+    limit_n = scheduler.max_queued_requests
+    if params.n > limit_n:
+        raise CapacityError("n", f"must be at most max_queued_requests ({limit_n}), not {params.n}")
     _check_blocks(config, max_length(config, request), "max_tokens" if samples else "prompt")
 
 
@@ -159,10 +159,10 @@ class EngineCore:
         """
         self.check(request)
         params, prompt = request.params, request.prompt_token_ids
-        begun = {one.index: one for one in request.resumed}
-        indexes = sorted(begun) or range(params.n)
+        resumed_by_index = {handover.index: handover for handover in request.resumed}
+        indexes = sorted(resumed_by_index) or range(params.n)
         self.scheduler.waiting.check_capacity(len(indexes), len(indexes) * len(prompt))
-        seed = begun[indexes[0]].seed if begun else params.seed
+        seed = resumed_by_index[indexes[0]].seed if resumed_by_index else params.seed
         if seed is None:
             self._num_unseeded += 1
             seed = derive_seed(self.config.seed, self._num_unseeded)
@@ -172,7 +172,7 @@ class EngineCore:
         eos = () if params.ignore_eos else self.config.model.eos_token_ids
         siblings: list[Request] = []
         for index in indexes:
-            resumed = begun.get(index)
+            resumed = resumed_by_index.get(index)
             output = [] if resumed is None else resumed.output_token_ids
             scored = index == 0 and not output  # the log probabilities of the prompt come first
             source = None if index else request.source  # siblings share the blocks of the first
@@ -196,7 +196,7 @@ class EngineCore:
                     second_text=request.second_text,
                     tenant=request.tenant,
                     pins=request.pins,
-                    leader=siblings[0] if siblings and not begun else None,
+                    leader=siblings[0] if siblings and not resumed_by_index else None,
                     lends=request.lends and index == 0,
                     source=source,
                     speculation=RequestSpeculation() if guesses else None,
@@ -233,7 +233,9 @@ class EngineCore:
     def hand_over(self, request_id: str, now: float) -> None:
         """Let another engine continue the unfinished siblings of a request; the last delta of each
         has its `Handover`. Does nothing if a step in flight has a row of one of them."""
-        siblings = [one for one in self._requests.get(request_id, []) if not one.finished]
+        siblings = [
+            request for request in self._requests.get(request_id, []) if not request.finished
+        ]
         if all(map(self.scheduler.may_hand_over, siblings)):
             for sibling in siblings:
                 self.scheduler.hand_over(sibling, now)
@@ -284,7 +286,7 @@ class EngineCore:
             kv_usage=scheduler.kv.usage,
             num_blocks=pool.num_blocks,
             cached_blocks=pool.num_cached,
-            peak_blocks=pool.num_blocks - pool.least_free,
+            peak_blocks=pool.num_blocks - pool.min_free,
             kv_allocated_tokens=allocated,
             kv_used_tokens=used,
             pinned_blocks=pool.num_pinned,
@@ -330,8 +332,8 @@ class EngineCore:
         return SpeculationStats(
             self.scheduler.drafts.copy(),
             self._proposing,
-            self._seconds + sum(one.seconds for one in live),
-            self._plain_seconds + sum(one.plain_seconds for one in live),
+            self._seconds + sum(counts.seconds for counts in live),
+            self._plain_seconds + sum(counts.plain_seconds for counts in live),
         )
 
     def _note_finished(self, deltas: Sequence[RequestDelta]) -> list[RequestDelta]:

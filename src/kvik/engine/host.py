@@ -104,32 +104,38 @@ class DeltaBuffer(LoopObserver):
         self._step_tokens = tokens
 
 
-def _join(held: RequestDelta, later: RequestDelta) -> None:
-    """Add a later delta to `held`. Its lists are shared, so they are replaced, not extended.
+def _join(delta: RequestDelta, later: RequestDelta) -> None:
+    """Add a later delta to `delta`. Its lists are shared, so they are replaced, not extended.
     Before a first token only deltas with log probabilities of the prompt come."""
-    held.token_ids = held.token_ids + later.token_ids
+    delta.token_ids = delta.token_ids + later.token_ids
     if later.prompt_logprobs is not None:
-        held.prompt_logprobs = (held.prompt_logprobs or []) + later.prompt_logprobs
-    held.prompt = held.prompt or later.prompt
+        delta.prompt_logprobs = (delta.prompt_logprobs or []) + later.prompt_logprobs
+    delta.prompt = delta.prompt or later.prompt
     if later.logprobs is not None:
-        held.logprobs = later.logprobs if held.logprobs is None else held.logprobs + later.logprobs
+        delta.logprobs = (
+            later.logprobs if delta.logprobs is None else delta.logprobs + later.logprobs
+        )
     if later.finish_reason is not None:
-        held.finish_reason, held.stop_reason = later.finish_reason, later.stop_reason
-        held.error, held.report, held.embedding = later.error, later.report, later.embedding
-        held.refused, held.complete, held.kept = later.refused, later.complete, later.kept
-        held.handed = later.handed
+        delta.finish_reason, delta.stop_reason = later.finish_reason, later.stop_reason
+        delta.error, delta.report, delta.embedding = later.error, later.report, later.embedding
+        delta.refused, delta.complete, delta.page_source = (
+            later.refused,
+            later.complete,
+            later.page_source,
+        )
+        delta.handed = later.handed
 
 
 # How long a step may take before the engine counts as hung, based on previous steps of its size.
 
-LEAST_LIMIT = 30.0  # seconds: other programs on the machine may delay any step
+MIN_LIMIT = 30.0  # seconds: other programs on the machine may delay any step
 LIMIT_TIMES = 20.0  # times the slowest recent step of about the same size
 
 
 def step_limit(slowest: float) -> float:
     """Return the seconds that a step may take, given the slowest of its size: 30 times a power of
     two, so that the limit changes rarely."""
-    limit = LEAST_LIMIT
+    limit = MIN_LIMIT
     while limit < LIMIT_TIMES * slowest:
         limit *= 2
     return limit
@@ -174,8 +180,8 @@ class Reporter:
         self._scheduler = scheduler
         groups = scheduler.kv.groups
         # Layers without a window keep all blocks of a prefix.
-        whole = (g for g, group in enumerate(groups) if group.spec.window is None)
-        self._log = ContentLog(next(whole, 0))
+        unwindowed = (g for g, group in enumerate(groups) if group.spec.window is None)
+        self._log = ContentLog(next(unwindowed, 0))
         self._reported_at = self._served_at = float("-inf")
         self.restart()
 
@@ -276,7 +282,7 @@ class EngineHost:
         waits = bool(idle)
         self._idle = min(idle, BEAT_SECONDS) if idle else idle
         # The client decides which of the requests lost with the engine are sent again.
-        ready = self._buffer.take((delta for delta in deltas if not delta.again), now)
+        ready = self._buffer.take((delta for delta in deltas if not delta.resendable), now)
         if idle != 0.0 or loop.lost:
             ready += self._buffer.release(now)
         if ready or (loop.has_work and now - self._last_sent >= BEAT_SECONDS):

@@ -234,10 +234,10 @@ def _merge_maps(views: Sequence[LiveView]) -> BlockMap:
         cells.byteswap()
     maps = [view.blocks for view in views]
     return BlockMap(
-        sum(one.num_blocks for one in maps),
-        every * max(one.blocks_per_cell for one in maps),
-        sum(one.num_free for one in maps),
-        sum(one.num_cached for one in maps),
+        sum(part.num_blocks for part in maps),
+        every * max(part.blocks_per_cell for part in maps),
+        sum(part.num_free for part in maps),
+        sum(part.num_cached for part in maps),
         cells.tobytes(),
     )
 
@@ -324,13 +324,15 @@ def block_map(
     every = max(1, -(-pool.num_blocks // max_cells))
     references, cached, pinned = pool.sample(every)
     cells = array("H", bytes(2 * len(references)))
-    for cell, (count, known, kept) in enumerate(zip(references, cached, pinned, strict=True)):
+    for cell, (count, is_cached, is_pinned) in enumerate(
+        zip(references, cached, pinned, strict=True)
+    ):
         if count:
             cells[cell] = BlockState.SHARED
-        elif known:
-            cells[cell] = BlockState.PINNED if kept else BlockState.CACHED
-    held = sum(len(table) for groups in tables for table in groups)
-    stride = max(1, held // MAX_LOOKED_AT)
+        elif is_cached:
+            cells[cell] = BlockState.PINNED if is_pinned else BlockState.CACHED
+    num_held = sum(len(table) for groups in tables for table in groups)
+    stride = max(1, num_held // MAX_LOOKED_AT)
     for owner, groups in enumerate(tables, BlockState.OWNED):
         for table in groups:
             for block in table[::stride]:

@@ -165,7 +165,7 @@ class EngineLoop:
         self._memory = memory
         self._building: dict[str, tuple[EngineRequest, Future[object]]] = {}
         self._in_flight: deque[object] = deque()
-        self._found: list[RequestDelta] = []  # returned by `step`
+        self._unreturned: list[RequestDelta] = []  # returned by `step`
         self._watch = _Watch(clock())
 
     def watch(self, observer: LoopObserver) -> None:
@@ -211,7 +211,9 @@ class EngineLoop:
         built.cancel()
         now = self.clock()
         siblings = range(request.params.n)
-        self._found += last_deltas(request_id, siblings, now, error, reason=reason, refused=refused)
+        self._unreturned += last_deltas(
+            request_id, siblings, now, error, reason=reason, refused=refused
+        )
 
     def _enter(self, request: EngineRequest) -> None:
         now = self.clock()
@@ -259,7 +261,7 @@ class EngineLoop:
         now = self.clock()
         self._watch.turn("host", now)
         while self.executor.in_turn and self._in_flight:
-            self._found += self._finish_oldest()
+            self._unreturned += self._finish_oldest()
             now = self.clock()
         plan = self.core.plan(now)
         for observer in self.observers:
@@ -276,11 +278,11 @@ class EngineLoop:
             finally:
                 self._watch.turn("host", self.clock())
         if self._in_flight and plan is None:
-            self._found += self._finish_oldest()
+            self._unreturned += self._finish_oldest()
         while len(self._in_flight) >= self.executor.depth:  # may be two after an interrupted step
-            self._found += self._finish_oldest()
-        self._found += self.core.take_finished()
-        deltas, self._found = self._found, []
+            self._unreturned += self._finish_oldest()
+        self._unreturned += self.core.take_finished()
+        deltas, self._unreturned = self._unreturned, []
         if self.idle_seconds() != 0.0:
             self._watch.turn("idle", self.clock())
             for observer in self.observers:
@@ -312,8 +314,10 @@ class EngineLoop:
         share, reason = self._memory.share_to_give_back(now)
         if share:
             count = ceil(share * pool.num_unused)
-            given = self.executor.give_back(pool.give_back(count))
-            log.warning("gave back %d unused KV blocks, %s: %s", count, show_bytes(given), reason)
+            num_bytes = self.executor.give_back(pool.give_back(count))
+            log.warning(
+                "gave back %d unused KV blocks, %s: %s", count, show_bytes(num_bytes), reason
+            )
             for observer in self.observers:
                 observer.gave_back(count, now)
         return LOOK_SECONDS
@@ -323,7 +327,7 @@ class EngineLoop:
         Listing that takes longer continues while requests are served."""
         until = self.clock() + FIND_SECONDS
         while self.core.scheduler.has_moves and self.clock() < until:
-            self._found += self.step()
+            self._unreturned += self.step()
 
     def idle_step(self) -> bool:
         """If there is no work, let the executor prepare for later steps for a moment. Returns
@@ -355,13 +359,13 @@ class EngineLoop:
         # Moves under way do not count: a disk may never answer.
         stores = self.core.scheduler.has_stores
         return self.core.has_requests or bool(
-            stores or self._in_flight or self._found or self._building
+            stores or self._in_flight or self._unreturned or self._building
         )
 
     def idle_seconds(self) -> float | None:
         """Return how long `step` will have nothing to do; None: until a request arrives."""
         scheduler = self.core.scheduler
-        if self._in_flight or self._found or scheduler.running or scheduler.has_moves:
+        if self._in_flight or self._unreturned or scheduler.running or scheduler.has_moves:
             return 0.0
         idle = self._core_idle_seconds()
         if self._building:
@@ -394,7 +398,7 @@ class EngineLoop:
             deltas = self.core.fail_step(message, now)
             if isinstance(error, GroupLost):  # not caused by these requests
                 for delta in deltas:
-                    delta.again = True
+                    delta.resendable = True
             return deltas
         finally:
             now = self.clock()

@@ -21,11 +21,11 @@ class MemoryReading:
 
     Attributes:
         stalled: seconds that processes have waited for memory, since some time in the past.
-        left: bytes that this process can take, including the page cache of files.
+        free: bytes that this process can take, including the page cache of files.
     """
 
     stalled: float
-    left: int
+    free: int
 
 
 def read_memory() -> MemoryReading:
@@ -57,8 +57,8 @@ class MemoryWatch:
         reading = self._read()
         then, before = self._last or (now, reading.stalled)
         self._last = now, reading.stalled
-        if reading.left < self._low:
-            return 1.0, f"{show_bytes(reading.left)} of memory are left"
+        if reading.free < self._low:
+            return 1.0, f"{show_bytes(reading.free)} of memory are left"
         waited = (reading.stalled - before) / (now - then) if now > then else 0.0
         if waited >= STALLED:
             return 0.5, f"processes waited {waited:.0%} of the time for memory"

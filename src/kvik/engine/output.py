@@ -171,8 +171,8 @@ class RequestOutput:
     @property
     def speculation(self) -> RequestSpeculation | None:
         """Sum over its completions; None if none of them had speculation."""
-        found = [c.speculation for c in self.outputs if c.speculation is not None]
-        return reduce(operator.add, found) if found else None
+        parts = [c.speculation for c in self.outputs if c.speculation is not None]
+        return reduce(operator.add, parts) if parts else None
 
     @property
     def num_drafted_tokens(self) -> int:
@@ -226,9 +226,9 @@ def finished_score(vector: Sequence[float], function: str) -> float:
     return SCORE_FUNCTIONS[function](vector[0])
 
 
-def _pooled(output: RequestOutput, what: str) -> list[float]:
+def _pooled(output: RequestOutput, label: str) -> list[float]:
     if output.embedding is None:
-        raise RuntimeError(f"{output.request_id} has no {what}: {output.outputs[0].error}")
+        raise RuntimeError(f"{output.request_id} has no {label}: {output.outputs[0].error}")
     return output.embedding
 
 
@@ -239,7 +239,7 @@ class _Tokens:
     """A list of token ids, all but the newest in compact pieces, since texts may be endless."""
 
     def __init__(self) -> None:
-        self._pieces: list[array[int]] = []
+        self._compact: list[array[int]] = []
         self._newest: list[int] = []
         self.count = 0
 
@@ -248,11 +248,11 @@ class _Tokens:
         self.count += len(ids)
         if len(self._newest) >= PIECE:
             code = "H" if max(self._newest) < 1 << 16 else "I"
-            self._pieces.append(array(code, self._newest))
+            self._compact.append(array(code, self._newest))
             self._newest = []
 
     def to_list(self) -> list[int]:
-        return [token for piece in (*self._pieces, self._newest) for token in piece]
+        return [token for piece in (*self._compact, self._newest) for token in piece]
 
 
 @dataclass(slots=True)
@@ -363,8 +363,8 @@ class OutputProcessor:
     def so_far(self, request_id: str) -> list[OutputSoFar]:
         """Return what the completions of a request have that has not ended."""
         return [
-            OutputSoFar(one.token_ids.to_list(), one.logprobs, one.matched is not None)
-            for one in self._entries[request_id].completions
+            OutputSoFar(c.token_ids.to_list(), c.logprobs, c.matched is not None)
+            for c in self._entries[request_id].completions
         ]
 
     def process(self, deltas: Iterable[RequestDelta]) -> Processed:
@@ -434,8 +434,8 @@ class OutputProcessor:
             return ""
         if not (entry.streaming or completion.stops or last):
             return ""
-        late = not (entry.streaming or completion.stops)  # all at once, at the end
-        ids = completion.token_ids.to_list() if late else delta.token_ids
+        at_end = not (entry.streaming or completion.stops)  # all at once, at the end
+        ids = completion.token_ids.to_list() if at_end else delta.token_ids
         if delta.finish_reason is FinishReason.STOP and ids:
             shown = delta.complete or entry.request.params.include_stop_str_in_output
             ids = ids if shown else ids[:-1]
@@ -447,7 +447,7 @@ class OutputProcessor:
             text, completion.matched = completion.stops.push(text, may_end=enough)
             if last and completion.matched is None:
                 text += completion.stops.flush()
-        if late:
+        if at_end:
             completion.text = text
         else:
             completion.shown += len(text)
@@ -493,14 +493,16 @@ def _text_again(entry: _Entry, completion: _Completion) -> str:
     be endless."""
     if entry.new_detokenizer is None or not completion.shown:
         return ""
-    again = entry.new_detokenizer()
+    detokenizer = entry.new_detokenizer()
     if completion.error is None:
-        return (again.push(completion.token_ids.to_list()) + again.flush())[: completion.shown]
+        return (detokenizer.push(completion.token_ids.to_list()) + detokenizer.flush())[
+            : completion.shown
+        ]
     text = ""  # one of the tokens cannot be decoded
     for token in completion.token_ids.to_list():
         if len(text) >= completion.shown:
             break
-        text += again.push([token])
+        text += detokenizer.push([token])
     return text[: completion.shown]
 
 
@@ -511,7 +513,7 @@ def merged(deltas: Sequence[TextDelta]) -> list[TextDelta]:
     by_index: dict[int, list[TextDelta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)
-    return [one[0] if len(one) == 1 else _joined(one) for one in by_index.values()]
+    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_index.values()]
 
 
 def _prompt_logprobs(entry: _Entry) -> list[TokenLogprobs | None] | None:
@@ -539,7 +541,7 @@ def _joined(deltas: Sequence[TextDelta]) -> TextDelta:
         [token for delta in deltas for token in delta.token_ids],
         last.finish_reason,
         last.error,
-        [one for delta in deltas for one in delta.logprobs or ()] or None,
+        [entry for delta in deltas for entry in delta.logprobs or ()] or None,
         last.stop_reason,
         deltas[0].prompt_logprobs,
     )

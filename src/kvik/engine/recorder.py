@@ -261,8 +261,8 @@ def output_digest(output: ModelRunnerOutput) -> bytes:
     """Return a digest of log probabilities and vectors; empty if there are none."""
     if not output.logprobs and not output.prompt_logprobs and not output.embeddings:
         return b""
-    found = (output.logprobs, output.prompt_logprobs, output.embeddings)
-    return blake2b(encode(found), digest_size=8).digest()
+    content = (output.logprobs, output.prompt_logprobs, output.embeddings)
+    return blake2b(encode(content), digest_size=8).digest()
 
 
 class ClockTape:

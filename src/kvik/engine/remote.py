@@ -111,7 +111,7 @@ class SentRequest:
         self.request_id = request.request_id
         self.n = request.params.n
         self.deadline = request.deadline
-        self.indexes = {one.index for one in request.resumed} or set(range(self.n))
+        self.indexes = {handover.index for handover in request.resumed} or set(range(self.n))
         self.frame = frame
         self.arrival = arrival
         self.sends = 1
@@ -131,7 +131,7 @@ class SentRequest:
         again = reason is FinishReason.ERROR and self.sends < MAX_SENDS
         return [
             RequestDelta(
-                self.request_id, index, [], reason, error=error, report=report, again=again
+                self.request_id, index, [], reason, error=error, report=report, resendable=again
             )
             for index in sorted(indexes)
         ]
@@ -164,9 +164,9 @@ class ResendQueue:
         self._requests[request.request_id] = request
         if request.deadline is not None:
             seconds = max(0.0, request.deadline - self._clock())
-            late = (request.request_id, None, FinishReason.DEADLINE, None)
+            arguments = (request.request_id, None, FinishReason.DEADLINE, None)
             self._timers[request.request_id] = asyncio.get_running_loop().call_later(
-                seconds, self.end, *late
+                seconds, self.end, *arguments
             )
 
     def end(
@@ -362,7 +362,7 @@ class RemoteClient(EngineClient):
         self._unfinished: dict[str, SentRequest] = {}
         self._reported: Callable[[ReplicaReport], None] = _ignore
         self._state_changed: Callable[[], None] = _nothing
-        self._asked: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._queries: dict[int, asyncio.Future[msgspec.Raw]] = {}
         self._num_asked = 0
         self._new = EngineStats(0, 0, 0, 0.0, config.cache.num_blocks, 0, 0, 0, 0, 0, 0, 0)
         self._stats = self._new
@@ -417,11 +417,11 @@ class RemoteClient(EngineClient):
         self._socket.send(frame(End(request_id, index, reason, error)))
 
     async def stats(self) -> EngineStats:
-        ended = self._ended
+        ended_engines = self._ended
         with suppress(UnavailableError):
-            found = await self._query("stats", EngineStats)
-            if ended is self._ended:  # else the engine ended right after its answer
-                self._stats = found
+            stats = await self._query("stats", EngineStats)
+            if ended_engines is self._ended:  # else the engine ended right after its answer
+                self._stats = stats
         return sum_stats([self._stats, *self._ended])
 
     async def live(self) -> LiveView:
@@ -480,7 +480,7 @@ class RemoteClient(EngineClient):
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-        for answer in self._asked.values():
+        for answer in self._queries.values():
             if not answer.done():
                 answer.set_exception(UnavailableError("engine", reason))
         self._give(self._last_deltas(state, reason))
@@ -499,7 +499,7 @@ class RemoteClient(EngineClient):
         ticket = self._num_asked
         self._num_asked += 1
         answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._asked[ticket] = answer
+        self._queries[ticket] = answer
         try:
             self._socket.send(frame(Query(ticket, question)))
             async with asyncio.timeout(ANSWER_SECONDS):
@@ -507,7 +507,7 @@ class RemoteClient(EngineClient):
         except TimeoutError:
             raise UnavailableError("engine", "it does not answer in time") from None
         finally:
-            self._asked.pop(ticket, None)
+            self._queries.pop(ticket, None)
         return msgspec.msgpack.decode(body, type=kind)
 
     def _lost(self, reason: str, *, for_good: bool = False) -> None:
@@ -562,7 +562,7 @@ class RemoteClient(EngineClient):
         return True
 
     def _answered(self, message: Reply) -> None:
-        answer = self._asked.pop(message.ticket, None)
+        answer = self._queries.pop(message.ticket, None)
         if answer is None or answer.done():
             return
         if message.error is not None:

@@ -94,24 +94,24 @@ class RecordedClock:
 def fetches(events: Iterable[Event]) -> list[EngineRequest]:
     """Return requests for the pages that another engine had, each with the tokens of such pages as
     its prompt. They are computed before the replay, see `keep_pages`."""
-    found: list[EngineRequest] = []
+    requests: list[EngineRequest] = []
     for event in events:
         if isinstance(event, Added):
             request = event.request
             tokens = list(request.prompt_token_ids)
             parts = [(request.source, tokens)]
-            parts += [(one.source, tokens + one.output_token_ids) for one in request.resumed]
-            for source, known in parts:
+            parts += [(part.source, tokens + part.output_token_ids) for part in request.resumed]
+            for source, known_tokens in parts:
                 if source is not None:
-                    found.append(
+                    requests.append(
                         EngineRequest(
-                            f"{len(found)}",
-                            known[: source.num_tokens],
+                            f"{len(requests)}",
+                            known_tokens[: source.num_tokens],
                             SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True),
                             cache_salt=request.cache_salt,
                         )
                     )
-    return found
+    return requests
 
 
 def keep_pages(core: EngineCore, executor: Executor, requests: Sequence[EngineRequest]) -> None:
@@ -133,10 +133,10 @@ def keep_pages(core: EngineCore, executor: Executor, requests: Sequence[EngineRe
 class _Differs(Exception):
     """A difference. `step`: None: the first step whose result was not processed."""
 
-    def __init__(self, request: str | None, what: str, step: int | None = None) -> None:
-        super().__init__(what)
+    def __init__(self, request: str | None, difference: str, step: int | None = None) -> None:
+        super().__init__(difference)
         self.request = request
-        self.what = what
+        self.what = difference
         self.step = step
 
 
@@ -175,9 +175,9 @@ class Replay:
         for event in events:
             try:
                 self._play(event)
-            except _Differs as found:
-                step = self.result.steps if found.step is None else found.step
-                self.result.difference = Difference(step, found.request, found.what)
+            except _Differs as difference:
+                step = self.result.steps if difference.step is None else difference.step
+                self.result.difference = Difference(step, difference.request, difference.what)
                 return self.result
             if isinstance(event, (Finished, Failed)):
                 progress(self.result.steps)
@@ -306,9 +306,9 @@ def _where_plans_differ(step: _Step, event: Planned) -> tuple[str | None, str] |
                 return step.rows[row], f"row {row} of the plan is its own, and was not"
         return None, f"the plan has {len(plan.slots)} rows, and had {len(event.slots)}"
     pairs = zip(plan.num_scheduled_tokens, event.num_scheduled_tokens, strict=True)
-    for row, (found, recorded) in enumerate(pairs):
-        if found != recorded:
-            return step.rows[row], f"it gets {found} tokens, and got {recorded}"
+    for row, (planned, recorded) in enumerate(pairs):
+        if planned != recorded:
+            return step.rows[row], f"it gets {planned} tokens, and got {recorded}"
     if plan_digest(plan) != event.digest:
         return None, "the plan has the same rows, and differs in blocks or in new requests"
     return None
@@ -323,9 +323,11 @@ def _compare(step: _Step, output: ModelRunnerOutput, event: Finished) -> None:
             raise _Differs(request, f"its error is {error}, and was {event.errors.get(row)}")
     if len(event.token_ids) != len(step.rows):
         raise _Differs(None, f"it has {len(step.rows)} rows, and had {len(event.token_ids)}")
-    for request, found, recorded in zip(step.rows, output.token_ids, event.token_ids, strict=True):
-        if found != recorded:
-            raise _Differs(request, f"the tokens are {found}, and were {recorded}")
+    for request, computed, recorded in zip(
+        step.rows, output.token_ids, event.token_ids, strict=True
+    ):
+        if computed != recorded:
+            raise _Differs(request, f"the tokens are {computed}, and were {recorded}")
     if output.num_draft_tokens != event.num_draft_tokens:
         drafts = f"{output.num_draft_tokens}, and were {event.num_draft_tokens}"
         raise _Differs(None, f"the numbers of drafts are {drafts}")

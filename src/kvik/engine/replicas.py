@@ -92,7 +92,7 @@ class Replicas(EngineClient):
         self._draining: set[int] = set()
         self._served = [Counter[str]() for _ in clients]  # since the last credit
         self._crediting: asyncio.Task[None] | None = None
-        self._asking: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._closing = False
         for i, client in enumerate(clients):
             client.watch(partial(self._reported, i), partial(self._state_changed, i))
@@ -142,8 +142,8 @@ class Replicas(EngineClient):
         sent = self._unfinished.get(request_id)
         if sent is not None and sent.replica is not None:
             sent.ended = True
-            for one in sent.indexes if index is None else (index,):
-                sent.endings[one] = reason, error
+            for sibling in sent.indexes if index is None else (index,):
+                sent.endings[sibling] = reason, error
             self.clients[sent.replica].end(request_id, index, reason, error)
 
     async def stats(self) -> EngineStats:
@@ -179,8 +179,8 @@ class Replicas(EngineClient):
 
     def drain_replica(self, replica: int, *, drain: bool) -> int:
         if not 0 <= replica < len(self.clients):
-            most = len(self.clients) - 1
-            raise ParamError("replica", f"must be 0 to {most}, not {replica}")
+            last = len(self.clients) - 1
+            raise ParamError("replica", f"must be 0 to {last}, not {replica}")
         (self._draining.add if drain else self._draining.discard)(replica)
         self._state_changed(replica)
         if drain and self._router.choose((), 0, self._clock()) is not None:  # there is another one
@@ -242,21 +242,23 @@ class Replicas(EngineClient):
     def _take(self, replica: int, deltas: list[RequestDelta]) -> None:
         """Process the deltas of a replica."""
         now = self._clock()
-        given: list[RequestDelta] = []
+        passed_on: list[RequestDelta] = []
         lost: dict[str, RoutedRequest] = {}
         for delta in deltas:
             sent = self._unfinished.get(delta.request_id)
             if sent is None or sent.replica != replica or delta.index not in sent.indexes:
                 continue
-            if delta.again and sent.may_be_sent_again and not self._closing:
+            if delta.resendable and sent.may_be_sent_again and not self._closing:
                 lost[delta.request_id] = sent
                 continue
             if delta.handed is not None and not sent.leaves:
                 sent.handed.append(delta.handed)
                 if delta.token_ids or delta.prompt_logprobs:
                     sent.begun = True
-                    rest = replace(delta, finish_reason=None, report=None, kept=None, handed=None)
-                    given.append(rest)
+                    rest = replace(
+                        delta, finish_reason=None, report=None, page_source=None, handed=None
+                    )
+                    passed_on.append(rest)
                 continue
             if not sent.begun and delta.finish_reason is not FinishReason.ERROR:
                 self._router.began(delta.request_id, now)
@@ -266,18 +268,21 @@ class Replicas(EngineClient):
                 if not sent.indexes:
                     del self._unfinished[delta.request_id]
                     self._router.ended(delta.request_id, now)
-            given.append(delta)
-        self._give(given)
+            passed_on.append(delta)
+        self._give(passed_on)
         for sent in lost.values():
             self._send_again(sent, replica)
         for request_id in {delta.request_id: None for delta in deltas}:
-            found = self._unfinished.get(request_id)
-            if found is not None and found.handed and len(found.handed) == len(found.indexes):
-                self._continue(found, replica)
+            routed = self._unfinished.get(request_id)
+            if routed is not None and routed.handed and len(routed.handed) == len(routed.indexes):
+                self._continue(routed, replica)
 
-    def _continue(self, sent: RoutedRequest, left: int) -> None:
+    def _continue(self, sent: RoutedRequest, previous: int) -> None:
         """Let another replica continue a request whose unfinished outputs were all handed over."""
-        now, handed = self._clock(), [one for one in sent.handed if one.index not in sent.endings]
+        now, handed = (
+            self._clock(),
+            [handover for handover in sent.handed if handover.index not in sent.endings],
+        )
         if self._closing:
             handed = []
             sent.endings = dict.fromkeys(
@@ -293,7 +298,7 @@ class Replicas(EngineClient):
             return
         sent.request = replace(sent.request, source=None, resumed=tuple(handed))
         sent.sends -= 1  # nothing was lost
-        self._send_again(sent, left)
+        self._send_again(sent, previous)
 
     def _send_again(self, sent: RoutedRequest, lost_with: int | None = None) -> None:
         """Send a request of which nothing was delivered again, or let it wait for a replica."""
@@ -332,8 +337,8 @@ class Replicas(EngineClient):
         self._served[replica].update(report.served)
         if not self._router.report(replica, report):
             task = asyncio.get_running_loop().create_task(self._ask_all(replica))
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     async def _ask_all(self, replica: int) -> None:
         with suppress(UnavailableError):  # after a restart it sends a full report anyway
@@ -353,7 +358,7 @@ class Replicas(EngineClient):
             await asyncio.sleep(CREDIT_SECONDS)
             served, self._served = self._served, [Counter[str]() for _ in self.clients]
             total = sum(served, Counter[str]())
-            for client, own in zip(self.clients, served, strict=True):
-                others = total - own
-                if others:
-                    client.credit(dict(others))
+            for client, service in zip(self.clients, served, strict=True):
+                elsewhere = total - service
+                if elsewhere:
+                    client.credit(dict(elsewhere))

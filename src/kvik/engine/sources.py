@@ -137,11 +137,13 @@ class EngineProcess:
         if status is None:
             return "the engine process cannot be killed"
         if status < 0:
-            known = {number.value: number.name for number in signal.Signals}
-            return f"the engine process was killed by {known.get(-status, f'signal {-status}')}"
+            signal_names = {number.value: number.name for number in signal.Signals}
+            return (
+                f"the engine process was killed by {signal_names.get(-status, f'signal {-status}')}"
+            )
         last = self.tail.strip().rpartition("\n")[2]
-        how = f"the engine process exited with status {status}"
-        return f"{how}: {last}" if last else how
+        message = f"the engine process exited with status {status}"
+        return f"{message}: {last}" if last else message
 
     def _printed(self) -> None:
         while True:
@@ -287,9 +289,9 @@ class Supervisor:
         hung = await self._watch(client)
         if hung:
             client.disconnect(EngineState.RESTARTING, hung)
-        ended = await child.end(0.0 if hung else self._policy.exit)
+        status = await child.end(0.0 if hung else self._policy.exit)
         self._child = None
-        return hung or ended
+        return hung or status
 
     async def _watch(self, client: RemoteClient) -> str:
         """Wait until the engine is lost, its heartbeat stops, or it has made no progress for too

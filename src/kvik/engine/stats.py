@@ -233,7 +233,10 @@ def _sum_moves(parts: Sequence[MoveStats]) -> MoveStats | None:
     if not parts:
         return None
     tiers = [tier for part in parts for tier in part.tiers]
-    by_name = {tier.name: [each for each in tiers if each.name == tier.name] for tier in tiers}
+    by_name = {
+        tier.name: [same_name for same_name in tiers if same_name.name == tier.name]
+        for tier in tiers
+    }
     return MoveStats(
         tuple(map(_sum_tiers, by_name.values())),
         _sum([part.totals for part in parts]),
@@ -244,14 +247,14 @@ def _sum_moves(parts: Sequence[MoveStats]) -> MoveStats | None:
 
 def _sum_tiers(parts: Sequence[TierStats]) -> TierStats:
     """Add the tiers of one name. Engines share the pages on disk, so these count once."""
-    held = max if parts[0].name == DISK else sum
+    total = max if parts[0].name == DISK else sum
     rates = [tier.bytes_per_second for tier in parts if tier.bytes_per_second is not None]
     totals = ("stored", "loaded", "failed", "evicted")
     return TierStats(
         name=parts[0].name,
-        pages=held([tier.pages for tier in parts]),
-        bytes=held([tier.bytes for tier in parts]),
-        capacity=held([tier.capacity for tier in parts]),
+        pages=total([tier.pages for tier in parts]),
+        bytes=total([tier.bytes for tier in parts]),
+        capacity=total([tier.capacity for tier in parts]),
         **{name: sum(getattr(tier, name) for tier in parts) for name in totals},
         bytes_per_second=sum(rates) / len(rates) if rates else None,
     )
@@ -260,13 +263,13 @@ def _sum_tiers(parts: Sequence[TierStats]) -> TierStats:
 def _sum(parts: Sequence[T]) -> T:
     """Add dataclasses, field by field."""
     kind = type(parts[0])
-    names = [one.name for one in fields(kind)]  # type: ignore[arg-type]
+    names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(*(_add(getattr(part, name) for part in parts) for name in names))
 
 
 def _add(values: Iterable[Any]) -> Any:
     """Add values that can be added, or tuples and lists of numbers place by place."""
-    found = list(values)
-    if isinstance(found[0], (list, tuple)):
-        return type(found[0])(map(sum, zip_longest(*found, fillvalue=0)))
-    return reduce(operator.add, found)
+    items = list(values)
+    if isinstance(items[0], (list, tuple)):
+        return type(items[0])(map(sum, zip_longest(*items, fillvalue=0)))
+    return reduce(operator.add, items)

@@ -95,13 +95,13 @@ class EngineThread:
         )
         self._thread.start()
         try:
-            found = loaded.get()
+            result = loaded.get()
         except BaseException:  # Ctrl-C, which does not reach the loading thread
             self._interrupt()
             raise
-        if isinstance(found, BaseException):
-            raise found
-        self.engine = found
+        if isinstance(result, BaseException):
+            raise result
+        self.engine = result
 
     # -- for any thread --------------------------------------------------------------------------
 
@@ -143,10 +143,10 @@ class EngineThread:
                 answer.put((None, error))
 
         self._post(run)
-        found, error = answer.get()
+        result, error = answer.get()
         if error is not None:
             raise error
-        return found  # type: ignore[return-value]
+        return result  # type: ignore[return-value]
 
     def check_usable(self) -> None:
         """Raise `RuntimeError` if the engine is closed, or this process is a fork."""

@@ -257,7 +257,7 @@ class FrameReader:
         """Return the frames that are complete with `data`."""
         if self._rest:
             self._rest += data
-            if len(self._rest) < self._wanted():
+            if len(self._rest) < self._next_size():
                 return []
             data = bytes(self._rest)
         bodies, at = [], 0
@@ -272,7 +272,7 @@ class FrameReader:
         self._rest = bytearray(data[at:])
         return bodies
 
-    def _wanted(self) -> int:
+    def _next_size(self) -> int:
         """Return the size of the first frame, so that a long one is copied once, not with each
         part."""
         if len(self._rest) < 4:
@@ -366,9 +366,9 @@ class HostSocket:
     def close(self) -> None:
         """Close the socket, after sending unsent bytes as long as the client reads them."""
         try:
-            left = 0
-            while self._outbox and len(self._outbox) != left:
-                left = len(self._outbox)
+            num_unsent = 0
+            while self._outbox and len(self._outbox) != num_unsent:
+                num_unsent = len(self._outbox)
                 self._wait(CLOSE_SECONDS, select.POLLOUT)
         except EOFError:
             pass

@@ -29,7 +29,7 @@ from kvik.worker.platforms import inference_on, platform
 
 WINDOW = 1024  # tokens read at once
 TOKENS = 16_384  # tokens of the text to read
-LEAST_KEYS = 2  # keys of a query to count: the entropy of one key is 0
+MIN_KEYS = 2  # keys of a query to count: the entropy of one key is 0
 
 Progress = Callable[[str, float], None]
 
@@ -48,7 +48,7 @@ class EntropyAttention(ReferenceAttention):
 
     def see(self, kv: LayerKV, weights: Tensor, visible: Tensor) -> None:
         seen = visible.sum(-1)  # [queries]
-        counted = seen >= LEAST_KEYS
+        counted = seen >= MIN_KEYS
         entropy = -torch.special.xlogy(weights, weights).sum(-1)[:, counted]  # [heads, queries]
         shares = entropy.double() / seen[counted].double().log()
         layer = kv.k.data_ptr()
@@ -110,15 +110,15 @@ def _windows(
     Raises:
         ConfigError: none has two tokens.
     """
-    prefix, left = prompt_prefix(tokenizer), tokens
+    prefix, budget = prompt_prefix(tokenizer), tokens
     for text in texts:
-        for one in cut(tokenizer.encode(text, add_special_tokens=False), prefix, window, window):
-            ids = one.token_ids[:left]
-            if len(ids) >= LEAST_KEYS:
+        for span in cut(tokenizer.encode(text, add_special_tokens=False), prefix, window, window):
+            ids = span.token_ids[:budget]
+            if len(ids) >= MIN_KEYS:
                 yield ids
-            left -= len(ids)
-    if left == tokens:
-        raise ConfigError("data", f"must have {LEAST_KEYS} tokens or more")
+            budget -= len(ids)
+    if budget == tokens:
+        raise ConfigError("data", f"must have {MIN_KEYS} tokens or more")
 
 
 def _read(network: EngineNetwork, ids: Sequence[int], block_size: int) -> None:

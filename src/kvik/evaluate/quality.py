@@ -76,7 +76,7 @@ def compared(logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @contextmanager
-def reading_bar(what: str) -> Iterator[Callable[[int, int], None]]:
+def reading_bar(label: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on standard error, if that is a terminal; yields progress(scored, to score)."""
     bar = ProgressBar(
         TextColumn("{task.description}"),
@@ -89,7 +89,7 @@ def reading_bar(what: str) -> Iterator[Callable[[int, int], None]]:
         transient=True,
     )
     with bar:
-        task = bar.add_task(what, total=None)
+        task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
@@ -206,10 +206,10 @@ def measure_quality(
             field = "reference" if error.field == "model" else error.field
             raise ModelError(field, error.message) from None
     size, step = choose_window(longest, window, stride)
-    resolved = [resolve_reader(one, size) for one in configs]
+    resolved = [resolve_reader(variant, size) for variant in configs]
     reading = prepare(resolved[0], texts, size, step)
-    for one in resolved[1:]:
-        check_same(reading, one, texts)
+    for variant in resolved[1:]:
+        check_same(reading, variant, texts)
     if reference is None:
         with loaded_reader(resolved[0]) as model:
             return read(reading, model, None, progress)
@@ -265,12 +265,12 @@ def read(
     """
     readers = [model] if reference is None else [model, reference]
     total = reading.num_scored
-    found = np.empty(total, np.float32)
+    token_losses = np.empty(total, np.float32)
     divergence, agreed, done = 0.0, 0, 0
     for window in reading.windows():
         for piece in read_together(readers, window):
             count = len(piece.ids)
-            found[done : done + count] = _checked(losses(piece.logits[0], piece.ids), model)
+            token_losses[done : done + count] = _checked(losses(piece.logits[0], piece.ids), model)
             done += count
             if reference is not None:
                 distances, agrees = compared(*piece.logits)
@@ -279,8 +279,8 @@ def read(
         if progress is not None:
             progress(done, total)
     if reference is None:
-        return Quality(reading.window, reading.stride, found)
-    return Quality(reading.window, reading.stride, found, divergence / done, agreed / done)
+        return Quality(reading.window, reading.stride, token_losses)
+    return Quality(reading.window, reading.stride, token_losses, divergence / done, agreed / done)
 
 
 def _checked(values: torch.Tensor, reader: Reader) -> np.ndarray:

@@ -113,10 +113,10 @@ def resolve_reader(config: EngineConfig, window: int) -> ResolvedConfig:
     Raises:
         KvikError: the model cannot be used, predicts no tokens, or does not fit.
     """
-    wanted = replace(_for_one(config), max_model_len=window)
-    groups = len(resolve_config(wanted).cache.groups)
+    reader_config = replace(_for_one(config), max_model_len=window)
+    groups = len(resolve_config(reader_config).cache.groups)
     num_blocks = groups * -(-window // config.block_size)
-    resolved = resolve_config(replace(wanted, num_blocks=num_blocks))
+    resolved = resolve_config(replace(reader_config, num_blocks=num_blocks))
     resolved.model.check_writes()
     return resolved
 
@@ -311,11 +311,11 @@ def _spans(
 ) -> Iterator[tuple[int, int, int]]:
     """Yield for each window its first token of the text, the one after its last, and the index in
     the window of the first token that it scores."""
-    room = window - num_prefix
-    stride = min(stride, room)
+    width = window - num_prefix
+    stride = min(stride, width)
     scored = 0  # end of the tokens scored by earlier windows
     for start in range(0, length, stride):
-        end = min(start + room, length)
+        end = min(start + width, length)
         first = max(num_prefix + scored - start, 1)
         if num_prefix + end - start > first:
             yield start, end, first
@@ -325,8 +325,8 @@ def _spans(
 def prompt_prefix(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that the tokenizer puts before a prompt."""
     plain = tokenizer.encode("a", add_special_tokens=False)
-    whole = tokenizer.encode("a", add_special_tokens=True)
-    for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
-            return tuple(whole[:start])
+    prompt = tokenizer.encode("a", add_special_tokens=True)
+    for start in range(len(prompt) - len(plain) + 1):
+        if prompt[start : start + len(plain)] == plain:
+            return tuple(prompt[:start])
     return ()

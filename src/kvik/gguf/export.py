@@ -85,32 +85,32 @@ def block_type(type: str, name: str, width: int, spec: ModelSpec) -> str:
         width: weights of a row. Rows that are not whole blocks of any kind stay BF16.
     """
     file = FILE_TYPES[type]
-    found: str | None = None
+    kind: str | None = None
     if name == HEAD or (name == EMBEDDING and spec.tie_word_embeddings):
-        found = file.head
+        kind = file.head
     elif name in (EMBEDDING, TOKEN_INPUTS):
-        found = file.embedding
+        kind = file.embedding
     elif name == INPUTS_PROJECTION and file.usual in SCHEMES:
-        found = "BF16"
+        kind = "BF16"
     elif name == POSITIONS:
-        found = "F32"
+        kind = "F32"
     elif (layer := LAYER.fullmatch(name)) is not None:
         part = layer[2]
         if part in EXACT or part.endswith("_norm"):
-            found = "F32"
+            kind = "F32"
         elif _has_eight_experts(spec) and file.usual in SCHEMES and part in ("attn_k", "attn_v"):
-            found = "Q8_0"
+            kind = "Q8_0"
         elif _has_eight_experts(spec) and file.usual == "Q4_K" and part == "attn_output":
-            found = "Q5_K"
+            kind = "Q5_K"
         elif part == "attn_v" or part.startswith("ffn_down"):
             if _is_sensitive(int(layer[1]), spec.num_layers):
-                found = file.sensitive
+                kind = file.sensitive
             elif file.usual == "Q4_K" and part == "attn_v" and _is_70b(spec):
-                found = "Q5_K"
-    found = found or file.usual
-    if width % BLOCK_TYPES[found].weights:
-        found = SMALLER_BLOCKS.get(found, found)
-    return "BF16" if width % BLOCK_TYPES[found].weights else found
+                kind = "Q5_K"
+    kind = kind or file.usual
+    if width % BLOCK_TYPES[kind].weights:
+        kind = SMALLER_BLOCKS.get(kind, kind)
+    return "BF16" if width % BLOCK_TYPES[kind].weights else kind
 
 
 def _is_sensitive(layer: int, layers: int) -> bool:
@@ -137,8 +137,8 @@ def gguf_family(spec: ModelSpec) -> Architecture:
         ModelError: GGUF has no name for this model that kvik can read back.
     """
     if spec.family.gguf is None:
-        known = ", ".join(name for name, row in ARCHITECTURES.items() if row.gguf is not None)
-        raise ModelError("architectures", f"must be one of {known} for GGUF")
+        names = ", ".join(name for name, row in ARCHITECTURES.items() if row.gguf is not None)
+        raise ModelError("architectures", f"must be one of {names} for GGUF")
     return spec.family
 
 
@@ -193,8 +193,8 @@ def model_metadata(spec: ModelSpec, name: str, type: str) -> dict[str, Entry]:
 def _main_rope(spec: ModelSpec) -> tuple[RopeSpec, int] | None:
     """Return the rotary positions of layers without a window, and the width; GGUF usually has only
     these. None: there are none."""
-    whole = (spec.rotation(layer) for layer in spec.layers if layer.window is None)
-    return next(filter(None, whole), next(iter(spec.rotations), None))
+    rotations = (spec.rotation(layer) for layer in spec.layers if layer.window is None)
+    return next(filter(None, rotations), next(iter(spec.rotations), None))
 
 
 def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) -> None:
@@ -228,11 +228,11 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
         ]
 
     def scales(model: ModelSpec) -> tuple[float, ...]:
-        found, usual = model.scales, model.head_dim**-0.5
-        caps = found.attention_cap or 0.0, found.logits_cap or 0.0
-        return found.embedding, found.residual, found.attention or usual, found.logits, *caps
+        facts, usual = model.scales, model.head_dim**-0.5
+        caps = facts.attention_cap or 0.0, facts.logits_cap or 0.0
+        return facts.embedding, facts.residual, facts.attention or usual, facts.logits, *caps
 
-    same = zip(scales(spec), scales(back), strict=True)
+    pairs = zip(scales(spec), scales(back), strict=True)
     for key, good in (
         ("sliding_window", spec.windows == back.windows),
         ("attn_scale", queries(spec) == queries(back)),
@@ -243,7 +243,7 @@ def _check(spec: ModelSpec, metadata: Mapping[str, Entry], architecture: str) ->
         ("experts of layers", _chosen(spec) == _chosen(back)),
         ("layer_types", _mixers(spec) == _mixers(back)),
         ("hidden_act", spec.gated_mlp or _same_activation(spec.activation, back.activation)),
-        ("config.json", all(math.isclose(one, other, rel_tol=1e-6) for one, other in same)),
+        ("config.json", all(math.isclose(scale, other, rel_tol=1e-6) for scale, other in pairs)),
     ):
         if not good:
             reason = "must be what {} files imply: GGUF cannot express other values"
@@ -263,20 +263,20 @@ def _mixers(model: ModelSpec) -> list[object]:
 
 def _chosen(model: ModelSpec) -> list[ExpertsSpec | None]:
     """Return the experts of each layer; if all groups are kept, without groups."""
-    found: list[ExpertsSpec | None] = []
+    result: list[ExpertsSpec | None] = []
     for layer in model.layers:
         experts = layer.experts
-        if experts is not None and experts.router.kept == experts.router.groups:
-            router = replace(experts.router, groups=1, kept=1)
+        if experts is not None and experts.router.kept_groups == experts.router.groups:
+            router = replace(experts.router, groups=1, kept_groups=1)
             experts = replace(experts, router=router)
-        found.append(experts)
-    return found
+        result.append(experts)
+    return result
 
 
 def _experts(spec: ModelSpec) -> dict[str, Entry | None]:
     """Return the metadata of routed experts."""
     sparse = [layer.experts for layer in spec.layers]
-    first = next((layer for layer, one in enumerate(sparse) if one is not None), None)
+    first = next((layer for layer, moe in enumerate(sparse) if moe is not None), None)
     if first is None or (experts := sparse[first]) is None:
         return {}
     router = experts.router
@@ -340,18 +340,18 @@ def _states(spec: ModelSpec) -> dict[str, Entry | None]:
         return {}
     state, attends = spec.states[0], [layer.state is None for layer in spec.layers]
     if not state.value_heads:
-        kv_heads = [spec.num_kv_heads * one for one in attends]
+        kv_heads = [spec.num_kv_heads * flag for flag in attends]
         return {TAPS: state.width, "attention.head_count_kv": kv_heads}
     every = attends.index(True) + 1
     where: dict[str, Entry | None] = {FULL_INTERVAL: every}
     if attends != [(layer + 1) % every == 0 for layer in range(spec.num_layers)]:
-        where = {RECURRENT: [not one for one in attends]}
+        where = {RECURRENT: [not flag for flag in attends]}
     return where | {at: of(state) for at, of in DELTA.values()}
 
 
-def _same_activation(one: str, other: str) -> bool:
+def _same_activation(name: str, other: str) -> bool:
     tanh = ("gelu_new", "gelu_pytorch_tanh", "gelu_fast")
-    return one == other or (one in tanh and other in tanh)
+    return name == other or (name in tanh and other in tanh)
 
 
 def rope_divisors(spec: ModelSpec) -> list[float] | None:
@@ -386,8 +386,8 @@ def _rope(rope: RopeSpec, size: int, family: Architecture) -> dict[str, Entry | 
     by_tensor = "proportional" if family.gguf_by_kind else "llama3"
     if rope.kind in ("default", by_tensor):
         return facts
-    known = () if family.gguf_by_kind else ("linear", "yarn")
-    if rope.kind not in known or rope.mscale != rope.mscale_all_dim:
+    kinds = () if family.gguf_by_kind else ("linear", "yarn")
+    if rope.kind not in kinds or rope.mscale != rope.mscale_all_dim:
         raise ModelError("rope_scaling", f"GGUF cannot express this kind of {rope.kind}")
     facts |= {"rope.scaling.type": rope.kind, "rope.scaling.factor": rope.factor}
     if rope.kind == "yarn":
@@ -518,9 +518,9 @@ def _rule_name(state: Mapping[str, Any]) -> str:
         else:
             splits.append(None)
     nfc = (normalizer or {}).get("type") == "NFC"
-    whole = bool(state["model"].get("ignore_merges", False))
+    whole_words = bool(state["model"].get("ignore_merges", False))
     for name, rule in WORD_RULES.items():
-        same = WordRule(tuple(splits), nfc, whole, rule.bos) == rule
+        same = WordRule(tuple(splits), nfc, whole_words, rule.bos) == rule
         if same and (nfc or normalizer is None):
             return name
     raise ModelError("tokenizer.json", "cuts text into words in a way that has no name in GGUF")

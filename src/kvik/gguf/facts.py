@@ -102,10 +102,10 @@ def sampling_config(metadata: Metadata) -> dict[str, object]:
 
 def sampling_metadata(config: Mapping[str, float | int]) -> dict[str, Scalar]:
     """Return the metadata of a generation_config.json; unknown keys are left out."""
-    found: dict[str, Scalar] = {
+    metadata: dict[str, Scalar] = {
         KEYS[stored]: value for stored, value in config.items() if stored in KEYS
     }
-    return found | ({LAST_N: ALL} if KEYS["repetition_penalty"] in found else {})
+    return metadata | ({LAST_N: ALL} if KEYS["repetition_penalty"] in metadata else {})
 
 
 def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
@@ -130,13 +130,13 @@ def named_tensors(file: GgufFile) -> Iterator[tuple[str, GgufTensor]]:
             yield name or tensor.name, tensor
             continue
         count, *shape = tensor.shape
-        wanted, whose = experts, "experts"
+        num_parts, unit = experts, "experts"
         if (norm := re.search("attn_([qk])_norm", tensor.name)) is not None:
             key = "head_count" if norm[1] == "q" else "head_count_kv"
             at = f"{architecture(file)}.attention.{key}"
-            wanted, whose = metadata.integer(at, 1, MAX_HEADS), "heads"
-        if count != wanted or not shape:
-            reason = f"must have a part for each of {wanted} {whose}, not {list(tensor.shape)}"
+            num_parts, unit = metadata.integer(at, 1, MAX_HEADS), "heads"
+        if count != num_parts or not shape:
+            reason = f"must have a part for each of {num_parts} {unit}, not {list(tensor.shape)}"
             raise ModelError(file.path.name, f"tensor {shown(tensor.name)} {reason}")
         size = tensor.size // count
         for i in range(count):
@@ -179,8 +179,8 @@ def architecture(file: GgufFile) -> str:
     """
     name = file.metadata.string("general.architecture")
     if name not in GGUF_FAMILIES:
-        known = ", ".join(GGUF_FAMILIES)
-        raise file.metadata.error("general.architecture", f"must be one of {known}, not {name!r}")
+        names = ", ".join(GGUF_FAMILIES)
+        raise file.metadata.error("general.architecture", f"must be one of {names}, not {name!r}")
     if file.metadata.integer("split.count", 0, 1 << 16, 1) > 1:
         raise file.metadata.error(
             "split.count", "is more than 1: put the parts together with llama-gguf-split --merge"
@@ -206,8 +206,8 @@ def family_of(metadata: Metadata) -> Architecture:
         raise metadata.error(f"{name}.expert_count", f"must be {allowed}")
     for row in rows:
         if row.gguf_marker:
-            key, least = row.gguf_marker
-            if metadata.integer(f"{name}.{key}", 0, MAX_POSITIONS, 0) >= least:
+            key, minimum = row.gguf_marker
+            if metadata.integer(f"{name}.{key}", 0, MAX_POSITIONS, 0) >= minimum:
                 return row
     return next((row for row in rows if not row.gguf_marker), rows[0])
 
@@ -241,25 +241,25 @@ def model_config(file: GgufFile) -> dict[str, object]:
         ModelError: an unknown architecture, or a value out of range.
     """
     name = architecture(file)
-    known, names = family_of(file.metadata), {tensor.name for tensor in file.tensors}
+    family, names = family_of(file.metadata), {tensor.name for tensor in file.tensors}
     config = metadata_config(file.metadata)
     for key, tensors in (
-        (known.qkv_bias, ("attn_q", "attn_qkv")),
-        (known.o_bias, ("attn_output",)),
-        (known.mlp_bias, ("ffn_up",)),
+        (family.qkv_bias, ("attn_q", "attn_qkv")),
+        (family.o_bias, ("attn_output",)),
+        (family.mlp_bias, ("ffn_up",)),
     ):
         if isinstance(key, str):
             config.setdefault(key, any(f"blk.0.{tensor}.bias" in names for tensor in tensors))
-    if isinstance(known.qk_norm, str):
-        config.setdefault(known.qk_norm, "blk.0.attn_q_norm.weight" in names)
-    for layer, key in known.gguf_present.items():
+    if isinstance(family.qk_norm, str):
+        config.setdefault(family.qk_norm, "blk.0.attn_q_norm.weight" in names)
+    for layer, key in family.gguf_present.items():
         config[key] = f"blk.0.{layer}.weight" in names
     config |= {
         "vocab_size": _vocab_size(file),
         "tie_word_embeddings": HEAD not in names,
         "dtype": _dtype(file),
     }
-    if known.gguf_by_kind:
+    if family.gguf_by_kind:
         config |= _full_layers_config(file, config)
     elif "rope_scaling" not in config and ROPE_FACTORS in names:
         width = _rope_width(file.metadata, name)
@@ -280,8 +280,8 @@ def _full_layers_config(file: GgufFile, config: Mapping[str, object]) -> dict[st
     ropes = fields.inside("rope_parameters")
     rotations = {kind: ropes.mapping(kind) or {} for kind in (SLIDING, FULL)}
     types = fields.strings("layer_types")
-    own = len(types) - fields.integer("num_kv_shared_layers", 0, len(types) - 1)
-    full = [layer for layer in range(own) if types[layer] == FULL]
+    num_owners = len(types) - fields.integer("num_kv_shared_layers", 0, len(types) - 1)
+    full = [layer for layer in range(num_owners) if types[layer] == FULL]
     return {
         "rope_parameters": {**rotations, FULL: {**rotations[FULL], **turns}},
         "attention_k_eq_v": all(file.tensor(f"blk.{i}.attn_v.weight") is None for i in full),
@@ -333,10 +333,10 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
     Raises:
         ModelError: a value is out of range.
     """
-    name, known = metadata.string("general.architecture"), family_of(metadata)
+    name, family = metadata.string("general.architecture"), family_of(metadata)
 
-    def size(key: str, most: int, default: int | None = None) -> int:
-        return metadata.integer(f"{name}.{key}", 1, most, default)
+    def size(key: str, limit: int, default: int | None = None) -> int:
+        return metadata.integer(f"{name}.{key}", 1, limit, default)
 
     latent = f"{name}.{LATENT_RANK}" in metadata
     head_dim, width = _head_size(metadata, name), _rope_width(metadata, name)
@@ -344,11 +344,11 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
         key = f"{name}.attention.value_length"
         raise metadata.error(key, f"must be the size of a head, {head_dim}")
     heads, layers = size("attention.head_count", MAX_HEADS), _layers(metadata)
-    kv_heads = _kv_heads(metadata, name, heads, layers, mixed=known.gguf_by_kind)
+    kv_heads = _kv_heads(metadata, name, heads, layers, mixed=family.gguf_by_kind)
     context = size("context_length", MAX_POSITIONS)
-    eps = "layer_norm_rms_epsilon" if known.rms_norm else "layer_norm_epsilon"
+    eps = "layer_norm_rms_epsilon" if family.rms_norm else "layer_norm_epsilon"
     experts_inner = metadata.integer(f"{name}.expert_feed_forward_length", 0, MAX_WIDTH, 0)
-    inner = _inner_sizes(metadata, known, layers, experts_inner or None)
+    inner = _inner_sizes(metadata, family, layers, experts_inner or None)
     usual: dict[str, object] = {
         "hidden_size": size("embedding_length", MAX_WIDTH),
         "intermediate_size": inner[0],
@@ -359,10 +359,10 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
         "max_position_embeddings": context,
         "rms_norm_eps": metadata.number(f"{name}.attention.{eps}", 0.0, 1.0),
         "rope_theta": metadata.number(f"{name}.rope.freq_base", 1.0, 1e12, 10000.0),
-        "hidden_act": known.activations[0],
+        "hidden_act": family.activations[0],
     }
-    config: dict[str, object] = {known.keys.get(key, key): value for key, value in usual.items()}
-    config["architectures"] = [known.name]
+    config: dict[str, object] = {family.keys.get(key, key): value for key, value in usual.items()}
+    config["architectures"] = [family.name]
     window = metadata.integer(f"{name}.attention.sliding_window", 0, MAX_POSITIONS, 0)
     config["sliding_window"] = window or None
     pattern = metadata.raw(f"{name}.attention.sliding_window_pattern")
@@ -381,25 +381,25 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
         # Plus one half, so that rounding down gives the width despite rounding of the fraction.
         config["partial_rotary_factor"] = (width + 0.5) / head_dim
         try:
-            known.layers(Fields({**known.defaults, **config}), layers, context)
+            family.layers(Fields({**family.defaults, **config}), layers, context)
         except ModelError:
             key = f"{name}.rope.dimension_count"
             raise metadata.error(key, f"must be the size of a head, {head_dim}") from None
-    scaling = rope_scaling(metadata, name, context, known.gguf_log_scale)
+    scaling = rope_scaling(metadata, name, context, family.gguf_log_scale)
     if scaling is not None:
         config["rope_scaling"] = scaling
-    if known.gguf_by_kind:
+    if family.gguf_by_kind:
         config |= _kinds_config(metadata, name, config, kv_heads, inner)
-    for key in known.gguf_scales:
+    for key in family.gguf_scales:
         at = f"{name}.{SCALES[key][0]}"
         if at in metadata:
             value = metadata.number(at, 0.0, 1e9)
             config[key] = None if value == 0.0 and key in CAPS else value
     if f"{name}.{PARALLEL}" in metadata:
         config[PARALLEL] = metadata.boolean(f"{name}.{PARALLEL}", True)
-    config |= _experts_config(metadata, known, layers, config)
-    if known.gguf_implied is not None:
-        config |= known.gguf_implied(Fields(config))
+    config |= _experts_config(metadata, family, layers, config)
+    if family.gguf_implied is not None:
+        config |= family.gguf_implied(Fields(config))
     return config
 
 
@@ -419,16 +419,16 @@ FULL_INTERVAL, RECURRENT = "full_attention_interval", "attention.recurrent_layer
 
 
 def _inner_sizes(
-    metadata: Metadata, known: Architecture, layers: int, default: int | None
+    metadata: Metadata, family: Architecture, layers: int, default: int | None
 ) -> tuple[int, ...]:
     """Return the width of the MLP of each layer."""
-    key = f"{known.gguf}.feed_forward_length"
-    if not (known.gguf_by_kind and isinstance(metadata.raw(key), Array)):
+    key = f"{family.gguf}.feed_forward_length"
+    if not (family.gguf_by_kind and isinstance(metadata.raw(key), Array)):
         return (metadata.integer(key, 1, MAX_WIDTH, default),) * layers
-    found = metadata.integer_array(key, MAX_LAYERS)
-    if len(found) != layers or not all(1 <= size <= MAX_WIDTH for size in found):
+    sizes = metadata.integer_array(key, MAX_LAYERS)
+    if len(sizes) != layers or not all(1 <= size <= MAX_WIDTH for size in sizes):
         raise metadata.error(key, f"must have {layers} values in [1, {MAX_WIDTH}]")
-    return tuple(found)
+    return tuple(sizes)
 
 
 def _kinds_config(
@@ -468,7 +468,7 @@ def _kinds_config(
     full = {"head_dim": sizes[FULL]}
     if kv[FULL] != usual:
         full["num_key_value_heads"] = kv[FULL]
-    own = metadata.integer(f"{name}.embedding_length_per_layer_input", 0, MAX_WIDTH, 0)
+    input_width = metadata.integer(f"{name}.embedding_length_per_layer_input", 0, MAX_WIDTH, 0)
     theta = metadata.number(f"{name}.rope.freq_base_swa", 1.0, 1e12, 10000.0)
     return {
         "head_dim": sizes[SLIDING],
@@ -476,7 +476,7 @@ def _kinds_config(
         "per_layer_config": {str(i): full for i, kind in enumerate(types) if kind == FULL},
         "num_kv_shared_layers": shared,
         "use_double_wide_mlp": len(set(inner)) > 1,
-        "hidden_size_per_layer_input": own,
+        "hidden_size_per_layer_input": input_width,
         "rope_parameters": {
             SLIDING: {"rope_type": "default", "rope_theta": theta},
             FULL: {"rope_type": "proportional", "rope_theta": config["rope_theta"]},
@@ -495,17 +495,22 @@ def _kv_heads(
     key = f"{name}.attention.head_count_kv"
     if not isinstance(metadata.raw(key), Array):
         return (metadata.integer(key, 1, MAX_HEADS, heads),) * layers
-    found = metadata.integer_array(key, MAX_LAYERS)[:layers]
-    most = max(found, default=0)
-    if mixed and len(found) == layers and min(found) >= 1 and most <= MAX_HEADS:
-        return tuple(found)
-    if len(found) != layers or most < 1 or set(found) - {0, most} or (mixed and 0 in found):
+    counts = metadata.integer_array(key, MAX_LAYERS)[:layers]
+    largest = max(counts, default=0)
+    if mixed and len(counts) == layers and min(counts) >= 1 and largest <= MAX_HEADS:
+        return tuple(counts)
+    if (
+        len(counts) != layers
+        or largest < 1
+        or set(counts) - {0, largest}
+        or (mixed and 0 in counts)
+    ):
         raise metadata.error(key, f"must have {layers} values, all equal except zeros")
-    return tuple(found)
+    return tuple(counts)
 
 
 def _states(attend: Iterable[object], other: str) -> list[str]:
-    return [FULL if one else other for one in attend]
+    return [FULL if flag else other for flag in attend]
 
 
 def _latent_config(metadata: Metadata, name: str) -> dict[str, object]:
@@ -532,22 +537,22 @@ def _latent_config(metadata: Metadata, name: str) -> dict[str, object]:
 
 def _delta_config(metadata: Metadata, name: str, layers: int) -> dict[str, object]:
     """Return the keys of config.json about gated delta nets, and which layers have one."""
-    found: dict[str, object] = {
+    config: dict[str, object] = {
         key: metadata.integer(f"{name}.{at}", 1, MAX_WIDTH) for key, (at, _) in DELTA.items()
     }
     inner = metadata.integer(f"{name}.ssm.inner_size", 1, MAX_WIDTH)
     heads = metadata.integer(f"{name}.ssm.time_step_rank", 1, MAX_WIDTH)
     if inner % heads:
         raise metadata.error(f"{name}.ssm.inner_size", f"must be a multiple of {heads} heads")
-    found["linear_value_head_dim"] = inner // heads
+    config["linear_value_head_dim"] = inner // heads
     recurrent = metadata.raw(f"{name}.{RECURRENT}")
     if not isinstance(recurrent, Array):
         every = metadata.integer(f"{name}.{FULL_INTERVAL}", 1, MAX_LAYERS, 4)
-        return found | {"full_attention_interval": every}
+        return config | {"full_attention_interval": every}
     if recurrent.kind is not ValueKind.BOOL or recurrent.count < layers:
         raise metadata.error(f"{name}.{RECURRENT}", f"must have {layers} booleans")
-    return found | {
-        "layer_types": _states((not one for one in recurrent.numbers()), LINEAR)[:layers]
+    return config | {
+        "layer_types": _states((not flag for flag in recurrent.numbers()), LINEAR)[:layers]
     }
 
 
@@ -564,13 +569,16 @@ EXPERT_SIZES: Mapping[str, tuple[str, Callable[[ExpertsSpec], int | None]]] = {
         lambda experts: experts.shared if experts.gated else None,
     ),
     "n_group": ("expert_group_count", lambda experts: _groups(experts.router, "groups")),
-    "topk_group": ("expert_group_used_count", lambda experts: _groups(experts.router, "kept")),
+    "topk_group": (
+        "expert_group_used_count",
+        lambda experts: _groups(experts.router, "kept_groups"),
+    ),
 }
 
 
-def _groups(router: Router, which: str) -> int | None:
+def _groups(router: Router, field: str) -> int | None:
     """Return the number of groups, or of kept groups; None: all are kept."""
-    return getattr(router, which) if router.kept < router.groups else None
+    return getattr(router, field) if router.kept_groups < router.groups else None
 
 
 STEP = STEP_KEYS[1]  # the key in both, for families that have a default
@@ -578,38 +586,38 @@ GATING = {"softmax": 1, "sigmoid": 2}  # scores of a router -> `expert_gating_fu
 
 
 def _experts_config(
-    metadata: Metadata, known: Architecture, layers: int, config: Mapping[str, object]
+    metadata: Metadata, family: Architecture, layers: int, config: Mapping[str, object]
 ) -> dict[str, object]:
     """Return the keys of config.json about experts."""
-    if known.experts is None:
+    if family.experts is None:
         return {}
     switch: dict[str, object] = {}
-    if SWITCH in known.defaults:
+    if SWITCH in family.defaults:
         switch[SWITCH] = _expert_count(metadata) > 0
         if not switch[SWITCH]:
             return switch
-    at = f"{known.gguf}."
+    at = f"{family.gguf}."
     inner, first = f"{at}expert_feed_forward_length", f"{at}leading_dense_block_count"
-    found: dict[str, object] = {"first_k_dense_replace": metadata.integer(first, 0, layers, 0)}
+    facts: dict[str, object] = {"first_k_dense_replace": metadata.integer(first, 0, layers, 0)}
     if inner in metadata:
-        found["moe_intermediate_size"] = metadata.integer(inner, 1, MAX_WIDTH)
+        facts["moe_intermediate_size"] = metadata.integer(inner, 1, MAX_WIDTH)
     metadata.integer(f"{at}expert_used_count", 1, MAX_EXPERTS)
     for key, (name, _) in EXPERT_SIZES.items():
         if at + name in metadata and (size := metadata.integer(at + name, 0, MAX_WIDTH)):
-            found[known.keys.get(key, key)] = size
-    found = {"n_group": 1, "topk_group": 1, **switch, **found}  # override the family's defaults
-    if STEP in known.defaults:
-        found[STEP] = metadata.integer(f"{at}{STEP}", 1, MAX_LAYERS, 1)
+            facts[family.keys.get(key, key)] = size
+    facts = {"n_group": 1, "topk_group": 1, **switch, **facts}  # override the family's defaults
+    if STEP in family.defaults:
+        facts[STEP] = metadata.integer(f"{at}{STEP}", 1, MAX_LAYERS, 1)
     if f"{at}expert_weights_norm" in metadata:
-        found["norm_topk_prob"] = metadata.boolean(f"{at}expert_weights_norm", True)
+        facts["norm_topk_prob"] = metadata.boolean(f"{at}expert_weights_norm", True)
     scale = metadata.number(f"{at}expert_weights_scale", 0.0, 1e6, 0.0)
-    found["routed_scaling_factor"] = scale or 1.0  # 0 stands for none
-    fields = Fields({**known.defaults, **config, **found}, f"{metadata.where} {known.gguf}")
-    scores = next((one.router.scores for one in known.experts(fields, layers) if one), "softmax")
+    facts["routed_scaling_factor"] = scale or 1.0  # 0 stands for none
+    fields = Fields({**family.defaults, **config, **facts}, f"{metadata.where} {family.gguf}")
+    scores = next((moe.router.scores for moe in family.experts(fields, layers) if moe), "softmax")
     gating = f"{at}expert_gating_func"
     if metadata.integer(gating, 0, 1 << 16, 0) not in (0, GATING[scores]):
         raise metadata.error(gating, f"must be {GATING[scores]} ({scores})")
-    return found
+    return facts
 
 
 def _head_size(metadata: Metadata, name: str) -> int:
@@ -646,15 +654,15 @@ def _vocab_size(file: GgufFile) -> int:
 
 def _token_ids(file: GgufFile) -> dict[str, object]:
     """Return BOS and the tokens that end an answer; both are optional in a file."""
-    metadata, most = file.metadata, (1 << 32) - 1
+    metadata, limit = file.metadata, (1 << 32) - 1
     keys = {name: f"tokenizer.ggml.{name}" for name in ("bos_token_id", *END_TOKENS)}
-    ids = {name: metadata.integer(key, 0, most) for name, key in keys.items() if key in metadata}
-    found: dict[str, object] = {}
+    ids = {name: metadata.integer(key, 0, limit) for name, key in keys.items() if key in metadata}
+    config: dict[str, object] = {}
     if "bos_token_id" in ids:
-        found["bos_token_id"] = ids["bos_token_id"]
+        config["bos_token_id"] = ids["bos_token_id"]
     # Present even if empty, because the architecture's defaults would apply otherwise.
-    found["eos_token_id"] = list(dict.fromkeys(ids[name] for name in END_TOKENS if name in ids))
-    return found
+    config["eos_token_id"] = list(dict.fromkeys(ids[name] for name in END_TOKENS if name in ids))
+    return config
 
 
 def _dtype(file: GgufFile) -> str:

@@ -52,48 +52,48 @@ _INNER: Mapping[str, str] = {
 _WHOLE = (".weight", ".bias", ".")  # suffixes of names that denote one tensor, not a layer
 
 
-def hf_name(name: str, own: Mapping[str, str]) -> str | None:
+def hf_name(name: str, names: Mapping[str, str]) -> str | None:
     """Return the checkpoint name of a tensor; None if there is none.
 
     In the name of a tensor that stacks all experts of a layer, or all heads, {} is the number.
 
     Args:
-        own: `gguf_names` of the architecture.
+        names: `gguf_names` of the architecture.
     """
-    outer, inner = {**OUTER, **own}, {**_INNER, **own}
+    outer, inner = {**OUTER, **names}, {**_INNER, **names}
     block = _BLOCK.fullmatch(name)
     layer, _, last = (name if block is None else block[2]).rpartition(".")
-    known = last in ("weight", "bias") and layer != _BLOCKS
+    is_parameter = last in ("weight", "bias") and layer != _BLOCKS
     if block is None:
-        found = outer[layer] if known and layer in OUTER else ""
-        return f"{found}.{last}" if found else None
-    whole = inner.get(block[2] if known else f"{block[2]}.")
-    if whole is None and known and layer not in OUTER and layer in inner:
-        whole = f"{inner[layer]}.{last}"
-    return whole and f"{outer[_BLOCKS]}.{block[1]}.{whole}"
+        stem = outer[layer] if is_parameter and layer in OUTER else ""
+        return f"{stem}.{last}" if stem else None
+    inner_name = inner.get(block[2] if is_parameter else f"{block[2]}.")
+    if inner_name is None and is_parameter and layer not in OUTER and layer in inner:
+        inner_name = f"{inner[layer]}.{last}"
+    return inner_name and f"{outer[_BLOCKS]}.{block[1]}.{inner_name}"
 
 
-def gguf_name(name: str, own: Mapping[str, str]) -> str | None:
+def gguf_name(name: str, names: Mapping[str, str]) -> str | None:
     """Return the GGUF name of a checkpoint's tensor; None if there is none.
 
     The experts of a layer share one name, and so do heads.
 
     Args:
-        own: `gguf_names` of the architecture.
+        names: `gguf_names` of the architecture.
     """
-    outer, inner = {**OUTER, **own}, {**_INNER, **own}
+    outer, inner = {**OUTER, **names}, {**_INNER, **names}
     block = re.fullmatch(rf"{re.escape(outer[_BLOCKS])}\.{_NUMBER}\.(.+)", name)
     layer, _, last = (name if block is None else block[2]).rpartition(".")
-    known = layer and last in ("weight", "bias")
+    is_parameter = layer and last in ("weight", "bias")
     if block is None:
-        found = next((key for key in OUTER if outer[key] == layer), _BLOCKS)
-        return f"{found}.{last}" if known and found != _BLOCKS else None
+        stem = next((key for key in OUTER if outer[key] == layer), _BLOCKS)
+        return f"{stem}.{last}" if is_parameter and stem != _BLOCKS else None
     back = {hf: key for key, hf in inner.items() if key not in OUTER}
-    whole = back.get(block[2], "")
-    if whole.endswith(_WHOLE):
-        return f"{_BLOCKS}.{block[1]}.{whole.removesuffix('.')}"
+    inner_name = back.get(block[2], "")
+    if inner_name.endswith(_WHOLE):
+        return f"{_BLOCKS}.{block[1]}.{inner_name.removesuffix('.')}"
     scope = back.get(layer) or back.get(numberless(layer)) or "."
-    good = known and not scope.endswith(_WHOLE)
+    good = is_parameter and not scope.endswith(_WHOLE)
     return f"{_BLOCKS}.{block[1]}.{scope}.{last}" if good else None
 
 
@@ -104,5 +104,5 @@ def numberless(name: str) -> str:
 
 def block_of(name: str) -> int | None:
     """Return the number of the block that a tensor of a file belongs to; None: it is in none."""
-    found = _BLOCK.fullmatch(name)
-    return None if found is None else int(found[1])
+    match = _BLOCK.fullmatch(name)
+    return None if match is None else int(match[1])

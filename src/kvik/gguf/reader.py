@@ -62,14 +62,14 @@ class Cursor:
         self.at = 0
 
     @property
-    def left(self) -> int:
+    def num_left(self) -> int:
         """Bytes from here to the end of the file."""
         return self._size - self.at
 
-    def error(self, what: str, message: str) -> ModelError:
-        return ModelError(self._name, f"{what} {message}")
+    def error(self, label: str, message: str) -> ModelError:
+        return ModelError(self._name, f"{label} {message}")
 
-    def need(self, count: int, what: str) -> int:
+    def need(self, count: int, label: str) -> int:
         """Read until the next `count` bytes are in `data`.
 
         Returns:
@@ -78,62 +78,62 @@ class Cursor:
         Raises:
             ModelError: the file ends before, or the head is too large.
         """
-        if count > self.left:
-            raise self.error(what, f"must have {count} more bytes, the file has {self.left}")
+        if count > self.num_left:
+            raise self.error(label, f"must have {count} more bytes, the file has {self.num_left}")
         end = self.at + count
         if end > MAX_HEAD_BYTES:
-            raise self.error(what, f"must lie in the first {MAX_HEAD_BYTES >> 20} MiB of the file")
+            raise self.error(label, f"must lie in the first {MAX_HEAD_BYTES >> 20} MiB of the file")
         while len(self.data) < end:
             ahead = max(end - len(self.data), min(CHUNK_BYTES, self._size - len(self.data)))
             piece = self._file.read(ahead)
             if not piece:
-                raise self.error(what, "is cut off: the file has become shorter")
+                raise self.error(label, "is cut off: the file has become shorter")
             self.data += piece
         return self.at
 
-    def take(self, layout: struct.Struct, what: str) -> int | float:
+    def take(self, layout: struct.Struct, label: str) -> int | float:
         """Take one number."""
-        place = self.need(layout.size, what)
+        place = self.need(layout.size, label)
         self.at += layout.size
         value: int | float = layout.unpack_from(self.data, place)[0]
         return value
 
-    def whole(self, layout: struct.Struct, what: str) -> int:
+    def integer(self, layout: struct.Struct, label: str) -> int:
         """Take one integer."""
-        return int(self.take(layout, what))
+        return int(self.take(layout, label))
 
-    def name(self, what: str, most: int) -> str:
-        """Take a string of 1 to `most` bytes."""
-        text = self.string(what, most)
+    def name(self, label: str, limit: int) -> str:
+        """Take a string of 1 to `limit` bytes."""
+        text = self.string(label, limit)
         if not text:
-            raise self.error(what, "must not be empty")
+            raise self.error(label, "must not be empty")
         return text
 
-    def string(self, what: str, most: int | None = None) -> str:
-        """Take a string: its length, and that many bytes of UTF-8, at most `most`."""
-        length = self.whole(_U64, what)
-        if most is not None and length > most:
-            raise self.error(what, f"must have at most {most} bytes, not {length}")
-        place = self.need(length, what)
+    def string(self, label: str, limit: int | None = None) -> str:
+        """Take a string: its length, and that many bytes of UTF-8, at most `limit`."""
+        length = self.integer(_U64, label)
+        if limit is not None and length > limit:
+            raise self.error(label, f"must have at most {limit} bytes, not {length}")
+        place = self.need(length, label)
         self.at += length
         try:
             return self.data[place : place + length].decode()
         except UnicodeDecodeError:
             raw = bytes(self.data[place : place + min(length, 60)])
-            raise self.error(what, f"must be valid UTF-8, not {shown(raw)}") from None
+            raise self.error(label, f"must be valid UTF-8, not {shown(raw)}") from None
 
-    def skip_strings(self, count: int, what: str) -> None:
+    def skip_strings(self, count: int, label: str) -> None:
         """Skip `count` strings without decoding them."""
         unpack, data, at = _U64.unpack_from, self.data, self.at
         for index in range(count):
             if at + 8 > len(data):
                 self.at = at
-                self.need(8, f"{what}[{index}]")
+                self.need(8, f"{label}[{index}]")
             (length,) = unpack(data, at)
             at += 8 + length
             if at > len(data):
                 self.at = at - length
-                self.need(length, f"{what}[{index}]")
+                self.need(length, f"{label}[{index}]")
         self.at = at
 
 
@@ -181,15 +181,17 @@ class GgufFile:
     def tensor(self, name: str) -> GgufTensor | None:
         return next((tensor for tensor in self.tensors if tensor.name == name), None)
 
-    def read(self, tensor: GgufTensor, most: int) -> bytes:
+    def read(self, tensor: GgufTensor, limit: int) -> bytes:
         """Read all bytes of a small tensor.
 
         Raises:
-            ModelError: it has more than `most` bytes, or the file cannot be read.
+            ModelError: it has more than `limit` bytes, or the file cannot be read.
         """
-        if tensor.size > most:
-            what = f"tensor {shown(tensor.name)} must have at most {most} bytes, not {tensor.size}"
-            raise ModelError(self.path.name, what)
+        if tensor.size > limit:
+            message = (
+                f"tensor {shown(tensor.name)} must have at most {limit} bytes, not {tensor.size}"
+            )
+            raise ModelError(self.path.name, message)
         try:
             with open(self.path, "rb", buffering=0, opener=regular) as file:
                 file.seek(tensor.start)
@@ -225,20 +227,22 @@ def _header(cursor: Cursor) -> tuple[int, int]:
     cursor.at += 4
     if magic != MAGIC:
         raise cursor.error("the magic number", f"must be {MAGIC!r}, not {magic!r}")
-    version = cursor.whole(_U32, "the version")
+    version = cursor.integer(_U32, "the version")
     if version not in VERSIONS:
         if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
             raise cursor.error("the file", "is big endian; only little endian files are read")
         raise cursor.error("the version", f"must be 2 or 3, not {version}")
-    tensors = cursor.whole(_U64, "the number of tensors")
-    entries = cursor.whole(_U64, "the number of metadata entries")
-    for count, most, size, what in (
+    tensors = cursor.integer(_U64, "the number of tensors")
+    entries = cursor.integer(_U64, "the number of metadata entries")
+    for count, limit, size, label in (
         (entries, MAX_ENTRIES, MIN_ENTRY_BYTES, "the number of metadata entries"),
         (tensors, MAX_TENSORS, MIN_TENSOR_BYTES, "the number of tensors"),
     ):
-        if count > min(most, cursor.left // size):
-            room = min(most, cursor.left // size)
-            raise cursor.error(what, f"must be at most {room} in a file of this size, not {count}")
+        if count > min(limit, cursor.num_left // size):
+            capacity = min(limit, cursor.num_left // size)
+            raise cursor.error(
+                label, f"must be at most {capacity} in a file of this size, not {count}"
+            )
     return tensors, entries
 
 
@@ -246,54 +250,54 @@ def _entries(cursor: Cursor, file: str, count: int) -> Metadata:
     values: dict[str, Value] = {}
     for index in range(count):
         key = cursor.name(f"key {index}", MAX_KEY_BYTES)
-        what = f"key {shown(key)}"
+        label = f"key {shown(key)}"
         if key in values:
-            raise cursor.error(what, "occurs twice")
-        values[key] = _value(cursor, _kind(cursor, what), what)
+            raise cursor.error(label, "occurs twice")
+        values[key] = _value(cursor, _kind(cursor, label), label)
     return Metadata(values, file)
 
 
-def _kind(cursor: Cursor, what: str) -> ValueKind:
-    code = cursor.whole(_U32, what)
+def _kind(cursor: Cursor, label: str) -> ValueKind:
+    code = cursor.integer(_U32, label)
     if code not in _KINDS:
-        raise cursor.error(what, f"must have a value of a type in [0, {max(_KINDS)}], not {code}")
+        raise cursor.error(label, f"must have a value of a type in [0, {max(_KINDS)}], not {code}")
     return _KINDS[code]
 
 
-def _value(cursor: Cursor, kind: ValueKind, what: str) -> Value:
+def _value(cursor: Cursor, kind: ValueKind, label: str) -> Value:
     if kind is ValueKind.STRING:
-        return cursor.string(what)
+        return cursor.string(label)
     if kind is ValueKind.ARRAY:
-        return _array(cursor, what, 1)
-    value = cursor.take(_LAYOUTS[kind], what)
+        return _array(cursor, label, 1)
+    value = cursor.take(_LAYOUTS[kind], label)
     if kind is ValueKind.FLOAT32:
         return shortest(value)
     if kind is not ValueKind.BOOL:
         return value
     if value not in (0, 1):
-        raise cursor.error(what, f"must be true (1) or false (0), not {value}")
+        raise cursor.error(label, f"must be true (1) or false (0), not {value}")
     return bool(value)
 
 
-def _array(cursor: Cursor, what: str, depth: int) -> Array:
+def _array(cursor: Cursor, label: str, depth: int) -> Array:
     """Skip an array, which is decoded later; the lengths of strings and arrays are checked."""
-    kind = _kind(cursor, what)
-    count = cursor.whole(_U64, what)
+    kind = _kind(cursor, label)
+    count = cursor.integer(_U64, label)
     layout = _LAYOUTS.get(kind)
-    least = layout.size if layout else 8 if kind is ValueKind.STRING else 12
-    if count > cursor.left // least:
-        raise cursor.error(what, f"has {count} values, for which the file is too small")
+    min_size = layout.size if layout else 8 if kind is ValueKind.STRING else 12
+    if count > cursor.num_left // min_size:
+        raise cursor.error(label, f"has {count} values, for which the file is too small")
     if kind is ValueKind.ARRAY and depth == MAX_DEPTH:
-        raise cursor.error(what, f"must not have arrays more than {MAX_DEPTH} deep")
+        raise cursor.error(label, f"must not have arrays more than {MAX_DEPTH} deep")
     array = Array(kind, count, cursor.data, cursor.at)
     if layout:
-        cursor.need(count * layout.size, what)
+        cursor.need(count * layout.size, label)
         cursor.at += count * layout.size
     elif kind is ValueKind.STRING:
-        cursor.skip_strings(count, what)
+        cursor.skip_strings(count, label)
     else:
         for _ in range(count):
-            _array(cursor, what, depth + 1)
+            _array(cursor, label, depth + 1)
     return array
 
 
@@ -306,40 +310,40 @@ def _tensors(
         raise metadata.error(
             "general.alignment", f"must be a power of two in {allowed}, not {alignment}"
         )
-    found: dict[str, GgufTensor] = {}
+    tensors: dict[str, GgufTensor] = {}
     for index in range(count):
         tensor = _tensor(cursor, index)
-        if tensor.name in found:
+        if tensor.name in tensors:
             raise cursor.error(f"tensor {shown(tensor.name)}", "occurs twice")
         if tensor.start % alignment:
             raise cursor.error(
                 f"tensor {shown(tensor.name)}",
                 f"must start at a multiple of {alignment}, not at {tensor.start}",
             )
-        found[tensor.name] = tensor
+        tensors[tensor.name] = tensor
     data_start = -(-cursor.at // alignment) * alignment
-    return _placed(cursor, found.values(), data_start, file_size)
+    return _placed(cursor, tensors.values(), data_start, file_size)
 
 
 def _tensor(cursor: Cursor, index: int) -> GgufTensor:
     """Take an entry of the directory; its `start` is relative to the start of the data."""
     name = cursor.name(f"the name of tensor {index}", MAX_NAME_BYTES)
-    what = f"tensor {shown(name)}"
-    dimensions = cursor.whole(_U32, what)
+    label = f"tensor {shown(name)}"
+    dimensions = cursor.integer(_U32, label)
     if not 1 <= dimensions <= MAX_DIMENSIONS:
-        raise cursor.error(what, f"must have 1 to {MAX_DIMENSIONS} dimensions, not {dimensions}")
-    shape = [cursor.whole(_U64, what) for _ in range(dimensions)]  # innermost first
-    code = cursor.whole(_U32, what)
-    start = cursor.whole(_U64, what)
+        raise cursor.error(label, f"must have 1 to {MAX_DIMENSIONS} dimensions, not {dimensions}")
+    shape = [cursor.integer(_U64, label) for _ in range(dimensions)]  # innermost first
+    code = cursor.integer(_U32, label)
+    start = cursor.integer(_U64, label)
     if not all(0 < width < 1 << 63 for width in shape):
-        raise cursor.error(what, f"must have dimensions in [1, 2^63 - 1], not {shape[::-1]}")
+        raise cursor.error(label, f"must have dimensions in [1, 2^63 - 1], not {shape[::-1]}")
     if code not in _TYPES:
-        known = ", ".join(BLOCK_TYPES)
-        raise cursor.error(what, f"must be {known}, not {UNREAD_TYPES.get(code, f'type {code}')}")
+        names = ", ".join(BLOCK_TYPES)
+        raise cursor.error(label, f"must be {names}, not {UNREAD_TYPES.get(code, f'type {code}')}")
     type = _TYPES[code]
     if shape[0] % type.weights:
         raise cursor.error(
-            what, f"is {type.name}: rows must be multiples of {type.weights} wide, not {shape[0]}"
+            label, f"is {type.name}: rows must be multiples of {type.weights} wide, not {shape[0]}"
         )
     size = type.row_bytes(shape[0]) * math.prod(shape[1:])
     return GgufTensor(name, type, tuple(shape[::-1]), start, size)
@@ -351,13 +355,13 @@ def _placed(
     """Return the tensors in the order of their data, with `start` relative to the file."""
     placed, end, before = [], data_start, ""
     for tensor in sorted(tensors, key=lambda tensor: tensor.start):
-        what, start = f"tensor {shown(tensor.name)}", data_start + tensor.start
+        label, start = f"tensor {shown(tensor.name)}", data_start + tensor.start
         if start + tensor.size > file_size:
             raise cursor.error(
-                what, f"must end within the file's {file_size} bytes, not at {start + tensor.size}"
+                label, f"must end within the file's {file_size} bytes, not at {start + tensor.size}"
             )
         if start < end:
-            raise cursor.error(what, f"overlaps tensor {shown(before)}")
+            raise cursor.error(label, f"overlaps tensor {shown(before)}")
         end, before = start + tensor.size, tensor.name
         placed.append(GgufTensor(tensor.name, tensor.type, tensor.shape, start, tensor.size))
     return tuple(placed)

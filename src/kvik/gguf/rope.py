@@ -140,7 +140,7 @@ def proportional_rope(divisors: Sequence[float], head_dim: int) -> Mapping[str, 
     Raises:
         ModelError: the divisors are not of the kind "proportional".
     """
-    half, turned = head_dim // 2, sum(one < NEVER / 2 for one in divisors)
+    half, turned = head_dim // 2, sum(divisor < NEVER / 2 for divisor in divisors)
     factor, *more = dict.fromkeys(divisors[:turned]) or (0.0,)
     if more or not 1 <= factor < NEVER / 2 or len(divisors) != half:
         reason = f"must hold {half} divisors: one repeated number of at least 1, then {NEVER:g}"

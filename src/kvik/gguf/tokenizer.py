@@ -170,8 +170,8 @@ def read_tokenizer(metadata: Metadata) -> GgufTokenizer:
     """
     kind = metadata.string(f"{AT}.model")
     if kind not in _KINDS:
-        known = " or ".join(_KINDS)
-        raise metadata.error(f"{AT}.model", f"must be {known}, not {shown(kind)}")
+        choices = " or ".join(_KINDS)
+        raise metadata.error(f"{AT}.model", f"must be {choices}, not {shown(kind)}")
     tokens = metadata.string_array(f"{AT}.tokens", MAX_TOKENS)
     if not tokens:
         raise metadata.error(f"{AT}.tokens", "is missing")
@@ -210,8 +210,8 @@ def _byte_level(
         reason = f"is missing: the rule {name!r} splits texts, perhaps not as in the training"
         log.warning("%s", metadata.error(f"{AT}.pre", reason))
     if name not in WORD_RULES:
-        known = ", ".join(WORD_RULES)
-        raise metadata.error(f"{AT}.pre", f"must be one of {known}, not {shown(name)}")
+        choices = ", ".join(WORD_RULES)
+        raise metadata.error(f"{AT}.pre", f"must be one of {choices}, not {shown(name)}")
     rule = WORD_RULES[name]
     merges = _merges(metadata)
     if not merges:
@@ -282,15 +282,15 @@ def merges_by_score(
     Raises:
         ValueError: there are more merges than a trained tokenizer can have.
     """
-    found: list[tuple[float, int, int]] = []
+    merges: list[tuple[float, int, int]] = []
     for token, index in ids.items():
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
         halves = [(ids[left], ids[right]) for left, right in cuts if left in ids and right in ids]
-        found += [(scores[index], left, right) for left, right in halves]
-        if len(found) > MAX_MERGES_PER_TOKEN * len(tokens):
+        merges += [(scores[index], left, right) for left, right in halves]
+        if len(merges) > MAX_MERGES_PER_TOKEN * len(tokens):
             raise ValueError(f"more than {MAX_MERGES_PER_TOKEN} merges for each token")
-    found.sort(key=lambda m: (m[0], len(tokens[m[1]]), len(tokens[m[2]])), reverse=True)
-    return [(tokens[left], tokens[right]) for _, left, right in found]
+    merges.sort(key=lambda m: (m[0], len(tokens[m[1]]), len(tokens[m[2]])), reverse=True)
+    return [(tokens[left], tokens[right]) for _, left, right in merges]
 
 
 def _short_enough(metadata: Metadata, pieces: Mapping[str, int]) -> None:
@@ -320,19 +320,19 @@ def _fits(metadata: Metadata, name: str, length: int, expected: int) -> None:
 
 def _add_special(library: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
     """Add tokens that are matched before text is split into words; control tokens are hidden."""
-    known = list(zip(tokens, kinds, strict=True))
+    pairs = list(zip(tokens, kinds, strict=True))
     hidden = {TokenKind.CONTROL, TokenKind.UNKNOWN}
     library.add_special_tokens(
         [
             AddedToken(token, normalized=False, special=True)
-            for token, kind in known
+            for token, kind in pairs
             if kind in hidden
         ]
     )
     library.add_tokens(
         [
             AddedToken(token, normalized=False)
-            for token, kind in known
+            for token, kind in pairs
             if kind == TokenKind.USER_DEFINED
         ]
     )

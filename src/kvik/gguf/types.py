@@ -192,9 +192,9 @@ class Metadata(Fields):
             raise self.error(key, f"must be a string, not {shown(value)}")
         return value
 
-    def string_array(self, key: str, most: int) -> list[str]:
-        """Return an array of at most `most` strings; [] when left out."""
-        array = self._array(key, {ValueKind.STRING}, "strings", most)
+    def string_array(self, key: str, limit: int) -> list[str]:
+        """Return an array of at most `limit` strings; [] when left out."""
+        array = self._array(key, {ValueKind.STRING}, "strings", limit)
         if array is None:
             return []
         try:
@@ -203,26 +203,26 @@ class Metadata(Fields):
             bad = bytes(error.object[:60])
             raise self.error(key, f"must hold valid UTF-8, not {shown(bad)}") from None
 
-    def integer_array(self, key: str, most: int) -> list[int]:
-        """Return an array of at most `most` integers; [] when left out."""
-        array = self._array(key, _INTEGERS, "integers", most)
+    def integer_array(self, key: str, limit: int) -> list[int]:
+        """Return an array of at most `limit` integers; [] when left out."""
+        array = self._array(key, _INTEGERS, "integers", limit)
         return [] if array is None else [int(value) for value in array.numbers()]
 
-    def number_array(self, key: str, most: int) -> list[float]:
-        """Return an array of at most `most` numbers; [] when left out."""
-        array = self._array(key, _NUMBERS, "numbers", most)
+    def number_array(self, key: str, limit: int) -> list[float]:
+        """Return an array of at most `limit` numbers; [] when left out."""
+        array = self._array(key, _NUMBERS, "numbers", limit)
         return [] if array is None else [float(value) for value in array.numbers()]
 
     def _array(
-        self, key: str, kinds: set[ValueKind] | frozenset[ValueKind], what: str, most: int
+        self, key: str, kinds: set[ValueKind] | frozenset[ValueKind], label: str, limit: int
     ) -> Array | None:
         value = self.values.get(key)
         if value is None:
             return None
         if not isinstance(value, Array) or value.kind not in kinds:
-            raise self.error(key, f"must be an array of {what}, not {shown(value)}")
-        if value.count > most:
-            raise self.error(key, f"must have at most {most} values, not {value.count}")
+            raise self.error(key, f"must be an array of {label}, not {shown(value)}")
+        if value.count > limit:
+            raise self.error(key, f"must have at most {limit} values, not {value.count}")
         return value
 
 

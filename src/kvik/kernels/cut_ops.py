@@ -10,7 +10,7 @@ all processes are added in the order of their ranks. So a pair has one exchange 
 three. Tensors keep the width of all columns, but a process writes only its own, so models and
 layers need not be aware of this. Matrices that cannot be divided by inputs, because of groups of
 quantised inputs, are divided as in the exact mode, and so are matrices outside of pairs, such as
-the head and the embedding. Small matrices (`MatrixSpec.alone`) are whole in each process.
+the head and the embedding. Small matrices (`MatrixSpec.replicable`) are whole in each process.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ class MatrixPart:
     """The part of a matrix that a process has.
 
     Attributes:
-        own: a matrix of only this part; without rows or inputs, there is nothing to multiply.
-        rows: of the whole matrix, in the order of the rows of `own`.
+        local: a matrix of only this part; without rows or inputs, there is nothing to multiply.
+        rows: of the whole matrix, in the order of the rows of `local`.
         columns: of the product, likewise.
         inputs: the range that it reads, so its product is a partial sum; None: all.
         widths: columns that each process computes, which all gather; (): they are not gathered.
         read: inputs that each process has, which are gathered first; (): all have all inputs.
-        filled: whether the bias of `own` is set.
+        filled: whether the bias of `local` is set.
     """
 
-    own: Matrix
+    local: Matrix
     rows: Runs
     columns: Runs
     inputs: tuple[int, int] | None
@@ -58,15 +58,17 @@ class MatrixPart:
 
     @property
     def empty(self) -> bool:
-        return not self.own.spec.rows or not self.own.spec.inputs
+        return not self.local.spec.rows or not self.local.spec.inputs
 
-    def ready(self, whole: Matrix) -> Matrix:
-        """Return `own` with its bias, which is taken from the loaded bias of the whole matrix."""
+    def ready(self, matrix: Matrix) -> Matrix:
+        """Return `local` with its bias, which is taken from the loaded bias of the whole matrix."""
         if not self.filled:
-            if self.own.bias is not None and whole.bias is not None:
-                self.own.bias.copy_(torch.cat([whole.bias[first:end] for first, end in self.rows]))
+            if self.local.bias is not None and matrix.bias is not None:
+                self.local.bias.copy_(
+                    torch.cat([matrix.bias[first:end] for first, end in self.rows])
+                )
             self.filled = True
-        return self.own
+        return self.local
 
 
 def cuts_inputs(kind: WeightKind, inputs: int, runs: Runs) -> bool:
@@ -91,48 +93,48 @@ class DividedMatrices:
         part = self._part(spec)
         bias = None
         if spec.bias:
-            dtype = torch.float32 if part.own.bias is None else part.own.bias.dtype
+            dtype = torch.float32 if part.local.bias is None else part.local.bias.dtype
             bias = torch.empty(spec.rows, dtype=dtype, device=spec.device)
         return Matrix(spec, bias, part)
 
     def _part(self, spec: MatrixSpec) -> MatrixPart:
         rank, size, between = self._group.rank, self._group.size, spec.between
-        if self.fast and spec.alone:
+        if self.fast and spec.replicable:
             return self._of_rows(spec, [(0, spec.outputs)])
         if between is not None and self.fast:
-            each = [between.own(other, size) for other in range(size)]
+            inputs_of_ranks = [between.of_rank(other, size) for other in range(size)]
             if not between.read:
                 columns = between.made(rank, size)
                 return self._of_rows(spec, columns)
-            if cuts_inputs(spec.kind, spec.inputs, each) and spec.activation is None:
-                first, end = each[rank]
+            if cuts_inputs(spec.kind, spec.inputs, inputs_of_ranks) and spec.activation is None:
+                first, end = inputs_of_ranks[rank]
                 # The last process always has something to multiply, so it adds the bias.
                 bias = spec.bias and rank == size - 1
-                own = replace(spec, inputs=end - first, bias=bias)
-                whole = [(0, spec.rows)]
-                return MatrixPart(self._own(own), whole, whole, (first, end))
+                local = replace(spec, inputs=end - first, bias=bias)
+                all_rows = [(0, spec.rows)]
+                return MatrixPart(self._local_matrix(local), all_rows, all_rows, (first, end))
             part = self._by_outputs(spec)
-            part.read = tuple(end - first for first, end in each)
+            part.read = tuple(end - first for first, end in inputs_of_ranks)
             return part
         return self._by_outputs(spec)
 
     def _by_outputs(self, spec: MatrixSpec) -> MatrixPart:
         piece = spec.outputs // spec.heads if spec.heads else TILE
-        pieces, size = -(-spec.outputs // piece), self._group.size
-        shares = (share_of(pieces, rank, size) for rank in range(size))
-        each = [(min(a * piece, spec.outputs), min(b * piece, spec.outputs)) for a, b in shares]
-        part = self._of_rows(spec, [each[self._group.rank]])
-        part.widths = tuple(end - first for first, end in each)
+        num_pieces, size = -(-spec.outputs // piece), self._group.size
+        shares = (share_of(num_pieces, rank, size) for rank in range(size))
+        columns = [(min(a * piece, spec.outputs), min(b * piece, spec.outputs)) for a, b in shares]
+        part = self._of_rows(spec, [columns[self._group.rank]])
+        part.widths = tuple(end - first for first, end in columns)
         return part
 
     def _of_rows(self, spec: MatrixSpec, columns: Runs) -> MatrixPart:
         rows = list(columns)
         if spec.paired:  # gate, then up
             rows += [(spec.outputs + first, spec.outputs + end) for first, end in columns]
-        own = replace(spec, rows=sum(end - first for first, end in rows))
-        return MatrixPart(self._own(own), rows, columns, None)
+        local = replace(spec, rows=sum(end - first for first, end in rows))
+        return MatrixPart(self._local_matrix(local), rows, columns, None)
 
-    def _own(self, spec: MatrixSpec) -> Matrix:
+    def _local_matrix(self, spec: MatrixSpec) -> Matrix:
         if spec.rows and spec.inputs:
             return self._ops.matrix(spec)
         return Matrix(spec, None, None)  # there is nothing to multiply
@@ -153,9 +155,9 @@ class DividedMatrices:
             return
         if part.inputs is not None:
             weight = weight.columns(*part.inputs)
-        self._ops.pack_rows(part.own, 0, weight.rows(slice(0, 0)))  # what all rows share
-        for low, high, here in _runs(part, first, count):
-            self._ops.pack_rows(part.own, here, weight.rows(slice(low - first, high - first)))
+        self._ops.pack_rows(part.local, 0, weight.rows(slice(0, 0)))  # what all rows share
+        for low, high, place in _runs(part, first, count):
+            self._ops.pack_rows(part.local, place, weight.rows(slice(low - first, high - first)))
 
     def linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
         """See `Ops.linear`."""
@@ -179,25 +181,27 @@ class DividedMatrices:
         self, part: MatrixPart, x: Tensor, matrix: Matrix, residual: Tensor | None
     ) -> Tensor:
         if part.empty:
-            width = part.own.spec.outputs
+            width = part.local.spec.outputs
             return torch.zeros(len(x), width, dtype=matrix.spec.out_dtype, device=x.device)
         return self._ops.linear(x, part.ready(matrix), residual)
 
     def linear_each(self, x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
         """See `Ops.linear_each`; x and the result have this process's heads."""
-        return self._ops.linear_each(x, part_of(matrix).own, outputs)
+        return self._ops.linear_each(x, part_of(matrix).local, outputs)
 
     def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Ops.matrix_rows`. For each id, only one process adds a row that is not zero."""
         part = part_of(matrix)
         ((first, end),) = part.rows
         if part.empty:
-            own = torch.zeros(len(ids), matrix.spec.inputs, dtype=dtype, device=ids.device)
+            local = torch.zeros(len(ids), matrix.spec.inputs, dtype=dtype, device=ids.device)
         else:
             inside = (ids >= first) & (ids < end)
-            own = self._ops.matrix_rows(part.own, (ids - first).clamp_(0, end - first - 1), dtype)
-            own = own.masked_fill(~inside[:, None], 0.0)
-        return self._group.add_up(own, None, dtype)
+            local = self._ops.matrix_rows(
+                part.local, (ids - first).clamp_(0, end - first - 1), dtype
+            )
+            local = local.masked_fill(~inside[:, None], 0.0)
+        return self._group.add_up(local, None, dtype)
 
 
 class DividedExperts:
@@ -211,15 +215,17 @@ class DividedExperts:
 
     def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
         """See `Ops.expert_set`."""
-        parts = [[part_of(one) for one in each] for each in (up, down)]
-        own = None
+        parts = [[part_of(matrix) for matrix in matrices] for matrices in (up, down)]
+        local = None
         if self._fast and parts[1][0].inputs is not None:
-            own = (
+            local = (
                 None
                 if parts[1][0].empty
-                else self._ops.expert_set(*([part.own for part in each] for each in parts))
+                else self._ops.expert_set(
+                    *([part.local for part in matrices] for matrices in parts)
+                )
             )
-        return ExpertSet(tuple(up), tuple(down), own)
+        return ExpertSet(tuple(up), tuple(down), local)
 
     def experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
@@ -231,8 +237,8 @@ class DividedExperts:
         if isinstance(experts.data, ExpertSet):
             for matrix in (*experts.up, *experts.down):
                 part_of(matrix).ready(matrix)
-            own = replace(experts.data, weigh_inputs=experts.weigh_inputs)
-            made = self._ops.experts(x, ids, weights, own, None)
+            local = replace(experts.data, weigh_inputs=experts.weigh_inputs)
+            made = self._ops.experts(x, ids, weights, local, None)
         return self._group.add_up(made, residual, x.dtype)
 
 
@@ -240,22 +246,22 @@ def _spread_out(made: Tensor, columns: Runs, width: int) -> Tensor:
     """Write columns to their places in a tensor of all columns; the others are not written."""
     if made.shape[1] == width:
         return made
-    found = made.new_empty(len(made), width)
+    spread = made.new_empty(len(made), width)
     begin = 0
     for first, end in columns:
-        found[:, first:end] = made[:, begin : begin + end - first]
+        spread[:, first:end] = made[:, begin : begin + end - first]
         begin += end - first
-    return found
+    return spread
 
 
 def _runs(part: MatrixPart, first: int, count: int) -> Iterator[tuple[int, int, int]]:
     """Yield the runs of these rows that a process has: first, end, and their place in `own`."""
-    here = 0
+    place = 0
     for begin, end in part.rows:
         low, high = max(first, begin), min(first + count, end)
         if low < high:
-            yield low, high, here + low - begin
-        here += end - begin
+            yield low, high, place + low - begin
+        place += end - begin
 
 
 def part_of(matrix: Matrix) -> MatrixPart:

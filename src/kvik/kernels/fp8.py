@@ -66,12 +66,12 @@ def round_fp8(values: Tensor, scales: Tensor, dtype: torch.dtype, block: Block) 
         scales: see `fp8_scales`, or [] with `WHOLE`.
     """
     rounded = torch.empty(values.shape, dtype=dtype, device=values.device)
-    most = LARGEST[dtype]
+    limit = LARGEST[dtype]
     rows = max(1, PIECE // max(1, values.shape[1]))
     for start in range(0, len(values), rows):
         piece = slice(start, start + rows)
         steps = _spread(scales, values.shape, block, piece)
-        rounded[piece] = (values[piece].float() / steps).clamp_(-most, most).to(dtype)
+        rounded[piece] = (values[piece].float() / steps).clamp_(-limit, limit).to(dtype)
     return rounded
 
 

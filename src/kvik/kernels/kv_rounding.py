@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-INT8_MOST, FP8_MOST, INT4_MOST = 127, 448, 15
+MAX_INT8, MAX_FP8, MAX_INT4 = 127, 448, 15
 # A smaller vector would have a denormal scale; it is stored as zero.
 LEAST, MOST = 1e-30, 3e38
 _STEP = 1 << 19  # of the bits of fp32 in the scales of four bits, which have 4 bits of mantissa
@@ -43,13 +43,13 @@ def round_vectors(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     unusable = torch.where(size < LEAST, 0.0, size)  # the scale if not usable
     if dtype == torch.uint8:
         return _round_int4(wide, usable, unusable)
-    most = INT8_MOST if dtype == torch.int8 else FP8_MOST
-    scale = torch.where(usable, size * (1 / most), unusable).bfloat16()
+    limit = MAX_INT8 if dtype == torch.int8 else MAX_FP8
+    scale = torch.where(usable, size * (1 / limit), unusable).bfloat16()
     inverse = torch.where(usable, 1 / scale.float(), 0.0)[..., None]
     # The scale may have been rounded down. In eight bits, 128 would wrap around.
     steps = torch.where(usable[..., None], wide * inverse, 0.0)
     steps = steps.round() if dtype == torch.int8 else steps
-    return steps.clamp(-most, most).to(dtype), scale
+    return steps.clamp(-limit, limit).to(dtype), scale
 
 
 def unround_vectors(numbers: Tensor, scales: Tensor) -> Tensor:
@@ -71,13 +71,13 @@ def _round_int4(wide: Tensor, usable: Tensor, unusable: Tensor) -> tuple[Tensor,
     """Round to four bits over a range that includes 0, so that 0 stays exact."""
     low, high = wide.amin(-1).clamp(max=0), wide.amax(-1).clamp(min=0)
     # Divide each first: the difference of two finite numbers may be infinite.
-    scale = torch.where(usable, high * (1 / INT4_MOST) - low * (1 / INT4_MOST), unusable)
+    scale = torch.where(usable, high * (1 / MAX_INT4) - low * (1 / MAX_INT4), unusable)
     bits = scale.view(torch.int32)
     rounded = (bits + (_STEP // 2 - 1) + (bits // _STEP & 1)) // _STEP * _STEP
     rounded = torch.where(scale.isnan(), 0x7FC00000, rounded)
     inverse = torch.where(usable, 1 / rounded.view(torch.float32), 0.0)
-    zero = torch.where(usable, -low * inverse, 0.0).round().clamp(max=INT4_MOST)
+    zero = torch.where(usable, -low * inverse, 0.0).round().clamp(max=MAX_INT4)
     steps = torch.where(usable[..., None], wide * inverse[..., None], 0.0).round()
-    q = (steps + zero[..., None]).clamp(0, INT4_MOST).to(torch.uint8)
+    q = (steps + zero[..., None]).clamp(0, MAX_INT4).to(torch.uint8)
     words = (rounded >> 15 | zero.int()).to(torch.int16)
     return q[..., 0::2] | q[..., 1::2] << 4, words

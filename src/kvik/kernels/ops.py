@@ -44,7 +44,7 @@ class Truncation:
 
     def used(self) -> dict[str, Tensor]:
         """Return the rules that some row uses, by name."""
-        every = {one.name: getattr(self, one.name) for one in fields(self)}
+        every = {rule.name: getattr(self, rule.name) for rule in fields(self)}
         return {name: values for name, values in every.items() if values is not None}
 
     def beyond(self, applied: Collection[str]) -> Tensor | None:
@@ -54,10 +54,10 @@ class Truncation:
             applied: names of rules, including top_k.
         """
         asks: Tensor | None = None
-        for one in fields(self):
-            values = getattr(self, one.name)
-            if values is not None and one.name not in applied:
-                uses = values != one.metadata["off"]
+        for rule in fields(self):
+            values = getattr(self, rule.name)
+            if values is not None and rule.name not in applied:
+                uses = values != rule.metadata["off"]
                 asks = uses if asks is None else asks | uses
         return asks
 

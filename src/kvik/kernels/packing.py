@@ -60,17 +60,17 @@ def layout(spec: MatrixSpec) -> Parts:
 
 def parts(matrix: Matrix) -> Parts:
     """See `Packing`."""
-    found = stored_weight(matrix).tensors
-    return found if matrix.bias is None else {**found, "bias": matrix.bias}
+    tensors = stored_weight(matrix).tensors
+    return tensors if matrix.bias is None else {**tensors, "bias": matrix.bias}
 
 
 def over(spec: MatrixSpec, parts: Parts) -> Matrix:
     """See `Packing`."""
-    own = {name: tensor.to(spec.device) for name, tensor in parts.items()}
-    bias = own.pop("bias", None)
-    if "order" in own:
-        check_order(own["order"])
-    return Matrix(spec, bias, Weight(spec.kind, **own))
+    tensors = {name: tensor.to(spec.device) for name, tensor in parts.items()}
+    bias = tensors.pop("bias", None)
+    if "order" in tensors:
+        check_order(tensors["order"])
+    return Matrix(spec, bias, Weight(spec.kind, **tensors))
 
 
 PLAIN = Packing("plain-1", layout, parts, over)

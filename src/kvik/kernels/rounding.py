@@ -37,7 +37,7 @@ def round_int8(values: Tensor, quantize_activations: bool) -> Weight:
     """
     rounded = torch.empty(values.shape, dtype=torch.int8, device=values.device)
     scales = torch.empty(len(values), dtype=torch.float32, device=values.device)
-    for rows, wide in _pieces(values):
+    for rows, wide in _row_ranges(values):
         scale = _nonzero(_finite(_absmax(wide)).div_(INT8_MAX))
         q = wide.div_(scale[:, None]).round_()
         # With a scale so small that it has lost digits, q could exceed the range.
@@ -66,7 +66,7 @@ def round_int4(values: Tensor, group: int) -> Weight:
     zeros = torch.empty(groups, dtype=torch.uint8, device=values.device)
     # No weight is more than 31 steps from 0, even with a scale too small to have any digits left,
     # so eight bits suffice for every q before it is clamped.
-    for rows, wide in _pieces(values):
+    for rows, wide in _row_ranges(values):
         grouped = wide.view(len(wide), -1, group)  # [rows, groups, group]
         low, high = grouped.amin(-1).clamp_(max=0), grouped.amax(-1).clamp_(min=0)
         # Divide first: the difference of two finite numbers may be infinite.
@@ -115,7 +115,7 @@ def round_mxfp4(values: Tensor) -> Weight:
     bounds = torch.tensor(E2M1[:8]).unfold(0, 2, 1).mean(1)
     bounds[1::2] = bounds[1::2].nextafter(torch.zeros(()))
     bounds = bounds.to(values.device)
-    for rows, wide in _pieces(values):
+    for rows, wide in _row_ranges(values):
         grouped = wide.view(len(wide), -1, MX_GROUP)
         # frexp returns a mantissa of at least a half and below 1.
         exponent = torch.frexp(_finite(_absmax(grouped)))[1].sub_(3).clamp_(min=-E8M0_BIAS)
@@ -146,7 +146,7 @@ def round_tokens(x: Tensor, group: int = 0) -> Tensor:
     return (wide / scale).round_().mul_(scale)
 
 
-def _pieces(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def _row_ranges(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield ranges of rows, and a copy of these rows in fp32."""
     rows = max(1, PIECE // values.shape[1])
     for start in range(0, len(values), rows):
@@ -175,8 +175,8 @@ def _short(scale: Tensor) -> Tensor:
     """Round scales of groups to the eleven binary digits that kernels store, so that values are
     rounded with the same scale that they are multiplied by later."""
     bits = scale.view(torch.int32)
-    kept = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF  # half to even
-    return _nonzero(kept.view(torch.float32))
+    rounded = (bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF  # half to even
+    return _nonzero(rounded.view(torch.float32))
 
 
 def _nonzero(scale: Tensor) -> Tensor:

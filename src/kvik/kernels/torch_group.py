@@ -50,60 +50,60 @@ class TorchGroup:
         match."""
         return f"{self.matrices} matrices of {self.numbers} numbers, torch {torch.__version__}"
 
-    def gather(self, own: Tensor) -> Tensor:
+    def gather(self, local: Tensor) -> Tensor:
         """Gather own [...], of the same shape in all processes -> [processes, ...].
 
         Raises:
             BrokenGroup: a process is gone, or the exchange timed out.
         """
-        found = own.new_empty(self.size, *own.shape)
-        if own.numel():
-            parts = found.view(-1), own.contiguous().view(-1)
+        gathered = local.new_empty(self.size, *local.shape)
+        if local.numel():
+            parts = gathered.view(-1), local.contiguous().view(-1)
             self._wait(lambda: self._processes._allgather_base(*parts))
-        return found
+        return gathered
 
-    def gather_columns(self, own: Tensor, widths: Sequence[int]) -> Tensor:
+    def gather_columns(self, local: Tensor, widths: Sequence[int]) -> Tensor:
         """Return the columns of all processes.
 
         Args:
-            own: [rows, columns of this process].
+            local: [rows, columns of this process].
             widths: columns of each process, in their order.
 
         Returns:
             [rows, sum of widths].
         """
         if min(widths) == max(widths):
-            return self.gather(own).movedim(0, 1).flatten(1)
-        sent = own.new_zeros(own.shape[0], max(widths))
-        sent[:, : own.shape[1]] = own
+            return self.gather(local).movedim(0, 1).flatten(1)
+        sent = local.new_zeros(local.shape[0], max(widths))
+        sent[:, : local.shape[1]] = local
         parts = zip(self.gather(sent), widths, strict=True)
         return torch.cat([part[:, :width] for part, width in parts], 1)
 
-    def add_up(self, own: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def add_up(self, local: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the sum of own [rows, columns] over all processes and the residual, summed in fp32
         and rounded once.
 
         Small tensors are gathered and summed whole. For large ones, among more than two processes,
         each process sums some columns, and all gather the sums. Both ways give the same bits.
         """
-        if self.size > 2 and own.numel() >= SHARED_SUMS:
-            return self.add_up_shared(own, residual, dtype)
-        return _sum(self.gather(own), residual, dtype)
+        if self.size > 2 and local.numel() >= SHARED_SUMS:
+            return self.add_up_shared(local, residual, dtype)
+        return _sum(self.gather(local), residual, dtype)
 
-    def add_up_shared(self, own: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def add_up_shared(self, local: Tensor, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         """See `add_up`."""
-        width = -(-own.shape[1] // self.size)  # columns per process, the last ones padded
-        sent = own.new_zeros(self.size, len(own), width)
-        for part, columns in zip(sent, own.split(width, 1), strict=False):
+        width = -(-local.shape[1] // self.size)  # columns per process, the last ones padded
+        sent = local.new_zeros(self.size, len(local), width)
+        for part, columns in zip(sent, local.split(width, 1), strict=False):
             part[:, : columns.shape[1]] = columns
         first = self.rank * width
         some = None
         if residual is not None:
-            some = residual.new_zeros(len(own), width)
+            some = residual.new_zeros(len(local), width)
             mine = residual[:, first : first + width]
             some[:, : mine.shape[1]] = mine
         made = _sum(self.swap(sent), some, dtype)
-        return self.gather(made).movedim(0, 1).flatten(1)[:, : own.shape[1]]
+        return self.gather(made).movedim(0, 1).flatten(1)[:, : local.shape[1]]
 
     def swap(self, parts: Tensor) -> Tensor:
         """Exchange parts [processes, ...], one for each process; returns those for this one.
@@ -111,9 +111,9 @@ class TorchGroup:
         Raises:
             BrokenGroup: see `gather`.
         """
-        found, sent = torch.empty_like(parts), parts.contiguous()
-        self._wait(lambda: self._processes.alltoall_base(found, sent, [], []))
-        return found
+        received, sent = torch.empty_like(parts), parts.contiguous()
+        self._wait(lambda: self._processes.alltoall_base(received, sent, [], []))
+        return received
 
     def spread(self, tensor: Tensor) -> Tensor:
         """Broadcast the first process's tensor, in place; returns it."""
@@ -125,7 +125,7 @@ class TorchGroup:
         """Do nothing: there is no state of earlier calls."""
 
     def share(self, hidden: Tensor) -> Tensor:
-        """See `Others.share`: `spread` sends it to the others."""
+        """See `OtherRanks.share`: `spread` sends it to the others."""
         return hidden.contiguous()
 
     def give_up(self) -> None:

@@ -214,7 +214,7 @@ def with_torch_for_others(ops: Ops, applied: Collection[str]) -> Ops:
     Args:
         applied: their names.
     """
-    if all(one.name in applied for one in fields(Truncation)):
+    if all(rule.name in applied for rule in fields(Truncation)):
         return ops
 
     def draw(logits: Tensor, draws: Draws) -> Tensor:
@@ -243,7 +243,7 @@ def with_torch_for_others(ops: Ops, applied: Collection[str]) -> Ops:
 _Way = Callable[[Tensor], Tensor]  # from row numbers to the result for these rows
 
 
-def _split_rows(asks: Tensor, torchs: _Way, others: _Way) -> Tensor:
+def _split_rows(asks: Tensor, torchs: _Way, kernels: _Way) -> Tensor:
     """Compute each row with the same function in every batch, since the two may differ in the last
     bit of a sum.
 
@@ -253,7 +253,7 @@ def _split_rows(asks: Tensor, torchs: _Way, others: _Way) -> Tensor:
     Returns:
         [n, ...], the results of the two.
     """
-    ways = ((torchs, asks), (others, ~asks))
+    ways = ((torchs, asks), (kernels, ~asks))
     numbers = [(way, rows) for way, mine in ways if len(rows := mine.nonzero()[:, 0])]
-    found = torch.cat([way(rows) for way, rows in numbers])
-    return torch.empty_like(found).index_copy_(0, torch.cat([r for _, r in numbers]), found)
+    results = torch.cat([way(rows) for way, rows in numbers])
+    return torch.empty_like(results).index_copy_(0, torch.cat([r for _, r in numbers]), results)

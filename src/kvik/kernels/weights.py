@@ -105,23 +105,23 @@ class Weight:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """The parts that it has, by name."""
-        found = {name: getattr(self, name) for name in (*PER_OUTPUT, *SHARED)}
-        return {name: part for name, part in found.items() if part is not None}
+        parts = {name: getattr(self, name) for name in (*PER_OUTPUT, *SHARED)}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def rows(self, index: slice | Tensor) -> Weight:
         """Return some outputs: a range, or ids [n]."""
-        own = {name: part[index] for name, part in self.tensors.items() if name in PER_OUTPUT}
-        return Weight(self.kind, **(self.tensors | own))
+        parts = {name: part[index] for name, part in self.tensors.items() if name in PER_OUTPUT}
+        return Weight(self.kind, **(self.tensors | parts))
 
     def columns(self, first: int, end: int) -> Weight:
         """Return some inputs of all outputs: whole groups, in stored order."""
-        group, own = self.kind.group, dict(self.tensors)
+        group, parts = self.kind.group, dict(self.tensors)
         per = 2 if in_nibbles(self.kind) else 1
-        own["values"] = self.values[:, first // per : end // per]
+        parts["values"] = self.values[:, first // per : end // per]
         for name in PER_OUTPUT[1:] if group else ():
-            if name in own:
-                own[name] = own[name][:, first // group : -(-end // group)]
-        return Weight(self.kind, **own)
+            if name in parts:
+                parts[name] = parts[name][:, first // group : -(-end // group)]
+        return Weight(self.kind, **parts)
 
     def plain(self) -> Weight:
         """Return the weight with its inputs in stored order."""
@@ -266,7 +266,7 @@ class MatrixSpec:
         expert: number of the expert that it belongs to, and number of experts; None: no expert.
         between: the heads or channels that it computes or reads, if processes can divide them;
             None: they cannot.
-        alone: it is so small that each process may have all of it.
+        replicable: it is so small that each process may have all of it.
     """
 
     kind: WeightKind
@@ -279,7 +279,7 @@ class MatrixSpec:
     heads: int = 0
     expert: tuple[int, int] | None = None
     between: Between | None = None
-    alone: bool = False
+    replicable: bool = False
 
     @property
     def outputs(self) -> int:

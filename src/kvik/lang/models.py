@@ -67,18 +67,18 @@ class LocalModel:
                 if listener is not None and delta.text:
                     listener(delta.text)
         assert stream.output is not None
-        (found,) = stream.output.outputs
-        if found.error is not None:
-            raise RuntimeError(found.error)
-        cut = isinstance(found.stop_reason, str)
-        return Continuation(found.text, found.token_ids, found.finish_reason, cut)
+        (output,) = stream.output.outputs
+        if output.error is not None:
+            raise RuntimeError(output.error)
+        cut = isinstance(output.stop_reason, str)
+        return Continuation(output.text, output.token_ids, output.finish_reason, cut)
 
     def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
         """Return the log probability of each token of each prompt, 0.0 for tokens before `start`
         and for the first token."""
         outputs = self._llm.score(list(prompts), start=start, progress=False)
         rows = [output.prompt_logprobs or [] for output in outputs]
-        return [[0.0 if one is None else one.logprob for one in row] for row in rows]
+        return [[0.0 if entry is None else entry.logprob for entry in row] for row in rows]
 
 
 class RemoteModel:
@@ -105,8 +105,8 @@ class RemoteModel:
         self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
     ) -> Continuation:
         checked = SamplingParams(**params)  # the server ignores names that it does not know
-        given = {**params, "max_tokens": checked.max_tokens}
-        body = {**given, "prompt": list(prompt), "return_token_ids": True, "stream": True}
+        options = {**params, "max_tokens": checked.max_tokens}
+        body = {**options, "prompt": list(prompt), "return_token_ids": True, "stream": True}
         text, ids, finish, stop = "", list[int](), "", None
         for event in self._events("/v1/completions", body):
             for choice in event["choices"]:
@@ -120,17 +120,17 @@ class RemoteModel:
 
     def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
         body = {
-            "prompt": [list(one) for one in prompts],
+            "prompt": [list(item) for item in prompts],
             "max_tokens": 0,
             "echo": True,
             "prompt_logprobs": 0,
             "prompt_logprobs_start": start,
         }
         choices = self._ask("/v1/completions", body)["choices"]
-        rows = [one["prompt_logprobs"] for one in choices]
+        rows = [item["prompt_logprobs"] for item in choices]
         # The entry of the token itself comes first.
         return [
-            [0.0 if one is None else next(iter(one.values()))["logprob"] for one in row]
+            [0.0 if item is None else next(iter(item.values()))["logprob"] for item in row]
             for row in rows
         ]
 

@@ -37,18 +37,18 @@ def scores_of(
             "unconditional" is the mean increase of the tokens' log probabilities by the prefix.
     """
     start = min(_num_shared(prefix, row) for row in rows)
-    found = [row[start:] for row in model.score(rows, start)]
+    logprobs = [row[start:] for row in model.score(rows, start)]
     if method == "sum":
-        return [sum(row) for row in found]
-    means = [sum(row) / len(row) for row in found]
+        return [sum(row) for row in logprobs]
+    means = [sum(row) / len(row) for row in logprobs]
     if method == "mean":
         return means
     if method == "greedy":
-        return _greedy(found, means)
-    alone = model.score([row[start:] for row in rows], 0)
+        return _greedy(logprobs, means)
+    baseline = model.score([row[start:] for row in rows], 0)
     return [
         sum(with_it - without for with_it, without in zip(row, other, strict=True)) / len(row)
-        for row, other in zip(found, alone, strict=True)
+        for row, other in zip(logprobs, baseline, strict=True)
     ]
 
 
@@ -58,18 +58,18 @@ def _num_shared(prefix: Sequence[int], row: Sequence[int]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def _greedy(found: Sequence[Sequence[float]], means: Sequence[float]) -> list[float]:
+def _greedy(logprobs: Sequence[Sequence[float]], means: Sequence[float]) -> list[float]:
     """Return, for each choice, the number of positions at which it stays in the selection, plus a
     fraction by its log probability where it drops out."""
-    scores = [0.0] * len(found)
-    left = set(range(len(found)))
-    for place in range(max(map(len, found))):
-        here = {i: found[i][place] if place < len(found[i]) else means[i] for i in left}
-        best = max(here.values())
-        for i in left:
-            scores[i] = place + 1 / (1 - here[i])
-        left = {i for i in left if here[i] == best}
-        if len(left) == 1:
+    scores = [0.0] * len(logprobs)
+    choices = set(range(len(logprobs)))
+    for place in range(max(map(len, logprobs))):
+        column = {i: logprobs[i][place] if place < len(logprobs[i]) else means[i] for i in choices}
+        best = max(column.values())
+        for i in choices:
+            scores[i] = place + 1 / (1 - column[i])
+        choices = {i for i in choices if column[i] == best}
+        if len(choices) == 1:
             break
     return scores
 
@@ -168,12 +168,12 @@ class State:
             self.text = rendered
         else:  # the template renders earlier turns differently
             self.text, self._ids, self._read = rendered, [], 0
-        self._turn, whole = len(self.text), False
+        self._turn, success = len(self.text), False
         try:
             yield self
-            whole = True
+            success = True
         finally:
-            if (content := self.text[self._turn :]) or whole:
+            if (content := self.text[self._turn :]) or success:
                 self._messages.append({"role": "assistant", "content": content})
             self._turn = None
 
@@ -218,13 +218,13 @@ class State:
         if params.get("n", 1) != 1:
             raise ParamError("n", "must be 1, as a state has one text: fork it for several")
         with self._answering():
-            found = self._model.generate(self.token_ids, params, self._emit)
-            self.text += found.text
-            if not found.cut:
-                self._append(found.token_ids, found.text)
+            continuation = self._model.generate(self.token_ids, params, self._emit)
+            self.text += continuation.text
+            if not continuation.cut:
+                self._append(continuation.token_ids, continuation.text)
         if name is not None:
-            self._values[name] = found.text
-        return found.text
+            self._values[name] = continuation.text
+        return continuation.text
 
     def select(self, name: str | None, choices: Sequence[str], method: Method = "mean") -> str:
         """Add the choice that is likeliest by the model, and return it.
@@ -243,7 +243,7 @@ class State:
         if method not in METHODS:
             raise ParamError("method", f"must be one of {', '.join(METHODS)}, not {method!r}")
         listed = isinstance(choices, Sequence) and not isinstance(choices, str)
-        texts = listed and all(isinstance(one, str) for one in choices)
+        texts = listed and all(isinstance(option, str) for option in choices)
         if not texts or not choices or not all(choices) or len(set(choices)) < len(choices):
             raise ParamError("choices", "must be a list of texts, all different and none empty")
         with self._answering():
@@ -312,17 +312,17 @@ class State:
             before = model.encode(spelled, special=False)
             if before == tail:
                 after = model.encode(spelled + text, special=False)
-                same = _num_shared(before, after)
-                return ids[: len(ids) - len(tail) + same] + after[same:]
+                num_shared = _num_shared(before, after)
+                return ids[: len(ids) - len(tail) + num_shared] + after[num_shared:]
         return ids + model.encode(text, special=False)
 
     def _append(self, ids: list[int], text: str) -> None:
         """Add generated tokens, if they match the text, without the one that ended it."""
         before = self._ids[-1:]  # some tokenizers decode a first token differently
         start = self._model.decode(before)
-        for one in (ids, ids[:-1]):
-            if self._model.decode(before + one) == start + text:
-                self._ids, self._read = self._ids + one, len(self.text)
+        for tokens in (ids, ids[:-1]):
+            if self._model.decode(before + tokens) == start + text:
+                self._ids, self._read = self._ids + tokens, len(self.text)
                 return
 
     def _emit(self, text: str) -> None:
@@ -340,11 +340,11 @@ T = TypeVar("T")
 
 
 def _in_threads(
-    stop: threading.Event, threads: int, work: Callable[..., T], *each: Iterable[Any]
+    stop: threading.Event, threads: int, work: Callable[..., T], *arguments: Iterable[Any]
 ) -> list[T]:
     """Map `work` over its arguments. If a call fails or the wait is interrupted, `stop` is set."""
     with ThreadPoolExecutor(threads) as pool:
-        calls = [pool.submit(work, *one) for one in zip(*each, strict=True)]
+        calls = [pool.submit(work, *row) for row in zip(*arguments, strict=True)]
         try:
             wait(calls, return_when=FIRST_EXCEPTION)
             return [call.result() for call in calls if call.done()]  # if not all are, one raises
@@ -398,16 +398,16 @@ def run_batch(
         raise ParamError("threads", f"must be at least 1, not {threads}")
     called, stop = model_of(model), threading.Event()
 
-    def one(given: Mapping[str, Any]) -> State:
+    def run_program(arguments: Mapping[str, Any]) -> State:
         state = State(called, (stop,))
         try:
-            program(state, **given)
+            program(state, **arguments)
         except Exception as error:
             state.error = error
         return state
 
-    most = min(MAX_THREADS, 16 * (os.cpu_count() or 1)) if threads is None else threads
-    return _in_threads(stop, most, one, inputs)
+    num_threads = min(MAX_THREADS, 16 * (os.cpu_count() or 1)) if threads is None else threads
+    return _in_threads(stop, num_threads, run_program, inputs)
 
 
 def stream(
@@ -419,24 +419,24 @@ def stream(
     Raises:
         Exception: the program failed; raised after the text before the failure.
     """
-    pieces: queue.Queue[str | BaseException | None] = queue.Queue()
-    left = threading.Event()
+    outputs: queue.Queue[str | BaseException | None] = queue.Queue()
+    stop = threading.Event()
 
     def work() -> None:
         try:
-            program(State(model_of(model), (left,), pieces.put), *args, **kwargs)
+            program(State(model_of(model), (stop,), outputs.put), *args, **kwargs)
         except BaseException as error:  # SystemExit, too
-            pieces.put(error)
+            outputs.put(error)
         else:
-            pieces.put(None)
+            outputs.put(None)
 
     worker = threading.Thread(target=work, name="kvik-program", daemon=True)
     worker.start()
     try:
-        while (piece := pieces.get()) is not None:
+        while (piece := outputs.get()) is not None:
             if isinstance(piece, BaseException):
                 raise piece
             yield piece
     finally:
-        left.set()
+        stop.set()
         worker.join()

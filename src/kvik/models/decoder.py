@@ -42,7 +42,7 @@ class GroupedQueryAttention:
         norms: names of the RMSNorm on each head of q and of k, before the rotation, "" for one
             without a gain; (): none.
         offset: of the norms' gains.
-        by_head, gated, whole: as in `LayerBuilder.heads`.
+        by_head, gated, full_rows: as in `LayerBuilder.heads`.
         sinks: each head has a learned score in the softmax without a key or value.
     """
 
@@ -58,7 +58,7 @@ class GroupedQueryAttention:
         offset: float = 0.0,
         by_head: bool = False,
         gated: bool = False,
-        whole: bool = False,
+        full_rows: bool = False,
         sinks: bool = False,
     ) -> None:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -73,7 +73,7 @@ class GroupedQueryAttention:
             rope=facts.rope,
             by_head=by_head,
             gated=gated,
-            whole=whole,
+            full_rows=full_rows,
         )
         norm = partial(inner.rms_norm, dim=dim, eps=spec.norm_eps, offset=offset, rope=facts.rope)
         made = [norm(name) if name else inner.plain_norm(dim, spec.norm_eps) for name in norms]
@@ -217,8 +217,8 @@ class ParallelLayer(NormedLayer):
 
     def __call__(self, x: Tensor, rotation: Tensor | None, ctx: ForwardContext) -> Tensor:
         """Take the residual stream x [tokens, hidden] one layer further."""
-        normed, *others = (norm(x) for norm in self.norms)
-        fed = others[0] if others else normed
+        normed, *second = (norm(x) for norm in self.norms)
+        fed = second[0] if second else normed
         return self.mlp(fed, ctx, self.attention(normed, x, rotation, ctx))
 
 

@@ -103,13 +103,13 @@ class DeepseekAttention:
 def grouped_router(fields: Fields, experts: int, active: int) -> Router:
     """Return a router of softmax scores, grouped by `topk_method` (DeepSeek-V2, section 2.2.2)."""
     method = fields.choice("topk_method", ("greedy", "group_limited_greedy"), "greedy")
-    groups, kept = read_groups(fields, experts, active) if method != "greedy" else (1, 1)
+    groups, groups_kept = read_groups(fields, experts, active) if method != "greedy" else (1, 1)
     # Weights are never divided by their sum, whatever `norm_topk_prob` says.
     return Router(
         experts,
         active,
         groups=groups,
-        kept=kept,
+        kept_groups=groups_kept,
         normalised=False,
         scale=fields.number("routed_scaling_factor", 0.0, 1e6, 1.0),
     )
@@ -119,10 +119,10 @@ def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     """Return the parts that files store separately, per head."""
     latent, heads = spec.latent, spec.num_heads
     assert latent is not None
-    each = latent.nope + latent.value
-    rows = [range(head * each, (head + 1) * each) for head in range(heads)]
-    keys = [row for own in rows for row in own[: latent.nope]]
-    values = [row for own in rows for row in own[latent.nope :]]
+    per_head = latent.nope + latent.value
+    rows = [range(head * per_head, (head + 1) * per_head) for head in range(heads)]
+    keys = [row for head_rows in rows for row in head_rows[: latent.nope]]
+    values = [row for head_rows in rows for row in head_rows[latent.nope :]]
     key, value = (f"self_attn.{name}" for name in SEPARATE_UPS)
     parts = FilePart(key, keys, heads=heads, turned=True), FilePart(value, values, heads=heads)
     return {f"self_attn.{UPS}": parts}

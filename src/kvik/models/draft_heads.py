@@ -83,8 +83,8 @@ class MedusaHeads:
             x = torch.stack([self._deeper(head, x[:, head]) for head in range(self.heads)], 1)
         if self.shared is not None:
             return self.shared(x.flatten(0, 1)).view(rows, self.heads, -1)
-        each = [self.outputs[head](x[:, head]) for head in range(self.heads)]
-        return torch.stack(each, 1)
+        logits = [self.outputs[head](x[:, head]) for head in range(self.heads)]
+        return torch.stack(logits, 1)
 
     def _deeper(self, head: int, x: Tensor) -> Tensor:
         for block in self.blocks[head]:

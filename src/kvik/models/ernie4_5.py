@@ -49,10 +49,10 @@ def ernie_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]
     last = fields.integer("moe_layer_end_index", -1, MAX_LAYERS, -1) % layers
     every = fields.integer("moe_layer_interval", 1, MAX_LAYERS, 1)
     shared = "moe_num_shared_experts"
-    found = read_experts(fields, layers, active="moe_k", router=ernie_router, shared=shared)
+    all_layers = read_experts(fields, layers, active="moe_k", router=ernie_router, shared=shared)
     return tuple(
         experts if first <= layer <= last and (layer + 1) % every == 0 else None
-        for layer, experts in enumerate(found)
+        for layer, experts in enumerate(all_layers)
     )
 
 

@@ -95,20 +95,20 @@ class Gemma4Layer:
     multiplied by a learned scalar."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        hidden, own = spec.hidden_size, spec.layers[layer].token_input
+        hidden, token_input = spec.hidden_size, spec.layers[layer].token_input
         norm = partial(builder.rms_norm, dim=hidden, eps=spec.norm_eps)
         self.layer = layer
         self.attention_norm = norm("input_layernorm", before="qkv")
         self.attention = Gemma4Attention(spec, builder.at("self_attn"), layer)
         self.attended_norm = norm("post_attention_layernorm")
         self.feed = Gemma4FeedForward(spec, builder, layer)
-        self.own = own > 0
-        if own:
+        self.has_token_input = token_input > 0
+        if token_input:
             self.gate = builder.linear(
-                "per_layer_input_gate", hidden, own, bias=False, activation="gelu_tanh"
+                "per_layer_input_gate", hidden, token_input, bias=False, activation="gelu_tanh"
             )
             self.gated = builder.gated()
-            self.project = builder.linear("per_layer_projection", own, hidden, bias=False)
+            self.project = builder.linear("per_layer_projection", token_input, hidden, bias=False)
             self.own_norm = norm("post_per_layer_input_norm")
         self.scale = builder.learned_scale("layer_scalar")
 
@@ -116,7 +116,7 @@ class Gemma4Layer:
         """Take the residual stream x [tokens, hidden] one layer further."""
         x = self.attended_norm.add(self.attention(self.attention_norm(x), rotation, ctx), x)
         x = self.feed(x, ctx)
-        if self.own:
+        if self.has_token_input:
             assert ctx.token_inputs is not None
             gated = self.gated(self.gate(x, ctx), ctx.token_inputs[:, self.layer])
             x = self.own_norm.add(self.project(gated, ctx), x)
@@ -176,25 +176,25 @@ def gemma4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
     ):
         raise fields.error("vocab_size_per_layer_input", "must be vocab_size")
     types = (*layer_types(fields, layers, every=6)[:-1], FULL)
-    own = layers - fields.integer("num_kv_shared_layers", 0, layers - 1, 0)
+    num_with_kv = layers - fields.integer("num_kv_shared_layers", 0, layers - 1, 0)
     wide = fields.boolean("use_double_wide_mlp", False)
     inner = fields.integer("intermediate_size", 1, MAX_WIDTH)
     dense_inner = inner if fields.boolean(SWITCH, False) else None
     kinds, heads = _kinds(fields, positions), _own_heads(fields, layers)
-    found = []
+    specs = []
     for layer, kind in enumerate(types):
         facts = replace(kinds[kind], inner=dense_inner)
         if layer in heads:
             head_dim, kv_heads = heads[layer]
             facts = replace(facts, head_dim=head_dim, kv_heads=kv_heads)
-        if layer >= own:
-            if kind not in types[:own]:
+        if layer >= num_with_kv:
+            if kind not in types[:num_with_kv]:
                 message = f"must leave a layer of kind {kind} before those that read its keys"
                 raise fields.error("num_kv_shared_layers", message)
-            owner = own - 1 - types[:own][::-1].index(kind)
+            owner = num_with_kv - 1 - types[:num_with_kv][::-1].index(kind)
             facts = replace(facts, kv_from=owner, inner=2 * inner if wide else dense_inner)
-        found.append(facts)
-    return tuple(found)
+        specs.append(facts)
+    return tuple(specs)
 
 
 def _kinds(fields: Fields, positions: int) -> dict[str, LayerSpec]:
@@ -207,12 +207,12 @@ def _kinds(fields: Fields, positions: int) -> dict[str, LayerSpec]:
     ropes = default
     if fields.mapping("rope_parameters") is not None:
         ropes = {kind: read_rope(fields, positions, layer_type=kind) for kind in default}
-    same = fields.boolean("attention_k_eq_v", False)
+    value_is_key = fields.boolean("attention_k_eq_v", False)
     windowed = LayerSpec(read_window(fields), ropes[SLIDING], token_input=token_input)
-    full = LayerSpec(None, ropes[FULL], value_is_key=same, token_input=token_input)
+    full = LayerSpec(None, ropes[FULL], value_is_key=value_is_key, token_input=token_input)
     if "per_layer_config" not in fields:  # in older files heads depend on the kind of the layer
         kv_heads = "num_global_key_value_heads"
-        if same and kv_heads in fields and not fields.is_null(kv_heads):
+        if value_is_key and kv_heads in fields and not fields.is_null(kv_heads):
             full = replace(full, kv_heads=_kv_heads(fields, fields, kv_heads))
         full = replace(full, head_dim=_head_dim(fields, "global_head_dim", 512))
     return {SLIDING: windowed, FULL: full}
@@ -221,21 +221,23 @@ def _kinds(fields: Fields, positions: int) -> dict[str, LayerSpec]:
 def _own_heads(fields: Fields, layers: int) -> dict[int, tuple[int | None, int | None]]:
     """Return the `head_dim` and `kv_heads` of `LayerSpec` that newer files give for some layers, by
     number."""
-    found: dict[int, tuple[int | None, int | None]] = {}
-    given = fields.inside("per_layer_config")
+    heads: dict[int, tuple[int | None, int | None]] = {}
+    per_layer = fields.inside("per_layer_config")
     for name in fields.mapping("per_layer_config") or ():
         if not name.isdecimal() or int(name) >= layers:
             message = f"must have numbers of layers up to {layers - 1}, not {shown(name)}"
             raise fields.error("per_layer_config", message)
-        own = given.inside(name)
-        for key in given.mapping(name) or ():
+        layer_fields = per_layer.inside(name)
+        for key in per_layer.mapping(name) or ():
             if key not in ("head_dim", "num_key_value_heads"):
-                raise own.error(key, "must not differ from other layers")
-        found[int(name)] = (
-            _head_dim(own, "head_dim") if "head_dim" in own else None,
-            _kv_heads(fields, own, "num_key_value_heads") if "num_key_value_heads" in own else None,
+                raise layer_fields.error(key, "must not differ from other layers")
+        heads[int(name)] = (
+            _head_dim(layer_fields, "head_dim") if "head_dim" in layer_fields else None,
+            _kv_heads(fields, layer_fields, "num_key_value_heads")
+            if "num_key_value_heads" in layer_fields
+            else None,
         )
-    return found
+    return heads
 
 
 def _head_dim(fields: Fields, key: str, default: int | None = None) -> int:
@@ -245,11 +247,11 @@ def _head_dim(fields: Fields, key: str, default: int | None = None) -> int:
     return size
 
 
-def _kv_heads(fields: Fields, own: Fields, key: str) -> int:
+def _kv_heads(fields: Fields, layer_fields: Fields, key: str) -> int:
     heads = fields.integer("num_attention_heads", 1, MAX_HEADS)
-    kv_heads = own.integer(key, 1, MAX_HEADS)
+    kv_heads = layer_fields.integer(key, 1, MAX_HEADS)
     if heads % kv_heads:
-        raise own.error(key, f"must divide num_attention_heads ({heads}), not {kv_heads}")
+        raise layer_fields.error(key, f"must divide num_attention_heads ({heads}), not {kv_heads}")
     return kv_heads
 
 
@@ -283,8 +285,8 @@ FILE_NAMES = GGUF_NAMES | {
 
 def gemma4_implied(fields: Fields) -> dict[str, object]:
     """Return the facts that GGUF files imply."""
-    given = CAP in fields or fields.is_null(CAP)
-    return {"attention_bias": False, **({} if given else {CAP: 30.0})}
+    is_stored = CAP in fields or fields.is_null(CAP)
+    return {"attention_bias": False, **({} if is_stored else {CAP: 30.0})}
 
 
 GEMMA4 = Architecture(

@@ -157,7 +157,7 @@ def experts_and_shared(fields: Fields, layers: int) -> tuple[ExpertsSpec | None,
     if not fields.integer("num_local_experts", 0, MAX_EXPERTS, 8):
         return (None,) * layers
     read = read_experts(fields, layers, inner="intermediate_size", router=normalised_router)
-    return tuple(one and replace(one, shared=shared_width(fields)) for one in read)
+    return tuple(experts and replace(experts, shared=shared_width(fields)) for experts in read)
 
 
 def shared_width(fields: Fields) -> int:

@@ -55,7 +55,7 @@ def llama4_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpe
     if rope.kind in ("yarn", "longrope") and fields.boolean("use_qk_norm", True):
         raise fields.error("use_qk_norm", f"must be false with rope_type {rope.kind!r}")
     turned = turning(fields, layers)
-    types = tuple(CHUNKED if one else FULL for one in turned)
+    types = tuple(CHUNKED if rotates else FULL for rotates in turned)
     if "layer_types" in fields:
         types = layer_types(fields, layers, other=CHUNKED)
     chunk = None
@@ -83,8 +83,8 @@ def sigmoid_router(fields: Fields, experts: int, active: int) -> Router:
 
 def llama4_experts(fields: Fields, layers: int) -> tuple[ExpertsSpec | None, ...]:
     """Every token also goes through a shared expert of the same width."""
-    found = read_experts(fields, layers, inner="intermediate_size", router=sigmoid_router)
-    return tuple(experts and replace(experts, shared=experts.inner) for experts in found)
+    routed = read_experts(fields, layers, inner="intermediate_size", router=sigmoid_router)
+    return tuple(experts and replace(experts, shared=experts.inner) for experts in routed)
 
 
 def gguf_implied(fields: Fields) -> dict[str, object]:

@@ -46,77 +46,77 @@ class ModelSpec(ModelFacts):
             ModelError: the architecture is unknown, or a field is invalid; the message names it.
         """
         name = _architecture(Fields(config, where))
-        known = ARCHITECTURES[name]
-        if config.get(known.inside) is not None:
-            config, where = text_config(config, known.inside), f"{where} {known.inside}"
-        fields = Fields({**known.defaults, **config}, where)
-        key = {k: known.keys.get(k, k) for k in _RENAMED}
+        arch = ARCHITECTURES[name]
+        if config.get(arch.inside) is not None:
+            config, where = text_config(config, arch.inside), f"{where} {arch.inside}"
+        fields = Fields({**arch.defaults, **config}, where)
+        key = {k: arch.keys.get(k, k) for k in _RENAMED}
         hidden = fields.integer(key["hidden_size"], 1, MAX_WIDTH)
         layers = fields.integer(key["num_hidden_layers"], 1, MAX_LAYERS)
         heads = fields.integer(key["num_attention_heads"], 1, MAX_HEADS)
         positions = fields.integer(key["max_position_embeddings"], 1, MAX_POSITIONS)
         skipped = (
-            fields.integer("pad_token_id", 0, positions - 2, 1) + 1 if known.skips_padding else 0
+            fields.integer("pad_token_id", 0, positions - 2, 1) + 1 if arch.skips_padding else 0
         )
         positions -= skipped
         vocab = fields.integer("vocab_size", 1, MAX_VOCAB)
-        inner = None if known.gated_mlp else 4 * hidden
-        for fixed, value in known.fixed.items():
+        inner = None if arch.gated_mlp else 4 * hidden
+        for fixed, value in arch.fixed.items():
             if fields.boolean(fixed, value) is not value:
                 raise fields.error(fixed, f"must be {str(value).lower()}")
         bos = fields.token_ids("bos_token_id", vocab)
         eos = fields.token_ids("eos_token_id", vocab)
         if "eos_token_id" not in config:
-            eos = tuple(token for token in known.eos_token_ids if token < vocab)
+            eos = tuple(token for token in arch.eos_token_ids if token < vocab)
         refuse_sparse(fields)
-        rules = known.layers(fields, layers, positions)
+        rules = arch.layers(fields, layers, positions)
         check_layer_types(fields, rules)
-        if known.experts is not None:
-            found = zip(rules, known.experts(fields, layers), strict=True)
-            rules = tuple(replace(layer, experts=experts) for layer, experts in found)
+        if arch.experts is not None:
+            pairs = zip(rules, arch.experts(fields, layers), strict=True)
+            rules = tuple(replace(layer, experts=experts) for layer, experts in pairs)
         latent = rules[0].latent
-        eps = fields.number(key["rms_norm_eps"], 0.0, 1.0, 1e-6 if known.rms_norm else 1e-5)
+        eps = fields.number(key["rms_norm_eps"], 0.0, 1.0, 1e-6 if arch.rms_norm else 1e-5)
         spec = cls(
             architecture=name,
             vocab_size=vocab,
             hidden_size=hidden,
-            embedding_size=fields.integer(known.keys[EMBEDDING_SIZE], 1, MAX_WIDTH, hidden)
-            if EMBEDDING_SIZE in known.keys
+            embedding_size=fields.integer(arch.keys[EMBEDDING_SIZE], 1, MAX_WIDTH, hidden)
+            if EMBEDDING_SIZE in arch.keys
             else hidden,
             intermediate_size=(
                 fields.integer(key["intermediate_size"], 1, MAX_WIDTH, inner)
-                if known.inner is None
-                else known.inner(fields)
+                if arch.inner is None
+                else arch.inner(fields)
             ),
             layers=rules,
             num_heads=heads,
-            num_kv_heads=1 if latent else _kv_heads(fields, heads, known),
+            num_kv_heads=1 if latent else _kv_heads(fields, heads, arch),
             head_dim=(
                 latent.width
                 if latent
-                else _head_dim(fields, hidden, heads, known, key["num_attention_heads"])
+                else _head_dim(fields, hidden, heads, arch, key["num_attention_heads"])
             ),
             max_position_embeddings=positions,
             norm_eps=eps,
-            activation=fields.choice(key["hidden_act"], known.activations, known.activations[0]),
-            qkv_bias=_flag(fields, known.qkv_bias),
-            o_bias=_flag(fields, known.o_bias),
-            mlp_bias=_flag(fields, known.mlp_bias),
-            head_bias=_flag(fields, known.head_bias),
-            qk_norm=_flag(fields, known.qk_norm),
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", known.tied),
+            activation=fields.choice(key["hidden_act"], arch.activations, arch.activations[0]),
+            qkv_bias=_flag(fields, arch.qkv_bias),
+            o_bias=_flag(fields, arch.o_bias),
+            mlp_bias=_flag(fields, arch.mlp_bias),
+            head_bias=_flag(fields, arch.head_bias),
+            qk_norm=_flag(fields, arch.qk_norm),
+            tie_word_embeddings=fields.boolean("tie_word_embeddings", arch.tied),
             dtype=fields.choice(
                 "dtype" if "dtype" in fields else "torch_dtype", tuple(DTYPE_BYTES), "float32"
             ),
             bos_token_id=bos[0] if bos else None,
             eos_token_ids=eos,
-            rms_norm=known.rms_norm,
-            gated_mlp=known.gated_mlp,
-            scales=ModelScales() if known.scales is None else known.scales(fields),
-            wiring="" if known.wiring is None else known.wiring(fields),
+            rms_norm=arch.rms_norm,
+            gated_mlp=arch.gated_mlp,
+            scales=ModelScales() if arch.scales is None else arch.scales(fields),
+            wiring="" if arch.wiring is None else arch.wiring(fields),
             skipped_positions=skipped,
             token_types=fields.integer("type_vocab_size", 1, MAX_TYPES, 1),
-            pooling=None if known.pooled is None else known.pooled(fields, hidden, eps),
+            pooling=None if arch.pooled is None else arch.pooled(fields, hidden, eps),
         )
         for rope, width in spec.rotations:
             rope.check(fields, width)
@@ -173,22 +173,22 @@ class ModelSpec(ModelFacts):
         if self.fallback is not None:
             return ()  # transformers computes them
         declaration, stored_as = self.declaration, self.quantization
-        found: Counter[LinearLayers] = Counter()
+        counts: Counter[LinearLayers] = Counter()
         embedding = declaration.embedding
         scheme = None if stored_as is None else stored_as.embedding_scheme(embedding.name)
         if scheme is not None and not embedding.tied:
-            found[LinearLayers(1, embedding.width, embedding.rows, True, (scheme,))] += 1
+            counts[LinearLayers(1, embedding.width, embedding.rows, True, (scheme,))] += 1
         for table in declaration.tables:
             if table.role == "token_inputs":
                 scheme_of = None if stored_as is None else stored_as.embedding_scheme(table.name)
-                found[LinearLayers(1, table.width, table.rows, True, (scheme_of,))] += 1
+                counts[LinearLayers(1, table.width, table.rows, True, (scheme_of,))] += 1
         for linear in declaration.linears:
             if linear.role in UNQUANTISED:
                 continue
             head = linear.role == "head"
             for outputs, stored in self.stored_parts(linear):
-                found[LinearLayers(1, linear.inputs, outputs, head, stored)] += 1
-        return tuple(replace(like, count=count) for like, count in found.items())
+                counts[LinearLayers(1, linear.inputs, outputs, head, stored)] += 1
+        return tuple(replace(like, count=count) for like, count in counts.items())
 
     def stored_parts(
         self, linear: DeclaredLinear
@@ -275,24 +275,24 @@ def _architecture(fields: Fields) -> str:
             return name
     if not names:
         family = fields.raw("model_type")
-        for name, known in ARCHITECTURES.items():
-            if known.model_type == family:
+        for name, arch in ARCHITECTURES.items():
+            if arch.model_type == family:
                 return name
     if names and names[0] in SPARSE_ARCHITECTURES:
-        what = SPARSE_ARCHITECTURES[names[0]]
-        reason = f"must name one that runs here, not {names[0]}: {what} is not supported"
+        feature = SPARSE_ARCHITECTURES[names[0]]
+        reason = f"must name one that runs here, not {names[0]}: {feature} is not supported"
         raise fields.error("architectures", f"{reason}; fallback=transformers runs others")
     hint = did_you_mean(names[0], ARCHITECTURES) if names else ""
-    found = shown(names[0]) if names else "nothing"
-    reason = f"must name one that runs here, as `kvik models` lists them, not {found}"
+    named = shown(names[0]) if names else "nothing"
+    reason = f"must name one that runs here, as `kvik models` lists them, not {named}"
     if names:
         reason += "; fallback=transformers runs others"
     raise fields.error("architectures", f"{reason}; {hint}" if hint else reason)
 
 
-def _head_dim(fields: Fields, hidden: int, heads: int, known: Architecture, heads_key: str) -> int:
-    if known.rotary and ("head_dim" in fields or known.head_dim is not None):
-        size = fields.integer("head_dim", 1, MAX_HEAD_DIM, known.head_dim)
+def _head_dim(fields: Fields, hidden: int, heads: int, arch: Architecture, heads_key: str) -> int:
+    if arch.rotary and ("head_dim" in fields or arch.head_dim is not None):
+        size = fields.integer("head_dim", 1, MAX_HEAD_DIM, arch.head_dim)
     elif hidden % heads:
         raise fields.error(heads_key, f"must divide the hidden size {hidden}, not {heads}")
     else:
@@ -300,17 +300,17 @@ def _head_dim(fields: Fields, hidden: int, heads: int, known: Architecture, head
     if size > MAX_HEAD_DIM:
         message = f"must give heads of at most {MAX_HEAD_DIM}, not {size} ({hidden} / {heads})"
         raise fields.error(heads_key, message)
-    if known.rotary and size % 2:
+    if arch.rotary and size % 2:
         raise fields.error("head_dim", f"must be even for rotary positions, not {size}")
     return size
 
 
-def _kv_heads(fields: Fields, heads: int, known: Architecture) -> int:
-    if not known.rotary:  # GPT-2 has one K and V for each head
+def _kv_heads(fields: Fields, heads: int, arch: Architecture) -> int:
+    if not arch.rotary:  # GPT-2 has one K and V for each head
         return heads
-    key = known.keys.get("num_key_value_heads", "num_key_value_heads")
-    if known.kv_heads is not None:
-        kv_heads = known.kv_heads(fields)
+    key = arch.keys.get("num_key_value_heads", "num_key_value_heads")
+    if arch.kv_heads is not None:
+        kv_heads = arch.kv_heads(fields)
     else:
         kv_heads = fields.integer(key, 1, MAX_HEADS, heads)
     if heads % kv_heads:

@@ -73,7 +73,7 @@ class ModernBert(Decoder):
 def near_and_far_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Every third layer, from the first, sees all keys, or those in `layer_types`; the others see
     keys up to half of `local_attention` away."""
-    near = fields.integer("local_attention", 2, MAX_POSITIONS, 128) // 2
+    reach = fields.integer("local_attention", 2, MAX_POSITIONS, 128) // 2
     every = fields.integer("global_attn_every_n_layers", 1, MAX_POSITIONS, 3)
     types: tuple[str, ...] = tuple(SLIDING if i % every else FULL for i in range(layers))
     if "layer_types" in fields:
@@ -87,7 +87,7 @@ def near_and_far_layers(fields: Fields, layers: int, positions: int) -> tuple[La
         else:
             theta = usual if fields.is_null(key) else fields.number(key, 1.0, 1e12, usual)
             ropes[kind] = RopeSpec(theta=theta, original_max_position=positions)
-    seen = {FULL: MAX_POSITIONS, SLIDING: near}
+    seen = {FULL: MAX_POSITIONS, SLIDING: reach}
     return tuple(LayerSpec(rope=ropes[kind], bidirectional=seen[kind]) for kind in types)
 
 

@@ -36,7 +36,7 @@ class Olmo2Attention(GroupedQueryAttention):
     """Grouped-query attention with RMSNorm over all queries and over all keys of a token."""
 
     def __init__(self, spec: ModelFacts, builder: LayerBuilder, layer: int) -> None:
-        super().__init__(spec, builder, layer, whole=True)
+        super().__init__(spec, builder, layer, full_rows=True)
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         make, rope = builder.at("self_attn").rms_norm, spec.layers[layer].rope
         norm = partial(make, eps=spec.norm_eps, rope=rope)

@@ -96,17 +96,17 @@ MAX_MSCALE = 1e6
 
 def phimoe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """Every layer has the window of the file; the file gives the factor of q and k for LongRoPE."""
-    found = windowed_layers(fields, layers, positions)
+    specs = windowed_layers(fields, layers, positions)
     key = "rope_scaling" if fields.mapping("rope_scaling") else "rope_parameters"
-    scaling, rope = fields.inside(key), found[0].rope
+    scaling, rope = fields.inside(key), specs[0].rope
     if rope is None or "long_mscale" not in scaling:
-        return found
+        return specs
     long, short = (
         scaling.number(f"{length}_mscale", 0.0, MAX_MSCALE) for length in ("long", "short")
     )
     if short != long:
         raise scaling.error("short_mscale", f"must be long_mscale, {long:g}, not {short:g}")
-    return (replace(found[0], rope=replace(rope, attention_factor=long)),) * layers
+    return (replace(specs[0], rope=replace(rope, attention_factor=long)),) * layers
 
 
 def sparsemixer(fields: Fields, experts: int, active: int) -> Router:

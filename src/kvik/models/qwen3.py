@@ -82,13 +82,13 @@ SHARED_NAMES = {
 def qwen2_moe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
     """As `switched_layers`, but without `layer_types` every other layer has a window, from the
     first one up to `max_window_layers`."""
-    found = switched_layers(fields, layers, positions)
+    specs = switched_layers(fields, layers, positions)
     if "layer_types" in fields or not fields.boolean("use_sliding_window", False):
-        return found
+        return specs
     end, window = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28), read_window(fields)
     return tuple(
         replace(layer, window=window if i % 2 == 0 and i < end else None)
-        for i, layer in enumerate(found)
+        for i, layer in enumerate(specs)
     )
 
 

@@ -81,7 +81,7 @@ class GatedDeltaNet:
         if spec.wiring == BY_KEY_HEAD:
             self.joined = linear(QKVZ, outputs=len(wide), order=wide, role="qkv")
         else:  # GGUF files may store them in different types
-            self.parts = builder.heads(QKV_Z, hidden, self.widths, 1, bias=False, whole=True)
+            self.parts = builder.heads(QKV_Z, hidden, self.widths, 1, bias=False, full_rows=True)
         if spec.wiring in (BY_KEY_HEAD, SEPARATE):
             self.gates = linear(BA, outputs=len(narrow), order=narrow, role="gates")
         else:
@@ -132,17 +132,17 @@ def _head_by_head(heads: int, parts: tuple[int, ...]) -> list[int]:
     ]
 
 
-def by_value_head(state: StateSpec, each: int, first: int = 0) -> list[int]:
+def by_value_head(state: StateSpec, height: int, first: int = 0) -> list[int]:
     """Return the row of a checkpoint at each place in GGUF files, which have the first value head
     of each key head, then the second.
 
     Args:
-        each: rows of a value head.
+        height: rows of a value head.
         first: number of rows before them, which do not move.
     """
     served = state.value_heads // state.key_heads
     heads = [key * served + i for i in range(served) for key in range(state.key_heads)]
-    rows = [first + head * each + row for head in heads for row in range(each)]
+    rows = [first + head * height + row for head in heads for row in range(height)]
     return [*range(first), *rows]
 
 
@@ -151,11 +151,11 @@ def rows_by_value_head(spec: ModelFacts) -> dict[str, list[int]]:
     state, names = spec.states[0], ("in_proj_z", *B_A)
     keys, values = 2 * state.key_heads * state.key_dim, state.value_dim
     sizes = dict(zip(names, (values, 1, 1), strict=True))
-    each = {f"{name}.weight": by_value_head(state, size) for name, size in sizes.items()}
-    each |= dict.fromkeys(("A_log", "dt_bias"), by_value_head(state, 1))
+    orders = {f"{name}.weight": by_value_head(state, size) for name, size in sizes.items()}
+    orders |= dict.fromkeys(("A_log", "dt_bias"), by_value_head(state, 1))
     behind = by_value_head(state, values, keys)
-    each |= dict.fromkeys(("in_proj_qkv.weight", "conv1d.weight"), behind)
-    return {f"linear_attn.{name}": rows for name, rows in each.items()}
+    orders |= dict.fromkeys(("in_proj_qkv.weight", "conv1d.weight"), behind)
+    return {f"linear_attn.{name}": rows for name, rows in orders.items()}
 
 
 def columns_by_value_head(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
@@ -171,7 +171,10 @@ def separate_inputs(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
     wide, _ = by_key_head(spec.states[0])
     middle = spec.states[0].channels
     rows = wide[:middle], wide[middle:]
-    parts = (FilePart(f"linear_attn.{name}", own) for name, own in zip(QKV_Z, rows, strict=True))
+    parts = (
+        FilePart(f"linear_attn.{name}", part_rows)
+        for name, part_rows in zip(QKV_Z, rows, strict=True)
+    )
     return {f"linear_attn.{QKVZ}": tuple(parts)}
 
 
@@ -236,8 +239,8 @@ def qwen3_5_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
 
 def qwen3_next_wiring(fields: Fields) -> str:
     """Return how delta nets are stored; old GGUF files store them as checkpoints do."""
-    whole = fields.boolean(WHOLE, not fields.boolean(SEPARATE, False))
-    return BY_KEY_HEAD if whole else SEPARATE
+    is_joined = fields.boolean(WHOLE, not fields.boolean(SEPARATE, False))
+    return BY_KEY_HEAD if is_joined else SEPARATE
 
 
 QWEN3_5 = Architecture(

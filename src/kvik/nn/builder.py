@@ -198,27 +198,27 @@ class Builder(LayerBuilder):
             self._stored.setdefault(layer, {})[last] = entry.shape
         self._stored |= {name: {} for name in self.storage.names}
 
-    def at(self, name: str | int, *others: str) -> LayerBuilder:
+    def at(self, name: str | int, *aliases: str) -> LayerBuilder:
         """Return the builder of a narrower scope; layers of other stages are skipped.
 
         Args:
-            others: alternative names, of which the first in the checkpoint is taken; "": no scope,
+            aliases: alternative names, of which the first in the checkpoint is taken; "": no scope,
                 as in checkpoints of the bare trunk of a model.
         """
         if isinstance(name, int) and self._stage is not None and name not in self._stage.layers:
             self.declared.elsewhere.add(f"{self._name(str(name))}.")
             return LayerBuilder(Declaration())
-        return self._at(name, *others)
+        return self._at(name, *aliases)
 
-    def _at(self, name: str | int, *others: str) -> Builder:
+    def _at(self, name: str | int, *aliases: str) -> Builder:
         inner = copy(self)
-        inner._scope = self._name(usual_scope(str(name), *others))
-        for scope in map(self._name, (str(name), *others)):
+        inner._scope = self._name(usual_scope(str(name), *aliases))
+        for scope in map(self._name, (str(name), *aliases)):
             if self._stored and any(layer.startswith(f"{scope}.") for layer in self._stored):
                 inner._scope = scope
                 break
         else:
-            if self._stored and "" in others:
+            if self._stored and "" in aliases:
                 return self
         return inner
 
@@ -274,7 +274,7 @@ class Builder(LayerBuilder):
             activation=activation,
             places=places,
             between=between,
-            alone=role in SMALL,
+            replicable=role in SMALL,
         )
 
     def heads(
@@ -288,7 +288,7 @@ class Builder(LayerBuilder):
         rope: RopeSpec | None = None,
         by_head: bool = False,
         gated: bool = False,
-        whole: bool = False,
+        full_rows: bool = False,
     ) -> Heads:
         """Return the projections of x [tokens, inputs] to queries, keys and values.
 
@@ -302,16 +302,16 @@ class Builder(LayerBuilder):
                 value.
             gated: in the layer, a gate follows the queries of each head; in the result, all gates
                 follow all queries.
-            whole: the next operation reads whole rows, not single heads.
+            full_rows: the next operation reads whole rows, not single heads.
         """
         between = None
-        if not whole and len(heads) > 1 and self.stages is no_stages:
+        if not full_rows and len(heads) > 1 and self.stages is no_stages:
             between = Between(heads[0], head_dim, heads[1])
             self.declared.heads[self._scope] = between
-        each: list[tuple[int, ...]] = [(count,) for count in heads]  # of each layer
+        head_counts: list[tuple[int, ...]] = [(count,) for count in heads]  # of each layer
         places = _places(rope, sum(heads[:2]), head_dim)
         if gated:
-            each[0] = (heads[0], heads[0])
+            head_counts[0] = (heads[0], heads[0])
             places = _with_gates(places, heads[0], heads[1], head_dim)
         if by_head:
             places = _by_head(places, heads, head_dim)
@@ -327,17 +327,17 @@ class Builder(LayerBuilder):
         linears, parts, first = [], [], 0
         for size in self._matrix_sizes(names):
             members = slice(first, first + size)
-            widths = tuple(sum(counts) * head_dim for counts in each[members])
+            widths = tuple(sum(counts) * head_dim for counts in head_counts[members])
             if between is not None:
                 projections = [
-                    (i == 0, head_dim) for i in range(first, first + size) for _ in each[i]
+                    (i == 0, head_dim) for i in range(first, first + size) for _ in head_counts[i]
                 ]
                 between = replace(between, projections=tuple(projections))
             shapes = [LinearShape(inputs, width) for width in widths]
             linears.append(
                 self._linear(names[members], shapes, bias=bias, places=places, between=between)
             )
-            parts.append(tuple(chain(*each[members])))
+            parts.append(tuple(chain(*head_counts[members])))
             first += size
             if places is not None:
                 places = places[sum(widths) :] - sum(widths)
@@ -473,9 +473,9 @@ class Builder(LayerBuilder):
         for expert in range(rule.experts):
             gate_up = tuple(name.format(expert) for name in names.gate_up)
             last, number = names.down.format(expert), (expert, rule.experts)
-            one = self._gated(gate_up, last, hidden, inner, bias, activation, names.mixed, number)
-            up.append(one.up.matrix)
-            down.append(one.down.matrix)
+            mlp = self._gated(gate_up, last, hidden, inner, bias, activation, names.mixed, number)
+            up.append(mlp.up.matrix)
+            down.append(mlp.down.matrix)
         for matrices in (up, down):
             if len({matrix.spec.kind for matrix in matrices}) > 1:
                 named = shown(self._name(names.down.format("*")))
@@ -731,8 +731,8 @@ class Builder(LayerBuilder):
         if sinks:
             learned = self._tensor(self._name("sinks"), (sinks,), "bias")
         scale = head_dim**-0.5 if scale is None else scale
-        apart = self._scope in self.declared.heads
-        spec = AttentionSpec(scale, head_norms, softcap, learned, apart, bidirectional)
+        local_heads = self._scope in self.declared.heads
+        spec = AttentionSpec(scale, head_norms, softcap, learned, local_heads, bidirectional)
         self.backend.caps.check(spec)
         q_rope = None
         if rope is not None and rope.query_beta:
@@ -769,21 +769,21 @@ class Builder(LayerBuilder):
         self.ignore(*KV_SCALES)
         position, group = self._position_of[layer], self._group_of[layer]
         up = self._latent_up(names, heads, latent)
-        apart = self.stages is no_stages
-        if apart:
+        local_heads = self.stages is no_stages
+        if local_heads:
             self.declared.heads[self._scope] = Between(heads, latent.value, heads)
-        spec = AttentionSpec(scale, apart=apart)
+        spec = AttentionSpec(scale, local_heads=local_heads)
         return LatentAttention(self.backend, position, group, spec, up)
 
     def _latent_up(self, names: tuple[str, ...], heads: int, latent: LatentSpec) -> LatentUp:
         layer, kind = self._name(names[0]), float_kind(self.dtype)
-        each = []
+        matrices = []
         sizes = (latent.nope, latent.rank), (latent.rank, latent.value)
         for part, (inputs, outputs) in zip(("keys", "values"), sizes, strict=True):
             rows = heads * head_rows(outputs)
             spec = MatrixSpec(kind, rows, inputs, False, None, self.dtype, self.device, heads)
-            each.append(self.storage.matrix(f"{layer}.{part}", spec))
-        keys, values = each
+            matrices.append(self.storage.matrix(f"{layer}.{part}", spec))
+        keys, values = matrices
         up = LatentUp(keys, values, latent.rank, latent.value)
         if self.storage.names:
             return up
@@ -796,8 +796,8 @@ class Builder(LayerBuilder):
             to = HeadRows(self.ops, quantizer, size, parts)
             self._declare_layer(layer, shape, self._scheme(names[0]), to, 0)
             return up
-        for name, one, (inputs, outputs) in zip(names, each, sizes, strict=True):
-            to = HeadRows(self.ops, quantizer, outputs, [(one, lambda rows: rows)])
+        for name, matrix, (inputs, outputs) in zip(names, matrices, sizes, strict=True):
+            to = HeadRows(self.ops, quantizer, outputs, [(matrix, lambda rows: rows)])
             shape = LinearShape(inputs, heads * outputs)
             self._declare_layer(self._name(name), shape, self._scheme(name), to, 0)
         return up
@@ -873,13 +873,13 @@ class Builder(LayerBuilder):
         places: Tensor | None = None,
         expert: tuple[int, int] | None = None,
         between: Between | None = None,
-        alone: bool = False,
+        replicable: bool = False,
         declared_bias: bool = True,
     ) -> Linear:
         """Return the fused layer of some layers of the checkpoint, and declare their tensors.
 
         Args:
-            expert, between, alone: see `MatrixSpec`; `exact` implies `alone`.
+            expert, between, replicable: see `MatrixSpec`; `exact` implies `replicable`.
             stored: how the checkpoint stores each layer, None for floats; None: as for any layer of
                 its name.
             exact: the weight is never quantised, neither here nor in the checkpoint.
@@ -907,15 +907,15 @@ class Builder(LayerBuilder):
             self.device,
             expert=expert,
             between=between,
-            alone=alone or exact,
+            replicable=replicable or exact,
         )
         matrix = self.storage.matrix(quantizer.layer, spec)
         linear = Linear(self.ops, matrix, stages, activation if stages else None)
         if self.storage.names:
             return linear
         target, first = Rows(self.ops, matrix, quantizer, places), 0
-        for layer, shape, own in zip(layers, shapes, stored, strict=True):
-            self._declare_layer(layer, shape, own, target, first)
+        for layer, shape, scheme in zip(layers, shapes, stored, strict=True):
+            self._declare_layer(layer, shape, scheme, target, first)
             if matrix.bias is not None and declared_bias:
                 offsets = matrix.bias[first : first + shape.outputs]
                 fill = partial(_fill_in, offsets)
@@ -960,8 +960,8 @@ class Builder(LayerBuilder):
         sizes: list[int] = []
         while (first := sum(sizes)) < len(names):
             ends = range(len(names), first, -1)
-            whole = (end for end in ends if self._joined(names[first:end]) in self.storage.names)
-            sizes.append(next(whole, first + 1) - first)
+            matches = (end for end in ends if self._joined(names[first:end]) in self.storage.names)
+            sizes.append(next(matches, first + 1) - first)
         return sizes
 
     def _joined(self, names: tuple[str, ...]) -> str:
@@ -969,9 +969,9 @@ class Builder(LayerBuilder):
         return " + ".join((self._name(names[0]), *names[1:]))
 
     def _format(self, layer: str, shape: LinearShape, scheme: StoredScheme | None) -> WeightFormat:
-        others = (BIAS, CORRECTION, *KV_SCALES)
+        other_names = (BIAS, CORRECTION, *KV_SCALES)
         stored = self._stored.get(layer, {}).items()
-        shapes = {name: size for name, size in stored if name not in others}
+        shapes = {name: size for name, size in stored if name not in other_names}
         format = choose_format(layer, shapes, scheme, shape)
         unread = (*format.unread, *KV_SCALES)
         self.declared.ignored.update(f"{layer}.{name}" for name in unread)

@@ -70,12 +70,12 @@ def read_ahead(path: Path, reads: Sequence[Spans]) -> Iterator[Tensor]:
                     yield _read(number, spans, next(buffers))
                 return
             with ThreadPoolExecutor(readers) as pool:
-                begun = deque[Future[Tensor]]()
+                futures = deque[Future[Tensor]]()
                 for spans in reads:
-                    begun.append(pool.submit(_read, number, spans, next(buffers)))
-                    if len(begun) == 1 + readers:
-                        yield begun.popleft().result()
-                for last in begun:
+                    futures.append(pool.submit(_read, number, spans, next(buffers)))
+                    if len(futures) == 1 + readers:
+                        yield futures.popleft().result()
+                for last in futures:
                     yield last.result()
     except OSError as error:
         raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
@@ -88,13 +88,13 @@ def _read(file: int, spans: Spans, buffer: Tensor) -> Tensor:
     end = 0
     for i in range(spans.count):
         for start, size in spans.parts:
-            at, left = start + i * spans.stride, buffer[end : end + size].numpy().data
+            at, view = start + i * spans.stride, buffer[end : end + size].numpy().data
             end += size
-            while left:
-                count = os.preadv(file, [left], at)
+            while view:
+                count = os.preadv(file, [view], at)
                 if not count:
                     raise EOFError
-                at, left = at + count, left[count:]
+                at, view = at + count, view[count:]
     return buffer[:end]
 
 
@@ -103,9 +103,9 @@ def _read(file: int, spans: Spans, buffer: Tensor) -> Tensor:
 ROW_MULTIPLE = 32  # rows of a tile of the kernels
 
 
-def run_length(most: int) -> int:
-    """Return the number of rows of a run of about `most` rows: a multiple of tiles if possible."""
-    return max(1, most // ROW_MULTIPLE * ROW_MULTIPLE or most)
+def run_length(limit: int) -> int:
+    """Return the number of rows of a run of about `limit` rows: a multiple of tiles if possible."""
+    return max(1, limit // ROW_MULTIPLE * ROW_MULTIPLE or limit)
 
 
 SINGLE = "model.safetensors"
@@ -182,7 +182,7 @@ class Checkpoint(Protocol):
         """All tensors, by name."""
         ...
 
-    def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
+    def runs(self, selections: Mapping[str, Selection]) -> Iterator[TensorRun]:
         """Yield the named tensors in runs, in an order that is fast to read. Reads nothing else.
 
         Raises:
@@ -202,19 +202,19 @@ class FolderCheckpoint:
     def entries(self) -> Mapping[str, TensorEntry]:
         return {entry.name: entry for _, entries in self.files for entry in entries}
 
-    def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
+    def runs(self, selections: Mapping[str, Selection]) -> Iterator[TensorRun]:
         """See `Checkpoint`: file by file and layer by layer."""
         for path, entries in self.files:
             chunks = [
                 chunk
-                for entry in _by_layer([entry for entry in entries if entry.name in wanted])
-                for chunk in _chunks(entry, wanted[entry.name])
+                for entry in _by_layer([entry for entry in entries if entry.name in selections])
+                for chunk in _chunks(entry, selections[entry.name])
             ]
             # Gate and up of an expert may be columns of one matrix, which is read once.
-            reads = [(spans, list(same)) for spans, same in groupby(chunks, lambda p: p.spans)]
-            found = read_ahead(path, [spans for spans, _ in reads])
-            for (_, same), data in zip(reads, found, strict=True):
-                for chunk in same:
+            reads = [(spans, list(group)) for spans, group in groupby(chunks, lambda p: p.spans)]
+            buffers = read_ahead(path, [spans for spans, _ in reads])
+            for (_, group), data in zip(reads, buffers, strict=True):
+                for chunk in group:
                     yield TensorRun(chunk.entry.name, chunk.first, chunk.entry.values(data))
 
 
@@ -231,8 +231,8 @@ def open_checkpoint(folder: str | Path, modules: Sequence[str] = ()) -> FolderCh
     if modules:
         files = list(open_checkpoint(folder).files)
         for module in modules:
-            found = open_checkpoint(folder / module).files
-            for path, entries in found:
+            module_files = open_checkpoint(folder / module).files
+            for path, entries in module_files:
                 named = (replace(entry, name=f"{module}.{entry.name}") for entry in entries)
                 files.append((path, tuple(named)))
         return FolderCheckpoint(tuple(files))
@@ -302,12 +302,12 @@ def unstacked(
     Args:
         shapes: of all tensors of the checkpoint.
     """
-    found: list[TensorEntry] = []
+    result: list[TensorEntry] = []
     for entry in entries:
         count = entry.shape[0] if entry.shape else 0
         match, linear = STACKED.fullmatch(entry.name), LINEARS.fullmatch(entry.name)
         if linear is not None and len(entry.shape) == 3:
-            found += _parts(entry, 1, [f"{linear[1]}.{expert}.weight" for expert in range(count)])
+            result += _parts(entry, 1, [f"{linear[1]}.{expert}.weight" for expert in range(count)])
         elif match is not None and len(entry.shape) > 1:
             scope, layer, part = match[1], match[2], match[3] or "weight"
             layers = [layer]
@@ -315,19 +315,21 @@ def unstacked(
             transposed = not mixed and _is_transposed(scope, shapes)
             if layer == GATE_UP and not mixed and entry.shape[2 if transposed else 1] % 2 == 0:
                 layers = ["gate_proj", "up_proj"]
-            own = [f"{scope}.{e}.{layer}.{part}" for e in range(count) for layer in layers]
-            found += (_columns if transposed else _parts)(entry, len(layers), own)
+            names = [f"{scope}.{e}.{layer}.{part}" for e in range(count) for layer in layers]
+            result += (_columns if transposed else _parts)(entry, len(layers), names)
         else:
-            found.append(entry)
-    return tuple(found)
+            result.append(entry)
+    return tuple(result)
 
 
-def _parts(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[TensorEntry]:
-    """Yield the tensors of all experts, `each` consecutive ones per expert."""
+def _parts(entry: TensorEntry, per_expert: int, names: Sequence[str]) -> Iterator[TensorEntry]:
+    """Yield the tensors of all experts, `per_expert` consecutive ones per expert."""
     _, rows, *rest = entry.shape
     for i, name in enumerate(names):
         size = entry.size // len(names)
-        yield TensorEntry(name, entry.dtype, (rows // each, *rest), entry.start + i * size, size)
+        yield TensorEntry(
+            name, entry.dtype, (rows // per_expert, *rest), entry.start + i * size, size
+        )
 
 
 def _is_transposed(scope: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
@@ -337,14 +339,14 @@ def _is_transposed(scope: str, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     return len(down) == 3 and gate_up[1:] == (down[2], 2 * down[1])
 
 
-def _columns(entry: TensorEntry, each: int, names: Sequence[str]) -> Iterator[TensorEntry]:
+def _columns(entry: TensorEntry, per_expert: int, names: Sequence[str]) -> Iterator[TensorEntry]:
     """Like `_parts`, for experts stored as [inputs, outputs]."""
     count, inputs, width = entry.shape
-    rows, size = width // each, entry.size // count
+    rows, size = width // per_expert, entry.size // count
     for i, name in enumerate(names):
-        start = entry.start + i // each * size
-        columns = i % each * rows, width
-        yield TensorEntry(name, entry.dtype, (rows, inputs), start, size // each, columns)
+        start = entry.start + i // per_expert * size
+        columns = i % per_expert * rows, width
+        yield TensorEntry(name, entry.dtype, (rows, inputs), start, size // per_expert, columns)
 
 
 def _by_layer(entries: Iterable[TensorEntry]) -> list[TensorEntry]:
@@ -374,15 +376,15 @@ class _Chunk:
 
 def _chunks(entry: TensorEntry, selection: Selection) -> Iterator[_Chunk]:
     ranges, transposed = selection.ranges, entry.columns is not None
-    most = TRANSPOSED_BYTES if transposed else RUN_BYTES
-    if ranges is None and (entry.span[1] <= most or not selection.in_runs):
+    limit = TRANSPOSED_BYTES if transposed else RUN_BYTES
+    if ranges is None and (entry.span[1] <= limit or not selection.in_runs):
         yield _Chunk(0, entry, Spans((entry.span,)))
     elif selection.in_runs:
         row_bytes = entry.size // entry.shape[0]
         for begin, end in ((0, entry.shape[0]),) if ranges is None else ranges:
             step = end - begin
-            if step * row_bytes > most:
-                step = run_length(most // row_bytes)
+            if step * row_bytes > limit:
+                step = run_length(limit // row_bytes)
             for first in range(begin, end, step):
                 rows = Selection(True, 0, ((first, min(first + step, end)),))
                 yield _cut(first, entry, rows)
@@ -402,11 +404,11 @@ def _cut(first: int, entry: TensorEntry, selection: Selection) -> _Chunk:
         start += entry.columns[0] * inner
     parts = tuple((start + low * inner, (high - low) * inner) for low, high in ranges)
     spans = Spans(parts, stride, count)
-    own = replace(
+    part = replace(
         entry,
         shape=(*shape[:axis], length, *shape[axis + 1 :]),
         start=start,
         size=spans.size,
         columns=columns,
     )
-    return _Chunk(first, own, spans)
+    return _Chunk(first, part, spans)

@@ -77,8 +77,8 @@ class MappedStorage:
                 part: (tuple(t.shape), _NAMES[t.dtype])
                 for part, t in self._packing.layout(spec).items()
             }
-            found = {part: (place.shape, place.dtype) for part, place in entry.parts.items()}
-            if found != like:
+            layout = {part: (place.shape, place.dtype) for part, place in entry.parts.items()}
+            if layout != like:
                 raise ValueError(f"does not have the parts of its kind ({entry.kind}) and size")
             parts = {part: self._view(place) for part, place in entry.parts.items()}
             return self._packing.over(spec, parts)
@@ -103,8 +103,8 @@ class MappedStorage:
         data = self._bytes[place.offset : place.offset + place.size]
         return data.view(_DTYPES[place.dtype]).view(place.shape)
 
-    def _damaged(self, name: str, what: str) -> ModelError:
-        return ModelError(MANIFEST, f"tensor {shown(name)} {what}. {rebuild(self._folder)}")
+    def _damaged(self, name: str, reason: str) -> ModelError:
+        return ModelError(MANIFEST, f"tensor {shown(name)} {reason}. {rebuild(self._folder)}")
 
 
 @dataclass(frozen=True, slots=True)

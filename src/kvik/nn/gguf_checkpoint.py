@@ -59,7 +59,7 @@ def changes(spec: ModelSpec, family: Architecture) -> dict[str, Change]:
     Args:
         family: the architecture that names the files.
     """
-    found: dict[str, Change] = {}
+    result: dict[str, Change] = {}
     heads, kv_heads, size = spec.num_heads, spec.num_kv_heads, spec.head_dim
     pairs = Change(
         size, partial(permute_rotary, head_dim=size), partial(unpermute_rotary, head_dim=size)
@@ -71,30 +71,30 @@ def changes(spec: ModelSpec, family: Architecture) -> dict[str, Change]:
     for linear in spec.declaration.linears:
         names = [f"{name}.{last}" for name in linear.names for last in ("weight", "bias")]
         if linear.by_head:
-            found |= dict.fromkeys(names, by_kind)
+            result |= dict.fromkeys(names, by_kind)
         elif linear.role == "qkv" and family.gguf_pairs:
-            found |= dict.fromkeys(names[:4], pairs)  # of q and k
+            result |= dict.fromkeys(names[:4], pairs)  # of q and k
     for norm in spec.declaration.norms:
         if norm.offset:
-            one = partial(_plus, offset=norm.offset), partial(_plus, offset=-norm.offset)
-            found[f"{norm.name}.weight"] = Change(1, *one)
+            shifts = partial(_plus, offset=norm.offset), partial(_plus, offset=-norm.offset)
+            result[f"{norm.name}.weight"] = Change(1, *shifts)
     for other in spec.declaration.others:
         if other.logarithm:
-            found[other.name] = Change(1, _rates, _logarithms)
+            result[other.name] = Change(1, _rates, _logarithms)
     moved = {} if family.gguf_rows is None else family.gguf_rows(spec)
     for number in range(spec.num_layers):
         for name, order in moved.items():
             full = spec.declaration.block.format(number) + name
-            found[full] = _moved(torch.tensor(order), found.get(full))
-    return found
+            result[full] = _moved(torch.tensor(order), result.get(full))
+    return result
 
 
 def shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
     """Return the shapes of tensors from which files drop dimensions of size 1, by their names in
     checkpoints."""
-    found = {other.name: other.shape for other in spec.declaration.others if other.shape}
+    result = {other.name: other.shape for other in spec.declaration.others if other.shape}
     gates = (linear for linear in spec.declaration.linears if linear.role == "shared_gate")
-    return found | {f"{gate.names[0]}.weight": (1, gate.inputs) for gate in gates}
+    return result | {f"{gate.names[0]}.weight": (1, gate.inputs) for gate in gates}
 
 
 def _moved(order: Tensor, change: Change | None) -> Change:
@@ -163,10 +163,10 @@ class _Chunk:
         size, start = _row_bytes(self.tensor), self.tensor.start
         if self.order is None:
             return Spans(((start + self.first * size, self.rows * size),))
-        found = self.order.sort().values
-        breaks = (found.diff() != 1).nonzero().flatten().add_(1).tolist()
-        runs = pairwise([0, *breaks, len(found)])
-        return Spans(tuple((start + int(found[a]) * size, (b - a) * size) for a, b in runs))
+        rows = self.order.sort().values
+        breaks = (rows.diff() != 1).nonzero().flatten().add_(1).tolist()
+        runs = pairwise([0, *breaks, len(rows)])
+        return Spans(tuple((start + int(rows[a]) * size, (b - a) * size) for a, b in runs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,20 +194,20 @@ class GgufCheckpoint:
             for name, tensor in self.tensors.items()
         }
 
-    def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
+    def runs(self, selections: Mapping[str, Selection]) -> Iterator[TensorRun]:
         """See `Checkpoint`: in the order of the file. Tensors that are not read in runs are read
         whole."""
         chunks = [
             (name, chunk)
             for name, tensor in self.tensors.items()
-            if name in wanted and wanted[name].ranges != ()
-            for chunk in self._chunks(name, tensor, wanted[name])
+            if name in selections and selections[name].ranges != ()
+            for chunk in self._chunks(name, tensor, selections[name])
         ]
         data = read_ahead(self.file.path, [chunk.spans for _, chunk in chunks])
         for (name, chunk), read in zip(chunks, data, strict=True):
             values = self._values(name, chunk, read)
-            if not wanted[name].in_runs:
-                values = wanted[name].of(values)
+            if not selections[name].in_runs:
+                values = selections[name].of(values)
             yield TensorRun(name, chunk.first, values)
 
     def _chunks(self, name: str, tensor: GgufTensor, selection: Selection) -> Iterator[_Chunk]:
@@ -217,9 +217,9 @@ class GgufCheckpoint:
             return
         step = run_length(RUN_BYTES // _row_bytes(tensor))
         ranges, order = selection.ranges, None
-        whole = 1 if change is None else lcm(change.unit, ROW_MULTIPLE)
-        if change is not None and ranges is None and whole <= step:
-            step = step // whole * whole
+        unit = 1 if change is None else lcm(change.unit, ROW_MULTIPLE)
+        if change is not None and ranges is None and unit <= step:
+            step = step // unit * unit
         elif change is not None:  # a change of a matrix only moves rows
             order = change.from_file(torch.arange(rows)[:, None]).flatten()
         for begin, end in ((0, rows),) if ranges is None else ranges:
@@ -251,9 +251,9 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     """
     file = read_gguf(path)
     spec = gguf_model_spec(file)
-    made, whole = changes(spec, family_of(file.metadata)), shapes(spec)
+    made, full_shapes = changes(spec, family_of(file.metadata)), shapes(spec)
     tensors = {
-        name: replace(tensor, shape=_stored_shape(tensor.shape, whole.get(name)))
+        name: replace(tensor, shape=_stored_shape(tensor.shape, full_shapes.get(name)))
         for name, tensor in named_tensors(file)
         if tensor.name not in (ROPE_FACTORS, LONG_FACTORS, SHORT_FACTORS)
     }
@@ -263,11 +263,11 @@ def open_gguf(path: Path) -> GgufCheckpoint:
     return GgufCheckpoint(file, tensors, made)
 
 
-def _stored_shape(shape: tuple[int, ...], whole: tuple[int, ...] | None) -> tuple[int, ...]:
-    """Return the shape in a checkpoint: with the dimensions of size 1 of `whole`, and the matrices
+def _stored_shape(shape: tuple[int, ...], target: tuple[int, ...] | None) -> tuple[int, ...]:
+    """Return the shape in a checkpoint: with the dimensions of size 1 of `target`, and the matrices
     of all heads joined."""
-    if whole is not None and [n for n in shape if n > 1] == [n for n in whole if n > 1]:
-        return whole
+    if target is not None and [n for n in shape if n > 1] == [n for n in target if n > 1]:
+        return target
     return (prod(shape[:-1]), shape[-1]) if len(shape) > 2 else shape
 
 

@@ -45,9 +45,9 @@ def quantize(type: str, weights: Tensor) -> Tensor:
     # if they shared each operation, a search would take fifty times as long while another process
     # uses one of the cores.
     with torch_threads(1) as threads, ThreadPoolExecutor(threads) as pool:
-        each = pool.map if len(slices) > 1 else map  # a thread takes longer than a small matrix
+        mapper = pool.map if len(slices) > 1 else map  # a thread takes longer than a small matrix
         # Rows of one block are still transposed if the checkpoint stores the matrix transposed.
-        made = list(each(lambda part: _QUANTIZE[type](part.float().contiguous()), slices))
+        made = list(mapper(lambda part: _QUANTIZE[type](part.float().contiguous()), slices))
     return torch.cat(made).view(len(weights), -1)
 
 
@@ -73,11 +73,11 @@ def _packed(codes: Tensor, width: int, bits: int) -> Tensor:
 
 def _packed_k_scales(scales: Tensor, minima: Tensor) -> Tensor:
     """Pack six-bit codes, [blocks, 8] uint8 each, into the twelve bytes of Q4_K and Q5_K blocks."""
-    early, late = scales.split(4, dim=-1)
-    early_minima, late_minima = minima.split(4, dim=-1)
-    first = early | late >> 4 << 6
-    second = early_minima | late_minima >> 4 << 6
-    third = late & 15 | (late_minima & 15) << 4
+    head, tail = scales.split(4, dim=-1)
+    head_minima, tail_minima = minima.split(4, dim=-1)
+    first = head | tail >> 4 << 6
+    second = head_minima | tail_minima >> 4 << 6
+    third = tail & 15 | (tail_minima & 15) << 4
     return torch.cat((first, second, third), dim=-1)
 
 
@@ -89,9 +89,9 @@ def _to_q8_0(blocks: Tensor) -> Tensor:
     scale before it is rounded to fp16."""
     scales = blocks.abs().amax(-1, keepdim=True) / 127
     scaled = blocks * _inverse(scales)
-    whole = scaled.abs().floor()
-    whole += (2 * (scaled.abs() - whole)).floor()
-    codes = (whole * scaled.sign()).to(torch.int8).view(torch.uint8)
+    magnitudes = scaled.abs().floor()
+    magnitudes += (2 * (scaled.abs() - magnitudes)).floor()
+    codes = (magnitudes * scaled.sign()).to(torch.int8).view(torch.uint8)
     return torch.cat((_half(scales), codes), dim=-1)
 
 
@@ -117,11 +117,11 @@ def _to_q5_0(blocks: Tensor) -> Tensor:
 
 def _to_q5_1(blocks: Tensor) -> Tensor:
     """Map the least weight to code 0, the greatest to 31."""
-    least, greatest = blocks.aminmax(dim=-1, keepdim=True)
-    scales = (greatest - least) / 31
-    codes = ((blocks - least) * _inverse(scales) + 0.5).to(torch.uint8)
+    minimum, maximum = blocks.aminmax(dim=-1, keepdim=True)
+    scales = (maximum - minimum) / 31
+    codes = ((blocks - minimum) * _inverse(scales) + 0.5).to(torch.uint8)
     fifth, low = _packed(codes >> 4, 1, 1), _packed(codes, 16, 4)
-    return torch.cat((_half(scales), _half(least), fifth, low), dim=-1)
+    return torch.cat((_half(scales), _half(minimum), fifth, low), dim=-1)
 
 
 def _inverse(scales: Tensor) -> Tensor:
@@ -132,8 +132,8 @@ def _inverse(scales: Tensor) -> Tensor:
 # sums over rows are the fastest on a CPU.
 
 
-def fit_above(groups: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]:
-    """Fit w = code * scale - minimum with codes 0..most and a minimum of at least 0.
+def fit_above(groups: Tensor, max_code: int, tenths: range) -> tuple[Tensor, Tensor]:
+    """Fit w = code * scale - minimum with codes 0..max_code and a minimum of at least 0.
 
     For each grid, weights are rounded to codes; scale and minimum then minimise the weighted
     squared error with these codes. The best fit so far is kept, and the next grid starts at its
@@ -142,7 +142,7 @@ def fit_above(groups: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]
     Args:
         groups: [width, groups] fp32.
         tenths: for each i, a grid that divides the range from the minimum to the largest weight
-            into `most` + i / 10 steps.
+            into `max_code` + i / 10 steps.
 
     Returns:
         scales, minima: [groups] each.
@@ -154,12 +154,12 @@ def fit_above(groups: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]
     weighted = importance * above
     ceiling = -low * _inverse(span)  # the offset of `above` where the minimum is 0
     w, wy = importance.sum(0), weighted.sum(0)
-    scale, offset = torch.full_like(low, 1 / most), torch.zeros_like(low)
+    scale, offset = torch.full_like(low, 1 / max_code), torch.zeros_like(low)
     best = torch.full_like(low, -torch.inf)
     codes, products = torch.empty_like(groups), torch.empty_like(groups)
     for tenth in tenths:
-        torch.sub(above, offset, out=codes).mul_((most + tenth / 10) / (1 - offset))
-        codes.round_().clamp_(0, most)
+        torch.sub(above, offset, out=codes).mul_((max_code + tenth / 10) / (1 - offset))
+        codes.round_().clamp_(0, max_code)
         wyc = torch.mul(weighted, codes, out=products).sum(0)
         wc = torch.mul(importance, codes, out=products).sum(0)
         wcc = products.mul_(codes).sum(0)
@@ -210,11 +210,11 @@ def fit_around(groups: Tensor, middle: int, tenths: range) -> Tensor:
 # Blocks of 256 weights.
 
 
-def _k_codes(blocks: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]:
+def _k_codes(blocks: Tensor, max_code: int, tenths: range) -> tuple[Tensor, Tensor]:
     """Return the bytes before the codes, and the codes [blocks, 256] uint8, of Q4_K or Q5_K."""
     groups = blocks.view(len(blocks), 8, 32)
-    found = fit_above(blocks.view(-1, 32).t().contiguous(), most, tenths)
-    scales, minima = (part.view(-1, 8) for part in found)
+    fit = fit_above(blocks.view(-1, 32).t().contiguous(), max_code, tenths)
+    scales, minima = (part.view(-1, 8) for part in fit)
     units, small_scales = _six_bits(scales)
     minimum_units, small_minima = _six_bits(minima)
     scales = units * small_scales
@@ -225,7 +225,7 @@ def _k_codes(blocks: Tensor, most: int, tenths: range) -> tuple[Tensor, Tensor]:
         _half(minimum_units),
         _packed_k_scales(small_scales.to(torch.uint8), small_minima.to(torch.uint8)),
     )
-    return torch.cat(head, dim=-1), codes.clamp_(0, most).to(torch.uint8).flatten(1)
+    return torch.cat(head, dim=-1), codes.clamp_(0, max_code).to(torch.uint8).flatten(1)
 
 
 def _six_bits(numbers: Tensor) -> tuple[Tensor, Tensor]:
@@ -292,11 +292,11 @@ def gguf_tensors(checkpoint: Checkpoint, spec: ModelSpec, type: str) -> list[Out
     Raises:
         ModelError: the checkpoint is quantised, or holds a tensor that GGUF has no name for.
     """
-    found: dict[str, list[_Source]] = {}
+    groups: dict[str, list[_Source]] = {}
     for source in _sources(checkpoint, spec):
-        found.setdefault(source.name, []).append(source)
+        groups.setdefault(source.name, []).append(source)
     tensors = []
-    for name, sources in found.items():
+    for name, sources in groups.items():
         shape = sources[0].shape
         blocks = "F32" if len(shape) == 1 else block_type(type, name, shape[-1], spec)
         tensors.append(_tensor(checkpoint, sources, sources[0].blocks or blocks))
@@ -351,7 +351,7 @@ def _sources(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[_Source]:
     family, declared = gguf_family(spec), spec.declaration
     names, entries = family.gguf_names, checkpoint.entries
     made = {text_name(name): change for name, change in changes(spec, family).items()}
-    whole = {text_name(name): shape for name, shape in shapes(spec).items()}
+    full_shapes = {text_name(name): shape for name, shape in shapes(spec).items()}
     of_file = family.gguf_parts
     parts = {} if of_file is None or spec.wiring == SEPARATE else of_file(spec)
     block = text_name(declared.block)
@@ -367,10 +367,10 @@ def _sources(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[_Source]:
         layer = match[2] if match else ""
         number = re.search(r"\.(\d+)(?=\.|$)", layer)
         expert = int(number[1]) if number else -1
-        if match and (found := parts.get(numberless(layer))) is not None:
-            for part in found:
-                own = block.format(match[1]) + part.name.format(expert)
-                made_of = _part(part, own, match[3], entries, stored, names)
+        if match and (file_parts := parts.get(numberless(layer))) is not None:
+            for part in file_parts:
+                layer_name = block.format(match[1]) + part.name.format(expert)
+                made_of = _part(part, layer_name, match[3], entries, stored, names)
                 if made_of is not None:
                     yield replace(made_of, expert=expert)
             continue
@@ -382,7 +382,7 @@ def _sources(checkpoint: Checkpoint, spec: ModelSpec) -> Iterator[_Source]:
         change, shape = made.get(hf), entry.shape
         if change is not None and shape[0] % change.unit:
             raise ModelError("model", f"tensor {shown(stored)} {change.reason}")
-        if shape == whole.get(hf):
+        if shape == full_shapes.get(hf):
             shape = tuple(size for size in shape if size > 1)
         make = None if change is None else change.to_file
         yield _Source(name, (entry,), shape, make, expert=expert)
@@ -394,7 +394,7 @@ def _no_place(name: str, entry: TensorEntry) -> ModelError:
 
 def _part(
     part: FilePart,
-    own: str,
+    layer_name: str,
     last: str,
     entries: Mapping[str, TensorEntry],
     stored: str,
@@ -403,12 +403,12 @@ def _part(
     """Return a part of a layer; None for scales, which are returned with their blocks.
 
     Args:
-        own: name of the layer that the part is read as.
+        layer_name: name of the layer that the part is read as.
         last: last component of the tensor's name.
         stored: the tensor's name in the checkpoint.
     """
     entry = entries[stored]
-    name = gguf_name(f"{own}.{'weight' if last in (BLOCKS, SCALES) else last}", names)
+    name = gguf_name(f"{layer_name}.{'weight' if last in (BLOCKS, SCALES) else last}", names)
     scales = entries.get(f"{stored.removesuffix(BLOCKS)}{SCALES}")
     if last == SCALES:
         return None
@@ -455,8 +455,8 @@ def _tensor(checkpoint: Checkpoint, sources: list[_Source], type: str) -> OutTen
                 for run in checkpoint.runs({source.entries[0].name: IN_RUNS}):
                     yield _bytes(type, name, run.values)
                 continue
-            wanted = dict.fromkeys((entry.name for entry in source.entries), WHOLE)
-            read = {run.name: run.values.clone() for run in checkpoint.runs(wanted)}
+            selections = dict.fromkeys((entry.name for entry in source.entries), WHOLE)
+            read = {run.name: run.values.clone() for run in checkpoint.runs(selections)}
             made = source.make(*(read[entry.name] for entry in source.entries))
             yield _raw(made) if source.blocks else _bytes(type, name, made)
 

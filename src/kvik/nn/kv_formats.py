@@ -55,7 +55,7 @@ def allocate_kv(
     device: torch.device,
     zeros: Zeros = torch.zeros,
     *,
-    apart: bool = False,
+    separate: bool = False,
     queries: tuple[int, int] = (0, 0),
 ) -> KVCache:
     """Return the zeroed cache of every layer. Zeroed, as a masked key has weight 0, and 0 times
@@ -67,7 +67,7 @@ def allocate_kv(
     Args:
         dtype: of the model, for layers of the format "auto".
         zeros: allocates the memory.
-        apart: a block belongs to all groups at once, so no two layers share a storage.
+        separate: a block belongs to all groups at once, so no two layers share a storage.
         queries: number of request slots and of query heads, for layers with a budget.
     """
     storages: dict[object, torch.Tensor] = {}
@@ -82,7 +82,7 @@ def allocate_kv(
 
     by_layer: dict[int, LayerKV] = {}
     for number, group in enumerate(groups):
-        owner, shares = number if apart else None, group.shares
+        owner, shares = number if separate else None, group.shares
         places: Counter[str] = Counter()  # layers so far, by format
         for layer, spec in zip(group.layers, group.specs, strict=True):
             place, part = divmod(places[spec.format], shares)
@@ -101,7 +101,7 @@ def allocate_kv(
                     scales.append(_part(storage(key, size, SCALES[stored]), part, shape[:2]))
             if spec.latent:
                 numbers.append(numbers[0][..., :0])
-                scales += [each[..., :0] for each in scales]
+                scales += [scale[..., :0] for scale in scales]
             recent = None
             if spec.budget is not None:
                 ring = queries[0], spec.budget.last, queries[1], spec.head_dim

@@ -37,8 +37,8 @@ class Embedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [tokens] -> [tokens, hidden]."""
-        found = self.ops.gather_rows(self.table, ids)
-        return found if self.scale == 1.0 else self.ops.scaled(found, self.scale)
+        rows = self.ops.gather_rows(self.table, ids)
+        return rows if self.scale == 1.0 else self.ops.scaled(rows, self.scale)
 
     def add(self, ids: Tensor, x: Tensor) -> Tensor:
         """x [tokens, hidden] and the vectors of ids [tokens] -> their sum."""
@@ -63,8 +63,8 @@ class MatrixEmbedding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """ids [tokens] -> [tokens, hidden]."""
-        found = self.ops.matrix_rows(self.matrix, ids, self.dtype)
-        return found if self.scale == 1.0 else self.ops.scaled(found, self.scale)
+        rows = self.ops.matrix_rows(self.matrix, ids, self.dtype)
+        return rows if self.scale == 1.0 else self.ops.scaled(rows, self.scale)
 
 
 # Normalisation layers.

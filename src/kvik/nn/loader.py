@@ -59,13 +59,13 @@ def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
             before any is read; or weights cannot be quantised.
     """
     check_weights(declared, checkpoint)
-    wanted = {tensor.name: tensor for tensor in declared.tensors}
+    tensors = {tensor.name: tensor for tensor in declared.tensors}
     entries = checkpoint.entries
-    selected = {name: tensor.selection for name, tensor in wanted.items()}
+    selected = {name: tensor.selection for name, tensor in tensors.items()}
     total = sum(selected_bytes(entries[name], some) for name, some in selected.items())
     with torch.inference_mode(), _half_the_threads(), _progress(total) as advance:
         for run in checkpoint.runs(selected):
-            wanted[run.name].fill(run.first, run.values.to(declared.device))
+            tensors[run.name].fill(run.first, run.values.to(declared.device))
             advance(run.values.nbytes)
 
 
@@ -102,23 +102,23 @@ def check_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
     Raises:
         ModelError: tensors are missing, unknown, or of the wrong shape or type.
     """
-    wanted, entries = {tensor.name: tensor for tensor in declared.tensors}, checkpoint.entries
-    missing = [name for name in wanted if name not in entries]
+    tensors, entries = {tensor.name: tensor for tensor in declared.tensors}, checkpoint.entries
+    missing = [name for name in tensors if name not in entries]
     if missing:
         raise ModelError("model", f"its weights lack {_listed(missing)}")
-    left = [name for name in entries if name not in wanted and name not in declared.ignored]
-    left = [name for name in left if not name.startswith(tuple(declared.elsewhere))]
+    surplus = [name for name in entries if name not in tensors and name not in declared.ignored]
+    surplus = [name for name in surplus if not name.startswith(tuple(declared.elsewhere))]
     skipped = tuple(sorted(declared.skipped))
-    extra = [name for name in left if not name.startswith(skipped)]
-    if len(extra) < len(left):
-        found = [scope for scope in skipped if any(name.startswith(scope) for name in left)]
-        parts = _listed(scope.removesuffix(".") for scope in found)
-        count = len(left) - len(extra)
+    extra = [name for name in surplus if not name.startswith(skipped)]
+    if len(extra) < len(surplus):
+        scopes = [scope for scope in skipped if any(name.startswith(scope) for name in surplus)]
+        parts = _listed(scope.removesuffix(".") for scope in scopes)
+        count = len(surplus) - len(extra)
         note = "%d tensors are not read, as they are not of the text model: %s"
         logging.getLogger(NOTES_LOG).info(note, count, parts)
     if extra:
         raise ModelError("model", f"its weights hold {_listed(extra)}, unknown to the architecture")
-    for name, tensor in wanted.items():
+    for name, tensor in tensors.items():
         entry = entries[name]
         if entry.shape != tensor.shape:
             because = f" ({tensor.because})" if tensor.because else ""

@@ -75,8 +75,8 @@ def is_good(page: np.ndarray, name: PageName) -> bool:
         return False
     head = page[:PAGE_HEAD_BYTES].tobytes()
     magic, version, group, fingerprint, key, _, size, checksum = _HEAD.unpack(head)
-    found = (magic, version, size) == (MAGIC, VERSION, len(page) - PAGE_HEAD_BYTES)
-    if not found or (fingerprint, group, key) != (name.fingerprint, name.group, name.hash):
+    valid = (magic, version, size) == (MAGIC, VERSION, len(page) - PAGE_HEAD_BYTES)
+    if not valid or (fingerprint, group, key) != (name.fingerprint, name.group, name.hash):
         return False
     return _checksum(head, page) == checksum
 
@@ -109,12 +109,18 @@ class GroupPages:
     """
 
     def __init__(
-        self, group: KVGroup, own: KVGroup, cache: KVCache, share: PagePart, *, heads_first: bool
+        self,
+        group: KVGroup,
+        local_group: KVGroup,
+        cache: KVCache,
+        share: PagePart,
+        *,
+        heads_first: bool,
     ) -> None:
         """
         Args:
             group: with all layers and heads.
-            own: the part of it in `cache`.
+            local_group: the part of it in `cache`.
             share, heads_first: see `group_pages`.
         """
         self._shares = group.shares
@@ -127,7 +133,7 @@ class GroupPages:
         for layer, spec in zip(group.layers, group.specs, strict=True):
             at = first
             first += spec.bytes_per_token * share.block_size
-            for tensor in cache.of(layer).tensors if layer in own.layers else ():
+            for tensor in cache.of(layer).tensors if layer in local_group.layers else ():
                 blocks = _bytes_of(tensor, heads_first=heads_first)
                 head = blocks[0].size // (end - begin)  # bytes
                 self._parts.append((blocks, at + begin * head, at + end * head))
@@ -165,13 +171,13 @@ class GroupPages:
         """Copy in one native call, which releases the GIL: parts of blocks are ranges of bytes."""
         native = _native()
         assert native is not None and self._table is not None
-        which, to = np.array(blocks, np.int64), np.array(rows, np.int64)
-        native.copy_pages(self._table, self._num_blocks, which, pages, to, load)
+        block_ids, to = np.array(blocks, np.int64), np.array(rows, np.int64)
+        native.copy_pages(self._table, self._num_blocks, block_ids, pages, to, load)
 
 
 def group_pages(
     groups: Sequence[KVGroup],
-    own: Sequence[KVGroup],
+    local_groups: Sequence[KVGroup],
     cache: KVCache,
     share: PagePart,
     *,
@@ -181,11 +187,11 @@ def group_pages(
 
     Args:
         groups: with all layers and heads.
-        own: the parts of them in `cache`.
+        local_groups: the parts of them in `cache`.
         heads_first: a block's bytes are ordered by heads, the layout of the native kernels; else
             they are [block_size, kv_heads, ...].
     """
-    pairs = zip(groups, own, strict=True)
+    pairs = zip(groups, local_groups, strict=True)
     return tuple(GroupPages(*pair, cache, share, heads_first=heads_first) for pair in pairs)
 
 

@@ -126,10 +126,10 @@ class Rows:
         """See `Target`. For rows that change places, runs include small gaps between own rows."""
         if self._places is None or first >= len(self._places):
             return [*self._ops.owned(self._matrix, first, count)]
-        places, own = self._places_of(first, count), torch.zeros(count, dtype=torch.bool)
+        places, mask = self._places_of(first, count), torch.zeros(count, dtype=torch.bool)
         for begin, end in self._ops.owned(self._matrix, 0, self._matrix.spec.rows):
-            own |= (places >= begin) & (places < end)
-        rows = own.nonzero().flatten() + first
+            mask |= (places >= begin) & (places < end)
+        rows = mask.nonzero().flatten() + first
         breaks = (rows.diff() > ROW_MULTIPLE).nonzero().flatten().add_(1).tolist()
         runs = pairwise([0, *breaks, len(rows)] if len(rows) else ())
         return [(int(rows[begin]), int(rows[end - 1]) + 1) for begin, end in runs]
@@ -153,10 +153,10 @@ class Rows:
             count = weight.outputs
             # If this process owns no row, one is packed anyway, for the data that all rows share.
             for begin, end in self._ops.owned(self._matrix, first, count) or ((first, first + 1),):
-                own = weight
+                part = weight
                 if (begin, end) != (first, first + count):
-                    own = weight.rows(torch.arange(begin - first, end - first))
-                self._ops.pack_rows(self._matrix, begin, self._quantizer(own))
+                    part = weight.rows(torch.arange(begin - first, end - first))
+                self._ops.pack_rows(self._matrix, begin, self._quantizer(part))
             return
         weight = self._quantizer(weight)
         places, order = self._places_of(first, len(weight.values)).sort()
@@ -191,9 +191,9 @@ class HeadRows:
     def owned(self, first: int, count: int) -> list[tuple[int, int]]:
         """See `Target`; called for the whole layer."""
         matrix, _ = self._parts[0]  # all have the same heads
-        size, each = self._rows, matrix.spec.rows * self._rows // count  # head rows: layer, matrix
-        kept = self._ops.owned(matrix, 0, matrix.spec.rows)
-        return [(first + low // each * size, first + high // each * size) for low, high in kept]
+        size, rows = self._rows, matrix.spec.rows * self._rows // count  # head rows: layer, matrix
+        ranges = self._ops.owned(matrix, 0, matrix.spec.rows)
+        return [(first + low // rows * size, first + high // rows * size) for low, high in ranges]
 
     def put(self, first: int, weight: Weight) -> None:
         """Take rows first.. of the layer; pack each head when its rows are complete."""
@@ -210,11 +210,11 @@ class HeadRows:
             first, values = first + len(run), values[len(run) :]
 
     def _pack(self, head: int, rows: Tensor) -> None:
-        for matrix, taken in self._parts:
-            part = taken(rows)
-            whole = part.new_zeros(head_rows(len(part)), part.shape[1])
-            whole[: len(part)] = part
-            self._ops.pack_rows(matrix, head * len(whole), float_weight(whole))
+        for matrix, selector in self._parts:
+            part = selector(rows)
+            block = part.new_zeros(head_rows(len(part)), part.shape[1])
+            block[: len(part)] = part
+            self._ops.pack_rows(matrix, head * len(block), float_weight(block))
 
 
 class Target(Protocol):
@@ -285,7 +285,7 @@ class LayerFiller:
         self._rows = rows
         self._first = first
         self._runs = ((0, shape.outputs),) if runs is None else runs
-        self._kept: dict[str, Tensor] = {}
+        self._buffered: dict[str, Tensor] = {}
 
     def fill(self, name: str, row: int, values: Tensor) -> None:
         """Take a tensor, or a run of its rows from `row`.
@@ -296,14 +296,14 @@ class LayerFiller:
         if self._tensors[name].in_runs:
             self._put(row, {name: values}, 0, len(values))
             return
-        last = len(self._kept) + 1 == len(self._tensors)
-        self._kept[name] = values if last else values.clone()  # the reader reuses its memory
+        last = len(self._buffered) + 1 == len(self._tensors)
+        self._buffered[name] = values if last else values.clone()  # the reader reuses its memory
         if last:
             begin = 0
             for first, end in self._runs:
-                self._put(first, self._kept, begin, end - first)
+                self._put(first, self._buffered, begin, end - first)
                 begin += end - first
-            self._kept = {}
+            self._buffered = {}
 
     def _put(self, first: int, tensors: Mapping[str, Tensor], begin: int, count: int) -> None:
         """Pack rows first.. of the layer, which the tensors hold from row `begin`."""

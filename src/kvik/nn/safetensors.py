@@ -89,10 +89,10 @@ def read_header(path: Path) -> tuple[TensorEntry, ...]:
             prefix = file.read(8)
             if len(prefix) < 8:
                 raise ModelError(path.name, f"must start with 8 bytes of length, has {len(prefix)}")
-            length, most = int.from_bytes(prefix, "little"), min(file_size - 8, MAX_HEADER_BYTES)
-            if length > most:
+            length, limit = int.from_bytes(prefix, "little"), min(file_size - 8, MAX_HEADER_BYTES)
+            if length > limit:
                 raise ModelError(
-                    path.name, f"its header must have at most {most} bytes, it claims {length}"
+                    path.name, f"its header must have at most {limit} bytes, it claims {length}"
                 )
             header = file.read(length)
     except OSError as error:
@@ -114,12 +114,12 @@ def _entries(file: str, header: bytes, data_start: int, file_size: int) -> tuple
     end = data_start
     for entry in entries:
         if entry.start != end:
-            what = "overlaps the one" if entry.start < end else "leaves a gap"
-            raise ModelError(file, f"tensor {shown(entry.name)} {what} before it")
+            reason = "overlaps the one" if entry.start < end else "leaves a gap"
+            raise ModelError(file, f"tensor {shown(entry.name)} {reason} before it")
         end += entry.size
     if end != file_size:
-        need, there = end - data_start, file_size - data_start
-        raise ModelError(file, f"its tensors need {need} bytes of data, {there} are there")
+        need, size = end - data_start, file_size - data_start
+        raise ModelError(file, f"its tensors need {need} bytes of data, {size} are there")
     return tuple(entries)
 
 
@@ -143,8 +143,8 @@ def _parse(file: str, header: bytes) -> dict[str, object]:
 
 
 def _entry(file: str, name: str, facts: object, data_start: int) -> TensorEntry:
-    def wrong(what: str) -> ModelError:
-        return ModelError(file, f"tensor {shown(name)}: {what}")
+    def wrong(reason: str) -> ModelError:
+        return ModelError(file, f"tensor {shown(name)}: {reason}")
 
     if not isinstance(facts, dict) or set(facts) != {"dtype", "shape", "data_offsets"}:
         raise wrong("must have exactly dtype, shape and data_offsets")
@@ -232,16 +232,16 @@ def _chunks(tensor: Tensor | Stored) -> Iterator[bytes | memoryview]:
         flat = tensor.detach().cpu().contiguous().reshape(-1)
         yield flat.view(torch.uint8).numpy().data
         return
-    start, left = tensor.entry.span
+    start, num_bytes = tensor.entry.span
     with tensor.path.open("rb") as source:
         source.seek(start)
         if tensor.entry.columns is not None:
-            data = torch.frombuffer(bytearray(source.read(left)), dtype=torch.uint8)
+            data = torch.frombuffer(bytearray(source.read(num_bytes)), dtype=torch.uint8)
             yield from _chunks(tensor.entry.values(data))
             return
-        while left:
-            chunk = source.read(min(CHUNK, left))
+        while num_bytes:
+            chunk = source.read(min(CHUNK, num_bytes))
             if not chunk:
                 raise OSError(f"{tensor.path} ended early")
-            left -= len(chunk)
+            num_bytes -= len(chunk)
             yield chunk

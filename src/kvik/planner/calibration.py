@@ -310,13 +310,13 @@ def load(path: Path) -> Calibration:
     except OSError as error:
         raise ConfigError("calibration", f"{str(path)!r}: {error.strerror}") from None
     try:
-        found = msgspec.json.decode(data, type=Calibration)
+        calibration = msgspec.json.decode(data, type=Calibration)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _unusable(path, str(error)) from None
-    wrong = _wrong(found)
+    wrong = _wrong(calibration)
     if wrong:
         raise _unusable(path, wrong)
-    return found
+    return calibration
 
 
 def stale(calibration: Calibration, machine: Machine) -> str | None:
@@ -338,17 +338,26 @@ def _unusable(path: Path, reason: str) -> ConfigError:
     )
 
 
-def _wrong(found: Calibration) -> str | None:
+def _wrong(calibration: Calibration) -> str | None:
     """Return, in words, what cannot be a measurement; None if all is plausible. Decoding has
     checked the range of each number."""
-    if found.schema != SCHEMA:
-        return f"schema {found.schema}, not {SCHEMA}"
-    if not (found.reads and found.peaks and found.attention and all(found.linears.values())):
+    if calibration.schema != SCHEMA:
+        return f"schema {calibration.schema}, not {SCHEMA}"
+    if not (
+        calibration.reads
+        and calibration.peaks
+        and calibration.attention
+        and all(calibration.linears.values())
+    ):
         return "nothing measured"
-    rows = [[cost.rows for cost in costs] for costs in found.linears.values()]
-    ascending = [[r.bytes for r in found.reads], [a.head_dim for a in found.attention], *rows]
-    ascending.append([h.bytes for h in found.host])
-    ascending.append([cost.processes for cost in found.exchanges])
+    rows = [[cost.rows for cost in costs] for costs in calibration.linears.values()]
+    ascending = [
+        [r.bytes for r in calibration.reads],
+        [a.head_dim for a in calibration.attention],
+        *rows,
+    ]
+    ascending.append([h.bytes for h in calibration.host])
+    ascending.append([cost.processes for cost in calibration.exchanges])
     if any(a >= b for run in ascending for a, b in pairwise(run)):
         return "out of order"
     return None

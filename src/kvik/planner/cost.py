@@ -162,19 +162,19 @@ def cost(
         hourly: US dollars for the devices of one copy of the model.
         prompt, output: tokens of a request.
     """
-    second, each = hourly / HOUR, rates.seconds(prompt, output)
-    taken = load.requests * each if load else None
-    copies = max(1, math.ceil(taken / DAY)) if taken else 1
+    second, request_time = hourly / HOUR, rates.seconds(prompt, output)
+    busy_time = load.requests * request_time if load else None
+    copies = max(1, math.ceil(busy_time / DAY)) if busy_time else 1
     return Cost(
         price=hourly,
         prompt_tokens=prompt,
         output_tokens=output,
-        mixed=second * each / (prompt + output) * 1e3,
+        mixed=second * request_time / (prompt + output) * 1e3,
         input=second / rates.prefill * MILLION if rates.prefill else None,
         output=second / rates.decode * MILLION if rates.prefill else None,
         load=load,
         copies=copies,
-        busy=taken / (copies * DAY) if taken else None,
+        busy=busy_time / (copies * DAY) if busy_time else None,
         per_hour=copies * hourly,
         per_day=copies * second * DAY,
         per_month=copies * second * MONTH,

@@ -248,8 +248,8 @@ def find_device(name: str) -> Device:
         return DEVICES[name.lower()]
     if name.endswith((".toml", ".json")):
         return read_device(Path(name))
-    known = ", ".join((*DEVICES, "this"))
-    raise ConfigError("hardware", f"must be one of {known}, or a .toml or .json file, not {name!r}")
+    names = ", ".join((*DEVICES, "this"))
+    raise ConfigError("hardware", f"must be one of {names}, or a .toml or .json file, not {name!r}")
 
 
 def this_device(hardware: Hardware, calibration_file: Path) -> Device:
@@ -322,13 +322,13 @@ def assumed_cpu(hardware: Hardware, reason: str) -> Device:
 
 
 def _this_gpu(gpu: Gpu) -> Device:
-    known = DEVICES.get(_DRIVER_NAMES.get(gpu.name, ""))
-    if known is None:
+    device = DEVICES.get(_DRIVER_NAMES.get(gpu.name, ""))
+    if device is None:
         reason = f"no figures of {gpu.name} are known; describe it in a .toml file"
         return Device("this", "cuda", gpu.total_memory, None, {}, unknown=reason)
-    rates, source = known.rates, known.source
+    rates, source = device.rates, device.source
     return Device(
-        "this", "cuda", gpu.total_memory, known.bandwidth, rates, known.link, source=source
+        "this", "cuda", gpu.total_memory, device.bandwidth, rates, device.link, source=source
     )
 
 
@@ -365,8 +365,8 @@ def read_device(path: Path) -> Device:
         raise ConfigError(where, "must hold one object")
     unknown = table.keys() - _File.__dataclass_fields__.keys()
     if unknown:
-        known = ", ".join(_File.__dataclass_fields__)
-        raise ConfigError(f"{where} {min(unknown)}", f"is not a field of a device (known: {known})")
+        names = ", ".join(_File.__dataclass_fields__)
+        raise ConfigError(f"{where} {min(unknown)}", f"is not a field of a device (known: {names})")
     try:
         described = msgspec.convert({"name": path.stem, "source": str(path), **table}, _File)
     except msgspec.ValidationError as error:

@@ -173,7 +173,7 @@ def _split(work: Work, shape: ModelShape, at: Setting) -> tuple[_Kind, _Kind]:
     once; a mixed step has at least one chunk.
     """
     tokens = work.prefill_tokens + work.decode_tokens
-    alone = min(work.decode_step_tokens, tokens)
+    decode_rows = min(work.decode_step_tokens, tokens)
     share = min(1.0, _ratio(work.decode_step_tokens, work.decode_tokens))
     readers = sum(cache.readers for cache in shape.caches)
     pair = sum(cache.readers * shape.pair_flops(cache) for cache in shape.caches) / readers
@@ -193,14 +193,14 @@ def _split(work: Work, shape: ModelShape, at: Setting) -> tuple[_Kind, _Kind]:
             flops=flops + rows * shape.state_flops,
         )
 
-    logits = min(alone, work.logit_rows)
+    logits = min(decode_rows, work.logit_rows)
     read, pairs = share * work.decode_kv_bytes, share * work.decode_pairs
     return (
-        kind(work.decode_steps, alone, alone, logits, read, pairs),
+        kind(work.decode_steps, decode_rows, decode_rows, logits, read, pairs),
         kind(
             work.mixed_steps,
-            tokens - alone,
-            work.mixed_steps + max(0, work.decode_tokens - alone),
+            tokens - decode_rows,
+            work.mixed_steps + max(0, work.decode_tokens - decode_rows),
             work.logit_rows - logits,
             work.prefill_kv_bytes + work.decode_kv_bytes - read,
             work.prefill_pairs + work.decode_pairs - pairs,
@@ -247,59 +247,59 @@ def _bottleneck(
         share = _ratio(time.executor, time.busy)
         return "executor", f"{share:.0%} of the time with work passed in the steps"
     floor = sum(needs.values())
-    taken = {**needs, "host": time.host, "overhead": max(0.0, time.executor - floor)}
-    most = max(taken, key=taken.__getitem__)
-    if most == "host":
+    times = {**needs, "host": time.host, "overhead": max(0.0, time.executor - floor)}
+    cause = max(times, key=times.__getitem__)
+    if cause == "host":
         return "host", host
-    if most == "overhead":
+    if cause == "overhead":
         share = _ratio(time.executor - floor, time.busy)
-        return most, f"{share:.0%} of the time with work, the steps took longer than they must"
+        return cause, f"{share:.0%} of the time with work, the steps took longer than they must"
     short = _queue(work, total.steps)
-    if most == "weights bandwidth" and short:
+    if cause == "weights bandwidth" and short:
         return "queue", short
-    least = f"{_ratio(needs[most], floor):.0%} of the least time that these steps can take"
-    if most == "compute":
+    portion = f"{_ratio(needs[cause], floor):.0%} of the least time that these steps can take"
+    if cause == "compute":
         rate = _ratio(total.flops, time.busy)
         peak = ceiling.compute
         return (
-            most,
-            f"{least} is arithmetic; {rate / peak:.2f} of {peak / 1e12:,.3g} TFLOP/s reached",
+            cause,
+            f"{portion} is arithmetic; {rate / peak:.2f} of {peak / 1e12:,.3g} TFLOP/s reached",
         )
     rate = _ratio(total.moved, time.busy)
-    what = "weights" if most == "weights bandwidth" else "the KV cache"
+    data = "weights" if cause == "weights bandwidth" else "the KV cache"
     reached = f"{rate / ceiling.bandwidth:.2f} of {ceiling.bandwidth / 1e9:,.3g} GB/s reached"
-    return most, f"{least} goes to reading {what}; {reached}"
+    return cause, f"{portion} goes to reading {data}; {reached}"
 
 
 def _impossible(total: _Kind, time: LoopTime, ceiling: Ceiling) -> str:
     """Return which ceiling was exceeded, in words; "" if none was."""
-    for work, most, what in (
+    for work, peak, label in (
         (total.moved, ceiling.bandwidth, f"{ceiling.bandwidth / 1e9:,.3g} GB/s"),
         (total.flops, ceiling.compute, f"{ceiling.compute / 1e12:,.3g} TFLOP/s"),
     ):
-        share = _ratio(work, time.busy * most)
+        share = _ratio(work, time.busy * peak)
         if share > POSSIBLE:
-            return f"{share:.0%} of the {what} that this machine can do, which is impossible"
+            return f"{share:.0%} of the {label} that this machine can do, which is impossible"
     return ""
 
 
 def _queue(work: Work, steps: int) -> str:
     """Return, in words, what requests waited for in most steps; "" if they did not wait."""
-    for short, what in (
+    for short, resource in (
         (work.block_short_steps, "KV blocks"),
         (work.slot_short_steps, "one of max_num_seqs places"),
     ):
         if short >= MOSTLY * steps:
             rows = (work.prefill_tokens + work.decode_tokens) / steps
             return (
-                f"in {short / steps:.0%} of the steps requests waited for {what}, with "
+                f"in {short / steps:.0%} of the steps requests waited for {resource}, with "
                 f"{rows:,.0f} tokens a step"
             )
     return ""
 
 
-def _ratio(part: float, whole: float) -> float:
-    return part / whole if whole > 0 else 0.0
+def _ratio(part: float, total: float) -> float:
+    return part / total if total > 0 else 0.0
 
 
 # The planner's description of an engine's model and its device.

@@ -108,10 +108,10 @@ def read_shape(model: str) -> ModelShape:
     Raises:
         ModelError: no model is found, or it cannot be read as a decoder.
     """
-    known = public_name(model)
-    if known is not None and not os.path.exists(os.path.expanduser(model)):
-        shape = shape_from_config(public_configs()[known], known)
-        note = f"by the public configuration of {known}, which kvik knows"
+    model_name = public_name(model)
+    if model_name is not None and not os.path.exists(os.path.expanduser(model)):
+        shape = shape_from_config(public_configs()[model_name], model_name)
+        note = f"by the public configuration of {model_name}, which kvik knows"
         return replace(shape, notes=(*shape.notes, note))
     path = find_config(model)
     name = path.parent.name if path.name == CONFIG else path.stem
@@ -175,9 +175,9 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
         floats = (
             replace(m, stored=((m.outputs, None),)) for m in shape.matrices if m.role == "head"
         )
-        others = (matrix for matrix in shape.matrices if matrix.role != "head")
+        rest = (matrix for matrix in shape.matrices if matrix.role != "head")
         notes = (*shape.notes, f"kvik does not run this checkpoint: {error}")
-        return replace(shape, spec=None, matrices=(*others, *floats), notes=notes)
+        return replace(shape, spec=None, matrices=(*rest, *floats), notes=notes)
 
 
 def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
@@ -241,10 +241,10 @@ def _most_similar(fields: Fields, architecture: str) -> ModelSpec:
     spec = ModelSpec.from_config({**defaults, **sizes, **fixed}, fields.where)
     shared = fields.integer("n_shared_experts", 0, MAX_EXPERTS, 0)
     if similar is QWEN3_MOE and shared:
-        found = ((layer, layer.experts) for layer in spec.layers)
+        pairs = ((layer, layer.experts) for layer in spec.layers)
         layers = (
             replace(layer, experts=experts and replace(experts, shared=shared * experts.inner))
-            for layer, experts in found
+            for layer, experts in pairs
         )
         spec = replace(spec, layers=tuple(layers))
     return spec
@@ -281,8 +281,8 @@ def _stored_format(fields: Fields) -> tuple[str, str, tuple[str, ...]]:
     float8 = "fp8" if weights.get("type") == "float" and weights.get("num_bits") == 8 else None
     loaded = (bits for bits in (4, 8) if config.raw(f"load_in_{bits}bit") is True)  # bitsandbytes
     bits = (weights.get("num_bits"), next(loaded, None), *_said_of_weights(inside))
-    for said in (method, config.raw("format"), float8, *bits):
-        nearest = _nearest_format(said)
+    for hint in (method, config.raw("format"), float8, *bits):
+        nearest = _nearest_format(hint)
         if nearest == "fp8":
             return dtype, nearest, ()
         if nearest is not None:
@@ -311,15 +311,15 @@ def _said_of_weights(config: Mapping[str, object]) -> Iterator[object]:
         yield round(codebooks * bits / group)
 
 
-def _nearest_format(said: object) -> str | None:
+def _nearest_format(hint: object) -> str | None:
     """Return the nearest weight format to a word or a number of bits; None: it says none."""
-    if isinstance(said, str) and said not in STORED:
-        found = _NUMBER.findall(said.lower())
-        if not found:
+    if isinstance(hint, str) and hint not in STORED:
+        numbers = _NUMBER.findall(hint.lower())
+        if not numbers:
             return None
-        kind, bits = found[-1]  # activations come before weights
-        said = "fp8" if kind in ("fp", "float") and bits == "8" else int(bits)
-    return STORED.get(said) if isinstance(said, str | int) else None
+        kind, bits = numbers[-1]  # activations come before weights
+        hint = "fp8" if kind in ("fp", "float") and bits == "8" else int(bits)
+    return STORED.get(hint) if isinstance(hint, str | int) else None
 
 
 def _first_group(config: Fields) -> Mapping[str, object]:
@@ -341,12 +341,12 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
     latent, declared = spec.latent, spec.declaration
     made = [_matrix(spec, linear) for linear in declared.linears]
-    apart = _layers(spec, made)
+    layer_shapes = _layers(spec, made)
     caching, shared = Counter[CacheShape](), Counter[CacheShape]()
-    for kept in filter(None, (layer.cache for layer in apart)):
-        alike = replace(kept, shared_by=0)
+    for layer_cache in filter(None, (layer.cache for layer in layer_shapes)):
+        alike = replace(layer_cache, shared_by=0)
         caching[alike] += 1
-        shared[alike] += kept.shared_by
+        shared[alike] += layer_cache.shared_by
     counts = Counter(made)
     for table in declared.tables:
         if not table.tied:  # else it is the head
@@ -381,13 +381,14 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         matrices=tuple(matrices),
         other_parameters=spec.num_parameters - sum(m.parameters for m in matrices),
         caches=tuple(
-            replace(each, layers=count, shared_by=shared[each]) for each, count in caching.items()
+            replace(cache, layers=count, shared_by=shared[cache])
+            for cache, count in caching.items()
         ),
         latent_dim=latent.rank if latent else 0,
         state_bytes=spec.state_bytes,
         state_width=spec.state_width,
         state_flops=sum(state.flops for state in spec.states),
-        layers=apart,
+        layers=layer_shapes,
         spec=spec,
         notes=notes,
     )
@@ -399,12 +400,12 @@ def windowed(shape: ModelShape, window: int | None, sinks: int) -> ModelShape:
     Raises:
         ConfigError: the model cannot be run that way, or there are sinks without a window.
     """
-    asked = check_config(EngineConfig(window=window, attention_sinks=sinks))
+    config = check_config(EngineConfig(window=window, attention_sinks=sinks))
     if window is None:
         return shape
     if shape.spec is None:
         raise ConfigError("window", f"must be left out: kvik does not run {shape.architecture}")
-    spec = as_streamed(asked, shape.spec, Notes())
+    spec = as_streamed(config, shape.spec, Notes())
     seen = spec.windows[0]
     layers = tuple(
         replace(layer, cache=layer.cache and replace(layer.cache, window=seen))
@@ -423,27 +424,27 @@ def _layers(spec: ModelSpec, made: Sequence[MatrixGroup]) -> tuple[LayerShape, .
     """
     declared = spec.declaration
     counts = [Counter[MatrixGroup]() for _ in spec.layers]
-    others = [0] * len(counts)
+    other_parameters = [0] * len(counts)
     for linear, matrix in zip(declared.linears, made, strict=True):
         if linear.layer is not None:
             counts[linear.layer][matrix] += 1
-            others[linear.layer] += linear.bias * sum(linear.outputs)
-    beside: list[DeclaredNorm | DeclaredOther] = [*declared.norms, *declared.others]
-    for part in beside:
+            other_parameters[linear.layer] += linear.bias * sum(linear.outputs)
+    declarations: list[DeclaredNorm | DeclaredOther] = [*declared.norms, *declared.others]
+    for part in declarations:
         if part.layer is not None:
-            others[part.layer] += part.num_parameters
-    found = []
-    parts = zip(spec.layers, spec.kv_specs(1), counts, others, strict=True)
-    for layer, kv, own, rest in parts:
-        matrices = tuple(replace(matrix, count=count) for matrix, count in own.items())
+            other_parameters[part.layer] += part.num_parameters
+    shapes = []
+    parts = zip(spec.layers, spec.kv_specs(1), counts, other_parameters, strict=True)
+    for layer, kv, layer_counts, rest in parts:
+        matrices = tuple(replace(matrix, count=count) for matrix, count in layer_counts.items())
         cache = None
         if kv is not None:
             cache = CacheShape(1, kv.numbers, kv.vectors, kv.window, kv.readers - 1)
         size, flops = 0, 0
         if layer.state is not None:
             size, flops = STATE_BYTES * layer.state.size, layer.state.flops
-        found.append(LayerShape(matrices, rest, cache, size, flops, layer.kv_from))
-    return tuple(found)
+        shapes.append(LayerShape(matrices, rest, cache, size, flops, layer.kv_from))
+    return tuple(shapes)
 
 
 def _matrix(spec: ModelSpec, linear: DeclaredLinear) -> MatrixGroup:

@@ -57,16 +57,16 @@ class MachineMetrics:
     def _recent(self, model: RunningModel, stats: EngineStats, now: float) -> Efficiency | None:
         """Return the efficiency in the last minute, from the readings of earlier scrapes; None
         before the second."""
-        kept = self._readings
-        while len(kept) > 1 and kept[1][0] <= now - WINDOW_SECONDS:
-            kept.popleft()
-        found = None
-        if kept and now > kept[0][0]:
-            then, before = kept[0]
-            found = model.efficiency(before, stats, now - then)
-        if not kept or now - kept[-1][0] >= READING_SECONDS:
-            kept.append((now, stats))
-        return found
+        readings = self._readings
+        while len(readings) > 1 and readings[1][0] <= now - WINDOW_SECONDS:
+            readings.popleft()
+        efficiency = None
+        if readings and now > readings[0][0]:
+            then, before = readings[0]
+            efficiency = model.efficiency(before, stats, now - then)
+        if not readings or now - readings[-1][0] >= READING_SECONDS:
+            readings.append((now, stats))
+        return efficiency
 
 
 def _nothing(stats: EngineStats) -> EngineStats:

@@ -39,7 +39,7 @@ from kvik.spec.model import LinearLayers
 from kvik.spec.rope import RopeSpec
 from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
 
-MOST_REQUESTS = 65_536  # the limit of `max_num_seqs`
+MAX_REQUESTS = 65_536  # the limit of `max_num_seqs`
 _ADVANCED_CPU = frozenset({"avx2", "fma"})  # minimum for the native kernels
 
 
@@ -157,7 +157,7 @@ class StoredModel:
         learned = any(matrix.role == "positions" for matrix in shape.matrices)
         # MLA gathers its latent instead of K and V.
         widest = max((cache.elements for cache in shape.caches), default=0)
-        found = cls(
+        model = cls(
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
             inner_width=shape.intermediate_size,
@@ -175,9 +175,9 @@ class StoredModel:
             state_width=shape.state_width,
         )
         if (spec := shape.spec) is None:
-            return found
+            return model
         return replace(
-            found,
+            model,
             head_dims=spec.head_dims,
             query_width=spec.query_width,
             key_width=spec.key_width,
@@ -228,7 +228,7 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
         kv_per_request=planner.blocks_each(size) * footprint.block_bytes,
         kv_padding=parts.kv_cache - at.batch * part.kv_bytes(at.context, at.kv_format),
         step_tokens=size.max_num_batched_tokens,
-        largest_batch=largest(lambda batch: planner.fits(at.context, batch), MOST_REQUESTS),
+        largest_batch=largest(lambda batch: planner.fits(at.context, batch), MAX_REQUESTS),
     )
 
 
@@ -271,46 +271,46 @@ def parts_of(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
 
 def _processes(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemory, ...]:
     """Return the bytes of each CPU process, the engine's last: it has the rest of the plan."""
-    shape, footprint = planner.whole, planner.fit.footprint
+    shape, footprint = planner.full_model, planner.fit.footprint
     planned, groups = planner.planned(size), footprint.groups
     blocks = size.max_num_seqs * planner.blocks_each(size) + RESERVED_BLOCKS
     rows = size.max_num_seqs + footprint.num_checkpoints(size)
     ends = footprint.stage_ends or (max(layer for g in groups for layer in g.layers) + 1,)
-    found: list[PartMemory] = []
+    parts: list[PartMemory] = []
     for stage, part in zip(PipelineStage.all_of(ends), stages(shape, planner.runs), strict=True):
-        kept = stage_groups(groups, stage.layers)
+        kv_groups = stage_groups(groups, stage.layers)
         for rank in range(at.tp):
-            own = [own_rows(matrix, shape, rank, at.tp) for matrix in part.matrices]
-            others = part.other_parameters if rank == 0 else 0
-            cached = block_bytes(cut_groups(kept, rank, at.tp), footprint.block_size)
-            found.append(
+            matrices = [own_rows(matrix, shape, rank, at.tp) for matrix in part.matrices]
+            rest = part.other_parameters if rank == 0 else 0
+            cached = block_bytes(cut_groups(kv_groups, rank, at.tp), footprint.block_size)
+            parts.append(
                 PartMemory(
                     stage=stage.number,
                     rank=rank,
                     layers=part.num_layers,
-                    weights=part.bytes_of(own, others, at.weight_format),
+                    weights=part.bytes_of(matrices, rest, at.weight_format),
                     kv_cache=blocks * cached + rows * part.state_bytes,
                     activations=planned.activations // at.parts,
                     runtime=RANK_BYTES,
                 )
             )
-    last = found.pop(-at.tp)  # the engine's process is the first of its stage
-    others = sum(part.total for part in found)
+    last = parts.pop(-at.tp)  # the engine's process is the first of its stage
+    rest = sum(part.total for part in parts)
     engine = replace(last, runtime=0)
-    found.insert(
-        len(found) - at.tp + 1, replace(engine, runtime=planned.total - others - engine.total)
+    parts.insert(
+        len(parts) - at.tp + 1, replace(engine, runtime=planned.total - rest - engine.total)
     )
-    return tuple(found)
+    return tuple(parts)
 
 
 def _gpus(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
-    found = []
+    parts = []
     for stage, part in enumerate(shares(shape, at.tp, at.pp, at.weight_format)):
         planner = _Planner.of_part(part, at)
         planned = planner.planned(planner.sized(at.context, at.batch))
         sizes = planned.weights, planned.kv_cache, planned.activations, planned.overhead
-        found.append(PartMemory(stage, 0, part.num_layers, *sizes))
-    return tuple(found)
+        parts.append(PartMemory(stage, 0, part.num_layers, *sizes))
+    return tuple(parts)
 
 
 def kv_waste(shape: ModelShape, at: Setting) -> KVWaste:
@@ -326,15 +326,15 @@ def kv_waste(shape: ModelShape, at: Setting) -> KVWaste:
 
     def fits(batch: int) -> bool:
         parts = planner.planned(planner.sized(at.context, batch))
-        others = parts.total - parts.kv_cache
-        return others + batch * reserved <= planner.fit.limit.size
+        base = parts.total - parts.kv_cache
+        return base + batch * reserved <= planner.fit.limit.size
 
     return KVWaste(
         block_size=block_size,
         paged=at.batch * (block_size - 1) * part.kv_bytes_per_token(at.kv_format) // 2,
         reserved=reserved,
         empty=1.0 - used / reserved,
-        batch=largest(fits, MOST_REQUESTS),
+        batch=largest(fits, MAX_REQUESTS),
     )
 
 
@@ -354,13 +354,13 @@ class _Planner:
 
     Attributes:
         part: the part of the model on that device, or on all CPU processes together.
-        whole: the whole model, or the same as `part`.
+        full_model: the whole model, or the same as `part`.
         runs: layers of each stage on a CPU.
     """
 
     part: ModelShape
     fit: Fit
-    whole: ModelShape
+    full_model: ModelShape
     runs: tuple[range, ...] = ()
 
     @classmethod
@@ -385,19 +385,19 @@ class _Planner:
         """
         check_parallel(shape, at.tp, at.pp, exact=True)
         config, hardware, stored, compute = _computing(shape, at)
-        whole = replace(shape, kernels=compute.kernels)
-        runs, repeated = _divided(whole, at, config, hardware, compute)
-        stored = StoredModel.of(whole, at.weight_format, at.kv_format)
+        full_shape = replace(shape, kernels=compute.kernels)
+        runs, repeated = _divided(full_shape, at, config, hardware, compute)
+        stored = StoredModel.of(full_shape, at.weight_format, at.kv_format)
         ends: tuple[int, ...] = ()
         if at.pp > 1:  # layers of different stages cannot be merged
             ends = tuple(run.stop for run in runs)
-            caches = (layer.cache for layer in whole.layers)
-            kv = (None if kept is None else _kv_spec(kept, 1, at.kv_format) for kept in caches)
+            caches = (layer.cache for layer in full_shape.layers)
+            kv = (None if cache is None else _kv_spec(cache, 1, at.kv_format) for cache in caches)
             stored = replace(stored, kv=tuple(kv))
         footprint = footprint_of(config, stored, hardware, compute)
         footprint = replace(footprint, repeated=repeated, stage_ends=ends)
-        part = together(whole, at.tp)
-        return cls(part, Fit(config, footprint, _limit(at)), whole, runs)
+        part = together(full_shape, at.tp)
+        return cls(part, Fit(config, footprint, _limit(at)), full_shape, runs)
 
     def blocks_each(self, size: StepSize) -> int:
         return self.fit.footprint.blocks_per_request(
@@ -453,16 +453,16 @@ def _divided(
     if (spec := shape.spec) is None:
         runs = stage_runs(shape, at.pp, at.weight_format, at.kv_format, at.context)
         return runs, repeated_tables(shape, at.tp, at.pp, at.weight_format)
-    asked = replace(config, max_model_len=at.context, kv_cache_dtype=at.kv_format)
+    full_config = replace(config, max_model_len=at.context, kv_cache_dtype=at.kv_format)
     try:
         if at.hardware is not None:
-            check_group(asked, spec, compute, hardware)
-        ends = stage_ends(asked, spec, compute) or (spec.num_layers,)
+            check_group(full_config, spec, compute, hardware)
+        ends = stage_ends(full_config, spec, compute) or (spec.num_layers,)
     except ConfigError as error:
         name = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}.get(error.field)
         raise ConfigError(name or error.field, error.message) from None
     runs = tuple(range(*run) for run in pairwise((0, *ends)))
-    return runs, repeated_bytes(asked, spec, compute)
+    return runs, repeated_bytes(full_config, spec, compute)
 
 
 def hardware_of(device: Device) -> Hardware:

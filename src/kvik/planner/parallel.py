@@ -34,9 +34,9 @@ def check_parallel(shape: ModelShape, tp: int, pp: int, *, exact: bool = False) 
     """Raise ConfigError if `tp` processes or devices cannot share a layer, or `pp` stages cannot
     share the layers."""
     limits = (MAX_RANKS, MAX_STAGES) if exact else (MAX_DEVICES, MAX_DEVICES)
-    for name, value, most in (("tp", tp, limits[0]), ("pp", pp, limits[1])):
-        if not 1 <= value <= most:
-            raise ConfigError(name, f"must be an integer in [1, {most}], not {value}")
+    for name, value, limit in (("tp", tp, limits[0]), ("pp", pp, limits[1])):
+        if not 1 <= value <= limit:
+            raise ConfigError(name, f"must be an integer in [1, {limit}], not {value}")
     if tp > shape.num_heads:
         raise ConfigError("tp", f"must be at most the {shape.num_heads} query heads, not {tp}")
     if pp > shape.num_layers:
@@ -132,8 +132,8 @@ def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int, weight_format: str) ->
     if matrix.role == "qkv":
         pair = shape.head_dim + shape.v_head_dim
         queries = matrix.outputs - shape.num_kv_heads * pair
-        own = -(-queries * heads // shape.num_heads)
-        return replace(matrix, outputs=own + kv_heads * pair)
+        local_queries = -(-queries * heads // shape.num_heads)
+        return replace(matrix, outputs=local_queries + kv_heads * pair)
     if matrix.role in ("q_up", "kv_up"):
         return replace(matrix, outputs=-(-matrix.outputs * heads // shape.num_heads))
     return replace(matrix, outputs=-(-matrix.outputs // tp))
@@ -149,11 +149,11 @@ def _channels(down: MatrixGroup, shape: ModelShape, tp: int, weight_format: str)
 def _cut_cache(cache: CacheShape, tp: int) -> CacheShape:
     """Return the cache of one of `tp` ranks, all of which have the same number of KV heads."""
     kv_heads = max(1, cache.vectors // 2)
-    kept = -(-kv_heads // tp)
+    local_heads = -(-kv_heads // tp)
     return replace(
         cache,
-        elements=cache.elements // kv_heads * kept,
-        vectors=cache.vectors // kv_heads * kept,
+        elements=cache.elements // kv_heads * local_heads,
+        vectors=cache.vectors // kv_heads * local_heads,
     )
 
 
@@ -186,38 +186,38 @@ def stages(shape: ModelShape, runs: Sequence[range]) -> tuple[ModelShape, ...]:
         return (shape,)
     layers, (first, last) = shape.layers, _ends(shape)
     outside = shape.other_parameters - sum(layer.other_parameters for layer in layers)
-    found = []
+    parts = []
     for run in runs:
-        own = layers[run.start : run.stop]
+        stage_layers = layers[run.start : run.stop]
         counts, caches = Counter[MatrixGroup](), Counter[CacheShape]()
-        for layer in own:
+        for layer in stage_layers:
             for matrix in layer.matrices:
                 counts[replace(matrix, count=1)] += matrix.count
             if layer.cache is not None:
                 caches[layer.cache] += 1
         matrices = [replace(matrix, count=count) for matrix, count in counts.items()]
-        others = sum(layer.other_parameters for layer in own)
+        other_parameters = sum(layer.other_parameters for layer in stage_layers)
         if run is runs[0]:
             matrices += first
         if run is runs[-1]:
             matrices += last
-            others += outside
+            other_parameters += outside
         part = replace(
             shape,
-            num_layers=len(own),
+            num_layers=len(stage_layers),
             matrices=tuple(matrices),
-            other_parameters=others,
+            other_parameters=other_parameters,
             caches=tuple(
                 replace(cache, layers=count, shared_by=count * cache.shared_by)
                 for cache, count in caches.items()
             ),
-            state_bytes=sum(layer.state_bytes for layer in own),
-            state_flops=sum(layer.state_flops for layer in own),
-            layers=own,
+            state_bytes=sum(layer.state_bytes for layer in stage_layers),
+            state_flops=sum(layer.state_flops for layer in stage_layers),
+            layers=stage_layers,
             spec=None,
         )
-        found.append(part)
-    return tuple(found)
+        parts.append(part)
+    return tuple(parts)
 
 
 def unevenness(shape: ModelShape, runs: Sequence[range]) -> float:
@@ -288,8 +288,8 @@ def repeated_tables(shape: ModelShape, tp: int, pp: int, weight_format: str) -> 
     each process holds whole, and a tied embedding in a pipeline."""
     first, head = _ends(shape)
     tables = [matrix for matrix in first if not matrix.multiplied and matrix.role != "head"]
-    found = (tp - 1) * shape.bytes_of(tables, 0, weight_format)
-    return found + (shape.bytes_of(head, 0, weight_format) if shape.tied and pp > 1 else 0)
+    num_bytes = (tp - 1) * shape.bytes_of(tables, 0, weight_format)
+    return num_bytes + (shape.bytes_of(head, 0, weight_format) if shape.tied and pp > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,8 +319,8 @@ def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
     after the token vectors if these are rows of the head. The fast cut has two per layer.
     """
     if not exact:
-        layers, each = shape.num_layers, 2 * shape.hidden_size
-        return Collectives("all-reduce", 2 * layers, 2, each, layers * each)
+        layers, layer_numbers = shape.num_layers, 2 * shape.hidden_size
+        return Collectives("all-reduce", 2 * layers, 2, layer_numbers, layers * layer_numbers)
     counts: list[int] = []
     numbers: list[int] = []
     for layer in shape.layers:

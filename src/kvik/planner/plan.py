@@ -17,7 +17,7 @@ from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this
 from kvik.planner.families import read_shape, windowed
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
 from kvik.planner.memory import (
-    MOST_REQUESTS,
+    MAX_REQUESTS,
     KVWaste,
     Memory,
     PartMemory,
@@ -91,7 +91,7 @@ def division_of(shape: ModelShape, at: Setting) -> Division | None:
     """Return the costs of the division; None: the model is not divided."""
     if at.parts == 1:
         return None
-    found = collectives(shape, exact=at.exact) if at.tp > 1 else None
+    ops = collectives(shape, exact=at.exact) if at.tp > 1 else None
     measured = at.device.calibration if at.exact else None
     step = rate = rate_of_one = None
     if at.device.rated:
@@ -102,11 +102,11 @@ def division_of(shape: ModelShape, at: Setting) -> Division | None:
             _, rate_of_one = decode_rate(shape, replace(at, pp=1))
     return Division(
         cut="exact" if at.exact else "fast",
-        collectives=found,
-        layer_bytes=found.numbers * ACTIVATION_BYTES if found else 0,
-        exact=None if at.exact or not found else collectives(shape, exact=True),
+        collectives=ops,
+        layer_bytes=ops.numbers * ACTIVATION_BYTES if ops else 0,
+        exact=None if at.exact or not ops else collectives(shape, exact=True),
         hop_bytes=shape.hidden_size * ACTIVATION_BYTES if at.pp > 1 else 0,
-        exchange=measured.exchange_seconds(at.tp) or None if measured and found else None,
+        exchange=measured.exchange_seconds(at.tp) or None if measured and ops else None,
         hop=measured.hop or None if measured else None,
         step=step,
         rate=rate,
@@ -141,7 +141,7 @@ class Question:
     attention_sinks: int = option(
         0, Integer(0, MAX_POSITIONS), "first tokens that a token sees in addition to the window"
     )
-    batch: int = option(1, Integer(1, MOST_REQUESTS), "requests that run together")
+    batch: int = option(1, Integer(1, MAX_REQUESTS), "requests that run together")
     dtype: str | None = option(
         None,
         OneOf(tuple(WEIGHT_FORMATS), SHORT_DTYPES),
@@ -198,10 +198,10 @@ def check_question(question: Question, shape: ModelShape, *, exact: bool = False
         ConfigError: a field is out of range or does not apply to this model.
     """
     question = replace(question, **normalised(question, ConfigError))
-    most = shape.max_context
-    if question.context is not None and question.context > most:
+    limit = shape.max_context
+    if question.context is not None and question.context > limit:
         raise ConfigError(
-            "context", f"must be at most the model's {most} tokens, not {question.context}"
+            "context", f"must be at most the model's {limit} tokens, not {question.context}"
         )
     check_parallel(shape, question.tp, question.pp, exact=exact)
     context = context_of(question, shape)
@@ -315,9 +315,9 @@ def _prompts(context: int) -> list[int]:
 
 def _batches(at: Setting, memory: Memory) -> list[int]:
     """Return the powers of two that fit, the requested batch, and the largest batch that fits."""
-    most = max(at.batch, min(memory.largest_batch, WIDEST_BATCH))
-    batches = {at.batch, most} | {1 << power for power in range(most.bit_length())}
-    return sorted(batch for batch in batches if batch <= most)
+    max_batch = max(at.batch, min(memory.largest_batch, WIDEST_BATCH))
+    batches = {at.batch, max_batch} | {1 << power for power in range(max_batch.bit_length())}
+    return sorted(batch for batch in batches if batch <= max_batch)
 
 
 def _prefill(shape: ModelShape, at: Setting, tokens: int, chunk: int) -> PrefillSpeed:
@@ -488,14 +488,14 @@ def _first(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[Setting]:
             return
 
 
-def _remedy(shape: ModelShape, asked: Setting, changed: Setting) -> Remedy:
+def _remedy(shape: ModelShape, requested: Setting, changed: Setting) -> Remedy:
     named = {
-        "dtype": (asked.weight_format, changed.weight_format),
-        "kv-cache-dtype": (asked.kv_format, changed.kv_format),
-        "context": (asked.context, changed.context),
-        "batch": (asked.batch, changed.batch),
-        "tp": (asked.tp, changed.tp),
-        "pp": (asked.pp, changed.pp),
+        "dtype": (requested.weight_format, changed.weight_format),
+        "kv-cache-dtype": (requested.kv_format, changed.kv_format),
+        "context": (requested.context, changed.context),
+        "batch": (requested.batch, changed.batch),
+        "tp": (requested.tp, changed.tp),
+        "pp": (requested.pp, changed.pp),
     }
     flags = " ".join(f"--{name} {new}" for name, (old, new) in named.items() if new != old)
     needed, _ = bytes_of(shape, changed)

@@ -25,7 +25,7 @@ from kvik.planner.calibration import (
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
 from kvik.planner.parallel import collectives, share, stage_runs, together, unevenness
-from kvik.planner.search import least
+from kvik.planner.search import smallest
 from kvik.planner.shape import MatrixGroup, ModelShape
 from kvik.spec.weight_kind import WeightKind
 
@@ -45,8 +45,8 @@ def product_costs(device: Device, kind: str) -> tuple[LinearCosts, ...]:
         return ()
     # A quick calibration omits some kinds: other group sizes cost about the same.
     alike = [k for k in measured.linears if k.partition("-g")[0] == kind.partition("-g")[0]]
-    found = kind if kind in measured.linears else next(iter(alike), "")
-    return measured.linears.get(found, ())
+    match = kind if kind in measured.linears else next(iter(alike), "")
+    return measured.linears.get(match, ())
 
 
 def linear_kind(kind: WeightKind | None, weight_format: str) -> str:
@@ -125,7 +125,7 @@ def small_seconds(
     return seconds + keys * (prompted * cost.stored + decoded * cost.scattered)
 
 
-MOST_ROWS = 1 << 20  # end of the search for a compute-bound batch
+MAX_ROWS = 1 << 20  # end of the search for a compute-bound batch
 LOGIT_BYTES = 4
 ACTIVATION_BYTES = 2  # per number that devices send each other
 
@@ -275,7 +275,7 @@ def compute_bound_batch(shape: ModelShape, at: Setting) -> int | None:
         time = step_time(shape, at, decode(replace(at, batch=batch).group, at.context))
         return time.computing >= time.reading
 
-    return least(compute_bound, MOST_ROWS)
+    return smallest(compute_bound, MAX_ROWS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,13 +386,13 @@ class _Work:
             flops += count * shape.attention_flops(new, context)
             if cost is None:
                 continue
-            working, each = 0.0, read_seconds(cost, self.working_set)
+            working, seconds_per_value = 0.0, read_seconds(cost, self.working_set)
             for cache in shape.caches:
                 seen = count * cache.most_keys(context)
                 keys = cache.elements if shape.latent_dim else cache.elements / 2
                 width = cache.elements if shape.latent_dim else cache.elements // cache.vectors
                 score = new * shape.num_heads * width * cost.score
-                working += cache.readers * seen * (keys * each + score)
+                working += cache.readers * seen * (keys * seconds_per_value + score)
             expected += shape.num_layers * count * cost.sequence
             expected += max(read / (rate * reached_share(cost, self.working_set)), working)
         return self._attention("kv cache", num_bytes, flops, expected)
@@ -445,13 +445,13 @@ def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPar
     if tp == pp == 1:
         return []
     message = step.rows * shape.hidden_size * ACTIVATION_BYTES
-    found = collectives(shape, exact=at.exact)
+    ops = collectives(shape, exact=at.exact)
     if at.exact:
         if (measured := device.calibration) is None:
             return []
         parts = []
         if tp > 1:
-            seconds = found.count * measured.exchange_seconds(tp)
+            seconds = ops.count * measured.exchange_seconds(tp)
             parts.append(StepPart("exchanges", 0.0, seconds, "links"))
         # Each stage is notified of a step, notifies its processes, and sends its result on.
         hops = (pp > 1) + (pp - 1) + pp * (tp > 1)
@@ -459,6 +459,6 @@ def _messages(shape: ModelShape, at: Setting, step: PlannedStep) -> list[StepPar
         return [*parts, StepPart("hops", 0.0, seconds, "links")]
     if not device.link:
         raise ConfigError("tp" if tp > 1 else "pp", f"{device.name} has no link to other devices")
-    sent = found.count * message * 2 * (tp - 1) / tp + (pp - 1) * message
+    sent = ops.count * message * 2 * (tp - 1) / tp + (pp - 1) * message
     seconds = sent / device.link
     return [StepPart("links", seconds, seconds, "links")]

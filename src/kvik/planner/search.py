@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 
-def largest(good: Callable[[int], bool], most: int) -> int:
-    """Return the largest good number up to `most`, by doubling and bisection; 0 if 1 is not good.
+def largest(good: Callable[[int], bool], limit: int) -> int:
+    """Return the largest good number up to `limit`, by doubling and bisection; 0 if 1 is not good.
 
     A stricter predicate never yields a larger number, even if it is not monotonic.
 
@@ -14,24 +14,24 @@ def largest(good: Callable[[int], bool], most: int) -> int:
         good: true up to the threshold and false above it.
     """
     low, high = 0, 1
-    while high <= most and good(high):
+    while high <= limit and good(high):
         low, high = high, 2 * high
-    high = min(high, most + 1)
+    high = min(high, limit + 1)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if good(middle) else (low, middle)
     return low
 
 
-def least(good: Callable[[int], bool], most: int) -> int | None:
-    """Return the smallest good number from 1 to `most`; None if `most` is not good.
+def smallest(good: Callable[[int], bool], limit: int) -> int | None:
+    """Return the smallest good number from 1 to `limit`; None if `limit` is not good.
 
     Args:
         good: false below the threshold and true from it on.
     """
-    if not good(most):
+    if not good(limit):
         return None
-    low, high = 0, most
+    low, high = 0, limit
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if good(middle) else (middle, high)

@@ -149,7 +149,7 @@ class Serving:
     """A model served on a machine with given limits.
 
     Attributes:
-        room: requests of the full context that fit in memory.
+        max_fitting: requests of the full context that fit in memory.
         seqs, budget: `max_num_seqs` and `max_num_batched_tokens`.
         usual_budget: the engine's default `max_num_batched_tokens` for this memory.
         memo: shared by all settings of this model on this machine.
@@ -157,7 +157,7 @@ class Serving:
 
     shape: ModelShape
     at: Setting
-    room: int
+    max_fitting: int
     seqs: int
     budget: int
     usual_budget: int
@@ -185,9 +185,9 @@ class Serving:
         return self.memo.memory[key]
 
     @property
-    def most(self) -> int:
+    def max_running(self) -> int:
         """Largest number of requests that can run at a time."""
-        return min(self.room, self.seqs, self.budget // self.rows)
+        return min(self.max_fitting, self.seqs, self.budget // self.rows)
 
     @property
     def rows(self) -> int:
@@ -242,7 +242,7 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
     Raises:
         ConfigError: the machine's speed is unknown, or it has no link to siblings.
     """
-    running = min(concurrency, serving.most)
+    running = min(concurrency, serving.max_running)
     if running == 0:
         return None
     drafting = serving.drafting
@@ -252,26 +252,26 @@ def predict(serving: Serving, traffic: Traffic, concurrency: int) -> Prediction 
     # Steps between successive requests in a slot; all their tokens must fit the budget.
     steps = max(rounds + 1.0, running * (fresh + rounds * serving.rows) / serving.budget)
     decoding = min(running - 1, round(running * rounds / steps))
-    room = max(1, serving.budget - decoding * serving.rows)  # prompt tokens per step
-    chunks = -(-fresh // room)  # steps of a prompt that shares none with other prompts
+    prompt_budget = max(1, serving.budget - decoding * serving.rows)  # prompt tokens per step
+    chunks = -(-fresh // prompt_budget)  # steps of a prompt that shares none with other prompts
     steps = max(steps, rounds + chunks)
     if running * chunks <= rounds:
         mixed = mixed_seconds(serving, traffic, decoding, fresh / chunks, fresh)
-        others = (running - 1) * chunks
-        each = (
-            others * mixed + (rounds - others) * step_seconds(serving, traffic, running)
+        mixed_steps = (running - 1) * chunks
+        round_time = (
+            mixed_steps * mixed + (rounds - mixed_steps) * step_seconds(serving, traffic, running)
         ) / rounds
     else:
-        each = mixed_seconds(serving, traffic, decoding, running * fresh / steps, fresh)
+        round_time = mixed_seconds(serving, traffic, decoding, running * fresh / steps, fresh)
     # Some prompts share a step with this one; others are ahead of it in the queue.
-    beside = min(room, fresh / chunks * (1.0 + (running - 1) / (rounds + chunks)))
-    waited = max(chunks, _with_queue(fresh / room, rounds, running))
-    first = waited * mixed_seconds(serving, traffic, decoding, beside, fresh)
-    cycle = (first + rounds * each) * concurrency / running
-    tpot = each / gain if traffic.output > 1 else 0.0
+    tokens = min(prompt_budget, fresh / chunks * (1.0 + (running - 1) / (rounds + chunks)))
+    waited = max(chunks, _with_queue(fresh / prompt_budget, rounds, running))
+    first = waited * mixed_seconds(serving, traffic, decoding, tokens, fresh)
+    cycle = (first + rounds * round_time) * concurrency / running
+    tpot = round_time / gain if traffic.output > 1 else 0.0
     return Prediction(
         concurrency=concurrency,
-        ttft=cycle - rounds * each,
+        ttft=cycle - rounds * round_time,
         tpot=tpot,
         e2e=cycle,
         rate=concurrency / cycle,
@@ -288,28 +288,28 @@ def largest_load(serving: Serving, traffic: Traffic, slo: Slo) -> Prediction | N
         ConfigError: as `predict`.
     """
 
-    def kept(concurrency: int) -> bool:
-        found = predict(serving, traffic, concurrency)
-        return found is not None and found.excess(slo) <= 1.0
+    def keeps_slo(concurrency: int) -> bool:
+        prediction = predict(serving, traffic, concurrency)
+        return prediction is not None and prediction.excess(slo) <= 1.0
 
-    most = largest(kept, serving.most)
-    return predict(serving, traffic, most) if most else None
+    count = largest(keeps_slo, serving.max_running)
+    return predict(serving, traffic, count) if count else None
 
 
 def budgets(serving: Serving) -> tuple[int, ...]:
     """Return the token budgets to try: the current one, halved repeatedly."""
-    found = []
+    candidates = []
     budget = serving.budget
     while budget >= SMALLEST_BUDGET:
-        found.append(budget)
+        candidates.append(budget)
         budget //= 2
-    return tuple(found) or (serving.budget,)
+    return tuple(candidates) or (serving.budget,)
 
 
-def _with_queue(service: float, away: float, count: int) -> float:
+def _with_queue(service: float, delay: float, count: int) -> float:
     """Return the steps that a customer spends at a station with one server, including the queue.
 
-    `count` customers alternate between the station and `away` steps elsewhere. This is mean-value
+    `count` customers alternate between the station and `delay` steps elsewhere. This is mean-value
     analysis (Reiser and Lavenberg 1980) with constant service times: an arrival at a busy server
     finds half a service left on average.
     """
@@ -317,7 +317,7 @@ def _with_queue(service: float, away: float, count: int) -> float:
     steps = service
     for customers in range(1, count + 1):
         steps = service * (1.0 + queue - busy / 2.0)
-        rate = customers / (steps + away)
+        rate = customers / (steps + delay)
         queue, busy = rate * steps, min(1.0, rate * service)
         if busy > 0.999:  # each further customer adds one service to the wait
             return steps + (count - customers) * service
@@ -375,7 +375,7 @@ def step_seconds(
 # - Full steps ahead of it. Bulk service of c prompts per step of constant length leaves the same
 #   queue as c servers (M/D/c, Crommelin 1932), whose wait is about half of Erlang's for M/M/c. If
 #   one prompt fills a step (c = 1), this is the Pollaczek-Khinchine formula. Slots are treated
-#   likewise: `most` servers, each busy for a whole request.
+#   likewise: `max_running` servers, each busy for a whole request.
 #
 # The number of prompts in a step depends on the length of the previous step. Its mean and variance
 # are found by iteration, with a two-point distribution that has both.
@@ -393,25 +393,25 @@ def predict_rate(serving: Serving, traffic: Traffic, rate: float) -> Prediction 
     """
 
     def slower(concurrency: int) -> bool:
-        found = predict(serving, traffic, concurrency)
-        return found is not None and found.rate < rate
+        prediction = predict(serving, traffic, concurrency)
+        return prediction is not None and prediction.rate < rate
 
-    most = max(1, serving.most)
-    full = predict(serving, traffic, most)
-    found = predict(serving, traffic, 1 + largest(slower, most))
-    if full is None or found is None or full.rate <= rate:
+    slots = max(1, serving.max_running)
+    full = predict(serving, traffic, slots)
+    prediction = predict(serving, traffic, 1 + largest(slower, slots))
+    if full is None or prediction is None or full.rate <= rate:
         return None
-    decoding = min(most - 1, round(rate * (found.e2e - found.ttft)))  # Little's law
+    decoding = min(slots - 1, round(rate * (prediction.e2e - prediction.ttft)))  # Little's law
     steps = _Steps.of(serving, traffic, decoding)
-    first = steps.first(rate, found)
+    first = steps.first(rate, prediction)
     if first is None:
         return None
-    e2e = first + (traffic.output - 1) * found.tpot
-    places = _queue(most, rate * e2e / most, e2e)
+    e2e = first + (traffic.output - 1) * prediction.tpot
+    places = _queue(slots, rate * e2e / slots, e2e)
     if places is None:
         return None
     return replace(
-        found,
+        prediction,
         ttft=first + places,
         e2e=e2e + places,
         rate=rate,
@@ -438,35 +438,37 @@ class _Steps:
     @staticmethod
     def of(serving: Serving, traffic: Traffic, decoding: int) -> _Steps:
         fresh = max(1, traffic.prompt - traffic.shared)
-        room = max(1, serving.budget - decoding * serving.rows)
-        chunks = -(-fresh // room)
-        share = max(1, room // fresh)
-        one = mixed_seconds(serving, traffic, decoding, fresh / chunks, fresh)
-        none = step_seconds(serving, traffic, decoding) if decoding else one
-        full = fresh / room * mixed_seconds(serving, traffic, decoding, room, fresh)
+        prompt_budget = max(1, serving.budget - decoding * serving.rows)
+        chunks = -(-fresh // prompt_budget)
+        share = max(1, prompt_budget // fresh)
+        mixed = mixed_seconds(serving, traffic, decoding, fresh / chunks, fresh)
+        plain = step_seconds(serving, traffic, decoding) if decoding else mixed
+        full = (
+            fresh / prompt_budget * mixed_seconds(serving, traffic, decoding, prompt_budget, fresh)
+        )
 
         def seconds(prompts: float) -> float:
             if prompts < 1.0:  # only some steps have a prompt
-                return none + (one - none) * prompts
+                return plain + (mixed - plain) * prompts
             tokens = min(prompts, share) * fresh / chunks
             return mixed_seconds(serving, traffic, decoding, tokens, fresh)
 
         return _Steps(chunks, share, full, seconds)
 
-    def first(self, rate: float, found: Prediction) -> float | None:
+    def first(self, rate: float, prediction: Prediction) -> float | None:
         """Return the seconds to the first token once a slot is free; None: infinite."""
         queued = _queue(self.share, rate * self.full, self.full * self.share)
         if queued is None:
             return None
-        busy = 1.0 - math.exp(-rate * found.e2e)  # probability that a request is in the system
+        busy = 1.0 - math.exp(-rate * prediction.e2e)  # probability that a request is in the system
         if self.share == 1:  # `queued` already includes the rest of a step with a prompt
             plain = 1.0 - rate * self.full  # share of steps without prompts
-            rest = plain * busy * self.seconds(0.0) / 2.0 if found.tpot else 0.0
+            rest = plain * busy * self.seconds(0.0) / 2.0 if prediction.tpot else 0.0
             return rest + queued + self.chunks * self.seconds(1.0)
         running = self._running_step(rate)
-        others = min(busy * rate * running, self.share - 1.0)  # arrivals during the same step
-        own = _mean(lambda count: self.seconds(1.0 + count), others, others)
-        return busy * running / 2.0 + queued + own
+        arrivals = min(busy * rate * running, self.share - 1.0)  # arrivals during the same step
+        service = _mean(lambda count: self.seconds(1.0 + count), arrivals, arrivals)
+        return busy * running / 2.0 + queued + service
 
     def _running_step(self, rate: float) -> float:
         """Return the mean seconds of the step that runs when a request arrives: E[s^2] / E[s]."""

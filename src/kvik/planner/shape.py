@@ -97,12 +97,12 @@ class CacheShape:
 
     def most_keys(self, context: int) -> int:
         """Return how many keys the last query of a `context` sees at most."""
-        return context if self.window is None else min(context, self.window.most)
+        return context if self.window is None else min(context, self.window.max_keys)
 
     def token_bytes(self, kv_format: str) -> int:
         """Return bytes per token and layer, including scales and all copies."""
-        once = self.vectors * kv_facts(kv_format).vector_bytes(self.elements // self.vectors)
-        return round(self.copies * once)
+        size = self.vectors * kv_facts(kv_format).vector_bytes(self.elements // self.vectors)
+        return round(self.copies * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,9 +190,9 @@ class ModelShape:
     def working_dtype(self, weight_format: str) -> str:
         """Return the dtype of computation and of unquantised weights with this weight format:
         float32, bfloat16 or float16."""
-        asked = weight_facts(weight_format).dtype
-        if asked:
-            return asked
+        dtype = weight_facts(weight_format).dtype
+        if dtype:
+            return dtype
         return "float16" if self.dtype == "float16" else "bfloat16"
 
     def kind_of(self, matrix: MatrixGroup, weight_format: str) -> WeightKind | None:
@@ -219,8 +219,8 @@ class ModelShape:
         self, matrices: Sequence[MatrixGroup], other_parameters: int, weight_format: str
     ) -> int:
         """Return bytes of some of the weights."""
-        found = sum(m.count * self._matrix_bytes(m, weight_format) for m in matrices)
-        return found + other_parameters * self._item(weight_format)
+        num_bytes = sum(m.count * self._matrix_bytes(m, weight_format) for m in matrices)
+        return num_bytes + other_parameters * self._item(weight_format)
 
     def read_bytes(self, weight_format: str, rows: int) -> float:
         """Return bytes of weights that a step of `rows` tokens reads.
@@ -309,11 +309,11 @@ class ModelShape:
     def _matrix_bytes(self, matrix: MatrixGroup, weight_format: str) -> int:
         parts = matrix.stored if weight_format == self.stored else ()
         parts = parts or ((matrix.outputs, self.kind_of(matrix, weight_format)),)
-        whole, found = sum(outputs for outputs, _ in parts), 0
+        total, num_bytes = sum(outputs for outputs, _ in parts), 0
         for outputs, kind in parts:
-            rows = matrix.outputs * outputs // max(1, whole)  # fewer on one of several devices
+            rows = matrix.outputs * outputs // max(1, total)  # fewer on one of several devices
             if kind is None:
-                found += matrix.inputs * rows * self._item(weight_format)
+                num_bytes += matrix.inputs * rows * self._item(weight_format)
             else:
-                found += kind.weight_bytes(matrix.inputs, rows, self.kernels)
-        return found
+                num_bytes += kind.weight_bytes(matrix.inputs, rows, self.kernels)
+        return num_bytes

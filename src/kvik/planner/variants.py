@@ -223,29 +223,29 @@ def context_parts(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Conte
     device = at.device
     if at.exact or at.pp > 1 or shape.state_bytes or not (device.rated and device.link):
         return ()
-    own = share(shape, at.tp, 1, at.weight_format)
+    shard = share(shape, at.tp, 1, at.weight_format)
     prompt, step = prefill(at.context), decode(at.batch, at.context)
     attention, _ = _split_time(shape, at, prompt, "attention")
     reading, rest = _split_time(shape, at, step, "kv cache")
-    received = own.kv_bytes(at.context, at.kv_format) / device.link
-    partial = own.num_layers * at.batch * own.num_heads * (own.v_head_dim + 2) * PARTIAL_BYTES
+    received = shard.kv_bytes(at.context, at.kv_format) / device.link
+    partial = shard.num_layers * at.batch * shard.num_heads * (shard.v_head_dim + 2) * PARTIAL_BYTES
     rows = []
     for parts in PARTS_OF_CONTEXT:
         if parts > at.context or parts * at.tp > MAX_DEVICES:
             break
-        others = (parts - 1) / parts
+        remote_share = (parts - 1) / parts
         _, products = _split_time(shape, at, prefill(-(-at.context // parts)), "attention")
-        sending = max(0.0, others * received - attention / parts)
-        kept = -(-memory.kv_cache // parts)
+        sending = max(0.0, remote_share * received - attention / parts)
+        kv_cache = -(-memory.kv_cache // parts)
         wide, wider = replace(at, tp=parts * at.tp), can_share(shape, parts * at.tp)
         rows.append(
             ContextRow(
                 parts=parts,
-                kv_cache=kept,
-                fits=memory.total - memory.kv_cache + kept <= memory.limit,
+                kv_cache=kv_cache,
+                fits=memory.total - memory.kv_cache + kv_cache <= memory.limit,
                 prefill=products + attention / parts + sending,
                 sending=sending,
-                decode=rest + reading / parts + 2 * others * partial / device.link,
+                decode=rest + reading / parts + 2 * remote_share * partial / device.link,
                 wider_prefill=step_time(shape, wide, prompt).floor if wider else None,
                 wider_decode=step_time(shape, wide, step).floor if wider else None,
             )
@@ -258,8 +258,8 @@ def _split_time(
 ) -> tuple[float, float]:
     """Return the minimum seconds of the named part of a step, and of all other parts."""
     parts = step_time(shape, at, step).parts
-    one = sum(part.floor for part in parts if part.name == name)
-    return one, sum(part.floor for part in parts) - one
+    seconds = sum(part.floor for part in parts if part.name == name)
+    return seconds, sum(part.floor for part in parts) - seconds
 
 
 def _ceiling(shape: ModelShape, at: Setting) -> float | None:

@@ -72,11 +72,11 @@ def choose_upgrades(upgrades: Sequence[Upgrade], budget: int) -> list[bool]:
             made[n, size:] = tried > best[size:]
             best[size:] = torch.maximum(best[size:], tried)
     # the first maximum takes no more cells than necessary
-    left = int((best == best.max()).nonzero()[0])
+    cells_left = int((best == best.max()).nonzero()[0])
     chosen = []
     for n in reversed(range(len(upgrades))):
-        chosen.append(bool(made[n, left]))
-        left -= sizes[n] * chosen[-1]
+        chosen.append(bool(made[n, cells_left]))
+        cells_left -= sizes[n] * chosen[-1]
     return chosen[::-1]
 
 
@@ -114,13 +114,13 @@ def choose_bits(
     upgrades: list[Upgrade] = []
     total = 0
     for index, (block, inputs, y) in enumerate(walk(model, some)):
-        for together in _alike(block.layers, model.expert_roles(index)):
-            layers = [layer for layer in together if recipe.quantises(layer.name)]
+        for group in _alike(block.layers, model.expert_roles(index)):
+            layers = [layer for layer in group if recipe.quantises(layer.name)]
             if not layers:
                 continue
             progress(f"sensitivity of {layers[0].name}", index / spec.num_layers)
             names.append([layer.name for layer in layers])
-            few, many = (
+            few, more = (
                 _loss(
                     block,
                     layers,
@@ -132,12 +132,12 @@ def choose_bits(
                 for bits in (recipe.bits, MANY)
             )
             weights = sum(layer.weight.numel() for layer in layers)
-            upgrades.append(Upgrade(weights * (MANY - recipe.bits), few - many))
+            upgrades.append(Upgrade(weights * (MANY - recipe.bits), few - more))
             total += weights
     made = choose_upgrades(upgrades, int(total * average_bits) - total * recipe.bits)
     chosen = {
-        name: MANY if many else recipe.bits
-        for alike, many in zip(names, made, strict=True)
+        name: MANY if more else recipe.bits
+        for alike, more in zip(names, made, strict=True)
         for name in alike
     }
     work.mkdir(parents=True, exist_ok=True)
@@ -150,12 +150,12 @@ def _alike(
 ) -> Iterator[list[BlockLinear]]:
     """Yield layers that must have equal bits: of one matrix, or of all experts of a block."""
     of_role: dict[Role, list[BlockLinear]] = {}
-    for together in by_matrix(layers):
-        role = experts.get(together[0].name)
+    for group in by_matrix(layers):
+        role = experts.get(group[0].name)
         if role is None:
-            yield together
+            yield group
         else:
-            of_role.setdefault(role, []).extend(together)
+            of_role.setdefault(role, []).extend(group)
     yield from of_role.values()
 
 
@@ -172,12 +172,12 @@ def _loss(
         block.set_weight(
             layer.name, rtn(layer.weight, recipe_grid(recipe, layer.name, dtype)).dequantised()
         )
-    found = block.run(inputs, unwatched)
+    output = block.run(inputs, unwatched)
     for layer in layers:
         block.set_weight(layer.name, layer.weight)
-    whole = float(y.float().square().sum(dtype=torch.float64))
-    off = float((found.float() - y.float()).square().sum(dtype=torch.float64))
-    return off / whole if whole else 0.0
+    total = float(y.float().square().sum(dtype=torch.float64))
+    off = float((output.float() - y.float()).square().sum(dtype=torch.float64))
+    return off / total if total else 0.0
 
 
 def _remembered(path: Path) -> dict[str, int]:

@@ -122,9 +122,9 @@ def calibration_windows(
     Raises:
         ConfigError: the file cannot be read, is not text, or is too short for one window.
     """
-    for field, count, least in (("samples", samples, 1), ("calib_tokens", tokens, 2)):
-        if count < least:
-            raise ConfigError(field, f"must be at least {least}, not {count}")
+    for field, count, minimum in (("samples", samples, 1), ("calib_tokens", tokens, 2)):
+        if count < minimum:
+            raise ConfigError(field, f"must be at least {minimum}, not {count}")
     if samples * tokens > MOST:
         raise ConfigError("samples", f"must be at most {MOST // tokens} of {tokens} tokens")
     path = TEXT if source == BUILTIN else Path(source)
@@ -134,16 +134,16 @@ def calibration_windows(
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError("calib", f"cannot read {str(path)!r} ({reason})") from None
-    found = len(ids) // tokens
-    if not found:
+    num_windows = len(ids) // tokens
+    if not num_windows:
         raise ConfigError(
             "calib",
             f"{str(source)!r} has {len(ids)} tokens, one window needs {tokens}: name a longer text "
             "or fewer tokens",
         )
-    windows = torch.from_numpy(ids[: found * tokens]).view(found, tokens)
-    kept = min(samples, found)
-    return windows[torch.arange(kept) * found // kept]
+    windows = torch.from_numpy(ids[: num_windows * tokens]).view(num_windows, tokens)
+    num_samples = min(samples, num_windows)
+    return windows[torch.arange(num_samples) * num_windows // num_samples]
 
 
 def _ids(file: TextIO, tokenizer: Tokenizer) -> Iterator[int]:
@@ -251,16 +251,16 @@ class _Pass:
         """Return the files that blocks from `first` on read and earlier blocks have written."""
         layers = self._model.layers[first:]
         owners = {layer.kv_from for layer in layers if layer.kv_from is not None}
-        own = map(self._token_inputs, range(first, first + len(layers)))
+        token_inputs = map(self._token_inputs, range(first, first + len(layers)))
         kv = (self._kv(owner) for owner in owners if owner < first)
-        return [self._hidden(first), *(file for file in own if file is not None), *kv]
+        return [self._hidden(first), *(file for file in token_inputs if file is not None), *kv]
 
     def keep(self, files: Iterable[WindowFile]) -> None:
         """Delete all other files with inputs of blocks."""
-        kept = {file.path for file in files}
+        paths = {file.path for file in files}
         for prefix in (DRAFT, HIDDEN, TOKENS, KV):
             for path in self._work.glob(f"{prefix}*"):
-                if path not in kept:
+                if path not in paths:
                     path.unlink()
 
     def enter(self, first: int) -> None:
@@ -284,8 +284,8 @@ class _Pass:
     def _inputs(self, index: int) -> Iterator[BlockInputs]:
         """Yield the inputs of a block, some windows at a time."""
         owner, nothing = self._model.layers[index].kv_from, repeat(None)
-        own, kv = self._token_inputs(index), None if owner is None else self._kv(owner)
-        files = (nothing if file is None else file.read() for file in (own, kv))
+        token_inputs, kv = self._token_inputs(index), None if owner is None else self._kv(owner)
+        files = (nothing if file is None else file.read() for file in (token_inputs, kv))
         for x, *more in zip(self._hidden(index).read(), *files, strict=False):
             yield BlockInputs(x, *more)
 
@@ -322,21 +322,21 @@ class _Pass:
         """Return statistics of the inputs of each matrix with a layer to quantise."""
         recipe = self._recipe
         factors = {fold.readers[0] for fold in self._folds(index)}  # searched by their inputs
-        wanted = {
+        layers = {
             layer.matrix: layer
             for layer in block.layers
             if recipe.quantises(layer.name) or layer.name in factors
         }
-        found = {
+        statistics = {
             matrix: InputStatistics(
                 layer.weight.shape[1], moment=recipe.method == "gptq", device=layer.weight.device
             )
-            for matrix, layer in wanted.items()
+            for matrix, layer in layers.items()
         }
 
         def watch(matrix: int, x: Tensor) -> Tensor:
-            if matrix in found:
-                found[matrix].add(x)
+            if matrix in statistics:
+                statistics[matrix].add(x)
             return x
 
         try:
@@ -344,7 +344,7 @@ class _Pass:
                 block.run(inputs, watch)
         except ValueError as error:
             raise ModelError("model", f"block {index}: {error}") from None
-        return found
+        return statistics
 
     def _quantise(
         self,
@@ -411,8 +411,8 @@ class _Pass:
         if self._recipe.method not in ("awq", "smoothquant"):
             return []
         linear = self._recipe.method == "awq"
-        found = folds(self._spec, index)
-        return [self._named(fold, index) for fold in found if linear or fold.outputs is None]
+        block_folds = folds(self._spec, index)
+        return [self._named(fold, index) for fold in block_folds if linear or fold.outputs is None]
 
     def _named(self, fold: Fold, index: int) -> Fold:
         readers = tuple(self._model.stored(name, index) for name in fold.readers)
@@ -434,22 +434,22 @@ class _Pass:
         if not names:
             return
         recipe, weights = self._recipe, {name: folded.weights[name] for name in names}
-        given = None
+        inputs = None
         if statistics and statistics[matrix].tokens:  # else an expert that no token reached
-            given = Given(folded.sample(matrix, statistics[matrix]), statistics[matrix])
+            inputs = Given(folded.sample(matrix, statistics[matrix]), statistics[matrix])
         unclipped = {
             self._model.stored(name, index): rows
             for name, rows in unclipped_rows(self._spec, index).items()
         }
         try:
-            for name, found in quantise_layers(recipe, weights, given, unclipped, self._dtype):
-                rounded = found.dequantised()
-                if given is None:
+            for name, result in quantise_layers(recipe, weights, inputs, unclipped, self._dtype):
+                rounded = result.dequantised()
+                if inputs is None:
                     error = weight_error(weights[name], rounded)
                 else:
-                    met = as_given(recipe, found, given.sample)
-                    error = output_error(weights[name], rounded, given.sample, met)
-                yield LayerResult(name, found, error, given is not None), rounded
+                    met = as_given(recipe, result, inputs.sample)
+                    error = output_error(weights[name], rounded, inputs.sample, met)
+                yield LayerResult(name, result, error, inputs is not None), rounded
         except ValueError as error:
             raise ModelError("model", f"layer {shown(names[0])}: {error}") from None
 
@@ -458,12 +458,12 @@ class _Pass:
         if not self._recipe.rounds_activations:
             return unwatched
         matrices = {layer.name: layer.matrix for layer in block.layers}
-        found = {matrices[la.name]: la.quantised for la in result.layers if la.quantised}
+        layers = {matrices[la.name]: la.quantised for la in result.layers if la.quantised}
 
         def watch(matrix: int, x: Tensor) -> Tensor:
-            if matrix not in found:
+            if matrix not in layers:
                 return x
-            return as_given(self._recipe, found[matrix], x).to(x.dtype)
+            return as_given(self._recipe, layers[matrix], x).to(x.dtype)
 
         return watch
 
@@ -476,7 +476,7 @@ def _write(file: WindowFile, make: Callable[[int], Iterable[Tensor]]) -> None:
 
 def by_matrix(layers: Sequence[BlockLinear]) -> list[list[BlockLinear]]:
     """Return the layers grouped by matrix, and so by common inputs."""
-    found: dict[int, list[BlockLinear]] = {}
+    groups: dict[int, list[BlockLinear]] = {}
     for layer in layers:
-        found.setdefault(layer.matrix, []).append(layer)
-    return list(found.values())
+        groups.setdefault(layer.matrix, []).append(layer)
+    return list(groups.values())

@@ -91,13 +91,13 @@ class InputStatistics:
         """
         if self._lower is None:
             raise ValueError("no second moment was kept")
-        whole = self._lower.float().mul_(2)
+        hessian = self._lower.float().mul_(2)
         for start in range(0, self.inputs, BLOCK):
             end = min(start + BLOCK, self.inputs)
-            corner = whole[start:end, start:end]
+            corner = hessian[start:end, start:end]
             corner.copy_(corner.tril() + corner.tril(-1).t())
-            whole[:start, start:end] = whole[start:end, :start].t()
-        return whole
+            hessian[:start, start:end] = hessian[start:end, :start].t()
+        return hessian
 
     def _draw(self, keys: Tensor, tokens: Tensor) -> None:
         """Keep the tokens with the smallest keys: a uniform sample of a stream of any length."""
@@ -105,8 +105,8 @@ class InputStatistics:
             smaller = keys < self._keys[-1:]
             keys, tokens = keys[smaller], tokens[smaller]
         keys = torch.cat((self._keys, keys))
-        kept = keys.argsort()[: self.sample_size]
-        self._keys, self.sample = keys[kept], torch.cat((self.sample, tokens))[kept]
+        indices = keys.argsort()[: self.sample_size]
+        self._keys, self.sample = keys[indices], torch.cat((self.sample, tokens))[indices]
 
 
 def _add_products(lower: Tensor, x: Tensor, exact: bool) -> None:
@@ -169,9 +169,9 @@ def kept_scales(weight: Tensor, scales: Tensor, offset: float = 0.0) -> Tensor:
         [inputs] fp32.
     """
     gain = weight.float() + offset
-    kept = gain / (divided(weight, scales, offset).float() + offset)
-    kept = kept.masked_fill(~(kept.isfinite() & (kept > 0)), 1.0)
-    return torch.where(gain == 0, scales, kept)
+    factors = gain / (divided(weight, scales, offset).float() + offset)
+    factors = factors.masked_fill(~(factors.isfinite() & (factors > 0)), 1.0)
+    return torch.where(gain == 0, scales, factors)
 
 
 def divided(values: Tensor, scales: Tensor, offset: float = 0.0) -> Tensor:
@@ -268,7 +268,7 @@ def search_clip(
     widest = w.float().reshape(len(w), -1, width).abs().amax(-1)
     if grid.group == TENSOR:
         widest = widest.amax().view(1, 1)
-    limits, least = widest, torch.full_like(widest, torch.inf)
+    limits, best_loss = widest, torch.full_like(widest, torch.inf)
     for step in range(steps + 1):
         tried = widest * (1 - (1 - smallest) * step / steps)
         off = rtn(clip(w, tried), grid).dequantised().sub_(w)
@@ -276,8 +276,8 @@ def search_clip(
         loss = ((parts @ moments) * parts).sum(-1).t()  # [outputs, groups]
         if grid.group == TENSOR:
             loss = loss.sum().view(1, 1)
-        limits = torch.where(loss < least, tried, limits)
-        least = torch.minimum(loss, least)
+        limits = torch.where(loss < best_loss, tried, limits)
+        best_loss = torch.minimum(loss, best_loss)
     return limits
 
 
@@ -293,8 +293,8 @@ def _powers(mean_abs: Tensor, alpha: float) -> Tensor:
     live = mean_abs > 0
     if not bool(live.any()):
         return torch.ones_like(mean_abs)
-    least = max(float(mean_abs[live].min()), FLOOR * float(mean_abs.max()))
-    powers = mean_abs.clamp(min=least).pow(alpha)
+    floor = max(float(mean_abs[live].min()), FLOOR * float(mean_abs.max()))
+    powers = mean_abs.clamp(min=floor).pow(alpha)
     return powers / (powers.max() * powers.min()).sqrt()
 
 
@@ -387,11 +387,11 @@ def _into_norm(block: Block, folded: Folded, fold: Fold, scales: Tensor) -> Tens
     """Fold into a norm; return the factors actually applied, given the dtype of its gain."""
     weight_name, bias_name = fold.source + WEIGHT, fold.source + BIAS
     weight, bias = block.tensors[weight_name], block.tensors.get(bias_name)
-    kept = kept_scales(weight, fold.of_channels(scales), fold.offset)
-    folded.tensors[weight_name] = divided(weight, kept, fold.offset)
+    factors = kept_scales(weight, fold.of_channels(scales), fold.offset)
+    folded.tensors[weight_name] = divided(weight, factors, fold.offset)
     if bias is not None:
-        folded.tensors[bias_name] = divided(bias, kept)
-    return kept[fold.channels]
+        folded.tensors[bias_name] = divided(bias, factors)
+    return factors[fold.channels]
 
 
 def _into_linear(

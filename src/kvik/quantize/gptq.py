@@ -92,9 +92,11 @@ def gptq(
 
     back = order.argsort()
     regrouped = act_order and not static_groups and width < inputs
-    found = Scales(scales.t().contiguous(), None if zeros is None else zeros.t().contiguous())
+    group_scales = Scales(
+        scales.t().contiguous(), None if zeros is None else zeros.t().contiguous()
+    )
     return Quantised(
-        codes[back].t().contiguous(), found, grid, group_of[back] if regrouped else None
+        codes[back].t().contiguous(), group_scales, grid, group_of[back] if regrouped else None
     )
 
 

@@ -34,7 +34,7 @@ class Given:
 def quantise_layers(
     recipe: Recipe,
     weights: Mapping[str, Tensor],
-    given: Given | None,
+    inputs: Given | None,
     unclipped: Mapping[str, int],
     dtype: torch.dtype,
 ) -> Iterator[tuple[str, Result]]:
@@ -42,7 +42,7 @@ def quantise_layers(
 
     Args:
         weights: [outputs, inputs] of each layer by name, factors folded in.
-        given: the inputs; None: there is no calibration text, or none of it reached the layer (an
+        inputs: the inputs; None: there is no calibration text, or none of it reached the layer (an
             expert that is never chosen). Then weights are rounded to nearest.
         unclipped: number of first rows that must not be clipped, by name.
         dtype: of the model.
@@ -50,16 +50,18 @@ def quantise_layers(
     Raises:
         ValueError: weights or inputs are not finite, or groups do not divide the inputs.
     """
-    if recipe.method == "gptq" and given is not None:
-        yield from _gptq(recipe, weights, given, dtype)
+    if recipe.method == "gptq" and inputs is not None:
+        yield from _gptq(recipe, weights, inputs, dtype)
         return
     for name, w in weights.items():
         if recipe.method == "fp8":
-            yield name, _float8(w, recipe, given, dtype)
-        elif recipe.method == "awq" and given is not None:
+            yield name, _float8(w, recipe, inputs, dtype)
+        elif recipe.method == "awq" and inputs is not None:
             yield (
                 name,
-                _clipped(w, given.sample, recipe_grid(recipe, name, dtype), unclipped.get(name, 0)),
+                _clipped(
+                    w, inputs.sample, recipe_grid(recipe, name, dtype), unclipped.get(name, 0)
+                ),
             )
         else:
             yield name, rtn(w, recipe_grid(recipe, name, dtype))
@@ -68,7 +70,7 @@ def quantise_layers(
 def as_given(recipe: Recipe, quantised: Result, x: Tensor) -> Tensor:
     """Return the inputs x [tokens, inputs] as a quantised layer uses them; fp32 if rounded."""
     if isinstance(quantised, Float8):
-        return quantised.given(x)
+        return quantised.kernel_inputs(x)
     return round_tokens(x) if recipe.rounds_activations else x
 
 
@@ -81,35 +83,35 @@ def output_error(w: Tensor, rounded: Tensor, x: Tensor, met: Tensor) -> float:
         met: [tokens, inputs] fp32, X': the inputs that Q multiplies.
     """
     exact = x @ w.float().t()
-    found = met @ rounded.t()
-    whole = float(exact.norm())
-    return float((exact - found).norm()) / whole if whole else 0.0
+    outputs = met @ rounded.t()
+    norm = float(exact.norm())
+    return float((exact - outputs).norm()) / norm if norm else 0.0
 
 
 def weight_error(w: Tensor, rounded: Tensor) -> float:
     """Return || W - Q || / || W ||."""
-    whole = float(w.float().norm())
-    return float((w.float() - rounded).norm()) / whole if whole else 0.0
+    norm = float(w.float().norm())
+    return float((w.float() - rounded).norm()) / norm if norm else 0.0
 
 
-def _float8(w: Tensor, recipe: Recipe, given: Given | None, dtype: torch.dtype) -> Float8:
+def _float8(w: Tensor, recipe: Recipe, inputs: Given | None, dtype: torch.dtype) -> Float8:
     absmax = None
     if recipe.activation_scheme == "static":
         # for an expert that no token reached, the scale is 1
-        absmax = torch.full((1,), NARROW) if given is None else given.statistics.absmax
+        absmax = torch.full((1,), NARROW) if inputs is None else inputs.statistics.absmax
     number = E5M2 if recipe.fp8_format == "e5m2" else E4M3
     scales = recipe.scale_dtype(dtype)
     return float8(w, recipe.block, scales, dtype=number, input_absmax=absmax)
 
 
 def _gptq(
-    recipe: Recipe, weights: Mapping[str, Tensor], given: Given, dtype: torch.dtype
+    recipe: Recipe, weights: Mapping[str, Tensor], inputs: Given, dtype: torch.dtype
 ) -> Iterator[tuple[str, Result]]:
     """Quantise the layers, which have equal bits, as one weight: rows are independent, and so the
     second moment of the inputs is factored once."""
-    found = gptq(
+    result = gptq(
         torch.cat([w.float() for w in weights.values()]),
-        given.statistics.hessian(),
+        inputs.statistics.hessian(),
         recipe_grid(recipe, next(iter(weights)), dtype),
         damping=recipe.damping,
         act_order=recipe.act_order,
@@ -118,16 +120,16 @@ def _gptq(
     first = 0
     for name, w in weights.items():
         rows = slice(first, first + len(w))
-        yield name, _rows(found, rows)
+        yield name, _rows(result, rows)
         first = rows.stop
 
 
-def _rows(whole: Quantised, rows: slice) -> Quantised:
-    zeros = whole.scales.zeros
+def _rows(result: Quantised, rows: slice) -> Quantised:
+    zeros = result.scales.zeros
     scales = Scales(
-        whole.scales.scales[rows].clone(), None if zeros is None else zeros[rows].clone()
+        result.scales.scales[rows].clone(), None if zeros is None else zeros[rows].clone()
     )
-    return replace(whole, q=whole.q[rows].clone(), scales=scales)
+    return replace(result, q=result.q[rows].clone(), scales=scales)
 
 
 def _clipped(w: Tensor, x: Tensor, grid: Grid, unclipped: int) -> Quantised:
@@ -135,5 +137,5 @@ def _clipped(w: Tensor, x: Tensor, grid: Grid, unclipped: int) -> Quantised:
     if unclipped == len(w):
         return rtn(w, grid)
     limits = search_clip(w[unclipped:], x, grid)
-    whole = torch.full((unclipped, limits.shape[1]), torch.inf, device=w.device)
-    return rtn(clip(w, torch.cat((whole, limits))), grid)
+    open_limits = torch.full((unclipped, limits.shape[1]), torch.inf, device=w.device)
+    return rtn(clip(w, torch.cat((open_limits, limits))), grid)

@@ -78,8 +78,8 @@ class ModelBlocks:
             ModelError: a tensor is missing, or its file cannot be read.
         """
         used, ids = windows.unique(return_inverse=True)
-        one = self._spec.layers[:1] if self._spec.layers[0].token_input else ()
-        spec = replace(self._spec, layers=one, vocab_size=len(used))
+        layers = self._spec.layers[:1] if self._spec.layers[0].token_input else ()
+        spec = replace(self._spec, layers=layers, vocab_size=len(used))
         builder = block_builder(
             spec, TORCH, SdpaAttention(TORCH), self._tokens, self.dtype, self.device
         )
@@ -89,14 +89,14 @@ class ModelBlocks:
             if declared.name == self._head or declared.name.startswith(self._scope):
                 continue
             name = self._stored_name(declared.name, 0)
-            whole = self._entries[name].shape
-            if declared.shape[0] == len(used) and whole[0] == self._spec.vocab_size:
+            stored_shape = self._entries[name].shape
+            if declared.shape[0] == len(used) and stored_shape[0] == self._spec.vocab_size:
                 values = self._rows(name, used)
             else:
                 values = self._read([name])[name]
             if values.shape == declared.shape:
                 declared.fill(0, values.to(self.device))
-            elif one and values.numel() == self._spec.num_layers * math.prod(declared.shape):
+            elif layers and values.numel() == self._spec.num_layers * math.prod(declared.shape):
                 of_layers.append((declared, values))
             else:
                 raise _wrong_shape(name, declared, values.shape)
@@ -173,22 +173,22 @@ class ModelBlocks:
         raise ModelError("model", f"its weights lack {shown(name)}")
 
     def _read(self, names: Iterable[str]) -> dict[str, Tensor]:
-        wanted = dict.fromkeys(names, WHOLE)
-        return {run.name: run.values.clone() for run in self._checkpoint.runs(wanted)}
+        selections = dict.fromkeys(names, WHOLE)
+        return {run.name: run.values.clone() for run in self._checkpoint.runs(selections)}
 
     def _rows(self, name: str, ids: Tensor) -> Tensor:
         """Return rows of a tensor: ids [n], ascending -> [n, width]."""
-        found = []
+        rows = []
         for run in self._checkpoint.runs({name: IN_RUNS}):
             ends = torch.tensor([run.first, run.first + len(run.values)])
             low, high = torch.searchsorted(ids, ends).tolist()
-            found.append(run.values[ids[low:high] - run.first])
-        return torch.cat(found)
+            rows.append(run.values[ids[low:high] - run.first])
+        return torch.cat(rows)
 
 
 def _wrong_shape(name: str, declared: DeclaredTensor, shape: Sequence[int]) -> ModelError:
-    wanted = f"must have shape {list(declared.shape)} by config.json, not {list(shape)}"
-    return ModelError("model", f"tensor {shown(name)} {wanted}")
+    message = f"must have shape {list(declared.shape)} by config.json, not {list(shape)}"
+    return ModelError("model", f"tensor {shown(name)} {message}")
 
 
 class InputLayers:
@@ -222,9 +222,9 @@ class InputLayers:
             size = declared.shape[axis]  # a part for each layer
             declared.fill(0, values.narrow(axis, layer * size, size).to(self._device))
         for shape, ids, ctx in self._parts(step):
-            found = self._network.token_inputs(ids, self._network.enter(ids, ctx), ctx)
-            assert found is not None
-            yield found.view(*shape, -1)
+            inputs = self._network.token_inputs(ids, self._network.enter(ids, ctx), ctx)
+            assert inputs is not None
+            yield inputs.view(*shape, -1)
 
     def _parts(self, step: int) -> Iterator[tuple[torch.Size, Tensor, ForwardContext]]:
         """Yield the shape of some windows, their ids [tokens] and their context."""
@@ -239,10 +239,10 @@ def walk(model: ModelBlocks, windows: Tensor) -> Iterator[tuple[Block, BlockInpu
     input_layers, kv = model.input_layers(windows), dict[int, Tensor]()
     (x,) = input_layers.embed(len(windows))
     for index, layer in enumerate(model.layers):
-        block, own = model.block(index), None
+        block, token_input = model.block(index), None
         if layer.token_input:
-            (own,) = input_layers.token_inputs(index, len(windows))
-        inputs = BlockInputs(x, own, None if layer.kv_from is None else kv[layer.kv_from])
+            (token_input,) = input_layers.token_inputs(index, len(windows))
+        inputs = BlockInputs(x, token_input, None if layer.kv_from is None else kv[layer.kv_from])
         x = block.run(
             inputs, unwatched, partial(kv.__setitem__, index) if model.shared(index) else None
         )

@@ -167,7 +167,7 @@ class Float8:
         """[outputs, inputs] fp32."""
         return unround_fp8(self.values, self.scales, self.block)
 
-    def given(self, x: Tensor) -> Tensor:
+    def kernel_inputs(self, x: Tensor) -> Tensor:
         """Return x [tokens, inputs] as the kernels round it, fp32; with E5M2 it is not rounded."""
         if self.values.dtype != E4M3:
             return x.float()

@@ -131,8 +131,8 @@ class Recipe:
                 raise ConfigError(field_name, f"{value} is for fp8, not for {self.method}")
         wide, static = self.fp8_format == "e5m2", self.activation_scheme == "static"
         if static and (wide or self.group_size == SQUARE):
-            beside = "e5m2, whose activations stay floats" if wide else "blocks of 128 x 128"
-            raise ConfigError("activation_scheme", f"must be dynamic with {beside}")
+            setting = "e5m2, whose activations stay floats" if wide else "blocks of 128 x 128"
+            raise ConfigError("activation_scheme", f"must be dynamic with {setting}")
         if wide and self.group_size == ROW:
             raise ConfigError(
                 "group_size",

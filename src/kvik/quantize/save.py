@@ -65,9 +65,9 @@ class LayerLayout:
         if isinstance(quantised, Float8):
             assert isinstance(self.format, Fp8)
             scales = quantised.scales, quantised.input_scale
-            found = self.format.save(quantised.values, *scales)
-            narrow = {name: found[name].to(self.scales) for name in found if name != "weight"}
-            return {**found, **narrow}
+            tensors = self.format.save(quantised.values, *scales)
+            narrow = {name: tensors[name].to(self.scales) for name in tensors if name != "weight"}
+            return {**tensors, **narrow}
         assert not isinstance(self.format, Fp8)
         codes = quantised.codes()
         codes = replace(codes, scales=codes.scales.to(self.scales))
@@ -97,7 +97,7 @@ def layouts(
     scales = dtype if recipe.layout == "compressed-tensors" else torch.float32
     if recipe.method == "fp8":
         scales = recipe.scale_dtype(dtype)
-    found = {}
+    layer_layouts = {}
     for layer, shape in layers.items():
         scheme = stored.scheme(layer)
         if scheme is None:
@@ -109,8 +109,8 @@ def layouts(
                 "method", f"{recipe.method} cannot store {shown(layer)}: {error}; skip it"
             ) from None
         assert isinstance(format, Awq | Gptq | PackQuantized | IntQuantized | Fp8)
-        found[layer] = LayerLayout(format, scales)
-    return found
+        layer_layouts[layer] = LayerLayout(format, scales)
+    return layer_layouts
 
 
 def quantization_config(
@@ -181,8 +181,8 @@ def _compressed(recipe: Recipe, names: list[str], skipped: list[str]) -> Config:
     else:
         format = "int-quantized" if recipe.rounds_activations else "pack-quantized"
     groups: Config = {"group_0": _group(recipe, [LINEAR], recipe.bits, format)}
-    others = sorted({recipe.bits_of(name) for name in names} - {recipe.bits})
-    for i, bits in enumerate(others, 1):
+    other_bits = sorted({recipe.bits_of(name) for name in names} - {recipe.bits})
+    for i, bits in enumerate(other_bits, 1):
         # names take precedence over classes of layers
         targets = [n for n in names if recipe.bits_of(n) == bits and recipe.quantises(n)]
         if targets:
@@ -319,8 +319,8 @@ class Output:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise ConfigError("output", f"another run is working in {name!r}") from None
-        begun = self._state / RUN
-        if begun.exists() and begun.read_text() != run:
+        run_file = self._state / RUN
+        if run_file.exists() and run_file.read_text() != run:
             if self.saved():
                 raise ConfigError(
                     "output",
@@ -330,7 +330,7 @@ class Output:
             shutil.rmtree(self.work, ignore_errors=True)
         for draft in (*self.folder.glob(f"{DRAFT}*"), *self._state.glob(f"{DRAFT}*")):
             draft.unlink()
-        write_whole(begun, run.encode())
+        write_whole(run_file, run.encode())
 
     def check_disk_space(self, num_bytes: int) -> None:
         """Check that the disk has space for `num_bytes`, minus the blocks already saved.
@@ -353,13 +353,13 @@ class Output:
 
     def saved(self) -> list[tuple[SavedLayer, ...]]:
         """Return the layers of each finished block, from block 0."""
-        found = []
+        blocks = []
         for index in range(self._source.spec.num_layers):
             if not (self._record(index).exists() and self._shard(index).exists()):
                 break
             layers = json.loads(self._record(index).read_bytes())
-            found.append(tuple(SavedLayer(**layer) for layer in layers))
-        return found
+            blocks.append(tuple(SavedLayer(**layer) for layer in layers))
+        return blocks
 
     def save_block(
         self, index: int, tensors: Mapping[str, Tensor | Stored], layers: Sequence[SavedLayer]
@@ -407,15 +407,15 @@ class Output:
         Raises:
             ConfigError: it cannot be written.
         """
-        ended = self.folder / f"{DRAFT}{STATE}"  # a rename is atomic, deleting files is not
+        draft = self.folder / f"{DRAFT}{STATE}"  # a rename is atomic, deleting files is not
         try:
             write_whole(self.folder / REPORT, _json(report))
-            self._state.replace(ended)
+            self._state.replace(draft)
         except OSError as error:
             raise ConfigError(
                 "output", f"the report cannot be written ({error.strerror})"
             ) from None
-        shutil.rmtree(ended, ignore_errors=True)
+        shutil.rmtree(draft, ignore_errors=True)
         return self.folder / REPORT
 
     def abandon(self) -> None:
@@ -479,12 +479,14 @@ def check_request(source: Source, recipe: Recipe, folder: Path, windows: Tensor 
     if not any(recipe.quantises(name) for name in source.layers):
         raise ConfigError("skip", "leaves no layer to quantise")
     # with a budget, the most that layers can have
-    most = {} if recipe.average_bits is None else dict.fromkeys(source.layers, MANY)
-    found = layouts(recipe.with_layer_bits(most), source.layers, DTYPES[source.spec.dtype])
+    layer_bits = {} if recipe.average_bits is None else dict.fromkeys(source.layers, MANY)
+    layer_layouts = layouts(
+        recipe.with_layer_bits(layer_bits), source.layers, DTYPES[source.spec.dtype]
+    )
     if folder.resolve() == source.folder.resolve():
         raise ConfigError("output", "must not be the model's own folder")
     need = source.num_bytes
-    for name, layout in found.items():
+    for name, layout in layer_layouts.items():
         need += layout.num_bytes - source.tensors[name + WEIGHT].entry.size
     if windows is not None:
         need += windows.numel() * source.spec.hidden_size * HIDDEN_BYTES
@@ -501,7 +503,7 @@ def _check_experts(source: Source, recipe: Recipe) -> None:
         quantised: dict[Role, set[bool]] = {}
         for pattern, role in expert_roles(source.spec, index).items():
             quantised.setdefault(role, set()).add(recipe.quantises(pattern.format(index)))
-        if any(len(found) > 1 for found in quantised.values()):
+        if any(len(choices) > 1 for choices in quantised.values()):
             raise ConfigError("skip", f"must take all experts of layer {index}, or none of them")
 
 
@@ -548,28 +550,28 @@ def _quantise(
     if recipe.average_bits is not None:
         assert windows is not None
         recipe = choose_bits(folder, spec, recipe, windows, output.work, progress, device)
-    found = layouts(recipe, source.layers, dtype)
+    layer_layouts = layouts(recipe, source.layers, dtype)
     first = len(output.saved())
     if first < blocks:
         results = quantise_blocks(
             folder, spec, recipe, windows, output.work, progress, device, first=first
         )
         for result in results:
-            _save_block(source, result, found, output)
+            _save_block(source, result, layer_layouts, output)
     total = output.finish(quantization_config(recipe, source.layers, source.outside))
     layers = tuple(layer for block in output.saved() for layer in block)
     return Saved(recipe, layers, source.num_bytes, total)
 
 
 def _save_block(
-    source: Source, result: BlockResult, found: Mapping[str, LayerLayout], output: Output
+    source: Source, result: BlockResult, layer_layouts: Mapping[str, LayerLayout], output: Output
 ) -> None:
     tensors: dict[str, Tensor | Stored] = {**source.block(result.index), **result.changed}
     layers = []
     for layer in result.layers:
         if layer.quantised is not None:
             del tensors[layer.name + WEIGHT]
-            written = found[layer.name].tensors(layer.quantised)
+            written = layer_layouts[layer.name].tensors(layer.quantised)
             tensors |= {f"{layer.name}.{part}": tensor for part, tensor in written.items()}
             layers.append(_saved(source, layer, sum(t.nbytes for t in written.values())))
         else:

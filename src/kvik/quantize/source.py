@@ -62,9 +62,9 @@ class Fold:
 
     def of_channels(self, values: Tensor) -> Tensor:
         """Return values [inputs], equal within a channel, by channel: [channels]."""
-        found = values.new_empty(self.num_channels)
-        found[self.channels] = values
-        return found
+        result = values.new_empty(self.num_channels)
+        result[self.channels] = values
+        return result
 
 
 # Roles that read the norm before an MLP or experts; roles that all tokens use come first.
@@ -86,31 +86,31 @@ def folds(spec: ModelSpec, layer: int = 0) -> tuple[Fold, ...]:
     declared = spec.declaration
     linears = declared.of_block(layer)
     norms = [norm for norm in declared.norms if norm.layer == layer and norm.before]
-    found = []
+    folds = []
     values = _values(spec, layer)
     if values is not None:
         o = next(linear for linear in linears if linear.role == "o")
-        found.append(Fold(_patterns(declared, o), *values))
+        folds.append(Fold(_patterns(declared, o), *values))
     for up, down in pairwise(linears):
         if GATED.get(up.role) == down.role and not up.mixed:
             inner = torch.arange(down.inputs)
             outputs = inner + (down.inputs if len(up.names) == 1 else 0)  # gate comes before up
             source = _patterns(declared, up)[-1]
-            found.append(Fold(_patterns(declared, down), source, inner, outputs))
+            folds.append(Fold(_patterns(declared, down), source, inner, outputs))
     for norm in norms:
-        others = {other.before for other in norms if other is not norm}
-        wanted = _reading(norm.before, {linear.role for linear in linears} - others)
-        if KEPT.issuperset(wanted):
+        other_roles = {other.before for other in norms if other is not norm}
+        roles = _reading(norm.before, {linear.role for linear in linears} - other_roles)
+        if KEPT.issuperset(roles):
             continue
         reading = sorted(
-            (linear for linear in linears if linear.role in wanted),
-            key=lambda linear: wanted.index(linear.role),
+            (linear for linear in linears if linear.role in roles),
+            key=lambda linear: roles.index(linear.role),
         )
         readers = tuple(name for linear in reading for name in _patterns(declared, linear))
         source = declared.block + declared.in_block(norm.name)
         channels = torch.arange(norm.size).repeat(reading[0].inputs // norm.size)
-        found.append(Fold(readers, source, channels, offset=norm.offset))
-    return tuple(found)
+        folds.append(Fold(readers, source, channels, offset=norm.offset))
+    return tuple(folds)
 
 
 def _reading(before: Role, roles: Collection[Role]) -> tuple[Role, ...]:
@@ -147,8 +147,8 @@ def _values(spec: ModelSpec, layer: int) -> tuple[str, Tensor, Tensor] | None:
         shared = torch.arange(heads)
         begins = shared * (latent.nope + size) + latent.nope  # of each head of values
     elif linear.by_head:
-        each = heads // kv_heads + 2
-        begins = (torch.arange(kv_heads) * each + each - 1) * size
+        group_heads = heads // kv_heads + 2
+        begins = (torch.arange(kv_heads) * group_heads + group_heads - 1) * size
     else:
         first = heads + kv_heads if len(linear.names) == 1 else 0  # q, k and v are one layer
         begins = (torch.arange(kv_heads) + first) * size
@@ -185,8 +185,8 @@ def keeping_floats(recipe: Recipe, spec: ModelSpec) -> Recipe:
     are small, and whose slight errors change the choice of experts or the decay of a state; and the
     projections of latent vectors, which the engine applies to queries and results."""
     declared = spec.declaration
-    kept = (linear.names for linear in declared.linears if linear.role in KEPT)
-    names = {f"*.{declared.in_block(name)}" for names in kept for name in names}
+    name_groups = (linear.names for linear in declared.linears if linear.role in KEPT)
+    names = {f"*.{declared.in_block(name)}" for names in name_groups for name in names}
     return replace(recipe, skip=(*recipe.skip, *sorted(names - {*recipe.skip})))
 
 
@@ -199,24 +199,24 @@ def unclipped_rows(spec: ModelSpec, layer: int) -> Mapping[str, int]:
     """
     declared, facts = spec.declaration, spec.layers[layer]
     (kv_heads, size), state = spec.heads(facts), facts.state
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for linear in declared.of_block(layer):
         names = _patterns(declared, linear)
         if linear.role in ("q_down", "q_up", "kv_down"):
-            found[names[0]] = linear.outputs[0]
+            counts[names[0]] = linear.outputs[0]
         elif linear.role != "qkv":
             continue
         elif state is not None:
             rows = 2 * state.key_heads * state.key_dim
-            apart = len(names) > 1 or not rows  # else they are stored head by head
-            found[names[0]] = rows if apart else linear.outputs[0]
+            contiguous = len(names) > 1 or not rows  # else they are stored head by head
+            counts[names[0]] = rows if contiguous else linear.outputs[0]
         elif linear.by_head:
-            found[names[0]] = linear.outputs[0]
+            counts[names[0]] = linear.outputs[0]
         elif len(names) == 1:
-            found[names[0]] = (spec.num_heads + (kv_heads if facts.kv_from is None else 0)) * size
+            counts[names[0]] = (spec.num_heads + (kv_heads if facts.kv_from is None else 0)) * size
         else:
-            found |= zip(names[:2], linear.outputs[:2], strict=True)
-    return found
+            counts |= zip(names[:2], linear.outputs[:2], strict=True)
+    return counts
 
 
 def _patterns(declared: Declaration, linear: DeclaredLinear) -> tuple[str, ...]:
@@ -293,15 +293,15 @@ def open_source(folder: Path) -> Source:
 
 def _stored(name: str, tensors: Collection[str]) -> str:
     """Return the name of a layer as the checkpoint has it."""
-    found = (stored for stored in stored_names(name) if stored + WEIGHT in tensors)
-    return next(found, name)
+    matches = (stored for stored in stored_names(name) if stored + WEIGHT in tensors)
+    return next(matches, name)
 
 
 def _block_scope(spec: ModelSpec, tensors: Mapping[str, Stored]) -> str:
     """Return the scope as the checkpoint has it."""
     scopes = stored_names(spec.declaration.block)
-    found = (s for s in scopes if any(tensor.startswith(s.format(0)) for tensor in tensors))
-    return next(found, scopes[0])
+    matches = (s for s in scopes if any(tensor.startswith(s.format(0)) for tensor in tensors))
+    return next(matches, scopes[0])
 
 
 def _linear_layers(spec: ModelSpec, block: int, scope: str) -> dict[str, int]:

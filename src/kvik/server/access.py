@@ -70,13 +70,13 @@ class Keys:
         """
         if not self._keys:
             return ANONYMOUS
-        found = None
+        owner = None
         for text in presented(headers):
             digest = sha256(text.encode("utf-8", "surrogateescape")).digest()
             for key in self._keys:  # all of them, so that timing reveals nothing
                 if hmac.compare_digest(digest, key.digest):
-                    found = key.caller
-        return found
+                    owner = key.caller
+        return owner
 
 
 def presented(headers: Headers) -> list[str]:
@@ -100,8 +100,8 @@ def read_keys(texts: Sequence[str], file: str | None = None) -> Keys:
     keys = [Key(_digest("api_key", text), _caller(f"key-{i + 1}")) for i, text in enumerate(texts)]
     named = False
     if file is not None:
-        found, named = _of_file(file)
-        keys += found
+        of_file, named = _of_file(file)
+        keys += of_file
     if len(keys) == 1 and not named:
         keys = [replace(keys[0], caller=replace(keys[0].caller, is_admin=True))]
     names = [key.caller.name for key in keys]
@@ -252,10 +252,10 @@ class Origins:
         requests."""
         if not self.headers(headers) or "access-control-request-method" not in headers:
             return None
-        asked = headers.get("access-control-request-headers", "")
+        requested = headers.get("access-control-request-headers", "")
         return {
             "access-control-allow-methods": "GET, POST",
-            "access-control-allow-headers": re.sub(r"[^A-Za-z0-9_, -]", "", asked),
+            "access-control-allow-headers": re.sub(r"[^A-Za-z0-9_, -]", "", requested),
             "access-control-max-age": MAX_AGE,
         }
 

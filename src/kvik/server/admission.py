@@ -56,24 +56,26 @@ class Admission:
             OverloadError: the queue, or the tenant's share of it, is full; `own` says which.
         """
         if requests > self._max_requests:
-            most = self._max_requests
+            limit = self._max_requests
             raise CapacityError(
-                "n", f"must be at most {most}, as many as the queue holds, not {requests}"
+                "n", f"must be at most {limit}, as many as the queue holds, not {requests}"
             )
         free = _QueueSize(
             self._max_requests - self._all.requests, self._max_tokens - self._all.tokens
         )
         if requests > free.requests or (self._all.requests and tokens > free.tokens):
-            raise self._full("the queue", self._all, free, requests, tokens, own=False)
+            raise self._full("the queue", self._all, free, requests, tokens, of_caller=False)
         mine = self._tenants.get(tenant)
         if mine is None or not self._shared:
             return
-        left = _QueueSize(
+        free_of_tenant = _QueueSize(
             FREE_MULTIPLE * (free.requests - requests) - mine.requests,
             FREE_MULTIPLE * (free.tokens - tokens) - mine.tokens,
         )
-        if requests > left.requests or tokens > left.tokens:
-            raise self._full("your share of the queue", mine, left, requests, tokens, own=True)
+        if requests > free_of_tenant.requests or tokens > free_of_tenant.tokens:
+            raise self._full(
+                "your share of the queue", mine, free_of_tenant, requests, tokens, of_caller=True
+            )
 
     def check_deadline(self, tenant: str, deadline: float) -> None:
         """Refuse a deadline that the first token would miss, at the measured rate.
@@ -87,13 +89,13 @@ class Admission:
             min(self._all.requests, mine.requests * active),
             min(self._all.tokens, mine.tokens * active),
         )
-        left = deadline - self._clock()
-        if ahead is not None and ahead > left:
+        seconds_left = deadline - self._clock()
+        if ahead is not None and ahead > seconds_left:
             raise OverloadError(
                 "deadline_ms",
                 f"cannot be met: the first token would come in about {ahead:.1f} seconds",
-                _retry(ahead - left),
-                own=False,
+                _retry(ahead - seconds_left),
+                of_caller=False,
             )
 
     def admit(self, tenant: str, requests: int, tokens: int) -> Reservation:
@@ -132,23 +134,23 @@ class Admission:
 
     def _full(
         self,
-        what: str,
+        label: str,
         waiting: _QueueSize,
         free: _QueueSize,
         requests: int,
         tokens: int,
         *,
-        own: bool,
+        of_caller: bool,
     ) -> OverloadError:
         seconds = self._start_rate.estimate(
             max(0, requests - free.requests), max(0, tokens - free.tokens), cautious=True
         )
         return OverloadError(
             "queue",
-            f"{what} is full: {waiting.requests} requests of {waiting.tokens} tokens wait; "
+            f"{label} is full: {waiting.requests} requests of {waiting.tokens} tokens wait; "
             "retry later",
             _retry(seconds or 0.0),
-            own=own,
+            of_caller=of_caller,
         )
 
 
@@ -207,11 +209,11 @@ class StartRate:
         """
         if not self._requests or not self._tokens:
             return None
-        each = (
+        estimates = (
             requests * self._seconds / self._requests,
             tokens * self._seconds / self._tokens,
         )
-        return max(each) if cautious else min(each)
+        return max(estimates) if cautious else min(estimates)
 
 
 def _retry(seconds: float) -> float:

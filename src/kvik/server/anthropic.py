@@ -269,7 +269,7 @@ class MessageFormat(ResponseFormat):
         self._max_model_len = max_model_len
         self._silent = body.max_tokens == 0  # the prompt is only computed for the cache
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> MessageResponse:
+    def complete(self, outputs: Sequence[RequestOutput]) -> MessageResponse:
         (output,) = outputs
         content = [] if self._silent else _blocks(self._parser.push(output.text, ends=True))
         return self._message(self._final_usage(output), content, *self._stop(output))
@@ -287,14 +287,14 @@ class MessageFormat(ResponseFormat):
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
         if self._silent:
             return
-        for one in self._parser.push(delta.text, ends=delta.finish_reason is not None):
-            if one.name:
-                yield from self._begin_block(call_block(one, {}))
-            elif one.thought and self._kind != "thinking":
+        for part in self._parser.push(delta.text, ends=delta.finish_reason is not None):
+            if part.name:
+                yield from self._begin_block(call_block(part, {}))
+            elif part.thought and self._kind != "thinking":
                 yield from self._begin_block(thinking_block(""))
-            elif one.text and self._kind != "text":
+            elif part.text and self._kind != "text":
                 yield from self._begin_block(text_block(""))
-            if piece := one.thought or one.text or one.arguments:
+            if piece := part.thought or part.text or part.arguments:
                 yield self._piece.fill(piece)
 
     def _begin_block(self, block: AnswerBlock) -> Iterator[bytes]:
@@ -365,9 +365,9 @@ def _blocks(deltas: Sequence[AnswerDelta]) -> list[AnswerBlock]:
     """Return the blocks of a whole answer, in the order of a stream. Truncated arguments become
     {}."""
     blocks = []
-    for _, group in groupby(deltas, key=lambda one: (one.index, bool(one.thought))):
+    for _, group in groupby(deltas, key=lambda delta: (delta.index, bool(delta.thought))):
         part = list(group)
-        text = "".join(one.thought + one.text + one.arguments for one in part)
+        text = "".join(delta.thought + delta.text + delta.arguments for delta in part)
         if part[0].index >= 0:
             blocks.append(call_block(part[0], _arguments(text)))
         else:
@@ -377,10 +377,10 @@ def _blocks(deltas: Sequence[AnswerDelta]) -> list[AnswerBlock]:
 
 def _arguments(text: str) -> dict[str, Any]:
     try:
-        given: dict[str, Any] = json.loads(text)
+        arguments: dict[str, Any] = json.loads(text)
     except ValueError:
         return {}
-    return given
+    return arguments
 
 
 def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | None:
@@ -390,27 +390,27 @@ def tool_use(request: Request, body: CountRequest, texts: Texts) -> ToolUse | No
     Raises:
         ParamError: they cannot be used, or there is a choice without tools.
     """
-    asked = body.tool_choice or MessageToolChoice(type="auto")
-    own = (None, "custom")
-    tools = [one for one in body.tools or () if one.type in own]
-    hosted = [f"tools.{one.type}" for one in body.tools or () if one.type not in own]
+    choice = body.tool_choice or MessageToolChoice(type="auto")
+    client_types = (None, "custom")
+    tools = [tool for tool in body.tools or () if tool.type in client_types]
+    hosted = [f"tools.{tool.type}" for tool in body.tools or () if tool.type not in client_types]
     context_of(request).ignore(hosted)
     functions = []
-    for one in tools:
-        if one.input_schema is None:
-            raise ParamError("tools", f"{one.name[:80]} needs an input_schema")
-        strict = bool(one.strict)
-        functions.append(Function(one.name, one.description or "", one.input_schema, strict))
-    if asked.type == "tool" and asked.name is None:
+    for tool in tools:
+        if tool.input_schema is None:
+            raise ParamError("tools", f"{tool.name[:80]} needs an input_schema")
+        strict = bool(tool.strict)
+        functions.append(Function(tool.name, tool.description or "", tool.input_schema, strict))
+    if choice.type == "tool" and choice.name is None:
         raise ParamError("tool_choice", "needs the name of a tool")
-    named = asked.type == "tool"
+    named = choice.type == "tool"
     choices: Mapping[str, ToolMode] = {"any": "required", "tool": "required", "none": "none"}
     return ToolUse.of(
         texts.form,
         functions,
-        choice=choices.get(asked.type, "auto"),
-        allowed=[asked.name or ""] if named else None,
-        one=named or bool(asked.disable_parallel_tool_use),
+        choice=choices.get(choice.type, "auto"),
+        allowed=[choice.name or ""] if named else None,
+        single=named or bool(choice.disable_parallel_tool_use),
     )
 
 
@@ -440,7 +440,7 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
     answer = AnswerForm.behind(prompt.text, texts.form, use, anew=anew, budget=budget)
     params = answer.constrained(params)
     with rename_fields(stop="stop_sequences"):
-        wanted = GenerationRequest(
+        generation_request = GenerationRequest(
             prompt.token_ids,
             params,
             pins=prompt.pins,
@@ -448,7 +448,7 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
             unenforced=() if use is None else use.unenforced,
             field="messages",
         )
-        (generation,) = await start_all(server, request, [wanted], stream=body.stream)
+        (generation,) = await start_all(server, request, [generation_request], stream=body.stream)
     block_size = server.engine.config.cache.block_size
     usage = UsageMeter(len(prompt.token_ids), prompt.pins, block_size)
     form = MessageFormat(model, body, generation, usage, server.max_model_len, answer)
@@ -478,18 +478,18 @@ def _thinking(body: CountRequest, texts: Texts) -> int | None:
     Raises:
         ParamError: thoughts are requested but the model has none, or they cannot be limited.
     """
-    asked = body.thinking
-    if asked is None or asked.type == "disabled":
+    thinking = body.thinking
+    if thinking is None or thinking.type == "disabled":
         return None
-    if not texts.form.thinks and asked.type == "enabled":
+    if not texts.form.thinks and thinking.type == "enabled":
         raise ParamError("thinking", "this model has no thoughts")
-    check_budget("thinking", asked.budget_tokens, texts.form)
-    return asked.budget_tokens
+    check_budget("thinking", thinking.budget_tokens, texts.form)
+    return thinking.budget_tokens
 
 
 def _params(body: MessageRequest, defaults: SamplingParams) -> SamplingParams:
     """Return the sampling parameters; absent fields take the model's own defaults."""
-    given = {
+    fields = {
         "max_tokens": max(1, body.max_tokens),  # for 0, the one token is not shown
         "stop": tuple(body.stop_sequences) if body.stop_sequences else None,
         "temperature": body.temperature,
@@ -498,17 +498,17 @@ def _params(body: MessageRequest, defaults: SamplingParams) -> SamplingParams:
         "structured": _structured(body),
     }
     with rename_fields(stop="stop_sequences"):
-        return defaults.with_changes(**{k: v for k, v in given.items() if v is not None})
+        return defaults.with_changes(**{k: v for k, v in fields.items() if v is not None})
 
 
 def _structured(body: MessageRequest) -> Constraint | None:
-    asked = None if body.output_config is None else body.output_config.format
-    name = "output_config" if asked is not None else "output_format"
-    if asked is not None and body.output_format is not None:
+    output_format = None if body.output_config is None else body.output_config.format
+    name = "output_config" if output_format is not None else "output_format"
+    if output_format is not None and body.output_format is not None:
         raise ParamError("output_format", "contradicts output_config, which has a format")
-    asked = asked or body.output_format
+    output_format = output_format or body.output_format
     try:
-        return None if asked is None else JsonSchema(asked.schema).called(name)
+        return None if output_format is None else JsonSchema(output_format.schema).called(name)
     except ValueError as error:
         raise ParamError(name, str(error)) from None
 

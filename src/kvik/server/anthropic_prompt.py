@@ -299,10 +299,10 @@ async def _length(
         other = "b" if following.texts[0].lstrip().startswith("a") else "a"
         shown.append(ConversationTurn(following.role, [other]))
     try:
-        alone = await render(plain(shown), add_generation_prompt=False)
+        beginning = await render(plain(shown), add_generation_prompt=False)
     except ParamError:
         return 0  # the template refuses the beginning alone
-    length = common_length(alone, text)
+    length = common_length(beginning, text)
     if length == len(text):
         return len(ids)
     return common_length(await texts.encode(text[:length], add_special_tokens=False), ids)

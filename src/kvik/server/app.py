@@ -128,8 +128,8 @@ class ResponseSender:
             headers = dict(self._headers)
             if self._context.ignored_fields:
                 headers["x-kvik-ignored-fields"] = ", ".join(self._context.ignored_fields)
-            own = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
-            message = {**message, "headers": [*message["headers"], *own]}
+            added = [(name.encode(), value.encode("latin-1")) for name, value in headers.items()]
+            message = {**message, "headers": [*message["headers"], *added]}
         else:
             self.num_bytes += len(message.get("body", b""))
         await self._send(message)
@@ -248,7 +248,9 @@ class App:
             return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
         full = path if path.startswith("/v1/") else f"/v1{path}"
         described = sorted({route.path for route in self.routes if route.note})
-        hint = next((what for start, what in ABSENT.items() if full.startswith(start)), None)
+        hint = next(
+            (hint_of_path for start, hint_of_path in ABSENT.items() if full.startswith(start)), None
+        )
         hint = hint or did_you_mean(path[:MAX_COMPARED], described)
         message = "there is nothing at this path" + (f"; {hint}" if hint else "")
         return HttpError(404, message, code="not_found")
@@ -296,9 +298,9 @@ class App:
         fields = [name for name in context.ignored_fields if name not in self._reported_fields]
         for name in fields[: MAX_REPORTED_FIELDS - len(self._reported_fields)]:
             self._reported_fields.add(name)
-            known = context.ignored_fields[name]  # such as effort, which this model does not use
-            hint = "" if known else did_you_mean(name, self._fields)
-            message = f"the field %s of requests is {'' if known else 'unknown and '}ignored%s"
+            is_known = context.ignored_fields[name]  # such as effort, which this model does not use
+            hint = "" if is_known else did_you_mean(name, self._fields)
+            message = f"the field %s of requests is {'' if is_known else 'unknown and '}ignored%s"
             access_log.warning(message, name, f"; {hint}" if hint else "")
 
 
@@ -328,9 +330,9 @@ def all_routes(
 def without_version(table: Sequence[Route]) -> list[Route]:
     """Return the routes below /v1 at their paths without /v1, if those are free: clients' base URLs
     may end with /v1 or not. They are not described again."""
-    known = {(route.method, route.path) for route in table}
+    existing = {(route.method, route.path) for route in table}
     below = [replace(route, path=route.path.removeprefix("/v1"), note="") for route in table]
-    return [route for route in below if (route.method, route.path) not in known]
+    return [route for route in below if (route.method, route.path) not in existing]
 
 
 def openai_routes(server: Server) -> list[Route]:

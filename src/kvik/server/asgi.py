@@ -69,12 +69,12 @@ def build_app(engine: LoadedEngine, **options: Any) -> EngineApp:
     Raises:
         ConfigError: an option does not exist, belongs to the program, or is out of range.
     """
-    known = [one.name for one in options_of(ServerConfig) if one.name not in ELSEWHERE]
+    allowed = [option.name for option in options_of(ServerConfig) if option.name not in ELSEWHERE]
     for name in options:
         if name in ELSEWHERE:
             raise ConfigError(name, "is for the program that listens, or that loads the engine")
-        if name not in known:
-            raise ConfigError(name, unknown(name, "server option", known))
+        if name not in allowed:
+            raise ConfigError(name, unknown(name, "server option", allowed))
     config = ServerConfig(**{**options, "host": ""})
     check_server_config(config)
     names = model_names(config, engine.model, Path(engine.resolved.runner.model_path))

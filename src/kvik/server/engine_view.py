@@ -77,19 +77,19 @@ class EngineFeed:
         self._engine = engine
         self._lock = asyncio.Lock()
         self._frame: EngineFrame | None = None
-        self._taken = 0.0  # when, on the clock of the event loop
+        self._taken_at = 0.0  # when, on the clock of the event loop
 
     async def after(self, seen: EngineFrame | None) -> EngineFrame:
         """Return the next frame after `seen`."""
         now = asyncio.get_running_loop().time
         async with self._lock:
             frame = self._frame
-            rest = self._taken + self.interval - now()
+            rest = self._taken_at + self.interval - now()
             if frame is None or frame is seen or rest <= 0:
                 if frame is not None and rest > 0:
                     await asyncio.sleep(rest)
                 self._frame = frame = await self._take()
-                self._taken = now()
+                self._taken_at = now()
             return frame
 
     async def _take(self) -> EngineFrame:
@@ -131,7 +131,7 @@ class EngineView:
             raise UnavailableError("server", "is being stopped")
         if self._num_watchers >= self.max_watchers:
             raise OverloadError(
-                "engine", f"is watched by {self.max_watchers} already", 10.0, own=False
+                "engine", f"is watched by {self.max_watchers} already", 10.0, of_caller=False
             )
         self._num_watchers += 1
         return WatchedStream(self._events(), self._leave)
@@ -172,8 +172,8 @@ class WatchedStream(StreamingResponse):
 
 def routes(server: Server) -> list[Route]:
     view = EngineView(server)
-    what, live = "What was decided, and what is going on.", "The latter as server-sent events."
+    facts, live = "What was decided, and what is going on.", "The latter as server-sent events."
     return [
-        Route("/v1/engine", view.facts, "GET", operator=True, note=what),
+        Route("/v1/engine", view.facts, "GET", operator=True, note=facts),
         Route("/v1/engine/live", view.live, "GET", operator=True, note=live),
     ]

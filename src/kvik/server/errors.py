@@ -23,9 +23,9 @@ from kvik.errors import KvikError, Overflow, OverloadError, ParamError, Unavaila
 MAX_LINE = 500  # characters of a line of a traceback
 
 
-def escaped(text: str, most: int) -> str:
-    """Return `text`, cut after `most` characters, with everything but printable ASCII escaped."""
-    cut = text if len(text) <= most else f"{text[:most]}..."
+def escaped(text: str, limit: int) -> str:
+    """Return `text`, cut after `limit` characters, with everything but printable ASCII escaped."""
+    cut = text if len(text) <= limit else f"{text[:limit]}..."
     return "".join(
         c if c.isascii() and c.isprintable() and c != "\\" else c.encode("unicode_escape").decode()
         for c in cut
@@ -151,7 +151,7 @@ def http_error(error: Exception) -> HttpError:
         case HttpError():
             return error
         case OverloadError():
-            status, code = (429, "rate_limit_exceeded") if error.own else (503, "overloaded")
+            status, code = (429, "rate_limit_exceeded") if error.of_caller else (503, "overloaded")
             seconds = 60
             if math.isfinite(error.retry_after):
                 seconds = max(1, math.ceil(error.retry_after))
@@ -246,14 +246,14 @@ def deadline_exceeded() -> HttpError:
     return HttpError(504, message, code=DEADLINE)
 
 
-def aborted(message: str, *, again: bool) -> HttpError:
+def aborted(message: str, *, retry: bool) -> HttpError:
     """Return the error of an aborted request.
 
     Args:
-        again: whether the client should retry, on another server or later; false if this very
+        retry: whether the client should retry, on another server or later; false if this very
             request was to be aborted.
     """
-    return HttpError(503, message, code=ABORTED, headers=RETRY if again else NO_RETRY)
+    return HttpError(503, message, code=ABORTED, headers=RETRY if retry else NO_RETRY)
 
 
 def state_in_words(state: EngineState) -> str:

@@ -171,7 +171,7 @@ class Generation:
         degraded: a parameter that the server changed under pressure ("max_tokens=64"), or "".
         unenforced: parts of a JSON Schema that are not enforced.
         transfer: where its prompt is computed, and for whom.
-        kept: where its prompt is kept for another server; set with the result.
+        page_source: where its prompt is kept for another server; set with the result.
         created: time at which its answer began, in whole seconds since 1970.
         movable: another server can continue it.
         streams: its client reads a stream, and gets all output so far.
@@ -197,7 +197,7 @@ class Generation:
         self.degraded = degraded
         self.unenforced: tuple[str, ...] = ()
         self.transfer = ALONE
-        self.kept: PageSource | None = None
+        self.page_source: PageSource | None = None
         self.prompt_use: PromptUse | None = None
         self.result: RequestOutput | None = None
         self.failure: KvikError | None = None
@@ -220,22 +220,22 @@ class Generation:
     def ended(self) -> bool:
         return (self.result or self.failure or self.moved) is not None
 
-    def resumption(self, *, begun: bool) -> str:
-        """Return the state with which another server continues. `begun`: the client reads a stream,
-        and has all output so far."""
+    def resumption(self, *, streams: bool) -> str:
+        """Return the state with which another server continues. `streams`: the client reads a
+        stream, and has all output so far."""
         moved, before = self.moved, self.transfer.resumed
         assert moved is not None
         outputs = []
         for index, made in enumerate(moved.outputs):
             sent = 0 if before is None else before.num_sent(index)
-            sent = NEVER if begun else sent
+            sent = NEVER if streams else sent
             outputs.append(MovedOutput.of(index, made, moved.states[index], moved.now, sent))
         resumption = Resumption(
             self.request_id,
             self.created,
             prompt_digest(self.prompt_token_ids),
             self._max_tokens,
-            begun or (before is not None and before.begun),
+            streams or (before is not None and before.begun),
             outputs,
         )
         return make_resumption(resumption, self.transfer.token)
@@ -252,9 +252,9 @@ class Generation:
         pending, self._pending, self._pending_weight = self._pending, [], 0
         return merged(pending)
 
-    def abort(self, reason: str = "the request was aborted", *, again: bool = False) -> None:
-        """Abort it; does nothing if it has ended. `again`: ask the caller to retry."""
-        self._owner._fail(self, aborted(reason, again=again), FinishReason.ABORT)
+    def abort(self, reason: str = "the request was aborted", *, retry: bool = False) -> None:
+        """Abort it; does nothing if it has ended. `retry`: ask the caller to retry."""
+        self._owner._fail(self, aborted(reason, retry=retry), FinishReason.ABORT)
 
 
 async def wait_for_change(generation: Generation) -> None:
@@ -380,7 +380,7 @@ class Generations:
     def abort_all(self, reason: str) -> None:
         """Abort all generations at shutdown."""
         for generation in list(self.live.values()):
-            generation.abort(reason, again=True)
+            generation.abort(reason, retry=True)
 
     # Input
 
@@ -390,7 +390,7 @@ class Generations:
             yield
         except KvikError as error:
             reason = _why(error)
-            self._notify(lambda one: one.refused(tenant, reason))
+            self._notify(lambda observer: observer.refused(tenant, reason))
             raise
 
     def _check_ready(self) -> None:
@@ -425,7 +425,7 @@ class Generations:
                 handovers = resumed.handovers(time.monotonic())
             except ValueError as error:
                 raise cannot_resume(f"cannot be read: {error}") from None
-            arrived = min(arrived, *(each.report.arrival for each in handovers))
+            arrived = min(arrived, *(handover.report.arrival for handover in handovers))
         made = EngineRequest(
             name,
             request.prompt_token_ids,
@@ -451,12 +451,12 @@ class Generations:
 
     def _degraded(self, params: SamplingParams) -> SamplingParams:
         """Return the parameters, with fewer output tokens under pressure."""
-        most = self._config.pressure_max_tokens
-        if most is None:
+        limit = self._config.pressure_max_tokens
+        if limit is None:
             return params
         fill, waiting = self._admission.fill, self._admission.num_waiting > 0
         load = pressure(fill, self._kv_usage.read(), waiting=waiting)
-        return params if load < PRESSURE else shortened(params, most)
+        return params if load < PRESSURE else shortened(params, limit)
 
     def _deadline(self, request: GenerationRequest, arrived: float) -> float:
         seconds = self._config.request_timeout
@@ -492,7 +492,7 @@ class Generations:
             reservation.release()
             raise
         self.live[engine_request.request_id] = generation
-        self._notify(lambda one: one.arrived(record))
+        self._notify(lambda observer: observer.arrived(record))
         return generation
 
     def _replay(self, generation: Generation, resumed: Resumption) -> None:
@@ -501,20 +501,20 @@ class Generations:
         now, report = time.monotonic(), resumed.outputs[0].report
         generation.prompt_use = PromptUse(report.num_cached_tokens, report.num_pinned_tokens)
         for output in resumed.outputs:
-            for deltas, kept in zip(
+            for deltas, target in zip(
                 output.deltas(generation.request_id, now),
                 (generation.replayed, generation._pending),
                 strict=True,
             ):
                 made = self._processor.process(deltas)
-                kept.extend(made.deltas)
+                target.extend(made.deltas)
                 generation.record.num_output_tokens += sum(len(d.token_ids) for d in deltas)
                 if output.last is not None:
                     generation._states.update({d.index: d for d in deltas if d.finish_reason})
                     generation._reservation.started(output.index)
                     continue
-                for ended in made.to_end:
-                    self._engine.end(*ended)
+                for ending in made.to_end:
+                    self._engine.end(*ending)
         generation.changed.set()
 
     # Output
@@ -565,12 +565,12 @@ class Generations:
             generation.prompt_use = delta.prompt
         if count:
             self._count(generation, delta.index, count, now)
-        if delta.kept is not None:
-            generation.kept = delta.kept
+        if delta.page_source is not None:
+            generation.page_source = delta.page_source
 
     def _count(self, generation: Generation, index: int, count: int, now: float) -> None:
         record = generation.record
-        self._notify(lambda one: one.delivered(record, index, count, now))
+        self._notify(lambda observer: observer.delivered(record, index, count, now))
         if record.first_token is None:
             record.first_token = now
         record.last_tokens[index] = now
@@ -596,7 +596,7 @@ class Generations:
         generation.result = output
         self._forget(generation)
         reason = output.outputs[0].finish_reason
-        self._notify(lambda one: one.finished(generation.record, output, reason))
+        self._notify(lambda observer: observer.finished(generation.record, output, reason))
         generation.changed.set()
 
     def _move(self, generation: Generation, now: float) -> None:
@@ -608,7 +608,7 @@ class Generations:
         name = generation.request_id
         _log.info("request %s continues on another server after %d tokens", name, tokens)
         moved = FinishReason.MOVED.value
-        self._notify(lambda one: one.finished(generation.record, None, moved))
+        self._notify(lambda observer: observer.finished(generation.record, None, moved))
         generation.changed.set()
 
     def _fail(self, generation: Generation, failure: KvikError, reason: FinishReason) -> None:
@@ -619,11 +619,11 @@ class Generations:
         self._processor.discard(generation.request_id)
         self._engine.end(generation.request_id, None, FinishReason.ABORT)
         self._forget(generation)
-        record, ended = generation.record, _FAILED[reason]
+        record, outcome = generation.record, _FAILED[reason]
         if isinstance(failure, OverloadError):
-            ended, why = "refused", _why(failure)
-            self._notify(lambda one: one.refused(record.tenant, why))
-        self._notify(lambda one: one.finished(record, None, ended))
+            outcome, why = "refused", _why(failure)
+            self._notify(lambda observer: observer.refused(record.tenant, why))
+        self._notify(lambda observer: observer.finished(record, None, outcome))
         generation.changed.set()
 
     def _forget(self, generation: Generation) -> None:
@@ -654,11 +654,13 @@ def _check_resumed(resumed: Resumption, requests: Sequence[GenerationRequest]) -
 
 def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
     if delta.refused is not None:
-        return OverloadError(delta.refused, delta.error or "the queue is full", 1.0, own=False)
+        return OverloadError(
+            delta.refused, delta.error or "the queue is full", 1.0, of_caller=False
+        )
     if delta.finish_reason is FinishReason.DEADLINE:
         return deadline_exceeded()
     if delta.finish_reason is FinishReason.ABORT:
-        return aborted("the request was aborted", again=True)
+        return aborted("the request was aborted", retry=True)
     name, _, reason = (delta.error or "").partition(": ")
     if name in PARAMETERS:  # a constraint of the caller cannot be satisfied
         return ParamError(record.params.restriction if name == "structured" else name, reason)
@@ -668,7 +670,7 @@ def _failure(delta: RequestDelta, record: GenerationRecord) -> KvikError:
         reason = ""
     failure = _failed(delta.request_id, delta.error or "the engine did not say why", reason)
     sent = record.streaming and record.first_token is not None
-    return lost(reason) if delta.again and not sent else failure
+    return lost(reason) if delta.resendable and not sent else failure
 
 
 def _failed(request_id: str, error: str, reason: str = "") -> KvikError:
@@ -680,7 +682,9 @@ def _failed(request_id: str, error: str, reason: str = "") -> KvikError:
 
 def _why(error: KvikError) -> str:
     if isinstance(error, OverloadError):
-        return "deadline" if error.field == "deadline_ms" else "share" if error.own else "queue"
+        return (
+            "deadline" if error.field == "deadline_ms" else "share" if error.of_caller else "queue"
+        )
     return "unavailable" if isinstance(error, UnavailableError) else "invalid"
 
 

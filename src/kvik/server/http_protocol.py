@@ -148,8 +148,8 @@ class Connection(HttpToolsProtocol):
         if line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
             self.abort()
             return
-        begun = self.pipeline or self.cycle.response_started
-        if not begun and self.scope["http_version"] != "1.0":
+        responding = self.pipeline or self.cycle.response_started
+        if not responding and self.scope["http_version"] != "1.0":
             self.transport.write(CONTINUE)
         self._set_timer(seconds, partial(self._check_peer, min(4 * seconds, LONGEST_PEER_CHECK)))
 
@@ -161,14 +161,14 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._lingering or self.transport.is_closing():
             return  # discarded
-        began, between = self._num_requests, not (self._in_head or self._in_body)
+        num_before, between = self._num_requests, not (self._in_head or self._in_body)
         if self._in_head:
             self._fed_bytes += len(data)
         self._unset_keepalive_if_required()
         self._feed(data)
         if self._refusal is not None:
             return
-        if between and self._num_requests == began + 1:
+        if between and self._num_requests == num_before + 1:
             self._fed_bytes = len(data)
         # The parser reports only complete headers, so an endless one is detected only here.
         if self._in_head and self._fed_bytes > self._limits.max_head_bytes:
@@ -256,15 +256,15 @@ class Connection(HttpToolsProtocol):
 
         Some clients always offer HTTP/2 and send their body after that; the parser stops there.
         """
-        kept = [(name, value) for name, value in self.headers if name not in UPGRADE_HEADERS]
-        if len(kept) == len(self.headers):  # CONNECT
+        headers = [(name, value) for name, value in self.headers if name not in UPGRADE_HEADERS]
+        if len(headers) == len(self.headers):  # CONNECT
             self._refuse(HttpError(400, "this server is not a proxy"))
             return
         if b"close" in b",".join(v.lower() for n, v in self.headers if n == b"connection"):
-            kept.append((b"connection", b"close"))
+            headers.append((b"connection", b"close"))
         self.parser = HttpRequestParser(self)
         head = b"%b %b HTTP/1.1\r\n" % (self.scope["method"].encode(), self.url)
-        self._feed(head + b"".join(b"%b: %b\r\n" % field for field in kept) + b"\r\n" + rest)
+        self._feed(head + b"".join(b"%b: %b\r\n" % field for field in headers) + b"\r\n" + rest)
 
     # The limits
 

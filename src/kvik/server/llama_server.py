@@ -127,8 +127,8 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
     server.generations.check_capacity(tenant, params.n)
     (prompt,) = split_prompts("prompt", body.prompt).values()
     ids = await prompt_ids(server.texts.of(tenant), prompt)
-    wanted = [GenerationRequest(ids, params)]
-    (generation,) = await start_all(server, request, wanted, stream=body.stream, arrived=arrived)
+    requests = [GenerationRequest(ids, params)]
+    (generation,) = await start_all(server, request, requests, stream=body.stream, arrived=arrived)
     text = prompt if isinstance(prompt, str) else server.texts.decode(prompt)
     form = LlamaFormat(model, text, generation, with_tokens=body.return_tokens)
     return await generation_response(request, [generation], form, body.stream)
@@ -161,7 +161,7 @@ class LlamaFormat(ResponseFormat):
         self._with_tokens = with_tokens
         self._num_tokens = 0
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> LlamaCompletion:
+    def complete(self, outputs: Sequence[RequestOutput]) -> LlamaCompletion:
         return self._finished(outputs, outputs[0].text, outputs[0].outputs[0].token_ids)
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
@@ -225,8 +225,8 @@ def _rate(count: int, seconds: float) -> float:
 
 def settings(params: SamplingParams) -> dict[str, Any]:
     """Return sampling parameters under llama.cpp's names."""
-    names = [(one.facts["alias"] or one.name, one.name) for one in PARAMETERS.values()]
-    shown = {name: getattr(params, own) for name, own in names if own not in LEFT_OUT}
+    names = [(param.facts["alias"] or param.name, param.name) for param in PARAMETERS.values()]
+    shown = {name: getattr(params, field) for name, field in names if field not in LEFT_OUT}
     shown["seed"] = DRAWN_SEED if params.seed is None else params.seed
     limit = TO_THE_END if params.max_tokens is None else params.max_tokens
     return {**shown, "n_predict": limit, "max_tokens": limit}

@@ -170,7 +170,7 @@ class RequestMetricsObserver(Observer):
         self._count("request_success", 1, reason)
         if output is None:
             return
-        times, tokens = output.metrics, [len(one.token_ids) for one in output.outputs]
+        times, tokens = output.metrics, [len(completion.token_ids) for completion in output.outputs]
         prompt, cached = record.num_prompt_tokens, output.num_cached_tokens
         self._count("prompt_tokens", prompt)
         self._count("prompt_tokens_by_source", prompt - cached, "local_compute")
@@ -228,15 +228,15 @@ class Exposition(Collector):
 
     def __init__(self, model_name: str, compat: str) -> None:
         labels = {"model_name": model_name}
-        self._own = [("kvik:", labels)]
-        others = [("vllm:", {**labels, "engine": "0"})] if compat == "vllm" else []
-        self._all = [*self._own, *others]
+        self._native = [("kvik:", labels)]
+        compatible = [("vllm:", {**labels, "engine": "0"})] if compat == "vllm" else []
+        self._all = [*self._native, *compatible]
         self._metrics: list[Metric] = []
 
     def add(self, metrics: Iterable[Metric]) -> None:
         """Add metrics whose names have no prefix yet."""
         for metric in metrics:
-            for prefix, labels in self._own if metric.name in ONLY_OURS else self._all:
+            for prefix, labels in self._native if metric.name in ONLY_OURS else self._all:
                 named = Metric(prefix + metric.name, metric.documentation, metric.type)
                 for sample in metric.samples:
                     if not sample.name.endswith("_created"):  # not needed
@@ -339,8 +339,8 @@ def _family(
     if not isinstance(value, Mapping):
         return kind(name, note, value)
     family = kind(name, note, labels=[label])
-    for key, one in value.items():
-        family.add_metric([key], one)
+    for key, number in value.items():
+        family.add_metric([key], number)
     return family
 
 

@@ -95,14 +95,16 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
     tenant = caller_of(request).tenant
     server.generations.check_capacity(tenant, params.n)
     (prompt,) = split_prompts("prompt", body.prompt).values()
-    wanted = GenerationRequest(
+    generation_request = GenerationRequest(
         await prompt_ids(server.texts.of(tenant), prompt),
         params,
         priority=body.priority,
         cache_salt=body.cache_salt,
         deadline_ms=body.deadline_ms,
     )
-    (generation,) = await start_all(server, request, [wanted], stream=body.stream, arrived=arrived)
+    (generation,) = await start_all(
+        server, request, [generation_request], stream=body.stream, arrived=arrived
+    )
     form = GenerateFormat(generation)
     return await generation_response(request, [generation], form, body.stream)
 
@@ -115,7 +117,7 @@ class GenerateFormat(ResponseFormat):
     def __init__(self, generation: Generation) -> None:
         self._generation = generation
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> Generated:
+    def complete(self, outputs: Sequence[RequestOutput]) -> Generated:
         generated = self._without_text(outputs)
         generated.text = outputs[0].text
         return generated

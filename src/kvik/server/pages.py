@@ -54,30 +54,35 @@ def playground_routes() -> list[Route]:
 
     They are open, since a browser cannot send a key for them, and contain nothing secret.
     """
-    found = []
+    routes = []
     for file in sorted(FOLDER.iterdir()):
         if file.suffix in TYPES and file.name not in OTHERS:
             path = "/" if file.name == INDEX else f"/ui/{file.name}"
             note = "The playground." if file.name == INDEX else ""
             handler = _content(file.read_bytes(), TYPES[file.suffix])
-            found.append(Route(path, handler, "GET", open=True, note=note))
+            routes.append(Route(path, handler, "GET", open=True, note=note))
     script = f"export const PARAMETERS = {json.dumps(form_fields())};\n".encode()
     handler = _content(script, TYPES[".js"])
-    found.append(Route(f"/ui/{PARAMETERS_SCRIPT}", handler, "GET", open=True))
-    return found
+    routes.append(Route(f"/ui/{PARAMETERS_SCRIPT}", handler, "GET", open=True))
+    return routes
 
 
 def form_fields() -> list[dict[str, object]]:
     """Return the form's numeric fields: name, label, limits of the input, note."""
     made = []
-    for one in PARAMETERS.values():
-        kind = one.kind
-        if one.facts["label"] and isinstance(kind, Integer | Number):
+    for param in PARAMETERS.values():
+        kind = param.kind
+        if param.facts["label"] and isinstance(kind, Integer | Number):
             limits: dict[str, object] = {"step": 1 if isinstance(kind, Integer) else "any"}
             if abs(kind.low) < MAX_EXACT and abs(kind.high) < MAX_EXACT:
                 limits |= {"min": kind.low, "max": kind.high}
             made.append(
-                {"name": one.name, "label": one.facts["label"], "limits": limits, "note": one.help}
+                {
+                    "name": param.name,
+                    "label": param.facts["label"],
+                    "limits": limits,
+                    "note": param.help,
+                }
             )
     return made
 
@@ -97,7 +102,7 @@ def _content(content: bytes, media_type: str) -> Handler:
 
 def _has(fields: Sequence[str], tag: str) -> bool:
     """Return whether `If-None-Match` names a tag, weak or strong, or any (RFC 9110, 13.1.2)."""
-    tags = [one.strip().removeprefix("W/") for field in fields for one in field.split(",")]
+    tags = [entry.strip().removeprefix("W/") for field in fields for entry in field.split(",")]
     return tag in tags or tags == ["*"]
 
 
@@ -128,14 +133,14 @@ def document_routes(table: Sequence[Route], root_path: str = "") -> list[Route]:
     async def page(request: Request) -> Response:
         return Response(made["page"], media_type="text/html", headers=HEADERS)
 
-    own = [
+    routes = [
         Route("/openapi.json", schema, "GET", open=True, note="This API for programs."),
         Route("/docs", page, "GET", open=True, note="This API for people."),
     ]
-    described = document([*table, *own], root_path)
+    described = document([*table, *routes], root_path)
     made["schema"] = json.dumps(described).encode()
     made["page"] = render(described).encode()
-    return own
+    return routes
 
 
 def document(table: Iterable[Route], root_path: str = "") -> dict[str, Any]:

@@ -57,7 +57,7 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-LEAST_MISSING = 2  # missing chunks of a prompt below which the decode server computes it itself
+MIN_MISSING = 2  # missing chunks of a prompt below which the decode server computes it itself
 MAX_PREFILLED = 1 << 16  # bytes of a prefill server's answer
 PIECE = 256  # characters of a prompt per hash
 MAX_PIECES = 2048  # chunks of a prompt that are hashed
@@ -148,14 +148,14 @@ def passed_on(
     headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
 ) -> list[tuple[bytes, bytes]]:
     """Return the headers that belong to the message, without those that `Connection` names."""
-    found = [(name.lower(), value) for name, value in headers]
+    pairs = [(name.lower(), value) for name, value in headers]
     named = {
         token.strip().lower()
-        for name, value in found
+        for name, value in pairs
         if name == b"connection"
         for token in value.split(b",")
     }
-    return [(name, value) for name, value in found if name not in dropped and name not in named]
+    return [(name, value) for name, value in pairs if name not in dropped and name not in named]
 
 
 class MovedMark:
@@ -177,8 +177,10 @@ class MovedMark:
         if not self.found:
             at = data.find(b"\n" + MOVED_COMMENT)
             if at < 0:
-                most = min(len(MOVED_COMMENT), len(data) - 1)
-                sizes = (n for n in range(most, 0, -1) if data.endswith(b"\n" + MOVED_COMMENT[:n]))
+                longest = min(len(MOVED_COMMENT), len(data) - 1)
+                sizes = (
+                    n for n in range(longest, 0, -1) if data.endswith(b"\n" + MOVED_COMMENT[:n])
+                )
                 size = next(sizes, 0)
                 end = len(data) - size
                 self._rest = data[end - 1 :]
@@ -286,13 +288,15 @@ class Proxy:
         )
         try:
             await self._find_one()
-            await asyncio.gather(*(self._check_api(one) for one in self.upstreams if one.healthy))
+            await asyncio.gather(
+                *(self._check_api(server) for server in self.upstreams if server.healthy)
+            )
         except BaseException:
             await self.close()
             raise
-        for one in self.upstreams:
-            if not one.healthy:
-                log.warning("%s gets no requests yet: %s", one.url, one.reason)
+        for server in self.upstreams:
+            if not server.healthy:
+                log.warning("%s gets no requests yet: %s", server.url, server.reason)
         self._check_roles()
         loop = asyncio.get_running_loop()
         self._watching = [loop.create_task(self._watch(i)) for i in range(len(self.upstreams))]
@@ -309,10 +313,10 @@ class Proxy:
             await send({"type": "websocket.close", "code": 1008})
             return
         assert scope["type"] == "http"
-        own = {"/health": self._health, "/ready": self._health, "/ping": self._health}
-        own |= {"/replicas": self._state, "/metrics": self._metrics}
-        if scope["method"] in ("GET", "HEAD") and scope["path"] in own:
-            await own[scope["path"]]()(scope, receive, send)
+        handlers = {"/health": self._health, "/ready": self._health, "/ping": self._health}
+        handlers |= {"/replicas": self._state, "/metrics": self._metrics}
+        if scope["method"] in ("GET", "HEAD") and scope["path"] in handlers:
+            await handlers[scope["path"]]()(scope, receive, send)
             return
         with suppress(ClientDisconnect):
             await _Passing(self, scope, receive, send).run()
@@ -334,16 +338,16 @@ class Proxy:
 
     def has_others(self, numbers: Collection[int]) -> bool:
         """Return whether a server other than these is available."""
-        return any(one.healthy for i, one in enumerate(self.upstreams) if i not in numbers)
+        return any(server.healthy for i, server in enumerate(self.upstreams) if i not in numbers)
 
     def choose_prefill(self, choice: ReplicaChoice, prompt: RoutedPrompt) -> ReplicaChoice | None:
         """Choose a server to compute the prompt for the chosen one; None if that computes it
         itself."""
         missing = len(prompt.hashes) - choice.hit
-        if self.upstreams[choice.replica].role != "decode" or missing < LEAST_MISSING:
+        if self.upstreams[choice.replica].role != "decode" or missing < MIN_MISSING:
             return None
-        others = set(range(len(self.upstreams))) - self._prefill_servers()
-        return self._router.choose(prompt.hashes, prompt.size, self._clock(), avoid=others)
+        avoided = set(range(len(self.upstreams))) - self._prefill_servers()
+        return self._router.choose(prompt.hashes, prompt.size, self._clock(), avoid=avoided)
 
     def sent(self, name: str, choice: ReplicaChoice, prompt: RoutedPrompt) -> None:
         upstream = self.upstreams[choice.replica]
@@ -365,10 +369,10 @@ class Proxy:
 
     def refused(self, number: int, reason: str) -> None:
         """Note that a server refused to continue a request of another server."""
-        one = self.upstreams[number]
-        if one.refusal != reason:
-            log.warning("%s cannot continue requests of other servers: %s", one.url, reason)
-        one.refusal = reason
+        server = self.upstreams[number]
+        if server.refusal != reason:
+            log.warning("%s cannot continue requests of other servers: %s", server.url, reason)
+        server.refusal = reason
 
     def unavailable(self, errors: Mapping[str, str]) -> HttpError:
         """Return the error when no server is available, or those that were asked failed.
@@ -383,16 +387,18 @@ class Proxy:
     # -- inside ----------------------------------------------------------------------------------
 
     def _prefill_servers(self) -> set[int]:
-        return {i for i, one in enumerate(self.upstreams) if one.role == "prefill"}
+        return {i for i, server in enumerate(self.upstreams) if server.role == "prefill"}
 
     def _reasons(self) -> str:
-        return "; ".join(f"{one.url}: {one.reason}" for one in self.upstreams)
+        return "; ".join(f"{server.url}: {server.reason}" for server in self.upstreams)
 
     def _set(self, number: int, reason: str) -> None:
-        one = self.upstreams[number]
-        if bool(one.reason) != bool(reason):
-            log.log(logging.WARNING if reason else logging.INFO, "%s: %s", one.url, reason or "up")
-        one.reason = reason
+        server = self.upstreams[number]
+        if bool(server.reason) != bool(reason):
+            log.log(
+                logging.WARNING if reason else logging.INFO, "%s: %s", server.url, reason or "up"
+            )
+        server.reason = reason
         self._router.set_available(number, not reason)
 
     async def _find_one(self) -> None:
@@ -417,9 +423,9 @@ class Proxy:
 
     def _check_roles(self) -> None:
         """Tell once if the roles of the servers do not fit each other."""
-        if not all(one.healthy for one in self.upstreams):
+        if not all(server.healthy for server in self.upstreams):
             return
-        roles, mismatch = {one.role for one in self.upstreams}, ""
+        roles, mismatch = {server.role for server in self.upstreams}, ""
         if "prefill" in roles and "decode" not in roles:
             mismatch = "no server has --role decode, so those with --role prefill are of no use"
         elif "decode" in roles and "prefill" not in roles:
@@ -445,21 +451,21 @@ class Proxy:
         self._set(number, "" if status < 500 else reason)
         return True
 
-    async def _check_api(self, one: Upstream) -> None:
+    async def _check_api(self, server: Upstream) -> None:
         """Raise `KvikError` if a server does not have the API."""
         with suppress(UpstreamError):
-            status, body = await self._get(one.url + "/v1/models")
+            status, body = await self._get(server.url + "/v1/models")
             try:
-                found = msgspec.json.decode(body)
+                models = msgspec.json.decode(body)
             except msgspec.DecodeError:
-                found = None
-            lists = isinstance(found, dict) and found.keys() & {"data", "object", "models"}
+                models = None
+            lists = isinstance(models, dict) and models.keys() & {"data", "object", "models"}
             # A server with keys refuses this, and one that is loading cannot answer yet.
             if not (status == 200 and lists) and status not in (401, 403) and status < 500:
-                found = f"status {status} for /v1/models"
+                answered = f"status {status} for /v1/models"
                 raise KvikError(
                     "url",
-                    f"{one.url} answers, but not as a server of the OpenAI API ({found}): "
+                    f"{server.url} answers, but not as a server of the OpenAI API ({answered}): "
                     "name the URL that clients use, without /v1",
                 )
 
@@ -474,7 +480,7 @@ class Proxy:
             raise UpstreamError(error) from None
 
     def _health(self) -> Response:
-        if any(one.healthy for one in self.upstreams):
+        if any(server.healthy for server in self.upstreams):
             return _json(200, {"status": "ok"})
         return _json(503, {"status": "unavailable", "reason": self._reasons()})
 
@@ -487,10 +493,10 @@ class Proxy:
             lines.append(f"# TYPE kvik_route_{name}_total counter")
             lines.append(f"kvik_route_{name}_total {getattr(self, name)}")
         for name, kind, of in (
-            ("up", "gauge", lambda one: int(one.healthy)),
-            ("unfinished_requests", "gauge", lambda one: one.unfinished),
-            ("requests_total", "counter", lambda one: one.requests),
-            ("errors_total", "counter", lambda one: one.errors),
+            ("up", "gauge", lambda server: int(server.healthy)),
+            ("unfinished_requests", "gauge", lambda server: server.unfinished),
+            ("requests_total", "counter", lambda server: server.requests),
+            ("errors_total", "counter", lambda server: server.errors),
         ):
             lines.append(f"# TYPE kvik_route_{name} {kind}")
             lines += [f'kvik_route_{name}{{url="{o.url}"}} {of(o)}' for o in self.upstreams]
@@ -594,11 +600,11 @@ class _Passing:
         if self._scope["method"] != "POST" or body.lstrip()[:1] != b"{":
             return RoutedPrompt()
         try:
-            found = msgspec.json.decode(body)
-            text = rendered(found)
+            fields = msgspec.json.decode(body)
+            text = rendered(fields)
         except (msgspec.DecodeError, RecursionError):  # the server will report the error
             return RoutedPrompt()
-        session = found.get("session_id") or found.get("prompt_cache_key")
+        session = fields.get("session_id") or fields.get("prompt_cache_key")
         name = session if isinstance(session, str) else ""
         return RoutedPrompt(piece_hashes(text), len(text), name)
 
@@ -622,8 +628,8 @@ class _Passing:
         except UpstreamError as error:
             self._note_failure(choice, str(error))
             self._num_begun += error.sent and resumed is None
-            again = resumed is None and self._num_begun < MAX_BEGUN
-            closed = error.closed and again
+            may_retry = resumed is None and self._num_begun < MAX_BEGUN
+            closed = error.closed and may_retry
             self._closed |= closed
             if not closed:
                 proxy.failed(choice.replica, str(error))
@@ -633,7 +639,7 @@ class _Passing:
                 if not break_connection(self._scope):
                     raise
                 return True
-            if again:
+            if may_retry:
                 return False
             await self._refuse(proxy.unavailable(self._errors))
             return True
@@ -642,7 +648,7 @@ class _Passing:
             proxy.ended(name, choice, None if share is None else share * self._prompt.size)
 
     async def _continue(
-        self, left: ReplicaChoice, answer: aiohttp.ClientResponse, state: bytes
+        self, previous: ReplicaChoice, answer: aiohttp.ClientResponse, state: bytes
     ) -> None:
         """Let another server continue the request that was handed over; if none does, its first
         server.
@@ -652,13 +658,13 @@ class _Passing:
         """
         proxy = self._proxy
         proxy.moves += 1
-        tried = [left.replica]
+        tried = [previous.replica]
         release = asyncio.get_running_loop().call_later(LET_GO_SECONDS, answer.close)
         try:
             while True:
                 choice = proxy.choose(self._prompt, tried)
                 resumed = _Resumed(state, answer, back=choice is None)
-                if await self._ask(choice or left, tried, resumed):
+                if await self._ask(choice or previous, tried, resumed):
                     return
                 if choice is None:
                     raise UpstreamError(ConnectionError("no server continues its answer"))
@@ -781,11 +787,11 @@ class _Passing:
                 reason = _text(error, "error", "message") or f"status {answer.status}"
                 proxy.refused(choice.replica, reason)
                 return None
-            begun = self._num_begun + (answer.status != UNAVAILABLE)
-            others = proxy.has_others({*tried, choice.replica})
-            if answer.status in RETRIED and others and begun < MAX_BEGUN:
+            num_begun = self._num_begun + (answer.status != UNAVAILABLE)
+            has_others = proxy.has_others({*tried, choice.replica})
+            if answer.status in RETRIED and has_others and num_begun < MAX_BEGUN:
                 self._note_failure(choice, f"it answers with status {answer.status}")
-                self._num_begun = begun
+                self._num_begun = num_begun
                 return None
             passed = passed_on(answer.raw_headers, HOP_BY_HOP)
             limit_unread(scope, BODY_SECONDS)
@@ -846,9 +852,9 @@ def _described(error: Exception) -> str:
 def _text(body: bytes, *names: str) -> str:
     """Return a text inside a JSON object, by the names that lead to it; "" if there is none."""
     with suppress(msgspec.DecodeError, AttributeError):
-        found = msgspec.json.decode(body)
+        value = msgspec.json.decode(body)
         for name in names:
-            found = found.get(name)
-        if isinstance(found, str):
-            return found[:200]
+            value = value.get(name)
+        if isinstance(value, str):
+            return value[:200]
     return ""

@@ -174,7 +174,7 @@ class ResponseFormat(ABC):
     resumable = True  # whether a stream that another server began can be continued
 
     @abstractmethod
-    def whole(self, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
+    def complete(self, outputs: Sequence[RequestOutput]) -> msgspec.Struct:
         """Return the response object."""
 
     def begin(self) -> bytes:
@@ -206,7 +206,7 @@ class ResponseFormat(ABC):
 async def start_all(
     server: Server,
     request: Request,
-    wanted: Sequence[GenerationRequest],
+    requests: Sequence[GenerationRequest],
     *,
     stream: bool | None = False,
     arrived: float | None = None,
@@ -214,7 +214,7 @@ async def start_all(
     """Start generations for the caller of a request; see `Generations.start_all`."""
     tenant, headers = caller_of(request).tenant, request.headers
     return await server.generations.start_all(
-        wanted, tenant, streaming=bool(stream), arrived=arrived, headers=headers
+        requests, tenant, streaming=bool(stream), arrived=arrived, headers=headers
     )
 
 
@@ -238,7 +238,7 @@ async def generation_response(
     if lends:
         return _prefilled(generations)
     num_items = sum(map(_num_logprobs, outputs))
-    data = await offload(num_items, lambda: encode_in_chunks(form.whole(outputs)))
+    data = await offload(num_items, lambda: encode_in_chunks(form.complete(outputs)))
     headers = headers_of(generations)
     return Response(data, media_type="application/json", headers=headers)
 
@@ -260,7 +260,7 @@ class MovedReply(Response):
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
         watch = asyncio.ensure_future(_until_gone(receive))
         try:
-            await _hand_on(send, self._generation.resumption(begun=False).encode(), watch)
+            await _hand_on(send, self._generation.resumption(streams=False).encode(), watch)
         finally:
             watch.cancel()
 
@@ -280,11 +280,14 @@ async def _hand_on(send: Send, resumption: bytes, watch: asyncio.Future[None]) -
 def _prefilled(generations: Sequence[Generation]) -> Response:
     """Return the answer to a request whose prompts were computed for another server. It names pages
     only if there is a single prompt."""
-    prompts, kept = (sum(len(g.prompt_token_ids) for g in generations), generations[0].kept)
-    one = kept if len(generations) == 1 else None
-    response = json_response(Prefilled(prompts, one.num_tokens if one is not None else 0))
-    if one is not None:
-        response.headers[SOURCE_HEADER] = make_ticket(one, generations[0].transfer.token)
+    prompts, source = (
+        sum(len(g.prompt_token_ids) for g in generations),
+        generations[0].page_source,
+    )
+    pages = source if len(generations) == 1 else None
+    response = json_response(Prefilled(prompts, pages.num_tokens if pages is not None else 0))
+    if pages is not None:
+        response.headers[SOURCE_HEADER] = make_ticket(pages, generations[0].transfer.token)
     return response
 
 
@@ -324,7 +327,7 @@ class StreamReply(Response):
                 if self._generations[0].moved is None:
                     return
                 if self._begun:
-                    resumption = self._generations[0].resumption(begun=True).encode()
+                    resumption = self._generations[0].resumption(streams=True).encode()
                     await _hand_on(send, MOVED_COMMENT + resumption, watch)
                     return
             finally:
@@ -341,7 +344,7 @@ class StreamReply(Response):
                 replayed, generation.replayed = generation.replayed, []
                 if replayed:
                     grow = partial(self._form.grow, position, merged(replayed))
-                    await offload(sum(len(one.token_ids) for one in replayed), grow)
+                    await offload(sum(len(delta.token_ids) for delta in replayed), grow)
         while True:
             await wait_for_change(self._generations[0])
             if watch.done():
@@ -364,16 +367,16 @@ class StreamReply(Response):
 
     async def _next(self) -> tuple[bytes, bool]:
         """Return the events to send now, and whether they are the last."""
-        taken = [generation.take() for generation in self._generations]
+        batches = [generation.take() for generation in self._generations]
         failure = next((g.failure for g in self._generations if g.failure is not None), None)
         last = all(generation.result is not None for generation in self._generations)
         if failure is not None and not self._begun:
             raise failure
         parts: list[bytes] = []
-        if not self._opened and (any(taken) or last or self._beat):
+        if not self._opened and (any(batches) or last or self._beat):
             self._opened = True
             parts.append(self._form.begin())
-        for position, deltas in enumerate(taken):
+        for position, deltas in enumerate(batches):
             if deltas:
                 grow = partial(self._form.grow, position, deltas)
                 parts.append(await offload(_num_of_prompt(deltas), grow))
@@ -382,7 +385,7 @@ class StreamReply(Response):
             return b"".join(parts), True
         if last:
             parts.append(self._form.end([g.result for g in self._generations if g.result]))
-        elif self._beat and not any(taken):
+        elif self._beat and not any(batches):
             parts.append(self._form.heartbeat)
         self._beat = False
         return b"".join(parts), last
@@ -466,7 +469,7 @@ def _watched(receive: Receive, generations: Sequence[Generation]) -> Iterator[as
 
 def _num_logprobs(output: RequestOutput) -> int:
     """Count the log probabilities in the response to a finished request."""
-    return _count([*(one.logprobs or () for one in output.outputs), output.prompt_logprobs or ()])
+    return _count([*(c.logprobs or () for c in output.outputs), output.prompt_logprobs or ()])
 
 
 def _num_of_prompt(deltas: Sequence[TextDelta]) -> int:
@@ -485,8 +488,8 @@ def headers_of(generations: Sequence[Generation]) -> dict[str, str]:
         DEGRADED_HEADER: next((g.degraded for g in generations if g.degraded), ""),
         UNENFORCED_HEADER: "; ".join(next((g.unenforced for g in generations), ())),
     }
-    most = MAX_HEADER_CHARS
-    return {name: escaped(value, most)[:most] for name, value in headers.items() if value}
+    limit = MAX_HEADER_CHARS
+    return {name: escaped(value, limit)[:limit] for name, value in headers.items() if value}
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -103,7 +103,7 @@ class BodyBudget:
             if num_bytes <= self.limits.small_bytes:
                 return
             if self.num_bytes - counted + num_bytes > self.limits.total_bytes:
-                raise OverloadError("body", "too many large requests at once", 1.0, own=False)
+                raise OverloadError("body", "too many large requests at once", 1.0, of_caller=False)
             self.num_bytes += num_bytes - counted
             counted = num_bytes
 
@@ -343,14 +343,14 @@ def parse_json(data: Data, limits: BodyLimits) -> Any:
 def _decoded(data: Data) -> str:
     decoder = codecs.getincrementaldecoder("utf-8")()
     try:
-        pieces = [
+        parts = [
             decoder.decode(data[start : start + PIECE_BYTES])
             for start in range(0, len(data), PIECE_BYTES)
         ]
-        pieces.append(decoder.decode(b"", final=True))
+        parts.append(decoder.decode(b"", final=True))
     except UnicodeDecodeError:
         raise HttpError(400, "the body must be UTF-8 text") from None
-    return "".join(pieces)
+    return "".join(parts)
 
 
 def _has_long_number(data: Data) -> bool:
@@ -395,28 +395,28 @@ async def _read(request: Request, limits: BodyLimits, grow: Callable[[int], None
 def _check_size(data: Data, limits: BodyLimits) -> None:
     if _is_small(data, limits):
         return
-    outside = _outside_strings(data, most=limits.max_values + limits.max_keys)
+    outside = _outside_strings(data, max_strings=limits.max_values + limits.max_keys)
     if outside is None or not _is_small(outside, limits):
-        what = f"{limits.max_values} values, and {limits.max_keys} keys or objects"
-        raise HttpError(400, f"the body must have at most {what}")
+        allowed = f"{limits.max_values} values, and {limits.max_keys} keys or objects"
+        raise HttpError(400, f"the body must have at most {allowed}")
 
 
-def _outside_strings(data: Data, most: int) -> bytes | None:
-    """Return JSON without its strings; None if there are more than `most`.
+def _outside_strings(data: Data, max_strings: int) -> bytes | None:
+    """Return JSON without its strings; None if there are more than `max_strings`.
 
     A regular expression would block all other threads ten times longer.
     """
-    found: list[Data] = []
+    outside: list[Data] = []
     num_quotes = 0
     for piece in _uncut(data):
         # Without escapes, quotes occur only at the ends of strings.
         plain = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = plain.split(b'"')
-        found += parts[num_quotes % 2 :: 2]
+        outside += parts[num_quotes % 2 :: 2]
         num_quotes += len(parts) - 1
-        if num_quotes > 2 * most:
+        if num_quotes > 2 * max_strings:
             return None
-    return b"".join(found)
+    return b"".join(outside)
 
 
 def _uncut(data: Data) -> Iterator[Data]:
@@ -442,7 +442,7 @@ def _is_small(data: Data, limits: BodyLimits) -> bool:
 def _check_depth(data: Data, limits: BodyLimits) -> None:
     if data.count(b"[") + data.count(b"{") <= limits.max_depth:
         return
-    outside = _outside_strings(data, most=limits.max_values + limits.max_keys)
+    outside = _outside_strings(data, max_strings=limits.max_values + limits.max_keys)
     if outside is None:
         raise _too_deep(limits)
     brackets = outside.translate(ONE_KIND, NOT_BRACKETS)
@@ -479,10 +479,10 @@ class _BadNumber(ValueError):
 
 def _bad_number(error: _BadNumber, text: str) -> HttpError:
     """Return the error of a bad number. The parser does not report its field: search for it."""
-    found = re.search(r'"(\w{1,64})"\s*:\s*' + re.escape(error.number), text)
-    field = found[1] if found else ""
-    what = f"{error.number} {error.why}"
-    return HttpError(400, f"{field}: {what}" if field else what, field)
+    match = re.search(r'"(\w{1,64})"\s*:\s*' + re.escape(error.number), text)
+    field = match[1] if match else ""
+    problem = f"{error.number} {error.why}"
+    return HttpError(400, f"{field}: {problem}" if field else problem, field)
 
 
 def _no_number(text: str) -> NoReturn:
@@ -504,18 +504,18 @@ def _finite(text: str) -> float:
 
 def _invalid(message: str) -> NoReturn:
     """Raise 400 from a message like "Expected `int`, got `str` - at `$.stop[0]`"."""
-    found = PLACE.fullmatch(message)
-    what, place = (found[1], found[3]) if found else (message, "")
-    missing = re.fullmatch(r"Object missing required field `(.*)`", what)
+    match = PLACE.fullmatch(message)
+    problem, place = (match[1], match[3]) if match else (message, "")
+    missing = re.fullmatch(r"Object missing required field `(.*)`", problem)
     if missing:
         place = f"{place}.{missing[1]}".removeprefix(".")
-        what = "is required"
+        problem = "is required"
     else:
-        what = what[:1].lower() + what[1:]
-    if found and found[2]:
-        what = f"a key of the object: {what}"
+        problem = problem[:1].lower() + problem[1:]
+    if match and match[2]:
+        problem = f"a key of the object: {problem}"
     place = escaped(place, 200)
-    raise HttpError(400, f"{place}: {what}" if place else what, place)
+    raise HttpError(400, f"{place}: {problem}" if place else problem, place)
 
 
 def _too_large(limits: BodyLimits) -> HttpError:

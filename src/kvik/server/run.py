@@ -228,8 +228,8 @@ class Listener:
 
 def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
     """Raise the limit on open files as far as allowed, and limit the connections by it."""
-    most = allow_files(limits.max_connections + RESERVED_FILES) - RESERVED_FILES
-    return replace(limits, max_connections=max(1, most))
+    max_connections = allow_files(limits.max_connections + RESERVED_FILES) - RESERVED_FILES
+    return replace(limits, max_connections=max(1, max_connections))
 
 
 log = logging.getLogger(__name__)
@@ -280,7 +280,7 @@ async def serve(
         if not failed:
             await _drain(server, stop, tell)
     finally:
-        quick = stop.again.is_set()
+        quick = stop.repeated.is_set()
         server.drain.start()
         server.generations.abort_all("the server is being stopped")
         await server.drain.wait(QUICK_GRACE if quick else ABORT_GRACE)
@@ -295,8 +295,8 @@ class StopSignal:
     """Records whether the server was asked to stop, and whether it was asked again."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.again = asyncio.Event()
+        self.requested = asyncio.Event()
+        self.repeated = asyncio.Event()
 
     def listen(self) -> None:
         """Receive the signals of this process until `close`; SIGHUP unless it is ignored."""
@@ -305,31 +305,31 @@ class StopSignal:
             self._loop.add_signal_handler(number, self.ask)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # by nohup
             # A terminal that closes may send it twice: it never counts as the second signal.
-            self._loop.add_signal_handler(signal.SIGHUP, self.asked.set)
+            self._loop.add_signal_handler(signal.SIGHUP, self.requested.set)
 
     def close(self) -> None:
         for number in (*SIGNALS, signal.SIGHUP):
             self._loop.remove_signal_handler(number)
 
     def ask(self) -> None:
-        (self.again if self.asked.is_set() else self.asked).set()
+        (self.repeated if self.requested.is_set() else self.requested).set()
 
 
 async def _run_engine(server: Server, stop: StopSignal, tell: Callable[[str], None]) -> bool:
     """Wait until the server is to stop or the engine fails for good; return whether it failed."""
     ready = False
-    while not stop.asked.is_set():
+    while not stop.requested.is_set():
         match server.engine.state:
             case EngineState.FAILED:
-                what = "the server ends" if ready else "the engine cannot be started"
-                log.error("%s: %s", what, server.engine.reason)
+                consequence = "the server ends" if ready else "the engine cannot be started"
+                log.error("%s: %s", consequence, server.engine.reason)
                 return True
             case EngineState.READY if not ready:
                 ready = True
                 tell("ready")
         with suppress(TimeoutError):
             async with asyncio.timeout(SERVE_POLL_SECONDS if ready else START_POLL_SECONDS):
-                await stop.asked.wait()
+                await stop.requested.wait()
     return False
 
 
@@ -341,7 +341,7 @@ async def _drain(server: Server, stop: StopSignal, tell: Callable[[str], None]) 
             f"stopping: {server.drain.num_open} answers have {seconds:g} s; once more ends at once"
         )
     empty = asyncio.ensure_future(server.drain.wait(seconds))
-    again = asyncio.ensure_future(stop.again.wait())
+    again = asyncio.ensure_future(stop.repeated.wait())
     moving = asyncio.ensure_future(_move(server))
     _, pending = await asyncio.wait((empty, again), return_when=asyncio.FIRST_COMPLETED)
     for task in (*pending, moving):

@@ -54,21 +54,21 @@ class TypedGrammar(Struct, kw_only=True):
     value: Schema
 
 
-def _typed_format(given: TypedFormat) -> Constraint | None:
-    if given.type == "text":
+def _typed_format(value: TypedFormat) -> Constraint | None:
+    if value.type == "text":
         return None
-    form = given.json_schema
-    schema = given.schema if form is None else form.schema
-    if given.type == "json_schema" and schema is None:
+    form = value.json_schema
+    schema = value.schema if form is None else form.schema
+    if value.type == "json_schema" and schema is None:
         raise ValueError("needs json_schema with a schema")
     strict = bool(form is not None and form.strict)
     return JsonSchema(ANY_OBJECT if schema is None else schema, strict=strict)
 
 
-def _typed_grammar(given: Source | TypedGrammar) -> Constraint | None:
-    if isinstance(given, str):
-        return Grammar(given) if given else None
-    return (Regex if given.type == "regex" else JsonSchema)(given.value)  # type: ignore[arg-type]
+def _typed_grammar(value: Source | TypedGrammar) -> Constraint | None:
+    if isinstance(value, str):
+        return Grammar(value) if value else None
+    return (Regex if value.type == "regex" else JsonSchema)(value.value)  # type: ignore[arg-type]
 
 
 # Field -> its JSON type, and a function that makes its constraint. An empty text sets none.
@@ -100,17 +100,17 @@ def constraint_of(body: object) -> Constraint | None:
     Raises:
         ParamError: it cannot be read, or two fields set a constraint.
     """
-    name, found = "", None
+    name, chosen = "", None
     for field, read in READERS.items():
         value = getattr(body, field, None)
         if value is None or value in ("", [], {}):
             continue
         try:
-            asked = read(value)
+            constraint = read(value)
         except ValueError as error:
             raise ParamError(field, str(error)) from None
-        if asked is not None and found is not None:
+        if constraint is not None and chosen is not None:
             raise ParamError(field, f"contradicts {name}, which also constrains the text")
-        if asked is not None:
-            name, found = field, asked.called(field)
-    return found
+        if constraint is not None:
+            name, chosen = field, constraint.called(field)
+    return chosen

@@ -101,9 +101,11 @@ class TextQuota:
         """
         of_tenant, of_all = self._reserved.get(tenant, 0), sum(self._reserved.values())
         if of_tenant and of_tenant + num_chars > MAX_TENANT_CHARS:
-            raise OverloadError("queue", "too much of your text waits", 1.0, own=True)
+            raise OverloadError("queue", "too much of your text waits", 1.0, of_caller=True)
         if of_all and of_all + num_chars > MAX_WAITING_CHARS:
-            raise OverloadError("queue", "too much text waits to be tokenised", 1.0, own=False)
+            raise OverloadError(
+                "queue", "too much text waits to be tokenised", 1.0, of_caller=False
+            )
         self._reserved[tenant] = of_tenant + num_chars
         try:
             yield
@@ -241,24 +243,24 @@ class Texts:
         return other
 
     async def encode(
-        self, text: str, add_special_tokens: bool = True, most: int | None = None
+        self, text: str, add_special_tokens: bool = True, keep: int | None = None
     ) -> list[int]:
         """Return the token ids of a prompt.
 
         Args:
-            most: tokens to keep, from the end; None: all, and they must fit into the context.
+            keep: tokens to keep, from the end; None: all, and they must fit into the context.
 
         Raises:
             ParamError: `text` has certainly more tokens than the context, or there is no tokenizer.
             OverloadError: too much text waits already.
         """
-        tokenizer = self._known("prompt")
+        tokenizer = self._require_tokenizer("prompt")
         if len(text) <= INLINE_CHARS:
             ids = tokenizer.encode(text, add_special_tokens)
-            return ids if most is None else ids[-most:]
-        if most is None and len(text) > self.max_model_len * MAX_BYTES_PER_TOKEN:
+            return ids if keep is None else ids[-keep:]
+        if keep is None and len(text) > self.max_model_len * MAX_BYTES_PER_TOKEN:
             raise self._too_long(len(text) // MAX_BYTES_PER_TOKEN)
-        encode = self._encode if most is None else partial(_encode_end, most=most)
+        encode = self._encode if keep is None else partial(_encode_end, keep=keep)
         return await self._in_thread(len(text), encode, tokenizer, text, add_special_tokens)
 
     def _encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
@@ -280,26 +282,26 @@ class Texts:
         self,
         make: Callable[..., PooledInput],
         texts: Sequence[str],
-        most: int | None = None,
+        keep: int | None = None,
     ) -> PooledInput:
         """Return the model's input for a text to embed, or for a pair of texts to score.
 
         Args:
             make: a function of `text.pooled_inputs` that takes the tokenizer and the texts.
-            most: number of tokens that `make` keeps; None: all, and they must fit into the context.
+            keep: number of tokens that `make` keeps; None: all, and they must fit into the context.
 
         Raises:
             ParamError: the texts have certainly more tokens than fit, or there is no tokenizer.
             OverloadError: too much text waits already.
         """
-        tokenizer = self._known("input")
+        tokenizer = self._require_tokenizer("input")
         longest = self.max_model_len * MAX_BYTES_PER_TOKEN
-        if most is not None:
+        if keep is not None:
             texts = [text[:longest] for text in texts]
         num_chars = sum(map(len, texts))
         if num_chars <= INLINE_CHARS:
             return make(tokenizer, *texts)
-        if num_chars > longest and most is None:
+        if num_chars > longest and keep is None:
             raise self._too_long(num_chars // MAX_BYTES_PER_TOKEN)
         return await self._in_thread(num_chars, make, tokenizer, *texts)
 
@@ -321,11 +323,11 @@ class Texts:
         """
         if self._model is not None:
             self._model.check_writes()
-        self._known("messages")
+        self._require_tokenizer("messages")
         if self._templates is None:
             raise ParamError("messages", f"cannot be rendered: {self._no_template}")
         num_chars = sum(len(str(message.get("content"))) for message in messages)
-        given = [
+        shown_messages = [
             self.form.for_template(message) if message.get("tool_calls") else message
             for message in messages
         ]
@@ -333,7 +335,7 @@ class Texts:
             with self._quota.reserve(self._tenant, num_chars):
                 return await self._templates.render(
                     lambda template: template.render(
-                        given, add_generation_prompt, tools, variables
+                        shown_messages, add_generation_prompt, tools, variables
                     ),
                     self._tenant,
                 )
@@ -391,7 +393,7 @@ class Texts:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
-        return self._known("tokens").decode(ids, skip_special_tokens)
+        return self._require_tokenizer("tokens").decode(ids, skip_special_tokens)
 
     async def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
@@ -400,7 +402,7 @@ class Texts:
         if self._templates is not None:
             await self._templates.close()
 
-    def _known(self, field: str) -> Tokenizer:
+    def _require_tokenizer(self, field: str) -> Tokenizer:
         if self.tokenizer is None:
             raise ParamError(field, "must be token ids: this model has no tokenizer")
         return self.tokenizer
@@ -414,16 +416,18 @@ class Texts:
         )
 
 
-def _encode_end(tokenizer: Tokenizer, text: str, add_special_tokens: bool, most: int) -> list[int]:
+def _encode_end(tokenizer: Tokenizer, text: str, add_special_tokens: bool, keep: int) -> list[int]:
     """Return the last token ids of a text; tokenise no more of the text than they need."""
     for bytes_per_token in (PROBE_BYTES_PER_TOKEN, MAX_BYTES_PER_TOKEN):
-        end = text[-(most + CUT_TOKENS) * bytes_per_token :]
+        end = text[-(keep + CUT_TOKENS) * bytes_per_token :]
         ids = tokenizer.encode(end, add_special_tokens)
-        if len(end) == len(text) or len(ids) >= most + CUT_TOKENS:
+        if len(end) == len(text) or len(ids) >= keep + CUT_TOKENS:
             break
-    return ids[-most:]
+    return ids[-keep:]
 
 
-def _tell_format(found: Future[AnswerFormat]) -> None:
-    if not found.cancelled() and found.exception() is None:
-        log.info("format of tool calls, by the chat template: %s", found.result().tool_format)
+def _tell_format(answer_format: Future[AnswerFormat]) -> None:
+    if not answer_format.cancelled() and answer_format.exception() is None:
+        log.info(
+            "format of tool calls, by the chat template: %s", answer_format.result().tool_format
+        )

@@ -53,7 +53,7 @@ class ToolUse:
         functions: all functions, for the template.
         tools: tools that may be called, by name.
         choice: whether calls are allowed, required or forbidden.
-        one: allow at most one call.
+        single: allow at most one call.
         named: the caller named the function, so the answer is only a call of it.
         unenforced: parts of schemas that arguments need not satisfy.
     """
@@ -62,7 +62,7 @@ class ToolUse:
     functions: tuple[Function, ...]
     tools: Mapping[str, Tool]
     choice: ToolMode
-    one: bool
+    single: bool
     named: bool
     unenforced: tuple[str, ...]
 
@@ -74,7 +74,7 @@ class ToolUse:
         *,
         choice: ToolMode = "auto",
         allowed: Sequence[str] | None = None,
-        one: bool = False,
+        single: bool = False,
         named: bool = False,
     ) -> ToolUse | None:
         """Return the tools of a request; None without functions.
@@ -119,10 +119,10 @@ class ToolUse:
                 )
         if allowed is not None:
             tools = {name: tools[name] for name in allowed}
-        found = cls(form, tuple(functions), tools, choice, one, named, tuple(unenforced))
-        if len(found.constraint().source) > 2 * MAX_SOURCE_BYTES:
+        use = cls(form, tuple(functions), tools, choice, single, named, tuple(unenforced))
+        if len(use.constraint().source) > 2 * MAX_SOURCE_BYTES:
             raise ParamError("tools", f"may have at most {2 * MAX_SOURCE_BYTES} bytes in all")
-        return found
+        return use
 
     def constraint(
         self, thought: Thought | None = None, text: Constraint | None = None
@@ -134,7 +134,7 @@ class ToolUse:
             text: constraint on its text; None: any text.
         """
         tools = list(self.tools.values())
-        allowed = AllowedCalls(tools, self.choice, self.one, answer=text is not None)
+        allowed = AllowedCalls(tools, self.choice, self.single, answer=text is not None)
         source = self.form.call_grammar(allowed, thought)
         if text is None or self.choice == "required":
             return Constraint("lark", source, name="tools")
@@ -177,8 +177,8 @@ class AnswerForm:
             anew: the answer begins after the prompt. Otherwise it continues one that the prompt
                 contains, inside a thought or not.
         """
-        begun = form.begun(prompt)
-        return cls(use, form, begun if anew or begun else False, budget)
+        thought = form.begun(prompt)
+        return cls(use, form, thought if anew or thought else False, budget)
 
     def parser(self) -> AnswerReader:
         """Return a parser for one answer."""
@@ -212,19 +212,19 @@ class AnswerForm:
     def constrained(self, params: SamplingParams) -> SamplingParams:
         """Return parameters that also constrain tool calls and thoughts. After a thought, the
         answer must satisfy the constraint of `params`."""
-        asked = params.structured
+        constraint = params.structured
         thought = Thought(self.begun is True, self.budget) if self._thinks else None
         if self.use is not None:
-            asked = self.use.constraint(thought, asked)
+            constraint = self.use.constraint(thought, constraint)
         elif thought is not None:
-            if asked is None and self.budget is not None:
-                asked = Constraint("lark", self.form.anything, name="thinking")
-            if asked is not None:
+            if constraint is None and self.budget is not None:
+                constraint = Constraint("lark", self.form.anything, name="thinking")
+            if constraint is not None:
                 rules = self.form.thought_rules(thought)
-                asked = asked.within(f"start: thought @answer\n{rules}")
-        if asked is None:
+                constraint = constraint.within(f"start: thought @answer\n{rules}")
+        if constraint is None:
             return params
-        return params.with_changes(structured=asked)
+        return params.with_changes(structured=constraint)
 
 
 def check_budget(name: str, budget: int | None, form: AnswerFormat) -> None:
@@ -249,17 +249,17 @@ def call_arguments(text: str) -> dict[str, Any]:
     A model may be cut off inside them. Clients send them back as they are in each later request,
     so they are shown to the model as text, in an object."""
     try:
-        found = json.loads(text) if text.strip() else {}
+        value = json.loads(text) if text.strip() else {}
     except (ValueError, RecursionError):
-        found = None
-    return found if isinstance(found, dict) else {"arguments": text}
+        value = None
+    return value if isinstance(value, dict) else {"arguments": text}
 
 
 def check_results(called: Iterable[str], answered: Iterable[str]) -> None:
     """Raise `ParamError` for a result whose call is not in the conversation."""
-    known = set(called)
+    call_ids = set(called)
     for name in answered:
-        if name not in known:
+        if name not in call_ids:
             raise ParamError(
                 "messages", f"have a result for {name[:80]!r}, which is not the id of a call"
             )

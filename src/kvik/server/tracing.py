@@ -110,10 +110,10 @@ class Tracing(Observer):
 
 def _speculation(output: RequestOutput) -> dict[str, int | float]:
     """Return the span attributes of speculation; empty without speculation."""
-    found = speculation_of([output])
-    figures = {} if found is UNSET else asdict(found)
-    numbers = {name: one for name, one in figures.items() if isinstance(one, int | float)}
-    return {f"kvik.speculation.{name}": one for name, one in numbers.items()}
+    speculation = speculation_of([output])
+    figures = {} if speculation is UNSET else asdict(speculation)
+    numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
+    return {f"kvik.speculation.{name}": value for name, value in numbers.items()}
 
 
 def _parts(output: RequestOutput | None) -> list[tuple[str, float, float]]:
@@ -124,10 +124,10 @@ def _parts(output: RequestOutput | None) -> list[tuple[str, float, float]]:
     started, first = times.first_scheduled, times.first_token
     if started is None:
         return [("queue", times.arrival, times.finished)]
-    found = [("queue", times.arrival, started)]
+    parts = [("queue", times.arrival, started)]
     if first is None:
-        return [*found, ("prefill", started, times.finished)]
-    return [*found, ("prefill", started, first), ("decode", first, times.finished)]
+        return [*parts, ("prefill", started, times.finished)]
+    return [*parts, ("prefill", started, first), ("decode", first, times.finished)]
 
 
 def _parent(header: str | None) -> Context | None:

@@ -154,14 +154,14 @@ class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
                 shown = logprobs[first - self.num_sent : stop - self.num_sent]
             return RequestDelta(request_id, self.index, tokens[first:stop], logprobs=shown)
 
-        known = [some(0, sent)] if sent else []
+        received = [some(0, sent)] if sent else []
         lacking = [some(sent, end)] if sent < end else []
         if last is not None:
             delta = some(end, len(tokens))
             delta.finish_reason, delta.stop_reason = last.reason, last.stop_reason
             delta.complete, delta.report = last.complete, _moved(self.report, now)
-            (known if self.num_sent > len(tokens) else lacking).append(delta)
-        return known, lacking
+            (received if self.num_sent > len(tokens) else lacking).append(delta)
+        return received, lacking
 
 
 class LastDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -203,15 +203,21 @@ class Resumption(msgspec.Struct, frozen=True, array_like=True):
             ValueError: the data is damaged.
         """
         return tuple(
-            Handover(one.token_ids(), one.seed, one.source, _moved(one.report, now), one.index)
-            for one in self.outputs
-            if one.last is None
+            Handover(
+                output.token_ids(),
+                output.seed,
+                output.source,
+                _moved(output.report, now),
+                output.index,
+            )
+            for output in self.outputs
+            if output.last is None
         )
 
     @property
     def unfinished(self) -> bool:
         """Whether an output has not ended."""
-        return any(one.last is None for one in self.outputs)
+        return any(output.last is None for output in self.outputs)
 
     def num_sent(self, index: int) -> int:
         """Return how many tokens of an output the client has."""
@@ -253,9 +259,9 @@ def _packed(logprobs: Sequence[TokenLogprobs]) -> bytes:
     """Return log probabilities without their tokens; b"" if there are none."""
     if not logprobs:
         return b""
-    counts = array("I", [n for one in logprobs for n in (one.rank, len(one.top))])
-    ids = array("I", [token for one in logprobs for token, _ in one.top])
-    values = [v for one in logprobs for v in (one.logprob, *(value for _, value in one.top))]
+    counts = array("I", [n for entry in logprobs for n in (entry.rank, len(entry.top))])
+    ids = array("I", [token for entry in logprobs for token, _ in entry.top])
+    values = [v for entry in logprobs for v in (entry.logprob, *(value for _, value in entry.top))]
     # Samplers make 32-bit numbers; any other number must not lose bits either.
     code = "f" if array("f", values).tolist() == values else "d"
     parts = (_compressed(counts), _compressed(ids), code, _compressed(array(code, values)))
@@ -271,15 +277,15 @@ def _unpacked(data: bytes, tokens: Sequence[int]) -> list[TokenLogprobs]:
     numbers, all_ids, all_values = (
         iter(_expanded(code, part)) for code, part in (("I", counts), ("I", ids), (code, values))
     )
-    found = []
+    entries = []
     for token in tokens:
         try:
             rank, count, logprob = next(numbers), next(numbers), next(all_values)
         except StopIteration:
             break  # after a stop string
         top = tuple(zip(islice(all_ids, count), islice(all_values, count), strict=True))
-        found.append(TokenLogprobs(token, logprob, rank, top))
-    return found
+        entries.append(TokenLogprobs(token, logprob, rank, top))
+    return entries
 
 
 def _moved(report: RequestReport, by: float) -> RequestReport:
@@ -369,13 +375,13 @@ def _signed(kind: bytes, value: object, token: bytes) -> str:
     return base64.urlsafe_b64encode(_signature(kind, data, token) + data).decode()
 
 
-def _read(kind: bytes, text: str, token: bytes, what: type[T]) -> T | None:
+def _read(kind: bytes, text: str, token: bytes, struct: type[T]) -> T | None:
     try:
         data = base64.urlsafe_b64decode(text.encode())
         if token and hmac.compare_digest(
             data[:_SIGNATURE], _signature(kind, data[_SIGNATURE:], token)
         ):
-            return msgspec.msgpack.decode(data[_SIGNATURE:], type=what)
+            return msgspec.msgpack.decode(data[_SIGNATURE:], type=struct)
     except (binascii.Error, ValueError, msgspec.MsgspecError):
         pass
     return None

@@ -147,19 +147,21 @@ SAMPLING: Table = {
 }
 
 
-def missing(known: Collection[str]) -> Table:
+def missing(fields: Collection[str]) -> Table:
     """Return the sampling parameters of this server's other routes that this request does not have.
 
     Args:
-        known: fields of the request.
+        fields: fields of the request.
     """
     table: dict[str, tuple[Sequence[object], str]] = {}
-    for one in PARAMETERS.values():
-        if one.name in known or one.name == "speculation":  # speculation never changes the answer
+    for param in PARAMETERS.values():
+        if (
+            param.name in fields or param.name == "speculation"
+        ):  # speculation never changes the answer
             continue
-        harmless = list(one.default) if isinstance(one.default, tuple) else one.default
-        table[one.name] = ((harmless, False), "this route does not take it")
-    for name in READERS.keys() - known:
+        harmless = list(param.default) if isinstance(param.default, tuple) else param.default
+        table[param.name] = ((harmless, False), "this route does not take it")
+    for name in READERS.keys() - fields:
         table[name] = (("", [], {}, False, {"type": "text"}), "this route does not take it")
     return table
 
@@ -175,7 +177,7 @@ def refuse(values: Mapping[str, object], table: Table, param: str | None = None)
         if name not in table or value is None:
             continue
         harmless, reason = table[name]
-        if any(_same(value, one) for one in harmless):
+        if any(_equal(value, default) for default in harmless):
             continue
         if param is None:
             code = CODES.get(name, "")
@@ -183,6 +185,6 @@ def refuse(values: Mapping[str, object], table: Table, param: str | None = None)
         raise ParamError(param, f"have {name}, which is not honoured: {reason}")
 
 
-def _same(value: object, other: object) -> bool:
+def _equal(value: object, other: object) -> bool:
     """Return whether two values are equal as JSON, where true is not 1."""
     return value == other and isinstance(value, bool) == isinstance(other, bool)

@@ -391,9 +391,9 @@ EXPERT_NAMES = ExpertNames()
 NO_TYPES = ("", 1)  # of `LayerBuilder.embedding`
 
 
-def usual_scope(name: str, *others: str) -> str:
+def usual_scope(name: str, *aliases: str) -> str:
     """Return the scope that a model has without a checkpoint: the last one, unless it is empty."""
-    return others[-1] if others and others[-1] else name
+    return aliases[-1] if aliases and aliases[-1] else name
 
 
 def stored_names(name: str) -> tuple[str, ...]:
@@ -543,7 +543,7 @@ class _Listed:
 
     table: DeclaredTable | None = None
 
-    def __call__(self, *inputs: Any, **others: Any) -> Any:
+    def __call__(self, *inputs: Any, **options: Any) -> Any:
         raise AssertionError("a layer that is only listed has no weights")
 
     add = at = __call__
@@ -565,23 +565,23 @@ class LayerBuilder:
     """
 
     def __init__(self, declaration: Declaration) -> None:
-        self._found = declaration
+        self._listed = declaration
         self._scope = ""
         self._layer: int | None = None
 
-    def at(self, name: str | int, *others: str) -> LayerBuilder:
+    def at(self, name: str | int, *aliases: str) -> LayerBuilder:
         inner = copy(self)
-        inner._scope = self._name(usual_scope(str(name), *others))
+        inner._scope = self._name(usual_scope(str(name), *aliases))
         if isinstance(name, int):
             inner._layer = name
-            self._found.block = f"{self._scope}.{{}}."
+            self._listed.block = f"{self._scope}.{{}}."
         return inner
 
     def skip(self, *scopes: str) -> None:
-        self._found.skipped += [f"{self._name(scope)}." for scope in scopes]
+        self._listed.skipped += [f"{self._name(scope)}." for scope in scopes]
 
     def ignore(self, *names: str) -> None:
-        self._found.skipped += map(self._name, names)
+        self._listed.skipped += map(self._name, names)
 
     def linear(
         self,
@@ -603,7 +603,7 @@ class LayerBuilder:
         linear = DeclaredLinear(
             self._layer, role, full, inputs, outputs, bias, transposed=transposed
         )
-        self._found.linears.append(linear)
+        self._listed.linears.append(linear)
         return _LISTED
 
     def heads(
@@ -617,7 +617,7 @@ class LayerBuilder:
         rope: RopeSpec | None = None,
         by_head: bool = False,
         gated: bool = False,
-        whole: bool = False,
+        full_rows: bool = False,
     ) -> HeadsLayer:
         widths = tuple(count * head_dim for count in heads)
         if gated:
@@ -626,7 +626,7 @@ class LayerBuilder:
             widths = (sum(widths),)
         full = tuple(map(self._name, names))
         linear = DeclaredLinear(self._layer, "qkv", full, inputs, widths, bias, by_head=by_head)
-        self._found.linears.append(linear)
+        self._listed.linears.append(linear)
         return _LISTED
 
     def gated_mlp(
@@ -683,7 +683,7 @@ class LayerBuilder:
                 linear = DeclaredLinear(
                     self._layer, role, full, inputs, outputs, bias, router=router, mixed=names.mixed
                 )
-                self._found.linears.append(linear)
+                self._listed.linears.append(linear)
         if spec.gated:
             self.linear(names.shared_gate, hidden, 1, bias=False, role="shared_gate")
         if spec.shared:
@@ -704,7 +704,7 @@ class LayerBuilder:
         types: tuple[str, int] = NO_TYPES,
     ) -> PositionTable:
         table = DeclaredTable("positions", self._name(name), skipped + rows, hidden)
-        self._found.tables.append(table)
+        self._listed.tables.append(table)
         kinds, count = types
         if kinds:
             self._other(f"{kinds}.weight", count * hidden, (count, hidden))
@@ -721,12 +721,12 @@ class LayerBuilder:
         scale: float = 1.0,
     ) -> TokenTable:
         table = DeclaredTable("embedding", self._name(name), vocab, hidden, tied)
-        self._found.tables.append(table)
+        self._listed.tables.append(table)
         return _Listed(table)
 
     def token_inputs(self, name: str, vocab: int, width: int, *, scale: float) -> TokenTable:
         table = DeclaredTable("token_inputs", self._name(name), vocab, width)
-        self._found.tables.append(table)
+        self._listed.tables.append(table)
         return _LISTED
 
     def lm_head(
@@ -737,7 +737,7 @@ class LayerBuilder:
         head = DeclaredLinear(
             None, "head", (self._name(name),), table.width, (table.rows,), bias, table.tied
         )
-        self._found.linears.append(head)
+        self._listed.linears.append(head)
         return _LISTED
 
     def rms_norm(
@@ -754,7 +754,7 @@ class LayerBuilder:
         tensor: str = "weight",
     ) -> Norm:
         norm = DeclaredNorm(self._layer, self._name(name), dim, False, before, offset)
-        self._found.norms.append(norm)
+        self._listed.norms.append(norm)
         return _LISTED
 
     def plain_norm(self, dim: int, eps: float) -> Norm:
@@ -772,17 +772,17 @@ class LayerBuilder:
         scale: float = 1.0,
     ) -> Norm:
         norm = DeclaredNorm(self._layer, self._name(name), dim, bias, before, offset)
-        self._found.norms.append(norm)
+        self._listed.norms.append(norm)
         return _LISTED
 
     def head_norms(
         self, name: str, heads: int, dim: int, eps: float, *, rope: RopeSpec | None = None
     ) -> Norm:
-        each = range(heads) if "{}" in name else range(1)
-        for head in each:
+        stored_heads = range(heads) if "{}" in name else range(1)
+        for head in stored_heads:
             full = self._name(name.format(head))
-            size = heads * dim // len(each)
-            self._found.norms.append(DeclaredNorm(self._layer, full, size, False, ""))
+            size = heads * dim // len(stored_heads)
+            self._listed.norms.append(DeclaredNorm(self._layer, full, size, False, ""))
         return _LISTED
 
     def query_scale(self, spec: QueryScale) -> ScaledQueriesLayer:
@@ -851,7 +851,7 @@ class LayerBuilder:
         self, name: str, size: int, shape: tuple[int, ...] = (), *, logarithm: bool = False
     ) -> None:
         other = DeclaredOther(self._layer, self._name(name), size, shape, logarithm)
-        self._found.others.append(other)
+        self._listed.others.append(other)
 
     def _name(self, name: str) -> str:
         return ".".join(filter(None, (self._scope, name)))

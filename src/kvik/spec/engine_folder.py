@@ -240,13 +240,13 @@ def read_built(folder: Path) -> Built | None:
     )
 
 
-def check_seal(folder: Path, found: bytes, manifest: Manifest) -> None:
-    """Check that weights that begin with `found` belong to the manifest.
+def check_seal(folder: Path, seal: bytes, manifest: Manifest) -> None:
+    """Check that weights that begin with `seal` belong to the manifest.
 
     Raises:
         ModelError: they are of another build.
     """
-    if found.hex() != manifest.seal:
+    if seal.hex() != manifest.seal:
         raise ModelError(WEIGHTS, f"is not of the same build as {MANIFEST}. {rebuild(folder)}")
 
 
@@ -294,19 +294,19 @@ def file_facts(path: Path) -> FileFacts:
 
 def _check_size(folder: Path, name: str, facts: FileFacts) -> None:
     with _reading(folder, name):
-        found = (folder / name).stat()
-    if not stat.S_ISREG(found.st_mode):
+        status = (folder / name).stat()
+    if not stat.S_ISREG(status.st_mode):
         raise ModelError(name, f"is not a file. {rebuild(folder)}")
-    if found.st_size != facts.size:
+    if status.st_size != facts.size:
         raise ModelError(
-            name, f"has {found.st_size} bytes, {facts.size} by {MANIFEST}. {rebuild(folder)}"
+            name, f"has {status.st_size} bytes, {facts.size} by {MANIFEST}. {rebuild(folder)}"
         )
 
 
 def _check_hash(folder: Path, name: str, facts: FileFacts) -> None:
     with _reading(folder, name):
-        found = file_facts(folder / name)
-    if found != facts:
+        current = file_facts(folder / name)
+    if current != facts:
         raise ModelError(name, f"was altered since it was built. {rebuild(folder)}")
 
 

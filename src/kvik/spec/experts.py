@@ -37,8 +37,8 @@ class Router:
         experts, active: number of experts, in total and per token.
         scores: the function of the logits.
         corrected: there is a correction.
-        groups, kept: only experts of the `kept` best of equal groups can be chosen (DeepSeek-V2,
-            arXiv 2405.04434, section 2.2.2).
+        groups, kept_groups: only experts of the `kept_groups` best of equal groups can be chosen
+            (DeepSeek-V2, arXiv 2405.04434, section 2.2.2).
         group_by: the score of a group is its best expert's, or the sum of its best two.
         normalised: the weights of a token are divided by their sum.
         scale: constant factor of the weights.
@@ -52,7 +52,7 @@ class Router:
     scores: Scores = "softmax"
     corrected: bool = False
     groups: int = 1
-    kept: int = 1
+    kept_groups: int = 1
     group_by: Literal["best", "best two"] = "best"
     normalised: bool = True
     scale: float = 1.0
@@ -113,15 +113,15 @@ def read_experts(
     count = expert_count(fields)
     if count * layers > MAX_IN_ALL:
         raise fields.error("num_hidden_layers", f"must give at most {MAX_IN_ALL} experts in all")
-    most = fields.integer(active, 1, count)
+    num_active = fields.integer(active, 1, count)
     width = fields.integer(inner, 1, MAX_WIDTH)
     always = fields.integer(shared, 0, MAX_EXPERTS, 0) if shared else 0
     gated = fields.integer(shared_width, 1, MAX_WIDTH) if shared_width else 0
-    choice = router(fields, count, most)
+    choice = router(fields, count, num_active)
     fields.choice("scoring_func", (choice.scores,), choice.scores)
     experts = ExpertsSpec(choice, width, gated or always * width, gated > 0)
     sparse = sparse_layers(fields, layers, first_dense)
-    return tuple(experts if one else None for one in sparse)
+    return tuple(experts if is_sparse else None for is_sparse in sparse)
 
 
 def expert_count(fields: Fields) -> int:
@@ -176,14 +176,14 @@ def normalised_router(fields: Fields, experts: int, active: int) -> Router:
 def corrected_router(fields: Fields, experts: int, active: int) -> Router:
     """Sigmoid scores with a correction, in groups (DeepSeek-V3, section 2.1.2)."""
     fields.choice("topk_method", ("noaux_tc",), "noaux_tc")
-    groups, kept = read_groups(fields, experts, active)
+    groups, groups_kept = read_groups(fields, experts, active)
     return Router(
         experts,
         active,
         "sigmoid",
         corrected=True,
         groups=groups,
-        kept=kept,
+        kept_groups=groups_kept,
         group_by="best two",
         normalised=fields.boolean("norm_topk_prob", True),
         scale=fields.number("routed_scaling_factor", 0.0, 1e6, 1.0),
@@ -197,9 +197,11 @@ def read_groups(fields: Fields, experts: int, active: int) -> tuple[int, int]:
         ModelError: groups are not equal, or have fewer experts than a token gets.
     """
     groups = fields.integer("n_group", 1, experts, 1)
-    kept = fields.integer("topk_group", 1, groups, groups)
+    groups_kept = fields.integer("topk_group", 1, groups, groups)
     if experts % groups:
         raise fields.error("n_group", f"must divide the {experts} experts, not {groups}")
-    if active > experts // groups * kept:
-        raise fields.error("topk_group", f"must leave at least {active} experts, not {kept} groups")
-    return groups, kept
+    if active > experts // groups * groups_kept:
+        raise fields.error(
+            "topk_group", f"must leave at least {active} experts, not {groups_kept} groups"
+        )
+    return groups, groups_kept

@@ -98,8 +98,8 @@ class Fields:
         if not isinstance(values, list | tuple) or not values:
             raise self.error(key, f"must be a list of numbers, not {shown(values)}")
         try:
-            found: tuple[Any, ...] = tuple(kind.checked(value) for value in values)
-            return tuple(map(float, found))
+            numbers: tuple[Any, ...] = tuple(kind.checked(value) for value in values)
+            return tuple(map(float, numbers))
         except ValueError as bad:
             raise self.error(key, str(bad)) from None
 

@@ -227,7 +227,7 @@ class KVGroup:
 
 
 def group_layers(
-    specs: Sequence[KVCacheSpec | None], *, apart: bool = False
+    specs: Sequence[KVCacheSpec | None], *, separate: bool = False
 ) -> tuple[KVGroup, ...]:
     """Group layers that see the same keys. `specs[i]` belongs to layer i; None: it stores nothing.
     Groups are ordered by first layer.
@@ -237,7 +237,7 @@ def group_layers(
     that reduces padding. If a layer is a fraction of the largest one, several share its memory.
 
     Args:
-        apart: a block belongs to all groups at once, so that no two layers share memory.
+        separate: a block belongs to all groups at once, so that no two layers share memory.
     """
     alike: dict[object, list[int]] = defaultdict(list)
     stored = {layer: spec for layer, spec in enumerate(specs) if spec is not None}
@@ -250,15 +250,15 @@ def group_layers(
     kinds: list[tuple[list[int], int]] = []  # layers, number that share the memory of the largest
     for layers in alike.values():
         share, rest = divmod(largest, stored[layers[0]].numbers)
-        kinds.append((layers, share if rest == 0 and not apart else 1))
+        kinds.append((layers, share if rest == 0 and not separate else 1))
 
     def padded(places: int) -> int:
         """Return the places of all groups together, if a block has `places` places for layers."""
         return places * sum(-(-len(layers) // (places * share)) for layers, share in kinds)
 
     needed = [-(-len(layers) // share) for layers, share in kinds]
-    most = max(needed)
-    places = most if apart else min(range(min(needed), most + 1), key=padded)
+    largest_kind = max(needed)
+    places = largest_kind if separate else min(range(min(needed), largest_kind + 1), key=padded)
     groups = []
     for layers, share in kinds:
         parts = -(-len(layers) // (places * share))

@@ -157,7 +157,7 @@ def optional_rotary_layers(fields: Fields, layers: int, positions: int) -> tuple
     if fields.boolean("use_sliding_window", False):
         raise fields.error("use_sliding_window", "must be false")
     rope = read_rope(fields, positions)
-    return tuple(LayerSpec(None, rope if one else None) for one in turning(fields, layers))
+    return tuple(LayerSpec(None, rope if turns else None) for turns in turning(fields, layers))
 
 
 def turning(fields: Fields, layers: int) -> tuple[bool, ...]:
@@ -215,7 +215,9 @@ def switched_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerS
     used = fields.boolean("use_sliding_window", False)
     window = read_window(fields) if used else None  # files may have 0 if it is not used
     if "layer_types" in fields:
-        return tuple(LayerSpec(one, rope) for one in typed_windows(fields, layers, window))
+        return tuple(
+            LayerSpec(layer_window, rope) for layer_window in typed_windows(fields, layers, window)
+        )
     first = fields.integer("max_window_layers", 0, MAX_POSITIONS, 28)
     return tuple(LayerSpec(window if i >= first else None, rope) for i in range(layers))
 
@@ -273,8 +275,8 @@ def check_layer_types(fields: Fields, rules: Sequence[LayerSpec]) -> None:
         else:
             allowed = ATTENDING_TYPES
         if kind not in allowed:
-            wanted = " or ".join(allowed[:2])
-            raise fields.error("layer_types", f"must hold {wanted}, not {shown(kind)}")
+            expected = " or ".join(allowed[:2])
+            raise fields.error("layer_types", f"must hold {expected}, not {shown(kind)}")
 
 
 def refuse_sparse(fields: Fields) -> None:
@@ -283,9 +285,9 @@ def refuse_sparse(fields: Fields) -> None:
     Raises:
         ModelError: a layer has.
     """
-    for key, what in SPARSE_KEYS.items():
+    for key, feature in SPARSE_KEYS.items():
         if key in fields:
-            raise fields.error(key, f"must be absent: {what} is not supported")
+            raise fields.error(key, f"must be absent: {feature} is not supported")
     for kind in fields.strings("layer_types"):
         if kind in SPARSE_TYPES:
             message = f"must not hold {kind}: {SPARSE_TYPES[kind]} is not supported"
@@ -303,7 +305,7 @@ def layers_with_states(
     """
     if FULL not in types:
         raise fields.error("layer_types", f"must hold {FULL} at least once")
-    return tuple(keeps if each == kind else attends for each in types)
+    return tuple(keeps if layer_type == kind else attends for layer_type in types)
 
 
 def layer_types(

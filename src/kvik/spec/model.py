@@ -50,8 +50,8 @@ class LinearLayers:
     def stored_bytes(self) -> int:
         """Upper bound of one layer's bytes in the checkpoint, without scales, if it is quantised
         and must be read as a whole; else 0."""
-        whole = (part.bits for part in self.stored if part and not part.in_runs)
-        bits = max(whole, default=0)
+        all_bits = (part.bits for part in self.stored if part and not part.in_runs)
+        bits = max(all_bits, default=0)
         return self.inputs * self.outputs * bits // 8
 
 
@@ -235,8 +235,8 @@ class ModelFacts:
             if rope.kind in ("linear", "dynamic", "yarn")
         )
         longest = max(self.max_position_embeddings, *stretched, 0)
-        most = None if self.pooling is None else self.pooling.max_tokens
-        return longest if most is None else min(longest, most)
+        limit = None if self.pooling is None else self.pooling.max_tokens
+        return longest if limit is None else min(longest, limit)
 
     @property
     def latent(self) -> LatentSpec | None:

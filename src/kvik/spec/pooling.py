@@ -68,11 +68,11 @@ class PooledLayer:
     def tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes in the checkpoint."""
         norm = self.norm_eps is not None
-        found: dict[str, tuple[int, ...]] = {}
-        found[f"{self.name}.weight"] = (self.outputs,) if norm else (self.outputs, self.inputs)
+        shapes: dict[str, tuple[int, ...]] = {}
+        shapes[f"{self.name}.weight"] = (self.outputs,) if norm else (self.outputs, self.inputs)
         if self.bias:
-            found[f"{self.name}.bias"] = (self.outputs,)
-        return found
+            shapes[f"{self.name}.bias"] = (self.outputs,)
+        return shapes
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +115,19 @@ class PoolingSpec:
 
     def allowed(self, hidden: int) -> str:
         """Return the allowed `dimensions` of a request, for an error message."""
-        whole = self.width(hidden)
+        width = self.width(hidden)
         if self.any_dimension:
-            return f"in {min(self.dimensions, default=1)}..{whole}"
+            return f"in {min(self.dimensions, default=1)}..{width}"
         if not self.dimensions:
-            return f"{whole}: this model's vectors cannot be cut"
-        return "one of " + ", ".join(map(str, sorted({*self.dimensions, whole})))
+            return f"{width}: this model's vectors cannot be cut"
+        return "one of " + ", ".join(map(str, sorted({*self.dimensions, width})))
 
     def can_cut(self, dimensions: int, hidden: int) -> bool:
         """Return whether vectors can be cut to this length."""
-        whole = self.width(hidden)
+        width = self.width(hidden)
         if self.any_dimension:
-            return min(self.dimensions, default=1) <= dimensions <= whole
-        return dimensions == whole or dimensions in self.dimensions
+            return min(self.dimensions, default=1) <= dimensions <= width
+        return dimensions == width or dimensions in self.dimensions
 
 
 def one_label(fields: Fields) -> None:
@@ -198,8 +198,8 @@ def read_modules(folder: Path, hidden: int, vocab: int, config: Fields) -> Pooli
             tokens = _tokens(folder, path, vocab)
             spec = replace(spec, kind="last", scores=True, score_tokens=tokens, template="qwen3")
         elif kind not in ("Normalize", "Dropout"):  # requests say whether vectors are normalised
-            known = "Transformer, Pooling, Dense, Normalize and LogitScore"
-            raise fields.error("type", f"must be one of {known}, in order, not {shown(kind)}")
+            supported = "Transformer, Pooling, Dense, Normalize and LogitScore"
+            raise fields.error("type", f"must be one of {supported}, in order, not {shown(kind)}")
     if not spec.kind:
         return None
     prompts, default = _prompts(folder)
@@ -259,9 +259,9 @@ def _modules(folder: Path) -> list[Fields]:
         raise ModelError(MODULES, "is not valid JSON") from None
     if not isinstance(listed, list) or len(listed) > MAX_MODULES:
         raise ModelError(MODULES, f"must be a list of at most {MAX_MODULES} modules")
-    if not all(isinstance(each, dict) for each in listed):
+    if not all(isinstance(module, dict) for module in listed):
         raise ModelError(MODULES, "must hold objects")
-    return [Fields(each, f"{MODULES} {i}") for i, each in enumerate(listed)]
+    return [Fields(module, f"{MODULES} {i}") for i, module in enumerate(listed)]
 
 
 def _module(folder: Path, path: str) -> Fields:
@@ -277,8 +277,8 @@ def _pooling(folder: Path, path: str) -> str:
         raise fields.error("include_prompt", "must be true")
     prefix = "pooling_mode_"
     every = ("cls_token", "mean_tokens", "max_tokens", "lasttoken")
-    others = ("mean_sqrt_len_tokens", "weightedmean_tokens")
-    chosen = [m for m in (*every, *others) if fields.boolean(f"{prefix}{m}", False)]
+    unsupported = ("mean_sqrt_len_tokens", "weightedmean_tokens")
+    chosen = [m for m in (*every, *unsupported) if fields.boolean(f"{prefix}{m}", False)]
     key = prefix + (chosen[0] if chosen else "mean_tokens")
     if "pooling_mode" in fields:
         key, chosen = "pooling_mode", [fields.text("pooling_mode")]
@@ -322,8 +322,8 @@ def _sentence_function(folder: Path) -> str:
     return _function(fields, "activation_fn", SCORE_FUNCTIONS)
 
 
-def _function(fields: Fields, key: str, known: Collection[str] = tuple(FUNCTIONS)) -> str:
+def _function(fields: Fields, key: str, allowed: Collection[str] = tuple(FUNCTIONS)) -> str:
     name = fields.text(key).rpartition(".")[2]
-    if name not in known:
-        raise fields.error(key, f"must be one of {', '.join(known)}, not {shown(name)}")
+    if name not in allowed:
+        raise fields.error(key, f"must be one of {', '.join(allowed)}, not {shown(name)}")
     return FUNCTIONS[name]

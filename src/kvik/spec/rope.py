@@ -63,8 +63,8 @@ class RopeSpec:
 
     def table_rows(self, max_model_len: int) -> int:
         """Return the number of rows of all tables."""
-        each = (self.split(max_model_len, of_queries=bool(i)) for i in range(self.of_token))
-        return sum(high + low for high, low in each)
+        splits = (self.split(max_model_len, of_queries=bool(i)) for i in range(self.of_token))
+        return sum(high + low for high, low in splits)
 
     def temperature(self, weight: float) -> float:
         """Return YaRN's scale of q or k for this factor (its section 3.4)."""
@@ -97,8 +97,8 @@ class RopeSpec:
         first = [2 * i if self.interleaved else i for i in pairs]
         second = [2 * i + 1 if self.interleaved else width // 2 + i for i in pairs]
         rest = list(range(width, head_dim))
-        left = half - width // 2
-        return tuple(first + rest[:left] + second + rest[left:])
+        num_first = half - width // 2
+        return tuple(first + rest[:num_first] + second + rest[num_first:])
 
 
 def read_rope(
@@ -142,11 +142,11 @@ def read_rope(
         share = place.number("partial_rotary_factor", 1e-3, 1.0, share)
         if share != 1.0 and fraction is None and kind != "proportional":
             raise place.error("partial_rotary_factor", "must be 1 for this architecture")
-    found = _stretched(config, rope, kind, theta, max_position_embeddings)
+    spec = _stretched(config, rope, kind, theta, max_position_embeddings)
     beta = 0.0
     if scaled_queries:
         beta = rope.number("llama_4_scaling_beta", 0.0, MAX_FACTOR, 0.0)
-    return replace(found, fraction=share, interleaved=interleaved, query_beta=beta)
+    return replace(spec, fraction=share, interleaved=interleaved, query_beta=beta)
 
 
 def _stretched(

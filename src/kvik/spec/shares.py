@@ -36,15 +36,15 @@ class HeadShare:
         With fewer KV heads than processes, several processes have the same KV head and some of its
         query heads each. There are at least as many query heads as processes.
         """
-        each = heads // kv_heads
+        group = heads // kv_heads
         if size <= kv_heads:
             begin, end = share_of(kv_heads, rank, size)
-            return HeadShare((begin * each, end * each), (begin, end))
+            return HeadShare((begin * group, end * group), (begin, end))
         owner = next(h for h in range(kv_heads) if rank < size * (h + 1) // kv_heads)
         first = size * owner // kv_heads
         sharers = size * (owner + 1) // kv_heads - first
-        begin, end = share_of(each, rank - first, sharers)
-        return HeadShare((owner * each + begin, owner * each + end), (owner, owner + 1))
+        begin, end = share_of(group, rank - first, sharers)
+        return HeadShare((owner * group + begin, owner * group + end), (owner, owner + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class Between:
     projections: tuple[tuple[bool, int], ...] = ()
     read: bool = False
 
-    def own(self, rank: int, size: int) -> tuple[int, int]:
+    def of_rank(self, rank: int, size: int) -> tuple[int, int]:
         """Return the channels that one process's part of the second matrix reads: first and end."""
         if self.kv_heads:
             first, end = HeadShare.of(self.count, self.kv_heads, rank, size).heads
@@ -78,7 +78,7 @@ class Between:
     def made(self, rank: int, size: int) -> list[tuple[int, int]]:
         """Return the outputs of one process's part of the first matrix: runs, as first and end."""
         if not self.kv_heads:
-            return [self.own(rank, size)]
+            return [self.of_rank(rank, size)]
         share = HeadShare.of(self.count, self.kv_heads, rank, size)
         runs, begin = [], 0
         for of_queries, width in self.projections:
@@ -120,12 +120,12 @@ class PipelineStage:
 
 def stage_groups(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, ...]:
     """Return the cache groups with only some layers. No group is removed, even without layers."""
-    found = []
+    stage = []
     for group in groups:
-        own = [i for i, layer in enumerate(group.layers) if layer in layers]
-        specs = tuple(group.specs[i] for i in own)
-        found.append(replace(group, specs=specs, layers=tuple(group.layers[i] for i in own)))
-    return tuple(found)
+        indices = [i for i, layer in enumerate(group.layers) if layer in layers]
+        specs = tuple(group.specs[i] for i in indices)
+        stage.append(replace(group, specs=specs, layers=tuple(group.layers[i] for i in indices)))
+    return tuple(stage)
 
 
 def cut_groups(groups: Sequence[KVGroup], rank: int, size: int) -> tuple[KVGroup, ...]:
@@ -176,12 +176,12 @@ def stages_of(
     for reader, source in joined:
         if not 0 <= source < reader < layers:
             raise ValueError(f"layer {reader} of {layers} cannot read what layer {source} keeps")
-    kept = {cut for reader, source in joined for cut in range(source + 1, reader + 1)}
-    cuts = [cut for cut in range(layers + 1) if cut not in kept]
-    pieces = len(cuts) - 1
-    if count > pieces:
+    no_cuts = {cut for reader, source in joined for cut in range(source + 1, reader + 1)}
+    cuts = [cut for cut in range(layers + 1) if cut not in no_cuts]
+    num_parts = len(cuts) - 1
+    if count > num_parts:
         raise ValueError(
-            f"{layers} layers cannot be divided into {count} stages, but into {pieces} at most: "
+            f"{layers} layers cannot be divided into {count} stages, but into {num_parts} at most: "
             f"layers read the keys and values of others"
         )
     sums = list(accumulate(costs, initial=first))
@@ -191,7 +191,7 @@ def stages_of(
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, (0,))}
     for stage in range(1, count + 1):
         longer = {}
-        for end in range(stage, pieces - (count - stage) + 1):
+        for end in range(stage, num_parts - (count - stage) + 1):
             ways = []
             for start in (start for start in best if start < end):
                 largest, squares, _ = best[start]
@@ -201,5 +201,5 @@ def stages_of(
             largest, squares, start = min(ways)
             longer[end] = (largest, squares, (*best[-start][2], cuts[end]))
         best = longer
-    _, _, ends = best[pieces]
+    _, _, ends = best[num_parts]
     return tuple(range(begin, end) for begin, end in pairwise(ends))

@@ -49,27 +49,27 @@ class _Choice:
 @dataclass(frozen=True, slots=True)
 class _Repeat:
     part: _Part
-    least: int
-    most: int | None  # None: any number
+    low: int
+    high: int | None  # None: any number
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """A lookahead or lookbehind; `wanted`: positive, else negative."""
+class _LookAround:
+    """A lookahead or lookbehind; `positive`: positive, else negative."""
 
     part: _Part
     ahead: bool
-    wanted: bool
+    positive: bool
 
 
-_Part = re.Pattern[str] | _Choice | _Repeat | _Look
+_Part = re.Pattern[str] | _Choice | _Repeat | _LookAround
 
 
 class Matcher:
     """Matches patterns within a budget of steps."""
 
     def __init__(self) -> None:
-        self._left = MAX_STEPS
+        self._steps_left = MAX_STEPS
 
     def matching(self, pattern: str, texts: Iterable[str]) -> list[str]:
         """Return the texts that `re.match` would match.
@@ -87,8 +87,8 @@ class Matcher:
             raise PatternError("is nested too deeply") from None
 
     def _spend(self, steps: int) -> None:
-        self._left -= steps
-        if self._left < 0:
+        self._steps_left -= steps
+        if self._steps_left < 0:
             raise PatternError("takes too long to match")
 
     def _after(self, part: _Part, starts: set[int], text: str) -> set[int]:
@@ -107,18 +107,20 @@ class Matcher:
         if isinstance(part, _Repeat):
             return self._repeated(part, starts, text)
         if part.ahead:
-            return {at for at in starts if bool(self._after(part.part, {at}, text)) == part.wanted}
+            return {
+                at for at in starts if bool(self._after(part.part, {at}, text)) == part.positive
+            }
         behind = self._after(part.part, set(range(len(text) + 1)), text)
-        return starts & behind if part.wanted else starts - behind
+        return starts & behind if part.positive else starts - behind
 
     def _repeated(self, repeat: _Repeat, starts: set[int], text: str) -> set[int]:
         reached = starts
-        for _ in range(repeat.least):
+        for _ in range(repeat.low):
             before, reached = reached, self._after(repeat.part, reached, text)
             if reached == before:  # further repetitions change nothing
                 break
-        fresh, count, ends = reached, repeat.least, set(reached)
-        while fresh and (repeat.most is None or count < repeat.most):
+        fresh, count, ends = reached, repeat.low, set(reached)
+        while fresh and (repeat.high is None or count < repeat.high):
             fresh = self._after(repeat.part, fresh, text) - ends
             ends |= fresh
             count += 1
@@ -141,8 +143,8 @@ def _tokens(pattern: str) -> Iterator[tuple[str, str]]:
         at = token.end()
 
 
-def _unsupported(what: str) -> PatternError:
-    return PatternError(f"uses {what!r}, which is not supported")
+def _unsupported(feature: str) -> PatternError:
+    return PatternError(f"uses {feature!r}, which is not supported")
 
 
 def _choice(tokens: Iterator[tuple[str, str]]) -> _Part:
@@ -159,7 +161,7 @@ def _choice(tokens: Iterator[tuple[str, str]]) -> _Part:
             inner = _choice(tokens)
             look = text.removeprefix("(?").removeprefix("<")
             ahead = "<" not in text
-            parts.append(_Look(inner, ahead, look == "=") if look in ("=", "!") else inner)
+            parts.append(_LookAround(inner, ahead, look == "=") if look in ("=", "!") else inner)
         elif kind == "repeat":
             if not parts or before == kind:  # "a++" is possessive: it never backtracks
                 raise _unsupported(text)
@@ -188,10 +190,10 @@ def _bounds(repeat: str) -> tuple[int, int | None]:
     """Return the least and the most repetitions that the text of a repetition allows."""
     if repeat[0] != "{":
         return int(repeat[0] == "+"), 1 if repeat[0] == "?" else None
-    least, comma, most = repeat[1 : repeat.index("}")].partition(",")
+    low, comma, high = repeat[1 : repeat.index("}")].partition(",")
     if not comma:
-        return int(least), int(least)
-    return int(least or 0), int(most) if most else None
+        return int(low), int(low)
+    return int(low or 0), int(high) if high else None
 
 
 # GGUF's layouts: rows of blocks, each with its scales.
@@ -294,8 +296,8 @@ class StoredRule:
         """Return whether the rule applies to a layer."""
         if self.every or layer in self.names:
             return True
-        whole = f".{layer}."
-        return any(f".{name}." in whole for name in self.within)
+        dotted = f".{layer}."
+        return any(f".{name}." in dotted for name in self.within)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +335,7 @@ class StoredQuantization:
 def stored_alike(stored: Sequence[StoredScheme | None]) -> list[int]:
     """Return the lengths of the runs of consecutive layers with the same scheme. Each run can
     become one matrix without conversion."""
-    return [len(list(same)) for _, same in groupby(stored)]
+    return [len(list(run)) for _, run in groupby(stored)]
 
 
 class _Layers:
@@ -343,7 +345,7 @@ class _Layers:
     """
 
     def __init__(self, names: Iterable[str]) -> None:
-        self._left = dict.fromkeys(names)
+        self._unmatched = dict.fromkeys(names)
         self._matcher = Matcher()
 
     def matching(self, fields: Fields, key: str, patterns: Iterable[str]) -> frozenset[str]:
@@ -358,12 +360,12 @@ class _Layers:
         chosen: set[str] = set()
         for pattern in patterns:
             try:
-                found = self._matcher.matching(pattern, self._left)
+                names = self._matcher.matching(pattern, self._unmatched)
             except PatternError as error:
                 raise fields.error(key, f"holds {shown(pattern)}, which {error}") from None
-            chosen.update(found)
-            for name in found:
-                del self._left[name]
+            chosen.update(names)
+            for name in names:
+                del self._unmatched[name]
         return frozenset(chosen)
 
 

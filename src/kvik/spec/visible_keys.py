@@ -108,7 +108,7 @@ class Window(VisibleKeys):
     sinks: int = 0
 
     @property
-    def most(self) -> int:
+    def max_keys(self) -> int:
         """The largest number of keys that a query sees."""
         return self.keys + self.sinks
 
@@ -143,11 +143,11 @@ class Window(VisibleKeys):
             return min(-(-num_tokens // block_size), -(-self.sinks // block_size) + seen)
         # The worst case is a step that begins with the last query of a chunk. The alignment of
         # chunks and blocks repeats after a few chunks.
-        most, apart = 0, block_size // gcd(self.keys, block_size)
-        for first in range(0, num_tokens, self.keys)[:apart]:
+        largest, period = 0, block_size // gcd(self.keys, block_size)
+        for first in range(0, num_tokens, self.keys)[:period]:
             end = min(num_tokens, first + self.keys - 1 + chunk)
-            most = max(most, -(-end // block_size) - first // block_size)
-        return most
+            largest = max(largest, -(-end // block_size) - first // block_size)
+        return largest
 
     def hit_length(self, cached: Callable[[int], bool], length: int, block_size: int) -> int:
         while length:
@@ -167,7 +167,7 @@ class Window(VisibleKeys):
         if self.chunked:
             chunks, rest = divmod(end, self.keys)
             return chunks * _triangle(self.keys) + _triangle(rest)
-        return _triangle(min(end, self.most)) + max(0, end - self.most) * self.most
+        return _triangle(min(end, self.max_keys)) + max(0, end - self.max_keys) * self.max_keys
 
     def keys_read(self, first: int, end: int, prompt: int) -> int:
         seen = self.first_key(first)
@@ -196,7 +196,7 @@ class Budget(VisibleKeys):
     every: int = 256
 
     @property
-    def least(self) -> int:
+    def min_tokens(self) -> int:
         """The smallest allowed `tokens`."""
         return self.first + self.last
 
@@ -237,8 +237,8 @@ class Budget(VisibleKeys):
     def _pairs_before(self, end: int, prompt: int) -> int:
         first = self.first_cut(prompt)
         total = _triangle(min(end, first))
-        whole, rest = divmod(max(0, end - first), self.every)
-        total += whole * (_triangle(self.every) + self.tokens * self.every)
+        num_cuts, rest = divmod(max(0, end - first), self.every)
+        total += num_cuts * (_triangle(self.every) + self.tokens * self.every)
         return total + _triangle(rest) + self.tokens * rest
 
 

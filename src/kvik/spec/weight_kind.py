@@ -91,10 +91,10 @@ class WeightKind:
         ordered = plain != name
         if plain in FLOATS:
             return WeightKind(plain, ordered=ordered)
-        found = _NAME.fullmatch(plain)
-        if found is None:
+        match = _NAME.fullmatch(plain)
+        if match is None:
             return None
-        codes, group, rest = found[1], int(found[2]), found[3] or ""
+        codes, group, rest = match[1], int(match[2]), match[3] or ""
         if codes == "fp8":
             rounding = next((a for a, word in _ROUNDED.items() if word == rest), None)
             if rounding is None or (rounding == "group" and not group):

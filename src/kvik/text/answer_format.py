@@ -75,13 +75,13 @@ class MarkedFormat:
         """Return whether a prompt leaves a thought open; None: the answer may begin with one."""
         return None if self.thoughts is None else self.thoughts.begun(prompt)
 
-    def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
+    def num_thought_tokens(self, token_ids: Sequence[int], in_thought: bool | None) -> int:
         """Return the number of tokens of an answer that are a thought; 0 if markers are not
         tokens."""
         thoughts = self.thoughts
-        if thoughts is None or not thoughts.ids or begun is False:
+        if thoughts is None or not thoughts.ids or in_thought is False:
             return 0
-        if not begun and thoughts.ids[thoughts.open] not in token_ids:
+        if not in_thought and thoughts.ids[thoughts.open] not in token_ids:
             return 0
         if (close := thoughts.ids[thoughts.close]) in token_ids:
             return token_ids.index(close) + 1
@@ -116,17 +116,17 @@ class MarkedFormat:
         assert self.thoughts is not None
         return self.thoughts.rules(thought)
 
-    def parser(self, begun: bool | None, tools: Mapping[str, Tool] | None) -> AnswerParser:
+    def parser(self, in_thought: bool | None, tools: Mapping[str, Tool] | None) -> AnswerParser:
         """Return a reader of one answer.
 
         Args:
-            begun: see `MarkedFormat.begun`; False: no thought comes before the answer.
+            in_thought: see `MarkedFormat.begun`; False: no thought comes before the answer.
             tools: tools that may be called; None: none.
         """
         if self.form is None or tools is None:
-            return AnswerParser(self.thoughts, begun, None)
+            return AnswerParser(self.thoughts, in_thought, None)
         opener = self.form.marked(self.form.opener) if self._calls_end_thoughts else ""
-        return AnswerParser(self.thoughts, begun, ToolCallParser(self.form, tools), opener)
+        return AnswerParser(self.thoughts, in_thought, ToolCallParser(self.form, tools), opener)
 
 
 def _with_text_arguments(call: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,28 +150,28 @@ def check_tool_format(name: str) -> None:
         raise ConfigError("tool_format", f"must be one of {', '.join(TOOL_FORMATS)}, not {name!r}")
 
 
-def answer_format(tokenizer: Tokenizer, asked: str = AUTO) -> AnswerFormat:
+def answer_format(tokenizer: Tokenizer, name: str = AUTO) -> AnswerFormat:
     """Return the format of a model's answers.
 
     The markers in the chat template suggest the format of calls. To confirm it, example calls are
     rendered and parsed; if the template writes another known format, that one is found this way.
 
     Args:
-        asked: the format of calls, one of `TOOL_FORMATS`. `AUTO`: detected; `NO_TOOLS`: none.
+        name: the format of calls, one of `TOOL_FORMATS`. `AUTO`: detected; `NO_TOOLS`: none.
     """
     template = tokenizer.chat_template or ""
-    if asked == harmony.NAME or (asked == AUTO and all(m in template for m in harmony.MARKERS[:3])):
-        found = harmony.HarmonyFormat.of(tokenizer)
-        if found is not None:
-            return found
-        if asked != AUTO:
+    if name == harmony.NAME or (name == AUTO and all(m in template for m in harmony.MARKERS[:3])):
+        harmony_format = harmony.HarmonyFormat.of(tokenizer)
+        if harmony_format is not None:
+            return harmony_format
+        if name != AUTO:
             raise ConfigError("tool_format", "the tokenizer of this model lacks markers of harmony")
     thoughts = ThoughtFormat.of(template, tokenizer)
-    if asked == NO_TOOLS or (asked == AUTO and "tool" not in template):
+    if name == NO_TOOLS or (name == AUTO and "tool" not in template):
         return MarkedFormat(thoughts)
     probe = Probe(template, tokenizer)
     dialect, text_arguments = (
-        probe.found() if asked == AUTO else (BY_NAME[asked], probe.takes_text(BY_NAME[asked]))
+        probe.result() if name == AUTO else (BY_NAME[name], probe.takes_text(BY_NAME[name]))
     )
     form = None if dialect is None else ToolFormat.of(dialect, tokenizer)
     return MarkedFormat(thoughts, form, text_arguments)
@@ -197,7 +197,7 @@ class Probe:
         }
         self._texts = self._rendered(tokenizer)
 
-    def found(self) -> tuple[Dialect | None, bool]:
+    def result(self) -> tuple[Dialect | None, bool]:
         """Return the dialect, and whether the template expects arguments as text. None: the
         template writes no calls, or in an unknown format. If it renders no earlier calls, the
         markers decide.
@@ -216,11 +216,11 @@ class Probe:
 
     def _reads(self, dialect: Dialect, text_arguments: bool) -> bool:
         """Return whether one call is parsed, and also two, if the template writes them."""
-        one, two = (self._texts.get((text_arguments, count)) for count in (1, 2))
-        if one is None or self._calls(dialect, one) != _CALLS[:1]:
+        single, double = (self._texts.get((text_arguments, count)) for count in (1, 2))
+        if single is None or self._calls(dialect, single) != _CALLS[:1]:
             return False
-        several = two is not None and _CALLS[1][0] in two and dialect.several
-        return not several or self._calls(dialect, two or "") == _CALLS
+        several = double is not None and _CALLS[1][0] in double and dialect.several
+        return not several or self._calls(dialect, double or "") == _CALLS
 
     def _calls(self, dialect: Dialect, text: str) -> list[tuple[str, object]]:
         form = ToolFormat(dialect, {}, ())
@@ -230,28 +230,28 @@ class Probe:
         calls: dict[int, list[str]] = {}
         for delta in parser.push(text, ends=True):
             if delta.index >= 0:
-                one = calls.setdefault(delta.index, ["", ""])
-                one[0] += delta.name
-                one[1] += delta.arguments
+                call = calls.setdefault(delta.index, ["", ""])
+                call[0] += delta.name
+                call[1] += delta.arguments
         return [(name, _value(arguments)) for name, arguments in calls.values()]
 
     def _rendered(self, tokenizer: Tokenizer) -> dict[tuple[bool, int], str]:
         """Return the rendered answers with calls, by (arguments as text, number of calls)."""
         source = (tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token)
-        found: dict[tuple[bool, int], str] = {}
+        texts: dict[tuple[bool, int], str] = {}
         with closing(ChatTemplate(*source)) as template:
-            asked = [{"role": "user", "content": _QUESTION}]
+            messages = [{"role": "user", "content": _QUESTION}]
             tools = [_described(tool) for tool in self._tools.values()]
             for text_arguments in (False, True):
                 for count in (1, 2):
                     try:
-                        prompt = template.render(asked, tools=tools)
+                        prompt = template.render(messages, tools=tools)
                         answer = _answer(_CALLS[:count], text_arguments)
-                        whole = template.render([*asked, answer], False, tools)
+                        conversation = template.render([*messages, answer], False, tools)
                     except (ModelError, ParamError):
                         continue
-                    found[text_arguments, count] = whole[_behind(prompt, whole) :]
-        return found
+                    texts[text_arguments, count] = conversation[_behind(prompt, conversation) :]
+        return texts
 
 
 def _described(tool: Tool) -> dict[str, object]:
@@ -274,11 +274,13 @@ def _answer(calls: Sequence[tuple[str, object]], text_arguments: bool) -> dict[s
     return {"role": "assistant", "content": "", "tool_calls": made}
 
 
-def _behind(prompt: str, whole: str) -> int:
+def _behind(prompt: str, conversation: str) -> int:
     """Return an index at or before the begin of an answer: the end of the prompt, or the first
     difference from the conversation with the answer, less a margin: markers may begin alike."""
-    pairs: Iterator[tuple[str, str]] = zip(prompt, whole, strict=False)
-    alike = next((n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(whole)))
+    pairs: Iterator[tuple[str, str]] = zip(prompt, conversation, strict=False)
+    alike = next(
+        (n for n, (a, b) in enumerate(pairs) if a != b), min(len(prompt), len(conversation))
+    )
     return max(0, alike - len(_QUESTION) // 2)
 
 

@@ -86,7 +86,7 @@ class StopStrings:
         self._include = include
         self._node = 0
         self._buffer = ""
-        self._found: str | None = None
+        self._matched: str | None = None
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
         """Return the text that may be shown now, and the stop string if one was found.
@@ -97,24 +97,24 @@ class StopStrings:
             may_end: a stop string that ends in this text is a match. One that only begins in it can
                 match later in either case.
         """
-        if self._found is not None:
-            return "", self._found
+        if self._matched is not None:
+            return "", self._matched
         table = self._table
         if self._node == 0 and table.starts.isdisjoint(text):
             return text, None
         seen = len(self._buffer)
-        known = self._buffer + text
+        tail = self._buffer + text
         for end, char in enumerate(text, start=seen + 1):
             node = table.step(self._node, char)
             self._node = node
             if may_end and table.match[node]:
-                self._found = table.match[node]
+                self._matched = table.match[node]
                 self._buffer = ""
-                cut = end if self._include else end - len(self._found)
-                return known[:cut], self._found
-        free = len(known) - table.depth[self._node]
-        self._buffer = known[free:]
-        return known[:free], None
+                cut = end if self._include else end - len(self._matched)
+                return tail[:cut], self._matched
+        free = len(tail) - table.depth[self._node]
+        self._buffer = tail[free:]
+        return tail[:free], None
 
     def flush(self) -> str:
         """Return the text held back, when the output ends without a match."""
@@ -139,9 +139,9 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def _byte_alphabet() -> dict[str, int]:
     """Return the characters in which byte-level BPE spells bytes (Radford et al. 2019, GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
+    rest = [byte for byte in range(256) if byte not in printable]
     alphabet = {chr(byte): byte for byte in printable}
-    return alphabet | {chr(256 + rank): byte for rank, byte in enumerate(others)}
+    return alphabet | {chr(256 + rank): byte for rank, byte in enumerate(rest)}
 
 
 _ALPHABET = _byte_alphabet()
@@ -199,14 +199,14 @@ class TokenTexts:
         name = self._library.id_to_token(token)
         if name is None:
             return ""
-        alone = self.decode([token])
-        if REPLACEMENT in alone:
+        text = self.decode([token])
+        if REPLACEMENT in text:
             match = _BYTE_TOKEN.fullmatch(name)
             if match:
                 return bytes([int(match[1], 16)])
             if all(char in _ALPHABET for char in name):
                 return bytes(_ALPHABET[char] for char in name)
-        return self.decode([token, token])[len(alone) :]  # the second one is not the first
+        return self.decode([token, token])[len(text) :]  # the second one is not the first
 
 
 class Detokenizer:
@@ -234,8 +234,8 @@ class Detokenizer:
         self._partial = b""  # start of a character, at most three bytes
         shown = (token for token in reversed(prompt_ids) if token not in skipped)
         last = list(islice(shown, MAX_LEADING))[::-1]
-        begun = len(last) == MAX_LEADING or texts.decode(last) != ""
-        self._leading = None if begun else last  # tokens so far, while their text is empty
+        has_text = len(last) == MAX_LEADING or texts.decode(last) != ""
+        self._leading = None if has_text else last  # tokens so far, while their text is empty
         for token in last[-MAX_CHAR_BYTES:]:
             piece = texts.of(token)
             self._partial = self._partial + piece if isinstance(piece, bytes) else b""

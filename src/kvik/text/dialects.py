@@ -244,18 +244,20 @@ class ToolFormat:
 
     Attributes:
         ids: marker -> its token, for markers that are tokens.
-        others: special tokens that a text may contain between calls.
+        special_ids: special tokens that a text may contain between calls.
     """
 
     dialect: Dialect
     ids: Mapping[str, int]
-    others: tuple[int, ...]
+    special_ids: tuple[int, ...]
 
     @classmethod
     def of(cls, dialect: Dialect, tokenizer: Tokenizer) -> ToolFormat:
         patterns = (dialect.begin, dialect.call, dialect.between, dialect.end, dialect.parameter)
         markup = tokenizer.markup_ids
-        ids = {text: i for text, i in markup.items() if any(text in one for one in patterns)}
+        ids = {
+            text: i for text, i in markup.items() if any(text in pattern for pattern in patterns)
+        }
         ids = dict(list(ids.items())[: MAX_MARKS - 2])  # thoughts have two
         return cls(dialect, ids, other_markup(tokenizer, ids.values()))
 
@@ -267,7 +269,7 @@ class ToolFormat:
     def marked(self, text: str) -> str:
         """Return a text with its markers replaced by their characters in decoded text."""
         marks = self.marks
-        return "".join(marks[p] if isinstance(p, int) else p for p in self.pieces(text))
+        return "".join(marks[p] if isinstance(p, int) else p for p in self.split(text))
 
     def unmarked(self, text: str) -> str:
         """Return a decoded text with its markers spelt out; undoes `marked`."""
@@ -277,7 +279,7 @@ class ToolFormat:
             text = text.replace(self.marks[token], marker)
         return text
 
-    def pieces(self, text: str) -> Iterator[str | int]:
+    def split(self, text: str) -> Iterator[str | int]:
         """Split a text into marker tokens and the text between them."""
         if not self.ids:
             yield text
@@ -295,7 +297,7 @@ class ToolFormat:
     def opener(self) -> str:
         """The start of the calls of an answer: a marker that is a token, or a text."""
         begin = self.dialect.begin or PLACE.split(self.dialect.call)[0]
-        first = next(self.pieces(begin))
+        first = next(self.split(begin))
         if isinstance(first, str):
             return begin
         return next(marker for marker, token in self.ids.items() if token == first)

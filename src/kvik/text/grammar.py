@@ -62,7 +62,7 @@ def _cleaned(schema: object, path: str, dropped: list[str], left_out: Set[str]) 
         return {}
     if not isinstance(schema, Mapping):
         return schema  # false; or invalid, which llguidance reports
-    kept: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for key, value in schema.items():
         if key == OPTIONS:
             continue
@@ -72,12 +72,12 @@ def _cleaned(schema: object, path: str, dropped: list[str], left_out: Set[str]) 
             continue
         if key == "$ref" and isinstance(value, str) and not value.startswith("#"):
             raise ValueError(f"$ref at {path or '/'} leads out of the schema: {value[:100]}")
-        kept[key] = _value(key, value, path, dropped, left_out)
+        result[key] = _value(key, value, path, dropped, left_out)
     for key in ("minProperties", "maxProperties"):
-        if key in kept and not _has_all_properties(kept):
-            del kept[key]
+        if key in result and not _has_all_properties(result):
+            del result[key]
             dropped.append(f"{key} at {path or '/'}")
-    return kept
+    return result
 
 
 def _unenforced(key: str, value: object, left_out: Set[str]) -> str | None:
@@ -92,23 +92,23 @@ def _unenforced(key: str, value: object, left_out: Set[str]) -> str | None:
 
 
 def _value(key: str, value: object, path: str, dropped: list[str], left_out: Set[str]) -> object:
-    here = f"{path}/{_escaped(key)}"
+    pointer = f"{path}/{_escaped(key)}"
     if key in COUNTS:
         if not isinstance(value, int | float) or value < 0 or value != int(value):
             raise ValueError(f"{key} at {path or '/'} must be a whole number, not {value!r:.40}")
         return int(value)
     if key in NAMED and isinstance(value, Mapping):
-        kept = {}
-        for name, one in value.items():
+        result = {}
+        for name, part in value.items():
             if key == "patternProperties" and BEYOND_REGULAR.search(name):
                 dropped.append(f"{key} {name[:40]} at {path or '/'}")
             else:
-                kept[name] = _cleaned(one, f"{here}/{_escaped(name)}", dropped, left_out)
-        return kept
+                result[name] = _cleaned(part, f"{pointer}/{_escaped(name)}", dropped, left_out)
+        return result
     if key in LISTED and isinstance(value, Sequence) and not isinstance(value, str):
-        return [_cleaned(one, f"{here}/{i}", dropped, left_out) for i, one in enumerate(value)]
+        return [_cleaned(part, f"{pointer}/{i}", dropped, left_out) for i, part in enumerate(value)]
     if key in ONE and not isinstance(value, bool):
-        return _cleaned(value, here, dropped, left_out)
+        return _cleaned(value, pointer, dropped, left_out)
     return value
 
 
@@ -229,12 +229,12 @@ class _Encoder:
         self._before = encode(_INSIDE) if encode is not None else []
 
     def __call__(self, text: str) -> list[int]:
-        found = self._spelt.get(text)
-        if found is None:
-            found = self._spelling(text)
+        ids = self._spelt.get(text)
+        if ids is None:
+            ids = self._spelling(text)
             if len(self._spelt) < MAX_SPELT:
-                self._spelt[text] = found
-        return found
+                self._spelt[text] = ids
+        return ids
 
     def _spelling(self, text: str) -> list[int]:
         data = text.encode()
@@ -298,8 +298,8 @@ def _within(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str,
     if grammar.startswith("{"):
         inner = json.loads(grammar)["grammars"]
     inner[0]["name"] = "answer"
-    whole = {"name": "whole", "lark_grammar": constraint.around}
-    grammar = json.dumps({"grammars": [whole, *inner]})
+    outer = {"name": "whole", "lark_grammar": constraint.around}
+    grammar = json.dumps({"grammars": [outer, *inner]})
     vocabulary.build(grammar)
     return grammar, unenforced
 
@@ -326,13 +326,13 @@ def _of_text(source: str) -> str:
     """Return llguidance's grammar for a user's grammar: Lark, GBNF, or llguidance's JSON."""
     if source.lstrip().startswith("{"):
         try:
-            own = json.loads(source)
+            document = json.loads(source)
         except ValueError as error:
             raise ParamError(FIELD, f"grammar is not valid JSON: {error}") from None
-        if not isinstance(own, dict) or not isinstance(own.get("grammars"), list):
+        if not isinstance(document, dict) or not isinstance(document.get("grammars"), list):
             raise ParamError(FIELD, 'grammar must have a list "grammars" if it is JSON')
-        parts = [one for one in own["grammars"] if isinstance(one, dict)]
-        texts = [str(one.get("lark_grammar", "")) for one in parts]
+        parts = [grammar for grammar in document["grammars"] if isinstance(grammar, dict)]
+        texts = [str(grammar.get("lark_grammar", "")) for grammar in parts]
     else:
         convert = importlib.import_module("llguidance.gbnf_to_lark").any_to_lark
         try:
@@ -341,6 +341,6 @@ def _of_text(source: str) -> str:
             raise ParamError(FIELD, f"grammar cannot be read: {brief(error)}") from None
         texts, source = [lark], library().LLMatcher.grammar_from_lark(lark)
     for text in texts:
-        if (found := _ATTRIBUTES.search(text)) is not None:
-            raise ParamError(FIELD, f"grammar may not use {found[1]}: give it as a parameter")
+        if (match := _ATTRIBUTES.search(text)) is not None:
+            raise ParamError(FIELD, f"grammar may not use {match[1]}: give it as a parameter")
     return source

@@ -70,7 +70,7 @@ class GrammarCheck:
             max_answer=MAX_ANSWER,
         )
         self._lock = threading.Lock()
-        self._known: OrderedDict[Constraint, Checked] = OrderedDict()  # the oldest first
+        self._checked: OrderedDict[Constraint, Checked] = OrderedDict()  # the oldest first
         self._known_bytes = 0
 
     @property
@@ -81,7 +81,7 @@ class GrammarCheck:
     def knows(self, params: SamplingParams) -> bool:
         """Return whether `checked` can answer without the process."""
         constraint = params.structured
-        return constraint is None or constraint.kind == CHECKED or constraint in self._known
+        return constraint is None or constraint.kind == CHECKED or constraint in self._checked
 
     def checked(self, params: SamplingParams) -> tuple[SamplingParams, tuple[str, ...]]:
         """Return the parameters with the constraint in the engine's form, and the parts of a schema
@@ -93,18 +93,18 @@ class GrammarCheck:
         constraint = params.structured
         if constraint is None or constraint.kind == CHECKED:
             return params, ()
-        found = self._look_up(constraint)
-        if found is None:
+        result = self._look_up(constraint)
+        if result is None:
             library()  # its error says how to install it
-            found = self._ask(constraint)
-            self._keep(constraint, found)
-        if found.error:
-            raise ParamError(constraint.name, found.error, code=found.code)
-        grammar = Constraint(CHECKED, found.grammar, name=constraint.name)
+            result = self._ask(constraint)
+            self._keep(constraint, result)
+        if result.error:
+            raise ParamError(constraint.name, result.error, code=result.code)
+        grammar = Constraint(CHECKED, result.grammar, name=constraint.name)
         # A text ends where its grammar does.
         return (
             params.with_changes(structured=grammar, min_tokens=0, ignore_eos=False),
-            found.unenforced,
+            result.unenforced,
         )
 
     def close(self) -> None:
@@ -122,18 +122,18 @@ class GrammarCheck:
 
     def _look_up(self, constraint: Constraint) -> Checked | None:
         with self._lock:
-            found = self._known.get(constraint)
-            if found is not None:
-                self._known.move_to_end(constraint)
-            return found
+            result = self._checked.get(constraint)
+            if result is not None:
+                self._checked.move_to_end(constraint)
+            return result
 
     def _keep(self, constraint: Constraint, checked: Checked) -> None:
         with self._lock:
-            if constraint not in self._known:
-                self._known[constraint] = checked
+            if constraint not in self._checked:
+                self._checked[constraint] = checked
                 self._known_bytes += _size(constraint, checked)
             while self._known_bytes > MAX_CACHED_BYTES:
-                self._known_bytes -= _size(*self._known.popitem(last=False))
+                self._known_bytes -= _size(*self._checked.popitem(last=False))
 
 
 def _too_complex(reason: str) -> Checked:
@@ -150,19 +150,19 @@ def _size(constraint: Constraint, checked: Checked) -> int:
 def begin(first: bytes) -> Callable[[bytes], Checked]:
     """Take the tokens in the first frame. Each later frame is a constraint."""
     vocabulary = GrammarVocabulary(msgspec.msgpack.decode(first, type=TokenBytes))
-    asked: SimpleQueue[bytes] = SimpleQueue()
-    answered: SimpleQueue[Checked] = SimpleQueue()
+    requests: SimpleQueue[bytes] = SimpleQueue()
+    answers: SimpleQueue[Checked] = SimpleQueue()
 
     def work() -> None:
         while True:
-            answered.put(_checked(asked.get(), vocabulary))
+            answers.put(_checked(requests.get(), vocabulary))
 
     threading.stack_size(STACK_BYTES)
     threading.Thread(target=work, daemon=True).start()
 
     def answer(body: bytes) -> Checked:
-        asked.put(body)
-        return answered.get()
+        requests.put(body)
+        return answers.get()
 
     return answer
 

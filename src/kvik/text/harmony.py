@@ -30,18 +30,20 @@ class HarmonyFormat:
 
     Attributes:
         ids: marker -> its token.
-        others: special tokens that a text may contain.
+        special_ids: special tokens that a text may contain.
     """
 
     ids: Mapping[str, int]
-    others: tuple[int, ...]
+    special_ids: tuple[int, ...]
     thinks = bounded = True
     tool_format = NAME
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> HarmonyFormat | None:
         """Return the format with the tokens of a model; None: some markers are not tokens."""
-        ids = {one: i for one in MARKERS if (i := tokenizer.markup_ids.get(one)) is not None}
+        ids = {
+            marker: i for marker in MARKERS if (i := tokenizer.markup_ids.get(marker)) is not None
+        }
         if len(ids) < len(MARKERS):
             return None
         return cls(ids, other_markup(tokenizer, ids.values()))
@@ -50,12 +52,12 @@ class HarmonyFormat:
         """See `MarkedFormat.marks`."""
         return {token: chr(FIRST_MARK + n) for n, token in enumerate(self.ids.values())}
 
-    def num_thought_tokens(self, token_ids: Sequence[int], begun: bool | None) -> int:
+    def num_thought_tokens(self, token_ids: Sequence[int], in_thought: bool | None) -> int:
         """See `MarkedFormat.num_thought_tokens`: a message before another one is a thought."""
         end = self.ids["<|end|>"]
         if end in token_ids:
             return token_ids.index(end) + 1
-        return len(token_ids) if begun else 0
+        return len(token_ids) if in_thought else 0
 
     def begun(self, prompt: str) -> bool | None:
         """See `MarkedFormat.begun`."""
@@ -74,7 +76,7 @@ class HarmonyFormat:
     def call_grammar(self, allowed: AllowedCalls, thought: Thought | None = None) -> str:
         """See `MarkedFormat.call_grammar`. There is at most one call, which may follow a message to
         the user."""
-        texts, text = text_rules(self.others), "@answer" if allowed.answer else "text"
+        texts, text = text_rules(self.special_ids), "@answer" if allowed.answer else "text"
         if thought is None:
             return "\n".join([f"start: {text}", *texts])
         channel, message = self._token("<|channel|>"), self._token("<|message|>")
@@ -104,7 +106,7 @@ class HarmonyFormat:
     @property
     def anything(self) -> str:
         """See `MarkedFormat.anything`."""
-        return "\n".join(["start: text", *text_rules(self.others)])
+        return "\n".join(["start: text", *text_rules(self.special_ids)])
 
     def _thought(self, thought: Thought) -> list[str]:
         rest = f"inside {self._next}"
@@ -125,15 +127,17 @@ class HarmonyFormat:
 
     # -- reading ---------------------------------------------------------------------------------
 
-    def parser(self, begun: bool | None, tools: Mapping[str, Tool] | None) -> HarmonyParser:
+    def parser(self, in_thought: bool | None, tools: Mapping[str, Tool] | None) -> HarmonyParser:
         """See `MarkedFormat.parser`."""
-        return HarmonyParser(self, begun, tools or {})
+        return HarmonyParser(self, in_thought, tools or {})
 
 
 class HarmonyParser:
     """See `AnswerParser`. A message without a header or for an unknown recipient is text."""
 
-    def __init__(self, form: HarmonyFormat, begun: bool | None, tools: Mapping[str, Tool]) -> None:
+    def __init__(
+        self, form: HarmonyFormat, in_thought: bool | None, tools: Mapping[str, Tool]
+    ) -> None:
         self._tools = tools
         marks = form.marks(calls=True)
         spelled = {marker: marks[token] for marker, token in form.ids.items()}
@@ -142,23 +146,23 @@ class HarmonyParser:
         self._start = spelled["<|start|>"]
         self._ends = re.compile(f"[{spelled['<|end|>']}{spelled['<|call|>']}{self._start}]")
         self._buffer = ""
-        self._kind = {None: "header", True: "thought", False: "text"}[begun]
+        self._kind = {None: "header", True: "thought", False: "text"}[in_thought]
         self._num_said = {"thought": 0, "text": 0}  # messages of each kind
         self.num_calls = 0
 
     def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
         """See `AnswerParser.push`."""
         self._buffer += text
-        found: list[AnswerDelta] = []
+        deltas: list[AnswerDelta] = []
         while self._buffer:
             if self._kind == "header":
-                if not self._header(found, ends):
+                if not self._header(deltas, ends):
                     break
             else:
-                self._content(found)
-        return found
+                self._content(deltas)
+        return deltas
 
-    def _header(self, found: list[AnswerDelta], ends: bool) -> bool:
+    def _header(self, deltas: list[AnswerDelta], ends: bool) -> bool:
         """Read the header of a message; return whether the kind of the message is known."""
         begins = self._buffer.lstrip()
         head, message, content = begins.partition(self._message)
@@ -171,7 +175,7 @@ class HarmonyParser:
             return True
         if not is_head or not message:
             self._kind = "text"
-            self._say(found, self._buffer)
+            self._say(deltas, self._buffer)
             self._buffer = ""
             return True
         words = head.rpartition(self._channel)[2].split() if self._channel in head else []
@@ -179,21 +183,21 @@ class HarmonyParser:
         self._buffer, self._kind = content, "text"
         if to is not None and to[1] in self._tools:
             self._kind = "call"
-            found.append(AnswerDelta(index=self.num_calls, id=random_call_id(), name=to[1]))
+            deltas.append(AnswerDelta(index=self.num_calls, id=random_call_id(), name=to[1]))
             self.num_calls += 1
         elif to is not None:
-            self._say(found, head + message)
+            self._say(deltas, head + message)
         elif words[:1] == ["analysis"]:
             self._kind = "thought"
         if self._kind in self._num_said:
             self._num_said[self._kind] += 1
             if self._num_said[self._kind] > 1 and to is None:
-                self._say(found, "\n\n")
+                self._say(deltas, "\n\n")
         return True
 
-    def _content(self, found: list[AnswerDelta]) -> None:
+    def _content(self, deltas: list[AnswerDelta]) -> None:
         end = self._ends.search(self._buffer)
-        self._say(found, self._buffer[: end.start()] if end else self._buffer)
+        self._say(deltas, self._buffer[: end.start()] if end else self._buffer)
         if end is None:
             self._buffer = ""
             return
@@ -201,13 +205,13 @@ class HarmonyParser:
         self._buffer = rest if rest[0] == self._start else rest[1:]
         self._kind = "header"
 
-    def _say(self, found: list[AnswerDelta], text: str) -> None:
+    def _say(self, deltas: list[AnswerDelta], text: str) -> None:
         text = text.translate(self._markers)
         if not text:
             return
         if self._kind == "thought":
-            found.append(AnswerDelta(thought=text))
+            deltas.append(AnswerDelta(thought=text))
         elif self._kind == "call":
-            found.append(AnswerDelta(index=self.num_calls - 1, arguments=text))
+            deltas.append(AnswerDelta(index=self.num_calls - 1, arguments=text))
         else:
-            found.append(AnswerDelta(text=text))
+            deltas.append(AnswerDelta(text=text))

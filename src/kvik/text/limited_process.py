@@ -33,14 +33,14 @@ def framed(message: object) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
-def read_frame(stream: IO[bytes], most: int) -> bytes:
+def read_frame(stream: IO[bytes], limit: int) -> bytes:
     """Read the body of the next frame.
 
     Raises:
-        EOFError: the stream has ended, or the frame has more than `most` bytes.
+        EOFError: the stream has ended, or the frame has more than `limit` bytes.
     """
     size = int.from_bytes(_read_exactly(stream, LENGTH_BYTES), "big")
-    if size > most:
+    if size > limit:
         raise EOFError
     return _read_exactly(stream, size)
 

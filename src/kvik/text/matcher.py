@@ -95,15 +95,15 @@ class GrammarMatcher(TextMatcher):
 
     def mask(self, supposed: Sequence[int] = ()) -> NDArray[np.int32]:
         """See `TextMatcher.mask`."""
-        matcher, run, words, taken = self._matcher, self._run, self._words, 0
+        matcher, run, words, num_tokens = self._matcher, self._run, self._words, 0
         if supposed and self._counts:
             matcher = matcher.deep_copy()
         for token in supposed:
             if self.ended or not matcher.try_consume_tokens([token]):
                 break
-            taken += 1
+            num_tokens += 1
             run = run[:-1] or matcher.compute_ff_tokens()[::-1]
-        if self.ended or taken < len(supposed) or matcher.is_stopped():
+        if self.ended or num_tokens < len(supposed) or matcher.is_stopped():
             words.fill(ANYTHING)
         elif run:
             words.fill(0)
@@ -117,8 +117,8 @@ class GrammarMatcher(TextMatcher):
                 view[word] = view[word] | bit if may_end else view[word] & ~bit
         if matcher.is_error():
             raise ParamError(FIELD, _cannot_continue(matcher))
-        if taken and not self._counts:
-            matcher.rollback(taken)
+        if num_tokens and not self._counts:
+            matcher.rollback(num_tokens)
         return words
 
     def _new_run(self) -> list[int]:

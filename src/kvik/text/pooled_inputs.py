@@ -47,8 +47,8 @@ def prompt_before(pooling: PoolingSpec | None, name: str | None) -> str:
     if name is None:
         return prompts.get(pooling.default_prompt, "") if pooling is not None else ""
     if name not in prompts:
-        known = f"one of {', '.join(prompts)}" if prompts else "left out: this model has none"
-        raise ParamError("prompt_name", f"must be {known}, not {shown(name)}")
+        choices = f"one of {', '.join(prompts)}" if prompts else "left out: this model has none"
+        raise ParamError("prompt_name", f"must be {choices}, not {shown(name)}")
     return prompts[name]
 
 
@@ -57,26 +57,26 @@ def text_input(
     text: str,
     *,
     pooling: PoolingSpec | None,
-    most: int | None = None,
+    limit: int | None = None,
     special: bool = True,
 ) -> PooledInput:
     """Tokenise a text to embed.
 
     Args:
-        most: tokens to keep: special ones and the beginning of the text; or, for models without
+        limit: tokens to keep: special ones and the beginning of the text; or, for models without
             pooling facts, its end, as for prompts to complete; None: all.
         special: add special tokens.
     """
-    if pooling is None and most is not None:
-        return ids_input(pooling, tokenizer.encode(text, special), most)
-    return PooledInput(tokenizer.encode_texts((text,), most, special=special)[0])
+    if pooling is None and limit is not None:
+        return ids_input(pooling, tokenizer.encode(text, special), limit)
+    return PooledInput(tokenizer.encode_texts((text,), limit, special=special)[0])
 
 
-def ids_input(pooling: PoolingSpec | None, ids: list[int], most: int | None = None) -> PooledInput:
-    """Return token ids to embed; for `most` see `text_input`."""
-    if most is None:
+def ids_input(pooling: PoolingSpec | None, ids: list[int], limit: int | None = None) -> PooledInput:
+    """Return token ids to embed; for `limit` see `text_input`."""
+    if limit is None:
         return PooledInput(ids)
-    return PooledInput(ids[-most:] if pooling is None else ids[:most])
+    return PooledInput(ids[-limit:] if pooling is None else ids[:limit])
 
 
 def pair_input(
@@ -86,33 +86,33 @@ def pair_input(
     *,
     pooling: PoolingSpec,
     instruction: str | None = None,
-    most: int | None = None,
+    limit: int | None = None,
 ) -> PooledInput:
     """Tokenise a pair of texts to score, such as a query and a document.
 
     Args:
         instruction: what makes a pair a good match, for models that take one; None: their default.
-        most: tokens to keep, the longer text being cut at its end; None: all.
+        limit: tokens to keep, the longer text being cut at its end; None: all.
 
     Raises:
         ParamError: the model takes no instruction.
     """
     if pooling.template == "qwen3":
-        own = tokenizer.chat_template or ""
-        if "'document'" in own.replace('"', "'") and QWEN3_TASK not in own:
+        template = tokenizer.chat_template or ""
+        if "'document'" in template.replace('"', "'") and QWEN3_TASK not in template:
             raise ParamError(
                 "model", "writes pairs with its own chat template, which kvik does not run"
             )
         prompts = dict(pooling.prompts)
-        asked = instruction or prompts.get(pooling.default_prompt) or INSTRUCTION
+        task = instruction or prompts.get(pooling.default_prompt) or INSTRUCTION
         start, end = tokenizer.encode(QWEN3_JUDGE, False), tokenizer.encode(QWEN3_END, False)
-        pair = tokenizer.encode(QWEN3_PAIR.format(asked, first, second), False)
-        if most is not None:
-            pair = pair[: max(1, most - len(start) - len(end))]
+        pair = tokenizer.encode(QWEN3_PAIR.format(task, first, second), False)
+        if limit is not None:
+            pair = pair[: max(1, limit - len(start) - len(end))]
         return PooledInput([*start, *pair, *end])
     if instruction is not None:
         raise ParamError("instruction", "must be left out: this model reads none")
-    return PooledInput(*tokenizer.encode_texts((first, second), most))
+    return PooledInput(*tokenizer.encode_texts((first, second), limit))
 
 
 def check_dimensions(pooling: PoolingSpec | None, hidden: int, dimensions: int | None) -> None:

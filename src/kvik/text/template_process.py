@@ -118,8 +118,8 @@ def render(template: Template, data: bytes) -> Rendered:
     return Rendered(text)
 
 
-def failed(field: str, what: str, error: Exception) -> Rendered:
-    return Rendered(field=field, error=f"{what}: {brief(error) or type(error).__name__}")
+def failed(field: str, summary: str, error: Exception) -> Rendered:
+    return Rendered(field=field, error=f"{summary}: {brief(error) or type(error).__name__}")
 
 
 def begin(first: bytes) -> Callable[[bytes], Rendered]:

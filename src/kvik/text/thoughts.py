@@ -45,24 +45,24 @@ class ThoughtFormat:
 
     Attributes:
         ids: marker -> its token; empty unless both markers are tokens.
-        others: special tokens that an answer may contain.
+        special_ids: special tokens that an answer may contain.
     """
 
     open: str
     close: str
     ids: Mapping[str, int] = field(default_factory=dict)
-    others: tuple[int, ...] = ()
+    special_ids: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, template: str, tokenizer: Tokenizer) -> ThoughtFormat | None:
         """Return the format in a chat template; None: it has no markers of thoughts."""
-        found = next((pair for pair in MARKERS if pair[1] in template), None)
-        if found is None:
+        markers = next((pair for pair in MARKERS if pair[1] in template), None)
+        if markers is None:
             return None
         markup = tokenizer.markup_ids
-        ids = {marker: markup[marker] for marker in found if marker in markup}
-        ids = ids if len(ids) == len(found) else {}
-        return cls(*found, ids, other_markup(tokenizer, ids.values()))
+        ids = {marker: markup[marker] for marker in markers if marker in markup}
+        ids = ids if len(ids) == len(markers) else {}
+        return cls(*markers, ids, other_markup(tokenizer, ids.values()))
 
     @property
     def marks(self) -> dict[int, str]:
@@ -86,8 +86,8 @@ class ThoughtFormat:
         else:
             rest = f"closed {gap}"
             rule = f"closed[lazy]: /(.|\\n)*/ {json.dumps(self.close)}"
-        whole = rest if thought.begun else f"({self._first} {rest})?"
-        return f"thought: {whole}\n{rule}"
+        body = rest if thought.begun else f"({self._first} {rest})?"
+        return f"thought: {body}\n{rule}"
 
     def unclosed(self, thought: Thought) -> str:
         """Return the beginning of a thought, in Lark, before a call that ends it instead of its
@@ -102,7 +102,7 @@ class ThoughtFormat:
     @property
     def anything(self) -> str:
         """Any text, in Lark: the answer if only its thought has a limit."""
-        return "\n".join(["start: text", *text_rules(self.others)])
+        return "\n".join(["start: text", *text_rules(self.special_ids)])
 
 
 class AnswerParser:
@@ -110,7 +110,7 @@ class AnswerParser:
 
     Args:
         thoughts: their format; None: no thoughts.
-        begun: the prompt leaves a thought open; None: the answer may begin with one.
+        in_thought: the prompt leaves a thought open; None: the answer may begin with one.
         calls: parses tool calls; None: no calls.
         opener: marker that opens a call and thereby ends a thought; "": none does.
     """
@@ -118,7 +118,7 @@ class AnswerParser:
     def __init__(
         self,
         thoughts: ThoughtFormat | None,
-        begun: bool | None,
+        in_thought: bool | None,
         calls: ToolCallParser | None,
         opener: str = "",
     ) -> None:
@@ -126,12 +126,12 @@ class AnswerParser:
         self._opener = opener
         self._open, self._close = "", ""
         self._state = "answer"
-        if thoughts is not None and begun is not False:
+        if thoughts is not None and in_thought is not False:
             marks = thoughts.marks
             spelled = {marker: marks[token] for marker, token in thoughts.ids.items()}
             self._open = spelled.get(thoughts.open, thoughts.open)
             self._close = spelled.get(thoughts.close, thoughts.close)
-            self._state = "thought" if begun else "start"
+            self._state = "thought" if in_thought else "start"
         self._buffer = ""
         self._begun_thought = False  # a part of it was returned
 
@@ -151,18 +151,18 @@ class AnswerParser:
                 self._buffer, self._state = begins[len(self._open) :], "thought"
             elif ends or not self._open.startswith(begins):
                 self._state = "answer"
-                held, self._buffer = self._buffer, ""
-                return self._answer(held, ends)
-        found: list[AnswerDelta] = []
+                start, self._buffer = self._buffer, ""
+                return self._answer(start, ends)
+        deltas: list[AnswerDelta] = []
         if self._state == "thought":
-            found += self._thought(ends)
+            deltas += self._thought(ends)
         if self._state == "gap":
             answer = self._buffer.lstrip()
             self._buffer = ""
             if answer or ends:
                 self._state = "answer"
-                found += self._answer(answer, ends)
-        return found
+                deltas += self._answer(answer, ends)
+        return deltas
 
     def _thought(self, ends: bool) -> list[AnswerDelta]:
         """Return parts of a thought, without the white space around it."""
@@ -175,8 +175,8 @@ class AnswerParser:
             self._state = "gap"
             thought = thought.rstrip()
         else:
-            kept = 0 if ends else max(overlap(self._buffer, marker) for marker in markers)
-            thought = self._buffer[: len(self._buffer) - kept].rstrip()
+            margin = 0 if ends else max(overlap(self._buffer, marker) for marker in markers)
+            thought = self._buffer[: len(self._buffer) - margin].rstrip()
             self._buffer = self._buffer[len(thought) :]
         if thought and not self._begun_thought:
             thought = thought.lstrip()

@@ -45,7 +45,7 @@ class Tokenizer:
         library.no_truncation()  # a file may contain the limits of a training run
         library.no_padding()
         self.library = library
-        self._pieces = TokenTexts(library)
+        self._token_texts = TokenTexts(library)
         self.bos_token = bos_token
         self.eos_token = eos_token
         self.chat_template = chat_template
@@ -103,51 +103,53 @@ class Tokenizer:
             if len(text) <= BRIEF_CHARS:
                 return self.library.encode(text, add_special_tokens=add_special_tokens).ids
             # Unlike `encode`, this lets other threads run.
-            (found,) = self.library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-            return found.ids
+            (encoding,) = self.library.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
+            return encoding.ids
 
     def encode_texts(
-        self, texts: Sequence[str], most: int | None = None, *, special: bool = True
+        self, texts: Sequence[str], limit: int | None = None, *, special: bool = True
     ) -> tuple[list[int], int]:
         """Return the token ids of one text or of a pair, with the special tokens that the file puts
         around them; and the index where the second token type begins, 0 if there is only one type.
 
         Args:
-            most: tokens to keep; None: all. Special tokens are kept, and the first ones of a text.
+            limit: tokens to keep; None: all. Special tokens are kept, and the first ones of a text.
                 Of a pair, the longer text is cut until both are equally long, then both.
             special: add special tokens.
 
         Raises:
-            ParamError: a text is not a string of Unicode characters, or `most` leaves none of it.
+            ParamError: a text is not a string of Unicode characters, or `limit` leaves none of it.
         """
         for text in texts:
             check_unicode(text)
         library = self.library
         with panics_are_errors():
-            if most is None:
+            if limit is None:
                 pair = texts[1] if len(texts) > 1 else None
-                found = library.encode(texts[0], pair, add_special_tokens=special)
+                encoding = library.encode(texts[0], pair, add_special_tokens=special)
             else:
                 parts = library.encode_batch(list(texts), add_special_tokens=False)
                 added = library.num_special_tokens_to_add(len(parts) > 1) if special else 0
-                if most - added < len(parts):
+                if limit - added < len(parts):
                     raise ParamError(
                         "truncate_prompt_tokens", f"must be at least {added + len(parts)}"
                     )
                 lengths = [len(part) for part in parts]
-                for part, length in zip(parts, _cut(lengths, most - added), strict=True):
+                for part, length in zip(parts, _cut(lengths, limit - added), strict=True):
                     part.truncate(length)
                 second = parts[1] if len(parts) > 1 else None
-                found = library.post_process(parts[0], second, add_special_tokens=special)
-        types = found.type_ids
-        return found.ids, types.index(1) if 1 in types else 0
+                encoding = library.post_process(parts[0], second, add_special_tokens=special)
+        types = encoding.type_ids
+        return encoding.ids, types.index(1) if 1 in types else 0
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the whole text of a sequence; equal to what a stream of it yields."""
         shown = [token for token in ids if 0 <= token < self.vocab_size]
         if skip_special_tokens:
             shown = [token for token in shown if token not in self.special_ids]
-        text = self._pieces.decode(shown)
+        text = self._token_texts.decode(shown)
         if REPLACEMENT in text:  # the library rejects a whole run of bytes if one is invalid
             stream = self.new_stream((), skip_special_tokens)
             text = stream.push(shown) + stream.flush()
@@ -155,14 +157,14 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str:
         """Return the vocabulary entry of an id, spelt as in the file; "" for an unknown id."""
-        known = 0 <= token_id < self.vocab_size
-        return (self.library.id_to_token(token_id) or "") if known else ""
+        in_range = 0 <= token_id < self.vocab_size
+        return (self.library.id_to_token(token_id) or "") if in_range else ""
 
     def token_bytes(self, token_id: int) -> bytes:
         """Return the bytes that a token adds inside a text; b"" for an unknown id."""
         if not 0 <= token_id < self.vocab_size:
             return b""
-        piece = self._pieces.of(token_id)
+        piece = self._token_texts.of(token_id)
         return piece if isinstance(piece, bytes) else piece.encode()
 
     def new_stream(
@@ -177,7 +179,7 @@ class Tokenizer:
             marks: token id -> text that replaces it, even if it is skipped.
         """
         skipped = self.special_ids if skip_special_tokens else frozenset[int]()
-        return Detokenizer(self._pieces, prompt_ids, skipped, marks)
+        return Detokenizer(self._token_texts, prompt_ids, skipped, marks)
 
 
 def check_unicode(text: str) -> None:
@@ -196,16 +198,16 @@ def check_unicode(text: str) -> None:
         ) from None
 
 
-def _cut(lengths: Sequence[int], most: int) -> list[int]:
+def _cut(lengths: Sequence[int], limit: int) -> list[int]:
     """Return the kept lengths of one text or two, cutting the longer one first."""
-    if sum(lengths) <= most:
+    if sum(lengths) <= limit:
         return list(lengths)
     if len(lengths) == 1:
-        return [most]
+        return [limit]
     short = min(lengths)
-    if 2 * short <= most:
-        return [short if length == short else most - short for length in lengths]
-    return [most // 2, most - most // 2]
+    if 2 * short <= limit:
+        return [short if length == short else limit - short for length in lengths]
+    return [limit // 2, limit - limit // 2]
 
 
 def _why_missing(folder: Path) -> str:
@@ -314,19 +316,19 @@ def spelled(params: SamplingParams, tokenizer: Tokenizer | None) -> SamplingPara
     Raises:
         ParamError: there is a word and no tokenizer, or a word has no tokens.
     """
-    kinds = {one.name: one.kind for one in WORDS}
+    kinds = {option.name: option.kind for option in WORDS}
     changes: dict[str, object] = {}
     for name, words in params.words.items():
-        found: dict[tuple[int, ...], None] = {}  # in order, without duplicates
+        spellings: dict[tuple[int, ...], None] = {}  # in order, without duplicates
         for word in words:
             if not isinstance(word, str):
-                found[word] = None
+                spellings[word] = None
                 continue
             if tokenizer is None:
                 raise ParamError(name, "must be token ids: this model has no tokenizer")
             last = isinstance(kind := kinds[name], Words) and kind.last
-            found.update(dict.fromkeys(_spellings(word, tokenizer, name, last=last)))
-        changes[name] = tuple(found)
+            spellings.update(dict.fromkeys(_spellings(word, tokenizer, name, last=last)))
+        changes[name] = tuple(spellings)
     return params.with_changes(**changes) if changes else params
 
 
@@ -335,7 +337,7 @@ def _spellings(word: str, tokenizer: Tokenizer, name: str, *, last: bool) -> lis
     last token inside a text."""
     bare = word.lstrip()
     texts = (f"a{word}",) if last else (bare, f" {bare}")
-    found = [tuple(tokenizer.encode(text, False)) for text in texts]
-    if not found[0]:
+    spellings = [tuple(tokenizer.encode(text, False)) for text in texts]
+    if not spellings[0]:
         raise ParamError(name, f"{word[:40]!r} has no tokens")
-    return [ids[-1:] for ids in found] if last else found
+    return [ids[-1:] for ids in spellings] if last else spellings

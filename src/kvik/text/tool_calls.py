@@ -56,7 +56,7 @@ class ToolCallParser:
         self._at = 0  # index in `_text` up to which it is read
         self._space = ""  # white space before calls, which is dropped if they are valid
         self._closed = False
-        self._found: list[AnswerDelta] = []
+        self._deltas: list[AnswerDelta] = []
         self._steps = self._answer()
 
     def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
@@ -64,8 +64,8 @@ class ToolCallParser:
         self._text += text
         self._closed = ends
         next(self._steps, None)
-        found, self._found = self._found, []
-        return found
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     # -- text ------------------------------------------------------------------------------------
 
@@ -93,8 +93,8 @@ class ToolCallParser:
                 self._space = self._text[len(before) : place]
                 self._drop(place)
                 return True
-            kept = overlap(self._text, self._opener)
-            free = len(self._text[: len(self._text) - kept].rstrip())
+            margin = overlap(self._text, self._opener)
+            free = len(self._text[: len(self._text) - margin].rstrip())
             self._say(self._text[:free])
             self._drop(free)
             if self._closed:
@@ -114,7 +114,7 @@ class ToolCallParser:
 
     def _say(self, text: str) -> None:
         if text:
-            self._found.append(AnswerDelta(self._form.unmarked(text)))
+            self._deltas.append(AnswerDelta(self._form.unmarked(text)))
 
     def _drop(self, count: int) -> None:
         """Drop the first characters, which were returned."""
@@ -146,7 +146,7 @@ class ToolCallParser:
         self._drop(count)
 
     def _one_call(self) -> Steps:
-        name = given = ""
+        name = id_text = ""
         first = self.num_calls
         for n, part in enumerate(self._call):
             follows = self._call[n + 1] if n + 1 < len(self._call) else ""
@@ -158,32 +158,32 @@ class ToolCallParser:
                 name, fits = yield from self._up_to(*ends)
                 fits = fits and name in self._tools
             elif part == "id":
-                given, fits = yield from self._up_to(follows)
+                id_text, fits = yield from self._up_to(follows)
             else:
-                self._begin_call(name, given)
+                self._begin_call(name, id_text)
                 fits = yield from self._arguments(self._tools[name], follows)
             if not fits:
-                begun = self.num_calls > first  # then it is not undone
-                if begun and n % 2 == 0:
+                has_call = self.num_calls > first  # then it is not undone
+                if has_call and n % 2 == 0:
                     self._skip_cut_off(part)
-                return begun
+                return has_call
         return True
 
-    def _begin_call(self, name: str, given: str) -> None:
+    def _begin_call(self, name: str, id_text: str) -> None:
         dialect = self._form.dialect
-        made = dialect.call_id.replace("{name}", name).replace("{id}", given)
+        made = dialect.call_id.replace("{name}", name).replace("{id}", id_text)
         if not made and dialect.short_ids:
             letters = string.ascii_letters + string.digits
             made = "".join(secrets.choice(letters) for _ in range(9))
         made = made or random_call_id()
-        self._found.append(AnswerDelta(index=self.num_calls, id=made, name=name))
+        self._deltas.append(AnswerDelta(index=self.num_calls, id=made, name=name))
         self.num_calls += 1
         self._drop(self._at)
 
     def _add(self, arguments: str) -> None:
         if arguments:
             text = self._form.unmarked(arguments)
-            self._found.append(AnswerDelta(index=self.num_calls - 1, arguments=text))
+            self._deltas.append(AnswerDelta(index=self.num_calls - 1, arguments=text))
 
     # -- arguments -------------------------------------------------------------------------------
 
@@ -209,10 +209,10 @@ class ToolCallParser:
                 elif char in "}]":
                     depth -= 1
                 if depth == 0:
-                    whole = char == "}"
-                    self._add(self._text[: place + whole])
-                    self._drop(place + whole)
-                    return whole
+                    is_object = char == "}"
+                    self._add(self._text[: place + is_object])
+                    self._drop(place + is_object)
+                    return is_object
             self._add(self._text)
             self._drop(len(self._text))
             if self._closed:
@@ -270,7 +270,7 @@ class ToolCallParser:
 
     def _python(self) -> Steps:
         """Read keyword arguments, which are parsed when their bracket closes."""
-        depth, quote, escaped, place, whole = 1, "", False, 0, 0
+        depth, quote, escaped, place, end = 1, "", False, 0, 0
         while True:
             while place < len(self._text):
                 char = self._text[place]
@@ -284,17 +284,17 @@ class ToolCallParser:
                 elif char in ")]}":
                     depth -= 1
                 elif char == "," and depth == 1:
-                    whole = place
+                    end = place
                 if depth == 0:
-                    found = _keywords(self._text[:place])
-                    if found is None:
+                    arguments = _keywords(self._text[:place])
+                    if arguments is None:
                         return False
-                    self._add(found)
+                    self._add(arguments)
                     self._drop(place)
                     return True
                 place += 1
             if self._closed:  # then the arguments that are whole, without the end of their object
-                self._add((_keywords(self._text[:whole]) or "{}")[:-1])
+                self._add((_keywords(self._text[:end]) or "{}")[:-1])
                 self._drop(len(self._text))
                 return False
             yield
@@ -304,11 +304,11 @@ class ToolCallParser:
     def _literal(self, text: str) -> Steps:
         """Read a literal text; return whether it matched."""
         while True:
-            there = self._text[self._at : self._at + len(text)]
-            if there == text:
+            prefix = self._text[self._at : self._at + len(text)]
+            if prefix == text:
                 self._at += len(text)
                 return True
-            if self._closed or not text.startswith(there):
+            if self._closed or not text.startswith(prefix):
                 return False
             yield
 
@@ -325,11 +325,11 @@ class ToolCallParser:
         while True:
             places = [p for text in texts if (p := self._text.find(text, self._at)) >= 0]
             if places:
-                found, self._at = self._text[self._at : min(places)], min(places)
-                return found, True
+                content, self._at = self._text[self._at : min(places)], min(places)
+                return content, True
             if self._closed:
-                found, self._at = self._text[self._at :], len(self._text)
-                return found, False
+                content, self._at = self._text[self._at :], len(self._text)
+                return content, False
             yield
 
     def _skip_space(self) -> Steps:
@@ -370,7 +370,7 @@ def _keywords(text: str) -> str | None:
     try:
         call = ast.parse(f"f({text})", mode="eval").body
         assert isinstance(call, ast.Call) and not call.args
-        found = {one.arg: ast.literal_eval(one.value) for one in call.keywords if one.arg}
-        return json.dumps(found, ensure_ascii=False)
+        values = {node.arg: ast.literal_eval(node.value) for node in call.keywords if node.arg}
+        return json.dumps(values, ensure_ascii=False)
     except (SyntaxError, TypeError, ValueError, AssertionError, RecursionError, MemoryError):
         return None

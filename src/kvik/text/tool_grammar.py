@@ -72,7 +72,7 @@ class ToolGrammar:
         rules.append(f"calls: {self._lark(dialect.begin)} {call} {rest}")
         opened = "calls"
         if self._form.opener_is_token:
-            rules += text_rules(self._form.others)
+            rules += text_rules(self._form.special_ids)
             start = {"auto": "text calls?", "required": "calls", "none": "text"}[choice]
         elif dialect.bare:
             rules += [f"TEXT: /(|[^{re.escape(opener[0])}\\s](.|\\n)*)/"]
@@ -101,7 +101,7 @@ class ToolGrammar:
 
     def _lark(self, text: str) -> str:
         parts = (
-            f"<[{p}]>" if isinstance(p, int) else json.dumps(p) for p in self._form.pieces(text)
+            f"<[{p}]>" if isinstance(p, int) else json.dumps(p) for p in self._form.split(text)
         )
         return " ".join(parts)
 
@@ -179,8 +179,8 @@ def count_of(schema: object, of: str, less: int = 0) -> str:
         less: how many come before and are not counted.
     """
     limits = schema if isinstance(schema, Mapping) else {}
-    least, most = limits.get(f"min{of}", 0), limits.get(f"max{of}")
-    return f"{{{max(0, least - less)},{'' if most is None else max(0, most - less)}}}"
+    minimum, maximum = limits.get(f"min{of}", 0), limits.get(f"max{of}")
+    return f"{{{max(0, minimum - less)},{'' if maximum is None else max(0, maximum - less)}}}"
 
 
 def _either(options: Iterable[str]) -> str:
@@ -235,7 +235,7 @@ class PythonRules:
                 return _either(map(self._value, schema[key]))
         kind = schema.get("type")
         if isinstance(kind, list):
-            return _either(self._value({**schema, "type": one}) for one in kind)
+            return _either(self._value({**schema, "type": name}) for name in kind)
         if kind in ("integer", "number"):  # equal in JSON and Python
             return json_rule(schema)
         if kind == "string":
@@ -247,11 +247,11 @@ class PythonRules:
         return _LITERALS.get(kind, _ANY) if isinstance(kind, str) else _ANY
 
     def _array(self, schema: Mapping[str, Any]) -> str:
-        most = schema.get("maxItems")
-        if most == 0:
+        max_items = schema.get("maxItems")
+        if max_items == 0:
             return '"[]"'
         items = item = self._value(schema.get("items"))
-        if most != 1:
+        if max_items != 1:
             items += f' (", " {item}){count_of(schema, "Items", less=1)}'
         return f'("[" {items if schema.get("minItems") else f"({items})?"} "]")'
 
@@ -272,13 +272,13 @@ class PythonRules:
         return self._named[pointer]
 
     def _at(self, pointer: str) -> object:
-        found: object = self._schema
+        node: object = self._schema
         for part in pointer.split("/")[1:]:
             key = part.replace("~1", "/").replace("~0", "~")
-            if not isinstance(found, Mapping) or key not in found:
+            if not isinstance(node, Mapping) or key not in node:
                 raise ParamError("tools", f"$ref {pointer[:80]!r} leads nowhere")
-            found = found[key]
-        return found
+            node = node[key]
+        return node
 
 
 # A character of a string literal: one, or an escape of one.
@@ -306,21 +306,21 @@ def _regex(text: str) -> str:
     return re.escape(text).replace("/", "\\/").replace("\\\n", "\\n")
 
 
-def text_rules(others: Sequence[int]) -> list[str]:
+def text_rules(special_ids: Sequence[int]) -> list[str]:
     """Return rule `text`: any text, which may contain some special tokens."""
-    tokens = f" | <[{id_ranges(others)}]>" if others else ""
+    tokens = f" | <[{id_ranges(special_ids)}]>" if special_ids else ""
     return [f"text: (TEXT{tokens})*", "TEXT: /(.|\\n)+/"]
 
 
 def id_ranges(ids: Sequence[int]) -> str:
     """Return token ids in llguidance's syntax: "1-3,7"."""
-    found: list[list[int]] = []
+    ranges: list[list[int]] = []
     for i in ids:
-        if found and found[-1][1] == i - 1:
-            found[-1][1] = i
+        if ranges and ranges[-1][1] == i - 1:
+            ranges[-1][1] = i
         else:
-            found.append([i, i])
-    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in found)
+            ranges.append([i, i])
+    return ",".join(f"{a}-{b}" if a < b else str(a) for a, b in ranges)
 
 
 def tool_of(
@@ -341,13 +341,13 @@ def tool_of(
     schema = parameters or {"type": "object"}
     pythonic = dialect is not None and dialect.pythonic
     try:
-        kept, dropped = enforceable(schema, _NOT_IN_PYTHON if pythonic else frozenset())
+        subset, dropped = enforceable(schema, _NOT_IN_PYTHON if pythonic else frozenset())
     except (ValueError, RecursionError) as error:
         raise ParamError("tools", f"{name}: {error}") from None
-    if not isinstance(kept, Mapping) or kept.get("type", "object") != "object":
+    if not isinstance(subset, Mapping) or subset.get("type", "object") != "object":
         raise ParamError("tools", f"{name}: parameters must be a JSON Schema of an object")
     if dialect is not None and (pythonic or dialect.parameter):
-        dropped += [f"{key} at /" for key in sorted(_NOT_OF_ARGUMENTS & kept.keys())]
+        dropped += [f"{key} at /" for key in sorted(_NOT_OF_ARGUMENTS & subset.keys())]
     if strict and dropped:
         raise ParamError("tools", f"{name} is strict, and this cannot be enforced: {dropped[0]}")
-    return Tool(name, {"type": "object", **kept}), [f"{name}: {one}" for one in dropped]
+    return Tool(name, {"type": "object", **subset}), [f"{name}: {part}" for part in dropped]

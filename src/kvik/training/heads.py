@@ -30,9 +30,9 @@ from kvik.text.tokenizer import Tokenizer
 from kvik.training.train import (
     FILE,
     Batch,
-    Keeper,
     Progress,
     Schedule,
+    SnapshotStore,
     Trainee,
     accuracies,
     check_windows,
@@ -83,12 +83,12 @@ class MedusaTrainee:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors by their names in a checkpoint."""
-        found = {}
+        tensors = {}
         for layer, (weight, bias) in enumerate(zip(self.weights, self.biases, strict=True)):
             for head in range(self.spec.depth):
-                found[f"{head}.{layer}.linear.weight"] = weight[head]
-                found[f"{head}.{layer}.linear.bias"] = bias[head]
-        return found
+                tensors[f"{head}.{layer}.linear.weight"] = weight[head]
+                tensors[f"{head}.{layer}.linear.bias"] = bias[head]
+        return tensors
 
 
 # Training of EAGLE's layer (models/draft_heads.py), on its own predictions to the full depth.
@@ -128,14 +128,14 @@ class EagleTrainee:
 
     def guesses(self, batch: Batch) -> Tensor:
         """Return predictions of batch.hidden[:, 1:], [rows, depth, hidden]."""
-        x, found = batch.hidden[:, 0], []
+        x, predictions = batch.hidden[:, 0], []
         for depth in range(self.spec.depth):
             embedded = self.enter(batch.ids[:, depth], batch.positions + 1 + depth)
             x = F.linear(torch.cat((embedded, x), 1), self.join, self.offset)
             y = F.rms_norm(x, self.gain.shape, self.gain, EPS)
             x = x + F.linear(F.silu(F.linear(y, self.gate)) * F.linear(y, self.up), self.down)
-            found.append(x)
-        return torch.stack(found, 1)
+            predictions.append(x)
+        return torch.stack(predictions, 1)
 
     def logits(self, batch: Batch) -> Tensor:
         """Return logits [rows, depth, vocab]; depth k guesses batch.ids[:, k + 1]."""
@@ -236,7 +236,7 @@ def train_heads(
     ):
         states = read_states(reader, windows, work / "states", progress)
         trainee = _trainee(reader, recipe)
-        keeper = Keeper(out / FILE, identity_of(recipe, states))
+        keeper = SnapshotStore(out / FILE, identity_of(recipe, states))
         finished = train(trainee, states, recipe.schedule, keeper, progress)
         shares = accuracies(trainee, states, recipe.schedule.rows, progress)
         spec = replace(trainee.spec, accuracies=shares)
@@ -296,17 +296,19 @@ def _trainee(reader: Reader, recipe: HeadsRecipe) -> Trainee:
     return EagleTrainee(spec, output, enter, recipe.schedule.seed)
 
 
-def _save(spec: HeadsSpec, trainee: Trainee, reader: Reader, out: Path, kept: Path | None) -> int:
+def _save(
+    spec: HeadsSpec, trainee: Trainee, reader: Reader, out: Path, snapshot: Path | None
+) -> int:
     """Write the folder of heads; return the bytes of their weights.
 
     Args:
-        kept: snapshot of an unfinished training, to keep in the folder.
+        snapshot: snapshot of an unfinished training, to keep in the folder.
     """
     runner = reader.resolved.runner
     model, dtype = Path(runner.model_path).name, getattr(torch, runner.dtype)
     with writing_whole_folder(out) as folder:
-        if kept is not None and kept.is_file():
-            shutil.copyfile(kept, folder / FILE)
+        if snapshot is not None and snapshot.is_file():
+            shutil.copyfile(snapshot, folder / FILE)
         text = json.dumps(spec.as_config(model), indent=2) + "\n"
         (folder / CONFIG).write_text(text, encoding="utf-8")
         tensors = {name: tensor.to(dtype) for name, tensor in trainee.tensors().items()}

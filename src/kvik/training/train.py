@@ -113,8 +113,8 @@ def read_states(
     for window in windows:
         for start in range(0, len(window.token_ids), reader.tokens_at_once):
             end = min(start + reader.tokens_at_once, len(window.token_ids))
-            found = reader.read(window.token_ids, start, end)
-            hidden[done : done + end - start] = found.cpu()
+            states = reader.read(window.token_ids, start, end)
+            hidden[done : done + end - start] = states.cpu()
             done += end - start
         progress("reading", done / total)
     return WindowStates(ids, hidden, lengths.cumsum(0))
@@ -141,7 +141,7 @@ class Snapshot:
     tensors: Mapping[str, Tensor]
 
 
-class Keeper:
+class SnapshotStore:
     """The snapshot of a training in a file."""
 
     def __init__(self, file: Path, identity: str) -> None:
@@ -153,7 +153,7 @@ class Keeper:
         self.identity = identity
         self._written = time.monotonic()
 
-    def found(self) -> Snapshot | None:
+    def saved(self) -> Snapshot | None:
         """Return the snapshot of an earlier run; None: there is none.
 
         Raises:
@@ -163,8 +163,8 @@ class Keeper:
         if not self.file.is_file():
             return None
         checkpoint = FolderCheckpoint(((self.file, read_header(self.file)),))
-        whole = dict.fromkeys(checkpoint.entries, WHOLE)
-        tensors = {run.name: run.values.clone() for run in checkpoint.runs(whole)}
+        selections = dict.fromkeys(checkpoint.entries, WHOLE)
+        tensors = {run.name: run.values.clone() for run in checkpoint.runs(selections)}
         step, identity = (tensors.pop(name, None) for name in (_STEP, _IDENTITY))
         if step is None or identity is None or bytes(identity.tolist()).decode() != self.identity:
             raise ConfigError(
@@ -183,12 +183,12 @@ class Keeper:
         Raises:
             OSError: it cannot be written; the file before is kept then.
         """
-        own = {
+        facts = {
             _STEP: torch.tensor(snapshot.step),
             _IDENTITY: torch.tensor(list(self.identity.encode()), dtype=torch.uint8),
         }
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        write_safetensors(self.file, {**snapshot.tensors, **own})
+        write_safetensors(self.file, {**snapshot.tensors, **facts})
         self._written = time.monotonic()
 
 
@@ -252,7 +252,11 @@ class Schedule:
 
 
 def train(
-    trainee: Trainee, states: WindowStates, schedule: Schedule, keeper: Keeper, progress: Progress
+    trainee: Trainee,
+    states: WindowStates,
+    schedule: Schedule,
+    keeper: SnapshotStore,
+    progress: Progress,
 ) -> bool:
     """Train, from the snapshot of an earlier run if there is one. Ctrl-C ends the training early
     and keeps what was learned.
@@ -269,11 +273,11 @@ def train(
     for tensor in trainee.parameters:
         tensor.requires_grad_()
     optimizer = torch.optim.AdamW(trainee.parameters, betas=(0.9, 0.98), weight_decay=0.01)
-    kept = keeper.found()
-    if kept is not None:
-        _restore(kept, trainee.parameters, optimizer, generator)
+    snapshot = keeper.saved()
+    if snapshot is not None:
+        _restore(snapshot, trainee.parameters, optimizer, generator)
     try:
-        for step in range(0 if kept is None else kept.step, schedule.steps):
+        for step in range(0 if snapshot is None else snapshot.step, schedule.steps):
             for group in optimizer.param_groups:
                 group["lr"] = schedule.rate_at(step)
             drawn = torch.randint(len(usable), (schedule.rows,), generator=generator)
@@ -312,17 +316,17 @@ def _snapshot(
 
 
 def _restore(
-    kept: Snapshot,
+    snapshot: Snapshot,
     parameters: list[Tensor],
     optimizer: torch.optim.AdamW,
     generator: torch.Generator,
 ) -> None:
-    generator.set_state(kept.tensors["generator"])
+    generator.set_state(snapshot.tensors["generator"])
     with torch.no_grad():
         for i, parameter in enumerate(parameters):
-            parameter.copy_(kept.tensors[f"{i}.value"])
+            parameter.copy_(snapshot.tensors[f"{i}.value"])
             names = "step", "exp_avg", "exp_avg_sq"
-            optimizer.state[parameter] = {name: kept.tensors[f"{i}.{name}"] for name in names}
+            optimizer.state[parameter] = {name: snapshot.tensors[f"{i}.{name}"] for name in names}
 
 
 def accuracies(

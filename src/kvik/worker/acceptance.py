@@ -52,7 +52,7 @@ class Acceptance:
         self._numbers = np.arange(drafts)
         # Steps that were observed and are not counted yet: their requests, and for each step its
         # weight, the number of drafts judged and which were accepted.
-        self._slots, self._whose = np.zeros(0, np.int64), b""
+        self._slots, self._slot_bytes = np.zeros(0, np.int64), b""
         self._weights: list[float] = []
         self._judged: list[_Ids] = []
         self._right: list[NDArray[np.bool_]] = []
@@ -71,9 +71,9 @@ class Acceptance:
         """
         self.passed()
         self._fade()
-        if slots.tobytes() != self._whose or len(self._weights) == _UNREAD:
+        if slots.tobytes() != self._slot_bytes or len(self._weights) == _UNREAD:
             self._read()
-            self._slots, self._whose = slots, slots.tobytes()
+            self._slots, self._slot_bytes = slots, slots.tobytes()
         self._weights.append(self._weight)
         self._judged.append(drafts)
         self._right.append(accepted)
@@ -85,14 +85,16 @@ class Acceptance:
         if not steps:
             return
         right, judged = np.concatenate(self._right), np.concatenate(self._judged)
-        found = np.empty((len(right), 2, len(self._numbers)))
-        found[:, 1] = right
-        known = np.empty((len(right), 1 + len(self._numbers)), np.bool_)
-        known[:, 0], known[:, 1:] = True, right
+        judged_and_right = np.empty((len(right), 2, len(self._numbers)))
+        judged_and_right[:, 1] = right
+        accepted = np.empty((len(right), 1 + len(self._numbers)), np.bool_)
+        accepted[:, 0], accepted[:, 1:] = True, right
         np.logical_and(
-            known.take(self._parents, axis=1), self._numbers < judged[:, None], out=found[:, 0]
+            accepted.take(self._parents, axis=1),
+            self._numbers < judged[:, None],
+            out=judged_and_right[:, 0],
         )
-        of_step = found.reshape(steps, -1)
+        of_step = judged_and_right.reshape(steps, -1)
         shape = -1, 2, len(self._numbers)  # of the requests of a step
         self._counts[self._slots] += (np.array(self._weights) @ of_step).reshape(shape)
         self._all *= _FADE_ALL**steps
@@ -128,12 +130,12 @@ class Acceptance:
         counts += _PRIOR
         right += _PRIOR * (shares - 1.0)
         shares = np.minimum(right / tried, _HIGHEST)
-        found: _Shares
+        gains: _Shares
         if self._is_chain:  # the same, faster
-            found = np.multiply.accumulate(shares, axis=1)
+            gains = np.multiply.accumulate(shares, axis=1)
         else:
-            found = np.minimum.accumulate(np.exp(np.log(shares) @ self._paths), axis=1)
-        return found
+            gains = np.minimum.accumulate(np.exp(np.log(shares) @ self._paths), axis=1)
+        return gains
 
     def _find_common(self) -> None:
         shares: list[float] = [START]  # index -1: the prior of the first draft
@@ -146,8 +148,8 @@ class Acceptance:
 def _leans(parents: Sequence[int]) -> list[tuple[int, float]]:
     """Return the prior of each draft: the draft whose rate it is (-1: `START`), and a factor."""
     last: dict[int, int] = {}
-    found = []
+    priors = []
     for i, parent in enumerate(parents[1:]):
-        found.append((last[parent], _SIBLING) if parent in last else (parent - 1, 1.0))
+        priors.append((last[parent], _SIBLING) if parent in last else (parent - 1, 1.0))
         last[parent] = i
-    return found
+    return priors

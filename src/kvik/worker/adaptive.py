@@ -49,15 +49,15 @@ class LossBudget:
     """The seconds that drafting may lose.
 
     Attributes:
-        left: seconds; negative while a loss is being repaid.
-        needed: lowest `left` at which drafts are tried again.
+        balance: seconds; negative while a loss is being repaid.
+        needed: lowest `balance` at which drafts are tried again.
         share: of the time without drafts, added now.
     """
 
-    __slots__ = ("_lost", "_won", "left", "needed", "share")
+    __slots__ = ("_lost", "_won", "balance", "needed", "share")
 
     def __init__(self) -> None:
-        self.left = 0.0
+        self.balance = 0.0
         self.needed = 0.0
         self.share = SHARE
         # Gains and losses of trials, relative to the time without drafts.
@@ -65,24 +65,24 @@ class LossBudget:
 
     def passed(self, seconds: float) -> bool:
         """Add the time of steps without drafts; return whether drafts may be tried after them."""
-        self.left += self.share * seconds
-        return self.left > 0 and self.left >= self.needed
+        self.balance += self.share * seconds
+        return self.balance > 0 and self.balance >= self.needed
 
     def spend(self, seconds: float) -> None:
         """Subtract the time of a decision against drafts."""
-        self.left -= seconds
+        self.balance -= seconds
 
-    def settle(self, without: float, taken: float, room: float) -> None:
+    def settle(self, without: float, seconds: float, limit: float) -> None:
         """Account for a step for which drafts were tried.
 
         Args:
             without: seconds that its tokens would have taken without drafts.
-            taken: seconds that it took.
-            room: most seconds that gains may accumulate.
+            seconds: seconds that it took.
+            limit: most seconds that gains may accumulate.
         """
-        left = self.left + without * (1 + self.share) - taken
-        self.left = min(left, max(room, self.left))
-        gain = 1.0 - taken / without
+        balance = self.balance + without * (1 + self.share) - seconds
+        self.balance = min(balance, max(limit, self.balance))
+        gain = 1.0 - seconds / without
         self._won = _FADE * self._won + max(0.0, gain)
         self._lost = _FADE * self._lost + max(0.0, -gain)
         self.share = SHARE
@@ -116,7 +116,7 @@ class StepFigures:
         slots, drafts, accepted: [rows], of all requests that sampled; drafts checked and accepted.
         seconds: of the step, without making drafts.
         making: seconds of deciding on the drafts and making them, even if none were found.
-        asked: most drafts requested for a request; 0: the drafter was not called.
+        requested: most drafts requested for a request; 0: the drafter was not called.
         pure: no request was reading its prompt, so only decoding requests caused the time.
         paths: [rows, most drafts of a request], which drafts were accepted if they form a tree;
             None: the first ones.
@@ -129,7 +129,7 @@ class StepFigures:
     accepted: _Ids
     seconds: float
     making: float
-    asked: int
+    requested: int
     pure: bool
     paths: NDArray[np.bool_] | None = None
     guessed: NDArray[np.bool_] | None = None
@@ -165,7 +165,8 @@ class DraftControl:
         self._longest = _OFTEN  # limit of `_without`
         self._deciding = 0.0  # seconds that deciding takes
         self._ceiling = math.inf  # upper bound of the seconds counted for a step without drafts
-        self._known = np.zeros(max_num_seqs, np.bool_)  # slots for which drafts were requested
+        # Slots for which drafts were requested.
+        self._requested_before = np.zeros(max_num_seqs, np.bool_)
         self._reading = False  # the last choice included slots not in `_known` before
         self._turn = 0  # number of trials, which selects the request
         # The last choice from a comparison, its requests, and for how many more steps it is kept.
@@ -184,7 +185,7 @@ class DraftControl:
         """Reset a slot for a new request, and decide again as soon as the budget allows: drafts may
         pay off for it."""
         self._acceptance.forget(slot)
-        self._known[slot] = False
+        self._requested_before[slot] = False
         self._stands = self._rest = 0
         self.budget.needed = 0.0
 
@@ -225,7 +226,7 @@ class DraftControl:
     def observe(self, step: StepFigures) -> None:
         """Record a step that had drafts, or for which the drafter found none."""
         drafts = sum(step.drafts.tolist())
-        if not drafts and not step.asked:
+        if not drafts and not step.requested:
             self.passed(len(step.slots), step.seconds, pure=step.pure)
             return
         self._drafting = drafts > 0
@@ -258,24 +259,24 @@ class DraftControl:
         making = min(step.making / plain, _MOST)
         if not drafts:
             if not self._reading:
-                self._costs.making(requests).observe(step.asked, making)
-                usual = self._costs.making(requests).at(step.asked)
+                self._costs.making(requests).observe(step.requested, making)
+                usual = self._costs.making(requests).at(step.requested)
                 making = min(making, _SURPRISE * usual + _HELD_UP)
             # The first time for a request usually takes longer, as caches are cold.
             self.budget.settle(plain, plain * (1 + min(making, 1.0)), ROOM * plain)
             return
         expected = self._costs.judging(requests).at(drafts)
         tokens = 1.0 + sum(step.accepted.tolist()) / requests
-        known = self._costs.num_plain(requests) > 0
-        if step.pure and known:
+        has_plain_time = self._costs.num_plain(requests) > 0
+        if step.pure and has_plain_time:
             ratio = step.seconds / plain
-            time = self._costs.observe_drafts(requests, drafts, ratio, step.asked, making)
+            time = self._costs.observe_drafts(requests, drafts, ratio, step.requested, making)
             self._without += 1
             if not expected / _SURPRISE < ratio < expected * _SURPRISE:
                 self._without = self._longest  # steps without drafts may have changed as well
         else:  # prompts took part of its time, or its time without drafts is unknown
-            time, tokens = expected, tokens if known else 1.0
-        usual = self._costs.making(requests).at(step.asked)
+            time, tokens = expected, tokens if has_plain_time else 1.0
+        usual = self._costs.making(requests).at(step.requested)
         if not self._reading:  # a much longer time means that something else caused a delay
             making = min(making, _SURPRISE * usual + _HELD_UP)
         self.budget.settle(tokens * plain, (time + making) * plain, ROOM * plain)
@@ -283,19 +284,19 @@ class DraftControl:
         # If reading a text caused the loss, the next drafts show whether they pay off.
         if self._reading and not self._hoped:
             self._gained = self._hoped = tokens > time + min(making, usual)
-        if self.budget.left > 0:
+        if self.budget.balance > 0:
             self._hoped = False
 
     def plain_seconds(self, requests: int) -> float | None:
         """Return the seconds of a step without drafts; None before any measurement."""
         return self._costs.plain(requests)
 
-    def limits(self, slots: _Ids, room: _Ids) -> _Ids:
+    def limits(self, slots: _Ids, caps: _Ids) -> _Ids:
         """Return how many drafts each request gets for its next step.
 
         Args:
             slots: [rows], all requests that decode in it.
-            room: [rows], most drafts each may get, 0 for none.
+            caps: [rows], most drafts each may get, 0 for none.
         """
         requests = len(slots)
         none = np.zeros(requests, np.int64)
@@ -306,52 +307,52 @@ class DraftControl:
         self._ceiling = _MOST * plain
         if not self._opened:
             self._opened = True
-            self.budget.left += FIRST * plain
+            self.budget.balance += FIRST * plain
         if self._without >= self._longest:
             return none
-        if self.budget.left <= 0 and not self._gained:
+        if self.budget.balance <= 0 and not self._gained:
             self.budget.needed = self._deciding
             return none
         if self._stands and self._gained and slots.tobytes() == self._chosen_for:
             self._stands -= 1
             self._reading = False
-            return np.minimum(self._choice, room)
+            return np.minimum(self._choice, caps)
         self._weighed = True
         self.budget.needed = 0.0
-        room = np.minimum(room, len(self._numbers))
-        limits, speed_up = self._best(slots, room)
+        caps = np.minimum(caps, len(self._numbers))
+        limits, speed_up = self._best(slots, caps)
         # The smaller the speed-up, the sooner a step without drafts is measured again.
         self._longest = min(_OFTEN + int(_LONGEST * max(0.0, speed_up - 1.0)), _LONGEST)
         if speed_up > (_KEEP if self._drafting else _WORTH):
             self._choice, self._chosen_for, self._stands = limits, slots.tobytes(), _STANDS - 1
             return self._noted(slots, limits)
         self._gained = False
-        return self._noted(slots, self._probe(room, plain))
+        return self._noted(slots, self._probe(caps, plain))
 
     def _noted(self, slots: _Ids, limits: _Ids) -> _Ids:
         """Return the limits, and note whether the drafter must read the text of a new request,
         which takes time."""
         some = slots[limits > 0]
-        self._reading = bool(np.count_nonzero(self._known[some]) < len(some))
+        self._reading = bool(np.count_nonzero(self._requested_before[some]) < len(some))
         if self._reading:
-            self._known[some] = True
+            self._requested_before[some] = True
         return limits
 
-    def _best(self, slots: _Ids, room: _Ids) -> tuple[_Ids, float]:
+    def _best(self, slots: _Ids, caps: _Ids) -> tuple[_Ids, float]:
         """For each number of drafts, consider the best ones; return the fastest choice and its
         speedup."""
-        requests, deepest = len(slots), int(room.max())
-        places = int(room.sum())
-        most = min(places, self._max_draft_rows, self._costs.reach(requests))
-        if most == 0:
-            return room, 0.0
+        requests, deepest = len(slots), int(caps.max())
+        places = int(caps.sum())
+        num_candidates = min(places, self._max_draft_rows, self._costs.reach(requests))
+        if num_candidates == 0:
+            return caps, 0.0
         gains = self._acceptance.gains(slots)[:, :deepest]
         if places < requests * deepest:
-            gains *= self._numbers[:deepest] < room[:, None]
+            gains *= self._numbers[:deepest] < caps[:, None]
         gains = gains.ravel()  # [rows x drafts]
-        order = (-gains).argsort(kind="stable")[:most]
+        order = (-gains).argsort(kind="stable")[:num_candidates]
         tokens = 1.0 + gains[order].cumsum() / requests
-        time = self._costs.judging(requests).upto(most)[1:]
+        time = self._costs.judging(requests).upto(num_candidates)[1:]
         making = self._costs.making(requests).upto(deepest)[1:]
         time += making[np.maximum.accumulate(order % deepest)]
         speed_ups = tokens / time
@@ -359,20 +360,20 @@ class DraftControl:
         chosen = order[: best + 1] // deepest  # rows
         return np.bincount(chosen, minlength=requests), float(speed_ups[best])
 
-    def _probe(self, room: _Ids, plain: float) -> _Ids:
+    def _probe(self, caps: _Ids, plain: float) -> _Ids:
         """Choose a few drafts for one request, if the budget covers the case that all are wrong."""
-        limits = np.zeros_like(room)
-        able = room.nonzero()[0]
+        limits = np.zeros_like(caps)
+        able = caps.nonzero()[0]
         if not len(able):
-            self.budget.needed = self.budget.left  # the time of deciding must be earned first
+            self.budget.needed = self.budget.balance  # the time of deciding must be earned first
             return limits
-        requests = len(room)
+        requests = len(caps)
         time = self._costs.judging(requests).at(_PROBE) + self._costs.making(requests).at(_PROBE)
         loss = (time - 1.0) * plain
-        if self.budget.left < loss:
+        if self.budget.balance < loss:
             self.budget.needed = loss + self._deciding
             return limits
         row = able[self._turn // _SAME % len(able)]
         self._turn += 1
-        limits[row] = min(_PROBE, room[row])
+        limits[row] = min(_PROBE, caps[row])
         return limits

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PIECE = 16 << 20  # bytes of memory touched between checks whether to stop
 PAGE, HUGE = 4096, 2 << 20
-MOST_READ = 4 << 30  # bytes of files to read ahead: a disk reads no more in that time
+MAX_READ = 4 << 30  # bytes of files to read ahead: a disk reads no more in that time
 ENDINGS = (".safetensors", ".bin")
 
 
@@ -54,8 +54,8 @@ class LoadAhead:
         or it was handed over before."""
         self._stopping = True
         self._thread.join()
-        taken, self._memory = self._memory, None
-        return taken
+        memory, self._memory = self._memory, None
+        return memory
 
     def __enter__(self) -> LoadAhead:
         return self
@@ -107,7 +107,7 @@ def _weight_files(path: Path) -> Iterator[Path]:
             yield file
             with suppress(OSError):
                 read += file.stat().st_size
-        if read > MOST_READ:
+        if read > MAX_READ:
             return
 
 
@@ -116,4 +116,4 @@ def _ask_for(file: Path) -> None:
     if sys.platform != "linux":
         return
     with suppress(OSError), open(file, "rb", opener=regular) as opened:
-        os.posix_fadvise(opened.fileno(), 0, MOST_READ, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(opened.fileno(), 0, MAX_READ, os.POSIX_FADV_WILLNEED)

@@ -29,8 +29,8 @@ class GraphMemory:
     known beforehand, so the plan estimates it, and captures stop when the estimate is used up.
 
     Attributes:
-        planned, taken: bytes.
-        shared: bytes of `taken` that all graphs share: those of the first, and `share`.
+        planned, used: bytes.
+        shared: bytes of `used` that all graphs share: those of the first, and `share`.
         graphs: number of captured graphs.
     """
 
@@ -40,7 +40,7 @@ class GraphMemory:
             step: bytes that a step may need and that must stay free.
         """
         self.planned = planned
-        self.taken = 0
+        self.used = 0
         self.graphs = 0
         self._step = step
         self.shared = 0
@@ -51,31 +51,31 @@ class GraphMemory:
         if self._reported:
             return None
         self._reported = True
-        return GraphCounts(self.graphs, self.taken, self.planned)
+        return GraphCounts(self.graphs, self.used, self.planned)
 
     def share(self, size: int) -> None:
         """Count bytes that were allocated for all graphs, outside of captures."""
-        self.taken += size
+        self.used += size
         self.shared += size
         self._reported = False
 
     def has_room(self) -> bool:
         """Return whether a graph of average size still fits. If not, logs it once: sizes that are
         not captured run eagerly."""
-        others = self.graphs - 1
-        expected = (self.taken - self.shared) // others if others > 0 else 0
-        if not self._full and self.taken + max(expected, 1) > self.planned:
+        num_others = self.graphs - 1
+        expected = (self.used - self.shared) // num_others if num_others > 0 else 0
+        if not self._full and self.used + max(expected, 1) > self.planned:
             self._close(expected)
         return not self._full
 
-    def allows(self, size: int, left: int) -> bool:
+    def allows(self, size: int, free: int) -> bool:
         """Return whether a captured graph can be kept. A graph that exceeds the plan is kept only
         if enough memory for a step is left.
 
         Args:
             size: bytes that it took. left: free bytes of the device.
         """
-        if self.taken + size > self.planned and left < self._step:
+        if self.used + size > self.planned and free < self._step:
             self._close(size)
             return False
         return True
@@ -85,7 +85,7 @@ class GraphMemory:
         if not self.graphs:
             self.shared += size
         self.graphs += 1
-        self.taken += size
+        self.used += size
         self._reported = False
 
     def _close(self, next_size: int) -> None:
@@ -96,7 +96,7 @@ class GraphMemory:
             "for all of them. Others run eagerly, which takes longer; a larger graph_memory "
             "(KVIK_GRAPH_MEMORY) has room for more",
             self.graphs,
-            show_bytes(self.taken),
+            show_bytes(self.used),
             f", one more about {show_bytes(next_size)}" if next_size else "",
             show_bytes(self.planned),
         )
@@ -117,12 +117,12 @@ class Captured:
     Attributes:
         replay: launches the same kernels again.
         size: bytes of the device that the capture added.
-        left: free bytes of the device after it.
+        free: free bytes of the device after it.
     """
 
     replay: Callable[[], None]
     size: int
-    left: int
+    free: int
 
 
 class NotCaptured(Exception):
@@ -205,11 +205,11 @@ class CudaCapturer:
             if not peers.agree(True):
                 raise NotCaptured("another process cannot capture it")
             graph.replay()
-            left, _ = torch.cuda.mem_get_info(self._device)
+            free_after, _ = torch.cuda.mem_get_info(self._device)
         except BaseException:
             self._clean_up(graph, self._pool)
             raise
-        return Captured(graph.replay, max(0, free - left), left)
+        return Captured(graph.replay, max(0, free - free_after), free_after)
 
     @staticmethod
     def _record(
@@ -354,16 +354,16 @@ class Captures(Generic[Size]):
         Raises:
             Exception: a call or a replay failed.
         """
-        found: Captured | None = None
+        captured: Captured | None = None
         try:
-            found = self._capturer.capture(self._call_of(size), self._peers)
+            captured = self._capturer.capture(self._call_of(size), self._peers)
         except NotCaptured as error:
             log.warning("not all steps can be captured; others run eagerly", exc_info=error)
-        allowed = found is not None and self._memory.allows(found.size, found.left)
-        if not self._peers.agree(allowed) or found is None:
+        allowed = captured is not None and self._memory.allows(captured.size, captured.free)
+        if not self._peers.agree(allowed) or captured is None:
             return False
-        self._memory.keep(found.size)
-        self.captured[size] = found.replay
+        self._memory.keep(captured.size)
+        self.captured[size] = captured.replay
         del self._missed[size]
         return True
 

@@ -6,7 +6,7 @@ from kvik.attention.base import StepLayout
 from kvik.kernels.cpu.native import Native
 from kvik.kernels.cpu.recording import Recording
 from kvik.worker.graphs import EngineNetwork, Graph, StepOutput
-from kvik.worker.group import Others, RunStep
+from kvik.worker.group import OtherRanks, RunStep
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import PARTS, FixedInputs
 
@@ -15,7 +15,7 @@ class CpuTape(Graph):
     """A forward of the largest step as one sequence of native calls, for steps of every size.
 
     Attributes:
-        others: the other processes of a group, in which this one starts each step; None: there are
+        ranks: the other processes of a group, in which this one starts each step; None: there are
             none, or this process does not direct them.
     """
 
@@ -36,7 +36,7 @@ class CpuTape(Graph):
         self.output = output
         self.network = network
         self.inputs = inputs
-        self.others: Others | None = None
+        self.ranks: OtherRanks | None = None
         self._has_trees = False  # the inputs have trees of drafts
         # Views of the output by (tokens, samples): most steps have the size of a recent one.
         self._parts: dict[tuple[int, int], StepOutput] = {}
@@ -53,25 +53,25 @@ class CpuTape(Graph):
         sizes = inputs.sizes
         layouts = [
             StepLayout(
-                query_start_loc=inputs.whole("query_start_loc"),
-                seq_lens=inputs.whole("seq_lens"),
-                block_table=inputs.whole(f"block_table {group}"),
-                slot_mapping=inputs.whole(f"slot_mapping {group}"),
+                query_start_loc=inputs.full("query_start_loc"),
+                seq_lens=inputs.full("seq_lens"),
+                block_table=inputs.full(f"block_table {group}"),
+                slot_mapping=inputs.full(f"slot_mapping {group}"),
                 num_scheduled=(),  # known only in a replay
                 contexts=(),
                 block_size=block_size,
-                tree=inputs.whole("tree") if inputs.sizes.trees else None,
-                state_rows=inputs.whole("state_rows"),
-                first_keys=inputs.whole(f"first_keys {group}") if of.budgeted else None,
+                tree=inputs.full("tree") if inputs.sizes.trees else None,
+                state_rows=inputs.full("state_rows"),
+                first_keys=inputs.full(f"first_keys {group}") if of.budgeted else None,
             )
             for group, of in enumerate(network.groups)
         ]
         with native.record({sizes.tokens: 0, sizes.seqs: 1, sizes.samples: 2}) as recording:
             output = network.forward(
-                inputs.whole("input_ids"),
-                inputs.whole("positions"),
+                inputs.full("input_ids"),
+                inputs.full("positions"),
                 layouts,
-                inputs.whole("logits_indices"),
+                inputs.full("logits_indices"),
                 inputs.entered,
             )
         return CpuTape(native, recording, output, network, inputs)
@@ -93,13 +93,13 @@ class CpuTape(Graph):
         """
         if self.inputs.sizes.trees:
             if self._has_trees and not has_trees:
-                self.inputs.whole("tree").zero_()
+                self.inputs.full("tree").zero_()
             self._has_trees = has_trees
         size = step.tokens, step.seqs, step.samples
-        if self.others is None:
+        if self.ranks is None:
             self.native.replay(self.recording, size)
         else:
-            with self.others.together(step):
+            with self.ranks.jointly(step):
                 self.native.replay(self.recording, size)
         part = self._parts.get((step.tokens, step.samples))
         if part is None:

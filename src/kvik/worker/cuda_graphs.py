@@ -127,33 +127,33 @@ class DecodeGraphs(Graph):
         inputs = self.inputs
         layouts = [
             StepLayout(
-                query_start_loc=inputs.whole("query_start_loc", size.rows + 1),
-                seq_lens=inputs.whole("seq_lens", size.rows),
-                block_table=inputs.whole(f"block_table {group}", size.rows),
-                slot_mapping=inputs.whole(f"slot_mapping {group}", size.tokens),
+                query_start_loc=inputs.padded("query_start_loc", size.rows + 1),
+                seq_lens=inputs.padded("seq_lens", size.rows),
+                block_table=inputs.padded(f"block_table {group}", size.rows),
+                slot_mapping=inputs.padded(f"slot_mapping {group}", size.tokens),
                 num_scheduled=(size.longest,) * size.rows,
                 contexts=(self._max_context,) * size.rows,
                 block_size=self._block_size,
-                tree=inputs.whole("tree", size.tokens) if size.tree else None,
-                state_rows=inputs.whole("state_rows", size.rows),
+                tree=inputs.padded("tree", size.tokens) if size.tree else None,
+                state_rows=inputs.padded("state_rows", size.rows),
                 first_keys=(
-                    inputs.whole(f"first_keys {group}", size.rows)
+                    inputs.padded(f"first_keys {group}", size.rows)
                     if self.network.groups[group].budgeted
                     else None
                 ),
             )
             for group in inputs.groups
         ]
-        found = self.network.forward(
-            inputs.whole("input_ids", size.tokens),
-            inputs.whole("positions", size.tokens),
+        output = self.network.forward(
+            inputs.padded("input_ids", size.tokens),
+            inputs.padded("positions", size.tokens),
             layouts,
-            inputs.whole("logits_indices", size.samples),
+            inputs.padded("logits_indices", size.samples),
         )
         if self._output is None:  # one for all sizes: it is read before the next step
             samples = self._most_samples
-            rest = (zero_rows(samples, tensor) for tensor in found.tensors[1:])
-            self._output = StepOutput(zero_rows(self._most_tokens, found.hidden), *rest)
+            rest = (zero_rows(samples, tensor) for tensor in output.tensors[1:])
+            self._output = StepOutput(zero_rows(self._most_tokens, output.hidden), *rest)
             self._memory.share(sum(tensor.nbytes for tensor in self._output.tensors))
-        for whole, part in zip(self._output.tensors, found.tensors, strict=True):
-            whole[: len(part)].copy_(part)
+        for buffer, part in zip(self._output.tensors, output.tensors, strict=True):
+            buffer[: len(part)].copy_(part)

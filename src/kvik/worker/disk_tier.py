@@ -72,10 +72,10 @@ class DiskTier(PageFolder):
         self._root = usable_folder(folder, quota)
         self._fingerprint = fingerprint
         self._quota = quota
-        self._own = self._root / fingerprint.hex()
+        self._pages_folder = self._root / fingerprint.hex()
         with _named(self._root):
-            self._own.mkdir(mode=0o700, exist_ok=True)
-            _check_ours(self._own)
+            self._pages_folder.mkdir(mode=0o700, exist_ok=True)
+            _check_ours(self._pages_folder)
             self._usage = os.open(self._root / USAGE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             self._users = os.open(self._root / USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._files = [self._usage, self._users]  # to be closed
@@ -83,7 +83,7 @@ class DiskTier(PageFolder):
         self._usage_lock = threading.Lock()  # of the file, among the threads of this engine
         self._stored: list[PageKey] = []
         self._lost: list[PageKey] = []
-        self._found: list[PageKey] = []
+        self._added: list[PageKey] = []
         self._scanned = False
         self._off = ""
         self._reported = self._reported_off = False
@@ -120,22 +120,22 @@ class DiskTier(PageFolder):
             self._jobs.put((key, None))
 
     def read(self, key: PageKey, page: np.ndarray) -> bool:
-        path = Path(*_place(self._own, key))
+        path = Path(*_place(self._pages_folder, key))
         try:
             file = regular(str(path), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:
             return False
         try:
             facts = os.fstat(file)
-            whole = facts.st_size == len(page) and _read(file, page)
-            if whole and abs(time.time() - facts.st_mtime) > OLD_SECONDS:
+            is_complete = facts.st_size == len(page) and _read(file, page)
+            if is_complete and abs(time.time() - facts.st_mtime) > OLD_SECONDS:
                 os.utime(file)
         except OSError as error:
             self._disable(error)
             return False
         finally:
             os.close(file)
-        if whole and is_good(page, PageName(self._fingerprint, *key)):
+        if is_complete and is_good(page, PageName(self._fingerprint, *key)):
             return True
         log.warning("%s: %s is not a page of this engine, and is deleted", OPTION, path.name)
         self._remove(path)
@@ -147,11 +147,11 @@ class DiskTier(PageFolder):
             moved = Moved(
                 stored=self._stored,
                 lost=self._lost,
-                found=self._found,
+                found=self._added,
                 scanned=self._scanned,
                 off="" if self._reported_off else self._off,
             )
-            self._stored, self._lost, self._found = [], [], []
+            self._stored, self._lost, self._added = [], [], []
             self._reported = self._reported or self._scanned
             self._scanned, self._reported_off = False, bool(self._off)
         return moved
@@ -195,7 +195,7 @@ class DiskTier(PageFolder):
 
     def _do(self, key: PageKey, stored: tuple[bytes, np.ndarray] | None) -> None:
         if stored is None:
-            path = Path(*_place(self._own, key))
+            path = Path(*_place(self._pages_folder, key))
             self._remove(path)
             self._listed.get(path.parent.name, set()).discard(key)
             return
@@ -210,7 +210,7 @@ class DiskTier(PageFolder):
             self._news.set()
 
     def _write(self, key: PageKey, parent: bytes, page: np.ndarray) -> None:
-        shelf, name = _place(self._own, key)
+        shelf, name = _place(self._pages_folder, key)
         path, draft = f"{shelf}/{name}", f"{shelf}/.{name}.{os.getpid()}-{id(self):x}"
         if os.path.exists(path):  # another engine has stored it
             self._has_stored(key)
@@ -253,35 +253,37 @@ class DiskTier(PageFolder):
 
     def _scan(self) -> None:
         """List the pages on disk. An engine that is alone also counts the bytes of all files."""
-        alone = _lock_now(self._users, fcntl.LOCK_EX)
-        if not alone:
+        is_only_user = _lock_now(self._users, fcntl.LOCK_EX)
+        if not is_only_user:
             self._wait_for_lock(self._users, fcntl.LOCK_SH, COUNT_SECONDS)
-        own: list[tuple[int, PageKey]] = []
+        own_pages: list[tuple[int, PageKey]] = []
         foreign: list[tuple[int, Path, PageKey | None]] = []
         total = 0
         for folder, shelf in self._shelves():
-            if folder == self._own:
+            if folder == self._pages_folder:
                 self._looked[shelf.name] = shelf.stat().st_mtime_ns
-            for entry, found in _stats(shelf):
+            for entry, status in _stats(shelf):
                 key = _key_of(entry.name)
-                if key is None or not stat.S_ISREG(found.st_mode):
-                    if alone and entry.name.startswith("."):  # an engine died while writing it
+                if key is None or not stat.S_ISREG(status.st_mode):
+                    if is_only_user and entry.name.startswith(
+                        "."
+                    ):  # an engine died while writing it
                         os.unlink(entry.path)
                     continue
-                total += found.st_size
-                if folder != self._own:
-                    foreign.append((found.st_mtime_ns, Path(entry.path), None))
+                total += status.st_size
+                if folder != self._pages_folder:
+                    foreign.append((status.st_mtime_ns, Path(entry.path), None))
                     continue
-                own.append((found.st_mtime_ns, key))
+                own_pages.append((status.st_mtime_ns, key))
                 self._listed.setdefault(shelf.name, set()).add(key)
         self._oldest = deque(sorted(foreign, key=lambda page: page[0]))
-        if alone:
+        if is_only_user:
             with self._locked():
                 os.pwrite(self._usage, _BYTES.pack(total), 0)
             self._make_room(0)
             _lock_now(self._users, fcntl.LOCK_SH)  # others may write from now on
         with self._lock:
-            self._found += [key for _, key in sorted(own)]
+            self._added += [key for _, key in sorted(own_pages)]
 
     def _tell_all(self) -> None:
         self._looked.clear()
@@ -293,20 +295,20 @@ class DiskTier(PageFolder):
 
     def _look(self) -> None:
         """Find pages that other engines have stored or deleted since the last scan."""
-        found: list[PageKey] = []
+        added: list[PageKey] = []
         lost: list[PageKey] = []
-        for shelf in _folders(self._own, None):
+        for shelf in _folders(self._pages_folder, None):
             changed = shelf.stat().st_mtime_ns
             if self._looked.get(shelf.name) == changed:
                 continue
             self._looked[shelf.name] = changed
             now = {key for entry in _files(shelf) if (key := _key_of(entry.name))}
             before = self._listed.get(shelf.name, set())
-            found += now - before
+            added += now - before
             lost += before - now
             self._listed[shelf.name] = now
         with self._lock:
-            self._found += found
+            self._added += added
             self._lost += lost
 
     # -- bytes -----------------------------------------------------------------------------------
@@ -336,10 +338,10 @@ class DiskTier(PageFolder):
             return False
         pages: list[tuple[int, Path, PageKey | None]] = []
         for folder, shelf in self._shelves():
-            for entry, found in _stats(shelf):
+            for entry, status in _stats(shelf):
                 if key := _key_of(entry.name):
-                    own = key if folder == self._own else None
-                    pages.append((found.st_mtime_ns, Path(entry.path), own))
+                    own_key = key if folder == self._pages_folder else None
+                    pages.append((status.st_mtime_ns, Path(entry.path), own_key))
         if all(key is not None for _, _, key in pages):
             pages.clear()
         self._oldest = deque(sorted(pages, key=lambda page: page[0]))
@@ -420,9 +422,9 @@ class ReplayTier(PageFolder):
         Args:
             quota: most bytes of its own pages.
         """
-        self._own = Path(folder).expanduser().absolute() / fingerprint.hex()
+        self._pages_folder = Path(folder).expanduser().absolute() / fingerprint.hex()
         self._fingerprint = fingerprint
-        self._left = quota
+        self._quota_left = quota
         self._file: int | None = None  # file descriptor; opened for the first page
         self._end = 0
         self._pages: dict[PageKey, tuple[int, int]] = {}  # offset, bytes
@@ -431,7 +433,7 @@ class ReplayTier(PageFolder):
     def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
         size = len(page)
         self.drop(key)
-        if size > self._left:
+        if size > self._quota_left:
             return False
         if self._file is None:
             self._file, path = tempfile.mkstemp(prefix="kvik-")
@@ -445,7 +447,7 @@ class ReplayTier(PageFolder):
             log.warning("%s: a page cannot be kept for the replay: %s", OPTION, error.strerror)
             return False
         self._end = max(self._end, offset + size)
-        self._left -= size
+        self._quota_left -= size
         self._pages[key] = offset, size
         return True
 
@@ -454,7 +456,7 @@ class ReplayTier(PageFolder):
         if place is not None:
             offset, size = place
             self._free.setdefault(size, []).append(offset)
-            self._left += size
+            self._quota_left += size
 
     def read(self, key: PageKey, page: np.ndarray) -> bool:
         if key in self._pages:
@@ -462,12 +464,12 @@ class ReplayTier(PageFolder):
             offset, size = self._pages[key]
             return size == len(page) and _read(self._file, page, offset)
         try:
-            found = np.fromfile("/".join(_place(self._own, key)), np.uint8)
+            stored = np.fromfile("/".join(_place(self._pages_folder, key)), np.uint8)
         except OSError:
             return False
-        if len(found) != len(page) or not is_good(found, PageName(self._fingerprint, *key)):
+        if len(stored) != len(page) or not is_good(stored, PageName(self._fingerprint, *key)):
             return False
-        page[:] = found
+        page[:] = stored
         return True
 
     def close(self) -> None:
@@ -486,10 +488,10 @@ class ComputedPages(ReplayTier):
         self._stored: list[PageKey] = []  # since `take`
 
     def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
-        kept = super().store(key, parent, page)
-        if kept:
+        stored = super().store(key, parent, page)
+        if stored:
             self._stored.append(key)
-        return kept
+        return stored
 
     def take(self) -> Moved:
         stored, self._stored = self._stored, []
@@ -532,9 +534,9 @@ def usable_folder(folder: str, quota: int) -> Path:
         disk = os.statvfs(root)
         if not os.access(root, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-    most = disk.f_blocks * disk.f_frsize  # 0: the file system does not say
-    if 0 < most < quota:
-        reason = f"the disk of {str(root)!r} has {show_bytes(most)} in all"
+    size = disk.f_blocks * disk.f_frsize  # 0: the file system does not say
+    if 0 < size < quota:
+        reason = f"the disk of {str(root)!r} has {show_bytes(size)} in all"
         raise ConfigError(OPTION, f"must fit its disk, not be {show_bytes(quota)}: {reason}")
     return root
 
@@ -555,20 +557,20 @@ def _check_ours(path: Path) -> None:
     Raises:
         ConfigError: it is not.
     """
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise ConfigError(OPTION, f"must name a folder: {str(path)!r} is not one")
-    if found.st_uid != os.getuid():
+    if status.st_uid != os.getuid():
         raise ConfigError(OPTION, f"must name a folder of this user, not of another: {str(path)!r}")
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         reason = f"{str(path)!r} is open to other users; chmod 700 makes it private"
         raise ConfigError(OPTION, f"must name a private folder: {reason}")
 
 
-def _place(own: Path, key: PageKey) -> tuple[str, str]:
+def _place(root: Path, key: PageKey) -> tuple[str, str]:
     """Return the folder and the name of a page, as strings: `Path` is slower than writing."""
     name = key[1].hex()
-    return f"{own}/{name[:2]}", f"{name}-{key[0]}.kv"
+    return f"{root}/{name[:2]}", f"{name}-{key[0]}.kv"
 
 
 def _key_of(name: str) -> PageKey | None:

@@ -61,9 +61,9 @@ class DraftTree:
         def offer(parent: int, rank: int, worth: float) -> None:
             depth = depths[parent]
             if depth < len(accuracies) and rank < len(accuracies[depth]):
-                found = worth * accuracies[depth][rank]
-                if found > 0:
-                    heapq.heappush(candidates, (-found, parent, rank, worth))
+                probability = worth * accuracies[depth][rank]
+                if probability > 0:
+                    heapq.heappush(candidates, (-probability, parent, rank, worth))
 
         offer(0, 0, 1.0)
         while candidates and len(parents) <= drafts:

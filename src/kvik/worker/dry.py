@@ -92,13 +92,13 @@ def _suffix_matches(text: Sequence[int]) -> NDArray[np.int64]:
     The Z function of the reversed text (Gusfield 1997, section 1.3), in linear time.
     """
     back, size = text[::-1], len(text)
-    found = [size] * min(size, 1) + [0] * (size - 1)
+    lengths = [size] * min(size, 1) + [0] * (size - 1)
     left = right = 0  # of the match that reaches furthest
     for i in range(1, size):
-        length = min(right - i, found[i - left]) if i < right else 0
+        length = min(right - i, lengths[i - left]) if i < right else 0
         while i + length < size and back[length] == back[i + length]:
             length += 1
         if i + length > right:
             left, right = i, i + length
-        found[i] = length
-    return np.array(found[::-1], np.int64)
+        lengths[i] = length
+    return np.array(lengths[::-1], np.int64)

@@ -153,10 +153,10 @@ def fingerprints(runner: RunnerConfig) -> str:
     """
     if runner.load_format != "safetensors":
         return ""
-    found = {file.name: _fingerprint(file) for file in _files(Path(runner.model_path))}
-    for facts in found.values():
+    by_file = {file.name: _fingerprint(file) for file in _files(Path(runner.model_path))}
+    for facts in by_file.values():
         del facts["changed_ns"]
-    return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(by_file, sort_keys=True).encode()).hexdigest()
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -176,11 +176,11 @@ def _fingerprint(path: Path) -> dict[str, object]:
         ModelError: the file cannot be read.
     """
     try:
-        found = path.stat()
+        status = path.stat()
         with path.open("rb") as file:
             digest = hashlib.sha256(file.read(ENDS))
-            file.seek(max(ENDS, found.st_size - ENDS))
+            file.seek(max(ENDS, status.st_size - ENDS))
             digest.update(file.read(ENDS))
     except OSError as error:
         raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
-    return {"size": found.st_size, "changed_ns": found.st_mtime_ns, "sha256": digest.hexdigest()}
+    return {"size": status.st_size, "changed_ns": status.st_mtime_ns, "sha256": digest.hexdigest()}

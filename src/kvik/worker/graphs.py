@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvik.attention.base import AttentionBackend, StepLayout
-from kvik.attention.budget import kept
+from kvik.attention.budget import kept_keys
 from kvik.core.plan import BudgetCut
 from kvik.frozen import frozen
 from kvik.kernels.ops import Ops
@@ -28,7 +28,7 @@ from kvik.spec.kv import KVGroup
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.shares import PipelineStage
 from kvik.worker.captures import Capturer, Captures, GraphMemory
-from kvik.worker.group import CopyCaches, EarlierStages, Enter, MoveTokens, Others, ReadLogits
+from kvik.worker.group import CopyCaches, EarlierStages, Enter, MoveTokens, OtherRanks, ReadLogits
 from kvik.worker.input_batch import InputBatch
 
 # Functions of rows, such as draft heads: called each time, or captured for several row counts.
@@ -82,8 +82,8 @@ class CapturedRows(RowGraph):
         replay = self._captures.replay_of(sizes[bisect_left(sizes, rows) :], int)
         if replay is None or self._output is None:
             return self._function(*inputs)
-        for there, tensor in zip(self._inputs, inputs, strict=True):
-            there[:rows].copy_(tensor)
+        for buffer, tensor in zip(self._inputs, inputs, strict=True):
+            buffer[:rows].copy_(tensor)
         replay()
         return self._output[:rows]
 
@@ -91,10 +91,10 @@ class CapturedRows(RowGraph):
         return self._captures.idle_step()
 
     def _call(self, size: int) -> None:
-        found = self._function(*(tensor[:size] for tensor in self._inputs))
+        output = self._function(*(tensor[:size] for tensor in self._inputs))
         if self._output is None:
-            self._output = zero_rows(self._captures.sizes[-1], found)
-        self._output[:size].copy_(found)
+            self._output = zero_rows(self._captures.sizes[-1], output)
+        self._output[:size].copy_(output)
 
 
 def zero_rows(count: int, like: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class EngineNetwork:
     """A model, its cache, and the operations it computes with.
 
     Attributes:
-        others: the processes that have other shares of the model and its cache, and do the same;
+        ranks: the processes that have other shares of the model and its cache, and do the same;
             None: there are none, or this process does not direct them.
         stage: the layers that are computed here; None: all.
         earlier: for the last stage, the stages before it.
@@ -163,7 +163,7 @@ class EngineNetwork:
     groups: tuple[KVGroup, ...]
     kv: KVCache
     states: States = NO_STATES
-    others: Others | None = None
+    ranks: OtherRanks | None = None
     stage: PipelineStage | None = None
     earlier: EarlierStages | None = None
     pooling: PoolingSpec | None = None
@@ -205,27 +205,27 @@ class EngineNetwork:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits of rows of `StepOutput.hidden`: [rows, hidden] -> [rows, vocab] fp32."""
-        if self.others is None:
+        if self.ranks is None:
             return self.model.logits(hidden)
-        hidden = self.others.share(hidden)
-        with self.others.together(ReadLogits(len(hidden))):
-            hidden = self.others.spread(hidden)
+        hidden = self.ranks.share(hidden)
+        with self.ranks.jointly(ReadLogits(len(hidden))):
+            hidden = self.ranks.spread(hidden)
             return self.model.logits(hidden).clone()  # from memory that the next call uses
 
     def enter(self, ids: Tensor, positions: Tensor) -> Tensor:
         """ids [rows] at positions [rows] -> the model's input, [rows, hidden]."""
         ctx = ForwardContext(positions, (), ())
-        if self.others is None:
+        if self.ranks is None:
             return self.model.enter(ids, ctx)
-        self.others.begin()
-        with self.others.together(Enter(ids.tolist(), positions.tolist())):
+        self.ranks.begin()
+        with self.ranks.jointly(Enter(ids.tolist(), positions.tolist())):
             return self.model.enter(ids, ctx).clone()
 
     def copy(self, blocks: Sequence[tuple[int, int]], states: Sequence[tuple[int, int]]) -> None:
         """Copy the states of requests, in order, and blocks of the cache: pairs of source and
         target."""
-        if self.others is not None and (blocks or states):
-            self.others.send(CopyCaches(list(blocks), list(states)))
+        if self.ranks is not None and (blocks or states):
+            self.ranks.send(CopyCaches(list(blocks), list(states)))
         self.states.copy(states)
         if blocks:
             storages = self.kv.storages
@@ -239,9 +239,9 @@ class EngineNetwork:
         Args:
             places: [2, n] int64, source and target.
         """
-        for others in (self.others, self.earlier):
-            if others is not None:
-                others.send(MoveTokens(group, places.tolist()))
+        for processes in (self.ranks, self.earlier):
+            if processes is not None:
+                processes.send(MoveTokens(group, places.tolist()))
         for layer in self.groups[group].layers:
             kv = self.kv.of(layer)
             self.backend.move(kv, *upload(places, kv.k.device))
@@ -261,8 +261,8 @@ class EngineNetwork:
         for layer in self.groups[cut.group].layers:
             kv = self.kv.of(layer)
             assert kv.queries is not None
-            which = kept(kv.queries[cut.slot, order], self.backend.keys(kv, at), budget)
-            self.backend.move(kv, at[which], to)
+            chosen = kept_keys(kv.queries[cut.slot, order], self.backend.keys(kv, at), budget)
+            self.backend.move(kv, at[chosen], to)
 
 
 class Eager(Graph):

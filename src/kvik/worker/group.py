@@ -147,7 +147,7 @@ class GroupMember(Protocol):
         ...
 
     def begin(self) -> None:
-        """See `Others`; likewise the next two."""
+        """See `OtherRanks`; likewise the next two."""
         ...
 
     def share(self, hidden: Tensor) -> Tensor: ...
@@ -184,10 +184,10 @@ class Followers(Protocol):
         ...
 
 
-class Others(Followers, Protocol):
+class OtherRanks(Followers, Protocol):
     """The other processes, as seen by the first one."""
 
-    def together(self, message: Message) -> AbstractContextManager[None]:
+    def jointly(self, message: Message) -> AbstractContextManager[None]:
         """Send a message, and return a context in which this process does the same. If it fails,
         the group is lost: the others would wait, and then exchange data of different operations.
 
@@ -225,14 +225,14 @@ class RankSetup:
 
     Attributes:
         memory: [bytes] uint8, shared by all.
-        others: set in the first process only.
+        ranks: set in the first process only.
         file: path of the file by which processes of torch.distributed find each other.
     """
 
     rank: int
     size: int
     memory: np.ndarray
-    others: Others | None = None
+    ranks: OtherRanks | None = None
     file: str = ""
 
 

@@ -41,7 +41,7 @@ from kvik.files import shared_memory
 from kvik.nn.pages import GroupPages, PagePart, group_pages
 from kvik.spec.shares import PipelineStage
 from kvik.worker.graphs import EngineNetwork
-from kvik.worker.group import CopyPages, EarlierStages, OpenPages, Others, RankSetup
+from kvik.worker.group import CopyPages, EarlierStages, OpenPages, OtherRanks, RankSetup
 from kvik.worker.page_mover import (
     JOB_PAGES,
     THREADS,
@@ -173,12 +173,12 @@ class PageShare:
 
 def copy_pages(pages: Sequence[GroupPages], rows: np.ndarray, message: CopyPages) -> None:
     """Copy between blocks and rows of pages: [rows, bytes] uint8."""
-    own = pages[message.group]
+    blocks = pages[message.group]
     if not message.load:
-        own.copy_out(message.blocks, rows, message.rows)
+        blocks.copy_out(message.blocks, rows, message.rows)
         return
     for block, row in zip(message.blocks, message.rows, strict=True):
-        own.copy_in(rows[row], block)
+        blocks.copy_in(rows[row], block)
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +214,7 @@ class GroupPageMover(PageMover):
         pages: Sequence[GroupPages],
         places: int,
         folder: PageFolder | None,
-        others: Sequence[Others | EarlierStages],
+        receivers: Sequence[OtherRanks | EarlierStages],
         processes: Sequence[int],
         *,
         peers: Peers | None = None,
@@ -223,7 +223,7 @@ class GroupPageMover(PageMover):
     ) -> None:
         """
         Args:
-            others: processes to send copies to.
+            receivers: processes to send copies to.
             processes: numbers of all processes that copy, including those reached indirectly.
             peers, page_server: see `PageMover`.
 
@@ -231,11 +231,11 @@ class GroupPageMover(PageMover):
             OSError: see `PageMover`.
             GroupLost: one of the processes is gone; also from `begin`, `take` and `wait`.
         """
-        largest = max(each.num_bytes for each in pages)
+        largest = max(group_pages.num_bytes for group_pages in pages)
         kinds = (folder is not None) + (peers is not None)
         staged = max(2 * THREADS * kinds, STAGED // largest) if kinds else 0
         self._memory = PageMemory.make(places + 2 * staged, largest)
-        self._others, self._processes = others, processes
+        self._receivers, self._processes = receivers, processes
         self._number = 0
         self._lent_number = 0  # all copies up to it must be done before a page is lent
         # Free rows for pages to the disk, and for pages from it or from other engines.
@@ -269,10 +269,10 @@ class GroupPageMover(PageMover):
 
     def _load_done(self, step: int) -> None:
         with self._lock:
-            ready = [each for each in self._fetched if each.loading.step <= step]
-            self._fetched = [each for each in self._fetched if each.loading.step > step]
-        for each in ready:
-            self._copy_in(each)
+            ready = [fetched for fetched in self._fetched if fetched.loading.step <= step]
+            self._fetched = [fetched for fetched in self._fetched if fetched.loading.step > step]
+        for fetched in ready:
+            self._copy_in(fetched)
         self._look()
 
     def wait_for_more(self) -> None:
@@ -282,10 +282,10 @@ class GroupPageMover(PageMover):
             self._look()
             time.sleep(LOOK_SECONDS)
         with self._lock:
-            waits = bool(self._known) and not self._loaded and not self._fetched
+            waits = bool(self._under_way) and not self._loaded and not self._fetched
             if waits:
                 self._lock.wait(WAIT_SECONDS)
-        if self._folder is not None and not self._known:
+        if self._folder is not None and not self._under_way:
             self._folder.wait(WAIT_SECONDS)
 
     def close(self) -> None:
@@ -303,11 +303,11 @@ class GroupPageMover(PageMover):
 
     @property
     def _lost(self) -> bool:
-        return any(each.lost for each in self._others)
+        return any(receiver.lost for receiver in self._receivers)
 
     def _broadcast(self, message: OpenPages | CopyPages) -> None:
-        for each in self._others:
-            each.send(message)
+        for receiver in self._receivers:
+            receiver.send(message)
 
     def _copy(self, group: int, blocks: list[int], rows: list[int], *, load: bool) -> int:
         """Make all processes copy. Returns the number that they report when done."""
@@ -339,7 +339,7 @@ class GroupPageMover(PageMover):
         place in the memory tier, which may get another page before all have copied this one."""
         for group in range(len(self._pages)):
             blocks, rows, staged = [], [], []
-            for store in (each for each in stores if each.key[0] == group):
+            for store in (page_store for page_store in stores if page_store.key[0] == group):
                 if store.place != NOWHERE:
                     blocks.append(store.block)
                     rows.append(store.place)
@@ -367,12 +367,12 @@ class GroupPageMover(PageMover):
                 pages.append((key[0], block, place))
                 continue
             row = self._free_row()
-            began = time.monotonic()
+            started = time.monotonic()
             page = self._memory.rows[row][: self._pages[key[0]].num_bytes]
             staged.append(row)
             if self._read_disk(key, page):
                 pages.append((key[0], block, row))
-                seconds += time.monotonic() - began
+                seconds += time.monotonic() - started
             else:
                 failed.append(i)
         self._all_there(_Fetched(loading, pages, staged, failed, DISK, seconds))
@@ -381,14 +381,14 @@ class GroupPageMover(PageMover):
         """Fetch pages of another engine into the shared memory."""
         load, good = loading.load, dict[int, int]()
         keys = [load.pages[i][0] for i in job]
-        began = time.monotonic()
+        started = time.monotonic()
         if self._peers is not None and load.source is not None:
-            sizes = [each.num_bytes for each in self._pages]
+            sizes = [group_pages.num_bytes for group_pages in self._pages]
             for i, page in zip(job, self._peers.fetch(load.source, keys, sizes), strict=True):
                 if page is not None:
                     good[i] = self._free_row()
                     self._memory.rows[good[i]][: len(page)] = page
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - started
         pages = [(load.pages[i][0][0], load.pages[i][1], row) for i, row in good.items()]
         failed = [i for i in job if i not in good]
         self._all_there(_Fetched(loading, pages, list(good.values()), failed, PEER, seconds))
@@ -429,20 +429,20 @@ class GroupPageMover(PageMover):
         """Make all processes copy pages of a load into blocks."""
         staged = set(fetched.staged)
         rates: dict[str, tuple[int, float]] = {}
-        for group, own in enumerate(self._pages):
+        for group, own_pages in enumerate(self._pages):
             for tier in (MEMORY, fetched.tier):
-                found = [
+                pairs = [
                     (block, row)
                     for owner, block, row in fetched.pages
                     if owner == group and (row in staged) == (tier != MEMORY)
                 ]
-                if not found:
+                if not pairs:
                     continue
-                began = time.monotonic()
-                self._copy(group, [b for b, _ in found], [r for _, r in found], load=True)
+                started = time.monotonic()
+                self._copy(group, [b for b, _ in pairs], [r for _, r in pairs], load=True)
                 size, seconds = rates.get(tier, (0, 0.0 if tier == MEMORY else fetched.seconds))
-                seconds += time.monotonic() - began
-                rates[tier] = size + len(found) * own.num_bytes, seconds
+                seconds += time.monotonic() - started
+                rates[tier] = size + len(pairs) * own_pages.num_bytes, seconds
         self._copying.append((self._number, fetched.staged))
         measured = [(tier, size, seconds) for tier, (size, seconds) in rates.items()]
         self._job_done(fetched.loading, fetched.failed, measured)

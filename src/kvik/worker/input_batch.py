@@ -76,8 +76,8 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
         logit_tokens, logit_positions = input_ids[logits_indices], positions[logits_indices]
 
     def kv_positions(group: int) -> np.ndarray:
-        found = table.blocks(group, (token_slots, block))
-        return found.astype(np.int64) * block_size + offset
+        blocks = table.blocks(group, (token_slots, block))
+        return blocks.astype(np.int64) * block_size + offset
 
     block_size = table.block_size
     max_blocks = -(-int(seq_lens.max()) // block_size)

@@ -19,7 +19,7 @@ from kvik.kernels.cut_ops import cut_ops
 from kvik.kernels.ops import Ops
 from kvik.worker.captures import CapturePeers
 from kvik.worker.graphs import Graph, StepOutput
-from kvik.worker.group import CaptureStep, Message, Others, RankSetup, SentStep, WarmUpStep
+from kvik.worker.group import CaptureStep, Message, OtherRanks, RankSetup, SentStep, WarmUpStep
 from kvik.worker.input_batch import InputBatch
 from kvik.worker.step_inputs import StepInputs, packed
 
@@ -39,13 +39,13 @@ class Joined(CapturePeers):
         """
         from kvik.kernels.torch_group import connect  # brings in torch.distributed
 
-        runner, others = config.runner, setup.others
+        runner, peers = config.runner, setup.ranks
         device = torch.device(runner.device)
         if device.type != "cpu" and not torch.distributed.is_nccl_available():
             raise ConfigError("tensor_parallel_size", "must be 1 on GPUs: this torch has no NCCL")
-        self._fast, self._others, self._device = runner.fast_cut, others, device
+        self._fast, self._ranks, self._device = runner.fast_cut, peers, device
         self.group = connect(
-            device, setup.file, setup.rank, setup.size, lambda: others is not None and others.lost
+            device, setup.file, setup.rank, setup.size, lambda: peers is not None and peers.lost
         )
 
     def ops(self, ops: Ops) -> Ops:
@@ -59,28 +59,28 @@ class Joined(CapturePeers):
     def steps(self, graph: Graph, inputs: StepInputs) -> tuple[Graph, StepInputs]:
         """Return how steps run in this process. The first process waits until the others have
         loaded, and then sends them each step."""
-        if self._others is None:
+        if self._ranks is None:
             return graph, inputs
-        self._others.wait_loaded(self.group)
+        self._ranks.wait_loaded(self.group)
         sent = SentInputs(inputs)
-        return SentSteps(graph, sent, self._others, self.group), sent
+        return SentSteps(graph, sent, self._ranks, self.group), sent
 
     # The first process decides these, and all processes take part; see `CapturePeers`.
 
     def capturing(self, number: int) -> AbstractContextManager[None]:
-        return self._together(CaptureStep(number))
+        return self._jointly(CaptureStep(number))
 
     def agree(self, done: bool) -> bool:
-        own = torch.tensor([done], dtype=torch.uint8, device=self._device)
-        return bool(self.group.gather(own).all())
+        vote = torch.tensor([done], dtype=torch.uint8, device=self._device)
+        return bool(self.group.gather(vote).all())
 
     def warming_up(self) -> AbstractContextManager[None]:
         """Return a context in which this process makes its next call of the warm-up, and the others
         do too."""
-        return self._together(WarmUpStep())
+        return self._jointly(WarmUpStep())
 
-    def _together(self, message: Message) -> AbstractContextManager[None]:
-        return nullcontext() if self._others is None else self._others.together(message)
+    def _jointly(self, message: Message) -> AbstractContextManager[None]:
+        return nullcontext() if self._ranks is None else self._ranks.jointly(message)
 
 
 class SentInputs(StepInputs):
@@ -108,8 +108,10 @@ class SentInputs(StepInputs):
 class SentSteps(Graph):
     """Steps of the first process, which all processes compute together."""
 
-    def __init__(self, graph: Graph, inputs: SentInputs, others: Others, group: TorchGroup) -> None:
-        self._graph, self._inputs, self._others, self._group = graph, inputs, others, group
+    def __init__(
+        self, graph: Graph, inputs: SentInputs, peers: OtherRanks, group: TorchGroup
+    ) -> None:
+        self._graph, self._inputs, self._ranks, self._group = graph, inputs, peers, group
 
     def prepare(self) -> None:
         self._graph.prepare()
@@ -123,7 +125,7 @@ class SentSteps(Graph):
         Raises:
             GroupLost: one of the others is gone.
         """
-        with self._others.together(self._inputs.step()):
+        with self._ranks.jointly(self._inputs.step()):
             # On a GPU, only the first process's device may know tokens of the step before.
             self._group.spread(batch.input_ids)
             return self._graph.run(batch)

@@ -71,8 +71,8 @@ def fill_cache(config: ResolvedConfig) -> None:
     """
     runner = config.runner
     threads = runner.threads * runner.ranks * max(1, len(runner.stage_ends))
-    alone = replace(runner, threads=threads, ranks=1, stage_ends=())
-    config = replace(config, runner=alone)
+    single = replace(runner, threads=threads, ranks=1, stage_ends=())
+    config = replace(config, runner=single)
     parts, path = platform(config).parts, Path(runner.model_path)
     with torch.inference_mode():
         _load(config, parts, config.model, path, config.cache.groups, runner.quantization)
@@ -116,14 +116,14 @@ def load_network(
             parts.dtype,
             parts.device,
             parts.kv_zeros,
-            apart=drafts,
+            separate=drafts,
             queries=(config.scheduler.max_num_seqs, spec.num_heads),
         )
         layers = (
             spec.layers if stage is None else spec.layers[stage.layers.start : stage.layers.stop]
         )
-        kept = [layer.state for layer in layers if layer.state]
-        states = allocate_states(kept, config.state_rows, parts.device, parts.kv_zeros)
+        state_specs = [layer.state for layer in layers if layer.state]
+        states = allocate_states(state_specs, config.state_rows, parts.device, parts.kv_zeros)
     return EngineNetwork(
         model,
         parts.ops,
@@ -166,7 +166,7 @@ def load_share(
     network = load_network(
         config, platform, config.model, path, groups, runner.quantization, stage=stage
     )
-    return network if setup is None else replace(network, others=setup.others)
+    return network if setup is None else replace(network, ranks=setup.ranks)
 
 
 def _load(
@@ -197,16 +197,16 @@ def _load(
         return load(None, MappedStorage(path, parts.packing))
     if runner.load_format != "safetensors":
         return load(None, None)
-    kept = cache_of(runner, path, quantization, parts.packing)
-    if kept is not None and (mapped := kept.stored(parts.packing)) is not None:
+    cache = cache_of(runner, path, quantization, parts.packing)
+    if cache is not None and (mapped := cache.stored(parts.packing)) is not None:
         try:
             return load(None, mapped)
         except ModelError as error:
-            kept.is_bad(str(error))
+            cache.is_bad(str(error))
     fresh = FreshStorage(parts.ops)
     model = load(open_weights(path, modules_of(spec)), fresh)
-    if kept is not None and not parts.packing.divided and stage is None:
-        kept.keep(runner, quantization, fresh, parts.packing)
+    if cache is not None and not parts.packing.divided and stage is None:
+        cache.keep(runner, quantization, fresh, parts.packing)
     return model
 
 

@@ -127,8 +127,8 @@ class TokenRules(Rule):
             last = supposed[-1] if supposed else self._output[-1]
             for word in self._bad_words.get(last, ()):
                 missing = len(word) - 1 - len(supposed)
-                begun = self._output[-missing:] if missing > 0 else []
-                if (*begun, *supposed[-len(word) + 1 :]) == word[:-1]:
+                before = self._output[-missing:] if missing > 0 else []
+                if (*before, *supposed[-len(word) + 1 :]) == word[:-1]:
                     banned.append(word[-1])
         return banned
 
@@ -154,9 +154,9 @@ class Edits:
         rows, ids, values = self.bias
         logits.index_put_((rows, ids), values, accumulate=True)
         if len(self.restricted):
-            kept = logits[self.allowed]
+            allowed = logits[self.allowed]
             logits.index_fill_(0, self.restricted, -torch.inf)
-            logits[self.allowed] = kept
+            logits[self.allowed] = allowed
         # A Python number would be copied to the device synchronously.
         logits.index_put_(self.banned, logits.new_full((), -torch.inf))
 
@@ -190,7 +190,7 @@ def gather_edits(
 
 def _added(biases: Sequence[Bias]) -> Bias:
     """Sum biases per token: on a device the order of two additions to one logit is undefined."""
-    some = [one for one in biases if len(one[0])]
+    some = [bias for bias in biases if len(bias[0])]
     if len(some) < 2:
         return some[0] if some else NO_BIAS
     ids, places = np.unique(np.concatenate([ids for ids, _ in some]), return_inverse=True)

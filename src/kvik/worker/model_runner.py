@@ -67,7 +67,7 @@ class ModelRunner:
         self.clock = clock
         self.depth = depth
         self.pipeline = pipeline
-        self._keeps_output = any(each.reads_output for each in participants)
+        self._keeps_output = any(participant.reads_output for participant in participants)
         self._in_turn = pipeline is None and (depth == 1 or self._keeps_output)
         self._running: deque[RunningStep] = deque()
 

@@ -55,11 +55,11 @@ class LaunchedTokens:
         bad_rows, used = dict(self.bad_rows), 0
         logprobs: dict[int, TokenLogprobs] = {}
         for first, part in self.parts:
-            own = arrays[used : used + len(part.tensors)]
-            used += len(own)
-            found = part.read(token_ids[first : first + len(part.token_ids)], own)
-            logprobs |= {first + i: entry for i, entry in found.logprobs.items()}
-            bad_rows |= {first + i: reason for i, reason in found.bad_rows.items()}
+            part_arrays = arrays[used : used + len(part.tensors)]
+            used += len(part_arrays)
+            part_tokens = part.read(token_ids[first : first + len(part.token_ids)], part_arrays)
+            logprobs |= {first + i: entry for i, entry in part_tokens.logprobs.items()}
+            bad_rows |= {first + i: reason for i, reason in part_tokens.bad_rows.items()}
         return Tokens(token_ids, bad_rows, logprobs)
 
 
@@ -201,8 +201,8 @@ class OutputTokens(Participant[LaunchedTokens]):
         unknown = np.zeros(len(self.table.num_tokens), np.bool_)  # [slots]
         for step in running:
             if step.expected is not None:
-                slots, kept = step.expected.slots, self.table.still(step.expected)
-                unknown[slots if kept is None else slots[kept]] = True
+                slots, present = step.expected.slots, self.table.still(step.expected)
+                unknown[slots if present is None else slots[present]] = True
         rows = batch.sampling_rows[unknown[batch.slots[batch.sampling_rows]]]
         if len(rows):
             self.newest.fill(batch.input_ids, batch.starts[1:][rows] - 1, batch.slots[rows])
@@ -238,26 +238,26 @@ class OutputTokens(Participant[LaunchedTokens]):
     # -- a step without drafts -------------------------------------------------------------------
 
     def _receive(self, step: RunningStep, launched: LaunchedTokens, expected: Expected) -> None:
-        rows, result, found = step.batch.sampling_rows, step.result, launched.read()
-        self.table.learn(expected, found.token_ids)
-        for i, failure in self._append_to_rules(expected, found.token_ids).items():
+        rows, result, tokens = step.batch.sampling_rows, step.result, launched.read()
+        self.table.learn(expected, tokens.token_ids)
+        for i, failure in self._append_to_rules(expected, tokens.token_ids).items():
             result.errors[int(rows[i])] = describe(failure)
-        for row, token in zip(rows.tolist(), found.token_ids[:, None].tolist(), strict=True):
+        for row, token in zip(rows.tolist(), tokens.token_ids[:, None].tolist(), strict=True):
             result.token_ids[row] = [] if row in result.ended else token
         ended = self.sampling.ended(expected.slots)
-        kept = self.table.still(expected) if ended else None
-        result.ended.update(int(rows[i]) for i in ended if kept is None or kept[i])
-        for i, entry in found.logprobs.items():
+        present = self.table.still(expected) if ended else None
+        result.ended.update(int(rows[i]) for i in ended if present is None or present[i])
+        for i, entry in tokens.logprobs.items():
             result.logprobs[int(rows[i])] = [entry]
-        for i, reason in found.bad_rows.items():
+        for i, reason in tokens.bad_rows.items():
             result.errors[int(rows[i])] = reason
 
     def _append_to_rules(self, expected: Expected, tokens: np.ndarray) -> dict[int, Exception]:
         """Append the tokens to the rules of the requests that sampled, unless they have left."""
-        kept = self.table.still(expected)
-        if kept is None:
+        present = self.table.still(expected)
+        if present is None:
             return self.sampling.append_to_rules(expected.slots, tokens)
-        rows = np.flatnonzero(kept)
+        rows = np.flatnonzero(present)
         failed = self.sampling.append_to_rules(expected.slots[rows], tokens[rows])
         return {int(rows[i]): failure for i, failure in failed.items()}
 
@@ -270,27 +270,27 @@ class OutputTokens(Participant[LaunchedTokens]):
         Args:
             counts: [sampling rows], drafts of each.
         """
-        found, checked = self._judge(step, counts)
+        sampled, checked = self._judge(step, counts)
         rows, result = step.batch.sampling_rows, step.result
-        slots, tokens = step.batch.slots[rows], found.token_ids[checked.rows]
+        slots, tokens = step.batch.slots[rows], sampled.token_ids[checked.rows]
         appended = self.sampling.append(slots.repeat(checked.lengths), tokens)
-        owners = rows.repeat(checked.lengths) if appended or found.logprobs else rows
+        owners = rows.repeat(checked.lengths) if appended or sampled.logprobs else rows
         for i, failure in appended.items():
             result.errors[int(owners[i])] = describe(failure)
-        if found.bad_rows:
+        if sampled.bad_rows:
             for row, first in zip(rows.tolist(), checked.first.tolist(), strict=True):
-                if first in found.bad_rows:
-                    result.errors[row] = found.bad_rows[first]
+                if first in sampled.bad_rows:
+                    result.errors[row] = sampled.bad_rows[first]
         output, begin = tokens.tolist(), 0
         ended = self.sampling.ended(step.batch.slots[rows])
         for i, (row, count) in enumerate(zip(rows.tolist(), checked.lengths.tolist(), strict=True)):
             result.token_ids[row] = output[begin : begin + count - ended.get(i, 0)]
             begin += count
         result.ended.update(int(rows[i]) for i in ended)
-        if found.logprobs:
+        if sampled.logprobs:
             for row, i in zip(owners.tolist(), checked.rows.tolist(), strict=True):
-                if i in found.logprobs:
-                    result.logprobs.setdefault(row, []).append(found.logprobs[i])
+                if i in sampled.logprobs:
+                    result.logprobs.setdefault(row, []).append(sampled.logprobs[i])
         return checked
 
     def _judge(self, step: RunningStep, counts: np.ndarray) -> tuple[Tokens, CheckedDrafts]:
@@ -317,20 +317,20 @@ class OutputTokens(Participant[LaunchedTokens]):
             judged = Offers(*rows.offers(), typical)
         judging = slots.repeat(counts + 1)  # [logit rows]
         supposed = rows.supposed() if self.sampling.reads_output(slots) else NOTHING
-        found = self.sampler.launch(
+        sampled = self.sampler.launch(
             output, judging, batch.logit_positions + 1, supposed, judged
         ).read()
         bad = None
-        if found.bad_rows:
+        if sampled.bad_rows:
             bad = np.zeros(len(judging), np.bool_)
-            bad[list(found.bad_rows)] = True
-        kept, lengths = rows.output(found.token_ids, bad)
-        checked = CheckedDrafts(rows.starts[:-1], kept, lengths)
+            bad[list(sampled.bad_rows)] = True
+        output_rows, lengths = rows.output(sampled.token_ids, bad)
+        checked = CheckedDrafts(rows.starts[:-1], output_rows, lengths)
         if tree is not None:
             self._gather(slots, checked)
         table.num_computed[slots] -= (counts + 1 - lengths).astype(np.int32)
-        table.append_runs(slots, lengths, found.token_ids[kept])
-        return found, checked
+        table.append_runs(slots, lengths, sampled.token_ids[output_rows])
+        return sampled, checked
 
     def _gather(self, slots: np.ndarray, checked: CheckedDrafts) -> None:
         """Move the K and V of accepted paths to their places without the rest of the tree.
@@ -338,10 +338,10 @@ class OutputTokens(Participant[LaunchedTokens]):
         Args:
             slots: [sampling rows].
         """
-        kept, lengths = checked.rows, checked.lengths
+        output_rows, lengths = checked.rows, checked.lengths
         owners = np.repeat(np.arange(len(slots)), lengths)
-        nodes = kept - checked.first[owners]
-        depths = np.arange(len(kept)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        nodes = output_rows - checked.first[owners]
+        depths = np.arange(len(output_rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         moved = np.flatnonzero(nodes != depths)
         if not len(moved):
             return

@@ -104,7 +104,7 @@ class Loading:
     Attributes:
         step: of the plan that began it.
         jobs, peer_jobs: indices of pages that are loaded together.
-        left: number of unfinished jobs.
+        num_left: number of unfinished jobs.
         failed: indices of pages that could not be loaded.
     """
 
@@ -112,9 +112,9 @@ class Loading:
         self.load, self.step = load, step
         self.failed: list[int] = []
         at_peer = [i for i, (_, _, place) in enumerate(load.pages) if place == AT_PEER]
-        here = [i for i, (_, _, place) in enumerate(load.pages) if place != AT_PEER]
-        self.jobs, self.peer_jobs = _jobs(here, job_pages), _jobs(at_peer, job_pages)
-        self.left = len(self.jobs) + len(self.peer_jobs)
+        local = [i for i, (_, _, place) in enumerate(load.pages) if place != AT_PEER]
+        self.jobs, self.peer_jobs = _jobs(local, job_pages), _jobs(at_peer, job_pages)
+        self.num_left = len(self.jobs) + len(self.peer_jobs)
 
 
 def _memory(size: int) -> np.ndarray:
@@ -167,7 +167,7 @@ class PageMover:
                 cannot listen.
         """
         self._pages = pages
-        self._largest = max(each.num_bytes for each in pages)
+        self._largest = max(group_pages.num_bytes for group_pages in pages)
         self._slab = slab
         if places and slab is None:
             self._slab = _memory(places * self._largest).reshape(places, self._largest)
@@ -178,7 +178,7 @@ class PageMover:
         self._scratch = np.empty(self._largest, np.uint8)
         self._at_once = at_once
         self._job_pages = JOB_PAGES
-        self._known: set[int] = set()  # tickets under way
+        self._under_way: set[int] = set()  # tickets under way
         self._lock = threading.Condition()
         self._loaded: list[tuple[int, list[int]]] = []
         self._rates: list[tuple[str, int, float]] = []
@@ -234,7 +234,7 @@ class PageMover:
         with self._lock:
             loaded, self._loaded = self._loaded, []
             rates, self._rates = self._rates, []
-            self._known.difference_update(ticket for ticket, _ in loaded)
+            self._under_way.difference_update(ticket for ticket, _ in loaded)
         moved = replace(moved, loaded=loaded, rates=rates, lost=[*moved.lost, *failed])
         if self._page_server is not None:
             where = self._page_server.address
@@ -251,9 +251,9 @@ class PageMover:
     def wait_for_more(self) -> None:
         """Wait a moment for a load if there are any, else for the disk."""
         with self._lock:
-            if self._known and not self._loaded:
+            if self._under_way and not self._loaded:
                 self._lock.wait(WAIT_SECONDS)
-            waited = bool(self._known)
+            waited = bool(self._under_way)
         if self._folder is not None and not waited:
             self._folder.wait(WAIT_SECONDS)
 
@@ -273,10 +273,14 @@ class PageMover:
 
     def _store(self, stores: Sequence[PageStore]) -> None:
         for group, pages in enumerate(self._pages):
-            kept = [each for each in stores if each.key[0] == group and each.place != NOWHERE]
-            if kept and self._slab is not None:
-                places = [each.place for each in kept]
-                pages.copy_out([each.block for each in kept], self._slab, places)
+            in_memory = [
+                page_store
+                for page_store in stores
+                if page_store.key[0] == group and page_store.place != NOWHERE
+            ]
+            if in_memory and self._slab is not None:
+                places = [page_store.place for page_store in in_memory]
+                pages.copy_out([page_store.block for page_store in in_memory], self._slab, places)
         for store in stores:
             if store.on_disk:
                 self._store_on_disk(store)
@@ -300,7 +304,7 @@ class PageMover:
 
     def _load(self, loading: Loading) -> None:
         with self._lock:
-            self._known.add(loading.load.ticket)
+            self._under_way.add(loading.load.ticket)
         for queue, jobs in ((self._jobs, loading.jobs), (self._peer_jobs, loading.peer_jobs)):
             for job in jobs:
                 if self._at_once or (queue is self._peer_jobs and self._peers is None):
@@ -317,18 +321,18 @@ class PageMover:
         """Load some pages."""
         sizes, good = Counter[str](), set[int]()
         seconds: defaultdict[str, float] = defaultdict(float)
-        began = time.monotonic()
+        started = time.monotonic()
         try:
-            found = self._read(loading.load, job, scratch)
-            for i, (tier, page) in zip(job, found, strict=True):
+            pages = self._read(loading.load, job, scratch)
+            for i, (tier, page) in zip(job, pages, strict=True):
                 key, block, _ = loading.load.pages[i]
                 if page is not None:
                     self._pages[key[0]].copy_in(page, block)
                     good.add(i)
                     sizes[tier] += len(page)
-                ended = time.monotonic()
-                seconds[tier] += ended - began
-                began = ended
+                now = time.monotonic()
+                seconds[tier] += now - started
+                started = now
         except Exception:
             log.exception("pages could not be loaded")
         rates = [(tier, size, seconds[tier]) for tier, size in sizes.items()]
@@ -340,9 +344,9 @@ class PageMover:
         """Record that a job is done; the last job of a load reports the load as done."""
         with self._lock:
             loading.failed += failed
-            loading.left -= 1
+            loading.num_left -= 1
             self._rates += rates
-            if not loading.left:
+            if not loading.num_left:
                 self._loaded.append((loading.load.ticket, sorted(loading.failed)))
                 self._lock.notify()
 
@@ -353,7 +357,7 @@ class PageMover:
         is missing or damaged."""
         pages = [load.pages[i] for i in job]
         if pages[0][2] == AT_PEER and self._peers is not None and load.source is not None:
-            sizes = [each.num_bytes for each in self._pages]
+            sizes = [group_pages.num_bytes for group_pages in self._pages]
             keys = [key for key, _, _ in pages]
             for page in self._peers.fetch(load.source, keys, sizes):
                 yield PEER, page

@@ -52,11 +52,11 @@ class PageRequest(msgspec.Struct, frozen=True, array_like=True):
     """A request to the engine that lends.
 
     Attributes:
-        what: `FETCH`, `RENEW` or `END`; the last two get no answer.
+        action: `FETCH`, `RENEW` or `END`; the last two get no answer.
         keys: keys of the pages to fetch.
     """
 
-    what: str
+    action: str
     lease: str
     keys: list[PageKey] = []
 
@@ -159,10 +159,10 @@ class PageServer:
     def _serve(self, stranger: socket.socket) -> None:
         """Serve one connection, with its handshake, so that a silent client delays no other one."""
         try:
-            found = self._listener.admit(stranger)
-            if found is None:
+            admitted = self._listener.admit(stranger)
+            if admitted is None:
                 return
-            peer = _socket_of(found[1])
+            peer = _socket_of(admitted[1])
             with closing(peer), suppress(OSError, msgspec.MsgspecError):
                 if _greet(peer, self._fingerprint) != self._fingerprint:
                     return  # the other engine reports it
@@ -175,24 +175,24 @@ class PageServer:
             self._open.release()
 
     def _answer(self, peer: socket.socket, request: PageRequest) -> None:
-        if request.what == FETCH:
+        if request.action == FETCH:
             self._send(peer, request)
             return
         with self._changed:
-            if request.what == END:
+            if request.action == END:
                 self._return(request.lease)
             elif request.lease in self._leased:
                 self._leased[request.lease].until = time.monotonic() + LEASE_SECONDS
 
     def _send(self, peer: socket.socket, request: PageRequest) -> None:
         with self._changed:
-            there = lambda: request.lease in self._leased or request.lease in self._ended  # noqa: E731
-            self._changed.wait_for(lambda: there() or self._closing, SOON_SECONDS)
+            has_lease = lambda: request.lease in self._leased or request.lease in self._ended  # noqa: E731
+            self._changed.wait_for(lambda: has_lease() or self._closing, SOON_SECONDS)
             leased = self._leased.get(request.lease)
-            known = [leased is not None and key in leased.pages for key in request.keys]
+            is_leased = [leased is not None and key in leased.pages for key in request.keys]
         _limit(peer, MOVE_SECONDS)
-        peer.sendall(bytes(known))
-        keys = [key for key, is_there in zip(request.keys, known, strict=True) if is_there]
+        peer.sendall(bytes(is_leased))
+        keys = [key for key, is_there in zip(request.keys, is_leased, strict=True) if is_there]
         for some in _batches(keys, lambda key: len(self._page(key, 0))):
             _send_all(peer, [self._sealed(request.lease, key).data for key in some])
 
@@ -242,7 +242,7 @@ class PeerPages:
         self._idle: dict[Address, list[socket.socket]] = {}
         self._off: dict[Address, float] = {}  # end of the time without requests, after an error
         self._expected: dict[str, Address] = {}  # by lease
-        self._left: list[tuple[str, Address]] = []
+        self._to_end: list[tuple[str, Address]] = []
         self._changed = threading.Condition()
         self._closing = False
         self._thread: threading.Thread | None = None
@@ -260,7 +260,7 @@ class PeerPages:
         with self._changed:
             address = self._expected.pop(source.lease, None)
             if address is not None:
-                self._left.append((source.lease, address))
+                self._to_end.append((source.lease, address))
                 self._changed.notify()
 
     def fetch(
@@ -273,9 +273,9 @@ class PeerPages:
         """
         address, missing = Address(source.host, source.port), len(keys)
         try:
-            for found in self._fetch(address, PageRequest(FETCH, source.lease, list(keys)), sizes):
+            for page in self._fetch(address, PageRequest(FETCH, source.lease, list(keys)), sizes):
                 missing -= 1
-                yield found
+                yield page
         except (OSError, LinkError) as error:
             self._disable(address, error)
         yield from [None] * missing
@@ -295,12 +295,14 @@ class PeerPages:
         if self._is_off(address):
             return
         until = time.monotonic() + JOB_SECONDS
-        peer, known = self._request(address, request)
+        peer, presence = self._request(address, request)
         damaged = 0
         try:
-            there = [key for key, is_there in zip(request.keys, known, strict=True) if is_there]
-            pages = self._pages(peer, there, sizes, until)
-            for is_there in known:
+            present = [
+                key for key, is_there in zip(request.keys, presence, strict=True) if is_there
+            ]
+            pages = self._pages(peer, present, sizes, until)
+            for is_there in presence:
                 view = next(pages) if is_there else None
                 damaged += bool(is_there) and view is None
                 yield view
@@ -355,8 +357,8 @@ class PeerPages:
         try:
             theirs = _greet(peer, self._fingerprint)
             if theirs != self._fingerprint:
-                found = f"{theirs.hex()[:8]} there, {self._fingerprint.hex()[:8]} here"
-                reason = f"it has pages of another model or format (fingerprint {found})"
+                fingerprints = f"{theirs.hex()[:8]} there, {self._fingerprint.hex()[:8]} here"
+                reason = f"it has pages of another model or format (fingerprint {fingerprints})"
                 raise LinkError(f"{reason}: start both with the same model and options")
         except BaseException:
             peer.close()
@@ -393,12 +395,12 @@ class PeerPages:
         due = time.monotonic() + RENEW_SECONDS
         while True:
             with self._changed:
-                if not self._left and not self._closing:
+                if not self._to_end and not self._closing:
                     self._changed.wait(max(0.0, due - time.monotonic()))
                 if self._closing:
                     return
-                requests = [(address, PageRequest(END, lease)) for lease, address in self._left]
-                self._left.clear()
+                requests = [(address, PageRequest(END, lease)) for lease, address in self._to_end]
+                self._to_end.clear()
                 if time.monotonic() >= due:
                     due = time.monotonic() + RENEW_SECONDS
                     requests += [
@@ -455,8 +457,8 @@ def _limit(peer: socket.socket, seconds: float) -> None:
     """Set the timeout of calls in the kernel, so that one call receives a whole page; with a Python
     timeout, a call would return with each part."""
     peer.settimeout(None)
-    whole, part = divmod(seconds, 1.0)
-    limit = struct.pack("ll", int(whole), int(part * 1e6))
+    full_seconds, part = divmod(seconds, 1.0)
+    limit = struct.pack("ll", int(full_seconds), int(part * 1e6))
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 

@@ -23,7 +23,7 @@ from kvik.worker.step_inputs import FixedInputs, StepInputs, packed
 Arrays = dict[str, np.ndarray]
 
 
-class HeldInputs(StepInputs):
+class CollectedInputs(StepInputs):
     """Inputs of a step that runs later, when the memory that kernels read is free."""
 
     fixed = False
@@ -37,8 +37,8 @@ class HeldInputs(StepInputs):
 
     def take(self) -> Arrays:
         """Return the arrays put since the last call."""
-        taken, self._arrays = self._arrays, {}
-        return taken
+        arrays, self._arrays = self._arrays, {}
+        return arrays
 
 
 @runtime_checkable
@@ -78,7 +78,7 @@ class Pipeline(Graph):
     """The last stage, which hands steps to the earlier ones."""
 
     def __init__(self, tape: StageTape, stages: EarlierStages) -> None:
-        self.inputs = HeldInputs()
+        self.inputs = CollectedInputs()
         self._tape, self._stages = tape, stages
         self._begun: deque[Arrays] = deque()  # steps whose forward has not run here yet
 

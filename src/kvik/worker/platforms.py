@@ -151,7 +151,7 @@ class Platform(Protocol):
         """
         ...
 
-    def alone(self) -> Platform:
+    def for_drafts(self) -> Platform:
         """Return the platform of drafts, which only the first process of a group computes; this one
         if there is no group."""
         ...
@@ -203,7 +203,7 @@ class TorchPlatform(Platform):
         eager = Eager(network), FreshInputs(self.parts.device)
         return eager if self.joined is None else self.joined.steps(*eager)
 
-    def alone(self) -> Platform:
+    def for_drafts(self) -> Platform:
         return self if self.joined is None else TorchPlatform(self._config)
 
     @staticmethod
@@ -251,7 +251,7 @@ class NativePlatform(Platform):
         ops = native_ops(self.native)
         backend = select_backend(runner.attention_backend, ops, device, dtype, self.native)
         self.group: Group | None = None
-        self._others = None if setup is None else setup.others
+        self._ranks = None if setup is None else setup.ranks
         packing = TILES
         if setup is not None:
             assert isinstance(backend, CpuAttention)
@@ -289,9 +289,9 @@ class NativePlatform(Platform):
                 raise ConfigError("pipeline_parallel_size", f"must be 1: {error}") from None
             log.warning("every step runs in Python, which is slower: %s", error)
             return eager
-        if self.group is not None and self._others is not None:
-            self._others.wait_loaded(self.group)
-            tape.others = self._others
+        if self.group is not None and self._ranks is not None:
+            self._ranks.wait_loaded(self.group)
+            tape.ranks = self._ranks
         return tape, tape.inputs
 
     def tape(self, network: EngineNetwork, sizes: StepSizes) -> CpuTape:
@@ -310,7 +310,7 @@ class NativePlatform(Platform):
         inputs = FixedInputs(sizes, groups, blocks, zeros=zeros, entered=entered)
         return CpuTape.capture(self.native, network, inputs, self._block_size)
 
-    def alone(self) -> Platform:
+    def for_drafts(self) -> Platform:
         return self if self.group is None else NativePlatform(self._config)
 
     @staticmethod
@@ -421,7 +421,7 @@ class TritonPlatform(Platform):
         )
         return graphs, inputs
 
-    def alone(self) -> Platform:
+    def for_drafts(self) -> Platform:
         return self if self.joined is None else TritonPlatform(self._config, memory=self._memory)
 
     def rows(self, function: RowFunction, like: Sequence[Tensor]) -> RowGraph:

@@ -69,7 +69,7 @@ class Pooling(Participant[list[PooledChunk]]):
     def __init__(self, network: EngineNetwork, copies: Copies) -> None:
         self._network = network
         self._copies = copies
-        self._wanted: dict[int, _Pooled] = {}  # by slot
+        self._requests: dict[int, _Pooled] = {}  # by slot
 
     def enter(self, new: NewRequest) -> None:
         # A preempted request starts again: a prompt whose mean is computed is never cached.
@@ -79,19 +79,19 @@ class Pooling(Participant[list[PooledChunk]]):
             if scored:
                 assert pooling is not None
                 kind = pooling.kind
-            self._wanted[new.slot] = _Pooled(kind, scored, new.num_prompt_tokens)
+            self._requests[new.slot] = _Pooled(kind, scored, new.num_prompt_tokens)
 
     def leave(self, slot: int) -> None:
-        self._wanted.pop(slot, None)
+        self._requests.pop(slot, None)
 
     def launch(self, step: RunningStep) -> list[PooledChunk] | None:
         """Begin to copy the needed hidden states to the host."""
-        if not self._wanted or step.output is None:
+        if not self._requests or step.output is None:
             return None
         chunks: list[PooledChunk] = []
         batch, hidden = step.batch, step.output.hidden  # [tokens, hidden], normalised
         for row, slot in enumerate(batch.slots.tolist()):
-            pooled = self._wanted.get(slot)
+            pooled = self._requests.get(slot)
             if pooled is None or row in step.result.errors:
                 continue
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
@@ -119,9 +119,9 @@ class Pooling(Participant[list[PooledChunk]]):
                 if pooled.kind == "mean":
                     pooled.sums = _sum(pooled.sums, hidden)
                 elif len(hidden):
-                    most = hidden.float().amax(0).numpy()  # of one row, this row
+                    largest = hidden.float().amax(0).numpy()  # of one row, this row
                     before = pooled.sums
-                    pooled.sums = most if before is None else np.maximum(before, most)
+                    pooled.sums = largest if before is None else np.maximum(before, largest)
                 if chunk.ends and pooled.sums is not None:
                     total = pooled.num_prompt if pooled.kind == "mean" else 1
                     vector = torch.from_numpy((pooled.sums / total).astype(np.float32))
@@ -139,8 +139,8 @@ class Pooling(Participant[list[PooledChunk]]):
             return [float(logits[yes]) - (0.0 if no is None else float(logits[no]))]
         if network.pooled is not None:
             vector = network.pooled(vector)
-        found: list[float] = vector.tolist()
-        return found
+        values: list[float] = vector.tolist()
+        return values
 
 
 def _bits(numbers: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def _sum(before: np.ndarray | None, hidden: Tensor) -> np.ndarray:
 
 
 @dataclass(slots=True)
-class _Wanted:
+class _ScoreRequest:
     """Logprobs of one prompt, gathered chunk by chunk.
 
     Attributes:
@@ -169,7 +169,7 @@ class _Wanted:
 
     top: int
     start: int
-    found: list[TokenLogprobs] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,13 +178,13 @@ class ScoredChunk:
 
     Attributes:
         row: row of the step.
-        wanted: log probabilities to which they are added.
+        request: log probabilities to which they are added.
         arrival: arrival of `Scores.tensors`.
         ends: it is the last chunk of the prompt.
     """
 
     row: int
-    wanted: _Wanted
+    request: _ScoreRequest
     arrival: Arrival
     ends: bool
 
@@ -196,55 +196,55 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
         self._network = network
         self._table = table
         self._copies = copies
-        self._wanted: dict[int, _Wanted] = {}  # by slot
+        self._requests: dict[int, _ScoreRequest] = {}  # by slot
 
     def enter(self, new: NewRequest) -> None:
         if new.params.prompt_logprobs is not None:
-            self._wanted[new.slot] = _Wanted(
+            self._requests[new.slot] = _ScoreRequest(
                 new.params.prompt_logprobs, new.params.prompt_logprobs_start
             )
 
     def leave(self, slot: int) -> None:
-        self._wanted.pop(slot, None)
+        self._requests.pop(slot, None)
 
     def launch(self, step: RunningStep) -> list[ScoredChunk] | None:
         """Begin to score the prompt tokens that this step's positions predict."""
-        if not self._wanted or step.output is None:
+        if not self._requests or step.output is None:
             return None
         chunks: list[ScoredChunk] = []
         table, batch, hidden = self._table, step.batch, step.output.hidden
         for row, slot in enumerate(batch.slots.tolist()):
-            wanted = self._wanted.get(slot)
-            if wanted is None or row in step.result.errors:
+            requested = self._requests.get(slot)
+            if requested is None or row in step.result.errors:
                 continue
             num_prompt = int(table.num_prompt[slot])
             start, end = int(batch.starts[row]), int(batch.starts[row + 1])
             first = int(batch.ends[row]) - (end - start)  # position of `start`
             last = min(first + end - start, num_prompt - 1)  # the end of those that predict one
-            scored = min(max(first, wanted.start - 1), last)  # first position to score
+            scored = min(max(first, requested.start - 1), last)  # first position to score
             try:
                 targets = table.token_ids[slot, scored + 1 : last + 1].astype(np.int64)
                 ids = upload(targets, hidden.device)
                 rows = hidden[start + scored - first : start + last - first]
-                arrival = self._copies.start(self._scores(rows, ids, wanted.top).tensors)
+                arrival = self._copies.start(self._scores(rows, ids, requested.top).tensors)
             except Exception as error:
                 step.result.errors[row] = describe(error)
                 continue
             ends = first + end - start >= num_prompt
             if ends:
-                del self._wanted[slot]
-            chunks.append(ScoredChunk(row, wanted, arrival, ends))
+                del self._requests[slot]
+            chunks.append(ScoredChunk(row, requested, arrival, ends))
         return chunks
 
     def read(self, step: RunningStep, launched: list[ScoredChunk] | None) -> None:
         for chunk in launched or ():
             try:
-                chunk.wanted.found += to_host(chunk.arrival())
+                chunk.request.logprobs += to_host(chunk.arrival())
             except Exception as error:
                 step.result.errors[chunk.row] = describe(error)
                 continue
             if chunk.ends:
-                step.result.prompt_logprobs[chunk.row] = chunk.wanted.found
+                step.result.prompt_logprobs[chunk.row] = chunk.request.logprobs
 
     def _scores(self, hidden: Tensor, ids: Tensor, top: int) -> Scores:
         """Score given tokens, in parts. The logits of a part are freed before the next one.
@@ -252,14 +252,14 @@ class PromptLogprobs(Participant[list[ScoredChunk]]):
         Args:
             hidden: [rows, hidden]. ids: [rows] int64.
         """
-        found = None
+        scores = None
         for first in range(0, len(ids), PROMPT_ROWS):
             # [rows, vocab]
             logits = self._network.logits(hidden[first : first + PROMPT_ROWS])
-            if found is None:
-                found = Scores.empty(len(ids), min(top, logits.shape[-1]), hidden.device)
+            if scores is None:
+                scores = Scores.empty(len(ids), min(top, logits.shape[-1]), hidden.device)
             for i in range(0, len(logits), PROMPT_COPIED_ROWS):
                 some = ids[first + i : first + i + PROMPT_COPIED_ROWS][: len(logits) - i]
-                found.put(first + i, score(logits[i : i + len(some)], some, top))
+                scores.put(first + i, score(logits[i : i + len(some)], some, top))
             del logits
-        return found or Scores.empty(0, 0, hidden.device)
+        return scores or Scores.empty(0, 0, hidden.device)

@@ -206,9 +206,9 @@ class LeadingRank(Member):
         return hidden.view(torch.uint8).numpy().data.cast("B")
 
     def _do(self, message: Message) -> None:
-        others = self._network.others
-        if others is not None and isinstance(message, GiveBack | OpenPages | CopyPages):
-            others.send(message)
+        ranks = self._network.ranks
+        if ranks is not None and isinstance(message, GiveBack | OpenPages | CopyPages):
+            ranks.send(message)
         super()._do(message)
 
 
@@ -252,30 +252,30 @@ class TorchRank(Member):
                 hidden = torch.empty(rows, width, dtype=dtype, device=self._device)
                 self._network.model.logits(self._group.spread(hidden))
             case Enter(ids, positions):
-                both = np.array([ids, positions], np.int64)
-                tokens, at = upload(both, self._device).unbind(0)
+                arrays = np.array([ids, positions], np.int64)
+                tokens, at = upload(arrays, self._device).unbind(0)
                 self._network.model.enter(tokens, ForwardContext(at, (), ()))
             case _:
                 super()._do(message)
 
     def _run(self, arrays: dict[str, np.ndarray]) -> None:
         """Run a step with the inputs from `build_input_batch` in the first process."""
-        there = {name: self._inputs.put(name, array) for name, array in arrays.items()}
+        tensors = {name: self._inputs.put(name, array) for name, array in arrays.items()}
         self._inputs.send()
         layouts = tuple(
             StepLayout(
-                query_start_loc=there["query_start_loc"],
-                seq_lens=there["seq_lens"],
-                block_table=there[f"block_table {group}"],
-                slot_mapping=there[f"slot_mapping {group}"],
+                query_start_loc=tensors["query_start_loc"],
+                seq_lens=tensors["seq_lens"],
+                block_table=tensors[f"block_table {group}"],
+                slot_mapping=tensors[f"slot_mapping {group}"],
                 num_scheduled=tuple(np.diff(arrays["query_start_loc"]).tolist()),
                 contexts=tuple(arrays["seq_lens"].tolist()),
                 block_size=self._block_size,
-                tree=there.get("tree"),
+                tree=tensors.get("tree"),
                 tree_words=tuple(arrays["tree"].tolist()) if "tree" in arrays else (),
-                state_rows=there.get("state_rows"),
+                state_rows=tensors.get("state_rows"),
             )
             for group in range(len(self._network.groups))
         )
-        ids = self._group.spread(there["input_ids"])
-        self._graph.forward(ids, there["positions"], layouts, there["logits_indices"])
+        ids = self._group.spread(tensors["input_ids"])
+        self._graph.forward(ids, tensors["positions"], layouts, tensors["logits_indices"])

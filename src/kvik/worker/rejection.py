@@ -52,9 +52,9 @@ class CheckedDrafts:
         """[sampling rows, drafts] bool, which of the drafts of each were accepted: the row of
         logits after a draft is output if and only if the draft is."""
         owners = np.arange(len(self.first)).repeat(self.lengths)
-        found = np.zeros((len(self.first), 1 + drafts), np.bool_)
-        found[owners, self.rows - self.first[owners]] = True
-        return found[:, 1:]
+        accepted = np.zeros((len(self.first), 1 + drafts), np.bool_)
+        accepted[owners, self.rows - self.first[owners]] = True
+        return accepted[:, 1:]
 
 
 # The accepted path of each request through a tree of drafts.
@@ -124,19 +124,19 @@ class Trees:
         """
         requests = np.repeat(np.arange(len(self.starts) - 1), np.diff(self.starts))
         shape = (len(self.starts) - 1, len(self.tree.parents))
-        given, drafts = np.full(shape, -2, np.int64), np.full(shape, -1, np.int64)
+        sampled, drafts = np.full(shape, -2, np.int64), np.full(shape, -1, np.int64)
         nodes = self._nodes()
-        given[requests, nodes] = token_ids if bad is None else np.where(bad, -2, token_ids)
+        sampled[requests, nodes] = token_ids if bad is None else np.where(bad, -2, token_ids)
         drafts[requests, nodes] = self.judged
-        paths, lengths = accepted_paths(np.array(self.tree.parents), given, drafts)
+        paths, lengths = accepted_paths(np.array(self.tree.parents), sampled, drafts)
         # [requests, 1 + depth] nodes whose rows give a token, the root's first
-        taken = np.concatenate([np.zeros((shape[0], 1), np.int64), paths], axis=1)
+        path_nodes = np.concatenate([np.zeros((shape[0], 1), np.int64), paths], axis=1)
         if bad is not None:
-            last = self.starts[:-1] + taken[np.arange(shape[0]), lengths]
+            last = self.starts[:-1] + path_nodes[np.arange(shape[0]), lengths]
             lengths = lengths - (bad[last] & (lengths > 0))
         counts = lengths + 1
-        inside = np.arange(taken.shape[1]) < counts[:, None]
-        rows: _Ids = (self.starts[:-1, None] + taken)[inside]
+        inside = np.arange(path_nodes.shape[1]) < counts[:, None]
+        rows: _Ids = (self.starts[:-1, None] + path_nodes)[inside]
         return rows, counts
 
     def _nodes(self) -> _Ids:

@@ -129,8 +129,8 @@ class RequestTable:
 
     def blocks(self, group: int, where: tuple[int | np.ndarray, np.ndarray | slice]) -> np.ndarray:
         """Return some block ids of a group, as its layers number them."""
-        found, shares = self.block_tables[group][where], self.shares[group]
-        return found if shares == 1 else found * np.int32(shares)
+        ids, shares = self.block_tables[group][where], self.shares[group]
+        return ids if shares == 1 else ids * np.int32(shares)
 
     def view(self, group: int, num_groups: int) -> RequestTable:
         """Return a table with the same tokens for another model, whose groups all have this group's
@@ -151,8 +151,8 @@ class RequestTable:
         """Return which rows' requests are still in their slots: [rows] bool; None: all are."""
         if self.entered == expected.entered:
             return None
-        kept: np.ndarray = self._entry_number[expected.slots] <= expected.entered
-        return kept
+        present: np.ndarray = self._entry_number[expected.slots] <= expected.entered
+        return present
 
     def learn(self, expected: Expected, tokens: np.ndarray) -> None:
         """Fill in expected tokens. Tokens of requests that have left their slots are dropped.
@@ -161,9 +161,9 @@ class RequestTable:
             tokens: [rows].
         """
         slots, places = expected.slots, expected.places
-        kept = self.still(expected)
-        if kept is not None:
-            slots, places, tokens = slots[kept], places[kept], tokens[kept]
+        present = self.still(expected)
+        if present is not None:
+            slots, places, tokens = slots[present], places[present], tokens[present]
         self.token_ids[slots, places] = tokens
 
     def append_runs(self, slots: np.ndarray, counts: np.ndarray, tokens: np.ndarray) -> None:

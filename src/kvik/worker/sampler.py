@@ -34,14 +34,14 @@ class Scores:
 
     Attributes:
         token_ids: [rows] int64.
-        own: [rows] float32, log probability of the token.
+        token_logprobs: [rows] float32, log probability of the token.
         ranks: [rows] int64, 1 is the most likely token.
         top_ids, top: [rows, n] int64 and float32, the most likely tokens; of equally likely ones
             the lower ids first.
     """
 
     token_ids: Tensor
-    own: Tensor
+    token_logprobs: Tensor
     ranks: Tensor
     top_ids: Tensor
     top: Tensor
@@ -61,12 +61,12 @@ class Scores:
 
     def put(self, first: int, part: Scores) -> None:
         """Fill in the rows from `first` on."""
-        for whole, rows in zip(self.tensors, part.tensors, strict=True):
-            whole[first : first + len(rows)] = rows
+        for buffer, rows in zip(self.tensors, part.tensors, strict=True):
+            buffer[first : first + len(rows)] = rows
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        return (self.token_ids, self.own, self.ranks, self.top_ids, self.top)
+        return (self.token_ids, self.token_logprobs, self.ranks, self.top_ids, self.top)
 
 
 def score(logits: Tensor, token_ids: Tensor, top: int) -> Scores:
@@ -77,19 +77,19 @@ def score(logits: Tensor, token_ids: Tensor, top: int) -> Scores:
         top: how many of the most likely tokens.
     """
     logprobs = logits.float().log_softmax(-1)
-    own = logprobs.gather(1, token_ids[:, None])  # [rows, 1]
-    ranks = (logprobs > own).sum(-1) + 1
+    token_logprobs = logprobs.gather(1, token_ids[:, None])  # [rows, 1]
+    ranks = (logprobs > token_logprobs).sum(-1) + 1
     top_ids = _most_likely(logprobs, min(top, logprobs.shape[-1]))
-    return Scores(token_ids, own[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
+    return Scores(token_ids, token_logprobs[:, 0], ranks, top_ids, logprobs.gather(1, top_ids))
 
 
 def to_host(arrays: Sequence[NDArray[np.generic]]) -> list[TokenLogprobs]:
     """Return the contents of `Scores.tensors`, row by row."""
-    token_ids, own, ranks, top_ids, top = (array.tolist() for array in arrays)
+    token_ids, logprobs, ranks, top_ids, top = (array.tolist() for array in arrays)
     return [
         TokenLogprobs(token, logprob, rank, tuple(zip(ids, values, strict=True)))
         for token, logprob, rank, ids, values in zip(
-            token_ids, own, ranks, top_ids, top, strict=True
+            token_ids, logprobs, ranks, top_ids, top, strict=True
         )
     ]
 
@@ -160,8 +160,8 @@ class Sampled:
         if self.scores is None:
             return Tokens(token_ids, bad_rows)
         logprobs: dict[int, TokenLogprobs] = {}
-        found = to_host(arrays[len(self.unchecked) :])
-        for (row, top), all_ in zip(self.logprobs.items(), found, strict=True):
+        scored = to_host(arrays[len(self.unchecked) :])
+        for (row, top), all_ in zip(self.logprobs.items(), scored, strict=True):
             if row not in bad_rows:
                 logprobs[row] = TokenLogprobs(
                     all_.token_id, all_.logprob, all_.rank, all_.top[:top]
@@ -235,9 +235,9 @@ class Sampler:
             token_ids = self._judge(shaped, token_ids, batch.guessed)
         if batch.typical is not None:
             token_ids = self._take(shaped, token_ids, batch.typical)
-        wanted = {row: top for row, top in batch.logprobs.items() if row not in bad_rows}
-        scores = _score(logits, token_ids, wanted) if wanted else None
-        return Sampled(token_ids, bad_rows, tuple(unchecked), scores, wanted)
+        requested = {row: top for row, top in batch.logprobs.items() if row not in bad_rows}
+        scores = _score(logits, token_ids, requested) if requested else None
+        return Sampled(token_ids, bad_rows, tuple(unchecked), scores, requested)
 
     def guess(
         self, logits: Tensor, batch: SamplingBatch, largest: tuple[Tensor, Tensor] | None = None
@@ -305,12 +305,12 @@ def _note_bad(bad_rows: dict[int, str], largest: NDArray[Any], reason: str) -> N
         bad_rows.setdefault(row, reason)
 
 
-def _score(logits: Tensor, token_ids: Tensor, wanted: dict[int, int]) -> Scores:
+def _score(logits: Tensor, token_ids: Tensor, requested: dict[int, int]) -> Scores:
     """Score tokens by the model's own distribution, before any rule.
 
     Args:
-        wanted: row -> how many of the most likely tokens.
+        requested: row -> how many of the most likely tokens.
     """
-    rows = upload(np.fromiter(wanted, np.int64, len(wanted)), logits.device)
-    found = token_ids.index_select(0, rows)
-    return score(logits.index_select(0, rows), found, max(wanted.values()))
+    rows = upload(np.fromiter(requested, np.int64, len(requested)), logits.device)
+    chosen = token_ids.index_select(0, rows)
+    return score(logits.index_select(0, rows), chosen, max(requested.values()))

@@ -112,10 +112,10 @@ class Supposed:
         return Supposed(self.rows[begin:end] - first, self.tokens[begin:end])
 
     def by_row(self) -> dict[int, list[int]]:
-        found: dict[int, list[int]] = {}
+        tokens_of_row: dict[int, list[int]] = {}
         for row, token in zip(self.rows.tolist(), self.tokens.tolist(), strict=True):
-            found.setdefault(row, []).append(token)
-        return found
+            tokens_of_row.setdefault(row, []).append(token)
+        return tokens_of_row
 
 
 NOTHING = Supposed(np.empty(0, np.int64), np.empty(0, np.int64))

@@ -274,8 +274,8 @@ class SamplingTable:
         """
         if not self._matchers:
             return {}
-        found = ((row, self._matchers.get(slot)) for row, slot in enumerate(slots.tolist()))
-        return {row: matcher for row, matcher in found if matcher is not None}
+        pairs = ((row, self._matchers.get(slot)) for row, slot in enumerate(slots.tolist()))
+        return {row: matcher for row, matcher in pairs if matcher is not None}
 
     def ended(self, slots: NDArray[np.integer]) -> dict[int, int]:
         """Return the structured texts that are complete: row -> how many tokens were appended after
@@ -284,8 +284,8 @@ class SamplingTable:
         Args:
             slots: [rows].
         """
-        found = self.structured(slots)
-        return {row: matcher.num_surplus for row, matcher in found.items() if matcher.ended}
+        matchers = self.structured(slots)
+        return {row: matcher.num_surplus for row, matcher in matchers.items() if matcher.ended}
 
     def waits(self, slots: NDArray[np.integer]) -> bool:
         """Return whether the rules of any of these requests need its newest token before the
@@ -390,9 +390,9 @@ class SamplingTable:
             edits = gather_edits(rules, self._device, supposed.by_row())
         logprobs = {}
         if needs & _Need.LOGPROBS:
-            wanted = rows["logprobs"].tolist()
+            num_top = rows["logprobs"].tolist()
             logprobs = {
-                int(row): wanted[row] for row in np.flatnonzero(rows["needs"] & _Need.LOGPROBS)
+                int(row): num_top[row] for row in np.flatnonzero(rows["needs"] & _Need.LOGPROBS)
             }
         random = guessed = typical = None
         if needs & _Need.RANDOM:
@@ -473,12 +473,12 @@ class SamplingTable:
         )
 
     def _masks(self, slots: NDArray[np.integer], supposed: Supposed) -> Masks:
-        found = self.structured(slots)
-        words = np.empty((len(found), self._vocab_size // 32 + 1), np.int32)
+        matchers = self.structured(slots)
+        words = np.empty((len(matchers), self._vocab_size // 32 + 1), np.int32)
         drafts = supposed.by_row()
-        for i, (row, matcher) in enumerate(found.items()):
+        for i, (row, matcher) in enumerate(matchers.items()):
             words[i] = matcher.mask(drafts.get(row, ()))
-        rows = np.array(list(found), np.int64)
+        rows = np.array(list(matchers), np.int64)
         return Masks(rows=self._tensor(rows), words=upload(words, self._device))
 
     def _guessed(
@@ -549,9 +549,9 @@ def _needs(params: SamplingParams, vocab_size: int) -> int:
     needs = 0
     if not params.greedy:
         needs |= _Need.RANDOM
-        for one in TRUNCATIONS:
-            if getattr(params, one.name) != one.default:
-                needs |= _TRUNCATION_BITS[one.name]
+        for truncation in TRUNCATIONS:
+            if getattr(params, truncation.name) != truncation.default:
+                needs |= _TRUNCATION_BITS[truncation.name]
         if not 0 < params.top_k < vocab_size:
             needs &= ~_TRUNCATION_BITS["top_k"]
     if params.repetition_penalty != 1 or params.frequency_penalty or params.presence_penalty:

@@ -58,12 +58,13 @@ class Speculator(Participant[None]):
         self.control = DraftControl(slots, speculation.num_draft_tokens, speculation.max_draft_rows)
         self.num_drafts = np.zeros(slots, np.int64)
         self._vocab_size = vocab_size
-        self._most = np.zeros(slots, np.int64)  # most drafts in a step; 0: the request wants none
+        # Most drafts in a step; 0: the request wants none.
+        self._max_drafts = np.zeros(slots, np.int64)
         self._last = np.zeros(slots, np.int64)  # index of the last token that a request may have
         self._probs: dict[int, Tensor] = {}  # by slot, [drafts, vocab]
         self._certain = np.zeros(slots, np.bool_)  # a grammar forces the drafts of this slot
         # See `StepFigures`; the time includes that of `observe`.
-        self._making, self._asked = 0.0, 0
+        self._making, self._requested = 0.0, 0
         self._waiting = False  # some slot has drafts
         self._ended = clock()  # end of the last step
         self._complained = False
@@ -75,23 +76,23 @@ class Speculator(Participant[None]):
         if params.max_tokens is not None:
             longest = min(longest, new.num_prompt_tokens + params.max_tokens)
         self._last[slot] = longest - 1
-        self._most[slot] = self.speculation.num_draft_tokens if params.speculation else 0
+        self._max_drafts[slot] = self.speculation.num_draft_tokens if params.speculation else 0
         self._forget(slot)
         self.control.enter(slot)
         if params.speculation:
             try:
                 self.drafter.enter(slot)
             except Exception:
-                self._most[slot] = 0
+                self._max_drafts[slot] = 0
                 self._complain()
 
     def leave(self, slot: int) -> None:
-        if self._most[slot]:
+        if self._max_drafts[slot]:
             try:
                 self.drafter.leave(slot)
             except Exception:
                 self._complain()
-        self._most[slot] = 0
+        self._max_drafts[slot] = 0
         self._forget(slot)
 
     def read(self, step: RunningStep, launched: None) -> None:
@@ -152,16 +153,16 @@ class Speculator(Participant[None]):
             rows, newest = rows[going_on], newest[going_on]
 
         def hidden(chosen: np.ndarray) -> Tensor:
-            wanted = upload(newest[chosen], output.hidden.device)
-            places = batch.logits_indices.index_select(0, wanted)
+            indices = upload(newest[chosen], output.hidden.device)
+            places = batch.logits_indices.index_select(0, indices)
             return output.hidden.index_select(0, places)
 
         slots = batch.slots[rows]
         self.propose(slots, hidden, guesses=guesses)
         proposed = np.zeros(len(batch.slots), np.int64)
         proposed[rows] = self.num_drafts[slots]
-        found: list[int] = proposed.tolist()
-        return found
+        num_drafts: list[int] = proposed.tolist()
+        return num_drafts
 
     def guesses(self, slots: np.ndarray, chains: Chains) -> Guesses | None:
         """Return the drafts of a step that were sampled; None if none was.
@@ -181,14 +182,14 @@ class Speculator(Participant[None]):
                 probs.append(drawn[: end - start - 1])
         if not rows:
             return None
-        found = np.concatenate(rows)
-        return Guesses(found, chains.judged[found], torch.cat(probs))
+        judged_rows = np.concatenate(rows)
+        return Guesses(judged_rows, chains.judged[judged_rows], torch.cat(probs))
 
     @property
     def idle(self) -> bool:
         """Whether no drafts were made or requested, the usual case if they do not pay off. The
         control then only counts the step."""
-        return not (self._asked or self._waiting) and self.speculation.adaptive
+        return not (self._requested or self._waiting) and self.speculation.adaptive
 
     def observe(
         self,
@@ -209,11 +210,11 @@ class Speculator(Participant[None]):
             paths: [rows, drafts of the tree] bool, which ones were accepted; None: they are chains.
         """
         started = self.clock()
-        making, asked = self._making, self._asked
+        making, requested = self._making, self._requested
         certain = self._certain[slots]
         guessed = ~certain if certain.any() else None
         self.control.observe(
-            StepFigures(slots, drafts, accepted, seconds, making, asked, pure, paths, guessed)
+            StepFigures(slots, drafts, accepted, seconds, making, requested, pure, paths, guessed)
         )
         self.num_drafts[slots] = 0
         self._certain[slots] = False
@@ -221,8 +222,8 @@ class Speculator(Participant[None]):
         if self._probs:
             for slot in slots.tolist():
                 self._probs.pop(slot, None)
-        self._making, self._asked = self.clock() - started, 0
-        if not pure or not asked:
+        self._making, self._requested = self.clock() - started, 0
+        if not pure or not requested:
             return DraftTimes(making)
         if not np.count_nonzero(drafts):
             return DraftTimes(making, making + seconds, seconds)
@@ -250,7 +251,7 @@ class Speculator(Participant[None]):
         structured = self.sampling.structured(slots)
         forced = {}
         if not self.speculation.trees:  # forced tokens form a chain, not a tree
-            forced = {row: run for row, one in structured.items() if (run := one.forced())}
+            forced = {row: run for row, matcher in structured.items() if (run := matcher.forced())}
         limits = self._limits(slots, forced, guesses=guesses)
         chosen = limits.nonzero()[0]
         if not len(chosen):
@@ -259,19 +260,19 @@ class Speculator(Participant[None]):
             return
         for row in [row for row in forced if limits[row]]:
             self._certain[slots[row]] = True
-            one = DraftRows(slots[[row]], limits[[row]], lambda: hidden(chosen[:0]))
-            self._keep(one, Drafts.of([forced[row][: limits[row]]]))
+            only = DraftRows(slots[[row]], limits[[row]], lambda: hidden(chosen[:0]))
+            self._keep(only, Drafts.of([forced[row][: limits[row]]]))
         chosen = np.array([row for row in chosen.tolist() if row not in forced], np.int64)
         if len(chosen):
             rows = DraftRows(slots[chosen], limits[chosen], lambda: hidden(chosen))
-            held = {
+            matchers = {
                 i: structured[row] for i, row in enumerate(chosen.tolist()) if row in structured
             }
             try:
-                self._keep(rows, _cut(self.drafter.propose(rows), held))
+                self._keep(rows, _cut(self.drafter.propose(rows), matchers))
             except Exception:
                 self._complain()
-        self._asked = max(limits.tolist())
+        self._requested = max(limits.tolist())
         self._waiting = bool(np.count_nonzero(self.num_drafts))
         self._making += self.clock() - started
 
@@ -285,12 +286,12 @@ class Speculator(Participant[None]):
             forced: row -> tokens that will come in any case.
             guesses: whether the other rows may get drafts.
         """
-        known = self.table.num_tokens[slots]
-        limits = np.minimum(self._most[slots], self._last[slots] - known)
+        lengths = self.table.num_tokens[slots]
+        limits = np.minimum(self._max_drafts[slots], self._last[slots] - lengths)
         if self.speculation.num_lookahead_tokens:
             # The newest token and all drafts but the last are written where the drafter computes.
             places = self.table.num_blocks[0][slots] * self.table.block_size
-            limits = np.minimum(limits, places - known + 1)
+            limits = np.minimum(limits, places - lengths + 1)
         np.maximum(limits, 0, out=limits)
         certain = {row: min(int(limits[row]), len(run)) for row, run in forced.items()}
         if not guesses:
@@ -299,10 +300,10 @@ class Speculator(Participant[None]):
             limits = self.control.limits(slots, limits)
         for row, count in certain.items():
             limits[row] = count
-        left = self.speculation.max_draft_rows
+        free_rows = self.speculation.max_draft_rows
         if self._waiting:
-            left -= int(self.num_drafts.sum())
-        return shared_out(limits, left)
+            free_rows -= int(self.num_drafts.sum())
+        return shared_out(limits, free_rows)
 
     def _keep(self, rows: DraftRows, drafts: Drafts) -> None:
         """Check drafts and store them for the next step.
@@ -366,9 +367,11 @@ def _cut(drafts: Drafts, structured: Mapping[int, TextMatcher]) -> Drafts:
     for row, matcher in structured.items():
         valid = matcher.valid
         counts[row] = valid(rows[row]) if tree is None else tree.last_valid(rows[row], valid)
-    kept = np.concatenate([np.arange(len(run)) < n for run, n in zip(rows, counts, strict=True)])
-    probs = None if drafts.probs is None else drafts.probs[torch.from_numpy(kept)]
-    return Drafts(counts, drafts.token_ids[kept], tree, probs)
+    is_valid = np.concatenate(
+        [np.arange(len(run)) < n for run, n in zip(rows, counts, strict=True)]
+    )
+    probs = None if drafts.probs is None else drafts.probs[torch.from_numpy(is_valid)]
+    return Drafts(counts, drafts.token_ids[is_valid], tree, probs)
 
 
 def shared_out(limits: np.ndarray, total: int) -> np.ndarray:
@@ -379,14 +382,14 @@ def shared_out(limits: np.ndarray, total: int) -> np.ndarray:
     """
     if sum(limits.tolist()) <= total:
         return limits
-    given = np.zeros_like(limits)
+    shares = np.zeros_like(limits)
     while total > 0:
-        open_ = np.flatnonzero(given < limits)
-        each = total // len(open_)
-        if each == 0:
-            given[open_[:total]] += 1
+        open_ = np.flatnonzero(shares < limits)
+        share = total // len(open_)
+        if share == 0:
+            shares[open_[:total]] += 1
             break
-        more = np.minimum(limits[open_] - given[open_], each)
-        given[open_] += more
+        more = np.minimum(limits[open_] - shares[open_], share)
+        shares[open_] += more
         total -= int(more.sum())
-    return given
+    return shares

@@ -45,19 +45,19 @@ class StepCosts:
         """Record a step without drafts, the last of `steps` of them.
 
         If drafts do not pay off, nearly all steps are like this, so this only appends."""
-        found = self._plain.get(requests)
-        if found is None:
-            found = _Plain(self.judging(requests), self.making(requests))
-            self._plain[requests] = found
-        found.seconds.append(seconds)
-        found.ordered = None
-        found.judging.forgotten += steps
-        found.making.forgotten += steps
+        plain = self._plain.get(requests)
+        if plain is None:
+            plain = _Plain(self.judging(requests), self.making(requests))
+            self._plain[requests] = plain
+        plain.seconds.append(seconds)
+        plain.ordered = None
+        plain.judging.forgotten += steps
+        plain.making.forgotten += steps
 
     def observe_drafts(
-        self, requests: int, drafts: int, judging: float, asked: int, making: float
+        self, requests: int, drafts: int, judging: float, requested: int, making: float
     ) -> float:
-        """Record a step that checked drafts, after at most `asked` were made per request.
+        """Record a step that checked drafts, after at most `requested` were made per request.
 
         Args:
             judging, making: times of the step and of making the drafts, relative to a step without
@@ -70,7 +70,7 @@ class StepCosts:
         """
         curve = self.judging(requests)
         curve.observe(drafts, judging)
-        self.making(requests).observe(asked, making)
+        self.making(requests).observe(requested, making)
         expected = curve.at(drafts)
         if judging <= expected * _CLIP:
             self._excused.clear()
@@ -94,14 +94,14 @@ class StepCosts:
             return measured.middle()
         if not self._plain:
             return None
-        known = sorted(self._plain)
-        seconds = [self._plain[n].middle() for n in known]
-        return float(np.interp(requests, known, seconds))
+        sizes = sorted(self._plain)
+        seconds = [self._plain[n].middle() for n in sizes]
+        return float(np.interp(requests, sizes, seconds))
 
     def reach(self, requests: int) -> int:
         """Return the most drafts in a step whose cost is sufficiently known: twice the most
         measured, initially one per request."""
-        return max(requests, 2 * self.judging(requests).most)
+        return max(requests, 2 * self.judging(requests).max_drafts)
 
     def judging(self, requests: int) -> Curve:
         """Return the time of a step relative to one without drafts, by its drafts in total."""
@@ -148,23 +148,23 @@ class Curve:
     points around it, each time by less; points beyond all measurements are extrapolated.
 
     Attributes:
-        most: largest number of drafts measured.
+        max_drafts: largest number of drafts measured.
         forgotten: steps since the last decay. In each step the curve returns a little towards its
             first value; otherwise a cost that looks too high to be tried would never be measured
             again.
     """
 
-    def __init__(self, first: float, most: int) -> None:
+    def __init__(self, first: float, max_drafts: int) -> None:
         """
         Args:
             first: the cost of no drafts, and of any number before the first measurement.
         """
-        self._places = [0, *(1 << i for i in range((most - 1).bit_length() + 1))]
+        self._places = [0, *(1 << i for i in range((max_drafts - 1).bit_length() + 1))]
         self._values = [first] * len(self._places)
         self._weights = [0.0] * len(self._places)  # number of measurements
         self._heights = [first] * len(self._places)  # running maximum of the values
         self._axis = np.array(self._places, np.float64)
-        self.most = 0
+        self.max_drafts = 0
         self.forgotten = 0
 
     def upto(self, drafts: int) -> NDArray[np.float64]:
@@ -180,11 +180,11 @@ class Curve:
     def observe(self, drafts: int, cost: float) -> None:
         """Record a measurement."""
         self._forget()
-        self.most = max(self.most, drafts)
+        self.max_drafts = max(self.max_drafts, drafts)
         expected, above, part = self._read(drafts)
         values, weights = self._values, self._weights
-        near = min(cost, max(expected * _FAR, expected + _NEAR))
-        error = (near - expected) / ((1 - part) ** 2 + part**2)
+        limited = min(cost, max(expected * _FAR, expected + _NEAR))
+        error = (limited - expected) / ((1 - part) ** 2 + part**2)
         for point, share in ((above - 1, 1 - part), (above, part)):
             if point and share:
                 values[point] += share * error * max(_RATE, 1 / (weights[point] + _PRIOR))
@@ -202,7 +202,7 @@ class Curve:
         return (1 - part) * heights[above - 1] + part * heights[above], above, part
 
     def _forget(self) -> None:
-        if self.most and self.forgotten:
+        if self.max_drafts and self.forgotten:
             self._fade(1, _FORGET**self.forgotten)
             self._draw()
         self.forgotten = 0

@@ -142,13 +142,13 @@ class DeviceInputs(StepInputs):
             places[name] = slice(end, end + count * np.dtype(dtype_of(name)).itemsize)
             end = -(-places[name].stop // ALIGNMENT) * ALIGNMENT
         self._host = _host_memory(end, device)
-        self._there = torch.zeros(end, dtype=torch.uint8, device=device)
+        self._device_memory = torch.zeros(end, dtype=torch.uint8, device=device)
         self._places = places
         self._arrays = {
             name: self._host.numpy()[where].view(dtype_of(name)) for name, where in places.items()
         }
         self._tensors = {
-            name: self._there[where].view(torch.from_numpy(self._arrays[name]).dtype)
+            name: self._device_memory[where].view(torch.from_numpy(self._arrays[name]).dtype)
             for name, where in places.items()
         }
         self._tables = {
@@ -166,18 +166,18 @@ class DeviceInputs(StepInputs):
             self._sent = False
         if name in self._tables:
             return self._tables[name].put(array)
-        whole, count = self._arrays[name], len(array)
-        if count > len(whole):
-            raise ValueError(f"{name} has room for {len(whole)}, not {count}")
-        whole[:count] = array
+        target, count = self._arrays[name], len(array)
+        if count > len(target):
+            raise ValueError(f"{name} has room for {len(target)}, not {count}")
+        target[:count] = array
         end = max(count, self._padded[name])
         if name == COUNTING:
-            after = whole[count - 1] + 1 if count else 0
-            whole[count:end] = np.arange(after, after + end - count)
+            after = target[count - 1] + 1 if count else 0
+            target[count:end] = np.arange(after, after + end - count)
         else:
-            whole[count:end] = PADDING.get(name.partition(" ")[0], 0)
+            target[count:end] = PADDING.get(name.partition(" ")[0], 0)
         first = self._places[name].start
-        last = first + end * whole.itemsize
+        last = first + end * target.itemsize
         if self._changed is not None:
             first, last = min(first, self._changed[0]), max(last, self._changed[1])
         self._changed = first, last
@@ -186,7 +186,7 @@ class DeviceInputs(StepInputs):
     def send(self) -> None:
         if self._changed is not None:
             part = slice(*self._changed)
-            self._there[part].copy_(self._host[part], non_blocking=True)
+            self._device_memory[part].copy_(self._host[part], non_blocking=True)
             self._changed = None
         for table in self._tables.values():
             table.send()
@@ -201,10 +201,10 @@ class DeviceInputs(StepInputs):
             self.put(name, nothing)
         self.send()
 
-    def whole(self, name: str, rows: int) -> Tensor:
+    def padded(self, name: str, rows: int) -> Tensor:
         """Return the first `rows` entries of an input, including padding."""
         if name in self._tables:
-            return self._tables[name].whole[:rows]
+            return self._tables[name].padded[:rows]
         return self._tensors[name][:rows]
 
 
@@ -214,14 +214,14 @@ class _BlockTable:
     def __init__(self, seqs: int, max_blocks: int, device: torch.device) -> None:
         self._host = _host_memory(seqs * max_blocks * 4, device)
         self._corner = torch.empty(seqs * max_blocks, dtype=torch.int32, device=device)
-        self.whole = torch.zeros(seqs, max_blocks, dtype=torch.int32, device=device)
+        self.padded = torch.zeros(seqs, max_blocks, dtype=torch.int32, device=device)
         self._put: tuple[int, int] | None = None  # size of the corner to send
 
     def put(self, array: np.ndarray) -> Tensor:
         rows, width = array.shape
         self._host.numpy().view(np.int32)[: rows * width] = array.reshape(-1)
         self._put = rows, width
-        return self.whole[:rows, :width]
+        return self.padded[:rows, :width]
 
     def send(self) -> None:
         """Send the corner as one contiguous piece, since only such a copy is asynchronous."""
@@ -229,7 +229,7 @@ class _BlockTable:
             rows, width = self._put
             corner = self._corner[: rows * width]
             corner.copy_(self._host.view(torch.int32)[: rows * width], non_blocking=True)
-            self.whole[:rows, :width] = corner.view(rows, width)
+            self.padded[:rows, :width] = corner.view(rows, width)
             self._put = None
 
 
@@ -245,10 +245,10 @@ class FreshInputs(StepInputs):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._here = device.type == "cpu"
+        self._on_host = device.type == "cpu"
 
     def put(self, name: str, array: np.ndarray) -> Tensor:
-        return torch.from_numpy(array) if self._here else upload(array, self.device)
+        return torch.from_numpy(array) if self._on_host else upload(array, self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,15 +281,15 @@ class StepSizes:
     def inputs(self, num_groups: int) -> dict[str, int]:
         """Return the number of entries of each input of the largest step, by name, except the block
         tables."""
-        found = dict.fromkeys(("input_ids", "positions"), self.tokens)
-        found |= {"query_start_loc": self.seqs + 1, "seq_lens": self.seqs, "state_rows": self.seqs}
-        found["logits_indices"] = self.samples
+        sizes = dict.fromkeys(("input_ids", "positions"), self.tokens)
+        sizes |= {"query_start_loc": self.seqs + 1, "seq_lens": self.seqs, "state_rows": self.seqs}
+        sizes["logits_indices"] = self.samples
         if self.trees:
-            found["tree"] = self.tokens
+            sizes["tree"] = self.tokens
         for group in range(num_groups):
-            found[f"slot_mapping {group}"] = self.tokens
-            found[f"first_keys {group}"] = self.seqs
-        return found
+            sizes[f"slot_mapping {group}"] = self.tokens
+            sizes[f"first_keys {group}"] = self.seqs
+        return sizes
 
 
 _NARROW = ("query_start_loc", "seq_lens", "state_rows", "block_table", "first_keys")
@@ -371,7 +371,7 @@ class FixedInputs(StepInputs):
         parts[shape] = self._arrays[name][where], self._tensors[name][where]
         return parts[shape]
 
-    def whole(self, name: str) -> Tensor:
+    def full(self, name: str) -> Tensor:
         """Return the memory of an input, with the size of the largest step."""
         return self._tensors[name]
 

@@ -46,13 +46,13 @@ class EvenPace:
         self._used, self._clock, self._sleep = used, clock, sleep
         self._seen = clock(), used()
         self._began = clock()  # start of the last step
-        self._left = 0.0  # unused seconds of CPU time; negative: used in advance
+        self._unused = 0.0  # unused seconds of CPU time; negative: used in advance
 
     def next_threads(self) -> int:
         """Wait until the next step may begin. Returns the number of threads that it may use."""
         self._look()
         step, threads = self._seen[0] - self._began, self._more
-        missing = -self._left
+        missing = -self._unused
         # If the wait is short compared to a step, wait and use all threads; else use fewer threads.
         if self._fewer == self._more or (self._fewer and missing > self._cores * step / 2):
             threads = self._fewer
@@ -67,10 +67,10 @@ class EvenPace:
         try:
             self._seen = now, used = self._clock(), self._used()
         except (OSError, ValueError):  # the process was moved to another cgroup
-            self._left = 0.0
+            self._unused = 0.0
             return
-        left = self._left + self._cores * (now - then) - (used - before)
-        self._left = min(left, BURST * self._cores)
+        unused = self._unused + self._cores * (now - then) - (used - before)
+        self._unused = min(unused, BURST * self._cores)
 
 
 def pace_of(cores: float | None) -> EvenPace | None:
@@ -94,7 +94,7 @@ class Team:
     """The threads of the native kernels, as used by a worker.
 
     Args:
-        most: number of threads.
+        max_threads: number of threads.
         pace: None: no quota.
         clock: in seconds.
     """
@@ -102,16 +102,16 @@ class Team:
     def __init__(
         self,
         threads: Threads,
-        most: int,
+        max_threads: int,
         pace: EvenPace | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._threads = threads
-        self._most = most
+        self._max_threads = max_threads
         self._pace = pace
         self._clock = clock
         self._reported: int | None = None
-        self._logged = (most, -LOG_INTERVAL)  # threads, seconds
+        self._logged = (max_threads, -LOG_INTERVAL)  # threads, seconds
 
     def begin_step(self) -> None:
         """Keep to the quota; call this before each step."""
@@ -134,5 +134,9 @@ class Team:
         if working == threads or now - since < LOG_INTERVAL:
             return
         self._logged = working, now
-        reason = "other processes keep cores busy" if working < self._most else "the cores are free"
-        log.info("%d of %d threads compute: %s", working, self._most, reason)
+        reason = (
+            "other processes keep cores busy"
+            if working < self._max_threads
+            else "the cores are free"
+        )
+        log.info("%d of %d threads compute: %s", working, self._max_threads, reason)

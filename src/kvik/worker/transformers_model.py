@@ -57,24 +57,24 @@ def model_facts(folder: Path) -> dict[str, Any]:
     text = config.get_text_config(decoder=True)
     dtype = str(text.dtype or config.dtype).removeprefix("torch.")
     model = _empty(config)  # changes the dtype in the configuration
-    kept = {id(one): one.numel() for one in (*model.parameters(), *model.buffers())}
-    heads = _whole(text, "num_attention_heads") or 1
-    hidden = _whole(text, "hidden_size") or heads
-    layers = _whole(text, "num_hidden_layers") or 1
-    kv_heads = _whole(text, "num_key_value_heads") or heads
-    head_dim = _whole(text, "head_dim") or max(1, hidden // heads)
+    sizes_by_id = {id(tensor): tensor.numel() for tensor in (*model.parameters(), *model.buffers())}
+    heads = _positive_integer(text, "num_attention_heads") or 1
+    hidden = _positive_integer(text, "hidden_size") or heads
+    layers = _positive_integer(text, "num_hidden_layers") or 1
+    kv_heads = _positive_integer(text, "num_key_value_heads") or heads
+    head_dim = _positive_integer(text, "head_dim") or max(1, hidden // heads)
     sizes = _cache_bytes(model)
     if sizes:
         steps = (sizes[2] - sizes[1], -(-(sizes[128] - sizes[64]) // 64))
-        each = max(0, *steps)  # windows stop growing; compressed caches grow in steps
-        state = max(0, *(size - each * n for n, size in sizes.items()))
+        bytes_per_token = max(0, *steps)  # windows stop growing; compressed caches grow in steps
+        state = max(0, *(size - bytes_per_token * n for n, size in sizes.items()))
     else:
-        each, state = 2 * layers * kv_heads * head_dim * 2, 0
-    lengths = (_whole(text, name) for name in LENGTHS)
+        bytes_per_token, state = 2 * layers * kv_heads * head_dim * 2, 0
+    lengths = (_positive_integer(text, name) for name in LENGTHS)
     return {
-        "vocab_size": _whole(text, "vocab_size"),
+        "vocab_size": _positive_integer(text, "vocab_size"),
         "hidden_size": hidden,
-        "intermediate_size": _whole(text, "intermediate_size") or 4 * hidden,
+        "intermediate_size": _positive_integer(text, "intermediate_size") or 4 * hidden,
         "num_layers": layers,
         "num_heads": heads,
         "num_kv_heads": kv_heads,
@@ -84,8 +84,8 @@ def model_facts(folder: Path) -> dict[str, Any]:
         "bos_token_id": text.bos_token_id,
         "eos_token_id": text.eos_token_id,
         "tie_word_embeddings": bool(config.tie_word_embeddings),
-        "parameters": sum(kept.values()),
-        "cache_numbers": -(-each // 2),
+        "parameters": sum(sizes_by_id.values()),
+        "cache_numbers": -(-bytes_per_token // 2),
         "state_bytes": state,
         "scores": config._attn_implementation == "eager",
     }
@@ -102,22 +102,26 @@ def read_config(folder: Path) -> Any:
 
     stored = read_json(folder / "config.json")
     kind, names = stored.get("model_type"), stored.get("architectures") or []
-    known = f"transformers {transformers.__version__}"
+    version = f"transformers {transformers.__version__}"
     if kind not in transformers.CONFIG_MAPPING:
         if stored.get("auto_map"):
-            what = f"must be absent unless {known} knows the model_type, and not {shown(kind)}: "
-            raise ModelError("config.json auto_map", f"{what}code of a model's folder is never run")
+            problem = (
+                f"must be absent unless {version} knows the model_type, and not {shown(kind)}: "
+            )
+            raise ModelError(
+                "config.json auto_map", f"{problem}code of a model's folder is never run"
+            )
         raise ModelError(
-            "config.json model_type", f"must be one that kvik or {known} knows, not {shown(kind)}"
+            "config.json model_type", f"must be one that kvik or {version} knows, not {shown(kind)}"
         )
     causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, ())
     causal = (causal,) if isinstance(causal, str) else tuple(causal)
     if not isinstance(names, list) or not causal or (names and not set(names) & set(causal)):
-        allowed = f"must be {' or '.join(causal)}" if causal else f"must write text in {known}"
+        allowed = f"must be {' or '.join(causal)}" if causal else f"must write text in {version}"
         raise ModelError("config.json architectures", f"{allowed}, not {shown(names)}")
     if stored.get("quantization_config"):
-        what = "must be absent: through transformers only plain floats run"
-        raise ModelError("config.json quantization_config", what)
+        problem = "must be absent: through transformers only plain floats run"
+        raise ModelError("config.json quantization_config", problem)
     try:
         return transformers.AutoConfig.from_pretrained(
             folder, trust_remote_code=False, local_files_only=True
@@ -135,8 +139,8 @@ def library() -> Any:
     try:
         import transformers
     except ImportError:
-        what = "needs the library transformers: pip install 'kvik[transformers]'"
-        raise ConfigError("fallback", what) from None
+        problem = "needs the library transformers: pip install 'kvik[transformers]'"
+        raise ConfigError("fallback", problem) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
@@ -163,15 +167,15 @@ def _cache_name(model: Any) -> str:
         ModelError: there is none.
     """
     arguments = inspect.signature(model.forward).parameters
-    found = next((name for name in CACHES if name in arguments), None)
-    if found is None or "use_cache" not in arguments:
+    argument = next((name for name in CACHES if name in arguments), None)
+    if argument is None or "use_cache" not in arguments:
         raise _no_cache(model)
-    return found
+    return argument
 
 
 def _no_cache(model: Any) -> ModelError:
-    what = "must be of a causal model that keeps keys and values in a cache of transformers"
-    return ModelError("config.json architectures", f"{what}, not {type(model).__name__}")
+    problem = "must be of a causal model that keeps keys and values in a cache of transformers"
+    return ModelError("config.json architectures", f"{problem}, not {type(model).__name__}")
 
 
 def _cache_bytes(model: Any) -> dict[int, int]:
@@ -181,7 +185,7 @@ def _cache_bytes(model: Any) -> dict[int, int]:
     Raises:
         ModelError: it keeps no cache.
     """
-    name, found = _cache_name(model), {}
+    name, sizes = _cache_name(model), {}
     for length in MEASURED:
         ids = torch.zeros(1, length, dtype=torch.long, device="meta")
         try:
@@ -192,28 +196,28 @@ def _cache_bytes(model: Any) -> dict[int, int]:
         cache = getattr(output, name, None)
         if cache is None:
             raise _no_cache(model)
-        found[length] = sum(tensor.nbytes for tensor in _tensors(cache))
-    return found
+        sizes[length] = sum(tensor.nbytes for tensor in _tensors(cache))
+    return sizes
 
 
 def _tensors(cache: Any) -> list[Tensor]:
     """Return all tensors of a cache of any class."""
-    found: dict[int, Tensor] = {}
+    tensors: dict[int, Tensor] = {}
     seen: set[int] = set()
-    left = [cache]
-    while left:
-        one = left.pop()
-        if isinstance(one, Tensor):
-            found[id(one)] = one
-        elif isinstance(one, (dict, list, tuple)):
-            left += one.values() if isinstance(one, dict) else one
-        elif id(one) not in seen and type(one).__module__.startswith("transformers."):
-            seen.add(id(one))
-            left += vars(one).values()
-    return list(found.values())
+    pending = [cache]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            tensors[id(item)] = item
+        elif isinstance(item, (dict, list, tuple)):
+            pending += item.values() if isinstance(item, dict) else item
+        elif id(item) not in seen and type(item).__module__.startswith("transformers."):
+            seen.add(id(item))
+            pending += vars(item).values()
+    return list(tensors.values())
 
 
-def _whole(config: Any, name: str) -> int | None:
+def _positive_integer(config: Any, name: str) -> int | None:
     """Return a positive integer of a configuration; None: there is none of this name."""
     value = getattr(config, name, None)
     return value if type(value) is int and value > 0 else None
@@ -256,11 +260,11 @@ class TransformersModel:
             [tokens or 1, vocab] fp32, and the cache with these tokens.
         """
         if cache is not None and len(ids) > 1 and not self.in_chunks:
-            found = []
+            parts = []
             for token in ids.split(1):
                 logits, cache = self.step(token, cache, last=True)
-                found.append(logits)
-            return found[-1] if last else torch.cat(found), cache
+                parts.append(logits)
+            return parts[-1] if last else torch.cat(parts), cache
         options: dict[str, Any] = {self.cache: cache} if cache is not None else {}
         if last and self._keeps:
             options["logits_to_keep"] = 1
@@ -278,14 +282,14 @@ class TransformersModel:
         self.in_chunks = True
         with torch.inference_mode():
             ids = torch.arange(PROBE, device=first.device) % self.module.config.vocab_size
-            whole, _ = self.step(ids, None, last=True)
+            unchunked, _ = self.step(ids, None, last=True)
             try:
                 _, cache = self.step(ids[:FIRST], None, last=True)
                 chunked, _ = self.step(ids[FIRST:], cache, last=True)
             except Exception:
                 return False
-        far = float((whole - chunked).abs().max())
-        return far <= TOLERANCE[first.dtype] * float(whole.std())
+        difference = float((unchunked - chunked).abs().max())
+        return difference <= TOLERANCE[first.dtype] * float(unchunked.std())
 
     # The rest of the `Network` protocol.
 
@@ -316,7 +320,7 @@ def load_transformers(
         model = auto.from_config(made, dtype=dtype, trust_remote_code=False)
         return TransformersModel(model.eval().to(device))
     try:
-        model, found = auto.from_pretrained(
+        model, info = auto.from_pretrained(
             folder,
             config=made,
             dtype=dtype,
@@ -327,8 +331,8 @@ def load_transformers(
         )
     except Exception as error:
         raise ModelError("model", f"transformers cannot load it: {_line(error)}") from None
-    if found["missing_keys"]:
-        raise ModelError("model", f"its weights lack {shown(sorted(found['missing_keys'])[0])}")
+    if info["missing_keys"]:
+        raise ModelError("model", f"its weights lack {shown(sorted(info['missing_keys'])[0])}")
     return TransformersModel(model.eval().to(device))
 
 
@@ -391,11 +395,11 @@ class TransformersSteps(Graph):
                 begins = int(batch.ends[row]) == end - start
                 cache, every = None if begins else caches[slot], slot in scored
                 ids = batch.input_ids[start:end]
-                found, caches[slot] = self._model.step(ids, cache, last=not every)
+                row_logits, caches[slot] = self._model.step(ids, cache, last=not every)
                 if every:
-                    hidden[start:end] = found
+                    hidden[start:end] = row_logits
                 if row in rows:
-                    logits[rows[row]] = found[-1]
+                    logits[rows[row]] = row_logits[-1]
         except BaseException:
             for slot in slots:  # their layers may have different numbers of tokens
                 caches.pop(slot, None)

@@ -44,20 +44,20 @@ class TritonWarmUps(WarmUps):
         self._ops = ops
         self._backend = backend
         self._device = device
-        self._together = nullcontext if joined is None else joined.warming_up
+        self._jointly = nullcontext if joined is None else joined.warming_up
 
     def steps(self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes) -> WarmUp:
         if not isinstance(self._backend, TritonAttention):
             return NOTHING  # other backends plan each step on the host
         context, block_size = self._config.scheduler.max_model_len, self._config.cache.block_size
-        most = min(sizes.tokens, spec.max_context, context)
+        max_length = min(sizes.tokens, spec.max_context, context)
         routers = {layer.experts.router for layer in spec.layers if layer.experts}
-        by_expert = (tokens_of_experts(each.experts, each.active) for each in routers)
+        by_expert = (tokens_of_experts(router.experts, router.active) for router in routers)
         kv_heads = {spec.heads(layer)[0] for layer in spec.layers if layer.state is None}
-        classes = lengths(spec.num_heads, kv_heads, most, set().union(*by_expert))
+        classes = lengths(spec.num_heads, kv_heads, max_length, set().union(*by_expert))
         nodes = [length for length in classes if sizes.trees and length <= SHORT]
         calls = forwards(network, classes, sizes.samples, block_size, context, nodes)
-        return WarmUp(calls, self._together)
+        return WarmUp(calls, self._jointly)
 
     def heads(self, function: RowFunction, like: Sequence[Tensor]) -> IdleWork:
         if self._config.runner.draft_graph_sizes:

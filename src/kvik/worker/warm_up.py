@@ -52,15 +52,15 @@ class WarmUp:
     def __init__(
         self,
         calls: Sequence[Callable[[], object]],
-        together: Callable[[], AbstractContextManager[object]] = nullcontext,
+        jointly: Callable[[], AbstractContextManager[object]] = nullcontext,
     ) -> None:
         """
         Args:
-            together: returns a context in which the other processes of a group make the same call;
+            jointly: returns a context in which the other processes of a group make the same call;
                 as in any step, the group is lost if one of them fails.
         """
         self._calls = deque(calls)
-        self._together = together
+        self._jointly = jointly
 
     def next(self) -> None:
         """Make the next call."""
@@ -69,7 +69,7 @@ class WarmUp:
     def idle_step(self) -> bool:
         if self._calls:
             try:
-                with self._together():
+                with self._jointly():
                     self.next()
             except Exception:  # nothing depends on it; a request that fails reports the cause
                 self._calls.clear()
@@ -212,11 +212,11 @@ def rules(
 
     If drafts are sampled or checked by probability, this includes calls that check drafts."""
     sampler = Sampler(ops, looks=False)
-    here = vocab_size, device
-    calls = [partial(_sample, sampler, *here, params) for params in SAMPLED_PARAMS]
+    place = vocab_size, device
+    calls = [partial(_sample, sampler, *place, params) for params in SAMPLED_PARAMS]
     if speculation is not None and (speculation.draws or speculation.typical is not None):
         calls += [
-            partial(_judge, sampler, *here, params, speculation)
+            partial(_judge, sampler, *place, params, speculation)
             for params in SAMPLED_PARAMS
             if not params.greedy
         ]

@@ -152,7 +152,7 @@ class Worker:
         compiled = chosen.parts.warm_ups.steps(network, config.model, sizes)
         self._idle_work: tuple[IdleWork, ...] = (compiled, graph)
         if speculation is not None:
-            parts = DrafterParts(speculation, config, table, sampling, network, chosen.alone())
+            parts = DrafterParts(speculation, config, table, sampling, network, chosen.for_drafts())
             drafter = build_drafter(parts)
             self._idle_work += tuple(parts.idle_work)
             speculator = Speculator(speculation, drafter, table, sampling, vocab_size, clock)
@@ -189,8 +189,8 @@ class Worker:
         if self._runner is None:
             return ""
         network = self._runner.network
-        found = (processes.lost for processes in (network.others, network.earlier) if processes)
-        return next(filter(None, found), "")
+        reasons = (processes.lost for processes in (network.ranks, network.earlier) if processes)
+        return next(filter(None, reasons), "")
 
     def submit(self, plan: SchedulerOutput) -> RunningStep | SchedulerOutput:
         """Begin a step and its moves; see `ModelRunner.begin`. The handle of a plan that has only
@@ -229,10 +229,10 @@ class Worker:
     def give_back(self, blocks: Sequence[int]) -> int:
         """See `Executor.give_back`."""
         network = self._ready().network
-        for others in (network.others, network.earlier):
-            if others is not None:
+        for processes in (network.ranks, network.earlier):
+            if processes is not None:
                 with suppress(GroupLost):  # the next step reports it
-                    others.send(GiveBack(list(blocks)))
+                    processes.send(GiveBack(list(blocks)))
         return self._give_back(network.kv.storages, blocks)
 
     def build_grammar(self, constraint: Constraint) -> Future[object]:
@@ -245,7 +245,7 @@ class Worker:
         """See `Executor.idle_step`."""
         self._ready()
         with self._inference():
-            return any(each.idle_step() for each in self._idle_work)
+            return any(work.idle_step() for work in self._idle_work)
 
     def read(self, plan: SchedulerOutput) -> Tensor:
         """See `ModelRunner.read`."""
@@ -286,8 +286,8 @@ class Worker:
             self._mover = None
         if self._stages is not None:
             self._stages.stop()
-        if self._runner is not None and self._runner.network.others is not None:
-            self._runner.network.others.stop()
+        if self._runner is not None and self._runner.network.ranks is not None:
+            self._runner.network.ranks.stop()
         self._runner = self._team = None
         self._idle_work = ()
         # A GPU that failed has no memory to release.
@@ -312,7 +312,7 @@ def page_mover(
     tiers, runner = config.cache.tiers, config.runner
     assert tiers is not None
     pages = own_pages(config, network, setup)
-    assert tuple(each.num_bytes for each in pages) == tiers.page_bytes
+    assert tuple(group_pages.num_bytes for group_pages in pages) == tiers.page_bytes
     folder: PageFolder | None = None
     fingerprint = b""
     if runner.kv_folder is not None or token:
@@ -322,7 +322,7 @@ def page_mover(
             folder = ReplayTier(runner.kv_folder, fingerprint, tiers.disk)
         else:
             folder = DiskTier(runner.kv_folder, fingerprint, tiers.disk)
-    others = [each for each in (network.others, network.earlier) if each is not None]
+    receivers = [group for group in (network.ranks, network.earlier) if group is not None]
     peers: Peers | None = None
     page_server = None
     if computed is not None:
@@ -333,7 +333,7 @@ def page_mover(
         peers = PeerPages(token, fingerprint) if tiers.peers else None
         if runner.kv_listen is not None:
             page_server = partial(page_server_at, runner.kv_listen, token, fingerprint)
-    if not others:
+    if not receivers:
         return PageMover(
             pages, tiers.memory, folder, peers=peers, page_server=page_server, at_once=replays
         )
@@ -343,7 +343,7 @@ def page_mover(
         pages,
         tiers.memory,
         folder,
-        others,
+        receivers,
         processes,
         peers=peers,
         page_server=page_server,

@@ -52,25 +52,25 @@ def calibrate_gpu(gpu: Gpu, *, quick: bool) -> None:
     lengths = prompts.QUICK_LENGTHS if quick else prompts.LENGTHS
     with share_bar(redraws=False) as progress:
         device = torch.device("cuda", gpu.index)
-        found = prompts.measure_prompts(device, dims, lengths, progress)
-    torch_from = prompts.thresholds(found)
-    say_report(gpu_as_text(gpu.name, found, torch_from))
+        measurements = prompts.measure_prompts(device, dims, lengths, progress)
+    torch_from = prompts.thresholds(measurements)
+    say_report(gpu_as_text(gpu.name, measurements, torch_from))
     path = prompt_attention_path()
     save_thresholds(gpu.name, torch_from, path)
     say(f"\nsaved in {path}")
 
 
-def gpu_as_text(gpu: str, found: Sequence[PromptTimes], torch_from: Thresholds) -> str:
+def gpu_as_text(gpu: str, measurements: Sequence[PromptTimes], torch_from: Thresholds) -> str:
     """Return the measurements as text."""
     lines = [f"prompts on {gpu}: ms of a layer's attention, Triton's / torch's"]
-    for dim, measured in groupby(found, lambda times: times.head_dim):
+    for dim, measured in groupby(measurements, lambda times: times.head_dim):
         cells = (
             f"{times.tokens} tokens {times.triton * 1e3:.3f} / "
             + ("-" if times.torch is None else f"{times.torch * 1e3:.3f}")
             for times in measured
         )
-        least = dict(torch_from).get(dim)
-        chosen = "Triton's" if least is None else f"torch's from {least} tokens on"
+        threshold = dict(torch_from).get(dim)
+        chosen = "Triton's" if threshold is None else f"torch's from {threshold} tokens on"
         lines.append(f"  heads of {dim:<6}{', '.join(cells)}: {chosen}")
     return "\n".join(lines)
 
@@ -141,15 +141,17 @@ def _calibrate_cpu(arguments: argparse.Namespace) -> int:
     if not can_write(path, parents=True):
         raise ConfigError("output", f"cannot write {str(path)!r}: -o names another file")
     with share_bar(redraws=False) as progress:
-        found, remarks = calibrate(hardware, threads, QUICK if arguments.quick else FULL, progress)
-    say_report(as_text(found))
+        calibration, remarks = calibrate(
+            hardware, threads, QUICK if arguments.quick else FULL, progress
+        )
+    say_report(as_text(calibration))
     for remark in remarks:
         say(f"kvik: warning: {remark}", error=True)
-    if found.disturbed and not arguments.force:
+    if calibration.disturbed and not arguments.force:
         # Every later prediction would be wrong, and an earlier good calibration would be lost.
         say("kvik: error: not saved, as it was disturbed; --force saves it", error=True)
         return DISTURBED
-    save(found, path)
+    save(calibration, path)
     say(f"\nsaved in {path}")
     if threads != hardware.cores:
         usual = f"kvik plans with {hardware.cores} threads and will not take this for {threads}"
@@ -157,53 +159,55 @@ def _calibrate_cpu(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def as_text(found: Calibration) -> str:
+def as_text(calibration: Calibration) -> str:
     """Return the main figures as text."""
-    machine = found.machine
+    machine = calibration.machine
     lines = [
         f"{'machine':20}{machine.cpu}, {machine.threads} threads, kernels: {machine.kernels}",
-        f"{'memory':20}{_gigabytes(found.reads[-1])} GB/s",
+        f"{'memory':20}{_gigabytes(calibration.reads[-1])} GB/s",
         f"{'caches':20}"
-        + ", ".join(f"{r.bytes >> 20} MiB {_gigabytes(r)}" for r in found.reads[:-1])
+        + ", ".join(f"{r.bytes >> 20} MiB {_gigabytes(r)}" for r in calibration.reads[:-1])
         + " GB/s",
         f"{'arithmetic':20}"
-        + ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in found.peaks.items())
+        + ", ".join(f"{name} {rate / 1e12:.2f}" for name, rate in calibration.peaks.items())
         + " T operations/s",
         "",
         "products from memory, G operations/s by rows",
     ]
-    shown = [cost.rows for cost in next(iter(found.linears.values())) if cost.rows in SHOWN_ROWS]
+    shown = [
+        cost.rows for cost in next(iter(calibration.linears.values())) if cost.rows in SHOWN_ROWS
+    ]
     lines.append(f"  {'':18}" + "".join(f"{rows:>8}" for rows in shown))
-    for kind, costs in found.linears.items():
+    for kind, costs in calibration.linears.items():
         rates = {p.rows: 2 * p.rows / p.streamed / 1e9 for p in costs if p.streamed}
         cells = "".join(f"{rates[rows]:8.0f}" if rows in rates else f"{'-':>8}" for rows in shown)
         lines.append(f"  {kind:18}{cells}")
     lines += ["", "attention by size of heads: keys and values in decoding, prompts"]
-    for cost in found.attention:
+    for cost in calibration.attention:
         keys = f"{4 / cost.streamed / 1e9:.0f} GB/s" if cost.streamed else "as memory"
         if cost.share < 1:
             keys += f" or {cost.share:.0%} of memory's"
         lines.append(f"  {cost.head_dim:<18}{keys}, {cost.prefill / 1e9:.0f} G operations/s")
-    host = found.host[-1]
+    host = calibration.host[-1]
     lines += [
         "",
-        f"{'a small kernel':20}{found.launch * 1e6:.2f} us",
+        f"{'a small kernel':20}{calibration.launch * 1e6:.2f} us",
         f"{'a step, outside':20}{host.step * 1e6:.0f} us and {host.row * 1e6:.1f} us a sequence",
-        f"{'a request, outside':20}{found.host_request * 1e6:.0f} us and "
-        f"{found.host_token * 1e6:.2f} us a token of its prompt",
+        f"{'a request, outside':20}{calibration.host_request * 1e6:.0f} us and "
+        f"{calibration.host_token * 1e6:.2f} us a token of its prompt",
     ]
-    if found.hop:
-        exchanges = (f"of {e.processes} {e.seconds * 1e6:.2f} us" for e in found.exchanges)
+    if calibration.hop:
+        exchanges = (f"of {e.processes} {e.seconds * 1e6:.2f} us" for e in calibration.exchanges)
         lines += [
             f"{'processes':20}exchanges {', '.join(exchanges) or 'need two threads'}; a message "
-            f"{found.hop * 1e6:.0f} us and {found.hop_rate / 1e9:.1f} GB/s"
+            f"{calibration.hop * 1e6:.0f} us and {calibration.hop_rate / 1e9:.1f} GB/s"
         ]
     return "\n".join(lines)
 
 
-def _gigabytes(found: ReadRate) -> str:
+def _gigabytes(read: ReadRate) -> str:
     """Return a rate with the range of its samples."""
-    samples = (found.low, found.rate, found.high) if found.high else (found.rate,)
+    samples = (read.low, read.rate, read.high) if read.high else (read.rate,)
     return show_figure(Figure("read", "GB/s", tuple(rate / 1e9 for rate in samples)))
 
 

@@ -45,28 +45,28 @@ def integers(text: str) -> tuple[int, ...]:
 Flags = argparse._ActionsContainer  # a parser, or a group of its flags
 
 
-def add_number(to: Flags, flag: str, default: float, what: str, metavar: str = "N") -> None:
+def add_number(to: Flags, flag: str, default: float, help_text: str, metavar: str = "N") -> None:
     """Add a flag for a number of the type of its default."""
-    shown = f"{what} (default: {default:g})"
+    shown = f"{help_text} (default: {default:g})"
     to.add_argument(flag, type=type(default), default=default, metavar=metavar, help=shown)
 
 
 def add_numbers(
-    to: Flags, flag: str, default: tuple[int, ...], what: str, metavar: str = "N,N"
+    to: Flags, flag: str, default: tuple[int, ...], help_text: str, metavar: str = "N,N"
 ) -> None:
     """Add a flag for different integers."""
-    shown = f"{what} (default: {','.join(map(str, default))})"
+    shown = f"{help_text} (default: {','.join(map(str, default))})"
     to.add_argument(flag, type=integers, default=default, metavar=metavar, help=shown)
 
 
 def add_lengths(to: Flags, prompt: str, output: str) -> None:
     """Add flags for the lengths of prompts and answers, which have these defaults."""
     forms = "512, 100..200, normal:512:64 or lognormal:512:0.8"
-    for flag, what, default in (
+    for flag, help_text, default in (
         ("--prompt-tokens", f"tokens of a prompt: {forms}", prompt),
         ("--output-tokens", "tokens of an answer", output),
     ):
-        to.add_argument(flag, metavar="LENGTH", help=f"{what} (default: {default})")
+        to.add_argument(flag, metavar="LENGTH", help=f"{help_text} (default: {default})")
 
 
 def add_run_flags(parser: argparse.ArgumentParser, repeats: int) -> None:

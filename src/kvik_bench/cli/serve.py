@@ -187,13 +187,13 @@ def add_workload_flags(parser: argparse.ArgumentParser) -> None:
 
 def check_together(arguments: argparse.Namespace) -> None:
     """Refuse flags that would be ignored."""
-    given = {name for name, value in vars(arguments).items() if value is not None}
+    options = {name for name, value in vars(arguments).items() if value is not None}
     for name, needed in NEEDS:
-        if name in given and given.isdisjoint(needed):
+        if name in options and options.isdisjoint(needed):
             flags = " or ".join(f"--{flag.replace('_', '-')}" for flag in needed)
             raise ConfigError(name, f"needs {flags}")
     for name, other in EXCLUDES:
-        if name in given and other in given:
+        if name in options and other in options:
             raise ConfigError(other, f"cannot be combined with --{name}")
 
 
@@ -346,7 +346,7 @@ def _closed_level(users: int, think_time: float) -> Level:
 
 
 def _open_level(arguments: argparse.Namespace, rate: float) -> Level:
-    most = arguments.max_in_flight or MAX_IN_FLIGHT
+    limit = arguments.max_in_flight or MAX_IN_FLIGHT
     burstiness = arguments.burstiness or BURSTINESS
     offsets: Mapping[str, Callable[[str], Iterator[float]]] = {
         "constant": lambda seed: constant(rate),
@@ -355,15 +355,15 @@ def _open_level(arguments: argparse.Namespace, rate: float) -> Level:
     }
     kind = arguments.arrivals or "poisson"
     return Level(
-        f"{rate:g} requests/s, {kind}", most, lambda seed: OpenLoop(offsets[kind](seed), most)
+        f"{rate:g} requests/s, {kind}", limit, lambda seed: OpenLoop(offsets[kind](seed), limit)
     )
 
 
 def _trace_level(arguments: argparse.Namespace, rows: Sequence[TraceRow]) -> Level:
     offsets = [row.offset for row in rows]
-    most = arguments.max_in_flight or MAX_IN_FLIGHT
+    limit = arguments.max_in_flight or MAX_IN_FLIGHT
     label = arguments.trace.name + (f" x{arguments.speed:g}" if arguments.speed else "")
-    return Level(label, most, lambda seed: OpenLoop(offsets, most))
+    return Level(label, limit, lambda seed: OpenLoop(offsets, limit))
 
 
 def _workload(

@@ -67,8 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
         "round-robin routing. Loads no model.",
     )
     add_model(parser, "a folder, hub id or config.json")
-    others = [option.name for option in options_of(Question) if option.name not in PLANNED]
-    add_option_flags(parser, "each engine, as for kvik plan", Question, left_out=others)
+    unused_names = [option.name for option in options_of(Question) if option.name not in PLANNED]
+    add_option_flags(parser, "each engine, as for kvik plan", Question, left_out=unused_names)
     add_option_flags(parser, "the engines", Replicas)
     add_option_flags(parser, "the load", Traffic)
     parser.add_argument("--json", action="store_true", help="one JSON object in place of text")
@@ -76,8 +76,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    asked = Replicas(**given_options(Replicas, arguments))
-    asked = replace(asked, **normalised(asked, ConfigError))
+    options = Replicas(**given_options(Replicas, arguments))
+    options = replace(options, **normalised(options, ConfigError))
     load = given_options(Traffic, arguments)
     for name in DRAWN if "trace" in load else ():
         if name in load:
@@ -86,23 +86,23 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("speed", "needs --trace")
     traffic = Traffic(**load)
     traffic = replace(traffic, **normalised(traffic, ConfigError))
-    engine = simulated(Question(**given_options(Question, arguments)), asked)
-    found: list[tuple[Outcome, float]] = []
+    engine = simulated(Question(**given_options(Question, arguments)), options)
+    outcomes: list[tuple[Outcome, float]] = []
     with share_bar(redraws=False) as progress:
         for policy in POLICIES:
-            began, tell = time.perf_counter(), partial(progress, policy)
+            start, tell = time.perf_counter(), partial(progress, policy)
             outcome = simulate(
-                traffic, engine, asked.replicas, policy, time.perf_counter, tell=tell
+                traffic, engine, options.replicas, policy, time.perf_counter, tell=tell
             )
-            found.append((outcome, time.perf_counter() - began))
+            outcomes.append((outcome, time.perf_counter() - start))
     if arguments.json:
-        say(json.dumps([{**_figures(outcome), "simulated_in": took} for outcome, took in found]))
+        say(json.dumps([{**_figures(outcome), "simulated_in": took} for outcome, took in outcomes]))
     else:
-        say_report(as_text(asked, traffic, engine, found))
+        say_report(as_text(options, traffic, engine, outcomes))
     return 0
 
 
-def simulated(question: Question, asked: Replicas) -> SimulatedEngine:
+def simulated(question: Question, options: Replicas) -> SimulatedEngine:
     """Return a simulated engine of a model on some hardware, with the planner's step times.
 
     Args:
@@ -118,27 +118,27 @@ def simulated(question: Question, asked: Replicas) -> SimulatedEngine:
         shape, device, check_question(question, shape, exact=device.kind == "cpu"), hardware
     )
     shape = laid_out(shape, at)
-    size = StepSize(shape.max_context, asked.max_num_seqs, asked.max_num_batched_tokens)
-    cache = cache_of(shape, at, size, asked.block_size)
-    blocks = asked.num_blocks or cache.num_blocks
+    size = StepSize(shape.max_context, options.max_num_seqs, options.max_num_batched_tokens)
+    cache = cache_of(shape, at, size, options.block_size)
+    blocks = options.num_blocks or cache.num_blocks
     if blocks < 1:
         raise ConfigError("hardware", f"{device.name} has no memory left for a KV block")
-    tiers = None if asked.kv_tiers is None else read_tiers(asked.kv_tiers)
+    tiers = None if options.kv_tiers is None else read_tiers(options.kv_tiers)
     reason = unkept(shape.architecture, encoder=False, states=shape.state_bytes > 0)
     if tiers is not None and reason:
         raise ConfigError("kv_tiers", f"must be left out: {reason}")
     return SimulatedEngine(
         blocks,
-        asked.block_size,
-        asked.max_num_seqs,
-        asked.max_num_batched_tokens,
+        options.block_size,
+        options.max_num_seqs,
+        options.max_num_batched_tokens,
         lambda step: step_time(shape, at, step).expected,
         shape.max_context,
         cache.groups,
         cache.checkpoints,
-        tier_sizes(tiers, cache.groups, asked.block_size, Notes()),
-        asked.memory_rate * 1e9,
-        asked.disk_rate * 1e9,
+        tier_sizes(tiers, cache.groups, options.block_size, Notes()),
+        options.memory_rate * 1e9,
+        options.disk_rate * 1e9,
     )
 
 
@@ -157,23 +157,26 @@ def _figures(outcome: Outcome) -> dict[str, object]:
 
 
 def as_text(
-    asked: Replicas, traffic: Traffic, engine: SimulatedEngine, found: list[tuple[Outcome, float]]
+    options: Replicas,
+    traffic: Traffic,
+    engine: SimulatedEngine,
+    outcomes: list[tuple[Outcome, float]],
 ) -> str:
     """Return the outcomes as text."""
     rate = f"at {traffic.rate:g}/s" if traffic.trace is None else f"of {traffic.trace}"
     context, chunk = engine.context // 2, min(engine.context, engine.max_num_batched_tokens)
     head = (
-        f"{asked.replicas} replicas of {count(engine.blocks)} blocks, "
-        f"{count(found[0][0].requests)} turns {rate}; a step takes "
+        f"{options.replicas} replicas of {count(engine.blocks)} blocks, "
+        f"{count(outcomes[0][0].requests)} turns {rate}; a step takes "
         f"{seconds(engine.cost(prefill(chunk)))} for a prompt of {chunk:,}, "
         f"{seconds(engine.cost(decode(1, context)))} for a token behind {context:,}"
     )
     tiered = engine.tiers is not None
-    ideal = found[0][0].ideal_tokens / max(1, found[0][0].prompt_tokens)
+    ideal = outcomes[0][0].ideal_tokens / max(1, outcomes[0][0].prompt_tokens)
     rest = ["of one cache", "busiest", "busy", "TTFT p50", "p99", "preempted", "in"]
     loaded = ["loaded"] * tiered
     rows = [["", "prefix hits", *loaded, *rest]]
-    for outcome, took in found:
+    for outcome, took in outcomes:
         rows.append(
             [
                 outcome.policy,
@@ -190,7 +193,7 @@ def as_text(
         )
     rows.append(["one cache", f"{ideal:.1%}", *[""] * tiered, "1.00", *[""] * (len(rest) - 1)])
     lines = [head, *columns(rows, "<" + ">" * (len(rows[0]) - 1))]
-    chosen = sorted(found[0][0].chosen)
+    chosen = sorted(outcomes[0][0].chosen)
     if chosen:
         p50, p99 = chosen[len(chosen) // 2], chosen[len(chosen) * 99 // 100]
         lines.append(f"a choice took {seconds(p50)} (p50), {seconds(p99)} (p99)")

@@ -32,7 +32,7 @@ from kvik_bench.report.result import (
     run_facts,
 )
 
-MOST_TOKENS = 1 << 16
+MAX_TOKENS = 1 << 16
 SCORE_BYTES = 4  # the reference computes in fp32
 MATRICES = 3  # of the reference at a time: scores, masked scores, their softmax
 CHARTS = (
@@ -71,8 +71,8 @@ class AttentionBench:
         """Make the benchmark of an engine; raises ParamError, which names the field."""
         heads, limit = resolved.model.num_heads, resolved.memory.limit
         for length in lengths:
-            if not 1 <= length <= MOST_TOKENS:
-                raise ParamError("lengths", f"must be in [1, {MOST_TOKENS}], not {length}")
+            if not 1 <= length <= MAX_TOKENS:
+                raise ParamError("lengths", f"must be in [1, {MAX_TOKENS}], not {length}")
             needed = MATRICES * matrix_bytes(heads, length)
             if needed > limit:
                 raise ParamError(
@@ -86,12 +86,14 @@ class AttentionBench:
         return AttentionBench(resolved, made, lengths)
 
     def measure(self, rounds: Rounds, facts: Mapping[str, str]) -> Result:
-        found = {length: PromptRuns() for length in self.lengths}
+        runs_by_length = {length: PromptRuns() for length in self.lengths}
         device = self.platform.parts.device
         torch.manual_seed(0)
         with rounds, inference_on(device)():
-            for number, length in rounds.over(list(found), lambda length: f"{length} tokens"):
-                runs = PromptRuns() if number < 0 else found[length]
+            for number, length in rounds.over(
+                list(runs_by_length), lambda length: f"{length} tokens"
+            ):
+                runs = PromptRuns() if number < 0 else runs_by_length[length]
                 self._round(length, runs)
         model = self.resolved.model
         return Result(
@@ -103,7 +105,7 @@ class AttentionBench:
                 f"each of {model.head_dim}",
                 "tiles": f"the {self.resolved.runner.attention_backend} backend of this engine",
             },
-            tuple(self._row(length, runs) for length, runs in found.items()),
+            tuple(self._row(length, runs) for length, runs in runs_by_length.items()),
             rounds.remarks,
             CHARTS,
         )
@@ -118,8 +120,8 @@ class AttentionBench:
                 memory.append(beyond / MIB)
         runs.matrix.append(device_seconds(reference, parts.device) * 1e3)
         runs.tiles.append(device_seconds(tiled, parts.device) * 1e3)
-        apart = (reference().float() - tiled().float()).abs().max()
-        runs.difference = max(runs.difference, float(apart))
+        difference = (reference().float() - tiled().float()).abs().max()
+        runs.difference = max(runs.difference, float(difference))
 
     def _call(self, backend: AttentionBackend, length: int) -> Call:
         """Return the attention of a prompt, with the same random inputs for each backend."""
@@ -151,7 +153,7 @@ class AttentionBench:
         return peak_bytes() - resident
 
     def _row(self, length: int, runs: PromptRuns) -> Row:
-        held = matrix_bytes(self.resolved.model.num_heads, length) / MIB
+        matrix_size = matrix_bytes(self.resolved.model.num_heads, length) / MIB
         gains = tuple(a / b for a, b in zip(runs.matrix, runs.tiles, strict=True))
         peak = "peak memory of the call, less what was in use before it"
         memory = [
@@ -169,7 +171,9 @@ class AttentionBench:
                 Figure("matrix", "ms", tuple(runs.matrix), "less", "all scores in memory, in fp32"),
                 Figure("tiles", "ms", tuple(runs.tiles), "less", "the kernel that the engine runs"),
                 Figure("speed-up", "x", gains, "more", "matrix / tiles, round by round"),
-                Figure("one matrix", "MiB", (held,), "less", "prompt * prompt * heads * 4 bytes"),
+                Figure(
+                    "one matrix", "MiB", (matrix_size,), "less", "prompt * prompt * heads * 4 bytes"
+                ),
                 *memory,
                 Figure(
                     "difference",

@@ -108,7 +108,7 @@ def measure_batching(
             run = run_jobs(engine, _timed(jobs, rate, f"{load.seed}/{number}/arrivals"))
             if number >= 0:
                 runs[batching].append(run)
-    remarks = [ceilings.remark(b.name.capitalize(), found) for b, found in runs.items()]
+    remarks = [ceilings.remark(b.name.capitalize(), kind_runs) for b, kind_runs in runs.items()]
     scheduler = engine.resolved.scheduler
     return Result(
         "batching",
@@ -159,23 +159,23 @@ def _row(
     load: Requests,
     ceilings: Ceilings,
 ) -> Row:
-    found = runs[batching]
+    kind_runs = runs[batching]
     note = f"over {STATIC.name} batching, round by round"
     compared: tuple[Figure, ...] = ()
     if batching is not STATIC:
         compared = tuple(
-            ratios(f"{name} / {STATIC.name}", measure, found, runs[STATIC], note)
+            ratios(f"{name} / {STATIC.name}", measure, kind_runs, runs[STATIC], note)
             for name, measure in COMPARED
         )
     predicted: tuple[Figure, ...] = ()
     if batching is CONTINUOUS:  # the only kind in the planner's model of a load
         places = ceilings.model.resolved.scheduler.max_num_seqs
         predicted = ceilings.steady(min(load.count, places), load.traffic())
-    records = [record for run in found for record in run.records]
-    due = [record.due - run.started for run in found for record in run.records]
+    records = [record for run in kind_runs for record in run.records]
+    due = [record.due - run.started for run in kind_runs for record in run.records]
     return Row(
         batching.name,
-        (*figures(MEASURES, found), *compared, *predicted, *ceilings.achieved(found)),
+        (*figures(MEASURES, kind_runs), *compared, *predicted, *ceilings.achieved(kind_runs)),
         series={
             "TTFT, ms": tuple(1e3 * float(time) for time in ttfts(records)),
             "E2E, ms": tuple(1e3 * float(time) for time in e2es(records)),

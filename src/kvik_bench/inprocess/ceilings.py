@@ -58,14 +58,14 @@ class Ceilings:
     def remark(self, label: str, runs: Sequence[LoadRun]) -> str:
         """Return the bottleneck of the run with the median time, in words."""
         typical = sorted(runs, key=lambda run: run.seconds)[len(runs) // 2]
-        found = self._efficiency(typical)
-        limit = f" is limited by {found.bottleneck}" if found.possible else ""
-        return f"{label}{limit}: {found.reason}; {WHAT_HELPS[found.bottleneck]}."
+        efficiency = self._efficiency(typical)
+        limit = f" is limited by {efficiency.bottleneck}" if efficiency.possible else ""
+        return f"{label}{limit}: {efficiency.reason}; {WHAT_HELPS[efficiency.bottleneck]}."
 
     def achieved(self, runs: Sequence[LoadRun]) -> tuple[Figure, ...]:
         """Return the bytes and operations per second, and their shares of the limits."""
-        found = [self._efficiency(run) for run in runs]
-        return figures(ACHIEVED, found, every=False)
+        efficiencies = [self._efficiency(run) for run in runs]
+        return figures(ACHIEVED, efficiencies, every=False)
 
     def decode(self, batch: int, context: int) -> tuple[Figure, ...]:
         """Return the output rate of a decoding batch: expected and ceiling."""
@@ -73,17 +73,17 @@ class Ceilings:
 
     def prefill(self, tokens: int, batch: int) -> tuple[Figure, ...]:
         """Return the prompt rate of prompts that share steps: expected and ceiling."""
-        together = self._together(tokens, batch)
+        concurrency = self._together(tokens, batch)
         return self._rates(
-            "prefill", [(1, PlannedStep(((together, tokens, 0),)))], together * tokens
+            "prefill", [(1, PlannedStep(((concurrency, tokens, 0),)))], concurrency * tokens
         )
 
     def batch(self, count: int, traffic: Traffic) -> tuple[Figure, ...]:
         """Return the output rate of requests that run together from prompt to end."""
         fresh = max(1, traffic.prompt - traffic.shared)
-        together = self._together(fresh, count)
+        concurrency = self._together(fresh, count)
         steps: list[tuple[float, PlannedStep]] = [
-            (count / together, PlannedStep(((together, fresh, traffic.prompt - fresh),)))
+            (count / concurrency, PlannedStep(((concurrency, fresh, traffic.prompt - fresh),)))
         ]
         if traffic.output > 1:
             steps.append((traffic.output - 1, decode(count, traffic.halfway)))
@@ -96,20 +96,20 @@ class Ceilings:
         cache, scheduler = self.model.resolved.cache, self.model.resolved.scheduler
         if not cache.enable_prefix_caching:
             traffic = replace(traffic, shared=0)
-        room = cache.num_blocks * cache.block_size // traffic.context
+        capacity = cache.num_blocks * cache.block_size // traffic.context
         budget = scheduler.max_num_batched_tokens
         serving = Serving(
             self.model.shape,
             self.model.setting,
-            max(1, room),
+            max(1, capacity),
             scheduler.max_num_seqs,
             budget,
             budget,
         )
-        found = predict(serving, traffic, count)
-        if found is None:
+        prediction = predict(serving, traffic, count)
+        if prediction is None:
             return ()
-        return (Figure("output expected", "tokens/s", (found.output_rate,), "more", STEADY),)
+        return (Figure("output expected", "tokens/s", (prediction.output_rate,), "more", STEADY),)
 
     def _together(self, tokens: int, count: int) -> int:
         """Return the number of prompts that fit into a step."""

@@ -60,8 +60,8 @@ def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
     """
     load = _Load(engine, jobs)
     before = engine.loop.stats()
-    started = time.monotonic()
-    load.start(started)
+    start = time.monotonic()
+    load.start(start)
     while load.unfinished:
         load.send_due()
         engine.loop.core.scheduler.more_expected = load.more_due
@@ -69,10 +69,10 @@ def run_jobs(engine: Engine, jobs: Sequence[BenchRequest]) -> LoadRun:
             load.take(engine.loop.poll(min(PATIENCE, load.until_next_due())))
         else:
             time.sleep(load.until_next_due())
-    ended = time.monotonic()
+    end = time.monotonic()
     return LoadRun(
-        started,
-        ended,
+        start,
+        end,
         load.records,
         load.answers,
         before,

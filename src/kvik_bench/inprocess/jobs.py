@@ -90,10 +90,10 @@ def fixed(prompt_tokens: int, output_tokens: int) -> Lengths:
 
 def check_batches(batches: Sequence[int], resolved: ResolvedConfig) -> None:
     """Raise ParamError unless each number of requests can run together."""
-    most = resolved.scheduler.max_num_seqs
+    limit = resolved.scheduler.max_num_seqs
     for batch in batches:
-        if not 1 <= batch <= most:
-            raise ParamError("batch", f"must be in [1, {most}] (max_num_seqs), not {batch}")
+        if not 1 <= batch <= limit:
+            raise ParamError("batch", f"must be in [1, {limit}] (max_num_seqs), not {batch}")
 
 
 def check_context(field: str, prompt: int, output: int, resolved: ResolvedConfig) -> None:
@@ -157,13 +157,13 @@ class TextPieces:
         """Return the requests of one round: random pieces of the texts, in order."""
         draw = random.Random(f"{self.seed}/{number}")
         first = draw.randrange(len(self.texts))
-        room = self.prompt_tokens - len(self.prefix)
+        length = self.prompt_tokens - len(self.prefix)
         jobs = []
         for i in range(count):
             text = self.texts[(first + i) % len(self.texts)]
-            start = draw.randrange(max(1, len(text) - room + 1))
+            start = draw.randrange(max(1, len(text) - length + 1))
             jobs.append(
-                BenchRequest([*self.prefix, *text[start : start + room]], self.output_tokens)
+                BenchRequest([*self.prefix, *text[start : start + length]], self.output_tokens)
             )
         return jobs
 

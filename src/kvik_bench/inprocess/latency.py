@@ -75,9 +75,9 @@ def measure_latency(
             if number >= 0:
                 runs[batch].append(run)
     remarks = [*rounds.remarks, *ceilings.notes]
-    for batch, found in runs.items():
-        remarks.append(ceilings.remark(f"batch {batch}", found))
-        if any(PREEMPTIONS.of(run) for run in found):
+    for batch, batch_runs in runs.items():
+        remarks.append(ceilings.remark(f"batch {batch}", batch_runs))
+        if any(PREEMPTIONS.of(run) for run in batch_runs):
             remarks.append(f"batch {batch}: requests were preempted, the KV cache is too small")
     return Result(
         "latency",
@@ -97,19 +97,19 @@ def measure_latency(
 def _row(
     load: LatencyLoad, batch: int, runs: Mapping[int, Sequence[LoadRun]], ceilings: Ceilings
 ) -> Row:
-    found, first = runs[batch], runs[load.batches[0]]
+    batch_runs, first = runs[batch], runs[load.batches[0]]
     note = f"output of a row over that of batch {load.batches[0]}, round by round"
     measured = (
         Figure("batch", "", (batch,), definition="requests sent at the same time"),
-        *figures((TTFT, TPOT, *ITLS, E2E, PREFILL, DECODE, OUTPUT), found),
-        ratios("speed-up", OUTPUT, found, first, note),
+        *figures((TTFT, TPOT, *ITLS, E2E, PREFILL, DECODE, OUTPUT), batch_runs),
+        ratios("speed-up", OUTPUT, batch_runs, first, note),
     )
     predicted = ceilings.prefill(load.prompt_tokens, batch)
     if load.output_tokens > 1:
         predicted += ceilings.decode(batch, load.prompt_tokens + load.output_tokens // 2)
-    gaps = [float(gap) * 1e3 for run in found for gap in token_times(run.records)]
+    gaps = [float(gap) * 1e3 for run in batch_runs for gap in token_times(run.records)]
     series = {"ITL, ms": tuple(gaps)} if gaps else {}
-    achieved = ceilings.achieved(found)
+    achieved = ceilings.achieved(batch_runs)
     return Row(f"batch {batch}", measured + predicted + achieved, {}, series)
 
 

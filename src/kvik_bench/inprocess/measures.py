@@ -45,12 +45,12 @@ def figures(
 ) -> tuple[Figure, ...]:
     """Return the figures of the measures that all subjects have; with `every` false, that any
     has."""
-    found = []
+    results = []
     for measure in measures:
         values = measure.values(subjects)
         if values and (len(values) == len(subjects) or not every):
-            found.append(measure.figure(values))
-    return tuple(found)
+            results.append(measure.figure(values))
+    return tuple(results)
 
 
 RunMeasure = Measure[LoadRun]
@@ -137,8 +137,8 @@ def _decode_rate(run: LoadRun) -> float | None:
 
 
 def _prefix_hits(run: LoadRun) -> float | None:
-    asked = run.after.prefix_queries - run.before.prefix_queries
-    return 100 * (run.after.prefix_hits - run.before.prefix_hits) / asked if asked else None
+    queries = run.after.prefix_queries - run.before.prefix_queries
+    return 100 * (run.after.prefix_hits - run.before.prefix_hits) / queries if queries else None
 
 
 TTFT = milliseconds("TTFT", ttfts, f"{DEFINITIONS['ttft']}; mean over the requests")

@@ -148,11 +148,11 @@ class ModelComparison:
         first = self.contenders[0]
         with loaded_reader(self.read_by[0]) as reference:
             with bar(first.label) as progress:
-                found = [read(self.reading, reference, None, progress)]
+                qualities = [read(self.reading, reference, None, progress)]
             for contender, resolved in zip(self.contenders[1:], self.read_by[1:], strict=True):
                 with loaded_reader(resolved) as model, bar(contender.label) as progress:
-                    found.append(read(self.reading, model, reference, progress))
-        return found
+                    qualities.append(read(self.reading, model, reference, progress))
+        return qualities
 
     def _decode(self) -> tuple[list[list[LoadRun]], tuple[str, ...]]:
         """See `decode_in_turn`; without decoding, no runs."""
@@ -260,10 +260,10 @@ def _qualities(quality: Quality, reference: Quality | None) -> tuple[Figure, ...
 
 def speeds(runs: Sequence[LoadRun], reference: Sequence[LoadRun] | None) -> tuple[Figure, ...]:
     """Return the decoding speed, and its ratio to the reference."""
-    found = figures((DECODE,), runs) if runs else ()
-    if reference and found:
-        return (*found, ratios("over the reference", DECODE, runs, reference, OVER))
-    return found
+    rates = figures((DECODE,), runs) if runs else ()
+    if reference and rates:
+        return (*rates, ratios("over the reference", DECODE, runs, reference, OVER))
+    return rates
 
 
 def _method(resolved: ResolvedConfig) -> str:

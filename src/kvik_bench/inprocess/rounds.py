@@ -40,11 +40,11 @@ class Watch:
         return (f"Warning: {words}.",) if words else ()
 
 
-def disturbance(others: float) -> str:
+def disturbance(share: float) -> str:
     """Return a warning about the share that other processes took; "" if it is small."""
-    if others <= OTHERS:
+    if share <= OTHERS:
         return ""
-    return f"other processes took {others:.0%} of the cores: measure again when it is quiet"
+    return f"other processes took {share:.0%} of the cores: measure again when it is quiet"
 
 
 def undisturbed(seconds: Iterable[float]) -> float:

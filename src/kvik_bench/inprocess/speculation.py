@@ -146,7 +146,7 @@ class Pair:
     @property
     def equal(self) -> float:
         pairs = zip(self.plain.answers, self.guessing.answers, strict=True)
-        tokens = [a == b for one, other in pairs for a, b in zip(one, other, strict=True)]
+        tokens = [a == b for answer, other in pairs for a, b in zip(answer, other, strict=True)]
         return sum(tokens) / len(tokens)
 
     @property
@@ -348,10 +348,14 @@ def measure_speculation(
             "output tokens": str(load.output_tokens),
             "peak memory": f"{show_figure(peak_memory())} MiB, of both engines",
         },
-        tuple(_row(batch, found) for batch, found in pairs.items()),
+        tuple(_row(batch, batch_pairs) for batch, batch_pairs in pairs.items()),
         (
             *rounds.remarks,
-            *(remark for batch, found in pairs.items() for remark in _remarks(batch, found)),
+            *(
+                remark
+                for batch, batch_pairs in pairs.items()
+                for remark in _remarks(batch, batch_pairs)
+            ),
         ),
         CHARTS,
         group="",
@@ -384,7 +388,7 @@ def _speculation_facts(guessing: ResolvedConfig) -> dict[str, str]:
 
 def _row(batch: int, pairs: Sequence[Pair]) -> Row:
     plain, guessing = [pair.plain for pair in pairs], [pair.guessing for pair in pairs]
-    whole = f"output tokens / wall time, prompts included, {ROUND_BY_ROUND}"
+    definition = f"output tokens / wall time, prompts included, {ROUND_BY_ROUND}"
     return Row(
         f"batch {batch}",
         (
@@ -393,7 +397,7 @@ def _row(batch: int, pairs: Sequence[Pair]) -> Row:
             ratios("speed-up", DECODE, guessing, plain, f"decode {ROUND_BY_ROUND}"),
             *figures(MEASURES, pairs, every=False),
             *_places(pairs),
-            ratios("whole", OUTPUT, guessing, plain, whole),
+            ratios("whole", OUTPUT, guessing, plain, definition),
         ),
     )
 
@@ -402,7 +406,7 @@ def _places(pairs: Sequence[Pair]) -> Iterator[Figure]:
     """Yield the acceptance of the first, second, ... draft, in the rounds that have one."""
     for i in range(max(pair.num_places for pair in pairs)):
         counts = [pair.drafts for pair in pairs if pair.num_places > i]
-        values = tuple(100 * one.accepted_at[i] / one.at[i] for one in counts)
+        values = tuple(100 * drafts.accepted_at[i] / drafts.at[i] for drafts in counts)
         yield Figure(f"right up to draft {i + 1}", "%", values, "more", UP_TO)
 
 

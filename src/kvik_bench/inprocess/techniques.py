@@ -163,10 +163,10 @@ class LadderLoad:
         self.requests.check(resolved)
         if not 1 <= self.alone <= self.requests.count:
             raise ParamError("alone", f"must be in [1, {self.requests.count}], not {self.alone}")
-        most = resolved.scheduler.max_num_seqs
-        if self.requests.count > most:
+        limit = resolved.scheduler.max_num_seqs
+        if self.requests.count > limit:
             raise ParamError(
-                "num_requests", f"must be at most {most} (max_num_seqs), to run together"
+                "num_requests", f"must be at most {limit} (max_num_seqs), to run together"
             )
 
     def of(self, rung: Rung, jobs: Sequence[BenchRequest]) -> Sequence[BenchRequest]:
@@ -251,20 +251,20 @@ class Ladder:
         vocab_size = resolved.model.vocab_size
         requests = self.load.requests
         jobs = requests.jobs(number, vocab_size)
-        others = replace(requests, seed=f"{requests.seed}/warm-up").jobs(number, vocab_size)
+        warmup_jobs = replace(requests, seed=f"{requests.seed}/warm-up").jobs(number, vocab_size)
         with loaded(resolved) as fresh:
             engine = fresh
             for rung in group:
                 cache = replace(resolved.cache, enable_prefix_caching=rung.prefix_caching)
                 engine = reschedule(engine, resolved.scheduler, cache)
                 for _ in range(self.warmup):
-                    rung.serve(engine, others[:1] if rung.alone else others)
+                    rung.serve(engine, warmup_jobs[:1] if rung.alone else warmup_jobs)
                 for prefix in requests.prefix_prompts(number, vocab_size):
                     if prefix:  # a running service has the shared prefix in its cache
                         run_jobs(engine, [BenchRequest(prefix, 1)])
-                alone = restart_peak()
+                has_peak = restart_peak()
                 run = rung.serve(engine, self.load.of(rung, jobs))
-                yield rung, replace(run, peak_bytes=peak_bytes() if alone else None)
+                yield rung, replace(run, peak_bytes=peak_bytes() if has_peak else None)
 
     def _equal(self, rung: Rung, runs: Found) -> tuple[float, ...]:
         """Return the percent of the tokens equal to those of the first rungs, for each round."""
@@ -275,8 +275,8 @@ class Ladder:
             for name in plain:
                 for index, answer in enumerate(runs[name][i].answers):
                     expected.setdefault(index, answer)
-            same = sum(_agreeing(answer, expected[j]) for j, answer in enumerate(run.answers))
-            shares.append(100 * same / sum(map(len, run.answers)))
+            num_equal = sum(_agreeing(answer, expected[j]) for j, answer in enumerate(run.answers))
+            shares.append(100 * num_equal / sum(map(len, run.answers)))
         return tuple(shares)
 
     def _row(
@@ -286,19 +286,19 @@ class Ladder:
         equal: tuple[float, ...],
         ceilings: Mapping[Loading, Ceilings],
     ) -> Row:
-        found, first = runs[rung.name], self.rungs[0]
+        rung_runs, first = runs[rung.name], self.rungs[0]
         before = self.rungs[max(0, self.rungs.index(rung) - 1)]
         machine = ceilings[rung.loading]
         return Row(
             rung.name,
             (
-                *figures((OUTPUT, TTFT, TPOT, E2E, PREFIX_HITS), found),
-                *figures((_kv_peak(self._loadings[rung.loading]), PROCESS_PEAK), found),
-                ratios("over the one before", OUTPUT, found, runs[before.name], OVER),
-                ratios("over the first", OUTPUT, found, runs[first.name], OVER),
+                *figures((OUTPUT, TTFT, TPOT, E2E, PREFIX_HITS), rung_runs),
+                *figures((_kv_peak(self._loadings[rung.loading]), PROCESS_PEAK), rung_runs),
+                ratios("over the one before", OUTPUT, rung_runs, runs[before.name], OVER),
+                ratios("over the first", OUTPUT, rung_runs, runs[first.name], OVER),
                 Figure("equal tokens", "%", equal, "more", EQUAL),
                 *self._predicted(rung, machine),
-                *machine.achieved(found),
+                *machine.achieved(rung_runs),
             ),
         )
 

@@ -55,14 +55,14 @@ def measure_throughput(
             run = run_jobs(engine, load.jobs(number, vocab_size))
             if number >= 0:
                 runs.append(run)
-    together = min(load.count, engine.resolved.scheduler.max_num_seqs)
+    concurrency = min(load.count, engine.resolved.scheduler.max_num_seqs)
     records = [record for run in runs for record in run.records]
     row = Row(
         label,
         (
             *figures(MEASURES, runs),
             peak_memory(),
-            *ceilings.steady(together, load.traffic()),
+            *ceilings.steady(concurrency, load.traffic()),
             *ceilings.achieved(runs),
         ),
         series={

@@ -79,7 +79,7 @@ class Load(Protocol):
     """When conversations start."""
 
     async def run(self, talk: Talk, workload: LoadWorkload, budget: Budget) -> None:
-        """Call `talk(conversation, due, held)` for each conversation; return when all have ended.
+        """Call `talk(conversation, due, delay)` for each conversation; return when all have ended.
         `talk` returns whether the conversation was completed."""
 
 
@@ -108,8 +108,8 @@ class ClosedLoop:
                     return
                 conversation = workload.conversation(index).first(turns)  # made before it is due
                 await asyncio.sleep(max(due - loop.time(), 0.0))
-                ended = await talk(conversation, due, 0.0)
-                pause = self.think_time if ended else max(self.think_time, FAILURE_PAUSE)
+                success = await talk(conversation, due, 0.0)
+                pause = self.think_time if success else max(self.think_time, FAILURE_PAUSE)
                 due = loop.time() + pause
 
         async with asyncio.TaskGroup() as group:
@@ -136,9 +136,9 @@ class OpenLoop:
         places = asyncio.Semaphore(self.max_in_flight)
         free_since = start  # time since which a slot is free, for this and later conversations
 
-        async def guest(conversation: LoadConversation, due: float, held: float) -> None:
+        async def guest(conversation: LoadConversation, due: float, delay: float) -> None:
             try:
-                await talk(conversation, due, held)
+                await talk(conversation, due, delay)
             finally:
                 places.release()
 
@@ -204,7 +204,7 @@ async def drive(
     """
     loop = asyncio.get_running_loop()
 
-    async def talk(conversation: LoadConversation, due: float, held: float) -> bool:
+    async def talk(conversation: LoadConversation, due: float, delay: float) -> bool:
         answers: list[str] = []
         for _ in conversation.turns:
             request = conversation.request(answers)
@@ -213,7 +213,7 @@ async def drive(
                 due,
                 loop.time(),
                 asked_tokens=request.output_tokens,
-                held=held,
+                held=delay,
             )
             log.records.append(record)
             log.in_flight += 1
@@ -231,7 +231,7 @@ async def drive(
                 return False
             answers.append(answer)
             if len(answers) < len(conversation.turns):
-                due, held = loop.time() + think_time, 0.0
+                due, delay = loop.time() + think_time, 0.0
                 await asyncio.sleep(think_time)
         return True
 

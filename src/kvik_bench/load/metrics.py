@@ -140,13 +140,13 @@ class LoadMetrics:
 
 
 def summarise(
-    records: Sequence[RequestRecord], started: float, ended: float, slo: Slo | None = None
+    records: Sequence[RequestRecord], start: float, end: float, slo: Slo | None = None
 ) -> LoadMetrics:
     """Return the figures of all requests between two times of the records' clock.
 
     Latencies are of completed requests; the lag is of every request sent.
     """
-    seconds = max(ended - started, 1e-9)
+    seconds = max(end - start, 1e-9)
     done = [record for record in records if record.completed]
     stopped = [record for record in records if record.error == INTERRUPTED]
     errors = Counter(r.error for r in records if r.error is not None and r.error != INTERRUPTED)

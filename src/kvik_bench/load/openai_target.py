@@ -350,8 +350,8 @@ async def accepted(
             return server
         dialect = server.dialect.after_refusal(record.detail) if error in DISLIKES else None
         if dialect is None:
-            said = record.detail or "no reason given"
-            raise ConfigError("url", f"{error} ({said}){REFUSALS[error]}")
+            reason = record.detail or "no reason given"
+            raise ConfigError("url", f"{error} ({reason}){REFUSALS[error]}")
         server = replace(server, dialect=dialect)
 
 

@@ -107,40 +107,40 @@ def remarks(label: str, runs: Sequence[Measured], *, fresh: bool) -> list[str]:
     Args:
         fresh: prompts have nothing in common, so a prefix cache should have none.
     """
-    found = _errors(runs) + _client_limits(runs)
+    texts = _errors(runs) + _client_limits(runs)
     completed = sum(run.metrics.completed for run in runs)
-    held = [record.held for run in runs for record in run.log.records if record.held > 0]
+    delays = [record.held for run in runs for record in run.log.records if record.held > 0]
     total = sum(run.metrics.requests for run in runs)
-    if held:
-        found.append(
-            f"{len(held)} of {total} requests were held back, up to {max(held):.1f} s, by the "
+    if delays:
+        texts.append(
+            f"{len(delays)} of {total} requests were held back, up to {max(delays):.1f} s, by the "
             "limit of requests in flight: the server does not keep up with this load"
         )
     share = _cached_share(runs)
     if fresh and share is not None and share > MAX_CACHED_SHARE:
-        found.append(
+        texts.append(
             f"the server found {share:.0%} of the prompt tokens in its prefix cache: "
             "has it seen them before, in a run with the same --seed?"
         )
-    found += _short_answers(runs)
+    texts += _short_answers(runs)
     assumed = sum(run.metrics.assumed for run in runs)
     if assumed:
-        found.append(
+        texts.append(
             f"in {assumed} of {completed} answers the server did not count tokens: one token was "
             "assumed for each chunk"
         )
     uneven = sum(run.metrics.uneven for run in runs)
     if uneven:
-        found.append(
+        texts.append(
             f"in {uneven} of {completed} answers chunks and tokens differ in number: ITL is per "
             "chunk, TPOT per token"
         )
     interrupted = sum(run.metrics.interrupted for run in runs)
     if interrupted:
-        found.append(
+        texts.append(
             f"{interrupted} of {total} requests were interrupted and count only by their tokens"
         )
-    return [f"{label}: {text}." for text in found]
+    return [f"{label}: {text}." for text in texts]
 
 
 def _errors(runs: Sequence[Measured]) -> list[str]:
@@ -148,29 +148,29 @@ def _errors(runs: Sequence[Measured]) -> list[str]:
     kinds = Counter[str]()
     for run in runs:
         kinds.update(run.metrics.errors)
-    found = []
+    texts = []
     for kind, count in kinds.items():
         examples = (r.detail for run in runs for r in run.log.records if r.error == kind)
         example = next(filter(None, examples), "")
         because = f" ({example})" if example else ""
-        found.append(f"{count} of {total} requests failed: {kind}{because}")
-    if found and any(run.metrics.completed for run in runs):
-        found.append(
+        texts.append(f"{count} of {total} requests failed: {kind}{because}")
+    if texts and any(run.metrics.completed for run in runs):
+        texts.append(
             "times are those of completed requests alone: if slow requests fail, the server looks "
             "faster than it is"
         )
-    return found
+    return texts
 
 
 def _short_answers(runs: Sequence[Measured]) -> list[str]:
     """Return a remark if answers ended early: a server may accept `ignore_eos` and ignore it."""
     done = [r for run in runs for r in run.log.records if r.completed and r.asked_tokens]
-    asked = sum(record.asked_tokens or 0 for record in done)
+    requested = sum(record.asked_tokens or 0 for record in done)
     got = sum(record.num_output_tokens for record in done)
-    if got >= MIN_ANSWERED_SHARE * asked:
+    if got >= MIN_ANSWERED_SHARE * requested:
         return []
     return [
-        f"answers ended early, with {got:,} of the {asked:,} tokens asked for, so the load was "
+        f"answers ended early, with {got:,} of the {requested:,} tokens asked for, so the load was "
         "lighter than it should be: this server has no `ignore_eos` (--extra-body can give its "
         "own option, such as a logit_bias against the end of text), has no space for more, or "
         "ends a request when another one arrives"
@@ -179,25 +179,25 @@ def _short_answers(runs: Sequence[Measured]) -> list[str]:
 
 def _client_limits(runs: Sequence[Measured]) -> list[str]:
     """Return a remark if the client itself was the bottleneck in any run."""
-    found = []
+    texts = []
     share = max(run.log.cpu_share for run in runs)
     if share > MAX_CPU_SHARE:
-        found.append(f"it used {share:.0%} of a core, and it cannot use more than one")
+        texts.append(f"it used {share:.0%} of a core, and it cannot use more than one")
     lag = max((run.metrics.lag.p99 for run in runs if run.metrics.lag), default=0.0)
     if lag > MAX_LAG:
-        found.append(f"it sent requests up to {lag * 1e3:.0f} ms late (p99)")
+        texts.append(f"it sent requests up to {lag * 1e3:.0f} ms late (p99)")
     loop_lag = max((run.loop_lag.p99 for run in runs if run.loop_lag), default=0.0)
     if loop_lag > MAX_LAG:
-        found.append(f"its event loop woke up to {loop_lag * 1e3:.0f} ms late (p99)")
-    if not found:
+        texts.append(f"its event loop woke up to {loop_lag * 1e3:.0f} ms late (p99)")
+    if not texts:
         return []
     if share < MAX_CPU_SHARE / 2:
-        found.append(
+        texts.append(
             f"it used {share:.0%} of a core on the whole: other processes, or bursts of work, "
             "delayed it"
         )
     return [
-        f"THE CLIENT WAS A BOTTLENECK: {'; '.join(found)}. The figures may include its own delay: "
+        f"THE CLIENT WAS A BOTTLENECK: {'; '.join(texts)}. The figures may include its own delay: "
         "use less load, an idle machine, or several clients"
     ]
 
@@ -214,9 +214,9 @@ def _client_figures(runs: Sequence[Measured]) -> list[Figure]:
             CPU_SHARE,
         ),
     ]
-    held = [metrics.spread(np.array([r.held for r in run.log.records])) for run in runs]
-    if any(spread and spread.highest > 0 for spread in held):
-        figures += _percentile("held p99", held, HELD)
+    delays = [metrics.spread(np.array([r.held for r in run.log.records])) for run in runs]
+    if any(spread and spread.highest > 0 for spread in delays):
+        figures += _percentile("held p99", delays, HELD)
     return figures
 
 
@@ -227,14 +227,14 @@ def _percentile(name: str, spreads: Sequence[Spread | None], definition: str) ->
 
 def _spread_figures(name: str, spreads: Sequence[Spread | None], field: str) -> list[Figure]:
     """Return mean and percentiles in milliseconds; nothing if no run has them."""
-    given = [spread for spread in spreads if spread is not None]
-    if not given:
+    run_spreads = [spread for spread in spreads if spread is not None]
+    if not run_spreads:
         return []
     return [
         Figure(
             f"{name} {column}",
             "ms",
-            tuple(getattr(spread, column) * 1e3 for spread in given),
+            tuple(getattr(spread, column) * 1e3 for spread in run_spreads),
             "less",
             DEFINITIONS[field],
         )
@@ -273,13 +273,13 @@ def _cached_share(runs: Sequence[Measured]) -> float | None:
 def _series(records: Sequence[RequestRecord]) -> Mapping[str, tuple[float, ...]]:
     """Return distributions for plots, thinned evenly if they are long."""
     first = min((record.due for record in records), default=0.0)
-    begun = [record for record in records if record.ttft is not None]
+    ttft_records = [record for record in records if record.ttft is not None]
     series = {
-        "TTFT, ms": metrics.ttfts(begun) * 1e3,
+        "TTFT, ms": metrics.ttfts(ttft_records) * 1e3,
         "TPOT, ms": metrics.tpots(records) * 1e3,
         "ITL, ms": np.sort(metrics.gaps(records)) * 1e3,  # sorted: thinning keeps its shape
         "E2E, ms": metrics.e2es(records) * 1e3,
-        "sent, s": np.array([record.sent - first for record in begun]),
+        "sent, s": np.array([record.sent - first for record in ttft_records]),
     }
     return {name: _thinned(values) for name, values in series.items() if len(values)}
 
@@ -350,13 +350,13 @@ class ServeBench:
             if runs:
                 rows.append(row(label, runs, slo))
                 notes += remarks(label, runs, fresh=self.test.fresh)
-        own = {
+        server_facts = {
             "url": self.server.url,
             "model": self.server.model,
             "endpoint": self.server.endpoint,
             "fields sent": ", ".join([*self.server.dialect.names(), *self.server.extra]),
         }
-        return Result("serve", {**facts, **own}, tuple(rows), tuple(notes), charts(rows))
+        return Result("serve", {**facts, **server_facts}, tuple(rows), tuple(notes), charts(rows))
 
 
 async def _watch(watch: Watch | None, label: str, log: RunLog) -> None:

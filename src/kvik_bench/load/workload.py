@@ -344,8 +344,8 @@ class RandomWorkload:
     def _prefix(self, index: int) -> LoadTurn | None:
         if not self.prefix_tokens:
             return None
-        which = random.Random(f"{self.seed}/prefix of/{index}").randrange(self.prefixes)
-        content = self.filler.fill(self.prefix_tokens, f"{self.seed}/prefix/{which}")
+        number = random.Random(f"{self.seed}/prefix of/{index}").randrange(self.prefixes)
+        content = self.filler.fill(self.prefix_tokens, f"{self.seed}/prefix/{number}")
         return LoadTurn(content, self.prefix_tokens, 0)
 
 

@@ -59,11 +59,11 @@ SMALL, LARGE = 64, 4 << 20  # bytes of a message
 
 def measure_exchanges(threads: int, samples: int) -> tuple[ExchangeCost, ...]:
     """Return the costs for 2, 4, 8, ... processes, up to the number of threads."""
-    found, count = [], 2
+    costs, count = [], 2
     while count <= min(threads, MAX_RANKS):
-        found.append(ExchangeCost(count, exchange_seconds(count, samples)))
+        costs.append(ExchangeCost(count, exchange_seconds(count, samples)))
         count *= 2
-    return tuple(found)
+    return tuple(costs)
 
 
 def exchange_seconds(processes: int, samples: int) -> float:
@@ -83,9 +83,9 @@ def exchange_seconds(processes: int, samples: int) -> float:
     times = []
     with ThreadPoolExecutor(processes) as pool:
         for _ in range(samples + 1):
-            begun = time.perf_counter()
+            start = time.perf_counter()
             list(pool.map(lambda tape: tape[0].replay(tape[1], (1,)), tapes))
-            times.append((time.perf_counter() - begun) / EXCHANGES)
+            times.append((time.perf_counter() - start) / EXCHANGES)
     return median(times[1:])
 
 
@@ -102,10 +102,10 @@ def hop_seconds(messages: int = MESSAGES) -> tuple[float, float]:
             data = bytes(size)
 
             def seconds() -> float:
-                begun = time.perf_counter()
+                start = time.perf_counter()
                 line.send_bytes(data)
                 line.recv_bytes()
-                return time.perf_counter() - begun
+                return time.perf_counter() - start
 
             return seconds
 
@@ -164,12 +164,12 @@ def measure_host(measured: Calibration, limits: Limits, effort: Effort) -> Calib
         with closing(_Engine(folder, vocab, measured.machine, effort, limits)) as engine:
             hosts = []
             for flushed in effort.flushed:
-                own = [
+                overheads = [
                     engine.step_seconds(batch, effort.tokens, flushed)
                     - kernels(decode(batch, PROMPT + effort.tokens // 2))
                     for batch in effort.batches
                 ]
-                hosts.append(HostCost(max(flushed, 1), *line_through(effort.batches, own)))
+                hosts.append(HostCost(max(flushed, 1), *line_through(effort.batches, overheads)))
             cold = hosts[-1].step + hosts[-1].row
             extra = [
                 engine.prompt_seconds(tokens, effort.samples, effort.flushed[-1])
@@ -197,7 +197,7 @@ class _Engine:
     def __init__(
         self, folder: Path, vocab: int, machine: Machine, effort: Effort, limits: Limits
     ) -> None:
-        longest, most = max(PROMPTS) + effort.tokens, max(effort.batches)
+        longest, max_batch = max(PROMPTS) + effort.tokens, max(effort.batches)
         engine = launch(
             EngineConfig(
                 model=str(folder),
@@ -207,9 +207,9 @@ class _Engine:
                 threads=machine.threads,
                 kernels="torch" if machine.kernels == "torch" else "native",
                 max_model_len=longest,
-                max_num_seqs=most,
+                max_num_seqs=max_batch,
                 max_num_batched_tokens=max(PROMPTS),
-                num_blocks=(most + 1) * (longest // 16 + 2),
+                num_blocks=(max_batch + 1) * (longest // 16 + 2),
             )
         )
         self._loop, self._limits = engine.loop, limits
@@ -271,8 +271,8 @@ def line_through(xs: Sequence[float], seconds: Sequence[float]) -> tuple[float, 
     level = sum(seconds) / count
     spread = sum((x - mean) ** 2 for x in xs)
     steep = sum((x - mean) * (s - level) for x, s in zip(xs, seconds, strict=True))
-    each = max(0.0, steep / spread) if spread else 0.0
-    return max(0.0, level - each * mean), each
+    slope = max(0.0, steep / spread) if spread else 0.0
+    return max(0.0, level - slope * mean), slope
 
 
 CHANGED = 1.15  # ratio of memory rates during one calibration that is worth a remark
@@ -300,9 +300,9 @@ def calibrate(
     steps = len(effort.kinds) + len(effort.head_dims) + 4 + (stage.kernels == "native")
     done = 0
 
-    def next_is(what: str) -> None:
+    def next_is(label: str) -> None:
         nonlocal done
-        tell(what, done / steps)
+        tell(label, done / steps)
         done += 1
 
     readings = Readings(stage.limits)
@@ -328,7 +328,7 @@ def calibrate(
     machine = replace(this_machine(hardware, threads, __version__), date=date)
     # memory's rate is the one during the products, so that a calibration has a single figure
     memory = ReadRate.of(effort.reads[-1], [reads[-1].rate, *readings.rates])
-    found = Calibration(
+    calibration = Calibration(
         machine=machine,
         reads=(*reads[:-1], memory),
         peaks=peaks,
@@ -339,24 +339,26 @@ def calibrate(
         logit=small.logit,
     )
     next_is("engine")
-    found = measure_host(found, stage.limits, effort)
+    calibration = measure_host(calibration, stage.limits, effort)
     if stage.kernels == "native":  # only these are divided among processes
         next_is("processes")
         hop, rate = hop_seconds()
         exchanges = measure_exchanges(threads, effort.samples)
-        found = replace(found, exchanges=exchanges, hop=hop, hop_rate=rate)
-    others = watch.others()
-    found = replace(found, disturbed=others > OTHERS)
+        calibration = replace(calibration, exchanges=exchanges, hop=hop, hop_rate=rate)
+    share = watch.others()
+    calibration = replace(calibration, disturbed=share > OTHERS)
     tell("", 1.0)
-    return found, remarks(others, readings.rates)
+    return calibration, remarks(share, readings.rates)
 
 
 def calibrate_into(path: Path, threads: int | None = None) -> None:
     """Measure everything and save the calibration, for the programs in benchmarks/."""
     hardware = detect()
-    found, doubts = calibrate(hardware, threads or hardware.cores, FULL, lambda what, share: None)
-    print(f"calibrated: {found.bandwidth / 1e9:.1f} GB/s", *doubts, sep="\n  ", flush=True)
-    save(found, path)
+    calibration, doubts = calibrate(
+        hardware, threads or hardware.cores, FULL, lambda label, share: None
+    )
+    print(f"calibrated: {calibration.bandwidth / 1e9:.1f} GB/s", *doubts, sep="\n  ", flush=True)
+    save(calibration, path)
 
 
 def speeds_now(limits: Limits, facts: Calibration) -> list[float]:
@@ -365,14 +367,14 @@ def speeds_now(limits: Limits, facts: Calibration) -> list[float]:
     return [*(limits.read_rate(r.bytes) for r in facts.reads), peak / facts.peaks["bf16"]]
 
 
-def remarks(others: float, rates: list[float]) -> tuple[str, ...]:
+def remarks(share: float, rates: list[float]) -> tuple[str, ...]:
     """Return reasons to doubt the figures."""
-    found = [*filter(None, [disturbance(others)])]
+    doubts = [*filter(None, [disturbance(share)])]
     ordered = sorted(rates)
     low, high = ordered[len(rates) // 10], ordered[-1 - len(rates) // 10]
     if high > CHANGED * low:
-        found.append(
+        doubts.append(
             f"memory was read at {low / 1e9:.0f} to {high / 1e9:.0f} GB/s during the measurement:"
             " this machine changes its speed"
         )
-    return tuple(found)
+    return tuple(doubts)

@@ -37,7 +37,7 @@ from kvik_bench.machine.stage import (
 )
 
 CPU = torch.device("cpu")
-PATIENCE, LEAST_SAMPLES = 0.25, 2  # seconds for long samples, and their least number
+PATIENCE, MIN_SAMPLES = 0.25, 2  # seconds for long samples, and their least number
 PACKED_ROWS = 64  # random rows, which the other rows repeat
 ROWS = 512  # of small kernels
 LIMITED = 1.1  # a kernel is bound by reading if its time / the reading time is at most this
@@ -86,52 +86,54 @@ def measure_linears(
 ) -> tuple[LinearCosts, ...]:
     """Return the costs at each number of rows: of calls, inputs and outputs from small matrices; of
     weights from layers that fit a cache and layers that do not."""
-    most = max(effort.rows)
+    max_rows = max(effort.rows)
     small = [_matrix(stage, kind, size) for size in SMALL]
-    calls = [call for call in _products(stage, small, most) for _ in range(IN_CACHE)]
-    repeated = stage.track(calls, most)
+    calls = [call for call in _products(stage, small, max_rows) for _ in range(IN_CACHE)]
+    repeated = stage.track(calls, max_rows)
     columns = [
         [1.0] * len(small),
         [float(m.spec.inputs) for m in small],
         [float(m.spec.rows) for m in small],
         [float(m.spec.rows * m.spec.inputs) for m in small],
     ]
-    cached = _LayerStack(stage, kind, MEDIUM, CACHED, most)
-    streamed = _LayerStack(stage, kind, LARGE, effort.streamed, most)
+    cached = _LayerStack(stage, kind, MEDIUM, CACHED, max_rows)
+    streamed = _LayerStack(stage, kind, LARGE, effort.streamed, max_rows)
     costs = []
     for rows in effort.rows:
         times = _typical(lambda rows=rows: repeated(rows), effort.samples)  # type: ignore[misc]
         best = [min(times[i * IN_CACHE + 1 : (i + 1) * IN_CACHE]) for i in range(len(small))]
         call, input, output, _ = nonnegative_fit(columns, best)
-        beside = (call, input, output)
-        near = (
-            undisturbed(cached.seconds(rows, beside) for _ in range(effort.samples + 1))
+        overheads = (call, input, output)
+        cache_time = (
+            undisturbed(cached.seconds(rows, overheads) for _ in range(effort.samples + 1))
             / cached.weights
         )
         samples: list[tuple[float, float]] = []
         started = time.perf_counter()
-        while len(samples) < LEAST_SAMPLES or (
+        while len(samples) < MIN_SAMPLES or (
             len(samples) < effort.samples and time.perf_counter() - started < PATIENCE
         ):
-            samples.append((streamed.seconds(rows, beside), readings.take()))
-        far = undisturbed(taken for taken, _ in samples) / streamed.weights
-        share = median(streamed.bytes / (rate * taken) for taken, rate in samples)
-        costs.append(LinearCosts(rows, *beside, near, *streaming(near, far, share)))
+            samples.append((streamed.seconds(rows, overheads), readings.take()))
+        memory_time = undisturbed(duration for duration, _ in samples) / streamed.weights
+        share = median(streamed.bytes / (rate * duration) for duration, rate in samples)
+        costs.append(
+            LinearCosts(rows, *overheads, cache_time, *streaming(cache_time, memory_time, share))
+        )
     return tuple(costs)
 
 
-def streaming(near: float, far: float, share: float) -> tuple[float, float]:
+def streaming(cache_time: float, memory_time: float, share: float) -> tuple[float, float]:
     """Return `streamed` and `share` of costs.
 
     Args:
-        near, far: seconds per element from a cache and from memory.
+        cache_time, memory_time: seconds per element from a cache and from memory.
         share: of the memory rate that was reached from memory.
     """
-    if share * LIMITED > 1 or far > LIMITED * near:
+    if share * LIMITED > 1 or memory_time > LIMITED * cache_time:
         # Memory was the limit, even if its full rate was not reached, as with keys in small
         # scattered blocks: the additional time is waiting for memory.
-        return min(near, far), min(1.0, share)
-    return far, 1.0
+        return min(cache_time, memory_time), min(1.0, share)
+    return memory_time, 1.0
 
 
 class _LayerStack:
@@ -151,11 +153,11 @@ class _LayerStack:
         self.weights = sum(m.spec.rows * m.spec.inputs for m in matrices)
         self._track = stage.track(_products(stage, matrices, most_rows), most_rows)
 
-    def seconds(self, rows: int, beside: tuple[float, float, float]) -> float:
+    def seconds(self, rows: int, overheads: tuple[float, float, float]) -> float:
         """Return the seconds of all weights, minus the costs of calls, inputs and outputs."""
-        taken, (call, input, output) = sum(self._track(rows)), beside
-        rest = taken - self.calls * call - self.inputs * input - self.outputs * output
-        return max(taken / 10, rest)
+        duration, (call, input, output) = sum(self._track(rows)), overheads
+        rest = duration - self.calls * call - self.inputs * input - self.outputs * output
+        return max(duration / 10, rest)
 
 
 def measure_attention(
@@ -184,12 +186,15 @@ def measure_attention(
         ],
         times,
     )
-    near, far = (_Keys(stage, head_dim, size) for size in (CACHED, effort.streamed))
-    beside = (launch, sequence, score)
-    cached = undisturbed(near.seconds(beside) for _ in range(effort.samples + 1)) / near.elements
-    samples = [(far.seconds(beside), readings.take()) for _ in range(effort.samples)]
-    share = median(4 * far.elements / (rate * taken) for taken, rate in samples)
-    streamed = undisturbed(taken for taken, _ in samples) / far.elements
+    cache_keys, memory_keys = (_Keys(stage, head_dim, size) for size in (CACHED, effort.streamed))
+    overheads = (launch, sequence, score)
+    cached = (
+        undisturbed(cache_keys.seconds(overheads) for _ in range(effort.samples + 1))
+        / cache_keys.elements
+    )
+    samples = [(memory_keys.seconds(overheads), readings.take()) for _ in range(effort.samples)]
+    share = median(4 * memory_keys.elements / (rate * duration) for duration, rate in samples)
+    streamed = undisturbed(duration for duration, _ in samples) / memory_keys.elements
     streamed, share = streaming(cached, streamed, share)
     prompt = Attended(1, 512, 512, (16, 4), head_dim)
     attend = stage.attention(prompt)
@@ -218,11 +223,11 @@ class _Keys:
         self._sequences, self._calls = sum(work.sequences for work in works), len(works)
         self._attend = [stage.attention(work) for work in works]
 
-    def seconds(self, beside: tuple[float, float, float]) -> float:
+    def seconds(self, overheads: tuple[float, float, float]) -> float:
         """Return the seconds of all keys, minus the costs of calls, sequences and scores."""
-        taken, (launch, sequence, score) = sum(attend() for attend in self._attend), beside
-        rest = taken - self._calls * launch - self._sequences * sequence - self._scores * score
-        return max(taken / 10, rest)
+        duration, (launch, sequence, score) = sum(attend() for attend in self._attend), overheads
+        rest = duration - self._calls * launch - self._sequences * sequence - self._scores * score
+        return max(duration / 10, rest)
 
 
 def measure_positions(stage: Stage, head_dim: int, samples: int) -> tuple[float, float, float]:
@@ -233,15 +238,15 @@ def measure_positions(stage: Stage, head_dim: int, samples: int) -> tuple[float,
     def rotate(count: int) -> object:
         return stage.ops.rotary(heads[:count, 8:], heads[:count, :8], rotation[:count])
 
-    near = [torch.arange(ROWS)] * REPEATED
+    adjacent_slots = [torch.arange(ROWS)] * REPEATED
     # each row in a separate block, which is no longer in a cache
     few = heads[: ROWS // 16]
-    far = torch.randperm(4 * REPEATED * len(few)).view(4 * REPEATED, -1) * BLOCK_SIZE
+    scattered_slots = torch.randperm(4 * REPEATED * len(few)).view(4 * REPEATED, -1) * BLOCK_SIZE
     elements = 16 * head_dim
     return (
         _each_row(stage.track([rotate] * REPEATED, ROWS), ROWS, samples) / elements,
-        _each_row(stage.store(heads, near), ROWS, samples) / (2 * elements),
-        _each_row(stage.store(few, far.unbind()), len(few), samples) / (2 * elements),
+        _each_row(stage.store(heads, adjacent_slots), ROWS, samples) / (2 * elements),
+        _each_row(stage.store(few, scattered_slots.unbind()), len(few), samples) / (2 * elements),
     )
 
 
@@ -272,9 +277,9 @@ def _one_row(track: Track, samples: int) -> float:
 
 def _each_row(track: Track, rows: int, samples: int) -> float:
     """Return the seconds that each row adds to a call."""
-    one = _one_row(track, samples)
-    many = median(_typical(lambda: track(rows), samples)[1:])
-    return max(many - one, one / 100) / (rows - 1)
+    single = _one_row(track, samples)
+    total = median(_typical(lambda: track(rows), samples)[1:])
+    return max(total - single, single / 100) / (rows - 1)
 
 
 def nonnegative_fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
@@ -284,11 +289,11 @@ def nonnegative_fit(columns: Sequence[Sequence[float]], seconds: Sequence[float]
     costs = np.zeros(len(columns))
     used = list(range(len(columns)))
     while used:
-        found, *_ = np.linalg.lstsq(matrix[:, used], np.ones(len(seconds)), rcond=None)
-        if (found >= 0).all():
-            costs[used] = found
+        solution, *_ = np.linalg.lstsq(matrix[:, used], np.ones(len(seconds)), rcond=None)
+        if (solution >= 0).all():
+            costs[used] = solution
             break
-        used.remove(used[int(found.argmin())])
+        used.remove(used[int(solution.argmin())])
     return [float(cost) for cost in costs]
 
 

@@ -20,21 +20,21 @@ from kvik_bench.machine.stage import Call, Stage, Track
 # Arithmetic -> native kernel that measures its peak.
 PEAKS = {"fp32": "peak_f32", "bf16": "peak_bf16", "int8": "peak_i8"}
 PEAK_STEPS = 200_000
-LEAST_READ = 32 << 20  # bytes in one sample: long enough for the clock
+MIN_READ = 32 << 20  # bytes in one sample: long enough for the clock
 
 
 class NativeLimits:
     """Limits measured by native kernels that only read or only compute."""
 
-    def __init__(self, native: Native, most_bytes: int) -> None:
+    def __init__(self, native: Native, max_bytes: int) -> None:
         self._native = native
-        self._data = zeros(most_bytes, dtype=torch.int8).fill_(1)
+        self._data = zeros(max_bytes, dtype=torch.int8).fill_(1)
         self._result = torch.zeros(1, dtype=torch.float64)
 
     def read_rate(self, num_bytes: int) -> float:
         """Return the median of three reads."""
         assert num_bytes <= len(self._data)
-        data, repeats = self._data.data_ptr(), max(1, LEAST_READ // num_bytes)
+        data, repeats = self._data.data_ptr(), max(1, MIN_READ // num_bytes)
 
         def once() -> float:
             return sum(
@@ -66,11 +66,11 @@ class NativeStage(Stage):
     kernels = "native"
     backend: CpuAttention
 
-    def __init__(self, threads: int, most_bytes: int) -> None:
+    def __init__(self, threads: int, max_bytes: int) -> None:
         self.native = Native(threads)
         ops = native_ops(self.native)
         super().__init__(ops, CpuAttention(self.native, ops))
-        self.limits = NativeLimits(self.native, most_bytes)
+        self.limits = NativeLimits(self.native, max_bytes)
 
     def track(self, calls: Sequence[Call], most_rows: int) -> Track:
         with self.native.record({most_rows: 0}) as recording:

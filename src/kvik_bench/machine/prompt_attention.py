@@ -49,28 +49,28 @@ def measure_prompts(
     device: torch.device,
     head_dims: Sequence[int] = HEAD_DIMS,
     lengths: Sequence[int] = LENGTHS,
-    tell: Tell = lambda what, share: None,
+    tell: Tell = lambda label, share: None,
     clock: Clock = device_seconds,
     width: int = WIDTH,
 ) -> tuple[PromptTimes, ...]:
     """Return the times, ordered by head_dim, then length."""
     torch.manual_seed(0)
     cells = [(dim, length) for dim in head_dims for length in lengths]
-    found = []
+    measurements = []
     # Triton launches on the current device, regardless of its arguments
     where = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with torch.inference_mode(), where:
         for done, (dim, length) in enumerate(cells):
             tell(f"prompts of {length} tokens, heads of {dim}", done / len(cells))
-            found.append(_pace(device, dim, length, clock, max(GROUP, width // dim)))
+            measurements.append(_pace(device, dim, length, clock, max(GROUP, width // dim)))
     tell("", 1.0)
-    return tuple(found)
+    return tuple(measurements)
 
 
-def thresholds(found: Sequence[PromptTimes]) -> Thresholds:
+def thresholds(measurements: Sequence[PromptTimes]) -> Thresholds:
     """Return by head_dim the length from which torch's kernels are always faster."""
     every = []
-    for dim, measured in groupby(found, lambda times: times.head_dim):
+    for dim, measured in groupby(measurements, lambda times: times.head_dim):
         falling = sorted(measured, key=lambda times: -times.tokens)
         gaining = list(takewhile(_gains, falling))
         if gaining:
@@ -92,17 +92,17 @@ def _pace(device: torch.device, dim: int, length: int, clock: Clock, heads: int)
         metadata = attention.plan(layout, None)
         return lambda: attention.run(Attend(q, k, v, kv, metadata, AttentionSpec(dim**-0.5)))
 
-    alone = layer_of(TritonAttention(ops))
-    beside = layer_of(TritonAttention(ops, FreshPrompts(length)))
-    expected = alone()
+    triton_call = layer_of(TritonAttention(ops))
+    torch_call = layer_of(TritonAttention(ops, FreshPrompts(length)))
+    expected = triton_call()
     agree = True
     try:
-        agree = torch.allclose(beside(), expected, TOLERANCE, TOLERANCE)
+        agree = torch.allclose(torch_call(), expected, TOLERANCE, TOLERANCE)
     except RuntimeError:  # there is no fused kernel for such heads, or a library is missing
         agree = False
     by_triton, by_torch = [], []
     for _ in range(ROUNDS):
-        by_triton.append(clock(alone, device))
+        by_triton.append(clock(triton_call, device))
         if agree:
-            by_torch.append(clock(beside, device))
+            by_torch.append(clock(torch_call, device))
     return PromptTimes(dim, length, median(by_triton), median(by_torch) if agree else None)

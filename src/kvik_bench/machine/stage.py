@@ -133,7 +133,7 @@ class Stage:
     def attention(self, work: Attended) -> Callable[[], float]:
         """Prepare one layer's attention, over a copy of the keys and values, to be timed."""
         blocks = work.keys, work.values
-        kv = LayerKV(*(self.memory(*each.shape).copy_(each) for each in blocks))
+        kv = LayerKV(*(self.memory(*tensor.shape).copy_(tensor) for tensor in blocks))
         metadata = self.backend.plan(step_layout(work.table, work.queries, work.context), None)
         attend = Attend(work.q, None, None, kv, metadata, AttentionSpec(work.head_dim**-0.5))
         track = self.track([lambda rows: self.backend.run(attend)], work.sequences)
@@ -145,14 +145,14 @@ class Stage:
         Args:
             slots: [rows] of each call.
         """
-        most = max(int(each.max()) for each in slots) + 1
-        shape = (-(-most // BLOCK_SIZE), BLOCK_SIZE, *keys.shape[1:])
+        num_places = max(int(places.max()) for places in slots) + 1
+        shape = (-(-num_places // BLOCK_SIZE), BLOCK_SIZE, *keys.shape[1:])
         kv = LayerKV(*(self.memory(*shape).fill_(1) for _ in range(2)))
 
         def store(to: Tensor) -> Call:
             return lambda rows: self.write(keys[:rows], keys[:rows], kv, to[:rows])
 
-        return self.track([store(each) for each in slots], len(keys))
+        return self.track([store(places) for places in slots], len(keys))
 
 
 class Attended:
@@ -239,10 +239,10 @@ class TorchStage(Stage):
 
     kernels = "torch"
 
-    def __init__(self, threads: int, most_bytes: int) -> None:
+    def __init__(self, threads: int, max_bytes: int) -> None:
         super().__init__(TORCH, SdpaAttention(TORCH))
         torch.set_num_threads(threads)
-        self.limits = TorchLimits(most_bytes)
+        self.limits = TorchLimits(max_bytes)
 
     def track(self, calls: Sequence[Call], most_rows: int) -> Track:
         def seconds(rows: int) -> list[float]:
@@ -260,8 +260,8 @@ class TorchStage(Stage):
 class TorchLimits:
     """Limits measured by torch's sum and matrix product, without the native kernels."""
 
-    def __init__(self, most_bytes: int) -> None:
-        self._data = torch.ones(most_bytes // 4)
+    def __init__(self, max_bytes: int) -> None:
+        self._data = torch.ones(max_bytes // 4)
 
     def read_rate(self, num_bytes: int) -> float:
         data = self._data[: num_bytes // 4]

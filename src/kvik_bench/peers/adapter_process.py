@@ -51,8 +51,8 @@ def run_adapter(entry: EngineEntry, job: Job, timeout: float) -> Outcome:
         command = ["env", *(f"{key}={value}" for key, value in variables.items())]
         command += [entry.python, str(RUNNER), str(entry.script), str(job_file), str(answer_file)]
         with log_file.open("wb") as log:
-            code, peak, late = _run(command, log.fileno(), timeout)
-        if late:
+            code, peak, timed_out = _run(command, log.fileno(), timeout)
+        if timed_out:
             answer = Answer(failed=f"took longer than {timeout:g} s")
         elif answer_file.exists():
             answer = _read(answer_file, job)
@@ -66,10 +66,10 @@ def run_adapter(entry: EngineEntry, job: Job, timeout: float) -> Outcome:
 def _run(command: Sequence[str], log: int, timeout: float) -> tuple[int, int, bool]:
     """Return exit code (negative: a signal), peak bytes, and whether it was timed out."""
     process: subprocess.Popen[bytes] | None = None
-    late = threading.Event()
+    timeout_event = threading.Event()
 
     def end() -> None:
-        late.set()
+        timeout_event.set()
         if process is not None:
             process.terminate()
 
@@ -98,7 +98,7 @@ def _run(command: Sequence[str], log: int, timeout: float) -> tuple[int, int, bo
     _kill_group(process.pid)  # its remaining children
     process.returncode = os.waitstatus_to_exitcode(status)
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    return process.returncode, usage.ru_maxrss * unit, late.is_set()
+    return process.returncode, usage.ru_maxrss * unit, timeout_event.is_set()
 
 
 def _kill_group(group: int) -> None:

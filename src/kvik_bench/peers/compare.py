@@ -88,15 +88,15 @@ def make_workloads(
     Raises:
         ConfigError: another name, or a number out of range.
     """
-    for field_name, value, least in (("prompt_tokens", prompt, 1), ("output_tokens", output, 2)):
-        if value is not None and value < least:
-            raise ConfigError(field_name, f"must be at least {least}, not {value}")
+    for field_name, value, minimum in (("prompt_tokens", prompt, 1), ("output_tokens", output, 2)):
+        if value is not None and value < minimum:
+            raise ConfigError(field_name, f"must be at least {minimum}, not {value}")
     made = []
     for name in dict.fromkeys(names):
         match = re.fullmatch(r"b([1-9]\d*)", name)
         if name != "prefill" and (match is None or int(match[1]) > MAX_BATCH):
-            wanted = f"prefill, or b1 to b{MAX_BATCH}, as b8 for a batch of 8"
-            raise ConfigError("workloads", f"must be {wanted}; not {name[:60]!r}")
+            choices = f"prefill, or b1 to b{MAX_BATCH}, as b8 for a batch of 8"
+            raise ConfigError("workloads", f"must be {choices}; not {name[:60]!r}")
         if match is None:
             size, length, tokens, runs = 1, prompt or 512, 1, 5
         else:
@@ -133,23 +133,23 @@ def turns(
 
 def measure(
     comparison: EngineComparison,
-    found: Found,
+    measurements: Found,
     run: Run,
     say: Callable[[str], None],
     now: Callable[[], float] = time.time,
 ) -> None:
-    """Run everything and record it in `found`; `say` gets a line for each run.
+    """Run everything and record it in `measurements`; `say` gets a line for each run.
 
     An engine that failed at a workload does not run it again.
     """
     for name, reason in comparison.engines.absent.items():
         for work in comparison.workloads:
-            found.failures[name, work.name] = reason
+            measurements.failures[name, work.name] = reason
     entries = comparison.engines.entries
     for number in range(comparison.rounds):
         say(f"round {number + 1} of {comparison.rounds}")
         for name, planned in turns(entries, comparison.workloads, number):
-            works = [work for work in planned if (name, work.name) not in found.failures]
+            works = [work for work in planned if (name, work.name) not in measurements.failures]
             if not works:
                 continue
             entry = entries[name]
@@ -164,10 +164,10 @@ def measure(
             say(_line(name, works, outcome))
             if outcome.answer.failed:
                 for work in works:
-                    found.failures[name, work.name] = outcome.answer.failed
+                    measurements.failures[name, work.name] = outcome.answer.failed
             else:
-                found.answers[name, number].append(outcome.answer)
-                found.peaks[name, number].append(outcome.peak_bytes)
+                measurements.answers[name, number].append(outcome.answer)
+                measurements.peaks[name, number].append(outcome.peak_bytes)
 
 
 def _line(name: str, works: Sequence[Workload], outcome: Outcome) -> str:
@@ -188,20 +188,22 @@ REASON = 80  # characters of a failure that are shown in the table
 EXACT = "fp32"  # the format in which engines should agree
 
 
-def to_result(comparison: EngineComparison, found: Found, facts: Mapping[str, str]) -> Result:
+def to_result(
+    comparison: EngineComparison, measurements: Found, facts: Mapping[str, str]
+) -> Result:
     """Return a row per engine, by format, kvik first, and a row per engine that could not run."""
     entries, absent = comparison.engines.entries, comparison.engines.absent
-    readings = _Readings(comparison, found)
+    readings = _Readings(comparison, measurements)
     rows: list[Row] = []
     remarks: list[str] = []
     for form in dict.fromkeys(entry.format for entry in entries.values()):
         alike = [name for name, entry in entries.items() if entry.format == form]
-        own = [name for name in alike if entries[name].adapter == OWN]
+        kvik_names = [name for name in alike if entries[name].adapter == OWN]
         peers = [name for name in alike if entries[name].adapter != OWN]
-        rows += [readings.own_row(name) for name in own]
-        rows += [readings.peer_row(name, own[0]) for name in peers]
-        remarks += readings.best_remarks(form, peers, own[0])
-        remarks += readings.equality_remark(form, peers, own[0])
+        rows += [readings.own_row(name) for name in kvik_names]
+        rows += [readings.peer_row(name, kvik_names[0]) for name in peers]
+        remarks += readings.best_remarks(form, peers, kvik_names[0])
+        remarks += readings.equality_remark(form, peers, kvik_names[0])
     rows += [Row(name, (), {"failed": reason}) for name, reason in absent.items()]
     remarks += [f"{name} failed: {why}" for name, why in readings.long_reasons()]
     if comparison.engines.left_out:
@@ -232,43 +234,43 @@ def first_differences(ours: Tokens, theirs: Tokens) -> list[int]:
 class _Readings:
     """Derives figures from the outcomes."""
 
-    def __init__(self, comparison: EngineComparison, found: Found) -> None:
+    def __init__(self, comparison: EngineComparison, measurements: Found) -> None:
         self._comparison = comparison
-        self._found = found
+        self._found = measurements
         self._rounds = range(comparison.rounds)
 
     def own_row(self, name: str) -> Row:
         return Row(name, tuple(self._measured(name)), self._facts(name))
 
-    def peer_row(self, name: str, own: str) -> Row:
+    def peer_row(self, name: str, kvik: str) -> Row:
         figures, facts = self._measured(name), self._facts(name)
         for work in self._comparison.workloads:
-            figures += self._ratio(work, own, name)
-        figures += self._equality(name, own)
-        places = self._differences(name, own)
+            figures += self._ratio(work, kvik, name)
+        figures += self._equality(name, kvik)
+        places = self._differences(name, kvik)
         if places:
             facts["first difference"] = self._where(places)
         series = {
-            f"tokens before the first difference, {work}": tuple(map(float, found))
-            for work, found in places.items()
+            f"tokens before the first difference, {work}": tuple(map(float, counts))
+            for work, counts in places.items()
         }
         return Row(name, tuple(figures), facts, series)
 
-    def best_remarks(self, form: str, peers: Sequence[str], own: str) -> list[str]:
+    def best_remarks(self, form: str, peers: Sequence[str], kvik: str) -> list[str]:
         if not peers:
             return [f"{form}: no other engine to compare with."]
         remarks = []
         for work in self._comparison.workloads:
             best = self._best(peers, work)
-            for ratio in self._ratio(work, own, best) if best is not None else ():
+            for gain in self._ratio(work, kvik, best) if best is not None else ():
                 remarks.append(
-                    f"{work.name}: {own} is {show_figure(ratio)} times as fast as {best}, the best "
+                    f"{work.name}: {kvik} is {show_figure(gain)} times as fast as {best}, the best "
                     f"other {form}."
                 )
         return remarks
 
-    def equality_remark(self, form: str, peers: Sequence[str], own: str) -> list[str]:
-        shares = [f.median for name in peers for f in self._equality(name, own)]
+    def equality_remark(self, form: str, peers: Sequence[str], kvik: str) -> list[str]:
+        shares = [f.median for name in peers for f in self._equality(name, kvik)]
         if not shares or min(shares) == 100:
             return []
         if form == EXACT:
@@ -281,9 +283,9 @@ class _Readings:
 
     def long_reasons(self) -> list[tuple[str, str]]:
         """Return (engine, reason) of failures that the table truncates."""
-        found = [(name, reason) for (name, _), reason in self._found.failures.items()]
-        found += self._comparison.engines.absent.items()
-        return [pair for pair in dict.fromkeys(found) if len(pair[1]) > REASON]
+        failures = [(name, reason) for (name, _), reason in self._found.failures.items()]
+        failures += self._comparison.engines.absent.items()
+        return [pair for pair in dict.fromkeys(failures) if len(pair[1]) > REASON]
 
     def _rate(self, name: str, work: Workload, number: int) -> float | None:
         for answer in self._found.answers.get((name, number), ()):
@@ -304,7 +306,7 @@ class _Readings:
 
     def _best(self, peers: Sequence[str], work: Workload) -> str | None:
         """Return the peer with the best median."""
-        medians = {name: median(found) for name in peers if (found := self._rates(name, work))}
+        medians = {name: median(rates) for name in peers if (rates := self._rates(name, work))}
         return max(medians, key=medians.__getitem__) if medians else None
 
     def _measured(self, name: str) -> list[Figure]:
@@ -321,36 +323,36 @@ class _Readings:
             figures.append(Figure("peak memory", "MiB", highs, "less", PEAK))
         return figures
 
-    def _ratio(self, work: Workload, own: str, peer: str) -> list[Figure]:
-        rates = [(self._rate(own, work, n), self._rate(peer, work, n)) for n in self._rounds]
+    def _ratio(self, work: Workload, kvik: str, peer: str) -> list[Figure]:
+        rates = [(self._rate(kvik, work, n), self._rate(peer, work, n)) for n in self._rounds]
         ratios = tuple(a / b for a, b in rates if a is not None and b is not None)
         return [Figure(f"kvik / this, {work.name}", "x", ratios, "more", RATIO)] if ratios else []
 
-    def _both(self, name: str, own: str, number: int) -> list[tuple[Workload, Tokens, Tokens]]:
+    def _both(self, name: str, kvik: str, number: int) -> list[tuple[Workload, Tokens, Tokens]]:
         """Return (workload, ours, theirs) for workloads whose tokens both report in a round."""
-        found = []
+        triples = []
         for work in self._comparison.workloads:
-            ours, theirs = self._tokens(own, work, number), self._tokens(name, work, number)
+            ours, theirs = self._tokens(kvik, work, number), self._tokens(name, work, number)
             if ours is not None and theirs is not None:
-                found.append((work, ours, theirs))
-        return found
+                triples.append((work, ours, theirs))
+        return triples
 
-    def _equality(self, name: str, own: str) -> list[Figure]:
+    def _equality(self, name: str, kvik: str) -> list[Figure]:
         shares = []
         for number in self._rounds:
-            counts = [equal_places(a, b) for _, a, b in self._both(name, own, number)]
+            counts = [equal_places(a, b) for _, a, b in self._both(name, kvik, number)]
             if counts:
                 equal, total = map(sum, zip(*counts, strict=True))
                 shares.append(100 * equal / total)
         return [Figure("equal tokens", "%", tuple(shares), "more", EQUAL)] if shares else []
 
-    def _differences(self, name: str, own: str) -> dict[str, list[int]]:
+    def _differences(self, name: str, kvik: str) -> dict[str, list[int]]:
         """Return by workload the first difference of each row, in the first round with tokens."""
-        found: dict[str, list[int]] = {}
+        differences: dict[str, list[int]] = {}
         for number in self._rounds:
-            for work, ours, theirs in self._both(name, own, number):
-                found.setdefault(work.name, first_differences(ours, theirs))
-        return found
+            for work, ours, theirs in self._both(name, kvik, number):
+                differences.setdefault(work.name, first_differences(ours, theirs))
+        return differences
 
     def _where(self, places: Mapping[str, Sequence[int]]) -> str:
         """Return "b8 after 3 of 64 tokens", by the earliest row of each workload; or "none"."""
@@ -448,10 +450,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     check_output(arguments)
-    for name, least in (("threads", 1), ("rounds", 1), ("timeout", 1)):
+    for name, minimum in (("threads", 1), ("rounds", 1), ("timeout", 1)):
         value = getattr(arguments, name)
-        if value is not None and not value >= least:
-            raise ConfigError(name, f"must be at least {least}, not {value}")
+        if value is not None and not value >= minimum:
+            raise ConfigError(name, f"must be at least {minimum}, not {value}")
 
     folder = find_model(arguments.model)
     spec = read_model_spec(folder)
@@ -482,11 +484,11 @@ def run(arguments: argparse.Namespace) -> int:
         rounds=arguments.rounds,
         timeout=arguments.timeout,
     )
-    found, watch = Found(), Watch()
+    measurements, watch = Found(), Watch()
     code = 0
     try:
         with ended_like_ctrl_c():
-            measure(comparison, found, run_adapter, _say)
+            measure(comparison, measurements, run_adapter, _say)
     except KeyboardInterrupt:
         _say("interrupted: these are the figures so far")
         code = INTERRUPTED
@@ -496,9 +498,9 @@ def run(arguments: argparse.Namespace) -> int:
         "threads": str(comparison.threads),
         "rounds": str(comparison.rounds),
     }
-    result = to_result(comparison, found, facts)
+    result = to_result(comparison, measurements, facts)
     write_out(replace(result, remarks=(*watch.remarks(), *result.remarks)), arguments)
-    return code or (0 if found.answers else 1)
+    return code or (0 if measurements.answers else 1)
 
 
 def _say(line: str) -> None:

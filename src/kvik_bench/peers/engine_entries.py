@@ -124,24 +124,24 @@ class Engines:
 
 
 def installed_engines(
-    wanted: Sequence[str], formats: Sequence[str], found: Iterable[str] | None = None
+    requested: Sequence[str], formats: Sequence[str], modules: Iterable[str] | None = None
 ) -> Engines:
     """Return kvik and the engines that this Python can import, with a plain model folder, in each
     format.
 
     Args:
-        wanted: names of adapters; none: all that can be run.
-        found: modules that can be imported; None: determined here.
+        requested: names of adapters; none: all that can be run.
+        modules: modules that can be imported; None: determined here.
 
     Raises:
         ConfigError: an adapter or format is unknown.
     """
-    _check("engines", wanted, ADAPTERS)
+    _check("engines", requested, ADAPTERS)
     _check("format", formats, ADAPTERS[OWN].formats)
-    if found is None:
-        found = [a.module for a in ADAPTERS.values() if a.module and find_spec(a.module)]
-    present = {*found}
-    names = dict.fromkeys([OWN, *(wanted or ADAPTERS)])
+    if modules is None:
+        modules = [a.module for a in ADAPTERS.values() if a.module and find_spec(a.module)]
+    present = {*modules}
+    names = dict.fromkeys([OWN, *(requested or ADAPTERS)])
     entries: dict[str, EngineEntry] = {}
     absent: dict[str, str] = {}
     left_out: list[str] = []
@@ -158,37 +158,37 @@ def installed_engines(
                 options = dict(adapter.formats[form])
                 entries[f"{name}-{form}"] = EngineEntry(adapter=name, format=form, options=options)
                 continue
-            if name in wanted:
+            if name in requested:
                 absent[f"{name}-{form}"] = reason
             elif name not in left_out:
                 left_out.append(name)
     return Engines(entries, absent, left_out)
 
 
-def engines_of_file(path: Path, wanted: Sequence[str], formats: Sequence[str]) -> Engines:
+def engines_of_file(path: Path, requested: Sequence[str], formats: Sequence[str]) -> Engines:
     """Return the engines of a file; kvik is added to every format in which the file has none.
 
     Args:
-        wanted: names of entries or adapters; empty: all.
+        requested: names of entries or adapters; empty: all.
         formats: formats of the entries; empty: all.
 
     Raises:
         ConfigError: the file or a field in it is invalid, or it has no wanted engine.
     """
-    known, threads = _read(path)
-    _check("engines", wanted, [OWN, *known, *(entry.adapter for entry in known.values())])
-    _check("format", formats, {entry.format: None for entry in known.values()})
+    entries, threads = _read(path)
+    _check("engines", requested, [OWN, *entries, *(entry.adapter for entry in entries.values())])
+    _check("format", formats, {entry.format: None for entry in entries.values()})
     chosen = {
         name: entry
-        for name, entry in known.items()
+        for name, entry in entries.items()
         if not formats or entry.format in formats
-        if not wanted or name in wanted or entry.adapter in wanted
+        if not requested or name in requested or entry.adapter in requested
     }
-    beside = {entry.format for entry in chosen.values()}  # formats in which kvik is needed
+    kvik_formats = {entry.format for entry in chosen.values()}  # formats in which kvik is needed
     chosen = {
         name: entry
-        for name, entry in known.items()
-        if name in chosen or (entry.adapter == OWN and entry.format in beside)
+        for name, entry in entries.items()
+        if name in chosen or (entry.adapter == OWN and entry.format in kvik_formats)
     }
     added = {}
     for form in dict.fromkeys(entry.format for entry in chosen.values()):
@@ -203,12 +203,12 @@ def engines_of_file(path: Path, wanted: Sequence[str], formats: Sequence[str]) -
 
 def _read(path: Path) -> tuple[dict[str, EngineEntry], int | None]:
     try:
-        given = tomllib.loads(path.read_text("utf-8"))
+        config = tomllib.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise ConfigError("config", f"{path} cannot be read ({reason})") from None
-    _check("config", given, ("threads", "engines"))
-    threads, tables = given.get("threads"), given.get("engines")
+    _check("config", config, ("threads", "engines"))
+    threads, tables = config.get("threads"), config.get("engines")
     if threads is not None and (type(threads) is not int or threads < 1):
         raise ConfigError("threads", f"must be a number from 1 on, not {threads!r}")
     if not isinstance(tables, dict) or not tables:
@@ -220,17 +220,17 @@ def _entry(name: str, table: object, folder: Path) -> EngineEntry:
     try:
         entry = msgspec.convert(table, EngineEntry)
     except msgspec.ValidationError as error:
-        what, _, where = str(error).partition(" - at `$")
-        raise ConfigError(f"engines.{name}{where.rstrip('`')}", what) from None
+        message, _, where = str(error).partition(" - at `$")
+        raise ConfigError(f"engines.{name}{where.rstrip('`')}", message) from None
     if entry.adapter in ADAPTERS:
         options = _options_in(entry, f"engines.{name}")
         return msgspec.structs.replace(entry, options=options)
     script = folder / entry.adapter
     if script.suffix != ".py" or not script.is_file():
-        known = ", ".join(ADAPTERS)
+        names = ", ".join(ADAPTERS)
         raise ConfigError(
             f"engines.{name}.adapter",
-            f"must be one of {known}, or a Python file, not {entry.adapter[:60]!r}",
+            f"must be one of {names}, or a Python file, not {entry.adapter[:60]!r}",
         )
     return msgspec.structs.replace(entry, adapter=str(script.resolve()))
 
@@ -252,10 +252,10 @@ def _options_in(entry: EngineEntry, where: str) -> dict[str, Any]:
         return _merged(adapter.formats[form], entry.options)
     if entry.options and adapter.any_format:
         return entry.options
-    known = ", ".join(adapter.formats)
+    names = ", ".join(adapter.formats)
     raise ConfigError(
         f"{where}.format",
-        f"must be of {known} for {entry.adapter} with a plain folder, or name a converted model "
+        f"must be of {names} for {entry.adapter} with a plain folder, or name a converted model "
         f"(model = ...), not {form[:60]!r}",
     )
 
@@ -270,21 +270,22 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def _check_same(
-    implied: Mapping[str, Any], given: Mapping[str, Any], form: str, where: str
+    implied: Mapping[str, Any], options: Mapping[str, Any], form: str, where: str
 ) -> None:
     """Raise ConfigError if an option contradicts the format."""
-    for key in implied.keys() & given.keys():
-        wanted, found = implied[key], given[key]
-        if isinstance(wanted, Mapping) and isinstance(found, Mapping):
-            _check_same(wanted, found, form, f"{where}.{key}")
-        elif found not in (wanted, form):
+    for key in implied.keys() & options.keys():
+        expected, value = implied[key], options[key]
+        if isinstance(expected, Mapping) and isinstance(value, Mapping):
+            _check_same(expected, value, form, f"{where}.{key}")
+        elif value not in (expected, form):
             raise ConfigError(
-                f"{where}.{key}", f"must be {wanted!r} or left out in format {form}, not {found!r}"
+                f"{where}.{key}",
+                f"must be {expected!r} or left out in format {form}, not {value!r}",
             )
 
 
-def _check(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    unknown = [word for word in given if word not in [*known]]
+def _check(name: str, values: Iterable[str], allowed_names: Iterable[str]) -> None:
+    unknown = [word for word in values if word not in [*allowed_names]]
     if unknown:
-        names = ", ".join(dict.fromkeys(known))
+        names = ", ".join(dict.fromkeys(allowed_names))
         raise ConfigError(name, f"must be of {names}, not {unknown[0][:60]!r}")

@@ -144,11 +144,11 @@ SENTENCES: Mapping[str, str] = {
 
 
 def _bars(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
-    found = [_figure(row, chart.y) for row in rows]
+    figures = [_figure(row, chart.y) for row in rows]
     places = np.arange(len(rows))
-    ax.barh(places, [f.median for f in found], height=0.62, color=COLOURS[0])
-    highest = max(f.high for f in found)
-    for place, figure in zip(places, found, strict=True):
+    ax.barh(places, [f.median for f in figures], height=0.62, color=COLOURS[0])
+    highest = max(f.high for f in figures)
+    for place, figure in zip(places, figures, strict=True):
         if len(figure.values) > 1:
             ax.plot([figure.low, figure.high], [place] * 2, color=INK, linewidth=1.3)
         ax.annotate(
@@ -174,11 +174,11 @@ def _curve(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
     if not measured:
         rows = sorted(rows, key=lambda row: _figure(row, chart.x).median)
     xs = [_figure(row, chart.x).median for row in rows]
-    found = [_figure(row, chart.y) for row in rows]
-    middles = np.array([f.median for f in found])
+    figures = [_figure(row, chart.y) for row in rows]
+    middles = np.array([f.median for f in figures])
     spread = [
-        middles - np.array([f.low for f in found]),
-        np.array([f.high for f in found]) - middles,
+        middles - np.array([f.low for f in figures]),
+        np.array([f.high for f in figures]) - middles,
     ]
     ax.errorbar(
         xs,
@@ -206,7 +206,7 @@ def _curve(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
         ax.set_xscale("log", base=2)
         ax.set_xticks(xs, [f"{x:g}" for x in xs])
         ax.minorticks_off()
-    ax.set_ylim(0, max(f.high for f in found) * 1.15 or 1)
+    ax.set_ylim(0, max(f.high for f in figures) * 1.15 or 1)
     ax.set_xlabel(_axis(rows, chart.x))
     ax.set_ylabel(_axis(rows, chart.y))
 
@@ -215,10 +215,10 @@ def _ecdf(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
     for row, colour, dash in zip(rows, cycle(COLOURS), cycle(DASHES), strict=False):
         values = np.sort(row.series[chart.y])
         shares = np.arange(1, len(values) + 1) / len(values) * 100
-        kept = np.unique(np.linspace(0, len(values) - 1, MAX_POINTS).astype(int))
+        indices = np.unique(np.linspace(0, len(values) - 1, MAX_POINTS).astype(int))
         ax.step(
-            values[kept],
-            shares[kept],
+            values[indices],
+            shares[indices],
             where="post",
             color=colour,
             linestyle=dash,
@@ -226,9 +226,9 @@ def _ecdf(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
             label=_label(row),
         )
     # Tokens of one packet have no time between them: they are off a logarithmic axis, to the left.
-    most = [_without_least(row.series[chart.y]) for row in rows]
-    if _log_if_wide(ax.xaxis, ax.set_xscale, [values for values in most if values]):
-        ax.set_xlim(left=min(min(values) for values in most if values))
+    upper_values = [_without_least(row.series[chart.y]) for row in rows]
+    if _log_if_wide(ax.xaxis, ax.set_xscale, [values for values in upper_values if values]):
+        ax.set_xlim(left=min(min(values) for values in upper_values if values))
     ax.set_ylim(0, 101)
     ax.set_xlabel(chart.y)
     ax.set_ylabel("share of values, %")
@@ -238,10 +238,10 @@ def _ecdf(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
 def _points(ax: Axes, chart: Chart, rows: Sequence[Row]) -> None:
     for row, colour, marker in zip(rows, cycle(COLOURS), cycle("osD^vP"), strict=False):
         xs, ys = np.array(row.series[chart.x]), np.array(row.series[chart.y])
-        kept = np.unique(np.linspace(0, len(xs) - 1, MAX_POINTS).astype(int))
+        indices = np.unique(np.linspace(0, len(xs) - 1, MAX_POINTS).astype(int))
         ax.plot(
-            xs[kept],
-            ys[kept],
+            xs[indices],
+            ys[indices],
             marker,
             color=colour,
             markersize=3.5,

@@ -128,8 +128,8 @@ class Result:
     def to_json(self) -> str:
         """Return JSON, with medians and extremes in addition to the values, for simple readers."""
         plain = _encodable(msgspec.to_builtins(self))
-        for row, found in zip(plain["rows"], self.rows, strict=True):
-            for entry, figure in zip(row["figures"], found.figures, strict=True):
+        for row, source in zip(plain["rows"], self.rows, strict=True):
+            for entry, figure in zip(row["figures"], source.figures, strict=True):
                 entry |= {"median": figure.median, "low": figure.low, "high": figure.high}
                 entry["impossible"] = figure.impossible
         return msgspec.json.format(msgspec.json.encode(plain), indent=1).decode()
@@ -206,8 +206,8 @@ def peak_bytes() -> int:
         status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     except OSError:
         status = ""
-    found = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
-    if found:
-        return int(found[1]) * 1024
+    match = re.search(r"^VmHWM:\s*(\d+) kB$", status, re.MULTILINE)
+    if match:
+        return int(match[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB

@@ -50,13 +50,13 @@ def grid(result: Result) -> CellGrid:
 
 def definitions(result: Result) -> list[tuple[str, str]]:
     """Return (names of figures, definition), one entry per definition."""
-    found: dict[str, list[str]] = {}
+    names_by_text: dict[str, list[str]] = {}
     for row in result.rows:
         for figure in row.figures:
-            names = found.setdefault(figure.definition, [])
+            names = names_by_text.setdefault(figure.definition, [])
             if figure.name not in names:
                 names.append(figure.name)
-    return [(", ".join(names), text) for text, names in found.items() if text]
+    return [(", ".join(names), text) for text, names in names_by_text.items() if text]
 
 
 def show_figure(figure: Figure) -> str:
@@ -102,8 +102,8 @@ def print_tables(result: Result) -> None:
     for line in table.lines:
         shown.add_row(*map(Text, line))
     if not console.is_terminal:
-        room = console.options.update(width=MAX_WIDTH)
-        console.width = max(80, console.measure(shown, options=room).maximum)
+        options = console.options.update(width=MAX_WIDTH)
+        console.width = max(80, console.measure(shown, options=options).maximum)
     console.print(shown)
     note = spread_note(result)
     if note:

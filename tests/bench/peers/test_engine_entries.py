@@ -46,7 +46,7 @@ def test_every_adapter_has_its_file() -> None:
 
 
 def test_installed_engines_run_in_each_format_and_kvik_always() -> None:
-    found = installed_engines([], ["fp32", "int8"], found=["kvik", "transformers"])
+    found = installed_engines([], ["fp32", "int8"], modules=["kvik", "transformers"])
     assert [*found.entries] == [
         "kvik-fp32",
         "transformers-fp32",
@@ -61,7 +61,7 @@ def test_installed_engines_run_in_each_format_and_kvik_always() -> None:
 
 def test_requested_engines_that_cannot_run_are_errors() -> None:
     found = installed_engines(
-        ["vllm", "openvino", "transformers"], ["bf16", "int4"], found=["kvik", "transformers"]
+        ["vllm", "openvino", "transformers"], ["bf16", "int4"], modules=["kvik", "transformers"]
     )
     assert [*found.entries] == ["kvik-bf16", "transformers-bf16", "kvik-int4"]
     assert found.absent == {
@@ -184,9 +184,9 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 def test_unknown_engines_and_formats_are_named(file: Path) -> None:
     with pytest.raises(ConfigError, match="engines: must be of kvik, .*, not 'vlm'"):
-        installed_engines(["vlm"], ["bf16"], found=[])
+        installed_engines(["vlm"], ["bf16"], modules=[])
     with pytest.raises(ConfigError, match="format: must be of .*, not 'q5'"):
-        installed_engines([], ["q5"], found=[])
+        installed_engines([], ["q5"], modules=[])
     with pytest.raises(ConfigError, match="engines: must be of .*fast, plain.*, not 'vllm'"):
         engines_of_file(file, ["vllm"], [])
     with pytest.raises(ConfigError, match="format: must be of int8, bf16, not 'int4'"):

@@ -19,8 +19,8 @@ from kvik.kernels.triton.attention_shapes import (
     WORKSPACE,
     Tiles,
     lengths,
-    most_queries,
-    most_splits,
+    max_queries,
+    max_splits,
     prefill_tiles,
     split,
     split_tiles,
@@ -49,7 +49,7 @@ def test_splits_cover_a_context_within_the_planned_number(tiles):
     for seen in (0, 1, 127, 128, 129, 1000, 8192, 8193, 131072):
         keys, splits = cut(seen, tiles)
         assert keys % 128 == 0 and (splits - 1) * keys < max(seen, 1) <= max(splits, 1) * keys
-        assert splits <= most_splits(seen, tiles)
+        assert splits <= max_splits(seen, tiles)
 
 
 def test_a_single_long_sequence_is_spread_over_a_gpu():
@@ -60,9 +60,9 @@ def test_a_single_long_sequence_is_spread_over_a_gpu():
 
 
 def test_which_sequences_are_short():
-    assert most_queries(4, 8) == 128  # 8 tiles of 64 rows for each of 8 KV heads: half a GPU
-    assert most_queries(1, 64) == 64  # the most nodes of a tree
-    assert most_queries(8, 1) == TALLEST * 64 // 8
+    assert max_queries(4, 8) == 128  # 8 tiles of 64 rows for each of 8 KV heads: half a GPU
+    assert max_queries(1, 64) == 64  # the most nodes of a tree
+    assert max_queries(8, 1) == TALLEST * 64 // 8
 
 
 def test_a_batch_is_summed_up_by_number_of_queries():
@@ -110,7 +110,7 @@ def test_tiles_fit_shared_memory(head_dim, itemsize, shared):
     for edges in (False, True):
         tiles = prefill_tiles(head_dim, itemsize, kind="float", edges=edges, shared=shared)
         kept = buffers(tiles, hopper and itemsize == 2 and tiles.m >= 64)
-        assert 16 <= tiles.near <= tiles.n
+        assert 16 <= tiles.edge <= tiles.n
         assert (tiles.m + 2 * kept * tiles.n) * wide * itemsize <= shared
 
 

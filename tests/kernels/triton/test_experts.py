@@ -143,7 +143,7 @@ def test_rows_by_expert(monkeypatch: pytest.MonkeyPatch) -> None:
         found = expert_rows.by_expert(ids.to(device()), experts, size)
         flat = ids.flatten()
         assert found.order.tolist() == flat.argsort(stable=True).tolist()
-        assert found.blocks.shape[1] == expert_rows.most_blocks(len(flat), experts, size)
+        assert found.blocks.shape[1] == expert_rows.max_blocks(len(flat), experts, size)
         met = []
         for expert, begin, end in found.blocks.t().tolist():
             if expert >= 0:
@@ -180,7 +180,7 @@ def test_nan_scores_count_as_zero() -> None:
     for router, scales in (
         (Router(6, 2, "sigmoid"), None),
         (Router(6, 2), each),
-        (Router(6, 2, groups=3, kept=2), None),
+        (Router(6, 2, groups=3, kept_groups=2), None),
     ):
         there = None if scales is None else scales.to(device())
         ids, weights = OPS.route(logits.to(device()), router, None, there)
@@ -191,7 +191,7 @@ def test_nan_scores_count_as_zero() -> None:
 
 def test_ties_go_to_the_lower_ids() -> None:
     logits = torch.zeros(1, 12, device=device())
-    for router in (Router(12, 3), Router(12, 3, groups=4, kept=2, group_by="best two")):
+    for router in (Router(12, 3), Router(12, 3, groups=4, kept_groups=2, group_by="best two")):
         assert OPS.route(logits, router, None, None)[0].tolist() == [[0, 1, 2]]
 
 

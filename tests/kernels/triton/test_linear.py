@@ -28,7 +28,7 @@ from kvik.kernels.triton.matrix_shapes import (
     FEW,
     FEW_INT4,
     MANY,
-    MOST_IN_WORDS,
+    MAX_IN_WORDS,
     WIDENED_BYTES,
     splits_for,
     tile_for,
@@ -100,7 +100,7 @@ def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
 def test_widened_weights_match_the_reference(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matrix, "MOST_IN_WORDS", 0)
+    monkeypatch.setattr(matrix, "MAX_IN_WORDS", 0)
     test_matches_the_reference(case, dtype)
 
 
@@ -231,7 +231,7 @@ def test_parts_of_a_widened_matrix(
     activation: Activation | None, added: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In memory for 128 of 400 rows, whose products may have another order of sums on a GPU."""
-    monkeypatch.setattr(matrix, "MOST_IN_WORDS", 2)
+    monkeypatch.setattr(matrix, "MAX_IN_WORDS", 2)
     weight = weight_of("int4", 400, 192, 64)
     x = torch.randn(3, 192, generator=drawn()).bfloat16().to(device())
     whole, parts = TritonMatrices(device()), TritonMatrices(device())
@@ -399,7 +399,7 @@ def test_bytes_of_a_packed_matrix_are_those_of_its_parts(
 # How often Triton compiles again as steps have different tokens.
 
 CPU = torch.device("cpu")
-TOKENS = (*range(1, 130), MOST_IN_WORDS, MOST_IN_WORDS + 1, 1000)
+TOKENS = (*range(1, 130), MAX_IN_WORDS, MAX_IN_WORDS + 1, 1000)
 CLASSES = 1 + len(FEW)  # by tile sizes
 
 

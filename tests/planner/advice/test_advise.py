@@ -290,7 +290,7 @@ def test_what_is_stored_quantised_stays_so() -> None:
 def test_the_default_step_size_needs_no_flag() -> None:
     """It follows the memory that a format leaves: 64 tokens where weights leave next to none."""
     found = report("llama-3-70b", H100, Goal(concurrency=1, prompt_tokens=512))
-    assert found.usual.budget < 256 and not found.usual.room
+    assert found.usual.budget < 256 and not found.usual.max_fitting
     assert found.advised.at.weight_format == "int4" and found.advised.usual_budget == 8192
     assert not any("--max-num-batched-tokens" in flag for flag in found.flags)
     # All 512 tokens in one step: 2 * 69.5e9 * 512 operations, in int8 and, for int4, in bf16.

@@ -31,14 +31,14 @@ def test_long_work_is_done_in_a_thread() -> None:
     [
         (
             chat.ChatFormat,
-            "whole",
+            "complete",
             "/v1/chat/completions",
             {**TALK, "logprobs": True, "top_logprobs": 2},
         ),
-        (chat.ChatFormat, "whole", "/v1/chat/completions", {**TALK, "prompt_logprobs": 1}),
+        (chat.ChatFormat, "complete", "/v1/chat/completions", {**TALK, "prompt_logprobs": 1}),
         (
             completions.CompletionFormat,
-            "whole",
+            "complete",
             "/v1/completions",
             {"prompt": "A dog", "logprobs": 2, "max_tokens": 4},
         ),

@@ -139,7 +139,7 @@ def test_forwards_are_laid_out_like_those_of_a_plain_loop(kind: str, even: bool)
 def test_equal_vocabularies_pass_through() -> None:
     same = Vocabulary(5, 5, None, CPU)
     logits, tokens = torch.randn(2, 5), torch.tensor([1, 4])
-    assert same.same and same.widened(logits) is logits
+    assert same.is_same and same.widened(logits) is logits
     same.narrow_(tokens)
     assert tokens.tolist() == [1, 4]
 
@@ -147,7 +147,7 @@ def test_equal_vocabularies_pass_through() -> None:
 def test_padding_is_cut_and_unknown_tokens_are_never_drafted() -> None:
     larger, smaller = Vocabulary(4, 6, None, CPU), Vocabulary(6, 4, None, CPU)
     logits = torch.tensor([[0.0, 1, 2, 3, 4, 5]])
-    assert not larger.same and not smaller.same
+    assert not larger.is_same and not smaller.is_same
     assert larger.widened(logits).tolist() == [[0, 1, 2, 3]]
     assert smaller.widened(logits[:, :4]).tolist() == [[0, 1, 2, 3, -torch.inf, -torch.inf]]
 

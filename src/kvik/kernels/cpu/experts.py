@@ -49,7 +49,7 @@ class CpuExperts:
             scores=SCORES.index(router.scores),
             correction=pointer(correction),
             groups=router.groups,
-            kept_groups=router.kept,
+            kept_groups=router.kept_groups,
             two_of_group=int(router.group_by == "best two"),
             normalise=int(router.normalised),
             scale=router.scale,

@@ -94,7 +94,7 @@ class Group:
         return torch.from_numpy(self._aside[first : first + size]).view(dtype).view(shape)
 
     def share(self, hidden: Tensor) -> Tensor:
-        """See `Others.share`."""
+        """See `OtherRanks.share`."""
         self.begin()
         return self.take(tuple(hidden.shape), hidden.dtype).copy_(hidden)
 
@@ -127,21 +127,21 @@ class SharedPool:
     def __init__(self, memory: np.ndarray) -> None:
         self._memory, self.size = memory, 0
         self._free: list[tuple[int, int]] = []  # bytes, first
-        self._left: list[tuple[int, int]] = []
+        self._released: list[tuple[int, int]] = []
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return the smallest free part that fits without wasting half, or a new one."""
         size = math.prod(shape) * dtype.itemsize
-        whole = ceil_div(max(1, size), ALIGNMENT) * ALIGNMENT
-        fitting = [part for part in self._free if whole <= part[0] <= 2 * whole]
+        padded = ceil_div(max(1, size), ALIGNMENT) * ALIGNMENT
+        fitting = [part for part in self._free if padded <= part[0] <= 2 * padded]
         if fitting:
             part = min(fitting)
             self._free.remove(part)
         else:
-            part = whole, self.size
-            self.keep(whole)
+            part = padded, self.size
+            self.keep(padded)
         view = self._memory[part[1] : part[1] + size]  # lives as long as a tensor uses its storage
-        weakref.finalize(view, self._left.append, part).atexit = False
+        weakref.finalize(view, self._released.append, part).atexit = False
         return torch.from_numpy(view).view(dtype).view(shape)
 
     def keep(self, size: int) -> np.ndarray:
@@ -153,8 +153,8 @@ class SharedPool:
         return self._memory[first : first + size]
 
     def met(self) -> None:
-        self._free += self._left
-        self._left.clear()
+        self._free += self._released
+        self._released.clear()
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +162,11 @@ class CutMatrix:
     """The rows of a matrix that this process multiplies.
 
     Attributes:
-        own: a matrix of only these rows, or without rows.
+        local: a matrix of only these rows, or without rows.
         first: column of the product of the first one; for gate and up, in each of them.
     """
 
-    own: Matrix
+    local: Matrix
     first: int
 
 
@@ -191,13 +191,13 @@ class Share:
             return part
         return part.view(self.count, -1)[self.tiles].flatten()  # a view: tiles are neighbours
 
-    def cut(self, spec: MatrixSpec, own: Matrix, bias: Tensor | None) -> Matrix:
+    def cut(self, spec: MatrixSpec, local: Matrix, bias: Tensor | None) -> Matrix:
         """Return the matrix `spec`, whose weight this process has in part, with all biases."""
         if bias is not None:
-            assert isinstance(own.data, CpuPacked)
-            data = replace(own.data, bias_pair=spec.outputs)
-            own = Matrix(replace(own.spec, bias=True), bias[self.first :], data)
-        return Matrix(spec, bias, CutMatrix(own, self.first))
+            assert isinstance(local.data, CpuPacked)
+            data = replace(local.data, bias_pair=spec.outputs)
+            local = Matrix(replace(local.spec, bias=True), bias[self.first :], data)
+        return Matrix(spec, bias, CutMatrix(local, self.first))
 
 
 class CutMatrices:
@@ -219,23 +219,23 @@ class CutMatrices:
     def over(self, spec: MatrixSpec, parts: Parts) -> Matrix:
         """See `Packing`: takes the rows of this process from parts with all rows."""
         share = self._share(spec)
-        own = {name: share.of(name, part) for name, part in parts.items() if name != "bias"}
-        return share.cut(spec, TILES.over(share.spec, own), parts.get("bias"))
+        local = {name: share.of(name, part) for name, part in parts.items() if name != "bias"}
+        return share.cut(spec, TILES.over(share.spec, local), parts.get("bias"))
 
     def _share(self, spec: MatrixSpec) -> Share:
         piece = TILE // 2 if spec.paired else TILE
         if spec.heads:
             piece = spec.outputs // spec.heads
-        pieces, tiles = ceil_div(spec.outputs, piece), max(1, piece // TILE)
-        begin, end = share_of(pieces, self._group.rank, self._group.size)
+        num_pieces, tiles = ceil_div(spec.outputs, piece), max(1, piece // TILE)
+        begin, end = share_of(num_pieces, self._group.rank, self._group.size)
         if spec.expert is not None and self._group.whole_experts:
             number, count = spec.expert
-            begin, end = 0, pieces if number in self._group.own_experts(count) else 0
+            begin, end = 0, num_pieces if number in self._group.own_experts(count) else 0
         last = min(end * piece, spec.outputs)
         first = min(begin * piece, last)
         rows = (last - first) * (2 if spec.paired else 1)
-        own = replace(spec, rows=rows, bias=False)
-        return Share(own, first, slice(begin * tiles, end * tiles), pieces * tiles)
+        local = replace(spec, rows=rows, bias=False)
+        return Share(local, first, slice(begin * tiles, end * tiles), num_pieces * tiles)
 
     def owned(self, matrix: Matrix, first: int, count: int) -> list[tuple[int, int]]:
         """See `Ops.owned`."""
@@ -250,47 +250,47 @@ class CutMatrices:
         if self._group.barrier.broken:
             raise BrokenGroup
         cut, count = _cut(matrix), weight.outputs
-        self._matrices.share(cut.own, weight)
-        for low, high, here in self._runs(matrix, first, count):
+        self._matrices.share(cut.local, weight)
+        for low, high, place in self._runs(matrix, first, count):
             rows = weight
             if (low, high) != (first, first + count):
                 rows = weight.rows(torch.arange(low - first, high - first))
-            self._matrices.pack_rows(cut.own, here, rows)
+            self._matrices.pack_rows(cut.local, place, rows)
 
     def _runs(self, matrix: Matrix, first: int, count: int) -> Iterator[tuple[int, int, int]]:
         """Yield the runs of these rows that this process has: first, end, and their place in its
         matrix."""
         cut, spec = _cut(matrix), matrix.spec
-        outputs = cut.own.spec.outputs
+        outputs = cut.local.spec.outputs
         places = [(cut.first, 0)]  # start of a run of rows in the whole matrix, and here
         if spec.paired:
             places.append((spec.outputs + cut.first, outputs))
-        for begin, here in places:
+        for begin, place in places:
             low, high = max(first, begin), min(first + count, begin + outputs)
             if low < high:
-                yield low, high, here + low - begin
+                yield low, high, place + low - begin
 
     def linear(self, x: Tensor, matrix: Matrix, residual: Tensor | None) -> Tensor:
         """See `Ops.linear`."""
         cut, spec = _cut(matrix), matrix.spec
         y = self._group.take((x.shape[0], spec.outputs), spec.out_dtype)
-        if cut.own.spec.rows:
-            columns = slice(cut.first, cut.first + cut.own.spec.outputs)
+        if cut.local.spec.rows:
+            columns = slice(cut.first, cut.first + cut.local.spec.outputs)
             some = None if residual is None else residual[:, columns]
-            self._matrices.linear(x, cut.own, some, y[:, columns])
+            self._matrices.linear(x, cut.local, some, y[:, columns])
         self._group.exchange()
         return y
 
     def linear_each(self, x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
         """See `Ops.linear_each`; x and the result have this process's heads."""
-        return self._matrices.linear_each(x, _cut(matrix).own, outputs)
+        return self._matrices.linear_each(x, _cut(matrix).local, outputs)
 
     def rows(self, matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
         """See `Ops.matrix_rows`."""
         cut = _cut(matrix)
         y = self._group.take((ids.shape[0], matrix.spec.inputs), dtype)
-        if cut.own.spec.rows:
-            self._matrices.rows(cut.own, ids, dtype, y, cut.first)
+        if cut.local.spec.rows:
+            self._matrices.rows(cut.local, ids, dtype, y, cut.first)
         self._group.exchange()
         return y
 
@@ -300,11 +300,11 @@ class CutExperts:
     """The part of each expert that this process multiplies.
 
     Attributes:
-        own: the same rows of all experts.
+        local: the same rows of all experts.
         up, down: which columns of the intermediate result, and of the result, it computes.
     """
 
-    own: ExpertSet
+    local: ExpertSet
     up: slice
     down: slice
 
@@ -318,10 +318,15 @@ class GroupExperts:
 
     def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
         """See `Ops.expert_set`."""
-        ups, downs = ([_cut(one) for one in each] for each in (up, down))
-        own = self._experts.expert_set([one.own for one in ups], [one.own for one in downs])
-        parts = (slice(one.first, one.first + one.own.spec.outputs) for one in (ups[0], downs[0]))
-        return ExpertSet(tuple(up), tuple(down), CutExperts(own, *parts))
+        ups, downs = ([_cut(matrix) for matrix in matrices] for matrices in (up, down))
+        local = self._experts.expert_set(
+            [matrix.local for matrix in ups], [matrix.local for matrix in downs]
+        )
+        parts = (
+            slice(matrix.first, matrix.first + matrix.local.spec.outputs)
+            for matrix in (ups[0], downs[0])
+        )
+        return ExpertSet(tuple(up), tuple(down), CutExperts(local, *parts))
 
     def experts(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: ExpertSet, residual: Tensor | None
@@ -329,17 +334,17 @@ class GroupExperts:
         """See `Ops.experts`."""
         cut, group = experts.data, self._group
         assert isinstance(cut, CutExperts)
-        own = replace(cut.own, weigh_inputs=experts.weigh_inputs)
+        local = replace(cut.local, weigh_inputs=experts.weigh_inputs)
         inner, pairs = experts.up[0].spec.outputs, x.shape[0] * ids.shape[1]
         made = group.take((pairs, inner), x.dtype)
         y = group.take((x.shape[0], x.shape[1]), x.dtype)
         mine = y[:, cut.down]
-        if own.up[0].spec.rows:
-            self._experts.launch(1, x, ids, weights, own, None, made[:, cut.up], mine)
+        if local.up[0].spec.rows:
+            self._experts.launch(1, x, ids, weights, local, None, made[:, cut.up], mine)
         group.exchange()
-        if own.down[0].spec.rows:
+        if local.down[0].spec.rows:
             some = None if residual is None else residual[:, cut.down]
-            self._experts.launch(2, x, ids, weights, own, some, made, mine)
+            self._experts.launch(2, x, ids, weights, local, some, made, mine)
         group.exchange()
         return y
 
@@ -353,8 +358,10 @@ class OwnedExperts:
 
     def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
         """See `Ops.expert_set`."""
-        own = self._group.own_experts(len(up))
-        ups, downs = ([_cut(each[number]).own for number in own] for each in (up, down))
+        numbers = self._group.own_experts(len(up))
+        ups, downs = (
+            [_cut(matrices[number]).local for number in numbers] for matrices in (up, down)
+        )
         return ExpertSet(tuple(up), tuple(down), self._experts.expert_set(ups, downs))
 
     def experts(
@@ -363,13 +370,13 @@ class OwnedExperts:
         """See `Ops.experts`."""
         assert isinstance(experts.data, ExpertSet)
         group, count = self._group, len(experts.up)
-        own = replace(experts.data, weigh_inputs=experts.weigh_inputs)
+        local = replace(experts.data, weigh_inputs=experts.weigh_inputs)
         among = group.own_experts(count), count
-        given = group.take((x.shape[0] * ids.shape[1], x.shape[1]), torch.float32)
-        self._experts.launch(3, x, ids, weights, own, None, None, given, among)
+        outputs = group.take((x.shape[0] * ids.shape[1], x.shape[1]), torch.float32)
+        self._experts.launch(3, x, ids, weights, local, None, None, outputs, among)
         group.exchange()
         y = self._experts.native.empty(*x.shape, dtype=x.dtype)
-        self._experts.launch(4, x, ids, weights, own, residual, given, y, among)
+        self._experts.launch(4, x, ids, weights, local, residual, outputs, y, among)
         return y
 
 

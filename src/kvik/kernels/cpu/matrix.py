@@ -22,18 +22,18 @@ def layout(spec: MatrixSpec) -> Parts:
     Raises:
         ValueError: the kernels cannot multiply groups of this size.
     """
-    found = {
+    parts = {
         name: _meta(size, torch.uint8)
         for name, size in zip(("weight", "scales", "zeros"), packed_sizes(spec), strict=True)
         if size
     }
     if spec.kind.ordered:
-        found["order"] = _meta(spec.inputs, torch.int32)
+        parts["order"] = _meta(spec.inputs, torch.int32)
     if spec.kind.activations == "static":
-        found["input_scale"] = _meta(1, torch.float32)
+        parts["input_scale"] = _meta(1, torch.float32)
     if spec.bias:
-        found["bias"] = _meta(spec.rows, torch.float32)
-    return found
+        parts["bias"] = _meta(spec.rows, torch.float32)
+    return parts
 
 
 def parts(matrix: Matrix) -> Parts:
@@ -301,9 +301,9 @@ def _check_group(kind: WeightKind) -> None:
     group, step = kind.group, INPUTS_PER_STEP[_number(kind)]
     if group < (step if in_nibbles(kind) else 0) or group % step:
         raise ValueError(f"weights in groups of {group}: must be a multiple of {step}")
-    most = MAX_GROUP_WITH_ZEROS if kind.offsets == "zeros" else MAX_GROUP
-    if group > most:
-        raise ValueError(f"weights in groups of {group}: at most {most} of this kind")
+    max_group = MAX_GROUP_WITH_ZEROS if kind.offsets == "zeros" else MAX_GROUP
+    if group > max_group:
+        raise ValueError(f"weights in groups of {group}: at most {max_group} of this kind")
 
 
 def ceil_div(a: int, b: int) -> int:

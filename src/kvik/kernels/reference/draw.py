@@ -50,8 +50,8 @@ def _top(weights: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     keep = weights >= threshold
     if bool((next_below == threshold).any()):
         higher, equal = weights > threshold, weights == threshold
-        room = count[:, None] - higher.sum(-1, keepdim=True)
-        keep = higher | (equal & (equal.cumsum(-1) <= room))
+        num_equal = count[:, None] - higher.sum(-1, keepdim=True)
+        keep = higher | (equal & (equal.cumsum(-1) <= num_equal))
     return weights * keep
 
 
@@ -94,9 +94,9 @@ def penalize(logits: Tensor, penalties: Penalties) -> None:
     x = logits.index_select(0, penalties.rows)
     counts = penalties.counts.index_select(0, penalties.seen)
     generated = counts > 0
-    known = penalties.in_prompt.index_select(0, penalties.seen) | generated
+    seen = penalties.in_prompt.index_select(0, penalties.seen) | generated
     repetition = penalties.repetition[:, None]
-    x = torch.where(known, torch.where(x > 0, x / repetition, x * repetition), x)
+    x = torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
     x -= penalties.frequency[:, None] * counts
     x -= penalties.presence[:, None] * generated
     logits.index_copy_(0, penalties.rows, x)

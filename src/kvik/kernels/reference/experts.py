@@ -47,13 +47,13 @@ def _among_near(logits: Tensor, ids: Tensor, jitter: float) -> Tensor:
     Args:
         logits: [tokens, experts]. ids: [tokens, active].
     """
-    left, shares = logits, []
+    remaining, shares = logits, []
     for chosen in ids.split(1, dim=1):
         top = logits.gather(1, chosen)
-        far = (top - logits) / torch.maximum(logits.abs(), top) > 2 * jitter
-        near = left.masked_fill(far, -torch.inf)
+        is_far = (top - logits) / torch.maximum(logits.abs(), top) > 2 * jitter
+        near = remaining.masked_fill(is_far, -torch.inf)
         shares.append(near.softmax(-1).gather(1, chosen))
-        left = left.scatter(1, chosen, -torch.inf)
+        remaining = remaining.scatter(1, chosen, -torch.inf)
     return torch.cat(shares, 1)
 
 
@@ -62,8 +62,10 @@ def _of_kept_groups(choice: Tensor, router: Router) -> Tensor:
     grouped = choice.unflatten(-1, (router.groups, -1))  # [tokens, groups, experts of a group]
     best = 1 if router.group_by == "best" else min(2, grouped.shape[-1])
     of_group = grouped.topk(best, dim=-1).values.sum(-1)  # [tokens, groups]
-    kept = of_group.sort(dim=-1, descending=True, stable=True).indices[:, : router.kept]
-    out = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, kept, False)
+    best_groups = of_group.sort(dim=-1, descending=True, stable=True).indices[
+        :, : router.kept_groups
+    ]
+    out = torch.ones_like(of_group, dtype=torch.bool).scatter_(1, best_groups, False)
     return grouped.masked_fill(out[:, :, None], -torch.inf).flatten(1)
 
 
@@ -81,10 +83,10 @@ def experts_by(linear: Product) -> Callable[..., Tensor]:
         total = x.new_zeros(x.shape, dtype=torch.float32)
         for expert in ids.unique().tolist():  # ascending
             rows, place = (ids == expert).nonzero(as_tuple=True)
-            given, weight = x[rows], weights[rows, place, None]
+            inputs, weight = x[rows], weights[rows, place, None]
             if experts.weigh_inputs:
-                given = (given * weight).to(x.dtype)
-            made = linear(linear(given, experts.up[expert], None), experts.down[expert], None)
+                inputs = (inputs * weight).to(x.dtype)
+            made = linear(linear(inputs, experts.up[expert], None), experts.down[expert], None)
             total[rows] += made if experts.weigh_inputs else made.float() * weight
         if residual is not None:
             total += residual

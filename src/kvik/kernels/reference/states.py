@@ -68,9 +68,9 @@ def delta_inputs(
     _, value_heads, key_dim, value_dim = state.shape
     keys = heads.key_heads * key_dim
     q, k, v = x.float().split((keys, keys, value_heads * value_dim), 1)
-    each = value_heads // heads.key_heads
-    q = _unit(q.reshape(-1, heads.key_heads, key_dim)).repeat_interleave(each, 1) * key_dim**-0.5
-    k = _unit(k.reshape(-1, heads.key_heads, key_dim)).repeat_interleave(each, 1)
+    group = value_heads // heads.key_heads
+    q = _unit(q.reshape(-1, heads.key_heads, key_dim)).repeat_interleave(group, 1) * key_dim**-0.5
+    k = _unit(k.reshape(-1, heads.key_heads, key_dim)).repeat_interleave(group, 1)
     b, a = gates.float().chunk(2, 1)
     decay = -heads.decay.exp() * F.softplus(a + heads.bias)
     return q, k, v.reshape(-1, value_heads, value_dim), torch.sigmoid(b), decay

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvik.kernels.triton.attention_decode import attention_merge_kernel, keys_at, sequence_of
 from kvik.kernels.triton.attention_paged import PagedStep, SequenceRun, joined
-from kvik.kernels.triton.attention_shapes import SPREAD, STAGES, WORKSPACE, most_splits
+from kvik.kernels.triton.attention_shapes import SPREAD, STAGES, WORKSPACE, max_splits
 from kvik.kernels.triton.attention_tile import (
     LOG2_E,
     begin,
@@ -176,14 +176,14 @@ def latent_attention(
         out: [tokens, heads, latent], contiguous; tokens of other sequences are left as they are.
     """
     heads, floor = q.shape[1], 0
-    for most in (SHORTEST // heads, UNSPLIT // heads, 1 << 31):
-        runs = [run for run in step.runs if floor < run.queries <= most]
+    for max_queries in (SHORTEST // heads, UNSPLIT // heads, 1 << 31):
+        runs = [run for run in step.runs if floor < run.queries <= max_queries]
         if runs:
             run = joined(runs)
             # A run alone in its step also takes fewer queries, so that a graph serves those too.
-            alone = len(runs) == len(step.runs) and most * heads <= UNSPLIT
-            _launch(q, q_rope, cache, step, scale, out, run, 0 if alone else floor)
-        floor = max(floor, most)
+            only_run = len(runs) == len(step.runs) and max_queries * heads <= UNSPLIT
+            _launch(q, q_rope, cache, step, scale, out, run, 0 if only_run else floor)
+        floor = max(floor, max_queries)
 
 
 def _launch(
@@ -200,7 +200,7 @@ def _launch(
     heads, latent, rope = q.shape[1], q.shape[2], q_rope.shape[2]
     m = tile_rows(run.queries * heads)
     stacked = ceil_div(run.queries * heads, m)
-    splits = most_splits(run.context, ceil_div((above + 1) * heads, m))
+    splits = max_splits(run.context, ceil_div((above + 1) * heads, m))
     slab = min(run.queries * heads * splits, max(m * SPREAD.value, run.queries * heads))
     at_once = run.last + 1 - run.first
     if splits > 1:

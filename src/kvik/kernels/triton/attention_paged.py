@@ -21,13 +21,13 @@ from kvik.kernels.triton.attention_prefill import attention_prefill_kernel
 from kvik.kernels.triton.attention_shapes import (
     ENOUGH,
     LAUNCHED,
-    LEAST_SPLIT,
-    MOST_SHARE,
+    MAX_SHARE,
+    MIN_SPLIT,
     SPREAD,
     WIDE,
     WORKSPACE,
     block_d,
-    most_splits,
+    max_splits,
     prefill_tiles,
     query_classes,
     shared_memory,
@@ -195,18 +195,18 @@ def paged_attention(
     sink_stride = 0 if sink_q is None else sink_q.stride(0)
     scores = (q.stride(0), sink_stride, step.block_table.stride(0), *scoring.powers)
     part_out = part_weight = None
-    for each in step.launches(q, cache.k):
+    for planned in step.launches(q, cache.k):
         tensors: tuple[Tensor | None, ...] = (*inputs, sinks, out)
-        numbers: tuple[float | None, ...] = (*scores, *each.numbers)
-        if each.kernel is attention_merge_kernel:
-            tensors, numbers = (part_out, part_weight, *lengths, sinks, out), each.numbers
-        elif each.kernel is attention_decode_kernel:
+        numbers: tuple[float | None, ...] = (*scores, *planned.numbers)
+        if planned.kernel is attention_merge_kernel:
+            tensors, numbers = (part_out, part_weight, *lengths, sinks, out), planned.numbers
+        elif planned.kernel is attention_decode_kernel:
             part_out = part_weight = None
-            if each.parts is not None:
-                part_out = q.new_empty(*each.parts, q.shape[2], dtype=torch.float32)
-                part_weight = q.new_empty(*each.parts, dtype=torch.float32)
+            if planned.parts is not None:
+                part_out = q.new_empty(*planned.parts, q.shape[2], dtype=torch.float32)
+                part_weight = q.new_empty(*planned.parts, dtype=torch.float32)
             tensors = (*inputs, step.tree, sinks, out, part_out, part_weight)
-        launch(each.kernel, each.grid, tensors, numbers, each.constants, **each.options)
+        launch(planned.kernel, planned.grid, tensors, numbers, planned.constants, **planned.options)
 
 
 def _launches(step: PagedStep, q: Tensor, keys: Tensor) -> Iterator[PlannedLaunch]:
@@ -217,13 +217,13 @@ def _launches(step: PagedStep, q: Tensor, keys: Tensor) -> Iterator[PlannedLaunc
     classes = query_classes(q.shape[1] // kv_heads, kv_heads)
     long = classes[-1]
     floor = 0
-    for most in classes:
-        runs = [run for run in step.runs if floor < run.queries <= most]
+    for max_queries in classes:
+        runs = [run for run in step.runs if floor < run.queries <= max_queries]
         if runs:
             # A run alone in its step also takes fewer queries, so that a graph serves those too.
             above = floor if len(runs) < len(step.runs) else 0
             yield from _split(q, keys, step, joined(runs), above)
-        floor = max(floor, most)
+        floor = max(floor, max_queries)
     runs = [run for run in step.runs if run.queries > long]
     if runs:
         yield _prefill(q, keys, step, joined(runs), long)
@@ -254,13 +254,13 @@ def _split(
     window, sink_keys, kind = step.seen
     shape = (group, kv_heads, head_dim, block_d(head_dim), m)
     seen = min(run.context, window + run.queries - 1) if window else run.context
-    splits = most_splits(seen, kv_heads)
+    splits = max_splits(seen, kv_heads)
     # Results of a sequence: queries * heads * splits, and more tiles mean fewer splits.
     slab = min(run.queries * heads * splits, max(m * SPREAD.value, run.queries * heads))
     at_once = run.last + 1 - run.first
     tiles_at_once = at_once * kv_heads * stacked
     programs = min(splits, ceil_div(LAUNCHED, tiles_at_once))
-    least = min(MOST_SHARE, max(LEAST_SPLIT.value, tiles_at_once * MOST_SHARE // ENOUGH))
+    min_keys = min(MAX_SHARE, max(MIN_SPLIT.value, tiles_at_once * MAX_SHARE // ENOUGH))
     # A second set of sums, in which splits are merged, fits in registers beside 16 rows.
     merge = 1 if splits == 1 else 2 * (programs == 1 and m == 16 and head_dim <= WIDE)
     if not merge:
@@ -270,12 +270,12 @@ def _split(
         yield PlannedLaunch(
             attention_decode_kernel,
             (kv_heads * programs * stacked, sequences),
-            (window, sink_keys, first, above, run.queries, programs, least, slab),
+            (window, sink_keys, first, above, run.queries, programs, min_keys, slab),
             (*shape, tiles.n, step.block_size, of_cache, kind, tree, merge),
             {
                 "num_warps": tiles.num_warps,
                 "num_stages": tiles.num_stages,
-                "maxnreg": None if merge else tiles.most_registers,  # the second sums would spill
+                "maxnreg": None if merge else tiles.max_registers,  # the second sums would spill
             },
             None if merge else (sequences, slab),
         )
@@ -304,11 +304,11 @@ def _prefill(
     )
     window, sink_keys, kind = step.seen
     sequences = run.last + 1 - run.first
-    most = (run.end - run.start) * group // tiles.m + sequences
-    sizes = (tiles.m, tiles.n, tiles.near, step.block_size)
+    max_tiles = (run.end - run.start) * group // tiles.m + sequences
+    sizes = (tiles.m, tiles.n, tiles.edge, step.block_size)
     return PlannedLaunch(
         attention_prefill_kernel,
-        (kv_heads * most,),
+        (kv_heads * max_tiles,),
         (window, sink_keys, run.first, sequences, above),
         (group, kv_heads, head_dim, block_d(head_dim), *sizes, of_cache, kind),
         {"num_warps": tiles.num_warps, "num_stages": tiles.num_stages},

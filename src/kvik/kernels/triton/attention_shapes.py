@@ -15,13 +15,13 @@ import triton
 import triton.language as tl
 
 from kvik.kernels.triton.launch import MAX_SHARED, ceil_div, power_of_two
-from kvik.kernels.triton.matrix_shapes import FEW, MOST_IN_WORDS, SOME
+from kvik.kernels.triton.matrix_shapes import FEW, MAX_IN_WORDS, SOME
 
 # Programs that a single sequence may be spread over: about the multiprocessors of the largest GPUs,
 # and a constant, so that results differ neither between GPUs nor between batches.
 SPREAD = tl.constexpr(128)
 # Keys; fewer do not justify a program and a row to merge. A multiple of the keys of a tile.
-LEAST_SPLIT = tl.constexpr(128)
+MIN_SPLIT = tl.constexpr(128)
 # Bytes of shared memory that a program can have, by compute capability of data centre GPUs.
 # Consumer GPUs have 99 KiB.
 SHARED: Mapping[tuple[int, int], int] = {
@@ -37,7 +37,7 @@ WIDE = 256  # channels of a head; sums of more take twice the registers, so tile
 # Programs that a launch of the split kernel aims at, for long sequences. Each program fills and
 # drains a pipeline, so once ENOUGH tiles of rows occupy the GPU, a program takes up to MOST_SHARE
 # keys of a short sequence. With more, the longest sequence of a batch would determine the time.
-LAUNCHED, MOST_SHARE, ENOUGH = 8192, 1024, 512
+LAUNCHED, MAX_SHARE, ENOUGH = 8192, 1024, 512
 # A tile's block ids are loaded before its keys, so the loop runs in three steps (ids, copies to
 # shared memory, products): two more stages for each tile in flight.
 STAGES = 5
@@ -51,7 +51,7 @@ class Tiles:
 
     Attributes:
         m, n: rows (queries times query heads of a KV head) and keys of a tile.
-        near: keys of the prefill kernel's tiles that not every row sees.
+        edge: keys of the prefill kernel's tiles that not every row sees.
         most_registers: of a thread; None: as many as the compiler chooses.
     """
 
@@ -59,8 +59,8 @@ class Tiles:
     n: int
     num_warps: int
     num_stages: int
-    near: int = 0
-    most_registers: int | None = None
+    edge: int = 0
+    max_registers: int | None = None
 
 
 def split_tiles(
@@ -99,7 +99,7 @@ def split_tiles(
         stages = 3 if itemsize == 4 else stages
     # More programs on a multiprocessor hide the latency of converting bytes before the products.
     bytes_kept = kind in ("fp8", "int8") and m == 16 and wide == 128 and itemsize == 2
-    return Tiles(m, max(16, n), warps, stages, most_registers=128 if bytes_kept else None)
+    return Tiles(m, max(16, n), warps, stages, max_registers=128 if bytes_kept else None)
 
 
 def tallest(head_dim: int, itemsize: int, kind: str) -> int:
@@ -176,7 +176,7 @@ def block_d(head_dim: int) -> int:
     return max(32, power_of_two(head_dim))
 
 
-def most_queries(group: int, kv_heads: int) -> int:
+def max_queries(group: int, kv_heads: int) -> int:
     """Return the most queries of a sequence that uses the split kernel.
 
     Trees always use it, and other sequences do while their tiles alone would leave half of a GPU
@@ -189,34 +189,34 @@ def query_classes(group: int, kv_heads: int) -> tuple[int, ...]:
     """Return the most queries of a sequence in a tile of 16, 32 and `TALLEST` rows of the split
     kernel, each of which is compiled separately; sequences with more queries use the prefill
     kernel."""
-    classes = (16 // group, 32 // group, most_queries(group, kv_heads))
-    return tuple(most for most in classes if most > 0)
+    classes = (16 // group, 32 // group, max_queries(group, kv_heads))
+    return tuple(queries for queries in classes if queries > 0)
 
 
 def lengths(
-    heads: int, kv_heads: Collection[int], most: int, others: Collection[int] = ()
+    heads: int, kv_heads: Collection[int], limit: int, of_experts: Collection[int] = ()
 ) -> tuple[int, ...]:
     """Return one number of tokens for each class of shapes that a model's forward compiles.
 
-    It is the largest number of each class, for the last class the smallest; none exceeds `most`.
+    It is the largest number of each class, for the last class the smallest; none exceeds `limit`.
     The largest come first.
 
     Args:
         kv_heads: each number of them that layers have.
-        others: the largest number of each class of a model's experts.
+        of_experts: the largest number of each class of a model's experts.
     """
-    bounds = {1, *(tile.tokens for tile in FEW), 2 * SOME.tokens, MOST_IN_WORDS, *others}
+    bounds = {1, *(tile.tokens for tile in FEW), 2 * SOME.tokens, MAX_IN_WORDS, *of_experts}
     bounds.update(n for kv in kv_heads for n in query_classes(heads // kv, kv))
-    return tuple(sorted({min(most, n) for n in (*bounds, max(bounds) + 1)}, reverse=True))
+    return tuple(sorted({min(limit, n) for n in (*bounds, max(bounds) + 1)}, reverse=True))
 
 
-def most_splits(context: int, tiles: int) -> int:
+def max_splits(context: int, tiles: int) -> int:
     """Return an upper bound of the number of splits for contexts up to this.
 
     Args:
         tiles: least number per sequence: KV heads times tiles of rows.
     """
-    return max(1, min(SPREAD.value // tiles, ceil_div(context, LEAST_SPLIT.value)))
+    return max(1, min(SPREAD.value // tiles, ceil_div(context, MIN_SPLIT.value)))
 
 
 @triton.jit
@@ -227,6 +227,6 @@ def split(seen, tiles):
     as many as needed to spread a single sequence over a GPU.
     """
     most = tl.maximum(SPREAD // tiles, 1)
-    keys = tl.cdiv(tl.cdiv(seen, most), LEAST_SPLIT) * LEAST_SPLIT
-    keys = tl.maximum(keys, LEAST_SPLIT)
+    keys = tl.cdiv(tl.cdiv(seen, most), MIN_SPLIT) * MIN_SPLIT
+    keys = tl.maximum(keys, MIN_SPLIT)
     return keys, tl.cdiv(seen, keys)

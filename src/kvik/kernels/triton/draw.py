@@ -568,8 +568,8 @@ class _Rows:
 
     def arguments(self) -> tuple[Tensor, ...]:
         min_p = self.temperature if self.rules.min_p is None else self.rules.min_p
-        known = (self.highs, self.temperature, self.cut, self.equals)
-        return self.logits, *known, min_p, self.centre, self.limit
+        row_facts = (self.highs, self.temperature, self.cut, self.equals)
+        return self.logits, *row_facts, min_p, self.centre, self.limit
 
     def flags(self) -> tuple[bool, bool, bool, int, int]:
         rules = self.has_cut, self.applies_min_p, self.has_limit
@@ -626,7 +626,7 @@ class _Rows:
             How much of each chunk is kept; unless `near`.
         """
         n, _ = self.grid
-        *known, _ = self.arguments()
+        *row_facts, _ = self.arguments()
         has_cut, applies_min_p, _, chunk, chunks = self.flags()
         rule = count, near, has_cut, applies_min_p, chunk, chunks
         vocab, _, used_chunks = self.sizes
@@ -637,7 +637,7 @@ class _Rows:
             sums = self._empty(torch.float64)
         for first in (True, False):
             launch(
-                coarse_kernel, self.grid, (*known, shares, bounds, parts), self.sizes,
+                coarse_kernel, self.grid, (*row_facts, shares, bounds, parts), self.sizes,
                 (first, *rule), num_warps=WARPS,
             )  # fmt: skip
             launch(
@@ -645,7 +645,7 @@ class _Rows:
                 (vocab, used_chunks), (first, count, chunks),
             )  # fmt: skip
         launch(
-            list_kernel, self.grid, (*known, shares, bounds, nearer, sums, counts, listed),
+            list_kernel, self.grid, (*row_facts, shares, bounds, nearer, sums, counts, listed),
             self.sizes, rule, num_warps=WARPS, enable_fp_fusion=FUSION,
         )  # fmt: skip
         launch(

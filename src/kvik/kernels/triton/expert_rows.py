@@ -92,7 +92,7 @@ class ExpertRows:
     blocks: Tensor
 
 
-def most_blocks(pairs: int, experts: int, size: int) -> int:
+def max_blocks(pairs: int, experts: int, size: int) -> int:
     """Return how many blocks of `size` pairs of one expert there can be: experts that have one
     pair need a block each, and one more for every `size` pairs beyond those."""
     used = min(pairs, experts)
@@ -110,7 +110,7 @@ def by_expert(ids: Tensor, experts: int, size: int) -> ExpertRows:
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     starts = torch.empty(experts, dtype=torch.int32, device=device)
     launch(sort_kernel, (experts,), (ids, order, starts), (pairs,), (BLOCK,))
-    count, filled = most_blocks(pairs, experts, size), power_of_two(experts)
+    count, filled = max_blocks(pairs, experts, size), power_of_two(experts)
     at_once = min(LISTED, max(1, COMPARED // filled))
     blocks = torch.empty(3, count, dtype=torch.int32, device=device)
     grid, numbers = (ceil_div(count, at_once),), (pairs, count, experts)

@@ -28,7 +28,7 @@ from kvik.kernels.triton.linear_words import dot, sums_of_words
 from kvik.kernels.triton.matrix import TritonMatrices, format_of, how_bytes
 from kvik.kernels.triton.matrix_shapes import FEW_INT4, MANY, Tile, tile_of_experts
 from kvik.kernels.triton.packed import (
-    LEAST_GROUP,
+    MIN_GROUP,
     STEP,
     TritonPacked,
     in_words,
@@ -340,12 +340,12 @@ def _addresses(matrix: Matrix) -> tuple[int, ...]:
     """Return the addresses of a matrix's parts, in the order of the table's rows."""
     stored = matrix.data
     assert isinstance(stored, TritonPacked | Weight)
-    own: tuple[Tensor | None, ...] = (stored.values, None, None, None, None)
+    tensors: tuple[Tensor | None, ...] = (stored.values, None, None, None, None)
     if isinstance(stored, TritonPacked):
-        own = (stored.values, stored.scales, stored.factors, stored.order, stored.input_scale)
-    found = tuple(0 if part is None else part.data_ptr() for part in (*own, matrix.bias))
-    assert not any(address % 16 for address in found)
-    return found
+        tensors = (stored.values, stored.scales, stored.factors, stored.order, stored.input_scale)
+    addresses = tuple(0 if part is None else part.data_ptr() for part in (*tensors, matrix.bias))
+    assert not any(address % 16 for address in addresses)
+    return addresses
 
 
 def _multiplied(matrix: Matrix) -> bool:
@@ -362,8 +362,8 @@ class TritonExperts:
 
     def expert_set(self, up: Sequence[Matrix], down: Sequence[Matrix]) -> ExpertSet:
         """See `Ops.expert_set`."""
-        known = _multiplied(up[0]) and _multiplied(down[0])
-        tables = Tables(_table(up), _table(down)) if known else None
+        has_kernel = _multiplied(up[0]) and _multiplied(down[0])
+        tables = Tables(_table(up), _table(down)) if has_kernel else None
         return ExpertSet(tuple(up), tuple(down), tables)
 
     def experts(
@@ -380,7 +380,7 @@ class TritonExperts:
             if x.is_cuda and torch.cuda.is_current_stream_capturing():
                 raise RuntimeError(
                     "experts whose weights have groups that are not a multiple of "
-                    f"{LEAST_GROUP} cannot be captured"
+                    f"{MIN_GROUP} cannot be captured"
                 )
             return self._one_by_one(x, ids, weights, experts, residual)
         assert isinstance(tables, Tables)
@@ -389,14 +389,16 @@ class TritonExperts:
             return torch.empty_like(x)
         count = len(experts.up)
         up, down = experts.up[0], experts.down[0]
-        up_tile, down_tile = (self._tile(each, x.dtype, ids.numel(), count) for each in (up, down))
+        up_tile, down_tile = (
+            self._tile(matrix, x.dtype, ids.numel(), count) for matrix in (up, down)
+        )
         rows = by_expert(ids, count, up_tile.tokens)
         if experts.weigh_inputs:
-            given, _ = _pair_inputs(x, active, ids, tables.up, weights)
+            inputs, _ = _pair_inputs(x, active, ids, tables.up, weights)
             per, shares = 1, None
         else:
-            given, per, shares = x, active, weights
-        inner = self._product(given, per, ids, up, tables.up, up_tile, rows)
+            inputs, per, shares = x, active, weights
+        inner = self._product(inputs, per, ids, up, tables.up, up_tile, rows)
         if down_tile.tokens != up_tile.tokens:
             rows = by_expert(ids, count, down_tile.tokens)
         made = self._product(inner, 1, ids, down, tables.down, down_tile, rows)

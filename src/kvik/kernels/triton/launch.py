@@ -14,7 +14,7 @@ from triton.runtime import driver
 INTERPRETED: bool = triton.knobs.runtime.interpret
 MAX_SHARED = 227 << 10  # bytes of shared memory that one program can have on sm_90
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
-MOST_KNOWN = 4096  # combinations of arguments whose code is known
+MAX_KNOWN = 4096  # combinations of arguments whose code is known
 
 
 def launch(
@@ -66,7 +66,7 @@ def launch(
     run(x, y, z, stream, *settings, *addresses, *numbers, *constants)
 
 
-@lru_cache(MOST_KNOWN, typed=True)  # 1, 1.0 and True are equal
+@lru_cache(MAX_KNOWN, typed=True)  # 1, 1.0 and True are equal
 def _compiled(
     warmup: Callable[..., Any],
     device: int,

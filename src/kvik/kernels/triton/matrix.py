@@ -27,7 +27,7 @@ from kvik.kernels.triton.linear_end import finish
 from kvik.kernels.triton.matrix_shapes import (
     FEW,
     FEW_INT4,
-    MOST_IN_WORDS,
+    MAX_IN_WORDS,
     WIDENED_BYTES,
     Tile,
     splits_for,
@@ -35,7 +35,7 @@ from kvik.kernels.triton.matrix_shapes import (
     tile_in_words,
 )
 from kvik.kernels.triton.packed import (
-    LEAST_GROUP,
+    MIN_GROUP,
     STEP,
     TritonPacked,
     fill,
@@ -198,7 +198,7 @@ def how_bytes(kind: WeightKind, library: Library, dtype: torch.dtype) -> int:
         dtype: of x before it was rounded. Tensor cores add products of E4M3 with less than the
             precision of fp32 (on an H200, results were off by up to 1e-3).
     """
-    wide = span_of(kind.group) > LEAST_GROUP
+    wide = span_of(kind.group) > MIN_GROUP
     if kind.codes == "int8":
         how = linear_bytes.INT8 if wide else linear_bytes.INT8_IN_FP16
     else:
@@ -386,13 +386,13 @@ def widened_linear(
     spec, rows = matrix.spec, matrix.spec.rows
     values = scratch.view(x.dtype)
     parts = ceil_div(rows, values.shape[0] // spec.inputs // STEP * STEP)
-    each = ceil_div(ceil_div(rows, parts), STEP) * STEP
+    rows_per_part = ceil_div(ceil_div(rows, parts), STEP) * STEP
     plain = spec.activation is None and matrix.bias is None
     added = plain and residual is not None and residual.dtype == x.dtype
     z = residual if added else torch.empty(x.shape[0], rows, dtype=x.dtype, device=x.device)
     assert z is not None
-    for first in range(0, rows, each):
-        part = z if parts == 1 else z[:, first : first + each]
+    for first in range(0, rows, rows_per_part):
+        part = z if parts == 1 else z[:, first : first + rows_per_part]
         count = part.shape[1]
         out = values[: count * spec.inputs].view(count, spec.inputs)
         part.addmm_(x, word_rows(packed, spec, None, first, out).t(), beta=int(added))
@@ -440,7 +440,7 @@ class TritonMatrices:
         if packed.order is not None:
             x = x.index_select(1, packed.order)
         if in_words(kind):
-            if tokens <= MOST_IN_WORDS or spec.out_dtype != x.dtype:
+            if tokens <= MAX_IN_WORDS or spec.out_dtype != x.dtype:
                 return words_linear(x, packed, matrix, residual)
             if self._scratch is None:
                 self._scratch = torch.empty(WIDENED_BYTES, dtype=torch.uint8, device=x.device)
@@ -485,11 +485,13 @@ class TritonMatrices:
         x_group = kind.group if kind.activations == "group" else 0
         filled = packed.values.shape[1]
         many = len(x) > FEW[-1].tokens and spec.out_dtype == torch.bfloat16
-        if many and library.rows and packed.whole is not None and packed.whole.alike:
+        if many and library.rows and packed.single_scale is not None and packed.single_scale.alike:
             codes, _ = round_tokens(x, filled, 0, True, packed.input_scale)
             assert packed.input_scale is not None
-            one = packed.scales[:1]
-            z = product_of_wholes(codes, packed.input_scale, packed.values, one, library.multiply)
+            row_scale = packed.scales[:1]
+            z = product_of_wholes(
+                codes, packed.input_scale, packed.values, row_scale, library.multiply
+            )
         elif many and library.rows and not kind.group:
             codes, x_scales = round_tokens(x, filled, 0, True, packed.input_scale)
             z = product(codes, x_scales, packed.values, packed.scales, library.multiply)

@@ -33,7 +33,7 @@ class Tile:
     programs: int = 256
 
 
-LEAST_OUTPUTS = 32  # of a tile
+MIN_OUTPUTS = 32  # of a tile
 
 # Few tokens: reading weights dominates the time. 64 outputs and 128 inputs of four bits are 4 KiB;
 # each program has three such tiles in flight, and about six programs fit on a processor. Classes
@@ -60,21 +60,21 @@ MANY = Tile(outputs=128, tokens=128, num_warps=8, stages=3)
 # conversions (E4M3 as fp16), have half as many sums.
 MANY_NARROW = Tile(outputs=128, tokens=64, num_warps=8, stages=3)
 # fp32 is multiplied without tensor cores, with both factors in registers.
-FEW_FP32 = Tile(outputs=LEAST_OUTPUTS, tokens=8, num_warps=4, stages=2, splits=16)
+FEW_FP32 = Tile(outputs=MIN_OUTPUTS, tokens=8, num_warps=4, stages=2, splits=16)
 MANY_FP32 = Tile(outputs=64, tokens=32, num_warps=8, stages=2)
 
 # Weights in words are multiplied as they are by up to this many tokens. With more, it takes less
 # time to widen them once and to multiply floats.
-MOST_IN_WORDS = 256
+MAX_IN_WORDS = 256
 # Memory for widened weights: a whole matrix of 14336 x 4096, or part of a larger one.
 WIDENED_BYTES = 128 << 20
 
-LEAST_STEPS = 4  # of 128 inputs per split; shorter ones would mostly fill the pipeline
+MIN_STEPS = 4  # of 128 inputs per split; shorter ones would mostly fill the pipeline
 
 
 def tile_in_words(tokens: int, *, fp32: bool, narrow: bool, int4: bool) -> Tile:
     """Return the tile of a product with a weight in words; see `tile_for`."""
-    if fp32 or narrow or not FEW[-1].tokens < tokens <= MOST_IN_WORDS:
+    if fp32 or narrow or not FEW[-1].tokens < tokens <= MAX_IN_WORDS:
         return tile_for(tokens, narrow=narrow, fp32=fp32, int4=int4)
     return SOME if tokens <= 2 * SOME.tokens else MORE
 
@@ -111,8 +111,8 @@ def splits_for(tile: Tile, rows: int, steps: int) -> int:
     """Return the number of splits, a power of two: enough to occupy the GPU, as long as splits have
     enough steps."""
     row_tiles = ceil_div(rows, tile.outputs)
-    most = min(tile.splits, steps // LEAST_STEPS)
+    max_splits = min(tile.splits, steps // MIN_STEPS)
     splits = 1
-    while 2 * splits <= most and row_tiles * splits < tile.programs:
+    while 2 * splits <= max_splits and row_tiles * splits < tile.programs:
         splits *= 2
     return splits

@@ -26,7 +26,7 @@ from kvik.kernels.packing import PLAIN, Packing, Parts, check_order
 from kvik.kernels.reference.ops import fill_shared
 from kvik.kernels.reference.ops import matrix as plain_matrix
 from kvik.kernels.triton.launch import ceil_div
-from kvik.kernels.triton.matrix_shapes import LEAST_OUTPUTS
+from kvik.kernels.triton.matrix_shapes import MIN_OUTPUTS
 from kvik.kernels.triton.scaled_mm import SQUARE
 from kvik.kernels.weights import DTYPES, SYMMETRIC_ZERO, Matrix, MatrixSpec, Weight, scale_dtype
 from kvik.spec.weight_kind import WeightKind
@@ -58,13 +58,13 @@ class Squares:
         self.scales[begin:end, : len(firsts)] = firsts.t()
         alike = of_rows == firsts.repeat_interleave(SQUARE, 1)[:, : of_rows.shape[1]]
         missing = (end - begin) * SQUARE - of_rows.shape[1]
-        whole = torch.nn.functional.pad(alike.all(0), (0, missing), value=True)
-        self.equal[begin:end] = whole.view(-1, SQUARE).all(1).tolist()
+        equal_blocks = torch.nn.functional.pad(alike.all(0), (0, missing), value=True)
+        self.equal[begin:end] = equal_blocks.view(-1, SQUARE).all(1).tolist()
         self.everywhere = all(self.equal)
 
 
 @dataclass(slots=True)
-class Whole:
+class SingleScale:
     """The scale of a whole E4M3 weight.
 
     Attributes:
@@ -93,32 +93,32 @@ def parts(matrix: Matrix) -> Parts:
     if not isinstance(packed, TritonPacked):
         return PLAIN.parts(matrix)
     names = ("values", "scales", "factors", "order", "input_scale")
-    found = {name: getattr(packed, name) for name in names} | {"bias": matrix.bias}
-    return {name: part for name, part in found.items() if part is not None}
+    tensors = {name: getattr(packed, name) for name in names} | {"bias": matrix.bias}
+    return {name: part for name, part in tensors.items() if part is not None}
 
 
 def over(spec: MatrixSpec, parts: Parts) -> Matrix:
     """See `Packing`."""
     if not is_packed(spec):
         return PLAIN.over(spec, parts)
-    own = {name: part.to(spec.device) for name, part in parts.items()}
-    if "order" in own:
-        check_order(own["order"])
+    tensors = {name: part.to(spec.device) for name, part in parts.items()}
+    if "order" in tensors:
+        check_order(tensors["order"])
     packed = TritonPacked(
-        own["values"],
-        own["scales"],
-        own.get("factors"),
-        own.get("order"),
-        own.get("input_scale"),
+        tensors["values"],
+        tensors["scales"],
+        tensors.get("factors"),
+        tensors.get("order"),
+        tensors.get("input_scale"),
         squares_of(spec),
         whole_of(spec),
         arrivals_of(spec),
     )
     if packed.squares is not None:
         packed.squares.update(packed.scales, spec.rows, 0, spec.rows)
-    if packed.whole is not None:
-        packed.whole.update(packed.scales, spec.rows)
-    return Matrix(spec, own.get("bias"), packed)
+    if packed.single_scale is not None:
+        packed.single_scale.update(packed.scales, spec.rows)
+    return Matrix(spec, tensors.get("bias"), packed)
 
 
 GPU = Packing("gpu-1", layout, parts, over)
@@ -128,7 +128,7 @@ STEP = 128  # inputs are padded to a multiple of this
 ROW_STEP = 128  # and outputs to a multiple of this
 TILE_ROWS = 64
 TILE_WORDS = 16  # of an output
-LEAST_GROUP = 16
+MIN_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +144,7 @@ class TritonPacked:
         order: [inputs] int32; None: unchanged.
         input_scale: [1] fp32 of calibrated activations.
         squares: scales of square blocks, for E4M3 in groups of 128, if x has such groups too.
-        whole: for E4M3, if x has a calibrated scale.
+        single_scale: for E4M3, if x has a calibrated scale.
         arrivals: [row tiles] int32, zeros between two products: see `linear_end.py`. So products
             with one matrix must not overlap: they use one stream, or streams that wait.
     """
@@ -155,7 +155,7 @@ class TritonPacked:
     order: Tensor | None
     input_scale: Tensor | None
     squares: Squares | None
-    whole: Whole | None
+    single_scale: SingleScale | None
     arrivals: Tensor
 
 
@@ -179,7 +179,7 @@ def span_of(group: int) -> int:
 def is_packed(spec: MatrixSpec) -> bool:
     """Return whether the kernels here multiply it. Floats, and groups unsuitable for tensor cores,
     are multiplied by torch, from the unpacked weight."""
-    return not spec.kind.floats and spec.kind.group % LEAST_GROUP == 0
+    return not spec.kind.floats and spec.kind.group % MIN_GROUP == 0
 
 
 def empty(spec: MatrixSpec) -> TritonPacked:
@@ -237,8 +237,8 @@ def fill(spec: MatrixSpec, packed: TritonPacked, first: int, weight: Weight) -> 
         packed.factors[:, rows] = factors
     if packed.squares is not None:
         packed.squares.update(packed.scales, spec.rows, first, first + weight.outputs)
-    if packed.whole is not None:
-        packed.whole.update(packed.scales, spec.rows)
+    if packed.single_scale is not None:
+        packed.single_scale.update(packed.scales, spec.rows)
 
 
 def words_of(weight: Weight, tiles: int) -> Tensor:
@@ -251,7 +251,7 @@ def words_of(weight: Weight, tiles: int) -> Tensor:
         codes = weight.values.view(torch.uint8)
     missing = tiles * planes * 32 - codes.shape[1]
     codes = torch.nn.functional.pad(codes, (0, missing))
-    if span_of(weight.kind.group) == LEAST_GROUP:
+    if span_of(weight.kind.group) == MIN_GROUP:
         halves = codes.view(len(codes), tiles, planes, 2, TILE_WORDS).transpose(-1, -2)
     else:
         halves = codes.view(len(codes), tiles, planes, TILE_WORDS, 2)
@@ -310,12 +310,12 @@ def squares_of(spec: MatrixSpec) -> Squares | None:
     return Squares(scales, [False] * blocks)
 
 
-def whole_of(spec: MatrixSpec) -> Whole | None:
-    return Whole() if spec.kind.activations == "static" and not spec.kind.group else None
+def whole_of(spec: MatrixSpec) -> SingleScale | None:
+    return SingleScale() if spec.kind.activations == "static" and not spec.kind.group else None
 
 
 def arrivals_of(spec: MatrixSpec) -> Tensor:
-    tiles = _up(spec.rows, ROW_STEP) // LEAST_OUTPUTS
+    tiles = _up(spec.rows, ROW_STEP) // MIN_OUTPUTS
     return torch.zeros(tiles, dtype=torch.int32, device=spec.device)
 
 

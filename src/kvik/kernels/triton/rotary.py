@@ -226,19 +226,19 @@ def keep_queries(
     seq_lens: Tensor,
     state_rows: Tensor,
     scale: float,
-    most: int,
+    max_queries: int,
 ) -> None:
     """Do the same as `attention.base.keep_queries`, with numbers read on the device.
 
     Args:
         q: [tokens, heads, head_dim], rotated. ring: [slots, last, heads, head_dim] fp32.
         state_rows: [sequences], rows of the ring; below 0: nothing is kept.
-        most: most queries of a sequence.
+        max_queries: most queries of a sequence.
     """
     q = _with_whole_heads(q)
     last, width = ring.shape[1], ring.shape[2] * ring.shape[3]
     launch(
-        keep_queries_kernel, (min(last, most), len(seq_lens)),
+        keep_queries_kernel, (min(last, max_queries), len(seq_lens)),
         (q, query_start, seq_lens, state_rows, ring), (q.stride(0), scale),
         (last, width, min(1024, power_of_two(width))), enable_fp_fusion=False,
     )  # fmt: skip

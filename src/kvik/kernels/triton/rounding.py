@@ -26,7 +26,7 @@ from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 # scale for all tokens could not represent it otherwise. Floor: memory; x is read twice, the second
 # time from a cache.
 
-MOST_STEPS = 4096  # numbers that a program processes at a time, of one or more tokens or groups
+MAX_STEPS = 4096  # numbers that a program processes at a time, of one or more tokens or groups
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def round_tokens(
     if tokens and group:
         block = power_of_two(group)
         # Not fewer for few groups, otherwise each number of groups would be compiled separately.
-        count = max(1, MOST_STEPS // block)
+        count = max(1, MAX_STEPS // block)
         launch(
             round_groups_kernel,
             (ceil_div(scales.numel(), count),),
@@ -164,15 +164,15 @@ def round_tokens(
             (group, e4m3, count, block),
         )
     elif tokens:
-        block = min(MOST_STEPS, power_of_two(filled))
-        count = max(1, MOST_STEPS // block)
-        each = scale is not None and len(scale) > 1
+        block = min(MAX_STEPS, power_of_two(filled))
+        count = max(1, MAX_STEPS // block)
+        scale_per_token = scale is not None and len(scale) > 1
         launch(
             round_tokens_kernel,
             (ceil_div(tokens, count),),
             (x, scale, out, scales),
             (tokens, inputs, filled, stride),
-            (e4m3, each, count, block),
+            (e4m3, scale_per_token, count, block),
             num_warps=8,
         )
     return (out.view(torch.float8_e4m3fn) if e4m3 else out), scales

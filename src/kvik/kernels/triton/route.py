@@ -137,7 +137,7 @@ def route(
         router.active,
         SCORES.index(router.scores),
         router.groups,
-        router.kept,
+        router.kept_groups,
         router.group_by == "best two",
         router.normalised,
         power_of_two(router.groups),

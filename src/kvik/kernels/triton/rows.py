@@ -113,11 +113,11 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
 def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
     """See `Ops`; rows are copied first, as a block may be both source and target."""
     blocks = cache.flatten(1)
-    rows, kept = _as_integers(blocks, gather_rows(blocks, source))
+    rows, copies = _as_integers(blocks, gather_rows(blocks, source))
     dim = rows.shape[1]
     block = min(PIECE, power_of_two(dim))
     grid = (len(source), ceil_div(dim, block))
-    launch(scatter_kernel, grid, (kept, target.contiguous(), rows), (dim,), (block,))
+    launch(scatter_kernel, grid, (copies, target.contiguous(), rows), (dim,), (block,))
 
 
 def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,8 +135,8 @@ def largest(logits: Tensor) -> tuple[Tensor, Tensor]:
             largest_of_chunks_kernel, (rows, chunks), (logits, tops, firsts),
             (vocab, logits.stride(0)), (chunk,), num_warps=8,
         )  # fmt: skip
-        found = (tops, firsts, top, ids)
-        launch(largest_of_rows_kernel, (rows,), found, (chunks,), (power_of_two(chunks),))
+        tensors = (tops, firsts, top, ids)
+        launch(largest_of_rows_kernel, (rows,), tensors, (chunks,), (power_of_two(chunks),))
     return top, ids
 
 

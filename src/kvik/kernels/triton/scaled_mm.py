@@ -72,8 +72,8 @@ def product_of_wholes(
     Returns:
         [tokens, rows] bf16.
     """
-    one = ScalingType.TensorWise
-    return multiply(codes, values.t(), x_scale, one, scale, one, torch.bfloat16)
+    scaling = ScalingType.TensorWise
+    return multiply(codes, values.t(), x_scale, scaling, scale, scaling, torch.bfloat16)
 
 
 def product_of_blocks(

@@ -61,8 +61,8 @@ class LinearShape:
             return values
         size = self.inputs // values.shape[1]
         starts = self.columns[::size]
-        whole = tuple(start + i for start in starts for i in range(size))
-        if whole != self.columns or any(start % size for start in starts):
+        order = tuple(start + i for start in starts for i in range(size))
+        if order != self.columns or any(start % size for start in starts):
             raise ValueError(f"its inputs are reordered, but each {size} neighbours share a scale")
         return values[:, torch.tensor(starts, device=values.device) // size]
 

@@ -73,17 +73,17 @@ class PackQuantized(GroupedFormat):
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         outputs, bits = self.shape.outputs, self.scheme.bits
         words = compressed_words(self.shape.inputs, bits)
-        found = {
+        tensors = {
             PACKED: self.stored((outputs, words), torch.int32, OutputAxis()),
             SCALE: self.stored(self.scale, dtype, _scale_axis(self.scheme)),
             SHAPE: StoredTensor((2,), torch.int64),
         }
         if not self.scheme.symmetric:
             zeros = (compressed_words(outputs, bits), self.groups)
-            found[ZERO] = self.stored(zeros, torch.int32, word_axis(0, bits))
+            tensors[ZERO] = self.stored(zeros, torch.int32, word_axis(0, bits))
         if self.has_index:
-            found[INDEX] = StoredTensor((self.shape.inputs,), torch.int64)
-        return found
+            tensors[INDEX] = StoredTensor((self.shape.inputs,), torch.int64)
+        return tensors
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
         shape, bits = self.shape, self.scheme.bits
@@ -94,8 +94,8 @@ class PackQuantized(GroupedFormat):
         zeros = None
         if not self.scheme.symmetric:
             first = rows.start // WORD
-            own = tensors[ZERO][first * bits : -(-rows.stop // WORD) * bits]
-            zeros = unpack_compressed_zeros(own, bits, rows.stop - first * WORD)
+            words = tensors[ZERO][first * bits : -(-rows.stop // WORD) * bits]
+            zeros = unpack_compressed_zeros(words, bits, rows.stop - first * WORD)
             zeros = zeros[rows.start - first * WORD :]
         scales = _scales(tensors[SCALE], rows)
         return Codes(q, scales, zeros, bits, self._index(tensors))
@@ -113,16 +113,16 @@ class PackQuantized(GroupedFormat):
 
     def save(self, codes: Codes) -> dict[str, Tensor]:
         """Return the tensors of a whole layer."""
-        found = {
+        tensors = {
             PACKED: pack_compressed(codes.q, codes.bits),
             SCALE: codes.scales.reshape(self.scale).contiguous(),
             SHAPE: torch.tensor([self.shape.outputs, self.shape.inputs]),
         }
         if codes.zeros is not None:
-            found[ZERO] = pack_compressed_zeros(codes.zeros, codes.bits)
+            tensors[ZERO] = pack_compressed_zeros(codes.zeros, codes.bits)
         if codes.groups is not None:
-            found[INDEX] = codes.groups.to(torch.int32)
-        return found
+            tensors[INDEX] = codes.groups.to(torch.int32)
+        return tensors
 
 
 class IntQuantized(GroupedFormat):
@@ -139,13 +139,13 @@ class IntQuantized(GroupedFormat):
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         weight = self.shape.outputs, self.shape.inputs
-        found = {
+        tensors = {
             WEIGHT: self.stored(weight, torch.int8, OutputAxis()),
             SCALE: self.stored(self.scale, dtype, _scale_axis(self.scheme)),
         }
         if not self.scheme.symmetric:
-            found[ZERO] = self.stored(self.scale, torch.int8, _scale_axis(self.scheme))
-        return found
+            tensors[ZERO] = self.stored(self.scale, torch.int8, _scale_axis(self.scheme))
+        return tensors
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
         q = tensors[WEIGHT][rows].view(torch.uint8) ^ SIGN
@@ -156,13 +156,13 @@ class IntQuantized(GroupedFormat):
 
     def save(self, codes: Codes) -> dict[str, Tensor]:
         """Return the tensors of a whole layer; codes have eight bits."""
-        found = {
+        tensors = {
             WEIGHT: (codes.q ^ SIGN).view(torch.int8),
             SCALE: _gathered(codes.scales, self.scale),
         }
         if codes.zeros is not None:
-            found[ZERO] = _gathered((codes.zeros ^ SIGN).view(torch.int8), self.scale)
-        return found
+            tensors[ZERO] = _gathered((codes.zeros ^ SIGN).view(torch.int8), self.scale)
+        return tensors
 
 
 def _scale_axis(scheme: StoredScheme) -> OutputAxis | None:

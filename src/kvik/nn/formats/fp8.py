@@ -50,14 +50,14 @@ class Fp8:
         reason = f"fp8 in blocks of {block[0]} x {block[1]}" if block[1] else "fp8"
         weight = (self.shape.outputs, self.shape.inputs)
         bands = OutputAxis(0, self.scheme.band) if self.scheme.band else None
-        found = {
+        tensors = {
             WEIGHT: StoredTensor(weight, self.dtype, OutputAxis(), because=reason),
             self.scale_name: StoredTensor(self.scale, torch.float32, bands, because=reason),
         }
         if self.static:
             reason = "static activations"
-            found[INPUT_SCALE] = StoredTensor(self.input_scale, torch.float32, because=reason)
-        return found
+            tensors[INPUT_SCALE] = StoredTensor(self.input_scale, torch.float32, because=reason)
+        return tensors
 
     def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
         values = tensors[WEIGHT][rows]
@@ -101,7 +101,7 @@ class Fp8:
             scales: as `fp8_scales` returns them for the block size of this format.
             input_scale: [1], for static activations.
         """
-        found = {WEIGHT: values, self.scale_name: scales.float().reshape(self.scale)}
+        tensors = {WEIGHT: values, self.scale_name: scales.float().reshape(self.scale)}
         if input_scale is not None:
-            found[INPUT_SCALE] = input_scale.float().reshape(self.input_scale)
-        return found
+            tensors[INPUT_SCALE] = input_scale.float().reshape(self.input_scale)
+        return tensors

@@ -100,14 +100,14 @@ class Gptq(GroupedFormat):
         inputs, outputs, bits = self.shape.inputs, self.shape.outputs, self.scheme.bits
 
         words, zeros = (inputs * bits // WORD, outputs), (self.groups, outputs * bits // WORD)
-        found = {
+        tensors = {
             "qweight": self.stored(words, torch.int32, OutputAxis(1)),
             "qzeros": self.stored(zeros, torch.int32, word_axis(1, bits)),
             "scales": self.stored((self.groups, outputs), torch.float16, OutputAxis(1)),
         }
         if self.has_index:
-            found[INDEX] = StoredTensor((inputs,), torch.int64)
-        return found
+            tensors[INDEX] = StoredTensor((inputs,), torch.int64)
+        return tensors
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
         bits = self.scheme.bits
@@ -125,8 +125,8 @@ class Gptq(GroupedFormat):
         """Return [rows, groups]."""
         first = rows.start // WORD  # this many outputs fill words with codes of any bits
         bits = self.scheme.bits
-        own = words[:, first * bits : -(-rows.stop // WORD) * bits]
-        zeros = unpack_gptq_zeros(add_one(own, bits) if self.scheme.zeros_less_one else own, bits)
+        part = words[:, first * bits : -(-rows.stop // WORD) * bits]
+        zeros = unpack_gptq_zeros(add_one(part, bits) if self.scheme.zeros_less_one else part, bits)
         return zeros[rows.start - first * WORD : rows.stop - first * WORD]
 
     def _index(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -191,9 +191,9 @@ class Awq(GroupedFormat):
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
         first = rows.start // PER_WORD
         words = slice(first, -(-rows.stop // PER_WORD))
-        own = slice(rows.start - first * PER_WORD, rows.stop - first * PER_WORD)
-        q = unpack_awq(tensors["qweight"][:, words])[own]
-        zeros = unpack_awq(tensors["qzeros"][:, words])[own]
+        local_rows = slice(rows.start - first * PER_WORD, rows.stop - first * PER_WORD)
+        q = unpack_awq(tensors["qweight"][:, words])[local_rows]
+        zeros = unpack_awq(tensors["qzeros"][:, words])[local_rows]
         scales = finite("scales", tensors["scales"][:, rows]).t()
         return Codes(q, scales, zeros, AWQ_BITS)
 

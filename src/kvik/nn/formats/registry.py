@@ -58,17 +58,17 @@ def choose_format(
         made = FORMATS[scheme.layout](scheme, shape, stored)
     except ValueError as error:
         source = "the GGUF file" if scheme.layout in BLOCK_LAYOUTS else KEY
-        what = f"layer {shown(layer)}: {error}; {source} says {scheme}"
-        raise ModelError("model", what) from None
-    wanted = made.tensors(torch.float32)
-    if stored and not set(wanted) <= set(stored):
-        raise _mismatch(layer, stored, f"{', '.join(wanted)} ({scheme.layout})")
+        message = f"layer {shown(layer)}: {error}; {source} says {scheme}"
+        raise ModelError("model", message) from None
+    tensors = made.tensors(torch.float32)
+    if stored and not set(tensors) <= set(stored):
+        raise _mismatch(layer, stored, f"{', '.join(tensors)} ({scheme.layout})")
     return made
 
 
-def _mismatch(layer: str, stored: Mapping[str, tuple[int, ...]], wanted: str) -> ModelError:
+def _mismatch(layer: str, stored: Mapping[str, tuple[int, ...]], names: str) -> ModelError:
     listed = ", ".join(sorted(stored)[:MAX_LISTED])
     return ModelError(
         "model",
-        f"layer {shown(layer)} is stored as {listed}; by config.json {KEY} it must be {wanted}",
+        f"layer {shown(layer)} is stored as {listed}; by config.json {KEY} it must be {names}",
     )

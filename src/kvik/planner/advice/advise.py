@@ -30,7 +30,7 @@ from kvik.planner.memory import laid_out
 from kvik.planner.parallel import can_share
 from kvik.planner.plan import Question, find_machine, setting_of
 from kvik.planner.roofline import decode, step_time
-from kvik.planner.search import least
+from kvik.planner.search import smallest
 from kvik.planner.serving import Drafting, Serving, Traffic, budgets, set_up
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import KV_FORMATS
@@ -39,8 +39,8 @@ from kvik.spec.model import DTYPE_BYTES
 # Levers without flags on GPUs: groups have not run there, and stages are missing.
 NOT_ON_GPUS = frozenset({"parallelism"})
 DRAFTS = (1, 2, 3, 4, 5, 6, 8)
-MOST_SEQS = 1024  # requests at a time
-MOST_DEVICES = 32  # per layer
+MAX_SEQS = 1024  # requests at a time
+MAX_DEVICES = 32  # per layer
 
 # One position of a lever: its name in words, to follow "with", and the setting. `_Adviser` predicts
 # its effects.
@@ -63,7 +63,7 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
     made, other = weight_facts(at.weight_format), at.weight_format != was.weight_format
     drafting = serving.drafting
     model = drafting.model if drafting else ""
-    found: list[tuple[str, object, bool]] = [
+    options: list[tuple[str, object, bool]] = [
         ("dtype", made.dtype, bool(made.dtype) and other),
         ("quantization", made.quantization, bool(made.quantization) and other),
         ("kv_cache_dtype", at.kv_format, at.kv_format != _kv_of(serving.shape, at)),
@@ -73,7 +73,7 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
         ("spec_model", model, bool(model)),
         ("spec_tokens", drafting.drafts if drafting else 0, drafting is not None),
     ]
-    return tuple(flag(option, value) for option, value, changed in found if changed)
+    return tuple(flag(option, value) for option, value, changed in options if changed)
 
 
 def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
@@ -95,7 +95,7 @@ def drafting_flags(drafting: Drafting) -> tuple[str, ...]:
 
 def widened(serving: Serving) -> Serving:
     """Return the setting with as many concurrent requests as fit in memory."""
-    return replace(serving, seqs=max(serving.seqs, min(serving.room, MOST_SEQS)))
+    return replace(serving, seqs=max(serving.seqs, min(serving.max_fitting, MAX_SEQS)))
 
 
 def speculations(
@@ -143,7 +143,7 @@ def device_counts(serving: Serving) -> Iterator[int]:
         yield 1
         return
     count = 1
-    while count <= MOST_DEVICES and can_share(serving.shape, count):
+    while count <= MAX_DEVICES and can_share(serving.shape, count):
         if count == 1 or serving.at.device.link:
             yield count
         count *= 2
@@ -328,7 +328,7 @@ class _Adviser:
             obstacle=obstacle,
             usual=self.usual,
             advised=now.serving,
-            start=start.figures if self.usual.room else None,
+            start=start.figures if self.usual.max_fitting else None,
             end=now.figures,
             flags=serving_flags(now.serving, self.usual),
             advice=tuple(advice),
@@ -353,17 +353,17 @@ class _Adviser:
             CapacityError: nothing fits.
         """
         usual = self.usual
-        if usual.room:
+        if usual.max_fitting:
             return start, ""
         formats = (usual.at.weight_format, *made_formats(usual))
         for count in device_counts(usual):
             for name in formats:
                 shared = replace(usual, at=replace(usual.at, tp=count))
-                found = with_weights(shared, self.traffic, name)
-                if found.room:
-                    alone = count == 1 or self._available("parallelism")
-                    reason = "" if alone else reasons.obstacle(usual, found, formats)
-                    return self._at(found), reason
+                candidate = with_weights(shared, self.traffic, name)
+                if candidate.max_fitting:
+                    is_available = count == 1 or self._available("parallelism")
+                    reason = "" if is_available else reasons.obstacle(usual, candidate, formats)
+                    return self._at(candidate), reason
         raise CapacityError("model", reasons.hopeless(usual, formats))
 
     def _room(self, now: _Point) -> Advice:
@@ -378,7 +378,7 @@ class _Adviser:
         supposed = replace(self.traffic, shared=shared or self.traffic.prompt // 2)
         without = figures_of(now, replace(self.traffic, shared=0), self.goal)
         served = figures_of(now, supposed, self.goal)
-        reason = reasons.prefix(supposed, served, without, known=bool(shared))
+        reason = reasons.prefix(supposed, served, without, has_prefix=bool(shared))
         if not shared:
             return Advice("prefix cache", "keep", reason)
         return Advice("prefix cache", "keep", reason, before=without, after=served)
@@ -392,7 +392,7 @@ class _Adviser:
             best = trial._best(topic, now)
             return best if self._improvement(now, best) > 0.0 else None
 
-        needed = least(lambda percent: gains(percent) is not None, 100)
+        needed = smallest(lambda percent: gains(percent) is not None, 100)
         best = gains(needed) if needed is not None else None
         batch = self._batch(now)
         reason = reasons.checking(now.serving, self.traffic, batch, 1)
@@ -426,8 +426,8 @@ class _Adviser:
         if change <= 0.0:
             return Advice(topic, "no use", reason), now
         if not self._available(topic):
-            found = Advice(topic, "not in this version", reason, then.name)
-            return replace(found, before=now.figures, after=then.figures), now
+            advice = Advice(topic, "not in this version", reason, then.name)
+            return replace(advice, before=now.figures, after=then.figures), now
         if topic in ("KV format", "quantisation"):
             reason += "; answers change a little, so compare them"
         made, undone = self._changes(now, then)
@@ -443,7 +443,7 @@ class _Adviser:
             point = self._at(widened(serving), name)
             if best is None or self._improvement(best, point) > 0.0:
                 best = point
-            if topic == "parallelism" and self._kept(best):
+            if topic == "parallelism" and self._keeps_slo(best):
                 break
         return best or replace(now, name="")
 
@@ -473,11 +473,11 @@ class _Adviser:
         wide = self._at(widened(best.serving), name)
         if self._improvement(best, wide) > 0.0:
             best = wide
-        wanted = best.figures.load if slo is None else best.figures.largest
-        if wanted is None:
+        load = best.figures.load if slo is None else best.figures.largest
+        if load is None:
             return best
-        needed = min(wanted.concurrency, best.serving.most)
-        if needed > usual.seqs or (slo is not None and needed < best.serving.most):
+        needed = min(load.concurrency, best.serving.max_running)
+        if needed > usual.seqs or (slo is not None and needed < best.serving.max_running):
             return self._at(replace(best.serving, seqs=needed), name)
         return self._at(replace(best.serving, seqs=usual.seqs), name)
 
@@ -489,21 +489,21 @@ class _Adviser:
         gone = (flag.split()[0] for flag in old)
         return tuple(f for f in new if f not in old), tuple(o for o in gone if o not in options)
 
-    def _kept(self, point: _Point) -> bool:
+    def _keeps_slo(self, point: _Point) -> bool:
         return self.goal.slo is None or point.figures.largest is not None
 
     def _batch(self, now: _Point) -> int:
         """Return the number of requests that run at a time under the load of the figures."""
-        load, most = now.figures.load, now.serving.most
-        return max(1, min(load.concurrency if load else most, most))
+        load, limit = now.figures.load, now.serving.max_running
+        return max(1, min(load.concurrency if load else limit, limit))
 
     def _reason(self, topic: str, now: _Point, then: _Point, change: float) -> str:
         if not then.name:
             return reasons.nothing(topic, now.serving)
         batch, drafting = self._batch(now), then.serving.drafting
         if topic in ("precision", "quantisation"):
-            others = [serving for _, serving in self._positions(topic, now)]
-            reason = reasons.formats(now.serving, others, then.serving, self.traffic, batch)
+            candidates = [serving for _, serving in self._positions(topic, now)]
+            reason = reasons.formats(now.serving, candidates, then.serving, self.traffic, batch)
         elif drafting is None:
             reason = reasons.shares(now.serving, self.traffic, batch)
         else:
@@ -520,11 +520,11 @@ class _Adviser:
         slo = self.goal.slo
         if slo is None:
             return ""
-        said = reasons.promise(now.figures, slo, asked=self.goal.load_named)
-        if self._kept(now) or not absent:
-            return said
+        text = reasons.promise(now.figures, slo, load_named=self.goal.load_named)
+        if self._keeps_slo(now) or not absent:
+            return text
         for topic in absent:  # on top of each other
             best = self._best(topic, now)
             if self._improvement(now, best) > 0.0:
                 now = best
-        return f"{said}; {reasons.beyond(now.figures, slo)}"
+        return f"{text}; {reasons.beyond(now.figures, slo)}"

@@ -107,14 +107,14 @@ def traffic_of(goal: Goal, shape: ModelShape) -> Traffic:
 
 def assumed(goal: Goal, traffic: Traffic) -> tuple[str, ...]:
     """Return flags that stand for the defaults of the goal."""
-    found = []
+    flags = []
     if goal.prompt_tokens is None:
-        found.append(f"--prompt-tokens {traffic.prompt}")
+        flags.append(f"--prompt-tokens {traffic.prompt}")
     if goal.output_tokens is None:
-        found.append(f"--output-tokens {traffic.output}")
+        flags.append(f"--output-tokens {traffic.output}")
     if goal.slo is None and not goal.load_named:
-        found.append(f"--concurrency {USUAL_CONCURRENCY}")
-    return tuple(found)
+        flags.append(f"--concurrency {USUAL_CONCURRENCY}")
+    return tuple(flags)
 
 
 WORTHWHILE = 0.02  # relative change of a figure; smaller changes are within the prediction error
@@ -148,9 +148,9 @@ class Figures:
         if goal.slo is None:
             return load
         closeness = 1.0 / self.single.excess(goal.slo) if self.single else 0.0
-        kept = (self.largest.rate if self.largest else 0.0, min(1.0, closeness))
+        slo_figures = (self.largest.rate if self.largest else 0.0, min(1.0, closeness))
         # Without a load in the goal, settings are compared at different loads.
-        return (*kept, *load) if goal.load_named else kept
+        return (*slo_figures, *load) if goal.load_named else slo_figures
 
 
 def figures_of(serving: Serving, traffic: Traffic, goal: Goal) -> Figures:
@@ -160,7 +160,7 @@ def figures_of(serving: Serving, traffic: Traffic, goal: Goal) -> Figures:
         ConfigError: the machine's speed is unknown, or it has no link to siblings.
     """
     single = predict(serving, traffic, 1)
-    full = predict(serving, traffic, max(1, serving.most))
+    full = predict(serving, traffic, max(1, serving.max_running))
     largest = None
     if goal.slo is not None:
         largest = largest_load(serving, traffic, goal.slo)
@@ -170,7 +170,7 @@ def figures_of(serving: Serving, traffic: Traffic, goal: Goal) -> Figures:
         load = predict(serving, traffic, goal.concurrency or USUAL_CONCURRENCY)
     else:
         load = largest or single
-    batch = max(1, min(load.concurrency if load else serving.most, serving.most))
+    batch = max(1, min(load.concurrency if load else serving.max_running, serving.max_running))
     memory, limit = serving.memory(batch)
     return Figures(load, single, full, largest, memory, limit)
 
@@ -213,15 +213,15 @@ def obstacle(usual: Serving, now: Serving, formats: tuple[str, ...]) -> str:
 def attention(serving: Serving, batch: int) -> str:
     """Compare the cache of the model's attention with that of other kinds."""
     rows = attention_variants(serving.shape, replace(serving.at, batch=batch))
-    own = next(row for row in rows if row.own)
-    others = [
+    model_row = next(row for row in rows if row.own)
+    alternatives = [
         f"{row.attention} {row.kv_per_token:,} bytes"
-        + (f" and {_change(own.ceiling, row.ceiling)} decode tokens/s" if row.ceiling else "")
+        + (f" and {_change(model_row.ceiling, row.ceiling)} decode tokens/s" if row.ceiling else "")
         for row in rows
         if not row.own
     ]
-    text = f"{own.attention} caches {own.kv_per_token:,} bytes a token"
-    return f"{text}; with the same heads {', '.join(others)}. It comes with the model"
+    text = f"{model_row.attention} caches {model_row.kv_per_token:,} bytes a token"
+    return f"{text}; with the same heads {', '.join(alternatives)}. It comes with the model"
 
 
 def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
@@ -232,22 +232,22 @@ def shares(serving: Serving, traffic: Traffic, batch: int) -> str:
         sum(p.expected for p in time.parts if p.name == name) for name in ("kv cache", "states")
     )
     host = sum(p.expected for p in time.parts if p.bound == "host")
-    others = f", {states / time.expected:.0%} to states" if states else ""
-    others += f", {host / time.expected:.0%} to calls and the host" if host else ""
-    what = _BOUNDS.get(time.bound, time.bound)
+    extra = f", {states / time.expected:.0%} to states" if states else ""
+    extra += f", {host / time.expected:.0%} to calls and the host" if host else ""
+    bound = _BOUNDS.get(time.bound, time.bound)
     return (
         f"{_prompted(serving, traffic, batch):.0%} of the time goes to prompts; of a decoding step "
         f"{weights / time.expected:.0%} goes to the weights, "
-        f"{cache / time.expected:.0%} to the KV cache{others}; it is bound by {what}"
+        f"{cache / time.expected:.0%} to the KV cache{extra}; it is bound by {bound}"
     )
 
 
 def _prompted(serving: Serving, traffic: Traffic, batch: int) -> float:
     """Return the share of a request's time that is not its own decoding steps."""
     plain = replace(serving, drafting=None)
-    found = predict(plain, traffic, batch)
+    prediction = predict(plain, traffic, batch)
     decoding = (traffic.output - 1) * step_seconds(plain, traffic, batch)
-    return max(0.0, 1.0 - decoding / found.e2e) if found else 0.0
+    return max(0.0, 1.0 - decoding / prediction.e2e) if prediction else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +274,7 @@ class _FormatRates:
             batch / step_seconds(serving, traffic, batch),
         )
 
-    def beside(self, now: _FormatRates) -> str:
+    def compared_with(self, now: _FormatRates) -> str:
         return (
             f"{self.format} computes prompts (in {self.unit}) at {self.prompts / now.prompts:.2f} "
             f"times the rate and decodes at {self.decoding / now.decoding:.2f} times"
@@ -282,24 +282,24 @@ class _FormatRates:
 
 
 def formats(
-    now: Serving, others: Sequence[Serving], best: Serving, traffic: Traffic, batch: int
+    now: Serving, candidates: Sequence[Serving], best: Serving, traffic: Traffic, batch: int
 ) -> str:
     """Compare the weight formats by prompt and decode rates.
 
     Args:
-        others: settings in other formats, including `best`, which serves the load best.
+        candidates: settings in other formats, including `best`, which serves the load best.
     """
     rates = _FormatRates.of(now, traffic, batch)
-    every = [_FormatRates.of(other, traffic, batch) for other in others]
+    every = [_FormatRates.of(other, traffic, batch) for other in candidates]
     (won,) = (other for other in every if other.format == best.at.weight_format)
     reader = max(every, key=lambda other: other.decoding)
     computer = max(every, key=lambda other: other.prompts)
-    text = f"compared with {now.at.weight_format}, {won.beside(rates)}"
+    text = f"compared with {now.at.weight_format}, {won.compared_with(rates)}"
     for other in (reader, computer):
         ahead = max(other.decoding / won.decoding, other.prompts / won.prompts)
         behind = min(other.decoding / won.decoding, other.prompts / won.prompts)
         if ahead > 1.0 + WORTHWHILE and behind < 1.0 - WORTHWHILE:
-            text += f", {other.beside(rates)}"
+            text += f", {other.compared_with(rates)}"
     return f"{text}; {shares(now, traffic, batch)}"
 
 
@@ -312,7 +312,7 @@ def processes(serving: Serving, traffic: Traffic, batch: int) -> str:
     except ConfigError as error:
         return f"one process: {error.message}"
     step = decode(batch, traffic.halfway)
-    times = [step_time(shape, each, step).expected for each in (two, at)]
+    times = [step_time(shape, setting, step).expected for setting in (two, at)]
     return (
         f"processes of one memory share its rate: with 2, a decoding step would take "
         f"{times[0] / times[1]:.2f} times as long, and {show_bytes(more)} more. "
@@ -375,33 +375,34 @@ def batching(
     now: Serving, tuned: Serving, traffic: Traffic, after: Figures, slo: Slo | None
 ) -> str:
     """Describe the effect of more or fewer requests and tokens per step."""
-    full = predict(now, traffic, max(1, now.most))
+    full = predict(now, traffic, max(1, now.max_running))
     if slo is None:
         if full is None or after.load is None:
             return f"requests arrive faster than they can be served, {most_served(after)}"
         return (
-            f"requests join and leave at every step; {now.most} at a time, the most that can run, "
-            f"would give {full.output_rate:,.0f} tokens/s at a TPOT of {seconds(full.tpot)}"
+            f"requests join and leave at every step; {now.max_running} at a time, "
+            f"the most that can run, would give {full.output_rate:,.0f} tokens/s at a TPOT of "
+            f"{seconds(full.tpot)}"
         )
     if after.largest is None:
         return "not even a single request keeps the limits"
     text = f"{after.largest.concurrency} at a time are the most that keep the limits"
     if full is not None and full.excess(slo) > 1.0:
         text += (
-            f"; with {full.concurrency}, the most that can run, they would be {_kept(full, slo)}"
+            f"; with {full.concurrency}, the most that can run, they would be {_slo_met(full, slo)}"
         )
     elif tuned == now:
         text += ", and the most that can run"
     return text
 
 
-def prefix(traffic: Traffic, served: Figures, without: Figures, *, known: bool) -> str:
+def prefix(traffic: Traffic, served: Figures, without: Figures, *, has_prefix: bool) -> str:
     """Describe the effect of shared prefixes."""
     pair = (without.single, served.single)
     if pair[0] is None or pair[1] is None:
         return "on by default"
     saved = f"TTFT of one request {seconds(pair[1].ttft)} in place of {seconds(pair[0].ttft)}"
-    if known:
+    if has_prefix:
         return f"on by default: {traffic.shared} shared prompt tokens are not computed, {saved}"
     return (
         f"on by default; it helps if prompts share a prefix (--shared): with half of the prompt "
@@ -409,21 +410,21 @@ def prefix(traffic: Traffic, served: Figures, without: Figures, *, known: bool) 
     )
 
 
-def promise(figures: Figures, slo: Slo, *, asked: bool) -> str:
+def promise(figures: Figures, slo: Slo, *, load_named: bool) -> str:
     """State whether the limits are kept, and by what margin."""
     parts = []
-    if asked:
+    if load_named:
         if figures.load is None:
             parts.append(f"the load comes faster than it can be served, {most_served(figures)}")
         else:
-            parts.append(f"at the load asked for the limits are {_kept(figures.load, slo)}")
+            parts.append(f"at the load asked for the limits are {_slo_met(figures.load, slo)}")
     if figures.largest is not None:
         parts.append(
             f"the largest load that keeps them is {figures.largest.concurrency} requests at a "
             f"time, {three(figures.largest.rate)} requests/s"
         )
     elif figures.single is not None:
-        parts.append(f"even for a single request they are {_kept(figures.single, slo)}")
+        parts.append(f"even for a single request they are {_slo_met(figures.single, slo)}")
     return "; ".join(parts)
 
 
@@ -440,7 +441,7 @@ def beyond(best: Figures, slo: Slo) -> str:
         return f"with all that is not in this version they would be kept, up to {count} at a time"
     if best.single is None:
         return "no known setting keeps them"
-    return f"with all that is not in this version they would be {_kept(best.single, slo)}"
+    return f"with all that is not in this version they would be {_slo_met(best.single, slo)}"
 
 
 def _count(number: int, thing: str) -> str:
@@ -448,16 +449,16 @@ def _count(number: int, thing: str) -> str:
     return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
-def _change(own: float | None, other: float) -> str:
-    return f"{other / own:.2f} times the" if own else f"{other:,.0f}"
+def _change(base: float | None, other: float) -> str:
+    return f"{other / base:.2f} times the" if base else f"{other:,.0f}"
 
 
-def _kept(found: Prediction, slo: Slo) -> str:
-    excess = found.excess(slo)
+def _slo_met(prediction: Prediction, slo: Slo) -> str:
+    excess = prediction.excess(slo)
     pairs = {
-        "TTFT": (found.ttft, slo.ttft),
-        "TPOT": (found.tpot, slo.tpot),
-        "E2E": (found.e2e, slo.e2e),
+        "TTFT": (prediction.ttft, slo.ttft),
+        "TPOT": (prediction.tpot, slo.tpot),
+        "E2E": (prediction.e2e, slo.e2e),
     }
     name, (time, limit) = max(
         ((n, (t, limit)) for n, (t, limit) in pairs.items() if limit is not None),

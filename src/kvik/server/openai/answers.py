@@ -55,11 +55,11 @@ class Speculation(Struct, kw_only=True):
 
 def speculation_of(outputs: Sequence[RequestOutput]) -> Speculation | UnsetType:
     """Return the statistics of finished requests together; unset without speculation."""
-    known = [one for output in outputs if (one := output.speculation) is not None]
-    if not known:
+    parts = [part for output in outputs if (part := output.speculation) is not None]
+    if not parts:
         return UNSET
-    found = reduce(add, known)
-    drafts, speedup = found.drafts, found.speedup
+    total = reduce(add, parts)
+    drafts, speedup = total.drafts, total.speedup
     return Speculation(
         checks=drafts.rows,
         drafted_tokens=drafts.drafts,
@@ -143,7 +143,7 @@ def usage_of(
     if count_thoughts is not None:
         details = details or CompletionDetails()
         details.reasoning_tokens = sum(
-            count_thoughts(one.token_ids) for output in outputs for one in output.outputs
+            count_thoughts(part.token_ids) for output in outputs for part in output.outputs
         )
     return Usage(
         prompt,
@@ -184,19 +184,19 @@ class TokenNames:
 
     def chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """Return the log probabilities of a few output tokens, in order."""
-        return ChatLogprobs([self._chat_token(one) for one in logprobs])
+        return ChatLogprobs([self._chat_token(entry) for entry in logprobs])
 
     def whole_chat(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs:
         """Return those of all output tokens, created while `encode_in_chunks` encodes them."""
         return ChatLogprobs(cast(list[TokenLogprob], LazyList(logprobs, self._chat_token)))
 
-    def _chat_token(self, one: TokenLogprobs) -> TokenLogprob:
+    def _chat_token(self, entry: TokenLogprobs) -> TokenLogprob:
         top = [
             TopLogprob(self.name(token), finite(value), self._numbers(token))
-            for token, value in one.top
+            for token, value in entry.top
         ]
-        token = one.token_id
-        return TokenLogprob(self.name(token), finite(one.logprob), self._numbers(token), top)
+        token = entry.token_id
+        return TokenLogprob(self.name(token), finite(entry.logprob), self._numbers(token), top)
 
     def _numbers(self, token: int) -> list[int] | None:
         data = self.bytes(token)
@@ -207,15 +207,17 @@ class TokenNames:
         runs."""
         return cast(PromptLogprobs, LazyList(logprobs, self._prompt_token))
 
-    def _prompt_token(self, one: TokenLogprobs | None) -> dict[str, PromptLogprob] | None:
-        if one is None:
+    def _prompt_token(self, entry: TokenLogprobs | None) -> dict[str, PromptLogprob] | None:
+        if entry is None:
             return None
-        found = {
-            str(one.token_id): PromptLogprob(finite(one.logprob), one.rank, self.name(one.token_id))
+        by_id = {
+            str(entry.token_id): PromptLogprob(
+                finite(entry.logprob), entry.rank, self.name(entry.token_id)
+            )
         }
-        for rank, (token, value) in enumerate(one.top, start=1):
-            found.setdefault(str(token), PromptLogprob(finite(value), rank, self.name(token)))
-        return found
+        for rank, (token, value) in enumerate(entry.top, start=1):
+            by_id.setdefault(str(token), PromptLogprob(finite(value), rank, self.name(token)))
+        return by_id
 
 
 def finite(logprob: float) -> float:

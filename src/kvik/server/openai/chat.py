@@ -185,11 +185,11 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     tenant = caller_of(request).tenant
     server.generations.check_capacity(tenant, params.n)
     name, max_tokens = asked_tokens(body, body.max_completion_tokens)
-    most = kept_tokens(server, body.truncate_prompt_tokens, max_tokens)
+    keep = kept_tokens(server, body.truncate_prompt_tokens, max_tokens)
     use = tool_use(
         body.tools,
         body.tool_choice,
-        one=body.parallel_tool_calls is False,
+        single=body.parallel_tool_calls is False,
         texts=server.texts,
     )
     texts = server.texts.of(tenant)
@@ -203,12 +203,12 @@ async def chat(server: Server, request: Request, body: ChatRequest) -> Response:
     answer = AnswerForm.behind(prompt, texts.form, use, anew=begins_anew(body), budget=budget)
     params = answer.constrained(params)
     with rename_fields(prompt="messages"):
-        ids = await texts.encode(prompt, bool(body.add_special_tokens), most)
+        ids = await texts.encode(prompt, bool(body.add_special_tokens), keep)
     with rename_fields(prompt="messages", max_tokens=name):
         check_output_fits(server, len(ids), max_tokens, name)
         check_logprobs(server, [ids], params, "prompt_logprobs", "top_logprobs")
-        wanted = [generation_request(body, ids, params, "messages", answer)]
-        (generation,) = await start_all(server, request, wanted, stream=body.stream)
+        requests = [generation_request(body, ids, params, "messages", answer)]
+        (generation,) = await start_all(server, request, requests, stream=body.stream)
     head = ResponseHead(f"chatcmpl-{generation.request_id}", model, generation.created)
     form = ChatFormat(head, body, server.texts.tokenizer, ids, answer)
     return await generation_response(request, [generation], form, body.stream)
@@ -223,11 +223,11 @@ def chat_params(body: ChatRequest, defaults: SamplingParams) -> SamplingParams:
     check_stream(body)
     if body.top_logprobs and not body.logprobs:
         raise ParamError("top_logprobs", "needs logprobs to be true")
-    name, asked = asked_tokens(body, body.max_completion_tokens)
-    if asked == 0:
+    name, max_tokens = asked_tokens(body, body.max_completion_tokens)
+    if max_tokens == 0:
         raise ParamError(name, "must be at least 1")
     changes = sampling_changes(body)
-    changes["max_tokens"] = own_limit(defaults) if asked is None else limit_of(asked)
+    changes["max_tokens"] = own_limit(defaults) if max_tokens is None else limit_of(max_tokens)
     if body.logprobs:
         changes["logprobs"] = body.top_logprobs or 0
     return defaults.with_changes(**changes)
@@ -239,9 +239,9 @@ def own_limit(defaults: SamplingParams) -> int | None:
 
 
 def effort_variables(
-    effort: Effort, form: AnswerFormat, given: dict[str, Variable] | None
+    effort: Effort, form: AnswerFormat, others: dict[str, Variable] | None
 ) -> dict[str, Variable]:
-    """Return the template variables that set how much to think; `given` variables take precedence.
+    """Return the template variables that set how much to think; `others` variables take precedence.
 
     Raises:
         ParamError: the model has no thoughts, and the request asks for some.
@@ -249,11 +249,11 @@ def effort_variables(
     if not form.thinks and effort != "none":
         raise ParamError("reasoning_effort", "this model has no thoughts")
     if not form.thinks:
-        return given or {}
-    asked: dict[str, Variable] = {"enable_thinking": effort != "none"}
+        return others or {}
+    variables: dict[str, Variable] = {"enable_thinking": effort != "none"}
     if effort != "none":
-        asked["reasoning_effort"] = effort
-    return asked | (given or {})
+        variables["reasoning_effort"] = effort
+    return variables | (others or {})
 
 
 class ChatFormat(ResponseFormat):
@@ -284,7 +284,7 @@ class ChatFormat(ResponseFormat):
         self._prompt_ids = prompt if self._token_ids else UNSET
         self._templates: dict[int, Template] = {}  # by completion, once it has begun
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
+    def complete(self, outputs: Sequence[RequestOutput]) -> ChatCompletion:
         (output,) = outputs
         return ChatCompletion(
             id=self._head.id,
@@ -329,19 +329,19 @@ class ChatFormat(ResponseFormat):
         token_ids = delta.token_ids if self._token_ids and delta.token_ids else UNSET
         parser = self._parsers[index]
         deltas = parser.push(delta.text, ends=reason is not None)
-        text = "".join([one.text for one in deltas])
-        thought = "".join([one.thought for one in deltas])
+        text = "".join([part.text for part in deltas])
+        thought = "".join([part.thought for part in deltas])
         if thought:
-            pieces = Delta(reasoning_content=thought, reasoning=thought)
-            yield self._chunks.event(ChunkChoice(index, pieces))
+            reasoning = Delta(reasoning_content=thought, reasoning=thought)
+            yield self._chunks.event(ChunkChoice(index, reasoning))
         if logprobs is not None or token_ids or (text and self._chunks.with_usage):
             content = Delta(content=text)
             yield self._chunks.event(ChunkChoice(index, content, logprobs, token_ids=token_ids))
         elif text:
             yield self._templates[index].fill(text)
-        for one in deltas:
-            if one.index >= 0:
-                yield self._chunks.event(ChunkChoice(index, Delta(tool_calls=[_piece(one)])))
+        for part in deltas:
+            if part.index >= 0:
+                yield self._chunks.event(ChunkChoice(index, Delta(tool_calls=[_piece(part)])))
         if reason is not None:
             yield self._chunks.event(
                 ChunkChoice(

@@ -110,13 +110,13 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
     """Continue one text or many."""
     model = server.served_name(body.model)
     params = completion_params(body, server.default_params)
-    given = split_prompts("prompt", body.prompt)
+    inputs = split_prompts("prompt", body.prompt)
     name, max_tokens = asked_tokens(body)
-    most = kept_tokens(server, body.truncate_prompt_tokens, params.max_tokens)
-    check_choices("n" if len(given) == 1 else "prompt", len(given), params.n)
+    keep = kept_tokens(server, body.truncate_prompt_tokens, params.max_tokens)
+    check_choices("n" if len(inputs) == 1 else "prompt", len(inputs), params.n)
     tenant = caller_of(request).tenant
-    server.generations.check_capacity(tenant, len(given) * params.n)
-    ids = await all_prompt_ids(server.texts.of(tenant), given, body.add_special_tokens, most)
+    server.generations.check_capacity(tenant, len(inputs) * params.n)
+    ids = await all_prompt_ids(server.texts.of(tenant), inputs, body.add_special_tokens, keep)
     prompts = list(ids.values())
     for field in ids:
         with rename_fields(prompt=field):
@@ -125,11 +125,13 @@ async def completions(server: Server, request: Request, body: CompletionRequest)
     check_logprobs(server, prompts, params, of_prompt, "logprobs")
     with rename_fields(tokens="echo"):
         num_echoed = sum(map(len, prompts)) if body.echo else 0
-        shown = list(given.values()) if most is None else prompts
-        echoes = await offload(num_echoed, lambda: [_echo(server, body, one) for one in shown])
+        shown = list(inputs.values()) if keep is None else prompts
+        echoes = await offload(
+            num_echoed, lambda: [_echo(server, body, prompt) for prompt in shown]
+        )
     with rename_fields(max_tokens=name):
-        wanted = [generation_request(body, ids[field], params, field) for field in ids]
-        generations = await start_all(server, request, wanted, stream=body.stream)
+        requests = [generation_request(body, ids[field], params, field) for field in ids]
+        generations = await start_all(server, request, requests, stream=body.stream)
     head = ResponseHead(f"cmpl-{generations[0].request_id}", model, generations[0].created)
     form = CompletionFormat(head, body, server.texts.tokenizer, prompts, echoes)
     return await generation_response(request, generations, form, body.stream)
@@ -159,16 +161,16 @@ def completion_params(body: CompletionRequest, defaults: SamplingParams) -> Samp
     n = body.n or 1
     if body.best_of is not None and (type(body.best_of) is not int or body.best_of != n):
         raise ParamError("best_of", f"is not supported, unless it equals n ({n})")
-    name, asked = asked_tokens(body)
-    if asked == 0 and not (body.echo and n == 1):
+    name, max_tokens = asked_tokens(body)
+    if max_tokens == 0 and not (body.echo and n == 1):
         raise ParamError(name, "must be at least 1, or 0 with echo and n = 1")
     changes = sampling_changes(body)
-    changes["max_tokens"] = COMPLETION_TOKENS if asked is None else limit_of(asked)
+    changes["max_tokens"] = COMPLETION_TOKENS if max_tokens is None else limit_of(max_tokens)
     changes["logprobs"] = body.logprobs
     if body.echo and body.logprobs is not None:
-        wanted = max(body.logprobs, body.prompt_logprobs or 0)
-        changes["prompt_logprobs"] = wanted
-    elif asked == 0 and body.prompt_logprobs is None:
+        num_top = max(body.logprobs, body.prompt_logprobs or 0)
+        changes["prompt_logprobs"] = num_top
+    elif max_tokens == 0 and body.prompt_logprobs is None:
         changes["prompt_logprobs"] = 0  # makes the engine process the prompt; not shown
     return defaults.with_changes(**changes)
 
@@ -204,7 +206,7 @@ class CompletionFormat(ResponseFormat):
         self._tokens: dict[int, CompletionTokens] = {}  # by choice
         self._of_prompts: dict[int, list[TokenLogprobs | None]] = {}  # logprobs, by position
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> Completion:
+    def complete(self, outputs: Sequence[RequestOutput]) -> Completion:
         choices = [
             self._choice(position, output, completion)
             for position, output in enumerate(outputs)
@@ -226,14 +228,14 @@ class CompletionFormat(ResponseFormat):
                 logprobs = self._of_echo(position, of_prompt)
             tokens = self._completion_tokens(position)
             logprobs = tokens.show(completion.token_ids, completion.logprobs or [], logprobs)
-        asked = self._prompt_logprobs and output.prompt_logprobs is not None
+        with_prompt = self._prompt_logprobs and output.prompt_logprobs is not None
         return CompletionChoice(
             index=position * self._n + completion.index,
             text=self._echoes[position] + completion.text,
             logprobs=logprobs,
             finish_reason=completion.finish_reason,
             stop_reason=completion.stop_reason,
-            prompt_logprobs=self._names.prompt(of_prompt) if asked else UNSET,
+            prompt_logprobs=self._names.prompt(of_prompt) if with_prompt else UNSET,
             token_ids=completion.token_ids if self._token_ids else UNSET,
             prompt_token_ids=self._prompt_ids(position),
         )
@@ -336,24 +338,24 @@ class CompletionTokens:
     ) -> CompletionLogprobs:
         """Return the next tokens, after those of `before`; `logprobs` has one entry for each."""
         shown = before or CompletionLogprobs([], [], [], [] if self._num_top else None)
-        for token, one in zip(token_ids, logprobs, strict=True):
+        for token, entry in zip(token_ids, logprobs, strict=True):
             shown.text_offset.append(self._offset)
             shown.tokens.append(self._names.name(token, "bytes:"))
-            shown.token_logprobs.append(None if one is None else finite(one.logprob))
+            shown.token_logprobs.append(None if entry is None else finite(entry.logprob))
             if shown.top_logprobs is not None:
-                shown.top_logprobs.append(None if one is None else self._top(one))
+                shown.top_logprobs.append(None if entry is None else self._top(entry))
             if self._text is not None:
                 self._offset += len(self._text.push([token]))
         return shown
 
-    def _top(self, one: TokenLogprobs) -> dict[str, float]:
+    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
         """Return log probabilities by token text, including the token itself. If several tokens
         have the same text, the most likely one counts."""
-        found: dict[str, float] = {}
-        for token, value in one.top[: self._num_top]:
-            found.setdefault(self._names.name(token, "bytes:"), finite(value))
-        found.setdefault(self._names.name(one.token_id, "bytes:"), finite(one.logprob))
-        return found
+        by_text: dict[str, float] = {}
+        for token, value in entry.top[: self._num_top]:
+            by_text.setdefault(self._names.name(token, "bytes:"), finite(value))
+        by_text.setdefault(self._names.name(entry.token_id, "bytes:"), finite(entry.logprob))
+        return by_text
 
 
 routes = routes_of(completions)

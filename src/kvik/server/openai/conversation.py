@@ -58,12 +58,12 @@ Choices = Literal["none", "auto", "required"] | ToolChoice
 
 
 def tool_use(
-    tools: Sequence[ToolParam] | None, asked: Choices | None, *, one: bool, texts: Texts
+    tools: Sequence[ToolParam] | None, tool_choice: Choices | None, *, single: bool, texts: Texts
 ) -> ToolUse | None:
     """Return the tools of a request; None without tools.
 
     Args:
-        asked: `tool_choice`. one: allow at most one call per answer.
+        tool_choice: `tool_choice`. one: allow at most one call per answer.
 
     Raises:
         ParamError: the tools cannot be used, or there is a choice without tools.
@@ -77,24 +77,24 @@ def tool_use(
         )
         for tool in tools or ()
     ]
-    choice: ToolMode = asked if isinstance(asked, str) else "auto"
+    choice: ToolMode = tool_choice if isinstance(tool_choice, str) else "auto"
     allowed: list[str] | None = None
     named = False
-    if isinstance(asked, ToolChoice) and asked.type == "function":
-        if asked.function is None:
+    if isinstance(tool_choice, ToolChoice) and tool_choice.type == "function":
+        if tool_choice.function is None:
             raise ParamError("tool_choice", "needs the name of a function")
-        choice, allowed, named = "required", [asked.function.name], True
-    elif isinstance(asked, ToolChoice):
-        if asked.allowed_tools is None or not asked.allowed_tools.tools:
+        choice, allowed, named = "required", [tool_choice.function.name], True
+    elif isinstance(tool_choice, ToolChoice):
+        if tool_choice.allowed_tools is None or not tool_choice.allowed_tools.tools:
             raise ParamError("tool_choice", "needs allowed_tools with at least one tool")
-        choice = asked.allowed_tools.mode
-        allowed = list(dict.fromkeys(t.function.name for t in asked.allowed_tools.tools))
+        choice = tool_choice.allowed_tools.mode
+        allowed = list(dict.fromkeys(t.function.name for t in tool_choice.allowed_tools.tools))
     return ToolUse.of(
         texts.form,
         functions,
         choice=choice,
         allowed=allowed,
-        one=named or one,
+        single=named or single,
         named=named,
     )
 
@@ -193,7 +193,7 @@ async def conversation_text(
             raise ParamError("chat_template_kwargs", f"must not set {name}")
     plain = await offload(len(messages), lambda: [_plain(message) for message in messages])
     calls = [call.id for message in messages for call in message.tool_calls or ()]
-    check_results(calls, [one.tool_call_id for one in messages if one.tool_call_id is not None])
+    check_results(calls, [m.tool_call_id for m in messages if m.tool_call_id is not None])
     if continues:
         return await texts.render_to_continue(plain, variables)
     answers = options.add_generation_prompt is not False

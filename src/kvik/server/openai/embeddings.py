@@ -103,25 +103,25 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
     hidden, pooling = facts.hidden_size, facts.pooling
     check_dimensions(pooling, hidden, body.dimensions)
     before = prompt_before(pooling, body.prompt_name)
-    given = split_prompts("input", body.input)
-    if len(given) > MAX_INPUTS:
-        raise ParamError("input", f"at most {MAX_INPUTS} inputs, not {len(given)}")
+    prompts = split_prompts("input", body.input)
+    if len(prompts) > MAX_INPUTS:
+        raise ParamError("input", f"at most {MAX_INPUTS} inputs, not {len(prompts)}")
     tenant = caller_of(request).tenant
-    server.generations.check_capacity(tenant, len(given))
-    most = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
+    server.generations.check_capacity(tenant, len(prompts))
+    keep = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
     texts = server.texts.of(tenant)
     if pooling is None:
-        inputs = await all_prompt_ids(texts, given, body.add_special_tokens, most)
+        inputs = await all_prompt_ids(texts, prompts, body.add_special_tokens, keep)
     else:
         special = body.add_special_tokens is not False
-        make = partial(text_input, pooling=pooling, most=most, special=special)
+        make = partial(text_input, pooling=pooling, limit=keep, special=special)
         inputs = {}
-        for field, prompt in given.items():
+        for field, prompt in prompts.items():
             with rename_fields(prompt=field):
                 if isinstance(prompt, str):
-                    inputs[field] = (await texts.input(make, (before + prompt,), most)).ids
+                    inputs[field] = (await texts.input(make, (before + prompt,), keep)).ids
                 else:
-                    inputs[field] = ids_input(pooling, prompt, most).ids
+                    inputs[field] = ids_input(pooling, prompt, keep).ids
     requests = [
         GenerationRequest(
             prompt_token_ids=ids,

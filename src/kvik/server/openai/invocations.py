@@ -38,15 +38,15 @@ class Invocation(Struct):
 async def invocations(server: Server, request: Request) -> Response:
     """Call the endpoint that the body is meant for."""
     body = await read_chosen(request, _kind)
-    (endpoint,) = (one for one in _ENDPOINTS.values() if one.body is type(body))
+    (endpoint,) = (entry for entry in _ENDPOINTS.values() if entry.body is type(body))
     return await endpoint.handler(server, request, body)
 
 
 def _kind(value: dict[str, Any]) -> tuple[type[Struct], Table]:
-    found = [one for name, one in _ENDPOINTS.items() if value.get(name) is not None]
-    if len(found) != 1 or found[0].body is None:
+    endpoints = [endpoint for name, endpoint in _ENDPOINTS.items() if value.get(name) is not None]
+    if len(endpoints) != 1 or endpoints[0].body is None:
         raise HttpError(400, f"there must be one of {', '.join(_ENDPOINTS)}")
-    return found[0].body, found[0].unhonoured
+    return endpoints[0].body, endpoints[0].unhonoured
 
 
 def routes(server: Server) -> list[Route]:

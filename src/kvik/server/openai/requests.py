@@ -108,10 +108,10 @@ def parameters_struct(left_out: Collection[str] = (), base: type[Struct] = Struc
         base: base class of the Struct.
     """
     made: list[tuple[str, Any, None]] = []
-    for one in PARAMETERS.values():
-        if one.name not in left_out:
-            names = [one.name, one.facts["alias"]] if one.facts["alias"] else [one.name]
-            kind: Any = Annotated[json_type(one.kind), Meta(description=one.help)] | None
+    for param in PARAMETERS.values():
+        if param.name not in left_out:
+            names = [param.name, param.facts["alias"]] if param.facts["alias"] else [param.name]
+            kind: Any = Annotated[json_type(param.kind), Meta(description=param.help)] | None
             made += [(name, kind, None) for name in names]
     made += [(name, kind | None, None) for name, (kind, _) in FIELDS.items()]
     return msgspec.defstruct("Parameters", made, bases=(base,), kw_only=True, module=__name__)
@@ -123,26 +123,28 @@ def parameters_of(body: Struct) -> dict[str, Any]:
     Raises:
         ParamError: a parameter and its alias contradict each other.
     """
-    found = {}
+    params = {}
     for name, alias in _parameters_in(type(body)):
         value = aliased(body, name, alias) if alias else getattr(body, name)
         if value is not None:
-            found[name] = value
-    found.pop("structured", None)  # under this name or another
-    asked = constraint_of(body)
-    return found if asked is None else {**found, "structured": asked}
+            params[name] = value
+    params.pop("structured", None)  # under this name or another
+    constraint = constraint_of(body)
+    return params if constraint is None else {**params, "structured": constraint}
 
 
 @cache
 def _parameters_in(kind: type[Struct]) -> tuple[tuple[str, str], ...]:
     """Return the names and aliases of the parameters that are fields of a request."""
-    known = set(kind.__struct_fields__)
-    return tuple((one.name, one.facts["alias"]) for one in PARAMETERS.values() if one.name in known)
+    fields = set(kind.__struct_fields__)
+    return tuple(
+        (param.name, param.facts["alias"]) for param in PARAMETERS.values() if param.name in fields
+    )
 
 
-def limit_of(asked: int) -> int | None:
+def limit_of(limit: int) -> int | None:
     """Convert a `Limit` to the value that `SamplingParams` uses."""
-    return None if asked == TO_THE_END else asked
+    return None if limit == TO_THE_END else limit
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -197,10 +199,10 @@ def aliased(body: msgspec.Struct, name: str, other: str) -> Any:
     Raises:
         ParamError: the two values contradict each other.
     """
-    value, same = getattr(body, name), getattr(body, other)
-    if None not in (value, same) and value != same:
-        raise ParamError(other, f"must be left out, or be {value} as {name} is, not {same}")
-    return same if value is None else value
+    value, other_value = getattr(body, name), getattr(body, other)
+    if None not in (value, other_value) and value != other_value:
+        raise ParamError(other, f"must be left out, or be {value} as {name} is, not {other_value}")
+    return other_value if value is None else value
 
 
 PromptInput = str | Sequence[str | int | list[int]]
@@ -208,22 +210,22 @@ SinglePrompt = str | list[int]
 MAX_CHOICES = 128  # prompts times n, in one request
 
 
-def split_prompts(name: str, given: PromptInput) -> dict[str, SinglePrompt]:
+def split_prompts(name: str, value: PromptInput) -> dict[str, SinglePrompt]:
     """Return prompts by their names in errors: `name` for one, else `name[0]`, `name[1]`, ...
 
     Raises:
         ParamError: a prompt is empty, or token ids and prompts are mixed.
     """
-    is_ids = isinstance(given, list) and bool(given) and isinstance(given[0], int)
-    for i, one in enumerate(given if isinstance(given, list) else ()):
-        if isinstance(one, int) != is_ids:
+    is_ids = isinstance(value, list) and bool(value) and isinstance(value[0], int)
+    for i, entry in enumerate(value if isinstance(value, list) else ()):
+        if isinstance(entry, int) != is_ids:
             kind = "a token id" if is_ids else "a text or a list of token ids"
             raise ParamError(f"{name}[{i}]", f"must be {kind}, as {name}[0] is")
     prompts: dict[str, SinglePrompt]
-    if isinstance(given, str) or not given or is_ids:
-        prompts = {name: given}  # type: ignore[dict-item]
+    if isinstance(value, str) or not value or is_ids:
+        prompts = {name: value}  # type: ignore[dict-item]
     else:
-        prompts = {f"{name}[{i}]": one for i, one in enumerate(given)}  # type: ignore[misc]
+        prompts = {f"{name}[{i}]": entry for i, entry in enumerate(value)}  # type: ignore[misc]
     for field, prompt in prompts.items():
         if not prompt:
             raise ParamError(field, "must not be empty")
@@ -243,33 +245,33 @@ async def all_prompt_ids(
     texts: Texts,
     prompts: Mapping[str, SinglePrompt],
     add_special_tokens: bool | None,
-    most: int | None = None,
+    keep: int | None = None,
 ) -> dict[str, list[int]]:
     """Return the token ids of each prompt, by its name in errors; see `prompt_ids`."""
-    found = {}
+    ids = {}
     for field, prompt in prompts.items():
         with rename_fields(prompt=field):
-            found[field] = await prompt_ids(texts, prompt, add_special_tokens, most)
-    return found
+            ids[field] = await prompt_ids(texts, prompt, add_special_tokens, keep)
+    return ids
 
 
 async def prompt_ids(
     texts: Texts,
     prompt: SinglePrompt,
     add_special_tokens: bool | None = None,
-    most: int | None = None,
+    keep: int | None = None,
 ) -> list[int]:
     """Return the token ids of a prompt. Special tokens are added to a text, unless disabled.
 
     Args:
-        most: tokens to keep, from the end; None: all.
+        keep: tokens to keep, from the end; None: all.
     """
     if not isinstance(prompt, str):
-        return prompt if most is None else prompt[-most:]
-    return await texts.encode(prompt, add_special_tokens is not False, most)
+        return prompt if keep is None else prompt[-keep:]
+    return await texts.encode(prompt, add_special_tokens is not False, keep)
 
 
-def kept_tokens(server: Server, asked: int | None, num_output: int | None = None) -> int | None:
+def kept_tokens(server: Server, requested: int | None, num_output: int | None = None) -> int | None:
     """Return how many tokens of a prompt `truncate_prompt_tokens` keeps; None: all.
 
     Args:
@@ -279,12 +281,12 @@ def kept_tokens(server: Server, asked: int | None, num_output: int | None = None
         ParamError: it would keep no token, or more than fit into the context.
     """
     limit = server.max_model_len
-    if asked == WHATEVER_FITS:
+    if requested == WHATEVER_FITS:
         return max(1, limit - (1 if num_output in (None, TO_THE_END) else num_output))
-    if asked is not None and not 1 <= asked <= limit:
-        allowed = f"must be {WHATEVER_FITS} or in [1, {limit}] (max_model_len), not {asked}"
+    if requested is not None and not 1 <= requested <= limit:
+        allowed = f"must be {WHATEVER_FITS} or in [1, {limit}] (max_model_len), not {requested}"
         raise ParamError("truncate_prompt_tokens", allowed)
-    return asked
+    return requested
 
 
 def asked_tokens(body: GenerationFields, newest: int | None = None) -> tuple[str, int | None]:
@@ -295,8 +297,8 @@ def asked_tokens(body: GenerationFields, newest: int | None = None) -> tuple[str
     """
     if newest is not None:
         return "max_completion_tokens", newest
-    asked: int | None = aliased(body, "max_tokens", "n_predict")
-    return "max_tokens" if body.n_predict is None else "n_predict", asked
+    max_tokens: int | None = aliased(body, "max_tokens", "n_predict")
+    return "max_tokens" if body.n_predict is None else "n_predict", max_tokens
 
 
 def sampling_changes(body: GenerationFields) -> dict[str, Any]:
@@ -349,19 +351,19 @@ def _pins(body: TreatmentFields, num_tokens: int) -> tuple[Pin, ...]:
     return (Pin(num_tokens, RETENTION[retention or _DEFAULT]),)
 
 
-def check_output_fits(server: Server, num_prompt: int, asked: int | None, name: str) -> None:
+def check_output_fits(server: Server, num_prompt: int, num_output: int | None, name: str) -> None:
     """Refuse a request whose output does not fit after the prompt; the engine would shorten it.
 
     Raises:
         ParamError: the output does not fit, though the prompt does.
     """
     limit = server.max_model_len
-    if asked is not None and num_prompt < limit < num_prompt + asked:
+    if num_output is not None and num_prompt < limit < num_prompt + num_output:
         raise ParamError(
             name,
-            f"{asked} tokens do not fit after a prompt of {num_prompt} tokens in the context of "
-            f"{limit}: at most {limit - num_prompt} do",
-            overflow=Overflow(limit, num_prompt, asked),
+            f"{num_output} tokens do not fit after a prompt of {num_prompt} tokens in the context "
+            f"of {limit}: at most {limit - num_prompt} do",
+            overflow=Overflow(limit, num_prompt, num_output),
         )
 
 
@@ -381,10 +383,10 @@ def check_logprobs(
         ParamError: there would be too many.
     """
     limit = server.max_model_len
-    most = limit if params.max_tokens is None else params.max_tokens
+    max_tokens = limit if params.max_tokens is None else params.max_tokens
     for name, top, num_tokens in (
         (of_prompt, params.prompt_logprobs, sum(map(len, prompts))),
-        (of, params.logprobs, sum(params.n * min(most, limit - len(ids)) for ids in prompts)),
+        (of, params.logprobs, sum(params.n * min(max_tokens, limit - len(ids)) for ids in prompts)),
     ):
         if top is not None and num_tokens * (1 + top) > MAX_LOGPROB_VALUES:
             raise ParamError(

@@ -110,7 +110,9 @@ UNHONOURED: Table = {
 @post("/v1/rerank", UNHONOURED, answer=RerankAnswer, note="Documents by how well they fit a query.")
 async def rerank(server: Server, request: Request, body: RerankRequest) -> Response:
     """Return the documents most relevant to a query, each with its score."""
-    texts = [one if isinstance(one, str) else one.text for one in body.documents]
+    texts = [
+        document if isinstance(document, str) else document.text for document in body.documents
+    ]
     pairs = {f"documents[{i}]": (body.query, text) for i, text in enumerate(texts)}
     scores, usage = await _scores(server, request, body, pairs, "documents")
     best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[: body.top_n]
@@ -132,15 +134,15 @@ rerank_v2 = replace(rerank, path="/v2/rerank", note="As /v1/rerank.")
 async def score(server: Server, request: Request, body: ScoreRequest) -> Response:
     """Return a score for each pair of texts."""
     first, second = (
-        [given] if isinstance(given, str) else given for given in (body.text_1, body.text_2)
+        [texts] if isinstance(texts, str) else texts for texts in (body.text_1, body.text_2)
     )
-    many = "text_2" if len(second) >= len(first) else "text_1"
-    pairs = {f"{many}[{i}]": pair for i, pair in enumerate(paired(first, second))}
-    scores, usage = await _scores(server, request, body, pairs, many)
+    field = "text_2" if len(second) >= len(first) else "text_1"
+    pairs = {f"{field}[{i}]": pair for i, pair in enumerate(paired(first, second))}
+    scores, usage = await _scores(server, request, body, pairs, field)
     answer = ScoreList(
         id=f"score-{secrets.token_hex(16)}",
         model=server.served_name(body.model),
-        data=[ScoreItem(i, found) for i, found in enumerate(scores)],
+        data=[ScoreItem(i, value) for i, value in enumerate(scores)],
         usage=usage,
     )
     return await _written(answer, len(scores))
@@ -151,7 +153,7 @@ async def _scores(
     request: Request,
     body: PairFields,
     pairs: Mapping[str, tuple[str, str]],
-    many: str,
+    pairs_field: str,
 ) -> tuple[list[float], EmbeddingUsage]:
     """Return the score of each pair.
 
@@ -161,26 +163,26 @@ async def _scores(
     server.served_name(body.model)
     pooling = scoring(server.engine.config.model.pooling)
     if not pairs:
-        raise ParamError(many, "must not be empty")
+        raise ParamError(pairs_field, "must not be empty")
     if len(pairs) > MAX_INPUTS:
-        raise ParamError(many, f"at most {MAX_INPUTS} texts, not {len(pairs)}")
+        raise ParamError(pairs_field, f"at most {MAX_INPUTS} texts, not {len(pairs)}")
     tenant = caller_of(request).tenant
     server.generations.check_capacity(tenant, len(pairs))
-    most = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
-    make = partial(pair_input, pooling=pooling, instruction=body.instruction, most=most)
+    keep = kept_tokens(server, body.truncate_prompt_tokens, num_output=0)
+    make = partial(pair_input, pooling=pooling, instruction=body.instruction, limit=keep)
     texts, requests, num_tokens = server.texts.of(tenant), [], 0
     for field, pair in pairs.items():
         with rename_fields(prompt=field):
-            found = await texts.input(make, pair, most)
-        num_tokens += len(found.ids)
+            encoded = await texts.input(make, pair, keep)
+        num_tokens += len(encoded.ids)
         requests.append(
             GenerationRequest(
-                prompt_token_ids=found.ids,
+                prompt_token_ids=encoded.ids,
                 params=SamplingParams(),
                 priority=body.priority or 0,
                 deadline_ms=body.deadline_ms,
                 pooling=SCORE,
-                second_text=found.second_text,
+                second_text=encoded.second_text,
                 field=field,
             )
         )

@@ -200,29 +200,29 @@ def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None
     Raises:
         ParamError: the tools cannot be used, or there is a choice without tools.
     """
-    functions, others = [], []
+    functions, ignored = [], []
     for tool in body.tools or ():
         if tool.type == "function":
             strict = bool(tool.strict)
-            one = Function(tool.name or "", tool.description or "", tool.parameters, strict)
-            functions.append(one)
+            function = Function(tool.name or "", tool.description or "", tool.parameters, strict)
+            functions.append(function)
         elif tool.type == "custom":
             functions.append(Function(tool.name or "", tool.description or "", CUSTOM))
             if tool.format not in (None, {"type": "text"}):
-                others.append(f"tools.{tool.name}.format")
+                ignored.append(f"tools.{tool.name}.format")
         else:
-            others.append(f"tools.{tool.type}")
-    asked = body.tool_choice
-    mode: ToolMode = asked if isinstance(asked, str) else "auto"
+            ignored.append(f"tools.{tool.type}")
+    choice = body.tool_choice
+    mode: ToolMode = choice if isinstance(choice, str) else "auto"
     allowed: list[str] | None = None
     one_call = body.parallel_tool_calls is False
-    if isinstance(asked, ResponseToolChoice) and asked.type == "allowed_tools":
-        mode = asked.mode or "auto"
-        allowed = list(dict.fromkeys(str(one.get("name")) for one in asked.tools or ()))
-    elif isinstance(asked, ResponseToolChoice):
-        mode, allowed, one_call = "required", [asked.name or ""], True
-    use = ToolUse.of(texts.form, functions, choice=mode, allowed=allowed, one=one_call)
-    return use, others
+    if isinstance(choice, ResponseToolChoice) and choice.type == "allowed_tools":
+        mode = choice.mode or "auto"
+        allowed = list(dict.fromkeys(str(tool.get("name")) for tool in choice.tools or ()))
+    elif isinstance(choice, ResponseToolChoice):
+        mode, allowed, one_call = "required", [choice.name or ""], True
+    use = ToolUse.of(texts.form, functions, choice=mode, allowed=allowed, single=one_call)
+    return use, ignored
 
 
 def answer_constraint(body: ResponsesRequest) -> Constraint | None:
@@ -231,14 +231,14 @@ def answer_constraint(body: ResponsesRequest) -> Constraint | None:
     Raises:
         ParamError: the constraint cannot be used.
     """
-    asked = None if body.text is None else body.text.format
-    if asked is None or asked.type == "text":
+    text_format = None if body.text is None else body.text.format
+    if text_format is None or text_format.type == "text":
         return None
-    if asked.type == "json_schema" and asked.schema is None:
+    if text_format.type == "json_schema" and text_format.schema is None:
         raise ParamError("text.format", "needs a schema")
-    schema: Any = ANY_OBJECT if asked.schema is None else asked.schema
+    schema: Any = ANY_OBJECT if text_format.schema is None else text_format.schema
     try:
-        return JsonSchema(schema, strict=bool(asked.strict)).called("text.format")
+        return JsonSchema(schema, strict=bool(text_format.strict)).called("text.format")
     except ValueError as error:
         raise ParamError("text.format", str(error)) from None
 
@@ -263,15 +263,15 @@ class OutputItem:
         """Return the item in the API's format."""
         text = "".join(self.text)
         content = [self.part(text)] if text else []
-        found: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
+        item: dict[str, Any] = {"type": self.kind, "id": self.id, "status": status}
         if self.kind == "message":
-            return found | {"role": "assistant", "content": content}
+            return item | {"role": "assistant", "content": content}
         if self.kind == "reasoning":
-            return found | {"summary": [], "content": content}
+            return item | {"summary": [], "content": content}
         called = {"call_id": self.call_id, "name": self.name}
         if self.kind == "custom_tool_call":
-            return found | called | {"input": _custom_input(text)}
-        return found | called | {"arguments": text}
+            return item | called | {"input": _custom_input(text)}
+        return item | called | {"arguments": text}
 
 
 MAX_ESCAPE = 6  # characters of a JSON escape
@@ -283,10 +283,10 @@ def _custom_input(arguments: str) -> str:
     cut_off = (arguments[: len(arguments) - cut] + '"}' for cut in range(MAX_ESCAPE))
     for text in (arguments, *cut_off):
         try:
-            found = str(json.loads(text)["input"])
+            value = str(json.loads(text)["input"])
         except (ValueError, KeyError):
             continue
-        return found.encode("utf-8", "replace").decode()  # an escape may be half a character
+        return value.encode("utf-8", "replace").decode()  # an escape may be half a character
     return ""
 
 
@@ -324,16 +324,16 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     tenant = caller_of(request).tenant
     texts = server.texts.of(tenant)
     server.generations.check_capacity(tenant, 1)
-    use, others = response_tools(body, texts)
+    use, ignored = response_tools(body, texts)
     context = context_of(request)
-    context.ignore(others)
-    given = {
+    context.ignore(ignored)
+    fields = {
         "temperature": body.temperature,
         "top_p": body.top_p,
         "seed": body.seed,
         "structured": answer_constraint(body),
     }
-    changes: dict[str, Any] = {k: value for k, value in given.items() if value is not None}
+    changes: dict[str, Any] = {k: value for k, value in fields.items() if value is not None}
     changes["max_tokens"] = body.max_output_tokens or own_limit(server.default_params)
     params = server.default_params.with_changes(**changes)
     if body.text is not None and body.text.verbosity not in (None, "medium"):
@@ -351,8 +351,8 @@ async def responses(server: Server, request: Request, body: ResponsesRequest) ->
     with rename_fields(prompt="input", max_tokens="max_output_tokens"):
         ids = await texts.encode(prompt, add_special_tokens=False)
         check_output_fits(server, len(ids), body.max_output_tokens, "max_output_tokens")
-        wanted = [generation_request(body, ids, params, "input", answer)]
-        (generation,) = await start_all(server, request, wanted, stream=body.stream)
+        requests = [generation_request(body, ids, params, "input", answer)]
+        (generation,) = await start_all(server, request, requests, stream=body.stream)
     form = ResponseEvents(model, body, params, answer)
     return await generation_response(request, [generation], form, body.stream)
 
@@ -374,7 +374,7 @@ class ResponseEvents(ResponseFormat):
         self._streamed = False  # its items come from the events
         self._number = 0
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
+    def complete(self, outputs: Sequence[RequestOutput]) -> ResponseObject:
         (output,) = outputs
         if not self._streamed:
             for delta in self._parser.push(output.text, ends=True):
@@ -394,20 +394,20 @@ class ResponseEvents(ResponseFormat):
         return b"".join(self._event({"type": kind, "response": start}) for kind in kinds)
 
     def events(self, position: int, delta: TextDelta) -> Iterator[bytes]:
-        for one in self._parser.push(delta.text, ends=delta.finish_reason is not None):
-            for event in self._item_events(one):
+        for part in self._parser.push(delta.text, ends=delta.finish_reason is not None):
+            for event in self._item_events(part):
                 yield self._event(event)
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         closing = [self._event(event) for event in self._close_item(_status(outputs[0]))]
-        whole = self.whole(outputs)
-        last = self._event({"type": f"response.{whole.status}", "response": whole})
+        response = self.complete(outputs)
+        last = self._event({"type": f"response.{response.status}", "response": response})
         return b"".join([*closing, last])
 
     def failed(self, error: HttpError) -> bytes:
         # The client raises an `error`, others read the event's own fields.
-        known = msgspec.to_builtins(error.body())["error"]
-        return self._event({**known, "type": "error", "error": known})
+        fields = msgspec.to_builtins(error.body())["error"]
+        return self._event({**fields, "type": "error", "error": fields})
 
     def _item_events(self, delta: AnswerDelta) -> Iterator[dict[str, Any]]:
         """Add a delta to the items; yield the stream events for it."""
@@ -456,9 +456,9 @@ class ResponseEvents(ResponseFormat):
             done = "response.function_call_arguments.done"
             yield self._of_item(done, arguments=text, name=item.name)
         elif item.kind == "custom_tool_call":
-            given = _custom_input(text)
-            yield self._of_item("response.custom_tool_call_input.delta", delta=given)
-            yield self._of_item("response.custom_tool_call_input.done", input=given)
+            tool_input = _custom_input(text)
+            yield self._of_item("response.custom_tool_call_input.delta", delta=tool_input)
+            yield self._of_item("response.custom_tool_call_input.done", input=tool_input)
         else:
             named = "reasoning_text" if item.kind == "reasoning" else "output_text"
             yield self._of_item(f"response.{named}.done", text=text)

@@ -80,14 +80,14 @@ class TokenizerInfo(Struct, kw_only=True):
 async def tokenize(server: Server, request: Request, body: TokenizeRequest) -> Response:
     """Return the token ids of a text, which may be empty, or of a conversation."""
     server.served_name(body.model)
-    given = [one for one in (body.prompt, body.messages, body.content) if one is not None]
-    if len(given) != 1:
+    inputs = [value for value in (body.prompt, body.messages, body.content) if value is not None]
+    if len(inputs) != 1:
         raise ParamError("prompt", "must be the only one given of prompt, messages and content")
     if body.add_special is not None and body.content is None:
         raise ParamError("add_special", "is for content; with prompt, use add_special_tokens")
     texts = server.texts.of(caller_of(request).tenant)
     if body.messages is not None:
-        use = tool_use(body.tools, None, one=False, texts=texts)
+        use = tool_use(body.tools, None, single=False, texts=texts)
         text = await conversation_text(texts, body.messages, body, use)
         with rename_fields(prompt="messages"):
             ids = await texts.encode(text, bool(body.add_special_tokens))

@@ -70,8 +70,8 @@ class Drafts:
         Args:
             limits: [rows] int64. table: [rows, drafts].
         """
-        most = table.shape[1]
-        return Drafts(np.minimum(limits, most), table[np.arange(most) < limits[:, None]], tree)
+        width = table.shape[1]
+        return Drafts(np.minimum(limits, width), table[np.arange(width) < limits[:, None]], tree)
 
     def by_row(self) -> list[list[int]]:
         """Return the drafts of each row."""

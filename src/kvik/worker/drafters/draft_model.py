@@ -64,11 +64,11 @@ class DraftNetwork:
         self.mappings = [f"slot_mapping {group}" for group in groups]
         self.block_tables = [f"block_table {group}" for group in groups]
         self._vocabulary = vocabulary
-        self._same = vocabulary.same
+        self._same_tokens = vocabulary.is_same
 
     def logits(self, output: StepOutput) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return logits of the target's tokens, and their `Ops.largest` if it is known."""
-        if self._same:
+        if self._same_tokens:
             return output.logits, (output.top, output.top_ids)
         return self._vocabulary.widened(output.logits), None
 
@@ -120,11 +120,11 @@ class Forwards:
         self._starts, self._chunks, self._ends = starts, chunks, ends.astype(np.int32)
 
         # By i, the number of rows that get more than i drafts.
-        wanted = drafts.tolist()
-        most = wanted[0]
-        alike = wanted[-1] == most  # usually
+        counts = drafts.tolist()
+        depth = counts[0]
+        alike = counts[-1] == depth  # usually
         self._rows = (
-            [count] * most if alike else np.searchsorted(-drafts, -np.arange(most)).tolist()
+            [count] * depth if alike else np.searchsorted(-drafts, -np.arange(depth)).tolist()
         )
         tokens = total + sum(self._rows[1:])
         places, owners = np.empty(tokens, np.int64), np.empty(tokens, np.int64)
@@ -134,8 +134,8 @@ class Forwards:
             owners[:total] = slots.repeat(chunks)
             np.add((computed - starts[:-1]).repeat(chunks), np.arange(total), out=places[:total])
         self._tokens = table.token_ids[owners[:total], places[:total]].astype(np.int64)
-        if alike and most:
-            np.add(ends, np.arange(most - 1)[:, None], out=places[total:].reshape(-1, count))
+        if alike and depth:
+            np.add(ends, np.arange(depth - 1)[:, None], out=places[total:].reshape(-1, count))
             owners[total:].reshape(-1, count)[...] = slots
         else:
             end = total
@@ -149,9 +149,9 @@ class Forwards:
         self._mapping = self.blocks.astype(np.int64) * size + offsets
         self._lengths = (places + 1).astype(np.int32)
         self._reach: list[int] = (ends + np.maximum(drafts - 1, 0)).tolist()  # most keys of each
-        known = block_table[slots, : -(-max(self._reach) // size)]
+        table_rows = block_table[slots, : -(-max(self._reach) // size)]
         put = network.inputs.put
-        self._tables = [put(name, known) for name in network.block_tables]
+        self._tables = [put(name, table_rows) for name in network.block_tables]
         self._used = 0  # places used so far
         self._forwards = 0  # forwards run so far
 
@@ -206,9 +206,9 @@ class Forwards:
         network, put = self._network, self._network.inputs.put
         begin, self._used = self._used, self._used + len(tokens)
         self._forwards += 1
-        there: Tensor | None = None
+        device_tokens: Tensor | None = None
         if not isinstance(tokens, np.ndarray):
-            there, tokens = tokens, np.zeros(len(tokens), np.int64)
+            device_tokens, tokens = tokens, np.zeros(len(tokens), np.int64)
         ids = put("input_ids", tokens)
         positions = put("positions", self._places[begin : self._used])
         put_lengths, mapping = put("seq_lens", lengths), self._mapping[begin : self._used]
@@ -238,7 +238,7 @@ class Forwards:
                 sampling_rows=self._sampling_rows,
                 logits_indices=self._indices,
             )
-        return network.run(self._batch, there)
+        return network.run(self._batch, device_tokens)
 
 
 # The blocks that contain K and V of the draft model, and their tokens.
@@ -269,40 +269,41 @@ class FilledBlocks:
         self._table = table
         self._blocks = table.block_tables[0]  # of every group
         self._tags = np.full(pool_size, UNKNOWN, np.uint64)
-        self._whole = np.zeros(slots, np.int64)  # blocks of each slot whose tag is known
+        self._num_full = np.zeros(slots, np.int64)  # blocks of each slot whose tag is known
         self._last = np.full(slots, UNKNOWN, np.uint64)  # tag of the last of them
         factors = np.random.default_rng(0).integers(_MODULUS, size=size, dtype=np.uint64)
         self._factors = factors | np.uint64(1)  # odd: no change of one token is lost
 
     def enter(self, slot: int) -> None:
         """Reset a slot for a new request."""
-        self._whole[slot], self._last[slot] = 0, UNKNOWN
+        self._num_full[slot], self._last[slot] = 0, UNKNOWN
 
     def find(self, slots: np.ndarray) -> None:
         """Count the tokens of matching next blocks of some slots as computed.
 
         The newest token is never counted, as its logits are needed."""
         table, size = self._table, self._table.block_size
-        self.note(np.arange(len(self._whole)))  # of all slots, as any may have computed the blocks
+        # Of all slots, as any may have computed the blocks.
+        self.note(np.arange(len(self._num_full)))
         for slot in slots.tolist():
-            whole = int(self._whole[slot])
-            if whole * size != table.num_computed[slot]:
+            num_full = int(self._num_full[slot])
+            if num_full * size != table.num_computed[slot]:
                 continue  # within a block
-            end = max(whole, (int(table.num_tokens[slot]) - 1) // size)
+            end = max(num_full, (int(table.num_tokens[slot]) - 1) // size)
             tags = self._run(slot, end)
-            missing = np.flatnonzero(self._tags[self._blocks[slot, whole:end]] != tags)
-            count = int(missing[0]) if len(missing) else end - whole
+            missing = np.flatnonzero(self._tags[self._blocks[slot, num_full:end]] != tags)
+            count = int(missing[0]) if len(missing) else end - num_full
             self._know(slot, tags[:count])
-            table.num_computed[slot] = (whole + count) * size
+            table.num_computed[slot] = (num_full + count) * size
 
     def note(self, slots: np.ndarray) -> None:
         """Tag the full blocks of some slots; must be called before these blocks are freed."""
         table = self._table
         full = table.num_computed[slots] // table.block_size
-        for row in np.flatnonzero(full > self._whole[slots]).tolist():
+        for row in np.flatnonzero(full > self._num_full[slots]).tolist():
             slot, end = int(slots[row]), int(full[row])
             tags = self._run(slot, end)
-            self._tags[self._blocks[slot, self._whole[slot] : end]] = tags
+            self._tags[self._blocks[slot, self._num_full[slot] : end]] = tags
             self._know(slot, tags)
 
     def overwrite(self, blocks: np.ndarray) -> None:
@@ -312,12 +313,12 @@ class FilledBlocks:
     def _know(self, slot: int, tags: np.ndarray) -> None:
         """Record the tags of a slot's next blocks."""
         if len(tags):
-            self._whole[slot] += len(tags)
+            self._num_full[slot] += len(tags)
             self._last[slot] = tags[-1]
 
     def _run(self, slot: int, end: int) -> np.ndarray:
         """Return the tags of a slot's next full blocks up to the `end`th: [blocks] uint64."""
-        size, begin, tags = self._table.block_size, int(self._whole[slot]), []
+        size, begin, tags = self._table.block_size, int(self._num_full[slot]), []
         tokens = self._table.token_ids[slot, begin * size : end * size].astype(np.uint64)
         tag = int(self._last[slot])
         for more in (tokens.reshape(-1, size) * self._factors).sum(axis=1).tolist():
@@ -351,35 +352,35 @@ class Guessing:
         sampling: SamplingTable,
         rows: DraftRows,
         chosen: np.ndarray,
-        known: np.ndarray,
+        lengths: np.ndarray,
         counts: np.ndarray,
-        room: int,
+        memory: int,
     ) -> None:
         """
         Args:
             sampling: of the target.
             chosen: indices of the rows that get drafts, those that get more first. Rows of other
                 methods and attributes are in this order.
-            known, counts: [all rows], tokens and drafts of each.
-            room: bytes that sampling may take in addition to logits and probabilities.
+            lengths, counts: [all rows], tokens and drafts of each.
+            memory: bytes that sampling may take in addition to logits and probabilities.
         """
         self._sampler = sampler
         self._sampling = sampling
         self._slots = slots = rows.slots[chosen]
         self._counts = counts[chosen]
-        self._found = np.empty((len(slots), int(self._counts[0])), np.int64)
-        self._found.fill(-1)
-        self._there: Tensor | None = None  # `_found` on the GPU, which then replaces it
+        self._drafts = np.empty((len(slots), int(self._counts[0])), np.int64)
+        self._drafts.fill(-1)
+        self._device_drafts: Tensor | None = None  # `_found` on the GPU, which then replaces it
         self.probs: Tensor | None = None
         self._plain = sampling.plain(slots)
         if self._plain:
             return
-        self._positions = known[chosen]
+        self._positions = lengths[chosen]
         self._first = (counts.cumsum() - counts)[chosen]  # row of `probs`
         certain = sampling.must_match(slots)
         self._keeps = not certain.all()
         self._streams = np.where(certain, SAMPLE, DRAFT)
-        self._at_once = sampling.rows_at_once(slots, room, shares=True)
+        self._at_once = sampling.rows_at_once(slots, memory, shares=True)
         self._reads_output = sampling.reads_output(slots)
         self._alike = _PLAIN  # parameters of the first `_planned` rows
         self._planned = 0
@@ -397,14 +398,14 @@ class Guessing:
         """
         guess, rows = self._sampler.guess, len(logits)
         if not depth and logits.device.type != "cpu":
-            self._there = upload(self._found, logits.device)
+            self._device_drafts = upload(self._drafts, logits.device)
         if self._plain:
-            found = largest[1] if largest is not None else guess(logits, _PLAIN).token_ids
-            if self._there is not None:
-                self._there[:rows, depth] = found
-                return found
-            tokens: np.ndarray = found.numpy()
-            self._found[:rows, depth] = tokens
+            largest_ids = largest[1] if largest is not None else guess(logits, _PLAIN).token_ids
+            if self._device_drafts is not None:
+                self._device_drafts[:rows, depth] = largest_ids
+                return largest_ids
+            tokens: np.ndarray = largest_ids.numpy()
+            self._drafts[:rows, depth] = tokens
             return tokens
         if rows <= self._at_once and not self._reads_output:
             self._take(depth, 0, guess(logits, self._same_again(depth, rows), largest))
@@ -413,21 +414,21 @@ class Guessing:
                 part = slice(begin, min(begin + self._at_once, rows))
                 some = None if largest is None else (largest[0][part], largest[1][part])
                 self._take(depth, begin, guess(logits[part], self._batch(depth, part), some))
-        if self._there is not None:
-            return self._there[:rows, depth]
-        return self._found[:rows, depth].copy()
+        if self._device_drafts is not None:
+            return self._device_drafts[:rows, depth]
+        return self._drafts[:rows, depth].copy()
 
     def to_host(self) -> np.ndarray:
         """Return the drafts, waiting for a GPU: [rows, depths] int64, -1 where a row has fewer."""
-        return self._found if self._there is None else self._there.cpu().numpy()
+        return self._drafts if self._device_drafts is None else self._device_drafts.cpu().numpy()
 
     def _take(self, depth: int, begin: int, guess: Guess) -> None:
         """Store the drafts of the rows from `begin` on, and their probabilities."""
-        part, depths = slice(begin, begin + len(guess.token_ids)), self._found.shape[1]
-        if self._there is not None:
-            self._there[part, depth] = guess.token_ids
+        part, depths = slice(begin, begin + len(guess.token_ids)), self._drafts.shape[1]
+        if self._device_drafts is not None:
+            self._device_drafts[part, depth] = guess.token_ids
         else:
-            self._found[part, depth] = guess.token_ids.numpy()
+            self._drafts[part, depth] = guess.token_ids.numpy()
         if guess.probs is None or not self._keeps:
             return
         if self.probs is None:
@@ -455,8 +456,8 @@ class Guessing:
             self._alike = self._batch(depth, part)
             random = self._alike.random
             if random is not None:
-                left = np.arange(depth, self._found.shape[1])[:, None]
-                positions, streams = self._positions[part] + left, self._streams[part]
+                depths = np.arange(depth, self._drafts.shape[1])[:, None]
+                positions, streams = self._positions[part] + depths, self._streams[part]
                 numbers = self._sampling.uniforms(self._slots[part], positions, streams)
                 if random.rows is not None:
                     numbers = numbers.index_select(1, random.rows)
@@ -492,14 +493,14 @@ class Vocabulary:
         if meanings is None and target_size == draft_size:
             return
         meant = torch.tensor(range(draft_size) if meanings is None else meanings[:draft_size])
-        known = ((meant >= 0) & (meant < target_size)).nonzero()[:, 0]
-        self._draft_ids, self._target_ids = known.to(device), meant[known].to(device)
+        shared = ((meant >= 0) & (meant < target_size)).nonzero()[:, 0]
+        self._draft_ids, self._target_ids = shared.to(device), meant[shared].to(device)
         as_draft = torch.zeros(target_size, dtype=torch.int64)  # tokens it lacks become token 0
-        as_draft[meant[known]] = known
+        as_draft[meant[shared]] = shared
         self._as_draft = as_draft.to(device)
 
     @property
-    def same(self) -> bool:
+    def is_same(self) -> bool:
         """Whether both models have the same tokens."""
         return self._as_draft is None
 
@@ -540,25 +541,25 @@ class DraftModel(Drafter):
         sampler: Sampler,
         sampling: SamplingTable,
         pool_size: int,
-        most_drafts: int,
-        room: int,
+        max_drafts: int,
+        memory: int,
     ) -> None:
         """
         Args:
             sampling: of the target.
             pool_size: blocks of the target's pool.
             most_drafts: per request.
-            room: bytes that sampling may take in addition to logits and probabilities.
+            memory: bytes that sampling may take in addition to logits and probabilities.
         """
         self.network = network
         self.sampler = sampler
         self._sampling = sampling
-        self._room = room
+        self._memory = memory
         self._table = network.table
         self._filled = FilledBlocks(network.table, pool_size)
         # Drafts of each slot whose K and V are computed after those of the known tokens.
-        self._ahead = np.full((len(network.table.num_tokens), most_drafts + 1), NONE, np.int64)
-        self._depths = np.arange(most_drafts + 1)
+        self._ahead = np.full((len(network.table.num_tokens), max_drafts + 1), NONE, np.int64)
+        self._depths = np.arange(max_drafts + 1)
 
     def enter(self, slot: int) -> None:
         self._filled.enter(slot)
@@ -572,11 +573,11 @@ class DraftModel(Drafter):
     def propose(self, rows: DraftRows) -> Drafts:
         network, slots = self.network, rows.slots
         network.graph.prepare()
-        known = self._table.num_tokens[slots].astype(np.int64)
-        computed = self._settle(slots, known)
+        lengths = self._table.num_tokens[slots].astype(np.int64)
+        computed = self._settle(slots, lengths)
         # The last draft is not computed, so it may be beyond the context of the model.
-        limits = np.minimum(rows.limits, network.max_context + 1 - known)
-        missing, chunks = self._missing(slots, known, computed, limits > 0)
+        limits = np.minimum(rows.limits, network.max_context + 1 - lengths)
+        missing, chunks = self._missing(slots, lengths, computed, limits > 0)
         counts = limits * ((chunks == missing) & (chunks > 0))
         going = (-counts).argsort(kind="stable")  # rows with most drafts first
         if np.count_nonzero(chunks) < len(slots):
@@ -587,27 +588,29 @@ class DraftModel(Drafter):
         forwards = Forwards(network, slots[going], computed[going], chunks[going], drafted)
         self._filled.overwrite(forwards.blocks)
         output = forwards.first()
-        most = int(drafted[0])
-        if not most:
+        depth_limit = int(drafted[0])
+        if not depth_limit:
             return _none(len(slots))
         chosen = going[: np.count_nonzero(drafted)]
-        guessing = Guessing(self.sampler, self._sampling, rows, chosen, known, counts, self._room)
+        guessing = Guessing(
+            self.sampler, self._sampling, rows, chosen, lengths, counts, self._memory
+        )
         tokens = guessing.draft(0, *network.logits(output))
-        for depth in range(1, most):
+        for depth in range(1, depth_limit):
             output = forwards.follow(tokens)
             tokens = guessing.draft(depth, *network.logits(output))
-        found = np.empty((len(slots), most), np.int64)
-        found.fill(NONE)
-        found[chosen] = guessing.to_host()
-        self._ahead[slots, :most] = found
+        drafts = np.empty((len(slots), depth_limit), np.int64)
+        drafts.fill(NONE)
+        drafts[chosen] = guessing.to_host()
+        self._ahead[slots, :depth_limit] = drafts
         self._ahead[slots, counts - 1] = NONE  # the last one has no K and V
-        return Drafts(counts, found[found != NONE], probs=guessing.probs)
+        return Drafts(counts, drafts[drafts != NONE], probs=guessing.probs)
 
-    def _settle(self, slots: np.ndarray, known: np.ndarray) -> np.ndarray:
+    def _settle(self, slots: np.ndarray, lengths: np.ndarray) -> np.ndarray:
         """Count accepted drafts whose K and V exist as computed.
 
         Args:
-            slots, known: [rows], tokens of each.
+            slots, lengths: [rows], tokens of each.
 
         Returns:
             [rows] int64, how many of them are computed.
@@ -618,32 +621,32 @@ class DraftModel(Drafter):
         places = (first + slots * table.token_ids.shape[1])[:, None] + self._depths
         right = (table.token_ids.take(places, mode="clip") != ahead).argmax(axis=1)
         # The newest token is always computed, as its logits are needed.
-        computed = np.minimum(first + right, known - 1)
+        computed = np.minimum(first + right, lengths - 1)
         table.num_computed[slots] = computed.astype(np.int32)
         self._ahead[slots] = NONE
         return computed
 
     def _missing(
-        self, slots: np.ndarray, known: np.ndarray, computed: np.ndarray, wanted: np.ndarray
+        self, slots: np.ndarray, lengths: np.ndarray, computed: np.ndarray, drafting: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
         """Find the tokens to compute, after counting blocks that other requests filled.
 
         Args:
-            known, computed: [rows], tokens of each; blocks found filled are added to `computed`.
-            wanted: [rows] bool, which rows get drafts.
+            lengths, computed: [rows], tokens of each; blocks found filled are added to `computed`.
+            drafting: [rows] bool, which rows get drafts.
 
         Returns:
             [rows] numbers of tokens not computed, and how many of them the next forward may
             compute.
         """
         table, budget = self._table, self.network.max_tokens
-        missing = (known - computed) * wanted
+        missing = (lengths - computed) * drafting
         if max(missing.tolist()) <= table.block_size:  # usually
             return missing, _within(missing, budget)
         behind = np.flatnonzero(missing > table.block_size)
         self._filled.find(slots[behind])
         computed[behind] = table.num_computed[slots[behind]]
-        missing[behind] = known[behind] - computed[behind]
+        missing[behind] = lengths[behind] - computed[behind]
         chunks = missing.copy()
         chunks[self._repeated(slots, behind)] = 0
         return missing, _within(chunks, budget)

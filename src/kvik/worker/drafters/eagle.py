@@ -97,8 +97,8 @@ class EagleDrafter(Drafter):
             inputs = self.model.enter(ids.flatten(), positions.flatten())
             after = self.layer(inputs, before.flatten(0, 1))
             likely = torch.topk(self.model.logits(after), level.candidates, dim=-1).indices
-            found = likely.view(count, wide, level.candidates)
-            tokens.index_copy_(1, level.children, found[:, level.owners, level.ranks])
+            candidates = likely.view(count, wide, level.candidates)
+            tokens.index_copy_(1, level.children, candidates[:, level.owners, level.ranks])
             hidden = after.view(count, wide, -1)
         return tokens[:, 1:]
 

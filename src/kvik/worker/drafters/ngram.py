@@ -26,14 +26,14 @@ class NgramDrafter(Drafter):
 
     def propose(self, rows: DraftRows) -> Drafts:
         texts, counts = self._table.token_ids, self._table.num_tokens[rows.slots].tolist()
-        found = []
+        drafts = []
         for slot, count, limit in zip(
             rows.slots.tolist(), counts, rows.limits.tolist(), strict=True
         ):
             text = texts[slot, :count]
             end = latest_match(text, self._min, self._max)
-            found.append(continued(text, end, limit) if end else [])
-        return Drafts.of(found)
+            drafts.append(continued(text, end, limit) if end else [])
+        return Drafts.of(drafts)
 
 
 def latest_match(text: NDArray[np.integer], shortest: int, longest: int) -> int:
@@ -45,27 +45,27 @@ def latest_match(text: NDArray[np.integer], shortest: int, longest: int) -> int:
     Args:
         text: [tokens].
     """
-    found = (text[:-1] == text[-1]).nonzero()[0]  # where such a run ends, ascending
-    if not len(found):
+    ends = (text[:-1] == text[-1]).nonzero()[0]  # where such a run ends, ascending
+    if not len(ends):
         return 0
     length = 1
-    while length < longest and (len(found) > 1 or length < shortest):
-        longer = found if found[0] >= length else found[1:]  # only the first can be too early
+    while length < longest and (len(ends) > 1 or length < shortest):
+        longer = ends if ends[0] >= length else ends[1:]  # only the first can be too early
         longer = longer[text[longer - length] == text[-1 - length]]
         if not len(longer):
             break
-        found, length = longer, length + 1
-    return int(found[-1]) + 1 if length >= shortest else 0
+        ends, length = longer, length + 1
+    return int(ends[-1]) + 1 if length >= shortest else 0
 
 
-def continued(text: NDArray[np.integer], start: int, most: int) -> list[int]:
-    """Return `most` tokens of a text from `start` on. Beyond its end the text continues with the
+def continued(text: NDArray[np.integer], start: int, count: int) -> list[int]:
+    """Return `count` tokens of a text from `start` on. Beyond its end the text continues with the
     returned tokens, so a periodic text continues endlessly.
 
     Args:
         text: [tokens]. start: below their number.
     """
-    found: list[int] = text[start : start + most].tolist()
-    while len(found) < most:
-        found += found[: most - len(found)]
-    return found
+    tokens: list[int] = text[start : start + count].tolist()
+    while len(tokens) < count:
+        tokens += tokens[: count - len(tokens)]
+    return tokens

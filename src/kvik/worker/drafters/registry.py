@@ -107,7 +107,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     chosen, config = parts.speculation, parts.config
     spec, step = chosen.source.spec, chosen.draft_step
     assert spec is not None and step is not None
-    groups = group_layers(spec.kv_specs(DTYPE_BYTES[config.runner.dtype]), apart=True)
+    groups = group_layers(spec.kv_specs(DTYPE_BYTES[config.runner.dtype]), separate=True)
     network = load_network(
         config,
         parts.platform,
@@ -159,5 +159,5 @@ def build_drafter(parts: DrafterParts) -> Drafter:
     try:
         return DRAFTERS[parts.speculation.method](parts)
     except ModelError as error:
-        whole = error.message if error.field in ("spec_model", "model") else str(error)
-        raise ModelError("spec_model", whole) from None
+        message = error.message if error.field in ("spec_model", "model") else str(error)
+        raise ModelError("spec_model", message) from None

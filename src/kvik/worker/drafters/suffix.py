@@ -69,16 +69,16 @@ class SuffixAutomaton:
         self.num_tokens += 1
         length, link, count = self._length, self._link, self._count
         state, new = self.last, self._add(length[self.last] + 1)
-        found = _NONE
-        while state != _NONE and (found := self._follow(state, token)) == _NONE:
+        target = _NONE
+        while state != _NONE and (target := self._follow(state, token)) == _NONE:
             self._set(state, token, new)
             state = link[state]
         if state == _NONE:
             link[new] = _ROOT
-        elif length[found] == length[state] + 1:
-            link[new] = found
+        elif length[target] == length[state] + 1:
+            link[new] = target
         else:
-            link[new] = link[found] = self._split(found, state, token)
+            link[new] = link[target] = self._split(target, state, token)
         self.last = new
         for _ in range(_COUNTED):
             if new == _ROOT:
@@ -105,17 +105,17 @@ class SuffixAutomaton:
         """
         lengths, links = self._length, self._link
         for token in tokens:
-            found = self._follow(state, token)
-            while found == _NONE and state != _ROOT:
+            target = self._follow(state, token)
+            while target == _NONE and state != _ROOT:
                 state = links[state]
                 length = lengths[state]
-                found = self._follow(state, token)
-            state, length = (found, length + 1) if found != _NONE else (_ROOT, 0)
+                target = self._follow(state, token)
+            state, length = (target, length + 1) if target != _NONE else (_ROOT, 0)
         return state, length
 
-    def continuation(self, state: int, limit: int, least: float) -> SuffixMatch:
+    def continuation(self, state: int, limit: int, threshold: float) -> SuffixMatch:
         """Return the most frequent continuation, token by token, as long as its probability is at
-        least `least`. At the end of the text, a shorter suffix is continued."""
+        least `threshold`. At the end of the text, a shorter suffix is continued."""
         tokens: list[int] = []
         probability, score = 1.0, 0.0
         while len(tokens) < limit and state != _ROOT:
@@ -126,7 +126,7 @@ class SuffixAutomaton:
                 state = self._link[state]
                 continue
             probability *= share
-            if probability < least:
+            if probability < threshold:
                 break
             score += probability
             tokens.append(token)
@@ -152,15 +152,15 @@ class SuffixAutomaton:
         self._target.append(_NONE)
         return len(self._length) - 1
 
-    def _split(self, found: int, state: int, token: int) -> int:
-        """Add a state for the substrings of `found` that end at more positions than its longest."""
+    def _split(self, split: int, state: int, token: int) -> int:
+        """Add a state for the substrings of `split` that end at more positions than its longest."""
         new = self._add(self._length[state] + 1)
-        self._link[new] = self._link[found]
-        self._count[new] = self._count[found]
-        self._token[new], self._target[new] = self._token[found], self._target[found]
-        if found in self._edges:
-            self._edges[new] = self._edges[found].copy()
-        while state != _NONE and self._follow(state, token) == found:
+        self._link[new] = self._link[split]
+        self._count[new] = self._count[split]
+        self._token[new], self._target[new] = self._token[split], self._target[split]
+        if split in self._edges:
+            self._edges[new] = self._edges[split].copy()
+        while state != _NONE and self._follow(state, token) == split:
             self._set(state, token, new)
             state = self._link[state]
         return new
@@ -203,9 +203,9 @@ class SuffixDrafter(Drafter):
         self._outputs = TenantOutputs(max_tokens) if shared else None
 
     def enter(self, slot: int) -> None:
-        known = int(self._table.num_tokens[slot])
+        length = int(self._table.num_tokens[slot])
         half = self._max_tokens // 2  # the rest is for the output
-        self._texts[slot] = _OwnText(self._max_tokens, max(0, known - half))
+        self._texts[slot] = _OwnText(self._max_tokens, max(0, length - half))
 
     def leave(self, slot: int) -> None:
         del self._texts[slot]
@@ -215,18 +215,18 @@ class SuffixDrafter(Drafter):
             self._outputs.add(self._table.tenants[slot], output)
 
     def propose(self, rows: DraftRows) -> Drafts:
-        found = []
+        drafts = []
         for slot, limit in zip(rows.slots.tolist(), rows.limits.tolist(), strict=True):
-            text, known = self._texts[slot], int(self._table.num_tokens[slot])
+            text, length = self._texts[slot], int(self._table.num_tokens[slot])
             tokens = self._table.token_ids[slot]
-            end = min(known, text.num_read + MAX_LEARNED_PER_STEP)
-            best = text.continuation(tokens[text.num_read : end].tolist(), known, limit)
+            end = min(length, text.num_read + MAX_LEARNED_PER_STEP)
+            best = text.continuation(tokens[text.num_read : end].tolist(), length, limit)
             if self._outputs is not None:
-                before = tokens[max(0, known - CONTEXT) : known].tolist()
-                others = self._outputs.continuation(self._table.tenants[slot], before, limit)
-                best = max(best, others, key=lambda continuation: continuation.score)
-            found.append(best.tokens)
-        return Drafts.of(found)
+                before = tokens[max(0, length - CONTEXT) : length].tolist()
+                by_outputs = self._outputs.continuation(self._table.tenants[slot], before, limit)
+                best = max(best, by_outputs, key=lambda continuation: continuation.score)
+            drafts.append(best.tokens)
+        return Drafts.of(drafts)
 
 
 class _OwnText:
@@ -238,12 +238,12 @@ class _OwnText:
         self._automaton = SuffixAutomaton()
         self._match = (0, 0)
 
-    def continuation(self, new: list[int], known: int, limit: int) -> SuffixMatch:
+    def continuation(self, new: list[int], length: int, limit: int) -> SuffixMatch:
         """Read on, and return the continuation of the text.
 
         Args:
             new: the next tokens of the text.
-            known: length of the text; there is no continuation until all of it has been read.
+            length: length of the text; there is no continuation until all of it has been read.
         """
         self.num_read += len(new)
         automaton = self._automaton
@@ -253,7 +253,7 @@ class _OwnText:
         if free > 0:
             self._match = automaton.repeated
         self._match = automaton.advance(*self._match, new[free:])
-        if self.num_read < known:
+        if self.num_read < length:
             return NO_MATCH
         return _continuation(automaton, *self._match, limit)
 
@@ -301,11 +301,11 @@ class TenantOutputs:
             return NO_MATCH
         if outputs.waiting:
             self._learn(outputs)
-        found = (
+        matches = (
             _continuation(automaton, *automaton.advance(0, 0, before), limit)
             for automaton in (outputs.young, outputs.old)
         )
-        return max(found, key=lambda continuation: continuation.score)
+        return max(matches, key=lambda continuation: continuation.score)
 
     def _learn(self, outputs: _Outputs) -> None:
         """Learn a limited number of the queued tokens."""

@@ -21,10 +21,10 @@ class LlamaCpp:
         )
         if not model:
             raise EngineFailure(f"llama.cpp cannot load {job.model}")
-        room = job.max_batch * job.max_len
+        context_size = job.max_batch * job.max_len
         wishes = {
-            "n_ctx": room,
-            "n_batch": room,
+            "n_ctx": context_size,
+            "n_batch": context_size,
             "n_seq_max": job.max_batch,
             "n_threads": job.threads,
             "n_threads_batch": job.threads,
@@ -37,7 +37,7 @@ class LlamaCpp:
         if not self._context:
             raise EngineFailure("llama.cpp cannot make a context of these options")
         self._vocab_size = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
-        self._batch = llama_cpp.llama_batch_init(room, 0, 1)
+        self._batch = llama_cpp.llama_batch_init(context_size, 0, 1)
 
     def generate(self, prompts: Prompts, output: int, clock: Clock) -> None:
         import llama_cpp

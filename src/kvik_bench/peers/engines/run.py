@@ -34,9 +34,9 @@ def load(name: str, path: Path, folder: Path | None = None) -> ModuleType:
 
 
 def read_job(protocol: ModuleType, text: str) -> Any:
-    given = json.loads(text)
-    workloads = [protocol.Workload(**work) for work in given.pop("workloads")]
-    return protocol.Job(workloads=workloads, **given)
+    fields = json.loads(text)
+    workloads = [protocol.Workload(**work) for work in fields.pop("workloads")]
+    return protocol.Job(workloads=workloads, **fields)
 
 
 def main() -> None:
@@ -52,8 +52,8 @@ def main() -> None:
         answer = load(f"{PACKAGE}.{adapter.stem}", adapter).run(job)
     except Exception as error:
         traceback.print_exc()
-        known = isinstance(error, protocol.EngineFailure)
-        reason = str(error) if known else f"{type(error).__name__}: {error}"
+        is_failure = isinstance(error, protocol.EngineFailure)
+        reason = str(error) if is_failure else f"{type(error).__name__}: {error}"
         answer = protocol.Answer(failed=" ".join(reason.split()))
     answer_file.write_text(json.dumps(asdict(answer)), "utf-8")
     if answer.failed:
