@@ -27,6 +27,10 @@ MUTATORS |= {"setdefault", "sort", "update", "appendleft", "popleft"}
 CONTAINERS = {"list", "dict", "set", "bytearray", "defaultdict", "deque", "OrderedDict", "Counter"}
 ITERATORS = {"count", "cycle", "iter"}
 
+# Pronouns, participles and superlatives as names of values do not say what the values are.
+VAGUE = {"asked", "beside", "found", "given", "held", "least", "most", "one", "own", "room"}
+VAGUE |= {"wanted", "what", "whole"}
+
 
 def environment_reads(tree: ast.Module) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
@@ -119,6 +123,15 @@ def keyword_pass_through(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 yield function.lineno, name
 
 
+def vague_names(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    for _, function in functions(tree):
+        for node in ast.walk(function):
+            stored = isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+            name = node.id if stored else node.arg if isinstance(node, ast.arg) else ""
+            if name.strip("_") in VAGUE:
+                yield node.lineno, name
+
+
 Rule = Callable[[ast.Module], Iterator[tuple[int, str]]]
 
 
@@ -158,6 +171,13 @@ def test_keywords_are_not_passed_on(sources: dict[str, Any]) -> None:
         for _, function in keyword_pass_through(source.tree)
     }
     assert found <= HANDS_ON_KEYWORDS
+
+
+def test_names_say_what_values_are(sources: dict[str, Any]) -> None:
+    """Apart from the kernels of Triton, which are formulas."""
+    prose = {name: s for name, s in sources.items() if "kernels.triton" not in name}
+    assert len(prose) < len(sources)
+    assert not violations(prose, vague_names)
 
 
 def test_class_names_are_unique(sources: dict[str, Any]) -> None:
@@ -219,6 +239,8 @@ def test_every_module_has_a_docstring(sources: dict[str, Any]) -> None:
         (mutable_state, "def f():\n    global x\n    x = 1"),
         (mutable_state, "serial = itertools.count().__next__"),
         (keyword_pass_through, "class A:\n    def f(self, **kw): return g(1, **kw)"),
+        (vague_names, "def f(x): return [one for one in x]"),
+        (vague_names, "def f(_found): pass"),
     ],
 )
 def test_a_rule_detects_violations(rule: Rule, text: str) -> None:
@@ -235,6 +257,7 @@ def test_a_rule_detects_violations(rule: Rule, text: str) -> None:
         ),
         (mutable_state, "__all__ = ['a']\nx = 1\ny = (1, 2)\nT = Callable[[int], str]"),
         (keyword_pass_through, "def f(**kw): return sorted(kw)"),
+        (vague_names, "def f(x): return x.found(one)"),
     ],
 )
 def test_a_rule_accepts_valid_code(rule: Rule, text: str) -> None:
