@@ -88,52 +88,6 @@ def test_blocks_of_an_earlier_request_are_reused() -> None:
     assert_stored(world, 1, 11)
 
 
-def test_the_newest_token_is_computed_for_its_logits() -> None:
-    world = World()
-    world.enter(0, TEXT[:9], [3, 1, 2])
-    world.drafts({0: 2})
-    world.enter(1, TEXT[:8], [3, 1, 5], cached=7)
-    assert world.drafts({1: 2}) == [continuation(TEXT[:8], 2)]
-    assert world.positions(1) == [4, 5, 6, 7, 8]
-    assert_stored(world, 0, 9)
-
-
-def test_a_correctly_drafted_text_is_reused() -> None:
-    world = World()
-    world.enter(0, TEXT[:6], [3, 1, 2, 7])
-    (drafts,) = world.drafts({0: 5})
-    world.deliver(0, *drafts)
-    world.drafts({0: 1})  # fills the second block, which drafts began
-    world.enter(1, [*world.known(0)[:8], 9], [3, 1, 4], cached=8)
-    assert world.drafts({1: 1}) == [continuation([*world.known(0)[:8], 9], 1)]
-    assert world.positions(1) == [8]
-
-
-def test_wrong_drafts_are_not_reused() -> None:
-    world = World()
-    world.enter(0, TEXT[:6], [3, 1, 2, 7])
-    (drafts,) = world.drafts({0: 5})
-    guessed = [*TEXT[:6], *drafts]  # K and V are in blocks 3 and 1, and part of block 2
-    world.deliver(0, (drafts[0] + 1) % VOCAB)
-    world.enter(1, guessed, [3, 1, 4])
-    assert world.drafts({1: 1}) == [continuation(guessed, 1)]
-    assert world.positions(1) == list(range(4, 11))
-
-
-def test_overwritten_blocks_are_not_reused() -> None:
-    """The target has stored another request's keys in them, or its own again."""
-    world = World()
-    world.enter(0, TEXT[:9], [3, 1, 2])
-    world.drafts({0: 1})
-    world.drafter.leave(0)
-    world.enter(1, TEXT[20:26], [5, 1])  # the second block has a new owner
-    world.drafts({1: 1})
-    world.enter(2, TEXT[:9], [3, 1, 6])
-    assert world.drafts({2: 3}) == [continuation(TEXT[:9], 3)]
-    assert world.positions(2) == [4, 5, 6, 7, 8, 9, 10]
-    assert_stored(world, 2, 9)
-
-
 def test_blocks_overwritten_by_drafts_are_not_reused() -> None:
     world = World()
     world.enter(0, TEXT[:9], [3, 1, 2])
@@ -144,17 +98,6 @@ def test_blocks_overwritten_by_drafts_are_not_reused() -> None:
     world.enter(2, TEXT[:9], [3, 1, 6])
     assert world.drafts({2: 1}) == [continuation(TEXT[:9], 1)]
     assert world.positions(2) == list(range(9))
-
-
-def test_siblings_share_whole_blocks_of_the_prompt() -> None:
-    """The partly filled block belongs to each sibling alone."""
-    world, prompt = World(), TEXT[:11]
-    world.enter(0, prompt, [3, 1, 2])
-    world.drafts({0: 1})
-    world.enter(1, prompt, [3, 1, 7], cached=10)
-    world.enter(2, prompt, [3, 1, 8], cached=10)
-    assert world.drafts({1: 2, 2: 2}) == [continuation(prompt, 2)] * 2
-    assert world.positions(1) == world.positions(2) == [8, 9, 10, 11]
 
 
 def test_one_of_simultaneous_siblings_computes_the_prompt() -> None:
@@ -222,9 +165,14 @@ def test_a_slot_is_reset() -> None:
     world.drafter.leave(0)
     tokens = [*TEXT[:6], *drafts[:2]]
     world.enter(0, tokens, [3, 8, 9])
-    assert world.drafts({0: 2}) == [continuation(tokens, 2)]
+    (drafts,) = world.drafts({0: 2})
+    assert drafts == continuation(tokens, 2)
     assert world.positions(0) == [4, 5, 6, 7, 8]
     assert_stored(world, 0, 8)
+    world.drafter.leave(0)
+    world.enter(0, [drafts[0], 5], [4])  # begins as the old drafts do
+    assert world.drafts({0: 1}) == [continuation([drafts[0], 5], 1)]
+    assert world.positions(0) == [0, 1]
 
 
 @pytest.mark.parametrize("forwards", [1, 2, 3])

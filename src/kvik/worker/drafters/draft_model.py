@@ -568,7 +568,6 @@ class DraftModel(Drafter):
 
     def leave(self, slot: int) -> None:
         self._filled.note(np.array([slot]))
-        self._ahead[slot] = NONE
 
     def propose(self, rows: DraftRows) -> Drafts:
         network, slots = self.network, rows.slots
