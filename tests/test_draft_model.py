@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.configs import config as model_config
 from helpers.optional_native import needs_native
 from helpers.sampling_oracle import distribution
 from helpers.tiny_models import reference_logits, save_tiny
@@ -143,16 +144,8 @@ def test_too_few_tokens_in_common(tmp_path) -> None:
     refused(folder, "spec_model", "knows 83% of the model's tokens; at least 90% must be spelt")
 
 
-TINY = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 256,
-}
+SIZES = {"vocab": 96, "hidden": 32, "inner": 64, "layers": 2, "heads": 2, "kv_heads": 1}
+TINY = model_config("Qwen2ForCausalLM", **SIZES, positions=256)
 WINDOWS = {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0}
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.configs import PUBLIC
+from helpers.configs import config as model_config
 from helpers.paged_model import PagedModel
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, pre_tokenizers
@@ -47,18 +48,10 @@ native = pytest.mark.skipif(
 )
 linux = pytest.mark.skipif(sys.platform != "linux", reason="the peak is read from /proc")
 
-SMALL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 60_000,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
+SMALL = model_config(
+    "Qwen2ForCausalLM",
+    vocab=60_000, hidden=256, inner=1024, layers=2, heads=8, kv_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
 LLAMA_1B = PUBLIC["llama-3.2-1b"]
 
 # Uses all kinds of memory: all blocks of the cache at once, a step of the most tokens, sampling

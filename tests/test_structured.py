@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers.configs import small
 from helpers.schemas import drawn_schema
 from jsonschema import Draft202012Validator
 from pydantic import BaseModel, Field
@@ -122,12 +123,7 @@ def test_constraints_that_are_not_enforced_are_warned_of(llm: LLM) -> None:
 
 
 def test_a_model_without_a_tokenizer_has_no_grammars(tmp_path: Any) -> None:
-    config = {
-        "architectures": ["LlamaForCausalLM"], "vocab_size": 32, "hidden_size": 8,
-        "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
-        "num_key_value_heads": 1, "max_position_embeddings": 64,
-    }  # fmt: skip
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(small()))
     bare = LLM(str(tmp_path), load_format="random", device="cpu", threads=1)
     with bare, pytest.raises(ParamError, match="structured: needs a tokenizer"):
         bare.generate([[1, 2]], SamplingParams(structured=Regex("a")))

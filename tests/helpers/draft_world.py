@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import torch
+from helpers.configs import config
 from helpers.paged_model import PagedModel
 from torch import Tensor
 
@@ -27,20 +28,13 @@ from kvik.worker.step_inputs import FreshInputs
 CPU = torch.device("cpu")
 SLOTS, LENGTH, BLOCK, BLOCKS, VOCAB = 4, 48, 4, 64, 40
 SPEC = ModelSpec.from_config(
-    {
-        "architectures": ["Qwen2ForCausalLM"],
-        "vocab_size": VOCAB,
-        "hidden_size": 16,
-        "intermediate_size": 24,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 2,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "use_sliding_window": True,  # a second KV group, with the same blocks
-        "sliding_window": 6,
-        "max_window_layers": 2,
-    }
-)
+    config(
+        "Qwen2ForCausalLM",
+        vocab=VOCAB, hidden=16, inner=24, layers=3, heads=2, kv_heads=1, positions=64,
+        # A second KV group, with the same blocks.
+        use_sliding_window=True, sliding_window=6, max_window_layers=2,
+    )
+)  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0)
 TEXT = [int(token) for token in np.random.default_rng(0).integers(0, VOCAB, 60)]
 

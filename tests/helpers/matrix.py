@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from helpers.configs import config as model_config
 from helpers.overlapping import steps_in_flight
 from helpers.served_columns import (
     make_requests,
@@ -176,29 +177,14 @@ ALL_OF_IT = Column(  # all features of a server at once
 BUNDLED = ""
 # Two layers that see 24 keys need the memory of one that sees all, which has larger heads: two KV
 # groups. The last two layers read the keys of others. All have experts.
-WINDOWED = {
-    "architectures": ["Gemma4ForCausalLM"],
-    "layer_types": ["sliding_attention" if kind == "s" else "full_attention" for kind in "ssfsf"],
-    "num_kv_shared_layers": 2,
-    "global_head_dim": 32,
-    "num_global_key_value_heads": 2,
-    "attention_k_eq_v": True,
-    "hidden_size_per_layer_input": 32,
-    "enable_moe_block": True,
-    "num_experts": 6,
-    "top_k_experts": 2,
-    "moe_intermediate_size": 32,
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "sliding_window": 24,
-    "torch_dtype": "float32",
-}
+WINDOWED = model_config(
+    "Gemma4ForCausalLM",
+    vocab=96, hidden=32, inner=64, layers=5, heads=4, kv_heads=2, head_dim=16, positions=256,
+    layer_types=["sliding_attention" if kind == "s" else "full_attention" for kind in "ssfsf"],
+    num_kv_shared_layers=2, global_head_dim=32, num_global_key_value_heads=2,
+    attention_k_eq_v=True, hidden_size_per_layer_input=32, enable_moe_block=True, num_experts=6,
+    top_k_experts=2, moe_intermediate_size=32, sliding_window=24, torch_dtype="float32",
+)  # fmt: skip
 CAPPED = {  # layers alternate with and without a window; scores and logits are capped
     **WINDOWED,
     "architectures": ["Gemma2ForCausalLM"],
@@ -222,27 +208,13 @@ CHUNKED = {  # layers that see chunks of 72 keys, and layers without positions; 
     "floor_scale": 16,
 }
 
-LATENT = {  # attention over latent vectors, an MLP and then experts
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "q_lora_rank": 32,
-    "kv_lora_rank": 48,
-    "qk_rope_head_dim": 16,
-    "qk_nope_head_dim": 24,
-    "v_head_dim": 20,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 32,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 3,
-    "n_group": 2,
-    "topk_group": 1,
-    "max_position_embeddings": 256,
-    "torch_dtype": "float32",
-}
+LATENT = model_config(  # attention over latent vectors, an MLP and then experts
+    "DeepseekV3ForCausalLM",
+    vocab=96, hidden=64, inner=96, layers=3, heads=4, kv_heads=4, positions=256, q_lora_rank=32,
+    kv_lora_rank=48, qk_rope_head_dim=16, qk_nope_head_dim=24, v_head_dim=20,
+    first_k_dense_replace=1, moe_intermediate_size=32, n_routed_experts=8, num_experts_per_tok=3,
+    n_group=2, topk_group=1, torch_dtype="float32",
+)  # fmt: skip
 
 
 MODELS = (

@@ -18,6 +18,8 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+from helpers.configs import config as model_config
+
 from kvik.config.config import EngineConfig, ResolvedConfig, RunnerConfig
 from kvik.config.memory import MemoryPlan
 from kvik.core.config import CacheConfig, SchedulerConfig
@@ -37,19 +39,9 @@ EOS = 63
 
 def tiny_config(num_blocks: int = 512, **scheduler: object) -> ResolvedConfig:
     """Return the configuration of a fictitious model with 64 tokens, for a fake executor."""
-    spec = ModelSpec.from_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": 64,
-            "hidden_size": 8,
-            "intermediate_size": 16,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 256,
-            "eos_token_id": EOS,
-        }
-    )
+    sizes = {"vocab": 64, "hidden": 8, "inner": 16, "layers": 1, "heads": 2, "kv_heads": 1}
+    fields = model_config("LlamaForCausalLM", **sizes, positions=256, eos_token_id=EOS)
+    spec = ModelSpec.from_config(fields)
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 256, **scheduler}
     return ResolvedConfig(
         model=spec,

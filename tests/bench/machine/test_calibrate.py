@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.calibrations import calibration
+from helpers.configs import small
 from helpers.optional_native import needs_native
 from hypothesis import given
 from hypothesis import strategies as st
@@ -220,10 +221,8 @@ def test_keys_are_bound_by_memory(reached, speed, monkeypatch, tmp_path) -> None
     reads = tuple(ReadRate(size, later.rate(size)) for size, _ in stage.RATES)
     peaks = dict.fromkeys(calibration().peaks, 1e13)  # arithmetic is no limit
     facts = msgspec.structs.replace(calibration(), attention=(cost,), reads=reads, peaks=peaks)
-    config = {"architectures": ["LlamaForCausalLM"], "vocab_size": 64, "hidden_size": 64}
-    config |= {"num_hidden_layers": 1, "num_attention_heads": 8, "num_key_value_heads": 2}
-    config |= {"head_dim": 64, "intermediate_size": 64, "max_position_embeddings": 1 << 20}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    sizes = {"hidden_size": 64, "num_attention_heads": 8, "head_dim": 64, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(small(**sizes)))
     shape, at = (
         read_shape(str(tmp_path)),
         Setting(cpu_device(facts, facts.machine, 0), "bf16", "bf16"),
