@@ -187,17 +187,9 @@ def test_latent_vectors_are_not_stored_in_four_bits() -> None:
 
 @pytest.mark.parametrize(("group", "kernels"), [(8, "torch"), (64, "triton")])
 def test_small_groups_are_multiplied_by_torch(group: int, kernels: str) -> None:
-    model = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 1000,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "max_position_embeddings": 64,
-        "torch_dtype": "float16",
-        "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": group},
-    }
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": group}
+    sizes = {"hidden_size": 128, "intermediate_size": 256}
+    model = small(torch_dtype="float16", quantization_config=stored, **sizes)
     spec, notes = ModelSpec.from_config(model), Notes()
     config = EngineConfig()
     assert choose_kernels(config, SERVER, spec, "cuda:0", "float16", notes) == kernels
@@ -261,20 +253,7 @@ PC = Hardware("PC", 8, 64 * GIB, "RAM", frozenset({"avx2", "fma", "avx512_bf16"}
 
 def llama(head_dim: int = 128) -> ModelSpec:
     """Return Llama-3-8B, or one with other heads."""
-    return ModelSpec.from_config(
-        {
-            "architectures": ["LlamaForCausalLM"],
-            "vocab_size": 128_256,
-            "hidden_size": 4096,
-            "intermediate_size": 14_336,
-            "num_hidden_layers": 32,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 8,
-            "head_dim": head_dim,
-            "max_position_embeddings": 8192,
-            "dtype": "bfloat16",
-        }
-    )
+    return ModelSpec.from_config(PUBLIC["llama-3-8b"] | {"head_dim": head_dim})
 
 
 def plan(spec: ModelSpec | None = None, **options: object) -> ResolvedConfig:

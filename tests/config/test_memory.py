@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.configs import small_qwen
 from safetensors.torch import save_file
 
 from kvik.config.config import EngineConfig, ResolvedConfig
@@ -18,18 +19,14 @@ from kvik.config.draft_heads import EAGLE, MEDUSA, HeadsSpec
 from kvik.config.memory import HeadsFootprint
 from kvik.launch import resolve_config
 
-MODEL = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "vocab_size": 40_000,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "tie_word_embeddings": True,
-    "dtype": "bfloat16",
-}
+MODEL = small_qwen(
+    vocab_size=40_000,
+    hidden_size=256,
+    intermediate_size=512,
+    num_hidden_layers=2,
+    num_attention_heads=8,
+    tie_word_embeddings=True,
+)
 HEADS = {
     "medusa": HeadsSpec(MEDUSA, 256, 40_000, depth=4, layers=2),
     "medusa, own": HeadsSpec(MEDUSA, 256, 40_000, depth=4, own_logits=True),

@@ -46,38 +46,9 @@ TINY = llama(
     max_position_embeddings=512,
 )
 SMALL = llama()
-LARGE = llama(
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_hidden_layers=32,
-    head_dim=128,
-    tie_word_embeddings=False,
-)
-WINDOWED = ModelSpec.from_config(
-    {
-        "architectures": ["MistralForCausalLM"],
-        "vocab_size": 1000,
-        "hidden_size": 256,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 32_768,
-        "sliding_window": 1024,
-        "dtype": "float16",
-    }
-)
-LEARNED = ModelSpec.from_config(
-    {
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 1000,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 128,
-        "dtype": "float32",
-    }
-)
+LARGE = ModelSpec.from_config(PUBLIC["llama-3.1-8b"])
+WINDOWED = ModelSpec.from_config(PUBLIC["mistral-7b-v0.1"] | {"num_hidden_layers": 4})
+LEARNED = ModelSpec.from_config(PUBLIC["gpt2"] | {"n_layer": 2, "n_positions": 128})
 STATES = ModelSpec.from_config(PUBLIC["Qwen3.5-9B"])
 SPECS = (TINY, SMALL, LARGE, WINDOWED, LEARNED, STATES)
 

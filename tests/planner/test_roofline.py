@@ -7,6 +7,7 @@ from math import log
 
 import pytest
 from helpers.calibrations import calibration, measured_device
+from helpers.configs import PUBLIC
 from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,16 +33,7 @@ from kvik.planner.roofline import (
 )
 from kvik.planner.shape import MatrixGroup, ModelShape
 
-LLAMA_2_7B = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float16",
-}
+LLAMA_2_7B = PUBLIC["llama-2-7b"]
 SMALL = {
     **LLAMA_2_7B,
     "hidden_size": 512,
@@ -49,26 +41,6 @@ SMALL = {
     "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
-    "torch_dtype": "bfloat16",
-}
-QWEN_3_6_35B_A3B = {
-    "architectures": ["Qwen3_5MoeForCausalLM"],
-    "vocab_size": 248320,
-    "hidden_size": 2048,
-    "num_hidden_layers": 40,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "num_experts": 256,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 512,
-    "shared_expert_intermediate_size": 512,
-    "max_position_embeddings": 262144,
     "torch_dtype": "bfloat16",
 }
 # Exactly 1 TB/s and 100 T operations per second.
@@ -120,7 +92,7 @@ def test_a_prompt_by_hand(llama: ModelShape) -> None:
 
 def test_states_by_hand() -> None:
     """Of 30 layers: 32 matrices of 128 x 128, and 3 inputs of 8,192 channels, in fp32."""
-    qwen = shape_from_config(QWEN_3_6_35B_A3B, "qwen3.6-35b-a3b")
+    qwen = shape_from_config(PUBLIC["Qwen3.6-35B-A3B"], "qwen3.6-35b-a3b")
     state = 30 * (32 * 128 * 128 + 3 * 8192) * 4
     assert qwen.state_bytes == state == 65_863_680
     flops = 30 * (7 * 32 * 128 * 128 + 2 * 4 * 8192)  # per token
