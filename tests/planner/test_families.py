@@ -460,7 +460,7 @@ def test_any_value_in_any_field_is_read_or_refused_at_once(data: st.DataObject) 
         ("Llama-3.1-8B-Instruct", "llama-3.1-8b"),
         ("meta-llama/Meta-Llama-3-8B", "llama-3-8b"),
         ("meta-llama/Llama-2-7b-chat-hf", "llama-2-7b"),
-        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b"),
+        ("Qwen/Qwen2.5-7B-Instruct", "qwen2.5-7b-instruct"),
         ("Qwen/Qwen3-8B", "qwen3-8b"),
         ("allenai/OLMo-2-7B", "olmo-2-7b"),
     ],
@@ -472,6 +472,11 @@ def test_public_models_need_no_network(
     found = read_shape(model)
     assert found.parameters == shape(name).parameters
     assert any(name in note for note in found.notes)
+
+
+def test_tuned_models_have_their_own_context() -> None:
+    base, tuned = read_shape("Qwen2.5-7B"), read_shape("Qwen/Qwen2.5-7B-Instruct")
+    assert (base.max_context, tuned.max_context) == (131_072, 32_768)
 
 
 @pytest.mark.parametrize("model", ["llama-3.1", "llama-3.1-8b-awq", "someone/finetune-8b", "x"])

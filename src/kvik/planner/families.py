@@ -57,8 +57,9 @@ HUB_IDS = frozenset({"gpt2"})  # short names under which the hub has the model, 
 
 def public_name(model: str) -> str | None:
     """Return the short name for a hub id or a common name of a model; None: unknown model."""
-    name = _TUNED.sub("", _OWNER.sub("", _OWNER.sub("", model.lower())))
-    return name if name in public_configs() else None
+    name = _OWNER.sub("", _OWNER.sub("", model.lower()))
+    names = (name, _TUNED.sub("", name))  # a few tuned models differ from their base
+    return next((known for known in names if known in public_configs()), None)
 
 
 def is_short_name(model: str) -> bool:
