@@ -203,7 +203,8 @@ def make_engine(
             speculation, table, sampling, spec.vocab_size, config.cache.pool_size
         )
         speculator = Speculator(speculation, drafter, table, sampling, spec.vocab_size, clock)
-    network = SimpleNamespace(ops=TORCH)  # no blocks are copied, no prompt is scored
+    # No blocks are copied, no prompt is scored.
+    network = SimpleNamespace(ops=TORCH, copy=lambda blocks, states: None)
     copies = AtOnce()
     participants = step_participants(network, table, sampling, CPU, copies, speculator)
     runner = ModelRunner(

@@ -89,7 +89,7 @@ class LossyWire:
 class OtherHost:
     """A network namespace behind a pair of virtual devices, as a `Launcher`."""
 
-    host, here = HERE, False
+    host, is_local = HERE, False
 
     def __init__(self, *, lossy: bool = False) -> None:
         self.name = f"kvik{os.getpid() % 10_000}"
