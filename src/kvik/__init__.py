@@ -53,7 +53,11 @@ _NAMES: Final = {
     "kvik.core.sampling_params": ("SamplingParams",),
     "kvik.core.structured": ("Choice", "Grammar", "JsonSchema", "Regex"),
     "kvik.engine.output": (
-        *("CompletionOutput", "EmbeddingOutput", "RequestOutput", "ScoreOutput", "TextDelta"),
+        "CompletionOutput",
+        "EmbeddingOutput",
+        "RequestOutput",
+        "ScoreOutput",
+        "TextDelta",
     ),
     "kvik.errors": ("CapacityError", "ConfigError", "KvikError", "ModelError", "ParamError"),
     "kvik.llm": ("LLM",),

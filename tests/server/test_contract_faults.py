@@ -31,7 +31,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 LONG = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
 SHORT = {"prompt": "The fox", "max_tokens": 8, "temperature": 0, "seed": 1}
 RETRY = "x-should-retry"
-NUM_RUNNING = 60  # so many that their steps take seconds in all
+NUM_RUNNING = 60  # enough that their steps take seconds in total
 SIZES = ("--max-num-seqs", str(NUM_RUNNING), "--max-model-len", "1024")
 
 

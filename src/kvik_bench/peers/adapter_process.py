@@ -71,7 +71,9 @@ def _run(command: Sequence[str], log: int, timeout: float) -> tuple[int, int, bo
     def end() -> None:
         timeout_event.set()
         if process is not None:
-            process.terminate()
+            # Popen.terminate could reap the process, whose peak memory wait4 would then miss.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGTERM)
 
     def kill() -> None:
         if process is not None:

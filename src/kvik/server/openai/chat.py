@@ -239,9 +239,11 @@ def own_limit(defaults: SamplingParams) -> int | None:
 
 
 def effort_variables(
-    effort: Effort, form: AnswerFormat, others: dict[str, Variable] | None
+    effort: Effort, form: AnswerFormat, chosen: dict[str, Variable] | None
 ) -> dict[str, Variable]:
-    """Return the template variables that set how much to think; `others` variables take precedence.
+    """Return `chosen`, the request's template variables, and those that set how much to think.
+
+    A variable in `chosen` takes precedence.
 
     Raises:
         ParamError: the model has no thoughts, and the request asks for some.
@@ -249,11 +251,11 @@ def effort_variables(
     if not form.thinks and effort != "none":
         raise ParamError("reasoning_effort", "this model has no thoughts")
     if not form.thinks:
-        return others or {}
+        return chosen or {}
     variables: dict[str, Variable] = {"enable_thinking": effort != "none"}
     if effort != "none":
         variables["reasoning_effort"] = effort
-    return variables | (others or {})
+    return variables | (chosen or {})
 
 
 class ChatFormat(ResponseFormat):
