@@ -136,6 +136,7 @@ def test_an_engine_whose_steps_all_fail_is_abandoned() -> None:
             reply = ask(server.http, "POST", "/v1/completions", body)
             answer = (reply.status, reply.headers[RETRY], reply.headers["retry-after"])
             assert answer == (503, "true", "1")
+        assert [reason for _, reason in server.inner.watcher.refusals] == ["unavailable"] * 3
         for path in ("/health", "/ready", "/ping"):
             assert ask(server.http, "GET", path).status == 503
         assert not server.inner.generations.live

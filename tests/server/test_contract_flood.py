@@ -78,8 +78,11 @@ def test_each_completion_takes_a_place() -> None:
             reply = ask(server.http, "POST", "/v1/completions", body)
             assert reply.status == status
         assert reply.error["param"] == "n"
+        refusals = [reason for _, reason in server.inner.watcher.refusals]
+        assert refusals == ["queue", "queue", "invalid"]
         executor.gate.set()
         assert b"[DONE]" in read_until(first, b"[DONE]")
+        assert ask(server.http, "POST", "/v1/completions", {**body, "n": 9}).status == 200
         first.close()
 
 

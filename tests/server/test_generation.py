@@ -13,7 +13,7 @@ from kvik.config.server_config import ServerConfig
 from kvik.core.types import FinishReason, RequestDelta
 from kvik.engine import host
 from kvik.engine.output import RequestOutput
-from kvik.errors import CapacityError, OverloadError, ParamError, UnavailableError
+from kvik.errors import CapacityError, OverloadError, ParamError
 from kvik.server import generation as module
 from kvik.server.errors import ABORTED, DEADLINE, FAILED, HttpError
 from kvik.server.generation import Generations
@@ -181,21 +181,6 @@ async def test_a_batch_is_accepted_whole_or_not_at_all():
         assert [len((await output_of(g)).prompt_token_ids) for g in both] == [1, 2]
 
 
-async def test_a_full_queue_refuses_and_drains():
-    gate = gated_executor()
-
-    async with generating(gate, max_requests=4) as serving:
-        first = await serving.start(request("A", n=4))
-        with pytest.raises(OverloadError) as caught:
-            await serving.start(request("A"))
-        assert not caught.value.of_caller
-        assert 1 <= caught.value.retry_after <= 60
-        gate.gate.set()
-        await output_of(first)
-        await output_of(await serving.start(request("A")))
-        assert serving.watcher.refusals == [("", "queue")]
-
-
 async def test_a_full_queue_of_the_engine_is_a_refusal_and_no_error():
     """Requests that it has preempted wait there again, but not in front of it."""
     gate = gated_executor()
@@ -207,14 +192,6 @@ async def test_a_full_queue_of_the_engine_is_a_refusal_and_no_error():
         refused = sum(isinstance(one, OverloadError) for one in ended)
         assert serving.watcher.refusals == [("", "queue")] * refused
         assert list(serving.watcher.ended.values()).count("refused") == refused
-
-
-async def test_an_engine_that_is_not_ready():
-    async with generating() as serving:
-        await serving.engine.client.close()
-        with pytest.raises(UnavailableError):
-            await serving.start(request("A"))
-        assert serving.watcher.refusals == [("", "unavailable")]
 
 
 # Ends
@@ -237,22 +214,6 @@ async def test_abort_while_queued_and_while_running(streaming):
                 await output_of(generation)
             assert caught.value.code == ABORTED
         assert set(serving.watcher.ended.values()) == {"abort"}
-
-
-async def test_a_deadline_before_and_after_the_first_token():
-    async with generating(FakeExecutor(seconds=0.025), max_num_seqs=1) as serving:
-        for deadline_ms in (200, 1000, 5000):  # the engine may be delayed for longer than the first
-            wanted = request("A", max_tokens=250, deadline_ms=deadline_ms)
-            late = await serving.start(wanted, streaming=True)
-            shown = ""
-            with pytest.raises(HttpError) as caught:
-                async for deltas in pieces_of(late):
-                    shown += "".join(delta.text for delta in deltas)
-            assert (caught.value.status, caught.value.code) == (504, DEADLINE)
-            assert serving.watcher.ended[late.request_id] == "deadline"
-            if len(shown) > 1:
-                break
-        assert len(shown) > 1  # tokens before the deadline were delivered
 
 
 async def test_the_servers_own_time_limit():

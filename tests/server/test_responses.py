@@ -189,6 +189,7 @@ def test_later_failures_are_the_last_event():
         assert len(pieces) > 1
         assert "[DONE]" not in answer.text
         assert json.loads(last[6:])["error"]["code"] == "deadline_exceeded"
+        assert set(server.inner.watcher.ended.values()) == {"deadline"}
 
 
 def test_an_error_in_formatting_a_stream_is_reported_without_its_cause(caplog):

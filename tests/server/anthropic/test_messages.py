@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
@@ -45,14 +44,27 @@ def test_an_answer(client: anthropic.Anthropic) -> None:
     assert answer._request_id
 
 
-def test_the_answer_is_the_text_of_the_model(client: anthropic.Anthropic, site: Site) -> None:
-    """System and messages reach the chat template unchanged."""
-    answer = client.messages.create(**GREEDY, max_tokens=12, system="You tell stories.")
-    prompt = "<|system|>You tell stories.<|end|><|user|>Tell me of a dog.<|end|><|assistant|>"
+@pytest.mark.parametrize(
+    ("body", "prompt"),
+    [
+        (
+            {"system": "You tell stories.", "messages": TALK},
+            "<|system|>You tell stories.<|end|><|user|>Tell me of a dog.<|end|><|assistant|>",
+        ),
+        (
+            {"messages": [*TALK, {"role": "assistant", "content": "Once there was a dog named"}]},
+            "<|user|>Tell me of a dog.<|end|><|assistant|>Once there was a dog named",
+        ),
+    ],
+    ids=["system", "prefilled"],
+)
+def test_the_prompt_is_the_rendered_conversation(
+    client: anthropic.Anthropic, site: Site, body: Any, prompt: str
+) -> None:
+    usage = client.messages.create(model=MODEL, max_tokens=1, **body, **COLD).usage
     tokenizer = site.parts.texts.tokenizer
     assert tokenizer is not None
     count = len(tokenizer.encode(prompt, False))
-    usage = answer.usage
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count
 
 
@@ -68,21 +80,6 @@ def test_a_stream_has_the_same_text(client: anthropic.Anthropic) -> None:
     assert final.stop_reason == whole.stop_reason
     assert final.usage.output_tokens == whole.usage.output_tokens
     assert final.id != whole.id
-
-
-async def _text_and_usage(url: str) -> tuple[str, int]:
-    async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
-        async with client.messages.stream(**GREEDY, max_tokens=8) as stream:
-            text = "".join([piece async for piece in stream.text_stream])
-            final = await stream.get_final_message()
-        whole = await client.messages.create(**GREEDY, max_tokens=8)
-        assert whole.content[0].type == "text" and whole.content[0].text == text
-        return text, final.usage.output_tokens
-
-
-def test_the_asynchronous_client(server: HttpServer) -> None:
-    text, count = asyncio.run(_text_and_usage(server.url))
-    assert text and count == 8
 
 
 def test_the_events_and_their_order(server: HttpServer) -> None:
@@ -175,18 +172,6 @@ def test_a_disconnected_reader_ends_the_request(client: anthropic.Anthropic, sit
     with client.messages.stream(**GREEDY, max_tokens=450) as stream:
         next(iter(stream.text_stream))
     site.at_rest()
-
-
-def test_a_prefilled_answer_is_continued(client: anthropic.Anthropic, site: Site) -> None:
-    begun = [*TALK, {"role": "assistant", "content": "Once there was a dog named"}]
-    answer = client.messages.create(model=MODEL, messages=begun, max_tokens=5, **COLD)
-    prompt = "<|user|>Tell me of a dog.<|end|><|assistant|>Once there was a dog named"
-    tokenizer = site.parts.texts.tokenizer
-    assert tokenizer is not None
-    usage = answer.usage
-    assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == len(
-        tokenizer.encode(prompt, False)
-    )
 
 
 def test_consecutive_messages_of_one_role_are_one(client: anthropic.Anthropic) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from functools import partial
 from typing import Any
 
@@ -55,34 +54,6 @@ def test_a_stream_has_the_same_text(chat: Any) -> None:
     assert text == whole.choices[0].message.content
 
 
-def test_usage_of_a_stream(chat: Any) -> None:
-    asked: Any = {
-        "max_tokens": 9,
-        "stream": True,
-        "extra_body": {"ignore_eos": True},
-    }
-    chunks = list(chat(**asked, stream_options={"include_usage": True}))
-    assert chunks[-1].choices == [] and chunks[-1].usage is not None
-    assert all(c.usage is None for c in chunks[:-1])
-    assert chunks[-1].usage.completion_tokens == 9
-    assert chunks[-1].usage.prompt_tokens_details is not None
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    chunks = list(chat(**asked, stream_options=options))
-    counts = [c.usage.completion_tokens for c in chunks if c.usage]
-    assert len(counts) == len(chunks)
-    assert counts == sorted(counts) and counts[-1] == 9
-    assert chunks[0].usage is not None and chunks[0].usage.prompt_tokens > 0
-
-
-def test_cached_tokens_are_reported(chat: Any) -> None:
-    text = "A long tale of a cat that sat on a mat and ate a hat. " * 4
-    asked: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
-    for _ in range(2):
-        answer = chat(**asked)
-    cached = answer.usage.prompt_tokens_details.cached_tokens
-    assert cached is not None and 0 < cached < answer.usage.prompt_tokens
-
-
 def test_what_a_key_keeps_in_the_cache_is_counted_when_it_is_computed(chat: Any) -> None:
     text = "A short tale of a dog that sat on a log and ate a frog. " * 4
     asked: Any = {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
@@ -93,60 +64,26 @@ def test_what_a_key_keeps_in_the_cache_is_counted_when_it_is_computed(chat: Any)
     assert (details.cached_tokens, details.cache_write_tokens) == (written, 0)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_many_choices(chat: Any, stream: bool) -> None:
-    asked: Any = {"n": 3, "seed": 7, "max_tokens": 12}
-    whole = chat(**asked)
-    texts = [choice.message.content or "" for choice in whole.choices]
-    assert [choice.index for choice in whole.choices] == [0, 1, 2]
-    assert len(set(texts)) > 1
-    if stream:
-        grown = ["", "", ""]
-        ended = []
-        for chunk in chat(**asked, stream=True):
-            for choice in chunk.choices:
-                grown[choice.index] += choice.delta.content or ""
-                if choice.finish_reason:
-                    ended.append(choice.index)
-        assert grown == texts and sorted(ended) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_logprobs(chat: Any, stream: bool) -> None:
+@pytest.mark.parametrize("top", [0, 3])
+def test_logprobs(chat: Any, top: int) -> None:
     asked: Any = {
         "temperature": 0,
         "max_tokens": 6,
         "logprobs": True,
-        "top_logprobs": 3,
+        "top_logprobs": top,
         "frequency_penalty": 0,
         "extra_body": {"repetition_penalty": 1.0},
     }
-    shown: list[Any] = []
-    if stream:
-        text = ""
-        for chunk in chat(**asked, stream=True):
-            choice = chunk.choices[0]
-            text += choice.delta.content or ""
-            shown += choice.logprobs.content or [] if choice.logprobs else []
-    else:
-        answer = chat(**asked).choices[0]
-        text, shown = answer.message.content or "", answer.logprobs.content
+    answer = chat(**asked).choices[0]
+    shown = answer.logprobs.content
     assert len(shown) == 6
-    assert b"".join(bytes(one.bytes) for one in shown).decode() == text
+    assert b"".join(bytes(one.bytes) for one in shown).decode() == answer.message.content
     for one in shown:
-        assert len(one.top_logprobs) == 3
+        assert len(one.top_logprobs) == top
         assert one.logprob <= 0
-        assert one.top_logprobs[0].token == one.token  # greedy
-        assert one.top_logprobs[0].logprob == one.logprob
-        values = [top.logprob for top in one.top_logprobs]
-        assert values == sorted(values, reverse=True)
-
-
-def test_logprobs_without_top_logprobs(chat: Any) -> None:
-    answer = chat(max_tokens=2, logprobs=True)
-    assert answer.choices[0].logprobs is not None
-    assert answer.choices[0].logprobs.content is not None
-    assert all(one.top_logprobs == [] for one in answer.choices[0].logprobs.content)
+        values = [(other.token, other.logprob) for other in one.top_logprobs]
+        assert values[:1] == [(one.token, one.logprob)][:top]  # greedy
+        assert values == sorted(values, key=lambda value: -value[1])
 
 
 def test_a_stop_string_ends_it(chat: Any) -> None:
@@ -157,25 +94,6 @@ def test_a_stop_string_ends_it(chat: Any) -> None:
     assert cut.message.content == text[: text.index(stop)]
     assert cut.finish_reason == "stop"
     assert cut.model_extra == {"stop_reason": stop}
-    streamed = chat(**asked, stop=[stop, "zzz"], stream=True)
-    assert "".join(c.choices[0].delta.content or "" for c in streamed) == cut.message.content
-
-
-@pytest.mark.full
-def test_without_a_limit_an_answer_may_fill_the_context(chat: Any) -> None:
-    talk: Any = [{"role": "user", "content": "word " * 400}]
-    answer = chat(messages=talk, temperature=0, extra_body={"ignore_eos": True})
-    assert answer.usage.total_tokens == MAX_MODEL_LEN
-    assert answer.choices[0].finish_reason == "length"
-
-
-def test_the_newer_name_of_the_limit_has_precedence(chat: Any) -> None:
-    answer = chat(
-        max_tokens=9,
-        max_completion_tokens=3,
-        extra_body={"ignore_eos": True},
-    )
-    assert answer.usage.completion_tokens == 3
 
 
 def test_content_in_parts_and_a_developer(chat: Any) -> None:
@@ -201,20 +119,6 @@ def test_the_final_message_is_continued(chat: Any, llm: LLM) -> None:
     ids = llm.tokenizer.encode(prompt, add_special_tokens=False)
     params = llm.default_params.with_changes(temperature=0.0, max_tokens=12)
     assert answer.choices[0].message.content == llm.generate(ids, params)[0].text
-
-
-def test_a_stream_has_prompt_logprobs_in_its_first_chunk(http: httpx2.Client) -> None:
-    body = {"messages": TALK, "max_tokens": 5, "n": 2, "prompt_logprobs": 1, "seed": 1}
-    whole = http.post("/v1/chat/completions", json=body).json()
-    lines = http.post("/v1/chat/completions", json={**body, "stream": True}).text.split("\n\n")
-    first, *rest = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    shown = first["prompt_logprobs"]
-    assert shown == whole["prompt_logprobs"]
-    assert shown[0] is None and len(shown) == whole["usage"]["prompt_tokens"]
-    names = {"logprob", "rank", "decoded_token"}
-    assert all(set(value) == names for entry in shown[1:] for value in entry.values())
-    assert first["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert rest and not any("prompt_logprobs" in chunk for chunk in rest)
 
 
 def test_many_at_once_through_the_async_client(site: Site) -> None:
@@ -276,26 +180,13 @@ def test_fields_without_effect_are_accepted(http: httpx2.Client) -> None:
 # Fields of vLLM and llama.cpp
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_are_returned(http: httpx2.Client, llm: LLM, stream: bool) -> None:
+def test_token_ids_are_returned(http: httpx2.Client, llm: LLM) -> None:
     body = {"messages": TALK, "n": 2, "seed": 1, "max_tokens": 6, "return_token_ids": True}
-    reply = http.post("/v1/chat/completions", json={**body, "stream": stream})
+    answer = http.post("/v1/chat/completions", json=body).json()
     prompt = llm.tokenizer.encode(llm.render_chat(TALK), add_special_tokens=False)
-    if not stream:
-        answer = reply.json()
-        assert answer["prompt_token_ids"] == prompt
-        for choice in answer["choices"]:
-            assert llm.tokenizer.decode(choice["token_ids"]) == choice["message"]["content"]
-        return
-    chunks = [json.loads(line[6:]) for line in reply.text.splitlines() if line[:7] == "data: {"]
-    assert chunks[0]["prompt_token_ids"] == prompt
-    ids: list[list[int]] = [[], []]
-    texts = ["", ""]
-    for chunk in chunks:
-        for choice in chunk["choices"]:
-            texts[choice["index"]] += choice["delta"].get("content", "")
-            ids[choice["index"]] += choice.get("token_ids", [])
-    assert [llm.tokenizer.decode(one) for one in ids] == texts
+    assert answer["prompt_token_ids"] == prompt
+    for choice in answer["choices"]:
+        assert llm.tokenizer.decode(choice["token_ids"]) == choice["message"]["content"]
 
 
 def test_tokens_are_named_by_id_on_request(http: httpx2.Client, llm: LLM) -> None:
@@ -319,12 +210,17 @@ def test_tokens_are_named_by_id_on_request(http: httpx2.Client, llm: LLM) -> Non
     assert shown["text_offset"] == offsets
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "n_predict"])
-def test_minus_one_is_to_the_end_of_the_context(http: httpx2.Client, name: str) -> None:
+@pytest.mark.parametrize(
+    "limit", [{}, {"max_tokens": -1}, {"max_completion_tokens": -1}, {"n_predict": -1}]
+)
+def test_without_a_limit_an_answer_may_fill_the_context(
+    http: httpx2.Client, limit: dict[str, int]
+) -> None:
     talk = [{"role": "user", "content": "word " * 400}]
-    body = {"messages": talk, name: -1, "ignore_eos": True}
-    usage = http.post("/v1/chat/completions", json=body).json()["usage"]
-    assert usage["total_tokens"] == MAX_MODEL_LEN
+    body = {"messages": talk, "ignore_eos": True, **limit}
+    answer = http.post("/v1/chat/completions", json=body).json()
+    assert answer["usage"]["total_tokens"] == MAX_MODEL_LEN
+    assert answer["choices"][0]["finish_reason"] == "length"
 
 
 def test_the_end_of_a_conversation_is_kept(http: httpx2.Client, llm: LLM) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,6 @@ import openai
 import pytest
 from helpers.story_site import MAX_MODEL_LEN, Site
 
-from kvik.engine import wire
 from kvik.llm import LLM
 
 MODEL = "stories"
@@ -48,38 +46,26 @@ def test_the_default_limit_is_sixteen_tokens(complete: Any) -> None:
     assert answer.usage.completion_tokens == 16
 
 
-@pytest.mark.parametrize("kind", ["texts", "ids"])
-@pytest.mark.parametrize("stream", [False, True])
-def test_many_prompts_with_many_choices(complete: Any, llm: LLM, kind: str, stream: bool) -> None:
+@pytest.mark.parametrize("kind", ["texts", "ids", "both"])
+def test_many_prompts_with_many_choices(complete: Any, llm: LLM, kind: str) -> None:
     """The choices of the first prompt come first, for all forms of prompts."""
-    texts = [TEXT, "The cat sat", "Tom and Sue went to the park"]
-    prompts: Any = texts if kind == "texts" else [llm.tokenizer.encode(text) for text in texts]
+    texts: list[Any] = [TEXT, "The cat sat", "Tom and Sue went to the park"]
+    ids = [llm.tokenizer.encode(text) for text in texts]
+    prompts = {"texts": texts, "ids": ids, "both": [*texts[:1], *ids[1:]]}
     asked: Any = {"n": 2, "seed": 3, "max_tokens": 10}
     alone = [complete(prompt=text, **asked).choices for text in texts]
-    expected = [choice.text for choices in alone for choice in choices]
-    if not stream:
-        choices = complete(prompt=prompts, **asked).choices
-        assert [choice.index for choice in choices] == list(range(6))
-        assert [choice.text for choice in choices] == expected
-        return
-    grown, ended = [""] * 6, set()
-    for chunk in complete(prompt=prompts, stream=True, **asked):
-        for choice in chunk.choices:
-            grown[choice.index] += choice.text
-            if choice.finish_reason:
-                ended.add(choice.index)
-    assert grown == expected and ended == set(range(6))
+    choices = complete(prompt=prompts[kind], **asked).choices
+    assert [choice.index for choice in choices] == list(range(6))
+    assert [choice.text for choice in choices] == [one.text for own in alone for one in own]
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_echo(complete: Any, stream: bool) -> None:
-    asked: Any = {"temperature": 0, "max_tokens": 8}
-    text = complete(**asked).choices[0].text
-    if stream:
-        chunks = complete(**asked, echo=True, stream=True)
-        assert "".join(c.choices[0].text for c in chunks) == TEXT + text
-    else:
-        assert complete(**asked, echo=True).choices[0].text == TEXT + text
+@pytest.mark.parametrize("max_tokens", [0, 8])
+def test_echo(complete: Any, max_tokens: int) -> None:
+    text = complete(temperature=0, max_tokens=max_tokens or 1).choices[0].text
+    answer = complete(temperature=0, max_tokens=max_tokens, echo=True)
+    assert answer.choices[0].text == TEXT + (text if max_tokens else "")
+    assert answer.choices[0].logprobs is None
+    assert answer.usage.completion_tokens == max_tokens
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 5])
@@ -103,62 +89,6 @@ def test_echoed_logprobs_are_the_prompts_own(complete: Any, llm: LLM, max_tokens
     assert text.startswith(TEXT)
     for begin, token in zip(shown.text_offset, shown.tokens, strict=True):
         assert text[begin : begin + len(token)] == token
-
-
-def test_nothing_is_generated_with_max_tokens_0(complete: Any) -> None:
-    answer = complete(echo=True, max_tokens=0)
-    assert answer.choices[0].text == TEXT
-    assert answer.choices[0].logprobs is None
-    assert answer.usage.completion_tokens == 0
-
-
-def test_logprobs_of_a_stream_join_to_those_of_the_response(complete: Any) -> None:
-    asked: Any = {
-        "temperature": 0,
-        "max_tokens": 12,
-        "logprobs": 1,
-    }
-    whole = complete(**asked).choices[0].logprobs
-    tokens: list[str] = []
-    offsets: list[int] = []
-    for chunk in complete(**asked, stream=True):
-        if chunk.choices[0].logprobs is not None:
-            tokens += chunk.choices[0].logprobs.tokens or []
-            offsets += chunk.choices[0].logprobs.text_offset or []
-    assert tokens == whole.tokens and offsets == whole.text_offset
-
-
-@pytest.mark.parametrize("at_once", [1, 1000])
-@pytest.mark.parametrize("max_tokens", [0, 6])
-def test_a_stream_echoes_its_prompt_like_a_response(
-    http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, max_tokens: int, at_once: int
-) -> None:
-    """In the first chunk of each choice, in however many parts the engine sends it."""
-    monkeypatch.setattr(wire, "MAX_VALUES", at_once)
-    body: dict[str, Any] = {
-        "prompt": [TEXT, "The cat"],
-        "n": 1 if max_tokens == 0 else 2,
-        "seed": 3,
-        "echo": True,
-        "logprobs": 2,
-        "prompt_logprobs": 1,
-        "max_tokens": max_tokens,
-    }
-    whole = http.post("/v1/completions", json=body).json()["choices"]
-    lines = http.post("/v1/completions", json={**body, "stream": True}).text.split("\n\n")
-    events = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    chunks = [choice for event in events for choice in event["choices"]]
-    assert lines[-2] == "data: [DONE]"
-    for expected in whole:
-        mine = [chunk for chunk in chunks if chunk["index"] == expected["index"]]
-        assert "".join(chunk["text"] for chunk in mine) == expected["text"]
-        assert mine[0]["text"] == body["prompt"][expected["index"] // body["n"]]
-        assert mine[0]["prompt_logprobs"] == expected["prompt_logprobs"]
-        assert not any("prompt_logprobs" in chunk for chunk in mine[1:])
-        shown = [chunk["logprobs"] for chunk in mine if chunk["logprobs"]]
-        assert shown[0]["token_logprobs"][0] is None and len(shown[0]["tokens"]) > 1
-        for name, values in expected["logprobs"].items():
-            assert [value for one in shown for value in one[name]] == values, name
 
 
 def test_bytes_of_a_character_are_escaped(complete: Any, llm: LLM) -> None:
@@ -225,34 +155,15 @@ def test_an_echo_has_special_tokens_on_request(http: httpx2.Client) -> None:
 # Fields of vLLM and llama.cpp
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_token_ids_are_returned(http: httpx2.Client, llm: LLM, stream: bool) -> None:
-    body = {"prompt": [TEXT, "The cat"], "n": 2, "seed": 1, "max_tokens": 6, "stream": stream}
-    reply = http.post("/v1/completions", json={**body, "return_token_ids": True})
+def test_token_ids_are_returned(http: httpx2.Client, llm: LLM) -> None:
+    body = {"prompt": [TEXT, "The cat"], "n": 2, "seed": 1, "max_tokens": 6}
+    asked = {**body, "return_token_ids": True}
+    choices = http.post("/v1/completions", json=asked).json()["choices"]
     prompts = [llm.tokenizer.encode(TEXT)] * 2 + [llm.tokenizer.encode("The cat")] * 2
-    if not stream:
-        choices = reply.json()["choices"]
-        assert [choice["prompt_token_ids"] for choice in choices] == prompts
-        for choice in choices:
-            assert llm.tokenizer.decode(choice["token_ids"]) == choice["text"]
-        return
-    ids: list[list[int]] = [[], [], [], []]
-    texts: list[str] = [""] * 4
-    of_prompt: list[list[int]] = [[]] * 4
-    for line in reply.text.splitlines():
-        if line.startswith("data: {"):
-            for choice in json.loads(line[6:])["choices"]:
-                texts[choice["index"]] += choice["text"]
-                ids[choice["index"]] += choice.get("token_ids", [])
-                if "prompt_token_ids" in choice:
-                    of_prompt[choice["index"]] = choice["prompt_token_ids"]
-    assert of_prompt == prompts
-    assert [llm.tokenizer.decode(one) for one in ids] == texts
-
-
-def test_token_ids_are_left_out_otherwise(http: httpx2.Client) -> None:
-    text = http.post("/v1/completions", json={"prompt": TEXT, "max_tokens": 2}).text
-    assert "token_ids" not in text
+    assert [choice["prompt_token_ids"] for choice in choices] == prompts
+    for choice in choices:
+        assert llm.tokenizer.decode(choice["token_ids"]) == choice["text"]
+    assert "token_ids" not in http.post("/v1/completions", json=body).text
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -273,11 +184,3 @@ def test_the_end_of_a_prompt_is_kept(http: httpx2.Client, llm: LLM, as_ids: bool
     short = {**body, "prompt": TEXT, "truncate_prompt_tokens": 100}
     (choice,) = http.post("/v1/completions", json=short).json()["choices"]
     assert choice["text"].startswith(TEXT)
-
-
-def test_texts_and_ids_in_one_request(complete: Any, llm: LLM) -> None:
-    asked: Any = {"temperature": 0, "max_tokens": 6}
-    ids = llm.tokenizer.encode("The cat")
-    mixed = complete(prompt=[TEXT, ids], **asked).choices
-    alone = [complete(prompt=one, **asked).choices[0].text for one in (TEXT, "The cat")]
-    assert [choice.text for choice in mixed] == alone

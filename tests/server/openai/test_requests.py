@@ -54,6 +54,7 @@ def test_missing_fields_take_the_models_defaults() -> None:
     defaults = SamplingParams(temperature=0.3, top_k=7, min_p=0.1, max_tokens=99)
     assert chat_params(chat(), defaults) == defaults
     assert chat_params(chat(), SamplingParams()).max_tokens is None
+    assert chat_params(chat(max_tokens=9, max_completion_tokens=3), defaults).max_tokens == 3
     params = completion_params(completion(top_k=0), defaults)
     assert (params.temperature, params.top_k, params.max_tokens) == (0.3, 0, 16)
 
