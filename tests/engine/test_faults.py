@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from helpers.faults import fail
 
 from kvik import LLM, RequestOutput, SamplingParams
 from kvik.core import scheduler
@@ -41,15 +42,19 @@ def undisturbed(llm) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in generate(llm)]
 
 
-def _throw_in_set_up(monkeypatch) -> None:
-    genuine = SamplingTable.set
+class First:
+    """Whether a method is called of the first object of which it was called."""
 
-    def broken(self, slot, params, seed, *rest):
-        if seed == VICTIM_SEED:
-            raise MemoryError("parameters")
-        genuine(self, slot, params, seed, *rest)
+    def __init__(self) -> None:
+        self.seen: object = None
 
-    monkeypatch.setattr(SamplingTable, "set", broken)
+    def __call__(self, called: object, *rest: object) -> bool:
+        self.seen = called if self.seen is None else self.seen
+        return called is self.seen
+
+
+def of_victim(table: SamplingTable, slot: int, params: SamplingParams, seed: int, *_) -> bool:
+    return seed == VICTIM_SEED
 
 
 def _throw_in_sampling(monkeypatch) -> None:
@@ -72,82 +77,25 @@ def _throw_in_sampling(monkeypatch) -> None:
     monkeypatch.setattr(SamplingTable, "batch", broken)
 
 
-def _throw_in_token_rules(monkeypatch) -> None:
-    def broken(self, token):  # with min_tokens, the victim is the only one with such rules
-        raise LookupError("token rules")
-
-    monkeypatch.setattr(TokenRules, "append", broken)
-
-
-def _throw_in_prompt_logprobs(monkeypatch) -> None:
-    def broken(*_):
-        raise IndexError("prompt logprobs")
-
-    monkeypatch.setattr(prompt_outputs, "score", broken)
-
-
-def _throw_where_prompt_logprobs_are_read(monkeypatch) -> None:
-    def broken(*_):
-        raise IndexError("prompt logprobs")
-
-    monkeypatch.setattr(prompt_outputs, "to_host", broken)
+THROWS = {
+    "set up": lambda patch: fail(patch, SamplingTable, "set", MemoryError("full"), of_victim),
+    "sampling": _throw_in_sampling,
+    # With min_tokens, the victim is the only one with such rules.
+    "token rules": lambda patch: fail(patch, TokenRules, "append", LookupError("rules")),
+    "prompt logprobs": lambda patch: fail(patch, prompt_outputs, "score", IndexError("row")),
+    "reading them": lambda patch: fail(patch, prompt_outputs, "to_host", IndexError("row")),
+    "stop check": lambda patch: fail(
+        patch, scheduler, "finish_reason", KeyError("stop"), lambda one, _: one.seed == VICTIM_SEED
+    ),
+    "detokenising": lambda patch: fail(patch, Detokenizer, "push", UnicodeError("text"), First()),
+    "stop strings": lambda patch: fail(patch, StopStrings, "push", RecursionError("stop"), First()),
+}
 
 
-def _throw_in_stop_check(monkeypatch) -> None:
-    genuine = scheduler.finish_reason
-
-    def broken(request, token):
-        if request.seed == VICTIM_SEED:
-            raise KeyError("stop check")
-        return genuine(request, token)
-
-    monkeypatch.setattr(scheduler, "finish_reason", broken)
-
-
-def _throw_in_detokenising(monkeypatch) -> None:
-    genuine = Detokenizer.push
-    victims: list[Detokenizer] = []
-
-    def broken(self, ids):
-        if not victims:
-            victims.append(self)  # the first request, whichever it is
-        if self is victims[0]:
-            raise UnicodeError("detokenising")
-        return genuine(self, ids)
-
-    monkeypatch.setattr(Detokenizer, "push", broken)
-
-
-def _throw_in_stop_strings(monkeypatch) -> None:
-    genuine = StopStrings.push
-    victims: list[StopStrings] = []
-
-    def broken(self, text, **options):
-        if not victims:
-            victims.append(self)
-        if self is victims[0]:
-            raise RecursionError("stop strings")
-        return genuine(self, text, **options)
-
-    monkeypatch.setattr(StopStrings, "push", broken)
-
-
-@pytest.mark.parametrize(
-    "throw",
-    [
-        _throw_in_set_up,
-        _throw_in_sampling,
-        _throw_in_token_rules,
-        _throw_in_prompt_logprobs,
-        _throw_where_prompt_logprobs_are_read,
-        _throw_in_stop_check,
-        _throw_in_detokenising,
-        _throw_in_stop_strings,
-    ],
-)
-def test_one_request_fails_alone(llm, undisturbed, throw):
+@pytest.mark.parametrize("where", THROWS)
+def test_one_request_fails_alone(llm, undisturbed, where):
     with pytest.MonkeyPatch.context() as patch:
-        throw(patch)
+        THROWS[where](patch)
         outputs = [output.outputs[0] for output in generate(llm)]
     failed = [i for i, output in enumerate(outputs) if output.error is not None]
     assert len(failed) == 1

@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import msgspec
 import pytest
+from helpers.faults import fail
 from helpers.http_server import until
 from helpers.served_engine import FakeExecutor, gated_executor, tiny_config
 from helpers.served_engine import engine_request as request
@@ -23,7 +25,14 @@ from kvik.core.plan import SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.step_clock import StepClock
-from kvik.core.types import EngineRequest, FinishReason, PromptUse, RequestDelta, TokenLogprobs
+from kvik.core.types import (
+    EngineRequest,
+    FinishReason,
+    PromptUse,
+    Request,
+    RequestDelta,
+    TokenLogprobs,
+)
 from kvik.engine import host as module
 from kvik.engine import wire
 from kvik.engine.core import EngineCore
@@ -210,51 +219,22 @@ def test_a_duplicate_id_does_not_end_the_first_request():
         peer.at_rest()
 
 
+def of_victim(_: object, wanted: EngineRequest, now: float) -> bool:
+    return wanted.request_id == "victim"
+
+
+def of_second_sibling(_: object, wanted: Request, now: float) -> bool:
+    return wanted.key == ("victim", 1)
+
+
+def of_victims_tokens(steps: int, waits: bool, deltas: list[RequestDelta]) -> bool:
+    return any(delta.request_id == "victim" and delta.error is None for delta in deltas)
+
+
 def _in_decoding(patch: pytest.MonkeyPatch) -> None:
-    genuine = wire.engine_request
-
-    class Broken:
-        def decode(self, body):
-            found = genuine.decode(body)
-            if found.request_id == "victim":
-                raise MemoryError("decoding")
-            return found
-
-    patch.setattr(module, "engine_request", Broken())
-
-
-def _in_the_core(patch: pytest.MonkeyPatch) -> None:
-    genuine = EngineCore.add
-
-    def broken(self, wanted, now):
-        if wanted.request_id == "victim":
-            raise KeyError("core")
-        return genuine(self, wanted, now)
-
-    patch.setattr(EngineCore, "add", broken)
-
-
-def _in_queueing_the_second_sibling(patch: pytest.MonkeyPatch) -> None:
-    genuine = Scheduler.add
-
-    def broken(self, wanted, now):
-        if wanted.key == ("victim", 1):
-            raise ArithmeticError("queue")
-        genuine(self, wanted, now)
-
-    patch.setattr(Scheduler, "add", broken)
-
-
-def _in_sorting_deltas(patch: pytest.MonkeyPatch) -> None:
-    genuine = module.stepped
-
-    def broken(steps, waits, deltas):
-        for delta in deltas:
-            if delta.request_id == "victim" and delta.error is None:
-                raise TypeError("sorting")
-        return genuine(steps, waits, deltas)
-
-    patch.setattr(module, "stepped", broken)
+    decoder = SimpleNamespace(decode=wire.engine_request.decode)
+    patch.setattr(module, "engine_request", decoder)
+    fail(patch, decoder, "decode", MemoryError("decoding"), lambda body: b"victim" in bytes(body))
 
 
 def _spoil(patch: pytest.MonkeyPatch, *, at_the_end: bool) -> None:
@@ -271,28 +251,23 @@ def _spoil(patch: pytest.MonkeyPatch, *, at_the_end: bool) -> None:
     patch.setattr(EngineLoop, "step", broken)
 
 
-def _in_encoding_tokens(patch: pytest.MonkeyPatch) -> None:
-    _spoil(patch, at_the_end=False)
-
-
-def _in_encoding_the_end(patch: pytest.MonkeyPatch) -> None:
-    _spoil(patch, at_the_end=True)
-
-
 @pytest.mark.parametrize(
-    "throw",
-    [
-        _in_decoding,
-        _in_the_core,
-        _in_queueing_the_second_sibling,
-        _in_sorting_deltas,
-        _in_encoding_tokens,
-        _in_encoding_the_end,
-    ],
+    "where",
+    ["decoding", "core", "second sibling", "sorting", "encoding tokens", "encoding the end"],
 )
-def test_one_request_fails_alone(throw):
+def test_one_request_fails_alone(where):
     with pytest.MonkeyPatch.context() as patch:
-        throw(patch)
+        match where:
+            case "decoding":
+                _in_decoding(patch)
+            case "core":
+                fail(patch, EngineCore, "add", KeyError("core"), of_victim)
+            case "second sibling":
+                fail(patch, Scheduler, "add", ArithmeticError("queue"), of_second_sibling)
+            case "sorting":
+                fail(patch, module, "stepped", TypeError("sorting"), of_victims_tokens)
+            case _:
+                _spoil(patch, at_the_end=where == "encoding the end")
         with engine() as peer:
             peer.add(request("before", max_tokens=20))
             peer.add(request("victim", n=2, max_tokens=200))
@@ -307,7 +282,7 @@ def test_one_request_fails_alone(throw):
             delivered = peer.core.stats().delivered_tokens
         assert peer.raised is None
     # Requests whose tokens cannot be delivered are not computed.
-    assert delivered < 100 or throw is _in_encoding_the_end
+    assert delivered < 100 or where == "encoding the end"
     for index in range(2):
         assert seen["victim", index].finish_reason is FinishReason.ERROR
         assert "Error" in seen["victim", index].error
@@ -318,11 +293,8 @@ def test_one_request_fails_alone(throw):
 
 
 def test_ending_that_fails_is_logged(caplog):
-    def broken(self, *rest, **more):
-        raise LookupError("ending")
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(EngineCore, "end", broken)
+        fail(patch, EngineCore, "end", LookupError("ending"))
         with engine(gated_executor()) as peer:
             peer.add(request("a", max_tokens=20))
             peer.send(End("a", None, FinishReason.ABORT, None))
@@ -374,10 +346,7 @@ def test_an_idle_engine_checks_memory_without_steps(monkeypatch):
         time.sleep(0.05)
         steps = len(planned)
         left[0] = 0
-        until = time.monotonic() + 10.0
-        while not peer.core.stats().given_back_blocks and time.monotonic() < until:
-            time.sleep(0.005)
-        assert peer.core.stats().given_back_blocks > 0
+        until(lambda: peer.core.stats().given_back_blocks > 0)
         assert len(planned) == steps
 
 
@@ -402,8 +371,7 @@ def test_an_idle_engine_prepares_between_polls_and_then_waits():
 
     executor = IdleWork()
     with engine(executor) as peer:
-        while not executor.rested:  # before any request
-            time.sleep(0.001)
+        until(lambda: executor.rested)  # before any request
         peer.add(request("a"))
         peer.until_ended("a")  # although more work remains for idle time
         executor.more = False

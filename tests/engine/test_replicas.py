@@ -68,6 +68,18 @@ class Cluster:
         report = ReplicaReport(ContentChanges(1, hashes, [], cleared=True), 0.0, 1000.0)
         self.sources[replica].send(Report(report))
 
+    async def prefers(self, replica: int, others: tuple[int, ...] = (0,)) -> None:
+        """Make requests with `PROMPT` go to a replica."""
+        self.holds(replica, PROMPT)
+        for other in others:
+            self.holds(other, [9] * 4)
+        await self.settle()
+
+    def place(self, name: str, **params: object) -> int:
+        """Add a request, and return its replica, of two."""
+        self.all.add(engine_request(name, PROMPT, **params))
+        return 0 if self.added()[0] else 1
+
     def added(self) -> list[list[str]]:
         """Return the ids of the requests that each engine got since the last call."""
         return [[m.request_id for m in s.received() if isinstance(m, Add)] for s in self.sources]
@@ -87,10 +99,7 @@ class Cluster:
 
 async def test_requests_go_where_their_prefix_is():
     async with Cluster(3) as cluster:
-        cluster.holds(2, PROMPT)
-        for i in (0, 1):
-            cluster.holds(i, [9] * 4)
-        await cluster.settle()
+        await cluster.prefers(2, (0, 1))
         cluster.all.add(engine_request("a", [*PROMPT, 50]))
         assert cluster.added() == [[], [], ["a"]]
         cluster.sources[2].step(token("a"), end("a"))
@@ -101,9 +110,7 @@ async def test_requests_go_where_their_prefix_is():
 
 async def test_tenants_under_other_salts_share_no_hits():
     async with Cluster(2) as cluster:
-        cluster.holds(0, PROMPT)
-        cluster.holds(1, [9] * 4)
-        await cluster.settle()
+        await cluster.prefers(0, (1,))
         chosen = set()
         for i in range(20):
             params = SamplingParams(max_tokens=2)
@@ -114,12 +121,11 @@ async def test_tenants_under_other_salts_share_no_hits():
 
 async def test_requests_lost_before_a_token_are_sent_to_another_once():
     async with Cluster(2) as cluster:
-        cluster.all.add(engine_request("a", PROMPT))
-        first = 0 if cluster.added()[0] else 1
+        first = cluster.place("a")
         cluster.lose(first)
         await cluster.settle()
         assert cluster.all.state is EngineState.READY
-        assert cluster.added() == ([[], ["a"]] if first == 0 else [["a"], []])[::1]
+        assert cluster.added()[1 - first] == ["a"]
         assert cluster.deltas == []
         await cluster.again(first)
         cluster.lose(1 - first)
@@ -132,8 +138,7 @@ async def test_requests_lost_before_a_token_are_sent_to_another_once():
 
 async def test_begun_requests_end_with_an_error_that_names_the_replica():
     async with Cluster(2) as cluster:
-        cluster.all.add(engine_request("a", PROMPT))
-        first = 0 if cluster.added()[0] else 1
+        first = cluster.place("a")
         cluster.sources[first].step(token("a"))
         await cluster.settle()
         cluster.lose(first)
@@ -145,8 +150,7 @@ async def test_begun_requests_end_with_an_error_that_names_the_replica():
 
 async def test_siblings_are_lost_and_sent_again_together():
     async with Cluster(2) as cluster:
-        cluster.all.add(engine_request("a", PROMPT, n=3))
-        first = 0 if cluster.added()[0] else 1
+        first = cluster.place("a", n=3)
         cluster.lose(first)
         await cluster.settle()
         cluster.sources[1 - first].step(*(end("a", i) for i in range(3)))
@@ -158,8 +162,7 @@ async def test_siblings_are_lost_and_sent_again_together():
 
 async def test_ended_requests_are_not_sent_again():
     async with Cluster(2) as cluster:
-        cluster.all.add(engine_request("a", PROMPT))
-        first = 0 if cluster.added()[0] else 1
+        first = cluster.place("a")
         cluster.all.end("a")
         assert [type(m) for m in cluster.sources[first].received()] == [End]
         cluster.lose(first)
@@ -227,9 +230,7 @@ async def test_the_client_fails_when_all_replicas_have():
 
 async def test_a_draining_replica_gets_no_new_requests():
     async with Cluster(2) as cluster:
-        cluster.holds(1, PROMPT)
-        cluster.holds(0, [9] * 4)
-        await cluster.settle()
+        await cluster.prefers(1)
         cluster.all.add(engine_request("a", [*PROMPT, 7]))
         assert cluster.all.drain_replica(1, drain=True) == 1
         for i in range(5):
@@ -259,9 +260,7 @@ def handed(name: str, *new: int, index: int = 0) -> RequestDelta:
 
 async def test_requests_of_a_draining_replica_continue_in_another():
     async with Cluster(2) as cluster:
-        cluster.holds(1, PROMPT)
-        cluster.holds(0, [9] * 4)
-        await cluster.settle()
+        await cluster.prefers(1)
         cluster.all.add(engine_request("a", [*PROMPT, 7]))
         cluster.sources[1].step(token("a"))
         await cluster.settle()
@@ -285,9 +284,7 @@ async def test_requests_of_a_draining_replica_continue_in_another():
 
 async def test_a_request_that_ends_while_it_is_handed_over_ends_once():
     async with Cluster(2) as cluster:
-        cluster.holds(1, PROMPT)
-        cluster.holds(0, [9] * 4)
-        await cluster.settle()
+        await cluster.prefers(1)
         for name in "ab":
             cluster.all.add(engine_request(name, [*PROMPT, 7]))
         cluster.all.drain_replica(1, drain=True)
@@ -305,9 +302,7 @@ async def test_a_request_that_ends_while_it_is_handed_over_ends_once():
 
 async def test_siblings_continue_together_except_those_that_end():
     async with Cluster(2) as cluster:
-        cluster.holds(1, PROMPT)
-        cluster.holds(0, [9] * 4)
-        await cluster.settle()
+        await cluster.prefers(1)
         cluster.all.add(engine_request("a", [*PROMPT, 7], n=4))
         first, second = cluster.sources[1], cluster.sources[0]
         first.step(*(token("a", index) for index in range(4)))
@@ -334,8 +329,7 @@ async def test_siblings_continue_together_except_those_that_end():
 
 async def test_without_another_replica_requests_end_in_place():
     async with Cluster(2) as cluster:
-        cluster.all.add(engine_request("a", PROMPT))
-        first = 0 if cluster.added()[0] else 1
+        first = cluster.place("a")
         cluster.lose(1 - first)
         await cluster.settle()
         assert cluster.all.drain_replica(first, drain=True) == 1
