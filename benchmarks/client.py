@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
 from kvik_bench.load.drive import Budget, OpenLoop, RunLog, drive
+from kvik_bench.load.metrics import output_tokens
 from kvik_bench.load.openai_target import OpenAITarget, TargetServer, connected
-from kvik_bench.load.serve import MAX_CPU_SHARE, Measured
+from kvik_bench.load.serve import MAX_CPU_SHARE, SEND_LAG
 from kvik_bench.load.workload import DrawnLengths, Length, RandomWorkload, WordFiller, poisson
 
 GAP = 0.02  # seconds between the tokens of an answer
@@ -71,7 +72,7 @@ class Cost:
     chunks: int
     cpu: float  # seconds
     share: float  # of a core
-    lag: float  # seconds, 99th percentile
+    lag: float  # milliseconds, 99th percentile
 
 
 async def load(url: str, tokens: int, prompt_tokens: int, rate: float, seconds: float) -> Cost:
@@ -85,12 +86,11 @@ async def load(url: str, tokens: int, prompt_tokens: int, rate: float, seconds: 
         gc.collect()
         budget = Budget(duration=seconds)
         await drive(OpenLoop(poisson(rate, "0"), 512), target, workload, budget, log)
-    found = Measured.of(log, None).metrics
-    assert not found.errors and found.lag, next(r.detail for r in log.records if r.error)
+    lag = SEND_LAG.of(log)
+    assert not log.failed and lag is not None, next(r.detail for r in log.records if r.error)
     chunks = sum(len(record.times) for record in log.records)
-    return Cost(
-        found.completed, found.output_tokens, chunks, log.cpu_seconds, log.cpu_share, found.lag.p99
-    )
+    tokens = output_tokens(log)
+    return Cost(len(log.records), tokens, chunks, log.cpu_seconds, log.cpu_share, lag)
 
 
 def measure(tokens: int, prompt_tokens: int, rate: float, seconds: float) -> Cost:
@@ -121,7 +121,7 @@ def main() -> None:
             costs.append(cost)
             print(
                 f"{prompt_tokens:6}{tokens:8}{cost.requests:10}{cost.tokens:8}{cost.chunks:9}"
-                f"{cost.cpu:8.2f}{cost.share:11.1%}{cost.lag * 1e3:18.2f}"
+                f"{cost.cpu:8.2f}{cost.share:11.1%}{cost.lag:18.2f}"
             )
         one, many = costs
         token = (many.cpu - one.cpu * many.requests / one.requests) / (many.tokens - many.requests)

@@ -32,8 +32,9 @@ from kvik.worker import worker
 from kvik.worker.output_tokens import LaunchedTokens, OutputTokens
 from kvik.worker.step_inputs import AtOnce
 from kvik_bench.inprocess.inproc import BenchRequest, loaded, run_jobs
-from kvik_bench.inprocess.measures import DECODE, OUTPUT, RunMeasure
+from kvik_bench.inprocess.measures import DECODE
 from kvik_bench.inprocess.speculation import Pair
+from kvik_bench.load.metrics import OUTPUT, RunMeasure
 
 PIECE = 1400  # characters of a story
 ROOM = 1024  # tokens of a prompt and its answer

@@ -32,7 +32,7 @@ from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, TextPieces, fixed
-from kvik_bench.inprocess.measures import OUTPUT
+from kvik_bench.load.metrics import OUTPUT
 from kvik_bench.load.workload import DrawnLengths
 
 LONGEST, TOGETHER = 768, 32

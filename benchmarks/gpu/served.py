@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -133,9 +134,12 @@ def _closed_load(notes: Notes, url: str) -> None:
 
 def _note(notes: Notes, url: str, level: Level) -> None:
     """Run a load, and note its figures."""
+    import numpy as np
+
     from kvik_bench.load.drive import Budget, LoadTest
+    from kvik_bench.load.metrics import OUTPUT, gaps, token_times, ttfts
     from kvik_bench.load.openai_target import TargetServer
-    from kvik_bench.load.serve import Measured, ServeBench, remarks
+    from kvik_bench.load.serve import ServeBench, remarks
     from kvik_bench.load.workload import DrawnLengths, Length, RandomWorkload, TokenFiller
 
     prompt, answer = Length("fixed", PROMPT), Length("fixed", ANSWER)
@@ -148,15 +152,16 @@ def _note(notes: Notes, url: str, level: Level) -> None:
     bench = ServeBench(test, TargetServer(url, "completions", ""))
     asyncio.run(asyncio.wait_for(bench.run(), notes.left()))
     (log,) = bench.logs[level.label]
-    run = Measured.of(log, None)
-    for remark in remarks(level.label, [run], fresh=True):
+    for remark in remarks(level.label, [log], fresh=True):
         print(remark, flush=True)
-    found = run.metrics
-    for name, spread in (("ttft", found.ttft), ("token", found.itl_token or found.itl)):
-        if spread is not None:
-            notes.fact(f"{name} p50 at {level.label}", spread.p50)
-            notes.fact(f"{name} p99 at {level.label}", spread.p99)
-    failed = found.requests - found.completed
-    notes.fact(f"tokens at {level.label}", found.output_rate, failed=failed, of=found.requests)
+    done = [record for record in log.records if record.completed]
+    each, between = token_times(done), gaps(done)
+    for name, seconds in (("ttft", ttfts(done)), ("token", each if len(each) else between)):
+        for share in (50, 99) if len(seconds) else ():
+            value = float(np.percentile(seconds, share))
+            notes.fact(f"{name} p{share} at {level.label}", value)
+    total, errors = len(log.records), Counter(record.error for record in log.records)
+    failed = total - errors.pop(None, 0)
+    notes.fact(f"tokens at {level.label}", OUTPUT.of(log), failed=failed, of=total)
     if failed:
-        raise RuntimeError(f"{failed} of {found.requests} requests failed: {dict(found.errors)}")
+        raise RuntimeError(f"{failed} of {total} requests failed: {dict(errors)}")

@@ -18,20 +18,9 @@ from kvik_bench.cli.output import add_lengths, add_number, check_output, engine_
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, refuse_varied
-from kvik_bench.inprocess.measures import (
-    E2ES,
-    OUTPUT,
-    REQUESTS,
-    STEPS,
-    TPOT,
-    TTFTS,
-    WALL,
-    RunMeasure,
-    figures,
-    ratios,
-)
+from kvik_bench.inprocess.measures import E2ES, STEPS, TPOT, TTFTS, WALL, EngineMeasure
 from kvik_bench.inprocess.rounds import Rounds
-from kvik_bench.load.metrics import e2es, ttfts
+from kvik_bench.load.metrics import OUTPUT, REQUESTS, RunMeasure, e2es, ttfts
 from kvik_bench.load.workload import DrawnLengths, poisson
 from kvik_bench.report.result import (
     Chart,
@@ -39,7 +28,9 @@ from kvik_bench.report.result import (
     Result,
     Row,
     engine_facts,
+    figures,
     peak_memory,
+    ratios,
     run_facts,
 )
 from kvik_bench.report.table import show_figure
@@ -60,7 +51,7 @@ STATIC = Batching("static", "static", "a batch starts when the one before has en
 DYNAMIC = Batching("dynamic", "dynamic", "likewise, but waits only a moment until it is full")
 CONTINUOUS = Batching("continuous", "fcfs", "a request starts in the step in which a place is free")
 BATCHINGS = (STATIC, DYNAMIC, CONTINUOUS)
-MEASURES = (REQUESTS, OUTPUT, WALL, *TTFTS, TPOT, *E2ES, STEPS)
+MEASURES: tuple[EngineMeasure, ...] = (REQUESTS, OUTPUT, WALL, *TTFTS, TPOT, *E2ES, STEPS)
 COMPARED: tuple[tuple[str, RunMeasure], ...] = (
     ("output", OUTPUT),
     ("TTFT p50", TTFTS[0]),

@@ -11,8 +11,7 @@ from kvik.planner.efficiency import POSSIBLE, WHAT_HELPS, Efficiency, RunningMod
 from kvik.planner.roofline import PlannedStep, decode, step_time
 from kvik.planner.serving import Serving, Traffic, predict
 from kvik_bench.inprocess.inproc import LoadRun
-from kvik_bench.inprocess.measures import Measure, figures
-from kvik_bench.report.result import Figure
+from kvik_bench.report.result import Figure, Measure, figures
 
 CEILING = "by what must be read and computed, at this machine's limits"
 EXPECTED = "by the same roofline at the pace of kvik's kernels here (kvik calibrate)"

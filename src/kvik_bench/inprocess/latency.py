@@ -14,27 +14,18 @@ from kvik_bench.cli.output import add_number, add_numbers, check_output, engine_
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, check_batches, fixed
-from kvik_bench.inprocess.measures import (
-    DECODE,
-    E2E,
-    ITLS,
-    OUTPUT,
-    PREEMPTIONS,
-    PREFILL,
-    TPOT,
-    TTFT,
-    figures,
-    ratios,
-)
+from kvik_bench.inprocess.measures import DECODE, E2E, ITLS, PREEMPTIONS, PREFILL, TPOT, TTFT
 from kvik_bench.inprocess.rounds import Rounds
-from kvik_bench.load.metrics import token_times
+from kvik_bench.load.metrics import OUTPUT, token_times
 from kvik_bench.report.result import (
     Chart,
     Figure,
     Result,
     Row,
     engine_facts,
+    figures,
     peak_memory,
+    ratios,
     run_facts,
 )
 from kvik_bench.report.table import show_figure

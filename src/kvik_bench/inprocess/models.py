@@ -33,9 +33,9 @@ from kvik.launch import resolve_config
 from kvik.spec.kv import AUTO, formats_of
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed
-from kvik_bench.inprocess.measures import DECODE, figures, ratios
+from kvik_bench.inprocess.measures import DECODE
 from kvik_bench.inprocess.rounds import Rounds
-from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.result import Chart, Figure, Result, Row, figures, ratios
 from kvik_bench.report.table import show_figure
 
 CHARTS = (

@@ -32,15 +32,19 @@ from kvik_bench.inprocess.jobs import (
     check_context,
     refuse_varied,
 )
-from kvik_bench.inprocess.measures import DECODE, OUTPUT, Measure, decode_seconds, figures, ratios
+from kvik_bench.inprocess.measures import DECODE, decode_seconds
 from kvik_bench.inprocess.rounds import Rounds
+from kvik_bench.load.metrics import OUTPUT
 from kvik_bench.report.result import (
     Chart,
     Figure,
+    Measure,
     Result,
     Row,
     engine_facts,
+    figures,
     peak_memory,
+    ratios,
     run_facts,
 )
 from kvik_bench.report.table import show_figure

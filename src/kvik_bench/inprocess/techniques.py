@@ -25,26 +25,19 @@ from kvik_bench.cli.output import add_number, check_output, engine_parser, write
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed, refuse_varied
-from kvik_bench.inprocess.measures import (
-    E2E,
-    OUTPUT,
-    PREFIX_HITS,
-    TPOT,
-    TTFT,
-    Measure,
-    RunMeasure,
-    figures,
-    ratios,
-)
+from kvik_bench.inprocess.measures import E2E, PREFIX_HITS, TPOT, TTFT, EngineMeasure
 from kvik_bench.inprocess.rounds import Rounds, check_repeats
-from kvik_bench.load.metrics import RequestRecord
+from kvik_bench.load.metrics import OUTPUT, RequestRecord
 from kvik_bench.report.result import (
     Chart,
     Figure,
+    Measure,
     Result,
     Row,
     engine_facts,
+    figures,
     peak_bytes,
+    ratios,
     restart_peak,
     run_facts,
 )
@@ -53,7 +46,7 @@ PLAIN = "none"  # weights as they are stored
 EQUAL = "share of the tokens before the first that differs from the answer with plain weights"
 OVER = "output / output of that rung, round by round"
 
-PROCESS_PEAK: RunMeasure = Measure(
+PROCESS_PEAK: EngineMeasure = Measure(
     "process peak",
     "MiB",
     "less",
@@ -337,7 +330,7 @@ def _joined(runs: Sequence[LoadRun]) -> LoadRun:
     )
 
 
-def _kv_peak(resolved: ResolvedConfig) -> RunMeasure:
+def _kv_peak(resolved: ResolvedConfig) -> EngineMeasure:
     cache = resolved.cache
     block = block_bytes(cache.groups, cache.block_size)
     return Measure(

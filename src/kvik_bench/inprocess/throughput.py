@@ -17,24 +17,28 @@ from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests
 from kvik_bench.inprocess.measures import (
     E2ES,
-    INPUT,
     KV_USAGE,
-    OUTPUT,
     PREEMPTIONS,
     PREFIX_HITS,
-    REQUESTS,
     STEPS,
-    TOTAL,
     TTFTS,
     WALL,
-    figures,
+    EngineMeasure,
 )
 from kvik_bench.inprocess.rounds import Rounds
-from kvik_bench.load.metrics import e2es, ttfts
+from kvik_bench.load.metrics import INPUT, OUTPUT, REQUESTS, TOTAL, e2es, ttfts
 from kvik_bench.load.workload import DrawnLengths, Lengths, TraceLengths, read_trace
-from kvik_bench.report.result import Chart, Result, Row, engine_facts, peak_memory, run_facts
+from kvik_bench.report.result import (
+    Chart,
+    Result,
+    Row,
+    engine_facts,
+    figures,
+    peak_memory,
+    run_facts,
+)
 
-MEASURES = (
+MEASURES: tuple[EngineMeasure, ...] = (
     *(REQUESTS, INPUT, OUTPUT, TOTAL, WALL, *TTFTS, *E2ES),
     *(STEPS, KV_USAGE, PREEMPTIONS, PREFIX_HITS),
 )

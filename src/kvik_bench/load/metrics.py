@@ -1,4 +1,4 @@
-"""Computes the figures of a load test from the records of its requests, each with its definition.
+"""The records of requests, and the measures of a run that need nothing else.
 
 Percentiles interpolate linearly between the two nearest ranks: the p-th percentile of n sorted
 values is at position p/100 * (n - 1), counted from 0.
@@ -7,14 +7,15 @@ values is at position p/100 * (n - 1), counted from 0.
 from __future__ import annotations
 
 from array import array
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvik.planner.serving import Slo
+from kvik_bench.report.result import Measure
 
 # The error of a request that the client ended early because the run was stopped.
 INTERRUPTED = "interrupted"
@@ -92,118 +93,142 @@ DEFINITIONS: Mapping[str, str] = {
     "itl_token": "gap before a chunk / its tokens, counted once for each; the first chunk excluded",
     "e2e": "send -> end of the answer (its finish reason, else its last output)",
     "lag": "due -> really sent, less the time held by the limit of requests in flight",
-    "request_rate": "completed requests / wall time",
-    "input_rate": "prompt tokens of completed requests / wall time",
-    "output_rate": "output tokens received (failed requests excluded) / wall time",
-    "total_rate": "input and output tokens / wall time",
-    "goodput": "completed requests that met every SLO / wall time",
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Spread:
-    """A sample in five numbers; seconds, in this module."""
+class RecordedRun(Protocol):
+    """A run of a load, on a server or on an engine in this process."""
 
-    count: int
-    mean: float
-    p50: float
-    p90: float
-    p99: float
-    highest: float
+    @property
+    def started(self) -> float: ...
 
+    @property
+    def ended(self) -> float: ...
 
-@dataclass(frozen=True, slots=True)
-class LoadMetrics:
-    """The figures of a load test. A spread is None if there are no samples."""
-
-    seconds: float  # wall time
-    requests: int  # completed, failed and interrupted
-    completed: int
-    errors: Mapping[str, int]  # kind -> count; interrupted requests are not errors
-    interrupted: int
-    prompt_tokens: int
-    output_tokens: int
-    cached_tokens: int | None  # None: the engine does not report it
-    ttft: Spread | None
-    tpot: Spread | None
-    itl: Spread | None
-    itl_token: Spread | None
-    e2e: Spread | None
-    lag: Spread | None
-    request_rate: float
-    input_rate: float
-    output_rate: float
-    total_rate: float
-    goodput: float | None  # None without an SLO
-    assumed: int  # answers without token counts: one token was assumed for each chunk
-    uneven: int  # answers left out of itl_token: their chunks do not add up to the tokens
+    @property
+    def records(self) -> Sequence[RequestRecord]: ...
 
 
-def summarise(
-    records: Sequence[RequestRecord], start: float, end: float, slo: Slo | None = None
-) -> LoadMetrics:
-    """Return the figures of all requests between two times of the records' clock.
+RunMeasure = Measure[RecordedRun]
+Run = TypeVar("Run")
+Values = NDArray[np.float64]
+Statistic = Callable[[Values], float]
 
-    Latencies are of completed requests; the lag is of every request sent.
-    """
-    seconds = max(end - start, 1e-9)
-    done = [record for record in records if record.completed]
-    stopped = [record for record in records if record.error == INTERRUPTED]
-    errors = Counter(r.error for r in records if r.error is not None and r.error != INTERRUPTED)
-    prompt_tokens = sum(record.prompt_tokens for record in done)
-    output_tokens = sum(record.num_output_tokens for record in [*done, *stopped])
-    cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
-    return LoadMetrics(
-        seconds=seconds,
-        requests=len(records),
-        completed=len(done),
-        errors=dict(errors.most_common()),
-        interrupted=len(stopped),
-        prompt_tokens=prompt_tokens,
-        output_tokens=output_tokens,
-        cached_tokens=sum(cached) if cached else None,
-        ttft=spread(ttfts(done)),
-        tpot=spread(tpots(done)),
-        itl=spread(gaps(done)),
-        itl_token=spread(token_times(done)),
-        e2e=spread(e2es(done)),
-        lag=spread(np.array([record.lag for record in records])),
-        request_rate=len(done) / seconds,
-        input_rate=prompt_tokens / seconds,
-        output_rate=output_tokens / seconds,
-        total_rate=(prompt_tokens + output_tokens) / seconds,
-        goodput=None if slo is None else len([r for r in done if _kept(slo, r)]) / seconds,
-        assumed=sum(record.assumed for record in done),
-        uneven=sum(not record.even for record in done),
+
+def completed(run: RecordedRun) -> list[RequestRecord]:
+    return [record for record in run.records if record.completed]
+
+
+def wall_time(run: RecordedRun) -> float:
+    return max(run.ended - run.started, 1e-9)
+
+
+def prompt_tokens(run: RecordedRun) -> int:
+    """Return the prompt tokens of completed requests."""
+    return sum(record.prompt_tokens for record in completed(run))
+
+
+def output_tokens(run: RecordedRun) -> int:
+    """Return the output tokens that arrived, without those of failed requests."""
+    stopped = [record for record in run.records if record.error == INTERRUPTED]
+    return sum(record.num_output_tokens for record in (*completed(run), *stopped))
+
+
+REQUESTS: RunMeasure = Measure(
+    "requests",
+    "requests/s",
+    "more",
+    "completed requests / wall time",
+    lambda run: len(completed(run)) / wall_time(run),
+)
+INPUT: RunMeasure = Measure(
+    "input",
+    "tokens/s",
+    "more",
+    "prompt tokens of completed requests / wall time",
+    lambda run: prompt_tokens(run) / wall_time(run),
+)
+OUTPUT: RunMeasure = Measure(
+    "output",
+    "tokens/s",
+    "more",
+    "output tokens / wall time, prompts included",
+    lambda run: output_tokens(run) / wall_time(run),
+)
+TOTAL: RunMeasure = Measure(
+    "total",
+    "tokens/s",
+    "more",
+    "input and output tokens / wall time",
+    lambda run: (prompt_tokens(run) + output_tokens(run)) / wall_time(run),
+)
+
+
+def goodput(slo: Slo) -> RunMeasure:
+    """Return the rate of the requests that met every limit."""
+
+    def of(run: RecordedRun) -> float:
+        kept = (slo.excess(r.ttft, r.tpot, r.e2e) <= 1.0 for r in completed(run))
+        return sum(kept) / wall_time(run)
+
+    definition = f"completed requests that met every SLO / wall time; SLO: {slo}"
+    return Measure("goodput", "requests/s", "more", definition, of)
+
+
+def mean(values: Values) -> float:
+    return float(values.mean())
+
+
+def percentile(share: int) -> Statistic:
+    return lambda values: float(np.percentile(values, share))
+
+
+def milliseconds(
+    name: str, seconds: Callable[[Run], Values], definition: str, statistic: Statistic = mean
+) -> Measure[Run]:
+    """Return a measure of a sample of seconds; a run without samples has none."""
+
+    def of(run: Run) -> float | None:
+        values = seconds(run)
+        return statistic(values) * 1e3 if len(values) else None
+
+    return Measure(name, "ms", "less", definition, of)
+
+
+def percentiles(
+    name: str, times: Callable[[Sequence[RequestRecord]], Values], definition: str
+) -> tuple[RunMeasure, ...]:
+    """Return p50, p90 and p99 of times of completed requests."""
+    return tuple(
+        milliseconds(f"{name} p{share}", of_completed(times), definition, percentile(share))
+        for share in (50, 90, 99)
     )
 
 
-def spread(values: NDArray[np.float64]) -> Spread | None:
-    """Return the spread of a sample; None if it is empty."""
-    if not len(values):
-        return None
-    p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-    return Spread(len(values), float(values.mean()), p50, p90, p99, float(values.max()))
+def of_completed(
+    times: Callable[[Sequence[RequestRecord]], Values],
+) -> Callable[[RecordedRun], Values]:
+    return lambda run: times(completed(run))
 
 
-def ttfts(records: Sequence[RequestRecord]) -> NDArray[np.float64]:
+def ttfts(records: Sequence[RequestRecord]) -> Values:
     return np.array([ttft for record in records if (ttft := record.ttft) is not None])
 
 
-def tpots(records: Sequence[RequestRecord]) -> NDArray[np.float64]:
+def tpots(records: Sequence[RequestRecord]) -> Values:
     return np.array([tpot for record in records if (tpot := record.tpot) is not None])
 
 
-def e2es(records: Sequence[RequestRecord]) -> NDArray[np.float64]:
+def e2es(records: Sequence[RequestRecord]) -> Values:
     return np.array([e2e for record in records if (e2e := record.e2e) is not None])
 
 
-def gaps(records: Sequence[RequestRecord]) -> NDArray[np.float64]:
+def gaps(records: Sequence[RequestRecord]) -> Values:
     """Return the seconds between neighbouring chunks, over all records."""
     return _joined([np.diff(np.asarray(record.times)) for record in records])
 
 
-def token_times(records: Sequence[RequestRecord]) -> NDArray[np.float64]:
+def token_times(records: Sequence[RequestRecord]) -> Values:
     """Return the seconds per token after the first chunk, one value for each token."""
     parts = []
     for record in records:
@@ -213,9 +238,5 @@ def token_times(records: Sequence[RequestRecord]) -> NDArray[np.float64]:
     return _joined(parts)
 
 
-def _kept(slo: Slo, record: RequestRecord) -> bool:
-    return slo.excess(record.ttft, record.tpot, record.e2e) <= 1.0
-
-
-def _joined(parts: list[NDArray[np.float64]]) -> NDArray[np.float64]:
+def _joined(parts: list[Values]) -> Values:
     return np.concatenate(parts) if parts else np.empty(0)

@@ -10,13 +10,34 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvik.files import allow_files
 from kvik.planner.serving import Slo
-from kvik_bench.load import metrics
 from kvik_bench.load.drive import Budget, ClosedLoop, LoadTest, RunLog, drive
-from kvik_bench.load.metrics import DEFINITIONS, LoadMetrics, RequestRecord, Spread
+from kvik_bench.load.metrics import (
+    DEFINITIONS,
+    INPUT,
+    INTERRUPTED,
+    OUTPUT,
+    REQUESTS,
+    TOTAL,
+    RequestRecord,
+    RunMeasure,
+    Values,
+    e2es,
+    gaps,
+    goodput,
+    milliseconds,
+    of_completed,
+    output_tokens,
+    percentile,
+    percentiles,
+    prompt_tokens,
+    token_times,
+    tpots,
+    ttfts,
+    wall_time,
+)
 from kvik_bench.load.openai_target import (
     OpenAITarget,
     TargetServer,
@@ -24,10 +45,10 @@ from kvik_bench.load.openai_target import (
     connected,
     first_model,
 )
-from kvik_bench.report.result import Chart, Figure, Result, Row
+from kvik_bench.report.result import Chart, Measure, Result, Row, figures
 
 # Above these limits the client may have influenced the measurement.
-MAX_LAG = 0.010  # seconds, 99th percentile
+MAX_LAG = 10.0  # milliseconds, 99th percentile
 MAX_CPU_SHARE = 0.85  # of one core: Python runs on one
 
 # Largest plausible cached share of prompts with nothing in common but a chat template.
@@ -40,50 +61,58 @@ MAX_SERIES = 5000  # values kept of a distribution for plots
 
 CPU_SHARE = "processor time of the client / wall time; it cannot use more than one core"
 LOOP_LAG = "how late the client's event loop woke up, sampled: the error of every time above"
-HELD = "how long requests that were due waited because too many were in flight"
+RECEIVED = "output tokens received (failed requests excluded) / wall time"
+THROUGHPUT = (
+    replace(REQUESTS, name="request throughput"),
+    replace(OUTPUT, name="output throughput", definition=RECEIVED),
+    replace(INPUT, name="input throughput"),
+    replace(TOTAL, name="total throughput"),
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One finished run of a load."""
-
-    log: RunLog
-    metrics: LoadMetrics
-    loop_lag: Spread | None
-
-    @classmethod
-    def of(cls, log: RunLog, slo: Slo | None) -> Measured:
-        summary = metrics.summarise(log.records, log.started, log.ended, slo)
-        return cls(log, summary, metrics.spread(np.asarray(log.loop_lag)))
+def _spread(
+    name: str, times: Callable[[Sequence[RequestRecord]], Values], definition: str
+) -> tuple[RunMeasure, ...]:
+    """Return the mean and percentiles of times of completed requests."""
+    mean = milliseconds(f"{name} mean", of_completed(times), definition)
+    return mean, *percentiles(name, times, definition)
 
 
-def row(label: str, runs: Sequence[Measured], slo: Slo | None) -> Row:
+FIRST = _spread("TTFT", ttfts, DEFINITIONS["ttft"])
+BETWEEN = (*_spread("TPOT", tpots, DEFINITIONS["tpot"]), *_spread("ITL", gaps, DEFINITIONS["itl"]))
+PER_TOKEN = _spread("ITL per token", token_times, DEFINITIONS["itl_token"])
+WHOLE = _spread("E2E", e2es, DEFINITIONS["e2e"])
+
+SEND_LAG: Measure[RunLog] = milliseconds(
+    "send lag p99",
+    lambda log: np.array([record.lag for record in log.records]),
+    DEFINITIONS["lag"],
+    percentile(99),
+)
+WAKE_LAG: Measure[RunLog] = milliseconds(
+    "event loop lag p99", lambda log: np.asarray(log.loop_lag), LOOP_LAG, percentile(99)
+)
+CLIENT_CPU: Measure[RunLog] = Measure(
+    "client CPU", "%", "less", CPU_SHARE, lambda log: 100 * log.cpu_share
+)
+HELD: Measure[RunLog] = milliseconds(
+    "held p99",
+    lambda log: np.array([record.held for record in log.records]),
+    "how long requests that were due waited because too many were in flight",
+    percentile(99),
+)
+
+
+def row(label: str, runs: Sequence[RunLog], slo: Slo | None) -> Row:
     """Return the row of a load from its runs."""
-    figures = [
-        Figure(name, unit, tuple(getattr(run.metrics, field) for run in runs), "more", definition)
-        for name, unit, field, definition in _rates(slo)
-    ]
-    for name, key in (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2E", "e2e")):
-        figures += _spread_figures(name, [getattr(run.metrics, key) for run in runs], key)
-        if key == "itl" and _several_tokens(runs):
-            per_token = [run.metrics.itl_token for run in runs]
-            figures += _spread_figures("ITL per token", per_token, "itl_token")
-    figures += _client_figures(runs)
-    records = [record for run in runs for record in run.log.records if record.completed]
-    return Row(label, tuple(figures), _row_facts(runs), _series(records))
-
-
-def _rates(slo: Slo | None) -> list[tuple[str, str, str, str]]:
-    """Return (name, unit, field of the metrics, definition) of each rate."""
-    rates = [
-        ("request throughput", "requests/s", "request_rate", DEFINITIONS["request_rate"]),
-        ("output throughput", "tokens/s", "output_rate", DEFINITIONS["output_rate"]),
-        ("input throughput", "tokens/s", "input_rate", DEFINITIONS["input_rate"]),
-        ("total throughput", "tokens/s", "total_rate", DEFINITIONS["total_rate"]),
-    ]
-    if slo is not None:
-        rates.append(("goodput", "requests/s", "goodput", f"{DEFINITIONS['goodput']}; SLO: {slo}"))
-    return rates
+    records = [record for run in runs for record in run.records]
+    several_tokens = any(max(record.tokens[1:], default=1) > 1 for record in records)
+    measures: list[Measure[RunLog]] = [*THROUGHPUT, *([] if slo is None else [goodput(slo)])]
+    measures += [*FIRST, *BETWEEN, *(PER_TOKEN if several_tokens else ()), *WHOLE]
+    measures += [SEND_LAG, WAKE_LAG, CLIENT_CPU]
+    measures += [HELD] * any(record.held > 0 for record in records)
+    done = [record for record in records if record.completed]
+    return Row(label, figures(measures, runs, every=False), _row_facts(runs), _series(done))
 
 
 def charts(rows: Sequence[Row]) -> tuple[Chart, ...]:
@@ -101,60 +130,58 @@ def charts(rows: Sequence[Row]) -> tuple[Chart, ...]:
     return (*curves, *distributions) if len(rows) > 1 else distributions
 
 
-def remarks(label: str, runs: Sequence[Measured], *, fresh: bool) -> list[str]:
+def remarks(label: str, runs: Sequence[RunLog], *, fresh: bool) -> list[str]:
     """Return the reasons to doubt the figures of a load.
 
     Args:
         fresh: prompts have nothing in common, so a prefix cache should have none.
     """
-    texts = _errors(runs) + _client_limits(runs)
-    completed = sum(run.metrics.completed for run in runs)
-    delays = [record.held for run in runs for record in run.log.records if record.held > 0]
-    total = sum(run.metrics.requests for run in runs)
+    records = [record for run in runs for record in run.records]
+    done = [record for record in records if record.completed]
+    texts = _errors(records) + _client_limits(runs)
+    delays = [record.held for record in records if record.held > 0]
     if delays:
         texts.append(
-            f"{len(delays)} of {total} requests were held back, up to {max(delays):.1f} s, by the "
-            "limit of requests in flight: the server does not keep up with this load"
+            f"{len(delays)} of {len(records)} requests were held back, up to {max(delays):.1f} s, "
+            "by the limit of requests in flight: the server does not keep up with this load"
         )
-    share = _cached_share(runs)
+    share = _cached_share(done)
     if fresh and share is not None and share > MAX_CACHED_SHARE:
         texts.append(
             f"the server found {share:.0%} of the prompt tokens in its prefix cache: "
             "has it seen them before, in a run with the same --seed?"
         )
-    texts += _short_answers(runs)
-    assumed = sum(run.metrics.assumed for run in runs)
+    texts += _short_answers(done)
+    assumed = sum(record.assumed for record in done)
     if assumed:
         texts.append(
-            f"in {assumed} of {completed} answers the server did not count tokens: one token was "
+            f"in {assumed} of {len(done)} answers the server did not count tokens: one token was "
             "assumed for each chunk"
         )
-    uneven = sum(run.metrics.uneven for run in runs)
+    uneven = sum(not record.even for record in done)
     if uneven:
         texts.append(
-            f"in {uneven} of {completed} answers chunks and tokens differ in number: ITL is per "
+            f"in {uneven} of {len(done)} answers chunks and tokens differ in number: ITL is per "
             "chunk, TPOT per token"
         )
-    interrupted = sum(run.metrics.interrupted for run in runs)
+    interrupted = sum(record.error == INTERRUPTED for record in records)
     if interrupted:
         texts.append(
-            f"{interrupted} of {total} requests were interrupted and count only by their tokens"
+            f"{interrupted} of {len(records)} requests were interrupted and count only by their "
+            "tokens"
         )
     return [f"{label}: {text}." for text in texts]
 
 
-def _errors(runs: Sequence[Measured]) -> list[str]:
-    total = sum(run.metrics.requests for run in runs)
-    kinds = Counter[str]()
-    for run in runs:
-        kinds.update(run.metrics.errors)
+def _errors(records: Sequence[RequestRecord]) -> list[str]:
+    failed = [record for record in records if record.error not in (None, INTERRUPTED)]
     texts = []
-    for kind, count in kinds.items():
-        examples = (r.detail for run in runs for r in run.log.records if r.error == kind)
+    for kind, count in Counter(record.error for record in failed).most_common():
+        examples = (record.detail for record in failed if record.error == kind)
         example = next(filter(None, examples), "")
         because = f" ({example})" if example else ""
-        texts.append(f"{count} of {total} requests failed: {kind}{because}")
-    if texts and any(run.metrics.completed for run in runs):
+        texts.append(f"{count} of {len(records)} requests failed: {kind}{because}")
+    if texts and any(record.completed for record in records):
         texts.append(
             "times are those of completed requests alone: if slow requests fail, the server looks "
             "faster than it is"
@@ -162,9 +189,9 @@ def _errors(runs: Sequence[Measured]) -> list[str]:
     return texts
 
 
-def _short_answers(runs: Sequence[Measured]) -> list[str]:
+def _short_answers(records: Sequence[RequestRecord]) -> list[str]:
     """Return a remark if answers ended early: a server may accept `ignore_eos` and ignore it."""
-    done = [r for run in runs for r in run.log.records if r.completed and r.asked_tokens]
+    done = [record for record in records if record.asked_tokens]
     requested = sum(record.asked_tokens or 0 for record in done)
     got = sum(record.num_output_tokens for record in done)
     if got >= MIN_ANSWERED_SHARE * requested:
@@ -177,18 +204,18 @@ def _short_answers(runs: Sequence[Measured]) -> list[str]:
     ]
 
 
-def _client_limits(runs: Sequence[Measured]) -> list[str]:
+def _client_limits(runs: Sequence[RunLog]) -> list[str]:
     """Return a remark if the client itself was the bottleneck in any run."""
     texts = []
-    share = max(run.log.cpu_share for run in runs)
+    share = max(run.cpu_share for run in runs)
     if share > MAX_CPU_SHARE:
         texts.append(f"it used {share:.0%} of a core, and it cannot use more than one")
-    lag = max((run.metrics.lag.p99 for run in runs if run.metrics.lag), default=0.0)
+    lag = max(SEND_LAG.values(runs), default=0.0)
     if lag > MAX_LAG:
-        texts.append(f"it sent requests up to {lag * 1e3:.0f} ms late (p99)")
-    loop_lag = max((run.loop_lag.p99 for run in runs if run.loop_lag), default=0.0)
+        texts.append(f"it sent requests up to {lag:.0f} ms late (p99)")
+    loop_lag = max(WAKE_LAG.values(runs), default=0.0)
     if loop_lag > MAX_LAG:
-        texts.append(f"its event loop woke up to {loop_lag * 1e3:.0f} ms late (p99)")
+        texts.append(f"its event loop woke up to {loop_lag:.0f} ms late (p99)")
     if not texts:
         return []
     if share < MAX_CPU_SHARE / 2:
@@ -202,72 +229,26 @@ def _client_limits(runs: Sequence[Measured]) -> list[str]:
     ]
 
 
-def _client_figures(runs: Sequence[Measured]) -> list[Figure]:
-    figures = [
-        *_percentile("send lag p99", [run.metrics.lag for run in runs], DEFINITIONS["lag"]),
-        *_percentile("event loop lag p99", [run.loop_lag for run in runs], LOOP_LAG),
-        Figure(
-            "client CPU",
-            "%",
-            tuple(100 * run.log.cpu_share for run in runs),
-            "less",
-            CPU_SHARE,
-        ),
-    ]
-    delays = [metrics.spread(np.array([r.held for r in run.log.records])) for run in runs]
-    if any(spread and spread.highest > 0 for spread in delays):
-        figures += _percentile("held p99", delays, HELD)
-    return figures
-
-
-def _percentile(name: str, spreads: Sequence[Spread | None], definition: str) -> list[Figure]:
-    values = tuple(spread.p99 * 1e3 for spread in spreads if spread is not None)
-    return [Figure(name, "ms", values, "less", definition)] if values else []
-
-
-def _spread_figures(name: str, spreads: Sequence[Spread | None], field: str) -> list[Figure]:
-    """Return mean and percentiles in milliseconds; nothing if no run has them."""
-    run_spreads = [spread for spread in spreads if spread is not None]
-    if not run_spreads:
-        return []
-    return [
-        Figure(
-            f"{name} {column}",
-            "ms",
-            tuple(getattr(spread, column) * 1e3 for spread in run_spreads),
-            "less",
-            DEFINITIONS[field],
-        )
-        for column in ("mean", "p50", "p90", "p99")
-    ]
-
-
-def _several_tokens(runs: Sequence[Measured]) -> bool:
-    """Return whether any chunk after the first had more than one token."""
-    return any(max(record.tokens[1:], default=1) > 1 for run in runs for record in run.log.records)
-
-
-def _row_facts(runs: Sequence[Measured]) -> Mapping[str, str]:
-    completed = sum(run.metrics.completed for run in runs)
-    failed = sum(sum(run.metrics.errors.values()) for run in runs)
-    prompt_tokens = sum(run.metrics.prompt_tokens for run in runs)
-    output_tokens = sum(run.metrics.output_tokens for run in runs)
+def _row_facts(runs: Sequence[RunLog]) -> Mapping[str, str]:
+    records = [record for run in runs for record in run.records]
+    done = [record for record in records if record.completed]
+    failed = sum(record.error not in (None, INTERRUPTED) for record in records)
     facts = {
-        "requests": f"{completed} completed, {failed} failed",
-        "wall time": f"{sum(run.metrics.seconds for run in runs):.1f} s",
-        "tokens": f"{prompt_tokens:,} in, {output_tokens:,} out",
+        "requests": f"{len(done)} completed, {failed} failed",
+        "wall time": f"{sum(map(wall_time, runs)):.1f} s",
+        "tokens": f"{sum(map(prompt_tokens, runs)):,} in, {sum(map(output_tokens, runs)):,} out",
     }
-    share = _cached_share(runs)
+    share = _cached_share(done)
     if share is not None:
         facts["prefix cache"] = f"{share:.0%} of the prompt tokens"
     return facts
 
 
-def _cached_share(runs: Sequence[Measured]) -> float | None:
+def _cached_share(done: Sequence[RequestRecord]) -> float | None:
     """Return the cached share of the prompt tokens; None if the server does not report it."""
-    prompt_tokens = sum(run.metrics.prompt_tokens for run in runs)
-    cached = [run.metrics.cached_tokens for run in runs if run.metrics.cached_tokens is not None]
-    return sum(cached) / prompt_tokens if cached and prompt_tokens else None
+    num_prompt = sum(record.prompt_tokens for record in done)
+    cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
+    return sum(cached) / num_prompt if cached and num_prompt else None
 
 
 def _series(records: Sequence[RequestRecord]) -> Mapping[str, tuple[float, ...]]:
@@ -275,16 +256,16 @@ def _series(records: Sequence[RequestRecord]) -> Mapping[str, tuple[float, ...]]
     first = min((record.due for record in records), default=0.0)
     ttft_records = [record for record in records if record.ttft is not None]
     series = {
-        "TTFT, ms": metrics.ttfts(ttft_records) * 1e3,
-        "TPOT, ms": metrics.tpots(records) * 1e3,
-        "ITL, ms": np.sort(metrics.gaps(records)) * 1e3,  # sorted: thinning keeps its shape
-        "E2E, ms": metrics.e2es(records) * 1e3,
+        "TTFT, ms": ttfts(ttft_records) * 1e3,
+        "TPOT, ms": tpots(records) * 1e3,
+        "ITL, ms": np.sort(gaps(records)) * 1e3,  # sorted: thinning keeps its shape
+        "E2E, ms": e2es(records) * 1e3,
         "sent, s": np.array([record.sent - first for record in ttft_records]),
     }
     return {name: _thinned(values) for name, values in series.items() if len(values)}
 
 
-def _thinned(values: NDArray[np.float64]) -> tuple[float, ...]:
+def _thinned(values: Values) -> tuple[float, ...]:
     if len(values) <= MAX_SERIES:
         return tuple(values.tolist())
     places = np.linspace(0, len(values) - 1, MAX_SERIES).astype(np.int64)
@@ -346,7 +327,7 @@ class ServeBench:
         rows: list[Row] = []
         notes: list[str] = []
         for label, logs in self.logs.items():
-            runs = [Measured.of(log, slo) for log in logs if log.records]
+            runs = [log for log in logs if log.records]
             if runs:
                 rows.append(row(label, runs, slo))
                 notes += remarks(label, runs, fresh=self.test.fresh)

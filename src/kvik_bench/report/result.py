@@ -9,12 +9,12 @@ import resource
 import shlex
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
@@ -63,6 +63,66 @@ class Figure:
     @property
     def high(self) -> float:
         return max(self.values)
+
+
+Subject = TypeVar("Subject")
+Subject_contra = TypeVar("Subject_contra", contravariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Measure(Generic[Subject_contra]):
+    """A figure of a run or of another subject.
+
+    Attributes:
+        of: from a subject to its value; None: there is nothing to measure.
+        most: the largest possible value; None: unknown.
+    """
+
+    name: str
+    unit: str
+    better: Literal["more", "less"]
+    definition: str
+    of: Callable[[Subject_contra], float | None]
+    most: float | None = None
+
+    def values(self, subjects: Iterable[Subject_contra]) -> tuple[float, ...]:
+        """Return the value of each subject that has one."""
+        return tuple(value for subject in subjects if (value := self.of(subject)) is not None)
+
+    def figure(self, values: tuple[float, ...]) -> Figure:
+        return Figure(self.name, self.unit, values, self.better, self.definition, most=self.most)
+
+
+def figures(
+    measures: Iterable[Measure[Subject]],
+    subjects: Sequence[Subject],
+    *,
+    every: bool = True,
+) -> tuple[Figure, ...]:
+    """Return the figures of the measures that all subjects have; with `every` false, that any
+    has."""
+    results = []
+    for measure in measures:
+        values = measure.values(subjects)
+        if values and (len(values) == len(subjects) or not every):
+            results.append(measure.figure(values))
+    return tuple(results)
+
+
+def ratios(
+    name: str,
+    measure: Measure[Subject],
+    runs: Sequence[Subject],
+    base: Sequence[Subject],
+    definition: str,
+) -> Figure:
+    """Return the ratios of a measure to another subject's, round by round."""
+    values = []
+    for run, other in zip(runs, base, strict=True):
+        above, below = measure.of(run), measure.of(other)
+        assert above is not None and below is not None
+        values.append(above / below)
+    return Figure(name, "x", tuple(values), measure.better, definition)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,24 +11,19 @@ from kvik_bench.inprocess.inproc import LoadRun
 from kvik_bench.inprocess.measures import (
     DECODE,
     E2E,
-    INPUT,
     ITLS,
     KV_USAGE,
-    OUTPUT,
     PREEMPTIONS,
     PREFILL,
     PREFIX_HITS,
-    REQUESTS,
     STEPS,
-    TOTAL,
     TPOT,
     TTFT,
     TTFTS,
     WALL,
-    figures,
-    ratios,
 )
-from kvik_bench.load.metrics import RequestRecord
+from kvik_bench.load.metrics import INPUT, OUTPUT, REQUESTS, TOTAL, RequestRecord
+from kvik_bench.report.result import figures, ratios
 
 ZERO = EngineStats(0, 0, 0, 0.0, 100, 0, 0, 0, 0, 0, 0, 0)
 

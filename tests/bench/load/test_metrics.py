@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from kvik.planner.serving import Slo
+from kvik_bench.load.drive import RunLog
 from kvik_bench.load.metrics import (
+    INPUT,
     INTERRUPTED,
+    OUTPUT,
+    REQUESTS,
+    TOTAL,
     RequestRecord,
     gaps,
-    spread,
-    summarise,
+    goodput,
+    milliseconds,
+    percentile,
     token_times,
+    tpots,
 )
+from kvik_bench.load.serve import SEND_LAG, row
 
 
 def record(
@@ -35,68 +44,65 @@ def test_one_answer() -> None:
     assert token_times([one]) == pytest.approx([0.2, 0.15, 0.15])  # a chunk of two counts twice
 
 
+def run_of(*records: RequestRecord, started: float = 0.0, ended: float) -> RunLog:
+    return RunLog(list(records), started=started, ended=ended)
+
+
 def test_an_answer_of_one_token_has_no_tpot_and_no_gaps() -> None:
     one = record(1.0, [(1.5, 1)], 1.5)
-    assert one.tpot is None and len(gaps([one])) == 0
-    found = summarise([one], 1.0, 2.0, Slo(tpot=1e-6))
-    assert found.tpot is None and found.itl is None and found.itl_token is None
-    assert found.goodput == pytest.approx(1.0)
+    assert (
+        one.tpot is None and len(gaps([one])) == len(token_times([one])) == len(tpots([one])) == 0
+    )
+    run = run_of(one, started=1.0, ended=2.0)
+    assert goodput(Slo(tpot=1e-6)).of(run) == pytest.approx(1.0)
+    assert row("a", [run], None).figure("TPOT p50") is None
 
 
 def test_the_servers_count_overrides_the_chunks() -> None:
     one = record(0.0, [(1.0, 1), (2.0, 1), (3.0, 1)], 3.0, output_tokens=5)
     assert one.tpot == pytest.approx(2.0 / 4)
-    found = summarise([one], 0.0, 3.0)
-    assert (found.output_tokens, found.uneven) == (5, 1)
-    assert found.itl_token is None  # tokens per chunk are unknown
-    assert found.itl and found.itl.p50 == pytest.approx(1.0)
+    assert OUTPUT.of(run_of(one, ended=3.0)) == pytest.approx(5 / 3)
+    assert not one.even and len(token_times([one])) == 0  # tokens per chunk are unknown
+    assert gaps([one]) == pytest.approx([1.0, 1.0])
 
 
-def test_percentiles_interpolate_between_ranks() -> None:
-    import numpy as np
-
-    found = spread(np.array([4.0, 1.0, 3.0, 2.0]))
-    assert found is not None
-    assert found.p50 == pytest.approx(2.5)  # position 1.5 of 0 to 3
-    assert found.p90 == pytest.approx(3.7)  # position 2.7
-    assert found.p99 == pytest.approx(3.97)  # position 2.97
-    assert (found.mean, found.highest, found.count) == (2.5, 4.0, 4)
-    assert spread(np.array([])) is None
+@pytest.mark.parametrize(("share", "expected"), [(50, 2.5), (90, 3.7), (99, 3.97)])
+def test_percentiles_interpolate_between_ranks(share: int, expected: float) -> None:
+    """At positions 1.5, 2.7 and 2.97 of 0 to 3."""
+    assert percentile(share)(np.array([4.0, 1.0, 3.0, 2.0])) == pytest.approx(expected)
+    measure = milliseconds("a", lambda run: np.array([]), "", percentile(share))
+    assert measure.of(run_of(ended=1.0)) is None
 
 
 def test_rates_are_over_wall_time() -> None:
-    answers = [
+    run = run_of(
         record(0.0, [(1.0, 1), (2.0, 1)], 2.0),
         record(0.5, [(1.0, 1), (3.0, 3)], 3.0),
         record(1.0, [(1.5, 5)], None, error="timeout"),
         record(1.0, [(1.5, 7)], None, error=INTERRUPTED),
         record(1.0, [], None, error="timeout"),
         record(1.0, [], None, error="HTTP 500"),
-    ]
-    found = summarise(answers, 0.0, 4.0)
-    assert (found.requests, found.completed, found.interrupted) == (6, 2, 1)
-    assert found.errors == {"timeout": 2, "HTTP 500": 1}
-    assert list(found.errors) == ["timeout", "HTTP 500"]
-    assert found.request_rate == pytest.approx(2 / 4)
-    assert found.input_rate == pytest.approx(20 / 4)
-    assert found.output_rate == pytest.approx((2 + 4 + 7) / 4)  # failed requests do not count
-    assert found.total_rate == pytest.approx((20 + 13) / 4)
-    assert found.goodput is None
-    assert found.ttft and found.ttft.count == 2
+        ended=4.0,
+    )
+    assert REQUESTS.of(run) == pytest.approx(2 / 4)
+    assert INPUT.of(run) == pytest.approx(20 / 4)
+    assert OUTPUT.of(run) == pytest.approx((2 + 4 + 7) / 4)  # failed requests do not count
+    assert TOTAL.of(run) == pytest.approx((20 + 13) / 4)
 
 
 def test_goodput_needs_every_limit() -> None:
-    answers = [
+    run = run_of(
         record(0.0, [(0.2, 1), (0.3, 1)], 0.3),  # ttft 0.2, tpot 0.1, e2e 0.3
         record(0.0, [(0.1, 1), (0.4, 1)], 0.4),  # ttft 0.1, tpot 0.3, e2e 0.4
         record(0.0, [(0.1, 1), (0.2, 1), (0.9, 8)], 0.9),  # ttft 0.1, tpot 0.089, e2e 0.9
         record(0.0, [(0.1, 1)], None, error="no [DONE]"),
-    ]
+        ended=2.0,
+    )
 
     def good(**limits: float) -> float:
-        found = summarise(answers, 0.0, 2.0, Slo(**limits)).goodput
-        assert found is not None
-        return found * 2.0
+        rate = goodput(Slo(**limits)).of(run)
+        assert rate is not None
+        return rate * 2.0
 
     assert good() == 3
     assert good(ttft=0.15) == 2
@@ -110,17 +116,18 @@ def test_goodput_needs_every_limit() -> None:
 def test_lag_excludes_the_time_held() -> None:
     late = RequestRecord(1, due=1.0, sent=1.5, held=0.4)
     assert late.lag == pytest.approx(0.1)
-    assert summarise([late], 0.0, 1.0).lag.highest == pytest.approx(0.1)
+    assert SEND_LAG.of(run_of(late, ended=1.0)) == pytest.approx(100.0)
 
 
 def test_cached_tokens_are_known_or_not() -> None:
     known = record(0.0, [(1.0, 1)], 1.0, cached_tokens=0)
     silent = record(0.0, [(1.0, 1)], 1.0)
-    assert summarise([known, silent], 0.0, 1.0).cached_tokens == 0
-    assert summarise([silent], 0.0, 1.0).cached_tokens is None
+    facts = row("a", [run_of(known, silent, ended=1.0)], None).facts
+    assert facts["prefix cache"] == "0% of the prompt tokens"
+    assert "prefix cache" not in row("a", [run_of(silent, ended=1.0)], None).facts
 
 
 def test_a_run_without_requests() -> None:
-    found = summarise([], 5.0, 5.0, Slo(ttft=1.0))
-    assert found.ttft is None and found.lag is None
-    assert found.request_rate == found.output_rate == found.goodput == 0.0
+    run = run_of(started=5.0, ended=5.0)
+    assert SEND_LAG.of(run) is None
+    assert REQUESTS.of(run) == OUTPUT.of(run) == goodput(Slo(ttft=1.0)).of(run) == 0.0

@@ -12,7 +12,7 @@ from kvik_bench.load import serve
 from kvik_bench.load.drive import Budget, ClosedLoop, Level, LoadTest, RunLog
 from kvik_bench.load.metrics import INTERRUPTED, RequestRecord
 from kvik_bench.load.openai_target import TargetServer
-from kvik_bench.load.serve import MAX_SERIES, Measured, ServeBench, charts, row
+from kvik_bench.load.serve import MAX_SERIES, ServeBench, charts, row
 from kvik_bench.load.workload import DrawnLengths, Length, LoadWorkload, RandomWorkload, WordFiller
 
 
@@ -83,13 +83,13 @@ def answer(sent: float, tokens: tuple[int, ...] = (1, 1, 1), **others: object) -
     return record
 
 
-def measured(*records: RequestRecord, cpu: float = 0.1, loop_lag: float = 0.0) -> Measured:
+def measured(*records: RequestRecord, cpu: float = 0.1, loop_lag: float = 0.0) -> RunLog:
     log = RunLog(list(records), started=0.0, ended=2.0, cpu_seconds=cpu)
     log.loop_lag.extend([loop_lag] * 10)
-    return Measured.of(log, Slo(ttft=0.2))
+    return log
 
 
-def remarks(label: str, runs: list[Measured], fresh: bool = True) -> list[str]:
+def remarks(label: str, runs: list[RunLog], fresh: bool = True) -> list[str]:
     return serve.remarks(label, runs, fresh=fresh)
 
 
