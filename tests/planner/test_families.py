@@ -474,9 +474,18 @@ def test_public_models_need_no_network(
     assert any(name in note for note in found.notes)
 
 
-def test_tuned_models_have_their_own_context() -> None:
-    base, tuned = read_shape("Qwen2.5-7B"), read_shape("Qwen/Qwen2.5-7B-Instruct")
-    assert (base.max_context, tuned.max_context) == (131_072, 32_768)
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [
+        ("Qwen2.5-7B", 131_072),
+        ("Qwen/Qwen2.5-7B-Instruct", 32_768),
+        ("Qwen/Qwen3-8B-Base", 32_768),
+        ("Qwen/Qwen3-30B-A3B-Base", 32_768),
+        ("Qwen/Qwen3-8B", 40_960),
+    ],
+)
+def test_base_and_tuned_models_have_their_own_context(name: str, context: int) -> None:
+    assert read_shape(name).max_context == context
 
 
 @pytest.mark.parametrize("model", ["llama-3.1", "llama-3.1-8b-awq", "someone/finetune-8b", "x"])
