@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from helpers.public_configs import config
 from helpers.public_configs import public_shape as shape
 
 from kvik.errors import ConfigError
+from kvik.kernels.cut_ops import cuts_inputs
+from kvik.planner.families import shape_from_config
 from kvik.planner.parallel import (
     can_share,
     check_parallel,
@@ -78,6 +81,21 @@ def test_heads_that_divide_a_group_divide_outputs() -> None:
     whole = shape("qwen2.5-0.5b")
     (o,) = (m for m in share(whole, 2, 1, "int4").matrices if m.role == "o")
     assert (o.inputs, o.outputs) == (896, 448)
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_ordered_inputs_are_not_divided(ordered: bool) -> None:
+    """As in the engine: inputs in act-order (desc_act of GPTQ) stay together."""
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": ordered}
+    whole = shape_from_config({**config("llama-3.1-8b"), "quantization_config": stored}, "m")
+    kind = whole.kind_of(next(m for m in whole.matrices if m.role == "o"), "int4")
+    assert kind is not None
+    between = Between(32, 128, 8, read=True)
+    divides = cuts_inputs(kind, 4096, [between.of_rank(rank, 2) for rank in range(2)])
+    parts = {m.role: m for m in share(whole, 2, 1).matrices}
+    assert (parts["o"].inputs, parts["o"].outputs) == ((2048, 4096) if divides else (4096, 2048))
+    assert parts["down"].inputs == (7168 if divides else 14_336)
+    assert parts["gate_up"].outputs == 14_336
 
 
 def test_the_latent_of_mla_is_copied_and_its_projections_are_cut() -> None:

@@ -23,7 +23,8 @@ MAX_DEVICES = 1024
 # Replicated on every device in the fast cut: too small to be worth a message or, like MLA's
 # latents, not specific to a head.
 REPLICATED = frozenset({"router", "positions", "q_down", "kv_down"})
-# Cut by inputs: the second matrix of each pair. All others are cut by outputs.
+# Cut by inputs: the second matrix of each pair, unless that would divide a group of inputs or their
+# order (act-order of GPTQ). All others are cut by outputs.
 SECOND = frozenset({"o", "down", "expert_down", "shared_down"})
 # Products of the exact cut that no other process reads: a process expands latents only for its own
 # heads.
@@ -116,14 +117,14 @@ def _cut(matrix: MatrixGroup, shape: ModelShape, tp: int, weight_format: str) ->
     if matrix.role in REPLICATED or tp == 1:
         return matrix
     heads, kv_heads = _most_heads(shape, tp)
-    if matrix.role == "o":
+    if matrix.role in SECOND:
         inputs = -(-matrix.inputs * heads // shape.num_heads)
+        if matrix.role != "o":
+            inputs = _channels(matrix, shape, tp, weight_format)
         kind = shape.kind_of(matrix, weight_format)
-        if kind is not None and kind.group and inputs % kind.group:
+        if kind is not None and (kind.ordered or (kind.group and inputs % kind.group)):
             return replace(matrix, outputs=-(-matrix.outputs // tp))
         return replace(matrix, inputs=inputs)
-    if matrix.role in SECOND:
-        return replace(matrix, inputs=_channels(matrix, shape, tp, weight_format))
     if matrix.role.endswith("up") and matrix.role not in ("q_up", "kv_up"):
         second = matrix.role.removesuffix("gate_up").removesuffix("up") + "down"
         copies = 2 if matrix.role.endswith("gate_up") else 1
