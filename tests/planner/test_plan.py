@@ -363,3 +363,10 @@ def test_a_window_with_sinks_bounds_a_request() -> None:
         plan(Question(str(STORIES), window=1021, attention_sinks=4))
     with pytest.raises(ConfigError, match="attention_sinks: must be 0 without a window"):
         plan(Question(str(STORIES), attention_sinks=4))
+
+
+def test_a_device_on_which_all_layers_keep_states_has_no_empty_cache() -> None:
+    layers = {"architectures": ["Lfm2ForCausalLM"], "full_attn_idxs": [2, 5], "dtype": "bfloat16"}
+    shape = shape_from_config(layers, "m")
+    found = plan_shape(shape, TOY, Question(pp=2, context=128))
+    assert (found.kv_waste.reserved, found.kv_waste.empty) == (0, 0.0)

@@ -116,7 +116,8 @@ class KVWaste:
         block_size: tokens of a block.
         paged: unused bytes in the last blocks of the batch, on average half a block per request.
         reserved: bytes that the model's whole context takes, per request.
-        empty: fraction of `reserved` that a request with the plan's context leaves unused.
+        empty: fraction of `reserved` that a request with the plan's context leaves unused; 0 if
+            all layers of the device keep states.
         batch: number of requests that fit with reservations; with blocks it is
             `Memory.largest_batch`.
     """
@@ -333,7 +334,7 @@ def kv_waste(shape: ModelShape, at: Setting) -> KVWaste:
         block_size=block_size,
         paged=at.batch * (block_size - 1) * part.kv_bytes_per_token(at.kv_format) // 2,
         reserved=reserved,
-        empty=1.0 - used / reserved,
+        empty=1.0 - used / reserved if reserved else 0.0,
         batch=largest(fits, MAX_REQUESTS),
     )
 
