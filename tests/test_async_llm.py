@@ -12,10 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import pytest
+from helpers.faults import raising
 from helpers.served_engine import FakeExecutor, gated_executor
 
 from kvik import LLM, AsyncLLM, ConfigError, ParamError, SamplingParams, async_llm
@@ -414,7 +414,7 @@ async def test_an_engine_that_fails_as_a_whole_fails_all_requests_and_the_next(f
         results = [asyncio.create_task(engine.generate("A", GREEDY).result()) for _ in range(9)]
         while not executor.plans:
             await asyncio.sleep(0.002)
-        executor.submit = partial(_broken, SystemExit("no engine any more"))
+        executor.submit = raising(SystemExit("no engine any more"))
         executor.gate.set()
         ended = await asyncio.gather(*results, return_exceptions=True)
         assert all(isinstance(one, (RuntimeError, UnavailableError)) for one in ended)
@@ -422,15 +422,8 @@ async def test_an_engine_that_fails_as_a_whole_fails_all_requests_and_the_next(f
             await engine.generate("A", GREEDY).result()
 
 
-def _broken(error: BaseException, plan: object) -> object:
-    raise error
-
-
 async def test_an_engine_that_cannot_be_loaded_says_why(monkeypatch):
-    def load(resolved: ResolvedConfig) -> EngineLoop:
-        raise CapacityError("memory", "too little")
-
-    monkeypatch.setattr(async_llm, "load_loop", load)
+    monkeypatch.setattr(async_llm, "load_loop", raising(CapacityError("memory", "too little")))
     engine = engine_of()
     with pytest.raises(UnavailableError, match="memory: too little"):
         async with engine:

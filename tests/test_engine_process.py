@@ -24,7 +24,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import wire
 from kvik.engine.remote import EngineState, RemoteClient
-from kvik.engine.wire import EngineStart, FrameReader, Unusable
+from kvik.engine.wire import EngineStart, FrameReader
 from kvik.engine_process import engine_in_process
 from kvik.launch import resolve_config
 from kvik.spec.kv import KV_FORMATS
@@ -88,24 +88,19 @@ def test_the_engine_process_gives_the_tokens_of_the_engine_in_process(resolved, 
 
 
 @pytest.mark.full
-def test_a_checkpoint_that_cannot_be_used_fails_with_the_reason(resolved, tmp_path):
+@pytest.mark.parametrize("what", ["safetensors", "recording"])
+def test_what_cannot_be_used_fails_with_the_reason(resolved, tmp_path, what):
     broken = replace(resolved, runner=replace(resolved.runner, model_path=str(tmp_path)))
 
     async def test(client, deltas):
         await until(client, EngineState.FAILED)
-        assert "safetensors" in client.reason
+        assert what in client.reason
         assert "\n" not in client.reason
 
-    in_process(broken, test)
-
-
-@pytest.mark.full
-def test_a_recording_that_cannot_be_made_fails_with_the_reason(resolved, tmp_path):
-    async def test(client, deltas):
-        await until(client, EngineState.FAILED)
-        assert "recording" in client.reason
-
-    in_process(resolved, test, tmp_path / "no such folder" / "recording")
+    if what == "safetensors":
+        in_process(broken, test)
+    else:
+        in_process(resolved, test, tmp_path / "no such folder" / "recording")
 
 
 @pytest.mark.full
@@ -155,21 +150,6 @@ def test_a_parent_that_sends_nothing(resolved):
         time.sleep(0.1)
         ours.close()
         assert process.wait(10) == 0
-
-
-@pytest.mark.full
-def test_an_unusable_model_is_reported_in_a_frame(resolved, tmp_path):
-    broken = replace(resolved, runner=replace(resolved.runner, model_path=str(tmp_path)))
-    ours, theirs = socket.socketpair()
-    command = [sys.executable, "-m", "kvik.engine_process", str(theirs.fileno())]
-    with subprocess.Popen(command, pass_fds=[theirs.fileno()]) as process:
-        theirs.close()
-        ours.sendall(wire.frame(EngineStart(broken)))
-        assert process.wait(120) == 1
-    ours.setblocking(False)
-    (body,), _ = FrameReader().receive(ours)
-    ours.close()
-    assert isinstance(wire.from_engine.decode(body), Unusable)
 
 
 # Every stored format, and every KV format.

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from helpers.faults import raising
 from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
@@ -162,13 +163,10 @@ def test_a_full_disk_turns_the_tier_off_and_the_engine_goes_on(
     asked, tiers = prompts(3), f"disk:{tmp_path / 'kv'}:1GiB"
     with LLM(**TINY) as llm:
         right = texts(llm, asked)
-
-    def fail(file: int, page: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with LLM(**TINY, kv_tiers=tiers) as llm:
         found = texts(llm, asked[:1])
-        monkeypatch.setattr(disk_tier, "_write", fail)
+        monkeypatch.setattr(disk_tier, "_write", raising(full))
         found += texts(llm, asked[1:])
         assert found == right and texts(llm, asked) == right
         assert llm.stats().moves.off == os.strerror(errno.ENOSPC)

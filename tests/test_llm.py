@@ -297,26 +297,22 @@ def test_a_model_without_a_tokenizer_takes_token_ids(llm, tmp_path):
 
 def test_a_closed_llm_raises():
     llm = LLM(dtype="float32", device="cpu", threads=1, max_model_len=64)
-    llm.close()
-    llm.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        llm.generate([[5, 6]], GREEDY)
-    with pytest.raises(RuntimeError, match="closed"):
-        llm.render_chat([{"role": "user", "content": "Hello"}])
-    with pytest.raises(RuntimeError, match="closed"), llm:
-        pass
-    assert llm.resolved.runner.model_path in repr(llm)
-
-
-def test_the_template_process_ends_with_the_llm():
-    llm = LLM(dtype="float32", device="cpu", threads=1, max_model_len=64)
+    hello = [{"role": "user", "content": "Hello"}]
     assert llm._chat_template is None
-    llm.render_chat([{"role": "user", "content": "Hello"}])
+    llm.render_chat(hello)
     pid = llm._chat_template.pid
     os.kill(pid, 0)
     llm.close()
+    llm.close()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.generate([[5, 6]], GREEDY)
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.render_chat(hello)
+    with pytest.raises(RuntimeError, match="closed"), llm:
+        pass
+    assert llm.resolved.runner.model_path in repr(llm)
 
 
 def graph_of(llm: LLM):
@@ -393,8 +389,10 @@ def test_engines_of_one_process_keep_their_own_threads():
 
 @needs_native
 def test_torch_has_one_thread_with_native_kernels():
-    with LLM(device="cpu", threads=2, max_model_len=64) as llm:
+    with LLM(device="cpu", threads=3, max_model_len=64) as llm:
+        assert llm.stats().threads is None
         llm.generate([[5]], GREEDY)
+        assert llm.stats().threads == 3
         assert llm._engine.ask(torch.get_num_threads) == 1
 
 
@@ -445,13 +443,6 @@ def test_a_template_is_checked_before_anything_is_loaded(tmp_path, text, part):
         load_tokenizer(resolved)
 
 
-def test_a_template_may_refuse_a_conversation(tmp_path):
-    file = tmp_path / "mine.jinja"
-    file.write_text("{{ raise_exception('a system message comes first') }}")
-    resolved = resolve_config(EngineConfig(device="cpu", chat_template=str(file)))
-    assert load_tokenizer(resolved).chat_template == file.read_text()
-
-
 def test_call_arguments_have_the_names_of_vllm(llm) -> None:
     (output,) = llm.generate(["Once"], sampling_params=GREEDY, use_tqdm=False)
     assert output.finished and output.outputs[0].text == llm.generate("Once", GREEDY)[0].text
@@ -495,14 +486,6 @@ def test_environment_variables_set_options_not_given(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("KVIK_MAX_MODEL_LENGTH", "96")
     with pytest.raises(ConfigError, match="KVIK_MAX_MODEL_LENGTH: is not a variable of kvik"):
         LLM(device="cpu")
-
-
-@needs_native
-def test_statistics_have_the_number_of_threads() -> None:
-    with LLM(device="cpu", threads=3, max_model_len=64) as llm:
-        assert llm.stats().threads is None
-        llm.generate([[5, 6, 7]], GREEDY.with_changes(max_tokens=2))
-        assert llm.stats().threads == 3
 
 
 def test_num_blocks_are_blocks_that_requests_can_use():

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from helpers.faults import raising
 from helpers.http_server import until
 
 from kvik import LLM, ParamError, SamplingParams
@@ -169,16 +170,13 @@ def test_an_unreferenced_stream_ends(llm: LLM, monkeypatch: pytest.MonkeyPatch) 
 def test_an_engine_that_fails_tells_all_callers_and_serves_the_next(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(*_: object) -> None:
-        raise ZeroDivisionError("broken")
-
     def work(_: int) -> None:
         with pytest.raises(RuntimeError, match="broken"):
             llm.generate("Once", KINDS[0])
 
     (right,) = llm.generate("Once", KINDS[0])
     with monkeypatch.context() as patch:
-        patch.setattr(llm._loop, "poll", broken)
+        patch.setattr(llm._loop, "poll", raising(ZeroDivisionError("broken")))
         in_threads(work, 4)
     assert llm.generate("Once", KINDS[0])[0].text == right.text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -139,32 +139,20 @@ def test_faults_of_the_connection_do_not_change_the_answer(
     assert decoder.stats().moves.tiers[0].failed > 0
 
 
-def test_without_the_prefill_server_the_prompt_is_computed(
-    decoder: EngineLoop, alone: list[object]
+@pytest.mark.parametrize("why", ["gone", "another model", "no peers"])
+def test_a_prompt_whose_pages_cannot_be_taken_is_computed(
+    decoder: EngineLoop, alone: list[object], caplog: pytest.LogCaptureFixture, why: str
 ) -> None:
-    other = engine("prefill")
-    source = prefill(other, "gone")
-    other.close()
-    deltas = run(decoder, EngineRequest("gone", PROMPT, GREEDY, source=source))
-    assert answer(deltas) == alone
-    assert computed(decoder) == len(PROMPT)
-
-
-def test_pages_of_another_model_are_not_taken(
-    decoder: EngineLoop, alone: list[object], caplog: pytest.LogCaptureFixture
-) -> None:
-    with closing(engine("prefill", kv_cache_dtype="int8")) as other:
-        source = prefill(other, "int8")
-        deltas = run(decoder, EngineRequest("int8", PROMPT, GREEDY, source=source))
-    assert answer(deltas) == alone
-    assert computed(decoder) == len(PROMPT)
-    assert "fingerprint" in caplog.text
-
-
-def test_an_engine_without_peers_computes_all(prefiller: EngineLoop, alone: list[object]) -> None:
-    source = prefill(prefiller, "computes")
-    with closing(engine("both")) as loop:
-        assert answer(run(loop, EngineRequest("a", PROMPT, GREEDY, source=source))) == alone
+    with ExitStack() as stack:
+        options = {"kv_cache_dtype": "int8"} if why == "another model" else {}
+        other = stack.enter_context(closing(engine("prefill", **options)))
+        source = prefill(other, why)
+        if why == "gone":
+            stack.close()
+        loop = stack.enter_context(closing(engine("both"))) if why == "no peers" else decoder
+        assert answer(run(loop, EngineRequest(why, PROMPT, GREEDY, source=source))) == alone
+        assert computed(loop) == len(PROMPT)
+    assert ("fingerprint" in caplog.text) == (why == "another model")
 
 
 ONE, TWO = {"threads": 1}, {"threads": 2}

@@ -8,12 +8,12 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 
 import pytest
 from helpers.engine_child import children_of
+from helpers.faults import errors_of, raising
 
 pytest.importorskip("kvik.kernels.cpu._native", reason="kvik has no native kernels here")
 
@@ -21,7 +21,7 @@ from kvik import LLM, SamplingParams, stage_process
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
 from kvik.core.types import EngineRequest
-from kvik.errors import NOTES_LOG, ConfigError, GroupLost
+from kvik.errors import NOTES_LOG, ConfigError
 from kvik.launch import launch
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("forked")]
@@ -41,34 +41,19 @@ def stages() -> list[int]:
     return children_of(os.getpid(), "kvik.stage_process")
 
 
-def raising(error: BaseException) -> Callable[..., None]:
-    def call(*_: object) -> None:
-        raise error
-
-    return call
-
-
-def errors(llm: LLM, count: int = 1) -> set[str]:
-    try:
-        outputs = llm.generate(["Once upon a time"] * count, LONG)
-    except GroupLost as error:  # the loss was known before
-        return {str(error)}
-    return {str(completion.error) for output in outputs for completion in output.outputs}
-
-
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_lost_stage_is_named(llm, stage: int) -> None:
-    assert errors(llm, 3) == {"None"}
+    assert errors_of(llm, LONG, 3) == {"None"}
     os.kill(stages()[stage], signal.SIGKILL)
     for _ in range(2):  # also later calls
-        (error,) = errors(llm)
+        (error,) = errors_of(llm, LONG)
         assert f"stage {stage} has ended with signal 9" in error
 
 
 def test_a_silent_stage_is_lost(llm, monkeypatch) -> None:
     monkeypatch.setattr("kvik.child_process.SILENT_SECONDS", 1.0)
     os.kill(stages()[1], signal.SIGSTOP)
-    (error,) = errors(llm)
+    (error,) = errors_of(llm, LONG)
     assert "stage 1 has been silent for 1 s" in error
 
 
@@ -77,7 +62,7 @@ def test_requests_end_when_a_stage_is_lost_under_way(llm) -> None:
     start = time.monotonic()
     found: set[str] = set()
     while found <= {"None"} and time.monotonic() < start + 10:
-        found = errors(llm, 4)
+        found = errors_of(llm, LONG, 4)
     assert found - {"None"} and all("stage 0" in error for error in found - {"None"})
 
 
@@ -103,9 +88,9 @@ def test_results_are_never_taken_for_those_of_other_steps() -> None:
 def test_a_failed_step_of_the_last_stage_is_one_error(llm, monkeypatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr("kvik.worker.pipeline.StageTape.run", raising(MemoryError("no room")))
-        (error,) = errors(llm)
+        (error,) = errors_of(llm, LONG)
         assert "no room" in error
-    assert errors(llm) == {"None"}
+    assert errors_of(llm, LONG) == {"None"}
 
 
 def test_nothing_is_left_of_a_pipeline_that_cannot_load(monkeypatch) -> None:

@@ -10,10 +10,10 @@ import socket
 import sys
 import time
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers.faults import raising
 from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
@@ -125,13 +125,6 @@ def test_without_ray_the_error_names_the_package_to_install(monkeypatch) -> None
 def test_ray_without_stages_has_nothing_to_place() -> None:
     with pytest.raises(ConfigError, match="only with pipeline_parallel_size of 2 or more"):
         LLM(**COMMON, distributed_executor_backend="ray")
-
-
-def raising(error: Exception) -> Callable[..., None]:
-    def init(*_: object, **__: object) -> None:
-        raise error
-
-    return init
 
 
 @pytest.mark.parametrize(

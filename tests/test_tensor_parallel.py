@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from helpers.engine_child import ranks_of
+from helpers.faults import errors_of, raising
 
 pytest.importorskip("kvik.kernels.cpu._native", reason="kvik has no native kernels here")
 
@@ -76,20 +77,11 @@ def llm(request: pytest.FixtureRequest) -> Iterator[LLM]:
         yield made
 
 
-def errors(llm: LLM, count: int = 1, sampling: SamplingParams = LONG) -> set[str]:
-    """Return the errors of the requests of a call, or of the call itself."""
-    try:
-        outputs = llm.generate(["Once upon a time"] * count, sampling)
-    except GroupLost as error:
-        return {str(error)}
-    return {str(completion.error) for output in outputs for completion in output.outputs}
-
-
 def test_a_lost_process_is_named(llm: LLM) -> None:
-    assert errors(llm, sampling=SHORT) == {"None"}
+    assert errors_of(llm, SHORT) == {"None"}
     (rank,) = ranks_of(os.getpid())
     os.kill(rank, signal.SIGKILL)
-    (error,) = errors(llm)
+    (error,) = errors_of(llm, LONG)
     assert "rank 1 has ended with signal 9" in error
     for _ in range(2):
         with pytest.raises(GroupLost, match=f"rank 1 has ended with signal 9: {AGAIN}"):
@@ -99,10 +91,10 @@ def test_a_lost_process_is_named(llm: LLM) -> None:
 def test_a_process_that_is_stopped_is_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "SILENT_SECONDS", 1.0)
     time.sleep(1.5)
-    assert errors(llm, sampling=SHORT) == {"None"}, "one that has nothing to do is not silent"
+    assert errors_of(llm, SHORT) == {"None"}, "one that has nothing to do is not silent"
     (rank,) = ranks_of(os.getpid())
     os.kill(rank, signal.SIGSTOP)
-    assert errors(llm, 3) == {"GroupLost: rank 1 has been silent for 1 s"}
+    assert errors_of(llm, LONG, 3) == {"GroupLost: rank 1 has been silent for 1 s"}
     assert not ranks_of(os.getpid())
     with pytest.raises(GroupLost, match="rank 1 has been silent for 1 s"):
         llm.generate("Once", LONG)
@@ -115,7 +107,7 @@ def test_requests_end_when_a_process_is_lost_under_way(llm: LLM, number: int) ->
     start = time.monotonic()
     found: set[str] = set()
     while found <= {"None"} and time.monotonic() < start + 10:
-        found = errors(llm, 4)
+        found = errors_of(llm, LONG, 4)
     assert all("rank 1" in error for error in found - {"None"}) and found - {"None"}
 
 
@@ -123,14 +115,11 @@ def test_an_interrupted_step_is_never_taken_for_the_next(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The others wait for it in one step, which must not be confused with the next."""
-
-    def interrupted(*_: object) -> None:
-        raise RuntimeError("interrupted")
-
+    interrupted = raising(RuntimeError("interrupted"))
     with monkeypatch.context() as patch:
         patch.setattr("kvik.kernels.cpu.native.Native.replay", interrupted)
         patch.setattr("kvik.worker.graphs.Eager.run", interrupted)
-        (error,) = errors(llm)
+        (error,) = errors_of(llm, LONG)
         assert "interrupted" in error
     with pytest.raises(GroupLost, match="rank 0 was interrupted"):
         llm.generate("Once", LONG)
@@ -192,10 +181,7 @@ def test_a_process_that_is_lost_while_pages_move_leaves_nothing(
 def test_nothing_is_left_of_a_group_that_cannot_load(
     part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
-        raise RuntimeError("no")
-
-    monkeypatch.setattr(f"kvik.{part}", refuse)
+    monkeypatch.setattr(f"kvik.{part}", raising(RuntimeError("no")))
     with pytest.raises(RuntimeError, match="no"):
         LLM(**OPTIONS)
 
@@ -277,7 +263,7 @@ def test_a_process_that_misses_an_exchange_is_lost(
     monkeypatch.setattr(module, "EXCHANGE_SECONDS", 2.0)
     monkeypatch.setattr(module, "END_SECONDS", 0.5)
     with LLM(**OPTIONS, kernels=kernels) as made:
-        (error,) = errors(made)
+        (error,) = errors_of(made, LONG)
         assert re.search(message, error)
         with pytest.raises(GroupLost, match=message):
             made.generate("Once", LONG)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from helpers.faults import raising
 
 from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
@@ -203,12 +204,8 @@ def test_deltas_are_not_lost_when_the_next_step_is_interrupted(rig: Any) -> None
     loop = EngineLoop(engine.core, executor, engine.clock)
     ask(loop, 3)
     loop.step()
-
-    def interrupted(plan: SchedulerOutput) -> object:
-        raise KeyboardInterrupt
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "submit", interrupted)
+        patch.setattr(executor, "submit", raising(KeyboardInterrupt()))
         with pytest.raises(KeyboardInterrupt):
             loop.step()
     assert loop.has_work

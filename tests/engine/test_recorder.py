@@ -12,6 +12,7 @@ from itertools import count
 from pathlib import Path
 
 import pytest
+from helpers.faults import raising
 from helpers.recorded import written
 from helpers.served_engine import FakeExecutor
 
@@ -280,12 +281,9 @@ def test_a_full_disk_ends_the_recording_alone(tmp_path, caplog, monkeypatch):
     rig = Rig(tmp_path / "flight")
     rig.add("a")
     rig.run()
-
-    def full(fd: int, data: bytes) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
-        patch.setattr(os, "write", full)
+        patch.setattr(os, "write", raising(full))
         rig.add("b")
         rig.run()
     rig.add("c")

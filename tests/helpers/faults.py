@@ -1,4 +1,4 @@
-"""Faults in calls that are made for one request."""
+"""Calls that fail, and the errors that requests end with."""
 
 from __future__ import annotations
 
@@ -6,6 +6,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from kvik import LLM, SamplingParams
+from kvik.errors import GroupLost
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that always raises."""
+
+    def broken(*_: object, **__: object) -> Any:
+        raise error
+
+    return broken
 
 
 def fail(
@@ -24,3 +36,13 @@ def fail(
         return genuine(*arguments, **options)
 
     patch.setattr(owner, name, broken)
+
+
+def errors_of(llm: LLM, sampling: SamplingParams, count: int = 1) -> set[str]:
+    """Return the errors of the requests of a call, or of the call itself if the loss of a process
+    was known before."""
+    try:
+        outputs = llm.generate(["Once upon a time"] * count, sampling)
+    except GroupLost as error:
+        return {str(error)}
+    return {str(completion.error) for output in outputs for completion in output.outputs}

@@ -9,11 +9,8 @@ from typing import Any
 import httpx2
 import pytest
 from anthropic import Anthropic
-from helpers.story_site import story_site
+from helpers.story_site import every_route, story_site
 from helpers.tools import TEMPLATE as TOOLS
-
-from kvik.server import anthropic
-from kvik.server.app import openai_routes
 
 # The prompt opens the reasoning, unless disabled.
 TEMPLATE = (
@@ -26,9 +23,7 @@ ASKED = [{"role": "user", "content": "Once upon a time"}]
 
 @pytest.fixture(scope="module")
 def thinking() -> Iterator[httpx2.Client]:
-    with story_site(
-        lambda parts: [*openai_routes(parts), *anthropic.routes(parts)], template=TEMPLATE
-    ) as site:
+    with story_site(every_route, template=TEMPLATE) as site:
         with httpx2.Client(base_url=site.url, timeout=60) as made:
             yield made
         site.at_rest()
@@ -89,10 +84,7 @@ def test_a_stream_that_ends_behind_an_opening_marker_is_as_in_one_piece() -> Non
     body: Any = {"tools": [tool], "tool_choice": {"type": "any"}, "extra_body": {"top_k": 1}}
     body |= {"model": "stories", "messages": ASKED, "max_tokens": 4}  # "<think>"
     with (
-        story_site(
-            lambda parts: [*openai_routes(parts), *anthropic.routes(parts)],
-            template=TOOLS + "{# <think></think> #}",
-        ) as site,
+        story_site(every_route, template=TOOLS + "{# <think></think> #}") as site,
         httpx2.Client(base_url=site.url, timeout=60) as http,
         Anthropic(base_url=site.url, api_key="none") as client,
     ):
