@@ -189,7 +189,7 @@ def serve_paced(model: str) -> None:
 
     from kvik.config.config import EngineConfig
     from kvik.config.server_config import ServerConfig
-    from kvik.engine.remote import RemoteClient
+    from kvik.engine.client import EngineClient
     from kvik.engine.sources import Supervisor, restart_policy
     from kvik.engine.wire import EngineStart
     from kvik.launch import load_tokenizer, resolve_config
@@ -207,7 +207,7 @@ def serve_paced(model: str) -> None:
     requests = RequestMetricsObserver()
     parts = assemble(
         ServerConfig(),
-        RemoteClient(resolved, supervisor),
+        EngineClient(resolved, [supervisor]),
         Texts(load_tokenizer(resolved), resolved.scheduler.max_model_len),
         model_files(Path(resolved.runner.model_path)).default_params(),
         Keys(),

@@ -331,7 +331,7 @@ async def test_several_tasks_may_close_it():
     engine = engine_of("process")
     await engine.start()
     await asyncio.gather(engine.close(), engine.close())
-    assert engine.client.source.pid is None
+    assert engine.client.links[0].source.pid is None
 
 
 async def test_its_loading_is_interrupted_once(monkeypatch):
@@ -447,7 +447,7 @@ async def test_closing_ends_what_runs_and_what_waits(faked):
 async def test_a_killed_process_is_started_again_and_takes_what_had_not_begun():
     sizes = {"max_num_seqs": 1, "max_model_len": 1024}
     async with engine_of("process", **sizes) as engine:
-        pid = engine.client.source.pid
+        pid = engine.client.links[0].source.pid
         stream = engine.generate("Once", LONG.with_changes(max_tokens=1000, n=50))
         await anext(stream)
         waiting = asyncio.create_task(engine.generate("The king", GREEDY).result())
@@ -457,5 +457,5 @@ async def test_a_killed_process_is_started_again_and_takes_what_had_not_begun():
         with pytest.raises(RuntimeError):
             await stream.result()
         assert (await waiting).num_output_tokens == 8
-        assert engine.client.source.pid != pid
+        assert engine.client.links[0].source.pid != pid
         await at_rest(engine)

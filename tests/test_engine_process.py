@@ -23,7 +23,8 @@ from kvik.build import build_engine
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
 from kvik.engine import wire
-from kvik.engine.remote import EngineState, RemoteClient
+from kvik.engine.client import EngineClient
+from kvik.engine.remote import EngineState
 from kvik.engine.wire import EngineStart, FrameReader
 from kvik.engine_process import engine_in_process
 from kvik.launch import resolve_config
@@ -42,7 +43,7 @@ def resolved() -> ResolvedConfig:
 
 def in_process(
     resolved: ResolvedConfig,
-    test: Callable[[RemoteClient, list[RequestDelta]], Awaitable[None]],
+    test: Callable[[EngineClient, list[RequestDelta]], Awaitable[None]],
     record: Path | None = None,
 ) -> None:
     async def whole() -> None:
@@ -57,7 +58,7 @@ def in_process(
     asyncio.run(whole())
 
 
-async def until(client: RemoteClient, state: EngineState) -> None:
+async def until(client: EngineClient, state: EngineState) -> None:
     while client.state is not state:
         await asyncio.sleep(0.01)
 
@@ -106,7 +107,7 @@ def test_what_cannot_be_used_fails_with_the_reason(resolved, tmp_path, what):
 @pytest.mark.full
 def test_ctrl_c_and_a_hang_up_do_not_end_the_engine_process(resolved):
     async def test(client, deltas):
-        pid = client.source.pid
+        pid = client.links[0].source.pid
         await until(client, EngineState.READY)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             subprocess.run(["kill", f"-{number}", str(pid)], check=True)
@@ -114,7 +115,7 @@ def test_ctrl_c_and_a_hang_up_do_not_end_the_engine_process(resolved):
         while client.num_unfinished:
             await asyncio.sleep(0.005)
         assert deltas[-1].finish_reason is FinishReason.LENGTH
-        assert client.source.pid == pid
+        assert client.links[0].source.pid == pid
 
     in_process(resolved, test)
 
@@ -195,7 +196,7 @@ def test_quantised_checkpoints_are_served(case: str, plain: Path, tmp_path: Path
 
     served: list[RequestDelta] = []
 
-    async def serve(client: RemoteClient, deltas: list[RequestDelta]) -> None:
+    async def serve(client: EngineClient, deltas: list[RequestDelta]) -> None:
         while client.state is EngineState.STARTING:
             await asyncio.sleep(0.01)
         assert client.state is EngineState.READY, client.reason

@@ -20,7 +20,6 @@ from helpers.server_process import ServerProcess, children, command, server_proc
 from kvik import AsyncLLM, SamplingParams
 from kvik.cli.main import main
 from kvik.engine.remote import EngineState
-from kvik.engine.replicas import Replicas
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("forked")]
 
@@ -50,24 +49,23 @@ async def test_answers_do_not_depend_on_replicas_or_a_killed_one() -> None:
     shm = set(os.listdir("/dev/shm"))
     engine = AsyncLLM(**OPTIONS, data_parallel_size=2)
     both = engine.client
-    assert isinstance(both, Replicas)
     async with engine, asyncio.timeout(600):
-        while not all(client.state is EngineState.READY for client in both.clients):
+        while not all(client.state is EngineState.READY for client in both.links):
             await asyncio.sleep(0.01)
         assert await texts(engine, 16, 24) == right
-        stats = [await client.stats() for client in both.clients]
+        stats = [await client.stats() for client in both.links]
         assert all(one.delivered_tokens for one in stats)
         assert sum(one.threads for one in stats if one.threads) == 2
-        pids = [client.source.pid for client in both.clients]
+        pids = [client.source.pid for client in both.links]
         running = asyncio.ensure_future(texts(engine, 16, 24))
         await asyncio.sleep(0.05)
         os.kill(pids[0], signal.SIGKILL)
         found = await running
         assert all(a == b or a.startswith("lost: ") for a, b in zip(found, right, strict=True))
         assert await texts(engine, 4, 24) == right[:4]
-        while both.clients[0].state is not EngineState.READY:
+        while both.links[0].state is not EngineState.READY:
             await asyncio.sleep(0.01)
-        pids += [client.source.pid for client in both.clients]
+        pids += [client.source.pid for client in both.links]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -164,25 +162,24 @@ async def drained(kill: bool) -> tuple[list[str], list[str], list[dict[str, int]
         right = await texts(alone, 12, 480)
     engine = AsyncLLM(**options, data_parallel_size=2, kv_tiers="memory:64MiB")
     both = engine.client
-    assert isinstance(both, Replicas)
     async with engine, asyncio.timeout(600):
-        while not all(client.state is EngineState.READY for client in both.clients):
+        while not all(client.state is EngineState.READY for client in both.links):
             await asyncio.sleep(0.01)
         running = asyncio.ensure_future(texts(engine, 12, 480))
-        while (await both.clients[0].stats()).delivered_tokens < 240:  # each has full pages
+        while (await both.links[0].stats()).delivered_tokens < 240:  # each has full pages
             await asyncio.sleep(0.001)
-        before = await both.clients[1].stats()
+        before = await both.links[1].stats()
         had = both.drain_replica(0, drain=True)
         assert had > 0
         if kill:
             await asyncio.sleep(0.01)
-            os.kill(both.clients[0].source.pid, signal.SIGKILL)
+            os.kill(both.links[0].source.pid, signal.SIGKILL)
         else:
-            while both.clients[0].num_unfinished:
+            while both.links[0].num_unfinished:
                 await asyncio.sleep(0.001)
             assert not running.done()
         found = await running
-        after = await both.clients[1].stats()
+        after = await both.links[1].stats()
         prefill = after.work.prefill_tokens - before.work.prefill_tokens
         loaded = after.moves.totals.loaded_tokens
     return found, right, [{"had": had, "prefill": prefill, "loaded": loaded}]

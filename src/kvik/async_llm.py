@@ -21,6 +21,7 @@ from kvik.config.config import ResolvedConfig
 from kvik.core.config import SchedulerConfig
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import SCORE, EngineRequest, FinishReason, RequestDelta, last_deltas
+from kvik.engine.client import EngineClient
 from kvik.engine.output import (
     EmbeddingOutput,
     OutputProcessor,
@@ -31,7 +32,7 @@ from kvik.engine.output import (
     merged,
     score_output,
 )
-from kvik.engine.remote import EngineClient, EngineState, RemoteClient
+from kvik.engine.remote import EngineState
 from kvik.engine.sources import ThreadSource
 from kvik.engine.stats import EngineStats
 from kvik.engine.thread import LOOKAHEAD
@@ -94,11 +95,11 @@ class AsyncLLM:
         limit = self.resolved.scheduler.max_model_len
         self.texts = Texts(tokenizer, limit, model=self.resolved.model)
         if engine == "process":
-            self.client: EngineClient = engine_in_process(self.resolved, sys.stderr.write)
+            self.client = engine_in_process(self.resolved, sys.stderr.write)
         else:
             check_one_engine(self.resolved)
             source = ThreadSource(partial(load_loop, self.resolved))
-            self.client = RemoteClient(self.resolved, source)
+            self.client = EngineClient(self.resolved, [source])
         self._processor = OutputProcessor(tokenizer)
         self._admission = AdmissionQueue(self.resolved.scheduler, time.monotonic)
         self._text_places = asyncio.Semaphore(NUM_TEXTS)

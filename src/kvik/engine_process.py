@@ -21,8 +21,8 @@ from pathlib import Path
 from kvik.child_process import cores_of, live_with_parent, python_command
 from kvik.config.config import ResolvedConfig
 from kvik.core.types import derive_seed
+from kvik.engine.client import EngineClient
 from kvik.engine.host import host_engine
-from kvik.engine.remote import EngineClient, RemoteClient
 from kvik.engine.sources import Supervisor, restart_policy
 from kvik.engine.wire import EngineStart, HostSocket, to_start
 from kvik.errors import NOTES_LOG
@@ -47,20 +47,16 @@ def engine_in_process(
         token: shared secret of the servers that exchange KV blocks; b"": no exchange.
     """
     command, policy = python_command(__name__), restart_policy(resolved)
+    starts = [EngineStart(resolved, None if record is None else str(record), token=token)]
     count = resolved.runner.replicas
-    if count == 1:
-        start = EngineStart(resolved, None if record is None else str(record), token=token)
-        return RemoteClient(resolved, Supervisor(command, start, policy, relay))
-    from kvik.engine.replicas import Replicas
-
-    token = token or secrets.token_bytes(32)  # shared by the replicas
-    clients = []
-    for i, cores in enumerate(cores_of(count)):
-        file = None if record is None else str(record.with_name(f"{record.name}.{i}"))
-        start = EngineStart(_replica(resolved, i), file, tuple(cores), True, token)
-        source = Supervisor(command, start, policy, relay)
-        clients.append(RemoteClient(start.config, source, name=f"replica {i}"))
-    return Replicas(resolved, clients)
+    if count > 1:
+        token = token or secrets.token_bytes(32)  # shared by the replicas
+        starts = []
+        for i, cores in enumerate(cores_of(count)):
+            file = None if record is None else str(record.with_name(f"{record.name}.{i}"))
+            starts.append(EngineStart(_replica(resolved, i), file, tuple(cores), True, token))
+    sources = [Supervisor(command, start, policy, relay) for start in starts]
+    return EngineClient(resolved, sources)
 
 
 def _replica(resolved: ResolvedConfig, number: int) -> ResolvedConfig:

@@ -124,11 +124,11 @@ async def test_a_restarted_engine_starts_without_old_requests(rig):
     ((body,), _) = rig.source._frames.receive(rig.source.sock)
     assert wire.to_start.decode(body) == EngineStart(rig.client.config)
     assert rig.client.state is EngineState.RESTARTING
-    signs = rig.client.signs_of_life
+    signs = rig.link.signs_of_life
     rig.source.send(Ready())
     await rig.settle()
     assert rig.client.state is EngineState.READY
-    assert rig.client.signs_of_life == signs + 1
+    assert rig.link.signs_of_life == signs + 1
     rig.client.add(request("a"))
     rig.source.step(token("a"), end("a"), steps=3)
     await rig.settle()
@@ -210,7 +210,7 @@ async def test_an_end_is_sent_only_for_running_requests(rig):
 
 async def test_only_a_ready_engine_gets_requests(rig):
     for state in set(EngineState) - {EngineState.READY, EngineState.CLOSED}:
-        rig.client.set_state(state, "so it is")
+        rig.link.set_state(state, "so it is")
         with pytest.raises(UnavailableError, match="so it is"):
             rig.client.add(request())
         with pytest.raises(UnavailableError):
@@ -252,7 +252,7 @@ async def test_old_stats_are_returned_if_no_new_ones_arrive(rig, monkeypatch):
     await rig.settle()
     ask = rig.source.received()[-1]
     assert isinstance(ask, Query)
-    fresh = rig.client._stats
+    fresh = rig.link._stats
     body = wire.msgspec.Raw(wire.encode(module.EngineStats(*[7] * 12)))
     rig.source.send(Reply(ask.ticket, body))
     assert (await asking).steps == 7 != known
@@ -303,20 +303,20 @@ async def test_closing_ends_everything_and_is_final(rig, loop_factory):
     assert rig.source.closed
     with pytest.raises(UnavailableError):
         await asking
-    rig.client.set_state(EngineState.READY, "")
+    rig.link.set_state(EngineState.READY, "")
     assert rig.client.state is EngineState.CLOSED
     assert not rig.source._frames.receive(rig.source.sock)[1]
 
 
 async def test_heartbeats(rig):
-    signs = rig.client.signs_of_life
+    signs = rig.link.signs_of_life
     assert signs > 0
 
     async def grows(**step) -> bool:
         nonlocal signs
         before, _ = signs, rig.source.step(**step)
         await rig.settle()
-        signs = rig.client.signs_of_life
+        signs = rig.link.signs_of_life
         return signs > before
 
     assert await grows(steps=1)
@@ -387,7 +387,7 @@ async def test_requests_without_output_are_sent_to_the_next_engine(rig):
         ("begun", 1, True),
         ("left", 0, True),
     ]
-    assert rig.client.num_unfinished == 0  # the supervisor does not wait for it
+    assert rig.link.num_unfinished == 0  # the supervisor does not wait for it
     with pytest.raises(ParamError, match="already being served"):
         rig.client.check(request("waits"))
     rig.calls.clear()
@@ -433,7 +433,7 @@ async def test_waiting_requests_end_if_no_engine_follows(rig, state):
     rig.client.add(request("a", n=2))
     await lose(rig)
     assert rig.deltas == []
-    rig.client.disconnect(state, "no more")
+    rig.link.disconnect(state, "no more")
     assert [(d.error, d.resendable) for d in rig.deltas] == [("no more", True)] * 2
 
 

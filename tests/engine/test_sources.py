@@ -25,7 +25,8 @@ from helpers.virtual_time import run_virtually
 
 from kvik import child_process
 from kvik.core.types import FinishReason, RequestDelta
-from kvik.engine.remote import EngineState, RemoteClient
+from kvik.engine.client import EngineClient
+from kvik.engine.remote import EngineState
 from kvik.engine.sources import RestartPolicy, Supervisor, restart_policy
 from kvik.engine.wire import EngineStart
 from kvik.errors import UnavailableError
@@ -46,7 +47,7 @@ class Rig:
         command = [mode] if mode.startswith("/") else own
         self.printed: list[str] = []
         self.supervisor = Supervisor(command, EngineStart(config), policy, self.printed.append)
-        self.client = RemoteClient(config, self.supervisor)
+        self.client = EngineClient(config, [self.supervisor])
         self.deltas: list[RequestDelta] = []
         self.states: list[EngineState] = []
 

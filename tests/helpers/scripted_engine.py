@@ -9,7 +9,8 @@ from helpers.served_engine import tiny_config
 
 from kvik.core.types import FinishReason, RequestDelta, RequestReport
 from kvik.engine import wire
-from kvik.engine.remote import RemoteClient
+from kvik.engine.client import EngineClient
+from kvik.engine.remote import EngineLink
 from kvik.engine.wire import EngineStart, FrameReader, stepped
 
 REPORT = RequestReport(0.0, 0.0, 0.0, 0.0, 0, 0)
@@ -27,21 +28,21 @@ class Scripted:
     """A source of engine messages that the test controls."""
 
     def __init__(self) -> None:
-        self.client: RemoteClient | None = None
+        self.link: EngineLink | None = None
         self.sock: socket.socket | None = None
         self.losses: list[tuple[str, bool]] = []
         self.closed = False
         self._frames = FrameReader()
 
-    def start(self, client: RemoteClient) -> None:
-        self.client = client
+    def start(self, link: EngineLink) -> None:
+        self.link = link
         self.connect()
 
     def connect(self, start: EngineStart | None = None) -> None:
         ours, self.sock = socket.socketpair()
         self.sock.setblocking(False)
         self._frames = FrameReader()
-        self.client.connect(ours, start)
+        self.link.connect(ours, start)
 
     def lost(self, why: str, *, for_good: bool) -> None:
         self.losses.append((why, for_good))
@@ -62,7 +63,8 @@ class Scripted:
 class Rig:
     def __init__(self) -> None:
         self.source = Scripted()
-        self.client = RemoteClient(tiny_config(), self.source)
+        self.client = EngineClient(tiny_config(), [self.source])
+        (self.link,) = self.client.links
         self.calls: list[list[RequestDelta]] = []
 
     @property

@@ -17,10 +17,11 @@ from kvik.config.config import EngineConfig
 from kvik.core.plan import SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, Handover, PageSource, Pin, RequestDelta
+from kvik.engine.client import EngineClient
 from kvik.engine.loop import Engine, EngineLoop, Executor
 from kvik.engine.output import OutputProcessor, RequestOutput
 from kvik.engine.recorder import RecordReader, open_recording
-from kvik.engine.replicas import Replicas
+from kvik.engine.remote import EngineState
 from kvik.engine.stats import EngineStats
 from kvik.launch import launch, load_loop, play, resolve_config, start
 
@@ -87,11 +88,10 @@ async def _in_threads(engines: Sequence[Engine], rounds: Rounds) -> Served:
         for engine, one in zip(engines, held, strict=True):
             context = engine_in_thread(engine.resolved, one, reports=several)
             served.append(await stack.enter_async_context(context))
-        clients = [one.client for one in served]
-        front = Replicas(engines[0].resolved, clients) if several else clients[0]
+        front = EngineClient(engines[0].resolved, [one.source for one in served])
         front.start(found.take)
-        for one in served:
-            await one.ready()
+        while any(link.state is not EngineState.READY for link in front.links):
+            await asyncio.sleep(0.001)
         for batch in rounds:
             for one in held:
                 one.sent.clear()
@@ -106,7 +106,7 @@ async def _in_threads(engines: Sequence[Engine], rounds: Rounds) -> Served:
         for one in served:
             await one.at_rest()
         stats = await front.stats()
-        parts = await asyncio.gather(*(client.stats() for client in clients))
+        parts = await asyncio.gather(*(link.stats() for link in front.links))
         assert all(part.delivered_tokens for part in parts)  # each had requests
         await front.close()
         return found.of(rounds[-1]), stats

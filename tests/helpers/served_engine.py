@@ -27,9 +27,10 @@ from kvik.core.plan import ModelRunnerOutput, SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.structured import Constraint
 from kvik.core.types import EngineRequest
+from kvik.engine.client import EngineClient
 from kvik.engine.core import EngineCore
 from kvik.engine.loop import EngineLoop, Executor
-from kvik.engine.remote import EngineState, RemoteClient
+from kvik.engine.remote import EngineState
 from kvik.engine.sources import ThreadSource
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import group_layers
@@ -167,10 +168,12 @@ class ServedEngine:
 
     Attributes:
         client: the test starts it with a sink, in the event loop.
+        source: of its engine.
         core: the engine's; inspect it only when the engine is idle.
     """
 
-    client: RemoteClient
+    client: EngineClient
+    source: ThreadSource
     core: EngineCore
     executor: Executor
 
@@ -209,9 +212,8 @@ def make_engine(
         config = replace(config, scheduler=replace(config.scheduler, **scheduler))
     executor = executor or FakeExecutor()
     loop = KeptLoop(EngineCore(config), executor, time.monotonic)
-    return ServedEngine(
-        RemoteClient(config, ThreadSource(lambda: loop, reports=reports)), loop.core, executor
-    )
+    source = ThreadSource(lambda: loop, reports=reports)
+    return ServedEngine(EngineClient(config, [source]), source, loop.core, executor)
 
 
 @asynccontextmanager

@@ -1,4 +1,4 @@
-"""Sources of a client's engine: a separate process, or a thread of this one.
+"""Sources of a link's engine: a separate process, or a thread of this one.
 
 A process is watched, and when it ends or hangs another one is started with the same configuration.
 A crash ends the requests that the engine had started; the client keeps the others for the next
@@ -28,7 +28,7 @@ from kvik.child_process import LOOK_SECONDS, HeartbeatWatch, StallTimer
 from kvik.config.config import ResolvedConfig
 from kvik.engine.host import host_engine
 from kvik.engine.loop import EngineLoop
-from kvik.engine.remote import EngineState, RemoteClient
+from kvik.engine.remote import EngineLink, EngineState
 from kvik.engine.thread import interrupt
 from kvik.engine.wire import EngineStart, HostSocket
 from kvik.files import shared_memory
@@ -231,8 +231,8 @@ class Supervisor:
         """The process id of the engine, while there is one."""
         return self._child.pid if self._child is not None else None
 
-    def start(self, client: RemoteClient) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._keep(client))
+    def start(self, link: EngineLink) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._keep(link))
 
     def lost(self, reason: str, *, for_good: bool) -> None:
         self._lost_for_good = for_good
@@ -249,35 +249,33 @@ class Supervisor:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    async def _keep(self, client: RemoteClient) -> None:
+    async def _keep(self, link: EngineLink) -> None:
         try:
-            await self._serve(client)
+            await self._serve(link)
         except Exception as error:
             log.exception("the engine is no longer watched")
-            client.disconnect(EngineState.FAILED, f"{type(error).__name__}: {error}")
+            link.disconnect(EngineState.FAILED, f"{type(error).__name__}: {error}")
 
-    async def _serve(self, client: RemoteClient) -> None:
+    async def _serve(self, link: EngineLink) -> None:
         """Start one engine after the other, until another one would not help."""
         policy = self._policy
         crashes: deque[float] = deque(maxlen=policy.crashes)
         clock = asyncio.get_running_loop().time
         while True:
-            reason = await self._serve_one(client)
-            if self._lost_for_good and not client.signs_of_life:
-                log.error("%s", client.reason)
+            reason = await self._serve_one(link)
+            if self._lost_for_good and not link.signs_of_life:
+                log.error("%s", link.reason)
                 return
             crashes.append(clock())
             recent = sum(at > clock() - policy.window for at in crashes)
             log.error("%s (crash %d of %d)", reason, recent, policy.crashes)
             if recent >= policy.crashes:
-                client.disconnect(
-                    EngineState.FAILED, f"it crashed {recent} times; at last: {reason}"
-                )
+                link.disconnect(EngineState.FAILED, f"it crashed {recent} times; at last: {reason}")
                 return
-            client.disconnect(EngineState.RESTARTING, reason)
+            link.disconnect(EngineState.RESTARTING, reason)
             await asyncio.sleep(min(policy.pause * 2 ** (recent - 1), policy.longest_pause))
 
-    async def _serve_one(self, client: RemoteClient) -> str:
+    async def _serve_one(self, link: EngineLink) -> str:
         """Start an engine and watch it until it has ended. Returns why it ended."""
         self._lost.clear()
         self._lost_for_good = False
@@ -285,15 +283,15 @@ class Supervisor:
             child = self._child = EngineProcess(self._command, self._relay)
         except OSError as error:  # out of memory or processes, which may pass
             return f"the engine process cannot be started: {error}"
-        client.connect(child.socket, self._start)
-        hung = await self._watch(client)
+        link.connect(child.socket, self._start)
+        hung = await self._watch(link)
         if hung:
-            client.disconnect(EngineState.RESTARTING, hung)
+            link.disconnect(EngineState.RESTARTING, hung)
         status = await child.end(0.0 if hung else self._policy.exit)
         self._child = None
         return hung or status
 
-    async def _watch(self, client: RemoteClient) -> str:
+    async def _watch(self, link: EngineLink) -> str:
         """Wait until the engine is lost, its heartbeat stops, or it has made no progress for too
         long. Returns the message for the latter cases, or "".
         """
@@ -301,7 +299,7 @@ class Supervisor:
         # Only native kernels are sure to beat: without them there may be no heartbeat at all.
         heartbeats = HeartbeatWatch(begins=self._start.config.runner.kernels == "native")
         progress = StallTimer()
-        progress.look(client.signs_of_life, clock())
+        progress.look(link.signs_of_life, clock())
         while not self._lost.is_set():
             try:
                 async with asyncio.timeout(LOOK_SECONDS):
@@ -312,17 +310,17 @@ class Supervisor:
             silent = "" if self._child is None else heartbeats.look(self._child.beats, now)
             if silent and not self._lost.is_set():
                 return f"the engine process {silent}"
-            expected = client.num_unfinished > 0
-            stood = progress.look(client.signs_of_life, now, expected=expected)
-            if not stood and client.state is EngineState.STALLED:
-                client.set_state(EngineState.READY, "")
-            limit = client.step_limit
+            expected = link.num_unfinished > 0
+            stood = progress.look(link.signs_of_life, now, expected=expected)
+            if not stood and link.state is EngineState.STALLED:
+                link.set_state(EngineState.READY, "")
+            limit = link.step_limit
             stall = policy.stall if limit is None else min(limit, policy.stall)
             reason = f"the engine has had work for {stood:.0f} s and no step was computed"
             if stood >= stall + policy.kill:
                 return reason
             if stood >= stall:
-                client.set_state(EngineState.STALLED, reason)
+                link.set_state(EngineState.STALLED, reason)
         return ""
 
 
@@ -341,22 +339,22 @@ class ThreadSource:
         self._loading = False
         self._lock = threading.Lock()  # of `_loading`: a loaded engine must not be interrupted
         self._failure = ""
-        self._client: RemoteClient | None = None
+        self._link: EngineLink | None = None
         self._stop: Callable[[], None] | None = None  # ends the thread
 
-    def start(self, client: RemoteClient) -> None:
-        self._client = client
+    def start(self, link: EngineLink) -> None:
+        self._link = link
         self._loading = True
         ours, theirs = socket.socketpair()
-        client.connect(ours, None)
+        link.connect(ours, None)
         thread = threading.Thread(target=self._run, args=(theirs,), name="kvik-engine", daemon=True)
         thread.start()
         self._stop = partial(self._end, thread, theirs)
         atexit.register(self._stop)
 
     def lost(self, reason: str, *, for_good: bool) -> None:
-        assert self._client is not None
-        self._client.disconnect(EngineState.FAILED, self._failure or reason)
+        assert self._link is not None
+        self._link.disconnect(EngineState.FAILED, self._failure or reason)
 
     async def close(self) -> None:
         if self._stop is not None:

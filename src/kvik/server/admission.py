@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.remote import EngineClient
+from kvik.engine.client import EngineClient
 from kvik.errors import CapacityError, OverloadError
 
 FREE_MULTIPLE = 8  # a tenant may take this many times the free part of the queue

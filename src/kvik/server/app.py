@@ -23,7 +23,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.remote import EngineClient
+from kvik.engine.client import EngineClient
 from kvik.errors import KvikError, UnavailableError
 from kvik.options import did_you_mean
 from kvik.server import anthropic, engine_view, health, llama_server, native, pages

@@ -10,7 +10,7 @@ from starlette.types import Receive, Scope, Send
 from kvik.config.config import ResolvedConfig
 from kvik.config.server_config import ServerConfig, check_server_config
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.remote import EngineClient
+from kvik.engine.client import EngineClient
 from kvik.errors import ConfigError
 from kvik.options import options_of, unknown
 from kvik.server.access import read_keys

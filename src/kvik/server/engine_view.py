@@ -18,8 +18,9 @@ from starlette.types import Receive, Scope, Send
 from kvik.config.config import Decision
 from kvik.config.memory import MemoryPlan
 from kvik.core.config import SchedulerConfig
+from kvik.engine.client import EngineClient
 from kvik.engine.live import LiveView, ReplicaView
-from kvik.engine.remote import EngineClient, EngineState
+from kvik.engine.remote import EngineState
 from kvik.errors import OverloadError, UnavailableError
 from kvik.server.responses import CONTENT_TYPE, json_event
 from kvik.server.route import Route, limit_unread

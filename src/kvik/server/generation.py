@@ -21,8 +21,9 @@ from kvik.core.types import (
     PromptUse,
     RequestDelta,
 )
+from kvik.engine.client import EngineClient
 from kvik.engine.output import OutputProcessor, OutputSoFar, RequestOutput, TextDelta, merged
-from kvik.engine.remote import EngineClient, EngineState
+from kvik.engine.remote import EngineState
 from kvik.errors import GroupLost, KvikError, OverloadError, ParamError, UnavailableError
 from kvik.server.admission import PRESSURE, Admission, KVUsage, Reservation, pressure, shortened
 from kvik.server.errors import (

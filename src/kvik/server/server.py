@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvik.config.server_config import ServerConfig
 from kvik.core.sampling_params import SamplingParams
-from kvik.engine.remote import EngineClient
+from kvik.engine.client import EngineClient
 from kvik.server.access import Keys
 from kvik.server.admission import Admission
 from kvik.server.errors import model_not_found
