@@ -210,14 +210,16 @@ async def test_a_request_that_waits_for_the_queue_can_be_aborted_and_cancelled(f
 async def test_a_stream_closed_by_another_task_before_sending_leaves_nothing(faked):
     engine, executor = faked(gated_executor(), max_num_seqs=1, max_queued_requests=1)
     async with engine:
-        streams = [engine.generate("A", GREEDY) for _ in range(4)]
+        streams = [engine.generate("A", GREEDY, str(i)) for i in range(4)]
         results = [asyncio.create_task(stream.result()) for stream in streams]
         while len(engine._admission._waiting) < 3:
             await asyncio.sleep(0.002)
         await streams[2].aclose()
+        executor.gate.set()
+        # Its id is free at once, before its own task runs again.
+        assert (await engine.generate([1, 2], GREEDY, "2").result()).num_output_tokens == 8
         with pytest.raises(RuntimeError, match="closed before"):
             await results.pop(2)
-        executor.gate.set()
         ended = await asyncio.gather(*results)
         assert [output.num_output_tokens for output in ended] == [8] * 3
         await at_rest(engine)

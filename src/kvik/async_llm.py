@@ -338,9 +338,9 @@ class AsyncLLM:
         )
         made = await asyncio.to_thread(make) if params.words else make()
         self.client.check(made)
-        if not request.aborted:
+        if not (request.aborted or request.closed):
             request.reservation = await self._admission.admit(made)
-        if not request.aborted:
+        if not (request.aborted or request.closed):
             await self.client.ready()
         if request.closed:  # meanwhile, by another task
             if request.reservation is not None:
@@ -546,7 +546,8 @@ class AdmissionQueue:
                 reservation.release()
             raise
         finally:
-            del self._places[request.request_id]
+            if self._places.get(request.request_id) is place:  # else the id is in use again
+                del self._places[request.request_id]
             self.update()
 
     def leave(self, request_id: str) -> None:
