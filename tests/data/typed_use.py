@@ -1,6 +1,7 @@
 """A caller of the public API, which mypy checks and nothing runs."""
 
-from kvik import LLM, RequestOutput, SamplingParams, TextDelta
+import kvik
+from kvik import LLM, RequestOutput, SamplingParams, TextDelta, server
 
 params = SamplingParams(
     stop=["a"],
@@ -16,3 +17,6 @@ SamplingParams(stop=5)  # type: ignore[arg-type]
 with LLM() as llm:
     outputs: list[RequestOutput] = llm.generate(["a", "b"], [params, one_stop])
     deltas: list[TextDelta] = list(llm.stream([1, 2], params))
+
+print(kvik.Missing)  # type: ignore[attr-defined]
+print(server.missing)  # type: ignore[attr-defined]

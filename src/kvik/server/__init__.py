@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 __all__ = ["build_app"]
 
 
-def __getattr__(name: str) -> object:  # lazy: parts of the server are used without the rest
-    if name not in __all__:
-        raise AttributeError(f"module 'kvik.server' has no attribute {name!r}")
-    from kvik.server import asgi
+if not TYPE_CHECKING:  # with it, type checkers would accept any name
 
-    return getattr(asgi, name)
+    def __getattr__(name: str) -> object:  # lazy: parts of the server are used without the rest
+        if name not in __all__:
+            raise AttributeError(f"module 'kvik.server' has no attribute {name!r}")
+        from kvik.server import asgi
+
+        return getattr(asgi, name)
