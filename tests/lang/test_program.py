@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from helpers.story_site import story_site
 from pydantic import BaseModel, Field
 
-from kvik import LLM, KvikError, ParamError, SamplingParams, lang
+from kvik import (
+    LLM,
+    Choice,
+    Grammar,
+    JsonSchema,
+    KvikError,
+    ParamError,
+    Regex,
+    SamplingParams,
+    lang,
+)
 from kvik.engine.loop import EngineLoop
 from kvik.server import llama_server
 from kvik.server.app import openai_routes
@@ -71,6 +83,16 @@ def test_text_after_a_token_is_tokenised_as_a_whole(model: LLM | str, llm: LLM) 
     assert lang.run(program, model).token_ids == llm.tokenizer.encode("The fox sat")
 
 
+# What `structured` may be, by a pattern of the texts.
+STRUCTURED = {
+    "[0-9]{3}": Regex("[0-9]{3}"),
+    "red|blue": Choice(["red", "blue"]),
+    "a{2,3}": Grammar("start: /a{2,3}/"),
+    "true|false": JsonSchema({"type": "boolean"}, strict=True),
+    "x{4}": {"regex": "x{4}"},
+}
+
+
 def test_generated_parts_may_be_structured(model: LLM | str) -> None:
     class Animal(BaseModel, extra="forbid"):
         legs: int = Field(ge=0, le=9)
@@ -80,9 +102,13 @@ def test_generated_parts_may_be_structured(model: LLM | str) -> None:
         s.gen("kind", choices=["cat", "dog"], **GREEDY)
         s.gen("number", regex="[0-9]{2}", **GREEDY)
         s.gen("animal", schema=Animal, temperature=1.0, seed=1, max_tokens=60)
+        for name, structured in STRUCTURED.items():
+            s.gen(name, structured=structured, seed=np.int64(1), temperature=1.0)
 
     state = lang.run(program, model)
     assert state["kind"] in ("cat", "dog") and len(state["number"]) == 2
+    for name, structured in STRUCTURED.items():
+        assert re.fullmatch(name, state[name]), structured
     Animal.model_validate_json(state["animal"])
 
 

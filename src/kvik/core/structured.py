@@ -54,6 +54,13 @@ class Constraint:
         fields = (self.kind, self.source, self.strict, self.whitespace)
         return Constraint(*fields, name, self.around)
 
+    def to_mapping(self) -> dict[str, object]:
+        """Return a caller's constraint as a request holds it; see `Structure`."""
+        if self.kind == "json":
+            flags = {"strict": self.strict, "whitespace": self.whitespace}
+            return {"json": self.source, **flags}
+        return {self.kind: json.loads(self.source) if self.kind == "choice" else self.source}
+
     def within(self, around: str) -> Constraint:
         """Return the same constraint as a part of another grammar; see `around`."""
         return replace(self.called(self.name), around=around)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
-from kvik.core.sampling_params import SamplingParams
+from kvik.core.sampling_params import PARAMETERS, SamplingParams
 from kvik.errors import KvikError, ParamError, UnavailableError, shown
 from kvik.llm import LLM
 from kvik.remote_server import RemoteServer
@@ -105,7 +105,10 @@ class RemoteModel:
         self, prompt: Sequence[int], params: Mapping[str, Any], listener: Listener | None
     ) -> Continuation:
         checked = SamplingParams(**params)  # the server ignores names that it does not know
-        options = {**params, "max_tokens": checked.max_tokens}
+        options = {name: getattr(checked, name) for name in PARAMETERS if name in params}
+        options["max_tokens"] = checked.max_tokens
+        if checked.structured is not None:
+            options["structured"] = checked.structured.to_mapping()
         body = {**options, "prompt": list(prompt), "return_token_ids": True, "stream": True}
         text, ids, finish, stop = "", list[int](), "", None
         for event in self._events("/v1/completions", body):
