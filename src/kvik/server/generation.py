@@ -421,11 +421,7 @@ class Generations:
             salt = f"{tenant}\0{salt}"
         name, handovers = f"gen-{secrets.token_hex(12)}", tuple[Handover, ...]()
         if (resumed := transfer.resumed) is not None:
-            name = resumed.name
-            try:
-                handovers = resumed.handovers(time.monotonic())
-            except ValueError as error:
-                raise cannot_resume(f"cannot be read: {error}") from None
+            name, handovers = resumed.name, resumed.handovers(time.monotonic())
             arrived = min(arrived, *(handover.report.arrival for handover in handovers))
         made = EngineRequest(
             name,
@@ -499,7 +495,7 @@ class Generations:
     def _replay(self, generation: Generation, resumed: Resumption) -> None:
         """Recreate the text that another server has generated, without sending it twice."""
         generation.created = resumed.created
-        now, report = time.monotonic(), resumed.outputs[0].report
+        now, report = time.monotonic(), resumed.outputs[0].state.report
         generation.prompt_use = PromptUse(report.num_cached_tokens, report.num_pinned_tokens)
         for output in resumed.outputs:
             for deltas, target in zip(
@@ -512,7 +508,7 @@ class Generations:
                 generation.record.num_output_tokens += sum(len(d.token_ids) for d in deltas)
                 if output.last is not None:
                     generation._states.update({d.index: d for d in deltas if d.finish_reason})
-                    generation._reservation.started(output.index)
+                    generation._reservation.started(output.state.index)
                     continue
                 for ending in made.to_end:
                     self._engine.end(*ending)

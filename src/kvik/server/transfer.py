@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -84,21 +84,16 @@ class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
     the moment of the handover.
 
     Attributes:
-        tokens: its tokens so far, compressed.
+        state: its tokens and counts; of one that has ended, without seed and pages.
         num_sent: number of tokens that the client has, plus one if it also has the end.
-        logprobs: those that the client requested and lacks, packed.
-        seed, source, report: see `Handover`.
+        logprobs: those that the client requested and lacks.
         last: how it ended; None: it continues.
     """
 
-    index: int
-    tokens: bytes
+    state: Handover
     num_sent: int
-    logprobs: bytes
-    seed: int
-    source: PageSource | None
-    report: RequestReport
-    last: LastDelta | None = None
+    logprobs: PackedLogprobs | None
+    last: LastDelta | None
 
     @classmethod
     def of(
@@ -116,52 +111,78 @@ class MovedOutput(msgspec.Struct, frozen=True, array_like=True):
             num_sent: number of tokens that the client has; more than there are if it also has the
                 end.
         """
-        tokens = made.token_ids
+        tokens, last = made.token_ids, None
+        if isinstance(state, RequestDelta):
+            assert state.report is not None and state.finish_reason is not None
+            last = LastDelta(state.finish_reason, state.stop_reason, state.complete, made.stopped)
+            state = Handover(tokens, 0, None, state.report, index)
         lacks = max(0, len(tokens) - num_sent)
-        logprobs = _packed(made.logprobs[-lacks:]) if lacks else b""
-        packed = _compressed(array("I", tokens))
-        num_sent = min(num_sent, len(tokens) + isinstance(state, RequestDelta))
-        if isinstance(state, Handover):
-            report = _moved(state.report, -now)
-            return cls(index, packed, num_sent, logprobs, state.seed, state.source, report)
-        assert state.report is not None and state.finish_reason is not None
-        last = LastDelta(state.finish_reason, state.stop_reason, state.complete, made.stopped)
-        return cls(index, packed, num_sent, logprobs, 0, None, _moved(state.report, -now), last)
-
-    def token_ids(self) -> list[int]:
-        """Return its tokens.
-
-        Raises:
-            ValueError: it is damaged.
-        """
-        return _expanded("I", self.tokens).tolist()
+        return cls(
+            replace(state, output_token_ids=tokens, report=_moved(state.report, -now)),
+            min(num_sent, len(tokens) + (last is not None)),
+            PackedLogprobs.of(made.logprobs[-lacks:]) if lacks and made.logprobs else None,
+            last,
+        )
 
     def deltas(self, request_id: str, now: float) -> tuple[list[RequestDelta], list[RequestDelta]]:
-        """Return the deltas of the engine again: those that the client has, and the others.
-
-        Raises:
-            ValueError: it is damaged.
-        """
-        tokens, last = self.token_ids(), self.last
+        """Return the deltas of the engine again: those that the client has, and the others."""
+        tokens, last, index = self.state.output_token_ids, self.last, self.state.index
         # A stop token comes with the end, so that its text is not shown.
         end = len(tokens) - (last is not None and not last.by_text and bool(tokens))
         sent = min(self.num_sent, end)
-        logprobs = _unpacked(self.logprobs, tokens[self.num_sent :]) if self.logprobs else None
+        logprobs = (
+            None if self.logprobs is None else self.logprobs.of_tokens(tokens[self.num_sent :])
+        )
 
         def some(first: int, stop: int) -> RequestDelta:
             shown = None
             if logprobs is not None and first >= self.num_sent:
                 shown = logprobs[first - self.num_sent : stop - self.num_sent]
-            return RequestDelta(request_id, self.index, tokens[first:stop], logprobs=shown)
+            return RequestDelta(request_id, index, tokens[first:stop], logprobs=shown)
 
         received = [some(0, sent)] if sent else []
         lacking = [some(sent, end)] if sent < end else []
         if last is not None:
             delta = some(end, len(tokens))
             delta.finish_reason, delta.stop_reason = last.reason, last.stop_reason
-            delta.complete, delta.report = last.complete, _moved(self.report, now)
+            delta.complete, delta.report = last.complete, _moved(self.state.report, now)
             (received if self.num_sent > len(tokens) else lacking).append(delta)
         return received, lacking
+
+
+class PackedLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities of several tokens, in columns, without the tokens.
+
+    Attributes:
+        ranks, counts: of each token, and the number of its alternatives.
+        ids: of all alternatives.
+        code, values: type of array, and the log probabilities of each token and its alternatives.
+    """
+
+    ranks: list[int]
+    counts: list[int]
+    ids: list[int]
+    code: str
+    values: bytes
+
+    @classmethod
+    def of(cls, entries: Sequence[TokenLogprobs]) -> PackedLogprobs:
+        values = [v for entry in entries for v in (entry.logprob, *(v for _, v in entry.top))]
+        # Samplers make 32-bit numbers; any other number must not lose bits either.
+        code = "f" if array("f", values).tolist() == values else "d"
+        ids = [token for entry in entries for token, _ in entry.top]
+        ranks, counts = [entry.rank for entry in entries], [len(entry.top) for entry in entries]
+        return cls(ranks, counts, ids, code, array(code, values).tobytes())
+
+    def of_tokens(self, tokens: Sequence[int]) -> list[TokenLogprobs]:
+        """Return them with their tokens, of which there may be more, after a stop string."""
+        values, ids = iter(array(self.code, self.values)), iter(self.ids)
+        entries = []
+        for token, rank, count in zip(tokens, self.ranks, self.counts, strict=False):
+            logprob = next(values)
+            top = tuple(zip(islice(ids, count), islice(values, count), strict=True))
+            entries.append(TokenLogprobs(token, logprob, rank, top))
+        return entries
 
 
 class LastDelta(msgspec.Struct, frozen=True, array_like=True):
@@ -197,22 +218,9 @@ class Resumption(msgspec.Struct, frozen=True, array_like=True):
     outputs: list[MovedOutput]
 
     def handovers(self, now: float) -> tuple[Handover, ...]:
-        """Return the unfinished outputs in the form that the engine takes.
-
-        Raises:
-            ValueError: the data is damaged.
-        """
-        return tuple(
-            Handover(
-                output.token_ids(),
-                output.seed,
-                output.source,
-                _moved(output.report, now),
-                output.index,
-            )
-            for output in self.outputs
-            if output.last is None
-        )
+        """Return the unfinished outputs in the form that the engine takes."""
+        states = [output.state for output in self.outputs if output.last is None]
+        return tuple(replace(state, report=_moved(state.report, now)) for state in states)
 
     @property
     def unfinished(self) -> bool:
@@ -232,60 +240,6 @@ def moved_size(n: int, num_tokens: int, logprobs: int | None) -> int:
         logprobs: log probabilities sent with each token; None: none.
     """
     return (n - 1) * 100 + num_tokens * (1 if logprobs is None else 2 + 2 * logprobs)
-
-
-def _compressed(values: array[int] | array[float]) -> bytes:
-    return zlib.compress(values.tobytes())
-
-
-def _expanded(code: str, data: bytes) -> array[Any]:
-    """
-    Raises:
-        ValueError: it is damaged.
-    """
-    unpacked = zlib.decompressobj()
-    try:
-        plain = unpacked.decompress(data, 16 * MAX_MOVED_TOKENS)
-    except zlib.error as error:
-        raise ValueError(str(error)) from None
-    values = array(code)
-    if unpacked.unconsumed_tail or len(plain) % values.itemsize:
-        raise ValueError("it is too long")
-    values.frombytes(plain)
-    return values
-
-
-def _packed(logprobs: Sequence[TokenLogprobs]) -> bytes:
-    """Return log probabilities without their tokens; b"" if there are none."""
-    if not logprobs:
-        return b""
-    counts = array("I", [n for entry in logprobs for n in (entry.rank, len(entry.top))])
-    ids = array("I", [token for entry in logprobs for token, _ in entry.top])
-    values = [v for entry in logprobs for v in (entry.logprob, *(value for _, value in entry.top))]
-    # Samplers make 32-bit numbers; any other number must not lose bits either.
-    code = "f" if array("f", values).tolist() == values else "d"
-    parts = (_compressed(counts), _compressed(ids), code, _compressed(array(code, values)))
-    return msgspec.msgpack.encode(parts)
-
-
-def _unpacked(data: bytes, tokens: Sequence[int]) -> list[TokenLogprobs]:
-    """
-    Raises:
-        ValueError: it is damaged.
-    """
-    counts, ids, code, values = msgspec.msgpack.decode(data, type=tuple[bytes, bytes, str, bytes])
-    numbers, all_ids, all_values = (
-        iter(_expanded(code, part)) for code, part in (("I", counts), ("I", ids), (code, values))
-    )
-    entries = []
-    for token in tokens:
-        try:
-            rank, count, logprob = next(numbers), next(numbers), next(all_values)
-        except StopIteration:
-            break  # after a stop string
-        top = tuple(zip(islice(all_ids, count), islice(all_values, count), strict=True))
-        entries.append(TokenLogprobs(token, logprob, rank, top))
-    return entries
 
 
 def _moved(report: RequestReport, by: float) -> RequestReport:
@@ -371,7 +325,7 @@ def read_resumption(text: str, token: bytes) -> Resumption | None:
 
 
 def _signed(kind: bytes, value: object, token: bytes) -> str:
-    data = msgspec.msgpack.encode(value)
+    data = zlib.compress(msgspec.msgpack.encode(value))
     return base64.urlsafe_b64encode(_signature(kind, data, token) + data).decode()
 
 
@@ -381,8 +335,8 @@ def _read(kind: bytes, text: str, token: bytes, struct: type[T]) -> T | None:
         if token and hmac.compare_digest(
             data[:_SIGNATURE], _signature(kind, data[_SIGNATURE:], token)
         ):
-            return msgspec.msgpack.decode(data[_SIGNATURE:], type=struct)
-    except (binascii.Error, ValueError, msgspec.MsgspecError):
+            return msgspec.msgpack.decode(zlib.decompress(data[_SIGNATURE:]), type=struct)
+    except (binascii.Error, ValueError, zlib.error, msgspec.MsgspecError):
         pass
     return None
 
