@@ -12,10 +12,11 @@ from kvik.cli.eval import READING, ROUNDING, add_text_flags, text_name, texts_of
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
 from kvik.config.config import EngineConfig
 from kvik.errors import ConfigError
-from kvik_bench.cli.output import add_number, add_output_flags, check_output, write_out
+from kvik_bench.cli.output import add_number, add_output_flags, reported
 
 if TYPE_CHECKING:
     from kvik_bench.inprocess.models import Contender
+    from kvik_bench.report.result import Result
 
 BUNDLED = "bundled"  # the name of the model that needs none
 
@@ -66,13 +67,11 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
-    check_output(arguments)
-
+@reported
+def run(arguments: argparse.Namespace) -> Result:
     from kvik.evaluate.quality import reading_bar
     from kvik_bench.inprocess.models import Decoding, ModelComparison
     from kvik_bench.inprocess.rounds import check_repeats
-    from kvik_bench.report.result import run_facts
 
     check_repeats(arguments.repeats, 0)
     if arguments.output_tokens < 2:
@@ -85,9 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.stride,
         decoding if arguments.speed else None,
     )
-    facts = {**run_facts(), "read": text_name(arguments)}
-    write_out(comparison.measure(reading_bar, facts), arguments)
-    return 0
+    return comparison.measure(reading_bar, {"read": text_name(arguments)})
 
 
 def _contenders(arguments: argparse.Namespace) -> Iterator[Contender]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kvik.cli.flags import OF_SERVERS, Parser, add_engine_flags, add_model
 from kvik.cli.terminal import say
@@ -42,7 +44,10 @@ def integers(text: str) -> tuple[int, ...]:
     return numbers
 
 
-Flags = argparse._ActionsContainer  # a parser, or a group of its flags
+class Flags(Protocol):
+    """A parser, or a group of its flags."""
+
+    def add_argument(self, *names: str, **facts: Any) -> object: ...
 
 
 def add_number(to: Flags, flag: str, default: float, help_text: str, metavar: str = "N") -> None:
@@ -82,6 +87,23 @@ def add_output_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     group.add_argument("--plot", metavar="FOLDER", help="write charts as PNG")
     group.add_argument("--html", metavar="FILE", help="write a report with charts, in one file")
+
+
+def reported(
+    measure: Callable[[argparse.Namespace], Result],
+) -> Callable[[argparse.Namespace], int]:
+    """Turn a measurement into a command, which writes its result if that is possible."""
+
+    def run(arguments: argparse.Namespace) -> int:
+        check_output(arguments)
+        from kvik_bench.report.result import run_facts
+
+        facts = run_facts()
+        result = measure(arguments)
+        write_out(replace(result, facts={**facts, **result.facts}), arguments)
+        return 0
+
+    return run
 
 
 def check_output(arguments: argparse.Namespace) -> None:

@@ -4,8 +4,8 @@ memory and in tiles, like FlashAttention (Dao et al. 2022, arXiv 2205.14135)."""
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,18 +18,19 @@ from kvik.config.units import MIB, show_bytes
 from kvik.errors import ParamError
 from kvik.launch import resolve_config
 from kvik.worker.platforms import Platform, inference_on, platform
-from kvik_bench.cli.output import add_numbers, check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_numbers, engine_parser, reported
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.machine.stage import device_seconds, one_prompt
 from kvik_bench.report.result import (
     Chart,
     Figure,
+    Measure,
     Result,
     Row,
     engine_facts,
+    figures,
     peak_bytes,
     restart_peak,
-    run_facts,
 )
 
 MAX_TOKENS = 1 << 16
@@ -43,15 +44,32 @@ CHARTS = (
 Call = Callable[[], Tensor]
 
 
-@dataclass(slots=True)
-class PromptRuns:
-    """Milliseconds and additional MiB of the attention of one prompt, in each round."""
+@dataclass(frozen=True, slots=True)
+class PromptRun:
+    """Seconds, and additional bytes if the system says, of the attention of one prompt."""
 
-    matrix: list[float] = field(default_factory=list)
-    tiles: list[float] = field(default_factory=list)
-    matrix_memory: list[float] = field(default_factory=list)
-    tiles_memory: list[float] = field(default_factory=list)
-    difference: float = 0.0
+    matrix: float
+    tiles: float
+    matrix_memory: int | None
+    tiles_memory: int | None
+    difference: float
+
+
+MATRIX, TILES = "all scores in memory, in fp32", "the kernel that the engine runs"
+GAIN, PEAK = (
+    "matrix / tiles, round by round",
+    "peak memory of the call, less what was in use before it",
+)
+TIMES: tuple[Measure[PromptRun], ...] = (
+    Measure("matrix", "ms", "less", MATRIX, lambda run: run.matrix * 1e3),
+    Measure("tiles", "ms", "less", TILES, lambda run: run.tiles * 1e3),
+    Measure("speed-up", "x", "more", GAIN, lambda run: run.matrix / run.tiles),
+)
+MEMORY: tuple[Measure[PromptRun], ...] = (
+    Measure("matrix memory", "MiB", "less", PEAK, lambda run: _mebibytes(run.matrix_memory)),
+    Measure("tiles memory", "MiB", "less", PEAK, lambda run: _mebibytes(run.tiles_memory)),
+)
+DIFFERENCE = "the largest between the two results, which are rounded differently"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,43 +103,34 @@ class AttentionBench:
             raise ParamError("attention_backend", "must differ from the reference")
         return AttentionBench(resolved, made, lengths)
 
-    def measure(self, rounds: Rounds, facts: Mapping[str, str]) -> Result:
-        runs_by_length = {length: PromptRuns() for length in self.lengths}
-        device = self.platform.parts.device
+    def measure(self, rounds: Rounds) -> Result:
         torch.manual_seed(0)
-        with rounds, inference_on(device)():
-            for number, length in rounds.over(
-                list(runs_by_length), lambda length: f"{length} tokens"
-            ):
-                runs = PromptRuns() if number < 0 else runs_by_length[length]
-                self._round(length, runs)
+        with inference_on(self.platform.parts.device)():
+            runs = rounds.runs(self.lengths, self._round, "{} tokens".format)
         model = self.resolved.model
         return Result(
             "attention",
             {
-                **facts,
                 **engine_facts(self.resolved),
                 "heads": f"{model.num_heads} of queries, {model.num_kv_heads} of keys and values, "
                 f"each of {model.head_dim}",
                 "tiles": f"the {self.resolved.runner.attention_backend} backend of this engine",
             },
-            tuple(self._row(length, runs) for length, runs in runs_by_length.items()),
+            tuple(self._row(length, length_runs) for length, length_runs in runs.items()),
             rounds.remarks,
             CHARTS,
         )
 
-    def _round(self, length: int, runs: PromptRuns) -> None:
+    def _round(self, _: int, length: int) -> PromptRun:
         parts = self.platform.parts
-        reference = self._call(ReferenceAttention(parts.ops), length)
-        tiled = self._call(parts.backend, length)
-        for call, memory in ((reference, runs.matrix_memory), (tiled, runs.tiles_memory)):
-            beyond = self._beyond(call)
-            if beyond is not None:
-                memory.append(beyond / MIB)
-        runs.matrix.append(device_seconds(reference, parts.device) * 1e3)
-        runs.tiles.append(device_seconds(tiled, parts.device) * 1e3)
-        difference = (reference().float() - tiled().float()).abs().max()
-        runs.difference = max(runs.difference, float(difference))
+        matrix, tiles = (
+            self._call(backend, length)
+            for backend in (ReferenceAttention(parts.ops), parts.backend)
+        )
+        memory = self._beyond(matrix), self._beyond(tiles)
+        seconds = device_seconds(matrix, parts.device), device_seconds(tiles, parts.device)
+        difference = float((matrix().float() - tiles().float()).abs().max())
+        return PromptRun(*seconds, *memory, difference)
 
     def _call(self, backend: AttentionBackend, length: int) -> Call:
         """Return the attention of a prompt, with the same random inputs for each backend."""
@@ -152,38 +161,23 @@ class AttentionBench:
         call()
         return peak_bytes() - resident
 
-    def _row(self, length: int, runs: PromptRuns) -> Row:
-        matrix_size = matrix_bytes(self.resolved.model.num_heads, length) / MIB
-        gains = tuple(a / b for a, b in zip(runs.matrix, runs.tiles, strict=True))
-        peak = "peak memory of the call, less what was in use before it"
-        memory = [
-            Figure(name, "MiB", tuple(values), "less", peak)
-            for name, values in (
-                ("matrix memory", runs.matrix_memory),
-                ("tiles memory", runs.tiles_memory),
-            )
-            if values
-        ]
+    def _row(self, length: int, runs: Sequence[PromptRun]) -> Row:
+        size = matrix_bytes(self.resolved.model.num_heads, length) / MIB
+        difference = max(run.difference for run in runs)
         return Row(
             f"{length} tokens",
             (
                 Figure("prompt", "", (length,), definition="tokens"),
-                Figure("matrix", "ms", tuple(runs.matrix), "less", "all scores in memory, in fp32"),
-                Figure("tiles", "ms", tuple(runs.tiles), "less", "the kernel that the engine runs"),
-                Figure("speed-up", "x", gains, "more", "matrix / tiles, round by round"),
-                Figure(
-                    "one matrix", "MiB", (matrix_size,), "less", "prompt * prompt * heads * 4 bytes"
-                ),
-                *memory,
-                Figure(
-                    "difference",
-                    "",
-                    (runs.difference,),
-                    "less",
-                    "the largest between the two results, which are rounded differently",
-                ),
+                *figures(TIMES, runs),
+                Figure("one matrix", "MiB", (size,), "less", "prompt * prompt * heads * 4 bytes"),
+                *figures(MEMORY, runs, every=False),
+                Figure("difference", "", (difference,), "less", DIFFERENCE),
             ),
         )
+
+
+def _mebibytes(size: int | None) -> float | None:
+    return None if size is None else size / MIB
 
 
 def matrix_bytes(heads: int, length: int) -> int:
@@ -204,11 +198,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
-    check_output(arguments)
+@reported
+def run(arguments: argparse.Namespace) -> Result:
     rounds = Rounds(arguments.repeats, arguments.warmup)
     resolved = resolve_config(EngineConfig(**engine_options(arguments, arguments.model)))
-    write_out(
-        AttentionBench.of(resolved, arguments.lengths).measure(rounds, run_facts()), arguments
-    )
-    return 0
+    return AttentionBench.of(resolved, arguments.lengths).measure(rounds)

@@ -14,7 +14,7 @@ from kvik.core.policy import batch_wait
 from kvik.engine.loop import Engine
 from kvik.errors import ParamError
 from kvik.launch import reschedule, resolve_config
-from kvik_bench.cli.output import add_lengths, add_number, check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_lengths, add_number, engine_parser, reported
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, refuse_varied
@@ -31,7 +31,6 @@ from kvik_bench.report.result import (
     figures,
     peak_memory,
     ratios,
-    run_facts,
 )
 from kvik_bench.report.table import show_figure
 
@@ -77,8 +76,6 @@ def measure_batching(
     load: Requests,
     rate: float | None,
     rounds: Rounds,
-    facts: Mapping[str, str],
-    ceilings: Ceilings,
 ) -> Result:
     """Measure all kinds of batching under the same load in each round.
 
@@ -86,25 +83,24 @@ def measure_batching(
         rate: mean requests per second; None: the capacity of continuous batching, which is measured
             first.
     """
-    vocab_size = engine.resolved.model.vocab_size
+    vocab_size, ceilings = engine.resolved.model.vocab_size, Ceilings.of(engine.resolved)
     source = "given"
     if rate is None:
         engine, rate = _capacity(engine, load)
         source = "what continuous batching served when all requests were there at once"
-    runs: dict[Batching, list[LoadRun]] = {batching: [] for batching in BATCHINGS}
-    with rounds:
-        for number, batching in rounds.over(BATCHINGS, lambda batching: batching.name):
-            engine = _with_policy(engine, batching)
-            jobs = load.jobs(number, vocab_size)
-            run = run_jobs(engine, _timed(jobs, rate, f"{load.seed}/{number}/arrivals"))
-            if number >= 0:
-                runs[batching].append(run)
+
+    def measure(number: int, batching: Batching) -> LoadRun:
+        nonlocal engine
+        engine = _with_policy(engine, batching)
+        jobs = load.jobs(number, vocab_size)
+        return run_jobs(engine, _timed(jobs, rate, f"{load.seed}/{number}/arrivals"))
+
+    runs = rounds.runs(BATCHINGS, measure, lambda batching: batching.name)
     remarks = [ceilings.remark(b.name.capitalize(), kind_runs) for b, kind_runs in runs.items()]
     scheduler = engine.resolved.scheduler
     return Result(
         "batching",
         {
-            **facts,
             **{k: v for k, v in engine_facts(engine.resolved).items() if k != "policy"},
             "requests": str(load.count),
             "arrivals": f"Poisson, {rate:,.3g} a second ({source})",
@@ -196,8 +192,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
-    check_output(arguments)
+@reported
+def run(arguments: argparse.Namespace) -> Result:
     rounds = Rounds(arguments.repeats, arguments.warmup)
     check_rate(arguments.rate)
     seed = str(arguments.seed)
@@ -211,8 +207,4 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = resolve_config(replace(config, max_num_seqs=config.batch_size))
     load.check(resolved)
     with loaded(resolved) as engine:
-        result = measure_batching(
-            engine, load, arguments.rate, rounds, run_facts(), Ceilings.of(resolved)
-        )
-    write_out(result, arguments)
-    return 0
+        return measure_batching(engine, load, arguments.rate, rounds)

@@ -10,7 +10,7 @@ from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.engine.loop import Engine
 from kvik.launch import resolve_config
-from kvik_bench.cli.output import add_number, add_numbers, check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_number, add_numbers, engine_parser, reported
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, check_batches, fixed
@@ -26,7 +26,6 @@ from kvik_bench.report.result import (
     figures,
     peak_memory,
     ratios,
-    run_facts,
 )
 from kvik_bench.report.table import show_figure
 
@@ -55,16 +54,13 @@ class LatencyLoad:
         return Requests(batch, lengths, seed=f"{self.seed}/{batch}")
 
 
-def measure_latency(
-    engine: Engine, load: LatencyLoad, rounds: Rounds, facts: Mapping[str, str], ceilings: Ceilings
-) -> Result:
-    vocab_size = engine.resolved.model.vocab_size
-    runs: dict[int, list[LoadRun]] = {batch: [] for batch in load.batches}
-    with rounds:
-        for number, batch in rounds.over(list(runs), lambda batch: f"batch {batch}"):
-            run = run_jobs(engine, load.requests(batch).jobs(number, vocab_size))
-            if number >= 0:
-                runs[batch].append(run)
+def measure_latency(engine: Engine, load: LatencyLoad, rounds: Rounds) -> Result:
+    vocab_size, ceilings = engine.resolved.model.vocab_size, Ceilings.of(engine.resolved)
+
+    def measure(number: int, batch: int) -> LoadRun:
+        return run_jobs(engine, load.requests(batch).jobs(number, vocab_size))
+
+    runs = rounds.runs(load.batches, measure, "batch {}".format)
     remarks = [*rounds.remarks, *ceilings.notes]
     for batch, batch_runs in runs.items():
         remarks.append(ceilings.remark(f"batch {batch}", batch_runs))
@@ -73,7 +69,6 @@ def measure_latency(
     return Result(
         "latency",
         {
-            **facts,
             **engine_facts(engine.resolved),
             "prompt tokens": str(load.prompt_tokens),
             "output tokens": str(load.output_tokens),
@@ -118,8 +113,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
-    check_output(arguments)
+@reported
+def run(arguments: argparse.Namespace) -> Result:
     rounds = Rounds(arguments.repeats, arguments.warmup)
     load = LatencyLoad(
         arguments.batch, arguments.prompt_tokens, arguments.output_tokens, arguments.seed
@@ -127,6 +122,4 @@ def run(arguments: argparse.Namespace) -> int:
     resolved = resolve_config(EngineConfig(**engine_options(arguments, arguments.model)))
     load.check(resolved)
     with loaded(resolved) as engine:
-        result = measure_latency(engine, load, rounds, run_facts(), Ceilings.of(resolved))
-    write_out(result, arguments)
-    return 0
+        return measure_latency(engine, load, rounds)

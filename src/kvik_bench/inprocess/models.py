@@ -182,15 +182,16 @@ def decode_in_turn(
 ) -> tuple[list[list[LoadRun]], tuple[str, ...]]:
     """Return the runs of each model, loaded again in each round, and reasons to doubt them."""
     requests, rounds = _requests(decoding), Rounds(decoding.repeats, 0)
-    runs: list[list[LoadRun]] = [[] for _ in models]
-    with rounds:
-        for number, i in rounds.over(range(len(runs)), lambda i: f"decoding: {labels[i]}"):
-            with loaded(models[i]) as engine:
-                vocab_size = engine.resolved.model.vocab_size
-                for warmup in range(decoding.warmup):
-                    run_jobs(engine, requests.jobs(-1 - warmup, vocab_size))
-                runs[i].append(run_jobs(engine, requests.jobs(number, vocab_size)))
-    return runs, rounds.remarks
+
+    def measure(number: int, i: int) -> LoadRun:
+        with loaded(models[i]) as engine:
+            vocab_size = engine.resolved.model.vocab_size
+            for warmup in range(decoding.warmup):
+                run_jobs(engine, requests.jobs(-1 - warmup, vocab_size))
+            return run_jobs(engine, requests.jobs(number, vocab_size))
+
+    runs = rounds.runs(range(len(models)), measure, lambda i: f"decoding: {labels[i]}")
+    return [*runs.values()], rounds.remarks
 
 
 def _requests(decoding: Decoding) -> Requests:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import TypeVar
@@ -69,6 +69,7 @@ def own_seconds() -> float:
 
 
 Subject = TypeVar("Subject")
+Run = TypeVar("Run")
 
 MAX_REPEATS = 1000
 
@@ -81,7 +82,7 @@ def check_repeats(repeats: int, warmup: int) -> None:
 
 
 class Rounds:
-    """Iterates over rounds and subjects, with a progress bar on a terminal.
+    """Measures subjects in rounds, with a progress bar on a terminal.
 
     Attributes:
         remarks: reasons to doubt the figures, after the last round.
@@ -92,7 +93,6 @@ class Rounds:
         self.repeats = repeats
         self.warmup = warmup
         self.remarks: tuple[str, ...] = ()
-        self._watch = Watch()
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -103,22 +103,28 @@ class Rounds:
             transient=True,
         )
 
-    def over(
-        self, subjects: Sequence[Subject], label: Callable[[Subject], str] = str
-    ) -> Iterator[tuple[int, Subject]]:
+    def runs(
+        self,
+        subjects: Sequence[Subject],
+        measure: Callable[[int, Subject], Run],
+        label: Callable[[Subject], str] = str,
+    ) -> dict[Subject, list[Run]]:
+        """Return the results of each subject, one for each round.
+
+        Args:
+            measure: measures a subject in a round; the numbers of warm-ups are negative.
+        """
+        results: dict[Subject, list[Run]] = {subject: [] for subject in subjects}
         task = self._bar.add_task("", total=len(subjects) * (self.repeats + self.warmup))
-        for number in range(-self.warmup, self.repeats):
-            turn = "warm-up" if number < 0 else f"round {number + 1} of {self.repeats}"
-            for subject in subjects:
-                self._bar.update(task, description=f"{turn}: {label(subject)}")
-                yield number, subject
-                self._bar.advance(task)
-
-    def __enter__(self) -> Rounds:
-        self._watch = Watch()
-        self._bar.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._bar.stop()
-        self.remarks = self._watch.remarks()
+        watch = Watch()
+        with self._bar:
+            for number in range(-self.warmup, self.repeats):
+                turn = "warm-up" if number < 0 else f"round {number + 1} of {self.repeats}"
+                for subject in subjects:
+                    self._bar.update(task, description=f"{turn}: {label(subject)}")
+                    result = measure(number, subject)
+                    if number >= 0:
+                        results[subject].append(result)
+                    self._bar.advance(task)
+        self.remarks = watch.remarks()
+        return results

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -23,7 +22,7 @@ from kvik.engine.stats import SpeculationStats
 from kvik.errors import ConfigError, ParamError
 from kvik.launch import load_tokenizer, resolve_config
 from kvik.planner.speculation import expected_tokens
-from kvik_bench.cli.output import add_number, add_numbers, check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_number, add_numbers, engine_parser, reported
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import (
     RandomPieces,
@@ -45,7 +44,6 @@ from kvik_bench.report.result import (
     figures,
     peak_memory,
     ratios,
-    run_facts,
 )
 from kvik_bench.report.table import show_figure
 
@@ -328,20 +326,18 @@ def measure_speculation(
     assert speculation is not None and plain.speculation is None
     load.check(plain)
     _check_memory(plain, guessing)
-    pairs: dict[int, list[Pair]] = {batch: [] for batch in load.batches}
-    with ExitStack() as stack:
-        without = stack.enter_context(loaded(plain))
-        ahead = stack.enter_context(loaded(guessing))
-        stack.enter_context(rounds)
-        for number, batch in rounds.over(load.batches, lambda batch: f"batch {batch}"):
+    with loaded(plain) as without, loaded(guessing) as ahead:
+
+        def measure(number: int, batch: int) -> Pair:
             jobs = load.prompts.jobs(number, batch)
             # The order alternates, so that neither always finds the CPU caches that the other left.
             if number % 2:
                 second, first = run_jobs(ahead, jobs), run_jobs(without, jobs)
             else:
                 first, second = run_jobs(without, jobs), run_jobs(ahead, jobs)
-            if number >= 0:
-                pairs[batch].append(Pair(first, second, speculation.trees))
+            return Pair(first, second, speculation.trees)
+
+        pairs = rounds.runs(load.batches, measure, "batch {}".format)
     return Result(
         "spec-report",
         {
@@ -445,8 +441,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
-    check_output(arguments)
+@reported
+def run(arguments: argparse.Namespace) -> Result:
     rounds = Rounds(arguments.repeats, arguments.warmup)
     options = engine_options(arguments, arguments.model)
     # Otherwise a run would use the cache of the run before.
@@ -469,9 +465,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.prompt_tokens,
         arguments.output_tokens,
     )
-    facts = {**run_facts(), "prompts from": source}
-    write_out(measure_speculation(plain, guessing, load, rounds, facts), arguments)
-    return 0
+    return measure_speculation(plain, guessing, load, rounds, {"prompts from": source})
 
 
 def _prompts(arguments: argparse.Namespace, resolved: ResolvedConfig) -> tuple[Prompts, str]:

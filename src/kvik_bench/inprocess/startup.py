@@ -17,12 +17,12 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.errors import KvikError
 from kvik.launch import resolve_config
 from kvik.planner.efficiency import POSSIBLE, running_device
-from kvik_bench.cli.output import add_number, check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_number, engine_parser, reported
 from kvik_bench.inprocess.ceilings import ceiling_notes
 from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.load.workload import TokenFiller
-from kvik_bench.report.result import Chart, Figure, Result, Row, engine_facts, run_facts
+from kvik_bench.report.result import Chart, Figure, Result, Row, engine_facts
 from kvik_bench.report.table import show_figure
 
 PARTS: Mapping[str, str] = {
@@ -47,7 +47,8 @@ class TimedStart:
     """One start.
 
     Attributes:
-        parts: seconds of each of `PARTS`, in their order.
+        parts: seconds of each of `PARTS`, in their order; or one number.
+        peak_bytes: 0: not read.
     """
 
     parts: tuple[float, ...]
@@ -64,7 +65,6 @@ def measure_startup(
     prompt_tokens: int,
     rounds: Rounds,
     seed: int,
-    facts: Mapping[str, str],
 ) -> Result:
     """Measure starts in fresh processes.
 
@@ -76,16 +76,11 @@ def measure_startup(
         KvikError: a process failed.
     """
     prompt = TokenFiller(resolved.model.vocab_size).fill(prompt_tokens, str(seed))
-    starts: list[TimedStart] = []
-    helps: list[float] = []
-    with rounds:
-        for number, subject in rounds.over((FIRST_TOKEN, SHORT)):
-            if subject == SHORT:
-                seconds = _help_seconds()
-                helps += [seconds] * (number >= 0)
-            else:
-                start = start_once(options, prompt)
-                starts += [start] * (number >= 0)
+
+    def measure(_: int, subject: str) -> TimedStart:
+        return _timed_help() if subject == SHORT else start_once(options, prompt)
+
+    starts, helps = rounds.runs((FIRST_TOKEN, SHORT), measure).values()
     remarks, rate = _loading(resolved, starts)
     parts = tuple(
         Figure(name, "s", tuple(start.parts[i] for start in starts), "less", definition)
@@ -96,12 +91,12 @@ def measure_startup(
     peak = tuple(start.peak_bytes / (1 << 20) for start in starts)
     rows = (
         Row(FIRST_TOKEN, (total, *parts, rate, Figure("peak memory", "MiB", peak, "less", PEAK))),
-        Row(SHORT, (Figure("seconds", "s", tuple(helps), "less", HELP),)),
+        Row(SHORT, (Figure("seconds", "s", tuple(one.seconds for one in helps), "less", HELP),)),
     )
     share = longest.median / total.median
     return Result(
         "startup",
-        {**facts, **engine_facts(resolved), "prompt tokens": str(prompt_tokens)},
+        {**engine_facts(resolved), "prompt tokens": str(prompt_tokens)},
         rows,
         (f"Most of the time, {share:.0%}, goes to: {longest.name}.", *rounds.remarks, *remarks),
         CHARTS,
@@ -128,10 +123,10 @@ def start_once(options: Mapping[str, object], prompt: list[int]) -> TimedStart:
     )
 
 
-def _help_seconds() -> float:
+def _timed_help() -> TimedStart:
     started = time.monotonic()
     subprocess.run(python_command("kvik", "--help"), check=True, stdout=subprocess.DEVNULL)
-    return time.monotonic() - started
+    return TimedStart((time.monotonic() - started,), 0)
 
 
 def _loading(resolved: ResolvedConfig, starts: list[TimedStart]) -> tuple[list[str], Figure]:
@@ -164,14 +159,10 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
-    check_output(arguments)
+@reported
+def run(arguments: argparse.Namespace) -> Result:
     rounds = Rounds(arguments.repeats, arguments.warmup)
     options = engine_options(arguments, arguments.model)
     resolved = resolve_config(EngineConfig(**options))
     Requests(1, fixed(arguments.prompt_tokens, 1)).check(resolved)
-    result = measure_startup(
-        options, resolved, arguments.prompt_tokens, rounds, arguments.seed, run_facts()
-    )
-    write_out(result, arguments)
-    return 0
+    return measure_startup(options, resolved, arguments.prompt_tokens, rounds, arguments.seed)

@@ -8,9 +8,9 @@ same tokens; this is checked.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import groupby
+from itertools import chain, groupby
 
 from kvik.cli.flags import engine_options
 from kvik.config.config import EngineConfig, ResolvedConfig
@@ -21,7 +21,7 @@ from kvik.errors import KvikError, ParamError
 from kvik.launch import reschedule, resolve_config
 from kvik.planner.serving import Traffic
 from kvik.spec.kv import block_bytes
-from kvik_bench.cli.output import add_number, check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_number, engine_parser, reported
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed, refuse_varied
@@ -39,7 +39,6 @@ from kvik_bench.report.result import (
     peak_bytes,
     ratios,
     restart_peak,
-    run_facts,
 )
 
 PLAIN = "none"  # weights as they are stored
@@ -197,13 +196,12 @@ class Ladder:
                     self._left_out.append(f"Left out: {rung.name} ({error}).")
         self.rungs = [rung for rung in self.rungs if rung.loading in self._loadings]
 
-    def measure(self, rounds: Rounds, facts: Mapping[str, str]) -> Result:
+    def measure(self, rounds: Rounds) -> Result:
         runs: Found = {rung.name: [] for rung in self.rungs}
-        groups = [list(group) for _, group in groupby(self.rungs, lambda rung: rung.loading)]
-        with rounds:
-            for number, group in rounds.over(groups, _names):
-                for rung, run in self._round(number, group):
-                    runs[rung.name].append(run)
+        groups = [tuple(group) for _, group in groupby(self.rungs, lambda rung: rung.loading)]
+        for of_group in rounds.runs(groups, self._round, _names).values():
+            for rung, run in chain.from_iterable(of_group):
+                runs[rung.name].append(run)
         ceilings = {loading: Ceilings.of(resolved) for loading, resolved in self._loadings.items()}
         equal = {rung.name: self._equal(rung, runs) for rung in self.rungs}
         rows = [self._row(rung, runs, equal[rung.name], ceilings) for rung in self.rungs]
@@ -213,7 +211,6 @@ class Ladder:
         return Result(
             "techniques",
             {
-                **facts,
                 **{k: v for k, v in engine_facts(plain).items() if k not in varied},
                 "requests": f"{self.load.requests.count}, each {self._traffic.prompt} tokens "
                 f"of prompt ({self._traffic.shared} of them shared, and served once before) and "
@@ -238,13 +235,14 @@ class Ladder:
     def _traffic(self) -> Traffic:
         return self.load.requests.traffic()
 
-    def _round(self, number: int, group: Sequence[Rung]) -> Iterator[tuple[Rung, LoadRun]]:
+    def _round(self, number: int, group: Sequence[Rung]) -> list[tuple[Rung, LoadRun]]:
         """Run the rungs that share an engine. Each new engine is warmed up with other prompts."""
         resolved = self._loadings[group[0].loading]
         vocab_size = resolved.model.vocab_size
         requests = self.load.requests
         jobs = requests.jobs(number, vocab_size)
         warmup_jobs = replace(requests, seed=f"{requests.seed}/warm-up").jobs(number, vocab_size)
+        runs = []
         with loaded(resolved) as fresh:
             engine = fresh
             for rung in group:
@@ -257,7 +255,8 @@ class Ladder:
                         run_jobs(engine, [BenchRequest(prefix, 1)])
                 has_peak = restart_peak()
                 run = rung.serve(engine, self.load.of(rung, jobs))
-                yield rung, replace(run, peak_bytes=peak_bytes() if has_peak else None)
+                runs.append((rung, replace(run, peak_bytes=peak_bytes() if has_peak else None)))
+        return runs
 
     def _equal(self, rung: Rung, runs: Found) -> tuple[float, ...]:
         """Return the percent of the tokens equal to those of the first rungs, for each round."""
@@ -373,8 +372,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
-    check_output(arguments)
+@reported
+def run(arguments: argparse.Namespace) -> Result:
     check_repeats(arguments.repeats, arguments.warmup)
     options = engine_options(arguments, arguments.model)
     refuse_varied(options, "quantization", "enable_prefix_caching", "policy", *SPECULATION_OPTIONS)
@@ -392,5 +391,4 @@ def run(arguments: argparse.Namespace) -> int:
         ),
         arguments.warmup,
     )
-    write_out(ladder.measure(Rounds(arguments.repeats, 0), run_facts()), arguments)
-    return 0
+    return ladder.measure(Rounds(arguments.repeats, 0))

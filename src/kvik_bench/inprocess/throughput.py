@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 
 from kvik.cli.flags import engine_options
@@ -11,7 +10,7 @@ from kvik.config.config import EngineConfig
 from kvik.engine.loop import Engine
 from kvik.errors import ConfigError
 from kvik.launch import resolve_config
-from kvik_bench.cli.output import add_lengths, add_number, check_output, engine_parser, write_out
+from kvik_bench.cli.output import add_lengths, add_number, engine_parser, reported
 from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests
@@ -35,7 +34,6 @@ from kvik_bench.report.result import (
     engine_facts,
     figures,
     peak_memory,
-    run_facts,
 )
 
 MEASURES: tuple[EngineMeasure, ...] = (
@@ -48,17 +46,14 @@ CHARTS = (
 )
 
 
-def measure_throughput(
-    engine: Engine, load: Requests, rounds: Rounds, facts: Mapping[str, str], ceilings: Ceilings
-) -> Result:
-    vocab_size = engine.resolved.model.vocab_size
+def measure_throughput(engine: Engine, load: Requests, rounds: Rounds) -> Result:
+    vocab_size, ceilings = engine.resolved.model.vocab_size, Ceilings.of(engine.resolved)
     label = "offline"
-    runs: list[LoadRun] = []
-    with rounds:
-        for number, _ in rounds.over((label,)):
-            run = run_jobs(engine, load.jobs(number, vocab_size))
-            if number >= 0:
-                runs.append(run)
+
+    def measure(number: int, _: str) -> LoadRun:
+        return run_jobs(engine, load.jobs(number, vocab_size))
+
+    runs = rounds.runs((label,), measure)[label]
     concurrency = min(load.count, engine.resolved.scheduler.max_num_seqs)
     records = [record for run in runs for record in run.records]
     row = Row(
@@ -76,7 +71,7 @@ def measure_throughput(
     )
     return Result(
         "throughput",
-        {**facts, **engine_facts(engine.resolved), "requests": str(load.count)},
+        {**engine_facts(engine.resolved), "requests": str(load.count)},
         (row,),
         (*rounds.remarks, *ceilings.notes, ceilings.remark("The load", runs)),
         CHARTS,
@@ -114,16 +109,14 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
-    check_output(arguments)
+@reported
+def run(arguments: argparse.Namespace) -> Result:
     rounds = Rounds(arguments.repeats, arguments.warmup)
     load = _load(arguments)
     resolved = resolve_config(EngineConfig(**engine_options(arguments, arguments.model)))
     load.check(resolved)
     with loaded(resolved) as engine:
-        result = measure_throughput(engine, load, rounds, run_facts(), Ceilings.of(resolved))
-    write_out(result, arguments)
-    return 0
+        return measure_throughput(engine, load, rounds)
 
 
 def _load(arguments: argparse.Namespace) -> Requests:

@@ -19,7 +19,7 @@ def resolve(**options: str) -> ResolvedConfig:
 
 
 def test_tiles_avoid_the_matrix(quiet: None) -> None:
-    result = AttentionBench.of(resolve(), (48, 1024)).measure(Rounds(2, 0), {})
+    result = AttentionBench.of(resolve(), (48, 1024)).measure(Rounds(2, 0))
     assert [row.label for row in result.rows] == ["48 tokens", "1024 tokens"]
     for row, length in zip(result.rows, (48, 1024), strict=True):
         found = {figure.name: figure for figure in row.figures}
@@ -36,6 +36,6 @@ def test_tiles_avoid_the_matrix(quiet: None) -> None:
 
 
 def test_the_backend_of_the_engine_is_timed() -> None:
-    result = AttentionBench.of(resolve(attention_backend="sdpa"), (16,)).measure(Rounds(1, 0), {})
+    result = AttentionBench.of(resolve(attention_backend="sdpa"), (16,)).measure(Rounds(1, 0))
     assert "sdpa" in result.facts["tiles"]
     assert result.rows[0].label == "16 tokens"

@@ -10,7 +10,6 @@ import pytest
 from kvik.config.config import EngineConfig
 from kvik.launch import resolve_config
 from kvik_bench.inprocess.batching import BATCHINGS, measure_batching
-from kvik_bench.inprocess.ceilings import Ceilings
 from kvik_bench.inprocess.inproc import loaded
 from kvik_bench.inprocess.jobs import Requests
 from kvik_bench.inprocess.rounds import Rounds
@@ -32,7 +31,7 @@ def measured(count: int, rate: float | None) -> Result:
     resolved = resolve_config(config)
     load = Requests(count, Uneven())
     with loaded(resolved) as engine:
-        return measure_batching(engine, load, rate, Rounds(1, 0), {}, Ceilings.of(resolved))
+        return measure_batching(engine, load, rate, Rounds(1, 0))
 
 
 def test_a_flood(uncalibrated: Path) -> None:

@@ -9,8 +9,13 @@ from kvik_bench.inprocess.rounds import Rounds, Watch, undisturbed
 
 
 def test_subjects_alternate_in_each_round() -> None:
-    with Rounds(2, 1) as rounds:
-        order = list(rounds.over(["a", "b"]))
+    order: list[tuple[int, str]] = []
+
+    def measure(number: int, subject: str) -> int:
+        order.append((number, subject))
+        return number
+
+    assert Rounds(2, 1).runs(["a", "b"], measure) == {"a": [0, 1], "b": [0, 1]}
     assert order == [(-1, "a"), (-1, "b"), (0, "a"), (0, "b"), (1, "a"), (1, "b")]
 
 
@@ -19,8 +24,8 @@ def test_load_of_other_processes_is_reported(
     share: float, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Watch, "others", lambda watch: share)
-    with Rounds(1, 0) as one:
-        list(one.over(["a"]))
+    one = Rounds(1, 0)
+    one.runs(["a"], lambda number, subject: None)
     assert words in " ".join(one.remarks) and bool(words) == bool(one.remarks)
 
 

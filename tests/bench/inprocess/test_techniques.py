@@ -48,7 +48,7 @@ def test_without_a_cache_everything_is_computed_again(engine: Engine) -> None:
 
 
 def test_the_ladder(quiet: None, uncalibrated: Path) -> None:
-    result = Ladder(LOAD, resolve, 0).measure(Rounds(2, 0), {})
+    result = Ladder(LOAD, resolve, 0).measure(Rounds(2, 0))
     assert [row.label for row in result.rows] == [rung.name for rung in RUNGS]
     rows = {row.label: {f.name: f for f in row.figures} for row in result.rows}
     for name in ("no KV cache", "KV cache", "continuous batching", "prefix cache", "speculation"):
@@ -76,7 +76,7 @@ def test_a_technique_that_changes_tokens_is_named(uncalibrated: Path) -> None:
         name="wrong",
         serve=lambda engine, jobs: run_jobs(engine, [replace(j, prompt=[7]) for j in jobs]),
     )
-    result = Ladder(LOAD, resolve, 0, (RUNGS[1], wrong)).measure(Rounds(1, 0), {})
+    result = Ladder(LOAD, resolve, 0, (RUNGS[1], wrong)).measure(Rounds(1, 0))
     assert "Not the same tokens as the rungs before: wrong." in result.remarks
 
 
@@ -87,6 +87,6 @@ def test_a_format_that_cannot_be_used_is_left_out(uncalibrated: Path) -> None:
         return resolve(loading)
 
     ladder = Ladder(LOAD, only_plain, 0, (RUNGS[2], RUNGS[5]))
-    result = ladder.measure(Rounds(1, 0), {})
+    result = ladder.measure(Rounds(1, 0))
     assert [row.label for row in result.rows] == [RUNGS[2].name]
     assert "Left out: int8 (quantization: no such kernels)." in result.remarks
