@@ -13,6 +13,7 @@ import statistics
 import time
 
 from kvik import LLM, AsyncLLM, SamplingParams
+from kvik_bench.scripts import spread
 
 
 async def seconds(engine: AsyncLLM, prompts: list[str], params: SamplingParams) -> float:
@@ -52,10 +53,9 @@ async def main() -> None:
     tokens = arguments.streams * arguments.tokens
     for name, times in taken.items():
         rounds = zip(taken["LLM"][1:], times[1:], strict=True)  # the first one warms up
-        ratios = sorted(base / own for base, own in rounds)
+        ratios = [base / own for base, own in rounds]
         rate = tokens / statistics.median(times[1:])
-        spread = f"{statistics.median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
-        print(f"{name:8} {rate:8.0f} tokens/s   {spread}")
+        print(f"{name:8} {rate:8.0f} tokens/s   {spread(ratios)}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -35,6 +34,7 @@ from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.model_source import BUNDLED
 from kvik.core.plan import NewRequest, SchedulerOutput
 from kvik.worker.worker import Worker
+from kvik_bench.scripts import kibibytes
 
 SEED = SamplingParams(temperature=0.8, seed=1, ignore_eos=True)
 STARTED = 8192  # tokens after which lazily filled caches (token texts, for example) are full
@@ -212,11 +212,6 @@ def decode_behind(
     return seconds[WARM:]
 
 
-def resident() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def memory(options: Namespace) -> None:
     (name, more), *_ = ways(options).items()
     with LLM(options.model, **common(options), **more, max_model_len=1_000_000) as llm:
@@ -224,10 +219,11 @@ def memory(options: Namespace) -> None:
         for delta in llm.stream([1, 2, 3], SEED.with_changes(max_tokens=options.tokens + 1)):
             count += len(delta.token_ids)
             if count in marks or count == options.tokens:
-                first = first or resident()
+                resident = kibibytes("self", "VmRSS")
+                first = first or resident
                 print(
-                    f"{name} | {count} tokens | {resident() / 2**20:.1f} MiB | "
-                    f"{resident() / first - 1:+.2%}",
+                    f"{name} | {count} tokens | {resident / 2**10:.1f} MiB | "
+                    f"{resident / first - 1:+.2%}",
                     flush=True,
                 )
 

@@ -23,7 +23,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from kvik import LLM, SamplingParams
+from kvik import LLM
+from kvik_bench.scripts import greedy, spread
 
 # Shapes of about 100 million parameters, of architectures that kvik lacks.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -64,11 +65,11 @@ def save(folder: Path, family: str) -> None:
 
 
 def compare(llm: LLM, model: Any, batch: int, options: Namespace) -> None:
-    params = SamplingParams(temperature=0.0, max_tokens=options.output, ignore_eos=True)
     limits = {"min_new_tokens": options.output, "max_new_tokens": options.output}
 
     def kvik(prompts: list[list[int]]) -> list[list[int]]:
-        return [list(one.outputs[0].token_ids) for one in llm.generate(prompts, params)]
+        found = llm.generate(prompts, greedy(options.output))
+        return [list(one.outputs[0].token_ids) for one in found]
 
     def together(prompts: list[list[int]]) -> list[list[int]]:
         ids = torch.tensor(prompts)
@@ -101,10 +102,7 @@ def compare(llm: LLM, model: Any, batch: int, options: Namespace) -> None:
             print(f"{batch - alike} of {batch} answers differ, where two tokens are equally likely")
     medians = {way: statistics.median(found) for way, found in rates.items()}
     best = max(rate for way, rate in medians.items() if way != "kvik")
-    row = " | ".join(
-        f"{way} {rate:.1f} ({min(rates[way]):.1f} to {max(rates[way]):.1f})"
-        for way, rate in medians.items()
-    )
+    row = " | ".join(f"{way} {spread(found, '.1f')}" for way, found in rates.items())
     print(f"{options.family}, batch {batch} | {row} tokens/s | {medians['kvik'] / best:.2f}")
 
 

@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
-import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
+
+from kvik_bench.scripts import children, kibibytes, serving
 
 QUIET_SECONDS = 10.0
 SETTLE_SECONDS = 3.0
@@ -93,11 +91,7 @@ class Stream(threading.Thread):
 
 def memory(pid: int) -> float:
     """Return the resident MiB of a process and all its descendants."""
-    status = Path(f"/proc/{pid}/status").read_text()
-    own = next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    below = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    return own / 1024 + sum(memory(child) for child in below)
+    return kibibytes(pid, "VmRSS") / 1024 + sum(map(memory, children(pid)))
 
 
 def shown(gaps: list[float]) -> str:
@@ -113,27 +107,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=400, help="tokens of each streamed answer")
     parser.add_argument("words", nargs="*", help="arguments of kvik serve, after --")
     options = parser.parse_args()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "kvik", "serve", "--port", str(port), *options.words]
-    with subprocess.Popen([*command, "--log-level", "warning"]) as server:
-        try:
-            wait_ready(server, port)
-            measure(server.pid, port, options.rounds, options.tokens)
-        finally:
-            server.terminate()
-
-
-def wait_ready(server: subprocess.Popen[bytes], port: int) -> None:
-    while server.poll() is None:
-        try:
-            if post(port, {"prompt": "a", "max_tokens": 4})[0] == 200:
-                return
-        except OSError:
-            pass
-        time.sleep(0.5)
-    raise SystemExit("the server did not start")
+    words = ["--port", "0", *options.words, "--log-level", "warning"]
+    with serving("-m", "kvik", "serve", *words) as (pid, port):
+        measure(pid, port, options.rounds, options.tokens)
 
 
 def measure(pid: int, port: int, rounds: int, tokens: int) -> None:

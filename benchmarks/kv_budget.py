@@ -41,33 +41,19 @@ from kvik.config.kv_budget import (
 )
 from kvik.config.model_source import BUNDLED
 from kvik.core.plan import BudgetCut, NewRequest, SchedulerOutput
-from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.evaluate.entropy import entropy_of
 from kvik.launch import load_tokenizer, load_worker, resolve_config
 from kvik.model_files import model_files
+from kvik.planner.families import public_configs
 from kvik.worker.worker import Worker
+from kvik_bench.scripts import greedy, spread
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from helpers.recall import MODEL, Question, questions, recall_behind, rows_behind
 
-ONE_BILLION = {
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 128_256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 64,
-    "max_position_embeddings": 131_072,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500_000.0,
-    "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16",
-}
-GREEDY = SamplingParams(temperature=0.0, ignore_eos=True)
+ONE_BILLION = public_configs()["llama-3.2-1b"]
 WARM, STEPS = 3, 16  # steps that warm up, and steps that are measured
 
 
@@ -197,8 +183,7 @@ def speed(options: Namespace) -> None:
         ratios = [b / a for a, b in zip(rates["all keys"], rates["budgets"], strict=True)]
         print(
             f"budgets of {min(budgets)} to {max(budgets)} tokens | {context} tokens, batch "
-            f"{options.batch} | ratio {statistics.median(ratios):.2f} "
-            f"({min(ratios):.2f} to {max(ratios):.2f})"
+            f"{options.batch} | ratio {spread(ratios)}"
         )
 
 
@@ -239,7 +224,7 @@ def decode(model: str, file: str | None, options: Namespace) -> list[float]:
             new = [
                 NewRequest(
                     *(slot, [*prompt, 7], context, context, tables[slot]),
-                    *(GREEDY, frozenset(), 0),
+                    *(greedy(STEPS), frozenset(), 0),
                 )
                 for slot in range(batch if step == 0 else 0)
             ]

@@ -39,7 +39,7 @@ from typing import Any
 
 import numpy as np
 
-from kvik import LLM, SamplingParams
+from kvik import LLM
 from kvik.config.config import EngineConfig
 from kvik.core.block_pool import extend_hashes
 from kvik.core.config import CacheConfig
@@ -50,8 +50,9 @@ from kvik.launch import load_loop, resolve_config
 from kvik.worker.page_mover import JOB_PAGES, THREADS
 from kvik.worker.peer_tier import PeerPages
 from kvik.worker.worker import cache_fingerprint
+from kvik_bench.scripts import greedy, random_prompts, seconds_of, spread
 
-ONE = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+ONE = greedy(1)
 BLOCK = 16
 PAGE = 1 << 21  # bytes, more than any page here
 
@@ -89,8 +90,7 @@ def engine(options: Namespace, blocks: int, context: int, **more: Any) -> LLM:
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(10, 1000) for _ in range(tokens)]
+    return random_prompts(1, tokens, seed)[0]
 
 
 def seconds_to_first(llm: LLM, tokens: Sequence[int], cached: int | None = None) -> float:
@@ -102,10 +102,7 @@ def seconds_to_first(llm: LLM, tokens: Sequence[int], cached: int | None = None)
 
 
 def tell(name: str, ratios: Sequence[float], **more: object) -> None:
-    ordered = sorted(ratios)
-    median = ordered[len(ordered) // 2]
-    spread = f"{median:.3g} ({ordered[0]:.3g} to {ordered[-1]:.3g})"
-    print(f"{name}: {spread}", json.dumps(more), flush=True)
+    print(f"{name}: {spread(ratios, '.3g')}", json.dumps(more), flush=True)
 
 
 def first(options: Namespace) -> None:
@@ -159,7 +156,6 @@ def unique(options: Namespace) -> None:
         "disk": f"disk:{options.folder}:4GiB",
         "memory and disk": f"memory:1GiB,disk:{options.folder}:4GiB",
     }
-    params = SamplingParams(temperature=0.0, max_tokens=32, ignore_eos=True)
     for name, how in tiers.items():
         if options.only not in (None, name):
             continue
@@ -173,9 +169,7 @@ def unique(options: Namespace) -> None:
                 seconds = [0.0, 0.0]
                 for side in (0, 1) if i % 2 else (1, 0):
                     asked = [prompt(512, (seed := seed + 1)) for _ in range(4)]
-                    began = time.monotonic()
-                    sides[side].generate(asked, params)
-                    seconds[side] = time.monotonic() - began
+                    seconds[side] = seconds_of(sides[side], asked, 32)
                 if i:  # the first round warms up
                     ratios.append(seconds[0] / seconds[1])
         tell(f"unique prompts with {name}, throughput over none", ratios)
@@ -209,7 +203,6 @@ def load(options: Namespace) -> None:
     half, rng = options.prompt // 2, random.Random(0)
     drawn = [rng.randrange(half, 3 * half) for _ in range(options.requests)]  # for both sides
     blocks = sum(-(-(tokens + options.output) // BLOCK) for tokens in drawn) // 2
-    params = SamplingParams(temperature=0.0, max_tokens=options.output, ignore_eos=True)
     with ExitStack() as stack:
         sides = [
             stack.enter_context(
@@ -227,9 +220,7 @@ def load(options: Namespace) -> None:
             for side in (0, 1) if i % 2 else (1, 0):
                 seed += 1
                 asked = [prompt(each, 100 * seed + j) for j, each in enumerate(drawn)]
-                began = time.monotonic()
-                sides[side].generate(asked, params)
-                pair[side] = time.monotonic() - began
+                pair[side] = seconds_of(sides[side], asked, options.output)
             seconds.append(pair)
             ratios.append(pair[0] / pair[1])
             before, again = again, sides[0].stats().work.recomputed_tokens

@@ -17,15 +17,14 @@ other processes disturbed.
 from __future__ import annotations
 
 import json
-import random
-import subprocess
-import sys
 import tempfile
-import time
-from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from statistics import median
+
+from kvik_bench.scripts import fresh_processes, random_prompts, seconds_of
 
 PROMPT, PREFILL, MAX_LENGTH = 128, 512, 1024
 SAMPLES, SECONDS = 2, 0.3  # samples of each figure, and about how long one takes
@@ -42,12 +41,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", type=Path)
     parser.add_argument("--calibration", type=Path, help="a saved one, in place of a new one")
-    parser.add_argument("--one", type=Path, help=SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        samples = measure(args.models[0], args.quantization[0], args.batch, args.one)
-        print(json.dumps(samples))
-        return
     found: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         calibration = args.calibration or Path(folder) / "calibration.json"
@@ -58,12 +52,11 @@ def main() -> None:
         for _ in range(args.rounds):
             for model in args.models:
                 for quantization in args.quantization:
-                    command = [sys.executable, __file__, model, "--one", str(calibration)]
-                    command += ["--quantization", quantization, "--batch", *map(str, args.batch)]
-                    done = subprocess.run(command, check=True, capture_output=True, text=True)
+                    asked = model, quantization, args.batch, calibration
+                    (answer,) = fresh_processes(measure, asked)
                     new = {
                         f"{Path(model).name} {quantization} {name}": samples
-                        for name, samples in json.loads(done.stdout.splitlines()[-1]).items()
+                        for name, samples in answer.items()
                     }
                     for key, samples in new.items():
                         found.setdefault(key, []).extend(samples)
@@ -95,7 +88,7 @@ def measure(
     model: str, quantization: str, batches: list[int], calibration: Path
 ) -> dict[str, list[dict[str, float]]]:
     """In a separate process: return samples of each workload, with their predictions."""
-    from kvik import LLM, SamplingParams
+    from kvik import LLM
     from kvik.config.hardware import detect
     from kvik.planner.calibration import ReadRate, load
     from kvik.planner.devices import Device, Setting, cpu_device
@@ -122,16 +115,10 @@ def measure(
     )
     limits = make_stage(detect(), threads, FULL).limits
     form = weight_format(llm.resolved.runner.dtype, quantization)
-    rng = random.Random(0)
-
-    def prompt(length: int) -> list[int]:
-        return [rng.randrange(10, 1000) for _ in range(length)]
+    serial = count()
 
     def seconds(prompts: list[list[int]], output: int) -> float:
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        begun = time.perf_counter()
-        llm.generate(prompts, params, progress=False)
-        return time.perf_counter() - begun
+        return seconds_of(llm, prompts, output)
 
     def sample(tokens, workload, step) -> dict[str, float]:
         """Args: workload() -> seconds of one step."""
@@ -160,7 +147,7 @@ def measure(
 
     found: dict[str, list[dict[str, float]]] = {}
     for batch in batches:
-        prompts = [prompt(PROMPT) for _ in range(batch)]
+        prompts = random_prompts(batch, PROMPT, next(serial))
         seconds(prompts, 1)  # from here on the prompts are in the prefix cache
         one = (seconds(prompts, 9) - seconds(prompts, 1)) / 8
         steps = max(8, min(STEPS, int(SECONDS / one)))
@@ -172,7 +159,7 @@ def measure(
         found[f"batch {batch}"] = [sample(batch, decoding, step) for _ in range(SAMPLES)]
 
     def reading() -> float:
-        return seconds([prompt(PREFILL)], 1)
+        return seconds(random_prompts(1, PREFILL, next(serial)), 1)
 
     reading()
     found[f"prompt {PREFILL}"] = [

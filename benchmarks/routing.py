@@ -12,10 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import time
 import tracemalloc
 from http.client import HTTPConnection
@@ -23,9 +20,10 @@ from random import Random
 
 from kvik.core.block_pool import ContentChanges, extend_hashes
 from kvik.core.routing import ReplicaReport, ReplicaRouter
+from kvik_bench.scripts import serving
 
 SERVER = """
-import asyncio, sys, uvloop
+import asyncio, uvloop
 from kvik.server.run import Listener, bind
 
 async def app(scope, receive, send):
@@ -37,7 +35,9 @@ async def app(scope, receive, send):
     await send({"type": "http.response.body", "body": body})
 
 async def main():
-    await Listener(app, bind("127.0.0.1", int(sys.argv[1]))).start()
+    listening = bind("127.0.0.1", 0)
+    await Listener(app, listening).start()
+    print(f"http://127.0.0.1:{listening.getsockname()[1]}\\nready", flush=True)
     await asyncio.Event().wait()
 
 uvloop.run(main())
@@ -102,22 +102,11 @@ def held(blocks: int = 100_000) -> int:
     return taken // blocks
 
 
-def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
-        return port
-
-
 def way(requests: int) -> tuple[float, float]:
     """Return the median seconds of a request: direct, and through the proxy."""
-    direct, front = free_port(), free_port()
-    command = [sys.executable, "-c", SERVER, str(direct)]
-    with subprocess.Popen(command) as server:
-        wait(direct)
-        route = [sys.executable, "-m", "kvik", "route", f"http://127.0.0.1:{direct}"]
-        with subprocess.Popen([*route, "--port", str(front)], stdout=subprocess.DEVNULL) as proxy:
-            wait(front)
+    with serving("-c", SERVER) as (_, direct):
+        route = ("-m", "kvik", "route", f"http://127.0.0.1:{direct}", "--port", "0")
+        with serving(*route, last="servers\n") as (_, front):
             body = json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}).encode()
             both = [HTTPConnection("127.0.0.1", port) for port in (direct, front)]
             found: list[list[float]] = [[], []]
@@ -127,19 +116,7 @@ def way(requests: int) -> tuple[float, float]:
                 connection.request("POST", "/v1/chat/completions", body)
                 connection.getresponse().read()
                 found[i % 2].append(time.perf_counter() - began)
-            proxy.terminate()
-        server.terminate()
     return statistics.median(found[0]), statistics.median(found[1])
-
-
-def wait(port: int) -> None:
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        with socket.socket() as one:
-            if one.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise SystemExit(f"nothing listens on port {port}")
 
 
 def main() -> None:

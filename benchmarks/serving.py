@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import selectors
 import socket
@@ -29,6 +28,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from kvik_bench.scripts import cpu_seconds, serving
 
 PROMPT = "Once upon a time there was a little fox who lived by the river with her mother."
 END = b"0\r\n\r\n"  # of a chunked body
@@ -121,7 +122,10 @@ class InProcess:
     """`LLM` in a process that runs one command for each line it is sent."""
 
     def __init__(self, options: Sequence[str]) -> None:
-        self._process = _start([__file__, "--role", "inprocess", *options])
+        command = [sys.executable, __file__, "--role", "inprocess", *options]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
 
     def ask(self, what: str, texts: Sequence[str], tokens: int) -> float:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -133,37 +137,6 @@ class InProcess:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait()
-
-
-class Server:
-    """A server process; it reports its port, and when it is ready."""
-
-    def __init__(self, command: Sequence[str]) -> None:
-        self._process = _start(command)
-        assert self._process.stdout is not None
-        self.port = 0
-        for line in self._process.stdout:
-            found = re.search(r"http://127\.0\.0\.1:(\d+)", line)
-            if found:
-                self.port = int(found[1])
-            if line == "ready\n":
-                return
-        raise SystemExit("the server did not start")
-
-    def cpu_seconds(self) -> float:
-        """Return the CPU seconds of the HTTP process alone, since it started."""
-        fields = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-    def close(self) -> None:
-        self._process.terminate()
-        self._process.wait()
-
-
-def _start(arguments: Sequence[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
 
 
 def serve_in_process(model: str) -> None:
@@ -227,7 +200,7 @@ def _show_error(text: str) -> None:
 # What is measured
 
 
-def throughput(args: argparse.Namespace, inside: InProcess, server: Server) -> None:
+def throughput(args: argparse.Namespace, inside: InProcess, port: int) -> None:
     ratios: list[float] = []
     served: list[float] = []
     direct: list[float] = []
@@ -236,7 +209,7 @@ def throughput(args: argparse.Namespace, inside: InProcess, server: Server) -> N
         texts = prompts(args.streams, round_)
         total = args.streams * args.tokens
         rate = total / inside.ask("generate", texts, args.tokens)
-        streamed = stream(server.port, [body(text, args.tokens) for text in texts])
+        streamed = stream(port, [body(text, args.tokens) for text in texts])
         assert streamed.tokens == total
         if round_ >= 0:  # earlier rounds warm up
             direct.append(rate)
@@ -249,30 +222,30 @@ def throughput(args: argparse.Namespace, inside: InProcess, server: Server) -> N
     show("ratio (at least 0.85 is wanted)", ratios, "{:.3f}")
 
 
-def ttft(args: argparse.Namespace, inside: InProcess, server: Server) -> None:
+def ttft(args: argparse.Namespace, inside: InProcess, port: int) -> None:
     direct: list[float] = []
     served: list[float] = []
     for i in range(args.requests):
         (text,) = prompts(1, i)
         direct.append(inside.ask("stream", [text], 8) * 1e3)
-        served.append(stream(server.port, [body(text, 8)]).first * 1e3)
+        served.append(stream(port, [body(text, 8)]).first * 1e3)
     show("LLM.stream, ms", direct[5:], "{:.2f}")
     show("kvik serve, ms", served[5:], "{:.2f}")
     added = statistics.median(served[5:]) - statistics.median(direct[5:])
     print(f"  {'added (at most 15 ms are wanted)':36}{added:.2f}")
 
 
-def cost(args: argparse.Namespace, server: Server) -> None:
+def cost(args: argparse.Namespace, pid: int, port: int) -> None:
     tokens = 192
     shares: list[float] = []
     rates: list[float] = []
     events: list[float] = []
     until = time.perf_counter() + args.seconds
-    stream(server.port, [body(text, 16) for text in prompts(args.streams, 0)])
+    stream(port, [body(text, 16) for text in prompts(args.streams, 0)])
     while time.perf_counter() < until or not shares:
-        before = server.cpu_seconds()
-        streamed = stream(server.port, [body(text, tokens) for text in prompts(args.streams, 1)])
-        used = server.cpu_seconds() - before
+        before = cpu_seconds(pid)  # of the HTTP process alone
+        streamed = stream(port, [body(text, tokens) for text in prompts(args.streams, 1)])
+        used = cpu_seconds(pid) - before
         rates.append(streamed.tokens / streamed.seconds)
         events.append(streamed.events / streamed.tokens)
         shares.append(used / streamed.tokens * 2000)
@@ -354,19 +327,17 @@ def measure(args: argparse.Namespace, model: Sequence[str]) -> None:
     if args.only != "cost":
         flags = ["--max-num-seqs", "32", "--no-enable-prefix-caching", "--log-level", "error"]
         inside = InProcess(model)
-        server = Server(["-m", "kvik", "serve", *model[1:], "--port", "0", *flags])
         parts: dict[str, Callable[..., None]] = {"throughput": throughput, "ttft": ttft}
-        for name, part in parts.items():
-            if args.only in (None, name):
-                print(name)
-                part(args, inside, server)
+        with serving("-m", "kvik", "serve", *model[1:], "--port", "0", *flags) as (_, port):
+            for name, part in parts.items():
+                if args.only in (None, name):
+                    print(name)
+                    part(args, inside, port)
         inside.close()
-        server.close()
     if args.only in (None, "cost"):
         print("cost")
-        paced = Server([__file__, "--role", "paced", *model])
-        cost(args, paced)
-        paced.close()
+        with serving(__file__, "--role", "paced", *model) as (pid, port):
+            cost(args, pid, port)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
-from collections.abc import Sequence
 
-from kvik import LLM, SamplingParams
-
-FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+from kvik import LLM
+from kvik_bench.scripts import seconds_of, spread
 
 
 def main() -> None:
@@ -35,27 +32,21 @@ def main() -> None:
         def tokens(count: int) -> list[int]:
             return [draw.randrange(vocab_size) for _ in range(count)]
 
-        def seconds(prompts: Sequence[list[int]]) -> float:
-            start = time.perf_counter()
-            llm.generate(prompts, FIRST_TOKEN, progress=False)
-            return time.perf_counter() - start
-
         def with_rests(prefix: list[int]) -> list[list[int]]:
             return [prefix + tokens(arguments.rest) for _ in range(arguments.requests)]
 
         ratios = []
         for _ in range(arguments.rounds + 1):
-            together = seconds(with_rests(tokens(arguments.prefix)))
+            together = seconds_of(llm, with_rests(tokens(arguments.prefix)), 1)
             prefix = tokens(arguments.prefix)
-            alone = seconds([prefix])
-            rests = seconds(with_rests(prefix))
+            alone = seconds_of(llm, [prefix], 1)
+            rests = seconds_of(llm, with_rests(prefix), 1)
             ratios.append(together / (alone + rests))
             print(
                 f"together {together:.3f} s; prefix {alone:.3f} s, rests {rests:.3f} s; "
                 f"ratio {ratios[-1]:.2f}"
             )
-    ratios = sorted(ratios[1:])  # without the first, a warm-up
-    print(f"ratio {ratios[len(ratios) // 2]:.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})")
+    print(f"ratio {spread(ratios[1:])}")  # without the first, a warm-up
 
 
 if __name__ == "__main__":

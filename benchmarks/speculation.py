@@ -37,6 +37,7 @@ from kvik_bench.inprocess.inproc import loaded, run_jobs
 from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.measures import DECODE
 from kvik_bench.inprocess.speculation import Pair
+from kvik_bench.scripts import spread
 
 sys.path.append(str(Path(__file__).parent / "cpu" / "peers"))
 import shapes
@@ -105,10 +106,6 @@ def write_draft(folder: Path, model: Path, hidden: int, layers: int) -> None:
     tokenizer = model / "tokenizer.json"
     if tokenizer.is_file():
         (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())
-
-
-def spread(values: Sequence[float], form: str = ".2f") -> str:
-    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
 
 
 def report(name: str, batch: int, pairs: Sequence[Pair], formula: float) -> None:

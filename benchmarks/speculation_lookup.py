@@ -35,6 +35,7 @@ from kvik_bench.inprocess.inproc import BenchRequest, loaded, run_jobs
 from kvik_bench.inprocess.measures import DECODE
 from kvik_bench.inprocess.speculation import Pair
 from kvik_bench.load.metrics import OUTPUT, RunMeasure
+from kvik_bench.scripts import spread
 
 PIECE = 1400  # characters of a story
 ROOM = 1024  # tokens of a prompt and its answer
@@ -152,8 +153,7 @@ def main() -> None:
     for (kind, batch, method), found in pairs.items():
         decode, whole = gains(DECODE, found), gains(OUTPUT, found)
         print(
-            f"{kind:8} batch {batch}, {method:7} {median(decode):.2f} "
-            f"({min(decode):.2f} to {max(decode):.2f}), whole {median(whole):.2f}; "
+            f"{kind:8} batch {batch}, {method:7} {spread(decode)}, whole {median(whole):.2f}; "
             f"acceptance {median(p.acceptance for p in found):.2f}, "
             f"K {median(p.depth for p in found):.1f}, "
             f"steps with drafts {median(p.share for p in found):.2f}, "

@@ -11,12 +11,12 @@ unconstrained text.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from typing import Any
 
 from kvik import LLM, SamplingParams
 from kvik.core.structured import JsonSchema
+from kvik_bench.scripts import spread
 
 BATCH, TOKENS = 32, 64
 
@@ -65,7 +65,7 @@ def first(llm: LLM, params: SamplingParams) -> float:
 
 
 def shown(values: list[float]) -> str:
-    return f"{statistics.median(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+    return spread(values, ".3f")
 
 
 def main() -> None:

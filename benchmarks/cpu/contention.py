@@ -21,14 +21,15 @@ import os
 import subprocess
 import sys
 import time
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
-from kvik import LLM, SamplingParams
+from kvik import LLM
+from kvik_bench.scripts import fresh_processes, greedy, seconds_of, spread
 
 PROMPT = 512
 WORKLOADS = {"batch 1": 1, "batch 8": 8, "prompt 512": 0}  # requests that decode; 0: a prompt
@@ -70,10 +71,7 @@ class Kvik:
         batch, ids = WORKLOADS[workload], [5 + i % 300 for i in range(PROMPT)]
         prompts = [ids[i : i + 8] for i in range(batch)] if batch else [ids]
         tokens = self._tokens if batch else 1
-        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        start = time.perf_counter()
-        self._llm.generate(prompts, params, progress=False)
-        return (batch * tokens or PROMPT) / (time.perf_counter() - start)
+        return (batch * tokens or PROMPT) / seconds_of(self._llm, prompts, tokens)
 
 
 class Llama:
@@ -105,17 +103,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of each answer; 200, or 32 for a given model")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--quotas", type=float, nargs="+", help="cores' worth of time")
-    parser.add_argument("--one", action="store_true", help=SUPPRESS)
     parser.add_argument("--gguf", type=Path)
     parser.add_argument("--llama-python", default=sys.executable)
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     tokens = arguments.tokens or (32 if arguments.model else 200)
-    if arguments.one:
-        print(json.dumps(measure(arguments.model, arguments.quantization, tokens)))
-        return
     if arguments.quotas:
-        within_quotas(arguments)
+        within_quotas(arguments, tokens)
         return
     cores = len(os.sched_getaffinity(0))
     rows = []
@@ -158,8 +152,16 @@ def main() -> None:
         arguments.json.write_text(json.dumps(rows, indent=1))
 
 
-def measure(model: str, quantization: str | None, tokens: int) -> dict[str, float]:
-    """Return tokens a second of each workload, and the longest gap of a stream over the median."""
+def measure(
+    group: Path | None, model: str, quantization: str | None, tokens: int
+) -> dict[str, float]:
+    """Return tokens a second of each workload, and the longest gap of a stream over the median.
+
+    Args:
+        group: the CPU cgroup for this process; None: its own.
+    """
+    if group is not None:
+        (group / "cgroup.procs").write_text(str(os.getpid()))
     with LLM(
         model,
         device="cpu",
@@ -173,17 +175,16 @@ def measure(model: str, quantization: str | None, tokens: int) -> dict[str, floa
         for workload in WORKLOADS:
             engine.rate(workload)
             found[workload] = median(engine.rate(workload) for _ in range(3))
-        params = SamplingParams(temperature=0.0, max_tokens=2 * tokens, ignore_eos=True)
         times = []
-        for _ in llm.stream([5, 6, 7], params):
+        for _ in llm.stream([5, 6, 7], greedy(2 * tokens)):
             times.append(time.perf_counter())
         gaps = sorted(after - before for before, after in pairwise(times[8:]))
         return found | {"longest gap": gaps[-1] / median(gaps)}
 
 
 @contextmanager
-def quota_group(cores: float) -> Iterator[list[str]]:
-    """Make a CPU cgroup; yields a command that runs its arguments in it."""
+def quota_group(cores: float) -> Iterator[Path]:
+    """Make a CPU cgroup; yields its folder."""
     first, second = Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup")
     folder = (first if first.is_dir() else second) / f"kvik-contention-{os.getpid()}"
     folder.mkdir()
@@ -192,24 +193,20 @@ def quota_group(cores: float) -> Iterator[list[str]]:
             (folder / "cpu.cfs_quota_us").write_text(str(int(cores * 100_000)))
         else:
             (folder / "cpu.max").write_text(f"{int(cores * 100_000)} 100000")
-        yield ["sh", "-c", f'echo $$ > {folder}/cgroup.procs && exec "$@"', "sh"]
+        yield folder
     finally:
         folder.rmdir()
 
 
-def within_quotas(arguments: Namespace) -> None:
-    command = [sys.executable, __file__, arguments.model, "--one"]
-    if arguments.quantization:
-        command += ["--quantization", arguments.quantization]
+def within_quotas(arguments: Namespace, tokens: int) -> None:
+    options = arguments.model, arguments.quantization, tokens
     cores = len(os.sched_getaffinity(0))
     rounds: list[dict[float, dict[str, float]]] = []
     for _ in range(arguments.rounds):
         found = {}
         for quota in (float(cores), *arguments.quotas):
-            with ExitStack() as stack:
-                inside = stack.enter_context(quota_group(quota)) if quota < cores else []
-                done = subprocess.run([*inside, *command], check=True, stdout=subprocess.PIPE)
-            found[quota] = json.loads(done.stdout.splitlines()[-1])
+            with quota_group(quota) if quota < cores else nullcontext() as group:
+                (found[quota],) = fresh_processes(measure, (group, *options))
         rounds.append(found)
     for quota in (float(cores), *arguments.quotas):
         cells = []
@@ -218,17 +215,14 @@ def within_quotas(arguments: Namespace) -> None:
             if name in WORKLOADS:
                 full = [found[float(cores)][name] * quota / cores for found in rounds]
                 values = [value / whole for value, whole in zip(values, full, strict=True)]
-            cells.append(f"{name} {median(values):.2f} ({min(values):.2f} to {max(values):.2f})")
+            cells.append(f"{name} {spread(values)}")
         print(f"{quota:g} cores: {'; '.join(cells)}", flush=True)
     if arguments.json:
         arguments.json.write_text(json.dumps(rounds, indent=1))
 
 
 def report(count: int, workload: str, rates: dict[str, list[float]]) -> None:
-    cells = [
-        f"{name} {median(found):,.1f} ({min(found):,.1f} to {max(found):,.1f})"
-        for name, found in rates.items()
-    ]
+    cells = [f"{name} {spread(found, ',.1f')}" for name, found in rates.items()]
     best = max(median(found) for name, found in rates.items() if "thread" in name)
     share = median(rates["default"]) / best
     print(f"{count} busy, {workload}: {'; '.join(cells)}; default / best {share:.2f}", flush=True)

@@ -16,14 +16,14 @@ KV cache; and in full, over the planned memory.
 from __future__ import annotations
 
 import json
-import random
 import resource
-import subprocess
-import sys
 import time
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from itertools import count
 from pathlib import Path
 from statistics import median, quantiles
+
+from kvik_bench.scripts import fresh_processes, greedy, random_prompts
 
 OUTPUT, PREFILL = 64, 512
 PEAKS = {"none": "bf16", "int8-weight-only": "bf16", "int8": "int8", "int4": "int8", "fp8": "bf16"}
@@ -40,21 +40,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--samples", type=int, default=3, help="of each process (3)")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", action="store_true", help=SUPPRESS)  # in a separate process
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure(args, args.quantization[0])))
-        return
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in args.quantization}
     for _ in range(args.rounds):
-        for name, found in samples.items():
-            command = [sys.executable, __file__, args.model, "--one", "--quantization", name]
-            command += ["--load-format", args.load_format, "--context", str(args.context)]
-            command += ["--samples", str(args.samples)]
-            if args.threads:
-                command += ["--threads", str(args.threads)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            found.append(json.loads(done.stdout.splitlines()[-1]))
+        for name in samples:
+            samples[name] += fresh_processes(measure, (args, name))
     report(args.model, samples)
     if args.json:
         args.json.write_text(json.dumps(samples, indent=1))
@@ -86,7 +76,7 @@ def measure(args: Namespace, quantization: str) -> dict[str, float]:
     of each workload."""
     import torch  # noqa: F401  counted as the runtime
 
-    from kvik import LLM, SamplingParams
+    from kvik import LLM
     from kvik.kernels.cpu.native import Native
     from kvik.planner.efficiency import RunningModel
     from kvik_bench.machine.native_stage import NativeLimits
@@ -102,13 +92,12 @@ def measure(args: Namespace, quantization: str) -> dict[str, float]:
         max_num_seqs=1,
         enable_prefix_caching=False,
     )
-    rng = random.Random(0)
+    serial = count()
 
     def generate(prompt: int, output: int) -> tuple[float, float]:
         """Return the seconds to the first token, and from there to the last."""
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        ids = [rng.randrange(10, 1000) for _ in range(prompt)]
-        times = llm.generate([ids], params)[0].metrics
+        ids = random_prompts(1, prompt, next(serial))
+        times = llm.generate(ids, greedy(output))[0].metrics
         return times.first_token - times.arrival, times.finished - times.first_token
 
     generate(1, 1)

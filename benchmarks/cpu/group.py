@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 import tempfile
@@ -31,9 +30,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
-from kvik import LLM, EngineConfig, SamplingParams
+from kvik import LLM, EngineConfig
 from kvik.build import build_engine
 from kvik_bench.machine.calibrate import exchange_seconds
+from kvik_bench.scripts import (
+    children,
+    cpu_seconds,
+    fresh_processes,
+    greedy,
+    kibibytes,
+    random_prompts,
+    spread,
+)
 
 PARTS = ("exchange", "start", "rates")
 PROMPT, OUTPUT, CONTEXT = 512, 48, 128
@@ -49,12 +57,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--gloo", help=SUPPRESS)  # rank and file, in a separate process
     parser.add_argument("--engine", help=SUPPRESS)  # options, in a separate process
     args = parser.parse_args()
-    if args.gloo:
-        gloo(*args.gloo.split(":", 1))
-        return
     if args.engine:
         serve(args.model, json.loads(args.engine))
         return
@@ -78,10 +82,7 @@ def main() -> None:
 
 def line(values: dict[str, list[float]]) -> str:
     """Return the medians, with the smallest and largest values."""
-    return ", ".join(
-        f"{name} {median(some):.2f} ({min(some):.2f} to {max(some):.2f})"
-        for name, some in values.items()
-    )
+    return ", ".join(f"{name} {spread(some)}" for name, some in values.items())
 
 
 # Starts.
@@ -137,44 +138,26 @@ def one_start(model: str, options: dict[str, object]) -> Start:
         child.stdout.readline()  # it has written some tokens
         time.sleep(SETTLING)
         ranks = [child.pid, *children(child.pid)]
-        memory = sum(pss(pid) for pid in ranks)
+        memory = sum(kibibytes(pid, "Pss", "smaps_rollup") for pid in ranks)
         read = [read_bytes(pid) / 1e9 for pid in ranks]
-        before = sum(seconds_of(pid) for pid in ranks[1:])
+        before = sum(map(cpu_seconds, ranks[1:]))
         time.sleep(IDLE)
-        idle = (sum(seconds_of(pid) for pid in ranks[1:]) - before) / IDLE * 100
+        idle = (sum(map(cpu_seconds, ranks[1:])) - before) / IDLE * 100
         child.stdin.close()
-    return Start(ready, memory / (1 << 30), read, idle)
+    return Start(ready, memory / (1 << 20), read, idle)
 
 
 def serve(model: str, options: dict[str, object]) -> None:
     """In a child process: run an engine until standard input ends."""
     with LLM(model, **options) as llm:
         print("ready", flush=True)
-        params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
-        llm.generate([[*range(10, 74)]], params)
+        llm.generate([[*range(10, 74)]], greedy(16))
         print("written", flush=True)
         sys.stdin.read()
 
 
-def children(pid: int) -> list[int]:
-    """Return the child processes of all threads of a process."""
-    found = (file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children"))
-    return sorted(int(child) for some in found for child in some)
-
-
-def pss(pid: int) -> int:
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
-
-
 def read_bytes(pid: int) -> int:
     return int(Path(f"/proc/{pid}/io").read_text().split("rchar:")[1].split()[0])
-
-
-def seconds_of(pid: int) -> float:
-    """Return the CPU seconds of a process, over all cores."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 # The exchange.
@@ -185,27 +168,23 @@ GATHERS, REPEATS = 100, 20
 
 def both_of_gloo() -> float:
     with tempfile.TemporaryDirectory() as folder:
-        commands = [
-            [sys.executable, __file__, "none", "--gloo", f"{rank}:{folder}/store"] for rank in "01"
-        ]
-        children = [subprocess.Popen(one, stdout=subprocess.PIPE, text=True) for one in commands]
-        return float(children[0].communicate()[0] or children[1].communicate()[0])
+        return fresh_processes(gloo, (0, f"{folder}/store"), (1, f"{folder}/store"))[0]
 
 
-def gloo(rank: str, store: str) -> None:
+def gloo(rank: int, store: str) -> float:
+    """In each process: return the median microseconds of an all-gather."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"file://{store}", rank=int(rank), world_size=2)
+    dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=2)
     own, every, times = torch.zeros(64), torch.zeros(128), []
     for _ in range(REPEATS):
         begun = time.perf_counter()
         for _ in range(GATHERS):
             dist.all_gather_into_tensor(every, own)
         times.append((time.perf_counter() - begun) / GATHERS * 1e6)
-    if rank == "0":
-        print(median(times))
+    return median(times)
 
 
 # Rates.
@@ -236,17 +215,18 @@ def compare(
         **more,
     }
     found: dict[str, list[float]] = {}
+    others = {*children(os.getpid())}
     with LLM(args.model, **options) as one, LLM(args.model, **options, **several) as divided:
         for llm in (one, divided):
             rate(llm, *works["batch 8"])  # warms up pages and buffers
-        pids = [os.getpid(), *children(os.getpid())]
+        pids = [os.getpid(), *({*children(os.getpid())} - others)]
         for number in range(args.rounds):
             for name, work in works.items():
                 rates = {}
                 for llm in (one, divided) if number % 2 else (divided, one):
-                    before, begun = [*map(seconds_of, pids)], time.perf_counter()
+                    before, begun = [*map(cpu_seconds, pids)], time.perf_counter()
                     rates[id(llm)] = rate(llm, *work)
-                    seconds, after = time.perf_counter() - begun, map(seconds_of, pids)
+                    seconds, after = time.perf_counter() - begun, map(cpu_seconds, pids)
                     if llm is divided:
                         busy = min(b - a for a, b in zip(before, after, strict=True)) / seconds
                 found.setdefault(name, []).append(rates[id(divided)] / rates[id(one)])
@@ -256,11 +236,8 @@ def compare(
 
 def rate(llm: LLM, requests: int, prompt: int, output: int) -> float:
     """Return tokens a second: of the prompts, or decoded after them."""
-    rng = random.Random(prompt)
-    ids = [[rng.randrange(10, 1000) for _ in range(prompt)] for _ in range(requests)]
-    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
     begun = time.perf_counter()
-    outputs = llm.generate(ids, params)
+    outputs = llm.generate(random_prompts(requests, prompt, prompt), greedy(output))
     if output == 1:
         return requests * prompt / (time.perf_counter() - begun)
     first = max(one.metrics.first_token for one in outputs)

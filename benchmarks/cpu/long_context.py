@@ -21,14 +21,14 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 import tempfile
-from argparse import SUPPRESS, ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, RawDescriptionHelpFormatter
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from kvik_bench.scripts import fresh_processes, greedy, kibibytes
 
 POSITIONS, CONTEXTS, STEPS = 131_072, (4096, 8192, 16_384, 32_768, 65_536, 100_000), 32
 SIZES = {
@@ -72,11 +72,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--calibration", type=Path, help="a saved one, in place of a new one")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--one", type=Path, help=SUPPRESS)
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure(args.one, args.contexts, args.calibration)))
-        return
     found: dict[str, list[dict[str, Any]]] = {}
     with tempfile.TemporaryDirectory() as work:
         calibration = args.calibration or Path(work) / "calibration.json"
@@ -91,11 +87,7 @@ def main() -> None:
                 rope = {"rope_theta": 500_000.0, **SCALINGS[scaling]}
                 config = json.dumps({**SIZES, "rope_parameters": rope})
                 (folder / "config.json").write_text(config)
-                command = [sys.executable, __file__, "--one", str(folder)]
-                command += ["--calibration", str(calibration), "--contexts"]
-                command += map(str, args.contexts)
-                done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-                rows = json.loads(done.stdout.splitlines()[-1])
+                (rows,) = fresh_processes(measure, (folder, args.contexts, calibration))
                 found.setdefault(scaling, []).extend(rows)
                 report(scaling, rows)
         if args.rounds > 1:
@@ -131,7 +123,6 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
     """In a separate process: return a row for each context."""
     from kvik.config.config import EngineConfig
     from kvik.config.hardware import detect
-    from kvik.core.sampling_params import SamplingParams
     from kvik.core.types import EngineRequest
     from kvik.engine.loop import LoopObserver
     from kvik.launch import load_loop, resolve_config
@@ -177,8 +168,7 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
     text = [dice.randrange(3, 8192) for _ in range(max(contexts))]
 
     def run(length: int, output: int) -> None:
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        loop.add(EngineRequest(f"{length} {output}", text[:length], params))
+        loop.add(EngineRequest(f"{length} {output}", text[:length], greedy(output)))
         while loop.has_work:
             loop.step()
 
@@ -204,9 +194,6 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
         for tokens, _ in chunks:
             expected += step_time(shape, at, prefill(tokens, cached)).expected
             cached += tokens
-        status = dict(
-            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines()
-        )
         step = decode(1, context + STEPS // 2)
         rows.append(
             {
@@ -215,8 +202,8 @@ def measure(folder: Path, contexts: list[int], calibration: Path) -> list[dict[s
                 "prompt_predicted": new / expected,
                 "decode": 1 / median(decoding),
                 "decode_predicted": 1 / step_time(shape, at, step).expected,
-                "resident": int(status["VmRSS"].split()[0]) * 1024,
-                "peak": int(status["VmHWM"].split()[0]) * 1024,
+                "resident": kibibytes("self", "VmRSS") * 1024,
+                "peak": kibibytes("self", "VmHWM") * 1024,
                 "kv": each * (context + STEPS),
                 "others": others,
                 "speed": speed,

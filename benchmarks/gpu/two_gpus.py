@@ -26,18 +26,18 @@ import json
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from kvik import LLM, SamplingParams
+from kvik_bench.scripts import children, fresh_processes, spread
 
 PARTS = ("exchange", "parity", "rates", "loss")
 CUTS = ("exact", "fast")
@@ -64,12 +64,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--rank", help=SUPPRESS)  # rank and file, in a separate process
     args = parser.parse_args()
-    if args.rank:
-        rank, file = args.rank.split(":")
-        exchange_here(args.device, args.size, int(rank), file)
-        return 0
     found: dict[str, Any] = {}
     wrong: list[str] = []
     parts: dict[str, Callable[[Namespace, list[str]], object]] = {
@@ -101,31 +96,21 @@ def options_of(args: Namespace, cut: str = "") -> dict[str, Any]:
 
 
 def exchange(args: Namespace, wrong: list[str]) -> dict[str, float]:
-    folder = tempfile.TemporaryDirectory()
-    common = [sys.executable, __file__, "--device", args.device, "--size", str(args.size)]
-    children = [
-        subprocess.Popen(
-            [*common, "--rank", f"{rank}:{folder.name}/store"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(args.size)
-    ]
-    ends = [child.communicate() for child in children]
-    folder.cleanup()
-    failed = [errors for child, (_, errors) in zip(children, ends, strict=True) if child.returncode]
-    if failed:
-        wrong.append(f"exchange: {failed[0].strip().splitlines()[-1]}")
-        return {}
-    times: dict[str, float] = json.loads(ends[0][0])
+    size = args.size
+    with tempfile.TemporaryDirectory() as folder:
+        asked = [(args.device, size, rank, f"{folder}/store") for rank in range(size)]
+        try:
+            times, *_ = fresh_processes(exchange_here, *asked)
+        except Exception as error:
+            wrong.append(f"exchange: {error}")
+            return {}
     for name, microseconds in times.items():
         print(f"exchange, {name}: {microseconds:.1f} us", flush=True)
     return times
 
 
-def exchange_here(device: str, size: int, rank: int, file: str) -> None:
-    """In each process: time an exchange; the first process prints the microseconds."""
+def exchange_here(device: str, size: int, rank: int, file: str) -> dict[str, float]:
+    """In each process: return the microseconds of an exchange."""
     import torch
 
     from kvik.kernels.torch_group import connect
@@ -155,9 +140,8 @@ def exchange_here(device: str, size: int, rank: int, file: str) -> None:
             wait()
             each = (time.perf_counter() - begun) / REPEATS
             times[f"{name} of {tokens} x {WIDTH}"] = each * 1e6
-    if rank == 0:
-        print(json.dumps(times))
     group.close()
+    return times
 
 
 # Parity.
@@ -201,10 +185,7 @@ def rates(args: Namespace, wrong: list[str]) -> dict[str, dict[str, list[float]]
                     rate = one_rate(llm, batch, prompt, output)
                     if number:  # the first round compiles
                         rows.setdefault(f"{work} tok/s", []).append(rate)
-        told = ", ".join(
-            f"{work} {median(some):.1f} ({min(some):.1f} to {max(some):.1f})"
-            for work, some in rows.items()
-        )
+        told = ", ".join(f"{work} {spread(some, '.1f')}" for work, some in rows.items())
         print(f"{name}: {told}", flush=True)
     return found
 
@@ -253,14 +234,10 @@ def loss(args: Namespace, wrong: list[str]) -> dict[str, float]:
 def ranks_of(parent: int) -> list[int]:
     """Return the child processes that each compute a share of the model."""
     found = []
-    for folder in Path("/proc").iterdir():
-        try:
-            command = (folder / "cmdline").read_bytes()
-            its_parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-        except (OSError, ValueError):
-            continue
-        if b"kvik.rank_process" in command and its_parent == parent:
-            found.append(int(folder.name))
+    for child in children(parent):
+        with suppress(OSError):
+            command = Path(f"/proc/{child}/cmdline").read_bytes()
+            found += [child] * (b"kvik.rank_process" in command)
     return found
 
 
