@@ -20,6 +20,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from kvik.child_process import python_command
 from kvik_bench.scripts import children, kibibytes, serving
 
 QUIET_SECONDS = 10.0
@@ -108,7 +109,7 @@ def main() -> None:
     parser.add_argument("words", nargs="*", help="arguments of kvik serve, after --")
     options = parser.parse_args()
     words = ["--port", "0", *options.words, "--log-level", "warning"]
-    with serving("-m", "kvik", "serve", *words) as (pid, port):
+    with serving(*python_command("kvik", "serve", *words)) as (pid, port):
         measure(pid, port, options.rounds, options.tokens)
 
 

@@ -13,11 +13,13 @@ import argparse
 import json
 import os
 import statistics
+import sys
 import time
 import tracemalloc
 from http.client import HTTPConnection
 from random import Random
 
+from kvik.child_process import python_command
 from kvik.core.block_pool import ContentChanges, extend_hashes
 from kvik.core.routing import ReplicaReport, ReplicaRouter
 from kvik_bench.scripts import serving
@@ -104,8 +106,8 @@ def held(blocks: int = 100_000) -> int:
 
 def way(requests: int) -> tuple[float, float]:
     """Return the median seconds of a request: direct, and through the proxy."""
-    with serving("-c", SERVER) as (_, direct):
-        route = ("-m", "kvik", "route", f"http://127.0.0.1:{direct}", "--port", "0")
+    with serving(sys.executable, "-c", SERVER) as (_, direct):
+        route = python_command("kvik", "route", f"http://127.0.0.1:{direct}", "--port", "0")
         with serving(*route, last="servers\n") as (_, front):
             body = json.dumps({"messages": [{"role": "user", "content": "x" * 2000}]}).encode()
             both = [HTTPConnection("127.0.0.1", port) for port in (direct, front)]

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvik.child_process import python_command
 from kvik_bench.scripts import cpu_seconds, serving
 
 PROMPT = "Once upon a time there was a little fox who lived by the river with her mother."
@@ -328,7 +329,8 @@ def measure(args: argparse.Namespace, model: Sequence[str]) -> None:
         flags = ["--max-num-seqs", "32", "--no-enable-prefix-caching", "--log-level", "error"]
         inside = InProcess(model)
         parts: dict[str, Callable[..., None]] = {"throughput": throughput, "ttft": ttft}
-        with serving("-m", "kvik", "serve", *model[1:], "--port", "0", *flags) as (_, port):
+        command = python_command("kvik", "serve", *model[1:], "--port", "0", *flags)
+        with serving(*command) as (_, port):
             for name, part in parts.items():
                 if args.only in (None, name):
                     print(name)
@@ -336,7 +338,7 @@ def measure(args: argparse.Namespace, model: Sequence[str]) -> None:
         inside.close()
     if args.only in (None, "cost"):
         print("cost")
-        with serving(__file__, "--role", "paced", *model) as (pid, port):
+        with serving(sys.executable, __file__, "--role", "paced", *model) as (pid, port):
             cost(args, pid, port)
 
 

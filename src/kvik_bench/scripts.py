@@ -6,7 +6,6 @@ import os
 import random
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -56,13 +55,13 @@ def fresh_processes(call: Callable[..., Answer], *arguments: Sequence[object]) -
 
 @contextmanager
 def serving(*command: str, last: str = "ready\n") -> Iterator[tuple[int, int]]:
-    """Run `python *command`, which prints its URL; yield its process id and its port.
+    """Run a command that prints its URL; yield its process id and its port.
 
     Args:
         last: end of the line after which it is ready.
     """
     with subprocess.Popen(
-        [sys.executable, *command], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         port = None
