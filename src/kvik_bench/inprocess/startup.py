@@ -88,6 +88,7 @@ def measure_startup(
     )
     longest = max(parts, key=lambda figure: figure.median)
     total = Figure("seconds", "s", tuple(start.seconds for start in starts), "less", TOTAL)
+    shorts = tuple(start.seconds for start in helps)
     peak = tuple(start.peak_bytes / (1 << 20) for start in starts)
     rows = (
         Row(FIRST_TOKEN, (total, *parts, rate, Figure("peak memory", "MiB", peak, "less", PEAK))),
