@@ -92,9 +92,7 @@ def measure_startup(
     peak = tuple(start.peak_bytes / (1 << 20) for start in starts)
     rows = (
         Row(FIRST_TOKEN, (total, *parts, rate, Figure("peak memory", "MiB", peak, "less", PEAK))),
-        Row(
-            SHORT, (Figure("seconds", "s", tuple(timed.seconds for timed in helps), "less", HELP),)
-        ),
+        Row(SHORT, (Figure("seconds", "s", shorts, "less", HELP),)),
     )
     share = longest.median / total.median
     return Result(
