@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import reduce
 from itertools import zip_longest
 from typing import Any, TypeVar
@@ -186,59 +186,27 @@ def sum_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
     blocks, and step times averaged by their steps."""
     if len(all_stats) == 1:
         return all_stats[0]
-    blocks = max(1, sum(stats.num_blocks for stats in all_stats))
-    sums = {
-        field.name: sum(getattr(stats, field.name) for stats in all_stats)
-        for field in fields(EngineStats)
-        if field.type == "int"
-    }
-    drafting = [stats.speculation for stats in all_stats if stats.speculation is not None]
-    graphs = [stats.graphs for stats in all_stats if stats.graphs is not None]
-    threads = [stats.threads for stats in all_stats if stats.threads is not None]
-    seconds = [
-        (stats.speed.seconds_per_step, stats.steps)
-        for stats in all_stats
-        if stats.speed.seconds_per_step is not None
-    ]
-    rates = [
-        stats.speed.prefill_tokens_per_second
-        for stats in all_stats
-        if stats.speed.prefill_tokens_per_second is not None
-    ]
+    total = _sum([replace(stats, moves=None) for stats in all_stats])
+    used = sum(stats.kv_usage * stats.num_blocks for stats in all_stats)
+    timed = [stats for stats in all_stats if stats.speed.seconds_per_step is not None]
+    seconds = sum((stats.speed.seconds_per_step or 0.0) * stats.steps for stats in timed)
+    steps = max(1, sum(stats.steps for stats in timed))
     return replace(
-        all_stats[0],
-        **sums,
-        kv_usage=sum(stats.kv_usage * stats.num_blocks for stats in all_stats) / blocks,
-        step_sizes=_add(stats.step_sizes for stats in all_stats),
-        work=_sum([stats.work for stats in all_stats]),
-        time=_sum([stats.time for stats in all_stats]),
-        speculation=_sum(drafting) if drafting else None,
-        speed=SpeedStats(
-            _mean(seconds),
-            sum(rates) if rates else None,
-        ),
-        graphs=_sum(graphs) if graphs else None,
-        threads=sum(threads) if threads else None,
+        total,
+        kv_usage=used / max(1, total.num_blocks),
+        speed=replace(total.speed, seconds_per_step=seconds / steps if timed else None),
         moves=_sum_moves([stats.moves for stats in all_stats if stats.moves is not None]),
     )
-
-
-def _mean(weighted: Sequence[tuple[float, int]]) -> float | None:
-    """Return the mean of values with weights; None without values."""
-    weights = max(1, sum(weight for _, weight in weighted))
-    return sum(value * weight for value, weight in weighted) / weights if weighted else None
 
 
 def _sum_moves(parts: Sequence[MoveStats]) -> MoveStats | None:
     if not parts:
         return None
-    tiers = [tier for part in parts for tier in part.tiers]
-    by_name = {
-        tier.name: [same_name for same_name in tiers if same_name.name == tier.name]
-        for tier in tiers
-    }
+    tiers: dict[str, list[TierStats]] = {}
+    for tier in (tier for part in parts for tier in part.tiers):
+        tiers.setdefault(tier.name, []).append(tier)
     return MoveStats(
-        tuple(map(_sum_tiers, by_name.values())),
+        tuple(map(_sum_tiers, tiers.values())),
         _sum([part.totals for part in parts]),
         next((part.off for part in parts if part.off), ""),
         sum(part.leases for part in parts),
@@ -247,17 +215,13 @@ def _sum_moves(parts: Sequence[MoveStats]) -> MoveStats | None:
 
 def _sum_tiers(parts: Sequence[TierStats]) -> TierStats:
     """Add the tiers of one name. Engines share the pages on disk, so these count once."""
-    total = max if parts[0].name == DISK else sum
     rates = [tier.bytes_per_second for tier in parts if tier.bytes_per_second is not None]
-    totals = ("stored", "loaded", "failed", "evicted")
-    return TierStats(
-        name=parts[0].name,
-        pages=total([tier.pages for tier in parts]),
-        bytes=total([tier.bytes for tier in parts]),
-        capacity=total([tier.capacity for tier in parts]),
-        **{name: sum(getattr(tier, name) for tier in parts) for name in totals},
-        bytes_per_second=sum(rates) / len(rates) if rates else None,
-    )
+    mean = sum(rates) / len(rates) if rates else None
+    total = replace(_sum(parts), name=parts[0].name, bytes_per_second=mean)
+    if total.name == DISK:
+        shared = ("pages", "bytes", "capacity")
+        total = replace(total, **{name: max(getattr(t, name) for t in parts) for name in shared})
+    return total
 
 
 def _sum(parts: Sequence[T]) -> T:
@@ -268,8 +232,11 @@ def _sum(parts: Sequence[T]) -> T:
 
 
 def _add(values: Iterable[Any]) -> Any:
-    """Add values that can be added, or tuples and lists of numbers place by place."""
-    items = list(values)
+    """Add values that are not None: dataclasses, or tuples and lists of numbers place by place, or
+    anything else that can be added. Without any, return None."""
+    items = [value for value in values if value is not None]
+    if not items:
+        return None
     if isinstance(items[0], (list, tuple)):
         return type(items[0])(map(sum, zip_longest(*items, fillvalue=0)))
-    return reduce(operator.add, items)
+    return _sum(items) if is_dataclass(items[0]) else reduce(operator.add, items)
