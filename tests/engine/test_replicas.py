@@ -168,30 +168,6 @@ async def test_ended_requests_are_not_sent_again():
         assert cluster.added()[1 - first] == []
 
 
-async def test_requests_wait_for_the_first_ready_replica():
-    async with Cluster(1) as cluster:
-        cluster.all.add(engine_request("a", PROMPT))
-        cluster.all.add(engine_request("b", PROMPT, n=2))
-        assert cluster.added() == [["a", "b"]]
-        cluster.lose(0)
-        await cluster.settle()
-        assert cluster.all.state is EngineState.RESTARTING
-        assert cluster.all.num_unfinished == 2
-        with pytest.raises(UnavailableError):
-            cluster.all.add(engine_request("c"))
-        with pytest.raises(ParamError):
-            cluster.all.add(engine_request("a"))
-        cluster.all.end("b", 0)
-        await cluster.again(0)
-        heard = cluster.sources[0].received()
-        assert [m.request_id for m in heard if isinstance(m, Add)] == ["a", "b"]
-        assert [(m.request_id, m.index) for m in heard if isinstance(m, End)] == [("b", 0)]
-        cluster.sources[0].step(end("a"), end("b", 0), end("b", 1))
-        await cluster.settle()
-        ends = [(d.request_id, d.index, d.finish_reason.value) for d in cluster.deltas]
-        assert sorted(ends) == [("a", 0, "length"), ("b", 0, "abort"), ("b", 1, "length")]
-
-
 async def test_closing_ends_waiting_requests():
     async with Cluster(1) as cluster:
         cluster.all.add(engine_request("a", PROMPT))
