@@ -29,15 +29,13 @@ def test_every_backend_can_be_requested() -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match="'sdpa', 'reference', not 'flash'") as error:
+    with pytest.raises(ConfigError, match="^attention_backend: .*'sdpa', 'reference', not 'flash'"):
         select("flash", REFERENCE, CPU, torch.float32)
-    assert error.value.field == "attention_backend"
 
 
 def test_the_native_backend_needs_native_kernels() -> None:
-    with pytest.raises(ConfigError, match="'cpu' needs the native kernels, or 'sdpa'") as error:
+    with pytest.raises(ConfigError, match="^attention_backend: .*'cpu' needs the native"):
         select("cpu", REFERENCE, CPU, torch.float32)
-    assert error.value.field == "attention_backend"
 
 
 def test_a_backend_refuses_dtypes_it_cannot_serve() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from helpers.commands import Command
 
 from kvik.config.config import EngineConfig
 from kvik.engine.loop import Engine
@@ -33,3 +34,8 @@ def engine() -> Iterator[Engine]:
     config = EngineConfig(device="cpu", max_num_seqs=8, max_model_len=128, threads=1)
     with loaded(resolve_config(config)) as engine:
         yield engine
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)

@@ -246,9 +246,8 @@ def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
     ],
 )
 def test_bad_numbers_name_their_field(flag: str, value: str, field: str):
-    with pytest.raises(KvikError) as raised:
+    with pytest.raises(KvikError, match=f"^{field}: "):
         verb.run(verb.build_parser().parse_args(["--hardware", "h100", flag, value]))
-    assert raised.value.field == field
 
 
 @pytest.mark.parametrize(

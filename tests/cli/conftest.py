@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers.commands import Command
 
 import kvik.llm
 from kvik.llm import LLM
@@ -34,3 +35,8 @@ def loads(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(kvik.llm, "LLM", Shared)
     return asked
+
+
+@pytest.fixture
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)

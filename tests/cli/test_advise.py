@@ -7,11 +7,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from helpers.commands import Command
 from helpers.configs import PUBLIC
-from helpers.refusals import refused
 
 from kvik.cli import serve
-from kvik.cli.main import main
 
 MACHINE = """
 kind = "cpu"
@@ -38,9 +37,8 @@ def llama(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_the_bundled_model(machine: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["advise", "--hardware", machine]) == 0
-    text = capsys.readouterr().out
+def test_the_bundled_model(machine: str, command: Command) -> None:
+    text = command("advise", "--hardware", machine).out
     kvik, verb, *flags = shlex.split(text.splitlines()[-1])
     assert (kvik, verb) == ("kvik", "serve")
     serve.build_parser().parse_intermixed_args(flags)
@@ -48,25 +46,22 @@ def test_the_bundled_model(machine: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_machine_that_was_never_calibrated(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr("kvik.planner.plan.find_gpus", lambda: ())
     monkeypatch.setattr("kvik.planner.plan.calibration_path", lambda: tmp_path / "none.json")
-    assert main(["advise", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = command.json("advise")
     assert not found["measured"] and "kvik calibrate" in found["doubt"]
     assert found["end"]["load"]["output_rate"] > 0
 
 
-def test_latency_limits(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code = main(["advise", llama, "--hardware", machine, "--slo", "ttft=30s,tpot=400ms"])
-    text = capsys.readouterr().out
-    assert code == 0
+def test_latency_limits(machine: str, llama: str, command: Command) -> None:
+    text = command("advise", llama, "--hardware", machine, "--slo", "ttft=30s,tpot=400ms").out
     assert "--max-num-seqs" in text.splitlines()[-1]
 
 
 def test_the_command_names_what_can_be_served(
-    machine: str, llama: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    machine: str, llama: str, tmp_path: Path, command: Command
 ) -> None:
     """A description is not a model."""
     Path(llama).rename(tmp_path / "config.json")
@@ -78,8 +73,8 @@ def test_the_command_names_what_can_be_served(
         "meta-llama/Llama-3-8B",
         "gpt2",
     ):
-        assert main(["advise", model, "--hardware", machine]) == 0
-        served[model] = shlex.split(capsys.readouterr().out.splitlines()[-1])[2]
+        text = command("advise", model, "--hardware", machine).out
+        served[model] = shlex.split(text.splitlines()[-1])[2]
     assert [model for model, name in served.items() if name == model] == [
         str(tmp_path),
         "meta-llama/Llama-3-8B",
@@ -88,28 +83,25 @@ def test_the_command_names_what_can_be_served(
 
 
 def test_a_model_that_fits_nowhere_has_no_command(
-    llama: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    llama: str, command: Command, tmp_path: Path
 ) -> None:
     big = tmp_path / "Llama-3-70B.json"
     big.write_text(json.dumps(PUBLIC["llama-3-70b"]))
-    assert main(["advise", str(big), "--hardware", "rtx4090"]) == 0
-    assert "kvik serve" not in capsys.readouterr().out
+    assert "kvik serve" not in command("advise", str(big), "--hardware", "rtx4090").out
 
 
 def test_an_unsupported_model_has_no_command(
-    machine: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    machine: str, tmp_path: Path, command: Command
 ) -> None:
     path = tmp_path / "novel.json"
     path.write_text(json.dumps(PUBLIC["llama-3-8b"] | {"architectures": ["NovelForCausalLM"]}))
-    assert main(["advise", str(path), "--hardware", machine]) == 0
-    assert "kvik serve" not in capsys.readouterr().out
+    assert "kvik serve" not in command("advise", str(path), "--hardware", machine).out
 
 
-def test_json(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(machine: str, llama: str, command: Command) -> None:
     # --output is the former name of --output-tokens.
     arguments = ["--rate", "0.05", "--prompt-tokens", "100", "--output", "20", "--shared", "50"]
-    assert main(["advise", llama, "--hardware", machine, "--json", *arguments]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = command.json("advise", llama, "--hardware", machine, *arguments)
     assert found["traffic"] == {"prompt": 100, "output": 20, "shared": 50}
     assert found["slo"] is None and found["assumed"] == []
     assert found["end"]["load"]["rate"] == 0.05
@@ -127,10 +119,10 @@ def test_json(machine: str, llama: str, capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_a_bad_question_is_one_line(
-    arguments: list[str], field: str, machine: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], field: str, machine: str, command: Command
 ) -> None:
-    assert refused(capsys, "advise", "--hardware", machine, *arguments).startswith(f"--{field}: ")
+    assert command.refusal("advise", "--hardware", machine, *arguments).startswith(f"--{field}: ")
 
 
-def test_a_wrong_slo_is_told_the_syntax(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "such as ttft=300ms" in refused(capsys, "advise", "--slo", "ttft=0ms")
+def test_a_wrong_slo_is_told_the_syntax(command: Command) -> None:
+    assert "such as ttft=300ms" in command.refusal("advise", "--slo", "ttft=0ms")

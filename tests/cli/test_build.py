@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from helpers.refusals import refused
+from helpers.commands import Command
 
 from kvik.cli.main import main
 from kvik.spec.engine_folder import MANIFEST, WEIGHTS
@@ -14,47 +13,37 @@ from kvik.spec.engine_folder import MANIFEST, WEIGHTS
 THREADS = ["--threads", "1"]
 
 
-def test_a_folder_that_generates_like_the_model(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_generates_like_the_model(tmp_path: Path, command: Command) -> None:
     engine = str(tmp_path / "engine")
-    assert main(["build", "-o", engine, "--quantization", "int8", *THREADS]) == 0
-    assert "quantization int8" in capsys.readouterr().out
+    printed = command("build", "-o", engine, "--quantization", "int8", *THREADS).out
+    assert "quantization int8" in printed
     words = ["--temperature", "0", "--max-tokens", "8", "--num-blocks", "64", *THREADS]
-    assert main(["generate", *words, engine, "Once upon a time"]) == 0
-    text = capsys.readouterr().out
-    assert main(["generate", *words, "--quantization", "int8", "Once upon a time"]) == 0
-    assert capsys.readouterr().out == text
-    assert main(["info", "--json", engine]) == 0
-    memory = json.loads(capsys.readouterr().out)["memory"]
+    text = command("generate", *words, engine, "Once upon a time").out
+    assert command("generate", *words, "--quantization", "int8", "Once upon a time").out == text
+    memory = command.json("info", engine)["memory"]
     assert memory["weights"] == (tmp_path / "engine" / WEIGHTS).stat().st_size
 
 
-def test_every_byte_is_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["build", "-o", str(tmp_path / "engine"), *THREADS]) == 0
-    assert main(["build", "--verify", str(tmp_path / "engine")]) == 0
-    assert "all as they were built" in capsys.readouterr().out
+def test_every_byte_is_verified(tmp_path: Path, command: Command) -> None:
+    command("build", "-o", str(tmp_path / "engine"), *THREADS)
+    assert "all as they were built" in command("build", "--verify", str(tmp_path / "engine")).out
     weights = tmp_path / "engine" / WEIGHTS
     data = bytearray(weights.read_bytes())
     data[len(data) // 2] ^= 1
     weights.write_bytes(data)
-    error = refused(capsys, "build", "--verify", str(tmp_path / "engine"))
+    error = command.refusal("build", "--verify", str(tmp_path / "engine"))
     assert error.startswith(f"{WEIGHTS}: ")
 
 
-def test_an_existing_output_is_only_replaced_by_force(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for command, name in ((["build", *THREADS], "engine"), (["export"], "m.gguf")):
+def test_an_existing_output_is_only_replaced_by_force(tmp_path: Path, command: Command) -> None:
+    for verb, name in ((["build", *THREADS], "engine"), (["export"], "m.gguf")):
         output = tmp_path / name
-        words = [*command, "-o", str(output)]
-        assert main(words) == 0
+        words = [*verb, "-o", str(output)]
+        command(*words)
         before = output.stat().st_ino
-        capsys.readouterr()
-        assert main(words) == 2
-        error = f"kvik: error: --output: {str(output)!r} exists; --force replaces it\n"
-        assert capsys.readouterr().err == error and output.stat().st_ino == before
-        assert main([*words, "--force"]) == 0
+        assert command.refusal(*words) == f"--output: {str(output)!r} exists; --force replaces it"
+        assert output.stat().st_ino == before
+        command(*words, "--force")
         assert output.stat().st_ino != before
 
 
@@ -73,10 +62,10 @@ def test_refusals(
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert refused(capsys, "build", *words).startswith(message)
+    assert command.refusal("build", *words).startswith(message)
     assert list(tmp_path.iterdir()) == []
 
 

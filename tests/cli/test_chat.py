@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.refusals import refused
+from helpers.commands import Command
 from helpers.tiny_encoders import save_encoder
 
 from kvik.cli.chat import HELP, Chat
 from kvik.cli.chat_backends import LocalBackend
-from kvik.cli.main import main
 from kvik.engine.output import RequestOutput, TextDelta
 from kvik.llm import LLM, Stream
 
@@ -179,17 +178,16 @@ def test_why_an_answer_ended(llm: LLM, capsys: Any) -> None:
 
 
 def test_the_command_reads_lines(
-    loads: Loads, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    loads: Loads, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n/stats\n"))
     flags = ["--max-tokens", "4", "--temperature", "0", "--system", "Be kind"]
-    assert main(["chat", "--max-num-seqs", "2", *flags]) == 0
-    assert "4 output tokens" in capsys.readouterr().out
+    assert "4 output tokens" in command("chat", "--max-num-seqs", "2", *flags).out
     assert loads == [{"max_num_seqs": 2}]
 
 
 def test_ctrl_c_at_the_prompt_only_gives_a_hint(
-    loads: Loads, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    loads: Loads, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     def stopped(talk: Chat, line: str) -> None:
         if line == "Hello":
@@ -218,8 +216,7 @@ def test_ctrl_c_at_the_prompt_only_gives_a_hint(
 
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr("builtins.input", read)
-    assert main(["chat"]) == 0
-    assert capsys.readouterr().out.count("/exit or Ctrl-D leaves") == 2
+    assert command("chat").out.count("/exit or Ctrl-D leaves") == 2
 
 
 @pytest.mark.parametrize(
@@ -239,22 +236,21 @@ def test_ctrl_c_at_the_prompt_only_gives_a_hint(
         (["--api-key", "mine"], "--api-key: needs --url"),
     ],
 )
-def test_bad_input_is_one_line(words: list[str], line: str, capsys: Any) -> None:
-    assert refused(capsys, "chat", *words).startswith(line)
+def test_bad_input_is_one_line(words: list[str], line: str, command: Command) -> None:
+    assert command.refusal("chat", *words).startswith(line)
 
 
 def test_an_encoder_is_refused_before_it_is_loaded(
-    loads: Loads, tmp_path: Path, capsys: Any
+    loads: Loads, tmp_path: Path, command: Command
 ) -> None:
     save_encoder(tmp_path, "BertModel")
-    capsys.readouterr()  # saving shows its progress
-    assert refused(capsys, "chat", str(tmp_path)).startswith("model: ")
+    assert command.refusal("chat", str(tmp_path)).startswith("model: ")
     assert loads == []
 
 
 def test_a_model_without_a_template_is_refused_at_the_start(
-    llm: LLM, loads: Loads, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    llm: LLM, loads: Loads, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(llm, "_chat_template", None)
     monkeypatch.setattr(llm.tokenizer, "chat_template", None)
-    assert refused(capsys, "chat").startswith("--chat-template: ")
+    assert command.refusal("chat").startswith("--chat-template: ")

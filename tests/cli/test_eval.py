@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers.refusals import refused
+from helpers.commands import Command
 
 from kvik import LLM
-from kvik.cli.main import main
 
 CPU = ("--device", "cpu", "--threads", "1")
 TEXT = "Once upon a time there was a fox. The fox lived by the river, and it was very old."
@@ -24,16 +21,8 @@ def text(tmp_path: Path) -> str:
     return str(path)
 
 
-def found(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
-    assert main(["eval", "--json", *CPU, *words]) == 0
-    facts: dict[str, Any] = json.loads(capsys.readouterr().out)
-    return facts
-
-
-def test_perplexity_is_that_of_scored_prompts(
-    text: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    facts = found(capsys, "--data", text)
+def test_perplexity_is_that_of_scored_prompts(text: str, command: Command) -> None:
+    facts = command.json("eval", *CPU, "--data", text)
     with LLM(device="cpu", threads=1, num_blocks=64) as llm:
         (output,) = llm.score([TEXT])
     assert output.prompt_logprobs is not None
@@ -49,21 +38,20 @@ def test_perplexity_is_that_of_scored_prompts(
     "rounding", [("--quantization", "int4"), ("--kv-cache-dtype", "int4")], ids=["weights", "KV"]
 )
 def test_the_reference_is_not_rounded(
-    text: str, rounding: tuple[str, str], capsys: pytest.CaptureFixture[str]
+    text: str, rounding: tuple[str, str], command: Command
 ) -> None:
-    facts = found(capsys, "--data", text, "--reference", "same", *rounding)
+    facts = command.json("eval", *CPU, "--data", text, "--reference", "same", *rounding)
     assert 0.001 < facts["kl_divergence"] < 0.5
     assert 0.5 < facts["top1_agreement"] < 1
-    plain = found(capsys, "--data", text, "--reference", "same")
+    plain = command.json("eval", *CPU, "--data", text, "--reference", "same")
     assert plain["kl_divergence"] == pytest.approx(0, abs=1e-12)
     assert plain["top1_agreement"] == 1
     assert plain["perplexity"] != facts["perplexity"]
 
 
-def test_the_report_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_lists_the_settings(command: Command) -> None:
     words = ["--window", "128", "--stride", "128", "--reference", "same"]
-    assert main(["eval", *words, *CPU]) == 0
-    out = capsys.readouterr().out
+    out = command("eval", *words, *CPU).out
     for part in ("the story that ships", "128 tokens, every 128", "perplexity", "100.00%"):
         assert part in out
 
@@ -80,7 +68,5 @@ def test_the_report_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> No
         (("--max-num-seqs", "4"), "arguments: --max-num-seqs is not a flag of kvik "),
     ],
 )
-def test_an_error_is_one_line(
-    words: tuple[str, ...], wrong: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert refused(capsys, "eval", *CPU, *words).startswith(wrong)
+def test_an_error_is_one_line(words: tuple[str, ...], wrong: str, command: Command) -> None:
+    assert command.refusal("eval", *CPU, *words).startswith(wrong)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from gguf import GGUFReader
+from helpers.commands import Command
 from helpers.gguf_tokenizers import texts
 from helpers.stored_layers import gptq_config
 from helpers.stored_models import save_quantised
@@ -28,12 +29,10 @@ def opened(model: Path | str, **options: object) -> LLM:
     return LLM(str(model), device="cpu", threads=1, num_blocks=64, **options)
 
 
-def test_the_bundled_model_survives_a_round_trip(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_bundled_model_survives_a_round_trip(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "stories.gguf"
-    assert main(["export", "-o", str(path), "--type", "bf16"]) == 0
-    assert capsys.readouterr().out == f"{path}: 9.5 MiB, 16.01 bits a weight\n"
+    printed = command("export", "-o", str(path), "--type", "bf16").out
+    assert printed == f"{path}: 9.5 MiB, 16.01 bits a weight\n"
     with opened("", kernels="torch") as before, opened(path, kernels="torch") as after:
         expected, found = (llm.generate([PROMPT], GREEDY)[0] for llm in (before, after))
         assert found.outputs[0].token_ids == expected.outputs[0].token_ids
@@ -88,14 +87,12 @@ DIVERGENCES = {"q8_0": 0.0004, "q6_k": 0.003, "q5_k_m": 0.01, "q4_k_m": 0.032, "
 @pytest.mark.full
 @pytest.mark.parametrize("type", DIVERGENCES)
 def test_predictions_of_a_file_are_near_those_of_the_floats(
-    type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    type: str, tmp_path: Path, command: Command
 ) -> None:
     path = tmp_path / "stories.gguf"
-    assert main(["export", "-o", str(path), "--type", type]) == 0
-    capsys.readouterr()
+    command("export", "-o", str(path), "--type", type)
     words = ["--reference", str(BUNDLED), "--kernels", "torch", "--dtype", "float32"]
-    assert main(["eval", str(path), "--window", "512", "--json", *words]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = command.json("eval", str(path), "--window", "512", *words)
     assert found["scored_tokens"] > 1000
     assert 0 < found["kl_divergence"] < DIVERGENCES[type]
 
@@ -154,7 +151,7 @@ def test_bad_input(
     message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sizes = {"hidden_size": 64, "intermediate_size": 96}
@@ -164,11 +161,9 @@ def test_bad_input(
     weights = load_file(tmp_path / "large/model.safetensors")
     weights["model.layers.0.mlp.up_proj.weight"][3, 3] = 1e5
     save_file(weights, tmp_path / "large/model.safetensors")
-    assert main(["export", "twin", "-o", "file.gguf"]) == 0
-    capsys.readouterr()
-    assert main(["export", *words]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvik: error: ") and message in error and error.count("\n") == 1
+    command("export", "twin", "-o", "file.gguf")
+    error = command.refusal("export", *words)
+    assert message in error
     assert {path.name for path in tmp_path.iterdir()} == {
         "large",
         "opt",
@@ -179,32 +174,32 @@ def test_bad_input(
 
 
 def test_a_folder_whose_weights_do_not_fit_its_config_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     folder, output = tmp_path / "model", tmp_path / "out.gguf"
     save_tiny(folder, "Llama")
     config = json.loads((folder / "config.json").read_text())
     config["num_hidden_layers"] += 1
     (folder / "config.json").write_text(json.dumps(config))
-    assert main(["export", str(folder), "-o", str(output)]) == 2
-    assert "model: its weights lack 'model.layers." in capsys.readouterr().err
+    error = command.refusal("export", str(folder), "-o", str(output))
+    assert "model: its weights lack 'model.layers." in error
     assert not output.exists()
 
 
-def test_an_engine_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_folder_is_refused(tmp_path: Path, command: Command) -> None:
     save_tiny(tmp_path / "model", "Llama", hidden_size=64)
     wishes = EngineConfig(model=str(tmp_path / "model"), device="cpu", kernels="torch")
     build_engine(wishes, tmp_path / "engine", lambda done, total: None)
-    assert main(["export", str(tmp_path / "engine"), "-o", str(tmp_path / "out.gguf")]) == 2
-    assert "is an engine folder: export the model it was built from" in capsys.readouterr().err
+    error = command.refusal("export", str(tmp_path / "engine"), "-o", str(tmp_path / "out.gguf"))
+    assert "is an engine folder: export the model it was built from" in error
 
 
-def test_a_missing_expert(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_expert(tmp_path: Path, command: Command) -> None:
     save_tiny(tmp_path / "m", "Mixtral", num_local_experts=4)
     path, lost = tmp_path / "m/model.safetensors", "model.layers.1.block_sparse_moe.experts.2.w2"
     weights = load_file(path)
     weights.pop(f"{lost}.weight")
     save_file(weights, path)
-    assert main(["export", str(tmp_path / "m"), "-o", str(tmp_path / "m.gguf")]) == 2
-    assert f"its weights lack '{lost}.weight'" in capsys.readouterr().err
+    error = command.refusal("export", str(tmp_path / "m"), "-o", str(tmp_path / "m.gguf"))
+    assert f"its weights lack '{lost}.weight'" in error
     assert not (tmp_path / "m.gguf").exists()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.refusals import refused
+from helpers.commands import Command
 
 from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED
@@ -36,10 +36,9 @@ def expected(llm: LLM, prompt: str) -> str:
 
 
 def test_text_to_standard_output_and_figures_to_standard_error(
-    llm: LLM, loads: Loads, capsys: pytest.CaptureFixture[str]
+    llm: LLM, loads: Loads, command: Command
 ) -> None:
-    assert main(["generate", *GREEDY, "The fox"]) == 0
-    captured = capsys.readouterr()
+    captured = command("generate", *GREEDY, "The fox")
     assert captured.out == expected(llm, "The fox") + "\n"
     assert STATS.fullmatch(captured.err)
     assert loads == [{}]
@@ -61,23 +60,21 @@ def test_a_text_cut_by_a_default_limit_is_noted(
     llm: LLM,
     loads: Loads,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     monkeypatch.setattr(llm, "default_params", llm.default_params.with_changes(max_tokens=9))
     if note == "--max-model-len":
         ids = llm.tokenizer.encode(prompt)[:124]  # of 128
         prompt = llm.tokenizer.decode(ids)
     arguments = ["--temperature", "0", "--ignore-eos", *words]
-    assert main(["generate", *arguments, prompt]) == 0
-    _, *notes = capsys.readouterr().err.splitlines()
+    _, *notes = command("generate", *arguments, prompt).err.splitlines()
     assert len(notes) == (note is not None)
     assert note is None or note in notes[0]
 
 
-def test_it_runs_with_a_real_model(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_runs_with_a_real_model(command: Command) -> None:
     words = ["--num-blocks", "8", "--block-size", "8", "--device", "cpu", "--verbose"]
-    assert main(["generate", *GREEDY, "--seed", "1", *words, "Once upon a"]) == 0
-    captured = capsys.readouterr()
+    captured = command("generate", *GREEDY, "--seed", "1", *words, "Once upon a")
     assert captured.out.strip()
     assert "num_blocks = 8: as asked" in captured.err
     assert STATS.search(captured.err)
@@ -111,22 +108,20 @@ def test_a_dash_reads_standard_input(
     llm: LLM,
     loads: Loads,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     feed(monkeypatch, data)
-    assert main(["generate", *GREEDY, "-"]) == 0
-    assert capsys.readouterr().out.rstrip("\n") == expected(llm, prompt).rstrip("\n")
+    assert command("generate", *GREEDY, "-").out.rstrip("\n") == expected(llm, prompt).rstrip("\n")
 
 
-def test_echo(llm: LLM, loads: Loads, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", *GREEDY, "--echo", "The fox"]) == 0
-    assert capsys.readouterr().out == "The fox" + expected(llm, "The fox") + "\n"
+def test_echo(llm: LLM, loads: Loads, command: Command) -> None:
+    text = command("generate", *GREEDY, "--echo", "The fox").out
+    assert text == "The fox" + expected(llm, "The fox") + "\n"
 
 
-def test_json(llm: LLM, loads: Loads, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(llm: LLM, loads: Loads, command: Command) -> None:
     flags = ["--json", "--n", "2", "--logprobs", "1", "--prompt-logprobs", "0"]
-    assert main(["generate", *GREEDY, *flags, "The fox"]) == 0
-    captured = capsys.readouterr()
+    captured = command("generate", *GREEDY, *flags, "The fox")
     found = json.loads(captured.out)
     assert [c["text"] for c in found["completions"]] == [expected(llm, "The fox")] * 2
     first = found["completions"][0]
@@ -140,21 +135,20 @@ def test_json(llm: LLM, loads: Loads, capsys: pytest.CaptureFixture[str]) -> Non
     assert captured.err == ""
 
 
-def test_siblings_are_numbered(loads: Loads, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["generate", *GREEDY, "--n", "2", "The fox"]) == 0
-    assert [line[:3] for line in capsys.readouterr().out.splitlines()] == ["[0]", "[1]"]
+def test_siblings_are_numbered(loads: Loads, command: Command) -> None:
+    text = command("generate", *GREEDY, "--n", "2", "The fox").out
+    assert [line[:3] for line in text.splitlines()] == ["[0]", "[1]"]
 
 
 def test_the_length_is_the_models_own_where_none_is_given(
     llm: LLM,
     loads: Loads,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     monkeypatch.setattr(llm, "default_params", llm.default_params.with_changes(max_tokens=5))
     flags = ["--ignore-eos", "--seed", "1", "--json"]
-    assert main(["generate", *flags, "The fox"]) == 0
-    assert json.loads(capsys.readouterr().out)["usage"]["output_tokens"] == 5
+    assert command.json("generate", *flags, "The fox")["usage"]["output_tokens"] == 5
 
 
 @pytest.mark.parametrize(
@@ -170,18 +164,14 @@ def test_the_length_is_the_models_own_where_none_is_given(
         (["/no/such/folder", "x"], "model:"),
     ],
 )
-def test_bad_input_is_one_line(
-    words: list[str], line: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert refused(capsys, "generate", *words).startswith(line)
+def test_bad_input_is_one_line(words: list[str], line: str, command: Command) -> None:
+    assert command.refusal("generate", *words).startswith(line)
 
 
-def test_errors_found_by_the_model_are_one_line(
-    loads: Loads, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", "word " * 2000]) == 2
-    assert re.fullmatch(r"kvik: error: prompt: has \d+ tokens, .*128.*\n", capsys.readouterr().err)
-    error = refused(capsys, "generate", "--stop-token-ids", "99999", "x")
+def test_errors_found_by_the_model_are_one_line(loads: Loads, command: Command) -> None:
+    message = command.refusal("generate", "word " * 2000)
+    assert re.fullmatch(r"prompt: has \d+ tokens, .*128.*", message)
+    error = command.refusal("generate", "--stop-token-ids", "99999", "x")
     assert error.startswith("--stop-token-ids: ")
 
 
@@ -207,56 +197,52 @@ def test_a_single_word_that_names_a_model_is_not_a_prompt(
     loads: Loads,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     (tmp_path / "a folder").mkdir()
     (tmp_path / "notes.txt").touch()
     monkeypatch.chdir(tmp_path)
     words = ["--max-tokens", "1", word]
     if not is_model:
-        assert main(["generate", *words]) == 0
+        command("generate", *words)
         assert loads == [{}]
         return
-    assert refused(capsys, "generate", *words).startswith("prompt: ") and not loads
-    assert main(["generate", *words[:-1], "", word]) == 0  # '' is the bundled model
+    assert command.refusal("generate", *words).startswith("prompt: ") and not loads
+    command("generate", *words[:-1], "", word)  # '' is the bundled model
     assert loads == [{}]
 
 
-def test_binary_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_binary_input(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     feed(monkeypatch, b"\xff\xfe")
-    assert main(["generate", "-"]) == 2
-    assert capsys.readouterr().err == "kvik: error: prompt: must be UTF-8 text\n"
+    assert command.refusal("generate", "-") == "prompt: must be UTF-8 text"
 
 
-def test_endless_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_endless_input(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setattr("kvik.cli.generate.MAX_PROMPT_BYTES", 10)
     feed(monkeypatch, b"x" * 11)
-    assert main(["generate", "-"]) == 2
-    assert "prompt: must be at most" in capsys.readouterr().err
+    assert "prompt: must be at most" in command.refusal("generate", "-")
 
 
 def test_a_request_that_fails_inside_the_engine(
     llm: LLM,
     loads: Loads,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     (output,) = llm.generate("The fox", llm.default_params.with_changes(max_tokens=2))
     failed = replace(output.outputs[0], finish_reason="error", error="sampler: boom")
     monkeypatch.setattr(llm, "generate", lambda *_: [replace(output, outputs=[failed])])
-    assert main(["generate", "--json", "The fox"]) == 1
-    assert capsys.readouterr().err == "kvik: error: request: sampler: boom\n"
+    message = command("generate", "--json", "The fox", code=1).err
+    assert message == "kvik: error: request: sampler: boom\n"
 
 
-def test_environment_variables_apply(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_environment_variables_apply(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     monkeypatch.setenv("KVIK_BLOCK_SIZE", "0")
-    assert refused(capsys, "generate", "x").startswith("KVIK_BLOCK_SIZE: must be")
-    assert refused(capsys, "generate", "x", "--block-size=-1").startswith("--block-size: must be")
+    assert command.refusal("generate", "x").startswith("KVIK_BLOCK_SIZE: must be")
+    assert command.refusal("generate", "x", "--block-size=-1").startswith("--block-size: must be")
     monkeypatch.delenv("KVIK_BLOCK_SIZE")
     monkeypatch.setenv("KVIK_OUTPUT", "x")  # not an option of the engine
-    assert refused(capsys, "generate", "x", "-o", "y").startswith("--output: ")
+    assert command.refusal("generate", "x", "-o", "y").startswith("--output: ")
     monkeypatch.delenv("KVIK_OUTPUT")
     monkeypatch.setenv("KVIK_DATA_PARALLEL_SIZE", "2")  # without a flag here
-    assert refused(capsys, "generate", "x").startswith("KVIK_DATA_PARALLEL_SIZE: must be 1")
+    assert command.refusal("generate", "x").startswith("KVIK_DATA_PARALLEL_SIZE: must be 1")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import Command
 
 from kvik import LLM, SamplingParams
 from kvik.cli.main import main
@@ -39,12 +40,9 @@ def prompts(tmp_path: Path) -> Path:
     return path
 
 
-def test_each_line_is_a_request_with_its_own_parameters(
-    prompts: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_line_is_a_request_with_its_own_parameters(prompts: Path, command: Command) -> None:
     words = ["generate", "--prompts", str(prompts), "--policy", "priority", *OPTIONS, *GREEDY]
-    assert main(words) == 0
-    found = written(capsys.readouterr().out)
+    found = written(command(*words).out)
     assert sorted(found) == [1, 2, 4, 5]
     counts = {
         line: [len(c["token_ids"]) for c in one["completions"]] for line, one in found.items()
@@ -82,7 +80,7 @@ def test_an_interrupted_batch_resumes_and_computes_failed_results_again(
 
 
 def test_a_missing_policy_or_tokenizer_is_found_before_the_model_is_loaded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr("kvik.llm.start", lambda *_: pytest.fail("the model is loaded"))
     path, model = tmp_path / "prompts", tmp_path / "model"
@@ -95,8 +93,7 @@ def test_a_missing_policy_or_tokenizer_is_found_before_the_model_is_loaded(
         (["generate", str(model), "A"], "tokenizer"),
         (["chat", str(model)], "tokenizer"),
     ):
-        assert main(words) == 2
-        assert error in capsys.readouterr().err
+        assert error in command.refusal(*words)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +113,10 @@ def test_a_missing_policy_or_tokenizer_is_found_before_the_model_is_loaded(
         ('{"prompt": "A", "priority": "high"}', "line 1: priority: must be an integer"),
     ],
 )
-def test_a_bad_line_is_named(
-    text: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_bad_line_is_named(text: str, error: str, tmp_path: Path, command: Command) -> None:
     path = tmp_path / "prompts"
     path.write_text(text)
-    assert main(["generate", "--prompts", str(path), *OPTIONS]) == 2
-    captured = capsys.readouterr()
+    captured = command("generate", "--prompts", str(path), *OPTIONS, code=2)
     assert error in captured.err and not captured.out
 
 
@@ -151,38 +145,36 @@ def test_other_files_are_not_overwritten(
         ((), "prompt"),
     ],
 )
-def test_incompatible_flags(
-    words: tuple[str, ...], field: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["generate", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"kvik: error: --{field}: ") or field == "prompt"
+def test_incompatible_flags(words: tuple[str, ...], field: str, command: Command) -> None:
+    message = command.refusal("generate", *words)
+    assert message.startswith(f"--{field}: ") or field == "prompt"
 
 
 def test_a_dash_reads_the_prompts_from_standard_input(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'"A"\n"B"\n')))
-    assert main(["generate", "", "--prompts", "-", *OPTIONS, *GREEDY]) == 0
-    assert sorted(written(capsys.readouterr().out)) == [1, 2]
+    text = command("generate", "", "--prompts", "-", *OPTIONS, *GREEDY).out
+    assert sorted(written(text)) == [1, 2]
 
 
-def test_lines_end_only_at_line_feeds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_end_only_at_line_feeds(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "prompts"
     path.write_bytes('\ufeff"A\u2028\x85"\r\n'.encode() + b'\r\n"B"')
-    assert main(["generate", "--prompts", str(path), "-o", "-", *OPTIONS, *GREEDY]) == 0
-    lines = map(json.loads, capsys.readouterr().out.rstrip("\n").split("\n"))
+    out = command("generate", "--prompts", str(path), "-o", "-", *OPTIONS, *GREEDY).out
+    lines = map(json.loads, out.rstrip("\n").split("\n"))
     assert {line["line"]: line["prompt"] for line in lines} == {1: "A\u2028\x85", 3: "B"}
 
 
-def test_outputs_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_outputs_that_cannot_be_written(tmp_path: Path, command: Command) -> None:
     prompts = tmp_path / "prompts"
     prompts.write_text('"A"')
     for output, error in (
         ("/no/such/file", "--output: cannot write"),
         ("/dev/full", "/dev/full: "),
     ):
-        assert main(["generate", "--prompts", str(prompts), "-o", output, *OPTIONS]) == 2
-        assert error in capsys.readouterr().err
+        words = ["generate", "--prompts", str(prompts), "-o", output, *OPTIONS]
+        assert error in command(*words, code=2).err
 
 
 def test_outputs_are_written_when_ready_and_urgent_ones_first() -> None:

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.commands import Command
 from helpers.configs import PUBLIC, small
 from helpers.on_terminal import OnTerminal
-from helpers.refusals import refused
 
-from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED
 from kvik.models.model_spec import read_model_spec
 
@@ -34,17 +33,15 @@ def large(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def test_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--device", "cpu"]) == 0
-    out = capsys.readouterr().out
+def test_the_bundled_model(command: Command) -> None:
+    out = command("info", "--device", "cpu").out
     spec = read_model_spec(BUNDLED)
     for fact in ("LlamaForCausalLM", f"{spec.num_parameters:,}", "bytes per token", "num_blocks"):
         assert fact in out
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["info", "--json", "--device", "cpu", "--num-blocks", "9"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_json(command: Command) -> None:
+    facts = command.json("info", "--device", "cpu", "--num-blocks", "9")
     assert facts["fits"] is True
     assert facts["parameters"] == read_model_spec(BUNDLED).num_parameters
     assert ("num_blocks", "9") in {(d["name"], d["value"]) for d in facts["decisions"]}
@@ -53,21 +50,19 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert memory["total"] == sum(memory[part] for part in parts) <= memory["limit"]
 
 
-def test_chunks_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chunks_of_layers(tmp_path: Path, command: Command) -> None:
     model = small(architectures=["Llama4ForCausalLM"], head_dim=16, attention_chunk_size=64)
     (tmp_path / "config.json").write_text(json.dumps(model))
     words = ["info", str(tmp_path), "--device", "cpu", "--max-model-len", "1024"]
-    assert main([*words, "--json"]) == 0
-    layers = json.loads(capsys.readouterr().out)["layers"]
+    layers = command.json(*words)["layers"]
     found = [(kind["count"], kind["window"], kind["chunked"]) for kind in layers]
     assert found == [(3, 64, True), (1, None, False)]
 
 
-def test_kinds_of_layers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kinds_of_layers(tmp_path: Path, command: Command) -> None:
     (tmp_path / "config.json").write_text(json.dumps(PUBLIC["Gemma-3-1B"]))
     words = ["info", str(tmp_path), "--device", "cpu", "--max-model-len", "1024"]
-    assert main([*words, "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+    facts = command.json(*words)
     layers = facts["layers"]
     assert [(kind["count"], kind["window"]) for kind in layers] == [(22, 512), (4, None)]
     # Tokens kept per request: 512 in layers with a window, else all 1,024.
@@ -102,32 +97,27 @@ def test_the_report_has_the_figures_of_each_kind_of_layer(
     config: dict[str, object],
     figures: tuple[str, ...],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert main(["info", str(tmp_path), "--device", "cpu", "--max-model-len", "1024"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    words = ["info", str(tmp_path), "--device", "cpu", "--max-model-len", "1024"]
+    lines = command(*words).out.splitlines()
     assert any(all(figure in line for figure in figures) for line in lines), lines
 
 
-def test_a_model_that_does_not_fit_is_still_described(
-    large: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["info", large, "--memory-utilization", "0.01"]) == 0
-    assert "405,853,388,800" in capsys.readouterr().out
-    assert main(["info", large, "--memory-utilization", "0.01", "--json"]) == 0
-    facts = json.loads(capsys.readouterr().out)
+def test_a_model_that_does_not_fit_is_still_described(large: str, command: Command) -> None:
+    assert "405,853,388,800" in command("info", large, "--memory-utilization", "0.01").out
+    facts = command.json("info", large, "--memory-utilization", "0.01")
     assert facts["fits"] is False
     assert facts["kv_bytes_per_token"] == 516_096
     assert facts["refusal"].startswith("memory: ")
 
 
-def test_the_cache_in_fewer_bits(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["info", "--device", "cpu", "--kv-cache-dtype", "int8", "--dtype", "bfloat16", "--json"]
+def test_the_cache_in_fewer_bits(command: Command) -> None:
+    words = ["info", "--device", "cpu", "--kv-cache-dtype", "int8", "--dtype", "bfloat16"]
     for skipped, size in (((), 6 * (32 + 2)), (("0,5",), 4 * (32 + 2) + 2 * 64)):
         layers = ["--kv-cache-dtype-skip-layers", *skipped] if skipped else []
-        assert main([*words, *layers]) == 0
-        assert json.loads(capsys.readouterr().out)["kv_bytes_per_token"] == 2 * 4 * size
+        assert command.json(*words, *layers)["kv_bytes_per_token"] == 2 * 4 * size
 
 
 @pytest.mark.parametrize(
@@ -139,8 +129,8 @@ def test_the_cache_in_fewer_bits(capsys: pytest.CaptureFixture[str]) -> None:
         (["--policy", "lifo"], "--policy:"),
     ],
 )
-def test_bad_input(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "info", *words).startswith(line)
+def test_bad_input(words: list[str], line: str, command: Command) -> None:
+    assert command.refusal("info", *words).startswith(line)
 
 
 @pytest.mark.parametrize("columns", [50, 80])
@@ -151,9 +141,8 @@ def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
     assert max(map(len, written.splitlines())) <= columns
 
 
-def test_a_window_with_sinks(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_window_with_sinks(command: Command) -> None:
     words = ["--device", "cpu", "--window", "252", "--attention-sinks", "4"]
-    assert main(["info", "--json", *words]) == 0
-    (layers,) = json.loads(capsys.readouterr().out)["layers"]
+    (layers,) = command.json("info", *words)["layers"]
     assert (layers["window"], layers["sinks"]) == (252, 4)
     assert layers["kv_bytes_per_request"] == 256 * layers["kv_bytes_per_token"]

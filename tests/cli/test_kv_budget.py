@@ -5,31 +5,28 @@ from __future__ import annotations
 import json
 
 import pytest
-
-from kvik.cli.main import main
+from helpers.commands import Command
 
 
 @pytest.mark.full
-def test_it_measures_and_saves(tmp_path, capsys):
+def test_it_measures_and_saves(tmp_path, command: Command):
     text, file = tmp_path / "a.txt", tmp_path / "b.json"
     text.write_text("Once upon a time there was a small dog. " * 20)
     words = ["kv-budget", "--data", str(text), "--save", str(file), "--context", "512"]
-    assert main([*words, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = command.json(*words)
     saved = json.loads(file.read_text())
     assert saved == {"kv_budget": 1, **printed}
     assert printed["data"] == "a.txt" and printed["tokens"] > 100
     assert sum(printed["budgets"]) <= 0.25 * 512 * len(printed["budgets"])
     assert len(set(printed["budgets"])) > 1
-    assert main(words) == 2 and "--force" in capsys.readouterr().err
+    assert "--force" in command.refusal(*words)
 
 
 @pytest.mark.parametrize("by", ["uniform", "pyramid"])
-def test_baselines_need_no_text(tmp_path, capsys, by):
+def test_baselines_need_no_text(tmp_path, command: Command, by):
     file = tmp_path / "b.json"
     words = ["--save", str(file), "--by", by, "--bytes", "0.5", "--context", "1024"]
-    assert main(["kv-budget", *words]) == 0
-    out = capsys.readouterr().out.split("\n")
+    out = command("kv-budget", *words).out.split("\n")
     budgets = json.loads(file.read_text())["budgets"]
     rows = [line.split() for line in out if line[:5].strip().isdigit()]
     assert [int(row[-1].replace(",", "")) for row in rows] == budgets
@@ -48,7 +45,9 @@ def test_baselines_need_no_text(tmp_path, capsys, by):
         (["--save", "/proc/b.json"], "--save: '/proc/b.json' cannot be written"),
     ],
 )
-def test_wrong_options(tmp_path, capsys, words, named):
-    assert main(["kv-budget", "--save", str(tmp_path / "b.json"), "--by", "uniform", *words]) == 2
-    assert named in capsys.readouterr().err
+def test_wrong_options(tmp_path, command: Command, words, named):
+    error = command.refusal(
+        "kv-budget", "--save", str(tmp_path / "b.json"), "--by", "uniform", *words
+    )
+    assert named in error
     assert not (tmp_path / "b.json").exists()

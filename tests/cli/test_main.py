@@ -12,7 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from helpers.refusals import refused
+from helpers.commands import Command
 
 from kvik import __version__
 from kvik.cli import main as cli
@@ -51,30 +51,24 @@ def verb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["help"]])
-def test_help_names_every_verb(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(arguments) == 0
-    out = capsys.readouterr().out
+def test_help_names_every_verb(arguments: list[str], command: Command) -> None:
+    out = command(*arguments).out
     assert all(f"  {verb} " in out for verb in VERBS)
 
 
-def test_without_arguments_help_and_an_error_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main([]) == 2
-    assert "usage: kvik" in capsys.readouterr().out
+def test_without_arguments_help_and_an_error_code(command: Command) -> None:
+    assert "usage: kvik" in command(code=2).out
 
 
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["-h"], 0), (["help"], 0), ([], 2)])
-def test_help_on_a_group_of_verbs_names_each(
-    words: list[str], code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(["bench", *words]) == code
-    out = capsys.readouterr().out
+def test_help_on_a_group_of_verbs_names_each(words: list[str], code: int, command: Command) -> None:
+    out = command("bench", *words, code=code).out
     assert out.startswith("usage: kvik bench COMMAND [options]\n")
     assert all((f"  {verb} " in out) == verb.startswith("bench ") for verb in VERBS)
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"kvik {__version__}\n"
+def test_version(command: Command) -> None:
+    assert command("--version").out == f"kvik {__version__}\n"
 
 
 def test_help_imports_nothing_slow() -> None:
@@ -91,18 +85,16 @@ assert not slow, slow
     assert result.returncode == 0, result.stderr
 
 
-def test_an_unknown_verb_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "serv").endswith("did you mean serve?")
+def test_an_unknown_verb_is_one_line(command: Command) -> None:
+    assert command.refusal("serv").endswith("did you mean serve?")
 
 
 @pytest.mark.parametrize("flags", [[], ["--json"]])
-def test_loading_a_model_is_reported_on_a_terminal(
-    flags: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_loading_a_model_is_reported_on_a_terminal(flags: list[str], command: Command) -> None:
     small = ["--device", "cpu", "--threads", "1", "--max-model-len", "64", "--max-num-seqs", "1"]
     for _ in range(2):  # for each command separately
-        assert cli.main(["generate", *small, *flags, "--max-tokens", "1", "Hi"]) == 0
-        lines = capsys.readouterr().err.splitlines()
+        words = [*small, *flags, "--max-tokens", "1", "Hi"]
+        lines = command("generate", *words).err.splitlines()
         assert [line for line in lines if line.startswith("kvik: loading stories: ")] == lines[:1]
         assert bool(lines) == (not flags)
 
@@ -118,19 +110,15 @@ def test_loading_a_model_is_reported_on_a_terminal(
     ],
 )
 def test_errors_name_flags(
-    error: KvikError, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    error: KvikError, line: str, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     verb(monkeypatch, error)
-    assert cli.main(["info"]) == 2
-    assert capsys.readouterr().err == f"kvik: error: {line}\n"
+    assert command.refusal("info") == line
 
 
-def test_ctrl_c_is_quiet(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ctrl_c_is_quiet(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     verb(monkeypatch, KeyboardInterrupt())
-    assert cli.main(["generate"]) == 130
-    assert capsys.readouterr().err == ""
+    assert command("generate", code=130).err == ""
 
 
 def test_a_verbs_exit_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +127,7 @@ def test_a_verbs_exit_code_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_panic_of_a_library_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, command: Command, tmp_path: Path
 ) -> None:
     normalizer = {"type": "Precompiled", "precompiled_charsmap": "AAAAAA=="}
     for file in BUNDLED.iterdir():
@@ -148,8 +136,8 @@ def test_a_panic_of_a_library_is_one_line(
     facts = json.loads((BUNDLED / "tokenizer.json").read_text())
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.json").write_text(json.dumps({**facts, "normalizer": normalizer}))
-    assert cli.main(["generate", str(tmp_path), "Hello", "--device", "cpu"]) == 2
-    loading, error = capsys.readouterr().err.splitlines()
+    printed = command("generate", str(tmp_path), "Hello", "--device", "cpu", code=2)
+    loading, error = printed.err.splitlines()
     assert loading.startswith("kvik: loading ")
     assert error.startswith("kvik: error: tokenizer")
 
@@ -172,10 +160,10 @@ def test_errors_of_the_machine_are_one_line(
     error: Exception,
     line: str,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     verb(monkeypatch, error)
-    assert refused(capsys, "info").startswith(line)
+    assert command.refusal("info").startswith(line)
 
 
 BUGS = [RuntimeError("a bug"), ImportError("no module named x"), ZeroDivisionError("a bug")]
@@ -285,10 +273,10 @@ def test_an_output_is_checked_before_a_model_is_looked_for(
     more: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("text.txt").write_text("Once upon a time")
     words = [*verb.split(), "/no/such/model", flag, "text.txt/is-no-folder.gguf", *more]
-    assert refused(capsys, *words).startswith(f"{flag}: ")
+    assert command.refusal(*words).startswith(f"{flag}: ")
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import Command
 from helpers.tiny_encoders import save_encoder, save_tokenizer, words
 from openai.types import Completion, CreateEmbeddingResponse
 from openai.types.chat import ChatCompletion
@@ -120,7 +121,7 @@ def test_each_line_is_answered_as_by_the_server(tmp_path: Path) -> None:
 
 @pytest.mark.full
 @pytest.mark.usefixtures("forked")
-def test_an_interrupted_batch_continues(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_batch_continues(tmp_path: Path, command: Command) -> None:
     lines = [entry(name, prompt="A fox", **SHORT) for name in ("a", 'ü"', "c")]
     assert answer(tmp_path, *lines) == 0
     out = tmp_path / "out"
@@ -133,8 +134,10 @@ def test_an_interrupted_batch_continues(tmp_path: Path, capsys: pytest.CaptureFi
     assert answer(tmp_path, *lines, options=("--max-model-len", "128")) == 0  # nothing is left
     assert out.read_text() == whole
     batch = str(tmp_path / "batch")
-    assert main(["generate", "--prompts", batch, "-o", "-", *OPTIONS]) == 0
-    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    printed = [
+        json.loads(line)
+        for line in command("generate", "--prompts", batch, "-o", "-", *OPTIONS).out.splitlines()
+    ]
     assert {one["custom_id"] for one in printed} == {"a", 'ü"', "c"}
 
 

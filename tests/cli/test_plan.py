@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from helpers.commands import Command
 from helpers.public_configs import NAMES
-from helpers.refusals import refused
 
-from kvik.cli.main import main
 from kvik.cli.plan import as_text
 from kvik.planner.plan import Question, plan
 
@@ -18,38 +16,31 @@ LLAMA = "llama-3-70b"
 DEEPSEEK = "deepseek-v3"
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
-    assert main(["plan", *words]) == 0
-    captured = capsys.readouterr()
-    assert captured.err == ""
-    return captured.out
-
-
-def test_the_bundled_model(capsys: pytest.CaptureFixture[str]) -> None:
-    out = printed(capsys, "--hardware", "h200")
+def test_the_bundled_model(command: Command) -> None:
+    out = command("plan", "--hardware", "h200").out
     assert "3,072 bytes per token" in out
 
 
-def test_costs_by_a_measured_throughput(capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_by_a_measured_throughput(command: Command) -> None:
     words = [LLAMA, "--hardware", "h200", "--tp", "4", "--context", "1000", "--price", "3.5"]
     words += ["--output-tokens", "200", "--tokens-per-second", "2000"]
-    facts = json.loads(printed(capsys, *words, "--load", "30/s", "--json"))
+    facts = command.json("plan", *words, "--load", "30/s")
     assert facts["cost"]["copies"] == 3 and facts["cost"]["per_hour"] == 42.0
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
-def test_no_line_is_wider_than_a_page(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_line_is_wider_than_a_page(name: str, command: Command) -> None:
     path = name
     words = ["--hardware", "h100", "--batch", "512", "--context", "1000", "--price", "2.5"]
-    out = printed(capsys, path, *words, "--load", "5G")
+    out = command("plan", path, *words, "--load", "5G").out
     assert max(map(len, out.splitlines())) <= 100
     assert "nan" not in out and "inf" not in out
 
 
-def test_json(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [LLAMA, "--hardware", "h100", "--dtype", "bfloat16", "--json"]
-    facts = json.loads(printed(capsys, *words))
+def test_json(command: Command) -> None:
+    words = [LLAMA, "--hardware", "h100", "--dtype", "bfloat16"]
+    facts = command.json("plan", *words)
     assert facts["model"]["parameters"] == 70_553_706_496
     assert facts["model"]["kv_bytes_per_token"] == 327_680 and facts["model"]["runs"] is True
     assert len(facts["attention_variants"]) == 4
@@ -75,52 +66,52 @@ def test_without_speeds_the_reason_is_named() -> None:
     )
 
 
-def test_a_device_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_from_a_file(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "abacus.toml"
     path.write_text(
         'kind = "cuda"\nmemory = 68719476736\nbandwidth = 1e12\nprice = 0.5\n'
         'source = "made of wood"\n[rates]\nbf16 = 1e14\n'
     )
-    facts = json.loads(printed(capsys, "--hardware", str(path), "--json"))
+    facts = command.json("plan", "--hardware", str(path))
     assert facts["cost"]["per_hour"] == 0.5
 
 
-def test_processes_of_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_processes_of_a_cpu(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "cores.toml"
     path.write_text('kind = "cpu"\nmemory = 68719476736\nbandwidth = 1e11\n[rates]\nbf16 = 1e12\n')
     words = ["llama-3.2-1b", "--hardware", str(path), "--context", "512", "--batch", "8"]
-    text = printed(capsys, *words, "--tp", "2", "--pp", "2")
+    text = command("plan", *words, "--tp", "2", "--pp", "2").out
     rows = [line.split() for line in text.partition("by stage and rank\n")[2].splitlines()[1:5]]
     assert [row[:2] for row in rows] == [["0.0", "8"], ["0.1", "8"], ["1.0", "8"], ["1.1", "8"]]
-    facts = json.loads(printed(capsys, *words, "--tp", "2", "--pp", "2", "--json"))
+    facts = command.json("plan", *words, "--tp", "2", "--pp", "2")
     assert facts["division"]["cut"] == "exact"
 
 
 @pytest.mark.full
-def test_gpus_that_share_layers_and_stages(capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpus_that_share_layers_and_stages(command: Command) -> None:
     words = [DEEPSEEK, "--hardware", "h200", "--tp", "8", "--pp", "4", "--context", "4096"]
-    facts = json.loads(printed(capsys, *words, "--json"))
+    facts = command.json("plan", *words)
     assert [part["layers"] for part in facts["parts"]] == [17, 15, 15, 14]
     assert facts["division"]["cut"] == "fast" and facts["division"]["rate_of_one"] is None
     assert facts["division"]["collectives"]["count"] == 2 * 61
-    text = printed(capsys, *words)
+    text = command("plan", *words).out
     assert max(map(len, text.splitlines())) <= 100
 
 
-def test_a_long_context_on_several_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_long_context_on_several_gpus(command: Command) -> None:
     words = ["llama-3.1-8b", "--hardware", "h100", "--context", "131072"]
-    facts = json.loads(printed(capsys, *words, "--json"))
+    facts = command.json("plan", *words)
     assert [row["parts"] for row in facts["context_parts"]] == [1, 2, 4, 8]
-    text = printed(capsys, *words)
+    text = command("plan", *words).out
     assert max(map(len, text.splitlines())) <= 100
 
 
 def test_this_machine_without_a_calibration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setattr("kvik.planner.plan.find_gpus", lambda: ())
     monkeypatch.setattr("kvik.planner.plan.calibration_path", lambda: tmp_path / "none.json")
-    out = printed(capsys)
+    out = command("plan").out
     assert "no speeds are known" in out and "kvik calibrate" in out
     assert "fits, " in out
 
@@ -138,5 +129,5 @@ def test_this_machine_without_a_calibration(
         (["--bogus"], "arguments:"),
     ],
 )
-def test_bad_input(words: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, "plan", *words).startswith(line)
+def test_bad_input(words: list[str], line: str, command: Command) -> None:
+    assert command.refusal("plan", *words).startswith(line)

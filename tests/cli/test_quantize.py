@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.commands import Command
 from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 
@@ -75,7 +76,7 @@ def test_refusals(
     flags: tuple[str, ...],
     message: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -84,39 +85,34 @@ def test_refusals(
     Path("ENGINE").mkdir()
     Path("ENGINE", MANIFEST).write_text("{}")
     Path("ENGINE", CONFIG).write_text("{}")
-    assert main(["quantize", "-o", str(tmp_path / "out"), *FAST, *flags]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and lines[0].startswith(f"kvik: error: {message}")
+    error = command.refusal("quantize", "-o", str(tmp_path / "out"), *FAST, *flags)
+    assert error.startswith(message)
     assert not (tmp_path / "out").exists()
 
 
-def test_the_folder_is_required(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["quantize"]) == 2
-    assert "-o" in capsys.readouterr().err
-    assert main(["quantize", "-o"]) == 2
-    assert capsys.readouterr().err == "kvik: error: --output: expected one argument\n"
+def test_the_folder_is_required(command: Command) -> None:
+    assert "-o" in command.refusal("quantize")
+    assert command.refusal("quantize", "-o") == "--output: expected one argument"
 
 
 @pytest.mark.parametrize("method", ["rtn", "fp8"])
-def test_weights_that_are_not_finite(
-    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_weights_that_are_not_finite(method: str, tmp_path: Path, command: Command) -> None:
     save_tiny(tmp_path / "model", "Llama")
     tensors = load_file(tmp_path / "model" / SINGLE)
     tensors["model.layers.2.mlp.up_proj.weight"][3, 4] = torch.nan
     save_file(tensors, tmp_path / "model" / SINGLE)
     flags = ["--method", method, "--group-size", "-1", *FAST]
-    assert main(["quantize", str(tmp_path / "model"), "-o", str(tmp_path / "out"), *flags]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and "model.layers.2.mlp.up_proj" in lines[0] and "NaN" in lines[0]
+    error = command.refusal(
+        "quantize", str(tmp_path / "model"), "-o", str(tmp_path / "out"), *flags
+    )
+    assert "model.layers.2.mlp.up_proj" in error and "NaN" in error
     assert not (tmp_path / "out").exists()
 
 
-def test_defaults_by_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_defaults_by_method(tmp_path: Path, command: Command) -> None:
     """Eight bits and whole rows for methods without alternatives; the largest group that fits."""
     out = tmp_path / "out"
-    assert main(["quantize", "-o", str(out), "--method", "fp8", "--json", *FAST]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = command.json("quantize", "-o", str(out), "--method", "fp8", *FAST)
     assert report["recipe"]["bits"] == 8 and report["recipe"]["group_size"] == -1
     assert report["perplexity"] is None and report["tokens_per_second"] is None
     assert report["calibration"] == "none: the weights alone"
@@ -124,21 +120,15 @@ def test_defaults_by_method(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     # All except down_proj have 256 inputs.
     out = tmp_path / "other"
     flags = ("--method", "rtn", "--skip", "*.down_proj", "--json", *FAST)
-    assert main(["quantize", str(BUNDLED), "-o", str(out), *flags]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = command.json("quantize", str(BUNDLED), "-o", str(out), *flags)
     assert report["recipe"]["group_size"] == 128
     kept = [layer for layer in report["layers"] if layer["bits"] is None]
     assert len(kept) == 6 and all(layer["name"].endswith("down_proj") for layer in kept)
 
 
-def test_a_second_run_into_the_same_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_run_into_the_same_folder(tmp_path: Path, command: Command) -> None:
     arguments = ["quantize", "-o", str(tmp_path / "out"), "--method", "rtn", *FAST]
-    assert main(arguments) == 0
-    capsys.readouterr()
-    assert main(arguments) == 2
-    assert "--output: " in capsys.readouterr().err
+    command(*arguments)
+    assert "--output: " in command.refusal(*arguments)
     # Before a model is looked for, which may be a download.
-    assert main([*arguments, "/no/such/model"]) == 2
-    assert "--output: " in capsys.readouterr().err
+    assert "--output: " in command.refusal(*arguments, "/no/such/model")

@@ -6,9 +6,8 @@ from http.client import HTTPSConnection
 from pathlib import Path
 
 import pytest
-from helpers.refusals import refused
+from helpers.commands import Command
 
-from kvik.cli.main import main
 from kvik.errors import ConfigError
 from kvik.remote_server import RemoteServer
 
@@ -34,24 +33,21 @@ def test_forms_of_addresses(given: str, host: str, port: int, target: str) -> No
     assert not server.headers
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
 @pytest.mark.parametrize(
     "url",
     ["", "ftp://here", "http://", "http://me:secret@here", "here:99999", "here:x", "http://[a",
      "he re", "a/b c", "here?key=1", "here#x"],
 )  # fmt: skip
-def test_invalid_addresses(
-    command: list[str], url: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([*command, "--url", url]) == 2
-    message = f"kvik: error: --url: must be like http://127.0.0.1:8000, not {url!r}\n"
-    assert capsys.readouterr().err == message
+def test_invalid_addresses(words: list[str], url: str, command: Command) -> None:
+    error = f"--url: must be like http://127.0.0.1:8000, not {url!r}"
+    assert command.refusal(*words, "--url", url) == error
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[0])
 @pytest.mark.parametrize("key", ["a\nb", "a b", "@/no/such/file", "@"])
-def test_what_is_no_key(command: list[str], key: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert refused(capsys, *command, "--url", "here", "--api-key", key).startswith("--api-key: ")
+def test_what_is_no_key(words: list[str], key: str, command: Command) -> None:
+    assert command.refusal(*words, "--url", "here", "--api-key", key).startswith("--api-key: ")
 
 
 def test_a_key_may_be_in_a_file(tmp_path: Path) -> None:

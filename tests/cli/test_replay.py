@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.commands import Command
 from helpers.engine_child import ranks_of
 from helpers.optional_native import needs_native
 from helpers.recorded import record_flight, written
 
-from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED
 from kvik.engine.recorder import Failed, Finished, RecordReader, open_recording
 from kvik.engine.replay import Replay
@@ -33,9 +33,8 @@ def flight(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.full
-def test_a_replay_is_equal(flight, capsys):
-    assert main(["replay", str(flight)]) == 0
-    out = capsys.readouterr().out.splitlines()
+def test_a_replay_is_equal(flight, command: Command):
+    out = command("replay", str(flight)).out.splitlines()
     assert out[0].startswith("equal: ") and ", 24 requests, " in out[0]
     assert out[1] == "the recording ends there: the engine was closed"
 
@@ -59,13 +58,12 @@ def test_a_replay_is_equal_in_another_process(flight):
         pytest.param({"kernels": "torch", "policy": "priority"}, id="priority"),
     ],
 )
-def test_a_replay_is_equal_for_all_configurations(tmp_path, capsys, config):
+def test_a_replay_is_equal_for_all_configurations(tmp_path, command: Command, config):
     stats = record_flight(tmp_path / "flight", seed=1, **config)
     assert stats.preemptions > 0
     if stats.speculation is not None:
         assert stats.speculation.drafts.drafts > 0
-    assert main(["replay", str(tmp_path / "flight")]) == 0
-    assert capsys.readouterr().out.startswith("equal: ")
+    assert command("replay", str(tmp_path / "flight")).out.startswith("equal: ")
 
 
 def lose_a_rank() -> None:
@@ -75,7 +73,7 @@ def lose_a_rank() -> None:
 
 @needs_native
 @pytest.mark.full
-def test_an_engine_that_has_lost_a_process(tmp_path, capsys):
+def test_an_engine_that_has_lost_a_process(tmp_path, command: Command):
     """Up to the loss, with any number of processes, and with the same end of each request."""
     path = tmp_path / "flight"
     record_flight(path, lose=lose_a_rank, threads=2, tensor_parallel_size=2)
@@ -87,8 +85,7 @@ def test_an_engine_that_has_lost_a_process(tmp_path, capsys):
     outputs = set()
     for ranks in ([], ["1"], ["2"], ["4"]):
         options = ["--tensor-parallel-size", *ranks] if ranks else []
-        assert main(["replay", str(path), *options]) == 0
-        outputs.add(capsys.readouterr().out)
+        outputs.add(command("replay", str(path), *options).out)
     (out,) = outputs
     first, *rest = out.splitlines()
     assert first.startswith("equal: ") and " requests, " in first
@@ -100,27 +97,25 @@ def test_an_engine_that_has_lost_a_process(tmp_path, capsys):
 
 @needs_native
 @pytest.mark.full
-def test_a_process_that_is_lost_during_a_replay(flight, tmp_path, monkeypatch, capsys):
+def test_a_process_that_is_lost_during_a_replay(flight, tmp_path, monkeypatch, command: Command):
     path = tmp_path / "flight"
     record_flight(path, threads=2, tensor_parallel_size=2)
     play = Replay.run
     monkeypatch.setattr(Replay, "run", lambda *args: (lose_a_rank(), play(*args))[1])
-    assert main(["replay", str(path)]) == 2
-    assert "rank 1 has ended with signal 9" in capsys.readouterr().err
+    assert "rank 1 has ended with signal 9" in command("replay", str(path), code=2).err
 
 
 @needs_native
-def test_impossible_numbers_of_processes(tmp_path, capsys):
+def test_impossible_numbers_of_processes(tmp_path, command: Command):
     path = tmp_path / "flight"
     record_flight(path, requests=1)
     for ranks, why in (("0", "at least 1, not 0"), ("99", "at most 8")):
-        assert main(["replay", str(path), "--tensor-parallel-size", ranks]) == 2
-        err = capsys.readouterr().err
+        err = command.refusal("replay", str(path), "--tensor-parallel-size", ranks)
         assert "tensor_parallel_size" in err.replace("-", "_") and why in err
 
 
 @pytest.mark.full
-def test_a_changed_token_is_detected(flight, tmp_path, capsys):
+def test_a_changed_token_is_detected(flight, tmp_path, command: Command):
     with open_recording(flight) as file:
         reader = RecordReader(file, "")
         header, events = reader.header, list(reader.events())
@@ -129,35 +124,30 @@ def test_a_changed_token_is_detected(flight, tmp_path, capsys):
     finished.token_ids[row][0] += 1
     changed = tmp_path / "changed"
     changed.write_bytes(written(header, events))
-    assert main(["replay", str(changed)]) == 1
-    out = capsys.readouterr().out.splitlines()
+    out = command("replay", str(changed), code=1).out.splitlines()
     assert out[0].startswith("different after 20 steps, ")
     assert out[1].startswith("step 20, request r") and "the tokens are [" in out[1]
 
 
 @pytest.mark.full
-def test_a_truncated_recording(flight, tmp_path, capsys):
+def test_a_truncated_recording(flight, tmp_path, command: Command):
     cut = tmp_path / "cut"
     cut.write_bytes(flight.read_bytes()[:-1000])
-    assert main(["replay", str(cut)]) == 0
-    out = capsys.readouterr().out.splitlines()
+    out = command("replay", str(cut)).out.splitlines()
     assert out[0].startswith("equal: ")
     assert out[1].startswith("the recording breaks off there")
 
 
 @pytest.mark.full
-def test_the_model_may_have_moved_but_not_changed(flight, tmp_path, capsys):
+def test_the_model_may_have_moved_but_not_changed(flight, tmp_path, command: Command):
     moved = tmp_path / "stories"
     shutil.copytree(BUNDLED, moved)
-    assert main(["replay", str(flight), "--model", str(moved)]) == 0
-    capsys.readouterr()
-    assert main(["replay", str(flight), "--model", str(BUNDLED.parent / "stories-draft")]) == 2
-    assert "is another model than the one of the recording" in capsys.readouterr().err
+    command("replay", str(flight), "--model", str(moved))
+    error = command.refusal("replay", str(flight), "--model", str(BUNDLED.parent / "stories-draft"))
+    assert "is another model than the one of the recording" in error
 
 
-def test_invalid_recordings(tmp_path, capsys):
-    assert main(["replay", str(tmp_path / "none")]) == 2
-    assert "cannot be read" in capsys.readouterr().err
+def test_invalid_recordings(tmp_path, command: Command):
+    assert "cannot be read" in command.refusal("replay", str(tmp_path / "none"))
     (tmp_path / "text").write_text("hello")
-    assert main(["replay", str(tmp_path / "text")]) == 2
-    assert "is not a recording" in capsys.readouterr().err
+    assert "is not a recording" in command.refusal("replay", str(tmp_path / "text"))

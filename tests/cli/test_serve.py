@@ -16,7 +16,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 
 import pytest
-from helpers.refusals import refused
+from helpers.commands import Command
 
 from kvik.cli.main import main
 from kvik.cli.serve import build_parser, read_configs
@@ -125,28 +125,23 @@ def test_flags_override_the_environment_and_that_the_file(
         (["/no/such/model", "--port", "0"], "model: there is no folder"),
     ],
 )
-def test_an_error_is_in_one_line(
-    arguments: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert part in refused(capsys, "serve", *arguments)
+def test_an_error_is_in_one_line(arguments: list[str], part: str, command: Command) -> None:
+    assert part in command.refusal("serve", *arguments)
 
 
 def test_an_error_in_the_config_file_names_keys_and_no_flags(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     (tmp_path / "kvik.toml").write_text("max-num-seqs = true")
-    error = refused(capsys, "serve", "--config", str(tmp_path / "kvik.toml"))
+    error = command.refusal("serve", "--config", str(tmp_path / "kvik.toml"))
     assert error.startswith("--config: ") and "--max-num-seqs" not in error
 
 
-def test_a_port_in_use_is_reported_before_the_model_is_loaded(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(command: Command) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert main(["serve", "/no/such/model", "--port", port]) == 2
-    error = capsys.readouterr().err
-    assert f"--port: cannot listen on 127.0.0.1 port {port}" in error
+        error = command.refusal("serve", "/no/such/model", "--port", port)
+    assert error.startswith(f"--port: cannot listen on 127.0.0.1 port {port}")
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from helpers.commands import Command
 from helpers.engine_frames import engine_frame, live_request
 from helpers.fake_server import FakeServer, Received, Reply
 from helpers.http_server import ask
-from helpers.refusals import refused
 from helpers.story_site import Site, site_fixture, story_site
 from rich.console import Console, RenderableType
 
 from kvik.cli import top
-from kvik.cli.main import main
 from kvik.cli.top import BAR_WIDTH, frames, header, picture, plain, read, waterfall
 from kvik.config.env import environment_options
 from kvik.config.server_config import ServerConfig
@@ -42,48 +41,42 @@ site = site_fixture(routes)
 
 
 @pytest.mark.full
-def test_a_real_server(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_real_server(site: Site, command: Command) -> None:
     reply = ask(site.server, "POST", "/v1/generate", {"prompt": "Once"})
     assert reply.status == 200, reply.body
     site.at_rest()
-    assert main(["top", "--url", site.url, "--once"]) == 0
-    assert "stories" in capsys.readouterr().out
+    assert "stories" in command("top", "--url", site.url, "--once").out
 
 
-def test_without_a_terminal_it_is_one_frame(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_it_is_one_frame(site: Site, command: Command) -> None:
     # With the address of OpenAI's clients.
-    assert main(["top", "--url", f"{site.url}/v1/"]) == 0
-    out = capsys.readouterr().out
+    out = command("top", "--url", f"{site.url}/v1/").out
     assert out.count("stories") == 1 and "\x1b" not in out
 
 
-def test_the_only_key_of_a_server(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_only_key_of_a_server(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server and its watchers take it from the same variable."""
     monkeypatch.setenv("KVIK_API_KEY", "sesame")
     keys = environment_options(kind=ServerConfig)["api_key"]
     with story_site(routes, read_keys(keys)) as site:
         url = ("--url", site.url, "--once")
-        assert main(["top", *url]) == 0
-        assert "ready" in capsys.readouterr().out
-        assert refused(capsys, "top", *url, "--api-key", "wrong").startswith("--api-key: ")
+        assert "ready" in command("top", *url).out
+        assert command.refusal("top", *url, "--api-key", "wrong").startswith("--api-key: ")
         monkeypatch.delenv("KVIK_API_KEY")
-        assert refused(capsys, "top", *url).startswith("--api-key: ")
-        assert main(["top", *url, "--api-key", "sesame"]) == 0
+        assert command.refusal("top", *url).startswith("--api-key: ")
+        command("top", *url, "--api-key", "sesame")
 
 
-def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
+def test_keys(command: Command, tmp_path: Any) -> None:
     file = tmp_path / "keys"
     file.write_text("operator: boss admin\nuser: common\n")
     with story_site(routes, read_keys([], str(file))) as site:
         url = ("--url", site.url, "--once")
-        assert refused(capsys, "top", *url).startswith("--api-key: ")
-        assert refused(capsys, "top", *url, "--api-key", "wrong").startswith("--api-key: ")
-        error = refused(capsys, "top", *url, "--api-key", "common")
+        assert command.refusal("top", *url).startswith("--api-key: ")
+        assert command.refusal("top", *url, "--api-key", "wrong").startswith("--api-key: ")
+        error = command.refusal("top", *url, "--api-key", "common")
         assert error == "--api-key: the key of an administrator is needed"
-        assert main(["top", *url, "--api-key", "boss"]) == 0
-    assert "ready" in capsys.readouterr().out
+        assert "ready" in command("top", *url, "--api-key", "boss").out
 
 
 @pytest.mark.parametrize(
@@ -97,27 +90,25 @@ def test_keys(capsys: pytest.CaptureFixture[str], tmp_path: Any) -> None:
         (["--interval", "x"], "--interval:"),
     ],
 )
-def test_an_error_is_in_one_line(
-    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert part in refused(capsys, "top", *words, "--once")
+def test_an_error_is_in_one_line(words: list[str], part: str, command: Command) -> None:
+    assert part in command.refusal("top", *words, "--once")
 
 
-def test_no_server_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_server_at_the_address(command: Command) -> None:
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         where = f"127.0.0.1:{taken.getsockname()[1]}"
-        assert f"no server answers at http://{where}" in refused(
-            capsys, "top", "--url", f"http://{where}"
+        assert f"no server answers at http://{where}" in command.refusal(
+            "top", "--url", f"http://{where}"
         )
 
 
-def test_another_program_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_program_at_the_address(command: Command) -> None:
     def reply(request: Received) -> Reply:
         return Reply([b"<html>\x1b[2J"])
 
     with FakeServer(reply) as fake:
-        assert "is not kvik" in refused(capsys, "top", "--url", fake.url)
+        assert "is not kvik" in command.refusal("top", "--url", fake.url)
 
 
 @pytest.mark.parametrize(

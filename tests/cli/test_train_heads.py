@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
+from helpers.commands import Command
 
-from kvik.cli.main import main
 from kvik.config.draft_heads import read_heads_spec
 
 CPU = ("--device", "cpu", "--threads", "1")
@@ -28,12 +27,11 @@ def words(text: str, tmp_path: Path, *more: str) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["medusa", "eagle"])
 def test_heads_are_saved_and_reported(
-    kind: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: str, text: str, tmp_path: Path, command: Command
 ) -> None:
     sizes = ["--depth", "2", "--tokens", "64", "--rows", "32"]
     sizes += ["--inner", "64"] if kind == "eagle" else ["--layers", "2"]
-    assert main([*words(text, tmp_path, "--kind", kind, *sizes), "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = command.json(*words(text, tmp_path, "--kind", kind, *sizes))
     spec = read_heads_spec(tmp_path / "heads", kind)
     assert report["accuracies"] == [list(ranks) for ranks in spec.accuracies]
     assert report["finished"] and report["bytes"] > 1e5 and list(report["tokens_per_step"]) == [
@@ -42,11 +40,9 @@ def test_heads_are_saved_and_reported(
     assert spec.depth == 2 and len(spec.accuracies[0]) == 10
 
     before = (tmp_path / "heads" / "model.safetensors").stat().st_mtime_ns
-    assert main(words(text, tmp_path, "--kind", kind, *sizes)) == 2
-    assert "--output: " in capsys.readouterr().err
+    assert "--output: " in command.refusal(*words(text, tmp_path, "--kind", kind, *sizes))
     assert (tmp_path / "heads" / "model.safetensors").stat().st_mtime_ns == before
-    assert main(words(text, tmp_path, "--kind", kind, *sizes, "--force")) == 0
-    shown = capsys.readouterr().out
+    shown = command(*words(text, tmp_path, "--kind", kind, *sizes, "--force")).out
     assert shown.startswith(f"{kind} heads, ") and "tokens of a step that they promise" in shown
 
 
@@ -68,8 +64,7 @@ def test_a_bad_option_is_named(
     message: str,
     text: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
-    assert main(words(text, tmp_path, *more)) == 2
-    assert message in capsys.readouterr().err
+    assert message in command.refusal(*words(text, tmp_path, *more))
     assert not (tmp_path / "heads").exists()

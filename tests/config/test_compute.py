@@ -72,9 +72,8 @@ def test_requested_kernels_are_used_even_if_slow() -> None:
 )
 def test_asked_for_and_impossible(kernels, hardware, device, dtype) -> None:
     config = EngineConfig(kernels=kernels)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="^kernels: "):
         choose_kernels(config, hardware, MODEL, device, dtype, Notes())
-    assert error.value.field == "kernels"
 
 
 @pytest.mark.parametrize(
@@ -97,9 +96,8 @@ def test_the_attention_backend_follows_the_kernels(kernels, block_size, head_dim
     if backend == "cpu":
         assert choose_attention(asked, spec, kernels, "bfloat16", None, notes) == "cpu"
     else:
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match="^attention_backend: "):
             choose_attention(asked, spec, kernels, "bfloat16", None, notes)
-        assert error.value.field == "attention_backend"
 
 
 MEASURED = replace(HOPPER, torch_prompts=((64, 4096), (128, 1024)))
@@ -136,9 +134,8 @@ def test_attention_on_a_gpu(kernels, gpu, head_dim, dtype, kv, asked, expected, 
     notes, spec = Notes(), replace(MODEL, head_dim=head_dim)
     config = EngineConfig(attention_backend=asked, kv_cache_dtype=kv)
     if expected is ConfigError:
-        with pytest.raises(ConfigError) as error:
+        with pytest.raises(ConfigError, match="^attention_backend: "):
             choose_attention(config, spec, kernels, dtype, gpu, notes)
-        assert error.value.field == "attention_backend"
         return
     assert choose_attention(config, spec, kernels, dtype, gpu, notes) == expected
     assert torch_prompts(expected, spec, gpu) == least
@@ -180,9 +177,8 @@ def test_latent_vectors_in_fp32_are_not_converted() -> None:
 
 
 def test_latent_vectors_are_not_stored_in_four_bits() -> None:
-    with pytest.raises(ConfigError, match="int4 cannot store latent vectors: use int8 or fp8") as e:
+    with pytest.raises(ConfigError, match="^kv_cache_dtype: int4 cannot store latent vectors"):
         resolve(EngineConfig(kv_cache_dtype="int4"), latent(), LAPTOP, "somewhere")
-    assert e.value.field == "kv_cache_dtype"
 
 
 @pytest.mark.parametrize(("group", "kernels"), [(8, "torch"), (64, "triton")])
@@ -236,9 +232,8 @@ def test_quantised_products_of_triton_make_no_copies_in_fp32(quantization: str) 
 def test_an_engine_folder_for_triton_needs_it() -> None:
     built = Built("triton", "gpu-1", "bfloat16", "none", 1 << 20)
     assert settled(EngineConfig(), built, SERVER).kernels == "triton"
-    with pytest.raises(ConfigError, match="Triton is not installed: pip install") as error:
+    with pytest.raises(ConfigError, match="^kernels: .*Triton is not installed: pip install"):
         settled(EngineConfig(), built, LAPTOP)
-    assert error.value.field == "kernels"
 
 
 def test_the_best_instruction_set_of_a_cpu() -> None:
@@ -313,9 +308,8 @@ def test_the_default_is_the_models_dtype() -> None:
     ],
 )
 def test_impossible_kv_formats_are_refused(options: dict[str, object], field: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
         plan(**options)
-    assert error.value.field == field
 
 
 def test_four_bits_need_pairs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
@@ -52,11 +53,8 @@ def test_the_real_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_bad_variable_is_named(variable: str, text: str, part: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=rf"^{variable}: .*{re.escape(part)}.*\Z"):
         environment_options({variable: text})
-    assert error.value.field == variable
-    assert part in error.value.message
-    assert "\n" not in str(error.value)
 
 
 def test_the_cache_folder_follows_the_specification() -> None:
@@ -101,9 +99,8 @@ def test_a_cache_that_others_can_write_to_is_refused(
         theirs = os.getuid() + 1
         homeless.rename(homeless.with_name(f"kvik-{theirs}"))
         monkeypatch.setattr(os, "getuid", lambda: theirs)
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match="^XDG_CACHE_HOME: "):
         cache_folder({})
-    assert error.value.field == "XDG_CACHE_HOME"
 
 
 def test_the_server_has_variables_too() -> None:
@@ -217,11 +214,8 @@ def test_each_type_of_a_file_is_read(tmp_path: Path) -> None:
     ],
 )
 def test_errors_in_a_file_are_named(tmp_path: Path, text: str, part: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=rf"^config: .*{re.escape(part)}.*\Z"):
         read(tmp_path, text)
-    assert error.value.field == "config"
-    assert part in error.value.message
-    assert "\n" not in error.value.message
 
 
 def test_a_key_of_a_file_is_not_shown(tmp_path: Path) -> None:

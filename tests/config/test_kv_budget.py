@@ -82,9 +82,8 @@ def test_layers_of_a_class_have_equal_budgets():
 
 
 def test_too_few_bytes():
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="^bytes: "):
         allot([1.0], [1], 0.01, 1024)
-    assert caught.value.field == "bytes"
 
 
 def test_a_file_is_read_back(tmp_path):
@@ -110,9 +109,8 @@ WRONG: list[dict[str, Any]] = [
 def test_a_wrong_file_is_refused_in_one_line(tmp_path, change):
     file = tmp_path / "b.json"
     file.write_text(json.dumps({"kv_budget": 1, **asdict(MADE), **change}))
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=r"^kv_budget: .*\Z"):
         read_budgets(file, SPEC)
-    assert caught.value.field == "kv_budget" and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"[]", b"\xff", b"[" * 100_000, b"{}"])
@@ -147,6 +145,5 @@ def test_another_shape_is_another_model():
     ids=lambda facts: facts["architectures"][0],
 )
 def test_unsupported_models(facts):
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="^kv_budget: "):
         check_model(ModelSpec.from_config(facts))
-    assert caught.value.field == "kv_budget"

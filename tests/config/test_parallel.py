@@ -117,10 +117,9 @@ BY_FIELD: dict[str, dict[str, Any]] = {  # usual options of what a field divides
     ],
 )
 def test_what_processes_cannot_share(field, model, options) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
         config = EngineConfig(**{"device": "cpu", "threads": 64, **BY_FIELD[field], **options})
         resolve(config, ModelSpec.from_config(public_configs()[model]), MACHINE, "")
-    assert caught.value.field == field
 
 
 def test_an_engine_folder_for_other_kernels() -> None:
@@ -156,9 +155,8 @@ GPUS = (H100, replace(H100, index=1, free_memory=70_000_000_000))
 def test_refusals_of_a_group_that_torch_joins(hardware, options, field) -> None:
     common = {"device": "cpu", "kernels": "torch", "threads": 64, "tensor_parallel_size": 2}
     spec = ModelSpec.from_config(public_configs()["llama-3.2-1b"])
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
         resolve(EngineConfig(**{**common, **options}), spec, replace(MACHINE, **hardware), "")
-    assert caught.value.field == field
 
 
 def test_experts_cannot_be_whole_in_a_torch_group() -> None:

@@ -76,9 +76,8 @@ def test_each_has_its_own_gpu() -> None:
     ],
 )
 def test_too_many_are_refused(replicas: int, options: dict[str, object], text: str) -> None:
-    with pytest.raises(ConfigError, match=text) as caught:
+    with pytest.raises(ConfigError, match=f"^data_parallel_size: .*{text}"):
         planned(replicas, **options)
-    assert caught.value.field == "data_parallel_size"
 
 
 def test_engines_that_do_not_fit_together_are_refused() -> None:
@@ -89,6 +88,5 @@ def test_engines_that_do_not_fit_together_are_refused() -> None:
 
 
 def test_an_engine_in_this_process_is_single() -> None:
-    with pytest.raises(KvikError, match="kvik serve") as caught:
+    with pytest.raises(KvikError, match="^data_parallel_size: .*kvik serve"):
         launch(EngineConfig(device="cpu", data_parallel_size=2, threads=2))
-    assert caught.value.field == "data_parallel_size"

@@ -57,7 +57,5 @@ def test_valid_options_are_accepted(options: dict[str, Any]) -> None:
     ],
 )
 def test_invalid_options_are_refused(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=rf"^{field}: .*\Z"):
         check_server_config(ServerConfig(**{field: value}))
-    assert error.value.field == field
-    assert "\n" not in error.value.message

@@ -48,9 +48,8 @@ def test_flags_win_over_the_object() -> None:
     ],
 )
 def test_options_that_contradict_the_method_are_named(options, field) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
         requested(**options)
-    assert error.value.field == field
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,8 @@ def test_options_without_effect_are_reported_once(caplog: pytest.LogCaptureFixtu
     ],
 )
 def test_what_kvik_does_not_have_is_one_error(given: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
         LLM("", device="cpu", **given)
-    assert error.value.field == field
 
 
 def test_flags_variables_and_files_know_the_names(tmp_path) -> None:

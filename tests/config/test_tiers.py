@@ -38,9 +38,8 @@ def test_tiers_are_parsed(text: str, found: TierOptions) -> None:
     ],
 )
 def test_invalid_tiers_are_one_error_that_names_the_field(text: str) -> None:
-    with pytest.raises(ConfigError) as error:
+    with pytest.raises(ConfigError, match=r"^kv_tiers: .*\Z"):
         check_config(EngineConfig(kv_tiers=text))
-    assert error.value.field == "kv_tiers" and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -83,9 +82,8 @@ def test_roles_that_do_not_fit(options: dict) -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("make", [LLM, AsyncLLM])
 def test_only_engines_of_servers_have_a_role(make: Callable[..., object], role: str) -> None:
-    with pytest.raises(ConfigError, match="kvik serve") as error:
+    with pytest.raises(ConfigError, match="^role: .*kvik serve"):
         make(device="cpu", threads=1, role=role)
-    assert error.value.field == "role"
 
 
 @pytest.mark.parametrize("size", ["tensor_parallel_size", "pipeline_parallel_size"])

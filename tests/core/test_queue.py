@@ -36,9 +36,8 @@ def test_a_full_queue_refuses() -> None:
     queue = WaitingQueue(2, 100)
     queue.check_capacity(2, 6)
     queue.add(request(1.0))
-    with pytest.raises(CapacityError, match=r"max_queued_requests: .*1 of 2") as caught:
+    with pytest.raises(CapacityError, match="^max_queued_requests: .*1 of 2"):
         queue.check_capacity(2, 6)
-    assert caught.value.field == "max_queued_requests"
 
 
 def test_tokens_are_limited_except_in_an_empty_queue() -> None:
@@ -46,9 +45,8 @@ def test_tokens_are_limited_except_in_an_empty_queue() -> None:
     queue.check_capacity(1, 1000)
     queue.add(request(1.0, 60))
     queue.check_capacity(1, 40)
-    with pytest.raises(CapacityError, match="60 of 100") as caught:
+    with pytest.raises(CapacityError, match="^max_queued_tokens: .*60 of 100"):
         queue.check_capacity(1, 41)
-    assert caught.value.field == "max_queued_tokens"
 
 
 def test_each_tenant_has_its_own_queue() -> None:

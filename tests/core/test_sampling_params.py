@@ -128,12 +128,10 @@ def test_greedy_means_temperature_zero() -> None:
 def test_a_changed_copy_is_checked_again() -> None:
     params = SamplingParams(top_k=3)
     assert params.with_changes(top_p=0.5) == SamplingParams(top_k=3, top_p=0.5)
-    with pytest.raises(ParamError) as caught:
+    with pytest.raises(ParamError, match="^top_p: "):
         params.with_changes(top_p=2)
-    assert caught.value.field == "top_p"
-    with pytest.raises(ParamError, match="is not a sampling parameter") as caught:
+    with pytest.raises(ParamError, match="^topp: .*is not a sampling parameter"):
         params.with_changes(topp=0.5)
-    assert caught.value.field == "topp"
 
 
 @pytest.mark.parametrize(
@@ -147,9 +145,8 @@ def test_a_changed_copy_is_checked_again() -> None:
     ],
 )
 def test_values_that_the_model_refuses(params: SamplingParams, field: str) -> None:
-    with pytest.raises(ParamError) as caught:
+    with pytest.raises(ParamError, match=f"^{field}: "):
         params.check_against(vocab_size=10, max_model_len=20)
-    assert caught.value.field == field
     params.check_against(vocab_size=11, max_model_len=21)
 
 
@@ -182,6 +179,5 @@ def test_parameters_have_the_names_of_others(given: dict[str, Any], here: dict[s
 )
 def test_other_names_are_one_error(given: dict[str, Any], field: str, message: str) -> None:
     for make in (SamplingParams, SamplingParams().with_changes):
-        with pytest.raises(ParamError, match=message) as error:
+        with pytest.raises(ParamError, match=f"^{field}: .*{message}"):
             make(**given)
-        assert error.value.field == field

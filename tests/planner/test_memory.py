@@ -170,9 +170,8 @@ def test_divisions_that_the_engine_refuses_are_refused() -> None:
         ({"tp": 2, "pp": 3}, "pp", "must be at most 2, as there are 4 threads, 2 for each stage"),
         ({"pp": 2, "weight_format": "fp16"}, "pp", "must be 1 with torch kernels"),
     ):
-        with pytest.raises(ConfigError, match=message) as caught:
+        with pytest.raises(ConfigError, match=f"^{field}: .*{message}"):
             memory_of(llama, replace(at, **change))
-        assert caught.value.field == field
 
 
 def test_each_stage_of_gpus_is_planned() -> None:

@@ -232,9 +232,8 @@ BUNDLED = read_shape("")  # the bundled model: 8 heads, 6 layers, a context of 1
 )
 def test_questions_that_are_refused(change: dict[str, Any], field: str) -> None:
     check_question(Question(), BUNDLED)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
         check_question(replace(Question(), **change), BUNDLED)
-    assert caught.value.field == field
 
 
 def test_defaults_of_a_question() -> None:

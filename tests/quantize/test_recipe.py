@@ -57,9 +57,8 @@ MODEL = torch.bfloat16
     ],
 )
 def test_refusals(wishes: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"^{field}: "):
         Recipe(**{"method": "gptq"} | wishes)
-    assert caught.value.field == field
 
 
 def test_quantised_layers() -> None:

@@ -296,9 +296,8 @@ def unwritable(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_quota_beyond_the_disk_is_one_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="must fit its disk") as error:
+    with pytest.raises(ConfigError, match=r"^kv_tiers: .*must fit its disk.*\Z"):
         DiskTier(str(tmp_path / "kv"), PRINT, 1 << 60)
-    assert error.value.field == "kv_tiers" and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(

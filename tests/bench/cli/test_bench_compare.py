@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import Command
 
 from kvik.cli.main import main
 from kvik_bench.peers import compare
@@ -73,10 +74,10 @@ def small(*more: str) -> list[str]:
 
 @pytest.mark.full
 def test_kvik_is_compared_with_valid_failing_and_cheating_engines(
-    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    config: Path, tmp_path: Path, command: Command
 ) -> None:
     out = tmp_path / "out.json"
-    assert main(small("--config", str(config), "--rounds", "1", "--json", str(out))) == 0
+    shown = command(*small("--config", str(config), "--rounds", "1", "--json", str(out)))
     result = json.loads(out.read_text())
     rows = {row["label"]: row for row in result["rows"]}
     ours, known = figures(rows["ours"]), figures(rows["known"])
@@ -88,7 +89,6 @@ def test_kvik_is_compared_with_valid_failing_and_cheating_engines(
     assert rows["broken"]["facts"]["failed"].startswith("b1: OSError: no such device")
     assert rows["short"]["facts"]["failed"].startswith("b1: its rows have [3] tokens, not 4 each")
     assert result["facts"]["threads"] == "2"
-    shown = capsys.readouterr()
     assert re.search(r"b1: ours is \S+ times as fast as known, the best other bf16", shown.out)
     assert "round 1 of 1" in shown.err
 
@@ -126,10 +126,9 @@ def test_installed_engines_run_in_the_models_format_by_default(
 
 
 def test_ctrl_c_prints_the_results_so_far(
-    runs: list[tuple[EngineEntry, Job, float]], capsys: pytest.CaptureFixture[str]
+    runs: list[tuple[EngineEntry, Job, float]], command: Command
 ) -> None:
-    assert main(small("--engines", "transformers", "--rounds", "5")) == 130
-    shown = capsys.readouterr()
+    shown = command(*small("--engines", "transformers", "--rounds", "5"), code=130)
     assert "interrupted" in shown.err
     assert "kvik / this" in shown.out
 
@@ -176,7 +175,7 @@ def test_signals_that_end_the_command_end_the_engine_too(
 
 
 def test_errors_are_reported_before_any_run(
-    runs: list[tuple[EngineEntry, Job, float]], capsys: pytest.CaptureFixture[str]
+    runs: list[tuple[EngineEntry, Job, float]], command: Command
 ) -> None:
     for flags, message in (
         (["--rounds", "0"], "--rounds: must be at least 1, not 0"),
@@ -188,6 +187,5 @@ def test_errors_are_reported_before_any_run(
         (["--prompt-tokens", "1020"], "--prompt-tokens: and the output are 1032 tokens"),
         (["--config", "/nowhere.toml"], "--config: /nowhere.toml cannot be read"),
     ):
-        assert main(small(*flags)) == 2
-        assert f"kvik: error: {message}" in capsys.readouterr().err
+        assert command.refusal(*small(*flags)).startswith(message)
     assert not runs

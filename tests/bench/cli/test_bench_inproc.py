@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from helpers.calibrations import calibration
-from helpers.refusals import refused
+from helpers.commands import Command
 from msgspec.structs import replace
 
 from kvik.cli.main import main
@@ -22,12 +22,6 @@ from kvik_bench.inprocess.startup import start_once
 
 ENGINE = ("--device", "cpu", "--threads", "1", "--max-model-len", "128", "--max-num-seqs", "8")
 ONE_MORE = ("--repeats", "2", "--warmup", "0")
-
-
-@pytest.fixture(autouse=True)
-def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide calibrations of this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
 def bench(verb: str, file: Path, *flags: str) -> dict[str, Any]:
@@ -74,7 +68,7 @@ def test_load_of_other_processes_is_reported(
 
 
 def test_figures_beyond_the_ceilings_are_reported_as_invalid(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command
 ) -> None:
     """And lead to no advice."""
     slow = (ReadRate(8 << 20, 1e6), ReadRate(512 << 20, 1e6))
@@ -82,8 +76,8 @@ def test_figures_beyond_the_ceilings_are_reported_as_invalid(
     save(replace(calibration(), machine=machine, reads=slow), calibration_path())
     sizes = ("--batch", "1", "--prompt-tokens", "16", "--output-tokens", "6")
     file = tmp_path / "out.json"
-    assert main(["bench", "latency", *sizes, *ONE_MORE, *ENGINE, "--json", str(file)]) == 0
-    assert ", impossible" in capsys.readouterr().out
+    text = command("bench", "latency", *sizes, *ONE_MORE, *ENGINE, "--json", str(file)).out
+    assert ", impossible" in text
     found = json.loads(file.read_text())
     impossible = {f["name"] for f in found["rows"][0]["figures"] if f["impossible"]}
     assert "of bandwidth" in impossible
@@ -156,7 +150,7 @@ def test_a_failing_start_is_reported_with_the_reason() -> None:
         start_once({"device": "cpu", "model": "/no/such/model"}, [20])
 
 
-def test_invalid_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(tmp_path: Path, command: Command) -> None:
     long = tmp_path / "long.csv"
     long.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:00:00.0000000,127,2\n")
     for arguments, message in (
@@ -189,4 +183,4 @@ def test_invalid_options_are_refused(tmp_path: Path, capsys: pytest.CaptureFixtu
         (("attention", "--lengths", "65536"), "--lengths:"),  # 128 GiB per matrix
         (("attention", "--attention-backend", "reference"), "--attention-backend:"),
     ):
-        assert refused(capsys, "bench", *arguments, *ENGINE).startswith(message)
+        assert command.refusal("bench", *arguments, *ENGINE).startswith(message)

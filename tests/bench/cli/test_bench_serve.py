@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from helpers.bench_results import read_result
+from helpers.commands import Command
 from helpers.fake_server import (
     DONE,
     FakeServer,
@@ -25,7 +26,6 @@ from helpers.fake_server import (
     text,
     usage,
 )
-from helpers.refusals import refused
 
 from kvik.cli.main import main
 from kvik.config.model_source import BUNDLED
@@ -252,7 +252,7 @@ def test_progress_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert not blank.strip() and not rest
 
 
-def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(command: Command) -> None:
     for words, message in (
         (["--rate", "1", "--concurrency", "1"], "--rate: cannot be combined with --concurrency"),
         (["--trace", "x", "--output-tokens", "9"], "--output-tokens: cannot be combined with"),
@@ -278,16 +278,16 @@ def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         (["--url", "http://127.0.0.1:9"], "--url: http://127.0.0.1:9 cannot be reached"),
         (["--endpoint", "soap"], "--endpoint: invalid choice"),
     ):
-        error = refused(capsys, "bench", "serve", "--url", "http://127.0.0.1:9", *words)
+        error = command.refusal("bench", "serve", "--url", "http://127.0.0.1:9", *words)
         assert error.startswith(message)
 
 
 def test_a_missing_aiohttp_names_the_extra_to_install(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.setitem(sys.modules, "aiohttp", None)
-    assert main(["bench", "serve", "--url", "http://127.0.0.1:9"]) == 2
-    assert "pip install 'kvik[bench]'" in capsys.readouterr().err
+    error = command.refusal("bench", "serve", "--url", "http://127.0.0.1:9")
+    assert "pip install 'kvik[bench]'" in error
 
 
 @pytest.mark.parametrize(

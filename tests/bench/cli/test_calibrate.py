@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.calibrations import MACHINE, calibration
+from helpers.commands import Command
 from helpers.optional_triton import NO_TRITON
 from msgspec.structs import replace
 
@@ -43,13 +44,12 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, Effort]]:
 
 
 def test_a_calibration_is_printed_and_saved(
-    asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: list[tuple[int, Effort]], tmp_path: Path, command: Command
 ) -> None:
     path = tmp_path / "mine.json"
-    assert main(["calibrate", "-o", str(path)]) == 0
+    out, err = command("calibrate", "-o", str(path))
     assert asked == [(2, FULL)]
     assert load(path) == calibration()
-    out, err = capsys.readouterr()
     assert "Some CPU, 2 threads, kernels: avx2" in out
     assert "10 GB/s" in out and f"saved in {path}" in out
     assert "bf16" in out and "int4-g128" in out
@@ -69,24 +69,23 @@ def test_a_disturbed_one_is_not_saved_unless_forced(
     monkeypatch: pytest.MonkeyPatch,
     asked: list[tuple[int, Effort]],
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     """An earlier good one is kept."""
     path = tmp_path / "mine.json"
-    assert main(["calibrate", "-o", str(path)]) == 0
+    command("calibrate", "-o", str(path))
     disturbed = replace(calibration(), disturbed=True), ("too busy",)
     monkeypatch.setattr(kvik_bench.machine.calibrate, "calibrate", lambda *_: disturbed)
-    assert main(["calibrate", "-o", str(path)]) == 1
+    out, err = command("calibrate", "-o", str(path), code=1)
     assert load(path) == calibration()
-    out, err = capsys.readouterr()
-    assert out.count("memory              10 GB/s") == 2  # it is still shown
+    assert out.count("memory              10 GB/s") == 1  # it is still shown
     assert "too busy" in err and "not saved" in err and "--force" in err
-    assert main(["calibrate", "-o", str(path), "--force"]) == 0
+    command("calibrate", "-o", str(path), "--force")
     assert load(path) == disturbed[0]
 
 
 @pytest.mark.parametrize(
-    "command",
+    "verb",
     [
         ("plan",),
         ("advise",),
@@ -97,29 +96,28 @@ def test_a_disturbed_one_is_not_saved_unless_forced(
     ids=" ".join,
 )
 def test_commands_warn_of_a_disturbed_calibration(
-    command: tuple[str, ...],
+    verb: tuple[str, ...],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("kvik.planner.plan.find_gpus", lambda: ())
-    on_cpu = ("--device", "cpu") if command[0] == "bench" else ()
+    on_cpu = ("--device", "cpu") if verb[0] == "bench" else ()
     found = replace(calibration(), machine=this_machine(detect(), None, ""))
     words = "other processes disturbed the calibration of this machine"
     for disturbed in (False, True):
         save(replace(found, disturbed=disturbed), calibration_path())
-        assert main([*command, *on_cpu]) == 0
-        text = " ".join(capsys.readouterr().out.split())
+        text = " ".join(command(*verb, *on_cpu).out.split())
         assert text.lower().count(words) == disturbed
 
 
 def test_nothing_is_measured_that_cannot_be_saved(
-    asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: list[tuple[int, Effort]], tmp_path: Path, command: Command
 ) -> None:
     (tmp_path / "file").write_bytes(b"")
-    assert main(["calibrate", "-o", str(tmp_path / "file" / "mine.json")]) == 2
-    assert "--output: cannot write" in capsys.readouterr().err
+    error = command.refusal("calibrate", "-o", str(tmp_path / "file" / "mine.json"))
+    assert "--output: cannot write" in error
     assert asked == []
 
 
@@ -133,17 +131,17 @@ def test_the_environment_sets_the_threads(
 
 
 def test_other_threads_are_warned_of(
-    asked: list[tuple[int, Effort]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    asked: list[tuple[int, Effort]], tmp_path: Path, command: Command
 ) -> None:
-    assert main(["calibrate", "--threads", "1", "-o", str(tmp_path / "one.json")]) == 0
+    error = command("calibrate", "--threads", "1", "-o", str(tmp_path / "one.json")).err
     assert asked[0][0] == 1
-    assert "kvik plans with 2 threads" in capsys.readouterr().err
+    assert "kvik plans with 2 threads" in error
 
 
 @pytest.mark.parametrize("threads", ["0", "many", "2000"])
-def test_threads_out_of_range(threads: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["calibrate", "--threads", threads]) == 2
-    assert "--threads: must be an integer in [1, 1024]" in capsys.readouterr().err
+def test_threads_out_of_range(threads: str, command: Command) -> None:
+    error = command.refusal("calibrate", "--threads", threads)
+    assert "--threads: must be an integer in [1, 1024]" in error
 
 
 class TestGpu:
@@ -175,16 +173,11 @@ class TestGpu:
         return timed
 
     def test_it_alone(
-        self,
-        asked: list[object],
-        machine: list[object],
-        tmp_path: Path,
-        capsys: pytest.CaptureFixture[str],
+        self, asked: list[object], machine: list[object], tmp_path: Path, command: Command
     ) -> None:
         """Once for several equal ones."""
-        assert main(["calibrate", "--only", "gpu", "--quick"]) == 0
+        out = command("calibrate", "--only", "gpu", "--quick").out
         assert not asked and machine == [("cuda:1", (64, 128), (2048, 8192))]
-        out = capsys.readouterr().out
         assert "prompts on NVIDIA A" in out and "torch's from 2048 tokens on" in out
         assert load_prompts("NVIDIA A", tmp_path / "kvik" / "prompt-attention.json") == (
             (64, 2048),
@@ -197,13 +190,13 @@ class TestGpu:
         machine: list[object],
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
-        capsys: pytest.CaptureFixture[str],
+        command: Command,
     ) -> None:
         (tmp_path / "file").touch()
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-        assert main(["calibrate", "-o", str(tmp_path / "cpu.json")]) == 2
+        error = command.refusal("calibrate", "-o", str(tmp_path / "cpu.json"))
         assert not asked and not machine
-        assert "--only cpu leaves GPUs out" in capsys.readouterr().err
+        assert "--only cpu leaves GPUs out" in error
 
     def test_with_the_rest(self, asked: list[object], machine: list[object]) -> None:
         assert main(["calibrate", "--only", "cpu"]) == 0
@@ -213,14 +206,11 @@ class TestGpu:
 
     @pytest.mark.parametrize("option", [["-o", "x.json"], ["--threads", "1"], ["--force"]])
     def test_options_of_the_cpu_are_refused_for_gpus_only(
-        self, option: list[str], machine: list[object], capsys: pytest.CaptureFixture[str]
+        self, option: list[str], machine: list[object], command: Command
     ) -> None:
-        assert main(["calibrate", "--only", "gpu", *option]) == 2
-        assert not machine and "which --only gpu leaves out" in capsys.readouterr().err
+        error = command.refusal("calibrate", "--only", "gpu", *option)
+        assert not machine and "which --only gpu leaves out" in error
 
-    def test_without_one(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_without_one(self, monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
         monkeypatch.setattr(calibrate, "find_gpus", lambda: ())
-        assert main(["calibrate", "--only", "gpu"]) == 2
-        assert "--only: there is no GPU here" in capsys.readouterr().err
+        assert "--only: there is no GPU here" in command.refusal("calibrate", "--only", "gpu")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.refusals import refused
+from helpers.commands import Command
 
 import kvik
 from kvik.cli.main import main
@@ -64,7 +64,7 @@ def test_formats_of_one_model(
 
 
 def test_several_models_are_compared_in_one_table(
-    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, text: str, command: Command
 ) -> None:
     twin = tmp_path / "twin"
     shutil.copytree(BUNDLED / "stories", twin)
@@ -75,9 +75,8 @@ def test_several_models_are_compared_in_one_table(
     assert rows["twin"]["KL"] == pytest.approx([0], abs=1e-12)
     assert rows["twin"]["top-1"] == [100] and rows["twin"]["change"] == [0]
     assert rows["stories-draft"]["KL"][0] > 0.1
-    capsys.readouterr()
-    assert main(["compare", *models, "--data", text, "--no-speed", "--markdown", *SMALL]) == 0
-    assert capsys.readouterr().out.startswith("# kvik compare\n")
+    out = command("compare", *models, "--data", text, "--no-speed", "--markdown", *SMALL).out
+    assert out.startswith("# kvik compare\n")
 
 
 @pytest.mark.full
@@ -89,7 +88,7 @@ def test_plots(tmp_path: Path, text: str) -> None:
     assert {"compare-perplexity.png", "compare-weights-in-memory.png"} <= names
 
 
-def test_errors_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_take_one_line(command: Command) -> None:
     for words, wrong in (
         (("--quantizations", "int8,int8"), "--quantizations: must be different names"),
         (("--quantizations", "int3"), "quantization: must be one of"),
@@ -102,4 +101,4 @@ def test_errors_take_one_line(capsys: pytest.CaptureFixture[str]) -> None:
         (("/a/b", "/a/b"), "model: /a/b is given twice"),
         (("/a/b",), "model: "),
     ):
-        assert refused(capsys, "compare", *SMALL, *words).startswith(wrong)
+        assert command.refusal("compare", *SMALL, *words).startswith(wrong)

@@ -5,27 +5,18 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import pytest
-from helpers.refusals import refused
-
-from kvik.cli.main import main
+from helpers.commands import Command
 
 ENGINE = ("--device", "cpu", "--threads", "1", "--max-model-len", "96", "--max-num-seqs", "2")
 SMALL = ("--batch", "2", "--output-tokens", "24", "--repeats", "1", "--warmup", "0")
 
 
-@pytest.fixture(autouse=True)
-def uncalibrated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide calibrations of this machine."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-
-
-def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json(tmp_path: Path, command: Command) -> None:
     file, data = tmp_path / "out.json", tmp_path / "text.jsonl"
     data.write_text(json.dumps({"text": "Tom had a red ball. Tom had a red"}))
     eager = ("--speculative-config", '{"adaptive": false}')
     flags = ("--spec-method", "suffix", "--spec-tokens", "4", "--data", str(data), *eager)
-    assert main(["spec-report", *flags, *SMALL, *ENGINE, "--json", str(file)]) == 0
+    out = command("spec-report", *flags, *SMALL, *ENGINE, "--json", str(file)).out
     found = json.loads(file.read_text())
     assert (found["group"], found["kind"]) == ("", "spec-report")
     assert found["facts"]["method"] == "suffix"
@@ -36,18 +27,17 @@ def test_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert figures["equal tokens"] == [100.0]
     assert figures["drafts"][0] > 0
     assert 0 < figures["K"][0] <= 4
-    assert "predicted" in capsys.readouterr().out
+    assert "predicted" in out
 
 
-def test_markdown_and_the_default_method(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["spec-report", *SMALL, *ENGINE, "--markdown"]) == 0
-    text = capsys.readouterr().out
+def test_markdown_and_the_default_method(command: Command) -> None:
+    text = command("spec-report", *SMALL, *ENGINE, "--markdown").out
     assert text.startswith("# kvik spec-report\n")
     assert "- **method**: ngram" in text
     assert "- **prompts from**: the story that ships with kvik" in text
 
 
-def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(command: Command) -> None:
     for flags, message in (
         (("--spec-method", "off"), "--spec-method: must name a method"),
         (("--spec-method", "draft_model"), "--spec-model: must name a draft model"),
@@ -59,4 +49,4 @@ def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None
         (("--prompt-tokens", "0"), "--prompt-tokens: must be at least"),
         (("--repeats", "0"), "--repeats: must be in [1, 1000], not 0"),
     ):
-        assert refused(capsys, "spec-report", *ENGINE, *flags).startswith(message)
+        assert command.refusal("spec-report", *ENGINE, *flags).startswith(message)

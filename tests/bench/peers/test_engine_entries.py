@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -172,9 +173,8 @@ def test_what_is_wrong_in_a_file_is_named(tmp_path: Path) -> None:
         ),
     ):
         path.write_text(text)
-        with pytest.raises(ConfigError) as caught:
+        with pytest.raises(ConfigError, match=f"^{re.escape(field)}: "):
             engines_of_file(path, [], [])
-        assert caught.value.field == field
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
