@@ -11,7 +11,7 @@ import torch
 from helpers.calibrated import FAMILIES as CALIBRATED
 from helpers.calibrations import calibration, measured_device
 from helpers.optional_native import needs_native
-from helpers.public_configs import config
+from helpers.public_configs import config, public_shape
 from helpers.tiny_models import save_tiny
 from msgspec import structs
 
@@ -19,12 +19,13 @@ from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
 from kvik.config.resolve import resolve
 from kvik.models.model_spec import read_model_spec
-from kvik.planner.calibration import ExchangeCost
+from kvik.planner.calibration import ExchangeCost, ReadRate
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.parallel import collectives
 from kvik.planner.plan import division_of
 from kvik.planner.roofline import decode, decode_rate, prefill_rate, step_time
+from kvik.planner.shape import ModelShape
 from kvik.worker.group import RankSetup
 from kvik.worker.ranks import Rank
 
@@ -73,9 +74,9 @@ LLAMA = shape_from_config(config("llama-3.2-1b"), "llama-3.2-1b")
 AT = Setting(CPU, "bf16", "bf16", context=512, batch=8)
 
 
-def parts(at: Setting) -> dict[str, float]:
+def parts(at: Setting, shape: ModelShape = LLAMA) -> dict[str, float]:
     step = decode(at.group, at.context)
-    return {part.name: part.expected for part in step_time(LLAMA, at, step).parts}
+    return {part.name: part.expected for part in step_time(shape, at, step).parts}
 
 
 def test_messages_by_hand() -> None:
@@ -94,6 +95,14 @@ def test_processes_of_a_cpu_are_no_faster_than_one() -> None:
     ceilings = [decode_rate(LLAMA, replace(AT, device=PLAIN, tp=tp))[0] for tp in (1, 2, 4, 8)]
     assert ceilings == pytest.approx([ceilings[0]] * 4)  # eight key heads, each read once
     assert decode_rate(LLAMA, replace(AT, device=PLAIN, tp=16))[0] < ceilings[0]
+
+
+def test_keys_that_several_processes_store_are_read_by_each() -> None:
+    """Four processes share two KV heads, so there are two of each."""
+    fast = replace(CPU, calibration=structs.replace(calibration(), reads=(ReadRate(1, 1e15),)))
+    at, shared = replace(AT, device=fast, context=8192), public_shape("qwen2.5-0.5b")
+    two, four = (parts(replace(at, tp=tp), shared)["kv cache"] for tp in (2, 4))
+    assert four > 1.5 * two
 
 
 @pytest.mark.parametrize("pp", [2, 4])

@@ -389,7 +389,7 @@ class _Work:
             working, seconds_per_value = 0.0, read_seconds(cost, self.working_set)
             for cache in shape.caches:
                 seen = count * cache.most_keys(context)
-                keys = cache.elements if shape.latent_dim else cache.elements / 2
+                keys = cache.copies * cache.elements / (1 if shape.latent_dim else 2)
                 width = cache.elements if shape.latent_dim else cache.elements // cache.vectors
                 score = new * shape.num_heads * width * cost.score
                 working += cache.readers * seen * (keys * seconds_per_value + score)
