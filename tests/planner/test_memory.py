@@ -10,22 +10,22 @@ from helpers.public_configs import config, public_shape
 
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import RANK_BYTES
+from kvik.config.memory import RANK_BYTES, StepSize
 from kvik.config.resolve import resolve
 from kvik.config.units import GIB
 from kvik.errors import ConfigError
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.memory import (
-    StoredModel,
     bytes_of,
+    cache_of,
     kv_waste,
     longest_context,
     memory_of,
     parts_of,
 )
 from kvik.planner.shape import ModelShape
-from kvik.spec.kv import KVCacheSpec, block_bytes, group_layers
+from kvik.spec.kv import block_bytes
 from kvik.spec.weights import SCHEMES
 
 GPU = Gpu(0, "some GPU", 24 * GIB, 20 * GIB, (9, 0))
@@ -34,6 +34,7 @@ MACHINES = {
     "cpu": CPU_ONLY,
     "cpu, torch alone": replace(CPU_ONLY, native=False, cuda_build=True),
     "gpu": replace(CPU_ONLY, gpus=(GPU,), cuda_build=True),
+    "gpu, captured steps": replace(CPU_ONLY, gpus=(GPU,), cuda_build=True, triton=True),
 }
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTIZED = [name for name in SCHEMES if name != "none"]
@@ -77,6 +78,17 @@ def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str
     assert planned.total == decided.total
     assert bytes_of(model, at) == (decided.total, decided.limit)
     assert planned.fits
+
+
+def test_layers_of_two_shapes_take_the_blocks_of_the_engine() -> None:
+    """Two layers without a window share the memory of one with a window."""
+    model, hardware = shape("gemma-4-26b-a4b"), replace(CPU_ONLY, memory_limit=400 * GIB)
+    assert model.spec is not None
+    decided = resolve(EngineConfig(kv_cache_dtype="fp8"), model.spec, hardware, "").cache
+    at = Setting(device_of(hardware), "bf16", "fp8", 500, 3, hardware=hardware)
+    planned = cache_of(model, at, StepSize(500, 3, 2048), decided.block_size)
+    sizes = (block_bytes(cache.groups, cache.block_size) for cache in (planned, decided))
+    assert len(set(sizes)) == 1
 
 
 def packed(bits: int, *ignored: str, group: int = 128, **more: Any) -> dict[str, Any]:
@@ -260,26 +272,6 @@ def test_a_plan_that_does_not_fit_is_an_error_with_the_amount() -> None:
 def test_less_utilization_leaves_less_memory() -> None:
     half = memory_of(shape("llama-3-8b"), Setting(H200, "bf16", "bf16", 512, 1, utilization=0.5))
     assert half.limit == H200.memory // 2
-
-
-def test_merged_layers_take_the_same_blocks() -> None:
-    gemma = shape("gemma-3-4b")  # 29 layers with a window, 5 without
-    merged = StoredModel.of(gemma, "bf16", "bf16").kv_specs(2)
-    each = [
-        KVCacheSpec(
-            gemma.num_kv_heads,
-            gemma.head_dim,
-            cache.elements * 2,
-            cache.window,
-        )
-        for cache in gemma.caches
-        for _ in range(cache.layers)
-    ]
-    assert len(each) == 34
-    assert len(group_layers(merged)) == len(group_layers(each))
-    assert block_bytes(group_layers(merged), 16) == block_bytes(group_layers(each), 16)
-    equal = StoredModel.of(shape("gemma-2-9b"), "bf16", "bf16").kv_specs(2)  # 21 and 21
-    assert [spec.bytes_per_token for spec in equal] == [21 * 2 * 8 * 256 * 2] * 2
 
 
 def test_unfilled_slots_of_blocks_are_counted() -> None:

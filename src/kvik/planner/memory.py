@@ -7,7 +7,6 @@ model are planned together, as in the engine, since they share one memory.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
@@ -390,10 +389,10 @@ class _Planner:
         runs, repeated = _divided(full_shape, at, config, hardware, compute)
         stored = StoredModel.of(full_shape, at.weight_format, at.kv_format)
         ends: tuple[int, ...] = ()
-        if at.pp > 1:  # layers of different stages cannot be merged
+        if at.pp > 1:
             ends = tuple(run.stop for run in runs)
             caches = (layer.cache for layer in full_shape.layers)
-            kv = (None if cache is None else _kv_spec(cache, 1, at.kv_format) for cache in caches)
+            kv = (None if cache is None else _kv_spec(cache, at.kv_format) for cache in caches)
             stored = replace(stored, kv=tuple(kv))
         footprint = footprint_of(config, stored, hardware, compute)
         footprint = replace(footprint, repeated=repeated, stage_ends=ends)
@@ -475,19 +474,17 @@ def hardware_of(device: Device) -> Hardware:
 
 
 def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec | None, ...]:
-    """Return the KV specs with equal layers merged, which makes planning faster and does not change
-    the blocks."""
-    merged = math.gcd(*(cache.layers for cache in shape.caches))
     specs: list[KVCacheSpec] = []
     for cache in shape.caches:
-        specs += [_kv_spec(cache, merged, kv_format)] * (cache.layers // merged)
+        specs += [_kv_spec(cache, kv_format)] * cache.layers
     return tuple(specs)
 
 
-def _kv_spec(cache: CacheShape, layers: int, kv_format: str) -> KVCacheSpec:
+def _kv_spec(cache: CacheShape, kv_format: str) -> KVCacheSpec:
     return KVCacheSpec(
         num_kv_heads=max(1, cache.vectors // 2),
         head_dim=cache.elements // cache.vectors,
-        bytes_per_token=layers * cache.token_bytes(kv_format),
+        bytes_per_token=cache.token_bytes(kv_format),
         window=cache.window,
+        format=kv_format,
     )
