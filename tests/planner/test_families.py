@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,6 @@ from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
 from kvik.planner.families import FOREIGN_KEYS, public_name, read_shape, shape_from_config
 from kvik.planner.formats import weight_format
-from kvik.planner.shape import CacheShape
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.visible_keys import Window
 from kvik.spec.weights import SCHEMES, weight_bytes
@@ -80,7 +80,8 @@ def test_cache_bytes_are_those_of_the_reference(name: str) -> None:
     assert model.num_layers == known["layers"]
     if "cached_dims" in known:
         assert model.attention == "MLA"
-        assert model.caches == (CacheShape(known["layers"], known["cached_dims"], 1),)
+        ((cache, layers),) = model.caches
+        assert (layers, cache.numbers) == (known["layers"], known["cached_dims"])
     else:
         found = (model.num_heads, model.num_kv_heads, model.head_dim)
         assert found == (known["q_heads"], known["kv_heads"], known["head_dim"])
@@ -110,8 +111,10 @@ def test_a_model_the_engine_runs_has_the_engines_counts(name: str) -> None:
                 found = replace(model, kernels=kernels).weight_bytes(stored)
                 assert found == weight_bytes(plain, model.working_dtype(stored), scheme, kernels)
         assert model.kv_bytes_per_token(weight_format(dtype)) == spec.kv_bytes_per_token(item)
-    windows = {cache.window: cache.readers for cache in model.caches}
-    assert windows == {w: spec.windows.count(w) for w in spec.windows}
+    windows = Counter[Window | None]()
+    for cache, layers in model.caches:
+        windows[cache.window] += layers * cache.readers
+    assert windows == Counter(spec.windows)
 
 
 def test_a_model_the_engine_does_not_run_has_no_spec() -> None:
@@ -178,22 +181,23 @@ def test_newer_names_of_experts() -> None:
 def test_windows(changes: dict[str, Any], windows: dict[int | None, int]) -> None:
     windowed = {"sliding_window": 2047, **changes}
     model = shape_from_config(changed("mixtral-8x7b-v0.1", **UNRUN, **windowed), "m")
-    found = {cache.window: cache.layers for cache in model.caches}
+    found = {cache.window: layers for cache, layers in model.caches}
     assert found == {as_window(window): layers for window, layers in windows.items()}
 
 
 def test_a_pattern_of_windows() -> None:
     text = config("gemma-3-4b")["text_config"]
-    found = {c.window: c.layers for c in shape("gemma-3-4b").caches}
+    found = {c.window: layers for c, layers in shape("gemma-3-4b").caches}
     assert found == {Window(1024): 29, None: 5}  # every sixth of 34 layers sees all keys
     text["sliding_window_pattern"] = 2
-    found = {c.window: c.layers for c in shape_from_config({"text_config": text}, "m").caches}
+    caches = shape_from_config({"text_config": text}, "m").caches
+    found = {c.window: layers for c, layers in caches}
     assert found == {Window(1024): 17, None: 17}
 
 
 def test_a_window_of_null_overrides_the_familys() -> None:
     model = shape_from_config(changed("gemma-2-9b", sliding_window=None), "m")
-    assert {cache.window: cache.layers for cache in model.caches} == {None: 42}
+    assert {cache.window: layers for cache, layers in model.caches} == {None: 42}
 
 
 def test_a_nested_text_model_is_read_and_noted() -> None:

@@ -8,7 +8,7 @@ from itertools import combinations
 import pytest
 from helpers.public_configs import public_shape as shape
 
-from kvik.planner.shape import MatrixGroup, ModelShape
+from kvik.planner.shape import LayerShape, MatrixGroup, ModelShape
 from kvik.spec.visible_keys import ALL_KEYS
 
 # Windows
@@ -60,19 +60,20 @@ def test_scales_count_in_the_cache() -> None:
     ],
 )
 def test_bytes_of_a_matrix(name: str, inputs: int, outputs: int, size: int) -> None:
-    llama = replace(shape("llama-3-8b"), other_parameters=0)
+    llama = shape("llama-3-8b")
     assert stored(llama, "qkv", inputs, outputs).weight_bytes(name) == size
 
 
 def test_the_head_keeps_eight_bits_under_int4() -> None:
-    llama = replace(shape("llama-3-8b"), other_parameters=0)
+    llama = shape("llama-3-8b")
     assert stored(llama, "head", 256, 10).weight_bytes("int4") == 256 * 10 + 10 * 4
     assert stored(llama, "qkv", 256, 10).weight_bytes("int4") < 256 * 10
 
 
 def stored(model: ModelShape, role: str, inputs: int, outputs: int) -> ModelShape:
     """Return a model of only this matrix."""
-    return replace(model, matrices=(MatrixGroup(role, 1, inputs, outputs),))
+    matrices = (MatrixGroup(role, 1, inputs, outputs),)
+    return replace(model, layers=(), outside=LayerShape(matrices, 0, None))
 
 
 def test_a_step_reads_matrices_once_and_only_needed_rows_of_tables() -> None:

@@ -167,7 +167,8 @@ def test_a_slow_link_delays_prefill() -> None:
 
 def test_devices_and_models_without_context_parallelism() -> None:
     llama = shape("llama-3-8b")
-    states = replace(llama, state_bytes=1 << 20)  # these process all tokens in order
+    outside = replace(llama.outside, state_bytes=1 << 20)
+    states = replace(llama, outside=outside)  # these process all tokens in order
     blind = replace(A100, bandwidth=None, unknown="why")
     for model, change in (
         (llama, {"pp": 2}),

@@ -175,8 +175,9 @@ def _split(work: Work, shape: ModelShape, at: Setting) -> tuple[_Kind, _Kind]:
     tokens = work.prefill_tokens + work.decode_tokens
     decode_rows = min(work.decode_step_tokens, tokens)
     share = min(1.0, _ratio(work.decode_step_tokens, work.decode_tokens))
-    readers = sum(cache.readers for cache in shape.caches)
-    pair = sum(cache.readers * shape.pair_flops(cache) for cache in shape.caches) / readers
+    readers = [(cache, layers * cache.readers) for cache, layers in shape.caches]
+    pair = sum(count * shape.pair_flops(cache) for cache, count in readers)
+    pair /= sum(count for _, count in readers)
 
     def kind(
         steps: int, rows: int, sequences: int, logits: int, read: float, pairs: float

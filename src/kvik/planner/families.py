@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.resources import files
@@ -24,7 +24,7 @@ from kvik.models.deepseek import DEEPSEEK3
 from kvik.models.model_spec import ModelSpec, text_config
 from kvik.models.qwen3 import QWEN3, QWEN3_MOE
 from kvik.planner.formats import weight_format
-from kvik.planner.shape import CacheShape, LayerShape, MatrixGroup, ModelShape
+from kvik.planner.shape import LayerShape, MatrixGroup, ModelShape, changed_layers
 from kvik.spec.declare import (
     UNQUANTISED,
     DeclaredLinear,
@@ -35,6 +35,7 @@ from kvik.spec.engine_folder import read_built
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, Router
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.kv import STATE_BYTES
+from kvik.spec.layers import LayerSpec
 from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weights import loaded_kind, matrix_kind
@@ -173,12 +174,13 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
             raise
         shape = _from_spec(ModelSpec.from_config(plain, fields.where), fields, name)
         # Tools leave the head in floats.
-        floats = (
-            replace(m, stored=((m.outputs, None),)) for m in shape.matrices if m.role == "head"
+        matrices = (
+            replace(m, stored=((m.outputs, None),)) if m.role == "head" else m
+            for m in shape.outside.matrices
         )
-        rest = (matrix for matrix in shape.matrices if matrix.role != "head")
+        outside = replace(shape.outside, matrices=tuple(matrices))
         notes = (*shape.notes, f"kvik does not run this checkpoint: {error}")
-        return replace(shape, spec=None, matrices=(*rest, *floats), notes=notes)
+        return replace(shape, spec=None, outside=outside, notes=notes)
 
 
 def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
@@ -339,26 +341,8 @@ def attention_kind(heads: int, kv_heads: int) -> str:
 
 def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
     """Return the shape of a model with the engine's spec."""
-    hidden, inner, layers = spec.hidden_size, spec.inner_width, spec.num_layers
-    latent, declared = spec.latent, spec.declaration
-    made = [_matrix(spec, linear) for linear in declared.linears]
-    layer_shapes = _layers(spec, made)
-    caching, shared = Counter[CacheShape](), Counter[CacheShape]()
-    for layer_cache in filter(None, (layer.cache for layer in layer_shapes)):
-        alike = replace(layer_cache, shared_by=0)
-        caching[alike] += 1
-        shared[alike] += layer_cache.shared_by
-    counts = Counter(made)
-    for table in declared.tables:
-        if not table.tied:  # else it is the head
-            scheme = spec.quantization and spec.quantization.embedding_scheme(table.name)
-            kind = loaded_kind(scheme, table.width) if scheme else None
-            stored_as = ((table.rows, kind),) if kind else ()
-            group = MatrixGroup(
-                table.role, 1, table.width, table.rows, multiplied=False, stored=stored_as
-            )
-            counts[group] += 1
-    matrices = [replace(matrix, count=count) for matrix, count in counts.items()]
+    latent = spec.latent
+    *layers, outside = _layers(spec)
     dtype, stored, notes = _stored_format(fields)
     predicting = fields.integer("num_nextn_predict_layers", 0, MAX_LAYERS, 0)
     if predicting:
@@ -368,9 +352,8 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         architecture=spec.architecture,
         attention="MLA" if latent else attention_kind(spec.num_heads, spec.num_kv_heads),
         vocab_size=spec.vocab_size,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_layers=layers,
+        hidden_size=spec.hidden_size,
+        intermediate_size=spec.inner_width,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=latent.query if latent else spec.head_dim,
@@ -379,17 +362,10 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         dtype=dtype,
         stored=stored,
         tied=spec.tie_word_embeddings,
-        matrices=tuple(matrices),
-        other_parameters=spec.num_parameters - sum(m.parameters for m in matrices),
-        caches=tuple(
-            replace(cache, layers=count, shared_by=shared[cache])
-            for cache, count in caching.items()
-        ),
+        layers=tuple(layers),
+        outside=outside,
         latent_dim=latent.rank if latent else 0,
-        state_bytes=spec.state_bytes,
         state_width=spec.state_width,
-        state_flops=sum(state.flops for state in spec.states),
-        layers=layer_shapes,
         spec=spec,
         notes=notes,
     )
@@ -408,44 +384,48 @@ def windowed(shape: ModelShape, window: int | None, sinks: int) -> ModelShape:
         raise ConfigError("window", f"must be left out: kvik does not run {shape.architecture}")
     spec = as_streamed(config, shape.spec, Notes())
     seen = spec.windows[0]
-    layers = tuple(
-        replace(layer, cache=layer.cache and replace(layer.cache, window=seen))
-        for layer in shape.layers
+    layers = changed_layers(
+        shape.layers,
+        lambda layer: replace(layer, cache=layer.cache and replace(layer.cache, window=seen)),
     )
-    caches = tuple(replace(cache, window=seen) for cache in shape.caches)
     longest = max(shape.max_context, STREAMED_CONTEXT)
-    return replace(shape, spec=spec, layers=layers, caches=caches, max_context=longest)
+    return replace(shape, spec=spec, layers=layers, max_context=longest)
 
 
-def _layers(spec: ModelSpec, made: Sequence[MatrixGroup]) -> tuple[LayerShape, ...]:
-    """Return the shape of each layer.
-
-    Args:
-        made: each linear layer.
-    """
+def _layers(spec: ModelSpec) -> list[LayerShape]:
+    """Return the shape of each layer, and at the end what is in no layer."""
     declared = spec.declaration
-    counts = [Counter[MatrixGroup]() for _ in spec.layers]
-    other_parameters = [0] * len(counts)
-    for linear, matrix in zip(declared.linears, made, strict=True):
-        if linear.layer is not None:
-            counts[linear.layer][matrix] += 1
-            other_parameters[linear.layer] += linear.bias * sum(linear.outputs)
+    matrices = [Counter[MatrixGroup]() for _ in range(spec.num_layers + 1)]
+    other_parameters = [0] * len(matrices)
+    for linear in declared.linears:
+        at = -1 if linear.layer is None else linear.layer
+        matrices[at][_matrix(spec, linear)] += 1
+        other_parameters[at] += linear.bias * sum(linear.outputs)
+    for table in declared.tables:
+        if not table.tied:  # else it is the head
+            scheme = spec.quantization and spec.quantization.embedding_scheme(table.name)
+            kind = loaded_kind(scheme, table.width) if scheme else None
+            stored = ((table.rows, kind),) if kind else ()
+            sizes = table.width, table.rows
+            matrices[-1][MatrixGroup(table.role, 1, *sizes, multiplied=False, stored=stored)] += 1
     declarations: list[DeclaredNorm | DeclaredOther] = [*declared.norms, *declared.others]
     for part in declarations:
-        if part.layer is not None:
-            other_parameters[part.layer] += part.num_parameters
-    shapes = []
-    parts = zip(spec.layers, spec.kv_specs(1), counts, other_parameters, strict=True)
-    for layer, kv, layer_counts, rest in parts:
-        matrices = tuple(replace(matrix, count=count) for matrix, count in layer_counts.items())
-        cache = None
-        if kv is not None:
-            cache = CacheShape(1, kv.numbers, kv.vectors, kv.window, kv.readers - 1)
-        size, flops = 0, 0
-        if layer.state is not None:
-            size, flops = STATE_BYTES * layer.state.size, layer.state.flops
-        shapes.append(LayerShape(matrices, rest, cache, size, flops, layer.kv_from))
-    return tuple(shapes)
+        other_parameters[-1 if part.layer is None else part.layer] += part.num_parameters
+    shapes: dict[LayerShape, LayerShape] = {}
+    layers = []
+    parts = zip((*spec.layers, LayerSpec()), matrices, (*spec.kv_specs(1), None), strict=True)
+    for (layer, counts, kv), rest in zip(parts, other_parameters, strict=True):
+        state = layer.state
+        shape = LayerShape(
+            tuple(replace(matrix, count=count) for matrix, count in counts.items()),
+            rest,
+            kv,
+            STATE_BYTES * state.size if state else 0,
+            state.flops if state else 0,
+            layer.kv_from,
+        )
+        layers.append(shapes.setdefault(shape, shape))
+    return layers
 
 
 def _matrix(spec: ModelSpec, linear: DeclaredLinear) -> MatrixGroup:

@@ -31,8 +31,8 @@ from kvik.planner.parallel import (
     together,
 )
 from kvik.planner.search import largest
-from kvik.planner.shape import CacheShape, ModelShape
-from kvik.spec.kv import KVCacheSpec, block_bytes
+from kvik.planner.shape import ModelShape
+from kvik.spec.kv import KVCacheSpec, block_bytes, stored_as
 from kvik.spec.layers import LatentSpec
 from kvik.spec.model import LinearLayers
 from kvik.spec.rope import RopeSpec
@@ -156,7 +156,7 @@ class StoredModel:
     def of(cls, shape: ModelShape, weight_format: str, kv_format: str) -> StoredModel:
         learned = any(matrix.role == "positions" for matrix in shape.matrices)
         # MLA gathers its latent instead of K and V.
-        widest = max((cache.elements for cache in shape.caches), default=0)
+        widest = max((cache.numbers for cache, _ in shape.caches), default=0)
         model = cls(
             vocab_size=shape.vocab_size,
             hidden_size=shape.hidden_size,
@@ -170,7 +170,7 @@ class StoredModel:
             rotations=() if learned else ((RopeSpec(), shape.head_dim),),
             shape=shape,
             weight_format=weight_format,
-            kv=_kv_specs(shape, kv_format),
+            kv=tuple(stored_as([layer.cache for layer in shape.layers], kv_format)),
             state_bytes=shape.state_bytes,
             state_width=shape.state_width,
         )
@@ -388,13 +388,8 @@ class _Planner:
         full_shape = replace(shape, kernels=compute.kernels)
         runs, repeated = _divided(full_shape, at, config, hardware, compute)
         stored = StoredModel.of(full_shape, at.weight_format, at.kv_format)
-        ends: tuple[int, ...] = ()
-        if at.pp > 1:
-            ends = tuple(run.stop for run in runs)
-            caches = (layer.cache for layer in full_shape.layers)
-            kv = (None if cache is None else _kv_spec(cache, at.kv_format) for cache in caches)
-            stored = replace(stored, kv=tuple(kv))
         footprint = footprint_of(config, stored, hardware, compute)
+        ends = tuple(run.stop for run in runs) if at.pp > 1 else ()
         footprint = replace(footprint, repeated=repeated, stage_ends=ends)
         part = together(full_shape, at.tp)
         return cls(part, Fit(config, footprint, _limit(at)), full_shape, runs)
@@ -471,20 +466,3 @@ def hardware_of(device: Device) -> Hardware:
     gpus = (Gpu(0, device.name, memory, memory, (9, 0)),) if device.kind == "cuda" else ()
     bare = Hardware(device.name, 1, memory, "its memory", _ADVANCED_CPU, gpus)
     return replace(bare, native=True, triton=True)
-
-
-def _kv_specs(shape: ModelShape, kv_format: str) -> tuple[KVCacheSpec | None, ...]:
-    specs: list[KVCacheSpec] = []
-    for cache in shape.caches:
-        specs += [_kv_spec(cache, kv_format)] * cache.layers
-    return tuple(specs)
-
-
-def _kv_spec(cache: CacheShape, kv_format: str) -> KVCacheSpec:
-    return KVCacheSpec(
-        num_kv_heads=max(1, cache.vectors // 2),
-        head_dim=cache.elements // cache.vectors,
-        bytes_per_token=cache.token_bytes(kv_format),
-        window=cache.window,
-        format=kv_format,
-    )

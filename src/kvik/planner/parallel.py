@@ -10,13 +10,14 @@ stage whole layers.
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from kvik.errors import ConfigError
-from kvik.planner.shape import CacheShape, MatrixGroup, ModelShape
-from kvik.spec.shares import MAX_RANKS, MAX_STAGES, TILE, HeadShare, share_of, stages_of
+from kvik.planner.shape import LayerShape, MatrixGroup, ModelShape, changed_layers, token_bytes
+from kvik.spec.kv import KVCacheSpec
+from kvik.spec.shares import MAX_RANKS, MAX_STAGES, TILE, HeadShare, cut_cache, share_of, stages_of
 
 MAX_DEVICES = 1024
 
@@ -76,6 +77,7 @@ def share(shape: ModelShape, tp: int, pp: int, weight_format: str = "") -> Model
     return max(parts, key=lambda part: part.weight_bytes(stored))
 
 
+@lru_cache(maxsize=32)  # each step of a load needs them
 def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[ModelShape, ...]:
     """Return the part on one device of each stage; see `share`.
 
@@ -87,18 +89,25 @@ def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[Mod
         return (shape,)
     parts = (shape,) if pp == 1 else stages(shape, stage_runs(shape, pp, weight_format))
     heads, kv_heads = _most_heads(shape, tp)
+
+    def cut(layer: LayerShape) -> LayerShape:
+        return replace(
+            layer,
+            matrices=tuple(_cut(matrix, shape, tp, weight_format) for matrix in layer.matrices),
+            cache=layer.cache and cut_cache(layer.cache, tp - 1, tp),  # no rank has more heads
+            state_bytes=-(-layer.state_bytes // tp),
+            state_flops=-(-layer.state_flops // tp),
+        )
+
     return tuple(
         replace(
             part,
             intermediate_size=-(-shape.intermediate_size // tp),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            matrices=tuple(_cut(matrix, shape, tp, weight_format) for matrix in part.matrices),
-            caches=tuple(_cut_cache(cache, 1 if shape.latent_dim else tp) for cache in part.caches),
-            state_bytes=-(-part.state_bytes // tp),
+            layers=changed_layers(part.layers, cut),
+            outside=cut(part.outside),
             state_width=-(-shape.state_width // tp),
-            state_flops=-(-part.state_flops // tp),
-            layers=(),
             spec=None,
         )
         for part in parts
@@ -147,17 +156,6 @@ def _channels(down: MatrixGroup, shape: ModelShape, tp: int, weight_format: str)
     return min(down.inputs, -(-down.inputs // (unit * tp)) * unit)
 
 
-def _cut_cache(cache: CacheShape, tp: int) -> CacheShape:
-    """Return the cache of one of `tp` ranks, all of which have the same number of KV heads."""
-    kv_heads = max(1, cache.vectors // 2)
-    local_heads = -(-kv_heads // tp)
-    return replace(
-        cache,
-        elements=cache.elements // kv_heads * local_heads,
-        vectors=cache.vectors // kv_heads * local_heads,
-    )
-
-
 # Stages of a pipeline.
 
 
@@ -175,7 +173,7 @@ def stage_runs(
     for layer in shape.layers:
         cost = shape.bytes_of(layer.matrices, layer.other_parameters, weight_format)
         costs.append(
-            cost + (tokens * layer.cache.token_bytes(kv_format) if layer.cache and tokens else 0)
+            cost + (tokens * token_bytes(layer.cache, kv_format) if layer.cache and tokens else 0)
         )
     first, last = (shape.bytes_of(end, 0, weight_format) for end in _ends(shape))
     return stages_of(costs, first, last, pp, _joined(shape))
@@ -185,39 +183,15 @@ def stages(shape: ModelShape, runs: Sequence[range]) -> tuple[ModelShape, ...]:
     """Return the stages of a pipeline as smaller models. The first also has a tied embedding."""
     if len(runs) <= 1:
         return (shape,)
-    layers, (first, last) = shape.layers, _ends(shape)
-    outside = shape.other_parameters - sum(layer.other_parameters for layer in layers)
+    first, last = _ends(shape)
     parts = []
     for run in runs:
-        stage_layers = layers[run.start : run.stop]
-        counts, caches = Counter[MatrixGroup](), Counter[CacheShape]()
-        for layer in stage_layers:
-            for matrix in layer.matrices:
-                counts[replace(matrix, count=1)] += matrix.count
-            if layer.cache is not None:
-                caches[layer.cache] += 1
-        matrices = [replace(matrix, count=count) for matrix, count in counts.items()]
-        other_parameters = sum(layer.other_parameters for layer in stage_layers)
-        if run is runs[0]:
-            matrices += first
-        if run is runs[-1]:
-            matrices += last
-            other_parameters += outside
-        part = replace(
-            shape,
-            num_layers=len(stage_layers),
-            matrices=tuple(matrices),
-            other_parameters=other_parameters,
-            caches=tuple(
-                replace(cache, layers=count, shared_by=count * cache.shared_by)
-                for cache, count in caches.items()
-            ),
-            state_bytes=sum(layer.state_bytes for layer in stage_layers),
-            state_flops=sum(layer.state_flops for layer in stage_layers),
-            layers=stage_layers,
-            spec=None,
-        )
-        parts.append(part)
+        is_last = run is runs[-1]
+        matrices = (*(first if run is runs[0] else ()), *(last if is_last else ()))
+        norms = shape.outside.other_parameters if is_last else 0
+        layers = shape.layers[run.start : run.stop]
+        outside = LayerShape(matrices, norms, None)
+        parts.append(replace(shape, layers=layers, outside=outside, spec=None))
     return tuple(parts)
 
 
@@ -230,9 +204,8 @@ def unevenness(shape: ModelShape, runs: Sequence[range]) -> float:
 
 def _ends(shape: ModelShape) -> tuple[list[MatrixGroup], list[MatrixGroup]]:
     """Return the matrices that the first and the last stage have besides their layers."""
-    outside = _outside(shape)
-    head = [matrix for matrix in outside if matrix.role == "head"]
-    first = [matrix for matrix in outside if matrix.role != "head"]
+    head = [matrix for matrix in shape.outside.matrices if matrix.role == "head"]
+    first = [matrix for matrix in shape.outside.matrices if matrix.role != "head"]
     if shape.tied:
         first += [replace(matrix, multiplied=False) for matrix in head]
     return first, head
@@ -244,31 +217,30 @@ def _joined(shape: ModelShape) -> list[tuple[int, int]]:
     return [(reader, source) for reader, source in layers if source is not None]
 
 
-def _outside(shape: ModelShape) -> list[MatrixGroup]:
-    """Return the matrices and tables that are not part of a layer."""
-    inside = {(m.role, m.inputs, m.outputs) for layer in shape.layers for m in layer.matrices}
-    return [m for m in shape.matrices if (m.role, m.inputs, m.outputs) not in inside]
-
-
 # The exact cut.
 
 
 def together(shape: ModelShape, tp: int) -> ModelShape:
     """Return the model as all processes of the exact cut compute it together: each process reads
     all states, and the key heads it shares with others."""
-    return replace(
-        shape,
-        caches=tuple(replace(cache, copies=_copies(cache, shape, tp)) for cache in shape.caches),
-        state_bytes=tp * shape.state_bytes,
-        state_flops=tp * shape.state_flops,
-    )
+    if tp == 1:
+        return shape
+
+    def of_all(layer: LayerShape) -> LayerShape:
+        return replace(
+            layer,
+            cache=layer.cache and _cache_of_all(layer.cache, tp),
+            state_bytes=tp * layer.state_bytes,
+            state_flops=tp * layer.state_flops,
+        )
+
+    return replace(shape, layers=changed_layers(shape.layers, of_all))
 
 
-def _copies(cache: CacheShape, shape: ModelShape, tp: int) -> float:
-    """Return how many copies of the cache the processes keep, on average."""
-    kv_heads = 1 if shape.latent_dim else cache.vectors // 2
-    shares = (HeadShare.of(max(kv_heads, tp), kv_heads, rank, tp).kv_heads for rank in range(tp))
-    return sum(end - first for first, end in shares) / kv_heads
+def _cache_of_all(cache: KVCacheSpec, tp: int) -> KVCacheSpec:
+    """Return a cache with the heads that all processes store, those of several repeatedly."""
+    parts = (cut_cache(cache, rank, tp) for rank in range(tp))
+    return replace(cache, num_kv_heads=sum(part.num_kv_heads for part in parts))
 
 
 def own_rows(matrix: MatrixGroup, shape: ModelShape, rank: int, tp: int) -> MatrixGroup:
@@ -331,7 +303,8 @@ def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
         made = sum(m.count * _columns(m) for m in products)
         made += sum(_columns(m) * (1 if m.role in SECOND else m.active) for m in routed)
         numbers.append(made + layer.attends * shape.num_heads * shape.v_head_dim)
-    outside = sum(m.count for m in _outside(shape) if m.multiplied or m.role == "token_inputs")
+    outer = shape.outside.matrices
+    outside = sum(m.count for m in outer if m.multiplied or m.role == "token_inputs")
     outside += shape.tied  # token vectors are rows of a matrix that is cut
     count = sum(counts) + outside
     return Collectives("exchange", count, max(counts), max(numbers), sum(numbers))

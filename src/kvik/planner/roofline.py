@@ -26,7 +26,7 @@ from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts
 from kvik.planner.parallel import collectives, share, stage_runs, together, unevenness
 from kvik.planner.search import smallest
-from kvik.planner.shape import MatrixGroup, ModelShape
+from kvik.planner.shape import MatrixGroup, ModelShape, most_keys
 from kvik.spec.weight_kind import WeightKind
 
 # Costs of one matrix, of attention and of the other kernels, from a calibration. Without one they
@@ -116,7 +116,7 @@ def small_seconds(
         prompted, decoded: rows that are adjacent in a sequence, and rows that are not.
         processes: number of processes that share layers; each normalises all rows.
     """
-    keys = sum(cache.layers * cache.elements * cache.copies for cache in shape.caches)  # K and V
+    keys = sum(layers * cache.numbers for cache, layers in shape.caches)  # K and V
     queries = shape.num_layers * shape.num_heads * shape.head_dim
     normed = (2 * shape.num_layers + 1) * 2 * shape.hidden_size * ACTIVATION_BYTES
     row = processes * normed / measured.activation + (queries + keys / 2) * cost.rotated
@@ -387,12 +387,11 @@ class _Work:
             if cost is None:
                 continue
             working, seconds_per_value = 0.0, read_seconds(cost, self.working_set)
-            for cache in shape.caches:
-                seen = count * cache.most_keys(context)
-                keys = cache.copies * cache.elements / (1 if shape.latent_dim else 2)
-                width = cache.elements if shape.latent_dim else cache.elements // cache.vectors
-                score = new * shape.num_heads * width * cost.score
-                working += cache.readers * seen * (keys * seconds_per_value + score)
+            for cache, layers in shape.caches:
+                seen = layers * cache.readers * count * most_keys(cache, context)
+                keys = cache.num_kv_heads * cache.head_dim
+                score = new * shape.num_heads * cache.head_dim * cost.score
+                working += seen * (keys * seconds_per_value + score)
             expected += shape.num_layers * count * cost.sequence
             expected += max(read / (rate * reached_share(cost, self.working_set)), working)
         return self._attention("kv cache", num_bytes, flops, expected)

@@ -6,14 +6,17 @@ assumed to be chosen uniformly and independently.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from kvik.models.model_spec import ModelSpec
 from kvik.planner.formats import kv_facts, weight_facts
 from kvik.spec.declare import UNQUANTISED
+from kvik.spec.kv import KVCacheSpec
 from kvik.spec.model import DTYPE_BYTES
-from kvik.spec.visible_keys import ALL_KEYS, Window
+from kvik.spec.visible_keys import ALL_KEYS
 from kvik.spec.weight_kind import WeightKind
 from kvik.spec.weights import layer_kind
 
@@ -69,54 +72,19 @@ class MatrixGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheShape:
-    """The KV cache of equal layers.
-
-    Attributes:
-        layers: number of layers with this cache.
-        elements: numbers per token and layer: K and V of all KV heads, or MLA's latent and rotary
-            key, shared by all heads.
-        vectors: number of vectors in `elements`, each with a scale in formats that have scales: a
-            K and a V per KV head; one for MLA.
-        window: keys that a query sees; None: all.
-        shared_by: further layers that read these caches.
-        copies: mean number of processes that store each element.
-    """
-
-    layers: int
-    elements: int
-    vectors: int
-    window: Window | None = None
-    shared_by: int = 0
-    copies: float = 1.0
-
-    @property
-    def readers(self) -> int:
-        """Number of layers that read this cache."""
-        return self.layers + self.shared_by
-
-    def most_keys(self, context: int) -> int:
-        """Return how many keys the last query of a `context` sees at most."""
-        return context if self.window is None else min(context, self.window.max_keys)
-
-    def token_bytes(self, kv_format: str) -> int:
-        """Return bytes per token and layer, including scales and all copies."""
-        size = self.vectors * kv_facts(kv_format).vector_bytes(self.elements // self.vectors)
-        return round(self.copies * size)
-
-
-@dataclass(frozen=True, slots=True)
 class LayerShape:
     """The shape of one layer.
 
     Attributes:
-        other_parameters, state_bytes, state_flops: see `ModelShape`.
+        other_parameters: norms and biases, which keep the dtype.
         cache: None: the layer has a state, or reads the cache of layer `kv_from`.
+        state_bytes: bytes per request, of any length, that it keeps in place of K and V.
+        state_flops: operations per token on the state.
     """
 
     matrices: tuple[MatrixGroup, ...]
     other_parameters: int
-    cache: CacheShape | None
+    cache: KVCacheSpec | None
     state_bytes: int = 0
     state_flops: int = 0
     kv_from: int | None = None
@@ -126,9 +94,17 @@ class LayerShape:
         return self.cache is not None or self.kv_from is not None
 
 
-@dataclass(frozen=True, slots=True)
+def changed_layers(
+    layers: Sequence[LayerShape], change: Callable[[LayerShape], LayerShape]
+) -> tuple[LayerShape, ...]:
+    """Return layers after a change; equal ones stay one object."""
+    changed = {key: change(layer) for key, layer in {id(layer): layer for layer in layers}.items()}
+    return tuple(changed[id(layer)] for layer in layers)
+
+
+@dataclass(frozen=True, eq=False)  # without slots, for cached properties
 class ModelShape:
-    """A decoder, as far as its cost depends on it.
+    """A decoder, as far as its cost depends on it. Two are equal only if they are one object.
 
     Attributes:
         name: the user's name for it, shortened to a word.
@@ -137,14 +113,12 @@ class ModelShape:
             together.
         head_dim: of queries and keys; `v_head_dim` of values.
         latent_dim: with MLA, the width of the compressed K and V; else 0.
-        state_bytes: bytes per request, of any length, that layers keep in place of K and V.
-        state_width: numbers per token that such a layer holds during a step.
-        state_flops: operations per token on all states.
+        state_width: numbers per token that a layer with a state holds during a step.
         dtype: of the checkpoint's unquantised parts: "bfloat16", "float16" or "float32".
         stored: weight format of the checkpoint: "bf16", "fp8", ...
         tied: the head is the embedding, which then counts once, as the head.
-        other_parameters: norms and biases, which keep the dtype.
-        layers: shape of each layer; () for a part on one of several devices.
+        layers: in order; equal ones are one object, which makes costs quick to compute.
+        outside: matrices, tables, norms and biases that are in no layer.
         kernels: the layout of quantised weights: "torch", "native" or "triton" (`laid_out` in
             `memory.py` sets it for a machine).
         spec: set if this engine runs the model.
@@ -157,7 +131,6 @@ class ModelShape:
     vocab_size: int
     hidden_size: int
     intermediate_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -166,17 +139,57 @@ class ModelShape:
     dtype: str
     stored: str
     tied: bool
-    matrices: tuple[MatrixGroup, ...]
-    other_parameters: int
-    caches: tuple[CacheShape, ...]
+    layers: tuple[LayerShape, ...] = field(repr=False)
+    outside: LayerShape = field(repr=False)
     latent_dim: int = 0
-    state_bytes: int = 0
     state_width: int = 0
-    state_flops: int = 0
-    layers: tuple[LayerShape, ...] = field(default=(), repr=False, compare=False)
     kernels: str = "torch"
     spec: ModelSpec | None = None
     notes: tuple[str, ...] = ()
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @cached_property
+    def _kinds(self) -> list[tuple[LayerShape, int]]:
+        """The different layers with the number of each, and what is outside."""
+        counts = Counter(map(id, self.layers))
+        kinds = {id(layer): layer for layer in self.layers}
+        return [*((kinds[key], count) for key, count in counts.items()), (self.outside, 1)]
+
+    @cached_property
+    def matrices(self) -> tuple[MatrixGroup, ...]:
+        """All matrices and tables; equal ones are one group."""
+        counts = Counter[MatrixGroup]()
+        for layer, number in self._kinds:
+            for matrix in layer.matrices:
+                counts[replace(matrix, count=1)] += number * matrix.count
+        return tuple(replace(matrix, count=count) for matrix, count in counts.items())
+
+    @cached_property
+    def caches(self) -> tuple[tuple[KVCacheSpec, int], ...]:
+        """The different caches, and the number of layers with each."""
+        counts = Counter[KVCacheSpec]()
+        for layer, number in self._kinds:
+            if layer.cache is not None:
+                counts[layer.cache] += number
+        return tuple(counts.items())
+
+    @cached_property
+    def other_parameters(self) -> int:
+        """Norms and biases, which keep the dtype."""
+        return sum(number * layer.other_parameters for layer, number in self._kinds)
+
+    @cached_property
+    def state_bytes(self) -> int:
+        """Bytes per request, of any length, that layers keep in place of K and V."""
+        return sum(number * layer.state_bytes for layer, number in self._kinds)
+
+    @cached_property
+    def state_flops(self) -> int:
+        """Operations per token on all states."""
+        return sum(number * layer.state_flops for layer, number in self._kinds)
 
     @property
     def parameters(self) -> int:
@@ -245,8 +258,8 @@ class ModelShape:
     def kv_bytes(self, context: int, kv_format: str) -> int:
         """Return bytes of the cache of one sequence; a window keeps only its own tokens."""
         return sum(
-            cache.layers * cache.token_bytes(kv_format) * cache.most_keys(context)
-            for cache in self.caches
+            layers * token_bytes(cache, kv_format) * most_keys(cache, context)
+            for cache, layers in self.caches
         )
 
     def state_traffic(self, cached: int) -> int:
@@ -269,8 +282,8 @@ class ModelShape:
     def kv_read_bytes(self, context: int, kv_format: str) -> int:
         """Return bytes of cache that all layers read for the next token of one sequence."""
         return sum(
-            cache.readers * cache.token_bytes(kv_format) * cache.most_keys(context)
-            for cache in self.caches
+            layers * cache.readers * token_bytes(cache, kv_format) * most_keys(cache, context)
+            for cache, layers in self.caches
         )
 
     def attention_flops(self, new_tokens: int, context: int) -> float:
@@ -282,26 +295,23 @@ class ModelShape:
         """
         cached = context - new_tokens
         total = 0.0
-        for cache in self.caches:
+        for cache, layers in self.caches:
             pairs = (cache.window or ALL_KEYS).pairs(cached, context, context)
             layer = self.pair_flops(cache) * pairs
             if self.latent_dim:
                 # Expand cached latents to K and V, if that is less work than to attend in latent
                 # space ("absorbed").
                 width = self.head_dim + self.v_head_dim
-                per_key = self.latent_dim * (width - (cache.elements - self.latent_dim))
+                per_key = self.latent_dim * (width - (cache.head_dim - self.latent_dim))
                 expanded = 2.0 * self.num_heads * (width * pairs + per_key * cached)
                 layer = min(expanded, layer)
-            total += cache.readers * layer
+            total += layers * cache.readers * layer
         return total
 
-    def pair_flops(self, cache: CacheShape) -> float:
+    def pair_flops(self, cache: KVCacheSpec) -> float:
         """Return the operations of a layer for one (query, key) pair; MLA attends in latent
         space."""
-        width = 2 * cache.elements // cache.vectors  # head sizes may differ by layer
-        if self.latent_dim:
-            width = cache.elements + self.latent_dim
-        return 2.0 * self.num_heads * width
+        return 2.0 * self.num_heads * (cache.head_dim + (self.latent_dim or cache.head_dim))
 
     def _item(self, weight_format: str) -> int:
         return DTYPE_BYTES[self.working_dtype(weight_format)]
@@ -317,3 +327,13 @@ class ModelShape:
             else:
                 num_bytes += kind.weight_bytes(matrix.inputs, rows, self.kernels)
         return num_bytes
+
+
+def most_keys(cache: KVCacheSpec, context: int) -> int:
+    """Return how many keys the last query of a `context` sees at most."""
+    return context if cache.window is None else min(context, cache.window.max_keys)
+
+
+def token_bytes(cache: KVCacheSpec, kv_format: str) -> int:
+    """Return bytes per token and layer, including scales."""
+    return cache.vectors * kv_facts(kv_format).vector_bytes(cache.head_dim)

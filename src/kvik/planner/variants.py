@@ -12,7 +12,7 @@ from kvik.planner.formats import WEIGHT_FORMATS
 from kvik.planner.memory import Memory, memory_of
 from kvik.planner.parallel import MAX_DEVICES, can_share, share
 from kvik.planner.roofline import PlannedStep, decode, decode_rate, prefill, step_time
-from kvik.planner.shape import CacheShape, ModelShape
+from kvik.planner.shape import LayerShape, ModelShape, changed_layers
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import DTYPE_BYTES
 
@@ -169,7 +169,7 @@ def attention_matrices(
     sharing = 1 if at.exact else at.tp
     bandwidth = at.device.bandwidth * sharing if at.device.bandwidth else None
     queries = shape.num_layers * shape.num_heads * (shape.head_dim + shape.v_head_dim)
-    keys = sum(cache.layers * cache.elements for cache in shape.caches)
+    keys = sum(layers * cache.numbers for cache, layers in shape.caches)
     rows = []
     for prompt in prompts:
         matrix = shape.num_heads * prompt * prompt * item
@@ -285,29 +285,25 @@ def _attentions(shape: ModelShape) -> Iterator[tuple[str, int, ModelShape]]:
 
 
 def _with_heads(shape: ModelShape, attention: str, kv_heads: int) -> ModelShape:
-    elements = kv_heads * (shape.head_dim + shape.v_head_dim)
-    return _with_cache(replace(shape, num_kv_heads=kv_heads), attention, elements, 2 * kv_heads, 0)
+    head_dim = (shape.head_dim + shape.v_head_dim) // 2
+    return _with_cache(replace(shape, num_kv_heads=kv_heads), attention, kv_heads, head_dim, 0)
 
 
 def _with_latent(shape: ModelShape) -> ModelShape:
     """Return the model with MLA: a latent of four heads and a rotary key of half a head, as in
     DeepSeek-V2 (arXiv 2405.04434, section 2.1.4)."""
     latent, rotary = 4 * shape.head_dim, shape.head_dim // 2
-    return _with_cache(shape, "MLA", latent + rotary, 1, latent)
+    return _with_cache(shape, "MLA", 1, latent + rotary, latent)
 
 
 def _with_cache(
-    shape: ModelShape, attention: str, elements: int, vectors: int, latent: int
+    shape: ModelShape, attention: str, kv_heads: int, head_dim: int, latent: int
 ) -> ModelShape:
-    def changed(cache: CacheShape) -> CacheShape:
-        return replace(cache, elements=elements, vectors=vectors)
+    def changed(layer: LayerShape) -> LayerShape:
+        if layer.cache is None:
+            return layer
+        sizes = replace(layer.cache, num_kv_heads=kv_heads, head_dim=head_dim)
+        return replace(layer, cache=replace(sizes, latent=latent > 0))
 
-    layers = (replace(layer, cache=layer.cache and changed(layer.cache)) for layer in shape.layers)
-    return replace(
-        shape,
-        attention=attention,
-        latent_dim=latent,
-        caches=tuple(map(changed, shape.caches)),
-        layers=tuple(layers),
-        spec=None,
-    )
+    layers = changed_layers(shape.layers, changed)
+    return replace(shape, attention=attention, latent_dim=latent, layers=layers, spec=None)

@@ -131,7 +131,7 @@ def stage_groups(groups: Sequence[KVGroup], layers: range) -> tuple[KVGroup, ...
 def cut_groups(groups: Sequence[KVGroup], rank: int, size: int) -> tuple[KVGroup, ...]:
     """Return the cache groups with only the KV heads that one process reads."""
     return tuple(
-        replace(group, specs=tuple(_cut(spec, rank, size) for spec in group.specs))
+        replace(group, specs=tuple(cut_cache(spec, rank, size) for spec in group.specs))
         for group in groups
     )
 
@@ -141,7 +141,8 @@ def kv_share(heads: int, rank: int, size: int) -> tuple[int, int]:
     return HeadShare.of(max(heads, size), heads, rank, size).kv_heads
 
 
-def _cut(spec: KVCacheSpec, rank: int, size: int) -> KVCacheSpec:
+def cut_cache(spec: KVCacheSpec, rank: int, size: int) -> KVCacheSpec:
+    """Return the cache of a layer with only the KV heads that one process reads."""
     heads = spec.num_kv_heads
     begin, end = kv_share(heads, rank, size)
     count = end - begin
