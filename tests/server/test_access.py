@@ -271,6 +271,8 @@ def test_every_key_is_compared_even_after_a_match(monkeypatch: pytest.MonkeyPatc
         ("a: x\na: y", "the name a twice"),
         ("", "holds no key"),
         ("# nothing", "holds no key"),
+        ("secret\nbob:", "line 2 has no key"),
+        ("bob: admin", "line 1 has no key"),
         ("x: \u00fc", "printable ASCII"),
         (f"x: sha256:{'0' * 63}", "64 hexadecimal"),
     ],

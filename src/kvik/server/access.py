@@ -20,6 +20,7 @@ from kvik.server.errors import HttpError
 
 # [NAME:] KEY [admin]; a key itself may hold colons, so a name is followed by space
 LINE = re.compile(r"(?:([\w.-]{1,64}):\s+)?(\S+)(?:\s+(admin))?")
+NO_KEY = re.compile(r"[\w.-]{1,64}:|admin")  # the rest of a line whose key was never filled in
 HASHED = re.compile(r"sha256:([0-9a-fA-F]{64})")
 
 
@@ -128,6 +129,8 @@ def _of_file(file: str) -> tuple[list[Key], bool]:
         if parts is None:
             raise ConfigError("api_key_file", f"line {number} must be [NAME:] KEY [admin]")
         name, key, admin = parts.groups()
+        if NO_KEY.fullmatch(key):  # anyone can guess it
+            raise ConfigError("api_key_file", f"line {number} has no key")
         named = named or name is not None
         caller = _caller(name or f"line-{number}", admin=admin is not None)
         keys.append(Key(_digest("api_key_file", key), caller))
