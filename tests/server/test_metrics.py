@@ -192,6 +192,16 @@ def test_gaps_are_between_tokens_of_one_sibling() -> None:
     assert total == pytest.approx(sum(own[-1] - own[0] for own in each))
 
 
+def test_an_embedding_asks_for_no_output_tokens() -> None:
+    metrics, requests = made()
+    with story_site(openai_routes, observers=[requests]) as site:
+        assert ask(site.server, "POST", "/v1/embeddings", {"input": ["Once", "upon"]}).status == 200
+        site.at_rest()
+    found = read(metrics.text(STATS, 1.0))
+    assert found["kvik:request_params_n_sum"] == 2
+    assert found["kvik:request_params_max_tokens_sum"] == 0
+
+
 def test_the_engine_is_read() -> None:
     metrics, _ = made()
     found = read(metrics.text(STATS, 1.0))

@@ -426,7 +426,7 @@ class Generations:
         made = EngineRequest(
             name,
             request.prompt_token_ids,
-            transfer.params(self._degraded(params)),
+            transfer.params(params if request.pooling else self._degraded(params)),
             priority=request.priority,
             cache_salt=salt,
             deadline=self._deadline(request, arrived),

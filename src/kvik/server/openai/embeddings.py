@@ -125,7 +125,7 @@ async def embeddings(server: Server, request: Request, body: EmbeddingRequest) -
     requests = [
         GenerationRequest(
             prompt_token_ids=ids,
-            params=SamplingParams(),
+            params=SamplingParams(max_tokens=None),
             priority=body.priority or 0,
             deadline_ms=body.deadline_ms,
             pooling=body.pooling or default_pooling(pooling),

@@ -178,7 +178,7 @@ async def _scores(
         requests.append(
             GenerationRequest(
                 prompt_token_ids=encoded.ids,
-                params=SamplingParams(),
+                params=SamplingParams(max_tokens=None),
                 priority=body.priority or 0,
                 deadline_ms=body.deadline_ms,
                 pooling=SCORE,
