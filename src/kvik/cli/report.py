@@ -47,7 +47,7 @@ def as_json(output: RequestOutput, model: str) -> dict[str, object]:
                 "stop_reason": completion.stop_reason,
                 "error": completion.error,
                 "logprobs": _logprobs(completion.logprobs),
-                "speculation": _speculation(completion.speculation),
+                "speculation": completion.speculation and completion.speculation.figures(),
             }
             for completion in output.outputs
         ],
@@ -80,21 +80,6 @@ def _guessed(speculation: RequestSpeculation | None) -> list[str]:
     if speculation.speedup is not None:
         parts.append(f"speed-up by drafts {speculation.speedup:.2f} (estimated)")
     return parts
-
-
-def _speculation(speculation: RequestSpeculation | None) -> dict[str, object] | None:
-    if speculation is None:
-        return None
-    drafts = speculation.drafts
-    return {
-        "checks": drafts.rows,
-        "drafted_tokens": drafts.drafts,
-        "accepted_tokens": drafts.accepted,
-        "drafted_per_position": drafts.at,
-        "accepted_per_position": drafts.accepted_at,
-        "mean_accepted_length": drafts.mean_length if drafts.rows else None,
-        "speedup": speculation.speedup,
-    }
 
 
 def _figures(output: RequestOutput) -> dict[str, float | None]:

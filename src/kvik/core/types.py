@@ -6,6 +6,7 @@ from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum, StrEnum
 from itertools import zip_longest
+from typing import Any
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.spec.visible_keys import NEVER
@@ -154,6 +155,19 @@ class RequestSpeculation:
         """Estimated speedup of its tokens over decoding without drafts; None if no step was
         measured. It may be below 1: drafts for other requests make a step longer too."""
         return self.plain_seconds / self.seconds if self.seconds else None
+
+    def figures(self) -> dict[str, Any]:
+        """Return what answers, traces and reports of a request say about its speculation."""
+        drafts = self.drafts
+        return {
+            "checks": drafts.rows,
+            "drafted_tokens": drafts.drafts,
+            "accepted_tokens": drafts.accepted,
+            "drafted_per_position": drafts.at,
+            "accepted_per_position": drafts.accepted_at,
+            "mean_accepted_length": drafts.mean_length if drafts.rows else None,
+            "speedup": self.speedup,
+        }
 
     def __add__(self, other: RequestSpeculation) -> RequestSpeculation:
         return RequestSpeculation(

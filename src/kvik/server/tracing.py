@@ -10,13 +10,9 @@ import time
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from msgspec import UNSET
-from msgspec.structs import asdict
-
 from kvik.engine.output import RequestOutput
 from kvik.errors import ConfigError
 from kvik.server.generation import GenerationRecord, Observer
-from kvik.server.openai.answers import speculation_of
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -110,10 +106,12 @@ class Tracing(Observer):
 
 def _speculation(output: RequestOutput) -> dict[str, int | float]:
     """Return the span attributes of speculation; empty without speculation."""
-    speculation = speculation_of([output])
-    figures = {} if speculation is UNSET else asdict(speculation)
-    numbers = {name: value for name, value in figures.items() if isinstance(value, int | float)}
-    return {f"kvik.speculation.{name}": value for name, value in numbers.items()}
+    figures = {} if output.speculation is None else output.speculation.figures()
+    return {
+        f"kvik.speculation.{name}": round(value, 4)
+        for name, value in figures.items()
+        if isinstance(value, int | float)
+    }
 
 
 def _parts(output: RequestOutput | None) -> list[tuple[str, float, float]]:

@@ -192,20 +192,15 @@ class LeadingRank(Member):
             EOFError, OSError: from these functions, when a process has ended.
             GroupLost: a process of the group has ended.
         """
-        while True:
-            message = receive()
-            with self._inference():
-                if isinstance(message, SentStep):
-                    leave(self._run(message, entered))
-                else:
-                    self._do(message)
-
-    def _run(self, step: SentStep, entered: Callable[[], bytes]) -> memoryview:
-        self._network.copy(step.block_copies, step.state_copies)
-        hidden = self._tape.run(unpacked(step.inputs), entered()).hidden
-        return hidden.view(torch.uint8).numpy().data.cast("B")
+        self._entered, self._leave = entered, leave
+        self.serve(receive)
 
     def _do(self, message: Message) -> None:
+        if isinstance(message, SentStep):
+            self._network.copy(message.block_copies, message.state_copies)
+            hidden = self._tape.run(unpacked(message.inputs), self._entered()).hidden
+            self._leave(hidden.view(torch.uint8).numpy().data.cast("B"))
+            return
         ranks = self._network.ranks
         if ranks is not None and isinstance(message, GiveBack | OpenPages | CopyPages):
             ranks.send(message)

@@ -58,17 +58,11 @@ def speculation_of(outputs: Sequence[RequestOutput]) -> Speculation | UnsetType:
     parts = [part for output in outputs if (part := output.speculation) is not None]
     if not parts:
         return UNSET
-    total = reduce(add, parts)
-    drafts, speedup = total.drafts, total.speedup
-    return Speculation(
-        checks=drafts.rows,
-        drafted_tokens=drafts.drafts,
-        accepted_tokens=drafts.accepted,
-        drafted_per_position=drafts.at,
-        accepted_per_position=drafts.accepted_at,
-        mean_accepted_length=round(drafts.mean_length, 4) if drafts.rows else None,
-        speedup=None if speedup is None else round(speedup, 4),
-    )
+    figures = reduce(add, parts).figures()
+    rounded: dict[str, Any] = {
+        n: round(x, 4) if isinstance(x, float) else x for n, x in figures.items()
+    }
+    return Speculation(**rounded)
 
 
 class PromptDetails(Struct):
