@@ -8,60 +8,19 @@ from pathlib import Path
 
 from place import sized
 
+from kvik.planner.families import public_configs
+
 # Requests that arrive at once, tokens of each prompt and of each answer: for kvik and its peers.
 LOAD = sized((256, 256, 64), (2, 3, 2))
-_LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "vocab_size": 128256,
-    "rope_theta": 5e5,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "mlp_bias": False,
-}
+_PUBLIC = {"8b": "llama-3.1-8b", "1b": "llama-3.2-1b", "0.5b": "qwen2.5-0.5b"}
 _REAL: Mapping[str, Mapping[str, object]] = {
-    "8b": {  # Llama-3-8B
-        **_LLAMA,
-        "hidden_size": 4096,
-        "intermediate_size": 14336,
-        "num_hidden_layers": 32,
-        "head_dim": 128,
-        "tie_word_embeddings": False,
-    },
-    "1b": {  # Llama-3.2-1B
-        **_LLAMA,
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "head_dim": 64,
-        "tie_word_embeddings": True,
-    },
-    "0.5b": {  # Qwen2.5-0.5B
-        "architectures": ["Qwen2ForCausalLM"],
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "rope_theta": 1e6,
-        "max_position_embeddings": 131072,
-        "rms_norm_eps": 1e-6,
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-    },
+    name: {"head_dim": 128 if name == "8b" else 64, **config, "max_position_embeddings": 131072}
+    for name, public in _PUBLIC.items()
+    for config in (public_configs()[public],)
 }
 _SMALL = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 160}
-_SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-SHAPES = {
-    name: sized(shape, {**shape, **_SMALL, **({"head_dim": 32} if "head_dim" in shape else {})})
-    for name, shape in _REAL.items()
-}
+_SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+SHAPES = {name: sized(shape, {**shape, **_SMALL}) for name, shape in _REAL.items()}
 
 
 ONE_LAYER = " of one layer"  # suffix of a shape's name
