@@ -15,6 +15,7 @@ from itertools import product
 from pathlib import Path
 
 import torch
+from helpers.kernel_cases import CASES, Case, arguments, outputs
 from notes import Notes
 from place import DEVICE, REHEARSED, sized
 from steps import Heads, cache, layout
@@ -26,7 +27,6 @@ from kvik.attention.triton import TritonAttention
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton.ops import triton_ops
 from kvik.spec.visible_keys import Window
-from kvik_bench.kernel_cases import CASES, Case, arguments, outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

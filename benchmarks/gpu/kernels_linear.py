@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from clock import Call, Timer, timed
+from helpers.kernel_cases import filled_matrix
 from notes import Notes
 from place import DEVICE, release, sized
 from torch import Tensor
@@ -19,7 +20,6 @@ from torch import Tensor
 from kvik.kernels.rounding import round_int4, round_int8, round_to_fp8
 from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.weights import Activation, Matrix, Weight, float_weight, fp8_weight
-from kvik_bench.kernel_cases import filled_matrix
 
 LAYER: tuple[tuple[int, int, Activation | None], ...] = sized(
     (

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.attention_backends import KV_FORMATS, NAMES, STEPS, make_backend
+from helpers.kernel_cases import filled_matrix
 from helpers.optional_triton import NO_TRITON, TRITON, device
 from torch import Tensor
 
@@ -27,7 +28,6 @@ from kvik.kernels.weights import Matrix, float_weight
 from kvik.nn.kv_formats import allocate_kv
 from kvik.nn.parts import head_rows
 from kvik.spec.kv import KVCacheSpec, group_layers, stored_as
-from kvik_bench.kernel_cases import filled_matrix
 
 HEADS, RANK, ROPE, NOPE, VALUE, BLOCK = 6, 32, 16, 24, 20, 16
 SCALE = 0.25

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from helpers.kernel_cases import Argument, Case, arguments, outputs
 from torch import Tensor
 
 from kvik.kernels.ops import Ops
 from kvik.kernels.reference.ops import REFERENCE
-from kvik_bench.kernel_cases import Argument, Case, arguments, outputs
 
 Arguments = tuple[Argument, ...]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from kvik.kernels.weights import Weight, ordered_weight
-from kvik_bench.kernel_cases import (
+from helpers.kernel_cases import (
     Maker,
     MakeWeight,
     random_float,
@@ -13,6 +12,8 @@ from kvik_bench.kernel_cases import (
     random_int8,
     random_mxfp4,
 )
+
+from kvik.kernels.weights import Weight, ordered_weight
 
 # One of each kind, for inputs that are multiples of 32.
 WEIGHT_MAKERS: dict[str, MakeWeight] = {

@@ -7,6 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 from helpers.compared import check_case
+from helpers.kernel_cases import CASES, DTYPES, Argument, Case, Maker, arguments, outputs
 from helpers.optional_native import instruction_sets
 from helpers.weight_makers import WEIGHT_MAKERS, make_weight
 from torch import Tensor
@@ -18,7 +19,6 @@ from kvik.kernels.rounding import round_tokens
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Activation, MatrixSpec, Weight, in_nibbles
 from kvik.spec.weight_kind import WeightKind
-from kvik_bench.kernel_cases import CASES, DTYPES, Argument, Case, Maker, arguments, outputs
 
 CPU = torch.device("cpu")
 ISAS = instruction_sets()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.kernel_cases import Maker
 from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON
 from helpers.thread_ranks import Board, ThreadGroup
 from helpers.weight_makers import make_weight
@@ -27,7 +28,6 @@ from kvik.kernels.weights import (
     float_weight,
 )
 from kvik.spec.shares import Between
-from kvik_bench.kernel_cases import Maker
 
 CPU = torch.device("cpu")
 HIDDEN, INNER, TOKENS, SIZE = 96, 160, 5, 3

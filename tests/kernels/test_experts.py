@@ -8,6 +8,7 @@ from itertools import product
 
 import pytest
 import torch
+from helpers.kernel_cases import Maker, filled_matrix
 from helpers.optional_native import instruction_sets, needs_native
 from helpers.weight_makers import WEIGHT_MAKERS
 from torch import Tensor
@@ -18,7 +19,6 @@ from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Activation, ExpertSet, Weight, ordered_weight
 from kvik.spec.experts import Router
-from kvik_bench.kernel_cases import Maker, filled_matrix
 
 ISAS = instruction_sets()
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.kernel_cases import filled_matrix
 from helpers.optional_native import NATIVE
 from helpers.optional_triton import TRITON, device
 
@@ -25,7 +26,6 @@ from kvik.kernels.weights import (
     mxfp4_weight,
     ordered_weight,
 )
-from kvik_bench.kernel_cases import filled_matrix
 
 ROWS, INPUTS, GROUP = 70, 64, 32
 

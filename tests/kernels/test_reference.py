@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.kernel_cases import filled_matrix
 from transformers import GptOssConfig
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
@@ -18,7 +19,6 @@ from kvik.kernels.rounding import round_int4, round_int8
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Activation, Weight, float_weight
 from kvik.spec.weight_kind import WeightKind
-from kvik_bench.kernel_cases import filled_matrix
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.kernel_cases import filled_matrix
 from helpers.paged_model import PagedModel
 from helpers.stored_layers import awq_config
 from helpers.stored_models import save_quantised
@@ -20,7 +21,6 @@ from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Activation, float_weight
 from kvik.nn.layers import Linear, Stage
 from kvik.spec.declare import ForwardContext
-from kvik_bench.kernel_cases import filled_matrix
 
 
 @pytest.mark.parametrize("ops", [REFERENCE, TORCH], ids=["reference", "torch"])

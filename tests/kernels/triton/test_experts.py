@@ -14,6 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.compilations import compilation
+from helpers.kernel_cases import Maker, filled_matrix
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvik.kernels.ops import Ops
@@ -25,7 +26,6 @@ from kvik.kernels.triton.ops import triton_ops
 from kvik.kernels.weights import ExpertSet, MatrixSpec, Weight, int4_weight
 from kvik.spec.experts import Router
 from kvik.spec.weight_kind import WeightKind
-from kvik_bench.kernel_cases import Maker, filled_matrix
 
 OPS = triton_ops(device())
 HIDDEN, INNER = 160, 96  # a partial step, and several tiles of outputs

@@ -18,6 +18,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason=NO_TRITON)
 
 from helpers.compilations import compilation
+from helpers.kernel_cases import CASES, Case, filled_matrix
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvik.config.memory import TRITON_WIDENED
@@ -50,7 +51,6 @@ from kvik.kernels.weights import (
     ordered_weight,
 )
 from kvik.spec.weight_kind import WeightKind
-from kvik_bench.kernel_cases import CASES, Case, filled_matrix
 
 OPS = triton_ops(device())
 DTYPES = {

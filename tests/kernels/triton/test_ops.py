@@ -16,13 +16,13 @@ from helpers.optional_triton import INTERPRETED_ONLY, NO_TRITON, device
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
+from helpers.kernel_cases import CASES, Case
 from triton.runtime.interpreter import InterpretedFunction
 
 from kvik.kernels.ops import Draws, Ops, Truncation
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.triton import draw
 from kvik.kernels.triton.ops import triton_ops
-from kvik_bench.kernel_cases import CASES, Case
 
 # Products have their own files; draws of many rows take seconds to interpret.
 LARGE = (("draw", "40x1003"), ("probabilities", "9x70"), ("probabilities", "40x1003"))

@@ -13,6 +13,8 @@ from torch.nn.functional import ScalingType
 
 pytest.importorskip("triton", reason=NO_TRITON)
 
+from helpers.kernel_cases import filled_matrix
+
 from kvik.kernels.fp8 import round_activations
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.rounding import round_tokens as reference_round_tokens
@@ -22,7 +24,6 @@ from kvik.kernels.triton.rounding import round_tokens
 from kvik.kernels.triton.scaled_mm import Library, product, product_of_wholes, scaled_mm
 from kvik.kernels.weights import Activation, Weight, fp8_weight
 from kvik.spec.weight_kind import Rounding
-from kvik_bench.kernel_cases import filled_matrix
 
 E4M3 = torch.float8_e4m3fn
 
