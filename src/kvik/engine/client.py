@@ -44,64 +44,6 @@ log = logging.getLogger(__name__)
 Sink = Callable[[list[RequestDelta]], None]  # called in the event loop, once for many deltas
 
 
-class ResendQueue:
-    """Requests that wait for the next engine, each until its deadline.
-
-    Args:
-        clock: of the deadlines.
-        give: takes last deltas; called from the event loop, never from within a method.
-    """
-
-    def __init__(
-        self, clock: Callable[[], float], give: Callable[[list[RequestDelta]], None]
-    ) -> None:
-        self._clock = clock
-        self._give = give
-        self._requests: dict[str, SentRequest] = {}
-        self._timers: dict[str, asyncio.TimerHandle] = {}
-
-    def __len__(self) -> int:
-        return len(self._requests)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._requests
-
-    def add(self, request: SentRequest) -> None:
-        """Keep a request for the next engine."""
-        self._requests[request.request_id] = request
-        if request.deadline is not None:
-            seconds = max(0.0, request.deadline - self._clock())
-            arguments = (request.request_id, None, FinishReason.DEADLINE, None)
-            self._timers[request.request_id] = asyncio.get_running_loop().call_later(
-                seconds, self.end, *arguments
-            )
-
-    def end(
-        self, request_id: str, index: int | None, reason: FinishReason, error: str | None
-    ) -> None:
-        """End a request that waits, or one of its siblings; its last delta comes soon."""
-        request = self._requests[request_id]
-        ended = request.indexes & ({index} if index is not None else request.indexes)
-        request.indexes -= ended
-        if not request.indexes:
-            del self._requests[request_id]
-            self._stop_timer(request_id)
-        deltas = request.last_deltas(ended, self._clock(), reason, error)
-        asyncio.get_running_loop().call_soon(self._give, deltas)
-
-    def take(self) -> list[SentRequest]:
-        """Remove and return all requests."""
-        requests, self._requests = list(self._requests.values()), {}
-        for request in requests:
-            self._stop_timer(request.request_id)
-        return requests
-
-    def _stop_timer(self, request_id: str) -> None:
-        timer = self._timers.pop(request_id, None)
-        if timer is not None:
-            timer.cancel()
-
-
 class EngineClient:
     """Takes requests and hands their deltas to its sinks. No method blocks.
 
@@ -137,7 +79,7 @@ class EngineClient:
             EngineLink(config, source, self, i, name)
             for i, (source, name) in enumerate(zip(sources, names, strict=True))
         )
-        self._waiting = ResendQueue(clock, self._give)
+        self._waiting: dict[str, SentRequest] = {}  # for the next engine, each to its deadline
         self._block_size = config.cache.block_size
         self._router = ReplicaRouter(names, self._block_size, config.scheduler.max_num_seqs)
         self._draining: set[int] = set()
@@ -221,8 +163,8 @@ class EngineClient:
         gone."""
         if error is not None:
             error = error.encode("utf-8", "replace").decode()
-        if request_id in self._waiting:
-            self._waiting.end(request_id, index, reason, error)
+        if (waits := self._waiting.get(request_id)) is not None:
+            self._end_waiting(waits, index, reason, error)
         elif (link := self._link_of(request_id)) is not None:
             sent = link.requests[request_id]
             for sibling in sent.indexes if index is None else (index,):
@@ -313,7 +255,7 @@ class EngineClient:
         self._closing = True
         if self._crediting is not None:
             self._crediting.cancel()
-        for sent in self._waiting.take():
+        for sent in self._take_waiting():
             self._fail(sent, CLOSED)
         await asyncio.gather(*(link.close() for link in self.links))
 
@@ -373,7 +315,7 @@ class EngineClient:
             self._router.forget(link.number)
         self._changed.set()
         if not self._closing and (ready or self.state in LAST_STATES):
-            for sent in self._waiting.take():
+            for sent in self._take_waiting():
                 self._send_again(sent)
 
     def reported(self, link: EngineLink, report: ReplicaReport) -> None:
@@ -445,11 +387,40 @@ class EngineClient:
             if self.state in LAST_STATES or self._closing:
                 self._fail(sent, self.reason)
             else:
-                self._waiting.add(sent)
+                self._keep(sent)
             return
         sent.sends += 1
         for index in set(range(sent.n)) - sent.indexes:  # ended while it waited
             link.end(sent.request_id, index, FinishReason.ABORT, None)
+
+    def _keep(self, sent: SentRequest) -> None:
+        """Let a request wait for the next engine, until its deadline."""
+        self._waiting[sent.request_id] = sent
+        if sent.deadline is not None:
+            seconds = max(0.0, sent.deadline - self._clock())
+            loop = asyncio.get_running_loop()
+            loop.call_later(seconds, self._expire, sent.request_id, sent.deadline)
+
+    def _expire(self, request_id: str, deadline: float) -> None:
+        """End a request if it still waits; later ones of the same id have other deadlines."""
+        sent = self._waiting.get(request_id)
+        if sent is not None and sent.deadline == deadline:
+            self._end_waiting(sent, None, FinishReason.DEADLINE, None)
+
+    def _end_waiting(
+        self, sent: SentRequest, index: int | None, reason: FinishReason, error: str | None
+    ) -> None:
+        """End a request that waits, or one of its siblings; its last delta comes soon."""
+        ended = sent.indexes & ({index} if index is not None else sent.indexes)
+        sent.indexes -= ended
+        if not sent.indexes:
+            del self._waiting[sent.request_id]
+        deltas = sent.last_deltas(ended, self._clock(), reason, error)
+        asyncio.get_running_loop().call_soon(self._give, deltas)
+
+    def _take_waiting(self) -> list[SentRequest]:
+        requests, self._waiting = list(self._waiting.values()), {}
+        return requests
 
     def _continue(self, sent: SentRequest, previous: EngineLink) -> None:
         """Let another engine continue a request whose unfinished outputs were all handed over."""
