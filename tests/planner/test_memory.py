@@ -9,11 +9,15 @@ import pytest
 from helpers.public_configs import config, public_shape
 
 from kvik.config.config import EngineConfig
+from kvik.config.draft_heads import HeadsSpec, heads_for, shipped_heads
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import RANK_BYTES, StepSize
+from kvik.config.model_source import BUNDLED
 from kvik.config.resolve import resolve
+from kvik.config.speculative import DraftSource
 from kvik.config.units import GIB
 from kvik.errors import ConfigError
+from kvik.models.model_spec import read_model_spec
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.memory import (
@@ -89,6 +93,32 @@ def test_layers_of_two_shapes_take_the_blocks_of_the_engine() -> None:
     planned = cache_of(model, at, StepSize(500, 3, 2048), decided.block_size)
     sizes = (block_bytes(cache.groups, cache.block_size) for cache in (planned, decided))
     assert len(set(sizes)) == 1
+
+
+DRAFTERS = {
+    "draft_model": DraftSource("d", read_model_spec(BUNDLED.with_name("stories-draft"))),
+    "medusa": DraftSource(
+        "d", heads=heads_for(shipped_heads("medusa", BUNDLED), "medusa", 256, 2048)
+    ),
+    "eagle": DraftSource("d", heads=HeadsSpec("eagle", 256, 2048, 5, inner_size=512)),
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_a_drafter_takes_the_memory_of_the_engines_plan(method: str, machine: str) -> None:
+    """Its weights, its part of the cache, its steps, and rows of logits for drafts."""
+    model, hardware, source = shape("bundled"), MACHINES[machine], DRAFTERS[method]
+    assert model.spec is not None
+    options = {"max_model_len": 500, "max_num_seqs": 3, "num_blocks": 96, "dtype": "bfloat16"}
+    wishes = EngineConfig(spec_method=method, spec_model="d", **options)
+    decided = resolve(wishes, model.spec, hardware, "", source).memory
+    at = Setting(device_of(hardware), "bf16", "bf16", 500, 3, hardware=hardware)
+    alone, planned = (memory_of(model, a) for a in (at, replace(at, source=source)))
+    assert planned.weights == decided.weights == alone.weights + planned.draft_weights
+    assert (planned.kv_cache, planned.activations) == (decided.kv_cache, decided.activations)
+    assert planned.runtime == decided.overhead
+    assert planned.total == decided.total > alone.total
 
 
 def packed(bits: int, *ignored: str, group: int = 128, **more: Any) -> dict[str, Any]:

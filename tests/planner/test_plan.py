@@ -12,7 +12,7 @@ from helpers.public_configs import config, public_shape
 from kvik.cli.plan import build_parser, question_of
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.model_source import BUNDLED as STORIES
-from kvik.errors import ConfigError
+from kvik.errors import ConfigError, ModelError
 from kvik.planner.devices import Device, find_device
 from kvik.planner.families import read_shape, shape_from_config
 from kvik.planner.formats import WEIGHT_FORMATS
@@ -158,6 +158,19 @@ def test_costs_are_of_a_smaller_batch_if_the_requested_one_is_too_large() -> Non
     alone = answer("llama-3-8b", TOY, Question(context=8192, batch=most, price=3.6))
     assert alone.cost is not None
     assert alone.cost.output == found.cost.output
+
+
+def test_draft_heads_cost_the_time_to_read_them() -> None:
+    """Four heads of Medusa are read at once, with the model's head, which has no bias."""
+    heads = str(STORIES.with_name("stories-medusa"))
+    found = plan_shape(read_shape(""), TOY, Question(context=512, dtype="bf16", draft=heads))
+    weights, head = 4 * (256 * 256 + 256) * 2, 2048 * 256 * 2
+    assert found.memory.draft_weights == weights and found.speed is not None
+    alone = found.speed.decode[0]
+    expected = (weights + head) / 4 / 1e12 / alone.floor
+    assert found.speed.speculation[0].draft_cost == pytest.approx(expected)
+    with pytest.raises(ModelError, match=r"draft: .* 256 and 2048 tokens"):
+        answer("gpt2", TOY, Question(draft=heads))
 
 
 def test_a_draft_model_costs_the_time_of_its_roofline(tmp_path: Path) -> None:

@@ -85,6 +85,7 @@ def _memory(plan: Plan) -> str:
     kv = f"{plan.kv_bytes_per_token:,} bytes per token"
     if memory.kv_per_token != plan.kv_bytes_per_token:
         kv += f" in all, {memory.kv_per_token:,} here"
+    drafter = f", {show_bytes(memory.draft_weights)} of the drafter" if memory.draft_weights else ""
     if memory.fits:
         verdict = f"fits, {show_bytes(memory.limit - memory.total)} left"
     else:
@@ -93,7 +94,7 @@ def _memory(plan: Plan) -> str:
         [
             "weights",
             show_bytes(memory.weights),
-            f"{total}{8 * plan.weight_bytes / plan.shape.parameters:.3g} bits a parameter",
+            f"{total}{8 * plan.weight_bytes / plan.shape.parameters:.3g} bits a parameter{drafter}",
         ],
         [
             "KV cache",

@@ -18,6 +18,7 @@ import msgspec
 from kvik import __version__
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import Gpu, Hardware
+from kvik.config.speculative import NO_SOURCE, DraftSource
 from kvik.config.units import MIB
 from kvik.errors import ConfigError
 from kvik.planner.calibration import Calibration, Machine, load, stale, this_machine
@@ -402,6 +403,7 @@ class Setting:
             layers.
         utilization: fraction of the device's memory that the engine may use.
         hardware: facts about a real machine; None: derived from `device`.
+        source: model or heads that draft, whole on each device.
     """
 
     device: Device
@@ -413,6 +415,7 @@ class Setting:
     pp: int = 1
     utilization: float = UTILIZATION
     hardware: Hardware | None = None
+    source: DraftSource = NO_SOURCE
 
     @property
     def exact(self) -> bool:

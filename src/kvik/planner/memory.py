@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from kvik.config.compute import Compute, computing_in
-from kvik.config.config import EngineConfig, Notes
-from kvik.config.fit import Fit, footprint_of
+from kvik.config.config import EngineConfig, Notes, requested_speculation
+from kvik.config.fit import Fit, footprint_of, with_drafter
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import RANK_BYTES, Limit, MemoryPlan, StepSize
 from kvik.config.parallel import check_group, repeated_bytes, stage_ends
@@ -71,6 +71,7 @@ class Memory:
 
     Attributes:
         limit: bytes that the engine may use.
+        weights: of the model and its drafter.
         activations: peak of one step of `step_tokens` tokens.
         kv_cache: for all requests at the full context, in whole blocks.
         runtime: libraries, tables, graphs and the peak of loading.
@@ -79,6 +80,7 @@ class Memory:
         kv_padding: part of `kv_cache` that is still empty when all requests have their full
             context.
         largest_batch: number of requests with the full context that fit; 0: none.
+        draft_weights: part of `weights` of the model or heads that draft.
     """
 
     limit: int
@@ -91,6 +93,7 @@ class Memory:
     kv_padding: int
     step_tokens: int
     largest_batch: int
+    draft_weights: int
 
     @property
     def total(self) -> int:
@@ -218,6 +221,9 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
     part, footprint = planner.part, planner.fit.footprint
     size = planner.sized(at.context, at.batch)
     parts = planner.planned(size)
+    cached = part.kv_bytes(at.context, at.kv_format)
+    for group in footprint.draft.groups if footprint.draft else ():
+        cached += at.context * group.bytes_per_token
     return Memory(
         limit=parts.limit,
         weights=parts.weights,
@@ -226,9 +232,10 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
         runtime=parts.overhead,
         kv_per_token=part.kv_bytes_per_token(at.kv_format),
         kv_per_request=planner.blocks_each(size) * footprint.block_bytes,
-        kv_padding=parts.kv_cache - at.batch * part.kv_bytes(at.context, at.kv_format),
+        kv_padding=parts.kv_cache - at.batch * cached,
         step_tokens=size.max_num_batched_tokens,
         largest_batch=largest(lambda batch: planner.fits(at.context, batch), MAX_REQUESTS),
+        draft_weights=sum(part.weights for part in (footprint.draft, footprint.heads) if part),
     )
 
 
@@ -375,6 +382,7 @@ class _Planner:
         config, hardware, stored, compute = _computing(part, at)
         part = replace(part, kernels=compute.kernels)
         footprint = footprint_of(config, replace(stored, shape=part), hardware, compute)
+        footprint = with_drafter(footprint, requested_speculation(config), at.source)
         return cls(part, Fit(config, footprint, _limit(at)), part)
 
     @classmethod
@@ -391,6 +399,7 @@ class _Planner:
         footprint = footprint_of(config, stored, hardware, compute)
         ends = tuple(run.stop for run in runs) if at.pp > 1 else ()
         footprint = replace(footprint, repeated=repeated, stage_ends=ends)
+        footprint = with_drafter(footprint, requested_speculation(config), at.source)
         part = together(full_shape, at.tp)
         return cls(part, Fit(config, footprint, _limit(at)), full_shape, runs)
 
@@ -417,12 +426,15 @@ def _computing(
 ) -> tuple[EngineConfig, Hardware, StoredModel, Compute]:
     """Return the options, hardware, model and compute settings of an engine that runs a part of a
     model."""
-    facts = weight_facts(at.weight_format)
+    facts, heads = weight_facts(at.weight_format), at.source.heads
+    method = heads.kind if heads else "draft_model" if at.source.spec else None
     config = EngineConfig(
         dtype=shape.working_dtype(at.weight_format),
         quantization=facts.quantization or "none",
         tensor_parallel_size=at.tp if at.exact else 1,
         pipeline_parallel_size=at.pp if at.exact else 1,
+        spec_method=method,
+        spec_model=at.source.path if method else None,
     )
     hardware = at.hardware or hardware_of(at.device)
     device = "cpu" if at.exact else "cuda:0"

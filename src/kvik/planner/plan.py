@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from kvik.config.compute import choose_dtype
 from kvik.config.config import EngineConfig, Notes
+from kvik.config.draft_heads import KINDS, MEDUSA, heads_for
 from kvik.config.hardware import Hardware, detect, find_gpus
-from kvik.config.memory import Limit
-from kvik.errors import ConfigError
+from kvik.config.memory import HeadsFootprint, Limit
+from kvik.config.model_source import CONFIG
+from kvik.config.speculative import NO_SOURCE, DraftSource
+from kvik.errors import ConfigError, ModelError
 from kvik.options import FORMERLY, Integer, Number, OneOf, Text, normalised, option
 from kvik.planner.calibration import calibration_path
 from kvik.planner.cost import Cost, DailyLoad, TokenRates, cost, parse_load
@@ -52,6 +57,7 @@ from kvik.planner.variants import (
     kv_formats,
     weight_formats,
 )
+from kvik.spec.fields import read_json
 from kvik.spec.kv import KV_FORMATS
 from kvik.spec.model import SHORT_DTYPES
 from kvik.spec.rope import MAX_POSITIONS
@@ -173,7 +179,9 @@ class Question:
     output_tokens: int | None = option(
         None, Integer(1, 1 << 24), "tokens of a request's context that are output; None: a quarter"
     )
-    draft: str | None = option(None, Text(), "model that drafts for speculative decoding")
+    draft: str | None = option(
+        None, Text(), "model that drafts for speculative decoding, or folder of draft heads"
+    )
     draft_cost: float | None = option(
         None,
         Number(0, 1e3),
@@ -388,13 +396,40 @@ def _speculation(
 
 def _draft_cost(shape: ModelShape, at: Setting, question: Question) -> float:
     """Return the given cost, or that by the rooflines of both models, with the draft on one
-    device."""
+    device. Heads are read from memory, with the model's head if they have none."""
     if question.draft_cost is not None or question.draft is None:
         return question.draft_cost or 0.0
+    target = step_time(shape, at, decode(at.group, at.context)).expected
+    if (heads := at.source.heads) is not None:
+        head = (m for m in shape.matrices if m.role == "head" and not heads.own_logits)
+        size = sum(shape.read_of(matrix, at.weight_format, 1) for matrix in head)
+        size += HeadsFootprint(heads, shape.working_dtype(at.weight_format), heads.depth).weights
+        size /= heads.depth if heads.kind == MEDUSA else 1  # Medusa's heads draft together
+        return size / at.device.read_rate(size) / target
     draft = replace(read_shape(question.draft), kernels=shape.kernels)
-    target = step_time(shape, at, decode(at.group, at.context))
     step = decode(at.group, min(at.context, draft.max_context))
-    return step_time(draft, replace(at, tp=1, pp=1), step).expected / target.expected
+    return step_time(draft, replace(at, tp=1, pp=1), step).expected / target
+
+
+def _draft_source(name: str | None, shape: ModelShape) -> DraftSource:
+    """Return the model or the heads that draft.
+
+    Raises:
+        ModelError: they cannot be read, or the heads are for a model of other sizes.
+    """
+    if name is None:
+        return NO_SOURCE
+    folder = Path(name).expanduser()
+    if os.path.isfile(folder / CONFIG):
+        values = read_json(folder / CONFIG)
+        kind = MEDUSA if "medusa_num_heads" in values else values.get("model_type")
+        if kind in KINDS:
+            try:
+                heads = heads_for(folder, kind, shape.hidden_size, shape.vocab_size)
+            except ModelError as error:
+                raise ModelError("draft", error.message) from None
+            return DraftSource(name, heads=heads)
+    return DraftSource(name, read_shape(name).spec)
 
 
 # Changes for a plan that does not fit.
@@ -662,6 +697,7 @@ def setting_of(
         pp=question.pp,
         utilization=question.memory_utilization,
         hardware=hardware,
+        source=_draft_source(question.draft, shape),
     )
 
 
