@@ -95,32 +95,19 @@ def test_largest_takes_the_first_of_equals() -> None:
     assert top.tolist() == [3.0, -math.inf, math.inf] and ids.tolist() == [1, 0, 2]
 
 
-def test_rms_norm() -> None:
-    x, weight, eps = normal(3, 5), normal(5, seed=1), 0.1
-    found = REFERENCE.rms_norm(x, weight, eps)
-    for row, out in zip(x.tolist(), found.tolist(), strict=True):
-        rms = math.sqrt(sum(v * v for v in row) / len(row) + eps)
-        expected = [v / rms * w for v, w in zip(row, weight.tolist(), strict=True)]
-        assert out == pytest.approx(expected, rel=1e-5)
-
-
-def test_rms_norm_rounds_once() -> None:
-    x, weight = normal(4, 64).bfloat16(), normal(64, seed=1).bfloat16()
-    expected = REFERENCE.rms_norm(x.float(), weight.float(), 1e-5).bfloat16()
-    assert torch.equal(REFERENCE.rms_norm(x, weight, 1e-5), expected)
-
-
-def test_layer_norm() -> None:
-    x, weight, bias, eps = normal(3, 5) + 2, normal(5, seed=1), normal(5, seed=2), 0.1
-    found = REFERENCE.layer_norm(x, weight, bias, eps)
-    for row, out in zip(x.tolist(), found.tolist(), strict=True):
-        mean = sum(row) / 5
-        std = math.sqrt(sum((v - mean) ** 2 for v in row) / 5 + eps)
-        scaled = [(v - mean) / std for v in row]
-        expected = [
-            v * w + b for v, w, b in zip(scaled, weight.tolist(), bias.tolist(), strict=True)
-        ]
-        assert out == pytest.approx(expected, rel=1e-4, abs=1e-6)
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm"])
+def test_norms_round_once(name: str) -> None:
+    x, *parts = (
+        normal(*shape, seed=i).bfloat16() for i, shape in enumerate(((4, 64), (64,), (64,)))
+    )
+    parts = parts[: 1 if name == "rms_norm" else 2]
+    norm = getattr(REFERENCE, name)
+    found = norm(x.float() + 2, *(part.float() for part in parts), 0.1)
+    expected = getattr(torch.nn.functional, name)(
+        x.double() + 2, [64], *(part.double() for part in parts), eps=0.1
+    )
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(norm(x + 2, *parts, 0.1), norm((x + 2).float(), *parts, 0.1).bfloat16())
 
 
 def test_rotary_matches_transformers() -> None:

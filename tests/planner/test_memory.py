@@ -224,12 +224,13 @@ def test_each_stage_of_gpus_is_planned() -> None:
 
 
 def test_llama_3_70b_by_hand() -> None:
-    memory = memory_of(shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 8192, 10, tp=8))
+    at = Setting(H200, "bf16", "bf16", 8192, 10, tp=8, utilization=0.5)
+    memory = memory_of(shape("llama-3-70b"), at)
     assert memory.kv_per_token == 80 * 2 * 128 * 2  # one KV head of eight
     assert memory.kv_per_request == 8192 * 40_960
     assert memory.kv_cache == (10 * 512 + 1) * 16 * 40_960  # one block is never allocated
     assert memory.weights == pytest.approx(70.55e9 * 2 / 8, rel=1e-3)
-    assert memory.limit == int(0.9 * H200.memory)
+    assert memory.limit == H200.memory // 2
     parts = memory.weights + memory.kv_cache + memory.activations + memory.runtime
     assert memory.total == parts
     assert memory.fits == (parts <= memory.limit)
@@ -297,11 +298,6 @@ def test_a_plan_that_does_not_fit_is_an_error_with_the_amount() -> None:
     assert not memory.fits
     assert memory.missing == memory.total - memory.limit > 100 * GIB
     assert (memory.largest_batch, longest_context(model, at)) == (0, 0)
-
-
-def test_less_utilization_leaves_less_memory() -> None:
-    half = memory_of(shape("llama-3-8b"), Setting(H200, "bf16", "bf16", 512, 1, utilization=0.5))
-    assert half.limit == H200.memory // 2
 
 
 def test_unfilled_slots_of_blocks_are_counted() -> None:

@@ -15,7 +15,6 @@ from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request
-from kvik.errors import ConfigError
 from kvik.planner.devices import Device, Setting
 from kvik.planner.families import shape_from_config
 from kvik.planner.memory import bytes_of
@@ -333,14 +332,6 @@ def test_drafts_count_in_the_budget_of_a_step() -> None:
     drafting = replace(plain, drafting=Drafting(3, 0.8))
     assert (plain.max_running, drafting.max_running) == (256, 64)  # 64 requests, 4 tokens each
     assert exists(predict(drafting, TRAFFIC, 60)).ttft > exists(predict(plain, TRAFFIC, 60)).ttft
-
-
-def test_an_unknown_machine_is_an_error() -> None:
-    unknown = Device("this", "cpu", 8 << 30, None, {}, unknown="run `kvik calibrate`")
-    small = shape_from_config(PUBLIC["qwen2.5-0.5b"], "small")
-    served = set_up(small, Setting(unknown, "bf16", "bf16"), TRAFFIC, 256, 2048)
-    with pytest.raises(ConfigError, match="kvik calibrate"):
-        predict(served, TRAFFIC, 1)
 
 
 def test_budgets_are_halved() -> None:

@@ -264,42 +264,27 @@ def test_no_bit_depends_on_the_block_size(runtime, window, dtype, kv_dtype) -> N
 
 
 @dtypes
-@pytest.mark.parametrize("option", ["neither", *OPTIONS])
+@pytest.mark.parametrize(
+    ("window", "options"),
+    [(window, options) for window in (None, 90) for options in ({}, *OPTIONS.values())]
+    + [(window, {"negated": True}) for window in (sinks(4, 90), sinks(70, 500))],
+    ids=str,
+)
 @pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
-def test_capped_scores_and_sinks(runtime, option: str, dtype, kv_dtype) -> None:
-    """As defined, and with the same bits for a chunk, its decodes and a tree over splits."""
-    options = OPTIONS.get(option, {})
-    s = Sequences([1100, 40], dtype=dtype, kv_dtype=kv_dtype, head_dim=16)
-    cache = s.filled(runtime)
-    parts = [s.part(0, 1030, 1100), s.part(1, 0, 40)]
-    for window in (None, 90):
-        chunk, fresh = attend(runtime, cache, parts, s.scale, window, **options)
-        visible = causal(1030, 1100, window)
-        assert_near(chunk, s.expected(runtime, cache, 0, 1030, 1100, visible, **options))
-        seen = causal(0, 40, window)
-        assert_near(fresh, s.expected(runtime, cache, 1, 0, 40, seen, **options))
-        for at in (1030, 1099):
-            alone = [s.part(0, at, at + 1)]
-            (found,) = attend(runtime, cache, alone, s.scale, window, **options)
-            assert_same_bits(found[0], chunk[at - 1030])
-        chain = [s.part(0, 1080, 1100, torch.ones(20, 20, dtype=torch.bool).tril())]
-        (tree,) = attend(runtime, cache, chain, s.scale, window, **options)
-        assert_same_bits(tree, chunk[50:])
-
-
-@dtypes
-@pytest.mark.parametrize("window", [sinks(4, 90), sinks(70, 500)], ids=str)
-@pytest.mark.parametrize("runtime", of_each_kind(runtimes((1, 5))))
-def test_sinks_have_their_own_queries(runtime, window, dtype, kv_dtype) -> None:
-    """As defined, and with the same bits for a chunk, its decodes and a tree over splits."""
+def test_capped_scores_and_sinks(runtime, window, options, dtype, kv_dtype) -> None:
+    """As defined, and with the same bits for a chunk, its decodes and a tree over splits. Sinks of
+    a window may have their own queries."""
     s = Sequences([1100, 80], dtype=dtype, kv_dtype=kv_dtype, head_dim=16)
-    cache, options = s.filled(runtime), {"window": window, "negated": True}
-    parts = [s.part(0, 1030, 1100), s.part(1, 0, 80)]
-    chunk, fresh = attend(runtime, cache, parts, s.scale, **options)
+    cache, options = s.filled(runtime), {"window": window, **options}
+    chunk, fresh = attend(
+        runtime, cache, [s.part(0, 1030, 1100), s.part(1, 0, 80)], s.scale, **options
+    )
+    meant = {name: value for name, value in options.items() if name in ("softcap", "sinks")}
+    if "negated" in options:
+        meant["negated"] = window.sinks
     for found, i, begin, end in ((chunk, 0, 1030, 1100), (fresh, 1, 0, 80)):
         visible = causal(begin, end, window)
-        of = s.expected(runtime, cache, i, begin, end, visible, negated=window.sinks)
-        assert_near(found, of)
+        assert_near(found, s.expected(runtime, cache, i, begin, end, visible, **meant))
     for at in (1030, 1099):
         (found,) = attend(runtime, cache, [s.part(0, at, at + 1)], s.scale, **options)
         assert_same_bits(found[0], chunk[at - 1030])
