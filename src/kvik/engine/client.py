@@ -23,6 +23,7 @@ from kvik.engine.core import check_request
 from kvik.engine.live import LiveView, ReplicaView, merge_views
 from kvik.engine.remote import EngineLink, EngineSource, EngineState, SentRequest
 from kvik.engine.stats import EngineStats, sum_stats
+from kvik.engine.wire import Credit, End, HandOver
 from kvik.errors import ParamError, UnavailableError
 
 CREDIT_SECONDS = 0.5  # between messages on the service that tenants got from other replicas
@@ -169,7 +170,7 @@ class EngineClient:
             sent = link.requests[request_id]
             for sibling in sent.indexes if index is None else (index,):
                 sent.endings[sibling] = reason, error
-            link.end(request_id, index, reason, error)
+            link.send(End(request_id, index, reason, error))
 
     async def stats(self) -> EngineStats:
         """Return current statistics, summed over all engines, with the last known ones of an engine
@@ -184,7 +185,7 @@ class EngineClient:
             UnavailableError: no engine answers within a second.
         """
         if not self._several:
-            return await self.links[0].live()
+            return await self.links[0].query("live", LiveView)
         views = [view for view in await self._views() if view is not None]
         if not views:
             raise UnavailableError("engine", self.reason or "no replica answers in time")
@@ -231,7 +232,7 @@ class EngineClient:
         if drain and self._router.choose((), 0, self._clock()) is not None:  # there is another one
             for request_id, sent in link.requests.items():
                 if sent.unfinished:
-                    link.hand_over(request_id)
+                    link.send(HandOver(request_id))
         return link.num_unfinished
 
     def hand_over(self, request_id: str) -> None:
@@ -240,7 +241,7 @@ class EngineClient:
         link = self._link_of(request_id)
         if link is not None and (sent := link.requests[request_id]).unfinished:
             sent.leaves = True
-            link.hand_over(request_id)
+            link.send(HandOver(request_id))
 
     async def reset_prefix_cache(self) -> int:
         """Forget all cached prefixes, pinned ones included; requests continue. Returns the number
@@ -248,7 +249,8 @@ class EngineClient:
         ready = [link for link in self.links if link.state is EngineState.READY]
         if not ready:
             raise UnavailableError("engine", self.reason)
-        return sum(await asyncio.gather(*(link.reset_prefix_cache() for link in ready)))
+        counts = (link.query("reset_prefix_cache", int) for link in ready)
+        return sum(await asyncio.gather(*counts))
 
     async def close(self) -> None:
         """End all engines, and their requests with an error."""
@@ -391,7 +393,7 @@ class EngineClient:
             return
         sent.sends += 1
         for index in set(range(sent.n)) - sent.indexes:  # ended while it waited
-            link.end(sent.request_id, index, FinishReason.ABORT, None)
+            link.send(End(sent.request_id, index, FinishReason.ABORT, None))
 
     def _keep(self, sent: SentRequest) -> None:
         """Let a request wait for the next engine, until its deadline."""
@@ -447,7 +449,7 @@ class EngineClient:
     async def _views(self) -> list[LiveView | None]:
         async def view(link: EngineLink) -> LiveView | None:
             with suppress(UnavailableError):
-                return await link.live()
+                return await link.query("live", LiveView)
             return None
 
         return await asyncio.gather(*map(view, self.links))
@@ -460,13 +462,13 @@ class EngineClient:
             total = sum(served, Counter[str]())
             for link, service in zip(self.links, served, strict=True):
                 elsewhere = total - service
-                if elsewhere:
-                    link.credit(dict(elsewhere))
+                if elsewhere and link.state is EngineState.READY:
+                    link.send(Credit(dict(elsewhere)))
 
 
 async def _ask_all(link: EngineLink) -> None:
     with suppress(UnavailableError):  # after a restart it sends a full report anyway
-        await link.report_all()
+        await link.query("report_all", type(None))
 
 
 def _without_end(delta: RequestDelta) -> RequestDelta:

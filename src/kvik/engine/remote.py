@@ -18,16 +18,12 @@ import msgspec
 from kvik.config.config import ResolvedConfig
 from kvik.core.routing import ReplicaReport
 from kvik.core.types import EngineRequest, FinishReason, Handover, RequestDelta, RequestReport
-from kvik.engine.live import LiveView
 from kvik.engine.stats import EngineStats, counters_of, sum_stats
 from kvik.engine.wire import (
     Add,
     ClientSocket,
-    Credit,
-    End,
     EngineStart,
     FromEngine,
-    HandOver,
     Lost,
     Query,
     Ready,
@@ -35,6 +31,7 @@ from kvik.engine.wire import (
     Report,
     StepLimit,
     Stepped,
+    ToEngine,
     encode,
     frame,
 )
@@ -226,41 +223,41 @@ class EngineLink:
         self.requests[request.request_id] = sent
         sock.send(data)
 
-    def end(
-        self, request_id: str, index: int | None, reason: FinishReason, error: str | None
-    ) -> None:
-        """Let the engine end a request, or one of its siblings; its last delta comes soon."""
-        self._send(End(request_id, index, reason, error))
+    def send(self, message: EngineStart | ToEngine) -> None:
+        """Send a message, if there is an engine."""
+        if self._socket is not None:
+            self._socket.send(frame(message))
 
-    def hand_over(self, request_id: str) -> None:
-        """See `EngineClient.hand_over`."""
-        self._send(HandOver(request_id))
+    async def query(self, question: str, kind: type[T]) -> T:
+        """Return the answer to a question of `EngineHost`, which has this type.
 
-    def credit(self, served: dict[str, int]) -> None:
-        """Send the engine the service that its tenants got from other engines."""
-        if self.state is EngineState.READY:
-            self._send(Credit(served))
+        Raises:
+            UnavailableError: the engine is not ready, or does not answer within a second.
+        """
+        if self._socket is None or self.state is not EngineState.READY:
+            raise UnavailableError("engine", self.reason)
+        ticket = self._num_asked
+        self._num_asked += 1
+        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
+        self._queries[ticket] = answer
+        try:
+            self.send(Query(ticket, question))
+            async with asyncio.timeout(ANSWER_SECONDS):
+                body = await answer
+        except TimeoutError:
+            raise UnavailableError("engine", "it does not answer in time") from None
+        finally:
+            self._queries.pop(ticket, None)
+        return msgspec.msgpack.decode(body, type=kind)
 
     async def stats(self) -> EngineStats:
         """See `EngineClient.stats`."""
         ended_engines = self._ended
         with suppress(UnavailableError):
-            stats = await self._query("stats", EngineStats)
+            stats = await self.query("stats", EngineStats)
             if ended_engines is self._ended:  # else the engine ended right after its answer
                 self._stats = stats
         return sum_stats([self._stats, *self._ended])
-
-    async def live(self) -> LiveView:
-        """See `EngineClient.live`."""
-        return await self._query("live", LiveView)
-
-    async def report_all(self) -> None:
-        """Request a full report. Raises as `live`."""
-        await self._query("report_all", type(None))
-
-    async def reset_prefix_cache(self) -> int:
-        """See `EngineClient.reset_prefix_cache`."""
-        return await self._query("reset_prefix_cache", int)
 
     async def close(self) -> None:
         """End the engine, and its requests with an error."""
@@ -284,7 +281,7 @@ class EngineLink:
         self.step_limit = None
         self._socket = ClientSocket(sock, self._take, self._lost)
         if start is not None:
-            self._send(start)
+            self.send(start)
 
     def disconnect(self, state: EngineState, reason: str, waiting: Collection[str] = ()) -> None:
         """Drop a lost engine.
@@ -309,27 +306,6 @@ class EngineLink:
             self._owner.state_changed(self)
 
     # -- inside ----------------------------------------------------------------------------------
-
-    def _send(self, message: msgspec.Struct) -> None:
-        if self._socket is not None:
-            self._socket.send(frame(message))
-
-    async def _query(self, question: str, kind: type[T]) -> T:
-        if self._socket is None or self.state is not EngineState.READY:
-            raise UnavailableError("engine", self.reason)
-        ticket = self._num_asked
-        self._num_asked += 1
-        answer: asyncio.Future[msgspec.Raw] = asyncio.get_running_loop().create_future()
-        self._queries[ticket] = answer
-        try:
-            self._send(Query(ticket, question))
-            async with asyncio.timeout(ANSWER_SECONDS):
-                body = await answer
-        except TimeoutError:
-            raise UnavailableError("engine", "it does not answer in time") from None
-        finally:
-            self._queries.pop(ticket, None)
-        return msgspec.msgpack.decode(body, type=kind)
 
     def _lost(self, reason: str, *, for_good: bool = False, waiting: Collection[str] = ()) -> None:
         # A model that was loaded before is loaded again.
