@@ -95,12 +95,8 @@ ENCODERS: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
-    """Return a transformers model of a family ("Llama", "Mistral", "Qwen2", "Qwen3", "GPT2").
-
-    Every parameter is random, including biases and gains, and large enough that attention is not
-    flat; with the initialisation of transformers, half of the options would have no visible effect.
-    """
+def tiny_config(family: str, **options: Any) -> Any:
+    """Return the configuration of a model of a family ("Llama", "Mistral", "Qwen2", "GPT2")."""
     sizes = SIZES.get(family, SIZES["Llama"])
     special = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     name = f"{family}Text" if family in TEXT_CONFIGS else family
@@ -111,7 +107,18 @@ def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
         facts = {"text_config": facts, "vision_config": ENCODERS[family]}
         facts["tie_word_embeddings"], head = tied, "ForConditionalGeneration"
     config = getattr(transformers, f"{name}Config")(**facts)
-    model = getattr(transformers, f"{family}{head}")(config).eval()
+    config.architectures = [f"{family}{head}"]
+    return config
+
+
+def tiny_model(family: str, *, seed: int = 0, **options: Any) -> Any:
+    """Return a transformers model.
+
+    Every parameter is random, including biases and gains, and large enough that attention is not
+    flat; with the initialisation of transformers, half of the options would have no visible effect.
+    """
+    config = tiny_config(family, **options)
+    model = getattr(transformers, config.architectures[0])(config).eval()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

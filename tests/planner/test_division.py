@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from helpers.calibrated import FAMILIES as CALIBRATED
 from helpers.calibrations import calibration, measured_device
 from helpers.optional_native import needs_native
 from helpers.public_configs import config, public_shape
+from helpers.tiny_families import ALL
 from helpers.tiny_models import save_tiny
 from msgspec import structs
 
@@ -29,34 +29,17 @@ from kvik.planner.shape import ModelShape
 from kvik.worker.group import RankSetup
 from kvik.worker.ranks import Rank
 
-HEADS = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-FAMILIES: dict[str, dict[str, object]] = {
-    "Llama": HEADS,
-    "GPT2": {"n_embd": 64},
-    "Cohere2": HEADS,
-    "Qwen3_5": {**CALIBRATED["Qwen3_5"], **HEADS, "head_dim": 16},
-    "Lfm2": {**CALIBRATED["Lfm2"], **HEADS},
-    "Qwen3Moe": {**CALIBRATED["Qwen3Moe"], **HEADS, "head_dim": 16},
-    "DeepseekV3": {
-        **CALIBRATED["DeepseekV3"],
-        "num_attention_heads": 4,
-        "kv_lora_rank": 32,
-        "qk_rope_head_dim": 16,
-    },
-    "OPT": {"hidden_size": 64, "word_embed_proj_dim": 16, "ffn_dim": 64},
-    "Gemma4": {
-        **CALIBRATED["Gemma4"],
-        "moe_intermediate_size": 48,
-        "head_dim": 16,
-        "global_head_dim": 32,
-    },
-}
+FAMILIES = (
+    *("Llama", "GPT2", "Cohere2", "Qwen3_5", "Lfm2", "Qwen3Moe", "DeepseekV3"),
+    *("Gemma4-token-inputs", "Gemma4-key-is-value", "Gemma4-experts", "OPT"),
+)
+OPT = {"hidden_size": 64, "word_embed_proj_dim": 16, "ffn_dim": 64}
 
 
 @needs_native
 @pytest.mark.parametrize("family", FAMILIES)
 def test_exchanges_are_those_that_a_process_records(family: str, tmp_path: Path) -> None:
-    save_tiny(tmp_path, family, **FAMILIES[family])
+    save_tiny(tmp_path, family.partition("-")[0], **{**ALL, "OPT": OPT}[family])
     options = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64}
     wishes = EngineConfig(device="cpu", tensor_parallel_size=2, threads=2, **options)
     resolved = resolve(wishes, read_model_spec(tmp_path), detect(), str(tmp_path))

@@ -13,6 +13,8 @@ import pytest
 import torch
 from helpers.configs import small
 from helpers.optional_native import NATIVE
+from helpers.tiny_families import ALL
+from helpers.tiny_models import tiny_config
 from torch import Tensor
 
 from kvik import LLM, SamplingParams
@@ -39,144 +41,12 @@ if not NATIVE:
 
 SEQS, TOKENS, LENGTH = 6, 48, 64
 TREE = DraftTree((-1, 0, 0, 1, 2, 2), (0, 0, 1, 0, 0, 1))
-WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}  # heads of 16
-MODELS = {
-    "llama": small(**WIDE, attention_bias=True, mlp_bias=True),
-    "tied": small(**WIDE, tie_word_embeddings=True),
-    "windowed": small(
-        **(WIDE | {"num_hidden_layers": 3}),
-        architectures=["Qwen2ForCausalLM"],
-        use_sliding_window=True,
-        sliding_window=9,
-        max_window_layers=1,
-    ),
-    "phi3": small(
-        **WIDE, architectures=["Phi3ForCausalLM"], head_dim=32, partial_rotary_factor=0.5
-    ),
-    "falcon": small(
-        **WIDE,
-        architectures=["FalconForCausalLM"],
-        new_decoder_architecture=True,
-        num_kv_heads=2,
-    ),
-    "exaone4": small(
-        **(WIDE | {"num_hidden_layers": 4}),
-        architectures=["Exaone4ForCausalLM"],
-        sliding_window=9,
-    ),
-    "cohere2": small(
-        **(WIDE | {"num_hidden_layers": 4}),
-        architectures=["Cohere2ForCausalLM"],
-        sliding_window=9,
-        layer_norm_eps=1e-5,
-    ),
-    "ministral3": small(
-        **WIDE,
-        architectures=["Ministral3ForCausalLM"],
-        head_dim=32,
-        rope_parameters={
-            "rope_type": "yarn",
-            "factor": 4.0,
-            "original_max_position_embeddings": 8,
-            "llama_4_scaling_beta": 2.0,
-        },
-    ),
-    "gemma2": small(
-        **(WIDE | {"num_hidden_layers": 3}),
-        architectures=["Gemma2ForCausalLM"],
-        hidden_act=None,
-        head_dim=32,
-        sliding_window=9,
-        attn_logit_softcapping=0.5,
-        final_logit_softcapping=1.0,
-    ),
-    "gemma4": small(
-        **(WIDE | {"num_hidden_layers": 5}),
-        architectures=["Gemma4ForCausalLM"],
-        hidden_act=None,
-        head_dim=32,
-        global_head_dim=64,
-        sliding_window=9,
-        layer_types=["sliding_attention" if kind == "s" else "full_attention" for kind in "ssfsf"],
-        num_kv_shared_layers=2,
-        hidden_size_per_layer_input=32,
-        attention_k_eq_v=True,
-        num_global_key_value_heads=1,
-        enable_moe_block=True,
-        num_experts=4,
-        top_k_experts=2,
-        moe_intermediate_size=32,
-    ),
-    "experts": small(
-        **WIDE,
-        architectures=["Glm4MoeForCausalLM"],
-        n_routed_experts=8,
-        num_experts_per_tok=3,
-        moe_intermediate_size=32,
-        n_shared_experts=1,
-        use_qk_norm=True,
-        head_dim=32,
-    ),
-    "llama4": small(
-        **(WIDE | {"num_hidden_layers": 4}),
-        architectures=["Llama4ForCausalLM"],
-        head_dim=32,
-        intermediate_size_mlp=48,
-        interleave_moe_layer_step=2,
-        num_local_experts=4,
-        attention_chunk_size=9,
-        floor_scale=8,
-    ),
-    "latent": small(
-        **WIDE,
-        architectures=["DeepseekV2ForCausalLM"],
-        q_lora_rank=None,
-        kv_lora_rank=48,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=12,
-        v_head_dim=20,
-        first_k_dense_replace=2,
-        num_experts_per_tok=2,
-    ),
-    "granite": small(
-        **WIDE,
-        architectures=["GraniteForCausalLM"],
-        embedding_multiplier=2.0,
-        residual_multiplier=0.4,
-        logits_scaling=6.0,
-    ),
-    "neox": small(
-        **WIDE,
-        architectures=["GPTNeoXForCausalLM"],
-        hidden_act="gelu",
-        head_dim=32,
-        num_key_value_heads=None,
-        layer_norm_eps=1e-5,
-    ),
-    "lfm2": small(
-        **WIDE,
-        architectures=["Lfm2ForCausalLM"],
-        layer_types=["conv", "full_attention"],
-    ),
-    "qwen3.5": small(
-        **WIDE,
-        architectures=["Qwen3_5ForCausalLM"],
-        head_dim=32,
-        layer_types=["linear_attention", "full_attention"],
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=24,
-    ),
-    "gpt2": {
-        "architectures": ["GPT2LMHeadModel"],
-        "vocab_size": 100,
-        "n_embd": 64,
-        "n_layer": 2,
-        "n_head": 4,
-        "n_positions": 128,
-    },
-}
+WINDOWS = "Exaone4"  # in some of its layers
+MODELS = (
+    *("Llama", "Qwen2", "Phi3", "Glm4", "Falcon-two-norms", WINDOWS, "Cohere2", "Ministral3"),
+    *("Gemma2", "Gemma4-token-inputs", "Gemma4-key-is-value", "Gemma4-experts", "Glm4Moe"),
+    *("Llama4", "DeepseekV2", "Granite", "GPTNeoX", "Nemotron", "Lfm2", "Qwen3_5", "GPT2"),
+)
 FORMATS = [
     ("float32", "none"),
     ("bfloat16", "none"),
@@ -202,7 +72,8 @@ STEPS: list[tuple[dict[int, int], set[int]]] = [
 
 
 def save(folder: Path, model: str) -> str:
-    (folder / "config.json").write_text(json.dumps(MODELS[model]))
+    """Save the configuration of a family."""
+    tiny_config(model.partition("-")[0], **ALL[model]).save_pretrained(folder)
     return str(folder)
 
 
@@ -298,7 +169,7 @@ class Twins:
 
 
 def resolved(folder: str, **options: object) -> ResolvedConfig:
-    common = {"model": folder, "load_format": "random", "device": "cpu", "num_blocks": 98}
+    common = {"model": folder, "load_format": "random", "device": "cpu", "num_blocks": 200}
     sizes = {"max_num_seqs": SEQS, "max_num_batched_tokens": TOKENS, "max_model_len": LENGTH}
     return resolve_config(EngineConfig(**{**common, **sizes, "threads": 1, **options}))
 
@@ -317,7 +188,7 @@ def test_every_kind_of_step(model: str, dtype: str, quantization: str, tmp_path:
 @pytest.mark.parametrize("threads", [1, 2])
 def test_random_steps(threads: int, tmp_path: Path) -> None:
     rng = random.Random(threads)
-    twins = Twins(resolved(save(tmp_path, "windowed"), dtype="bfloat16", threads=threads))
+    twins = Twins(resolved(save(tmp_path, WINDOWS), dtype="bfloat16", threads=threads))
     while (left := LENGTH - twins.table.num_computed).any():
         able = [slot for slot in range(SEQS) if left[slot]]
         room, scheduled = TOKENS, {}
@@ -332,7 +203,7 @@ def test_random_steps(threads: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("seqs", "budget"), [(1, 1), (1, 2), (2, 2), (2, 3), (3, 4), (4, 4)])
 def test_small_steps_with_ambiguous_sizes(seqs: int, budget: int, tmp_path: Path) -> None:
     sizes = {"max_num_seqs": seqs, "max_num_batched_tokens": budget, "max_model_len": 17}
-    twins = Twins(resolved(save(tmp_path, "llama"), dtype="float32", block_size=16, **sizes))
+    twins = Twins(resolved(save(tmp_path, "Llama"), dtype="float32", block_size=16, **sizes))
     everyone = set(range(seqs))
     twins.step({0: budget}, {0})
     twins.step({0: budget}, set())
@@ -341,7 +212,7 @@ def test_small_steps_with_ambiguous_sizes(seqs: int, budget: int, tmp_path: Path
         twins.step({seqs - 1: 1}, {seqs - 1})
 
 
-@pytest.mark.parametrize("model", ["llama", "windowed"])
+@pytest.mark.parametrize("model", ["Llama", WINDOWS])
 def test_trees_do_not_affect_later_steps(model: str, tmp_path: Path) -> None:
     config = resolved(save(tmp_path, model), dtype="bfloat16")
     speculation = ResolvedSpeculation("medusa", num_draft_tokens=TREE.drafts, max_draft_rows=16)
@@ -358,7 +229,7 @@ def test_trees_do_not_affect_later_steps(model: str, tmp_path: Path) -> None:
 
 
 def test_a_larger_step_than_the_tape_was_made_for_is_refused(tmp_path: Path) -> None:
-    twins = Twins(resolved(save(tmp_path, "llama"), dtype="float32"))
+    twins = Twins(resolved(save(tmp_path, "Llama"), dtype="float32"))
     with pytest.raises(ValueError, match="broadcast"):
         twins.step({0: TOKENS, 1: 1}, set())
 
@@ -373,7 +244,7 @@ PROMPTS = [[5, 6, 7], [11] * 30, list(range(9, 60))]
 def llama(tmp_path: Path) -> dict[str, object]:
     """Return options of an engine with random weights."""
     common = {"load_format": "random", "device": "cpu", "threads": 1, "num_blocks": 39}
-    return {"model": save(tmp_path, "llama"), "dtype": "float32", **common}
+    return {"model": save(tmp_path, "Llama"), "dtype": "float32", **common}
 
 
 class Doubling(Decoder):
