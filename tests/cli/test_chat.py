@@ -219,27 +219,6 @@ def test_ctrl_c_at_the_prompt_only_gives_a_hint(
     assert command("chat").out.count("/exit or Ctrl-D leaves") == 2
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["--n", "2"], "arguments: --n is not a flag of kvik chat"),
-        (["--top-k", "-5"], "--top-k: must be an integer in [-1, "),
-        (["/no/such"], "model: there is no folder"),
-        (["one", "two"], "arguments: 'two' is too much; it is kvik chat [options]"),
-        (["--url", "ftp://here"], "--url: must be like http://127.0.0.1:8000, not 'ftp://here'"),
-        (["--url", "http://a..b"], "--url: http://a..b cannot be reached: "),
-        (["--url", "here", "--api-key", "a\nb"], "--api-key: must be "),
-        (
-            ["--url", "here", "--max-num-seqs", "4"],
-            "--max-num-seqs: is for an engine in this process",
-        ),
-        (["--api-key", "mine"], "--api-key: needs --url"),
-    ],
-)
-def test_bad_input_is_one_line(words: list[str], line: str, command: Command) -> None:
-    assert command.refusal("chat", *words).startswith(line)
-
-
 def test_an_encoder_is_refused_before_it_is_loaded(
     loads: Loads, tmp_path: Path, command: Command
 ) -> None:

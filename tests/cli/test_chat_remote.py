@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.commands import Command, Printed
 from helpers.fake_server import DONE, FakeServer, Received, Reply, delta, event, models, usage
 from helpers.on_terminal import OnTerminal
 from helpers.story_site import Site, site_fixture
 
 from kvik.cli.chat import Chat
 from kvik.cli.chat_backends import RemoteBackend, first_model
-from kvik.cli.main import main
 from kvik.errors import ConfigError
 from kvik.remote_server import RemoteServer
 from kvik.server.access import read_keys
@@ -42,24 +42,24 @@ def chat(url: str, api_key: str = "", **sampling: object) -> Chat:
     return Chat(RemoteBackend(RemoteServer.at(url, api_key), "fake", sampling))
 
 
+Say = Callable[..., Printed]
+
+
 @pytest.fixture
-def say(monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+def say(monkeypatch: pytest.MonkeyPatch, command: Command) -> Say:
     """Return a function that runs the command with these lines on its standard input."""
 
-    def run(lines: str, *words: str) -> int:
+    def run(lines: str, *words: str, code: int = 0) -> Printed:
         monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
-        return main(["chat", *words])
+        return command("chat", *words, code=code)
 
     return run
 
 
-def test_a_conversation_with_a_real_server(
-    site: Site, say: Callable[..., int], tmp_path: Path, capsys: Any
-) -> None:
+def test_a_conversation_with_a_real_server(site: Site, say: Say, tmp_path: Path) -> None:
     lines = f"Hello\n/stats\nAnd then?\n/save {tmp_path / 'talk.json'}\n"
     flags = ["--temperature", "0", "--max-tokens", "4", "--system", "Be kind"]
-    assert say(lines, "--url", site.url, "--api-key", "right", *flags) == 0
-    captured = capsys.readouterr()
+    captured = say(lines, "--url", site.url, "--api-key", "right", *flags)
     saved = json.loads((tmp_path / "talk.json").read_text())
     roles = [message["role"] for message in saved]
     assert roles == ["system", "user", "assistant", "user", "assistant"]
@@ -71,26 +71,23 @@ def test_a_conversation_with_a_real_server(
 
 
 @pytest.mark.full
-def test_the_server_s_own_message_is_shown(
-    site: Site, say: Callable[..., int], capsys: Any
-) -> None:
+def test_the_server_s_own_message_is_shown(site: Site, say: Say) -> None:
     site_flags = ["--url", site.url, "--model", "stories"]
-    assert say("Hello\n", *site_flags, "--api-key", "wrong") == 1
-    error = capsys.readouterr().err
+    error = say("Hello\n", *site_flags, "--api-key", "wrong", code=1).err
     assert error.startswith("kvik: error: server: HTTP 401: ")
     assert error.count("\n") == 1
-    assert say("Hello\n", "--url", site.url) == 2  # its models are not listed either
-    assert capsys.readouterr().err.startswith("kvik: error: --api-key: HTTP 401: ")
-    assert say("word " * 3000 + "\nHello\n", *site_flags, "--api-key", "right") == 1
-    captured = capsys.readouterr()
+    error = say("Hello\n", "--url", site.url, code=2).err  # its models are not listed either
+    assert error.startswith("kvik: error: --api-key: HTTP 401: ")
+    lines = "word " * 3000 + "\nHello\n"
+    captured = say(lines, *site_flags, "--api-key", "right", code=1)
     assert captured.err.startswith("kvik: error: server: HTTP 400: ")
     assert captured.out.strip()  # the conversation continues
 
 
-def test_requests_to_the_server(say: Callable[..., int]) -> None:
+def test_requests_to_the_server(say: Say) -> None:
     flags = ["--temperature", "0.5", "--stop", "x", "--seed", "3", "--max-tokens", "none"]
     with answering(HELLO) as server:
-        assert say("Hi\n", "--url", f"{server.url}/v1/", "--api-key", "abc", *flags) == 0
+        say("Hi\n", "--url", f"{server.url}/v1/", "--api-key", "abc", *flags)
         listed, asked = server.requests
     assert (listed.method, listed.path) == ("GET", "/v1/models")
     assert (asked.method, asked.path) == ("POST", "/v1/chat/completions")
@@ -106,10 +103,10 @@ def test_requests_to_the_server(say: Callable[..., int]) -> None:
     }
 
 
-def test_a_named_model_is_not_looked_up_and_no_key_is_sent(say: Callable[..., int]) -> None:
+def test_a_named_model_is_not_looked_up_and_no_key_is_sent(say: Say) -> None:
     with answering(HELLO) as server:
         address = server.url.removeprefix("http://")
-        assert say("Hi\n", "--url", address, "--model", "mine") == 0
+        say("Hi\n", "--url", address, "--model", "mine")
         (asked,) = server.requests
     assert asked.body["model"] == "mine"
     assert "authorization" not in asked.headers
@@ -275,13 +272,12 @@ def test_a_stopped_answer_is_aborted_by_the_server(site: Site) -> None:
     site.at_rest()
 
 
-def test_an_unreachable_server(say: Callable[..., int], capsys: Any) -> None:
+def test_an_unreachable_server(say: Say) -> None:
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        assert say("Hi\n", "--url", url) == 2
-        assert say("Hi\n", "--url", url, "--model", "mine") == 1
-    first, second = capsys.readouterr().err.splitlines()
+        first = say("Hi\n", "--url", url, code=2).err
+        second = say("Hi\n", "--url", url, "--model", "mine", code=1).err
     assert first.startswith(f"kvik: error: --url: {url} cannot be reached: ")
     assert second == first.replace("--url", "url")  # in the conversation there are no flags
 
@@ -319,10 +315,9 @@ def test_an_error_of_a_server_cannot_control_the_terminal() -> None:
     assert code == 2 and r"\x1b[2Jred" in written and "\x1b[2J" not in written
 
 
-def test_a_pipe_gets_the_unchanged_answer(say: Callable[..., int], capsys: Any) -> None:
+def test_a_pipe_gets_the_unchanged_answer(say: Say) -> None:
     with steering() as server:
-        assert say("Hi\n", "--url", server.url) == 0
-    assert capsys.readouterr().out == "".join(CONTROLS) + ".\n"
+        assert say("Hi\n", "--url", server.url).out == "".join(CONTROLS) + ".\n"
 
 
 def messages_of(server: FakeServer) -> list[str]:
@@ -391,15 +386,15 @@ def test_lines_break_between_words() -> None:
     assert any(line.startswith("    indented") for line in lines)
 
 
-def test_regenerate_repeats_the_last_message(say: Callable[..., int], capsys: Any) -> None:
+def test_regenerate_repeats_the_last_message(say: Say) -> None:
+    lines = "/regenerate\nHi\n/regenerate\n/rest\nMore\n"
     with answering(HELLO) as server:
-        assert say("/regenerate\nHi\n/regenerate\n/rest\nMore\n", "--url", server.url) == 1
+        errors = say(lines, "--url", server.url, code=1).err
         asked = [request.body["messages"] for request in server.requests if request.raw]
     hi = {"role": "user", "content": "Hi"}
     assert asked[0] == asked[1] == [hi]
     said = {"role": "assistant", "content": "Hello"}
     assert asked[2] == [hi, said, {"role": "user", "content": "More"}]
-    errors = capsys.readouterr().err
     assert "command: /regenerate needs an answer" in errors
     assert "'/rest' is unknown; did you mean /reset? /help" in errors
 

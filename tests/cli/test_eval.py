@@ -54,19 +54,3 @@ def test_the_report_lists_the_settings(command: Command) -> None:
     out = command("eval", *words, *CPU).out
     for part in ("the story that ships", "128 tokens, every 128", "perplexity", "100.00%"):
         assert part in out
-
-
-@pytest.mark.parametrize(
-    ("words", "wrong"),
-    [
-        (("--window", "1025"), "--window: must be 2 to 1024"),
-        (("--window", "64", "--stride", "65"), "--stride: must be 1 to 64"),
-        (("--window", "many"), "--window: "),
-        (("--data", "none.txt"), "--data: none.txt cannot be read"),
-        (("--quantization", "int3"), "--quantization: must be one of"),
-        (("--reference", "/no/model"), "--reference: there is no folder"),
-        (("--max-num-seqs", "4"), "arguments: --max-num-seqs is not a flag of kvik "),
-    ],
-)
-def test_an_error_is_one_line(words: tuple[str, ...], wrong: str, command: Command) -> None:
-    assert command.refusal("eval", *CPU, *words).startswith(wrong)

@@ -151,23 +151,6 @@ def test_the_length_is_the_models_own_where_none_is_given(
     assert command.json("generate", *flags, "The fox")["usage"]["output_tokens"] == 5
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ([], "prompt:"),
-        ([""], "prompt:"),
-        (["--temperature", "-1", "x"], "--temperature:"),
-        (["--max-tokens", "0", "x"], "--max-tokens:"),
-        (["--stop", "", "x"], "--stop:"),
-        (["--logprobs", "1", "x"], "--logprobs:"),
-        (["--block-size", "0", "x"], "--block-size:"),
-        (["/no/such/folder", "x"], "model:"),
-    ],
-)
-def test_bad_input_is_one_line(words: list[str], line: str, command: Command) -> None:
-    assert command.refusal("generate", *words).startswith(line)
-
-
 def test_errors_found_by_the_model_are_one_line(loads: Loads, command: Command) -> None:
     message = command.refusal("generate", "word " * 2000)
     assert re.fullmatch(r"prompt: has \d+ tokens, .*128.*", message)

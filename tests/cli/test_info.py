@@ -120,19 +120,6 @@ def test_the_cache_in_fewer_bits(command: Command) -> None:
         assert command.json(*words, *layers)["kv_bytes_per_token"] == 2 * 4 * size
 
 
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["/no/such"], "model:"),
-        (["--block-size", "0"], "--block-size:"),
-        (["--max-model-len", "9999999"], "--max-model-len:"),
-        (["--policy", "lifo"], "--policy:"),
-    ],
-)
-def test_bad_input(words: list[str], line: str, command: Command) -> None:
-    assert command.refusal("info", *words).startswith(line)
-
-
 @pytest.mark.parametrize("columns", [50, 80])
 def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
     with OnTerminal("info", columns=columns) as terminal:

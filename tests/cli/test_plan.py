@@ -114,20 +114,3 @@ def test_this_machine_without_a_calibration(
     out = command("plan").out
     assert "no speeds are known" in out and "kvik calibrate" in out
     assert "fits, " in out
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        (["/no/such"], "model:"),
-        (["--context", "many"], "--context:"),
-        (["--hardware", "h2000"], "--hardware:"),
-        (["--dtype", "int3"], "--dtype:"),
-        (["--price", "free"], "--price:"),
-        (["--tokens-per-second", "5"], "--tokens-per-second:"),
-        (["--draft", "/no/such", "--hardware", "t4"], "model:"),
-        (["--bogus"], "arguments:"),
-    ],
-)
-def test_bad_input(words: list[str], line: str, command: Command) -> None:
-    assert command.refusal("plan", *words).startswith(line)

@@ -79,21 +79,6 @@ def test_keys(command: Command, tmp_path: Any) -> None:
         assert "ready" in command("top", *url, "--api-key", "boss").out
 
 
-@pytest.mark.parametrize(
-    ("words", "part"),
-    [
-        (["--url", "ftp://a"], "--url:"),
-        (["--url", "http://"], "--url:"),
-        (["--url", "http://no.such.host.invalid"], "--url:"),
-        (["--api-key", "é"], "--api-key:"),
-        (["--interval", "0"], "--interval:"),
-        (["--interval", "x"], "--interval:"),
-    ],
-)
-def test_an_error_is_in_one_line(words: list[str], part: str, command: Command) -> None:
-    assert part in command.refusal("top", *words, "--once")
-
-
 def test_no_server_at_the_address(command: Command) -> None:
     with socket.socket() as taken:  # bound, but not listening
         taken.bind(("127.0.0.1", 0))

@@ -76,28 +76,6 @@ def test_cached_prefixes_are_read_but_not_computed() -> None:
     assert work.prefill_kv_bytes == 11 * BYTES
 
 
-def test_a_window_limits_the_keys_counted() -> None:
-    sim = Simulation(Setup(windows=(4,), budget=6))
-    sim.add([0] * 10, max_tokens=3, stop_ids=NO_STOP)
-    sim.drain()
-    work = read(sim)
-    assert work.prefill_pairs == (1 + 2 + 3 + 4 + 4 + 4) + 4 * 4
-    # Positions 0..5 at once, then 6..9, of which the first sees back to 3.
-    assert work.prefill_kv_bytes == (6 + 7) * BYTES
-    assert (work.decode_pairs, work.decode_kv_bytes) == (4 + 4, (4 + 4) * BYTES)
-
-
-def test_layers_add_up_by_their_windows() -> None:
-    sim = Simulation(Setup(windows=(None, 3, None), budget=16))
-    sim.add([0] * 5, max_tokens=2, stop_ids=NO_STOP)
-    sim.drain()
-    work = read(sim)
-    assert work.prefill_pairs == 2 * (1 + 2 + 3 + 4 + 5) + (1 + 2 + 3 + 3 + 3)
-    assert work.prefill_kv_bytes == 3 * 5 * BYTES
-    assert work.decode_pairs == 2 * 6 + 3
-    assert work.decode_kv_bytes == (2 * 6 + 3) * BYTES
-
-
 def test_layers_count_that_read_what_others_store() -> None:
     sim = Simulation(Setup(readers=3))
     sim.add([0] * 5, max_tokens=2, stop_ids=NO_STOP)

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from kvik.cli.main import main
+
+
+class Printed(NamedTuple):
+    """What a command wrote to its standard output and error."""
+
+    out: str
+    err: str
 
 
 class Command:
@@ -16,13 +23,13 @@ class Command:
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
 
-    def __call__(self, *words: str, code: int = 0) -> pytest.CaptureResult[str]:
+    def __call__(self, *words: str, code: int = 0) -> Printed:
         self._capsys.readouterr()
         try:
             ended = main([*words])
         except SystemExit as stop:  # after --help
             ended = int(str(stop.code))
-        printed = self._capsys.readouterr()
+        printed = Printed(*self._capsys.readouterr())
         assert ended == code, printed.err
         return printed
 
