@@ -9,6 +9,7 @@ import pytest
 import torch
 from gguf import GGUFReader, quants
 from helpers.gguf_files import dequantize
+from helpers.tiny_families import ALL
 from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -21,14 +22,7 @@ from kvik.nn import checkpoint as reading
 from kvik.nn.checkpoint import open_checkpoint
 from kvik.nn.gguf_export import gguf_tensors, quantize
 
-FAMILIES = {
-    "Llama": {"attention_bias": True, "hidden_size": 64, "intermediate_size": 96},
-    "Qwen2": {"hidden_size": 64, "intermediate_size": 96},
-    "Olmo2": {"hidden_size": 64, "intermediate_size": 96},
-    "Qwen3": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
-    "Gemma": {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16},
-    "GPTNeoX": {"hidden_size": 64, "intermediate_size": 96, "num_key_value_heads": 4},
-}
+FAMILIES = ("Llama", "Qwen2", "Olmo2", "Qwen3", "Gemma", "GPTNeoX")
 
 
 def export(folder: Path, type: str) -> dict[str, tuple[str, np.ndarray]]:
@@ -62,7 +56,7 @@ def test_every_tensor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, type: str
 ) -> None:
     monkeypatch.setattr(reading, "RUN_BYTES", 1 << 10)  # matrices are written in runs
-    save_tiny(tmp_path, family, **FAMILIES[family])
+    save_tiny(tmp_path, family, **ALL[family])
     found = export(tmp_path, type)
     weights = load_file(tmp_path / "model.safetensors")
     if family == "Gemma":
