@@ -136,7 +136,7 @@ def test_first_layers_without_experts() -> None:
     assert counts["router"] == 58
     assert counts["expert_down"] == 58 * 256
     assert counts["shared_down"] == 58
-    assert v3.intermediate_size == 9 * 2048  # eight routed experts and a shared one
+    assert v3.like.inner_width == 9 * 2048  # eight routed experts and a shared one
     assert v3.notes == ("layers for multi-token prediction are not counted: 1",)
 
 

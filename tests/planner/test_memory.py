@@ -121,6 +121,32 @@ def test_a_drafter_takes_the_memory_of_the_engines_plan(method: str, machine: st
     assert planned.total == decided.total > alone.total
 
 
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize(
+    "name", ["llama-3.1-8b", "qwen3-30b-a3b", "deepseek-v2-lite", "gemma-3-4b", "gpt2"]
+)
+def test_a_plan_for_gpus_is_what_the_engine_decides(name: str, tp: int, kv: str) -> None:
+    model = shape(name)
+    gpus = tuple(replace(GPU, index=i, free_memory=79 * GIB) for i in range(4))
+    hardware = replace(CPU_ONLY, gpus=gpus, cuda_build=True, triton=True)
+    wishes = EngineConfig(
+        dtype="bfloat16",
+        kv_cache_dtype="auto" if kv == "bf16" else kv,
+        max_model_len=1000,
+        max_num_seqs=8,
+        num_blocks=8 * 63,
+        tensor_parallel_size=tp,
+    )
+    assert model.spec is not None
+    decided = resolve(wishes, model.spec, hardware, "").memory
+    at = Setting(device_of(hardware), "bf16", kv, 1000, 8, tp, hardware=hardware)
+    planned = memory_of(model, at)
+    assert planned.weights == decided.weights
+    assert planned.activations == decided.activations
+    assert planned.runtime == decided.overhead
+
+
 def packed(bits: int, *ignored: str, group: int = 128, **more: Any) -> dict[str, Any]:
     """Return the quantisation of a checkpoint by compressed-tensors."""
     weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": group}
@@ -155,7 +181,9 @@ def test_a_quantised_checkpoint_counts_as_the_engine_loads_it(
     wishes = EngineConfig(dtype="bfloat16", max_model_len=500, max_num_seqs=3, num_blocks=96)
     decided = resolve(wishes, model.spec, hardware, "").memory
     at = Setting(device_of(hardware), model.stored, "bf16", 500, 3, hardware=hardware)
-    assert memory_of(model, at).weights == decided.weights
+    planned = memory_of(model, at)
+    assert planned.weights == decided.weights
+    assert (planned.activations, planned.runtime) == (decided.activations, decided.overhead)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 4)])
@@ -220,7 +248,9 @@ def test_each_stage_of_gpus_is_planned() -> None:
     llama, at = shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 4096, 4, tp=2, pp=3)
     parts = parts_of(llama, at)
     assert [(p.stage, p.layers) for p in parts] == [(0, 26), (1, 28), (2, 26)]
-    assert max(part.total for part in parts) == memory_of(llama, at).total
+    memory = memory_of(llama, at)
+    assert memory.weights == max(part.weights for part in parts)
+    assert memory.kv_cache == max(part.kv_cache for part in parts)
 
 
 def test_llama_3_70b_by_hand() -> None:
@@ -229,7 +259,8 @@ def test_llama_3_70b_by_hand() -> None:
     assert memory.kv_per_token == 80 * 2 * 128 * 2  # one KV head of eight
     assert memory.kv_per_request == 8192 * 40_960
     assert memory.kv_cache == (10 * 512 + 1) * 16 * 40_960  # one block is never allocated
-    assert memory.weights == pytest.approx(70.55e9 * 2 / 8, rel=1e-3)
+    table = 128_256 * 8192  # of tokens, whole on each device
+    assert memory.weights == pytest.approx(2 * (table + (70.55e9 - table) / 8), rel=0.01)
     assert memory.limit == H200.memory // 2
     parts = memory.weights + memory.kv_cache + memory.activations + memory.runtime
     assert memory.total == parts

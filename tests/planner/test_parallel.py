@@ -41,12 +41,13 @@ def test_llama_3_70b_on_eight() -> None:
     assert size(part, "o") == (80, 8 * 128, 8192)
     assert size(part, "gate_up") == (80, 8192, 2 * 28672 // 8)
     assert size(part, "down") == (80, 28672 // 8, 8192)
-    assert size(part, "head") == size(part, "embedding") == (1, 8192, 128256 // 8)
-    matrices = 80 * 8192 * (1280 + 1024 + 3 * 3584) + 2 * 8192 * 16032
+    assert size(part, "head") == (1, 8192, 128256 // 8)
+    assert size(part, "embedding") == (1, 8192, 128256)
+    matrices = 80 * 8192 * (1280 + 1024 + 3 * 3584) + 8192 * (16032 + 128256)
     norms = 2 * 80 * 8192 + 8192
     assert part.weight_bytes("bf16") == 2 * (matrices + norms)
     assert part.kv_bytes_per_token("bf16") == 327_680 // 8
-    assert part.matmul_flops(1, 1) == 2 * (matrices - 8192 * 16032)
+    assert part.matmul_flops(1, 1) == 2 * (matrices - 8192 * 128256)
 
 
 def test_kv_heads_are_copied_where_there_are_too_few() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvik.config.config import ASKED, EngineConfig, Notes
 from kvik.config.hardware import Gpu, Hardware
-from kvik.config.memory import PROMPT_PADDING, TRITON_SDPA, Limit, ModelSizes
+from kvik.config.memory import PROMPT_PADDING, TRITON_SDPA, Limit
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
@@ -86,7 +86,7 @@ def choose_compute(
 def computing_in(
     dtype: str,
     config: EngineConfig,
-    model: ModelSizes,
+    model: ModelSpec,
     hardware: Hardware,
     device: str,
     gpu: Gpu | None,
@@ -162,7 +162,7 @@ def native_reason(hardware: Hardware) -> str | None:
 
 
 def triton_reason(
-    config: EngineConfig, hardware: Hardware, model: ModelSizes, device: str
+    config: EngineConfig, hardware: Hardware, model: ModelSpec, device: str
 ) -> str | None:
     """Return why Triton's kernels cannot run on this machine; None if they can."""
     if device == "cpu":
@@ -184,7 +184,7 @@ def triton_reason(
 def choose_kernels(
     config: EngineConfig,
     hardware: Hardware,
-    model: ModelSizes,
+    model: ModelSpec,
     device: str,
     dtype: str,
     notes: Notes,
@@ -223,7 +223,7 @@ def choose_kernels(
 
 def choose_attention(
     config: EngineConfig,
-    model: ModelSizes,
+    model: ModelSpec,
     kernels: str,
     dtype: str,
     gpu: Gpu | None,
@@ -263,7 +263,7 @@ def choose_attention(
     return notes.add("attention_backend", "sdpa", reason)
 
 
-def torch_prompts(backend: str, model: ModelSizes, gpu: Gpu | None) -> int | None:
+def torch_prompts(backend: str, model: ModelSpec, gpu: Gpu | None) -> int | None:
     """Return the length from which torch's attention computes fresh prompts; None: never."""
     if backend != TRITON_SDPA:
         return None
@@ -274,7 +274,7 @@ def torch_prompts(backend: str, model: ModelSizes, gpu: Gpu | None) -> int | Non
 
 
 def _triton_or_sdpa(
-    config: EngineConfig, model: ModelSizes, kernels: str, dtype: str, gpu: Gpu | None, notes: Notes
+    config: EngineConfig, model: ModelSpec, kernels: str, dtype: str, gpu: Gpu | None, notes: Notes
 ) -> str:
     refusal = None
     if model.encoder and config.attention_backend == "auto":
@@ -312,7 +312,7 @@ def _triton_or_sdpa(
     return notes.add("attention_backend", "triton", "reads the paged cache in place")
 
 
-def _unfit_heads(model: ModelSizes, multiple: int, max_dim: int) -> str | None:
+def _unfit_heads(model: ModelSpec, multiple: int, max_dim: int) -> str | None:
     """Return why kernels do not support a model's heads; None if they do."""
     for dim in model.head_dims:
         if dim % multiple or dim > max_dim:
@@ -320,7 +320,7 @@ def _unfit_heads(model: ModelSizes, multiple: int, max_dim: int) -> str | None:
     return None
 
 
-def _no_torch_prompts(config: EngineConfig, model: ModelSizes, dtype: str) -> str | None:
+def _no_torch_prompts(config: EngineConfig, model: ModelSpec, dtype: str) -> str | None:
     """Return why torch's fused kernels cannot take prompts; None if they can."""
     kv, latent = config.kv_cache_dtype, model.latent
     wide = 0 if latent is None else max(latent.query, latent.value)

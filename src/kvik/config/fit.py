@@ -18,7 +18,6 @@ from kvik.config.memory import (
     Footprint,
     HeadsFootprint,
     Limit,
-    ModelSizes,
     StepSize,
 )
 from kvik.config.speculative import (
@@ -31,6 +30,7 @@ from kvik.config.speculative import (
 )
 from kvik.config.units import GIB, show_bytes
 from kvik.errors import CapacityError, ConfigError
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import AUTO, KVGroup
 
 MAX_NUM_SEQS = 256
@@ -102,7 +102,8 @@ class Fit:
         config, footprint = self.config, self.footprint
         context = self._context
         default = GPU_BUDGET if footprint.device == "cuda" else CPU_BUDGET
-        if footprint.stage_ends:  # otherwise most stages would wait for the one with the prompt
+        # On CPUs otherwise most stages would wait for the one with the prompt.
+        if footprint.stage_ends and footprint.device == "cpu":
             default //= CHUNKS_EACH * len(footprint.stage_ends)
         requested = requested_speculation(config)
         # Tokens of a decoding request, and additional tokens for drafts.
@@ -407,7 +408,7 @@ class Fit:
 
 def footprint_of(
     config: EngineConfig,
-    model: ModelSizes,
+    model: ModelSpec,
     hardware: Hardware,
     compute: Compute,
     mapped: int | None = None,
@@ -493,6 +494,10 @@ def with_drafter(
         kv_cache_dtype=AUTO,
         kv_cache_dtype_skip_layers=(),
         mapped=built.weight_bytes if built else None,
+        # It is whole on a machine, also if each stage is on one of its own.
+        stage_ends=() if footprint.stage_bytes else footprint.stage_ends,
+        stage_bytes=(),
+        counted=None,
     )
     return replace(footprint, draft=draft)
 

@@ -12,10 +12,9 @@ holds no tokens; `tests/test_memory_plan.py` measures both.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 from kvik.config.draft_heads import MEDUSA, HeadsSpec
 from kvik.config.graph_sizes import (
@@ -30,12 +29,11 @@ from kvik.config.graph_sizes import (
 )
 from kvik.config.units import MIB
 from kvik.core.config import RESERVED_BLOCKS
-from kvik.spec.kv import AUTO, KVCacheSpec, KVGroup, block_bytes, group_layers, stored_as
-from kvik.spec.layers import LatentSpec
+from kvik.models.model_spec import ModelSpec
+from kvik.spec.kv import AUTO, STATE_BYTES, KVGroup, block_bytes, group_layers, stored_as
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
-from kvik.spec.rope import RopeSpec
 from kvik.spec.shares import TILE, PipelineStage, cut_groups, stage_groups
-from kvik.spec.weights import Weighed, weight_bytes
+from kvik.spec.weights import weight_bytes
 
 LOGIT_BYTES = 4  # bytes of a logit, for models of any dtype
 # Limit of the memory that sampling takes in addition to the logits; a batch that needs more is
@@ -73,64 +71,6 @@ SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 # Numbers per key while layers with a budget select tokens: sums, means, their order, places.
 CHOOSING_NUMBERS = 16
 CHECKPOINTS_EACH = 2  # checkpoints of states, for each request of the largest step
-
-
-class ModelSizes(Weighed, Protocol):
-    """Facts of a model that its footprint depends on, as `ModelSpec` describes them.
-
-    A class for a model that kvik does not run counts experts with the width used for one token, and
-    lists the contents of the cache in `kv_specs`.
-    """
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def encoder(self) -> bool: ...
-
-    @property
-    def inner_width(self) -> int: ...
-
-    @property
-    def experts_of_token(self) -> int: ...
-
-    @property
-    def num_heads(self) -> int: ...
-
-    @property
-    def head_dims(self) -> Sequence[int]: ...
-
-    @property
-    def query_width(self) -> int: ...
-
-    @property
-    def key_width(self) -> int: ...
-
-    @property
-    def latent(self) -> LatentSpec | None: ...
-
-    @property
-    def max_context(self) -> int: ...
-
-    @property
-    def rotations(self) -> Sequence[tuple[RopeSpec, int]]: ...
-
-    @property
-    def query_scales(self) -> Sequence[object]: ...
-
-    @property
-    def transposed_numbers(self) -> int: ...
-
-    @property
-    def state_bytes(self) -> int: ...
-
-    @property
-    def state_width(self) -> int: ...
-
-    def kv_specs(self, dtype_bytes: int) -> Sequence[KVCacheSpec | None]: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,7 +190,7 @@ class MemoryPlan:
         return self.weights + self.activations + self.kv_cache + self.overhead + self.kv_tiers
 
 
-def _position_tables(spec: ModelSizes, max_model_len: int) -> int:
+def _position_tables(spec: ModelSpec, max_model_len: int) -> int:
     """Return bytes of the tables of `Ops.rotations`, and of the scales of queries."""
     numbers = sum(rope.table_rows(max_model_len) * width for rope, width in spec.rotations)
     return 4 * (numbers + len(spec.query_scales) * max_model_len)
@@ -260,7 +200,7 @@ def _position_tables(spec: ModelSizes, max_model_len: int) -> int:
 class Footprint:
     """Bytes as functions of the step size, for one model in one dtype on one kind of device."""
 
-    spec: ModelSizes
+    spec: ModelSpec
     dtype: str
     quantization: str
     device: str  # "cpu" or "cuda"
@@ -283,6 +223,7 @@ class Footprint:
     stage_ends: tuple[int, ...] = ()  # see `RunnerConfig`
     # Weights of each stage if stages are on separate machines, which are all planned alike.
     stage_bytes: tuple[int, ...] = ()
+    counted: int | None = None  # weights of a model that is only planned
 
     @cached_property
     def groups(self) -> tuple[KVGroup, ...]:
@@ -297,7 +238,9 @@ class Footprint:
             return max(self.stage_bytes) + drafting
         if self.mapped is not None:
             return self.mapped + drafting
-        num_bytes = weight_bytes(self.spec, self.dtype, self.quantization, self.kernels)
+        num_bytes = self.counted
+        if num_bytes is None:
+            num_bytes = weight_bytes(self.spec, self.dtype, self.quantization, self.kernels)
         if self._one_of_several:
             num_bytes = self.repeated + -(
                 -(num_bytes - self.repeated) * self._largest_share // 1000
@@ -336,12 +279,23 @@ class Footprint:
         drafting = 0
         if self.draft is not None:
             drafting = sum(group.bytes_per_token for group in self.draft.groups) * self.block_size
-        if self._one_of_several:
-            return max(self._rank_bytes(self.groups)) + drafting
-        runs = [stage.layers for stage in PipelineStage.all_of(self.stage_ends)]
-        stages = [stage_groups(self.groups, layers) for layers in runs] or [self.groups]
-        sizes = [sum(self._rank_bytes(groups)) for groups in stages]
+        of_ranks = max if self._one_of_several else sum
+        stages = [stage_groups(self.groups, layers) for layers in self._stage_layers]
+        sizes = [of_ranks(self._rank_bytes(groups)) for groups in stages]
         return (max(sizes) if self.stage_bytes else sum(sizes)) + drafting
+
+    @cached_property
+    def _stage_layers(self) -> list[range]:
+        runs = [stage.layers for stage in PipelineStage.all_of(self.stage_ends)]
+        return runs or [range(self.spec.num_layers)]
+
+    @cached_property
+    def _state_bytes(self) -> int:
+        """Bytes of the states of a request, on one machine."""
+        if not self.stage_bytes:
+            return self.spec.state_bytes
+        states = [layer.state.size if layer.state else 0 for layer in self.spec.layers]
+        return STATE_BYTES * max(sum(states[run.start : run.stop]) for run in self._stage_layers)
 
     def _rank_bytes(self, groups: tuple[KVGroup, ...]) -> list[int]:
         """Return the bytes of a block of some groups in each process."""
@@ -520,7 +474,7 @@ class Footprint:
         queries of layers with a budget."""
         rows = size.max_num_seqs + self.num_checkpoints(size)
         copies = 1 if self._one_of_several else self.ranks
-        states = copies * self.spec.state_bytes * rows  # each process has all of them
+        states = copies * self._state_bytes * rows  # each process has all of them
         return states + size.max_num_seqs * self._recent_queries
 
     @property

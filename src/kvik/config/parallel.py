@@ -12,7 +12,6 @@ from kvik.config.memory import Limit
 from kvik.config.units import show_bytes
 from kvik.errors import CapacityError, ConfigError
 from kvik.models.model_spec import ModelSpec
-from kvik.spec.declare import SMALL
 from kvik.spec.kv import stored_as
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.shares import HeadShare, PipelineStage, stages_of
@@ -245,19 +244,8 @@ def repeated_bytes(config: EngineConfig, spec: ModelSpec, compute: Compute) -> i
     in the last stage."""
     if config.tensor_parallel_size * config.pipeline_parallel_size == 1:
         return 0
-    item = DTYPE_BYTES[compute.dtype]
-    tables = (
-        table
-        for table in spec.declaration.tables
-        if not table.tied and table.role != "token_inputs"  # a matrix, divided like others
-    )
-    num_bytes = item * sum(table.num_parameters for table in tables)
-    if is_fast(config, compute):
-        blocks = (spec.declaration.of_block(layer) for layer in range(spec.num_layers))
-        small = (
-            matrix.num_parameters for block in blocks for matrix in block if matrix.role in SMALL
-        )
-        num_bytes += item * sum(small)
+    numbers = spec.table_numbers + (spec.small_numbers if is_fast(config, compute) else 0)
+    num_bytes = numbers * DTYPE_BYTES[compute.dtype]
     if compute.gpu is not None:
         return num_bytes  # the plan is for one device
     local = config.distributed_executor_backend == "mp"

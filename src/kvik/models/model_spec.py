@@ -11,7 +11,14 @@ from pathlib import Path
 from kvik.errors import ModelError, shown
 from kvik.models.registry import ARCHITECTURES
 from kvik.options import did_you_mean
-from kvik.spec.declare import UNQUANTISED, Architecture, Declaration, DeclaredLinear, describe
+from kvik.spec.declare import (
+    SMALL,
+    UNQUANTISED,
+    Architecture,
+    Declaration,
+    DeclaredLinear,
+    describe,
+)
 from kvik.spec.engine_folder import read_built
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.layers import SPARSE_ARCHITECTURES, check_layer_types, refuse_sparse
@@ -134,10 +141,30 @@ class ModelSpec(ModelFacts):
         return describe(self.family.make, self)
 
     @cached_property
+    def in_floats(self) -> ModelSpec:
+        """The same model, if the checkpoint stored its weights as floats."""
+        if self.quantization is None:
+            return self
+        spec = replace(self, quantization=None)
+        vars(spec)["declaration"] = self.declaration  # equal, and slow to list
+        return spec
+
+    @cached_property
     def num_parameters(self) -> int:
         if self.fallback is not None:
             return self.fallback.parameters
         return self.declaration.num_parameters
+
+    @cached_property
+    def table_numbers(self) -> int:
+        """Numbers in lookup tables that are no matrices: every process has them whole."""
+        tables = self.declaration.tables
+        return sum(t.num_parameters for t in tables if not t.tied and t.role != "token_inputs")
+
+    @cached_property
+    def small_numbers(self) -> int:
+        """Numbers in matrices that are too small to be divided."""
+        return sum(m.num_parameters for m in self.declaration.linears if m.role in SMALL)
 
     def weight_bytes(self, dtype: str) -> int:
         """Return the bytes of all weights in a dtype ("float32", "bfloat16" or "float16")."""

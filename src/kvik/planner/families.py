@@ -149,10 +149,12 @@ def shape_from_config(config: Mapping[str, object], name: str) -> ModelShape:
     shape = _shape(merged, Fields(merged, "config.json text_config"), name)
     outer = fields.strings("architectures")
     note = "only text_config is read: encoders of images or sound are not counted"
+    spec = _runnable(config) if outer and outer[0] in ARCHITECTURES else None
     return replace(
         shape,
         architecture=outer[0] if outer else shape.architecture,
-        spec=_runnable(config) if outer and outer[0] in ARCHITECTURES else None,
+        like=spec or shape.like,
+        runs=spec is not None,
         notes=(note, *shape.notes),
     )
 
@@ -164,7 +166,7 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
         shape = _from_spec(spec, fields, name)
         note = f"{shown(architecture)} is not known: counted like {spec.architecture}"
         notes = (note, *shape.notes)
-        return replace(shape, architecture=architecture, spec=None, notes=notes)
+        return replace(shape, architecture=architecture, runs=False, notes=notes)
     named = {**config, "architectures": [architecture]}
     try:
         return _from_spec(ModelSpec.from_config(named, fields.where), fields, name)
@@ -180,7 +182,7 @@ def _shape(config: Mapping[str, object], fields: Fields, name: str) -> ModelShap
         )
         outside = replace(shape.outside, matrices=tuple(matrices))
         notes = (*shape.notes, f"kvik does not run this checkpoint: {error}")
-        return replace(shape, spec=None, outside=outside, notes=notes)
+        return replace(shape, runs=False, outside=outside, notes=notes)
 
 
 def _runnable(config: Mapping[str, object]) -> ModelSpec | None:
@@ -353,7 +355,6 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         attention="MLA" if latent else attention_kind(spec.num_heads, spec.num_kv_heads),
         vocab_size=spec.vocab_size,
         hidden_size=spec.hidden_size,
-        intermediate_size=spec.inner_width,
         num_heads=spec.num_heads,
         num_kv_heads=spec.num_kv_heads,
         head_dim=latent.query if latent else spec.head_dim,
@@ -365,8 +366,7 @@ def _from_spec(spec: ModelSpec, fields: Fields, name: str) -> ModelShape:
         layers=tuple(layers),
         outside=outside,
         latent_dim=latent.rank if latent else 0,
-        state_width=spec.state_width,
-        spec=spec,
+        like=spec,
         notes=notes,
     )
 
@@ -380,16 +380,16 @@ def windowed(shape: ModelShape, window: int | None, sinks: int) -> ModelShape:
     config = check_config(EngineConfig(window=window, attention_sinks=sinks))
     if window is None:
         return shape
-    if shape.spec is None:
+    if not shape.runs:
         raise ConfigError("window", f"must be left out: kvik does not run {shape.architecture}")
-    spec = as_streamed(config, shape.spec, Notes())
+    spec = as_streamed(config, shape.like, Notes())
     seen = spec.windows[0]
     layers = changed_layers(
         shape.layers,
         lambda layer: replace(layer, cache=layer.cache and replace(layer.cache, window=seen)),
     )
     longest = max(shape.max_context, STREAMED_CONTEXT)
-    return replace(shape, spec=spec, layers=layers, max_context=longest)
+    return replace(shape, like=spec, layers=layers, max_context=longest)
 
 
 def _layers(spec: ModelSpec) -> list[LayerShape]:

@@ -7,7 +7,7 @@ model are planned together, as in the engine, since they share one memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from kvik.config.compute import Compute, computing_in
@@ -18,24 +18,14 @@ from kvik.config.memory import RANK_BYTES, Limit, MemoryPlan, StepSize
 from kvik.config.parallel import check_group, repeated_bytes, stage_ends
 from kvik.core.config import RESERVED_BLOCKS, CacheConfig
 from kvik.errors import ConfigError
+from kvik.models.model_spec import ModelSpec
 from kvik.planner.devices import Device, Setting
 from kvik.planner.formats import weight_facts
-from kvik.planner.parallel import (
-    check_parallel,
-    own_rows,
-    repeated_tables,
-    share,
-    shares,
-    stage_runs,
-    stages,
-    together,
-)
+from kvik.planner.parallel import check_parallel, own_rows, shares, stage_runs, stages, together
 from kvik.planner.search import largest
 from kvik.planner.shape import ModelShape
-from kvik.spec.kv import KVCacheSpec, block_bytes, stored_as
-from kvik.spec.layers import LatentSpec
-from kvik.spec.model import LinearLayers
-from kvik.spec.rope import RopeSpec
+from kvik.spec.kv import AUTO, block_bytes
+from kvik.spec.model import SHORT_DTYPES
 from kvik.spec.shares import PipelineStage, cut_groups, stage_groups
 
 MAX_REQUESTS = 65_536  # the limit of `max_num_seqs`
@@ -67,7 +57,8 @@ class PartMemory:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the fullest device, or of all processes together on a CPU.
+    """Bytes on the fullest device, or of all processes together on a CPU. Of stages on GPUs, the
+    largest weights and the largest cache count.
 
     Attributes:
         limit: bytes that the engine may use.
@@ -129,77 +120,6 @@ class KVWaste:
     reserved: int
     empty: float
     batch: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoredModel:
-    """A model in given formats, with the interface that `Footprint` expects."""
-
-    vocab_size: int
-    hidden_size: int
-    inner_width: int
-    experts_of_token: int
-    num_heads: int
-    head_dims: tuple[int, ...]
-    query_width: int
-    key_width: int
-    max_context: int
-    rotations: tuple[tuple[RopeSpec, int], ...]
-    shape: ModelShape
-    weight_format: str
-    kv: tuple[KVCacheSpec | None, ...] = field(repr=False)
-    latent: LatentSpec | None = None  # only of models that kvik runs
-    state_bytes: int = 0
-    state_width: int = 0
-    query_scales: tuple[object, ...] = ()
-    transposed_numbers: int = 0
-    encoder: bool = False
-
-    @classmethod
-    def of(cls, shape: ModelShape, weight_format: str, kv_format: str) -> StoredModel:
-        learned = any(matrix.role == "positions" for matrix in shape.matrices)
-        # MLA gathers its latent instead of K and V.
-        widest = max((cache.numbers for cache, _ in shape.caches), default=0)
-        model = cls(
-            vocab_size=shape.vocab_size,
-            hidden_size=shape.hidden_size,
-            inner_width=shape.intermediate_size,
-            experts_of_token=max(matrix.active for matrix in shape.matrices),
-            num_heads=shape.num_heads,
-            head_dims=(shape.head_dim,),
-            query_width=shape.num_heads * shape.head_dim,
-            key_width=-(-widest // 2),
-            max_context=shape.max_context,
-            rotations=() if learned else ((RopeSpec(), shape.head_dim),),
-            shape=shape,
-            weight_format=weight_format,
-            kv=tuple(stored_as([layer.cache for layer in shape.layers], kv_format)),
-            state_bytes=shape.state_bytes,
-            state_width=shape.state_width,
-        )
-        if (spec := shape.spec) is None:
-            return model
-        return replace(
-            model,
-            head_dims=spec.head_dims,
-            query_width=spec.query_width,
-            key_width=spec.key_width,
-            rotations=spec.rotations,
-            latent=spec.latent,
-            query_scales=spec.query_scales,
-            transposed_numbers=spec.transposed_numbers,
-        )
-
-    def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes as the shape counts them, including quantised weights."""
-        return self.shape.weight_bytes(self.weight_format)
-
-    def linear_layers(self) -> tuple[LinearLayers, ...]:
-        """Return no layers: `weight_bytes` already counts them."""
-        return ()
-
-    def kv_specs(self, dtype_bytes: int) -> list[KVCacheSpec | None]:
-        return list(self.kv)
 
 
 def laid_out(shape: ModelShape, at: Setting) -> ModelShape:
@@ -270,33 +190,26 @@ def parts_of(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
     """
     if at.parts == 1:
         return ()
-    if not at.exact:
-        return _gpus(shape, at)
     planner = _Planner.of(shape, at)
-    return _processes(planner, planner.sized(at.context, at.batch), at)
+    size = planner.sized(at.context, at.batch)
+    return (_processes if at.exact else _gpus)(planner, size, at)
 
 
 def _processes(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemory, ...]:
     """Return the bytes of each CPU process, the engine's last: it has the rest of the plan."""
-    shape, footprint = planner.full_model, planner.fit.footprint
-    planned, groups = planner.planned(size), footprint.groups
-    blocks = size.max_num_seqs * planner.blocks_each(size) + RESERVED_BLOCKS
-    rows = size.max_num_seqs + footprint.num_checkpoints(size)
-    ends = footprint.stage_ends or (max(layer for g in groups for layer in g.layers) + 1,)
+    shape, planned, rows = planner.shape, planner.planned(size), planner.rows(size)
     parts: list[PartMemory] = []
-    for stage, part in zip(PipelineStage.all_of(ends), stages(shape, planner.runs), strict=True):
-        kv_groups = stage_groups(groups, stage.layers)
+    for stage, part in enumerate(planner.stages):
         for rank in range(at.tp):
             matrices = [own_rows(matrix, shape, rank, at.tp) for matrix in part.matrices]
             rest = part.other_parameters if rank == 0 else 0
-            cached = block_bytes(cut_groups(kv_groups, rank, at.tp), footprint.block_size)
             parts.append(
                 PartMemory(
-                    stage=stage.number,
+                    stage=stage,
                     rank=rank,
                     layers=part.num_layers,
                     weights=part.bytes_of(matrices, rest, at.weight_format),
-                    kv_cache=blocks * cached + rows * part.state_bytes,
+                    kv_cache=planner.cached(size, stage, rank) + rows * part.state_bytes,
                     activations=planned.activations // at.parts,
                     runtime=RANK_BYTES,
                 )
@@ -310,14 +223,22 @@ def _processes(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemo
     return tuple(parts)
 
 
-def _gpus(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
-    parts = []
-    for stage, part in enumerate(shares(shape, at.tp, at.pp, at.weight_format)):
-        planner = _Planner.of_part(part, at)
-        planned = planner.planned(planner.sized(at.context, at.batch))
-        sizes = planned.weights, planned.kv_cache, planned.activations, planned.overhead
-        parts.append(PartMemory(stage, 0, part.num_layers, *sizes))
-    return tuple(parts)
+def _gpus(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemory, ...]:
+    """Return the bytes of the fullest GPU of each stage."""
+    planned, rows = planner.planned(size), planner.rows(size)
+    weights = planner.fit.footprint.stage_bytes or (planned.weights,)
+    return tuple(
+        PartMemory(
+            stage=stage,
+            rank=0,
+            layers=part.num_layers,
+            weights=weights[stage],
+            kv_cache=planner.cached(size, stage, at.tp - 1) + rows * part.state_bytes,
+            activations=planned.activations,
+            runtime=planned.overhead,
+        )
+        for stage, part in enumerate(planner.stages)
+    )
 
 
 def kv_waste(shape: ModelShape, at: Setting) -> KVWaste:
@@ -360,53 +281,66 @@ class _Planner:
     """Plans the memory of a setting's fullest device, for any number of requests of any length.
 
     Attributes:
+        shape: the whole model.
         part: the part of the model on that device, or on all CPU processes together.
-        full_model: the whole model, or the same as `part`.
-        runs: layers of each stage on a CPU.
+        stages: the parts of the model in the stages of a pipeline.
     """
 
+    shape: ModelShape
     part: ModelShape
+    stages: tuple[ModelShape, ...]
     fit: Fit
-    full_model: ModelShape
-    runs: tuple[range, ...] = ()
 
     @classmethod
     def of(cls, shape: ModelShape, at: Setting) -> _Planner:
-        if at.exact:
-            return cls._of_processes(shape, at)
-        return cls.of_part(share(shape, at.tp, at.pp, at.weight_format), at)
-
-    @classmethod
-    def of_part(cls, part: ModelShape, at: Setting) -> _Planner:
-        """Return the planner for one GPU, or for the only process on a CPU."""
-        config, hardware, stored, compute = _computing(part, at)
-        part = replace(part, kernels=compute.kernels)
-        footprint = footprint_of(config, replace(stored, shape=part), hardware, compute)
-        footprint = with_drafter(footprint, requested_speculation(config), at.source)
-        return cls(part, Fit(config, footprint, _limit(at)), part)
-
-    @classmethod
-    def _of_processes(cls, shape: ModelShape, at: Setting) -> _Planner:
         """
         Raises:
-            ConfigError: the engine would refuse to divide the model this way.
+            ConfigError: the model cannot be divided this way, by the engine's rules on a CPU.
         """
-        check_parallel(shape, at.tp, at.pp, exact=True)
-        config, hardware, stored, compute = _computing(shape, at)
-        full_shape = replace(shape, kernels=compute.kernels)
-        runs, repeated = _divided(full_shape, at, config, hardware, compute)
-        stored = StoredModel.of(full_shape, at.weight_format, at.kv_format)
-        footprint = footprint_of(config, stored, hardware, compute)
-        ends = tuple(run.stop for run in runs) if at.pp > 1 else ()
-        footprint = replace(footprint, repeated=repeated, stage_ends=ends)
+        check_parallel(shape, at.tp, at.pp, exact=at.exact)
+        config, spec, hardware, compute = _computing(shape, at)
+        if shape.kernels != compute.kernels:
+            shape = replace(shape, kernels=compute.kernels)
+        footprint = footprint_of(config, spec, hardware, compute)
+        runs: tuple[range, ...] = ()
+        sizes: tuple[int, ...] = ()
+        if at.exact:
+            ends = _stage_ends(at, config, spec, hardware, compute)
+            runs = tuple(range(*run) for run in pairwise((0, *(ends or (shape.num_layers,)))))
+            part = together(shape, at.tp)
+        else:
+            runs = stage_runs(shape, at.pp, at.weight_format) if at.pp > 1 else ()
+            ends = tuple(run.stop for run in runs)
+            parts = shares(shape, at.tp, at.pp, at.weight_format)
+            sizes = tuple(part.weight_bytes(at.weight_format) for part in parts)
+            part = parts[sizes.index(max(sizes))]
+        footprint = replace(
+            footprint,
+            counted=shape.weight_bytes(at.weight_format),
+            repeated=repeated_bytes(config, spec, compute),
+            stage_ends=ends,
+            stage_bytes=sizes if len(sizes) > 1 else (),
+        )
         footprint = with_drafter(footprint, requested_speculation(config), at.source)
-        part = together(full_shape, at.tp)
-        return cls(part, Fit(config, footprint, _limit(at)), full_shape, runs)
+        limit = Limit(int(at.device.memory * at.utilization), "")
+        return cls(shape, part, stages(shape, runs), Fit(config, footprint, limit))
 
     def blocks_each(self, size: StepSize) -> int:
         return self.fit.footprint.blocks_per_request(
             size.max_model_len, size.max_num_batched_tokens
         )
+
+    def rows(self, size: StepSize) -> int:
+        """Return how many requests and checkpoints have states."""
+        return size.max_num_seqs + self.fit.footprint.num_checkpoints(size)
+
+    def cached(self, size: StepSize, stage: int, rank: int) -> int:
+        """Return the bytes of one device's blocks, those that are never allocated included."""
+        footprint = self.fit.footprint
+        ends = footprint.stage_ends or (self.shape.num_layers,)
+        groups = stage_groups(footprint.groups, PipelineStage.all_of(ends)[stage].layers)
+        blocks = size.max_num_seqs * self.blocks_each(size) + RESERVED_BLOCKS
+        return blocks * block_bytes(cut_groups(groups, rank, footprint.ranks), footprint.block_size)
 
     def sized(self, context: int, batch: int) -> StepSize:
         wishes = replace(self.fit.config, max_model_len=context, max_num_seqs=batch)
@@ -421,17 +355,19 @@ class _Planner:
         return plan.total <= plan.limit
 
 
-def _computing(
-    shape: ModelShape, at: Setting
-) -> tuple[EngineConfig, Hardware, StoredModel, Compute]:
-    """Return the options, hardware, model and compute settings of an engine that runs a part of a
-    model."""
-    facts, heads = weight_facts(at.weight_format), at.source.heads
+def _computing(shape: ModelShape, at: Setting) -> tuple[EngineConfig, ModelSpec, Hardware, Compute]:
+    """Return the options, model, hardware and compute settings of an engine in a setting."""
+    quantization, heads = weight_facts(at.weight_format).quantization or "none", at.source.heads
+    spec = shape.like.in_floats
+    if at.weight_format == shape.stored and shape.like.quantization is not None:
+        spec, quantization = shape.like, "none"
+    dtype = shape.working_dtype(at.weight_format)
     method = heads.kind if heads else "draft_model" if at.source.spec else None
     config = EngineConfig(
-        dtype=shape.working_dtype(at.weight_format),
-        quantization=facts.quantization or "none",
-        tensor_parallel_size=at.tp if at.exact else 1,
+        dtype=dtype,
+        quantization=quantization,
+        kv_cache_dtype=AUTO if at.kv_format == SHORT_DTYPES[dtype] else at.kv_format,
+        tensor_parallel_size=at.tp,
         pipeline_parallel_size=at.pp if at.exact else 1,
         spec_method=method,
         spec_model=at.source.path if method else None,
@@ -439,37 +375,26 @@ def _computing(
     hardware = at.hardware or hardware_of(at.device)
     device = "cpu" if at.exact else "cuda:0"
     gpu = None if at.exact else next(iter(hardware.gpus), None)
-    stored = StoredModel.of(shape, at.weight_format, at.kv_format)
-    compute = computing_in(config.dtype, config, stored, hardware, device, gpu, Notes())
-    return config, hardware, stored, compute
+    compute = computing_in(dtype, config, spec, hardware, device, gpu, Notes())
+    return config, spec, hardware, compute
 
 
-def _limit(at: Setting) -> Limit:
-    return Limit(int(at.device.memory * at.utilization), "")
-
-
-def _divided(
-    shape: ModelShape, at: Setting, config: EngineConfig, hardware: Hardware, compute: Compute
-) -> tuple[tuple[range, ...], int]:
-    """Return the layers of each stage, and the bytes of repeated weights beyond their first copy.
-    For models that kvik runs, these are the engine's decisions.
+def _stage_ends(
+    at: Setting, config: EngineConfig, spec: ModelSpec, hardware: Hardware, compute: Compute
+) -> tuple[int, ...]:
+    """Return the engine's decision on the layers of each stage on a CPU.
 
     Raises:
         ConfigError: the engine would refuse this division.
     """
-    if (spec := shape.spec) is None:
-        runs = stage_runs(shape, at.pp, at.weight_format, at.kv_format, at.context)
-        return runs, repeated_tables(shape, at.tp, at.pp, at.weight_format)
-    full_config = replace(config, max_model_len=at.context, kv_cache_dtype=at.kv_format)
+    full_config = replace(config, max_model_len=at.context)
     try:
         if at.hardware is not None:
             check_group(full_config, spec, compute, hardware)
-        ends = stage_ends(full_config, spec, compute) or (spec.num_layers,)
+        return stage_ends(full_config, spec, compute)
     except ConfigError as error:
         name = {"tensor_parallel_size": "tp", "pipeline_parallel_size": "pp"}.get(error.field)
         raise ConfigError(name or error.field, error.message) from None
-    runs = tuple(range(*run) for run in pairwise((0, *ends)))
-    return runs, repeated_bytes(full_config, spec, compute)
 
 
 def hardware_of(device: Device) -> Hardware:

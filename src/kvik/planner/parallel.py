@@ -16,14 +16,15 @@ from functools import lru_cache
 
 from kvik.errors import ConfigError
 from kvik.planner.shape import LayerShape, MatrixGroup, ModelShape, changed_layers, token_bytes
+from kvik.spec.declare import SMALL
 from kvik.spec.kv import KVCacheSpec
 from kvik.spec.shares import MAX_RANKS, MAX_STAGES, TILE, HeadShare, cut_cache, share_of, stages_of
 
 MAX_DEVICES = 1024
 
-# Replicated on every device in the fast cut: too small to be worth a message or, like MLA's
-# latents, not specific to a head.
-REPLICATED = frozenset({"router", "positions", "q_down", "kv_down"})
+# Replicated on every device in the fast cut: lookup tables, and matrices that are too small to be
+# worth a message or, like MLA's latents, not specific to a head.
+REPLICATED = SMALL | {"embedding", "positions"}
 # Cut by inputs: the second matrix of each pair, unless that would divide a group of inputs or their
 # order (act-order of GPTQ). All others are cut by outputs.
 SECOND = frozenset({"o", "down", "expert_down", "shared_down"})
@@ -102,13 +103,11 @@ def shares(shape: ModelShape, tp: int, pp: int, weight_format: str) -> tuple[Mod
     return tuple(
         replace(
             part,
-            intermediate_size=-(-shape.intermediate_size // tp),
             num_heads=heads,
             num_kv_heads=kv_heads,
             layers=changed_layers(part.layers, cut),
             outside=cut(part.outside),
-            state_width=-(-shape.state_width // tp),
-            spec=None,
+            runs=False,
         )
         for part in parts
     )
@@ -191,7 +190,7 @@ def stages(shape: ModelShape, runs: Sequence[range]) -> tuple[ModelShape, ...]:
         norms = shape.outside.other_parameters if is_last else 0
         layers = shape.layers[run.start : run.stop]
         outside = LayerShape(matrices, norms, None)
-        parts.append(replace(shape, layers=layers, outside=outside, spec=None))
+        parts.append(replace(shape, layers=layers, outside=outside, runs=False))
     return tuple(parts)
 
 
@@ -254,15 +253,6 @@ def own_rows(matrix: MatrixGroup, shape: ModelShape, rank: int, tp: int) -> Matr
     first, end = share_of(-(-matrix.outputs // piece), rank, tp)
     rows = min(end * piece, matrix.outputs) - min(first * piece, matrix.outputs)
     return replace(matrix, outputs=rows)
-
-
-def repeated_tables(shape: ModelShape, tp: int, pp: int, weight_format: str) -> int:
-    """Return the bytes of repeated weights in the exact cut, beyond their first copy: tables that
-    each process holds whole, and a tied embedding in a pipeline."""
-    first, head = _ends(shape)
-    tables = [matrix for matrix in first if not matrix.multiplied and matrix.role != "head"]
-    num_bytes = (tp - 1) * shape.bytes_of(tables, 0, weight_format)
-    return num_bytes + (shape.bytes_of(head, 0, weight_format) if shape.tied and pp > 1 else 0)
 
 
 @dataclass(frozen=True, slots=True)

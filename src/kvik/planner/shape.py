@@ -109,11 +109,8 @@ class ModelShape:
     Attributes:
         name: the user's name for it, shortened to a word.
         attention: "MHA", "GQA", "MQA" or "MLA".
-        intermediate_size: MLP width per token; with experts, of the active and shared ones
-            together.
         head_dim: of queries and keys; `v_head_dim` of values.
         latent_dim: with MLA, the width of the compressed K and V; else 0.
-        state_width: numbers per token that a layer with a state holds during a step.
         dtype: of the checkpoint's unquantised parts: "bfloat16", "float16" or "float32".
         stored: weight format of the checkpoint: "bf16", "fp8", ...
         tied: the head is the embedding, which then counts once, as the head.
@@ -121,7 +118,8 @@ class ModelShape:
         outside: matrices, tables, norms and biases that are in no layer.
         kernels: the layout of quantised weights: "torch", "native" or "triton" (`laid_out` in
             `memory.py` sets it for a machine).
-        spec: set if this engine runs the model.
+        like: the engine's facts of the model, or of the most similar one that it runs.
+        runs: whether the engine runs the model.
         notes: assumptions made while reading the config.
     """
 
@@ -130,7 +128,6 @@ class ModelShape:
     attention: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -141,15 +138,20 @@ class ModelShape:
     tied: bool
     layers: tuple[LayerShape, ...] = field(repr=False)
     outside: LayerShape = field(repr=False)
+    like: ModelSpec = field(repr=False)
     latent_dim: int = 0
-    state_width: int = 0
     kernels: str = "torch"
-    spec: ModelSpec | None = None
+    runs: bool = True
     notes: tuple[str, ...] = ()
 
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @property
+    def spec(self) -> ModelSpec | None:
+        """The engine's facts, if it runs the model."""
+        return self.like if self.runs else None
 
     @cached_property
     def _kinds(self) -> list[tuple[LayerShape, int]]:

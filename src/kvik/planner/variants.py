@@ -306,4 +306,4 @@ def _with_cache(
         return replace(layer, cache=replace(sizes, latent=latent > 0))
 
     layers = changed_layers(shape.layers, changed)
-    return replace(shape, attention=attention, latent_dim=latent, layers=layers, spec=None)
+    return replace(shape, attention=attention, latent_dim=latent, layers=layers, runs=False)

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 from kvik.errors import ParamError
 from kvik.spec.engine_folder import Built
@@ -93,7 +94,7 @@ class FallbackFacts:
     scores: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, for cached properties: planning needs them many times
 class ModelFacts:
     """Everything the engine needs to know about a model before it loads weights."""
 
@@ -129,7 +130,7 @@ class ModelFacts:
     pooling: PoolingSpec | None = None  # how it makes vectors or scores; None: its files do not say
     fallback: FallbackFacts | None = None  # set if transformers runs the model
 
-    @property
+    @cached_property
     def encoder(self) -> bool:
         """Whether attention is bidirectional, so that the model generates no text."""
         return any(layer.bidirectional is not None for layer in self.layers)
@@ -160,13 +161,13 @@ class ModelFacts:
         """The distinct rotary positions of layers; empty if positions are learned."""
         return tuple(dict.fromkeys(layer.rope for layer in self.layers if layer.rope))
 
-    @property
+    @cached_property
     def rotations(self) -> tuple[tuple[RopeSpec, int], ...]:
         """The distinct pairs of rotary positions and head dimension."""
         pairs = (self.rotation(layer) for layer in self.layers)
         return tuple(dict.fromkeys(pair for pair in pairs if pair))
 
-    @property
+    @cached_property
     def query_scales(self) -> tuple[QueryScale, ...]:
         """The distinct query scales of layers."""
         scales = (layer.query_scale for layer in self.layers)
@@ -182,7 +183,7 @@ class ModelFacts:
         """Return the width of a layer's MLP."""
         return layer.inner or self.intermediate_size
 
-    @property
+    @cached_property
     def inner_width(self) -> int:
         """The largest number of inner activations of a token in the MLP or experts of a layer."""
         return max(
@@ -199,30 +200,30 @@ class ModelFacts:
         """Return a layer's number of KV heads and its head dimension."""
         return layer.kv_heads or self.num_kv_heads, layer.head_dim or self.head_dim
 
-    @property
+    @cached_property
     def head_dims(self) -> tuple[int, ...]:
         """The distinct head dimensions of layers with attention."""
         attending = (self.heads(layer)[1] for layer in self.layers if layer.state is None)
         return tuple(dict.fromkeys(attending))
 
-    @property
+    @cached_property
     def query_width(self) -> int:
         """The largest width of the queries of all heads of a layer."""
         return self.num_heads * max(self.head_dims, default=0)
 
-    @property
+    @cached_property
     def key_width(self) -> int:
         """The largest width of the keys of all heads of a layer."""
         return max((math.prod(self.heads(layer)) for layer in self.layers), default=0)
 
-    @property
+    @cached_property
     def experts_of_token(self) -> int:
         """The largest number of active experts per token in a layer; 0: no layer has experts."""
         return max(
             (layer.experts.router.active for layer in self.layers if layer.experts), default=0
         )
 
-    @property
+    @cached_property
     def max_context(self) -> int:
         """The longest context, including the extension of positions.
 
@@ -277,7 +278,7 @@ class ModelFacts:
         """Return the bytes that one token adds to the cache, over all layers."""
         return sum(spec.bytes_per_token for spec in self.kv_specs(dtype_bytes) if spec)
 
-    @property
+    @cached_property
     def states(self) -> tuple[StateSpec, ...]:
         """The states of the layers without attention, in order."""
         return tuple(layer.state for layer in self.layers if layer.state)

@@ -265,7 +265,7 @@ def test_settings_that_the_engine_refuses_are_not_compared(
 
 
 def test_half_the_dtype_is_the_first_advice() -> None:
-    shape = replace(public_shape("qwen2.5-0.5b"), dtype="float32", stored="fp32", spec=None)
+    shape = replace(public_shape("qwen2.5-0.5b"), dtype="float32", stored="fp32", runs=False)
     found = advise_shape(shape, H100, Goal())
     first = found.advice[0]
     assert (first.topic, first.flags) == ("precision", ("--dtype bfloat16",))
