@@ -126,7 +126,8 @@ def test_other_files_are_not_overwritten(
     mine = tmp_path / "notes"
     words = ["generate", "--prompts", str(prompts), "-o", str(mine), "--policy", "priority"]
     other = '{"line": 1, "prompt": "another", "prompt_token_ids": [1]}\n'
-    for text in ("my notes", "my notes\n", '{"line": 1}', '{"line": "x"}\n', other):
+    damaged = other.replace("another", "\0" * 7)
+    for text in ("my notes", "my notes\n", '{"line": 1}', '{"line": "x"}\n', other, damaged):
         mine.write_text(text)
         code = main([*words, *OPTIONS])
         if text == '{"line": 1}':

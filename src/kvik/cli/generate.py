@@ -407,10 +407,14 @@ def _done_in(
         return set()
     done, failures, size = set(), set(), 0
     whole_line = re.compile(re.escape(start) + key + rb", .*\}\n")
+    no_output = f"{path!r} exists and is not an output of --prompts with such lines"
     with open(path, "rb+") as file:
         for index, text in enumerate(file):
             if (match := whole_line.fullmatch(text)) is not None:
-                line, result = json.loads(match[1]), json.loads(text)
+                try:
+                    line, result = json.loads(match[1]), json.loads(text)
+                except ValueError:  # damaged in a crash of the machine, for instance
+                    raise ParamError("output", no_output) from None
                 size += len(text)
                 if (prompt := prompts.get(line)) is not None:
                     field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
@@ -422,8 +426,7 @@ def _done_in(
                 else:
                     done.add(line)
             elif text.endswith(b"\n") or not start.startswith(text[: len(start)]):
-                reason = "exists and is not an output of --prompts with such lines"
-                raise ParamError("output", f"{path!r} {reason}")
+                raise ParamError("output", no_output)
         os.ftruncate(file.fileno(), size)
     if failures:
         with writing_whole(Path(path)) as copy, open(path, "rb") as file:
