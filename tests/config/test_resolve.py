@@ -404,6 +404,15 @@ def test_what_does_not_fit_names_what_would(
 LATENT = {"architectures": ["DeepseekV3ForCausalLM"], "first_k_dense_replace": 32}
 DEEPSEEK = ModelSpec.from_config(PUBLIC["llama-2-7b"] | LATENT)
 GEMMA = ModelSpec.from_config(PUBLIC["Gemma-3-1B"])
+FIRST, SECOND = TINY.layers
+MIXED, TEMPERED, SCALED = (
+    replace(TINY, layers=layers)
+    for layers in (
+        (FIRST, replace(SECOND, rope=replace(FIRST.rope, theta=1e4))),
+        (replace(FIRST, rope=replace(FIRST.rope, query_beta=0.1)),) * 2,
+        (FIRST, replace(SECOND, query_scale=QueryScale(8192, 0.1))),
+    )
+)
 TIER = {"kv_tiers": "memory:1GiB"}
 WINDOW = {"window": 64, "attention_sinks": 4}
 OMIT = "must be left out: .*"
@@ -433,6 +442,9 @@ OMIT = "must be left out: .*"
         (STATES, PC, WINDOW, f"window: {OMIT} keep states"),
         (GEMMA, PC, WINDOW, f"window: {OMIT} windows of its own"),
         (LEARNED, PC, WINDOW, f"window: {OMIT} learned positions"),
+        (MIXED, PC, WINDOW, f"window: {OMIT} turns layers"),
+        (TEMPERED, PC, WINDOW, f"window: {OMIT} scales queries"),
+        (SCALED, PC, WINDOW, f"window: {OMIT} scales queries"),
         (TINY, PC, {"attention_sinks": 4}, "attention_sinks: must be 0 without a window, not 4"),
         (TINY, PC, {"window": 509, "attention_sinks": 4}, "window: .*at most 508 with 4 sinks"),
         (TINY, PC, {"window": 513}, "window: .*at most 512 with 0 sinks"),
@@ -460,7 +472,7 @@ def test_texts_beyond_a_window_only_take_blocks_of_the_window() -> None:
     million = (1 << 20) * 4 + 2 * (1 << 20) // 16 * 4
     assert short.memory.overhead - dense.memory.overhead < 1.2 * million
     assert {rope.most_keys for rope in short.model.ropes} == {244}
-    plain = plan(TINY, window=240)
+    plain = plan(TINY, window=512)
     assert {w.sinks for w in plain.model.windows if w} == {0}
 
 

@@ -65,6 +65,7 @@ def test_the_memory_tier_is_part_of_the_plan() -> None:
     assert tiered.memory.limit == pytest.approx(plain.memory.limit, rel=0.2)
     sizes = tiered.cache.tiers
     assert sizes.memory == (64 << 20) // max(sizes.page_bytes)
+    assert resolved(f"memory:{max(sizes.page_bytes)}").cache.tiers.memory == 1
 
 
 @pytest.mark.parametrize(

@@ -447,6 +447,7 @@ def test_other_names_have_none() -> None:
     for name in ("self_attn.rotary_emb.inv_freq", "mlp.up_proj.qweight", "x"):
         assert gguf_name(f"model.layers.0.{name}", {}) is None and gguf_name(name, {}) is None
     assert hf_name("blk.01.attn_q.weight", {}) is None  # two names would be the same
+    assert hf_name("blk.0.output.weight", {"output": "lm_head"}) is None  # the model has it once
 
 
 # Sampling defaults, written and read.
