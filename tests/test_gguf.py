@@ -21,7 +21,6 @@ from kvik.gguf.reader import read_gguf
 from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.weights import Matrix, MatrixSpec
 from kvik.planner.families import read_shape
-from kvik.spec.weights import weight_bytes
 
 SIZES = {
     "hidden_size": 256,
@@ -89,10 +88,10 @@ def test_the_plan_counts_the_loaded_weights(case: str, tied: bool, tmp_path: Pat
     sizes = [stored_weight(each) for each in made]
     rest = 2 * (spec.num_parameters - sum(each.outputs * each.inputs for each in sizes))
     loaded = rest + sum(map(size, sizes))
-    assert loaded == weight_bytes(spec, "bfloat16", "none")
+    assert loaded == spec.weight_bytes("bfloat16", "none")
     packed = pytest.importorskip("kvik.kernels.cpu.matrix").packed_sizes
     loaded = rest + sum(sum(packed(each.spec)) for each in made)
-    assert loaded == weight_bytes(spec, "bfloat16", "none", "native")
+    assert loaded == spec.weight_bytes("bfloat16", "none", "native")
     planned = replace(read_shape(str(tmp_path / "m.gguf")), kernels="native")
     if as_stored:
         assert loaded == planned.weight_bytes(planned.stored)

@@ -207,7 +207,7 @@ class Measured:
             attention.prompts = usual
         spec = self.engine.resolved.model
         scores = 2.0 * spec.num_layers * spec.num_heads * spec.head_dim * tokens**2
-        layers = spec.linear_layers()
+        layers = spec.linear_layers
         products = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if not m.head) * tokens
         head = sum(2.0 * m.count * m.inputs * m.outputs for m in layers if m.head)
         self.notes.rate(
@@ -316,7 +316,7 @@ class Measured:
         """Return the bytes of all matrices, without the embedding, of which few rows are read."""
         total = 0.0
         quantization = self.engine.resolved.runner.quantization
-        for m in self.engine.resolved.model.linear_layers():
+        for m in self.engine.resolved.model.linear_layers:
             scheme = matrix_kind(quantization, m.inputs, m.stored, head=m.head)
             size = 2 * m.inputs * m.outputs
             if scheme is not None:  # without the padding of tiles

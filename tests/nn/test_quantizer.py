@@ -17,7 +17,6 @@ from kvik.kernels.reference.ops import REFERENCE, stored_weight
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 from kvik.nn.checkpoint import SINGLE
-from kvik.spec.weights import weight_bytes
 
 QUANTIZATIONS = ("none", "int8", "int8-weight-only", "int4", "mxfp4", "fp8")
 FAMILIES = {
@@ -66,7 +65,7 @@ def test_the_plan_counts_the_bytes_that_are_loaded(
     packed = sum(size(weight) for weight in packing.weights)
     matrices = sum(weight.outputs * weight.inputs for weight in packing.weights)
     plain = 2 * (model.spec.num_parameters - matrices)
-    assert packed + plain == weight_bytes(model.spec, "bfloat16", quantization)
+    assert packed + plain == model.spec.weight_bytes("bfloat16", quantization)
     assert len(packing.weights) == MATRICES.get(family, 4 * 3 + 1)
 
 

@@ -25,7 +25,7 @@ from kvik.planner.families import FOREIGN_KEYS, public_name, read_shape, shape_f
 from kvik.planner.formats import weight_format
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.visible_keys import Window
-from kvik.spec.weights import SCHEMES, weight_bytes
+from kvik.spec.weights import SCHEMES
 
 PUBLISHED = facts("published.json")
 KV = facts("kv_reference.json")
@@ -109,7 +109,7 @@ def test_a_model_the_engine_runs_has_the_engines_counts(name: str) -> None:
                 continue  # as in the checkpoint, which keeps more in floats
             for kernels in ("torch", "native", "triton"):
                 found = replace(model, kernels=kernels).weight_bytes(stored)
-                assert found == weight_bytes(plain, model.working_dtype(stored), scheme, kernels)
+                assert found == plain.weight_bytes(model.working_dtype(stored), scheme, kernels)
         assert model.kv_bytes_per_token(weight_format(dtype)) == spec.kv_bytes_per_token(item)
     windows = Counter[Window | None]()
     for cache, layers in model.caches:

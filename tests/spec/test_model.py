@@ -65,8 +65,8 @@ from kvik.spec.visible_keys import Window
 def test_parameter_counts_of_public_models(name: str, count: int) -> None:
     spec = ModelSpec.from_config(PUBLIC[name])
     assert spec.num_parameters == count
-    assert spec.weight_bytes("bfloat16") == 2 * count
-    assert spec.weight_bytes("float32") == 4 * count
+    assert spec.weight_bytes("bfloat16", "none") == 2 * count
+    assert spec.weight_bytes("float32", "none") == 4 * count
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
 from kvik.spec.stored_weights import Matcher, StoredScheme, stored_alike
 from kvik.spec.weight_kind import WeightKind
-from kvik.spec.weights import loaded_kind, matrix_kind, weight_bytes
+from kvik.spec.weights import loaded_kind, matrix_kind
 
 DOWN = "model.layers.3.mlp.down_proj"
 FLOAT8 = {"num_bits": 8, "type": "float"}
@@ -368,11 +368,11 @@ def test_the_memory_plan_counts_stored_schemes() -> None:
     packed = 4 / 8 + 5 / 32  # bytes per weight
     quantised = 2 * (o + up + up // 2 + kv) + q
     saved = quantised * (2 - packed)
-    assert weight_bytes(spec, "bfloat16", "none") == spec.weight_bytes("bfloat16") - saved
+    assert spec.weight_bytes("bfloat16", "none") == 2 * spec.num_parameters - saved
     head = ModelSpec.from_config(LLAMA | {"quantization_config": gptq_config(lm_head=True)})
-    assert head.linear_layers()[-1].stored == (StoredScheme("gptq", 4, 32, zeros_less_one=True),)
+    assert head.linear_layers[-1].stored == (StoredScheme("gptq", 4, 32, zeros_less_one=True),)
     tied = LLAMA | {"quantization_config": gptq_config(lm_head=True), "tie_word_embeddings": True}
-    assert ModelSpec.from_config(tied).linear_layers()[-1].stored == (None,)
+    assert ModelSpec.from_config(tied).linear_layers[-1].stored == (None,)
 
 
 def test_the_plan_reserves_memory_to_load_whole_tensors() -> None:

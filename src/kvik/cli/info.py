@@ -24,7 +24,6 @@ from kvik.spec.layers import LayerSpec
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import MAX_POSITIONS
-from kvik.spec.weights import weight_bytes
 
 KIND_COSTS = ("kv_bytes_per_token", "kv_bytes_per_request")  # of the layers of one kind
 READS_IMAGES = "ForConditionalGeneration"  # end of the names of such architectures
@@ -281,7 +280,7 @@ def _weights(spec: ModelSpec, dtype: str, resolved: ResolvedConfig | None) -> in
     if spec.built is not None:
         return spec.built.weight_bytes
     kernels = "torch" if resolved is None else resolved.runner.kernels
-    return weight_bytes(spec, dtype, "none", kernels)
+    return spec.weight_bytes(dtype, "none", kernels)
 
 
 def _kv_bytes(spec: ModelSpec, resolved: ResolvedConfig | None) -> int:

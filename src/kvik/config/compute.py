@@ -16,7 +16,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import AUTO, KV_FORMATS
 from kvik.spec.model import SHORT_DTYPES
-from kvik.spec.weights import SCHEMES, matrix_kind, weight_bytes
+from kvik.spec.weights import SCHEMES, matrix_kind
 
 TRANSFORMERS = "transformers"  # the kernels of a model that kvik does not implement
 NATIVE_DTYPES = ("float32", "bfloat16")
@@ -136,7 +136,7 @@ def choose_dtype(
         return notes.add("dtype", "float16", f"{gpu.name} has no bfloat16")
     if gpu:
         return notes.add("dtype", spec.dtype, "the checkpoint's")
-    full = weight_bytes(spec, "float32", config.quantization)
+    full = spec.weight_bytes("float32", config.quantization)
     if spec.dtype == "float32":
         if full <= limit.size // 2:
             return notes.add("dtype", "float32", "the checkpoint's")
@@ -174,7 +174,7 @@ def triton_reason(
         if gpu.index == int(index or 0) and gpu.capability < TRITON_CAPABILITY:
             have, need = (".".join(map(str, c)) for c in (gpu.capability, TRITON_CAPABILITY))
             return f"{gpu.name} has capability {have}, and Triton's kernels need {need}"
-    for like in model.linear_layers():
+    for like in model.linear_layers:
         kind = matrix_kind(config.quantization, like.inputs, like.stored, head=like.head)
         if kind is not None and kind.group % TRITON_GROUP:
             return f"weights in groups of {kind.group}, which is not a multiple of {TRITON_GROUP}"

@@ -33,7 +33,6 @@ from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import AUTO, STATE_BYTES, KVGroup, block_bytes, group_layers, stored_as
 from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.shares import TILE, PipelineStage, cut_groups, stage_groups
-from kvik.spec.weights import weight_bytes
 
 LOGIT_BYTES = 4  # bytes of a logit, for models of any dtype
 # Limit of the memory that sampling takes in addition to the logits; a batch that needs more is
@@ -240,7 +239,7 @@ class Footprint:
             return self.mapped + drafting
         num_bytes = self.counted
         if num_bytes is None:
-            num_bytes = weight_bytes(self.spec, self.dtype, self.quantization, self.kernels)
+            num_bytes = self.spec.weight_bytes(self.dtype, self.quantization, self.kernels)
         if self._one_of_several:
             num_bytes = self.repeated + -(
                 -(num_bytes - self.repeated) * self._largest_share // 1000
@@ -271,7 +270,7 @@ class Footprint:
     @cached_property
     def _stored(self) -> list[LinearLayers]:
         """Linear layers that the checkpoint stores quantised."""
-        return [like for like in self.spec.linear_layers() if any(like.stored)]
+        return [like for like in self.spec.linear_layers if any(like.stored)]
 
     @cached_property
     def block_bytes(self) -> int:

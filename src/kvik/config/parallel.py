@@ -15,7 +15,7 @@ from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import stored_as
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.shares import HeadShare, PipelineStage, stages_of
-from kvik.spec.weights import matrix_kind, weight_bytes
+from kvik.spec.weights import matrix_kind
 
 OPTION = "tensor_parallel_size"
 STAGES = "pipeline_parallel_size"
@@ -174,7 +174,7 @@ def _weights_of_parts(
     head, tied = _head_bytes(config, spec, compute), spec.tie_word_embeddings
     table = spec.declaration.embedding.num_parameters * DTYPE_BYTES[compute.dtype]
     first = head if tied else table
-    blocks = weight_bytes(spec, compute.dtype, config.quantization, compute.kernels)
+    blocks = spec.weight_bytes(compute.dtype, config.quantization, compute.kernels)
     blocks = max(0, blocks - (head if tied else head + first))
     numbers = [
         sum(linear.num_parameters for linear in spec.declaration.of_block(layer))

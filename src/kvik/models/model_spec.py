@@ -36,6 +36,7 @@ from kvik.spec.model import (
 from kvik.spec.pooling import JUDGE, MODULES, read_judge, read_modules
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
+from kvik.spec.weights import matrix_kind
 
 
 @dataclass(frozen=True)  # without slots, which would exclude cached properties
@@ -166,9 +167,22 @@ class ModelSpec(ModelFacts):
         """Numbers in matrices that are too small to be divided."""
         return sum(m.num_parameters for m in self.declaration.linears if m.role in SMALL)
 
-    def weight_bytes(self, dtype: str) -> int:
-        """Return the bytes of all weights in a dtype ("float32", "bfloat16" or "float16")."""
-        return self.num_parameters * DTYPE_BYTES[dtype]
+    def weight_bytes(self, dtype: str, quantization: str, kernels: str = "torch") -> int:
+        """Return the bytes of all weights in memory: linear layers in their kinds, the rest in
+        `dtype`.
+
+        Args:
+            kernels: see `WeightKind.weight_bytes`.
+        """
+        item = DTYPE_BYTES[dtype]
+        total = self.num_parameters * item
+        for like in self.linear_layers:
+            kind = matrix_kind(quantization, like.inputs, like.stored, head=like.head)
+            if kind is not None:
+                saved = like.inputs * like.outputs * item
+                saved -= kind.weight_bytes(like.inputs, like.outputs, kernels)
+                total -= like.count * saved
+        return total
 
     @cached_property
     def transposed_numbers(self) -> int:
@@ -187,16 +201,13 @@ class ModelSpec(ModelFacts):
             default=0,
         )
 
+    @cached_property
     def linear_layers(self) -> tuple[LinearLayers, ...]:
-        """Return all matrices that activations are multiplied with.
+        """All matrices that activations are multiplied with.
 
         Q, K and V count as one matrix as far as they are stored alike, gate and up always. An
         embedding that is stored quantised and not tied to the head is included.
         """
-        return self._linear_layers
-
-    @cached_property  # planning needs them many times
-    def _linear_layers(self) -> tuple[LinearLayers, ...]:
         if self.fallback is not None:
             return ()  # transformers computes them
         declaration, stored_as = self.declaration, self.quantization

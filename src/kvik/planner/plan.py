@@ -662,7 +662,7 @@ def _keeps_weights(shape: ModelShape) -> bool:
         return False
     if shape.spec.quantization is None:  # of an engine folder
         return True
-    stored = ((like.inputs, part) for like in shape.spec.linear_layers() for part in like.stored)
+    stored = ((like.inputs, part) for like in shape.spec.linear_layers for part in like.stored)
     return any(part is not None and loaded_kind(part, inputs) for inputs, part in stored)
 
 

@@ -1,15 +1,14 @@
 """Chooses a linear layer's weight kind, from its storage in the checkpoint and the quantisation
-while loading; and computes the resulting bytes.
+while loading.
 
 The memory plan and the loader share this code, so that they agree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, Protocol
+from collections.abc import Mapping, Sequence
+from typing import Literal
 
-from kvik.spec.model import DTYPE_BYTES, LinearLayers
 from kvik.spec.stored_weights import MXFP4_LAYOUTS, StoredScheme
 from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 
@@ -92,28 +91,3 @@ def matrix_kind(
         for part in stored
     }
     return kinds.pop() if len(kinds) == 1 else None
-
-
-class Weighed(Protocol):
-    """The facts that determine the bytes of a model's weights; a `ModelSpec` is one."""
-
-    def weight_bytes(self, dtype: str) -> int: ...
-
-    def linear_layers(self) -> Iterable[LinearLayers]: ...
-
-
-def weight_bytes(model: Weighed, dtype: str, quantization: str, kernels: str = "torch") -> int:
-    """Return the bytes of all weights in memory: linear layers in their kinds, the rest in `dtype`.
-
-    Args:
-        kernels: see `WeightKind.weight_bytes`.
-    """
-    item = DTYPE_BYTES[dtype]
-    total = model.weight_bytes(dtype)
-    for like in model.linear_layers():
-        kind = matrix_kind(quantization, like.inputs, like.stored, head=like.head)
-        if kind is not None:
-            saved = like.inputs * like.outputs * item
-            saved -= kind.weight_bytes(like.inputs, like.outputs, kernels)
-            total -= like.count * saved
-    return total
