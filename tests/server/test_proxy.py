@@ -247,6 +247,14 @@ def test_refused_prompts_are_retried_once():
         assert sum(len(b.requests) for b in made.backends) == 2
 
 
+@pytest.mark.parametrize("status", [503, 504])  # aborted by an operator, past its deadline
+def test_an_answer_that_forbids_a_retry_is_final(status: int):
+    final = replying(status, (b"x-should-retry", b"false"))
+    with site(Backend("a", final), Backend("b", final)) as made:
+        assert made.post("x").status == status
+        assert sum(len(b.requests) for b in made.backends) == 1
+
+
 def test_every_server_that_has_not_begun_a_request_is_tried(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(proxy, "HEALTH_SECONDS", 3600.0)  # no look in between
 

@@ -789,7 +789,8 @@ class _Passing:
                 return None
             num_begun = self._num_begun + (answer.status != UNAVAILABLE)
             has_others = proxy.has_others({*tried, choice.replica})
-            if answer.status in RETRIED and has_others and num_begun < MAX_BEGUN:
+            retry = answer.status in RETRIED and answer.headers.get("x-should-retry") != "false"
+            if retry and has_others and num_begun < MAX_BEGUN:
                 self._note_failure(choice, f"it answers with status {answer.status}")
                 self._num_begun = num_begun
                 return None
