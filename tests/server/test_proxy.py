@@ -152,6 +152,17 @@ def test_a_request_and_its_answer_pass_through_unchanged():
         assert len(dict(other["headers"])[b"x-request-id"]) == 32  # it had none
 
 
+def test_a_body_that_is_too_large_is_refused_before_it_is_sent():
+    head = b"POST /v1/x HTTP/1.1\r\nhost: a\r\n"
+    head += b"expect: 100-continue\r\ncontent-length: 99999999\r\n\r\n"
+    with (
+        site(Backend("a")) as made,
+        socket.create_connection(("127.0.0.1", made.front.port), timeout=10) as client,
+    ):
+        client.sendall(head)
+        assert client.recv(1000).startswith(b"HTTP/1.1 413 ")
+
+
 def test_events_come_as_they_are_sent():
     gate: list[asyncio.Event] = []
 

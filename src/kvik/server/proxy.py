@@ -569,10 +569,15 @@ class _Passing:
 
     async def _body(self) -> bytes | None:
         """Return the body; None if the request was refused."""
-        parts, size = list[bytes](), 0
         request = Request(self._scope, self._receive)
+        parts, size = list[bytes](), 0
+        declared = int(request.headers.get("content-length", 0))
         stream = request.stream()
         while True:
+            if max(size, declared) > MAX_BODY:
+                message = f"the body is longer than {MAX_BODY} bytes"
+                await self._refuse(HttpError(413, message, headers=CLOSE))
+                return None
             try:
                 async with asyncio.timeout(BODY_SECONDS):
                     part = await anext(stream, None)
@@ -583,10 +588,6 @@ class _Passing:
                 return b"".join(parts)
             parts.append(part)
             size += len(part)
-            if size > MAX_BODY:
-                message = f"the body is longer than {MAX_BODY} bytes"
-                await self._refuse(HttpError(413, message, headers=CLOSE))
-                return None
 
     def _note_failure(self, choice: ReplicaChoice, reason: str) -> None:
         self._errors[self._proxy.upstreams[choice.replica].url] = reason
