@@ -163,41 +163,27 @@ def test_which_layers_have_experts(changes: dict[str, Any], sparse: int) -> None
     assert counts.get("gate_up", 0) == 24 - sparse
 
 
-def test_newer_names_of_experts() -> None:
-    values = changed("qwen3-30b-a3b", num_experts=..., num_local_experts=128)
-    assert shape_from_config(values, "m").parameters == 30_532_122_624
+MIXTRAL = changed("mixtral-8x7b-v0.1", **UNRUN, sliding_window=2047)
+TYPES = ["full_attention"] * 8 + ["sliding_attention"] * 24
+GEMMA = config("gemma-3-4b")["text_config"]
 
 
 @pytest.mark.parametrize(
-    ("changes", "windows"),
+    ("values", "windows"),
     [
-        ({}, {2047: 32}),
-        ({"sliding_window": None}, {None: 32}),
-        ({"sliding_window": ...}, {None: 32}),
-        ({"use_sliding_window": False}, {None: 32}),
-        ({"layer_types": ["full_attention"] * 8 + ["sliding_attention"] * 24}, {None: 8, 2047: 24}),
+        (MIXTRAL, {2047: 32}),
+        (MIXTRAL | {"sliding_window": None}, {None: 32}),
+        (changed("mixtral-8x7b-v0.1", **UNRUN, sliding_window=...), {None: 32}),
+        (MIXTRAL | {"use_sliding_window": False}, {None: 32}),
+        (MIXTRAL | {"layer_types": TYPES}, {None: 8, 2047: 24}),
+        (config("gemma-3-4b"), {1024: 29, None: 5}),  # every sixth of 34 layers sees all keys
+        ({"text_config": GEMMA | {"sliding_window_pattern": 2}}, {1024: 17, None: 17}),
+        (changed("gemma-2-9b", sliding_window=None), {None: 42}),  # overrides the family's
     ],
 )
-def test_windows(changes: dict[str, Any], windows: dict[int | None, int]) -> None:
-    windowed = {"sliding_window": 2047, **changes}
-    model = shape_from_config(changed("mixtral-8x7b-v0.1", **UNRUN, **windowed), "m")
-    found = {cache.window: layers for cache, layers in model.caches}
+def test_windows(values: dict[str, Any], windows: dict[int | None, int]) -> None:
+    found = {cache.window: layers for cache, layers in shape_from_config(values, "m").caches}
     assert found == {as_window(window): layers for window, layers in windows.items()}
-
-
-def test_a_pattern_of_windows() -> None:
-    text = config("gemma-3-4b")["text_config"]
-    found = {c.window: layers for c, layers in shape("gemma-3-4b").caches}
-    assert found == {Window(1024): 29, None: 5}  # every sixth of 34 layers sees all keys
-    text["sliding_window_pattern"] = 2
-    caches = shape_from_config({"text_config": text}, "m").caches
-    found = {c.window: layers for c, layers in caches}
-    assert found == {Window(1024): 17, None: 17}
-
-
-def test_a_window_of_null_overrides_the_familys() -> None:
-    model = shape_from_config(changed("gemma-2-9b", sliding_window=None), "m")
-    assert {cache.window: layers for cache, layers in model.caches} == {None: 42}
 
 
 def test_a_nested_text_model_is_read_and_noted() -> None:
@@ -227,13 +213,6 @@ def test_an_unknown_decoder_is_counted_like_a_similar_one_with_a_note() -> None:
     assert model.notes == ("'NovelForCausalLM' is not known: counted like Qwen3ForCausalLM",)
 
 
-@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_an_unknown_decoder_may_have_experts(key: str) -> None:
-    values = changed("qwen3-30b-a3b", **UNRUN, num_experts=...)
-    model = shape_from_config({**values, key: 128}, "novel")
-    assert model.parameters == 30_532_122_624
-
-
 def test_an_unknown_decoder_may_have_shared_experts() -> None:
     known, model = (
         shape_from_config(changed("glm-4.5-air", **more), "novel") for more in ({}, UNRUN)
@@ -252,9 +231,22 @@ def test_an_unknown_decoder_may_have_latent_attention() -> None:
     assert {m.role for m in shape_from_config(dense, "m").matrices if m.experts} == set()
 
 
-def test_a_family_is_also_known_by_its_model_type() -> None:
-    assert shape_from_config(changed("phi-2", architectures=...), "m").parameters == 2_779_683_840
-    assert shape_from_config(changed("gpt2", architectures=None), "m").parameters == 124_439_808
+QWEN = ("qwen3-30b-a3b", 30_532_122_624)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "changes"),
+    [
+        (*QWEN, {"num_experts": ..., "num_local_experts": 128}),  # a newer name
+        (*QWEN, UNRUN),
+        (*QWEN, {**UNRUN, "num_experts": ..., "num_local_experts": 128}),
+        (*QWEN, {**UNRUN, "num_experts": ..., "n_routed_experts": 128}),
+        ("phi-2", 2_779_683_840, {"architectures": ...}),  # known by its model_type
+        ("gpt2", 124_439_808, {"architectures": None}),
+    ],
+)
+def test_other_ways_to_write_a_config(name: str, parameters: int, changes: dict[str, Any]) -> None:
+    assert shape_from_config(changed(name, **changes), "m").parameters == parameters
 
 
 def packed(num_bits: int, *, format: str = "pack-quantized", type: str = "int") -> dict[str, Any]:
@@ -281,49 +273,46 @@ AQLM = {"in_group_size": 8, "num_codebooks": 1, "nbits_per_codebook": 16}
 
 
 @pytest.mark.parametrize(
-    ("quantization", "stored", "note"),
+    ("quantization", "stored", "runs"),
     [
-        (None, "bf16", ""),
-        ({"quant_method": "fp8"}, "fp8", ""),
-        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "fp8", ""),
-        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int8", "int8"),
-        ({"quant_method": "gptq", "bits": 4}, "int4", "quantised by 'gptq': counted as int4"),
-        ({"quant_method": "awq", "bits": 8}, "int8-weight-only", "int8-weight-only"),
-        ({"quant_method": "mxfp4"}, "mxfp4", "counted as mxfp4"),
-        ({"quant_method": "gptq", "bits": 3}, "int4", "quantised by 'gptq': counted as int4"),
-        (packed(4), "int4", "counted as int4"),
-        (packed(8), "int8-weight-only", "counted as int8-weight-only"),
-        (packed(8, format="naive-quantized", type="float"), "fp8", ""),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4", "counted as int4"),
-        ({"quant_method": "hqq", **HQQ}, "int4", "kvik does not run this checkpoint"),
-        ({"quant_method": "sinq", "nbits": 8}, "int8-weight-only", "kvik does not run"),
-        ({"quant_method": "eetq", "weights": "int8"}, "int8-weight-only", "kvik does not run"),
-        ({"quant_method": "quanto", "weights": "float8"}, "fp8", "kvik does not run"),
-        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "int4", "does not run"),
-        ({"quant_method": "torchao", "quant_type": {"default": AO}}, "int4", "does not run"),
-        ({"quant_method": "quark", "global_quant_config": {"weight": FP8}}, "fp8", "does not run"),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "int4", "does not run"),
-        ({"quant_method": "aqlm", **AQLM}, "int4", "does not run"),
-        ({"quant_method": "bitnet"}, "int4", "does not run"),
-        ({"quant_method": "vptq"}, "bf16", "not known: bf16 taken"),
-        ({"quant_method": "new", "bits": 5}, "bf16", "not known: bf16 taken"),
-        ({"quant_method": ["fp8"], "bits": {}}, "bf16", "not known: bf16 taken"),
+        (None, "bf16", True),
+        ({"quant_method": "fp8"}, "fp8", True),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, "fp8", True),
+        ({"quant_method": "compressed-tensors", "format": "int-quantized"}, "int8", True),
+        ({"quant_method": "gptq", "bits": 4}, "int4", True),
+        ({"quant_method": "awq", "bits": 8}, "int8-weight-only", False),
+        ({"quant_method": "mxfp4"}, "mxfp4", True),
+        ({"quant_method": "gptq", "bits": 3}, "int4", True),
+        (packed(4), "int4", True),
+        (packed(8), "int8-weight-only", True),
+        (packed(8, format="naive-quantized", type="float"), "fp8", True),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int4", False),
+        ({"quant_method": "hqq", **HQQ}, "int4", False),
+        ({"quant_method": "sinq", "nbits": 8}, "int8-weight-only", False),
+        ({"quant_method": "eetq", "weights": "int8"}, "int8-weight-only", False),
+        ({"quant_method": "quanto", "weights": "float8"}, "fp8", False),
+        ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "int4", False),
+        ({"quant_method": "torchao", "quant_type": {"default": AO}}, "int4", False),
+        ({"quant_method": "quark", "global_quant_config": {"weight": FP8}}, "fp8", False),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "int4", False),
+        ({"quant_method": "aqlm", **AQLM}, "int4", False),
+        ({"quant_method": "bitnet"}, "int4", False),
+        ({"quant_method": "vptq"}, "bf16", False),
+        ({"quant_method": "new", "bits": 5}, "bf16", False),
+        ({"quant_method": ["fp8"], "bits": {}}, "bf16", False),
     ],
 )
 def test_the_stored_format_of_a_checkpoint(
-    quantization: dict[str, Any] | None, stored: str, note: str
+    quantization: dict[str, Any] | None, stored: str, runs: bool
 ) -> None:
+    """A format that the engine guesses is noted, and so is a checkpoint that it cannot load."""
     model = shape_from_config(changed("llama-3-8b", quantization_config=quantization), "m")
     assert (model.dtype, model.stored) == ("bfloat16", stored)
-    assert note in "".join(model.notes)
-    assert bool(note) == bool(model.notes)
-
-
-def test_a_checkpoint_that_the_engine_cannot_load_is_planned() -> None:
-    for quantization, runs in ((None, True), ({"quant_method": "new"}, False)):
-        model = shape_from_config(changed("llama-3-8b", quantization_config=quantization), "m")
-        assert model.parameters == 8_030_261_248
-        assert (model.spec is not None) == runs
+    assert model.parameters == 8_030_261_248
+    assert (model.spec is not None) == runs
+    guessed = quantization is not None and stored != "fp8"
+    assert len(model.notes) == guessed + (not runs)
+    assert not guessed or stored in model.notes[0]
 
 
 def test_a_missing_dtype_is_noted() -> None:

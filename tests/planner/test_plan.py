@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -249,47 +250,42 @@ def test_defaults_of_a_question() -> None:
     assert load is not None and (load.requests, load.prompt, load.output) == (86_400, 768, 256)
 
 
-# Offers for a plan that does not fit do fit, and smaller ones would not.
 
 
-def offers(name: str, hardware: str, question: Question) -> dict[str, int]:
-    """Flags -> bytes. Each is asked for as a user would, and must fit with just these bytes."""
+
+@pytest.mark.parametrize(
+    ("name", "hardware", "options", "offers"),
+    [
+        (
+            *("llama-3-8b", "a100-80g", {"context": 8192, "batch": 64}),
+            ["--batch .*", "--context .*", "--kv-cache-dtype int8", "--dtype .*", "--tp 2"],
+        ),
+        (
+            *("llama-3-70b", "rtx4090", {"context": 8192}),  # the weights alone are too large
+            ["--dtype int4 --kv-cache-dtype int4 --tp 2", "--tp 8"],
+        ),
+        ("llama-3-70b", "h200", {"context": 8192}, ["--dtype int8", "--tp 2"]),
+        (
+            *("deepseek-v3", "a100-80g", {"context": 4096, "dtype": "bf16"}),
+            ["--dtype int4 --tp 8", "--tp 8 --pp 4"],  # beyond one machine
+        ),
+    ],
+)
+def test_offers(name: str, hardware: str, options: dict[str, Any], offers: list[str]) -> None:
+    """Each is asked for as a user would, and must fit with just its bytes."""
     shape, device = public_shape(name), find_device(hardware)
-    answer = plan_shape(shape, device, question)
+    answer = plan_shape(shape, device, Question(**options))
     assert not answer.memory.fits
     asked = [
         *("--context", str(answer.at.context), "--batch", str(answer.at.batch)),
         *("--dtype", answer.at.weight_format, "--kv-cache-dtype", answer.at.kv_format),
     ]
-    for remedy in answer.remedies:
+    for remedy, flags in zip(answer.remedies, offers, strict=True):
+        assert re.fullmatch(flags, remedy.flags)
         words = build_parser().parse_args([*asked, *remedy.flags.split()])
         again = plan_shape(shape, device, question_of(words))
         assert again.memory.fits, remedy
         assert again.memory.total == remedy.total
-    return {remedy.flags: remedy.total for remedy in answer.remedies}
-
-
-def test_each_kind_of_change_is_offered() -> None:
-    found = offers("llama-3-8b", "a100-80g", Question(context=8192, batch=64))
-    kinds = [flags.split()[0] for flags in found]
-    assert kinds == ["--batch", "--context", "--kv-cache-dtype", "--dtype", "--tp"]
-    assert "--tp 2" in found
-    assert "--kv-cache-dtype int8" in found  # half the bytes suffice
-
-
-def test_weights_that_are_too_large_alone() -> None:
-    found = offers("llama-3-70b", "rtx4090", Question(context=8192))
-    assert list(found) == ["--dtype int4 --kv-cache-dtype int4 --tp 2", "--tp 8"]
-
-
-def test_a_smaller_format_alone() -> None:
-    found = offers("llama-3-70b", "h200", Question(context=8192))
-    assert list(found) == ["--dtype int8", "--tp 2"]
-
-
-def test_stages_are_offered_beyond_one_machine() -> None:
-    found = offers("deepseek-v3", "a100-80g", Question(context=4096, dtype="bf16"))
-    assert list(found) == ["--dtype int4 --tp 8", "--tp 8 --pp 4"]
 
 
 def test_nothing_helps_a_device_without_siblings() -> None:
