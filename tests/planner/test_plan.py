@@ -250,9 +250,6 @@ def test_defaults_of_a_question() -> None:
     assert load is not None and (load.requests, load.prompt, load.output) == (86_400, 768, 256)
 
 
-
-
-
 @pytest.mark.parametrize(
     ("name", "hardware", "options", "offers"),
     [
