@@ -27,6 +27,7 @@ from kvik.spec.engine_folder import (
 )
 
 SEAL = "5e" * 32
+BAD_NAMES = ["..", "x/y", "a\0b", "\ud800"]
 
 
 def manifest(folder: Path) -> Manifest:
@@ -95,7 +96,7 @@ def of_file(name: str, **changes: Any) -> Callable[[dict[str, Any]], None]:
         (field(tensors=[]), "tensors: must be an object"),
         (field(tensors={"x": 1}), "tensors x: must be an object"),
         (of_file("../other"), "files: must name files of its folder, not '../other'"),
-        (of_file(".."), "files: must name files of its folder"),
+        *((of_file(name), "files: must name files of its folder") for name in BAD_NAMES),
         (of_file("x", size=-1), "size: must be an integer in"),
         (of_file("x", sha256="0"), "sha256: must be 64 hexadecimal digits"),
         (place(offset=2 * ALIGNMENT + 4), "offset: must be a multiple of 4096"),
