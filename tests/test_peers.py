@@ -14,14 +14,14 @@ from helpers.faulty_line import Fault, FaultyLine
 from helpers.http_server import until
 from helpers.matrix import OBJECT
 from helpers.optional_native import needs_native
+from helpers.served_columns import played_again
 
 from kvik import SamplingParams
 from kvik.cli.main import main
 from kvik.config.config import EngineConfig
 from kvik.core.types import EngineRequest, Handover, PageSource, RequestDelta
 from kvik.engine.loop import EngineLoop
-from kvik.engine.recorder import RecordReader, open_recording
-from kvik.launch import load_loop, play, resolve_config
+from kvik.launch import load_loop, resolve_config
 from kvik.worker import peer_tier
 
 pytestmark = pytest.mark.usefixtures("forked")
@@ -280,9 +280,7 @@ def test_a_hand_over_is_replayed(tmp_path: Path) -> None:
         loop.hand_over("a")
         while loop.core.has_requests:
             loop.step()
-    with open_recording(path) as file:
-        reader = RecordReader(file, path.name)
-        played = play(resolved, reader.header.readings, reader.events(), lambda steps: None)
+    played = played_again(resolved, path)
     assert played.difference is None and played.requests == 2
 
 
@@ -329,9 +327,7 @@ def test_what_was_fetched_is_computed_again_for_a_replay(
         (peer,) = loop.stats().moves.tiers
         assert peer.loaded > 12 and loop.stats().moves.totals.loaded_tokens > 192
     assert main(["replay", str(file)]) == 0, capsys.readouterr()
-    with open_recording(file) as opened:  # the replay reports the missing pages
-        reader = RecordReader(opened, file.name)
-        played = play(resolved, reader.header.readings, reader.events(), lambda steps: None)
+    played = played_again(resolved, file)  # reports the missing pages
     assert played.difference is not None and "a page that was loaded" in played.difference.what
 
 

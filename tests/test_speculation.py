@@ -24,7 +24,7 @@ from kvik.config.model_source import BUNDLED
 from kvik.core.types import DraftCounts
 from kvik.worker.adaptive import DraftControl
 from kvik.worker.draft_tree import DraftTree
-from kvik.worker.drafters.base import DraftRows, Drafts
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.drafters.registry import DrafterParts
 
 ENGINE: dict[str, Any] = {
@@ -271,7 +271,7 @@ def test_drafts_from_lookup_do_not_change_answers(plain, method):
     assert sum(output.num_drafted_tokens for output in found) > 0
 
 
-class Insistent:
+class Insistent(Drafter):
     """Always drafts the same tokens, which are seldom the likeliest and seldom unlikely."""
 
     TREE = DraftTree((-1, 0, 0), (0, 1, 0))
@@ -280,24 +280,16 @@ class Insistent:
         self.tokens = tokens
         self.tree = self.TREE if parts.speculation.trees else None
 
-    def enter(self, slot: int) -> None: ...
-
-    def leave(self, slot: int) -> None: ...
-
     def propose(self, rows: DraftRows) -> Drafts:
         return Drafts.of([self.tokens[:limit] for limit in rows.limits.tolist()], self.tree)
 
 
-class Unruly:
+class Unruly(Drafter):
     """Drafts tokens that the rules of the requests forbid, one after another."""
 
     def __init__(self, tokens: Sequence[int]) -> None:
         self.tokens = list(tokens)
         self.turn = 0
-
-    def enter(self, slot: int) -> None: ...
-
-    def leave(self, slot: int) -> None: ...
 
     def propose(self, rows: DraftRows) -> Drafts:
         self.turn += 1

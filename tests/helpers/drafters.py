@@ -24,20 +24,32 @@ def with_newest(counts: Sequence[int], drafts: Sequence[int]) -> np.ndarray:
     return np.array([token for n in counts for token in (1000, *itertools.islice(found, n))])
 
 
-class Scripted:
+class _Known(Drafter):
+    """Knows texts: prompts with their outputs."""
+
+    def __init__(self, parts: DrafterParts, texts: Sequence[Sequence[int]]) -> None:
+        self.table = parts.table
+        self.vocab_size = parts.vocab_size
+        self.texts = [list(text) for text in texts]
+
+    def rest(self, slot: int) -> list[int]:
+        """Return how the text of a slot continues."""
+        known = self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist()
+        text = next((t for t in self.texts if t[: len(known)] == known), known)
+        return text[len(known) :]
+
+
+class Scripted(_Known):
     """Drafts the continuations of known texts, with a chosen number of right tokens.
 
     Args:
-        texts: prompts with their outputs.
         right: maps the number of drafts to how many of them are right.
     """
 
     def __init__(
         self, parts: DrafterParts, texts: Sequence[Sequence[int]], right: Callable[[int], int]
     ) -> None:
-        self.table = parts.table
-        self.vocab_size = parts.vocab_size
-        self.texts = [list(text) for text in texts]
+        super().__init__(parts, texts)
         self.right = right
         self.slots: set[int] = set()
 
@@ -53,46 +65,28 @@ class Scripted:
         assert self.slots.issuperset(rows.slots.tolist())
         found = []
         for slot, limit in zip(rows.slots.tolist(), rows.limits.tolist(), strict=True):
-            known = self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist()
-            text = next((t for t in self.texts if t[: len(known)] == known), known)
-            truth = text[len(known) : len(known) + limit]
+            truth = self.rest(slot)[:limit]
             right = self.right(len(truth))
             lies = [(token + 1) % self.vocab_size for token in truth[right:]]
             found.append(truth[:right] + lies)
         return Drafts.of(found)
 
 
-class ScriptedTree:
+class ScriptedTree(_Known):
     """Drafts the continuations of known texts along a different path of the tree each time; other
     nodes are wrong."""
 
     TREE = DraftTree((-1, 0, 0, 0, 1, 2, 2, 4, 5, 6, 9), (0, 0, 1, 2, 0, 0, 1, 0, 0, 0, 0))
-
-    def __init__(self, parts: DrafterParts, texts: Sequence[Sequence[int]]) -> None:
-        self.table = parts.table
-        self.vocab_size = parts.vocab_size
-        self.texts = [list(text) for text in texts]
-        self.calls = 0
-
-    def enter(self, slot: int) -> None: ...
-
-    def leave(self, slot: int) -> None: ...
+    calls = 0
 
     def propose(self, rows: DraftRows) -> Drafts:
+        pairs = zip(rows.slots.tolist(), rows.limits.tolist(), strict=True)
         return Drafts.of(
-            [
-                self._drafts(self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist())[
-                    :limit
-                ]
-                for slot, limit in zip(rows.slots.tolist(), rows.limits.tolist(), strict=True)
-            ],
-            self.TREE,
+            [self._drafts(self.rest(slot))[:limit] for slot, limit in pairs], self.TREE
         )
 
-    def _drafts(self, known: list[int]) -> list[int]:
+    def _drafts(self, truth: list[int]) -> list[int]:
         self.calls += 1
-        text = next((t for t in self.texts if t[: len(known)] == known), known)
-        truth = text[len(known) :]
         path = self.TREE.path(self.calls % (self.TREE.drafts + 1))
         drafts = []
         for node in range(1, self.TREE.drafts + 1):
@@ -103,17 +97,13 @@ class ScriptedTree:
         return drafts
 
 
-class Garbage:
+class Garbage(Drafter):
     """Drafts random tokens, and every few steps tokens that no drafter may propose."""
 
     def __init__(self, parts: DrafterParts) -> None:
         self.vocab_size = parts.vocab_size
         self.rng = np.random.default_rng(0)
         self.calls = 0
-
-    def enter(self, slot: int) -> None: ...
-
-    def leave(self, slot: int) -> None: ...
 
     def propose(self, rows: DraftRows) -> Drafts:
         self.calls += 1
@@ -128,7 +118,7 @@ class Garbage:
         return Drafts.of(broken.get(self.calls % 17, drafts))
 
 
-class Broken:
+class Broken(Drafter):
     """Raises at every `every`-th call."""
 
     def __init__(self, every: int) -> None:

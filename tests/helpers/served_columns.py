@@ -13,7 +13,7 @@ from typing import Any
 
 from helpers.served_engine import engine_in_thread
 
-from kvik.config.config import EngineConfig
+from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.core.plan import SchedulerOutput
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, Handover, PageSource, Pin, RequestDelta
@@ -22,6 +22,7 @@ from kvik.engine.loop import Engine, EngineLoop, Executor
 from kvik.engine.output import OutputProcessor, RequestOutput
 from kvik.engine.recorder import RecordReader, open_recording
 from kvik.engine.remote import EngineState
+from kvik.engine.replay import Replayed
 from kvik.engine.stats import EngineStats
 from kvik.launch import launch, load_loop, play, resolve_config, start
 
@@ -62,12 +63,17 @@ def serve_recorded(config: EngineConfig, rounds: Rounds, path: Path) -> Served:
     """Serve in this thread with a recording, and check that its replay does not differ."""
     resolved = resolve_config(config)
     found = _by_steps(start(resolved, record=path), rounds)
-    with open_recording(path) as file:
-        reader = RecordReader(file, path.name)
-        played = play(resolved, reader.header.readings, reader.events(), lambda steps: None)
+    played = played_again(resolved, path)
     assert played.difference is None
     assert played.tokens == found[1].delivered_tokens
     return found
+
+
+def played_again(resolved: ResolvedConfig, path: Path) -> Replayed:
+    """Replay a recording."""
+    with open_recording(path) as file:
+        reader = RecordReader(file, path.name)
+        return play(resolved, reader.header.readings, reader.events(), lambda steps: None)
 
 
 def serve_in_threads(config: EngineConfig, rounds: Rounds, engines: int = 1) -> Served:
