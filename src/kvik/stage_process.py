@@ -129,7 +129,8 @@ class StageReceiver:
     def __init__(self, line: Connection) -> None:
         self._line = line
         self._arrived: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        threading.Thread(target=self._take_in, name="kvik-hop", daemon=True).start()
+        self._thread = threading.Thread(target=self._take_in, name="kvik-hop", daemon=True)
+        self._thread.start()
 
     def take(self) -> bytes:
         """Wait for the hidden states of the next step: [tokens, hidden].
@@ -142,6 +143,11 @@ class StageReceiver:
             self._arrived.put(None)  # for later calls
             raise EOFError
         return data
+
+    def stop(self) -> None:
+        """Close the connection."""
+        hang_up(self._line)
+        self._thread.join(END_SECONDS)
 
     def _take_in(self) -> None:
         with self._line, suppress(EOFError, OSError):
@@ -168,7 +174,8 @@ class StageProcesses:
         self._may_load, self._joined = threading.Event(), threading.Event()
         self.lost = ""  # see `EarlierStages.lost`
         self._lost_set = threading.Event()  # `lost` is set
-        self._closed = False
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._main, name="kvik-stages", daemon=True)
         self._began = time.monotonic()
         self._took = 0.0  # seconds until the last stage had loaded; 0: it has not
         address = self._listener.address
@@ -179,7 +186,7 @@ class StageProcesses:
         except BaseException:
             self.stop()
             raise
-        threading.Thread(target=self._main, name="kvik-stages", daemon=True).start()
+        self._watcher.start()
 
     @property
     def cores(self) -> list[int]:
@@ -236,7 +243,7 @@ class StageProcesses:
 
     def stop(self) -> None:
         """End the stages; safe to call twice."""
-        self._closed = True
+        self._closed.set()
         self._listener.close()
         for line in self._lines:
             hang_up(line)
@@ -247,6 +254,12 @@ class StageProcesses:
                 process.kill()
                 process.wait()
         self._launcher.stop()
+        if self._watcher.is_alive():
+            self._watcher.join(END_SECONDS)
+        if self._receiver is not None:
+            self._receiver.stop()
+        for line in (*self._lines, *self._beats):
+            line.close()
 
     def _raise_lost(self) -> None:
         self._lost_set.wait(END_SECONDS)
@@ -288,7 +301,7 @@ class StageProcesses:
         for beat in self._beats:
             os.set_blocking(beat.fileno(), False)
         while not self._may_load.wait(LOOK_SECONDS):
-            if self._closed:
+            if self._closed.is_set():
                 return
         for stage, line in enumerate(self._lines):
             following = hops[stage + 1]
@@ -357,14 +370,14 @@ class StageProcesses:
         raise LinkError(f"stage {missing} has not connected within {JOIN_SECONDS:.0f} seconds")
 
     def _watch(self) -> None:
-        while not self._closed:
+        while not self._closed.is_set():
             gone = self._gone()
-            if gone and not self._closed:
+            if gone and not self._closed.is_set():
                 self.give_up(gone)
                 for process in self._processes:  # the others wait for it
                     process.kill()
                 return
-            time.sleep(LOOK_SECONDS)
+            self._closed.wait(LOOK_SECONDS)
 
     def _gone(self) -> str:
         """Return which stage has ended or is silent, and how; "": all are alive."""
