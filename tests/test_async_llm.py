@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from helpers.faults import raising
 from helpers.served_engine import FakeExecutor, gated_executor
+from helpers.waiting import eventually
 
 from kvik import LLM, AsyncLLM, ConfigError, ParamError, SamplingParams, async_llm
 from kvik.async_llm import AdmissionQueue
@@ -64,9 +65,7 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[AsyncLLM, Fake
 
 async def at_rest(engine: AsyncLLM) -> None:
     """Wait until no request is left."""
-    async with asyncio.timeout(20):
-        while engine._requests or engine.client.num_unfinished:
-            await asyncio.sleep(0.002)
+    await eventually(lambda: not (engine._requests or engine.client.num_unfinished))
     stats = await engine.stats()
     assert (stats.num_running, stats.num_waiting) == (0, 0)
     assert engine._admission._queue.num_waiting == 0
@@ -118,8 +117,7 @@ async def test_a_slow_reader_gets_one_delta_for_all_it_missed(faked):
         stream = engine.generate("Once", LONG)
         first = await anext(stream)
         executor.gate.set()
-        while engine._requests:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: not engine._requests)
         rest = [delta async for delta in stream]
         assert len(rest) == 1
         assert len(first.token_ids) + len(rest[0].token_ids) == 100
@@ -188,40 +186,25 @@ async def test_an_aborted_stream_says_so(faked):
         assert stream.output.outputs[0].finish_reason == "abort"
 
 
-async def test_a_request_that_waits_for_the_queue_can_be_aborted_and_cancelled(faked):
+async def test_requests_that_wait_for_the_queue_can_be_aborted_cancelled_and_closed(faked):
     engine, executor = faked(gated_executor(), max_num_seqs=1, max_queued_requests=1)
     async with engine:
-        results = [
-            asyncio.create_task(engine.generate("A", GREEDY, str(i)).result()) for i in range(5)
-        ]
-        while len(engine._admission._waiting) < 4:
-            await asyncio.sleep(0.002)
+        streams = [engine.generate("A", GREEDY, str(i)) for i in range(6)]
+        results = [asyncio.create_task(stream.result()) for stream in streams]
+        await eventually(lambda: len(engine._admission._waiting) >= 5)
         assert await engine.abort("3")
         results[2].cancel()
         assert (await results[3]).outputs[0].finish_reason == "abort"
-        executor.gate.set()
-        ended = await asyncio.gather(*results, return_exceptions=True)
-        assert isinstance(ended[2], asyncio.CancelledError)
-        for i in (0, 1, 4):
-            assert ended[i].num_output_tokens == 8
-        await at_rest(engine)
-
-
-async def test_a_stream_closed_by_another_task_before_sending_leaves_nothing(faked):
-    engine, executor = faked(gated_executor(), max_num_seqs=1, max_queued_requests=1)
-    async with engine:
-        streams = [engine.generate("A", GREEDY, str(i)) for i in range(4)]
-        results = [asyncio.create_task(stream.result()) for stream in streams]
-        while len(engine._admission._waiting) < 3:
-            await asyncio.sleep(0.002)
-        await streams[2].aclose()
+        await streams[4].aclose()
         executor.gate.set()
         # Its id is free at once, before its own task runs again.
-        assert (await engine.generate([1, 2], GREEDY, "2").result()).num_output_tokens == 8
+        assert (await engine.generate([1, 2], GREEDY, "4").result()).num_output_tokens == 8
         with pytest.raises(RuntimeError, match="closed before"):
-            await results.pop(2)
-        ended = await asyncio.gather(*results)
-        assert [output.num_output_tokens for output in ended] == [8] * 3
+            await results[4]
+        ended = await asyncio.gather(*results, return_exceptions=True)
+        assert isinstance(ended[2], asyncio.CancelledError)
+        for i in (0, 1, 5):
+            assert ended[i].num_output_tokens == 8
         await at_rest(engine)
 
 
@@ -384,8 +367,7 @@ async def test_a_request_that_fails_raises_and_the_others_go_on(faked):
     engine, executor = faked(gated_executor())
     async with engine:
         results = [asyncio.create_task(engine.generate("A", GREEDY).result()) for _ in range(3)]
-        while not executor.plans:
-            await asyncio.sleep(0.002)
+        await eventually(lambda: executor.plans)
         executor.errors = {0: "a kernel failed"}
         executor.gate.set()
         ended = await asyncio.gather(*results, return_exceptions=True)
@@ -414,8 +396,7 @@ async def test_an_engine_that_fails_as_a_whole_fails_all_requests_and_the_next(f
     engine, executor = faked(gated_executor(), max_num_seqs=2, max_queued_requests=2)
     async with engine:
         results = [asyncio.create_task(engine.generate("A", GREEDY).result()) for _ in range(9)]
-        while not executor.plans:
-            await asyncio.sleep(0.002)
+        await eventually(lambda: executor.plans)
         executor.submit = raising(SystemExit("no engine any more"))
         executor.gate.set()
         ended = await asyncio.gather(*results, return_exceptions=True)
@@ -436,8 +417,7 @@ async def test_closing_ends_what_runs_and_what_waits(faked):
     engine, executor = faked(FakeExecutor(seconds=0.05), max_num_seqs=1, max_queued_requests=1)
     async with engine:
         results = [asyncio.create_task(engine.generate("A", LONG).result()) for _ in range(4)]
-        while not executor.plans:
-            await asyncio.sleep(0.002)
+        await eventually(lambda: executor.plans)
     ended = await asyncio.gather(*results, return_exceptions=True)
     assert all(isinstance(one, (RuntimeError, UnavailableError)) for one in ended)
     assert executor.stopped == 1
@@ -453,8 +433,7 @@ async def test_a_killed_process_is_started_again_and_takes_what_had_not_begun():
         stream = engine.generate("Once", LONG.with_changes(max_tokens=1000, n=50))
         await anext(stream)
         waiting = asyncio.create_task(engine.generate("The king", GREEDY).result())
-        while engine.client.num_unfinished < 2:
-            await asyncio.sleep(0.002)
+        await eventually(lambda: engine.client.num_unfinished >= 2)
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(RuntimeError):
             await stream.result()

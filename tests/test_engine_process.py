@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from helpers.stored_models import CONFIGS, SIZES, save_quantised
 from helpers.tiny_models import save_tiny
+from helpers.waiting import eventually
 
 from kvik import LLM, SamplingParams
 from kvik.build import build_engine
@@ -58,20 +59,14 @@ def in_process(
     asyncio.run(whole())
 
 
-async def until(client: EngineClient, state: EngineState) -> None:
-    while client.state is not state:
-        await asyncio.sleep(0.01)
-
-
 @pytest.mark.full
 @pytest.mark.usefixtures("fresh")
 def test_the_engine_process_gives_the_tokens_of_the_engine_in_process(resolved, tmp_path):
     async def test(client, deltas):
-        await until(client, EngineState.READY)
+        await eventually(lambda: client.state is EngineState.READY)
         for i, prompt in enumerate(PROMPTS):
             client.add(EngineRequest(str(i), prompt, PARAMS))
-        while client.num_unfinished:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: not client.num_unfinished)
         for i, output in enumerate(expected):
             mine = [d for d in deltas if d.request_id == str(i)]
             assert [t for d in mine for t in d.token_ids] == output.outputs[0].token_ids
@@ -94,7 +89,7 @@ def test_what_cannot_be_used_fails_with_the_reason(resolved, tmp_path, what):
     broken = replace(resolved, runner=replace(resolved.runner, model_path=str(tmp_path)))
 
     async def test(client, deltas):
-        await until(client, EngineState.FAILED)
+        await eventually(lambda: client.state is EngineState.FAILED)
         assert what in client.reason
         assert "\n" not in client.reason
 
@@ -108,12 +103,11 @@ def test_what_cannot_be_used_fails_with_the_reason(resolved, tmp_path, what):
 def test_ctrl_c_and_a_hang_up_do_not_end_the_engine_process(resolved):
     async def test(client, deltas):
         pid = client.links[0].source.pid
-        await until(client, EngineState.READY)
+        await eventually(lambda: client.state is EngineState.READY)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             subprocess.run(["kill", f"-{number}", str(pid)], check=True)
         client.add(EngineRequest("a", [1, 2, 3], SamplingParams(max_tokens=3)))
-        while client.num_unfinished:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: not client.num_unfinished)
         assert deltas[-1].finish_reason is FinishReason.LENGTH
         assert client.links[0].source.pid == pid
 
@@ -197,12 +191,10 @@ def test_quantised_checkpoints_are_served(case: str, plain: Path, tmp_path: Path
     served: list[RequestDelta] = []
 
     async def serve(client: EngineClient, deltas: list[RequestDelta]) -> None:
-        while client.state is EngineState.STARTING:
-            await asyncio.sleep(0.01)
+        await eventually(lambda: client.state is not EngineState.STARTING)
         assert client.state is EngineState.READY, client.reason
         client.add(EngineRequest("a", [1, 2, 3], greedy))
-        while client.num_unfinished:
-            await asyncio.sleep(0.005)
+        await eventually(lambda: not client.num_unfinished)
         served.extend(deltas)
 
     in_process(resolved, serve)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from helpers.faults import raising
+from helpers.http_server import until
 from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
@@ -214,9 +215,7 @@ def test_a_killed_engine_leaves_its_pages(tmp_path: Path) -> None:
     words = [sys.executable, "-c", KILLED, tiers, ",".join(map(str, prompt))]
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as child:
         said = child.stdout.readline()
-        until = time.monotonic() + 20
-        while len(list((tmp_path / "kv").glob("*/*/*.kv"))) < 13 and time.monotonic() < until:
-            time.sleep(0.01)
+        until(lambda: len(list((tmp_path / "kv").glob("*/*/*.kv"))) >= 13, 20)
         child.kill()
     with LLM(**TINY, kv_tiers=tiers) as llm:
         (output,) = llm.generate([prompt], GREEDY)

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 from helpers.engine_child import children_of, ranks_of
 from helpers.faults import errors_of, raising
+from helpers.http_server import until
 
 pytest.importorskip("kvik.kernels.cpu._native", reason="kvik has no native kernels here")
 
@@ -224,10 +225,7 @@ def test_a_process_that_is_lost_while_pages_move_leaves_nothing(
         with pytest.raises(GroupLost, match=f"rank 1 has ended with signal 9: {AGAIN}"):
             made.generate([prompts[0]], sampling)
         assert killed
-    until = time.monotonic() + 10
-    while set(threading.enumerate()) - threads and time.monotonic() < until:
-        time.sleep(0.01)
-    assert not set(threading.enumerate()) - threads
+    until(lambda: not set(threading.enumerate()) - threads, 10)
     for page in (tmp_path / "kv").glob("*/*/*.kv"):
         assert page.name[0] != "."
     with LLM(**{**RANKS, "tensor_parallel_size": 1}, num_blocks=18, kv_tiers=kv_tiers) as again:
@@ -254,9 +252,7 @@ def send_soon(number: int) -> None:
     """Send a signal to the next process that is started."""
 
     def send() -> None:
-        while not (ranks := ranks_of(os.getpid())):
-            time.sleep(0.001)
-        os.kill(ranks[0], number)
+        os.kill(until(lambda: ranks_of(os.getpid()))[0], number)
 
     threading.Thread(target=send).start()
 

@@ -19,20 +19,12 @@ import pytest
 from helpers.http_server import ask, until
 from helpers.optional_native import needs_native
 from helpers.server_process import ServerProcess, children, gone, server_process
+from test_prefill_decode import COMMON as BUNDLED
 from test_prefill_decode import moves, route
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("forked")]
 
-COMMON = (
-    "--device",
-    "cpu",
-    "--threads",
-    "1",
-    "--served-model-name",
-    "m",
-    "--max-model-len",
-    "1024",
-)
+COMMON = (*BUNDLED, "--served-model-name", "m")
 TIER = ("--kv-tiers", "memory:64MiB")
 TOKENS = 800  # enough that not all end before a test has seen them running
 CHAT = {"messages": [{"role": "user", "content": "Tell of \u00e9\U0001f600 a king"}]}

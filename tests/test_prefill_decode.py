@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -53,22 +54,16 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def texts(front: Any, bodies: list[dict[str, Any]]) -> list[Any]:
     """Send requests at once, and return the status, text and log probabilities of each answer."""
-    found: list[Any] = [None] * len(bodies)
 
-    def one(i: int) -> None:
-        answer = ask(front, "POST", "/v1/completions", bodies[i], 60.0)
+    def one(body: dict[str, Any]) -> Any:
+        answer = ask(front, "POST", "/v1/completions", body, 60.0)
         if answer.status != 200:
-            found[i] = (answer.status, answer.json["error"]["message"], None)
-            return
+            return answer.status, answer.json["error"]["message"], None
         choice = answer.json["choices"][0]
-        found[i] = (200, choice["text"], choice["logprobs"]["token_logprobs"])
+        return 200, choice["text"], choice["logprobs"]["token_logprobs"]
 
-    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(bodies))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return found
+    with ThreadPoolExecutor(len(bodies)) as pool:
+        return list(pool.map(one, bodies))
 
 
 def moves(server: ServerProcess) -> Any:

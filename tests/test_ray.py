@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.faults import raising
+from helpers.http_server import until
 from helpers.optional_native import needs_native
 
 from kvik import LLM, SamplingParams
@@ -58,13 +59,6 @@ def stages() -> list[int]:
     return found
 
 
-def gone(seconds: float = 10.0) -> bool:
-    end = time.monotonic() + seconds
-    while stages() and time.monotonic() < end:
-        time.sleep(0.1)
-    return not stages()
-
-
 def answers(llm: LLM) -> list[object]:
     outputs = [one.outputs[0] for one in llm.generate(TEXTS, PARAMS)]
     return [(one.token_ids, one.logprobs, one.error) for one in outputs]
@@ -84,7 +78,7 @@ def test_stages_elsewhere_give_the_same_bits_and_lost_ones_are_named(cluster) ->
             except GroupLost as lost:  # the loss was known before
                 error = str(lost)
             assert "has ended with signal 9" in error and "stage " in error
-        assert gone()
+        until(lambda: not stages(), 10)
 
 
 @pytest.mark.full

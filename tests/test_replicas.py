@@ -8,18 +8,21 @@ import os
 import re
 import signal
 import sys
-import threading
 import time
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from helpers.optional_native import needs_native
 from helpers.server_process import ServerProcess, children, command, server_process
+from helpers.waiting import eventually
 
 from kvik import AsyncLLM, SamplingParams
 from kvik.cli.main import main
-from kvik.engine.remote import EngineState
+from kvik.engine.remote import EngineLink, EngineState
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("forked")]
 
@@ -43,29 +46,34 @@ async def texts(engine: AsyncLLM, count: int, tokens: int) -> list[str]:
     return await asyncio.gather(*map(one, range(count)))
 
 
+@asynccontextmanager
+async def two_replicas(**options: Any) -> AsyncIterator[tuple[AsyncLLM, Sequence[EngineLink]]]:
+    """Provide an engine and the links of its replicas, which are ready."""
+    engine = AsyncLLM(**options, data_parallel_size=2)
+    links = engine.client.links
+    async with engine, asyncio.timeout(600):
+        await eventually(lambda: all(link.state is EngineState.READY for link in links))
+        yield engine, links
+
+
 async def test_answers_do_not_depend_on_replicas_or_a_killed_one() -> None:
     async with AsyncLLM(**OPTIONS) as alone:
         right = await texts(alone, 16, 24)
     shm = set(os.listdir("/dev/shm"))
-    engine = AsyncLLM(**OPTIONS, data_parallel_size=2)
-    both = engine.client
-    async with engine, asyncio.timeout(600):
-        while not all(client.state is EngineState.READY for client in both.links):
-            await asyncio.sleep(0.01)
+    async with two_replicas(**OPTIONS) as (engine, links):
         assert await texts(engine, 16, 24) == right
-        stats = [await client.stats() for client in both.links]
+        stats = [await link.stats() for link in links]
         assert all(one.delivered_tokens for one in stats)
         assert sum(one.threads for one in stats if one.threads) == 2
-        pids = [client.source.pid for client in both.links]
+        pids = [link.source.pid for link in links]
         running = asyncio.ensure_future(texts(engine, 16, 24))
         await asyncio.sleep(0.05)
         os.kill(pids[0], signal.SIGKILL)
         found = await running
         assert all(a == b or a.startswith("lost: ") for a, b in zip(found, right, strict=True))
         assert await texts(engine, 4, 24) == right[:4]
-        while both.links[0].state is not EngineState.READY:
-            await asyncio.sleep(0.01)
-        pids += [client.source.pid for client in both.links]
+        await eventually(lambda: links[0].state is EngineState.READY)
+        pids += [link.source.pid for link in links]
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
@@ -126,21 +134,14 @@ def test_a_server_continues_after_losing_one_of_two_engines() -> None:
         wait_for_both(server)
         pids = engines_of(server)
         assert len(pids) == 2
-        answers: list[tuple[int, Any]] = []
-
-        def client(number: int) -> None:
-            body = {"prompt": f"The {number}. bear", "max_tokens": 60, "ignore_eos": True}
-            answers.append(server.post("/v1/completions", body))
-
-        threads = [threading.Thread(target=client, args=(i,)) for i in range(12)]
-        for thread in threads:
-            thread.start()
-        time.sleep(0.15)
-        os.kill(pids[1], signal.SIGKILL)
-        assert server.get("/health")[0] == 200
-        for thread in threads:
-            thread.join(60)
-        assert len(answers) == 12
+        more = {"max_tokens": 60, "ignore_eos": True}
+        bodies = [{"prompt": f"The {number}. bear", **more} for number in range(12)]
+        with ThreadPoolExecutor(12) as pool:
+            answering = pool.map(server.post, ["/v1/completions"] * 12, bodies)
+            time.sleep(0.15)
+            os.kill(pids[1], signal.SIGKILL)
+            assert server.get("/health")[0] == 200
+        answers = list(answering)
         for status, answer in answers:
             if status == 200:
                 assert answer["usage"]["completion_tokens"] == 60
@@ -154,44 +155,31 @@ def test_a_server_continues_after_losing_one_of_two_engines() -> None:
     assert set(os.listdir("/dev/shm")) <= shm
 
 
-async def drained(kill: bool) -> tuple[list[str], list[str], list[dict[str, int]]]:
-    """Return the answers of two replicas, one of which hands over its requests, and what each
-    computed."""
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_draining_replica_hands_over_its_requests_without_changes(dies: bool) -> None:
+    """If it dies, those that it has not handed over are lost."""
     options = {**OPTIONS, "num_blocks": 512, "max_model_len": 512}
     async with AsyncLLM(**options) as alone:
         right = await texts(alone, 12, 480)
-    engine = AsyncLLM(**options, data_parallel_size=2, kv_tiers="memory:64MiB")
-    both = engine.client
-    async with engine, asyncio.timeout(600):
-        while not all(client.state is EngineState.READY for client in both.links):
-            await asyncio.sleep(0.01)
+    async with two_replicas(**options, kv_tiers="memory:64MiB") as (engine, links):
         running = asyncio.ensure_future(texts(engine, 12, 480))
-        while (await both.links[0].stats()).delivered_tokens < 240:  # each has full pages
+        while (await links[0].stats()).delivered_tokens < 240:  # each has full pages
             await asyncio.sleep(0.001)
-        before = await both.links[1].stats()
-        had = both.drain_replica(0, drain=True)
+        before = await links[1].stats()
+        had = engine.client.drain_replica(0, drain=True)
         assert had > 0
-        if kill:
+        if dies:
             await asyncio.sleep(0.01)
-            os.kill(both.links[0].source.pid, signal.SIGKILL)
+            os.kill(links[0].source.pid, signal.SIGKILL)
         else:
-            while both.links[0].num_unfinished:
-                await asyncio.sleep(0.001)
+            await eventually(lambda: not links[0].num_unfinished)
             assert not running.done()
         found = await running
-        after = await both.links[1].stats()
+        after = await links[1].stats()
+    if dies:
+        assert all(a == b or a.startswith("lost: ") for a, b in zip(found, right, strict=True))
+    else:
+        assert found == right
+        assert after.moves.totals.loaded_tokens > 0
         prefill = after.work.prefill_tokens - before.work.prefill_tokens
-        loaded = after.moves.totals.loaded_tokens
-    return found, right, [{"had": had, "prefill": prefill, "loaded": loaded}]
-
-
-async def test_a_draining_replica_hands_over_its_requests_without_changes() -> None:
-    found, right, (counts,) = await drained(kill=False)
-    assert found == right
-    assert counts["loaded"] > 0
-    assert counts["prefill"] <= 16 * counts["had"] + 12 * 8  # later prompts had no pages
-
-
-async def test_a_replica_that_dies_draining_loses_requests_not_handed_over() -> None:
-    found, right, _ = await drained(kill=True)
-    assert all(a == b or a.startswith("lost: ") for a, b in zip(found, right, strict=True))
+        assert prefill <= 16 * had + 12 * 8  # later prompts had no pages

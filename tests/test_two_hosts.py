@@ -28,11 +28,8 @@ from kvik.rank_process import Process
 
 HERE, THERE = "10.231.7.1", "10.231.7.2"
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
-DELAY, LOSS, LATER = (
-    (0.008, 0.012),
-    0.05,
-    0.1,
-)  # seconds, share, seconds more if reordered
+DELAY = (0.008, 0.012)  # seconds
+LOSS, LATER = 0.05, 0.1  # share, seconds more if reordered
 PARAMS = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, logprobs=2)
 COMMON = {"device": "cpu", "threads": 2, "max_model_len": 256}
 STAGES = {**COMMON, "pipeline_parallel_size": 2}
@@ -107,14 +104,8 @@ class OtherHost:
             run(f"ip netns exec {self.name} ip {change}")
 
     def start(self, stage: int, arguments: Sequence[str], token: str) -> Process:
-        inner = (
-            "unshare",
-            "--mount",
-            "sh",
-            "-c",
-            'mount -t tmpfs none /dev/shm && exec "$@"',
-            "sh",
-        )
+        mounted = 'mount -t tmpfs none /dev/shm && exec "$@"'
+        inner = ("unshare", "--mount", "sh", "-c", mounted, "sh")
         command = python_command("kvik.stage_process", *arguments, THERE)
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.name, *inner, *command], stdin=subprocess.PIPE

@@ -14,6 +14,7 @@ import uvloop
 from helpers.scripted_engine import Rig, end, token
 from helpers.served_engine import engine_in_thread
 from helpers.served_engine import engine_request as request
+from helpers.waiting import eventually
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta
@@ -41,8 +42,7 @@ async def connected() -> AsyncIterator[Rig]:
     rig = Rig()
     rig.client.start(rig.calls.append)
     assert rig.client.state is EngineState.STARTING
-    rig.source.send(Ready())
-    await rig.settle()
+    await rig.send(Ready())
     assert (rig.client.state, rig.client.reason) == (EngineState.READY, "")
     try:
         yield rig
@@ -57,10 +57,8 @@ async def test_requests_and_deltas_go_through(rig, loop_factory):
     (add,) = rig.source.received()
     assert isinstance(add, Add)
     assert wire.engine_request.decode(add.request) == request()
-    rig.source.step(token("a"))
-    await rig.settle()
-    rig.source.step(token("a"), end("a"), steps=2)
-    await rig.settle()
+    await rig.step(token("a"))
+    await rig.step(token("a"), end("a"), steps=2)
     assert rig.deltas == [token("a"), token("a"), end("a")]
     assert len(rig.calls) == 2
     assert rig.client.num_unfinished == 0
@@ -71,8 +69,7 @@ async def test_frames_readable_at_once_give_one_call(rig, loop_factory):
     rig.client.add(request())
     for i in range(50):
         rig.source.step(token("a"), steps=i)
-    rig.source.step(end("a"))
-    await rig.settle()
+    await rig.step(end("a"))
     assert len(rig.calls) == 1
     assert len(rig.deltas) == 51
 
@@ -81,12 +78,10 @@ async def test_each_sibling_has_exactly_one_end(rig):
     rig.client.add(request(n=2))
     rig.source.step(token("b"), end("b"), token("a", 5), end("a", 2), token("a", -1))
     rig.source.step(end("a", 1), end("a", 1))
-    rig.source.step(token("a", 1), token("a", 0))
-    await rig.settle()
+    await rig.step(token("a", 1), token("a", 0))
     assert rig.deltas == [end("a", 1), token("a", 0)]
     rig.source.step(end("a", 0), end("a", 0))
-    rig.source.step(end("a", 0))
-    await rig.settle()
+    await rig.step(end("a", 0))
     assert len(rig.ends) == 2
     assert rig.client.num_unfinished == 0
 
@@ -96,8 +91,7 @@ async def test_a_lost_engine_ends_everything_at_once(rig, loop_factory):
     rig.client.add(request("a", n=2))
     rig.client.add(request("b"))
     rig.source.step(token("a"), end("a", 1), token("b"))
-    rig.source.sock.close()
-    await rig.settle()
+    await rig.lose()
     assert sorted(rig.ends) == [
         ("a", 0, FinishReason.ERROR),
         ("a", 1, FinishReason.LENGTH),
@@ -118,20 +112,17 @@ async def test_a_lost_engine_ends_everything_at_once(rig, loop_factory):
 async def test_a_restarted_engine_starts_without_old_requests(rig):
     rig.client.add(request("a"))
     rig.source.step(token("a"), steps=3)
-    rig.source.sock.close()
-    await rig.settle()
+    await rig.lose()
     rig.source.connect(EngineStart(rig.client.config))
     ((body,), _) = rig.source._frames.receive(rig.source.sock)
     assert wire.to_start.decode(body) == EngineStart(rig.client.config)
     assert rig.client.state is EngineState.RESTARTING
     signs = rig.link.signs_of_life
-    rig.source.send(Ready())
-    await rig.settle()
+    await rig.send(Ready())
     assert rig.client.state is EngineState.READY
     assert rig.link.signs_of_life == signs + 1
     rig.client.add(request("a"))
-    rig.source.step(token("a"), end("a"), steps=3)
-    await rig.settle()
+    await rig.step(token("a"), end("a"), steps=3)
     assert len(rig.ends) == 2
 
 
@@ -147,8 +138,7 @@ GARBAGE = [
 @pytest.mark.parametrize("garbage", GARBAGE)
 async def test_an_engine_that_sends_invalid_frames_is_lost(rig, garbage, caplog):
     rig.client.add(request("a"))
-    rig.source.step(token("a"))
-    await rig.settle()
+    await rig.step(token("a"))
     rig.source.sock.sendall(garbage)
     await rig.settle()
     assert rig.ends == [("a", 0, FinishReason.ERROR)]
@@ -158,8 +148,7 @@ async def test_an_engine_that_sends_invalid_frames_is_lost(rig, garbage, caplog)
 
 async def test_the_reason_of_a_failed_load_is_reported(rig):
     rig.source.send(Unusable("model", "has no weights"))
-    rig.source.sock.close()
-    await rig.settle()
+    await rig.lose()
     assert rig.client.state is EngineState.RESTARTING  # it could be loaded before
     assert rig.client.reason == "model: has no weights"
     assert rig.source.losses == [("model: has no weights", True)]
@@ -171,10 +160,8 @@ async def test_a_failing_sink_affects_no_request(rig, caplog):
 
     rig.client.add_sink(sink)
     rig.client.add(request("a"))
-    rig.source.step(token("a"))
-    await rig.settle()
-    rig.source.step(end("a"))
-    await rig.settle()
+    await rig.step(token("a"))
+    await rig.step(end("a"))
     assert rig.deltas == [token("a"), end("a")]
     assert rig.client.state is EngineState.READY
     assert caplog.text.count("deltas could not be delivered") == 2
@@ -202,8 +189,7 @@ async def test_an_end_is_sent_only_for_running_requests(rig):
     (heard,) = rig.source.received()
     assert heard == End("a", 0, FinishReason.ERROR, "text ?")
     assert rig.client.num_unfinished == 1  # until the engine confirms
-    rig.source.step(end("a"))
-    await rig.settle()
+    await rig.step(end("a"))
     rig.client.end("a")
     assert rig.source.received() == []
 
@@ -274,13 +260,11 @@ async def test_counters_continue_after_a_restart(rig):
         return await asking
 
     assert (await read(steps=7, num_running=3)).steps == 7
-    rig.source.sock.close()
-    await rig.settle()
+    await rig.lose()
     lost = await rig.client.stats()
     assert (lost.steps, lost.num_running, lost.num_blocks) == (7, 0, 512)
     rig.source.connect(None)
-    rig.source.send(Ready())
-    await rig.settle()
+    await rig.send(Ready())
     again = await read(steps=2, num_running=1)
     assert (again.steps, again.num_running) == (9, 1)
 
@@ -337,8 +321,7 @@ async def test_with_a_real_loop_at_the_other_end(loop_factory):
             if i % 5 == 0:
                 served.client.end(f"r{i}")
         await served.at_rest()
-        while served.client.num_unfinished:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: not served.client.num_unfinished)
         ends = [d for d in deltas if d.finish_reason is not None]
         assert len(ends) == sum(1 + i % 3 for i in range(40))
         assert len({(d.request_id, d.index) for d in ends}) == len(ends)
@@ -352,25 +335,17 @@ async def test_with_a_real_loop_at_the_other_end(loop_factory):
 async def test_asyncio_reports_no_problems(rig, caplog):
     with caplog.at_level(logging.WARNING):
         rig.client.add(request())
-        rig.source.step(end("a"))
-        await rig.settle()
+        await rig.step(end("a"))
     assert not caplog.records
 
 
 # Requests of a lost engine are sent again once or ended, never both.
 
 
-async def lose(rig: Rig) -> None:
-    rig.source.sock.close()
-    await rig.settle()
-    assert rig.client.state is EngineState.RESTARTING
-
-
 async def begin_another(rig: Rig) -> list:
     """Return the messages that the next engine receives when it is ready."""
     rig.source.connect()
-    rig.source.send(Ready())
-    await rig.settle()
+    await rig.send(Ready())
     return rig.source.received()
 
 
@@ -381,7 +356,7 @@ async def test_requests_without_output_are_sent_to_the_next_engine(rig):
     rig.client.end("left")
     first = rig.source.received()[0]
     rig.source.step(token("begun", 1))
-    await lose(rig)
+    await rig.lose()
     assert [(d.request_id, d.index, d.resendable) for d in rig.deltas[1:]] == [
         ("begun", 0, True),
         ("begun", 1, True),
@@ -392,16 +367,14 @@ async def test_requests_without_output_are_sent_to_the_next_engine(rig):
         rig.client.check(request("waits"))
     rig.calls.clear()
     assert await begin_another(rig) == [first]
-    rig.source.step(token("waits"), end("waits"), end("waits", 1))
-    await rig.settle()
+    await rig.step(token("waits"), end("waits"), end("waits", 1))
     assert rig.deltas == [token("waits"), end("waits"), end("waits", 1)]
 
 
 async def test_an_engine_reports_a_lost_rank_after_its_last_tokens(rig):
     for name in ("begun", "running", "waits"):
         rig.client.add(request(name))
-    rig.source.send(stepped(1, False, [token("begun")]), Lost("GroupLost: rank 1", ["waits"]))
-    await rig.settle()
+    await rig.send(stepped(1, False, [token("begun")]), Lost("GroupLost: rank 1", ["waits"]))
     begun, lost = rig.deltas
     assert begun == token("begun")
     assert (lost.request_id, lost.error, lost.resendable) == ("begun", "GroupLost: rank 1", True)
@@ -411,8 +384,7 @@ async def test_an_engine_reports_a_lost_rank_after_its_last_tokens(rig):
         rig.source.sock.close()
         heard = await begin_another(rig)
         assert {message.request_id for message in heard} >= {"waits"}
-        rig.source.send(Lost("GroupLost: rank 2", ["waits"]))
-        await rig.settle()
+        await rig.send(Lost("GroupLost: rank 2", ["waits"]))
     lost = rig.deltas[-1]
     assert (lost.request_id, lost.error, lost.resendable) == ("running", "GroupLost: rank 2", False)
     assert len(rig.ends) == 2
@@ -420,9 +392,9 @@ async def test_an_engine_reports_a_lost_rank_after_its_last_tokens(rig):
 
 async def test_a_request_is_sent_twice_at_most(rig):
     rig.client.add(request("a"))
-    await lose(rig)
+    await rig.lose()
     assert len(await begin_another(rig)) == 1
-    await lose(rig)
+    await rig.lose()
     (last,) = rig.deltas
     assert (last.finish_reason, last.resendable) == (FinishReason.ERROR, False)
     assert await begin_another(rig) == []
@@ -431,7 +403,7 @@ async def test_a_request_is_sent_twice_at_most(rig):
 @pytest.mark.parametrize("state", [EngineState.FAILED, EngineState.CLOSED])
 async def test_waiting_requests_end_if_no_engine_follows(rig, state):
     rig.client.add(request("a", n=2))
-    await lose(rig)
+    await rig.lose()
     assert rig.deltas == []
     rig.link.disconnect(state, "no more")
     assert [(d.error, d.resendable) for d in rig.deltas] == [("no more", True)] * 2
@@ -440,7 +412,7 @@ async def test_waiting_requests_end_if_no_engine_follows(rig, state):
 async def test_waiting_requests_can_be_ended(rig):
     for name in ("a", "b"):
         rig.client.add(request(name, n=2))
-    await lose(rig)
+    await rig.lose()
     rig.client.end("a")
     rig.client.end("b", 1)
     assert rig.deltas == []  # never inside the call
@@ -449,8 +421,7 @@ async def test_waiting_requests_can_be_ended(rig):
     assert rig.ends == [("a", 0, abort), ("a", 1, abort), ("b", 1, abort)]
     heard = await begin_another(rig)
     assert [(type(m), m.request_id) for m in heard] == [(Add, "b"), (End, "b")]
-    rig.source.step(token("b", 1), end("b", 1), end("b", 0))
-    await rig.settle()
+    await rig.step(token("b", 1), end("b", 1), end("b", 0))
     assert rig.ends[3:] == [("b", 0, FinishReason.LENGTH)]
 
 
@@ -459,9 +430,8 @@ async def test_waiting_requests_end_at_their_deadline(rig, loop_factory):
     soon = time.monotonic() + 0.05
     rig.client.add(replace(request("a"), deadline=soon))
     rig.client.add(replace(request("b"), deadline=soon + 1000))
-    await lose(rig)
-    while not rig.deltas:
-        await asyncio.sleep(0.005)
+    await rig.lose()
+    await eventually(lambda: rig.deltas)
     assert time.monotonic() >= soon - 0.002  # uvloop rounds timers to milliseconds
     assert rig.ends == [("a", 0, FinishReason.DEADLINE)]
     assert [m.request_id for m in await begin_another(rig)] == ["b"]

@@ -15,6 +15,7 @@ import pytest
 from helpers import engine_child
 from helpers.scripted_engine import REPORT, Scripted, end, token
 from helpers.served_engine import engine_in_thread, engine_request, tiny_config
+from helpers.waiting import eventually
 
 from kvik.core.block_pool import ContentChanges, extend_hashes
 from kvik.core.routing import ReplicaReport
@@ -80,13 +81,21 @@ class Cluster:
         """Return the ids of the requests that each engine got since the last call."""
         return [[m.request_id for m in s.received() if isinstance(m, Add)] for s in self.sources]
 
-    def lose(self, replica: int) -> None:
+    async def lose(self, replica: int) -> None:
         self.sources[replica].sock.close()
+        await self.settle()
+
+    async def send(self, replica: int, *messages: object) -> None:
+        self.sources[replica].send(*messages)
+        await self.settle()
+
+    async def step(self, replica: int, *deltas: RequestDelta) -> None:
+        self.sources[replica].step(*deltas)
+        await self.settle()
 
     async def again(self, replica: int) -> None:
         self.sources[replica].connect()
-        self.sources[replica].send(Ready())
-        await self.settle()
+        await self.send(replica, Ready())
 
     @property
     def ends(self) -> list[tuple[str, FinishReason]]:
@@ -98,8 +107,7 @@ async def test_requests_go_where_their_prefix_is():
         await cluster.prefers(2, (0, 1))
         cluster.all.add(engine_request("a", [*PROMPT, 50]))
         assert cluster.added() == [[], [], ["a"]]
-        cluster.sources[2].step(token("a"), end("a"))
-        await cluster.settle()
+        await cluster.step(2, token("a"), end("a"))
         assert cluster.ends == [("a", FinishReason.LENGTH)]
         assert cluster.all.num_unfinished == 0
 
@@ -118,14 +126,12 @@ async def test_tenants_under_other_salts_share_no_hits():
 async def test_requests_lost_before_a_token_are_sent_to_another_once():
     async with Cluster(2) as cluster:
         first = cluster.place("a")
-        cluster.lose(first)
-        await cluster.settle()
+        await cluster.lose(first)
         assert cluster.all.state is EngineState.READY
         assert cluster.added()[1 - first] == ["a"]
         assert cluster.deltas == []
         await cluster.again(first)
-        cluster.lose(1 - first)
-        await cluster.settle()
+        await cluster.lose(1 - first)
         ((name, reason),) = cluster.ends
         assert (name, reason) == ("a", FinishReason.ERROR)
         assert f"replica {1 - first}" in cluster.deltas[-1].error
@@ -136,10 +142,8 @@ async def test_requests_lost_before_a_token_are_sent_to_another_once():
 async def test_begun_requests_end_with_an_error_that_names_the_replica():
     async with Cluster(2) as cluster:
         first = cluster.place("a")
-        cluster.sources[first].step(token("a"))
-        await cluster.settle()
-        cluster.lose(first)
-        await cluster.settle()
+        await cluster.step(first, token("a"))
+        await cluster.lose(first)
         assert cluster.ends == [("a", FinishReason.ERROR)]
         assert cluster.deltas[-1].error.startswith(f"replica {first}: ")
         assert cluster.added()[1 - first] == []
@@ -148,10 +152,8 @@ async def test_begun_requests_end_with_an_error_that_names_the_replica():
 async def test_siblings_are_lost_and_sent_again_together():
     async with Cluster(2) as cluster:
         first = cluster.place("a", n=3)
-        cluster.lose(first)
-        await cluster.settle()
-        cluster.sources[1 - first].step(*(end("a", i) for i in range(3)))
-        await cluster.settle()
+        await cluster.lose(first)
+        await cluster.step(1 - first, *(end("a", i) for i in range(3)))
         assert [(d.index, d.finish_reason) for d in cluster.deltas] == [
             (i, FinishReason.LENGTH) for i in range(3)
         ]
@@ -162,8 +164,7 @@ async def test_ended_requests_are_not_sent_again():
         first = cluster.place("a")
         cluster.all.end("a")
         assert [type(m) for m in cluster.sources[first].received()] == [End]
-        cluster.lose(first)
-        await cluster.settle()
+        await cluster.lose(first)
         assert len(cluster.ends) == 1
         assert cluster.added()[1 - first] == []
 
@@ -171,16 +172,14 @@ async def test_ended_requests_are_not_sent_again():
 async def test_closing_ends_waiting_requests():
     async with Cluster(1) as cluster:
         cluster.all.add(engine_request("a", PROMPT))
-        cluster.lose(0)
-        await cluster.settle()
+        await cluster.lose(0)
     assert cluster.ends == [("a", FinishReason.ERROR)]
 
 
 async def test_a_replica_that_cannot_be_loaded_does_not_affect_others():
     cluster = Cluster(2)
     cluster.all.start(cluster.deltas.extend)
-    cluster.sources[0].send(Unusable("model", "has no weights"))
-    await cluster.settle()
+    await cluster.send(0, Unusable("model", "has no weights"))
     assert cluster.all.state is EngineState.STARTING
     cluster.sources[1].send(Ready())
     await cluster.all.ready()
@@ -208,8 +207,7 @@ async def test_a_draining_replica_gets_no_new_requests():
         for i in range(5):
             cluster.all.add(engine_request(f"b{i}", [*PROMPT, 7]))
         assert cluster.added() == [[f"b{i}" for i in range(5)], ["a"]]
-        cluster.sources[1].step(token("a"), end("a"))
-        await cluster.settle()
+        await cluster.step(1, token("a"), end("a"))
         assert cluster.ends == [("a", FinishReason.LENGTH)]
         assert cluster.all.drain_replica(1, drain=False) == 0
         cluster.all.add(engine_request("c", [*PROMPT, 7]))
@@ -234,22 +232,19 @@ async def test_requests_of_a_draining_replica_continue_in_another():
     async with Cluster(2) as cluster:
         await cluster.prefers(1)
         cluster.all.add(engine_request("a", [*PROMPT, 7]))
-        cluster.sources[1].step(token("a"))
-        await cluster.settle()
+        await cluster.step(1, token("a"))
         cluster.all.drain_replica(1, drain=True)
         assert [m.request_id for m in cluster.sources[1].received() if isinstance(m, HandOver)] == [
             "a"
         ]
-        cluster.sources[1].step(handed("a", 2, 3))
-        await cluster.settle()
+        await cluster.step(1, handed("a", 2, 3))
         (added,) = [m for m in cluster.sources[0].received() if isinstance(m, Add)]
         request = engine_request_of.decode(added.request)
         (resumed,) = request.resumed
         assert request.prompt_token_ids == [*PROMPT, 7] and resumed.source.lease == "a"
         assert resumed.output_token_ids == [1, 2, 3] and resumed.seed == 5
         assert not cluster.ends and cluster.all.num_unfinished == 1
-        cluster.sources[0].step(token("a"), end("a"))
-        await cluster.settle()
+        await cluster.step(0, token("a"), end("a"))
         assert [delta.token_ids for delta in cluster.deltas] == [[1], [2, 3], [1], []]
         assert cluster.ends == [("a", FinishReason.LENGTH)]
 
@@ -261,12 +256,10 @@ async def test_a_request_that_ends_while_it_is_handed_over_ends_once():
             cluster.all.add(engine_request(name, [*PROMPT, 7]))
         cluster.all.drain_replica(1, drain=True)
         cluster.all.end("a", None, FinishReason.STOP)
-        cluster.sources[1].step(handed("a"), handed("b"))
-        await cluster.settle()
+        await cluster.step(1, handed("a"), handed("b"))
         assert cluster.added()[0] == ["b"]
         assert cluster.ends == [("a", FinishReason.STOP)]
-        cluster.lose(0)  # before anything of it was delivered: it is sent once more
-        await cluster.settle()
+        await cluster.lose(0)  # before anything of it was delivered: it is sent once more
         cluster.all.drain_replica(1, drain=False)
         await cluster.settle()
         assert cluster.added()[1] == ["b"]
@@ -302,8 +295,7 @@ async def test_siblings_continue_together_except_those_that_end():
 async def test_without_another_replica_requests_end_in_place():
     async with Cluster(2) as cluster:
         first = cluster.place("a")
-        cluster.lose(1 - first)
-        await cluster.settle()
+        await cluster.lose(1 - first)
         assert cluster.all.drain_replica(first, drain=True) == 1
         assert cluster.sources[first].received() == []
 
@@ -311,8 +303,7 @@ async def test_without_another_replica_requests_end_in_place():
 async def test_a_gap_in_the_reports_requests_a_full_report():
     async with Cluster(1) as cluster:
         cluster.holds(0, PROMPT)
-        cluster.sources[0].send(Report(ReplicaReport(ContentChanges(3, [], []))))
-        await cluster.settle()
+        await cluster.send(0, Report(ReplicaReport(ContentChanges(3, [], []))))
         asked = [m.question for m in cluster.sources[0].received() if isinstance(m, Query)]
         assert asked == ["report_all"]
 
@@ -337,13 +328,10 @@ async def test_statistics_are_summed_and_views_merged():
         both = EngineClient(one.client.config, [one.source, other.source])
         deltas: list[RequestDelta] = []
         both.start(deltas.extend)
-        while any(link.state is not EngineState.READY for link in both.links):
-            await asyncio.sleep(0.001)
+        await eventually(lambda: all(link.state is EngineState.READY for link in both.links))
         for i in range(12):
             both.add(engine_request(f"{i}", [i, i + 1, i + 2]))
-        async with asyncio.timeout(20):
-            while sum(d.finish_reason is not None for d in deltas) < 12:
-                await asyncio.sleep(0.005)
+        await eventually(lambda: sum(d.finish_reason is not None for d in deltas) >= 12)
         stats, view, parts = await both.stats(), await both.live(), await both.replicas()
         assert stats.delivered_tokens == 60 == view.stats.delivered_tokens
         assert stats.num_blocks == 1024 == view.blocks.num_blocks
@@ -398,8 +386,7 @@ async def test_a_replica_may_be_killed_at_any_moment(seed: int, tmp_path: Path):
     async with asyncio.timeout(120):
         names = set()
         for turn in range(12):
-            while not all(link.state is EngineState.READY for link in both.links):
-                await asyncio.sleep(0.002)
+            await eventually(lambda: all(link.state is EngineState.READY for link in both.links))
             pids.update(source.pid for source in sources)
             for i in range(10):
                 name = f"{turn}-{i}"
@@ -410,8 +397,7 @@ async def test_a_replica_may_be_killed_at_any_moment(seed: int, tmp_path: Path):
             pid = sources[drawn.randrange(2)].pid
             if pid is not None:
                 os.kill(pid, signal.SIGKILL)
-        while both.num_unfinished:
-            await asyncio.sleep(0.002)
+        await eventually(lambda: not both.num_unfinished)
     ends = Counter(d.request_id for d in deltas if d.finish_reason is not None)
     assert ends == dict.fromkeys(names, 1)
     begun = set()

@@ -22,6 +22,7 @@ from helpers.served_engine import engine_request as request
 from helpers.served_engine import tiny_config
 from helpers.server_process import gone
 from helpers.virtual_time import run_virtually
+from helpers.waiting import eventually
 
 from kvik import child_process
 from kvik.core.types import FinishReason, RequestDelta
@@ -49,11 +50,9 @@ class Rig:
         self.supervisor = Supervisor(command, EngineStart(config), policy, self.printed.append)
         self.client = EngineClient(config, [self.supervisor])
         self.deltas: list[RequestDelta] = []
-        self.states: list[EngineState] = []
 
     async def until(self, state: EngineState) -> None:
-        while self.client.state is not state:
-            await asyncio.sleep(0.002)
+        await eventually(lambda: self.client.state is state)
 
     async def ended(self, name: str) -> RequestDelta:
         while True:
@@ -65,8 +64,7 @@ class Rig:
     async def restarted(self) -> None:
         """Wait until the engine has been replaced."""
         pid = self.supervisor.pid
-        while self.supervisor.pid in (pid, None):
-            await asyncio.sleep(0.002)
+        await eventually(lambda: self.supervisor.pid not in (pid, None))
         await self.until(EngineState.READY)
 
 
@@ -121,8 +119,7 @@ async def test_a_process_that_dies_is_replaced(loop_factory):
         rig.client.add(request("a"))
         assert (await rig.ended("a")).finish_reason is FinishReason.LENGTH
         rig.client.add(request("b", n=2, max_tokens=200))
-        while len({d.index for d in rig.deltas if d.request_id == "b"}) < 2:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: len({d.index for d in rig.deltas if d.request_id == "b"}) >= 2)
         os.kill(rig.supervisor.pid, signal.SIGKILL)
         lost = await rig.ended("b")
         assert lost.finish_reason is FinishReason.ERROR
@@ -142,8 +139,7 @@ async def test_waiting_requests_are_served_by_the_next_engine():
             rig.client.add(request(f"r{i}", max_tokens=200))
         rig.client.add(request("waits"))
         os.kill(rig.supervisor.pid, signal.SIGCONT)
-        while len({d.request_id for d in rig.deltas}) < 8:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: len({d.request_id for d in rig.deltas}) >= 8)
         os.kill(rig.supervisor.pid, signal.SIGKILL)
         for i in range(8):
             lost = await rig.ended(f"r{i}")
@@ -160,14 +156,12 @@ async def test_a_request_that_crashes_engines_crashes_two():
         rig.client.add(request("a", [CRASH]))
         lost = await rig.ended("a")
         assert (lost.finish_reason, lost.resendable) == (FinishReason.ERROR, False)
-        while "status" not in rig.client.reason:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: "status" in rig.client.reason)
         assert rig.client.reason == "the engine process exited with status 3: here it goes"
         await rig.restarted()
         assert (rig.client.reason, rig.client.num_starts) == ("", 3)
         os.kill(rig.supervisor.pid, signal.SIGSEGV)
-        while "SIGSEGV" not in rig.client.reason:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: "SIGSEGV" in rig.client.reason)
     assert "here it goes\n" in "".join(rig.printed)
 
 
@@ -213,13 +207,9 @@ async def test_an_engine_that_does_not_start_is_not_restarted(mode, reason):
 
 async def test_a_model_that_cannot_be_loaded_is_not_loaded_again():
     async with supervised("unusable") as rig:
-        await rig.until(EngineState.FAILED)
+        await eventually(rig.supervisor._task.done)  # its process has ended by itself
+        assert (rig.client.state, rig.supervisor.pid) == (EngineState.FAILED, None)
         assert rig.client.reason == "model: has no weights"
-        while rig.supervisor.pid is not None:  # it ends by itself
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.3)
-        assert rig.client.state is EngineState.FAILED
-        assert rig.supervisor.pid is None
 
 
 @pytest.mark.full
@@ -304,8 +294,7 @@ async def test_a_blocked_event_loop_does_not_mark_the_engine_as_stalled():
     async with supervised(policy=RestartPolicy(stall=1.0)) as rig:
         await rig.until(EngineState.READY)
         rig.client.add(request("a", max_tokens=240, ignore_eos=True))
-        while not rig.deltas:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: rig.deltas)
         await rig.until(EngineState.READY)
         time.sleep(2.0)
         for _ in range(20):

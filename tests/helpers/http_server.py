@@ -93,12 +93,13 @@ def http_server(
         listening.close()
 
 
-def until(condition: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for a condition that another thread or process makes true."""
+def until(condition: Callable[[], Any], seconds: float = 60.0) -> Any:
+    """Wait for a condition that another thread or process makes true, and return its value."""
     end = time.monotonic() + seconds
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < end, "it did not happen"
         time.sleep(0.001)
+    return found
 
 
 class Listening(Protocol):

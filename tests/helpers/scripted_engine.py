@@ -10,7 +10,7 @@ from helpers.served_engine import tiny_config
 from kvik.core.types import FinishReason, RequestDelta, RequestReport
 from kvik.engine import wire
 from kvik.engine.client import EngineClient
-from kvik.engine.remote import EngineLink
+from kvik.engine.remote import EngineLink, EngineState
 from kvik.engine.wire import EngineStart, FrameReader, stepped
 
 REPORT = RequestReport(0.0, 0.0, 0.0, 0.0, 0, 0)
@@ -78,3 +78,16 @@ class Rig:
     async def settle(self) -> None:
         for _ in range(5):
             await asyncio.sleep(0.002)
+
+    async def send(self, *messages) -> None:
+        self.source.send(*messages)
+        await self.settle()
+
+    async def step(self, *deltas: RequestDelta, steps: int = 1, waits: bool = False) -> None:
+        await self.send(stepped(steps, waits, deltas))
+
+    async def lose(self) -> None:
+        """Have the engine disconnect."""
+        self.source.sock.close()
+        await self.settle()
+        assert self.client.state is EngineState.RESTARTING

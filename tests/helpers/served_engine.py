@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import threading
 import time
@@ -19,6 +18,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 from helpers.configs import config as model_config
+from helpers.waiting import eventually
 
 from kvik.config.config import EngineConfig, ResolvedConfig, RunnerConfig
 from kvik.config.memory import MemoryPlan
@@ -178,15 +178,11 @@ class ServedEngine:
     executor: Executor
 
     async def ready(self) -> None:
-        async with asyncio.timeout(30):
-            while self.client.state is not EngineState.READY:
-                await asyncio.sleep(0.001)
+        await eventually(lambda: self.client.state is EngineState.READY)
 
     async def at_rest(self) -> None:
         """Wait until no request, slot or block is in use."""
-        async with asyncio.timeout(30):
-            while self.client.num_unfinished or self.core.has_requests:
-                await asyncio.sleep(0.001)
+        await eventually(lambda: not (self.client.num_unfinished or self.core.has_requests))
         assert not self.core.scheduler.has_requests
         pool = self.core.scheduler.kv.pool
         assert pool.num_free == pool.num_blocks

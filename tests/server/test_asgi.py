@@ -14,6 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 import uvicorn
+from helpers.waiting import eventually
 from starlette.applications import Starlette
 from starlette.routing import Mount
 
@@ -117,9 +118,7 @@ async def test_a_client_that_goes_away_frees_its_request():
         async with client.stream("POST", "/a/v1/completions", json=body) as response:
             async for _ in response.aiter_lines():
                 break
-        async with asyncio.timeout(10):
-            while engine.client.num_unfinished:
-                await asyncio.sleep(0.01)
+        await eventually(lambda: not engine.client.num_unfinished)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 from helpers.generating import LETTERS, generating, ids_of, output_of, pieces_of, request
 from helpers.served_engine import FakeExecutor, gated_executor
+from helpers.waiting import eventually
 
 from kvik.config.server_config import ServerConfig
 from kvik.core.types import FinishReason, RequestDelta
@@ -202,8 +203,7 @@ async def test_abort_while_queued_and_while_running(streaming):
     executor = gated_executor(after=3)
     async with generating(executor, max_num_seqs=1) as serving:
         running = await serving.start(request("A", max_tokens=250), streaming=streaming)
-        while running.record.first_token is None:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: running.record.first_token is not None)
         queued = await serving.start(request("B", n=3, max_tokens=250), streaming=streaming)
         assert serving.admission.num_waiting == 3
         for generation in (queued, running):
@@ -256,8 +256,7 @@ async def test_a_reader_that_stalls_loses_its_own_request(monkeypatch):
     async with generating(executor) as serving:
         slow = await serving.start(request("A", max_tokens=200), streaming=True)
         whole = await serving.start(request("B", max_tokens=200))
-        while slow.record.num_output_tokens < 51:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: slow.record.num_output_tokens >= 51)
         executor.gate.set()
         with pytest.raises(HttpError, match="too slow"):
             await output_of(slow)

@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 from helpers import tiers
 from helpers.engine_child import children_of, ranks_of
-from helpers.http_server import Reply, ask
+from helpers.http_server import Reply, ask, until
 from helpers.optional_native import needs_native
 from helpers.server_process import (
     POOLED,
@@ -227,15 +227,6 @@ class Load:
 # Servers
 
 
-def wait_until(what: str, seconds: float, look: Any) -> Any:
-    """Return the result of `look` once it is true."""
-    end = time.monotonic() + seconds
-    while not (found := look()):
-        assert time.monotonic() < end, what
-        time.sleep(0.005)
-    return found
-
-
 def engine_of(server: int) -> int | None:
     """Return the engine process of a server, if there is one."""
     with suppress(OSError, ValueError):
@@ -294,11 +285,11 @@ class Session:
             time.sleep(self._dice.uniform(0.2, 0.8))
         if one.phase == REBUILDING:
             self._send(self._dice.choice((0, 1)), signal.SIGKILL)
-            wait_until("another engine begins", 60, self._begun_again)
-            wait_until("its ranks begin", 60, lambda: target(self.pid, one.rank))
+            until(self._begun_again, 60)
+            until(lambda: target(self.pid, one.rank), 60)
             time.sleep(self._dice.uniform(0.0, 2.0))
         sent = self._send(one.rank, one.number)
-        wait_until("it is ready again", 120, self._ready_again)
+        until(self._ready_again, 120)
         ready = time.monotonic() - sent
         if one.at_once and one.phase != REBUILDING:
             self._figures.rebuilds.setdefault(self.crashes, []).append(ready)
@@ -308,7 +299,7 @@ class Session:
 
     def _send(self, rank: int, number: int) -> float:
         """Send the signal and return the time."""
-        pid = wait_until("there is such a process", 60, lambda: target(self.pid, rank))
+        pid = until(lambda: target(self.pid, rank), 60)
         engine = engine_of(self.pid)
         assert engine is not None
         self._lost = engine
@@ -351,8 +342,8 @@ class Session:
         assert engine is not None
         ranks = parts_of(engine)
         assert sorted(children(self.pid)) == sorted((engine, *ranks)) and len(ranks) == 1
-        wait_until("all processes end", 10, lambda: all(map(gone, self.seen)))
-        wait_until("all requests end", 30, self._idle)
+        until(lambda: all(map(gone, self.seen)), 10)
+        until(self._idle, 30)
         for (then, memory), (now, files) in zip(self._before, self._resources(), strict=True):
             assert now.threads <= then.threads + POOLED
             assert now.files <= then.files + 2 and files <= memory
@@ -375,7 +366,7 @@ def session(
         made = Session(server, dice, figures)
         yield made
         made.seen |= {made.pid, *children(made.pid)}
-    wait_until("all processes end", 10, lambda: all(map(gone, made.seen)))
+    until(lambda: all(map(gone, made.seen)), 10)
 
 
 def lose_while_it_loads(
@@ -389,7 +380,7 @@ def lose_while_it_loads(
     ) as process:
         server = ServerProcess(process, port)
         try:
-            pid = wait_until("it begins", 60, lambda: target(process.pid, one.rank))
+            pid = until(lambda: target(process.pid, one.rank), 60)
             time.sleep(dice.uniform(0.0, 1.5))
             seen = {pid, *children(process.pid)}
             os.kill(pid, one.number)
@@ -415,7 +406,7 @@ def lose_while_it_loads(
                 assert one.rank == 1 and len(why) == 1, output
         finally:
             process.kill()
-    wait_until("all processes end", 10, lambda: all(map(gone, seen)))
+    until(lambda: all(map(gone, seen)), 10)
 
 
 @pytest.mark.parametrize(
@@ -494,9 +485,7 @@ def test_recordings_of_both_groups_are_replayed(
         time.sleep(0.5)
         engine = server.engine_pid
         os.kill(parts_of(engine)[0], signal.SIGKILL)
-        wait_until(
-            "another engine", 60, lambda: engine_of(server.process.pid) not in (None, engine)
-        )
+        until(lambda: engine_of(server.process.pid) not in (None, engine))
         server.wait_ready()
         time.sleep(0.5)
         load.stop()

@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from helpers.waiting import eventually
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -85,14 +86,9 @@ class RunningServer:
         ports = [Port(make_app(self.parts, routes), listening)]
         self.ended = asyncio.ensure_future(serve(self.parts, ports, self.messages.append))
 
-    async def until(self, what: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
-            while not what():
-                await asyncio.sleep(0.005)
-
     async def ready(self) -> None:
         self.engine.state = EngineState.READY
-        await self.until(lambda: "ready" in self.messages)
+        await eventually(lambda: "ready" in self.messages)
 
     async def get(self, path: str) -> tuple[int, bytes]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -107,7 +103,7 @@ class RunningServer:
         """Return a running request."""
         before = self.parts.drain.num_open
         task = asyncio.ensure_future(self.get("/wait"))
-        await self.until(lambda: self.parts.drain.num_open > before)
+        await eventually(lambda: self.parts.drain.num_open > before)
         return task
 
 
@@ -154,7 +150,7 @@ async def test_a_signal_lets_running_requests_end(number: int) -> None:
     await server.ready()
     waiting = await server.wait()
     kill(number)
-    await server.until(lambda: server.parts.drain.started)
+    await eventually(lambda: server.parts.drain.started)
     status, body = await server.get("/health")
     assert (status, b"draining" in body) == (503, True)
     assert (await server.get("/wait"))[0] == 503
@@ -186,7 +182,7 @@ async def test_the_second_signal_ends_at_once() -> None:
     await server.ready()
     waiting = await server.wait()
     kill()
-    await server.until(lambda: server.parts.drain.started)
+    await eventually(lambda: server.parts.drain.started)
     start = time.monotonic()
     kill(signal.SIGINT)
     assert await server.ended == 0

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers.generating import letters
+from helpers.waiting import eventually
 from tokenizers import Tokenizer as Library
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -124,8 +125,7 @@ class Slow(Counted):
         return [1]
 
     async def begun(self, count: int) -> None:
-        while len(self.order) < count:
-            await asyncio.sleep(0.001)
+        await eventually(lambda: len(self.order) >= count)
 
 
 async def test_tenants_are_served_alternately(tokenizer: Tokenizer) -> None:

@@ -6,9 +6,9 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -343,14 +343,7 @@ def test_long_conversations_are_within_limits(template: Make) -> None:
 
 def test_threads_share_a_template(template: Make) -> None:
     chat = template("{% for i in range(2000) %}{{ messages[0].content }}{% endfor %}")
-    results: list[str] = []
-
-    def run(word: str) -> None:
-        results.extend(chat.render([{"role": "user", "content": word}]) for _ in range(5))
-
-    threads = [threading.Thread(target=run, args=(word,)) for word in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(results) == sorted(word * 2000 for word in "abcd" for _ in range(5))
+    words = [*"abcd"] * 5
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(chat.render, [[{"role": "user", "content": word}] for word in words])
+        assert list(results) == [word * 2000 for word in words]
