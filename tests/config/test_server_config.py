@@ -28,6 +28,7 @@ def test_no_option_has_the_name_of_one_of_the_engine() -> None:
         {"shutdown_timeout": 0.0},
         {"cors_origin": ("*", "https://a.example:8443", "app://obsidian.md", "http://[::1]:3000/")},
         {"metrics_compat": "vllm", "log_level": "debug", "pressure_max_tokens": 1},
+        {"otlp_endpoint": "https://otel.example:4318/v1/traces"},
     ],
 )
 def test_valid_options_are_accepted(options: dict[str, Any]) -> None:
@@ -51,6 +52,8 @@ def test_valid_options_are_accepted(options: dict[str, Any]) -> None:
         ("pressure_max_tokens", 0),
         ("served_model_name", ("",)),
         ("served_model_name", ("a", "b\nc")),
+        ("otlp_endpoint", ""),  # OpenTelemetry would take it for its own default
+        ("otlp_endpoint", "127.0.0.1:4318"),
         ("cors_origin", ("good.example",)),
         ("cors_origin", ("https://a.example/path",)),
         ("cors_origin", ("https://a.example https://b.example",)),

@@ -146,7 +146,7 @@ class ServerConfig:
     )
     otlp_endpoint: str | None = option(
         None,
-        Text(metavar="URL"),
+        Text("a URL such as http://127.0.0.1:4318/v1/traces", r"https?://[^\s/]\S*", "URL"),
         "URL to which traces of requests are sent (OTLP over HTTP); none: no traces",
     )
     log_level: str = option(
