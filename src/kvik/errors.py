@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 MAX_SHOWN = 60  # characters of a bad value that an error repeats
@@ -113,6 +114,10 @@ class OverloadError(KvikError):
         self.of_caller = (
             of_caller  # the caller's own requests exceed a limit, not the total of all callers
         )
+
+    def __reduce__(self) -> tuple[object, ...]:  # pickling needs all arguments
+        make = partial(type(self), of_caller=self.of_caller)
+        return make, (self.field, self.message, self.retry_after)
 
 
 class UnavailableError(KvikError):
