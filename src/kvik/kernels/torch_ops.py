@@ -96,17 +96,6 @@ def _gated_delta(
     return y.flatten(1)
 
 
-def _matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
-    weight = stored_weight(matrix)
-    if weight.kind.floats:
-        return weight.values.index_select(0, ids).to(dtype)
-    return weight.rows(ids).dequantized().to(dtype)
-
-
-def _gather_rows(table: Tensor, ids: Tensor) -> Tensor:
-    return table.index_select(0, ids)
-
-
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
     if logits.device.type != "cpu":
         top, ids = logits.max(dim=-1)
@@ -170,36 +159,18 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 }
 
 
-def _scaled(x: Tensor, factor: float) -> Tensor:
-    return x * factor
-
-
-def _store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
-    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
-
-
-def _copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
-    cache.index_copy_(0, target, cache.index_select(0, source))
-
-
 TORCH = replace(
     REFERENCE,
     linear=_linear,
     experts=experts_by(_linear),
     linear_each=_linear_each,
     gated_delta=_gated_delta,
-    matrix_rows=_matrix_rows,
-    gather_rows=_gather_rows,
     largest=_largest,
     probabilities=_probabilities,
     rms_norm=_rms_norm,
     layer_norm=_layer_norm,
     rotary=_rotary,
     activate=_activate,
-    scaled=_scaled,
-    store_kv=_store_kv,
-    copy_blocks=_copy_blocks,
 )
 
 

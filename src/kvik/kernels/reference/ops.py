@@ -91,7 +91,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     """table [rows, dim], ids [n] -> [n, dim]."""
-    return table[ids]
+    return table.index_select(0, ids)
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
@@ -118,10 +118,8 @@ def store_kv(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mappin
         k_cache, v_cache: [blocks, block_size, kv_heads, head_dim].
         slot_mapping: [tokens], block_id * block_size + offset; no position twice.
     """
-    block_size = k_cache.shape[1]
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-    k_cache[block, offset] = k
-    v_cache[block, offset] = v
+    k_cache.flatten(0, 1).index_copy_(0, slot_mapping, k)
+    v_cache.flatten(0, 1).index_copy_(0, slot_mapping, v)
 
 
 def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
@@ -130,7 +128,7 @@ def copy_blocks(cache: Tensor, source: Tensor, target: Tensor) -> None:
     Args:
         cache: [blocks, ...]. source, target: [n] block ids; no target twice.
     """
-    cache[target] = cache[source]
+    cache.index_copy_(0, target, cache.index_select(0, source))
 
 
 # Activations of the feed-forward layers, computed in fp32 and rounded once.
@@ -193,8 +191,8 @@ _ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 
 def scaled(x: Tensor, factor: float) -> Tensor:
-    """x * factor."""
-    return (x.float() * factor).to(x.dtype)
+    """x * factor, which torch computes in fp32 and rounds once."""
+    return x * factor
 
 
 def softcap(x: Tensor, cap: float) -> None:
@@ -295,7 +293,10 @@ def as_multiplied(x: Tensor, weight: Weight) -> tuple[Tensor, Weight]:
 
 def matrix_rows(matrix: Matrix, ids: Tensor, dtype: torch.dtype) -> Tensor:
     """Return rows of the weight: ids [n] -> [n, inputs]."""
-    return stored_weight(matrix).rows(ids).dequantized().to(dtype)
+    weight = stored_weight(matrix)
+    if weight.kind.floats:
+        return weight.values.index_select(0, ids).to(dtype)
+    return weight.rows(ids).dequantized().to(dtype)
 
 
 def stored_weight(matrix: Matrix) -> Weight:
