@@ -52,7 +52,7 @@ class Tiles:
     Attributes:
         m, n: rows (queries times query heads of a KV head) and keys of a tile.
         edge: keys of the prefill kernel's tiles that not every row sees.
-        most_registers: of a thread; None: as many as the compiler chooses.
+        max_registers: of a thread; None: as many as the compiler chooses.
     """
 
     m: int

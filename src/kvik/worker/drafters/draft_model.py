@@ -548,7 +548,7 @@ class DraftModel(Drafter):
         Args:
             sampling: of the target.
             pool_size: blocks of the target's pool.
-            most_drafts: per request.
+            max_drafts: per request.
             memory: bytes that sampling may take in addition to logits and probabilities.
         """
         self.network = network
