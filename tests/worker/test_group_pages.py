@@ -20,7 +20,7 @@ from kvik.spec.shares import cut_groups
 from kvik.worker import group_pages as module
 from kvik.worker.group import CopyPages, Message, OpenPages
 from kvik.worker.group_pages import GroupPageMover, PageMemory, copy_pages
-from kvik.worker.page_mover import PageFolder
+from kvik.worker.page_mover import PageFolder, TierParts
 
 BLOCKS, SIZE = 40, 16
 GROUPS = group_layers([KVCacheSpec(2, 4, 2 * 2 * 4 * 4)] * 2)
@@ -79,7 +79,7 @@ class World:
     def __init__(self) -> None:
         self.cache, pages = part(0)
         self.other, self.disk = Other(), Disk()
-        self.mover = GroupPageMover(pages, 4, self.disk, [self.other], [1])
+        self.mover = GroupPageMover(pages, TierParts(4, self.disk), [self.other], [1])
         self.other.run()
         self.whole, (self.pages,) = part(0, 1)
 

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from mmap import mmap
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -46,13 +45,9 @@ from kvik.worker.page_mover import (
     JOB_PAGES,
     THREADS,
     Loading,
-    MakePageServer,
-    PageFolder,
     PageMover,
+    TierParts,
 )
-
-if TYPE_CHECKING:
-    from kvik.worker.page_mover import Peers
 
 HEAD_BYTES = 1 << 16  # before the pages: a number for each process (`MAX_RANKS` x `MAX_STAGES`)
 # Bytes of pages in transit to the disk, and as many in transit from it and from other engines. Half
@@ -212,27 +207,22 @@ class GroupPageMover(PageMover):
     def __init__(
         self,
         pages: Sequence[GroupPages],
-        places: int,
-        folder: PageFolder | None,
+        tiers: TierParts,
         receivers: Sequence[OtherRanks | EarlierStages],
         processes: Sequence[int],
-        *,
-        peers: Peers | None = None,
-        page_server: MakePageServer | None = None,
-        at_once: bool = False,
     ) -> None:
         """
         Args:
             receivers: processes to send copies to.
             processes: numbers of all processes that copy, including those reached indirectly.
-            peers, page_server: see `PageMover`.
 
         Raises:
             OSError: see `PageMover`.
             GroupLost: one of the processes is gone; also from `begin`, `take` and `wait`.
         """
         largest = max(group_pages.num_bytes for group_pages in pages)
-        kinds = (folder is not None) + (peers is not None)
+        places = tiers.places
+        kinds = (tiers.folder is not None) + (tiers.peers is not None)
         staged = max(2 * THREADS * kinds, STAGED // largest) if kinds else 0
         self._memory = PageMemory.make(places + 2 * staged, largest)
         self._receivers, self._processes = receivers, processes
@@ -245,16 +235,7 @@ class GroupPageMover(PageMover):
         self._copying: deque[tuple[int, list[int]]] = deque()
         self._fetched: list[_Fetched] = []
         self._ended = False
-        memory = self._memory.rows
-        super().__init__(
-            pages,
-            places,
-            folder,
-            peers=peers,
-            page_server=page_server,
-            at_once=at_once,
-            slab=memory,
-        )
+        super().__init__(pages, tiers, self._memory.rows)
         threads = max(1, len(self._queues))
         self._job_pages = min(JOB_PAGES, max(1, staged // threads))  # enough rows for all threads
         self._broadcast(self._memory.opened)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
@@ -137,30 +137,36 @@ def _jobs(pages: list[int], size: int) -> list[list[int]]:
 MakePageServer = Callable[[Callable[[PageKey, int], np.ndarray]], "PageServer"]
 
 
+@dataclass(frozen=True, slots=True)
+class TierParts:
+    """What the tiers of an engine consist of.
+
+    Attributes:
+        places: pages of the memory tier.
+        folder: None: there is no disk tier.
+        peers: None: no pages are fetched from other engines.
+        page_server: makes the server of pages for other engines, from a function that returns pages
+            of the memory tier; None: they get none.
+        at_once: a load is done when `begin` returns, for a replay.
+    """
+
+    places: int
+    folder: PageFolder | None = None
+    peers: Peers | None = None
+    page_server: MakePageServer | None = None
+    at_once: bool = False
+
+
 class PageMover:
     """The moves of one worker. All methods are called in the worker's thread."""
 
     def __init__(
-        self,
-        pages: Sequence[GroupPages],
-        places: int,
-        folder: PageFolder | None,
-        *,
-        peers: Peers | None = None,
-        page_server: MakePageServer | None = None,
-        at_once: bool = False,
-        slab: np.ndarray | None = None,
+        self, pages: Sequence[GroupPages], tiers: TierParts, slab: np.ndarray | None = None
     ) -> None:
         """
         Args:
             pages: of each KV group.
-            places: pages of the memory tier.
-            folder: None: there is no disk tier.
-            peers: None: no pages are fetched from other engines.
-            page_server: makes the server of pages for other engines, from a function that returns
-                pages of the memory tier; None: they get none.
-            at_once: a load is done when `begin` returns, for a replay.
-            slab: [places, bytes] uint8; None: new memory.
+            slab: memory of the tier, [places, bytes] uint8; None: new memory.
 
         Raises:
             OSError: there is no address space for the memory tier, or the server for other engines
@@ -169,14 +175,15 @@ class PageMover:
         self._pages = pages
         self._largest = max(group_pages.num_bytes for group_pages in pages)
         self._slab = slab
-        if places and slab is None:
-            self._slab = _memory(places * self._largest).reshape(places, self._largest)
-        self._folder = folder
-        self._peers = peers
-        self._page_server = None if page_server is None else page_server(self._page_at)
+        if tiers.places and slab is None:
+            size = tiers.places * self._largest
+            self._slab = _memory(size).reshape(tiers.places, self._largest)
+        self._folder, self._peers = tiers.folder, tiers.peers
+        serve = tiers.page_server
+        self._page_server = None if serve is None else serve(self._page_at)
         self._told_address = False
         self._scratch = np.empty(self._largest, np.uint8)
-        self._at_once = at_once
+        self._at_once = tiers.at_once
         self._job_pages = JOB_PAGES
         self._under_way: set[int] = set()  # tickets under way
         self._lock = threading.Condition()
@@ -187,8 +194,8 @@ class PageMover:
         self._jobs: SimpleQueue[tuple[Loading, list[int]] | None] = SimpleQueue()
         # Separate, since other engines may be slow to answer.
         self._peer_jobs: SimpleQueue[tuple[Loading, list[int]] | None] = SimpleQueue()
-        queues = [] if at_once else [self._jobs] if peers is None else [self._jobs, self._peer_jobs]
-        self._queues = [queue for queue in queues for _ in range(THREADS)]
+        queues = [self._jobs] if tiers.peers is None else [self._jobs, self._peer_jobs]
+        self._queues = [] if tiers.at_once else [queue for queue in queues for _ in range(THREADS)]
         for number, queue in enumerate(self._queues):
             name = f"pages-{number}"
             threading.Thread(target=self._work, args=(queue,), name=name, daemon=True).start()

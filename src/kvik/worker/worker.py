@@ -35,7 +35,7 @@ from kvik.worker.group_pages import GroupPageMover, own_pages
 from kvik.worker.loading import load_share
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
-from kvik.worker.page_mover import PageFolder, PageMover, Peers
+from kvik.worker.page_mover import PageFolder, PageMover, Peers, TierParts
 from kvik.worker.participant import Participant, RunningStep
 from kvik.worker.pipeline import Pipeline, StageTape, Tape
 from kvik.worker.platforms import inference_on, on_device, platform
@@ -333,22 +333,12 @@ def page_mover(
         peers = PeerPages(token, fingerprint) if tiers.peers else None
         if runner.kv_listen is not None:
             page_server = partial(page_server_at, runner.kv_listen, token, fingerprint)
+    parts = TierParts(tiers.memory, folder, peers, page_server, at_once=replays)
     if not receivers:
-        return PageMover(
-            pages, tiers.memory, folder, peers=peers, page_server=page_server, at_once=replays
-        )
+        return PageMover(pages, parts)
     count = max(1, len(runner.stages)) * runner.ranks
     processes = [number for number in range(count) if number != count - runner.ranks]
-    return GroupPageMover(
-        pages,
-        tiers.memory,
-        folder,
-        receivers,
-        processes,
-        peers=peers,
-        page_server=page_server,
-        at_once=replays,
-    )
+    return GroupPageMover(pages, parts, receivers, processes)
 
 
 def cache_fingerprint(config: ResolvedConfig) -> bytes:
