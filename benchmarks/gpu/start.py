@@ -19,6 +19,9 @@ from notes import Notes, read_notes
 from place import DEVICE, sized
 from shapes import SHAPES, write_config
 
+from kvik.models.model_spec import ModelSpec
+from kvik_bench.scripts import tensor_shapes
+
 SHAPE = "8b"
 IN_MEMORY = Path("/dev/shm")
 NUMBERS = 1 << 28  # random numbers generated: tensors are slices of them
@@ -27,7 +30,7 @@ LONGEST = sized(4096, 32)
 
 
 def measure(notes: Notes) -> None:
-    tensors = checkpoint(SHAPE)
+    tensors = tensor_shapes(ModelSpec.from_config(dict(SHAPES[SHAPE]), SHAPE))
     size = 2 * sum(map(prod, tensors.values()))
     with tempfile.TemporaryDirectory(prefix="kvik-", dir=_room_for(size)) as name:
         folder = write_config(SHAPE, Path(name))
@@ -93,33 +96,6 @@ def answer(notes: Notes, folder: str, begun: str) -> None:
     for part, (start, end) in zip(parts, pairwise(ends), strict=True):
         notes.fact(f"first answer: {part} [s]", end - start)
     notes.fact("first answer: reading", reading[0] / seconds)
-
-
-def checkpoint(shape: str) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of a Llama's tensors."""
-    config = {key: value for key, value in SHAPES[shape].items() if isinstance(value, int)}
-    hidden, inner = config["hidden_size"], config["intermediate_size"]
-    queries = config["num_attention_heads"] * config["head_dim"]
-    keys = config["num_key_value_heads"] * config["head_dim"]
-    layer = {
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    tensors = {
-        "model.embed_tokens.weight": (config["vocab_size"], hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (config["vocab_size"], hidden),
-    }
-    for number in range(config["num_hidden_layers"]):
-        tensors |= {f"model.layers.{number}.{name}.weight": size for name, size in layer.items()}
-    return tensors
 
 
 def _room_for(size: int) -> Path | None:

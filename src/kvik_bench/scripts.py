@@ -19,6 +19,7 @@ from kvik.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from kvik.llm import LLM
+    from kvik.models.model_spec import ModelSpec
 
 Answer = TypeVar("Answer")
 
@@ -44,6 +45,22 @@ def seconds_of(llm: LLM, prompts: Sequence[list[int]], tokens: int) -> float:
     started = time.perf_counter()
     llm.generate(prompts, greedy(tokens), progress=False)
     return time.perf_counter() - started
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors of a checkpoint in floats, by name."""
+    declared = spec.declaration
+    shapes: dict[str, tuple[int, ...]] = {}
+    for table in declared.tables:
+        shapes[f"{table.name}.weight"] = table.rows, table.width
+    for linear in declared.linears:
+        for layer, outputs in zip(linear.names, linear.outputs, strict=True):
+            shapes[f"{layer}.weight"] = outputs, linear.inputs
+    for norm in declared.norms:
+        shapes[f"{norm.name}.weight"] = (norm.size,)
+    for other in declared.others:
+        shapes[other.name] = other.shape or (other.num_parameters,)
+    return shapes
 
 
 def fresh_processes(call: Callable[..., Answer], *arguments: Sequence[object]) -> list[Answer]:

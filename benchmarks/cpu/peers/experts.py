@@ -30,6 +30,7 @@ from kvik.nn.checkpoint import Selection, TensorRun
 from kvik.nn.gguf_export import gguf_tensors, quantize
 from kvik.nn.safetensors import TensorEntry
 from kvik.planner.families import public_configs
+from kvik_bench.scripts import tensor_shapes
 
 DRAWS = 1 << 20  # random numbers of a matrix
 
@@ -87,20 +88,9 @@ class NoWeights:
     facts = "config.json"
 
     def __init__(self, spec: ModelSpec) -> None:
-        declared = spec.declaration
-        found: dict[str, tuple[int, ...]] = {}
-        for table in declared.tables:
-            found[f"{table.name}.weight"] = table.rows, table.width
-        for linear in declared.linears:
-            for layer, outputs in zip(linear.names, linear.outputs, strict=True):
-                found[f"{layer}.weight"] = outputs, linear.inputs
-        for norm in declared.norms:
-            found[f"{norm.name}.weight"] = (norm.size,)
-        for other in declared.others:
-            found[other.name] = other.shape or (other.num_parameters,)
         self.entries = {
             name: TensorEntry(name, "BF16", shape, 0, 2 * prod(shape))
-            for name, shape in found.items()
+            for name, shape in tensor_shapes(spec).items()
         }
 
     def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
