@@ -11,8 +11,7 @@ from torch import Tensor
 
 from kvik.attention.base import LayerKV, StepLayout
 from kvik.kernels.kv_rounding import SCALES, round_vectors
-
-BLOCK_SIZE = 16
+from kvik_bench.machine.stage import BLOCK_SIZE, random_layout
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,30 +22,7 @@ class Heads:
 
 
 def layout(sequences: Sequence[tuple[int, int]]) -> tuple[StepLayout, int]:
-    """Return the layout of sequences of (cached, new) tokens, their blocks in random order, and the
-    number of blocks. Block 0 belongs to no sequence."""
-    contexts = [cached + new for cached, new in sequences]
-    lengths = [-(-context // BLOCK_SIZE) for context in contexts]
-    blocks = torch.randperm(sum(lengths)).int() + 1
-    table = torch.zeros(len(sequences), max(lengths), dtype=torch.int32)
-    slots, first = [], 0
-    for i, (cached, new) in enumerate(sequences):
-        own = blocks[first : first + lengths[i]]
-        table[i, : lengths[i]] = own
-        at = torch.arange(cached, cached + new)
-        slots.append(own[at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE)
-        first += lengths[i]
-    starts = torch.tensor([0, *(new for _, new in sequences)]).cumsum(0)
-    made = StepLayout(
-        query_start_loc=starts.int().to(DEVICE),
-        seq_lens=torch.tensor(contexts, dtype=torch.int32).to(DEVICE),
-        block_table=table.to(DEVICE),
-        slot_mapping=torch.cat(slots).to(DEVICE),
-        num_scheduled=tuple(new for _, new in sequences),
-        contexts=tuple(contexts),
-        block_size=BLOCK_SIZE,
-    )
-    return made, 1 + sum(lengths)
+    return random_layout(sequences, DEVICE)
 
 
 def cache(blocks: int, heads: Heads, dtype: torch.dtype) -> LayerKV:

@@ -27,6 +27,7 @@ from kvik.spec.weights import layer_kind
 from kvik_bench.inprocess.rounds import undisturbed
 from kvik_bench.machine.stage import (
     BLOCK_SIZE,
+    CPU,
     REPEATED,
     Attended,
     Call,
@@ -36,7 +37,6 @@ from kvik_bench.machine.stage import (
     Track,
 )
 
-CPU = torch.device("cpu")
 PATIENCE, MIN_SAMPLES = 0.25, 2  # seconds for long samples, and their least number
 PACKED_ROWS = 64  # random rows, which the other rows repeat
 ROWS = 512  # of small kernels

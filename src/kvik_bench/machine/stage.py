@@ -28,6 +28,7 @@ from kvik.config.units import MIB
 from kvik.kernels.ops import Ops
 from kvik.kernels.torch_ops import TORCH
 
+CPU = torch.device("cpu")
 KINDS = ("fp32", "bf16", "int8", "int8-weight-only", "int4-g128", "int4-g64", "int4-g32")
 
 
@@ -134,7 +135,7 @@ class Stage:
         """Prepare one layer's attention, over a copy of the keys and values, to be timed."""
         blocks = work.keys, work.values
         kv = LayerKV(*(self.memory(*tensor.shape).copy_(tensor) for tensor in blocks))
-        metadata = self.backend.plan(step_layout(work.table, work.queries, work.context), None)
+        metadata = self.backend.plan(work.layout, None)
         attend = Attend(work.q, None, None, kv, metadata, AttentionSpec(work.head_dim**-0.5))
         track = self.track([lambda rows: self.backend.run(attend)], work.sequences)
         return lambda: sum(track(work.sequences))
@@ -161,8 +162,7 @@ class Attended:
     Attributes:
         queries: of each sequence; the last of them sees `context` keys.
         q: [sequences * queries, heads, head_dim].
-        keys, values: [sequences * blocks, block_size, kv_heads, head_dim].
-        table: [sequences, blocks] of those blocks, in random order.
+        keys, values: [blocks, block_size, kv_heads, head_dim].
     """
 
     def __init__(
@@ -170,12 +170,11 @@ class Attended:
     ) -> None:
         self.sequences, self.queries, self.context = sequences, queries, context
         self.heads, self.kv_heads = heads
-        self.head_dim, blocks = head_dim, -(-context // BLOCK_SIZE)
-        shape = (sequences * blocks, BLOCK_SIZE, self.kv_heads, head_dim)
+        self.head_dim = head_dim
+        self.layout, blocks = random_layout([(context - queries, queries)] * sequences)
+        shape = (blocks, BLOCK_SIZE, self.kv_heads, head_dim)
         self.q = torch.randn(sequences * queries, self.heads, head_dim).bfloat16()
         self.keys, self.values = (torch.randn(shape).bfloat16() for _ in range(2))
-        order = torch.randperm(sequences * blocks, dtype=torch.int32)
-        self.table = order.view(sequences, blocks)
 
     @property
     def key_elements(self) -> int:
@@ -189,34 +188,43 @@ class Attended:
         return self.sequences * pairs * self.heads * self.head_dim
 
 
-def step_layout(table: Tensor, queries: int, context: int) -> StepLayout:
-    """Return a step of sequences of `context` keys, the last `queries` of which are its own.
-
-    Args:
-        table: [sequences, blocks].
-    """
-    count, device = len(table), table.device
-    at = torch.arange(context - queries, context, device=device)
-    return StepLayout(
-        query_start_loc=torch.arange(count + 1, dtype=torch.int32, device=device) * queries,
-        seq_lens=torch.full((count,), context, dtype=torch.int32, device=device),
-        block_table=table,
-        slot_mapping=(table[:, at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE).flatten(),
-        num_scheduled=(queries,) * count,
-        contexts=(context,) * count,
+def random_layout(
+    sequences: Sequence[tuple[int, int]], device: torch.device = CPU
+) -> tuple[StepLayout, int]:
+    """Return a step of sequences of (cached, new) tokens, their blocks in random order, and the
+    number of blocks. Block 0 belongs to no sequence."""
+    contexts = [cached + new for cached, new in sequences]
+    lengths = [-(-context // BLOCK_SIZE) for context in contexts]
+    blocks = torch.randperm(sum(lengths)).int() + 1
+    table = torch.zeros(len(sequences), max(lengths), dtype=torch.int32)
+    slots, first = [], 0
+    for i, (cached, new) in enumerate(sequences):
+        own = blocks[first : first + lengths[i]]
+        table[i, : lengths[i]] = own
+        at = torch.arange(cached, cached + new)
+        slots.append(own[at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE)
+        first += lengths[i]
+    starts = torch.tensor([0, *(new for _, new in sequences)]).cumsum(0)
+    layout = StepLayout(
+        query_start_loc=starts.int().to(device),
+        seq_lens=torch.tensor(contexts, dtype=torch.int32).to(device),
+        block_table=table.to(device),
+        slot_mapping=torch.cat(slots).to(device),
+        num_scheduled=tuple(new for _, new in sequences),
+        contexts=tuple(contexts),
         block_size=BLOCK_SIZE,
     )
+    return layout, 1 + sum(lengths)
 
 
 def one_prompt(
     device: torch.device, dim: int, length: int, kv_heads: int, dtype: torch.dtype
 ) -> tuple[StepLayout, LayerKV]:
     """Return a step of one prompt, with its blocks in random order, and an empty cache for it."""
-    num_blocks = -(-length // BLOCK_SIZE)
-    table = torch.randperm(num_blocks).int()[None].to(device)
-    shape = (num_blocks, BLOCK_SIZE, kv_heads, dim)
+    layout, blocks = random_layout([(0, length)], device)
+    shape = (blocks, BLOCK_SIZE, kv_heads, dim)
     keys, values = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
-    return step_layout(table, length, length), LayerKV(keys, values)
+    return layout, LayerKV(keys, values)
 
 
 def device_seconds(call: Callable[[], object], device: torch.device) -> float:
