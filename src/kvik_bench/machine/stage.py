@@ -199,10 +199,10 @@ def random_layout(
     table = torch.zeros(len(sequences), max(lengths), dtype=torch.int32)
     slots, first = [], 0
     for i, (cached, new) in enumerate(sequences):
-        own = blocks[first : first + lengths[i]]
-        table[i, : lengths[i]] = own
+        pages = blocks[first : first + lengths[i]]
+        table[i, : lengths[i]] = pages
         at = torch.arange(cached, cached + new)
-        slots.append(own[at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE)
+        slots.append(pages[at // BLOCK_SIZE].long() * BLOCK_SIZE + at % BLOCK_SIZE)
         first += lengths[i]
     starts = torch.tensor([0, *(new for _, new in sequences)]).cumsum(0)
     layout = StepLayout(
