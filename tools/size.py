@@ -12,28 +12,28 @@ import statistics
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src"
-# Lines of Python with comments and docstrings, of 2026-11-26. "": files outside folders.
+# Lines of Python with comments and docstrings, of 2026-11-28. "": files outside folders.
 BUDGETS = {
     "attention": 1850,
-    "cli": 4850,
+    "cli": 5200,
     "config": 4950,
     "core": 6350,
-    "engine": 5450,
+    "engine": 5300,
     "evaluate": 800,
     "gguf": 2550,
     "kernels": 10850,
-    "kvik_bench": 10700,
+    "kvik_bench": 10050,
     "lang": 650,
     "models": 4450,
-    "nn": 5750,
-    "planner": 6550,
-    "quantize": 3500,
-    "server": 11050,
-    "spec": 4300,
+    "nn": 5600,
+    "planner": 6250,
+    "quantize": 3350,
+    "server": 11600,
+    "spec": 4400,
     "text": 3850,
     "training": 700,
-    "worker": 12150,
-    "": 4550,
+    "worker": 12200,
+    "": 4800,
 }
 
 
