@@ -9,23 +9,24 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.error import URLError
+from urllib.request import urlopen
 
 from notes import Notes
 from place import DEVICE, VARIABLE, sized
 from shapes import SHAPES, write_config
-
-from kvik.child_process import python_command
-from kvik_bench.scripts import serving
 
 if TYPE_CHECKING:
     from kvik_bench.load.drive import Level
@@ -37,6 +38,8 @@ PROMPT, ANSWER = sized((512, 128), (8, 4))  # tokens
 SECONDS = sized(10.0, 0.3)  # of each load; answers are awaited after it
 LOADS = 60.0  # seconds of all loads; before them the engine is idle, and prepares for requests
 SEQS = sized(256, 4)
+PAUSE = 0.1  # seconds between two attempts to reach the server
+ENDS = 10.0  # seconds in which the server should stop
 
 
 def measure(notes: Notes) -> None:
@@ -47,7 +50,7 @@ def measure(notes: Notes) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = write_config(SHAPE, Path(name))
         write_tokenizer(folder, int(str(SHAPES[SHAPE]["vocab_size"])))
-        with started(folder, notes) as url:
+        with serving(folder, notes) as url:
             time.sleep(sized(max(0.0, notes.left() - LOADS), 0.0))
             for rate in RATES:
                 notes.attempt(f"{rate}/s", partial(_open_load, notes, url, rate), SECONDS + 5)
@@ -55,10 +58,18 @@ def measure(notes: Notes) -> None:
 
 
 @contextmanager
-def started(folder: Path, notes: Notes) -> Iterator[str]:
-    """Start a server, and yield its URL once it is ready; stop it afterwards."""
+def serving(folder: Path, notes: Notes) -> Iterator[str]:
+    """Start a server, and yield its URL once it is ready; stop it afterwards.
+
+    Raises:
+        RuntimeError: it ended, or is not ready in time.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
     options = {
-        "port": 0,
+        "port": port,
         "dtype": "bfloat16",
         "device": DEVICE.type,
         "max-model-len": 2 * (PROMPT + ANSWER),
@@ -66,15 +77,35 @@ def started(folder: Path, notes: Notes) -> Iterator[str]:
         "log-level": "warning",
         **sized({}, {"kv-cache-memory": 4 << 20}),
     }
-    words = [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "kvik", "serve", str(folder)]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment = {**os.environ, **path, "KVIK_LOAD_FORMAT": "random"}
     environment.pop(VARIABLE, None)  # kvik refuses variables that it does not know
-    began = time.monotonic()
-    command = python_command("kvik", "serve", str(folder), *words)
-    with serving(*command, environment=environment) as (_, port):
-        notes.fact("server ready", time.monotonic() - began)
-        yield f"http://127.0.0.1:{port}"
+    started = time.monotonic()
+    process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)
+    try:
+        while not _is_ready(url):
+            if process.poll() is not None:
+                raise RuntimeError(f"the server ended with {process.returncode}")
+            if notes.left() < SECONDS:
+                raise RuntimeError("the server was not ready in time")
+            time.sleep(PAUSE)
+        notes.fact("server ready", time.monotonic() - started)
+        yield url
+    finally:
+        process.terminate()
+        try:
+            process.wait(ENDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _is_ready(url: str) -> bool:
+    with suppress(URLError, OSError), urlopen(f"{url}/health", timeout=5) as answer:
+        return answer.status == 200
+    return False
 
 
 def write_tokenizer(folder: Path, vocab: int) -> None:

@@ -7,7 +7,7 @@ import random
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
@@ -71,21 +71,14 @@ def fresh_processes(call: Callable[..., Answer], *arguments: Sequence[object]) -
 
 
 @contextmanager
-def serving(
-    *command: str, last: str = "ready\n", environment: Mapping[str, str] | None = None
-) -> Iterator[tuple[int, int]]:
+def serving(*command: str, last: str = "ready\n") -> Iterator[tuple[int, int]]:
     """Run a command that prints its URL; yield its process id and its port.
 
     Args:
         last: end of the line after which it is ready.
-        environment: None: that of this process.
     """
     with subprocess.Popen(
-        command,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         port = None
