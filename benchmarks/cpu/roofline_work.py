@@ -12,9 +12,13 @@ from torch import Tensor
 
 from kvik.kernels.cpu import _native
 from kvik.kernels.cpu.native import DTYPES
+from kvik.kernels.weights import ACTIVATIONS
 from kvik.spec.kv import KV_FORMATS
 
-KERNELS = {name: (i, [a for a, _ in args]) for i, (name, args) in enumerate(_native.kernels())}
+KERNELS = {name: (i, dict(args)) for i, (name, args) in enumerate(_native.kernels())}
+# Numbers of features that no case here has; they are 0 then.
+UNUSED = ("bias_pair", "fp8_x", "q_rope_stride", "window", "chunked", "reach", "softcap")
+UNUSED += ("sink_keys", "sink_q_stride")
 # Element types of the KV caches.
 CACHES = {
     "bf16": torch.bfloat16,
@@ -101,9 +105,11 @@ LAYERS = {
 
 def words(kernel: str, arguments: dict[str, Value]) -> tuple[int, list[int | float]]:
     """Return a kernel's id and its arguments in order: addresses of tensors, numbers of dtypes. A
-    missing argument is 0: none."""
+    missing tensor is 0: none."""
     kernel_id, names = KERNELS[kernel]
-    assert arguments.keys() <= set(names), arguments.keys() - set(names)
+    numbers = {name for name, kind in names.items() if kind != "p" and name not in UNUSED}
+    wrong = (arguments.keys() - names.keys()) | (numbers - arguments.keys())
+    assert not wrong, f"{kernel}: {wrong}"
     return kernel_id, [_word(arguments.get(name, 0)) for name in names]
 
 
@@ -238,13 +244,13 @@ def small_ones(budget: int, wanted: Wanted) -> Iterator[Work]:
         on_huge_pages(2 * copies * rows * dim, dtype).view(copies, rows, dim) for _ in range(2)
     )
     weight = torch.ones(dim, dtype=dtype)
-    to_y = {"y_stride": dim}
+    strides = {"inner": 1, "x_inner_stride": 0, "y_inner_stride": 0}
     more: dict[str, dict[str, Value]] = {
-        "rms_norm": {"weight": weight, "eps": 1e-5, "inner": 1, "x_inner_stride": 0}
-        | {"y_inner_stride": 0, **to_y},
-        "layer_norm": {"weight": weight, "bias": weight, "eps": 1e-5, **to_y},
-        "gelu_tanh": to_y,
-        "add": {"y_stride": dim, "out_stride": dim},
+        "rms_norm": {"weight": weight, "weight_dtype": dtype, "eps": 1e-5, "dim": dim, **strides},
+        "layer_norm": {"weight": weight, "bias": weight, "weight_stride": 0, "eps": 1e-5}
+        | {"dim": dim, **strides},
+        "activate": {"activation": ACTIVATIONS["gelu_tanh"], "columns": dim},
+        "add": {"out_stride": dim, "dim": dim},
     }
     for kernel, arguments in more.items():
         work = Work(kernel, f"{rows}x{dim} bf16", "fp32")
@@ -254,7 +260,7 @@ def small_ones(budget: int, wanted: Wanted) -> Iterator[Work]:
             x, y = xs[at], ys[at]
             tensors = {"y": xs[at - 1], "out": y} if kernel == "add" else {"y": y}
             num_bytes = 2 * x.numel() * (1 + len(tensors))
-            common = {"x_stride": dim, "rows": rows, "dim": dim, "dtype": dtype}
+            common = {"x_stride": dim, "y_stride": dim, "rows": rows, "dtype": dtype}
             work.call(kernel, num_bytes, 0, x=x, **common, **arguments, **tensors)
         yield work
     vocab = 128_256

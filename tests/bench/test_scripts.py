@@ -21,6 +21,7 @@ pytestmark = [needs_native, pytest.mark.full, pytest.mark.usefixtures("forked")]
     "command",
     [
         "async_engine.py --streams 2 --tokens 8 --rounds 1",
+        "cpu/roofline.py --quick --threads 1 --kernel 512x2048",
         "cpu/sampling.py --vocab 1000 --threads 1",
         "drafters.py --contexts 100 --rows 2",
         "shared_prefix.py --prefix 64 --requests 2 --rounds 1",
