@@ -220,6 +220,7 @@ def _run(words: Sequence[str]) -> int:
         exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
     else:
         sys.argv = [first, *rest]
+        sys.path.insert(0, str(Path(first).parent))
         runpy.run_path(first, run_name="__main__")
     return 0
 
