@@ -365,6 +365,9 @@ class EngineClient:
         Args:
             again: see `EngineLink.add`.
         """
+        if not self._several:  # there is nothing to choose, and no need to know its backlog
+            self.links[0].add(sent, again=again)
+            return self.links[0]
         now, size = self._clock(), len(sent.request.prompt_token_ids)
         while True:
             choice = self._router.choose(sent.hashes, size, now, avoid=avoid)
@@ -374,8 +377,6 @@ class EngineClient:
             try:
                 link.add(sent, again=again)
             except UnavailableError:
-                if not self._several:
-                    raise
                 avoid = {*avoid, choice.replica}
                 continue
             self._router.sent(sent.request_id, choice, sent.hashes, size, now)
