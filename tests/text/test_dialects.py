@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import suppress
 from typing import Any
@@ -40,6 +41,7 @@ TOOLS = {
         tool_of("get", None, strict=True)[0],
     )
 }
+VERBATIM = ("city", "from")  # strings of any form
 Call = tuple[str, dict[str, Any]]
 CALLS: list[Call] = [
     ("get_weather", {"city": 'Zürich "x" </a> {[', "days": 2, "opts": {"a": "}]"}}),
@@ -74,7 +76,7 @@ def written(dialect: Dialect, calls: list[Call]) -> str:
         elif dialect.parameter:
             inside = ""
             for key, value in arguments.items():
-                raw = value if key == "city" else json.dumps(value, ensure_ascii=False)
+                raw = value if key in VERBATIM else json.dumps(value, ensure_ascii=False)
                 inside += dialect.parameter.replace("{key}", key).replace("{value}", raw)
         else:
             inside = json.dumps(arguments, ensure_ascii=False)
@@ -284,6 +286,38 @@ def test_python_arguments_satisfy_their_schema(
     assert not dropped
 
 
+NAMES = {
+    "type": "object",
+    "properties": {
+        "from": {"type": "string"},
+        "max-days": {"type": "integer"},
+        "my city": {"type": "string", "oneOf": [{"const": "Oslo"}, {"const": "Rome"}]},
+        "unit": {"oneOf": [{"enum": ["m"]}, {"type": "null"}]},
+    },
+    "required": ["from", "other"],
+    "additionalProperties": {"type": "integer"},
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS, ids=lambda one: one.name)
+def test_arguments_have_any_name_and_the_values_of_their_schema(dialect: Dialect) -> None:
+    made = form(dialect, tokens=False)
+    tool, dropped = tool_of("f", NAMES, strict=True, dialect=dialect)
+    source = ToolGrammar(made).grammar(AllowedCalls([tool], "required"))
+    grammar = MarkedGrammar(source, {})
+    good = {"from": "x", "max-days": 2, "my city": "Rome", "unit": None, "other": 3}
+
+    def call(**changes: object) -> str:
+        return written(dialect, [("f", {**good, **changes})])
+
+    whole = call()
+    assert grammar.allows([whole]) and not dropped
+    parser = ToolCallParser(made, {"f": tool})
+    assert found(parser.push(whole, ends=True)) == ("", [("f", good)])
+    for bad in ({"my city": "Bonn"}, {"unit": "ft"}, {"other": "x"}):
+        assert not grammar.allows([call(**bad)]), bad
+
+
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize(
     "dialect", [one for one in DIALECTS if one.parameter], ids=lambda d: d.name
@@ -301,6 +335,12 @@ def test_verbatim_texts_keep_their_lengths(dialect: Dialect, tokens: bool) -> No
 @pytest.mark.parametrize(
     ("schema", "strict", "reason"),
     [
+        ({"properties": None}, False, "properties at / must be an object, not None"),
+        ({"required": 5}, False, "required at / must be a list, not 5"),
+        ({"required": [5]}, False, "required at / must be a list of strings"),
+        ({"properties": {"a": {"anyOf": {}}}}, False, "anyOf at /properties/a must be a list"),
+        ({"properties": {"a": {"enum": 1.5}}}, False, "enum at /properties/a must be a list"),
+        ({"properties": {"a": {"maxLength": math.inf}}}, False, "maxLength at .* a whole number"),
         ({"type": "string"}, False, "must be a JSON Schema of an object"),
         ({"$ref": "http://x"}, False, "leads out of the schema"),
         ({"properties": {"a": {"not": {}}}}, True, "is strict, and this cannot be enforced: not"),
@@ -313,6 +353,24 @@ def test_bad_parameters(schema: dict[str, Any], strict: bool, reason: str) -> No
     assert tool_of("f", {"properties": {"a": {"not": {}}}}, strict=False)[1] == [
         "f: not at /properties/a"
     ]
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("pythonic", "a=b"),
+        ("pythonic", "it's"),
+        ("pythonic", ""),
+        ("seed", "a>b"),
+        ("qwen-coder", "a>\nb"),
+        ("glm", "</arg_key>\n<arg_value>"),
+    ],
+)
+def test_a_name_that_looks_like_what_follows_it_is_refused(name: str, key: str) -> None:
+    schema = {"properties": {key: {"type": "string"}}}
+    with pytest.raises(ParamError, match="^tools: f: calls of this model cannot name the property"):
+        tool_of("f", schema, strict=False, dialect=BY_NAME[name])
+    assert tool_of("f", schema, strict=True, dialect=BY_NAME["hermes"])[1] == []
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,11 @@ from helpers.schema_values import SchemaValues
 from hypothesis import HealthCheck, given, settings
 from jsonschema import Draft202012Validator
 
+from kvik.core.structured import Constraint
 from kvik.errors import ParamError
+from kvik.text.dialects import BY_NAME, ToolFormat
 from kvik.text.grammar import translate
+from kvik.text.tool_grammar import AllowedCalls, ToolGrammar, tool_of
 
 POINT = {
     "type": "object",
@@ -183,3 +186,23 @@ def test_overlapping_branches_are_reported() -> None:
     _, unenforced = translate(structure({"json": schema}), byte_vocabulary())
     assert unenforced == ["oneOf, of which several branches may hold"]
     assert accepts(matcher({"json": schema}), '"abcd"')
+
+
+@pytest.mark.parametrize("answer", [None, "[0-9]+ days"], ids=["calls", "calls or text"])
+def test_overlapping_branches_of_arguments_are_reported(answer: str | None) -> None:
+    schema = {"properties": {"a": {"oneOf": [{"type": "string"}, {"maxLength": 3}]}}}
+    form = ToolFormat(BY_NAME["hermes"], {}, ())
+    tools = [tool_of("f", schema, strict=False)[0]]
+    source = ToolGrammar(form).grammar(AllowedCalls(tools, "auto", answer=answer is not None))
+
+    def given(*, strict: bool) -> Constraint:
+        if answer is None:
+            return Constraint("lark", source, strict)
+        return Constraint("regex", answer, strict).within(source)
+
+    vocabulary = byte_vocabulary()
+    assert translate(given(strict=False), vocabulary)[1] == [
+        "oneOf, of which several branches may hold"
+    ]
+    with pytest.raises(ParamError, match="is strict, and this cannot be enforced: oneOf"):
+        translate(given(strict=True), vocabulary)

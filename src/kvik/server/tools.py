@@ -137,7 +137,8 @@ class ToolUse:
         allowed = AllowedCalls(tools, self.choice, self.single, answer=text is not None)
         source = self.form.call_grammar(allowed, thought)
         if text is None or self.choice == "required":
-            return Constraint("lark", source, name="tools")
+            strict = any(function.strict for function in self.functions)
+            return Constraint("lark", source, strict, name="tools")
         return text.within(source)
 
     def described(self) -> list[dict[str, Any]]:

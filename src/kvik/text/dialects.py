@@ -18,6 +18,8 @@ from kvik.text.tokenizer import Tokenizer
 
 PLACES = ("name", "arguments", "id", "key", "value")
 PLACE = re.compile(r"\{(" + "|".join(PLACES) + r")\}")
+# The name of a keyword argument. Tools have such names as "from" and "max-days", too.
+PYTHON_KEY = re.compile(r"[^\s=,'\"()\[\]{}]+( [^\s=,'\"()\[\]{}]+)*")
 # Unicode noncharacters, which represent markers in decoded text.
 FIRST_MARK, MAX_MARKS = 0xFDD0, 32
 
@@ -52,6 +54,15 @@ class Dialect:
     call_id: str = ""
     short_ids: bool = False
     several: bool = True
+
+    def can_name(self, key: str) -> bool:
+        """Return whether an argument's name can be told from what follows it in a call."""
+        if self.pythonic:
+            return PYTHON_KEY.fullmatch(key) is not None
+        if not self.parameter:
+            return True
+        middle = PLACE.split(self.parameter)[2]
+        return (key + middle).index(middle) == len(key)
 
 
 _OBJECT = '{"name": "{name}", "arguments": {arguments}}'

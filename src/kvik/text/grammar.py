@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from kvik.core.structured import Constraint
@@ -40,6 +41,8 @@ BEYOND_REGULAR = re.compile(r"(?<!\\)(?:\\\\)*(?:\(\?(?:[=!>]|<[=!])|\\[1-9bB]|\
 ONE = {"additionalItems", "additionalProperties", "items"}
 LISTED = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
 NAMED = {"$defs", "definitions", "patternProperties", "properties"}
+SCALARS = ("boolean", "integer", "null", "number", "string")
+LISTS = {"allOf", "anyOf", "enum", "oneOf", "prefixItems", "required"}
 
 
 def enforceable(schema: object, left_out: frozenset[str] = frozenset()) -> tuple[object, list[str]]:
@@ -50,7 +53,7 @@ def enforceable(schema: object, left_out: frozenset[str] = frozenset()) -> tuple
         left_out: more keywords that cannot be enforced.
 
     Raises:
-        ValueError: a `$ref` points outside the schema, or a count is not one.
+        ValueError: a `$ref` points outside the schema, or a part has the wrong type.
         RecursionError: it is nested too deeply.
     """
     dropped: list[str] = []
@@ -64,8 +67,8 @@ def _cleaned(schema: object, path: str, dropped: list[str], left_out: Set[str]) 
         return schema  # false; or invalid, which llguidance reports
     result: dict[str, Any] = {}
     for key, value in schema.items():
-        if key == OPTIONS:
-            continue
+        if key == OPTIONS or (key == "required" and schema.get("type", "object") in SCALARS):
+            continue  # "required" constrains only objects; in old drafts it is a boolean here
         if (unenforced := _unenforced(key, value, left_out)) is not None:
             if unenforced:
                 dropped.append(f"{unenforced} at {path or '/'}")
@@ -94,9 +97,16 @@ def _unenforced(key: str, value: object, left_out: Set[str]) -> str | None:
 def _value(key: str, value: object, path: str, dropped: list[str], left_out: Set[str]) -> object:
     pointer = f"{path}/{_escaped(key)}"
     if key in COUNTS:
-        if not isinstance(value, int | float) or value < 0 or value != int(value):
+        if not isinstance(value, int | float) or not 0 <= value < inf or value != int(value):
             raise ValueError(f"{key} at {path or '/'} must be a whole number, not {value!r:.40}")
         return int(value)
+    if key in LISTS:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"{key} at {path or '/'} must be a list, not {value!r:.40}")
+        if key == "required" and not all(isinstance(name, str) for name in value):
+            raise ValueError(f"{key} at {path or '/'} must be a list of strings")
+    if key == "properties" and not isinstance(value, Mapping):
+        raise ValueError(f"{key} at {path or '/'} must be an object, not {value!r:.40}")
     if key in NAMED and isinstance(value, Mapping):
         result = {}
         for name, part in value.items():
@@ -105,7 +115,7 @@ def _value(key: str, value: object, path: str, dropped: list[str], left_out: Set
             else:
                 result[name] = _cleaned(part, f"{pointer}/{_escaped(name)}", dropped, left_out)
         return result
-    if key in LISTED and isinstance(value, Sequence) and not isinstance(value, str):
+    if key in LISTED and isinstance(value, list | tuple):
         return [_cleaned(part, f"{pointer}/{i}", dropped, left_out) for i, part in enumerate(value)]
     if key in ONE and not isinstance(value, bool):
         return _cleaned(value, pointer, dropped, left_out)
@@ -278,7 +288,9 @@ def translate(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[st
             options = " | ".join(map(json.dumps, json.loads(source)))
             grammar = library().LLMatcher.grammar_from_lark(f"start: {options}")
         elif constraint.kind == "lark":
-            grammar = library().LLMatcher.grammar_from_lark(source)
+            make = library().LLMatcher.grammar_from_lark
+            grammar, dropped = _built(lambda more: make(_laid_out(source, more)), vocabulary)
+            return grammar, _unless_strict(constraint, dropped)
         else:
             grammar = _of_text(source)
     except RecursionError:
@@ -291,6 +303,35 @@ def translate(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[st
     return grammar, []
 
 
+def _built(
+    make: Callable[[Mapping[str, object]], str], vocabulary: GrammarVocabulary
+) -> tuple[str, list[str]]:
+    """Return a grammar with JSON schemas, after building it once, and what it does not enforce.
+
+    Args:
+        make: makes it with more of llguidance's options for the schemas.
+    """
+    try:
+        vocabulary.build(grammar := make({}))
+        return grammar, []
+    except ParamError as error:
+        if "coerce_one_of" not in error.message:
+            raise
+    vocabulary.build(grammar := make({"coerce_one_of": True}))
+    return grammar, ["oneOf, of which several branches may hold"]
+
+
+def _laid_out(source: str, more: Mapping[str, object]) -> str:
+    """Return a grammar in Lark with more options for the schemas in it that `LAYOUT` formats."""
+    return source.replace(json.dumps(LAYOUT), json.dumps({**LAYOUT, **more})) if more else source
+
+
+def _unless_strict(constraint: Constraint, dropped: list[str]) -> list[str]:
+    if constraint.strict and dropped:
+        raise ParamError(FIELD, f"is strict, and this cannot be enforced: {'; '.join(dropped)}")
+    return dropped
+
+
 def _within(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str, list[str]]:
     """Return the grammar of a constrained text inside `constraint.around`."""
     grammar, unenforced = translate(replace(constraint, around=""), vocabulary)
@@ -298,28 +339,23 @@ def _within(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str,
     if grammar.startswith("{"):
         inner = json.loads(grammar)["grammars"]
     inner[0]["name"] = "answer"
-    outer = {"name": "whole", "lark_grammar": constraint.around}
-    grammar = json.dumps({"grammars": [outer, *inner]})
-    vocabulary.build(grammar)
-    return grammar, unenforced
+
+    def make(more: Mapping[str, object]) -> str:
+        outer = {"name": "whole", "lark_grammar": _laid_out(constraint.around, more)}
+        return json.dumps({"grammars": [outer, *inner]})
+
+    grammar, dropped = _built(make, vocabulary)
+    return grammar, unenforced + _unless_strict(constraint, dropped)
 
 
 def _of_schema(constraint: Constraint, vocabulary: GrammarVocabulary) -> tuple[str, list[str]]:
     schema, dropped = enforceable(json.loads(constraint.source))
     options: dict[str, object] = dict(SPACED if constraint.whitespace else LAYOUT)
     to_grammar = library().LLMatcher.grammar_from_json_schema
-    try:
-        grammar: str = to_grammar(schema, overrides=options)
-        vocabulary.build(grammar)
-    except ParamError as error:
-        if "coerce_one_of" not in error.message:
-            raise
-        dropped.append("oneOf, of which several branches may hold")
-        grammar = to_grammar(schema, overrides={**options, "coerce_one_of": True})
-        vocabulary.build(grammar)
-    if constraint.strict and dropped:
-        raise ParamError(FIELD, f"is strict, and this cannot be enforced: {'; '.join(dropped)}")
-    return grammar, list(dropped)
+    grammar, more = _built(
+        lambda more: to_grammar(schema, overrides={**options, **more}), vocabulary
+    )
+    return grammar, _unless_strict(constraint, dropped + more)
 
 
 def _of_text(source: str) -> str:

@@ -10,11 +10,11 @@ import ast
 import json
 import secrets
 import string
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 
-from kvik.text.dialects import PLACE, ToolFormat
-from kvik.text.tool_grammar import Tool, is_text
+from kvik.text.dialects import PLACE, PYTHON_KEY, ToolFormat
+from kvik.text.tool_grammar import Tool, is_text, properties_of
 
 Steps = Generator[None, None, bool]  # resumed when there is more text; returns whether it matched
 
@@ -222,7 +222,7 @@ class ToolCallParser:
     def _parameters(self, tool: Tool, follows: str) -> Steps:
         """Read one tagged value per argument, and return them as members of an object."""
         before, middle, after = self._parameter
-        schemas, separator = tool.parameters.get("properties", {}), "{"
+        schemas, separator = properties_of(tool.parameters), "{"
         while True:
             self._drop(self._at)
             if not (yield from self._literal(before)):
@@ -270,7 +270,8 @@ class ToolCallParser:
 
     def _python(self) -> Steps:
         """Read keyword arguments, which are parsed when their bracket closes."""
-        depth, quote, escaped, place, end = 1, "", False, 0, 0
+        depth, quote, escaped, place, begin = 1, "", False, 0, 0
+        pairs: list[str] = []
         while True:
             while place < len(self._text):
                 char = self._text[place]
@@ -284,9 +285,12 @@ class ToolCallParser:
                 elif char in ")]}":
                     depth -= 1
                 elif char == "," and depth == 1:
-                    end = place
+                    pairs.append(self._text[begin:place])
+                    begin = place + 1
                 if depth == 0:
-                    arguments = _keywords(self._text[:place])
+                    if last := self._text[begin:place].strip():
+                        pairs.append(last)
+                    arguments = _keywords(pairs)
                     if arguments is None:
                         return False
                     self._add(arguments)
@@ -294,7 +298,7 @@ class ToolCallParser:
                     return True
                 place += 1
             if self._closed:  # then the arguments that are whole, without the end of their object
-                self._add((_keywords(self._text[:end]) or "{}")[:-1])
+                self._add((_keywords(pairs) or "{}")[:-1])
                 self._drop(len(self._text))
                 return False
             yield
@@ -365,12 +369,19 @@ def _as_json(text: str) -> str:
     return text
 
 
-def _keywords(text: str) -> str | None:
-    """Return Python keyword arguments with literal values as JSON; None: invalid."""
+def _keywords(pairs: Sequence[str]) -> str | None:
+    """Return keyword arguments with literal values in Python as JSON; None: invalid."""
+    values: dict[str, object] = {}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        key = key.strip()
+        if PYTHON_KEY.fullmatch(key) is None or key in values:
+            return None
+        try:
+            values[key] = ast.literal_eval(value.strip())
+        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError):
+            return None
     try:
-        call = ast.parse(f"f({text})", mode="eval").body
-        assert isinstance(call, ast.Call) and not call.args
-        values = {node.arg: ast.literal_eval(node.value) for node in call.keywords if node.arg}
         return json.dumps(values, ensure_ascii=False)
-    except (SyntaxError, TypeError, ValueError, AssertionError, RecursionError, MemoryError):
+    except (TypeError, ValueError, RecursionError):  # a set, or bytes
         return None

@@ -130,7 +130,7 @@ class ToolGrammar:
         return [*rules, f"args_{i}: {json_rule(tool.parameters)}"]
 
     def _parameter_rules(self, rule: str, schema: Mapping[str, Any]) -> list[str]:
-        properties, required = _properties(schema)
+        properties, required = properties_of(schema), schema.get("required", [])
         before, middle, after = PLACE.split(self._form.dialect.parameter)[::2]
         rules, parts = [], []
         for n, (key, inner) in enumerate(properties.items()):
@@ -153,16 +153,16 @@ def is_text(schema: object) -> bool:
     """Return whether a value is written verbatim: a string, or a value of unspecified type."""
     if not isinstance(schema, Mapping):
         return True
-    kinds = schema.get("type")
-    if kinds is None:
-        values = schema.get("enum", [schema["const"]] if "const" in schema else None)
-        return "anyOf" not in schema and "$ref" not in schema and values is None
-    return bool(kinds == "string" and not {"enum", "const", "pattern", "format"} & schema.keys())
+    others = {"$ref", "allOf", "anyOf", "const", "enum", "format", "oneOf", "pattern"}
+    return schema.get("type", "string") == "string" and not others & schema.keys()
 
 
-def _properties(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str]]:
-    properties, required = schema.get("properties", {}), schema.get("required", [])
-    return properties if isinstance(properties, Mapping) else {}, required
+def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the properties of an object: those that its schema describes, then others that it
+    requires."""
+    properties = {k: v for k, v in schema.get("properties", {}).items() if v is not False}
+    others = dict.fromkeys(schema.get("required", []), schema.get("additionalProperties", True))
+    return {**properties, **{k: v for k, v in others.items() if k not in properties}}
 
 
 def json_rule(schema: Any) -> str:
@@ -207,7 +207,7 @@ class PythonRules:
 
     def _pairs(self, rule: str, schema: Mapping[str, Any], head: Callable[[str], str]) -> None:
         """Add a rule for the properties of an object, each a head and a value."""
-        properties, required = _properties(schema)
+        properties, required = properties_of(schema), schema.get("required", [])
         names = list(properties)
         for n, key in enumerate(names):
             pair = f"{json.dumps(head(key))} {self._value(properties[key])}"
@@ -256,7 +256,7 @@ class PythonRules:
         return f'("[" {items if schema.get("minItems") else f"({items})?"} "]")'
 
     def _object(self, schema: Mapping[str, Any]) -> str:
-        if schema.get("properties"):
+        if properties_of(schema):
             rule = f"{self._rule}_o{next(self._objects)}"
             self._pairs(rule, schema, lambda key: f"{key!r}: ")
             return f'("{{" {rule} "}}")'
@@ -348,6 +348,11 @@ def tool_of(
         raise ParamError("tools", f"{name}: parameters must be a JSON Schema of an object")
     if dialect is not None and (pythonic or dialect.parameter):
         dropped += [f"{key} at /" for key in sorted(_NOT_OF_ARGUMENTS & subset.keys())]
+        for key in properties_of(subset):
+            if not dialect.can_name(key):
+                raise ParamError(
+                    "tools", f"{name}: calls of this model cannot name the property {key[:80]!r}"
+                )
     if strict and dropped:
         raise ParamError("tools", f"{name} is strict, and this cannot be enforced: {dropped[0]}")
     return Tool(name, {"type": "object", **subset}), [f"{name}: {part}" for part in dropped]
