@@ -27,6 +27,7 @@ THOUGHT = "<|channel|>analysis<|message|>So 1 < 2.<|end|><|start|>assistant"
 SAID = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant"
 FINAL = "<|channel|>final<|message|>It is warm."
 CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}"
+LONG = "x" * 300
 ROLE_CALL = f" to=functions.get_weather<|channel|>commentary json<|message|>{ARGUMENTS}"
 
 
@@ -60,6 +61,9 @@ def read(text: str, cut: int = 0, begun: bool | None = None) -> tuple[str, str, 
         ("to be or not", None, ("", "to be or not", "", "")),
         ("It is warm.", None, ("", "It is warm.", "", "")),
         ("", None, ("", "", "", "")),
+        ("It is<|end|><|start|>assistant" + CALL, None, ("", "It is", "get_weather", ARGUMENTS)),
+        (f"<|channel|>{LONG}<|message|>a", None, ("", f"<|channel|>{LONG}<|message|>a", "", "")),
+        (f"<|start|>{LONG}<|end|>a", None, ("", f"<|start|>{LONG}a", "", "")),
         (
             "<|channel|>commentary to=functions.other<|message|>{}",
             None,

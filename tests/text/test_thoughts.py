@@ -67,11 +67,25 @@ def read(one: AnswerParser, *parts: str) -> tuple[str, str, str]:
         (False, "<think>a</think>", "", "<think>a</think>"),
     ],
 )
-def test_thoughts_are_separated(begun: bool | None, text: str, thought: str, answer: str) -> None:
-    assert read(parser(begun), text) == (thought, answer, "")
-    assert read(parser(begun), *text) == (thought, answer, "")
+@pytest.mark.whole
+@pytest.mark.parametrize("form", [FORMAT, TOKENS], ids=["spelled", "tokens"])
+def test_thoughts_are_separated(
+    begun: bool | None, text: str, thought: str, answer: str, form: ThoughtFormat
+) -> None:
+    for marker, token in form.ids.items():
+        text = text.replace(marker, form.marks[token])
+    assert read(parser(begun, form=form), text) == (thought, answer, "")
+    assert read(parser(begun, form=form), *text) == (thought, answer, "")
     for cut in range(len(text)):
-        assert read(parser(begun), text[:cut], text[cut:]) == (thought, answer, ""), cut
+        parts = text[:cut], text[cut:]
+        assert read(parser(begun, form=form), *parts) == (thought, answer, ""), cut
+
+
+def test_markers_of_calls_in_a_thought_are_spelled_out() -> None:
+    tool, _ = tool_of("f", None, strict=False)
+    calls = ToolFormat(BY_NAME["hermes"], {"<tool_call>": 1, "</tool_call>": 2}, ())
+    one = AnswerParser(TOKENS, True, ToolCallParser(calls, {"f": tool}), calls.marks[1])
+    assert read(one, f"a{calls.marks[2]}b") == ("a</tool_call>b", "", "")
 
 
 def test_calls_follow_thoughts_and_end_them() -> None:

@@ -242,6 +242,16 @@ def dialect_of(template: str) -> Dialect | None:
     return next((d for d in DIALECTS if all(marker in template for marker in d.markers)), None)
 
 
+def spellings(ids: Mapping[str, int], marks: Mapping[int, str]) -> dict[int, str]:
+    """Return markers by the characters that represent them in decoded text, for `str.translate`.
+
+    Args:
+        ids: marker -> its token.
+        marks: token -> its character.
+    """
+    return {ord(marks[token]): marker for marker, token in ids.items()}
+
+
 def other_markup(tokenizer: Tokenizer, used: Iterable[int]) -> tuple[int, ...]:
     """Return the special tokens that may be part of a text: neither used otherwise, nor EOS."""
     eos = tokenizer.library.token_to_id(tokenizer.eos_token) if tokenizer.eos_token else None
@@ -286,9 +296,7 @@ class ToolFormat:
         """Return a decoded text with its markers spelt out; undoes `marked`."""
         if not any(FIRST_MARK <= ord(char) < FIRST_MARK + MAX_MARKS for char in text):
             return text
-        for marker, token in self.ids.items():
-            text = text.replace(self.marks[token], marker)
-        return text
+        return text.translate(spellings(self.ids, self.marks))
 
     def split(self, text: str) -> Iterator[str | int]:
         """Split a text into marker tokens and the text between them."""

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from kvik.text.dialects import FIRST_MARK, other_markup
+from kvik.text.dialects import FIRST_MARK, other_markup, spellings
 from kvik.text.thoughts import Thought
 from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta, random_call_id
@@ -141,7 +141,7 @@ class HarmonyParser:
         self._tools = tools
         marks = form.marks(calls=True)
         spelled = {marker: marks[token] for marker, token in form.ids.items()}
-        self._markers = {ord(mark): marker for marker, mark in spelled.items()}
+        self._markers = spellings(form.ids, marks)
         self._channel, self._message = spelled["<|channel|>"], spelled["<|message|>"]
         self._start = spelled["<|start|>"]
         self._ends = re.compile(f"[{spelled['<|end|>']}{spelled['<|call|>']}{self._start}]")
@@ -167,16 +167,19 @@ class HarmonyParser:
         begins = self._buffer.lstrip()
         head, message, content = begins.partition(self._message)
         first = begins[:1]
-        is_head = first in (self._channel, self._start) or begins.startswith("to="[: len(begins)])
-        if is_head and not message and not ends and len(head) <= MAX_HEADER:
+        is_marked = first != "" and first in (self._channel, self._start)
+        is_head = is_marked or begins.startswith("to="[: len(begins)])
+        is_head = is_head and len(head) <= MAX_HEADER
+        if is_head and not message and not ends:
             return False
-        if is_head and not message and first in (self._channel, self._start):
+        if is_head and not message and is_marked:
             self._buffer = ""  # the answer ended within a header
             return True
         if not is_head or not message:
             self._kind = "text"
-            self._say(deltas, self._buffer)
-            self._buffer = ""
+            if first == self._start:  # which would end the text
+                self._say(deltas, first)
+                self._buffer = begins[1:]
             return True
         words = head.rpartition(self._channel)[2].split() if self._channel in head else []
         to = _RECIPIENT.search(head)

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from kvik.text.dialects import FIRST_MARK, MAX_MARKS, other_markup
+from kvik.text.dialects import FIRST_MARK, MAX_MARKS, other_markup, spellings
 from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta, ToolCallParser, overlap
 from kvik.text.tool_grammar import text_rules
@@ -126,6 +126,10 @@ class AnswerParser:
         self._opener = opener
         self._open, self._close = "", ""
         self._state = "answer"
+        # Markers where they mark nothing: they are spelt out.
+        self._markers = {} if calls is None else spellings(calls.form.ids, calls.form.marks)
+        if thoughts is not None:
+            self._markers |= spellings(thoughts.ids, thoughts.marks)
         if thoughts is not None and in_thought is not False:
             marks = thoughts.marks
             spelled = {marker: marks[token] for marker, token in thoughts.ids.items()}
@@ -142,6 +146,15 @@ class AnswerParser:
 
     def push(self, text: str, ends: bool = False) -> list[AnswerDelta]:
         """Take more text; return the parts that are final: all of them if the answer ends."""
+        deltas = self._split(text, ends)
+        if self._markers:
+            for delta in deltas:
+                delta.text = delta.text.translate(self._markers)
+                delta.thought = delta.thought.translate(self._markers)
+                delta.arguments = delta.arguments.translate(self._markers)
+        return deltas
+
+    def _split(self, text: str, ends: bool) -> list[AnswerDelta]:
         if self._state == "answer":
             return self._answer(text, ends)
         self._buffer += text

@@ -40,11 +40,12 @@ class ToolCallParser:
     """Parses the calls of one answer.
 
     Attributes:
+        form: the format of the calls.
         num_calls: number of calls that have begun.
     """
 
     def __init__(self, form: ToolFormat, tools: Mapping[str, Tool]) -> None:
-        self._form = form
+        self.form = form
         self._tools = tools
         dialect = form.dialect
         self._opener, self._begin = form.marked(form.opener), form.marked(dialect.begin)
@@ -70,7 +71,7 @@ class ToolCallParser:
     # -- text ------------------------------------------------------------------------------------
 
     def _answer(self) -> Steps:
-        if self._form.dialect.bare:
+        if self.form.dialect.bare:
             yield from self._skip_space()
             if not (yield from self._literal(self._opener)):
                 self._at = 0
@@ -114,7 +115,7 @@ class ToolCallParser:
 
     def _say(self, text: str) -> None:
         if text:
-            self._deltas.append(AnswerDelta(self._form.unmarked(text)))
+            self._deltas.append(AnswerDelta(self.form.unmarked(text)))
 
     def _drop(self, count: int) -> None:
         """Drop the first characters, which were returned."""
@@ -170,7 +171,7 @@ class ToolCallParser:
         return True
 
     def _begin_call(self, name: str, id_text: str) -> None:
-        dialect = self._form.dialect
+        dialect = self.form.dialect
         made = dialect.call_id.replace("{name}", name).replace("{id}", id_text)
         if not made and dialect.short_ids:
             letters = string.ascii_letters + string.digits
@@ -182,15 +183,15 @@ class ToolCallParser:
 
     def _add(self, arguments: str) -> None:
         if arguments:
-            text = self._form.unmarked(arguments)
+            text = self.form.unmarked(arguments)
             self._deltas.append(AnswerDelta(index=self.num_calls - 1, arguments=text))
 
     # -- arguments -------------------------------------------------------------------------------
 
     def _arguments(self, tool: Tool, follows: str) -> Steps:
-        if self._form.dialect.pythonic:
+        if self.form.dialect.pythonic:
             return (yield from self._python())
-        if self._form.dialect.parameter:
+        if self.form.dialect.parameter:
             return (yield from self._parameters(tool, follows))
         return (yield from self._json())
 
@@ -251,7 +252,7 @@ class ToolCallParser:
             place = self._text.find(after)
             ends = place >= 0
             free = place if ends else len(self._text) - overlap(self._text, after)
-            self._add(json.dumps(self._form.unmarked(self._text[:free]), ensure_ascii=False)[1:-1])
+            self._add(json.dumps(self.form.unmarked(self._text[:free]), ensure_ascii=False)[1:-1])
             if ends or self._closed:
                 self._add('"')
                 self._drop(free + len(after) if ends else len(self._text))
