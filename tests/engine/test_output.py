@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as Library
-from tokenizers import decoders, models, pre_tokenizers
 
 from kvik.core.sampling_params import SamplingParams
 from kvik.core.types import EngineRequest, FinishReason, RequestDelta, RequestReport, TokenLogprobs
@@ -106,6 +106,26 @@ def test_a_stop_string_ends_the_text_across_tokens(tokenizer, streaming, include
     assert output.outputs[0].stop_reason == "END"
     assert output.outputs[0].finish_reason == "stop"
     assert output.outputs[0].token_ids == tokenizer.encode("ab EN END")
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_matches_tokens_that_are_marked(streaming, include):
+    library = Library(models.BPE(vocab={c: i for i, c in enumerate("abc")}, merges=[]))
+    library.decoder = decoders.Fuse()
+    library.add_tokens([AddedToken("<x>", special=False), AddedToken("<y>", special=True)])
+    tokenizer = Tokenizer(library)
+    processor = OutputProcessor(tokenizer)
+    params = SamplingParams(stop=("<y>", "<x>b"), include_stop_str_in_output=include)
+    request = EngineRequest("a", [1, 2], params)
+    processor.add(request, "p", streaming=streaming, marks={3: "X", 4: "Y"})
+    tokens = [0, 4, 3, 0, 3, 1, 2]  # "<y>" is skipped, and its mark is no part of the text
+    out = processor.process(
+        [RequestDelta("a", 0, tokens, finish_reason=FinishReason.LENGTH, report=REPORT)]
+    )
+    completion = out.finished[0].outputs[0]
+    assert completion.text == ("aYXaXb" if include else "aYXa")
+    assert (completion.finish_reason, completion.stop_reason) == ("stop", "<x>b")
 
 
 def test_text_withheld_for_a_stop_string_is_released_at_the_end(tokenizer):

@@ -291,6 +291,7 @@ class _Entry:
     streaming: bool
     new_detokenizer: Callable[[], Detokenizer] | None
     completions: list[_Completion]
+    spellings: Mapping[str, str]  # a mark -> the text of its token, which a stop string may have
     prompt_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs_sent: bool = False  # in a delta
     embedding: list[float] | None = None
@@ -334,7 +335,8 @@ class OutputProcessor:
             marks: text that replaces that of some tokens, special or not.
         """
         params = request.params
-        table = self._stop_table(params.stop) if params.stop else None
+        spellings = self._spellings(marks, params.skip_special_tokens) if params.stop else {}
+        table = self._stop_table(_with_marks(params.stop, spellings)) if params.stop else None
         completions, new_stream = [], None
         if self.tokenizer is not None:
             skipped = params.skip_special_tokens
@@ -347,8 +349,15 @@ class OutputProcessor:
             if table is not None:
                 stops = StopStrings(table, params.include_stop_str_in_output)
             completions.append(_Completion(detokenizer, stops))
-        entry = _Entry(request, prompt, streaming, new_stream, completions)
+        entry = _Entry(request, prompt, streaming, new_stream, completions, spellings)
         self._entries[request.request_id] = entry
+
+    def _spellings(self, marks: Mapping[int, str], skips: bool) -> dict[str, str]:
+        """Return marks with the texts of the tokens that they replace, unless that is skipped."""
+        if self.tokenizer is None:
+            return {}
+        skipped = self.tokenizer.special_ids if skips else frozenset[int]()
+        return {m: self.tokenizer.token(t) for t, m in marks.items() if t not in skipped}
 
     def _stop_table(self, stop: Sequence[str]) -> StopTable:
         table = self._stop_tables.get(stop)
@@ -471,6 +480,8 @@ class OutputProcessor:
             reason, stop_reason = FinishReason.ERROR, None
         elif completion.matched is not None:
             reason, stop_reason = FinishReason.STOP, completion.matched
+            for mark, text in entry.spellings.items():
+                stop_reason = stop_reason.replace(mark, text)
         completion.result = CompletionOutput(
             index=delta.index,
             text=completion.text or _text_again(entry, completion),
@@ -486,6 +497,14 @@ class OutputProcessor:
         if all(c.result is not None for c in entry.completions):
             del self._entries[delta.request_id]
             out.finished.append(_output(entry))
+
+
+def _with_marks(stop: Sequence[str], spellings: Mapping[str, str]) -> Sequence[str]:
+    """Return stop strings, and how they look where marks replace tokens."""
+    marked = list(stop)
+    for mark, text in sorted(spellings.items(), key=lambda item: -len(item[1])):
+        marked = [one.replace(text, mark) for one in marked]
+    return tuple(dict.fromkeys([*stop, *marked]))
 
 
 def _text_again(entry: _Entry, completion: _Completion) -> str:
