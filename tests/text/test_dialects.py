@@ -13,6 +13,8 @@ from helpers.grammars import FIRST_MARKER, MarkedGrammar
 
 from kvik.core.structured import Regex
 from kvik.errors import ParamError
+from kvik.server.tools import Function, ToolUse
+from kvik.text.answer_format import MarkedFormat
 from kvik.text.dialects import BY_NAME, DIALECTS, PLACE, Dialect, ToolFormat, dialect_of
 from kvik.text.tool_calls import AnswerDelta, ToolCallParser
 from kvik.text.tool_grammar import AllowedCalls, ToolGrammar, ToolMode, tool_of
@@ -318,6 +320,28 @@ def test_arguments_have_any_name_and_the_values_of_their_schema(dialect: Dialect
         assert not grammar.allows([call(**bad)]), bad
 
 
+@pytest.mark.parametrize("key", ["items", "additionalProperties"])
+def test_nested_python_arguments_have_a_small_grammar(key: str) -> None:
+    schema: Any = {"type": "integer"}
+    value: Any = 1
+    for _ in range(16):
+        schema = {"type": ["array", "object"], key: schema}
+        value = [value] if key == "items" else {"a": value}
+    dialect = BY_NAME["pythonic"]
+    tool, _ = tool_of("f", {"properties": {"x": schema}}, strict=True, dialect=dialect)
+    source = ToolGrammar(form(dialect, tokens=False)).grammar(AllowedCalls([tool], "required"))
+    assert len(source) < 1 << 16
+    assert MarkedGrammar(source, {}).allows([f"[f(x={value})]"])
+
+
+def test_definitions_are_not_repeated_without_bound() -> None:
+    properties = {f"p{i}": {"$ref": "#/$defs/x"} for i in range(1000)}
+    schema = {"properties": properties, "$defs": {"x": {"enum": ["x" * 1000]}}}
+    tool, _ = tool_of("f", schema, strict=True, dialect=BY_NAME["glm"])
+    with pytest.raises(ParamError, match="bytes in all"):
+        ToolGrammar(form(BY_NAME["glm"], tokens=False)).grammar(AllowedCalls([tool], "required"))
+
+
 @pytest.mark.parametrize("tokens", [False, True], ids=["spelled", "tokens"])
 @pytest.mark.parametrize(
     "dialect", [one for one in DIALECTS if one.parameter], ids=lambda d: d.name
@@ -371,6 +395,24 @@ def test_a_name_that_looks_like_what_follows_it_is_refused(name: str, key: str) 
     with pytest.raises(ParamError, match="^tools: f: calls of this model cannot name the property"):
         tool_of("f", schema, strict=False, dialect=BY_NAME[name])
     assert tool_of("f", schema, strict=True, dialect=BY_NAME["hermes"])[1] == []
+
+
+@pytest.mark.parametrize("reference", ["#anchor", "#x/properties/a", "#/$defs/none"])
+def test_references_in_python_arguments_are_pointers(reference: str) -> None:
+    made = form(BY_NAME["pythonic"], tokens=False)
+    schema = {"properties": {"a": {"$ref": reference}}}
+    tool, _ = tool_of("f", schema, strict=True, dialect=made.dialect)
+    with pytest.raises(ParamError, match="leads nowhere"):
+        ToolGrammar(made).grammar(AllowedCalls([tool], "required"))
+
+
+def test_arguments_are_nested_at_most_as_deeply_as_they_can_be_read() -> None:
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"type": "object", "properties": {"a": deep}}
+    made = MarkedFormat(form=form(BY_NAME["pythonic"], tokens=False))
+    with pytest.raises(ParamError, match=r"^tools: .* nested too deeply"):
+        ToolUse.of(made, [Function("f", parameters=deep)])
 
 
 @pytest.mark.parametrize(

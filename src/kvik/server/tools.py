@@ -12,13 +12,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.structured import MAX_SOURCE_BYTES, Constraint
+from kvik.core.structured import Constraint
 from kvik.errors import ParamError
 from kvik.text.answer_format import NO_TOOLS, PLAIN_FORMAT, AnswerFormat, AnswerReader
 from kvik.text.detokenizer import NO_MARKS
 from kvik.text.dialects import BY_NAME
 from kvik.text.thoughts import Thought
-from kvik.text.tool_grammar import AllowedCalls, Tool, ToolMode, tool_of
+from kvik.text.tool_grammar import (
+    MAX_GRAMMAR_BYTES,
+    TOO_LONG,
+    AllowedCalls,
+    Tool,
+    ToolMode,
+    tool_of,
+)
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -120,8 +127,11 @@ class ToolUse:
         if allowed is not None:
             tools = {name: tools[name] for name in allowed}
         use = cls(form, tuple(functions), tools, choice, single, named, tuple(unenforced))
-        if len(use.constraint().source) > 2 * MAX_SOURCE_BYTES:
-            raise ParamError("tools", f"may have at most {2 * MAX_SOURCE_BYTES} bytes in all")
+        try:
+            if len(use.constraint().source) > MAX_GRAMMAR_BYTES:
+                raise ParamError("tools", TOO_LONG)
+        except RecursionError:
+            raise ParamError("tools", "are nested too deeply") from None
         return use
 
     def constraint(

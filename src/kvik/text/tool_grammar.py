@@ -9,9 +9,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Literal
 
+from kvik.core.structured import MAX_SOURCE_BYTES
 from kvik.errors import ParamError
 from kvik.text.dialects import PLACE, Dialect, ToolFormat
 from kvik.text.grammar import LAYOUT, enforceable
+
+MAX_GRAMMAR_BYTES = 2 * MAX_SOURCE_BYTES
+TOO_LONG = f"may have at most {MAX_GRAMMAR_BYTES} bytes in all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,13 +136,18 @@ class ToolGrammar:
     def _parameter_rules(self, rule: str, schema: Mapping[str, Any]) -> list[str]:
         properties, required = properties_of(schema), schema.get("required", [])
         before, middle, after = PLACE.split(self._form.dialect.parameter)[::2]
-        rules, parts = [], []
+        named = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        rules, parts, size = [], [], 0
         for n, (key, inner) in enumerate(properties.items()):
             head = self._lark(before + key + middle)
             text = f"/(.|\\n){count_of(inner, 'Length')}"
             if not is_text(inner):
-                named = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-                value = f"{json_rule({**named, **inner})} {self._lark(after)}"
+                value = json_rule(inner)
+                if '"$ref"' in value:
+                    value = json_rule({**named, **inner})
+                if (size := size + len(value)) > MAX_GRAMMAR_BYTES:
+                    raise ParamError("tools", TOO_LONG)
+                value = f"{value} {self._lark(after)}"
             elif marker := next((m for m in self._form.ids if m in after), ""):
                 before_it, _, rest = after.partition(marker)
                 value = f"{text}{_regex(before_it)}/ {self._lark(marker + rest)}"
@@ -202,7 +211,7 @@ class PythonRules:
         self.rules: list[str] = []
         self._rule, self._schema = rule, schema
         self._named: dict[str, str] = {}  # reference -> rule
-        self._objects = count()
+        self._numbers = count()
         self._pairs(rule, schema, "{}=".format)
 
     def _pairs(self, rule: str, schema: Mapping[str, Any], head: Callable[[str], str]) -> None:
@@ -235,7 +244,8 @@ class PythonRules:
                 return _either(map(self._value, schema[key]))
         kind = schema.get("type")
         if isinstance(kind, list):
-            return _either(self._value({**schema, "type": name}) for name in kind)
+            names = [name for name in (*_LITERALS, "array", "object") if name in kind]
+            return _either([self._value({**schema, "type": name}) for name in names] or [_ANY])
         if kind in ("integer", "number"):  # equal in JSON and Python
             return json_rule(schema)
         if kind == "string":
@@ -250,20 +260,27 @@ class PythonRules:
         max_items = schema.get("maxItems")
         if max_items == 0:
             return '"[]"'
-        items = item = self._value(schema.get("items"))
+        items = item = self._shared(self._value(schema.get("items")))
         if max_items != 1:
             items += f' (", " {item}){count_of(schema, "Items", less=1)}'
         return f'("[" {items if schema.get("minItems") else f"({items})?"} "]")'
 
     def _object(self, schema: Mapping[str, Any]) -> str:
         if properties_of(schema):
-            rule = f"{self._rule}_o{next(self._objects)}"
+            rule = f"{self._rule}_o{next(self._numbers)}"
             self._pairs(rule, schema, lambda key: f"{key!r}: ")
             return f'("{{" {rule} "}}")'
         if schema.get("additionalProperties") is False:
             return '"{}"'
-        pair = f'{_LITERALS["string"]} ": " {self._value(schema.get("additionalProperties"))}'
+        value = self._value(schema.get("additionalProperties"))
+        pair = self._shared(f'{_LITERALS["string"]} ": " {value}')
         return f'("{{" ({pair} (", " {pair})*)? "}}")'
+
+    def _shared(self, expression: str) -> str:
+        """Return a rule for an expression that comes twice: in nested ones it would double."""
+        rule = f"{self._rule}_o{next(self._numbers)}"
+        self.rules.append(f"{rule}: {expression}")
+        return rule
 
     def _reference(self, pointer: str) -> str:
         if pointer not in self._named:
@@ -272,8 +289,11 @@ class PythonRules:
         return self._named[pointer]
 
     def _at(self, pointer: str) -> object:
+        first, *parts = pointer.split("/")
+        if first != "#":  # an anchor
+            raise ParamError("tools", f"$ref {pointer[:80]!r} leads nowhere")
         node: object = self._schema
-        for part in pointer.split("/")[1:]:
+        for part in parts:
             key = part.replace("~1", "/").replace("~0", "~")
             if not isinstance(node, Mapping) or key not in node:
                 raise ParamError("tools", f"$ref {pointer[:80]!r} leads nowhere")
@@ -342,8 +362,10 @@ def tool_of(
     pythonic = dialect is not None and dialect.pythonic
     try:
         subset, dropped = enforceable(schema, _NOT_IN_PYTHON if pythonic else frozenset())
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ParamError("tools", f"{name}: {error}") from None
+    except RecursionError:
+        raise ParamError("tools", f"{name}: is nested too deeply") from None
     if not isinstance(subset, Mapping) or subset.get("type", "object") != "object":
         raise ParamError("tools", f"{name}: parameters must be a JSON Schema of an object")
     if dialect is not None and (pythonic or dialect.parameter):
