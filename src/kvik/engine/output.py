@@ -503,7 +503,7 @@ def _with_marks(stop: Sequence[str], spellings: Mapping[str, str]) -> Sequence[s
     """Return stop strings, and how they look where marks replace tokens."""
     marked = list(stop)
     for mark, text in sorted(spellings.items(), key=lambda item: -len(item[1])):
-        marked = [one.replace(text, mark) for one in marked]
+        marked = [string.replace(text, mark) for string in marked]
     return tuple(dict.fromkeys([*stop, *marked]))
 
 
