@@ -144,6 +144,8 @@ def test_json_has_the_layout_of_json_dumps(text: str, usual: bool, spaced: bool)
         ({"choice": ["yes", 'a"b', "né", "ye"]}, ["yes", 'a"b', "né", "ye"], ["y", "yesye"]),
         ({"grammar": 'start: "a" b\nb: /[0-9]/ | "(" b ")"'}, ["a1", "a((2))"], ["a", "a(2"]),
         ({"grammar": 'root ::= "x" | "(" root ")"'}, ["x", "((x))"], ["", "(x", "()"]),
+        ({"grammar": r'root ::= "\u00e9" "\U0001F600\u0022"'}, ['é😀"'], ["é", "ue9"]),
+        ({"grammar": r'root ::= "\[" [\u00df\]] "\\u0061"'}, [r"[]\u0061", r"[ß\u0061"], ["[ßa"]),
         ({"grammar": '{"grammars": [{"lark_grammar": "start: /k/"}]}'}, ["k"], ["", "kk"]),
         ({"json_object": True}, ["{}", '{"a": [1]}'], ["[]", "1", "{"]),
     ],

@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from math import inf
@@ -370,9 +371,11 @@ def _of_text(source: str) -> str:
         parts = [grammar for grammar in document["grammars"] if isinstance(grammar, dict)]
         texts = [str(grammar.get("lark_grammar", "")) for grammar in parts]
     else:
-        convert = importlib.import_module("llguidance.gbnf_to_lark").any_to_lark
+        gbnf = importlib.import_module("llguidance.gbnf_to_lark")
+        if not gbnf.is_lark_syntax(source):
+            source = _ESCAPE.sub(_short_escape, source)
         try:
-            lark = convert(source)
+            lark = gbnf.any_to_lark(source)
         except Exception as error:  # the converter's parser raises errors of any kind
             raise ParamError(FIELD, f"grammar cannot be read: {brief(error)}") from None
         texts, source = [lark], library().LLMatcher.grammar_from_lark(lark)
@@ -380,3 +383,18 @@ def _of_text(source: str) -> str:
         if (match := _ATTRIBUTES.search(text)) is not None:
             raise ParamError(FIELD, f"grammar may not use {match[1]}: give it as a parameter")
     return source
+
+
+# An escape in GBNF. The converter gets some of them wrong: "\u00e9" becomes "\ue9".
+_ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|([\[\]])|.)", re.DOTALL)
+
+
+def _short_escape(escape: re.Match[str]) -> str:
+    """Return the character itself, or "\\xHH" in ASCII, in place of some escapes."""
+    digits = escape[1] or escape[2]
+    if digits is None and escape[3] is None:
+        return escape[0]
+    code = ord(escape[3]) if digits is None else int(digits, 16)
+    if 0xD800 <= code < 0xE000 or code > sys.maxunicode:
+        return escape[0]
+    return chr(code) if code >= 0x80 else f"\\x{code:02x}"
