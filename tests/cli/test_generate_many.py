@@ -6,7 +6,9 @@ import io
 import json
 import shutil
 import sys
+import time
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -176,6 +178,22 @@ def test_outputs_that_cannot_be_written(tmp_path: Path, command: Command) -> Non
     ):
         words = ["generate", "--prompts", str(prompts), "-o", output, *OPTIONS]
         assert error in command(*words, code=2).err
+
+
+def test_an_output_that_is_deleted_meanwhile_is_an_error(tmp_path: Path, command: Command) -> None:
+    prompts, output = tmp_path / "prompts", tmp_path / "output"
+    prompts.write_text('"A"\n' * 60)
+
+    def delete() -> None:
+        while not (output.exists() and output.stat().st_size):
+            time.sleep(0.001)
+        output.unlink()
+
+    thread = Thread(target=delete, daemon=True)
+    thread.start()
+    words = ["generate", "--prompts", str(prompts), "-o", str(output), "--max-num-seqs", "1"]
+    assert f"{output}: " in command(*words, *OPTIONS, *GREEDY, code=2).err
+    thread.join()
 
 
 def test_outputs_are_written_when_ready_and_urgent_ones_first() -> None:

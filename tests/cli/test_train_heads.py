@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -68,3 +69,13 @@ def test_a_bad_option_is_named(
 ) -> None:
     assert message in command.refusal(*words(text, tmp_path, *more))
     assert not (tmp_path / "heads").exists()
+
+
+def test_a_full_disk_is_named(text: str, tmp_path: Path, command: Command) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 12, before[1]))
+    try:
+        assert command.refusal(*words(text, tmp_path)).startswith("--output: ")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]

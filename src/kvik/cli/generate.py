@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import json
 import os
 import re
@@ -444,12 +445,15 @@ def _writing(path: str | None) -> Iterator[Callable[[str], None]]:
         yield partial(say, flush=True)
         return
     with open(path, "ab", buffering=0) as file:
+        is_linked = os.fstat(file.fileno()).st_nlink > 0  # /dev/fd may be a file without a name
 
         def write(line: str) -> None:
             data = f"{line}\n".encode()
             try:
                 while data:
                     data = data[file.write(data) :]
+                if is_linked and not os.fstat(file.fileno()).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "was deleted while it was written")
             except OSError as error:
                 error.filename = path
                 raise

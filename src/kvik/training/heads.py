@@ -225,22 +225,27 @@ def train_heads(
     The state is saved there from time to time; the next call continues from it.
 
     Raises:
-        KvikError: the model cannot be used, there is too little text, or `out` holds other files.
+        KvikError: the model cannot be used, there is too little text, or `out` holds other files or
+            cannot be written.
     """
     check_place(out)
     check_windows(windows, recipe.depth)
     longest = max((len(window.token_ids) for window in windows), default=2)
-    with (
-        loaded_reader(resolve_reader(config, longest)) as reader,
-        working_folder(out) as work,
-    ):
-        states = read_states(reader, windows, work / "states", progress)
-        trainee = _trainee(reader, recipe)
-        keeper = SnapshotStore(out / FILE, identity_of(recipe, states))
-        finished = train(trainee, states, recipe.schedule, keeper, progress)
-        shares = accuracies(trainee, states, recipe.schedule.rows, progress)
-        spec = replace(trainee.spec, accuracies=shares)
-        size = _save(spec, trainee, reader, out, None if finished else keeper.file)
+    try:
+        with (
+            loaded_reader(resolve_reader(config, longest)) as reader,
+            working_folder(out) as work,
+        ):
+            states = read_states(reader, windows, work / "states", progress)
+            trainee = _trainee(reader, recipe)
+            keeper = SnapshotStore(out / FILE, identity_of(recipe, states))
+            finished = train(trainee, states, recipe.schedule, keeper, progress)
+            shares = accuracies(trainee, states, recipe.schedule.rows, progress)
+            spec = replace(trainee.spec, accuracies=shares)
+            size = _save(spec, trainee, reader, out, None if finished else keeper.file)
+    except OSError as error:
+        reason = f"cannot be written ({error.strerror}); the same command continues"
+        raise ConfigError("output", reason) from None
     return TrainedHeads(spec, len(states.ids), size, finished)
 
 

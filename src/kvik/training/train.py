@@ -100,23 +100,26 @@ def read_states(
 
     Args:
         file: stores the hidden states, which may be larger than memory.
+
+    Raises:
+        OSError: the file cannot be written.
     """
     total = sum(len(window.token_ids) for window in windows)
     spec = reader.resolved.model
     dtype = getattr(torch, reader.resolved.runner.dtype)
-    size = total * spec.hidden_size
-    flat = torch.from_file(str(file), shared=True, size=size, dtype=dtype)
-    hidden = flat.view(total, spec.hidden_size)
     ids = torch.tensor([token for window in windows for token in window.token_ids])
     lengths = torch.tensor([0, *(len(window.token_ids) for window in windows)])
     done = 0
-    for window in windows:
-        for start in range(0, len(window.token_ids), reader.tokens_at_once):
-            end = min(start + reader.tokens_at_once, len(window.token_ids))
-            states = reader.read(window.token_ids, start, end)
-            hidden[done : done + end - start] = states.cpu()
-            done += end - start
-        progress("reading", done / total)
+    with file.open("wb") as out:  # written before it is mapped: in a mapping, a full disk is SIGBUS
+        for window in windows:
+            for start in range(0, len(window.token_ids), reader.tokens_at_once):
+                end = min(start + reader.tokens_at_once, len(window.token_ids))
+                states = reader.read(window.token_ids, start, end).cpu().to(dtype).contiguous()
+                out.write(states.view(torch.uint8).numpy().data)
+                done += end - start
+            progress("reading", done / total)
+    flat = torch.from_file(str(file), shared=True, size=total * spec.hidden_size, dtype=dtype)
+    hidden = flat.view(total, spec.hidden_size)
     return WindowStates(ids, hidden, lengths.cumsum(0))
 
 
