@@ -140,6 +140,15 @@ def test_a_damaged_page_is_not_read(folder: Folder, how: str) -> None:
         assert not folder.file(1).exists()
 
 
+def test_warnings_of_damaged_pages_are_bounded(folder: Folder, caplog) -> None:
+    pages = range(40)
+    folder.store(*pages)
+    for number in pages:
+        os.truncate(folder.file(number), 100)
+        assert not folder.has(number)
+    assert 0 < len(caplog.records) < 8 and not folder.files()
+
+
 def test_a_page_under_another_name_is_not_read(folder: Folder) -> None:
     folder.store(2, 4)
     folder.file(2).replace(folder.file(4))

@@ -86,6 +86,7 @@ class DiskTier(PageFolder):
         self._added: list[PageKey] = []
         self._scanned = False
         self._off = ""
+        self._num_bad = 0  # files that were no pages
         self._reported = self._reported_off = False
         # Pages to delete for new ones, oldest first: mtime, path, key if of this fingerprint.
         self._oldest: deque[tuple[int, Path, PageKey | None]] = deque()
@@ -137,7 +138,12 @@ class DiskTier(PageFolder):
             os.close(file)
         if is_complete and is_good(page, PageName(self._fingerprint, *key)):
             return True
-        log.warning("%s: %s is not a page of this engine, and is deleted", OPTION, path.name)
+        with self._lock:
+            self._num_bad += 1
+            bad = self._num_bad
+        if bad & (bad - 1) == 0:  # the 1st, 2nd, 4th, ...: on a bad disk there are many
+            message = "%s: %s is not a page of this engine, and is deleted (%d so far)"
+            log.warning(message, OPTION, path.name, bad)
         self._remove(path)
         return False
 
