@@ -9,6 +9,7 @@ import re
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -109,6 +110,13 @@ def llm(lost: Process) -> Iterator[LLM]:
 def pipeline() -> Iterator[LLM]:
     with LLM(**STAGES) as made:
         yield made
+
+
+def test_a_group_that_may_be_killed_has_no_temporary_files(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with LLM(**RANKS) as llm:
+        assert errors_of(llm, SHORT, 3) == {"None"}
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_lost_process_is_named(llm: LLM, lost: Process) -> None:

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from mmap import mmap
 from multiprocessing.connection import Connection, wait
@@ -103,11 +103,13 @@ class RankProcesses:
         size = resolved.runner.ranks
         memory = resolved.memory
         num_bytes = max(MIN_MEMORY, MEMORY * (memory.activations + memory.overhead))
+        self._files = ExitStack()  # the folder in which torch's processes find each other
+        self._store = ""
         if resolved.runner.kernels != "native":
             num_bytes = BARRIER_BYTES  # heartbeats alone: torch connects the processes
+            folder = self._files.enter_context(tempfile.TemporaryDirectory(prefix="kvik-"))
+            self._store = os.path.join(folder, "store")
         file = shared_memory(num_bytes)
-        self._folder = tempfile.TemporaryDirectory(prefix="kvik-")
-        self._store = os.path.join(self._folder.name, "store")
         self._mapping = mmap(file, num_bytes)
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self._barrier = Barrier(self.memory)
@@ -265,7 +267,7 @@ class RankProcesses:
             line.close()
         if self._group is not None:
             self._group.close()
-        self._folder.cleanup()
+        self._files.close()
 
     def _lose(self, reason: str) -> None:
         """Note why the group is lost, and make all ranks stop waiting for each other."""
