@@ -268,7 +268,7 @@ async def make_prompt(
     render = partial(texts.render, tools=tools, variables=variables)
     if conversation.continues:
         with rename_fields(continue_final_message="messages"):
-            text = await texts.render_to_continue(plain(turns), variables)
+            text = await texts.render_to_continue(plain(turns), tools=tools, variables=variables)
     else:
         text = await render(plain(turns), add_generation_prompt=True)
     with rename_fields(prompt="messages"):

@@ -345,6 +345,8 @@ class Texts:
     async def render_to_continue(
         self,
         messages: Sequence[Mapping[str, object]],
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         variables: Mapping[str, object] | None = None,
     ) -> str:
         """Render the prompt up to the end of the last message, which the model then continues.
@@ -363,6 +365,7 @@ class Texts:
         text = await self.render(
             [*before, {**last, "content": content + mark}],
             add_generation_prompt=False,
+            tools=tools,
             variables=variables,
         )
         place = text.rfind(mark)

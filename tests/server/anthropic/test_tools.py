@@ -120,6 +120,15 @@ def test_an_agent_continues_with_results(client: anthropic.Anthropic) -> None:
     assert counted > client.messages.count_tokens(**body).input_tokens
 
 
+def test_a_prompt_that_ends_with_an_answer_has_the_tools(client: anthropic.Anthropic) -> None:
+    begun: Any = [USER, {"role": "assistant", "content": "Well,"}]
+    with_tools, without = (
+        client.messages.count_tokens(model=MODEL, messages=begun, tools=tools).input_tokens
+        for tools in (TOOLS, [])
+    )
+    assert with_tools > without + 20
+
+
 def test_a_tool_runner_sends_whole_conversations(client: anthropic.Anthropic) -> None:
     """It offers to have them kept by the server, and needs to know that this one does not."""
     sent: list[Any] = []

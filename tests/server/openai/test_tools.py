@@ -113,6 +113,18 @@ def test_an_agent_continues_with_results(client: openai.OpenAI) -> None:
     assert last.choices[0].message.content
 
 
+def test_a_continued_answer_has_the_tools_in_its_prompt(client: openai.OpenAI) -> None:
+    begun = {
+        "messages": [*ASKED, {"role": "assistant", "content": "Well,"}],
+        "extra_body": {"continue_final_message": True},
+    }
+    with_tools, without = (
+        ask(client, tools=tools, max_tokens=1, **begun).usage.prompt_tokens
+        for tools in (TOOLS, None)
+    )
+    assert with_tools > without + 20
+
+
 def test_a_text_beside_tools_satisfies_a_schema(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"warm": {"type": "boolean"}}, "required": ["warm"]}
     form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}

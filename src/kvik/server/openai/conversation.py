@@ -194,10 +194,10 @@ async def conversation_text(
     plain = await offload(len(messages), lambda: [_plain(message) for message in messages])
     calls = [call.id for message in messages for call in message.tool_calls or ()]
     check_results(calls, [m.tool_call_id for m in messages if m.tool_call_id is not None])
-    if continues:
-        return await texts.render_to_continue(plain, variables)
-    answers = options.add_generation_prompt is not False
     tools = None if use is None else use.described()
+    if continues:
+        return await texts.render_to_continue(plain, tools=tools, variables=variables)
+    answers = options.add_generation_prompt is not False
     return await texts.render(
         plain, add_generation_prompt=answers, tools=tools, variables=variables
     )
