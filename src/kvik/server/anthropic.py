@@ -156,7 +156,6 @@ class TokenCount(Struct):
 _ELSEWHERE = "this route does not take it"
 COUNT: Table = {
     "mcp_servers": (([],), "there are no other servers"),
-    "context_management": (({},), "the context is not edited"),
 }
 MESSAGES: Table = {
     **SAMPLING,

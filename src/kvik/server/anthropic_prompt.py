@@ -78,6 +78,20 @@ class Thinking(Struct, kw_only=True):
     display: Any = None
 
 
+class ContextEdit(Struct, kw_only=True):
+    """A change to the conversation before it is a prompt."""
+
+    type: str
+    keep: Any = None  # turns with their thoughts
+
+
+class ContextManagement(Struct, kw_only=True):
+    """Changes to the conversation. Only the clearing of thoughts is supported, and changes nothing,
+    as prompts have none."""
+
+    edits: list[ContextEdit] | None = None
+
+
 class CountRequest(Struct, kw_only=True):
     """A conversation whose tokens to count."""
 
@@ -88,6 +102,7 @@ class CountRequest(Struct, kw_only=True):
     tools: list[MessageTool] | None = None
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
+    context_management: ContextManagement | None = None
 
     @property
     def variables(self) -> dict[str, object]:
@@ -143,8 +158,13 @@ def read_conversation(body: CountRequest) -> Conversation:
     """Return the conversation of a body.
 
     Raises:
-        ParamError: a block is not text, or too many are marked.
+        ParamError: a block is not text, too many are marked, or an edit is not supported.
     """
+    management = body.context_management or ContextManagement()
+    for edit in management.edits or ():
+        if not edit.type.startswith("clear_thinking_"):
+            kind = repr(edit.type[:40])
+            raise ParamError("context_management", f"has an edit {kind}; only thoughts are cleared")
     conversation = Conversation()
     if body.system:
         _add(conversation, "system", "system", body.system)
@@ -152,7 +172,7 @@ def read_conversation(body: CountRequest) -> Conversation:
     order = sorted(enumerate(body.messages), key=lambda pair: pair[1].role != "system")
     for i, message in order:
         _add(conversation, f"messages.{i}.content", message.role, message.content)
-    if all(message.role == "system" for message in body.messages):
+    if all(turn.role == "system" for turn in conversation.turns):  # thoughts are no turns
         raise ParamError("messages", "need one of the user or of the assistant")
     if body.cache_control is not None:
         last = len(conversation.turns) - 1
@@ -296,7 +316,7 @@ async def _length(
     if marked.role == "system":
         # Most templates need a message; its text must differ from that of the prompt.
         following = turns[mark.turn + 1]
-        other = "b" if following.texts[0].lstrip().startswith("a") else "a"
+        other = "b" if "".join(following.texts[:1]).lstrip().startswith("a") else "a"
         shown.append(ConversationTurn(following.role, [other]))
     try:
         beginning = await render(plain(shown), add_generation_prompt=False)

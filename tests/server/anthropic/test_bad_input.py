@@ -17,6 +17,8 @@ GOOD: Any = {"model": MODEL, "max_tokens": 2, "messages": [USER]}
 EPHEMERAL = {"type": "ephemeral"}
 MARKED = {"type": "text", "text": "A dog.", "cache_control": EPHEMERAL}
 
+THOUGHT = {"type": "thinking", "thinking": "Hm.", "signature": ""}
+
 
 def content(*blocks: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": list(blocks)}]}
@@ -37,11 +39,14 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("tool_use_id", content({"type": "tool_result", "content": "5"})),
     ("messages.0.content.0.type", content({"type": "tool_use", "id": "x", "name": "f"})),
     ("messages", {"messages": [{"role": "system", "content": "x"}]}),
+    ("messages", {"messages": [{"role": "assistant", "content": [THOUGHT]}]}),
+    ("messages", {"messages": [{"role": "assistant", "content": [THOUGHT]}], "system": [MARKED]}),
     ("messages.0.content.0.text", content({"type": "text"})),
     ("system.0.type", {"system": [{"type": "image"}]}),
     ("tools", {"tools": [{"name": "f", "input_schema": {"type": "object"}}]}),
     ("tool_choice", {"tool_choice": {"type": "any"}}),
     ("thinking", {"thinking": {"type": "enabled", "budget_tokens": 1024}}),
+    ("context_management", {"context_management": {"edits": [{"type": "clear_tool_uses_2025"}]}}),
     ("mcp_servers", {"mcp_servers": [{"url": "x"}]}),
     ("output_config", {"output_config": {"format": {"type": "json_schema"}}}),
     ("cache_control", content(*[MARKED] * 5)),
@@ -82,6 +87,7 @@ def test_a_prompt_that_is_too_long(server: HttpServer, words: int) -> None:
         {"stop_sequences": []},
         {"system": []},
         {"top_k": 0},
+        {"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}},
     ],
 )
 def test_fields_without_effect_are_accepted(server: HttpServer, harmless: dict[str, Any]) -> None:

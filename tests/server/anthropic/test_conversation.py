@@ -90,6 +90,18 @@ def test_a_mark_of_the_last_system_block_reaches_the_users_text() -> None:
         assert lengths(prompt) == [len("1S.2")]
 
 
+def test_a_mark_of_the_system_may_precede_a_turn_without_text() -> None:
+    call = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": "d"}
+    prompt, text = prompt_of(
+        PLAIN.replace("3'}", "3', 'tool': '4'}"),
+        system=[block("S", True)],
+        messages=[assistant(call), user(result)],
+    )
+    assert text == "1S.3.4d.3"
+    assert lengths(prompt) == [len("1S.3")]
+
+
 def test_a_mark_at_the_top_level_is_after_the_last_block() -> None:
     prompt, text = prompt_of(PLAIN, messages=[user(block("ab"), block("cd"))], cache_control=MARK)
     assert text == "2abcd.3"

@@ -309,6 +309,7 @@ AGENTS: list[tuple[str, str, dict[str, Any], str]] = [
             ],
             "thinking": {"type": "adaptive"},
             "output_config": {"effort": "high"},
+            "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
             "metadata": {"user_id": "somebody"},
             "temperature": 1,
             "max_tokens": 30,
