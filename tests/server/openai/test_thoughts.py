@@ -37,7 +37,7 @@ def chat(http: httpx2.Client, **changes: Any) -> Any:
 
 
 def test_a_thought_that_the_prompt_begins(thinking: httpx2.Client) -> None:
-    message = chat(thinking).json()["choices"][0]["message"]
+    message = chat(thinking, reasoning_effort="max").json()["choices"][0]["message"]
     assert message["content"] == "" and message["reasoning_content"]
     assert message["reasoning"] == message["reasoning_content"]
     text = chat(thinking, stream=True).text

@@ -66,7 +66,7 @@ from kvik.text.answer_format import AnswerFormat, AnswerReader
 from kvik.text.tokenizer import Tokenizer
 from kvik.text.tool_calls import AnswerDelta
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class ChatRequest(GenerationFields, kw_only=True):

@@ -507,7 +507,7 @@ class ResponseEvents(ResponseFormat):
             temperature=self._params.temperature,
             text={"format": {"type": "text"} if text is None else text},
             tool_choice=body.tool_choice or "auto",
-            tools=body.tools or [],
+            tools=[tool for tool in body.tools or () if tool.type in ("function", "custom")],
             top_p=self._params.top_p,
         )
 
