@@ -421,6 +421,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "mlp_only_layers": [1],
         },
     ),
+    "qwen3-moe-window": (
+        "Qwen3Moe",
+        {
+            **EIGHT_EXPERTS,
+            "head_dim": 16,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 2,
+        },
+    ),
     "qwen3-moe-every-second": (
         "Qwen3Moe",
         {

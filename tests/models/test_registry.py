@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from helpers.tiny_models import (
     tokens,
 )
 from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING
 
 from kvik.errors import START_LOG
+from kvik.models.model_spec import ModelSpec
+from kvik.models.registry import ARCHITECTURES
 from kvik.nn.checkpoint import SINGLE
 
 
@@ -97,6 +101,34 @@ def test_a_tied_model_ignores_a_head_in_the_file(tmp_path: Path) -> None:
     stored = load_file(tmp_path / SINGLE)
     save_file({**stored, "lm_head.weight": torch.zeros(96, 32)}, tmp_path / SINGLE)
     assert torch.equal(PagedModel(tmp_path).logits(ids), expected)
+
+
+# Values that kvik needs or that the defaults of transformers' classes contradict.
+NEEDED: dict[str, dict[str, Any]] = {
+    "Glm4MoeForCausalLM": {"head_dim": 128},
+    "GraniteMoeHybridForCausalLM": {"layer_types": ["attention"] * 32},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
+    "Gemma3TextModel": {"use_bidirectional_attention": True},
+}
+# These need another number of labels, are unknown to transformers, or are no text models.
+OTHERS = ("SequenceClassification", "MiMo", "Mistral3")
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in ARCHITECTURES if not any(map(name.count, OTHERS))]
+)
+def test_absent_keys_have_the_defaults_of_transformers(name: str) -> None:
+    arch = ARCHITECTURES[name]
+    config = json.loads(CONFIG_MAPPING[arch.model_type]().to_json_string(use_diff=False))
+    config["architectures"] = [name]
+    text = config.get(arch.inside) or config
+    text |= {"bos_token_id": None, "eos_token_id": None, "layer_types": None}
+    text |= NEEDED.get(name, {})
+    expected = ModelSpec.from_config(config)
+    for key in {"num_key_value_heads", "rms_norm_eps", "rope_parameters"} & set(text):
+        value = text.pop(key)
+        assert ModelSpec.from_config(config) == expected, key
+        text[key] = value
 
 
 def test_files_of_older_transformers(tmp_path: Path) -> None:

@@ -119,6 +119,7 @@ def test_head_dim_is_hidden_over_query_heads() -> None:
     assert ModelSpec.from_config(PUBLIC["qwen3-0.6b"]).head_dim == 128  # not 1024 / 16
     qwen3 = small(architectures=["Qwen3ForCausalLM"])
     assert ModelSpec.from_config(qwen3).head_dim == 128  # the family's own default
+    assert ModelSpec.from_config({**qwen3, "head_dim": None}).head_dim == 8
 
 
 @pytest.mark.parametrize(
@@ -231,6 +232,25 @@ def test_rope_in_both_spellings(changes: dict[str, Any], rope: RopeSpec) -> None
 )  # fmt: skip
 def test_context_after_stretching(changes: dict[str, Any], length: int) -> None:
     assert ModelSpec.from_config(small(**changes)).max_context == length
+
+
+def test_mistral_small_does_not_stretch_positions() -> None:
+    """Ministral 3, which has the same architecture, does so."""
+    text = {
+        "model_type": "mistral",
+        "hidden_size": 5120,
+        "intermediate_size": 32_768,
+        "num_hidden_layers": 40,
+        "head_dim": 128,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e9,
+        "sliding_window": None,
+        "vocab_size": 131_072,
+    }
+    name = "Mistral3ForConditionalGeneration"
+    spec = ModelSpec.from_config({"architectures": [name], "text_config": text})
+    assert spec.ropes == (RopeSpec("default", 1e9, 1.0, 131_072),)
+    assert spec.windows == (None,) * 40 and spec.max_context == 131_072
 
 
 def test_linear_scaling_of_gemma3_is_in_its_context_already() -> None:

@@ -80,6 +80,7 @@ COHERE = Architecture(
     scales=cohere_scales,
     eos_token_ids=(255001,),
     keys={"rms_norm_eps": "layer_norm_eps"},
+    defaults={"rope_theta": 5e5},
     gguf="command-r",
     gguf_scales=("logit_scale",),
 )
@@ -91,5 +92,6 @@ COHERE2 = replace(
     models="Command R7B and A",
     layers=partial(mixed_layers, every=4, full_rotary=False, interleaved=True),
     qk_norm=False,
+    defaults={},
     gguf="cohere2",
 )

@@ -206,6 +206,7 @@ GLM4_MOE_LITE = replace(
         "n_shared_experts": 1,
         "n_routed_experts": 64,
         "num_experts_per_tok": 4,
+        "rms_norm_eps": 1e-5,
         "moe_intermediate_size": 1536,
         "routed_scaling_factor": 1.8,
         "q_lora_rank": 768,

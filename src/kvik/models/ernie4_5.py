@@ -28,7 +28,7 @@ ERNIE4_5 = Architecture(
     tied=True,
     eos_token_ids=(2,),
     head_dim=128,
-    defaults={"num_key_value_heads": 2, "rope_theta": 500_000.0},
+    defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5, "rope_theta": 500_000.0},
     gguf="ernie4_5",
 )
 
@@ -70,6 +70,7 @@ ERNIE4_5_MOE = replace(
     head_dim=None,
     defaults={
         "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
         "rope_theta": 500_000.0,
         "moe_num_experts": 64,
         "moe_num_shared_experts": 2,

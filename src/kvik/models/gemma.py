@@ -161,6 +161,7 @@ GEMMA2 = replace(
     activations=("gelu_pytorch_tanh",),
     scales=gemma2_scales,
     keys={"hidden_act": "hidden_activation"},
+    defaults={"num_key_value_heads": 4},
     fixed={"use_bidirectional_attention": False},
     gguf="gemma2",
     gguf_names=GGUF_NAMES,

@@ -42,7 +42,7 @@ GLM4 = Architecture(
     layers=partial(rotary_layers, fraction=0.5, interleaved=True),
     qkv_bias="attention_bias",
     head_dim=128,
-    defaults={"attention_bias": True},
+    defaults={"attention_bias": True, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7},
     eos_token_ids=(151329, 151336, 151338),
     gguf="glm4",
     gguf_names={
@@ -81,6 +81,7 @@ GLM4_MOE = Architecture(
     ),
     qkv_bias="attention_bias",
     qk_norm="use_qk_norm",
+    defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     eos_token_ids=(151329, 151336, 151338),
     gguf="glm4moe",
     gguf_names={"post_attention_norm": "post_attention_layernorm"},

@@ -64,8 +64,9 @@ def file_parts(spec: ModelFacts) -> dict[str, tuple[FilePart, ...]]:
 def gpt_oss_implied(fields: Fields) -> dict[str, object]:
     """Return the facts of position scaling that no file gives."""
     scaling = fields.mapping("rope_scaling")
-    stretched = {} if scaling is None else {"rope_scaling": {**scaling, "truncate": False}}
-    return {SEPARATE: True, **stretched}
+    if scaling is None:
+        return {SEPARATE: True, "rope_parameters": None}
+    return {SEPARATE: True, "rope_scaling": {**scaling, "truncate": False}}
 
 
 GPT_OSS = Architecture(
@@ -82,7 +83,19 @@ GPT_OSS = Architecture(
     experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
     qkv_bias="attention_bias",
     o_bias="attention_bias",
-    defaults={"attention_bias": True, "sliding_window": 128, "rope_theta": 150_000.0},
+    defaults={
+        "attention_bias": True,
+        "sliding_window": 128,
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "factor": 32.0,
+            "original_max_position_embeddings": 4096,
+            "truncate": False,
+        },
+    },
     wiring=separate_wiring,
     head_dim=64,
     eos_token_ids=(200_002, 199_999, 200_012),

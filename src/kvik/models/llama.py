@@ -31,6 +31,7 @@ MISTRAL = Architecture(
     Decoder,
     layers=windowed_layers,
     eos_token_ids=(2,),
+    defaults={"num_key_value_heads": 8},
     gguf="llama",
     gguf_marker=("attention.sliding_window", 1),
     gguf_pairs=True,
@@ -68,7 +69,8 @@ MINISTRAL3 = Architecture(
         },
     },
 )
-# Mistral Small 3.1 and later and Ministral 3 also read images; kvik runs their text model.
+# Mistral Small 3.1 and later and Ministral 3 also read images; kvik runs their text model. Only
+# files of Ministral 3 stretch positions, and they say how.
 MISTRAL3_IMAGES = replace(
     MINISTRAL3,
     name="Mistral3ForConditionalGeneration",
@@ -76,6 +78,15 @@ MISTRAL3_IMAGES = replace(
     models="Mistral Small 3 and Ministral 3, text part of models that read images",
     make=text_decoder,
     inside="text_config",
+    defaults={
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 131_072,
+    },
 )
 # Qwen2 and Qwen2.5 (Yang et al. 2024): biases on q, k and v; some layers may have a window.
 QWEN2 = Architecture(
@@ -109,6 +120,7 @@ SMOLLM3 = Architecture(
     o_bias="attention_bias",
     mlp_bias="mlp_bias",
     tied=True,
+    defaults={"num_key_value_heads": 4, "rope_theta": 2e6},
     eos_token_ids=(128001,),
     gguf="smollm3",
     gguf_pairs=True,
@@ -119,7 +131,7 @@ SEED_OSS = Architecture(
     "seed_oss",
     "Seed-OSS",
     Decoder,
-    defaults={"attention_bias": True},
+    defaults={"attention_bias": True, "num_key_value_heads": 8},
     qkv_bias="attention_bias",
     o_bias="attention_out_bias",
     mlp_bias="mlp_bias",

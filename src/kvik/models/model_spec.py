@@ -290,7 +290,7 @@ def text_config(config: Mapping[str, object], key: str = "text_config") -> dict[
     """
     inner = dict(Fields(config).mapping(key) or {})
     outer = {name: config[name] for name in OUTER_KEYS if config.get(name) is not None}
-    return outer | {name: value for name, value in inner.items() if value is not None}
+    return outer | {k: value for k, value in inner.items() if value is not None or k not in outer}
 
 
 MAX_TYPES = 16  # token types; models have two
@@ -329,7 +329,8 @@ def _architecture(fields: Fields) -> str:
 
 
 def _head_dim(fields: Fields, hidden: int, heads: int, arch: Architecture, heads_key: str) -> int:
-    if arch.rotary and ("head_dim" in fields or arch.head_dim is not None):
+    has_default = arch.head_dim is not None and not fields.is_null("head_dim")
+    if arch.rotary and ("head_dim" in fields or has_default):
         size = fields.integer("head_dim", 1, MAX_HEAD_DIM, arch.head_dim)
     elif hidden % heads:
         raise fields.error(heads_key, f"must divide the hidden size {hidden}, not {heads}")

@@ -50,6 +50,7 @@ ARCEE = Architecture(
     mlp_bias="mlp_bias",
     activations=ACTIVATIONS,
     gated_mlp=False,
+    defaults={"rms_norm_eps": 1e-5},
     eos_token_ids=(128_001,),
     gguf="arcee",
     gguf_pairs=True,

@@ -84,6 +84,7 @@ PHI3 = Architecture(
     "Phi-3 and 3.5 mini, Phi-4 and 4-mini",
     partial(Decoder, make_layer=Phi3Layer),
     layers=phi3_layers,
+    defaults={"rms_norm_eps": 1e-5},
     eos_token_ids=(32000,),
     gguf="phi3",
     gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
@@ -130,6 +131,7 @@ PHIMOE = replace(
     defaults={
         "num_local_experts": 16,
         "num_experts_per_tok": MIXED,
+        "num_key_value_heads": 8,
         "sliding_window": None,
         "rope_theta": 1e6,
     },

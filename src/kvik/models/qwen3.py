@@ -35,12 +35,21 @@ QWEN3 = Architecture(
     head_dim=128,
     gguf="qwen3",
 )
+
+
+def qwen3_moe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
+    """As `switched_layers`, but without `layer_types` every layer has the window."""
+    return switched_layers(fields.changed({"max_window_layers": 0}), layers, positions)
+
+
 # Qwen3 with routed experts (Yang et al. 2025, section 2).
 QWEN3_MOE = replace(
     QWEN3,
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     models="Qwen 3 with experts",
+    layers=qwen3_moe_layers,
+    defaults={"num_key_value_heads": 4},
     experts=partial(read_experts, router=softmax_router),
     gguf="qwen3moe",
     gguf_implied=lambda fields: {"norm_topk_prob": True},

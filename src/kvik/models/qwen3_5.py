@@ -325,6 +325,7 @@ QWEN3_NEXT = replace(
     gguf_extra=None,
     gguf_implied=lambda fields: {SEPARATE: True, "norm_topk_prob": True},
     defaults={
+        "num_key_value_heads": 2,
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "moe_intermediate_size": 512,

@@ -20,6 +20,7 @@ QWEN3_VL = replace(
     models="Qwen3-VL, dense, text alone",
     make=partial(text_decoder, make_layer=partial(PreNormLayer, attention=Qwen3Attention)),
     inside="text_config",
+    defaults={"rope_theta": 5e5},
     gguf=None,
 )
 
@@ -41,7 +42,13 @@ QWEN2_5_VL = replace(
     make=text_decoder,
     layers=text_layers,
     inside="text_config",
-    defaults={"rope_theta": 1e6},
+    defaults={
+        "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_window_layers": 80,
+    },
+    eos_token_ids=(151_645,),
     gguf=None,
 )
 QWEN2_VL = replace(
