@@ -65,6 +65,13 @@ KVIK_INLINE void widen_fp8(I32 v, I32& first, I32& second) {
     second = widen_fp8_words(_mm256_srli_epi16(v, 8));
 }
 
+#elif defined(KVIK_NEON)
+
+KVIK_INLINE void widen_fp8(I32 v, I32& first, I32& second) {
+    first = {even_fp8(v.low), even_fp8(v.high)};
+    second = {odd_fp8(v.low), odd_fp8(v.high)};
+}
+
 #else
 
 KVIK_INLINE void widen_fp8(I32 v, I32& first, I32& second) {

@@ -37,6 +37,9 @@ KVIK_INLINE f16 to_f16(float value) {
 KVIK_INLINE F32 load(const f16* p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p)); }
 #elif defined(__AVX2__)
 KVIK_INLINE F32 load(const f16* p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)); }
+#elif defined(KVIK_NEON)
+KVIK_INLINE float32x4_t load_four(const f16* p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&p->bits))); }
+KVIK_INLINE F32 load(const f16* p) { return {load_four(p), load_four(p + 4)}; }
 #else
 KVIK_INLINE F32 load(const f16* p) {
     float lanes[kLanes];

@@ -6,6 +6,11 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(KVIK_ARM) && defined(__linux__)
+#include <sys/auxv.h>
+#elif defined(KVIK_ARM) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
 
 namespace kvik {
 
@@ -15,6 +20,9 @@ KVIK_DECLARE(avx2)
 KVIK_DECLARE(avx2_vnni)
 KVIK_DECLARE(avx512)
 KVIK_DECLARE(avx512_bf16)
+KVIK_DECLARE(neon)
+KVIK_DECLARE(neon_dot)
+KVIK_DECLARE(neon_i8mm)
 #undef KVIK_DECLARE
 extern const Kernel linear_amx, linear_amx_emulated, linear_wrong_bf16, linear_wrong_i8;
 extern const Kernel experts_amx, experts_amx_emulated, attention_amx, attention_amx_emulated;
@@ -43,6 +51,31 @@ bool may_use_amx() {
     const bool has = (~cpuid_7(0).d & (kBF16 | kTile | kInt8)) == 0;
     return has && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+#endif
+#endif
+
+#if defined(KVIK_ARM)
+struct ArmFeatures {
+    bool dot, i8mm, bf16;  // FEAT_DotProd, FEAT_I8MM, FEAT_BF16
+};
+
+#if defined(__APPLE__)
+bool has(const char* name) {
+    int value = 0;
+    size_t size = sizeof value;
+    return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value;
+}
+ArmFeatures arm_features() {
+    return {has("hw.optional.arm.FEAT_DotProd"), has("hw.optional.arm.FEAT_I8MM"), has("hw.optional.arm.FEAT_BF16")};
+}
+#elif defined(__linux__)
+ArmFeatures arm_features() {
+    constexpr unsigned long kDot = 1ul << 20, kI8mm = 1ul << 13, kBF16 = 1ul << 14;
+    const unsigned long second = getauxval(AT_HWCAP2);
+    return {(getauxval(AT_HWCAP) & kDot) != 0, (second & kI8mm) != 0, (second & kBF16) != 0};
+}
+#else
+ArmFeatures arm_features() { return {}; }
 #endif
 #endif
 
@@ -91,6 +124,18 @@ Tables find_tables() {
 #endif
 #if defined(KVIK_HAS_AVX2)
     if (avx2) found.available.push_back(&table_avx2);
+#endif
+#endif
+#if defined(KVIK_ARM)
+    [[maybe_unused]] const ArmFeatures arm = arm_features();
+#if defined(KVIK_HAS_NEON_I8MM)
+    if (arm.dot && arm.i8mm && arm.bf16) add_if_right(table_neon_i8mm, found);
+#endif
+#if defined(KVIK_HAS_NEON_DOT)
+    if (arm.dot) add_if_right(table_neon_dot, found);
+#endif
+#if defined(KVIK_HAS_NEON)
+    add_if_right(table_neon, found);
 #endif
 #endif
     found.available.push_back(&table_portable);

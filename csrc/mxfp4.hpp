@@ -38,6 +38,19 @@ KVIK_INLINE F32 load(const e8m0* p) {
 KVIK_INLINE I32 e2m1_integers(I32 codes) {
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)kE2M1)), codes);
 }
+#elif defined(KVIK_NEON)
+KVIK_INLINE float32x4_t of_exponents(uint16x4_t exponents) {
+    const uint32x4_t bits = vshlq_n_u32(vmovl_u16(exponents), 23);
+    return vreinterpretq_f32_u32(vmaxq_u32(bits, vdupq_n_u32(kSmallestE8M0)));
+}
+KVIK_INLINE F32 load(const e8m0* p) {
+    const uint16x8_t words = vmovl_u8(vld1_u8(&p->bits));
+    return {of_exponents(vget_low_u16(words)), of_exponents(vget_high_u16(words))};
+}
+KVIK_INLINE int32x4_t e2m1_integers(int32x4_t codes) {
+    return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(kE2M1), vreinterpretq_u8_s32(codes)));
+}
+KVIK_INLINE I32 e2m1_integers(I32 codes) { return {e2m1_integers(codes.low), e2m1_integers(codes.high)}; }
 #else
 KVIK_INLINE F32 load(const e8m0* p) {
     float lanes[kLanes];

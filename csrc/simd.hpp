@@ -18,6 +18,8 @@
 #if !defined(__clang__)
 #pragma GCC diagnostic pop
 #endif
+#elif defined(KVIK_NEON)
+#include <arm_neon.h>
 #endif
 
 #define KVIK_INLINE static inline __attribute__((always_inline))
@@ -431,6 +433,10 @@ KVIK_INLINE double sum(F64 a) {
     const __m128d s = _mm_add_pd(_mm256_castpd256_pd128(a), _mm256_extractf128_pd(a, 1));
     return _mm_cvtsd_f64(_mm_add_sd(s, _mm_unpackhi_pd(s, s)));
 }
+
+#elif defined(KVIK_NEON)
+
+#include "simd_neon.hpp"
 
 #else  // any machine: the compiler vectorises these loops as well as it can
 

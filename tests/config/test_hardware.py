@@ -246,6 +246,28 @@ def test_this_machine_is_detected() -> None:
     assert found.isa <= ISA_FLAGS
 
 
+@pytest.mark.parametrize(
+    ("answer", "isa"),
+    [
+        ("hw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_I8MM: 0", "neon_dot"),
+        (
+            "\n".join(f"hw.optional.arm.FEAT_{n}: 1" for n in ("DotProd", "I8MM", "BF16")),
+            "neon_i8mm",
+        ),
+        ("", "neon"),
+    ],
+)
+def test_the_instruction_sets_of_an_apple(
+    answer: str, isa: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tool = tmp_path / "sysctl"
+    tool.write_text(f"#!/bin/sh\ntest $1 = hw.optional.arm && echo '{answer}'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr("platform.machine", lambda: "arm64")
+    assert detect(root=lay_out(tmp_path, {})).native_isa == isa
+
+
 @needs_native
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells of the CPU")
 def test_detected_instruction_sets_run() -> None:

@@ -156,8 +156,8 @@ def native_reason(hardware: Hardware) -> str | None:
     """Return why the native kernels cannot run on this machine; None if they can."""
     if not hardware.native:
         return "kvik was installed without its native kernels: was there a C++20 compiler?"
-    if hardware.native_isa == "portable" and "asimd" not in hardware.isa:
-        return "this CPU is not known to have AVX2"
+    if hardware.native_isa == "portable":
+        return "this CPU is not known to have AVX2 or NEON"
     return None
 
 
@@ -216,9 +216,7 @@ def choose_kernels(
     refusal = refusal or native_reason(hardware)
     if refusal is not None:
         return notes.add("kernels", "torch", refusal)
-    isa = hardware.native_isa
-    reason = "C++" if isa == "portable" else f"C++; this CPU has {isa}"
-    return notes.add("kernels", "native", reason)
+    return notes.add("kernels", "native", f"C++; this CPU has {hardware.native_isa}")
 
 
 def choose_attention(

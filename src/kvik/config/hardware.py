@@ -28,7 +28,7 @@ ISA_FLAGS = frozenset(
         *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
         *("avx512_bf16", "avx512_vnni", "avx512vbmi"),
         *("amx_tile", "amx_bf16", "amx_int8"),
-        *("asimd", "bf16", "i8mm", "sve"),
+        *("asimd", "asimddp", "bf16", "i8mm"),
     )
 )
 
@@ -41,7 +41,12 @@ NATIVE_ISAS: Mapping[str, frozenset[str]] = {
     "avx512": _AVX512,
     "avx2_vnni": frozenset(("avx2", "fma", "avx_vnni")),
     "avx2": frozenset(("avx2", "fma")),
+    "neon_i8mm": frozenset(("asimd", "asimddp", "i8mm", "bf16")),
+    "neon_dot": frozenset(("asimd", "asimddp")),
+    "neon": frozenset(("asimd",)),
 }
+# Their names in Linux's /proc/cpuinfo for those in macOS's `sysctl hw.optional.arm`.
+_APPLE_FLAGS = {"FEAT_DotProd": "asimddp", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf16"}
 
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 FALLBACK_MEMORY = 4 << 30  # if the system does not report its memory
@@ -127,13 +132,29 @@ def detect(gpus: tuple[Gpu, ...] = (), root: Path = Path("/")) -> Hardware:
         cpu_quota=quota if quota < physical else None,
         memory_limit=limit,
         memory_reason=reason,
-        isa=frozenset((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
-        & ISA_FLAGS,
+        isa=_instruction_sets(cpuinfo),
         gpus=gpus,
         cuda_build=is_cuda_build(),
         native=find_spec("kvik.kernels.cpu._native") is not None,
         triton=find_spec("triton") is not None,
     )
+
+
+def _instruction_sets(cpuinfo: str) -> frozenset[str]:
+    if not cpuinfo and platform.machine() == "arm64":  # macOS, which has no such file
+        command = ["sysctl", "hw.optional.arm"]
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            features = answer.stdout
+        except (OSError, subprocess.SubprocessError):
+            features = ""
+        named = (
+            flag
+            for name, flag in _APPLE_FLAGS.items()
+            if _field(features, f"hw.optional.arm.{name}") == "1"
+        )
+        return frozenset(("asimd", *named))
+    return ISA_FLAGS & set((_field(cpuinfo, "flags") or _field(cpuinfo, "Features")).split())
 
 
 def is_cuda_build() -> bool:

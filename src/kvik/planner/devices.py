@@ -294,6 +294,9 @@ _CYCLE: Mapping[str, Mapping[str, int]] = {
     "avx512": {"fp32": 64, "bf16": 64, "int8": 128},
     "avx2_vnni": {"fp32": 32, "bf16": 32, "int8": 128},
     "avx2": {"fp32": 32, "bf16": 32, "int8": 64},
+    "neon_i8mm": {"fp32": 16, "bf16": 32, "int8": 64},
+    "neon_dot": {"fp32": 16, "bf16": 16, "int8": 32},
+    "neon": {"fp32": 16, "bf16": 16, "int8": 16},
     "portable": {"fp32": 16, "bf16": 16, "int8": 32},
 }
 # What most servers and desktops reach at least: cycles per second under load, and bytes per second

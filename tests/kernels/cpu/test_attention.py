@@ -113,7 +113,7 @@ class Sequences:
 
 def of_each_kind(runtimes: list) -> list:
     """Return one instruction set per vector width; others of that width run the same code."""
-    kinds = ("portable", "avx2", "avx512_bf16", "amx", "amx_emulated")
+    kinds = ("portable", "avx2", "avx512_bf16", "amx", "amx_emulated", "neon", "neon_i8mm")
     return [p for p in runtimes if p.values[0].isa in kinds]
 
 
