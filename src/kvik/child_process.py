@@ -35,9 +35,14 @@ def python_command(module: str, *arguments: str) -> tuple[str, ...]:
 
 def live_with_parent(fd: int) -> None:
     """In the child: ignore the signals of a terminal, log to standard error, and exit after the
-    socket `fd` to the parent has closed."""
+    socket `fd` to the parent has closed. A current folder that was deleted since the parent
+    started is left, since torch's library MKL aborts there."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    try:
+        os.getcwd()
+    except OSError:
+        os.chdir("/")
     faulthandler.enable()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     threading.Thread(target=_end_with_parent, args=(fd,), daemon=True).start()

@@ -211,6 +211,7 @@ def test_a_full_standard_output_is_one_line(command: str) -> None:
         ("kvik info >/dev/null 2>&-", 0, ""),
         ("kvik info /no/such/folder 2>&-", 2, ""),
         ("kvik info /no/such/folder 2>/dev/full", 2, ""),
+        ("cd `mktemp -d`; rmdir `pwd`; kvik quantize -o /q", 2, "kvik: error: folder: "),
         ("ulimit -v 300000; kvik quantize -o q", 2, "kvik: error: memory: there is too little"),
     ],
 )

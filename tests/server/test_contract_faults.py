@@ -12,6 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,6 +205,25 @@ def test_an_engine_process_that_is_killed_is_replaced() -> None:
             pid = server.engine_pid
             assert server.metrics()["kv_cache_usage_perc"] == 0.0
         assert server.metrics()["engine_starts_total"] == 5
+
+
+@linux
+@pytest.mark.full
+@pytest.mark.usefixtures("fresh")
+def test_an_engine_is_replaced_though_the_folder_of_the_server_was_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "release"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    with server_process(*SIZES) as server:
+        monkeypatch.chdir(tmp_path)
+        folder.rmdir()
+        text, pid = said(server), server.engine_pid
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: server.metrics()["engine_starts_total"] == 2)
+        server.wait_ready()
+        assert said(server) == text
 
 
 @linux

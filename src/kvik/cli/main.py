@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -113,6 +114,10 @@ def _dispatch(argv: list[str]) -> int:
         say(_help(group, argv[0]))
         return 0 if len(argv) > 1 else USAGE_ERROR
     verb, rest = _verb(argv, verbs)
+    try:
+        os.getcwd()
+    except OSError:  # torch's library MKL would abort
+        raise KvikError("folder", "the current one was deleted: change to another") from None
     with uncollected():
         module = import_module(verbs[verb][0])
         parser = module.build_parser()
