@@ -134,7 +134,7 @@ class ToolGrammar:
         return [*rules, f"args_{i}: {json_rule(tool.parameters)}"]
 
     def _parameter_rules(self, rule: str, schema: Mapping[str, Any]) -> list[str]:
-        properties, required = properties_of(schema), schema.get("required", [])
+        properties, required = properties_of(schema), frozenset(schema.get("required", []))
         before, middle, after = PLACE.split(self._form.dialect.parameter)[::2]
         named = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
         rules, parts, size = [], [], 0
@@ -216,7 +216,7 @@ class PythonRules:
 
     def _pairs(self, rule: str, schema: Mapping[str, Any], head: Callable[[str], str]) -> None:
         """Add a rule for the properties of an object, each a head and a value."""
-        properties, required = properties_of(schema), schema.get("required", [])
+        properties, required = properties_of(schema), frozenset(schema.get("required", []))
         names = list(properties)
         for n, key in enumerate(names):
             pair = f"{json.dumps(head(key))} {self._value(properties[key])}"
