@@ -51,7 +51,7 @@ def test_an_existing_output_is_only_replaced_by_force(tmp_path: Path, command: C
     ("words", "message"),
     [
         ([], "--output: is missing: give -o"),
-        (["-o", "there", "--verify", "here"], "--output: is missing: give -o"),
+        (["-o", "there", "--verify", "here"], "--output: must be left out with --verify"),
         (["--verify", "nowhere"], "--verify: 'nowhere' is not an engine folder"),
         (["-o", "x", "--quantization", "int2"], "--quantization: must be one of none, "),
         (["-o", "x", "--max-num-seqs", "3"], "arguments: --max-num-seqs is not a flag of kvik "),

@@ -107,9 +107,12 @@ def test_a_dash_reads_standard_input(
     prompt: str,
     llm: LLM,
     loads: Loads,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     command: Command,
 ) -> None:
+    (tmp_path / "-").touch()  # is not meant
+    monkeypatch.chdir(tmp_path)
     feed(monkeypatch, data)
     assert command("generate", *GREEDY, "-").out.rstrip("\n") == expected(llm, prompt).rstrip("\n")
 
@@ -133,6 +136,16 @@ def test_json(llm: LLM, loads: Loads, command: Command) -> None:
     assert found["usage"]["output_tokens"] == 16
     assert found["seconds"]["e2e"] >= found["seconds"]["ttft"] > 0
     assert captured.err == ""
+
+
+def test_json_is_whole_where_the_encoding_is_not(
+    loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    assert main(["generate", "--json", *GREEDY, "Zwölf"]) == 0
+    stdout.seek(0)
+    assert json.loads(stdout.read())["prompt"] == "Zwölf"
 
 
 def test_siblings_are_numbered(loads: Loads, command: Command) -> None:

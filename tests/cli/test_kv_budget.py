@@ -7,6 +7,8 @@ import json
 import pytest
 from helpers.commands import Command
 
+from kvik.config.model_source import BUNDLED
+
 
 @pytest.mark.full
 def test_it_measures_and_saves(tmp_path, command: Command):
@@ -51,3 +53,14 @@ def test_wrong_options(tmp_path, command: Command, words, named):
     )
     assert named in error
     assert not (tmp_path / "b.json").exists()
+
+
+WINDOWS = {"model_type": "mistral", "sliding_window": 64}
+
+
+def test_a_model_without_budgets_is_what_is_wrong(tmp_path, command: Command):
+    model = tmp_path / "config.json"
+    facts = json.loads((BUNDLED / "config.json").read_text())
+    model.write_text(json.dumps(facts | {"architectures": ["MistralForCausalLM"], **WINDOWS}))
+    error = command.refusal("kv-budget", str(tmp_path), "--save", str(tmp_path / "b.json"))
+    assert error.startswith("model: ") and "left out" not in error

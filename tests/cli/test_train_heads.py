@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import resource
+import shutil
 from pathlib import Path
 
 import pytest
 from helpers.commands import Command
 
 from kvik.config.draft_heads import read_heads_spec
+from kvik.config.model_source import BUNDLED
 
 CPU = ("--device", "cpu", "--threads", "1")
 TEXT = "Once upon a time there was a fox. The fox lived by the river, and it was very old. " * 12
@@ -79,3 +81,15 @@ def test_a_full_disk_is_named(text: str, tmp_path: Path, command: Command) -> No
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+@pytest.mark.full
+def test_the_window_of_the_text_is_not_the_models(
+    text: str, tmp_path: Path, command: Command
+) -> None:
+    from helpers.tiny_models import save_tiny
+
+    model = tmp_path / "model"
+    save_tiny(model, "Gemma3", vocab_size=2048, head_dim=16, sliding_window=9)
+    shutil.copy(BUNDLED / "tokenizer.json", model)
+    command(*words(text, tmp_path, "--tokens", "64", "--rows", "32", str(model)))

@@ -50,8 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def run(arguments: argparse.Namespace) -> int:
     started = time.monotonic()
-    if (arguments.output is None) == (arguments.verify is None):
+    if arguments.output is None and arguments.verify is None:
         raise ConfigError("output", "is missing: give -o ENGINE, or --verify ENGINE")
+    if arguments.output is not None and arguments.verify is not None:
+        raise ConfigError("output", "must be left out with --verify, which builds nothing")
     if arguments.verify is not None:
         if not is_engine_folder(arguments.verify):
             raise ConfigError("verify", f"{str(arguments.verify)!r} is not an engine folder")

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         params = llm.default_params.with_changes(**sampling)
         if arguments.json:
             (output,) = llm.generate([prompt], params)
-            say(json.dumps(as_json(output, llm.resolved.runner.model_path), ensure_ascii=False))
+            _say_json(as_json(output, llm.resolved.runner.model_path))
         else:
             if arguments.echo:
                 say(prompt, end="", flush=True)
@@ -161,7 +160,7 @@ def _model_and_prompt(words: list[str], named: str | None) -> tuple[str, str]:
     if len(words) > 2:
         raise ParamError("prompt", f"must be one argument (quote it), not {len(words) - 1}")
     model, prompt = words if len(words) == 2 else ("", words[0])
-    if len(words) == 1 and names_model(prompt):
+    if len(words) == 1 and prompt != "-" and names_model(prompt):
         raise ParamError(
             "prompt",
             f"is missing: {prompt[:60]!r} names a model; write kvik generate MODEL PROMPT, or "
@@ -256,7 +255,7 @@ def generate_many(arguments: argparse.Namespace, sampling: Mapping[str, Any]) ->
         with _writing(path) as write, batch_bar(len(rest), None) as finished:
             for index, output in outputs:
                 result = {"line": rest[index].number, **as_json(output, model)}
-                write(json.dumps(result, ensure_ascii=False))
+                write(result)
                 finished(output.num_output_tokens)
                 failed += _has_error(result)
     return 1 if failed else 0
@@ -287,7 +286,7 @@ def _answer_batch(
 
         def answered(answer: dict[str, Any]) -> None:
             nonlocal failed
-            write(json.dumps(answer, ensure_ascii=False))
+            write(answer)
             usage = answer["response"]["body"].get("usage") or {}
             finished(usage.get("completion_tokens", usage.get("output_tokens", 0)))
             failed += _is_refusal(answer)
@@ -438,17 +437,17 @@ def _done_in(
 
 
 @contextmanager
-def _writing(path: str | None) -> Iterator[Callable[[str], None]]:
-    """Yield a function that writes and flushes a line, to the end of a file or to standard
-    output."""
+def _writing(path: str | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
+    """Yield a function that writes and flushes an object as a line, to the end of a file or to
+    standard output."""
     if path is None:
-        yield partial(say, flush=True)
+        yield _say_json
         return
     with open(path, "ab", buffering=0) as file:
         is_linked = os.fstat(file.fileno()).st_nlink > 0  # /dev/fd may be a file without a name
 
-        def write(line: str) -> None:
-            data = f"{line}\n".encode()
+        def write(value: Mapping[str, Any]) -> None:
+            data = f"{json.dumps(value, ensure_ascii=False)}\n".encode()
             try:
                 while data:
                     data = data[file.write(data) :]
@@ -459,3 +458,12 @@ def _writing(path: str | None) -> Iterator[Callable[[str], None]]:
                 raise
 
         yield write
+
+
+def _say_json(value: Mapping[str, Any]) -> None:
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:  # a "?" would make it another text
+        text = json.dumps(value)
+    say(text, flush=True)

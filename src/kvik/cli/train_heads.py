@@ -107,8 +107,9 @@ def run(arguments: argparse.Namespace) -> int:
     from kvik.launch import load_tokenizer, resolve_config
     from kvik.training.heads import check_place, holds_finished, train_heads, windows_of
 
-    config = EngineConfig(**engine_options(arguments, arguments.model))
     options = _heads_options(arguments)
+    vars(arguments).pop("window", None)  # of the text, not the engine's option of that name
+    config = EngineConfig(**engine_options(arguments, arguments.model))
     check_place(arguments.output)
     check_new(arguments, holds_finished(arguments.output))
     texts = read_texts(arguments.data)

@@ -109,7 +109,8 @@ def check_model(spec: ModelSpec, field: str = FIELD) -> None:
         (spec.scales.attention_cap is not None, "caps the scores of its attention"),
     ):
         if wrong:
-            raise ConfigError(field, f"must be left out: {spec.architecture} {reason}")
+            verdict = "must be left out" if field == FIELD else "cannot have budgets"
+            raise ConfigError(field, f"{verdict}: {spec.architecture} {reason}")
 
 
 def scores_of(by: str, entropies: Sequence[float], layers: int) -> tuple[float, ...]:
