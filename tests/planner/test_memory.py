@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.configs import PUBLIC
 from helpers.public_configs import config, public_shape
 
+from kvik.build import build_engine
 from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import HeadsSpec, heads_for, shipped_heads
 from kvik.config.hardware import Gpu, Hardware
@@ -28,6 +32,7 @@ from kvik.planner.memory import (
     memory_of,
     parts_of,
 )
+from kvik.planner.plan import Question, plan, plan_shape
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import block_bytes
 from kvik.spec.weights import SCHEMES
@@ -62,7 +67,7 @@ def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str
     model, hardware = shape(name), MACHINES[machine]
     assert model.spec is not None
     device, context, batch = device_of(hardware), 500, 3
-    dtype = DTYPES.get(weights, "float16" if model.dtype == "float16" else "bfloat16")
+    dtype = DTYPES.get(weights, model.dtype)
     kv = {v: k for k, v in DTYPES.items()}[dtype]
     wishes = EngineConfig(
         dtype=dtype,
@@ -84,6 +89,55 @@ def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str
     assert planned.fits
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("weights", [None, "int8"])
+@pytest.mark.parametrize("dtype", DTYPES.values())
+def test_the_formats_of_this_machine_are_the_engines(
+    dtype: str, weights: str | None, tp: int
+) -> None:
+    """The engine computes fp32 checkpoints in fp32, and fp16 ones in what the CPU has."""
+    stored = json.loads((BUNDLED / "config.json").read_text()) | {"dtype": dtype}
+    model, hardware = shape_from_config(stored, "m"), CPU_ONLY
+    assert model.spec is not None
+    wishes = EngineConfig(
+        quantization=weights or "none",
+        max_model_len=500,
+        max_num_seqs=3,
+        num_blocks=96,
+        tensor_parallel_size=tp,
+    )
+    decided = resolve(wishes, model.spec, hardware, "").memory
+    question = Question(context=500, batch=3, dtype=weights, tp=tp)
+    planned = plan_shape(model, device_of(hardware), question, hardware).memory
+    assert (planned.weights, planned.kv_cache) == (decided.weights, decided.kv_cache)
+    assert (planned.activations, planned.runtime) == (decided.activations, decided.overhead)
+
+
+def test_an_engine_folder_is_planned_as_it_was_built(tmp_path: Path) -> None:
+    """Its file is mapped, with the padding between its parts."""
+    for built in ({"dtype": "float32"}, {"quantization": "int8"}):
+        config = EngineConfig(device="cpu", threads=1, **built)
+        folder, manifest = build_engine(
+            config, tmp_path / next(iter(built)), lambda size, total: None
+        )
+        planned = plan(Question(model=str(folder), context=500)).memory
+        assert planned.weights == manifest.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "question", "field"),
+    [
+        ("deepseek-v2-lite", Question(kv_cache_dtype="int4"), "kv_cache_dtype"),
+        ("qwen3.5", Question(draft="gpt2"), "draft"),
+    ],
+)
+def test_what_the_engine_refuses_is_not_planned(name: str, question: Question, field: str) -> None:
+    model = shape_from_config(PUBLIC["Qwen3.5-9B"], "m") if name == "qwen3.5" else shape(name)
+    with pytest.raises(ConfigError) as refused:
+        plan_shape(model, H200, question)
+    assert refused.value.field == field
+
+
 def test_layers_of_two_shapes_take_the_blocks_of_the_engine() -> None:
     """Two layers without a window share the memory of one with a window."""
     model, hardware = shape("gemma-4-26b-a4b"), replace(CPU_ONLY, memory_limit=400 * GIB)
@@ -93,6 +147,19 @@ def test_layers_of_two_shapes_take_the_blocks_of_the_engine() -> None:
     planned = cache_of(model, at, StepSize(500, 3, 2048), decided.block_size)
     sizes = (block_bytes(cache.groups, cache.block_size) for cache in (planned, decided))
     assert len(set(sizes)) == 1
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("seqs", [2, 64])
+def test_a_simulated_engine_has_the_blocks_of_a_real_one(machine: str, seqs: int) -> None:
+    """On a CPU other programs need memory too; no more blocks than all requests can use."""
+    model, hardware = shape("bundled"), MACHINES[machine]
+    assert model.spec is not None
+    wishes = EngineConfig(dtype="bfloat16", max_num_seqs=seqs, max_num_batched_tokens=2048)
+    decided = resolve(wishes, model.spec, hardware, "").cache
+    at = Setting(device_of(hardware), "bf16", "bf16", 500, 3, hardware=hardware)
+    planned = cache_of(model, at, StepSize(1024, seqs, 2048), decided.block_size)
+    assert planned.num_blocks == decided.num_blocks
 
 
 DRAFTERS = {
@@ -202,7 +269,7 @@ def test_a_quantised_checkpoint_counts_as_the_engine_loads_it(
 def test_divided_models_have_the_memory_of_the_engines_plan(
     name: str, weights: str, tp: int, pp: int
 ) -> None:
-    model, context, batch = shape(name), 500, 3
+    model, context, batch = replace(shape(name), dtype="bfloat16"), 500, 3
     hardware = replace(CPU_ONLY, cores=8, memory_limit=400 * GIB)
     wishes = EngineConfig(
         dtype="bfloat16",

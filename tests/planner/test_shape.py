@@ -109,8 +109,8 @@ def test_unquantised_parts_of_quantised_models() -> None:
 
 def test_the_rest_of_a_quantised_model_has_the_dtype_of_computation() -> None:
     qwen = shape("qwen2.5-7b")
-    for dtype in ("float16", "bfloat16", "float32"):  # float32 checkpoints become bfloat16
-        assert replace(qwen, dtype=dtype).weight_bytes("int8") == qwen.weight_bytes("int8")
+    assert replace(qwen, dtype="float16").weight_bytes("int8") == qwen.weight_bytes("int8")
+    assert replace(qwen, dtype="float32").weight_bytes("int8") > qwen.weight_bytes("int8")
 
 
 # Experts

@@ -75,7 +75,6 @@ def choose_compute(
         return Compute(device, gpu, dtype, TRANSFORMERS, attention), limit
     dtype = choose_dtype(config, spec, hardware, gpu, limit, notes)
     compute = computing_in(dtype, config, spec, hardware, device, gpu, notes)
-    _choose_kv_format(config, spec, dtype, notes)
     origin = ASKED if config.quantization != "none" else "the default"
     words = SCHEMES[config.quantization]
     words += f" ({spec.quantization})" if spec.quantization else ""
@@ -92,9 +91,10 @@ def computing_in(
     gpu: Gpu | None,
     notes: Notes,
 ) -> Compute:
-    """Choose kernels and attention backend for a model in this dtype on this device."""
+    """Choose kernels, attention backend and KV format for a model in this dtype on this device."""
     kernels = choose_kernels(config, hardware, model, device, dtype, notes)
     attention = choose_attention(config, model, kernels, dtype, gpu, notes)
+    _choose_kv_format(config, model, dtype, notes)
     return Compute(device, gpu, dtype, kernels, attention)
 
 

@@ -98,7 +98,7 @@ def resolve(
     limit = replica_limit(total, replicas, compute, hardware, mapped) if replicas > 1 else total
     ends = stage_ends(config, spec, compute)
     if requested is not None:
-        _check_drafts(requested, spec, ends)
+        check_drafts(requested, spec, ends)
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     # Processes share the mapped pages of an engine folder.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
@@ -220,7 +220,7 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
     return replace(limit, size=int(smallest * config.memory_utilization))
 
 
-def _check_drafts(options: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...]) -> None:
+def check_drafts(options: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...]) -> None:
     """Raise ConfigError if a model does not support speculation."""
     if spec.states:
         raise ConfigError(

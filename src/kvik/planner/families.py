@@ -23,7 +23,7 @@ from kvik.models import registry
 from kvik.models.deepseek import DEEPSEEK3
 from kvik.models.model_spec import ModelSpec, text_config
 from kvik.models.qwen3 import QWEN3, QWEN3_MOE
-from kvik.planner.formats import weight_format
+from kvik.planner.formats import weight_facts, weight_format
 from kvik.planner.shape import LayerShape, MatrixGroup, ModelShape, changed_layers
 from kvik.spec.declare import (
     UNQUANTISED,
@@ -123,9 +123,13 @@ def read_shape(model: str) -> ModelShape:
         return _gguf_shape(read_gguf(path), name)
     shape = shape_from_config(read_json(path), name)
     built = read_built(path.parent) if path.name == CONFIG else None
-    if built is None or built.quantization == "none":
+    if built is None:
         return shape
-    return replace(shape, stored=built.quantization, notes=(*shape.notes, str(built)))
+    stored = weight_format(built.dtype, built.quantization)
+    if built.quantization == "none" and not weight_facts(shape.stored).dtype:
+        stored = shape.stored
+    like, notes = replace(shape.like, built=built), (*shape.notes, str(built))
+    return replace(shape, dtype=built.dtype, stored=stored, like=like, notes=notes)
 
 
 def _gguf_shape(file: GgufFile, name: str) -> ModelShape:

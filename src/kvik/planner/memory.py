@@ -16,6 +16,7 @@ from kvik.config.fit import Fit, footprint_of, with_drafter
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import RANK_BYTES, Limit, MemoryPlan, StepSize
 from kvik.config.parallel import check_group, repeated_bytes, stage_ends
+from kvik.config.resolve import check_drafts
 from kvik.core.config import RESERVED_BLOCKS, CacheConfig
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
@@ -160,7 +161,8 @@ def memory_of(shape: ModelShape, at: Setting) -> Memory:
 
 
 def cache_of(shape: ModelShape, at: Setting, size: StepSize, block_size: int) -> CacheConfig:
-    """Return the KV cache of an engine with steps of a size, with all blocks that fit.
+    """Return the KV cache that an engine with steps of a size has by default; if a request of the
+    longest context does not fit, with all blocks that do.
 
     Raises:
         ConfigError: as `memory_of`.
@@ -168,6 +170,7 @@ def cache_of(shape: ModelShape, at: Setting, size: StepSize, block_size: int) ->
     fit = _Planner.of(shape, at).fit
     footprint = replace(fit.footprint, block_size=block_size)
     blocks = footprint.blocks_within(fit.limit.size - footprint.fixed(size))
+    blocks = min(blocks, replace(fit, footprint=footprint).num_blocks(size, Notes()))
     checkpoints = footprint.num_checkpoints(size) if shape.state_bytes else None
     return CacheConfig(block_size, blocks, footprint.groups, checkpoints=checkpoints)
 
@@ -301,7 +304,9 @@ class _Planner:
         config, spec, hardware, compute = _computing(shape, at)
         if shape.kernels != compute.kernels:
             shape = replace(shape, kernels=compute.kernels)
-        footprint = footprint_of(config, spec, hardware, compute)
+        built = spec.built if at.weight_format == shape.stored else None
+        mapped = None if built is None else built.weight_bytes
+        footprint = footprint_of(config, spec, hardware, compute, mapped)
         runs: tuple[range, ...] = ()
         sizes: tuple[int, ...] = ()
         if at.exact:
@@ -317,11 +322,17 @@ class _Planner:
         footprint = replace(
             footprint,
             counted=shape.weight_bytes(at.weight_format),
-            repeated=repeated_bytes(config, spec, compute),
+            repeated=0 if built else repeated_bytes(config, spec, compute),
             stage_ends=ends,
             stage_bytes=sizes if len(sizes) > 1 else (),
         )
-        footprint = with_drafter(footprint, requested_speculation(config), at.source)
+        drafting = requested_speculation(config)
+        try:
+            if drafting is not None:
+                check_drafts(drafting, spec, ends if at.exact else ())
+            footprint = with_drafter(footprint, drafting, at.source)
+        except ConfigError as error:
+            raise ConfigError("draft", error.message) from None
         limit = Limit(int(at.device.memory * at.utilization), "")
         return cls(shape, part, stages(shape, runs), Fit(config, footprint, limit))
 

@@ -302,7 +302,7 @@ def speed_of(shape: ModelShape, at: Setting, question: Question, memory: Memory)
         ConfigError: `tp` devices cannot share this model's layers, or have no link.
         ModelError: the draft is not found or cannot be read.
     """
-    batches = {1, at.batch} if at.batch > 1 else {1}
+    batches = {1, at.batch} if not shape.state_bytes else set()  # states take back no drafts
     return PlannedSpeed(
         prefill=tuple(
             _prefill(shape, at, tokens, memory.step_tokens) for tokens in _prompts(at.context)
@@ -395,23 +395,36 @@ def _speculation(
 
 
 def _draft_cost(shape: ModelShape, at: Setting, question: Question) -> float:
-    """Return the given cost, or that by the rooflines of both models, with the draft on one
-    device. Heads are read from memory, with the model's head if they have none."""
+    """Return the given cost, or that by the rooflines of both models."""
     if question.draft_cost is not None or question.draft is None:
         return question.draft_cost or 0.0
     target = step_time(shape, at, decode(at.group, at.context)).expected
+    draft = None if at.source.heads else read_shape(question.draft)
+    return draft_seconds(shape, at, draft) / target
+
+
+def draft_seconds(shape: ModelShape, at: Setting, draft: ModelShape | None) -> float:
+    """Return the expected time to draft a token for each request, with the draft on one device.
+    Heads are read from memory, with the model's head if they have none.
+
+    Args:
+        draft: the draft model; None: the setting's heads, if it has any.
+    """
+    if draft is None and at.source.heads is None:
+        return 0.0
     if (heads := at.source.heads) is not None:
         head = (m for m in shape.matrices if m.role == "head" and not heads.own_logits)
         size = sum(shape.read_of(matrix, at.weight_format, 1) for matrix in head)
         size += HeadsFootprint(heads, shape.working_dtype(at.weight_format), heads.depth).weights
         size /= heads.depth if heads.kind == MEDUSA else 1  # Medusa's heads draft together
-        return size / at.device.read_rate(size) / target
-    draft = replace(read_shape(question.draft), kernels=shape.kernels)
+        return size / at.device.read_rate(size)
+    assert draft is not None
+    draft = replace(draft, kernels=shape.kernels)
     step = decode(at.group, min(at.context, draft.max_context))
-    return step_time(draft, replace(at, tp=1, pp=1), step).expected / target
+    return step_time(draft, replace(at, tp=1, pp=1), step).expected
 
 
-def _draft_source(name: str | None, shape: ModelShape) -> DraftSource:
+def draft_source(name: str | None, shape: ModelShape) -> DraftSource:
     """Return the model or the heads that draft.
 
     Raises:
@@ -629,8 +642,7 @@ def plan_shape(
         note = f"the engine keeps the weights as this checkpoint stores them, {shape.stored}: "
         note += f"{question.dtype} needs another checkpoint"
         shape = replace(shape, notes=(*shape.notes, note))
-    at = setting_of(shape, device, question, hardware)
-    shape = laid_out(shape, at)
+    shape, at = setting_of(shape, device, question, hardware)
     memory = memory_of(shape, at)
     rates = rates_of(shape, at, question, memory)
     return Plan(
@@ -683,11 +695,18 @@ def find_machine(name: str) -> tuple[Device, Hardware | None]:
 
 def setting_of(
     shape: ModelShape, device: Device, question: Question, hardware: Hardware | None
-) -> Setting:
-    """Return the setting of a question, with defaults filled in."""
-    weights = question.dtype or _usual_format(shape, device, question, hardware)
+) -> tuple[ModelShape, Setting]:
+    """Return the model as the device's kernels compute it, and the setting of a question, with
+    defaults filled in.
+
+    Raises:
+        ConfigError: as `memory_of`.
+    """
+    shape = replace(shape, dtype=_dtype(shape, device, question, hardware))
+    plain = weight_facts(shape.stored).dtype
+    weights = question.dtype or (weight_format(shape.dtype) if plain else shape.stored)
     computed = shape.working_dtype(weights)
-    return Setting(
+    at = Setting(
         device=device,
         weight_format=weights,
         kv_format=kv_facts(question.kv_cache_dtype or weight_format(computed)).name,
@@ -697,16 +716,17 @@ def setting_of(
         pp=question.pp,
         utilization=question.memory_utilization,
         hardware=hardware,
-        source=_draft_source(question.draft, shape),
+        source=draft_source(question.draft, shape),
     )
+    return laid_out(shape, at), at
 
 
-def _usual_format(
-    shape: ModelShape, device: Device, question: Question, hardware: Hardware | None
-) -> str:
-    """Return the checkpoint's format; on this machine, the engine's own choice."""
-    if hardware is None or shape.spec is None or not weight_facts(shape.stored).dtype:
-        return shape.stored
+def _dtype(shape: ModelShape, device: Device, question: Question, hardware: Hardware | None) -> str:
+    """Return the checkpoint's dtype; on this machine, the engine's own choice."""
+    if hardware is None or shape.spec is None or shape.spec.built is not None:
+        return shape.dtype
     gpu = hardware.gpus[0] if hardware.gpus else None
     limit = Limit(int(device.memory * question.memory_utilization), "")
-    return weight_format(choose_dtype(EngineConfig(), shape.spec, hardware, gpu, limit, Notes()))
+    quantization = question.dtype and weight_facts(question.dtype).quantization
+    config = EngineConfig(quantization=quantization or "none")
+    return choose_dtype(config, shape.spec, hardware, gpu, limit, Notes())

@@ -126,13 +126,11 @@ class Drafting:
         drafts: tokens drafted per request and step.
         acceptance: probability that a drafted token is accepted.
         seconds: time per step to draft for all requests.
-        model: name of the draft model; "": prompt lookup.
     """
 
     drafts: int
     acceptance: float
     seconds: float = 0.0
-    model: str = ""
 
 
 @dataclass(slots=True)
@@ -179,7 +177,8 @@ class Serving:
     def memory(self, batch: int) -> tuple[int, int]:
         """Return the bytes that `batch` requests need on the fullest device, and the limit."""
         at = self.at
-        key = (at.weight_format, at.kv_format, at.tp, at.pp, at.context, batch, at.utilization)
+        formats = (at.weight_format, at.kv_format, at.source.path)
+        key = (*formats, at.tp, at.pp, at.context, batch, at.utilization)
         if key not in self.memo.memory:
             self.memo.memory[key] = bytes_of(self.shape, replace(at, batch=batch))
         return self.memo.memory[key]

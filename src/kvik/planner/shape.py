@@ -111,7 +111,8 @@ class ModelShape:
         attention: "MHA", "GQA", "MQA" or "MLA".
         head_dim: of queries and keys; `v_head_dim` of values.
         latent_dim: with MLA, the width of the compressed K and V; else 0.
-        dtype: of the checkpoint's unquantised parts: "bfloat16", "float16" or "float32".
+        dtype: of unquantised parts: "bfloat16", "float16" or "float32"; the checkpoint's, or on
+            this machine the engine's choice.
         stored: weight format of the checkpoint: "bf16", "fp8", ...
         tied: the head is the embedding, which then counts once, as the head.
         layers: in order; equal ones are one object, which makes costs quick to compute.
@@ -205,10 +206,7 @@ class ModelShape:
     def working_dtype(self, weight_format: str) -> str:
         """Return the dtype of computation and of unquantised weights with this weight format:
         float32, bfloat16 or float16."""
-        dtype = weight_facts(weight_format).dtype
-        if dtype:
-            return dtype
-        return "float16" if self.dtype == "float16" else "bfloat16"
+        return weight_facts(weight_format).dtype or self.dtype
 
     def kind_of(self, matrix: MatrixGroup, weight_format: str) -> WeightKind | None:
         """Return how a matrix, or its first part, is stored; None: in the model's dtype, as

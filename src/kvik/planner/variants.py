@@ -120,10 +120,14 @@ def weight_formats(shape: ModelShape, at: Setting) -> tuple[WeightRow, ...]:
 
 
 def kv_formats(shape: ModelShape, at: Setting) -> tuple[KVRow, ...]:
+    """Return the model with each KV format that can be stored, by all processes that share it."""
     rows = []
     for name in KV_FORMATS:
         stored = replace(at, kv_format=name)
-        memory = memory_of(shape, stored)
+        try:
+            memory = memory_of(shape, stored)
+        except ConfigError:
+            continue
         rows.append(
             KVRow(
                 format=name,

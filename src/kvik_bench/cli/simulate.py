@@ -21,7 +21,7 @@ from kvik.errors import ConfigError
 from kvik.options import Integer, Number, normalised, option, options_of
 from kvik.planner.cost import columns, count, seconds
 from kvik.planner.families import read_shape
-from kvik.planner.memory import cache_of, laid_out
+from kvik.planner.memory import cache_of
 from kvik.planner.plan import Question, check_question, find_machine, setting_of
 from kvik.planner.roofline import decode, prefill, step_time
 from kvik_bench.simulation import Outcome, SimulatedEngine, Traffic, simulate
@@ -39,7 +39,7 @@ class Replicas:
 
     replicas: int = option(8, Integer(1, 4096), "engines, each with the whole model")
     num_blocks: int | None = option(
-        None, Integer(1, 1 << 31), "KV blocks of each engine; None: as many as memory holds"
+        None, Integer(1, 1 << 31), "KV blocks of each engine; None: as kvik serve decides"
     )
     block_size: int = option(16, Integer(1, 1024), "tokens per KV block")
     max_num_seqs: int = option(
@@ -114,10 +114,8 @@ def simulated(question: Question, options: Replicas) -> SimulatedEngine:
     """
     shape = read_shape(question.model)
     device, hardware = find_machine(question.hardware)
-    at = setting_of(
-        shape, device, check_question(question, shape, exact=device.kind == "cpu"), hardware
-    )
-    shape = laid_out(shape, at)
+    question = check_question(question, shape, exact=device.kind == "cpu")
+    shape, at = setting_of(shape, device, question, hardware)
     size = StepSize(shape.max_context, options.max_num_seqs, options.max_num_batched_tokens)
     cache = cache_of(shape, at, size, options.block_size)
     blocks = options.num_blocks or cache.num_blocks

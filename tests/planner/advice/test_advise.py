@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from helpers.configs import PUBLIC
 from helpers.public_configs import public_shape
 
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
@@ -17,6 +18,7 @@ from kvik.planner.advice.advise import ORDER, Advice, AdviceReport, advise_shape
 from kvik.planner.advice.reasons import Goal, improvement
 from kvik.planner.cost import seconds
 from kvik.planner.devices import DEVICES, Device, Setting
+from kvik.planner.families import shape_from_config
 from kvik.planner.formats import weight_format
 from kvik.planner.memory import hardware_of
 from kvik.planner.roofline import decode, prefill, step_time
@@ -95,7 +97,7 @@ def test_no_advice_makes_it_worse_or_needs_missing_features(
 
 @pytest.mark.parametrize("goal", [Goal(), Goal(slo=PROMISE)])
 @pytest.mark.parametrize("device", [H100, DEVICES["rtx4090"], DEVICES["l4"], CPU])
-@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b"])
+@pytest.mark.parametrize("model", ["llama-3-8b", "llama-3-70b", "deepseek-v2-lite"])
 def test_the_engine_takes_what_is_advised(model: str, device: Device, goal: Goal) -> None:
     """On a machine with that device, and decides as foretold."""
     found = report(model, device, goal)
@@ -230,6 +232,30 @@ def test_a_draft_model_takes_its_time() -> None:
     pair = [advice(found, "speculation").after for found in (free, paid)]
     assert pair[0] and pair[1] and pair[0].load and pair[1].load
     assert pair[1].load.tpot > pair[0].load.tpot
+
+
+def test_a_draft_model_takes_its_memory() -> None:
+    """As in `kvik plan`; where there is no room for it, it is not advised."""
+    goal, draft = Goal(concurrency=1, acceptance=0.9), public_shape("llama-3.2-1b")
+    taken = []
+    for device in (H100, replace(H100, memory=7 << 30)):
+        found = advise_shape(public_shape("llama-3-8b"), device, goal, draft=draft)
+        lever, drafting = advice(found, "speculation"), found.advised.drafting
+        assert (lever.verdict == "do") == (drafting is not None)
+        assert found.end.memory <= found.end.memory_limit
+        taken.append(drafting is not None)
+        if lever.before and lever.after:
+            assert lever.after.memory > lever.before.memory + draft.weight_bytes("int8")
+    assert taken == [True, False]
+
+
+@pytest.mark.parametrize("acceptance", [None, 0.9])
+def test_states_take_back_no_drafts(acceptance: float | None) -> None:
+    shape = shape_from_config(PUBLIC["Qwen3.5-9B"], "m")
+    found = advise_shape(shape, H100, Goal(acceptance=acceptance))
+    lever = advice(found, "speculation")
+    assert (lever.verdict, lever.flags) == ("no use", ()) and "states" in lever.reason
+    assert parsed(found.flags).spec_method is None
 
 
 def test_parallelism_needs_a_link() -> None:

@@ -6,12 +6,15 @@ whose effect is below their accuracy is not advised, and the list says why.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from kvik.config.fit import MAX_NUM_SEQS
 from kvik.config.hardware import Hardware
-from kvik.errors import CapacityError
+from kvik.config.speculative import NO_SOURCE, DraftSource
+from kvik.errors import CapacityError, ConfigError
 from kvik.planner.advice import reasons
 from kvik.planner.advice.reasons import (
     WORTHWHILE,
@@ -26,10 +29,14 @@ from kvik.planner.advice.reasons import (
 from kvik.planner.devices import Device, Setting, assumed_cpu
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, kv_facts, weight_facts, weight_format
-from kvik.planner.memory import laid_out
 from kvik.planner.parallel import can_share
-from kvik.planner.plan import Question, find_machine, setting_of
-from kvik.planner.roofline import decode, step_time
+from kvik.planner.plan import (
+    Question,
+    draft_seconds,
+    draft_source,
+    find_machine,
+    setting_of,
+)
 from kvik.planner.search import smallest
 from kvik.planner.serving import Drafting, Serving, Traffic, budgets, set_up
 from kvik.planner.shape import ModelShape
@@ -61,16 +68,15 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
     """Return the flags that change the usual setting to this one."""
     at, was = serving.at, usual.at
     made, other = weight_facts(at.weight_format), at.weight_format != was.weight_format
-    drafting = serving.drafting
-    model = drafting.model if drafting else ""
+    drafting, source = serving.drafting, at.source
     options: list[tuple[str, object, bool]] = [
         ("dtype", made.dtype, bool(made.dtype) and other),
         ("quantization", made.quantization, bool(made.quantization) and other),
         ("kv_cache_dtype", at.kv_format, at.kv_format != _kv_of(serving.shape, at)),
         ("max_num_seqs", serving.seqs, serving.seqs != usual.seqs),
         ("max_num_batched_tokens", serving.budget, serving.budget != serving.usual_budget),
-        ("spec_method", "draft_model" if model else "ngram", drafting is not None),
-        ("spec_model", model, bool(model)),
+        ("spec_method", _method(source), drafting is not None),
+        ("spec_model", shlex.quote(source.path), bool(source.path)),
         ("spec_tokens", drafting.drafts if drafting else 0, drafting is not None),
     ]
     return tuple(flag(option, value) for option, value, changed in options if changed)
@@ -83,14 +89,19 @@ def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
     for name in KV_FORMATS:
         if kv_facts(name).bits <= 8 and shape.kv_bytes_per_token(name) < now:
             smaller = replace(at, kv_format=name)
-            yield name, _renewed(serving, traffic, smaller)
+            with suppress(ConfigError):  # the format cannot store what this model keeps
+                yield name, _renewed(serving, traffic, smaller)
 
 
-def drafting_flags(drafting: Drafting) -> tuple[str, ...]:
+def _method(source: DraftSource) -> str:
+    """Return the method of a drafter, prompt lookup if there is none."""
+    return source.heads.kind if source.heads else "draft_model" if source.path else "ngram"
+
+
+def drafting_flags(source: DraftSource) -> tuple[str, ...]:
     """Return the flags that turn speculation on; the engine adapts the number of drafts."""
-    if not drafting.model:
-        return (flag("spec_method", "ngram"),)
-    return flag("spec_method", "draft_model"), flag("spec_model", drafting.model)
+    model = (flag("spec_model", shlex.quote(source.path)),) if source.path else ()
+    return flag("spec_method", _method(source)), *model
 
 
 def widened(serving: Serving) -> Serving:
@@ -100,20 +111,20 @@ def widened(serving: Serving) -> Serving:
 
 def speculations(
     serving: Serving,
+    traffic: Traffic,
     acceptance: float,
     draft: ModelShape | None,
+    source: DraftSource,
     batch: int,
 ) -> Iterator[Position]:
-    """Yield numbers of drafts per step, by a draft model or else by prompt lookup at no cost."""
-    seconds, model = 0.0, ""
-    if draft is not None:
-        model = draft.name
-        at = serving.at
-        context = min(at.context, draft.max_context)
-        step = decode(batch, context)
-        seconds = step_time(draft, replace(at, tp=1, pp=1), step).expected
+    """Yield numbers of drafts per step, by a model or heads, which take memory too, or else by
+    prompt lookup at no cost."""
+    at = replace(serving.at, source=source)
+    seconds = draft_seconds(serving.shape, replace(at, batch=batch), draft)
+    if source.path:
+        serving = _renewed(serving, traffic, at)
     for drafts in DRAFTS:
-        drafting = Drafting(drafts, acceptance, drafts * seconds, model)
+        drafting = Drafting(drafts, acceptance, drafts * seconds)
         name = "1 draft a step" if drafts == 1 else f"{drafts} drafts a step"
         yield name, replace(serving, drafting=drafting)
 
@@ -254,8 +265,9 @@ def advise(goal: Goal) -> AdviceReport:
     device, hardware = find_machine(goal.hardware)
     if hardware is not None and device.kind == "cpu" and not device.rated:
         device = assumed_cpu(hardware, device.unknown)
-    draft = None if goal.draft is None else read_shape(goal.draft)
-    return advise_shape(shape, device, goal, hardware, draft)
+    source = draft_source(goal.draft, shape)
+    draft = None if goal.draft is None or source.heads else read_shape(goal.draft)
+    return advise_shape(shape, device, goal, hardware, draft, source)
 
 
 def advise_shape(
@@ -264,21 +276,26 @@ def advise_shape(
     goal: Goal,
     hardware: Hardware | None = None,
     draft: ModelShape | None = None,
+    source: DraftSource | None = None,
 ) -> AdviceReport:
     """Return the advice for a model and device that are already known.
 
     Args:
         hardware: of this machine; None if the device is of another one.
         draft: the draft model of speculation.
+        source: the draft model, or the heads, as the engine takes it; None: by the name of `draft`.
+
+    Raises:
+        ConfigError: they cannot draft for this model.
     """
     check_goal(goal, shape)
     traffic = traffic_of(goal, shape)
     question = Question(model=goal.model, hardware=goal.hardware, context=traffic.context)
-    at = setting_of(shape, device, question, hardware)
-    shape = laid_out(shape, at)
-    draft = None if draft is None else replace(draft, kernels=shape.kernels)
+    shape, at = setting_of(shape, device, question, hardware)
+    if source is None:
+        source = NO_SOURCE if draft is None else DraftSource(draft.name, draft.spec)
     usual = set_up(shape, at, traffic, MAX_NUM_SEQS)
-    return _Adviser(goal, traffic, draft, usual).report()
+    return _Adviser(goal, traffic, draft, source, usual).report()
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,6 +312,7 @@ class _Adviser:
     goal: Goal
     traffic: Traffic
     draft: ModelShape | None
+    source: DraftSource
     usual: Serving
 
     def report(self) -> AdviceReport:
@@ -312,6 +330,8 @@ class _Adviser:
             elif topic == "batching":
                 made, now = self._batching(now)
                 advice.append(made)
+            elif topic == "speculation" and now.serving.shape.state_bytes:
+                advice.append(Advice(topic, "no use", reasons.kept_states(now.serving)))
             elif topic == "speculation" and self.goal.acceptance is None:
                 advice.append(self._speculation(now))
             elif topic == "parallelism" and now.serving.at.exact:
@@ -398,8 +418,8 @@ class _Adviser:
         reason = reasons.checking(now.serving, self.traffic, batch, 1)
         if best is None or best.serving.drafting is None:
             return Advice(topic, "no use", f"not even if all drafts were right: {reason}")
-        reason += f"; {reasons.worthwhile(needed, bool(self.draft))}"
-        return Advice(topic, "depends", reason, flags=drafting_flags(best.serving.drafting))
+        reason += f"; {reasons.worthwhile(needed, self.source)}"
+        return Advice(topic, "depends", reason, flags=drafting_flags(self.source))
 
     def _batching(self, now: _Point) -> tuple[Advice, _Point]:
         then = self._tuned(now.serving)
@@ -456,7 +476,8 @@ class _Adviser:
             return ((name, with_weights(serving, self.traffic, name)) for name in names)
         if topic == "speculation":
             acceptance, batch = self.goal.acceptance or 0.0, self._batch(now)
-            return speculations(serving, acceptance, self.draft, batch)
+            drafter = self.draft, self.source
+            return speculations(serving, self.traffic, acceptance, *drafter, batch)
         return parallelisms(serving, self.traffic)
 
     def _tuned(self, serving: Serving, name: str = "") -> _Point:
@@ -508,7 +529,7 @@ class _Adviser:
             reason = reasons.shares(now.serving, self.traffic, batch)
         else:
             reason = reasons.checking(now.serving, self.traffic, batch, drafting.drafts)
-            reason += f"; {reasons.supposed(drafting.acceptance, bool(self.draft))}"
+            reason += f"; {reasons.supposed(drafting.acceptance, self.source)}"
         if change > 0.0:
             return reason
         effect = (

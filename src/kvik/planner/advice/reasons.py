@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvik.config.speculative import DraftSource
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
 from kvik.options import FORMERLY, Integer, Number, Text, normalised, option
@@ -70,7 +71,9 @@ class Goal:
         Number(0, 1),
         "share of drafts that are accepted; None: the least with a gain is found",
     )
-    draft: str | None = option(None, Text(), "draft model; None: prompt lookup, at no cost")
+    draft: str | None = option(
+        None, Text(), "draft model or heads; None: prompt lookup, at no cost"
+    )
 
     @property
     def load_named(self) -> bool:
@@ -329,22 +332,31 @@ def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str
     return f"checking {work} takes {cost:.2f} times a plain step"
 
 
-def supposed(acceptance: float, draft: bool) -> str:
+def kept_states(serving: Serving) -> str:
+    """Say why a model with states cannot speculate."""
+    return f"{serving.shape.architecture} keeps states, which cannot take back drafts"
+
+
+def supposed(acceptance: float, source: DraftSource) -> str:
     """State the acceptance that the goal gives."""
-    return f"supposing that {acceptance:.0%} of the drafts are right (--acceptance), {_cost(draft)}"
+    return (
+        f"supposing that {acceptance:.0%} of the drafts are right (--acceptance), {_cost(source)}"
+    )
 
 
-def worthwhile(percent: int | None, draft: bool) -> str:
+def worthwhile(percent: int | None, source: DraftSource) -> str:
     """State the acceptance from which drafts gain, if the goal gives none."""
     return (
-        f"it gains from {percent}% of right drafts on, {_cost(draft)}. How many are right depends "
+        f"it gains from {percent}% of right drafts on, {_cost(source)}. How many are right depends "
         "on the texts: `kvik spec-report --data` measures the share, --acceptance takes it. Not "
         "counted below"
     )
 
 
-def _cost(draft: bool) -> str:
-    return "made by the draft model" if draft else "found by prompt lookup at no cost"
+def _cost(source: DraftSource) -> str:
+    if source.path:
+        return f"made by the {'heads' if source.heads else 'draft model'}"
+    return "found by prompt lookup at no cost"
 
 
 def nothing(topic: str, serving: Serving) -> str:
