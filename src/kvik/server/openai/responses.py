@@ -179,6 +179,8 @@ def response_messages(body: ResponsesRequest) -> list[ChatMessage]:
                 messages.append(ChatMessage(role="tool", content=text, tool_call_id=item.call_id))
             case "reasoning":
                 continue  # thoughts of earlier turns are not shown to the model
+            case "item_reference":
+                raise ParamError(f"{place}.type", f"refers to a stored item; {NOTHING_KEPT}")
             case _:
                 raise ParamError(f"{place}.type", f"{str(item.type)[:40]!r} is not supported")
     return messages
