@@ -162,6 +162,8 @@ def test_a_large_head_in_small_pieces(server: HttpServer) -> None:
     [
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
         b"HELLO\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n",
+        b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n",
         GET + b"Bad Header: x\r\n\r\n",
         GET + b" folded: x\r\n\r\n",
         POST + b"Content-Length: x\r\n\r\n",

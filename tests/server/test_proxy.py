@@ -139,9 +139,11 @@ def test_a_request_and_its_answer_pass_through_unchanged():
         assert (found.status, found.read()) == (418, b"\x00\xffbody")
         assert found.headers["x-request-id"] == "r1" and "x-own" not in found.headers
         assert found.headers.get_all("x-a") == ["b", "c"]
+        connection.request("OPTIONS", "*")
+        assert connection.getresponse().status == 418
         connection.close()
         made.post("x")
-        (scope, body), (other, _) = made.backends[0].requests
+        (scope, body), (_, _), (other, _) = made.backends[0].requests
         sent = dict(scope["headers"])
         assert (scope["method"], scope["raw_path"]) == ("PUT", b"/v1/x%20y")
         assert (scope["query_string"], body) == (b"a=%2F&b", b"body")

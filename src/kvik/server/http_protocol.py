@@ -256,10 +256,10 @@ class Connection(HttpToolsProtocol):
 
         Some clients always offer HTTP/2 and send their body after that; the parser stops there.
         """
-        headers = [(name, value) for name, value in self.headers if name not in UPGRADE_HEADERS]
-        if len(headers) == len(self.headers):  # CONNECT
+        if self.scope["method"] == "CONNECT":
             self._refuse(HttpError(400, "this server is not a proxy"))
             return
+        headers = [(name, value) for name, value in self.headers if name not in UPGRADE_HEADERS]
         if b"close" in b",".join(v.lower() for n, v in self.headers if n == b"connection"):
             headers.append((b"connection", b"close"))
         self.parser = HttpRequestParser(self)

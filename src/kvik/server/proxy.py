@@ -750,7 +750,9 @@ class _Passing:
 
         query = self._scope["query_string"].decode("latin-1")
         target = self._scope.get("raw_path") or self._scope["path"].encode()
-        url = self._proxy.upstreams[choice.replica].url + target.decode("latin-1")
+        # That of `OPTIONS *` is no path, and would be a part of the port.
+        path = "/" + target.decode("latin-1").removeprefix("/")
+        url = self._proxy.upstreams[choice.replica].url + path
         return URL(f"{url}?{query}" if query else url, encoded=True)
 
     async def _gone(self) -> None:
