@@ -1,8 +1,9 @@
 """Launches of the Triton kernels for the shapes that matter, and the resources that they may take.
 
-`RESOURCES` has one entry per kernel and shape. Its arguments are recorded from the launchers, which
-are called with tensors that have no memory; `triton_resources` compiles them for sm_90 and checks
-the limits.
+`resources` returns one entry per kernel and shape. Its arguments are recorded from the launchers,
+which are called with tensors that have no memory; `triton_resources` compiles them and checks the
+limits. These are for sm_90, on which the kernels were measured. On other GPUs kernels may spill,
+but must fit the shared memory.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 from itertools import chain
 from typing import Any
@@ -40,12 +41,12 @@ from kvik.kernels.triton.experts import (
     float_experts_kernel,
     word_experts_kernel,
 )
-from kvik.kernels.triton.kv_load import KINDS
-from kvik.kernels.triton.launch import MAX_SHARED
+from kvik.kernels.triton.kv_load import KINDS, kind_on
+from kvik.kernels.triton.launch import MAX_SHARED, shared_by
 from kvik.kernels.triton.linear_end import finish
 from kvik.kernels.triton.matrix import TritonMatrices, word_rows
 from kvik.kernels.triton.route import route
-from kvik.kernels.triton.scaled_mm import Library
+from kvik.kernels.triton.scaled_mm import Library, library_on
 from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec
 from kvik.spec.experts import Router
 from kvik.spec.visible_keys import Window
@@ -53,6 +54,7 @@ from kvik.spec.weight_kind import WeightKind
 
 MAX_REGISTERS = 255  # per thread on every NVIDIA GPU; the rest is spilled to memory
 META = torch.device("meta")
+MEASURED = (9, 0)  # compute capability of the GPU for which the limits are
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,43 +135,60 @@ MAIN = (
 )
 
 
+# Makes the entries of a call of a launcher, for a compute capability.
+Entries = Callable[[tuple[int, int]], tuple[Resources, ...]]
+
+
 def _launched(
-    launcher: Callable[..., object], *arguments: Any
+    capability: tuple[int, int], launcher: Callable[..., object], *arguments: Any
 ) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """Return the kernel, the arguments and the options of each launch of a call, as on sm_90."""
+    """Return the kernel, the arguments and the options of each launch of a call on a GPU."""
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
     def record(kernel, grid, tensors, numbers, constants, **options):  # type: ignore[no-untyped-def]
         launches.append((kernel, (*tensors, *numbers, *constants), options))
 
+    calls: dict[str, Callable[..., object]] = {
+        "launch": record,
+        "kind_of": lambda cache: kind_on(capability, cache.dtype),
+        "shared_memory": lambda device: shared_by(capability),
+    }
     package = kvik.kernels.triton
     with ExitStack() as patched:
         for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
             module = import_module(info.name)
-            if "launch" in vars(module):
-                patched.enter_context(mock.patch.object(module, "launch", record))
-        kind = mock.patch.object(attention_paged, "kind_of", lambda cache: KINDS[cache.dtype])
-        patched.enter_context(kind)
+            for name in calls.keys() & vars(module).keys():
+                patched.enter_context(mock.patch.object(module, name, calls[name]))
+        library = replace(library_on(capability), rows=False, blocks=False)
+        patched.enter_context(mock.patch.object(USUAL, "library", library))
         launcher(*arguments)
     return launches
 
 
-def _entries(
-    what: str, launcher: Callable[..., object], *arguments: Any, **limits: Any
-) -> tuple[Resources, ...]:
-    """Return an entry for each launch of a call.
+def _entries(what: str, launcher: Callable[..., object], *arguments: Any, **limits: Any) -> Entries:
+    """Return what makes an entry for each launch of a call.
 
     Args:
-        limits: of the kernels in `MAIN`, if one of them is launched, else of the last one.
+        limits: on sm_90, of the kernels in `MAIN`, if one of them is launched, else of the last
+            one.
     """
-    launches = _launched(launcher, *arguments)
-    limited = [kernel for kernel, *_ in launches if kernel in MAIN] or [launches[-1][0]]
-    entries = []
-    for kernel, *launch in launches:
-        most = FEW_REGISTERS.get(kernel.__name__, MAX_REGISTERS)
-        entry = Resources(kernel, what, *launch, max_registers=most)
-        entries.append(replace(entry, **limits) if kernel in limited else entry)
-    return tuple(entries)
+
+    def make(capability: tuple[int, int]) -> tuple[Resources, ...]:
+        launches = _launched(capability, launcher, *arguments)
+        limited = [kernel for kernel, *_ in launches if kernel in MAIN] or [launches[-1][0]]
+        entries = []
+        for kernel, *launch in launches:
+            entry = Resources(kernel, what, *launch, max_shared=shared_by(capability))
+            if capability != MEASURED:
+                entry = replace(entry, max_spills=1 << 20)
+            else:
+                most = FEW_REGISTERS.get(kernel.__name__, MAX_REGISTERS)
+                entry = replace(entry, max_registers=most)
+                entry = replace(entry, **limits) if kernel in limited else entry
+            entries.append(entry)
+        return tuple(entries)
+
+    return make
 
 
 def _bf16(*shape: int) -> Tensor:
@@ -217,8 +236,8 @@ def _attention(
     sunk: bool = False,
     cut: bool = False,
     **limits: Any,
-) -> tuple[Resources, ...]:
-    """Return an entry for sequences of 32k keys. Queries are bf16, or fp32 like the cache.
+) -> Entries:
+    """Return the entries of sequences of 32k keys. Queries are bf16, or fp32 like the cache.
 
     Args:
         capped: scores are capped, and heads have sinks. sunk: the window has sinks.
@@ -314,6 +333,8 @@ PREFILL = (
     _prefill(128, _INT4, loop=Loop(copies=4, products=12, waits=2, instructions=1020)),
     _prefill(128, _FP32),
     _prefill(256, _FP32),
+    # What takes most shared memory on other GPUs: two sets of queries.
+    *(_prefill(d, cache, sunk=True, max_spills=64) for d in (256, 512) for cache in (_BF16, _FP32)),
     # 64 products of 16 keys with K, and two of 256 columns of V; spills are outside loops.
     _prefill(512, _BF16, loop=Loop(copies=16, products=66, waits=1), max_spills=16),
     _prefill(512, _BF16, capped=True, max_spills=24),
@@ -323,7 +344,7 @@ PREFILL = (
 )
 
 
-def _latent(heads: int) -> tuple[Resources, ...]:
+def _latent(heads: int) -> Entries:
     q, rope, cache = _bf16(1, heads, 512), _bf16(1, heads, 64), _bf16(9, BLOCK_SIZE, 576)
     runs = runs_of((1,), (1 << 15,))
     step = PagedStep(_i32(2), _i32(1), _i32(1, 2049), None, None, BLOCK_SIZE, None, runs)
@@ -333,24 +354,24 @@ def _latent(heads: int) -> tuple[Resources, ...]:
 
 # Products.
 
-HOPPER = TritonMatrices(META, Library(tensor_cores=True, rows=False, blocks=False))
+USUAL = TritonMatrices(META)  # with the tensor cores of the GPU for which entries are made
 OLDER = TritonMatrices(META, Library(tensor_cores=False, rows=False, blocks=False))
 
 
 def _matrix(kind: str, rows: int = 4096, activation: Any = None) -> Matrix:
     weight = WeightKind.named(kind)
     assert weight is not None, kind
-    return HOPPER.matrix(MatrixSpec(weight, rows, 4096, False, activation, _BF16, META))
+    return USUAL.matrix(MatrixSpec(weight, rows, 4096, False, activation, _BF16, META))
 
 
 def _linear(
     kind: str,
     tokens: int,
     activation: Any = None,
-    matrices: TritonMatrices = HOPPER,
+    matrices: TritonMatrices = USUAL,
     logits: bool = False,
     **limits: Any,
-) -> tuple[Resources, ...]:
+) -> Entries:
     """Return the entries of a product of 4096 inputs; `logits`: its results are fp32."""
     matrix = _matrix(kind, 28672 if activation else 4096, activation)
     if logits:
@@ -378,6 +399,7 @@ WORDS = (
     *(_linear("int8 group 0", n, loop=_ONE_WAIT) for n in (64, 256)),
     _linear("int8 group 0", 1024, logits=True, loop=_ONE_WAIT),
     _linear("int4 group 128 zeros", 1024, logits=True),
+    _linear("int8 group 32", 1024, logits=True, max_spills=72),
     _linear("fp8 group 0", 8, **_SIXTH),
     _linear("fp8 group 128", 256),
     _linear("mxfp4 group 32", 8, **_SIXTH),
@@ -397,9 +419,9 @@ BYTES = (
 
 def _experts(
     kind: str, tokens: int, loop: Loop | None = None, *, count: int = 64, weigh_inputs: bool = False
-) -> tuple[Resources, ...]:
+) -> Entries:
     """Return the entries of a choice of eight of `count` experts, with `tokens` tokens for each."""
-    matrices = TritonExperts(HOPPER)
+    matrices = TritonExperts(USUAL)
     up, down = _matrix(kind, 28672, "silu_and_mul"), _matrix(kind)
     experts = replace(matrices.expert_set([up] * count, [down] * count), weigh_inputs=weigh_inputs)
     x, ids, weights = (
@@ -409,7 +431,7 @@ def _experts(
     return _entries(what, matrices.experts, x, ids, weights, experts, x, loop=loop)
 
 
-def _routed(experts: int, groups: int = 1) -> tuple[Resources, ...]:
+def _routed(experts: int, groups: int = 1) -> Entries:
     scores = "sigmoid" if groups > 1 else "softmax"
     by = "best two" if groups > 1 else "best"
     router = Router(experts, 8, scores, groups=groups, kept_groups=max(1, groups // 2), group_by=by)
@@ -432,11 +454,11 @@ EXPERTS = (
 )
 
 
-def _rows(kind: str) -> tuple[Resources, ...]:
-    return _entries(f"{kind}, rows of ids", HOPPER.rows, _matrix(kind), _i64(9), _BF16)
+def _rows(kind: str) -> Entries:
+    return _entries(f"{kind}, rows of ids", USUAL.rows, _matrix(kind), _i64(9), _BF16)
 
 
-def _widened(kind: str, activation: Any = None) -> tuple[Resources, ...]:
+def _widened(kind: str, activation: Any = None) -> Entries:
     matrix = _matrix(kind, 4096, activation)
     out = _bf16(4096, 4096)
     return _entries(f"{kind}, widened", word_rows, matrix.data, matrix.spec, None, 0, out)
@@ -454,16 +476,16 @@ MATRIX_ROWS = (
 # Norms, rotations and the store.
 
 
-def _norms(rows: int, dim: int) -> tuple[Resources, ...]:
+def _norms(rows: int, dim: int) -> tuple[Entries, ...]:
     """Return the entries of rows of heads, or of hidden states (`rows` is 1)."""
     x = _bf16(9, rows, dim) if rows > 1 else _bf16(9, dim)
     weight = _bf16(rows, dim) if rows > 1 else _bf16(dim)
     what = f"rows of {dim}, bf16"
     rms = _entries(what, norm.rms_norm, x, _bf16(dim), 1e-5)
-    return rms + _entries(what, norm.layer_norm, x, weight, weight, 1e-5)
+    return rms, _entries(what, norm.layer_norm, x, weight, weight, 1e-5)
 
 
-NORM = (_norms(1, 4096), _norms(1, 16384), _norms(8, 128))
+NORM = (*_norms(1, 4096), *_norms(1, 16384), *_norms(8, 128))
 
 
 def _heads() -> tuple[Tensor, Tensor, Tensor]:
@@ -472,7 +494,7 @@ def _heads() -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _store(cache: torch.dtype, *, normed: bool = False) -> tuple[Resources, ...]:
+def _store(cache: torch.dtype, *, normed: bool = False) -> Entries:
     k, v, scales = _caches(cache, 128)
     rounded = None if scales is None else (scales, scales)
     norms = (_bf16(128), _bf16(128), 1e-5) if normed else None
@@ -507,12 +529,12 @@ EVERY_RULE = {**RULES, "min_p": torch.float32, "typical_p": torch.float64}
 LOGITS = _fp32(2, VOCABULARY)
 
 
-def _drawn(what: str, rules: Mapping[str, torch.dtype]) -> tuple[Resources, ...]:
+def _drawn(what: str, rules: Mapping[str, torch.dtype]) -> tuple[Entries, ...]:
     """Return the entries of draws of a token, and of the probabilities of all."""
     truncation = _truncation(**rules)
     draws = Draws(_fp32(2), torch.empty(2, dtype=torch.float64, device=META), truncation)
     drawn = _entries(what, draw.draw, LOGITS, draws)
-    return drawn + _entries(what, draw.probabilities, LOGITS, draws.temperature, truncation)
+    return drawn, _entries(what, draw.probabilities, LOGITS, draws.temperature, truncation)
 
 
 _FEW_ROWS, _TABLES = (_i64(2), _i64(2)), (_fp32(2), _fp32(2), _fp32(2))
@@ -520,9 +542,9 @@ _IN_PROMPT = torch.empty(2, VOCABULARY, dtype=torch.bool, device=META)
 _PENALTIES = Penalties(*_FEW_ROWS, *_TABLES, _IN_PROMPT, _i32(2, VOCABULARY))
 
 DRAW = (
-    _drawn("no rule", {}),
-    _drawn("top_p after top_k", RULES),
-    _drawn("every rule", EVERY_RULE),
+    *_drawn("no rule", {}),
+    *_drawn("top_p after top_k", RULES),
+    *_drawn("every rule", EVERY_RULE),
     _entries("fp32", draw.penalize, LOGITS, _PENALTIES),
     _entries("fp32", draw.mask, LOGITS, Masks(_i64(2), _i32(2, VOCABULARY // 32))),
     _entries("fp32", rows.largest, LOGITS),
@@ -565,19 +587,23 @@ def _distinct(groups: Iterable[tuple[Resources, ...]]) -> tuple[Resources, ...]:
     return tuple(entries.values())
 
 
-RESOURCES = _distinct(
-    (
-        *DECODE,
-        *(_latent(heads) for heads in (16, 128)),
-        *PREFILL,
-        *WORDS,
-        *BYTES,
-        *EXPERTS,
-        *MATRIX_ROWS,
-        *NORM,
-        *ROTARY,
-        *DRAW,
-        *SMALL,
-        *STATES,
-    )
+ALL = (
+    *DECODE,
+    *(_latent(heads) for heads in (16, 128)),
+    *PREFILL,
+    *WORDS,
+    *BYTES,
+    *EXPERTS,
+    *MATRIX_ROWS,
+    *NORM,
+    *ROTARY,
+    *DRAW,
+    *SMALL,
+    *STATES,
 )
+
+
+@cache
+def resources(capability: tuple[int, int] = MEASURED) -> tuple[Resources, ...]:
+    """Return all entries for GPUs of a compute capability."""
+    return _distinct(make(capability) for make in ALL)

@@ -1,10 +1,11 @@
-"""The GPU resources of Triton kernels, compiled for sm_90 on any machine.
+"""The GPU resources of Triton kernels, compiled for a GPU on any machine.
 
-    PYTHONPATH=tests python -m helpers.triton_resources [--few] [word in a name ...]
+    PYTHONPATH=tests python -m helpers.triton_resources [--gpu 9.0] [--few] [word in a name ...]
 
 prints registers, spilled bytes and shared memory of each entry, and the instructions of its main
-loop if that is checked, and fails if an entry breaks a limit. With `--few`, it compiles at most
-`FEW` entries of each kernel. Triton's interpreter (TRITON_INTERPRET) must be off.
+loop if that is checked, and fails if an entry breaks a limit, or cannot be compiled. `--gpu` is a
+compute capability. With `--few`, it compiles at most `FEW` entries of each kernel. Triton's
+interpreter (TRITON_INTERPRET) must be off.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import triton
-from helpers.triton_entries import RESOURCES, Loop, Resources
+from helpers.triton_entries import MEASURED, Loop, Resources, resources
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
 from triton.runtime.cache import get_cache_manager
 from triton.runtime.jit import create_function_from_signature
 
-SM_90 = GPUTarget("cuda", 90, 32)
-BACKEND = CUDABackend(SM_90)
+BACKEND = CUDABackend(GPUTarget("cuda", 90, 32))
 FEW = 3
 
 
@@ -55,9 +56,12 @@ class Taken:
         return line + (f"  TOO LITTLE: {self.lack}" if self.lack else "")
 
 
-def taken(entry: Resources) -> Taken:
+def taken(entry: Resources, capability: tuple[int, int] = MEASURED) -> Taken:
     """Compile an entry, and read its resources from the code."""
-    compiled = triton.compile(*specialised(entry))
+    try:
+        compiled = triton.compile(*specialised(entry, capability))
+    except Exception as error:
+        return Taken(entry.name, 0, 0, 0, None, f"cannot be compiled: {str(error)[:400]}", "")
     text = _text_of(compiled.asm["cubin"], instructions=entry.loop is not None)
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     assert found, text
@@ -86,14 +90,17 @@ def taken(entry: Resources) -> Taken:
     return Taken(entry.name, registers, spills, shared, loop, excess, lack)
 
 
-def specialised(entry: Resources) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
+def specialised(
+    entry: Resources, capability: tuple[int, int] = MEASURED
+) -> tuple[ASTSource, GPUTarget, dict[str, Any]]:
     """Return what Triton would compile for such a launch, and how."""
-    kernel = entry.kernel
-    bind = create_function_from_signature(kernel.signature, kernel.params, BACKEND)
+    kernel, target = entry.kernel, GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    backend = CUDABackend(target)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
     bound, kinds, options = bind(*entry.arguments, **entry.options)
-    given = kernel._pack_args(BACKEND, entry.options, bound, kinds, options)
+    given = kernel._pack_args(backend, entry.options, bound, kinds, options)
     options, signature, constants, attributes = given
-    return ASTSource(kernel, signature, constants, attributes), SM_90, options.__dict__
+    return ASTSource(kernel, signature, constants, attributes), target, options.__dict__
 
 
 def _text_of(cubin: bytes, *, instructions: bool) -> str:
@@ -143,14 +150,14 @@ def loop_of(text: str) -> Loop:
     )
 
 
-def _taken_by_number(number: int) -> Taken:
-    return taken(RESOURCES[number])
+def _taken_by_number(capability: tuple[int, int], number: int) -> Taken:
+    return taken(resources(capability)[number], capability)
 
 
-def few() -> list[int]:
+def few(entries: Sequence[Resources]) -> list[int]:
     """Return the numbers of at most `FEW` entries of each kernel, from all parts of its list."""
     by_kernel: dict[str, list[int]] = defaultdict(list)
-    for number, entry in enumerate(RESOURCES):
+    for number, entry in enumerate(entries):
         by_kernel[entry.kernel.__name__].append(number)
     return [number for own in by_kernel.values() for number in own[:: -(-len(own) // FEW)]]
 
@@ -159,12 +166,14 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("words", nargs="*", help="check the entries whose names have one of these")
     parser.add_argument("--few", action="store_true", help="check few entries of each kernel")
+    parser.add_argument("--gpu", default="9.0", help="its compute capability")
     wishes = parser.parse_args(arguments)
-    numbers = few() if wishes.few else range(len(RESOURCES))
-    words = wishes.words or [""]
-    numbers = [n for n in numbers if any(word in RESOURCES[n].name for word in words)]
+    major, minor = map(int, wishes.gpu.split("."))
+    entries, words = resources((major, minor)), wishes.words or [""]
+    numbers = few(entries) if wishes.few else range(len(entries))
+    numbers = [n for n in numbers if any(word in entries[n].name for word in words)]
     with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
-        results = list(pool.map(_taken_by_number, numbers))
+        results = list(pool.map(partial(_taken_by_number, (major, minor)), numbers))
     for result in results:
         print(result)
     return int(any(result.excess or result.lack for result in results))

@@ -30,7 +30,7 @@ from kvik.kernels.triton.attention_tile import (
     weigh,
 )
 from kvik.kernels.triton.kv_load import operand, product, vectors_at
-from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
+from kvik.kernels.triton.launch import ROOMY, ceil_div, launch, power_of_two, shared_memory
 
 KEYS = 32  # of a tile: 36 KiB of bf16 at 512 + 64
 SHORTEST, TALL = 16, 32  # rows of a tile
@@ -251,7 +251,7 @@ def _launch(
                 splits == 1,
             ),
             num_warps=tile_warps(m),
-            num_stages=STAGES,
+            num_stages=STAGES if shared_memory(q.device) >= ROOMY else STAGES - 1,
         )
         if splits == 1:
             continue

@@ -30,13 +30,12 @@ from kvik.kernels.triton.attention_shapes import (
     max_splits,
     prefill_tiles,
     query_classes,
-    shared_memory,
     split_tiles,
     tallest,
 )
 from kvik.kernels.triton.attention_tile import CHUNK, LAST, LAST_AND_SINKS, LOG2_E
 from kvik.kernels.triton.kv_load import kind_of, stored
-from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
+from kvik.kernels.triton.launch import ceil_div, launch, power_of_two, shared_memory
 from kvik.spec.visible_keys import Window
 
 MAX_HEAD_DIM = 512
@@ -247,8 +246,9 @@ def _split(
     heads, head_dim, kv_heads = q.shape[1], q.shape[2], keys.shape[2]
     group = heads // kv_heads
     itemsize, of_cache = max(q.element_size(), keys.element_size()), kind_of(keys)
-    m = min(tallest(head_dim, itemsize, of_cache), max(16, power_of_two(run.queries * group)))
     tree, shared = step.tree is not None, shared_memory(q.device)
+    highest = tallest(head_dim, itemsize, of_cache, shared)
+    m = min(highest, max(16, power_of_two(run.queries * group)))
     tiles = split_tiles(m, head_dim, itemsize, kind=of_cache, tree=tree, shared=shared)
     stacked = ceil_div(run.queries * group, m)
     window, sink_keys, kind = step.seen
@@ -299,6 +299,7 @@ def _prefill(
         itemsize,
         kind=of_cache,
         edges=step.window is not None or step.first_keys is not None,
+        sinks=step.window is not None and step.window.sinks > 0,
         block_size=step.block_size,
         shared=shared_memory(q.device),
     )

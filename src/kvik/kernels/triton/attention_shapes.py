@@ -7,14 +7,13 @@ in flight, registers). They fit Ampere's smaller shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 
-from kvik.kernels.triton.launch import MAX_SHARED, ceil_div, power_of_two
+from kvik.kernels.triton.launch import MAX_SHARED, ROOMY, ceil_div, power_of_two
 from kvik.kernels.triton.matrix_shapes import FEW, MAX_IN_WORDS, SOME
 
 # Programs that a single sequence may be spread over: about the multiprocessors of the largest GPUs,
@@ -22,15 +21,6 @@ from kvik.kernels.triton.matrix_shapes import FEW, MAX_IN_WORDS, SOME
 SPREAD = tl.constexpr(128)
 # Keys; fewer do not justify a program and a row to merge. A multiple of the keys of a tile.
 MIN_SPLIT = tl.constexpr(128)
-# Bytes of shared memory that a program can have, by compute capability of data centre GPUs.
-# Consumer GPUs have 99 KiB.
-SHARED: Mapping[tuple[int, int], int] = {
-    (8, 0): 163 << 10,
-    (9, 0): MAX_SHARED,
-    (10, 0): MAX_SHARED,
-    (10, 3): MAX_SHARED,
-}
-ROOMY = 163 << 10
 SHORT = 64  # queries; a tree has no more
 TALLEST = 64  # rows of a split kernel's tile: tokens times the query heads of a KV head
 WIDE = 256  # channels of a head; sums of more take twice the registers, so tiles are smaller
@@ -96,14 +86,20 @@ def split_tiles(
             stages = 3
     if wide > WIDE:
         warps = 8
-        stages = 3 if itemsize == 4 else stages
+        if itemsize == 4:
+            stages = 3 if roomy else 1
+        elif not roomy:
+            stages -= 1
     # More programs on a multiprocessor hide the latency of converting bytes before the products.
     bytes_kept = kind in ("fp8", "int8") and m == 16 and wide == 128 and itemsize == 2
     return Tiles(m, max(16, n), warps, stages, max_registers=128 if bytes_kept else None)
 
 
-def tallest(head_dim: int, itemsize: int, kind: str) -> int:
-    """Return the most rows of a tile of the split kernel; 64 of 512 sums would spill."""
+def tallest(head_dim: int, itemsize: int, kind: str, shared: int = MAX_SHARED) -> int:
+    """Return the most rows of a tile of the split kernel; 64 of 512 sums would spill, and 64 of 256
+    numbers of fp32 take half of a consumer GPU's shared memory."""
+    if block_d(head_dim) == WIDE and itemsize == 4 and shared < ROOMY:
+        return TALLEST // 2
     if block_d(head_dim) <= WIDE:
         return TALLEST
     return 16 if itemsize == 4 or kind == "int4" else 32
@@ -115,6 +111,7 @@ def prefill_tiles(
     *,
     kind: str,
     edges: bool = False,
+    sinks: bool = False,
     block_size: int = 16,
     shared: int = MAX_SHARED,
 ) -> Tiles:
@@ -129,10 +126,13 @@ def prefill_tiles(
     Args:
         itemsize, shared: as of `split_tiles`. kind: of the cache's numbers (`kv_load.kind_of`).
         edges: keys end at a window or at the first one that is kept, which takes a loop more.
+        sinks: a window has sinks, whose queries take as much shared memory as the others.
     """
     wide, roomy = block_d(head_dim), shared >= ROOMY
     if wide > WIDE:
         return _wide_prefill_tiles(itemsize, kind, edges, shared)
+    if itemsize == 4 and wide > 128 and not roomy:
+        return Tiles(16, 16, 8, STAGES, 16)
     if itemsize == 4:  # no tensor cores, and twice the registers
         return Tiles(32, 32 if roomy and wide <= 64 else 16, 4 if wide <= 64 else 8, STAGES, 16)
     # Half the bytes, so half the rows can share them; numbers are widened in registers.
@@ -142,8 +142,10 @@ def prefill_tiles(
     if not roomy:
         n = 32 if wide <= 128 else 16
         return Tiles(64, n, 4, STAGES, n)
+    if wide > 128 and shared < MAX_SHARED:
+        return Tiles(64, 32, 4, STAGES - 1, 32)
     if wide > 128:  # 32 keys of such large heads fit, so two tiles are in flight
-        return Tiles(128, 32, 8, STAGES + 2, 32)
+        return Tiles(128, 32, 8, STAGES if sinks else STAGES + 2, 32)
     if wide <= 64:
         return Tiles(128, 128, 8, STAGES, 64)
     large = shared >= MAX_SHARED and block_size in (1, 2, 4, 8, 16, 32)
@@ -154,21 +156,15 @@ def _wide_prefill_tiles(itemsize: int, kind: str, edges: bool, shared: int) -> T
     """Return the tiles for heads of 512: sums of 64 rows are half of the registers of 256 threads,
     and keys and values of 32, with the next tile, 128 KiB. Kernels that need more registers beside
     the sums have fewer rows, and so use older instructions of the tensor cores."""
+    roomy = shared >= ROOMY
     if itemsize == 4:
-        return Tiles(16, 16, 8, 3, 16)
-    n = 32 if shared >= ROOMY else 16
+        return Tiles(16, 16, 8, 3 if roomy or not edges else 1, 16)
+    n, stages = (32, STAGES) if roomy else (16, STAGES - 1)
     if kind == "int4":
-        return Tiles(16, n, 8, STAGES, 16)
-    if kind != "float" or edges or shared < ROOMY:
-        return Tiles(32, n, 8, STAGES, 16)
+        return Tiles(16, n, 8, stages, 16)
+    if kind != "float" or edges or not roomy:
+        return Tiles(32, n, 8, stages, 16)
     return Tiles(64, n, 8, 3, 16)
-
-
-def shared_memory(device: torch.device) -> int:
-    """Return the bytes of shared memory that one program can have."""
-    if device.type != "cuda":
-        return MAX_SHARED
-    return SHARED.get(torch.cuda.get_device_capability(device), 99 << 10)
 
 
 def block_d(head_dim: int) -> int:

@@ -25,7 +25,12 @@ from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 from kvik.kernels.triton.linear_bytes import scaled, sums_of_bytes
 from kvik.kernels.triton.linear_end import end_and_store
 from kvik.kernels.triton.linear_words import dot, sums_of_words
-from kvik.kernels.triton.matrix import TritonMatrices, format_of, how_bytes
+from kvik.kernels.triton.matrix import (
+    TritonMatrices,
+    format_of,
+    how_bytes,
+    narrow_in_words,
+)
 from kvik.kernels.triton.matrix_shapes import FEW_INT4, MANY, Tile, tile_of_experts
 from kvik.kernels.triton.packed import (
     MIN_GROUP,
@@ -407,8 +412,8 @@ class TritonExperts:
     def _tile(self, matrix: Matrix, dtype: torch.dtype, pairs: int, experts: int) -> Tile:
         kind = matrix.spec.kind
         if kind.floats or in_words(kind):
-            narrow = kind.offsets == "minima"
-            int4 = kind.codes == "int4" and not narrow
+            narrow = not kind.floats and narrow_in_words(kind, matrix.spec.device)
+            int4 = kind.codes == "int4" and kind.offsets != "minima"
             fp32 = dtype == torch.float32
             return tile_of_experts(pairs, experts, narrow=narrow, fp32=fp32, int4=int4)
         how = how_bytes(kind, self._matrices.library, dtype)

@@ -35,12 +35,15 @@ def kind_of(cache: torch.Tensor) -> str:
 
     It is "fp8 bits" if the GPU cannot convert fp8 itself: before compute capability 8.9.
     """
-    kind = KINDS[cache.dtype]
-    if kind == "fp8" and (
-        cache.device.type != "cuda" or torch.cuda.get_device_capability(cache.device) < (8, 9)
-    ):
-        return "fp8 bits"
-    return kind
+    if cache.device.type != "cuda":
+        return kind_on((0, 0), cache.dtype)
+    return kind_on(torch.cuda.get_device_capability(cache.device), cache.dtype)
+
+
+def kind_on(capability: tuple[int, int], cache: torch.dtype) -> str:
+    """See `kind_of`."""
+    kind = KINDS[cache]
+    return "fp8 bits" if kind == "fp8" and capability < (8, 9) else kind
 
 
 def stored(cache: torch.Tensor) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -12,9 +12,18 @@ from torch import Tensor
 from triton.runtime import driver
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
-MAX_SHARED = 227 << 10  # bytes of shared memory that one program can have on sm_90
 OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion", "maxnreg")
 MAX_KNOWN = 4096  # combinations of arguments whose code is known
+
+# Bytes of shared memory that a program can have, by compute capability of data centre GPUs.
+# Consumer GPUs have 99 KiB.
+MAX_SHARED, ROOMY = 227 << 10, 163 << 10
+SHARED: Mapping[tuple[int, int], int] = {
+    (8, 0): ROOMY,
+    (9, 0): MAX_SHARED,
+    (10, 0): MAX_SHARED,
+    (10, 3): MAX_SHARED,
+}
 
 
 def launch(
@@ -92,3 +101,16 @@ def power_of_two(n: int) -> int:
 def ceil_div(n: int, by: int) -> int:
     """Return n / by, rounded up."""
     return -(-n // by)
+
+
+@cache
+def shared_memory(device: torch.device) -> int:
+    """Return the bytes of shared memory that one program can have."""
+    if device.type != "cuda":
+        return MAX_SHARED
+    return shared_by(torch.cuda.get_device_capability(device))
+
+
+def shared_by(capability: tuple[int, int]) -> int:
+    """See `shared_memory`."""
+    return SHARED.get(capability, 99 << 10)

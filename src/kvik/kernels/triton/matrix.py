@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvik.kernels.torch_ops import TORCH
 from kvik.kernels.triton import linear_bytes, linear_words, words
-from kvik.kernels.triton.launch import ceil_div, launch
+from kvik.kernels.triton.launch import ROOMY, ceil_div, launch, shared_memory
 from kvik.kernels.triton.linear_end import finish
 from kvik.kernels.triton.matrix_shapes import (
     FEW,
@@ -207,6 +207,12 @@ def how_bytes(kind: WeightKind, library: Library, dtype: torch.dtype) -> int:
     return int(how.value)
 
 
+def narrow_in_words(kind: WeightKind, device: torch.device) -> bool:
+    """Return whether many tokens have tiles with half as many sums: with minima, and for eight bits
+    if wide ones exceed the shared memory."""
+    return kind.offsets == "minima" or (kind.bits == 8 and shared_memory(device) < ROOMY)
+
+
 @dataclass(frozen=True, slots=True)
 class _Plan:
     grid: tuple[int, int]
@@ -231,8 +237,8 @@ def words_linear(
     """Multiply x [tokens, inputs], unrounded, by a weight in words."""
     spec, kind, tokens = matrix.spec, matrix.spec.kind, x.shape[0]
     y = torch.empty(tokens, spec.outputs, dtype=spec.out_dtype, device=x.device)
-    narrow = kind.offsets == "minima"
-    int4 = kind.codes == "int4" and not narrow
+    narrow = narrow_in_words(kind, x.device)
+    int4 = kind.codes == "int4" and kind.offsets != "minima"
     fp32 = x.dtype == torch.float32
     tile = tile_in_words(tokens, fp32=fp32, narrow=narrow, int4=int4)
     group, plan = kind.group, _plan(x, matrix, tile, torch.float32)

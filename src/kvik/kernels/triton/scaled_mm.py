@@ -116,5 +116,9 @@ def library_of(device: torch.device) -> Library:
     no products of E4M3."""
     if device.type != "cuda":
         return Library(tensor_cores=False, rows=False, blocks=False)
-    capability = torch.cuda.get_device_capability(device)
+    return library_on(torch.cuda.get_device_capability(device))
+
+
+def library_on(capability: tuple[int, int]) -> Library:
+    """See `library_of`."""
     return Library(capability >= (8, 9), rows=capability >= (8, 9), blocks=capability == (9, 0))

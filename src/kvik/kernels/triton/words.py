@@ -47,16 +47,23 @@ def plus(w, number):
     return w + number
 
 
+# The pair (1, 1) times $1, plus $2.
+ADD_BF16 = tl.constexpr("""{
+.reg .b32 ones;
+mov.b32 ones, 0x3F803F80;
+fma.rn.bf16x2 $0, $1, ones, $2;
+}""")
+
+
 @triton.jit
 def plus_pairs(w, number):
     """w + number [BO, 1], exact. Neighbours in w are one word, and stay one."""
     number = tl.broadcast_to(number, w.shape)
     if INTERPRETED or w.dtype == tl.float32:
         return plus(w, number)
-    TYPE: tl.constexpr = "bf16x2" if w.dtype == tl.bfloat16 else "f16x2"
-    return tl.inline_asm_elementwise(
-        "add.rn." + TYPE + " $0, $1, $2;", "=r,r,r", [w, number], w.dtype, True, 2
-    )
+    # GPUs before Hopper cannot add pairs of bf16, only multiply and add.
+    CODE: tl.constexpr = ADD_BF16 if w.dtype == tl.bfloat16 else "add.rn.f16x2 $0, $1, $2;"
+    return tl.inline_asm_elementwise(CODE, "=r,r,r", [w, number], w.dtype, True, 2)
 
 
 @triton.jit
