@@ -64,6 +64,17 @@ def test_the_text_model_of_one_that_reads_images(family: str, prefix: str, tmp_p
     torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
 
 
+def test_a_head_of_its_own_if_only_the_text_model_is_said_to_be_tied(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "Qwen3VL", head_dim=16)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    config["text_config"]["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = tokens(12)
+    expected = reference_logits(reference, ids)
+    torch.testing.assert_close(PagedModel(tmp_path).logits(ids), expected, atol=1e-4, rtol=0)
+
+
 @pytest.mark.parametrize(
     ("family", "architecture", "scope"),
     [

@@ -112,7 +112,7 @@ class ModelSpec(ModelFacts):
             mlp_bias=_flag(fields, arch.mlp_bias),
             head_bias=_flag(fields, arch.head_bias),
             qk_norm=_flag(fields, arch.qk_norm),
-            tie_word_embeddings=fields.boolean("tie_word_embeddings", arch.tied),
+            tie_word_embeddings=fields.boolean(TIED, arch.tied),
             dtype=fields.choice(
                 "dtype" if "dtype" in fields else "torch_dtype", tuple(DTYPE_BYTES), "float32"
             ),
@@ -276,8 +276,9 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
 
 
 # Keys that may be outside the object with the facts of the text model.
+TIED = "tie_word_embeddings"
 OUTER_KEYS = (
-    *("dtype", "torch_dtype", "tie_word_embeddings", "quantization_config"),
+    *("dtype", "torch_dtype", TIED, "quantization_config"),
     *("bos_token_id", "eos_token_id"),
 )
 
@@ -290,6 +291,8 @@ def text_config(config: Mapping[str, object], key: str = "text_config") -> dict[
     """
     inner = dict(Fields(config).mapping(key) or {})
     outer = {name: config[name] for name in OUTER_KEYS if config.get(name) is not None}
+    if outer.get(TIED) is False:  # newer files may have a class's default inside
+        inner[TIED] = False
     return outer | {k: value for k, value in inner.items() if value is not None or k not in outer}
 
 
