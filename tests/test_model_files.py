@@ -26,8 +26,12 @@ def test_values_of_the_file_are_defaults(tmp_path):
     )
 
 
-def test_decoding_is_greedy_if_do_sample_is_false(tmp_path):
-    assert read(tmp_path, do_sample=False, temperature=0.6).greedy
+@pytest.mark.parametrize(
+    "stored",
+    [{"do_sample": False, "temperature": 0.6}, {"do_sample": True, "temperature": 1e-6}],
+)
+def test_decoding_is_greedy_if_do_sample_is_false_or_the_temperature_tiny(tmp_path, stored):
+    assert read(tmp_path, **stored).greedy
 
 
 def test_without_a_file_defaults_stay(tmp_path):

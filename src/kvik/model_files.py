@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from kvik.config.model_source import DESCRIPTION, MODULE
-from kvik.core.sampling_params import PARAMETERS, SamplingParams
+from kvik.core.sampling_params import MIN_TEMPERATURE, PARAMETERS, SamplingParams
 from kvik.errors import ModelError, ParamError
 from kvik.files import is_gguf
 from kvik.gguf.facts import gguf_model_spec, model_config, sampling_config
@@ -138,7 +138,10 @@ def default_params(stored: Mapping[str, object], file: str) -> SamplingParams:
     params: dict[str, Any] = {
         ours: stored[key] for ours, key in _STORED.items() if stored.get(key) is not None
     }
-    if stored.get("do_sample") is False:
+    temperature = params.get("temperature")
+    # Qwen2.5-VL has 1e-6, at which every other token has probability 0.
+    nearly_greedy = isinstance(temperature, float) and 0 < temperature < MIN_TEMPERATURE
+    if stored.get("do_sample") is False or nearly_greedy:
         params["temperature"] = 0.0
     try:
         return SamplingParams().with_changes(**params)
