@@ -269,6 +269,7 @@ def test_every_key_is_compared_even_after_a_match(monkeypatch: pytest.MonkeyPatc
     [
         ("one two three", "line 1 must be"),
         ("a: x\na: y", "the name a twice"),
+        ("a: secret\nb: secret", "a key twice"),
         ("", "holds no key"),
         ("# nothing", "holds no key"),
         ("secret\nbob:", "line 2 has no key"),

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from threading import Event
 
 import pytest
 from helpers.http_server import ask
 from helpers.story_site import every_route, story_site
 from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
@@ -25,9 +27,12 @@ TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
 
 def traced(
-    reason: str = "stop", output: RequestOutput | None = None, trace_parent: str | None = None
+    reason: str = "stop",
+    output: RequestOutput | None = None,
+    trace_parent: str | None = None,
+    exporter: InMemorySpanExporter | None = None,
 ) -> Sequence[ReadableSpan]:
-    exporter = InMemorySpanExporter()
+    exporter = exporter or InMemorySpanExporter()
     tracing = Tracing(exporter, "story")
     observer: Observer = tracing
     params = SamplingParams(n=2, temperature=0.5, max_tokens=7)
@@ -127,6 +132,19 @@ def test_drafts_are_reported() -> None:
         prefix = "kvik.speculation."
         attributes = {k.removeprefix(prefix): v for k, v in found.items() if k.startswith(prefix)}
         assert attributes == expected
+
+
+def test_a_collector_that_does_not_answer_delays_the_end_only_briefly() -> None:
+    answered, sent = Event(), Event()
+
+    class Silent(InMemorySpanExporter):
+        def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+            answered.wait(20)
+            sent.set()
+            return super().export(spans)
+
+    assert not traced(exporter=Silent()) and not sent.is_set()
+    answered.set()
 
 
 def test_spans_join_the_callers_trace_on_every_route() -> None:

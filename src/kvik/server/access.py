@@ -105,6 +105,8 @@ def read_keys(texts: Sequence[str], file: str | None = None) -> Keys:
         keys += of_file
     if len(keys) == 1 and not named:
         keys = [replace(keys[0], caller=replace(keys[0].caller, is_admin=True))]
+    if len({key.digest for key in keys}) < len(keys):  # whose tenant would its requests be?
+        raise ConfigError("api_key" if file is None else "api_key_file", "has a key twice")
     names = [key.caller.name for key in keys]
     for name in names:
         if names.count(name) > 1:

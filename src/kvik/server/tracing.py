@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from importlib import import_module
+from threading import Thread
 from typing import TYPE_CHECKING
 
 from kvik.engine.output import RequestOutput
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 NEEDS = "needs OpenTelemetry: pip install 'kvik[otel]'"
 SERVICE = "kvik"
+CLOSING_SECONDS = 2.0  # the exporter alone would retry for ten seconds, or wait for thirty
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
@@ -100,8 +102,10 @@ class Tracing(Observer):
         span.end(now)
 
     def close(self) -> None:
-        """Send the remaining spans."""
-        self._provider.shutdown()
+        """Send the remaining spans; if the collector cannot be reached, only try for a moment."""
+        sending = Thread(target=self._provider.shutdown, daemon=True)
+        sending.start()
+        sending.join(CLOSING_SECONDS)
 
 
 def _speculation(output: RequestOutput) -> dict[str, int | float]:
