@@ -136,6 +136,7 @@ def test_gptq_by_module() -> None:
     usual = StoredScheme("gptq", 4, 32, zeros_less_one=True)
     assert stored.scheme("model.layers.4.mlp.down_proj") == usual
     assert stored.scheme("lm_head") == usual  # a name has precedence over the exclusion
+    assert read(gptq_config()).scheme("embed_out") is None  # the head of GPT-NeoX
     assert read(gptq_config(lm_head=True)).scheme("lm_head") == usual
     some = read(gptq_config(modules_in_block_to_quantize=[["mlp.down_proj"], ["mlp.up_proj"]]))
     assert some.scheme(DOWN) == usual

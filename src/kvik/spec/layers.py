@@ -191,6 +191,8 @@ def mixed_layers(
     window = read_window(fields)
     if window is None:  # EXAONE 4 without windows has rotary positions in every layer
         return (LayerSpec(None, rope),) * layers
+    if isinstance(fields.raw("sliding_window_pattern"), int):  # in configs without `layer_types`
+        every = fields.integer("sliding_window_pattern", 1, MAX_POSITIONS)
     types = layer_types(fields, layers, every)
     full = LayerSpec(None, rope if full_rotary else None)
     return tuple(full if kind == FULL else LayerSpec(window, rope) for kind in types)

@@ -215,7 +215,7 @@ KEY = "quantization_config"
 MAX_GROUP = 1 << 20
 GPTQ_BITS = (2, 3, 4, 8)
 E4M3, E5M2 = ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")
-HEAD = "lm_head"
+HEADS = ("lm_head", "embed_out")  # the second of GPT-NeoX
 LINEAR, REGEX = "Linear", "re:"  # the class of linear layers; prefix of a regular expression
 
 
@@ -410,7 +410,7 @@ def _gptq(fields: Fields, layers: _Layers) -> list[StoredRule]:
         expression = pattern.removeprefix("-:" if excluded else "+:")
         rules.append(StoredRule(scheme, layers.matching(fields, "dynamic", (expression,))))
     if not fields.boolean("lm_head", False):
-        rules.append(StoredRule(None, within=frozenset({HEAD})))
+        rules.append(StoredRule(None, within=frozenset(HEADS)))
     scheme, names = _gptq_scheme(fields), _chosen(fields, "modules_in_block_to_quantize")
     return [*rules, StoredRule(scheme, within=frozenset(names)) if names else _rest(scheme)]
 
@@ -600,7 +600,7 @@ def _chosen(fields: Fields, key: str) -> list[str]:
 def _skipped(fields: Fields, *keys: str) -> StoredRule:
     """Return the rule that the head and the named layers are not quantised."""
     names = (name.strip(".") for key in keys for name in fields.strings(key))
-    return StoredRule(None, within=frozenset({HEAD, *names}))
+    return StoredRule(None, within=frozenset({*HEADS, *names}))
 
 
 def _rest(scheme: StoredScheme | None) -> StoredRule:
