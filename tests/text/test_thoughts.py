@@ -129,6 +129,7 @@ def test_the_opener_of_a_call_ends_a_thought(tokens: bool) -> None:
         opener, close = ids["<tool_call>"], ids["</think>"]
         first = ids["<think>"]
         assert form.num_thought_tokens([first, 1, 2, opener, 4], None) == 3
+        assert form.num_thought_tokens([first, 1, 2, opener, 4, close], None) == 3
         assert form.num_thought_tokens([first, 1, close, 4], None) == 3
         assert form.num_thought_tokens([1, 2], True) == 2
         assert form.num_thought_tokens([1, 2], None) == 0

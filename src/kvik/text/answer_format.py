@@ -83,13 +83,14 @@ class MarkedFormat:
             return 0
         if not in_thought and thoughts.ids[thoughts.open] not in token_ids:
             return 0
+        ends = [len(token_ids)]
         if (close := thoughts.ids[thoughts.close]) in token_ids:
-            return token_ids.index(close) + 1
+            ends.append(token_ids.index(close) + 1)
         if self.form is not None and self._calls_end_thoughts:
             opener = self.form.ids[self.form.opener]
             if opener in token_ids:
-                return token_ids.index(opener)
-        return len(token_ids)
+                ends.append(token_ids.index(opener))
+        return min(ends)
 
     def for_template(self, message: Mapping[str, object]) -> Mapping[str, object]:
         """Convert an earlier answer with calls to the form that the chat template expects."""
