@@ -16,6 +16,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from kvik.config.server_config import ServerConfig
+from kvik.server import run
 from kvik.server.access import Keys
 from kvik.server.app import App
 from kvik.server.http_protocol import ConnectionLimits
@@ -377,6 +378,21 @@ def test_a_connection_is_refused_if_all_others_are_busy(server: HttpServer) -> N
         for connection in (*held, *busy):
             connection.close()
     until(lambda: not server.listener.num_connections)
+
+
+def test_a_low_limit_of_open_files_leaves_connections(
+    state: State, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(run, "allow_files", lambda count: 64)
+    with serving(state, ConnectionLimits(), 30.0) as server:
+        held = [
+            until_head(server, b"GET /endless HTTP/1.1\r\nHost: localhost\r\n\r\n")[0]
+            for _ in range(16)
+        ]
+        assert ask(server, "GET", "/ok").status == 200
+        for connection in held:
+            connection.close()
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
 
 
 def test_a_client_that_does_not_read_is_disconnected(hasty: HttpServer, state: State) -> None:

@@ -228,8 +228,12 @@ class Listener:
 
 def _affordable(limits: ConnectionLimits) -> ConnectionLimits:
     """Raise the limit on open files as far as allowed, and limit the connections by it."""
-    max_connections = allow_files(limits.max_connections + RESERVED_FILES) - RESERVED_FILES
-    return replace(limits, max_connections=max(1, max_connections))
+    files = allow_files(limits.max_connections + RESERVED_FILES)
+    max_connections = min(limits.max_connections, files - min(RESERVED_FILES, files // 2))
+    if max_connections < limits.max_connections:
+        message = "at most %d connections, not %d: the limit of open files (ulimit -n) is %d"
+        log.warning(message, max_connections, limits.max_connections, files)
+    return replace(limits, max_connections=max_connections)
 
 
 log = logging.getLogger(__name__)
