@@ -111,7 +111,7 @@ def test_an_interrupted_training_resumes(kind, model, windows, tmp_path, monkeyp
         return progress
 
     planned = recipe(kind, 640)  # 20 steps
-    with pytest.raises(OSError):
+    with pytest.raises(ConfigError, match="output: cannot be written"):
         train_heads(config, windows, planned, out, until(0.3, OSError))  # like a power failure
     assert [path.name for path in out.iterdir()] == [FILE] and len(steps) == 6
     trained = train_heads(config, windows, planned, out, until(0.5, KeyboardInterrupt))
