@@ -215,7 +215,8 @@ KEY = "quantization_config"
 MAX_GROUP = 1 << 20
 GPTQ_BITS = (2, 3, 4, 8)
 E4M3, E5M2 = ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")
-HEADS = ("lm_head", "embed_out")  # the second of GPT-NeoX
+HEAD = "lm_head"
+HEADS = (HEAD, "embed_out")  # the second of GPT-NeoX
 LINEAR, REGEX = "Linear", "re:"  # the class of linear layers; prefix of a regular expression
 
 
