@@ -257,7 +257,7 @@ def test_an_effort_is_reported_as_ignored_without_reasoning(
         body = {"input": ASKED, "max_output_tokens": 2, "reasoning": {"effort": "low"}}
         answer = httpx2.post(f"{plain.url}/v1/responses", json=body)
     assert answer.headers["x-kvik-ignored-fields"] == "reasoning.effort"
-    (line,) = (record.getMessage() for record in caplog.records)
+    (line,) = (r.getMessage() for r in caplog.records if r.name == "kvik.access")
     assert "reasoning.effort" in line and "unknown" not in line and "mean" not in line
 
 
