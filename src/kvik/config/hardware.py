@@ -22,17 +22,7 @@ from kvik.config.units import MIB
 from kvik.errors import ConfigError
 from kvik.files import write_whole
 
-# Instruction sets that decisions or kernels depend on, named as in /proc/cpuinfo.
-ISA_FLAGS = frozenset(
-    (
-        *("avx2", "fma", "avx_vnni", "avx512f", "avx512bw", "avx512vl", "avx512dq"),
-        *("avx512_bf16", "avx512_vnni", "avx512vbmi"),
-        *("amx_tile", "amx_bf16", "amx_int8"),
-        *("asimd", "asimddp", "bf16", "i8mm"),
-    )
-)
-
-# Instruction sets that the native kernels need, best first (csrc/isa.cpp).
+# What each set of native kernels needs, best first (csrc/isa.cpp), named as in /proc/cpuinfo.
 _AVX512 = frozenset(("avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512dq"))
 _AVX512_BF16 = _AVX512 | {"avx512_vnni", "avx512vbmi", "avx512_bf16"}
 NATIVE_ISAS: Mapping[str, frozenset[str]] = {
@@ -45,6 +35,7 @@ NATIVE_ISAS: Mapping[str, frozenset[str]] = {
     "neon_dot": frozenset(("asimd", "asimddp")),
     "neon": frozenset(("asimd",)),
 }
+ISA_FLAGS = frozenset[str]().union(*NATIVE_ISAS.values())
 # Their names in Linux's /proc/cpuinfo for those in macOS's `sysctl hw.optional.arm`.
 _APPLE_FLAGS = {"FEAT_DotProd": "asimddp", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf16"}
 
