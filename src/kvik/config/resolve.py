@@ -220,12 +220,15 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
     return replace(limit, size=int(smallest * config.memory_utilization))
 
 
+KEEPS_STATES = "keeps states, which cannot take back drafts"
+
+
 def check_drafts(options: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...]) -> None:
     """Raise ConfigError if a model does not support speculation."""
     if spec.states:
         raise ConfigError(
             "spec_method",
-            f"must be left out: {spec.architecture} keeps states, which cannot take back drafts",
+            f"must be left out: {spec.architecture} {KEEPS_STATES}",
         )
     if ends and options.method == EAGLE:
         raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from kvik.config.resolve import KEEPS_STATES
 from kvik.config.speculative import DraftSource
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
@@ -334,7 +335,7 @@ def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str
 
 def kept_states(serving: Serving) -> str:
     """Say why a model with states cannot speculate."""
-    return f"{serving.shape.architecture} keeps states, which cannot take back drafts"
+    return f"{serving.shape.architecture} {KEEPS_STATES}"
 
 
 def supposed(acceptance: float, source: DraftSource) -> str:
