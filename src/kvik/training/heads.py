@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -231,22 +232,29 @@ def train_heads(
     check_place(out)
     check_windows(windows, recipe.depth)
     longest = max((len(window.token_ids) for window in windows), default=2)
+    with (
+        loaded_reader(resolve_reader(config, longest)) as reader,
+        _writing(),
+        working_folder(out) as work,
+    ):
+        states = read_states(reader, windows, work / "states", progress)
+        trainee = _trainee(reader, recipe)
+        keeper = SnapshotStore(out / FILE, identity_of(recipe, states))
+        finished = train(trainee, states, recipe.schedule, keeper, progress)
+        shares = accuracies(trainee, states, recipe.schedule.rows, progress)
+        spec = replace(trainee.spec, accuracies=shares)
+        size = _save(spec, trainee, reader, out, None if finished else keeper.file)
+    return TrainedHeads(spec, len(states.ids), size, finished)
+
+
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Name the output in errors of the system; the model is loaded before."""
     try:
-        with (
-            loaded_reader(resolve_reader(config, longest)) as reader,
-            working_folder(out) as work,
-        ):
-            states = read_states(reader, windows, work / "states", progress)
-            trainee = _trainee(reader, recipe)
-            keeper = SnapshotStore(out / FILE, identity_of(recipe, states))
-            finished = train(trainee, states, recipe.schedule, keeper, progress)
-            shares = accuracies(trainee, states, recipe.schedule.rows, progress)
-            spec = replace(trainee.spec, accuracies=shares)
-            size = _save(spec, trainee, reader, out, None if finished else keeper.file)
+        yield
     except OSError as error:
         reason = f"cannot be written ({error.strerror}); the same command continues"
         raise ConfigError("output", reason) from None
-    return TrainedHeads(spec, len(states.ids), size, finished)
 
 
 def check_place(out: Path) -> None:
