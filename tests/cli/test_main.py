@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from helpers.commands import Command
 
 from kvik import __version__
@@ -152,6 +153,8 @@ def test_a_panic_of_a_library_is_one_line(
         (MemoryError(), "memory: there is too little of it"),
         (OSError(12, "Cannot allocate memory", "/model"), "memory: there is too little of it"),
         (RuntimeError("DefaultCPUAllocator: can't allocate memory: 9"), "memory: there is too"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "memory: the GPU"),
+        (RuntimeError("CUDA error: out of memory"), "memory: the GPU has too little"),
         (ImportError("libtorch_cpu.so: failed to map segment"), "memory: there is too little"),
         (ModuleNotFoundError("no torch", name="torch.nn"), "torch: is not installed: pip "),
     ],

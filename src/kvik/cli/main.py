@@ -80,6 +80,8 @@ def _problem(error: BaseException) -> str | None:
         return str(error)
     if _is_lack_of_memory(error):
         return "memory: there is too little of it; free some, or raise a limit (ulimit -v)"
+    if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FULL_GPU):
+        return "memory: the GPU has too little; end its other programs or lower memory_utilization"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("kvik"):
         package = error.name.partition(".")[0]
         return f"{package}: is not installed: pip install {package}"
@@ -90,6 +92,10 @@ def _problem(error: BaseException) -> str | None:
         (reason, *_) = str(error).splitlines() or [""]  # BaseException, as a panic is a bug in it
         return f"tokenizer: failed inside its library; tokenizer.json is probably wrong ({reason})"
     return None
+
+
+# Of torch's allocator, which says "CUDA out of memory", of the driver and of a library.
+_FULL_GPU = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:
