@@ -143,7 +143,10 @@ def test_a_request_and_its_answer_pass_through_unchanged():
         assert connection.getresponse().status == 418
         connection.close()
         made.post("x")
-        (scope, body), (_, _), (other, _) = made.backends[0].requests
+        connection.request("POST", CHAT, b'{"prompt": "\xff"}')  # the server refuses it
+        assert connection.getresponse().status == 418
+        connection.close()
+        (scope, body), (_, _), (other, _), (_, _) = made.backends[0].requests
         sent = dict(scope["headers"])
         assert (scope["method"], scope["raw_path"]) == ("PUT", b"/v1/x%20y")
         assert (scope["query_string"], body) == (b"a=%2F&b", b"body")
@@ -494,7 +497,10 @@ def test_a_missing_server_or_api_is_one_error(
     async def page(scope: Scope, receive: Receive, send: Send) -> None:
         await respond(send, 200, b"<html>")
 
-    for app in (errors, page):
+    async def binary(scope: Scope, receive: Receive, send: Send) -> None:
+        await respond(send, 200, b'"\xff"')
+
+    for app in (errors, page, binary):
         with http_server(app) as other:
             line = error_of(capsys, other.url, "--port", "0")
             assert other.url in line and "OpenAI" in line

@@ -457,7 +457,7 @@ class Proxy:
             status, body = await self._get(server.url + "/v1/models")
             try:
                 models = msgspec.json.decode(body)
-            except msgspec.DecodeError:
+            except ValueError:
                 models = None
             lists = isinstance(models, dict) and models.keys() & {"data", "object", "models"}
             # A server with keys refuses this, and one that is loading cannot answer yet.
@@ -603,7 +603,7 @@ class _Passing:
         try:
             fields = msgspec.json.decode(body)
             text = rendered(fields)
-        except (msgspec.DecodeError, RecursionError):  # the server will report the error
+        except (ValueError, RecursionError):  # the server will report the error
             return RoutedPrompt()
         session = fields.get("session_id") or fields.get("prompt_cache_key")
         name = session if isinstance(session, str) else ""
@@ -855,7 +855,7 @@ def _described(error: Exception) -> str:
 
 def _text(body: bytes, *names: str) -> str:
     """Return a text inside a JSON object, by the names that lead to it; "" if there is none."""
-    with suppress(msgspec.DecodeError, AttributeError):
+    with suppress(ValueError, AttributeError):
         value = msgspec.json.decode(body)
         for name in names:
             value = value.get(name)
