@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import re
 from collections.abc import Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 import pytest
@@ -30,6 +31,7 @@ LIMITS = BodyLimits(max_bytes=1 << 20, max_values=10_000, max_keys=1000, max_dep
 
 class Part(msgspec.Struct):
     text: str
+    side: Literal["left", "right"] | None = None
 
 
 class Body(msgspec.Struct):
@@ -38,6 +40,8 @@ class Body(msgspec.Struct):
     flag: bool = False
     parts: list[Part] = []
     bias: dict[int, float] = {}
+    named: dict[str, Part] = {}
+    mode: Literal["auto", "none"] | Part = "auto"
     anything: Any = None
 
 
@@ -58,8 +62,10 @@ def test_valid_bodies_are_read(server: HttpServer) -> None:
         "number": 3,
         "share": 1,
         "flag": True,
-        "parts": [{"text": "ä \U0001f600 \x00"}],
+        "parts": [{"text": "ä \U0001f600 \x00", "side": "left"}],
         "bias": {"7": -1.5},
+        "named": {"a": {"text": "", "side": None}},
+        "mode": "none",
         "anything": [None, {"a": [[]]}],
     }
     reply = ask(server, "POST", "/body", body)
@@ -90,6 +96,21 @@ def test_the_field_that_is_wrong_is_named(server: HttpServer, text: str, param: 
     assert reply.error["param"] == param
     assert param in reply.error["message"]
     assert reply.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ('{"parts": [{"text": "", "side": "up"}]}', {"left", "right"}),
+        ('{"named": {"a": {"text": "", "side": "up"}}}', {"left", "right"}),
+        ('{"mode": "up"}', {"auto", "none"}),
+        ('{"mode": {"text": "", "side": "up"}}', {"left", "right"}),
+    ],
+)
+def test_the_values_of_a_choice_are_listed(server: HttpServer, text: str, values: set[str]) -> None:
+    reply = ask(server, "POST", "/body", text)
+    assert reply.status == 400
+    assert set(re.findall(r'"(\w+)"', reply.error["message"])) == values
 
 
 @pytest.mark.parametrize(

@@ -9,13 +9,14 @@ import logging
 import math
 import re
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
 import msgspec
+from msgspec import inspect
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
@@ -303,7 +304,7 @@ def convert(value: dict[str, Any], kind: type[T]) -> T:
     try:
         return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError as error:
-        _invalid(str(error))
+        _invalid(str(error), kind)
 
 
 def parse_json(data: Data, limits: BodyLimits) -> Any:
@@ -502,7 +503,7 @@ def _finite(text: str) -> float:
     return value
 
 
-def _invalid(message: str) -> NoReturn:
+def _invalid(message: str, kind: type[msgspec.Struct]) -> NoReturn:
     """Raise 400 from a message like "Expected `int`, got `str` - at `$.stop[0]`"."""
     match = PLACE.fullmatch(message)
     problem, place = (match[1], match[3]) if match else (message, "")
@@ -511,11 +512,37 @@ def _invalid(message: str) -> NoReturn:
         place = f"{place}.{missing[1]}".removeprefix(".")
         problem = "is required"
     else:
+        if problem.startswith("Invalid enum value"):
+            problem += f"; allowed: {', '.join(_choices(kind, place))}"
         problem = problem[:1].lower() + problem[1:]
     if match and match[2]:
         problem = f"a key of the object: {problem}"
     place = escaped(place, 200)
     raise HttpError(400, f"{place}: {problem}" if place else problem, place)
+
+
+def _choices(kind: type[msgspec.Struct], place: str) -> list[str]:
+    """Return the values that the literals at a place like "messages[0].role" allow, as JSON."""
+    types = [inspect.type_info(kind)]
+    for name in re.findall(r"\[|[A-Za-z_]\w*", place):
+        types = [inner for outer in types for inner in _inside(outer, name)]
+    literals = [literal for literal in types if isinstance(literal, inspect.LiteralType)]
+    return [json.dumps(value) for literal in literals for value in literal.values]
+
+
+def _inside(kind: inspect.Type, name: str) -> Sequence[inspect.Type]:
+    """Return the types of a field, or of the entries of a list or of an object ("[")."""
+    fields: Mapping[str, inspect.Type] = {}
+    if isinstance(kind, inspect.StructType):
+        fields = {field.encode_name: field.type for field in kind.fields}
+    elif isinstance(kind, inspect.ListType):
+        fields = {"[": kind.item_type}
+    elif isinstance(kind, inspect.DictType):
+        fields = {"[": kind.value_type}
+    inner = fields.get(name)
+    if isinstance(inner, inspect.UnionType):
+        return inner.types
+    return () if inner is None else (inner,)
 
 
 def _too_large(limits: BodyLimits) -> HttpError:
