@@ -47,20 +47,6 @@ from kvik.text.tool_calls import AnswerDelta
 from kvik.text.tool_grammar import ToolMode
 
 
-class OutputFormat(Struct, kw_only=True):
-    """Requests an answer that is JSON satisfying a schema."""
-
-    type: Literal["json_schema"]
-    schema: dict[str, Any]
-
-
-class OutputConfig(Struct, kw_only=True):
-    """The format of the answer, and how much the model thinks before it."""
-
-    format: OutputFormat | None = None
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
-
-
 class MessageRequest(CountRequest, kw_only=True):
     """A conversation to answer. The answer continues an assistant's message at its end. If
     `max_tokens` exceeds the context, the answer ends with the context. With 0 there is no answer:
@@ -73,8 +59,6 @@ class MessageRequest(CountRequest, kw_only=True):
     temperature: Annotated[float, Meta(ge=0, le=1)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Count | None = None
-    output_config: OutputConfig | None = None
-    output_format: OutputFormat | None = None  # a former name of its format
 
     metadata: Any = None  # these change nothing in the answer
     diagnostics: Any = None
@@ -426,15 +410,10 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
     tenant = caller_of(request).tenant
     server.generations.check_capacity(tenant, params.n)
     use = tool_use(request, body, server.texts)
-    variables = body.variables
-    if body.output_config is not None and (effort := body.output_config.effort) is not None:
-        variables["reasoning_effort"] = effort
-        if not server.texts.form.thinks:
-            context_of(request).ignore(["output_config.effort"])
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     texts = server.texts.of(tenant)
-    budget = _thinking(body, texts)
-    prompt = await make_prompt(texts, conversation, use, variables)
+    budget = _thinking(request, body, texts)
+    prompt = await make_prompt(texts, conversation, use, body.variables)
     anew = not conversation.continues
     answer = AnswerForm.behind(prompt.text, texts.form, use, anew=anew, budget=budget)
     params = answer.constrained(params)
@@ -466,17 +445,20 @@ async def count_tokens(server: Server, request: Request, body: CountRequest) -> 
     conversation = await offload(len(body.messages), lambda: read_conversation(body))
     conversation.marks.clear()  # the count does not need them
     texts = server.texts.of(caller_of(request).tenant)
-    _thinking(body, texts)
+    _thinking(request, body, texts)
     prompt = await make_prompt(texts, conversation, tool_use(request, body, texts), body.variables)
     return json_response(TokenCount(len(prompt.token_ids)))
 
 
-def _thinking(body: CountRequest, texts: Texts) -> int | None:
-    """Return the maximum number of tokens of a thought; None: no limit.
+def _thinking(request: Request, body: CountRequest, texts: Texts) -> int | None:
+    """Return the maximum number of tokens of a thought; None: no limit. If the model has no
+    thoughts, a response header lists the effort.
 
     Raises:
         ParamError: thoughts are requested but the model has none, or they cannot be limited.
     """
+    if body.effort is not None and not texts.form.thinks:
+        context_of(request).ignore(["output_config.effort"])
     thinking = body.thinking
     if thinking is None or thinking.type == "disabled":
         return None

@@ -92,6 +92,20 @@ class ContextManagement(Struct, kw_only=True):
     edits: list[ContextEdit] | None = None
 
 
+class OutputFormat(Struct, kw_only=True):
+    """Requests an answer that is JSON satisfying a schema."""
+
+    type: Literal["json_schema"]
+    schema: dict[str, Any]
+
+
+class OutputConfig(Struct, kw_only=True):
+    """The format of the answer, and how much the model thinks before it."""
+
+    format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+
+
 class CountRequest(Struct, kw_only=True):
     """A conversation whose tokens to count."""
 
@@ -103,13 +117,22 @@ class CountRequest(Struct, kw_only=True):
     tool_choice: MessageToolChoice | None = None
     thinking: Thinking | None = None
     context_management: ContextManagement | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # a former name of its format
+
+    @property
+    def effort(self) -> str | None:
+        return None if self.output_config is None else self.output_config.effort
 
     @property
     def variables(self) -> dict[str, object]:
         """Variables for the chat template."""
-        if self.thinking is None:
-            return {}
-        return {"enable_thinking": self.thinking.type != "disabled"}
+        variables: dict[str, object] = {}
+        if self.thinking is not None:
+            variables["enable_thinking"] = self.thinking.type != "disabled"
+        if self.effort is not None:
+            variables["reasoning_effort"] = self.effort
+        return variables
 
 
 MAX_CACHE_MARKS = 4

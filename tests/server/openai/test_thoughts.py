@@ -14,7 +14,7 @@ from helpers.tools import TEMPLATE as TOOLS
 
 # The prompt opens the reasoning, unless disabled.
 TEMPLATE = (
-    "{% for m in messages %}{{ m.content }} {% endfor %}"
+    "{{ reasoning_effort }}{% for m in messages %}{{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}<think>\n{% if enable_thinking == false %}\n</think>\n\n"
     "{% endif %}{% endif %}"
 )
@@ -75,6 +75,14 @@ def test_thinking_blocks(thinking: httpx2.Client) -> None:
     stream = thinking.post("/v1/messages", json={**body, "stream": True}).text
     assert stream.index("thinking_delta") < stream.index("signature_delta")
     assert stream.count("content_block_start") == stream.count("content_block_stop") == 2, stream
+
+
+def test_tokens_are_counted_with_the_effort(thinking: httpx2.Client) -> None:
+    body = {"model": "stories", "messages": ASKED, "output_config": {"effort": "medium"}}
+    count = thinking.post("/v1/messages/count_tokens", json=body)
+    assert "x-kvik-ignored-fields" not in count.headers
+    usage = thinking.post("/v1/messages", json={**body, "max_tokens": 1}).json()["usage"]
+    assert usage["input_tokens"] == count.json()["input_tokens"]
 
 
 def test_a_stream_that_ends_behind_an_opening_marker_is_as_in_one_piece() -> None:
