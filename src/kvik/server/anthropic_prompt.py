@@ -53,7 +53,7 @@ class MessageTool(Struct, kw_only=True):
     `input_schema`: JSON Schema of a function's arguments.
     """
 
-    name: str
+    name: str = ""  # required of a function
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None

@@ -28,7 +28,8 @@ from kvik.text.tool_grammar import (
 )
 
 MAX_TOOLS = 128
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
+MAX_NAME = 64
+_NAME = re.compile(rf"[A-Za-z0-9_-]{{1,{MAX_NAME}}}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ class ToolUse:
         """
         if not functions:
             if choice == "required" or allowed is not None:
-                raise ParamError("tool_choice", "needs tools")
+                raise ParamError("tool_choice", "needs tools that the client runs")
             return None
         if form.tool_format == NO_TOOLS:
             reason = "the chat template of this model writes no tool calls that are known"

@@ -262,11 +262,12 @@ AGENTS: list[tuple[str, str, dict[str, Any], str]] = [
                 {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]},
                 {"type": "reasoning", "summary": [], "content": None, "encrypted_content": None},
                 {"type": "function_call", "call_id": "call_1", "name": "get_weather",
-                 "arguments": '{"city": "Oslo", "days": 1}'},
+                 "namespace": "mcp__n__", "arguments": '{"city": "Oslo", "days": 1}'},
                 {"type": "function_call_output", "call_id": "call_1", "output": "3"},
             ],
             "tools": [
-                {"type": "function", "strict": False, **FUNCTION},
+                {"type": "namespace", "name": "mcp__n__", "description": "Weather.",
+                 "tools": [{"type": "function", "defer_loading": True, **FUNCTION}]},
                 {"type": "custom", "name": "apply_patch", "description": "Edits.",
                  "format": {"type": "grammar", "syntax": "lark", "definition": "start: /a+/"}},
                 {"type": "web_search"},
@@ -306,6 +307,7 @@ AGENTS: list[tuple[str, str, dict[str, Any], str]] = [
             "tools": [
                 {"name": "get_weather", "description": "Now.", "input_schema": WEATHER},
                 {"type": "web_search_20250305", "name": "web_search", "max_uses": 8},
+                {"type": "mcp_toolset", "mcp_server_name": "notes"},
             ],
             "thinking": {"type": "adaptive"},
             "output_config": {"effort": "high"},
@@ -315,7 +317,7 @@ AGENTS: list[tuple[str, str, dict[str, Any], str]] = [
             "max_tokens": 30,
             "stream": True,
         },
-        "tools.web_search_20250305, output_config.effort",
+        "tools.web_search_20250305, tools.mcp_toolset, output_config.effort",
     ),
 ]  # fmt: skip
 

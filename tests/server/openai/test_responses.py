@@ -22,6 +22,8 @@ TEMPLATE = (
 )
 FUNCTION: dict[str, Any] = {"type": "function", "name": "get_weather", "parameters": WEATHER}
 NOTE: dict[str, Any] = {"type": "custom", "name": "note", "description": "Keep a text."}
+SPACE: dict[str, Any] = {"type": "namespace", "name": "mcp__geo__", "description": "Places."}
+SPACE["tools"] = [{**FUNCTION, "name": "now"}, {"type": "custom", "name": "keep"}]
 ASKED = "Is it warm?"
 
 
@@ -106,11 +108,14 @@ def test_the_client_gathers_a_stream(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_functions_and_custom_tools(client: openai.OpenAI, stream: bool) -> None:
     body: dict[str, Any] = {"max_output_tokens": 150}
-    for tool, choice in (
-        (FUNCTION, {"type": "function", "name": "get_weather"}),
-        (NOTE, {"type": "custom", "name": "note"}),
+    for name, kind, namespace in (
+        ("get_weather", "function", None),
+        ("note", "custom", None),
+        ("now", "function", "mcp__geo__"),
+        ("keep", "custom", "mcp__geo__"),
     ):
-        body |= {"tools": [FUNCTION, NOTE], "tool_choice": choice}
+        choice = {"type": kind, "name": name}
+        body |= {"tools": [FUNCTION, NOTE] if namespace is None else [SPACE], "tool_choice": choice}
         if stream:
             events, answer = streamed(client, **body)
             done = [one for one in events if one.type == "response.output_item.done"]
@@ -118,8 +123,9 @@ def test_functions_and_custom_tools(client: openai.OpenAI, stream: bool) -> None
         else:
             answer = ask(client, **body)
         (call,) = answer.output
-        assert call.name == tool["name"] and call.call_id and call.id != call.call_id
-        if tool is FUNCTION:
+        assert (call.name, call.namespace) == (name, namespace)
+        assert call.call_id and call.id != call.call_id
+        if kind == "function":
             assert call.type == "function_call"
             validate(json.loads(call.arguments), WEATHER)
         else:  # its input may be truncated
@@ -130,8 +136,8 @@ def test_a_conversation_with_calls_and_thoughts(client: openai.OpenAI) -> None:
     answer = ask(
         client,
         temperature=0,
-        max_output_tokens=30,
-        tools=[FUNCTION, NOTE],
+        max_output_tokens=9,
+        tools=[{**SPACE, "tools": [FUNCTION]}, NOTE],
         tool_choice="none",
         input=[
             {"role": "developer", "content": "Be brief."},
@@ -141,6 +147,7 @@ def test_a_conversation_with_calls_and_thoughts(client: openai.OpenAI) -> None:
                 "type": "function_call",
                 "call_id": "a",
                 "name": "get_weather",
+                "namespace": "mcp__geo__",
                 "arguments": '{"city": "Oslo"}',
             },
             {"type": "custom_tool_call", "call_id": "b", "name": "note", "input": "It is."},
@@ -149,7 +156,7 @@ def test_a_conversation_with_calls_and_thoughts(client: openai.OpenAI) -> None:
         ],
     )
     calls: list[Any] = [
-        ("a", "get_weather", '{"city": "Oslo"}'),
+        ("a", "mcp__geo__get_weather", '{"city": "Oslo"}'),
         ("b", "note", '{"input": "It is."}'),
     ]
     messages: list[Any] = [
@@ -168,7 +175,7 @@ def test_a_conversation_with_calls_and_thoughts(client: openai.OpenAI) -> None:
     text = {"type": "string"}
     note = {"type": "object", "properties": {"input": text}, "required": ["input"]}
     tools: list[Any] = [
-        {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+        {"type": "function", "function": {"name": "mcp__geo__get_weather", "parameters": WEATHER}},
         {
             "type": "function",
             "function": {
@@ -180,7 +187,7 @@ def test_a_conversation_with_calls_and_thoughts(client: openai.OpenAI) -> None:
     ]
     chat = client.chat.completions.create(
         model="stories", messages=messages, tools=tools, tool_choice="none", temperature=0,
-        max_tokens=30, extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+        max_tokens=9, extra_body={"chat_template_kwargs": {"enable_thinking": False}},
     )  # fmt: skip
     assert chat.usage and chat.usage.prompt_tokens == answer.usage.input_tokens
     assert chat.choices[0].message.content == answer.output_text

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -33,7 +33,7 @@ from kvik.server.responses import ResponseFormat, generation_response, json_even
 from kvik.server.route import caller_of, context_of, post, routes_of
 from kvik.server.server import Server
 from kvik.server.texts import Texts
-from kvik.server.tools import AnswerForm, Function, ToolUse
+from kvik.server.tools import MAX_NAME, AnswerForm, Function, ToolUse
 from kvik.server.unhonoured import NOTHING_KEPT, SAMPLING, Table, limited_by, missing
 from kvik.text.chat_template import MAX_MESSAGES
 from kvik.text.tool_calls import AnswerDelta
@@ -48,6 +48,7 @@ class InputItem(Struct, kw_only=True):
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
+    namespace: str | None = None
     arguments: str | None = None  # of a function, as JSON
     input: str | None = None  # of a custom tool
     output: str | list[ContentPart] | None = None
@@ -58,7 +59,8 @@ class InputItem(Struct, kw_only=True):
 
 
 class ResponseTool(Struct, kw_only=True):
-    """A function, or a custom tool, whose input is a text. Other tools are ignored."""
+    """A function, a custom tool, whose input is a text, or a namespace of both. Other tools are
+    ignored."""
 
     type: str
     name: str | None = None
@@ -66,6 +68,7 @@ class ResponseTool(Struct, kw_only=True):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     format: Any = None
+    tools: list[ResponseTool] | UnsetType | None = UNSET  # of a namespace
 
 
 class ResponseToolChoice(Struct, kw_only=True):
@@ -135,6 +138,7 @@ UNHONOURED: Table = {
 }
 
 
+SUPPORTED = ("function", "custom", "namespace")
 CUSTOM = {
     "type": "object",
     "properties": {"input": {"type": "string"}},
@@ -166,7 +170,8 @@ def response_messages(body: ResponsesRequest) -> list[ChatMessage]:
                 arguments = item.arguments or ""
                 if item.type == "custom_tool_call":
                     arguments = json.dumps({"input": item.input or ""})
-                called = CalledFunction(name=item.name, arguments=arguments)
+                name = prompt_name(item.namespace, item.name)
+                called = CalledFunction(name=name, arguments=arguments)
                 call = ToolCall(id=item.call_id, function=called)
                 if messages and messages[-1].role == "assistant":
                     messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
@@ -196,6 +201,23 @@ def _text(place: str, content: str | list[ContentPart] | None) -> str:
     return "\n".join(part.text or part.refusal or "" for part in content)
 
 
+def prompt_name(namespace: str | None, name: str | None) -> str:
+    """Return the name by which the model knows a tool. Clients, such as Codex with the tools of an
+    MCP server, give and expect the two parts."""
+    if not namespace:
+        return name or ""
+    return f"{namespace.removesuffix('__')}__{name}"[-MAX_NAME:]
+
+
+def named_tools(body: ResponsesRequest) -> Iterator[tuple[str | None, ResponseTool]]:
+    """Yield the tools of a body, each with its namespace."""
+    for tool in body.tools or ():
+        if tool.type == "namespace":
+            yield from ((tool.name, inner) for inner in tool.tools or ())
+        else:
+            yield None, tool
+
+
 def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None, list[str]]:
     """Return the tools of a body (None without tools), and the names of ignored tool fields.
 
@@ -203,13 +225,16 @@ def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None
         ParamError: the tools cannot be used, or there is a choice without tools.
     """
     functions, ignored = [], []
-    for tool in body.tools or ():
+    names = dict[str, str]()
+    for namespace, tool in named_tools(body):
+        name = prompt_name(namespace, tool.name)
+        names[tool.name or ""] = name
         if tool.type == "function":
             strict = bool(tool.strict)
-            function = Function(tool.name or "", tool.description or "", tool.parameters, strict)
+            function = Function(name, tool.description or "", tool.parameters, strict)
             functions.append(function)
         elif tool.type == "custom":
-            functions.append(Function(tool.name or "", tool.description or "", CUSTOM))
+            functions.append(Function(name, tool.description or "", CUSTOM))
             if tool.format not in (None, {"type": "text"}):
                 ignored.append(f"tools.{tool.name}.format")
         else:
@@ -222,7 +247,11 @@ def response_tools(body: ResponsesRequest, texts: Texts) -> tuple[ToolUse | None
         mode = choice.mode or "auto"
         allowed = list(dict.fromkeys(str(tool.get("name")) for tool in choice.tools or ()))
     elif isinstance(choice, ResponseToolChoice):
-        mode, allowed, one_call = "required", [choice.name or ""], True
+        if not choice.name:
+            raise ParamError("tool_choice", "must name a function or a custom tool")
+        mode, allowed, one_call = "required", [choice.name], True
+    if allowed is not None:
+        allowed = [names.get(name, name) for name in allowed]
     use = ToolUse.of(texts.form, functions, choice=mode, allowed=allowed, single=one_call)
     return use, ignored
 
@@ -253,6 +282,7 @@ class OutputItem:
     id: str
     call_id: str = ""
     name: str = ""
+    namespace: str | None = None
     text: list[str] = field(default_factory=list)
 
     def part(self, text: str) -> dict[str, Any]:
@@ -271,6 +301,8 @@ class OutputItem:
         if self.kind == "reasoning":
             return item | {"summary": [], "content": content}
         called = {"call_id": self.call_id, "name": self.name}
+        if self.namespace:
+            called["namespace"] = self.namespace
         if self.kind == "custom_tool_call":
             return item | called | {"input": _custom_input(text)}
         return item | called | {"arguments": text}
@@ -370,7 +402,10 @@ class ResponseEvents(ResponseFormat):
         self._id = f"resp_{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._model, self._body, self._params, self._answer = model, body, params, answer
-        self._custom = {tool.name for tool in body.tools or () if tool.type == "custom"}
+        self._tools = {
+            prompt_name(namespace, tool.name): (namespace, tool)
+            for namespace, tool in named_tools(body)
+        }
         self._parser = answer.parser()
         self._items: list[OutputItem] = []
         self._streamed = False  # its items come from the events
@@ -420,11 +455,12 @@ class ResponseEvents(ResponseFormat):
             yield from self._open("message", "msg")
             yield from self._add("response.output_text.delta", delta.text)
         elif delta.name:
-            custom = delta.name in self._custom
+            namespace, tool = self._tools[delta.name]
+            custom = tool.type == "custom"
             kind: Literal["custom_tool_call", "function_call"]
             kind = "custom_tool_call" if custom else "function_call"
             item = OutputItem(kind, f"{'ctc' if custom else 'fc'}_{secrets.token_hex(12)}")
-            item.call_id, item.name = delta.id, delta.name
+            item.call_id, item.name, item.namespace = delta.id, tool.name or "", namespace
             yield from self._begin_item(item)
         elif delta.arguments and self._items[-1].kind == "function_call":
             yield from self._add("response.function_call_arguments.delta", delta.arguments)
@@ -509,7 +545,7 @@ class ResponseEvents(ResponseFormat):
             temperature=self._params.temperature,
             text={"format": {"type": "text"} if text is None else text},
             tool_choice=body.tool_choice or "auto",
-            tools=[tool for tool in body.tools or () if tool.type in ("function", "custom")],
+            tools=[tool for tool in body.tools or () if tool.type in SUPPORTED],
             top_p=self._params.top_p,
         )
 
