@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,23 @@ def test_scores_equal_those_of_transformers(tmp_path, name, kernels):
         with LLM(str(tmp_path), kernels=kernels, **COMMON) as llm:
             raw = torch.tensor([output.score for output in llm.score(queries, documents)])
         torch.testing.assert_close(raw, logits, atol=1e-3, rtol=1e-4)
+
+
+def test_the_files_of_sentence_transformers_for_scores(reranker, tmp_path):
+    """The function of scores, which comes before that of config.json, and the default prompt, which
+    is put before the first text."""
+    shutil.copytree(reranker, tmp_path, dirs_exist_ok=True)
+    change_config(tmp_path, sentence_transformers={"activation_fn": "torch.nn.Sigmoid"})
+    facts = {"activation_fn": "torch.nn.modules.linear.Identity", "prompts": {"query": "w1 w2 "}}
+    facts["default_prompt_name"] = "query"
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(facts))
+    query, document = words(5), words(9, 1)
+    with LLM(str(reranker), **COMMON) as llm:
+        (wanted,) = llm.score(f"w1 w2 {query}", document)
+    with LLM(str(tmp_path), **COMMON) as llm:
+        (found,) = llm.score(query, document)
+    assert found.prompt_token_ids == wanted.prompt_token_ids
+    assert torch.tensor(found.score).sigmoid().item() == pytest.approx(wanted.score, abs=1e-6)
 
 
 def judged(query: str, document: str, instruction: str | None = None) -> str:
@@ -321,6 +339,22 @@ def test_the_context_is_what_steps_and_files_allow(bert, tmp_path):
         assert llm.resolved.scheduler.max_model_len == 50
 
 
+@pytest.mark.parametrize(("limit", "context"), [(40, 40), (512, 128), (10**30, 128)])
+def test_the_limit_of_the_tokenizer_is_that_of_texts(tmp_path, limit, context):
+    """Newer releases of sentence-transformers write no other."""
+    save_encoder(tmp_path, "BertModel")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"model_max_length": limit}))
+    with LLM(str(tmp_path), **COMMON) as llm:
+        assert llm.resolved.scheduler.max_model_len == context
+
+
+def test_texts_in_lower_case(bert, tmp_path):
+    shutil.copytree(bert, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "sentence_bert_config.json").write_text(json.dumps({"do_lower_case": True}))
+    with LLM(str(bert), **COMMON) as plain, LLM(str(tmp_path), **COMMON) as llm:
+        assert llm.embed("W1 W2")[0].prompt_token_ids == plain.embed("w1 w2")[0].prompt_token_ids
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -333,6 +367,20 @@ def test_networks_that_cannot_run_are_refused(tmp_path, change, message):
     save_encoder(tmp_path, "BertForSequenceClassification")
     change_config(tmp_path, **change)
     with pytest.raises(ModelError, match=message):
+        LLM(str(tmp_path), **COMMON)
+
+
+def test_dense_modules_that_cannot_run_are_refused(tmp_path):
+    save_encoder(tmp_path, "BertModel")
+    save_modules(tmp_path, "mean_tokens", ((32, 48),), normalise=True)
+    modules = json.loads((tmp_path / "modules.json").read_text())
+    (tmp_path / "modules.json").write_text(json.dumps([*modules[:2], modules[3], modules[2]]))
+    with pytest.raises(ModelError, match="modules.json 3 type"):
+        LLM(str(tmp_path), **COMMON)
+    (tmp_path / "modules.json").write_text(json.dumps(modules))
+    facts = {"in_features": 32, "out_features": 48, "use_residual": True}
+    (tmp_path / "2_Dense" / "config.json").write_text(json.dumps(facts))
+    with pytest.raises(ModelError, match="use_residual: must be false"):
         LLM(str(tmp_path), **COMMON)
 
 

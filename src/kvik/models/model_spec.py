@@ -33,7 +33,7 @@ from kvik.spec.model import (
     ModelFacts,
     ModelScales,
 )
-from kvik.spec.pooling import JUDGE, MODULES, read_judge, read_modules
+from kvik.spec.pooling import JUDGE, MODULES, read_judge, read_modules, with_sentences
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
 from kvik.spec.weights import matrix_kind
@@ -267,6 +267,8 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
         if pooling is not None and pooling.score_tokens is not None and spec.architecture != JUDGE:
             raise ModelError(MODULES, f"LogitScore needs {JUDGE}, not {spec.architecture}")
         spec = spec if pooling is None else replace(spec, pooling=pooling)
+    if spec.pooling is not None:
+        spec = replace(spec, pooling=with_sentences(folder, spec.pooling))
     if (folder / "generation_config.json").exists():
         name = "generation_config.json"
         eos = Fields(read_json(folder / name), name).token_ids("eos_token_id", spec.vocab_size)

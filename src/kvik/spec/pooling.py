@@ -20,6 +20,7 @@ SENTENCES = "config_sentence_transformers.json"
 JUDGE = "Qwen3ForCausalLM"  # the architecture that scores by the logits of tokens
 JUDGE_TOKENS = 9693, 2152  # "yes" and "no" of its tokenizer
 LENGTHS = "sentence_bert_config.json"
+TOKENIZER = "tokenizer_config.json"
 MODULE_CONFIG = "config.json"
 MAX_MODULES = 16
 MAX_WIDTH = 1 << 20
@@ -180,7 +181,7 @@ def read_modules(folder: Path, hidden: int, vocab: int, config: Fields) -> Pooli
     """
     if not (folder / MODULES).exists():
         return None
-    width, spec = hidden, PoolingSpec("")
+    width, spec, normal = hidden, PoolingSpec(""), False
     for fields in _modules(folder):
         kind = fields.text("type").rpartition(".")[2]
         path = fields.text("path") if fields.raw("path") != "" else ""
@@ -189,25 +190,23 @@ def read_modules(folder: Path, hidden: int, vocab: int, config: Fields) -> Pooli
                 raise fields.error("path", f"must be empty for the network, not {shown(path)}")
         elif kind == "Pooling" and not spec.kind:
             spec = replace(spec, kind=_pooling(folder, path))
-        elif kind == "Dense" and spec.kind:
+        elif kind == "Dense" and spec.kind and not normal:
             layer = _dense(folder, path, width)
             width = layer.outputs
             layers, modules = (*spec.layers, layer), (*spec.modules, path)
             spec = replace(spec, layers=layers, modules=modules)
         elif kind == "LogitScore" and not spec.kind:
             tokens = _tokens(folder, path, vocab)
-            spec = replace(spec, kind="last", scores=True, score_tokens=tokens, template="qwen3")
-        elif kind not in ("Normalize", "Dropout"):  # requests say whether vectors are normalised
+            spec = PoolingSpec(
+                "last", scores=True, score_tokens=tokens, function="sigmoid", template="qwen3"
+            )
+        elif kind == "Normalize":  # requests say whether vectors are normalised
+            normal = True
+        elif kind != "Dropout":
             supported = "Transformer, Pooling, Dense, Normalize and LogitScore"
             raise fields.error("type", f"must be one of {supported}, in order, not {shown(kind)}")
-    if not spec.kind:
-        return None
-    prompts, default = _prompts(folder)
-    spec = replace(
-        spec, prompts=tuple(prompts.items()), default_prompt=default, max_tokens=_length(folder)
-    )
-    if spec.scores:
-        return replace(spec, function=_sentence_function(folder))
+    if not spec.kind or spec.scores:
+        return spec if spec.kind else None
     dimensions, every = cut_dimensions(config)
     return replace(spec, dimensions=dimensions, any_dimension=every)
 
@@ -230,17 +229,37 @@ def read_judge(folder: Path, vocab: int, config: Fields) -> PoolingSpec | None:
     )
 
 
+def with_sentences(folder: Path, spec: PoolingSpec) -> PoolingSpec:
+    """Add what the files of a folder say about its texts and scores: the prompts, the longest text,
+    and the function of scores.
+
+    Raises:
+        ModelError: a file cannot be used.
+    """
+    fields = _fields(folder, SENTENCES)
+    prompts, default = _prompts(fields)
+    if spec.scores and "activation_fn" in fields:
+        spec = replace(spec, function=_function(fields, "activation_fn", SCORE_FUNCTIONS))
+    return replace(
+        spec, prompts=tuple(prompts.items()), default_prompt=default, max_tokens=_length(folder)
+    )
+
+
+def _fields(folder: Path, name: str) -> Fields:
+    """Return the fields of a file; none if there is no such file."""
+    return Fields(read_json(folder / name) if (folder / name).exists() else {}, name)
+
+
 def _length(folder: Path) -> int | None:
-    if not (folder / LENGTHS).exists():
-        return None
-    fields = Fields(read_json(folder / LENGTHS), LENGTHS)
-    return fields.integer("max_seq_length", 1, MAX_WIDTH) if "max_seq_length" in fields else None
+    fields = _fields(folder, LENGTHS)
+    if "max_seq_length" in fields:
+        return fields.integer("max_seq_length", 1, MAX_WIDTH)
+    # Newer releases only write the tokenizer's limit, which is 1e30 if there is none.
+    limit = _fields(folder, TOKENIZER).raw("model_max_length")
+    return limit if isinstance(limit, int) and 0 < limit <= MAX_WIDTH else None
 
 
-def _prompts(folder: Path) -> tuple[dict[str, str], str]:
-    if not (folder / SENTENCES).exists():
-        return {}, ""
-    fields = Fields(read_json(folder / SENTENCES), SENTENCES)
+def _prompts(fields: Fields) -> tuple[dict[str, str], str]:
     prompts = dict(fields.mapping("prompts") or {})
     for name, text in prompts.items():
         if not isinstance(text, str):
@@ -296,6 +315,8 @@ def _dense(folder: Path, path: str, width: int) -> PooledLayer:
     inputs = fields.integer("in_features", 1, MAX_WIDTH)
     if inputs != width:
         raise fields.error("in_features", f"must be {width}, the width before it, not {inputs}")
+    if fields.boolean("use_residual", False):
+        raise fields.error("use_residual", "must be false")
     function = _function(fields, "activation_function") if "activation_function" in fields else ""
     return PooledLayer(
         f"{path}.linear",
@@ -310,16 +331,6 @@ def _tokens(folder: Path, path: str, vocab: int) -> tuple[int, int | None]:
     fields, last = _module(folder, path), vocab - 1
     no = fields.integer("false_token_id", 0, last) if "false_token_id" in fields else None
     return fields.integer("true_token_id", 0, last), no
-
-
-def _sentence_function(folder: Path) -> str:
-    """Return the function of scores that sentence-transformers' file names; sigmoid if none."""
-    if not (folder / SENTENCES).exists():
-        return "sigmoid"
-    fields = Fields(read_json(folder / SENTENCES), SENTENCES)
-    if "activation_fn" not in fields:
-        return "sigmoid"
-    return _function(fields, "activation_fn", SCORE_FUNCTIONS)
 
 
 def _function(fields: Fields, key: str, allowed: Collection[str] = tuple(FUNCTIONS)) -> str:

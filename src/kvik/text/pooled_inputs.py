@@ -112,6 +112,7 @@ def pair_input(
         return PooledInput([*start, *pair, *end])
     if instruction is not None:
         raise ParamError("instruction", "must be left out: this model reads none")
+    first = prompt_before(pooling, None) + first
     return PooledInput(*tokenizer.encode_texts((first, second), limit))
 
 

@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer as Library
+from tokenizers import normalizers
 
 from kvik.core.sampling_params import WORDS, SamplingParams, Words
 from kvik.errors import ConfigError, ModelError, ParamError, brief, shown
 from kvik.files import regular
+from kvik.spec.pooling import LENGTHS
 from kvik.text.detokenizer import (
     NO_MARKS,
     REPLACEMENT,
@@ -80,6 +82,9 @@ class Tokenizer:
                 library = Library.from_buffer(data)
             except Exception as error:  # the library raises plain Exception
                 raise ModelError("tokenizer.json", f"is not a tokenizer: {brief(error)}") from None
+        if _read_json(folder / LENGTHS).get("do_lower_case") is True:
+            steps = [library.normalizer] if library.normalizer is not None else []
+            library.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
         config = _read_json(folder / "tokenizer_config.json")
         special = _read_json(folder / "special_tokens_map.json")
         return cls(
