@@ -28,10 +28,24 @@ def test_values_of_the_file_are_defaults(tmp_path):
 
 @pytest.mark.parametrize(
     "stored",
-    [{"do_sample": False, "temperature": 0.6}, {"do_sample": True, "temperature": 1e-6}],
+    [
+        {"do_sample": False, "temperature": 0.6},
+        {"do_sample": True, "temperature": 1e-6},
+        {"top_p": 0, "temperature": 0.7},
+    ],
 )
-def test_decoding_is_greedy_if_do_sample_is_false_or_the_temperature_tiny(tmp_path, stored):
+def test_decoding_is_greedy_if_the_file_says_so(tmp_path, stored):
     assert read(tmp_path, **stored).greedy
+
+
+def test_counts_may_be_written_with_a_fraction_of_zero(tmp_path):
+    assert read(tmp_path, top_k=50.0).top_k == 50
+
+
+def test_tokens_that_must_not_come_are_bad_words(tmp_path):
+    params = read(tmp_path, bad_words_ids=[[5, 6]], suppress_tokens=[7, 8])
+    assert params.bad_words == ((5, 6), (7,), (8,))
+    assert read(tmp_path, suppress_tokens=None, bad_words_ids=None).bad_words == ()
 
 
 def test_without_a_file_defaults_stay(tmp_path):
@@ -39,7 +53,14 @@ def test_without_a_file_defaults_stay(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("temperature", -1), ("max_new_tokens", 0), ("top_p", "x")]
+    ("key", "value"),
+    [
+        ("temperature", -1),
+        ("max_new_tokens", 0),
+        ("top_p", "x"),
+        ("top_k", 1.5),
+        ("bad_words_ids", 5),
+    ],
 )
 def test_impossible_values_name_the_key(tmp_path, key, value):
     with pytest.raises(ModelError, match=f"generation_config.json: {key}"):

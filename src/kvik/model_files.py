@@ -141,8 +141,16 @@ def default_params(stored: Mapping[str, object], file: str) -> SamplingParams:
     temperature = params.get("temperature")
     # Qwen2.5-VL has 1e-6, at which every other token has probability 0.
     nearly_greedy = isinstance(temperature, float) and 0 < temperature < MIN_TEMPERATURE
+    if params.get("top_p") == 0:  # keeps only the likeliest token
+        del params["top_p"]
+        nearly_greedy = True
     if stored.get("do_sample") is False or nearly_greedy:
         params["temperature"] = 0.0
+    if isinstance(top_k := params.get("top_k"), float) and top_k.is_integer():
+        params["top_k"] = int(top_k)
+    words, suppressed = params.get("bad_words", []), stored.get("suppress_tokens")
+    if isinstance(words, list) and isinstance(suppressed, list):
+        params["bad_words"] = [*words, *([token] for token in suppressed)]
     try:
         return SamplingParams().with_changes(**params)
     except ParamError as error:

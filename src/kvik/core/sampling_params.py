@@ -341,6 +341,7 @@ class SamplingParams(metaclass=_OtherNames):
         (),
         Words(),
         "words, or token id sequences, that must not be completed",
+        stored="bad_words_ids",
     )
     min_tokens: int = _parameter(
         0,
