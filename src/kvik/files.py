@@ -152,7 +152,7 @@ def _draft(path: Path, flags: int | None) -> Iterator[tuple[Path, int]]:
                 continue
             raise
         try:
-            _lock(number)
+            lock(number)
         except BlockingIOError:
             os.close(number)
             continue
@@ -181,7 +181,7 @@ def _remove_drafts_of_the_dead(path: Path, prefix: str) -> None:
         except OSError:  # removed meanwhile, or owned by another user
             continue
         try:
-            _lock(number)
+            lock(number)
             _remove(draft)
         except OSError:  # a living process has locked it
             pass
@@ -189,7 +189,7 @@ def _remove_drafts_of_the_dead(path: Path, prefix: str) -> None:
             os.close(number)
 
 
-def _lock(number: int) -> None:
+def lock(number: int) -> None:
     """Lock a descriptor; raises BlockingIOError if a living process has locked it."""
     fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

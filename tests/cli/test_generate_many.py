@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import shutil
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -194,6 +196,31 @@ def test_an_output_that_is_deleted_meanwhile_is_an_error(tmp_path: Path, command
     words = ["generate", "--prompts", str(prompts), "-o", str(output), "--max-num-seqs", "1"]
     assert f"{output}: " in command(*words, *OPTIONS, *GREEDY, code=2).err
     thread.join()
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile"])
+def test_an_output_that_another_process_writes_is_refused(
+    when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    prompts, output = tmp_path / "prompts", tmp_path / "output"
+    prompts.write_text('"A"\n"B"\n')
+    words = ["generate", "--prompts", str(prompts), "-o", str(output), *OPTIONS, *GREEDY]
+    with ExitStack() as other:
+
+        def begin(*_: object) -> None:
+            file = other.enter_context(output.open("xb", buffering=0))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(b'{"line": ')
+
+        if when == "before":
+            begin()
+        else:  # the tokenizer is looked for after the output
+            monkeypatch.setattr("kvik.launch.check_tokenizer", begin)
+        assert "error: --output: " in command(*words, code=2).err
+        assert output.read_bytes() == b'{"line": '
+    monkeypatch.undo()
+    command(*words)
+    assert sorted(written(output.read_text())) == [1, 2]
 
 
 def test_outputs_are_written_when_ready_and_urgent_ones_first() -> None:

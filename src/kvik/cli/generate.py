@@ -8,9 +8,10 @@ import errno
 import json
 import os
 import re
+import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from kvik.config.config import EngineConfig
 from kvik.config.model_source import names_model
 from kvik.core.sampling_params import SamplingParams
 from kvik.errors import KvikError, ParamError, shown
-from kvik.files import can_write, writing_whole
+from kvik.files import can_write, lock, writing_whole
 
 if TYPE_CHECKING:
     from kvik.engine.output import RequestOutput
@@ -238,26 +239,27 @@ def generate_many(arguments: argparse.Namespace, sampling: Mapping[str, Any]) ->
             SamplingParams().with_changes(**{**sampling, **line.sampling})
             check_priority(line.priority, config.policy)
     prompts_by_line = {line.number: line.prompt for line in lines}
-    done = _done_in(path, b'{"line": ', rb"(\d+)", prompts_by_line, _has_error)
-    rest = [line for line in lines if line.number not in done]
-    if not rest:
-        return 0
-    if not all(isinstance(line.prompt, list) for line in rest):
-        check_tokenizer(resolve_config(config))
+    with closing(ResultFile(path)) as results:
+        done = results.done(b'{"line": ', rb"(\d+)", prompts_by_line, _has_error)
+        rest = [line for line in lines if line.number not in done]
+        if not rest:
+            return 0
+        if not all(isinstance(line.prompt, list) for line in rest):
+            check_tokenizer(resolve_config(config))
 
-    failed = 0
-    with LLM(**options) as llm:
-        if arguments.verbose:
-            say_decisions(llm.resolved)
-        prompts, params = _requests(llm, rest, sampling)
-        outputs = _begin(llm, rest, prompts, params)
-        model = llm.resolved.runner.model_path
-        with _writing(path) as write, batch_bar(len(rest), None) as finished:
-            for index, output in outputs:
-                result = {"line": rest[index].number, **as_json(output, model)}
-                write(result)
-                finished(output.num_output_tokens)
-                failed += _has_error(result)
+        failed = 0
+        with LLM(**options) as llm:
+            if arguments.verbose:
+                say_decisions(llm.resolved)
+            prompts, params = _requests(llm, rest, sampling)
+            outputs = _begin(llm, rest, prompts, params)
+            model = llm.resolved.runner.model_path
+            with batch_bar(len(rest), None) as finished:
+                for index, output in outputs:
+                    result = {"line": rest[index].number, **as_json(output, model)}
+                    results.write(result)
+                    finished(output.num_output_tokens)
+                    failed += _has_error(result)
     return 1 if failed else 0
 
 
@@ -277,21 +279,22 @@ def _answer_batch(
                 raise ParamError("prompts", reason)
         entries.append(entry)
     key = rb'\w+", "custom_id": ("(?:[^"\\]|\\.)*")'
-    done = _done_in(path, b'{"id": "batch_req_', key, {}, _is_refusal)
-    rest = [entry for entry in entries if entry.custom_id not in done]
-    if not rest:
-        return 0
-    failed = 0
-    with _writing(path) as write, batch_bar(len(rest), None) as finished:
+    with closing(ResultFile(path)) as results:
+        done = results.done(b'{"id": "batch_req_', key, {}, _is_refusal)
+        rest = [entry for entry in entries if entry.custom_id not in done]
+        if not rest:
+            return 0
+        failed = 0
+        with batch_bar(len(rest), None) as finished:
 
-        def answered(answer: dict[str, Any]) -> None:
-            nonlocal failed
-            write(answer)
-            usage = answer["response"]["body"].get("usage") or {}
-            finished(usage.get("completion_tokens", usage.get("output_tokens", 0)))
-            failed += _is_refusal(answer)
+            def answered(answer: dict[str, Any]) -> None:
+                nonlocal failed
+                results.write(answer)
+                usage = answer["response"]["body"].get("usage") or {}
+                finished(usage.get("completion_tokens", usage.get("output_tokens", 0)))
+                failed += _is_refusal(answer)
 
-        asyncio.run(answer_all(rest, options, answered, verbose=verbose))
+            asyncio.run(answer_all(rest, options, answered, verbose=verbose))
     return 1 if failed else 0
 
 
@@ -384,80 +387,121 @@ def _is_refusal(answer: Mapping[str, Any]) -> bool:
     return bool(answer["response"]["status_code"] >= 400)
 
 
-def _done_in(
-    path: str | None,
-    start: bytes,
-    key: bytes,
-    prompts: Mapping[Any, Prompt | None],
-    failed: Callable[[Mapping[str, Any]], bool],
-) -> set[int | str]:
-    """Return what identifies the lines already in the output; remove failed ones from it, and an
-    incomplete last one.
+class ResultFile:
+    """The output: an object a line, in a file, which is locked for other processes, or on standard
+    output if `path` is None. A file is created by the first object."""
 
-    Args:
-        start: of each object in the output.
-        key: a pattern for what follows, whose group is what identifies the line, in JSON.
-        prompts: of lines, as far as they are known before the model is loaded.
-        failed: whether an object of the output must be computed again.
+    def __init__(self, path: str | None) -> None:
+        """
+        Raises:
+            ParamError: another process is writing the file.
+        """
+        self._path = path
+        self._file: int | None = None  # descriptor
+        self._is_new = path is not None and not os.path.lexists(path)
+        if path is not None and os.path.isfile(path):
+            self._file = self._open(path)
 
-    Raises:
-        ParamError: the file is not an output of such lines, or of lines with these prompts.
-    """
-    if path is None or not Path(path).is_file():  # nothing, or a device or pipe
-        return set()
-    done, failures, size = set(), set(), 0
-    whole_line = re.compile(re.escape(start) + key + rb", .*\}\n")
-    no_output = f"{path!r} exists and is not an output of --prompts with such lines"
-    with open(path, "rb+") as file:
-        for index, text in enumerate(file):
-            if (match := whole_line.fullmatch(text)) is not None:
-                try:
-                    line, result = json.loads(match[1]), json.loads(text)
-                except ValueError:  # damaged in a crash of the machine, for instance
-                    raise ParamError("output", no_output) from None
-                size += len(text)
-                if (prompt := prompts.get(line)) is not None:
-                    field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
-                    if result.get(field) != prompt:
-                        message = f"has a result of another prompt than line {line}"
-                        raise ParamError("output", f"{path!r} {message}; name another file")
-                if failed(result):
-                    failures.add(index)
-                else:
-                    done.add(line)
-            elif text.endswith(b"\n") or not start.startswith(text[: len(start)]):
-                raise ParamError("output", no_output)
-        os.ftruncate(file.fileno(), size)
-    if failures:
-        with writing_whole(Path(path)) as copy, open(path, "rb") as file:
-            copy.writelines(text for index, text in enumerate(file) if index not in failures)
-    if done:  # perhaps with other options
-        say(f"kvik: results kept from before in {path}: {len(done)}", error=True)
-    return done
+    def done(
+        self,
+        start: bytes,
+        key: bytes,
+        prompts: Mapping[Any, Prompt | None],
+        failed: Callable[[Mapping[str, Any]], bool],
+    ) -> set[int | str]:
+        """Return what identifies the lines already in the file; remove failed ones from it, and an
+        incomplete last one.
 
+        Args:
+            start: of each object in the output.
+            key: a pattern for what follows, whose group is what identifies the line, in JSON.
+            prompts: of lines, as far as they are known before the model is loaded.
+            failed: whether an object of the output must be computed again.
 
-@contextmanager
-def _writing(path: str | None) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-    """Yield a function that writes and flushes an object as a line, to the end of a file or to
-    standard output."""
-    if path is None:
-        yield _say_json
-        return
-    with open(path, "ab", buffering=0) as file:
-        is_linked = os.fstat(file.fileno()).st_nlink > 0  # /dev/fd may be a file without a name
+        Raises:
+            ParamError: the file is not an output of such lines, or of lines with these prompts.
+        """
+        path = self._path
+        if path is None or self._file is None:  # nothing, or a device or pipe
+            return set()
+        done, failures, size = set(), set(), 0
+        whole_line = re.compile(re.escape(start) + key + rb", .*\}\n")
+        no_output = f"{path!r} exists and is not an output of --prompts with such lines"
+        with open(path, "rb") as file:
+            for index, text in enumerate(file):
+                if (match := whole_line.fullmatch(text)) is not None:
+                    try:
+                        line, result = json.loads(match[1]), json.loads(text)
+                    except ValueError:  # damaged in a crash of the machine, for instance
+                        raise ParamError("output", no_output) from None
+                    size += len(text)
+                    if (prompt := prompts.get(line)) is not None:
+                        field = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+                        if result.get(field) != prompt:
+                            message = f"has a result of another prompt than line {line}"
+                            raise ParamError("output", f"{path!r} {message}; name another file")
+                    if failed(result):
+                        failures.add(index)
+                    else:
+                        done.add(line)
+                elif text.endswith(b"\n") or not start.startswith(text[: len(start)]):
+                    raise ParamError("output", no_output)
+        os.ftruncate(self._file, size)
+        if failures:
+            with writing_whole(Path(path)) as copy, open(path, "rb") as file:
+                copy.writelines(text for index, text in enumerate(file) if index not in failures)
+                os.dup2(copy.fileno(), self._file, inheritable=False)  # it is locked as well
+        if done:  # perhaps with other options
+            say(f"kvik: results kept from before in {path}: {len(done)}", error=True)
+        return done
 
-        def write(value: Mapping[str, Any]) -> None:
-            data = f"{json.dumps(value, ensure_ascii=False)}\n".encode()
-            try:
-                while data:
-                    data = data[file.write(data) :]
-                if is_linked and not os.fstat(file.fileno()).st_nlink:
-                    raise FileNotFoundError(errno.ENOENT, "was deleted while it was written")
-            except OSError as error:
-                error.filename = path
-                raise
+    def write(self, value: Mapping[str, Any]) -> None:
+        """Write and flush an object.
 
-        yield write
+        Raises:
+            ParamError: another process has begun the file.
+            OSError: it cannot be written, or the file was deleted.
+        """
+        path = self._path
+        if path is None:
+            _say_json(value)
+            return
+        if self._file is None:
+            self._file = self._open(path)
+        data = f"{json.dumps(value, ensure_ascii=False)}\n".encode()
+        try:
+            while data:
+                data = data[os.write(self._file, data) :]
+            if self._is_linked and not os.fstat(self._file).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "was deleted while it was written")
+        except OSError as error:
+            error.filename = path
+            raise
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+
+    def _open(self, path: str) -> int:
+        """Open the file for appending, and lock it."""
+        busy = ParamError("output", f"{path!r} is being written by another process")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | (os.O_EXCL if self._is_new else 0)
+        try:
+            file = os.open(path, flags, 0o666)
+        except FileExistsError:
+            raise busy from None
+        self._is_linked = os.fstat(file).st_nlink > 0  # /dev/fd may be a file without a name
+        try:
+            if stat.S_ISREG(os.fstat(file).st_mode):
+                lock(file)
+            if not os.path.samestat(os.fstat(file), os.stat(path)):  # replaced before it was locked
+                raise BlockingIOError
+        except BlockingIOError:
+            os.close(file)
+            raise busy from None
+        except OSError:  # no locks on this file system
+            pass
+        return file
 
 
 def _say_json(value: Mapping[str, Any]) -> None:
