@@ -37,7 +37,7 @@ from kvik.kernels.cpu.group import Group
 from kvik.kernels.torch_group import TorchGroup
 from kvik.launch import launch
 from kvik.stage_process import start_stage
-from kvik.worker.group_pages import GroupPageMover
+from kvik.worker.staged_mover import Copied, StagedPageMover
 
 pytestmark = [pytest.mark.full, pytest.mark.usefixtures("forked")]
 
@@ -206,9 +206,9 @@ def test_a_process_that_is_lost_while_pages_move_leaves_nothing(
     prompts = [[5 + i] * 100 for i in range(4)]
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     kv_tiers = tiers.format(folder=tmp_path / "kv")
-    copy, killed = GroupPageMover._copy, []
+    copy, killed = StagedPageMover._copy, []
 
-    def lose(mover: GroupPageMover, *args: Any, **options: Any) -> int:
+    def lose(mover: StagedPageMover, *args: Any, **options: Any) -> Copied:
         if options["load"] == load and not killed:
             killed.extend(ranks_of(os.getpid()))
             os.kill(killed[0], signal.SIGKILL)
@@ -219,7 +219,7 @@ def test_a_process_that_is_lost_while_pages_move_leaves_nothing(
         if load:
             for prompt in prompts:
                 made.generate([prompt], sampling)
-        monkeypatch.setattr(GroupPageMover, "_copy", lose)
+        monkeypatch.setattr(StagedPageMover, "_copy", lose)
         try:
             for prompt in prompts:
                 (output,) = made.generate([prompt], sampling)

@@ -89,8 +89,8 @@ class Cells:
     def columns(self) -> Iterator[Cell]:
         """Yield every column that a GPU supports."""
         for column in (*matrix.COLUMNS, *matrix.SERVED, matrix.ALL_OF_IT):
-            moves = "kv_tiers" in column.config or column.must == "fetched"
-            if not moves and (not REHEARSED or column.name in SOME):
+            fetched = column.must == "fetched"  # by a second engine
+            if not fetched and (not REHEARSED or column.name in SOME):
                 yield self._cell("", column, partial(self._plain, column))
 
     def variants(self) -> Iterator[Cell]:

@@ -155,6 +155,9 @@ BEYOND = (
     _model("0.5b", "bf16", 30),
     Job("1b drafts", "engine", "drafts", "measure", 40, ("1b",), needs=25),
     *(_model(shape, format, 30) for shape in ("1b", "0.5b") for format in ("int4", "fp8")),
+    # 6; three engines of 8B 5 each, with 8 GiB pinned 2 each; 12 prompts of 0.3, twice, loads 0.05;
+    # 256 requests 4, twice, and once more without tiers.
+    Job("tiers", "engine", "tiers", "measure", 60, needs=40),
     # A process 6, the reference on the CPU 5, 30 to 60 kernels, and 40 to 60 engines of 1 each.
     *_invariance(),
     # The server 10, idle 30; three rates and the most users 10 each, with their last answers 15.

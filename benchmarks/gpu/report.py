@@ -30,6 +30,7 @@ def render(records: Sequence[Record], seconds: float) -> str:
         *_models(found),
         *_peers(found),
         *_start(found),
+        *_tiers(found),
         *_served(found),
         *_trouble(found),
         *_bars(found),
@@ -126,6 +127,18 @@ def _start(found: Found) -> list[str]:
         return []
     text = f"first answer of 8B {number(seconds, 'value'):.1f} s after its process began, "
     return [text + f"{reading:.0%} of it reading {number(seconds, 'bytes') / 1e9:.1f} GB"]
+
+
+def _tiers(found: Found) -> list[str]:
+    """Return what the tiers of the KV cache gain and cost, and the speed of the bus."""
+    names = [f"computed over loaded from {tier}" for tier in ("memory", "disk")]
+    names.append("throughput with the memory tier over without")
+    values = {name: found.value(name) for name in names}
+    cells = [f"{name} {value:.3g}" for name, value in values.items() if value is not None]
+    for way in ("to", "from"):
+        rate = found.value(f"bytes per second {way} the GPU")
+        cells += [] if rate is None else [f"{way} the GPU {rate / 1e9:.1f} GB/s"]
+    return _packed("tiers", cells) if cells else []
 
 
 def _served(found: Found) -> list[str]:

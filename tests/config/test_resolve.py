@@ -28,6 +28,7 @@ PC = Hardware("PC", 8, 16 * GIB, "RAM available", frozenset({"avx2", "avx512_bf1
 OLD_PC = replace(PC, isa=frozenset({"avx2"}))
 H100 = Gpu(0, "H100", 80 * GIB, 78 * GIB, (9, 0))
 SERVER = replace(PC, gpus=(H100,))
+TWO_GPUS = replace(PC, native=True, gpus=(H100, replace(H100, index=1)))
 
 
 def llama(**changes: object) -> ModelSpec:
@@ -435,7 +436,11 @@ OMIT = "must be left out: .*"
             "kv_cache_dtype_skip_layers: must name layers with attention, not 4",
         ),
         (STATES, PC, TIER, f"kv_tiers: {OMIT}keeps states"),
-        (SMALL, SERVER, {"device": "cuda", **TIER}, f"kv_tiers: {OMIT}of a GPU"),
+        (
+            *(SMALL, TWO_GPUS),
+            {"device": "cuda", "tensor_parallel_size": 2, **TIER},
+            f"kv_tiers: {OMIT}of several GPUs",
+        ),
         (SMALL, PC, {"kv_budget": "budgets.json", **TIER}, f"kv_tiers: {OMIT}kv_budget"),
         (SMALL, PC, {"enable_prefix_caching": False, **TIER}, f"kv_tiers: {OMIT}enable_prefix_"),
         (DEEPSEEK, PC, WINDOW, f"window: {OMIT} latent vectors"),
@@ -524,3 +529,18 @@ def test_torch_built_for_cuda_needs_more_even_on_a_cpu() -> None:
     plain = plan(hardware=PC, max_num_seqs=8).memory.overhead
     cuda = plan(hardware=replace(PC, cuda_build=True), max_num_seqs=8).memory.overhead
     assert cuda == plain + CUDA_BUILD_BYTES
+
+
+def test_the_memory_tier_of_a_gpu_is_in_the_memory_of_the_host() -> None:
+    options = {"device": "cuda", "max_model_len": 4096}
+    without = resolve(EngineConfig(**options), SMALL, SERVER, "m")
+    tiered = resolve(EngineConfig(kv_tiers="memory:8GiB", **options), SMALL, SERVER, "m")
+    assert tiered.memory == without.memory
+    assert tiered.cache.num_blocks == without.cache.num_blocks
+    assert tiered.cache.tiers is not None and tiered.cache.tiers.memory
+    for more in (
+        {"kv_tiers": "memory:16GiB"},
+        {"kv_tiers": "memory:8GiB", "data_parallel_size": 2},
+    ):
+        with pytest.raises(CapacityError, match="kv_tiers: must leave memory for the host"):
+            resolve(EngineConfig(**options, **more), SMALL, TWO_GPUS, "m")

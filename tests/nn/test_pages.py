@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
@@ -11,12 +12,32 @@ from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvik.nn.kv_formats import allocate_kv
-from kvik.nn.pages import PageName, PagePart, group_pages, is_good, seal
-from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, group_layers, stored_as
+from kvik.nn.kv_formats import KVCache, allocate_kv
+from kvik.nn.pages import (
+    DevicePages,
+    GroupPages,
+    PageName,
+    PagePart,
+    group_pages,
+    is_good,
+    seal,
+)
+from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, KVGroup, group_layers, stored_as
 from kvik.spec.shares import cut_groups, kv_share, stage_groups
 
+Maker = Callable[[Sequence[KVGroup], KVCache], Sequence[GroupPages]]
 ALONE = PagePart(16)
+
+
+def _by(*, heads_first: bool) -> Maker:
+    return lambda groups, cache: group_pages(groups, groups, cache, ALONE, heads_first=heads_first)
+
+
+MAKERS: dict[str, Maker] = {
+    "native kernels": _by(heads_first=True),
+    "numpy": _by(heads_first=False),
+    "of a GPU": lambda groups, cache: [DevicePages(group, cache, 16) for group in groups],
+}
 NAME = PageName(b"f" * 16, 1, b"h" * 16)
 
 
@@ -58,14 +79,14 @@ def spec(heads: int, dim: int, window: int | None = None) -> KVCacheSpec:
 
 
 @pytest.mark.parametrize("format", ["auto", "int8", "fp8", "int4"])
-@pytest.mark.parametrize("heads_first", [True, False])
-def test_a_block_is_restored_in_another_place(format: str, heads_first: bool) -> None:
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_block_is_restored_in_another_place(format: str, kind: str) -> None:
     specs = stored_as([spec(2, 16), spec(2, 16), spec(4, 16)], format)
     groups = group_layers(specs)
     cache = allocate_kv(groups, 6, 16, torch.float32, torch.device("cpu"))
     for storage in cache.storages:
         storage.view(torch.uint8).random_(0, 256)
-    whole = group_pages(groups, groups, cache, ALONE, heads_first=heads_first)
+    whole = MAKERS[kind](groups, cache)
     for group, pages in zip(groups, whole, strict=True):
         assert pages.num_bytes == PAGE_HEAD_BYTES + 16 * group.bytes_per_token
         page = np.zeros(pages.num_bytes, np.uint8)
@@ -74,7 +95,7 @@ def test_a_block_is_restored_in_another_place(format: str, heads_first: bool) ->
         pages.copy_out([4, 2], several, [2, 1])
         assert np.array_equal(several[1, : len(page)], page) and not several[0].any()
         before = [storage.clone() for storage in cache.storages]
-        pages.copy_in(page, 5)
+        pages.copy_in(several, [1], [5])
         for layer in group.layers:
             for tensor in cache.of(layer).tensors:
                 first, second = tensor[2 * group.shares], tensor[5 * group.shares]
@@ -84,20 +105,39 @@ def test_a_block_is_restored_in_another_place(format: str, heads_first: bool) ->
 
 
 def test_a_page_is_ordered_by_heads_whatever_the_kernels() -> None:
-    """The native kernels have heads outermost in a block, torch's kernels tokens."""
+    """The native kernels have heads outermost in a block, other kernels tokens."""
     groups = group_layers([spec(2, 4)])
-    caches = [allocate_kv(groups, 3, 16, torch.float32, torch.device("cpu")) for _ in range(2)]
     block = torch.arange(16 * 2 * 4, dtype=torch.float32).view(16, 2, 4)  # [tokens, heads, dim]
-    plain, native = (cache.layers[0].k for cache in caches)
-    plain[1] = block
-    native.view(3, -1)[1] = block.transpose(0, 1).flatten()
     pages = []
-    for cache, heads_first in zip(caches, (False, True), strict=True):
-        page = np.zeros(PAGE_HEAD_BYTES + 2 * 16 * 2 * 4 * 4, np.uint8)
-        (whole,) = group_pages(groups, groups, cache, ALONE, heads_first=heads_first)
-        whole.copy_out([1], page[None], [0])
-        pages.append(page)
-    assert np.array_equal(*pages)
+    for kind, make in MAKERS.items():
+        cache = allocate_kv(groups, 3, 16, torch.float32, torch.device("cpu"))
+        by_heads = block.transpose(0, 1) if kind == "native kernels" else block
+        cache.layers[0].k.view(3, -1)[1] = by_heads.flatten()
+        pages.append(np.zeros(PAGE_HEAD_BYTES + 2 * 16 * 2 * 4 * 4, np.uint8))
+        (whole,) = make(groups, cache)
+        whole.copy_out([1], pages[-1][None], [0])
+    assert all(np.array_equal(page, pages[0]) for page in pages) and pages[0].any()
+
+
+def test_pages_on_a_gpu_are_copied_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More pages than there is memory for at a time, of tensors of which not all bytes of a head
+    are a multiple of eight."""
+    groups = group_layers(stored_as([spec(3, 20)], "int8"))
+    cache = allocate_kv(groups, 9, 4, torch.float32, torch.device("cpu"))
+    for storage in cache.storages:
+        storage.view(torch.uint8).random_(0, 256)
+    pages = DevicePages(groups[0], cache, 4)
+    (right,) = group_pages(groups, groups, cache, PagePart(4), heads_first=False)
+    blocks, rows = [7, 1, 3, 2, 8], [0, 4, 2, 1, 3]
+    found, expected = (np.zeros((5, pages.num_bytes), np.uint8) for _ in range(2))
+    right.copy_out(blocks, expected, rows)
+    monkeypatch.setattr(pages, "_at_once", 2)
+    pages.copy_out(blocks, found, rows)
+    assert np.array_equal(found[:, PAGE_HEAD_BYTES:], expected[:, PAGE_HEAD_BYTES:])
+    pages.copy_in(found, rows, [4, 5, 6, 0, 8])
+    for tensor in cache.layers[0].tensors:
+        same = tensor.view(torch.uint8)
+        assert torch.equal(same[[4, 5, 6, 0]], same[blocks[:4]])
 
 
 @pytest.mark.parametrize("format", ["auto", "int8", "int4"])
@@ -121,7 +161,7 @@ def test_processes_write_and_read_their_parts_of_a_page(
             share = PagePart(16, rank, ranks)
             (pages,) = group_pages(groups, own, cache, share, heads_first=False)
             assert pages.num_bytes == whole.num_bytes
-            pages.copy_in(right, 3)
+            pages.copy_in(right[None], [0], [3])
             begin, end = kv_share(heads, rank, ranks)
             for layer in layers:
                 pairs = zip(cache.of(layer).tensors, alone.of(layer).tensors, strict=True)
@@ -173,11 +213,11 @@ def test_native_copies_are_those_of_numpy(format: str, monkeypatch: pytest.Monke
         for pages in (one, other):
             for storage in cache.storages:
                 storage.view(torch.uint8).fill_(1)
-            pages.copy_in(found[0][2, : one.num_bytes], 3)
+            pages.copy_in(found[0], [2], [3])
             after.append([storage.view(torch.uint8).clone() for storage in cache.storages])
         assert all(torch.equal(*pair) for pair in zip(*after, strict=True))
         for block, row in ((6, 0), (-1, 0), (0, 3)):
             with pytest.raises(IndexError):
                 one.copy_out([block], found[0], [row])
         with pytest.raises(IndexError):
-            one.copy_in(found[0][0, : one.num_bytes - 1], 0)
+            one.copy_in(found[0][:, : one.num_bytes - 1], [0], [0])

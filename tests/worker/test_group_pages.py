@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,10 +18,11 @@ from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.nn.pages import GroupPages, PagePart, group_pages
 from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, group_layers
 from kvik.spec.shares import cut_groups
-from kvik.worker import group_pages as module
+from kvik.worker import staged_mover as module
 from kvik.worker.group import CopyPages, Message, OpenPages
-from kvik.worker.group_pages import GroupPageMover, PageMemory, copy_pages
+from kvik.worker.group_pages import PageMemory, ProcessCopies, copy_pages
 from kvik.worker.page_mover import PageFolder, TierParts
+from kvik.worker.staged_mover import StagedPageMover
 
 BLOCKS, SIZE = 40, 16
 GROUPS = group_layers([KVCacheSpec(2, 4, 2 * 2 * 4 * 4)] * 2)
@@ -79,7 +81,9 @@ class World:
     def __init__(self) -> None:
         self.cache, pages = part(0)
         self.other, self.disk = Other(), Disk()
-        self.mover = GroupPageMover(pages, TierParts(4, self.disk), [self.other], [1])
+        self.mover = StagedPageMover(
+            pages, TierParts(4, self.disk), partial(ProcessCopies, pages, [self.other], [1])
+        )
         self.other.run()
         self.whole, (self.pages,) = part(0, 1)
 

@@ -182,7 +182,7 @@ class MemoryPlan:
     activations: int  # peak of one step
     kv_cache: int  # and states
     overhead: int  # runtime, tables
-    kv_tiers: int = 0  # the memory tier
+    kv_tiers: int = 0  # the memory tier; 0 if the model is in the memory of a GPU
 
     @property
     def total(self) -> int:

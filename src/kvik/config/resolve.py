@@ -112,7 +112,7 @@ def resolve(
         output_bytes=output_bytes,
     )
     footprint = with_drafter(footprint, requested, source)
-    rest = less_memory_tier(limit, tiers)
+    rest = less_memory_tier(limit, tiers, compute, hardware, replicas)
     footprint, size, num_blocks = Fit(config, footprint, rest).decide(notes)
     speculation = choose_speculation(requested, size, footprint.groups, source, notes)
     threads = config.threads or hardware.threads
@@ -185,7 +185,8 @@ def resolve(
             role=config.role,
         ),
         memory=replace(
-            footprint.plan(size, num_blocks, limit), kv_tiers=0 if tiers is None else tiers.memory
+            footprint.plan(size, num_blocks, limit),
+            kv_tiers=0 if tiers is None or compute.gpu is not None else tiers.memory,
         ),
         seed=seed,
         decisions=tuple(notes.decisions),
@@ -398,7 +399,11 @@ def check_tiers(
     model = unkept(spec.architecture, encoder=spec.encoder, states=bool(spec.states))
     for wrong, reason in (
         (bool(model), model),
-        (compute.gpu is not None, "blocks of a GPU are not moved yet; use device cpu"),
+        (
+            compute.gpu is not None
+            and (config.tensor_parallel_size > 1 or config.pipeline_parallel_size > 1),
+            "blocks of several GPUs are not moved yet",
+        ),
         (
             config.distributed_executor_backend == "ray",
             "stages on machines of their own share no memory for pages; "
@@ -421,20 +426,25 @@ def unkept(architecture: str, *, encoder: bool, states: bool) -> str:
     return f"{architecture} keeps states, which no page holds" if states else ""
 
 
-def less_memory_tier(limit: Limit, tiers: TierOptions | None) -> Limit:
-    """Return the limit minus the memory tier.
+def less_memory_tier(
+    limit: Limit, tiers: TierOptions | None, compute: Compute, hardware: Hardware, replicas: int
+) -> Limit:
+    """Return the limit minus the memory tier, unless the model is in other memory, of a GPU.
 
     Raises:
         CapacityError: the tier leaves no memory.
     """
     if tiers is None or not tiers.memory:
         return limit
-    size = show_bytes(tiers.memory)
-    if tiers.memory >= limit.size:
-        reason = (
-            f"must leave memory for the model: memory:{size} of {show_bytes(limit.size)} allowed"
-        )
-        raise CapacityError(TIERS, f"{reason} ({limit.source})")
+    size, host = show_bytes(tiers.memory), limit
+    if compute.gpu is not None:
+        host = Limit(hardware.memory_limit // replicas, hardware.memory_reason)
+    if tiers.memory >= host.size:
+        for_what = "the model" if compute.gpu is None else "the host"
+        reason = f"must leave memory for {for_what}: memory:{size} of {show_bytes(host.size)}"
+        raise CapacityError(TIERS, f"{reason} allowed ({host.source})")
+    if compute.gpu is not None:
+        return limit
     return Limit(limit.size - tiers.memory, f"{limit.source}, less the {size} of kv_tiers")
 
 

@@ -8,15 +8,19 @@ range of layers is a range of the page, and a page is the same for every number 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import gcd
 from types import ModuleType
+from typing import Protocol
 from zlib import crc32 as zlib_crc32
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from kvik.kernels.upload import upload
 from kvik.nn.kv_formats import KVCache
 from kvik.spec.kv import PAGE_HEAD_BYTES, KVGroup
 from kvik.spec.shares import kv_share
@@ -27,6 +31,8 @@ _HEAD = struct.Struct("<4sHH16s16s16sII")
 _CHECKED = _HEAD.size - 4
 assert _HEAD.size == PAGE_HEAD_BYTES
 MAGIC, VERSION = b"kvik", 1
+ASSEMBLED = 16 << 20  # bytes of pages on a GPU that are copied together; no step runs meanwhile
+WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}  # by bytes
 FINGERPRINT_BYTES = 16
 
 
@@ -100,13 +106,27 @@ def _native() -> ModuleType | None:
     return native
 
 
-class GroupPages:
-    """Copies a process's share of the blocks of one KV group, in a cache on a CPU, from and to
-    pages.
+class GroupPages(Protocol):
+    """Copies a process's share of the blocks of one KV group from and to pages.
 
     Attributes:
         num_bytes: of a page, including the header.
     """
+
+    num_bytes: int
+
+    def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
+        """Copy blocks to rows of pages: [pages, at least num_bytes] uint8. The headers are left
+        unchanged."""
+        ...
+
+    def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """Copy rows of pages to blocks."""
+        ...
+
+
+class HostPages:
+    """`GroupPages` of a cache on a CPU."""
 
     def __init__(
         self,
@@ -144,8 +164,7 @@ class GroupPages:
         self._table = _table(self._parts, self._shares) if heads_first else None
 
     def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
-        """Copy blocks to rows of pages: [pages, at least num_bytes] uint8. The headers are left
-        unchanged."""
+        """See `GroupPages.copy_out`."""
         if not self._writes:
             return
         if self._table is not None:
@@ -155,15 +174,15 @@ class GroupPages:
         for part, first, end in self._parts:  # all blocks at once: numpy's calls are slow
             pages[to, first:end] = part[at].reshape(len(at), -1)
 
-    def copy_in(self, page: np.ndarray, block: int) -> None:
-        """Copy the bytes of a page to a block."""
+    def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """See `GroupPages.copy_in`."""
         if self._table is not None:
-            self._copy([block], page[None], [0], load=True)
+            self._copy(blocks, pages, rows, load=True)
             return
-        at = block * self._shares
-        for blocks, first, end in self._parts:
-            target = blocks[at]
-            target[...] = page[first:end].reshape(target.shape)
+        for row, block in zip(rows, blocks, strict=True):
+            for part, first, end in self._parts:
+                target = part[block * self._shares]
+                target[...] = pages[row, first:end].reshape(target.shape)
 
     def _copy(
         self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int], *, load: bool
@@ -173,6 +192,57 @@ class GroupPages:
         assert native is not None and self._table is not None
         block_ids, to = np.array(blocks, np.int64), np.array(rows, np.int64)
         native.copy_pages(self._table, self._num_blocks, block_ids, pages, to, load)
+
+
+class DevicePages:
+    """`GroupPages` of a cache on a GPU that has all layers and heads. Pages are in pinned memory.
+
+    Copies are put on the current stream: they see what was launched before, and are seen by what is
+    launched after, but end later than a call. A block is many pieces of memory, so its page is put
+    together on the GPU, and crosses the bus as a whole.
+    """
+
+    def __init__(self, group: KVGroup, cache: KVCache, block_size: int) -> None:
+        self.num_bytes = PAGE_HEAD_BYTES + group.bytes_per_token * block_size
+        self._shares = group.shares
+        self._parts: list[tuple[Tensor, int]] = []  # [blocks, ...], the first byte in a page
+        first = PAGE_HEAD_BYTES
+        for layer in group.layers:
+            for tensor in cache.of(layer).tensors:
+                self._parts.append((_words_of(tensor, gcd(first, self.num_bytes, 8)), first))
+                first += tensor[0].nbytes
+        self._device = self._parts[0][0].device
+        self._at_once = max(1, ASSEMBLED // self.num_bytes)  # pages at a time
+
+    def copy_out(self, blocks: Sequence[int], pages: np.ndarray, rows: Sequence[int]) -> None:
+        """See `GroupPages.copy_out`."""
+        for at, assembled, hosted in self._begin(pages, rows, blocks):
+            for tensor, first in self._parts:
+                _within(assembled, tensor, first).copy_(tensor.index_select(0, at))
+            for page, target in zip(assembled, hosted, strict=True):
+                target.copy_(page[PAGE_HEAD_BYTES:], non_blocking=True)
+
+    def copy_in(self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]) -> None:
+        """See `GroupPages.copy_in`."""
+        for at, assembled, hosted in self._begin(pages, rows, blocks):
+            for page, source in zip(assembled, hosted, strict=True):
+                page[PAGE_HEAD_BYTES:].copy_(source, non_blocking=True)
+            for tensor, first in self._parts:
+                tensor.index_copy_(0, at, _within(assembled, tensor, first))
+
+    def _begin(
+        self, pages: np.ndarray, rows: Sequence[int], blocks: Sequence[int]
+    ) -> Iterator[tuple[Tensor, Tensor, list[Tensor]]]:
+        """Yield some blocks at a time: their places in the cache, [n]; memory on the GPU for their
+        pages, [n, num_bytes] uint8; the bytes of each row after the header."""
+        host = torch.from_numpy(pages)[:, PAGE_HEAD_BYTES : self.num_bytes]
+        for start in range(0, len(blocks), self._at_once):
+            some = np.array(blocks[start : start + self._at_once], np.int64)
+            at = upload(some * self._shares, self._device)
+            assembled = torch.empty(
+                len(some), self.num_bytes, dtype=torch.uint8, device=self._device
+            )
+            yield at, assembled, [host[row] for row in rows[start : start + self._at_once]]
 
 
 def group_pages(
@@ -191,8 +261,10 @@ def group_pages(
         heads_first: a block's bytes are ordered by heads, the layout of the native kernels; else
             they are [block_size, kv_heads, ...].
     """
+    if cache.storages[0].device.type != "cpu":
+        return tuple(DevicePages(group, cache, share.block_size) for group in groups)
     pairs = zip(groups, local_groups, strict=True)
-    return tuple(GroupPages(*pair, cache, share, heads_first=heads_first) for pair in pairs)
+    return tuple(HostPages(*pair, cache, share, heads_first=heads_first) for pair in pairs)
 
 
 def _table(parts: Sequence[tuple[np.ndarray, int, int]], shares: int) -> np.ndarray | None:
@@ -206,7 +278,7 @@ def _table(parts: Sequence[tuple[np.ndarray, int, int]], shares: int) -> np.ndar
     return np.array(rows, np.int64).reshape(-1, 4)
 
 
-def _bytes_of(tensor: torch.Tensor, *, heads_first: bool) -> np.ndarray:
+def _bytes_of(tensor: Tensor, *, heads_first: bool) -> np.ndarray:
     """[num_blocks, block_size, kv_heads, ...] -> its memory, [num_blocks, kv_heads, block_size,
     bytes] uint8, or [num_blocks, bytes] if a block has that order already."""
     if heads_first:
@@ -214,3 +286,19 @@ def _bytes_of(tensor: torch.Tensor, *, heads_first: bool) -> np.ndarray:
     if tensor.dim() == 3:
         tensor = tensor[..., None]
     return tensor.view(torch.uint8).permute(0, 2, 1, 3).numpy()
+
+
+def _words_of(tensor: Tensor, widest: int) -> Tensor:
+    """[num_blocks, block_size, kv_heads, ...] -> its memory, [num_blocks, kv_heads, block_size, n],
+    in integers of at most `widest` bytes, of which a GPU copies more at a time than of bytes."""
+    if tensor.dim() == 3:
+        tensor = tensor[..., None]
+    width = gcd(tensor.shape[-1] * tensor.itemsize, widest)
+    return tensor.view(WORDS[width]).permute(0, 2, 1, 3)
+
+
+def _within(pages: Tensor, tensor: Tensor, first: int) -> Tensor:
+    """Return the part of pages [n, bytes] that has blocks of a tensor [num_blocks, ...], as
+    [n, ...]."""
+    part = pages[:, first : first + tensor[0].nbytes]
+    return part.view(tensor.dtype).unflatten(1, tensor.shape[1:])

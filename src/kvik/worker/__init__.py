@@ -20,6 +20,7 @@ Drafts: `drafters/` make them, `speculator.py` decides how many each request get
 `worker.py` is the executor of this process; `platforms.py` chooses device and kernels, `team.py`
 the number of threads; `loading.py` loads the model with its cache, `engine_cache.py` keeps weights
 for the next start, `ahead.py` begins to load before torch is imported. `page_mover.py` moves blocks
-between the cache and its tiers, `group_pages.py` does so if several processes have parts of them;
+between the cache and its tiers, `staged_mover.py` by copies that end later: of several processes
+(`group_pages.py`) or of a GPU (`stream_copies.py`);
 `disk_tier.py` keeps pages in files, `peer_tier.py` exchanges pages with other engines.
 """

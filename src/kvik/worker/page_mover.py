@@ -28,6 +28,7 @@ from kvik.core.plan import (
     WAIT_SECONDS,
     Moved,
     PageKey,
+    PageLease,
     PageLoad,
     PageStore,
     SchedulerOutput,
@@ -117,7 +118,7 @@ class Loading:
         self.num_left = len(self.jobs) + len(self.peer_jobs)
 
 
-def _memory(size: int) -> np.ndarray:
+def host_memory(size: int) -> np.ndarray:
     """Return [size] uint8. The system allocates each of its pages when it is first written.
 
     Raises:
@@ -177,7 +178,7 @@ class PageMover:
         self._slab = slab
         if tiers.places and slab is None:
             size = tiers.places * self._largest
-            self._slab = _memory(size).reshape(tiers.places, self._largest)
+            self._slab = host_memory(size).reshape(tiers.places, self._largest)
         self._folder, self._peers = tiers.folder, tiers.peers
         serve = tiers.page_server
         self._page_server = None if serve is None else serve(self._page_at)
@@ -215,9 +216,8 @@ class PageMover:
                 self._page_server.end(name)
         if plan.stores:
             self._store(plan.stores)
-        if self._page_server is not None:
-            for lease in plan.leases:
-                self._page_server.lend(lease)
+        if plan.leases:
+            self._lend(plan.leases)
         if self._peers is not None:
             for source in plan.sources:
                 self._peers.expect(source)
@@ -278,6 +278,11 @@ class PageMover:
         if self._folder is not None:
             self._folder.close()
 
+    def _lend(self, leases: Sequence[PageLease]) -> None:
+        if self._page_server is not None:
+            for lease in leases:
+                self._page_server.lend(lease)
+
     def _store(self, stores: Sequence[PageStore]) -> None:
         for group, pages in enumerate(self._pages):
             in_memory = [
@@ -334,7 +339,7 @@ class PageMover:
             for i, (tier, page) in zip(job, pages, strict=True):
                 key, block, _ = loading.load.pages[i]
                 if page is not None:
-                    self._pages[key[0]].copy_in(page, block)
+                    self._pages[key[0]].copy_in(page[None], [0], [block])
                     good.add(i)
                     sizes[tier] += len(page)
                 now = time.monotonic()

@@ -31,7 +31,7 @@ from kvik.worker.drafters.registry import DrafterParts, build_drafter
 from kvik.worker.engine_cache import fingerprints
 from kvik.worker.graphs import EngineNetwork
 from kvik.worker.group import EarlierStages, GiveBack, RankSetup
-from kvik.worker.group_pages import GroupPageMover, own_pages
+from kvik.worker.group_pages import ProcessCopies, own_pages
 from kvik.worker.loading import load_share
 from kvik.worker.model_runner import ModelRunner
 from kvik.worker.output_tokens import OutputTokens
@@ -43,7 +43,9 @@ from kvik.worker.prompt_outputs import Pooling, PromptLogprobs
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampling_table import SamplingTable
 from kvik.worker.speculator import Speculator
+from kvik.worker.staged_mover import StagedPageMover
 from kvik.worker.step_inputs import AtOnce, Copies, FixedInputs, PinnedCopies, StepSizes
+from kvik.worker.stream_copies import StreamCopies
 from kvik.worker.warm_up import IdleWork
 
 if TYPE_CHECKING:
@@ -196,28 +198,29 @@ class Worker:
         """Begin a step and its moves; see `ModelRunner.begin`. The handle of a plan that has only
         moves is the plan."""
         runner = self._ready()
-        if self._mover is not None:
-            self._mover.begin(plan)
-        if not plan.slots:
-            return plan
-        if self._team is not None:
-            self._team.begin_step()
         with self._inference():
+            if self._mover is not None:
+                self._mover.begin(plan)
+            if not plan.slots:
+                return plan
+            if self._team is not None:
+                self._team.begin_step()
             return runner.begin(plan)
 
     def result(self, handle: object) -> ModelRunnerOutput:
         """Wait for a step; see `ModelRunner.finish`."""
         runner = self._ready()
         if isinstance(handle, SchedulerOutput):
-            moved = None if self._mover is None else self._mover.wait(handle.step)
+            with self._inference():
+                moved = None if self._mover is None else self._mover.wait(handle.step)
             if self.lost:
                 raise GroupLost("tensor_parallel_size", self.lost)
             return ModelRunnerOutput(handle.step, [], moved=moved)
         assert isinstance(handle, RunningStep)
         with self._inference():
             output = runner.finish(handle)
-        if self._mover is not None:
-            output.moved = self._mover.take(handle.plan.step)
+            if self._mover is not None:
+                output.moved = self._mover.take(handle.plan.step)
         if self._device.type != "cpu" and self.lost:  # kernels ended without the other processes
             raise GroupLost("tensor_parallel_size", self.lost)
         if self._graphs is not None:
@@ -282,7 +285,8 @@ class Worker:
     def stop(self) -> None:
         """Free weights and cache; safe to call twice."""
         if self._mover is not None:
-            self._mover.close()
+            with on_device(self._device):
+                self._mover.close()
             self._mover = None
         if self._stages is not None:
             self._stages.stop()
@@ -334,11 +338,13 @@ def page_mover(
         if runner.kv_listen is not None:
             page_server = partial(page_server_at, runner.kv_listen, token, fingerprint)
     parts = TierParts(tiers.memory, folder, peers, page_server, at_once=replays)
-    if not receivers:
-        return PageMover(pages, parts)
-    count = max(1, len(runner.stages)) * runner.ranks
-    processes = [number for number in range(count) if number != count - runner.ranks]
-    return GroupPageMover(pages, parts, receivers, processes)
+    if receivers:
+        count = max(1, len(runner.stages)) * runner.ranks
+        processes = [number for number in range(count) if number != count - runner.ranks]
+        return StagedPageMover(pages, parts, partial(ProcessCopies, pages, receivers, processes))
+    if runner.device != "cpu":
+        return StagedPageMover(pages, parts, partial(StreamCopies, pages))
+    return PageMover(pages, parts)
 
 
 def cache_fingerprint(config: ResolvedConfig) -> bytes:
@@ -360,6 +366,7 @@ def cache_fingerprint(config: ResolvedConfig) -> bytes:
         runner.ranks if runner.fast_cut else 1,
         (runner.dtype, runner.quantization, runner.kernels, runner.attention_backend),
         (detect().native_isa, sys.byteorder),
+        () if runner.device == "cpu" else torch.cuda.get_device_capability(runner.device),
         (model.architecture, model.layers, cache.groups, cache.block_size),
         config.scheduler.max_model_len if dynamic else 0,
     )
