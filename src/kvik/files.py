@@ -122,25 +122,33 @@ def writing_whole_folder(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def working_folder(path: Path) -> Iterator[Path]:
+def working_folder(path: Path, *, alone: bool = False) -> Iterator[Path]:
     """Make a hidden folder next to `path` for temporary files. It is removed when the block ends;
     if this process is killed, by the next process that works on `path`.
 
+    Args:
+        alone: refuse to work on `path` while another process does.
+
     Raises:
-        OSError: it cannot be written.
+        OSError: it cannot be written, or another process works on `path`.
     """
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _draft(path, None) as (draft, _):
+    with _draft(path, None, alone=alone) as (draft, _):
         yield draft
 
 
 @contextlib.contextmanager
-def _draft(path: Path, flags: int | None) -> Iterator[tuple[Path, int]]:
+def _draft(path: Path, flags: int | None, *, alone: bool = False) -> Iterator[tuple[Path, int]]:
     """Make a draft of `path`: a file opened with `flags`, or a folder if None. Yields it with its
-    descriptor. The draft is locked as long as its process lives."""
+    descriptor. The draft is locked as long as its process lives.
+
+    Args:
+        alone: raise BlockingIOError if a living process has another draft of `path`.
+    """
     prefix = f"{DRAFT}{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}-"
-    _remove_drafts_of_the_dead(path, prefix)
+    if not _remove_drafts_of_the_dead(path, prefix) and alone:
+        raise BlockingIOError(errno.EAGAIN, "another process is writing it")
     while True:
         draft = path.with_name(prefix + secrets.token_hex(8))
         if flags is None:
@@ -168,9 +176,10 @@ def _draft(path: Path, flags: int | None) -> Iterator[tuple[Path, int]]:
         _remove(draft)
 
 
-def _remove_drafts_of_the_dead(path: Path, prefix: str) -> None:
+def _remove_drafts_of_the_dead(path: Path, prefix: str) -> bool:
     """Remove drafts of `path` that killed processes left. An old folder that was moved away is kept
-    until a new one has taken its place."""
+    until a new one has taken its place. Returns whether no living process has a draft."""
+    no_others = True
     for draft in path.parent.glob(f"{prefix}*"):
         if draft.name.endswith(OLD):
             if path.exists():
@@ -183,10 +192,13 @@ def _remove_drafts_of_the_dead(path: Path, prefix: str) -> None:
         try:
             lock(number)
             _remove(draft)
-        except OSError:  # a living process has locked it
+        except BlockingIOError:  # a living process has locked it
+            no_others = False
+        except OSError:  # no locks on this file system
             pass
         finally:
             os.close(number)
+    return no_others
 
 
 def lock(number: int) -> None:

@@ -114,7 +114,7 @@ ALLOWED: dict[str, set[str]] = {
         *("worker.graphs", "worker.loading", "worker.platforms", *BRIDGE),
     },
     # Draft heads, trained with a frozen model.
-    "training": {"config", "text", "nn", "evaluate"},
+    "training": {"config", "text", "nn", "evaluate", "interrupts"},
     # From a model to an engine folder.
     "build": {"config", "model_files", "launch", ""},
     "prompts": {"errors"},
@@ -122,6 +122,7 @@ ALLOWED: dict[str, set[str]] = {
     "version": set(),
     "collector": set(),
     "child_process": set(),
+    "interrupts": set(),
     # A separate package, which nothing in kvik imports.
     "kvik_bench": {
         "config",
@@ -129,6 +130,7 @@ ALLOWED: dict[str, set[str]] = {
         "text",
         "engine",
         "child_process",
+        "interrupts",
         "kernels",
         "attention",
         "planner",

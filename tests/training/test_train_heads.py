@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,15 @@ from kvik.config.config import EngineConfig
 from kvik.config.draft_heads import EAGLE, KINDS, MEDUSA, HeadsSpec, read_heads_spec
 from kvik.errors import ConfigError, ModelError
 from kvik.evaluate.windows import ScoredWindow
+from kvik.files import working_folder
 from kvik.launch import resolve_config
-from kvik.training.heads import EagleTrainee, HeadsRecipe, MedusaTrainee, train_heads
+from kvik.training.heads import (
+    EagleTrainee,
+    HeadsRecipe,
+    MedusaTrainee,
+    holds_finished,
+    train_heads,
+)
 from kvik.training.train import FILE, Batch, Progress, Schedule, SnapshotStore
 from kvik.worker.drafters.heads import load_eagle, load_medusa
 from kvik.worker.platforms import TorchPlatform
@@ -81,17 +90,29 @@ def test_the_same_seed_gives_the_same_heads(model, windows, tmp_path):
     assert a == b != c
 
 
-def test_an_interruption_keeps_what_was_learned(model, windows, tmp_path):
-    def interrupt(what: str, share: float) -> None:
-        if what.startswith("training") and share >= 0.5:
-            raise KeyboardInterrupt
+def test_ctrl_c_within_a_step_keeps_what_was_learned(
+    model, windows, tmp_path, monkeypatch, default_sigint
+):
+    losses: list[Tensor] = []
 
-    out = tmp_path / "heads"
-    config = EngineConfig(**options(model))
-    trained = train_heads(config, windows, recipe(MEDUSA), out, interrupt)
-    assert not trained.finished
+    def loss(trainee: MedusaTrainee, batch: Batch) -> Tensor:
+        losses.append(trainee_loss(trainee, batch))
+        if len(losses) == 10:
+            os.kill(os.getpid(), signal.SIGINT)
+        return losses[-1]
+
+    trainee_loss = MedusaTrainee.loss
+    monkeypatch.setattr(MedusaTrainee, "loss", loss)
+    out, config = tmp_path / "heads", EngineConfig(**options(model))
+    trained = train_heads(config, windows, recipe(MEDUSA, 640), out, quiet)  # 20 steps
+    assert not trained.finished and len(losses) == 10
     assert read_heads_spec(out, MEDUSA).accuracies == trained.spec.accuracies
-    assert [path.name for path in tmp_path.iterdir()] == ["heads"]
+    assert [path.name for path in tmp_path.iterdir()] == ["heads"] and not holds_finished(out)
+    assert train_heads(config, windows, recipe(MEDUSA, 640), out, quiet).finished
+    assert len(losses) == 20
+    train_heads(config, windows, recipe(MEDUSA, 640), tmp_path / "unbroken", quiet)
+    for name in ("config.json", "model.safetensors"):
+        assert (out / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
 
 
 @pytest.mark.full
@@ -128,6 +149,13 @@ def test_an_interrupted_training_resumes(kind, model, windows, tmp_path, monkeyp
     train_heads(config, windows, planned, tmp_path / "unbroken", quiet)
     for name in ("config.json", "model.safetensors"):
         assert (out / name).read_bytes() == (tmp_path / "unbroken" / name).read_bytes()
+
+
+def test_two_processes_do_not_train_in_one_folder(model, windows, tmp_path):
+    config, out = EngineConfig(**options(model)), tmp_path / "heads"
+    with working_folder(out), pytest.raises(ConfigError, match="output: .*another process"):
+        train_heads(config, windows, recipe(MEDUSA, 640), out, quiet)
+    assert train_heads(config, windows, recipe(MEDUSA, 640), out, quiet).finished
 
 
 def test_a_damaged_checkpoint_is_named(model, windows, tmp_path):

@@ -235,7 +235,7 @@ def train_heads(
     with (
         loaded_reader(resolve_reader(config, longest)) as reader,
         _writing(),
-        working_folder(out) as work,
+        working_folder(out, alone=True) as work,
     ):
         states = read_states(reader, windows, work / "states", progress)
         trainee = _trainee(reader, recipe)

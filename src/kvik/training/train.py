@@ -17,6 +17,7 @@ from torch import Tensor
 from kvik.config.draft_heads import HeadsSpec
 from kvik.errors import ConfigError
 from kvik.evaluate.windows import Reader, ScoredWindow
+from kvik.interrupts import deferred_interrupt
 from kvik.nn.checkpoint import WHOLE, FolderCheckpoint
 from kvik.nn.safetensors import read_header, write_safetensors
 
@@ -262,7 +263,7 @@ def train(
     progress: Progress,
 ) -> bool:
     """Train, from the snapshot of an earlier run if there is one. Ctrl-C ends the training early
-    and keeps what was learned.
+    and keeps what was learned, with a snapshot.
 
     Returns:
         Whether all steps were done.
@@ -279,24 +280,31 @@ def train(
     snapshot = keeper.saved()
     if snapshot is not None:
         _restore(snapshot, trainee.parameters, optimizer, generator)
+    done, is_between = 0 if snapshot is None else snapshot.step, True  # steps
     try:
-        for step in range(0 if snapshot is None else snapshot.step, schedule.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = schedule.rate_at(step)
-            drawn = torch.randint(len(usable), (schedule.rows,), generator=generator)
-            loss = trainee.loss(states.batch(usable[drawn], depth))
-            if not math.isfinite(loss.item()):
-                raise ConfigError(
-                    "rate", f"must be below {schedule.rate:g}: the loss is not finite"
-                )
-            optimizer.zero_grad()
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(trainee.parameters, 1.0)
-            optimizer.step()
+        while done < schedule.steps:
+            with deferred_interrupt():
+                is_between = False
+                for group in optimizer.param_groups:
+                    group["lr"] = schedule.rate_at(done)
+                drawn = torch.randint(len(usable), (schedule.rows,), generator=generator)
+                loss = trainee.loss(states.batch(usable[drawn], depth))
+                if not math.isfinite(loss.item()):
+                    raise ConfigError(
+                        "rate", f"must be below {schedule.rate:g}: the loss is not finite"
+                    )
+                optimizer.zero_grad()
+                loss.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(trainee.parameters, 1.0)
+                optimizer.step()
+                done, is_between = done + 1, True
             if keeper.due():
-                keeper.keep(_snapshot(step + 1, trainee.parameters, optimizer, generator))
-            progress(f"training, loss {loss.item():.3f}", (step + 1) / schedule.steps)
+                keeper.keep(_snapshot(done, trainee.parameters, optimizer, generator))
+            progress(f"training, loss {loss.item():.3f}", done / schedule.steps)
     except KeyboardInterrupt:
+        if not done or not is_between:  # nothing was learned, or it is the second within a step
+            raise
+        keeper.keep(_snapshot(done, trainee.parameters, optimizer, generator))
         return False
     finally:
         for tensor in trainee.parameters:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvik_bench.interrupts import deferred_interrupt
+from kvik.interrupts import deferred_interrupt
 from kvik_bench.peers.engine_entries import FOLDER, EngineEntry
 from kvik_bench.peers.engines.protocol import Answer, Job
 

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from kvik_bench.interrupts import deferred_interrupt
+from kvik.interrupts import deferred_interrupt
 
 pytestmark = pytest.mark.usefixtures("default_sigint")
 
