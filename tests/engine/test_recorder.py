@@ -296,6 +296,18 @@ def test_a_full_disk_ends_the_recording_alone(tmp_path, caplog, monkeypatch):
     assert result.difference is None and result.requests == 1
 
 
+def test_a_deleted_file_ends_the_recording_alone(tmp_path, caplog):
+    rig = Rig(tmp_path / "flight")
+    rig.path.unlink()
+    with caplog.at_level(logging.WARNING):
+        for name in "ab":
+            rig.add(name)
+            rig.run()
+    rig.loop.close()
+    assert [str(rig.path) in record.getMessage() for record in caplog.records] == [True]
+    assert not rig.path.exists()
+
+
 def test_an_event_that_cannot_be_encoded_only_ends_the_recording(tmp_path, caplog):
     rig = Rig(tmp_path / "flight")
     with caplog.at_level(logging.WARNING):

@@ -7,6 +7,7 @@ file contains the token ids of prompts and outputs, which reveal their text.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import struct
@@ -283,8 +284,8 @@ class ClockTape:
 
 
 class Recorder(LoopObserver):
-    """Writes what it observes. If that fails, because the disk is full or the file has reached its
-    limit, it logs a warning once and the engine continues without it.
+    """Writes what it observes. If that fails, because the disk is full, the file was deleted or has
+    reached its limit, it logs a warning once and the engine continues without it.
 
     A plan is written before it is computed, so that a step which kills the process is the last one
     in the file. An existing file is renamed, and replaces the one renamed before.
@@ -388,6 +389,8 @@ class Recorder(LoopObserver):
                 written = os.write(self._file, self._pending)
                 del self._pending[:written]
                 self._size += written
+            if not os.fstat(self._file).st_nlink:
+                raise FileNotFoundError(errno.ENOENT, "the file was deleted")
         except OSError as error:
             log.warning("recording ends: %s: %s", self._path, error.strerror)
             self._close()
