@@ -255,6 +255,15 @@ def test_a_start_recounts_and_removes_leftovers_of_killed_engines(tmp_path: Path
     two.tier.close()
 
 
+def test_bytes_in_use_that_are_too_many_are_counted_again(folder: Folder) -> None:
+    folder.store(1, 2)
+    (folder.path / "usage").write_bytes((1 << 62).to_bytes(8, "little"))
+    folder.store(3)  # finds that there is no room, and counts
+    folder.store(*range(10, 120))
+    assert {key(n) for n in (1, 2, *range(10, 100))} <= set(folder.stored)
+    assert len(folder.files()) == 100 and not folder.off
+
+
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO, errno.EROFS, errno.EDQUOT])
 def test_a_disk_that_fails_is_turned_off_with_one_warning(
     folder: Folder, error: int, monkeypatch, caplog

@@ -51,6 +51,8 @@ CLOSE_SECONDS = 10.0  # for pending writes at the end
 LOOK_SECONDS = 5.0  # between scans for pages of other engines
 LOCK_SECONDS = 5.0  # for the lock of `usage`, which others hold for two system calls
 COUNT_SECONDS = 120.0  # for another engine that counts
+# `usage` is wrong if it exceeds the files by more: each engine writes one page at a time.
+MAX_UNWRITTEN = 256 << 20
 OLD_SECONDS = 3600.0  # since the last use of a page, after which reading it updates its time
 USAGE, USERS = "usage", "users"
 _NAME = re.compile(r"([0-9a-f]{32})-(\d{1,4})\.kv")
@@ -338,13 +340,18 @@ class DiskTier(PageFolder):
         return True
 
     def _list_oldest(self) -> bool:
-        """List all pages for `_oldest`. Returns whether one can be deleted: if all have this
-        fingerprint, the engine decides, since it knows when they were used."""
+        """List all pages for `_oldest`, and correct the bytes in use. Returns whether a page can be
+        deleted: if all have this fingerprint, the engine decides, since it knows when they were
+        used."""
         if time.monotonic() < self._list_again:
             return False
+        with self._locked():
+            used = self._used()
         pages: list[tuple[int, Path, PageKey | None]] = []
+        total = 0
         for folder, shelf in self._shelves():
             for entry, status in _stats(shelf):
+                total += status.st_size
                 if key := _key_of(entry.name):
                     own_key = key if folder == self._pages_folder else None
                     pages.append((status.st_mtime_ns, Path(entry.path), own_key))
@@ -352,16 +359,22 @@ class DiskTier(PageFolder):
             pages.clear()
         self._oldest = deque(sorted(pages, key=lambda page: page[0]))
         self._list_again = time.monotonic() + LOOK_SECONDS
+        with self._locked():
+            if used == self._used() and used - total > MAX_UNWRITTEN:
+                os.pwrite(self._usage, _BYTES.pack(total), 0)
         return bool(pages)
 
     def _change_usage(self, size: int) -> bool:
         with self._locked():
-            data = os.pread(self._usage, _BYTES.size, 0)
-            used = _BYTES.unpack(data)[0] if len(data) == _BYTES.size else 0
+            used = self._used()
             if size >= 0 and used + size > self._quota:
                 return False
             os.pwrite(self._usage, _BYTES.pack(max(0, used + size)), 0)
         return True
+
+    def _used(self) -> int:
+        data = os.pread(self._usage, _BYTES.size, 0)
+        return int(_BYTES.unpack(data)[0]) if len(data) == _BYTES.size else 0
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
