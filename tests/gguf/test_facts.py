@@ -283,6 +283,25 @@ def test_old_files_of_deepseek_have_one_matrix_for_keys_and_values(tmp_path: Pat
     assert (router.groups, router.scale) == (1, 1.0)  # defaults of missing keys
 
 
+@pytest.mark.parametrize(
+    ("more", "family"),
+    [
+        ({}, "DeepseekV2"),
+        ({"deepseek2.expert_weights_norm": False}, "DeepseekV2"),
+        ({"deepseek2.expert_weights_norm": True, "deepseek2.expert_gating_func": 1}, "DeepseekV2"),
+        ({"deepseek2.expert_weights_norm": True}, "DeepseekV3"),  # GLM-4.7-Flash
+        ({"deepseek2.expert_gating_func": 2}, "DeepseekV3"),
+    ],
+)
+def test_routers_of_files_that_do_not_name_their_scores(
+    tmp_path: Path, more: dict[str, Any], family: str
+) -> None:
+    sizes = {"deepseek2.attention.value_length": 32, "deepseek2.rope.dimension_count": 16}
+    values = {**EXPERTS, **WITHIN, **sizes, **more}
+    spec = spec_of(llama_file(tmp_path / "m.gguf", architecture="deepseek2", values=values))
+    assert spec.architecture == f"{family}ForCausalLM"
+
+
 def test_other_models_are_named(tmp_path: Path) -> None:
     path = llama_file(tmp_path / "m.gguf", architecture="mamba")
     with pytest.raises(ModelError, match=r"must be one of llama, .*qwen2, .*olmo2.*, not 'mamba'"):

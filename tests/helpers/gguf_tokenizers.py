@@ -32,6 +32,10 @@ WORDS = {
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
+    "seed-coder": (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}|"
+        r" ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
     "qwen2": (
         r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|"
         r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,6 +57,7 @@ WORDS = {
         r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     ),
 }
+WORDS["smaug-bpe"] = WORDS["llama-bpe"]  # of SmolLM3, which adds no BOS
 # Pre-tokenizers that split several times.
 STEPS = {
     "deepseek-v3": (
@@ -68,7 +73,7 @@ BYTE_LEVEL = ("gpt-2", "smollm", *WORDS, *STEPS)
 @cache
 def byte_level(pre: str) -> Tokenizer:
     """Return one with ids <s>, </s>, 256 bytes, merges, <tool call>."""
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "tekken")))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "smaug-bpe", "tekken")))
     if pre in ("qwen2", "qwen35"):
         tokenizer.normalizer = normalizers.NFC()
     bytes_alone = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)

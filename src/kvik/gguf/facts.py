@@ -206,8 +206,10 @@ def family_of(metadata: Metadata) -> Architecture:
         raise metadata.error(f"{name}.expert_count", f"must be {allowed}")
     for row in rows:
         if row.gguf_marker:
-            key, minimum = row.gguf_marker
-            if metadata.integer(f"{name}.{key}", 0, MAX_POSITIONS, 0) >= minimum:
+            key, minimum, flag = row.gguf_marker
+            marked = bool(flag) and metadata.boolean(f"{name}.{flag}", False)
+            value = minimum if marked else 0
+            if metadata.integer(f"{name}.{key}", 0, MAX_POSITIONS, value) >= minimum:
                 return row
     return next((row for row in rows if not row.gguf_marker), rows[0])
 

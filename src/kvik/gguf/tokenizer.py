@@ -39,6 +39,10 @@ _LLAMA3 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|" + _REST
 _QWEN2 = _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}|" + _REST
 _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_SEED = (
+    _CONTRACTIONS + r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
 _TEKKEN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|"
     r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -105,19 +109,28 @@ _LLAMA3_RULE = WordRule((_LLAMA3,), whole_words=True, bos=True)
 
 WORD_RULES: Mapping[str, WordRule] = {
     "default": WordRule(_DEFAULT),
-    **dict.fromkeys(("gpt-2", "phi-2", "olmo", "exaone4"), WordRule((_GPT2,))),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3"), _LLAMA3_RULE),
+    **dict.fromkeys(
+        ("gpt-2", "phi-2", "olmo", "exaone4", "mpt", "mellum", "trillion", "a.x-4.0", "gigachat"),
+        WordRule((_GPT2,)),
+    ),
+    **dict.fromkeys(
+        ("llama-bpe", "llama3", "llama-v3", "lfm2", "falcon3", "pixtral", "midm-2.0"), _LLAMA3_RULE
+    ),
     "dbrx": WordRule((_LLAMA3,)),
-    "glm4": WordRule((_LLAMA3,), whole_words=True),
-    **dict.fromkeys(("gpt-4o", "minimax-m2"), WordRule((_GPT4O,))),
+    **dict.fromkeys(("glm4", "smaug-bpe"), WordRule((_LLAMA3,), whole_words=True)),
+    "seed-coder": WordRule((_SEED,)),
+    **dict.fromkeys(("gpt-4o", "minimax-m2", "kanana2"), WordRule((_GPT4O,))),
     "llama4": WordRule((_GPT4O,), bos=True),
     "qwen2": WordRule((_QWEN2,), nfc=True),
     "qwen35": WordRule((_QWEN35,), nfc=True),
-    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2"), WordRule((_QWEN2,))),
-    "deepseek-v3": WordRule(_DEEPSEEK3),
+    **dict.fromkeys(("deepseek-r1-qwen", "stablelm2", "megrez"), WordRule((_QWEN2,))),
+    **dict.fromkeys(("deepseek-v3", "joyai-llm"), WordRule(_DEEPSEEK3)),
     "deepseek-llm": WordRule(_DEEPSEEK),
     "deepseek-coder": WordRule(_DEEPSEEK_CODER),
-    **dict.fromkeys(("smollm", "starcoder", "command-r", "refact"), WordRule((r"\p{N}", _GPT2))),
+    **dict.fromkeys(
+        ("smollm", "starcoder", "command-r", "refact", "minerva-7b", "codeshell"),
+        WordRule((r"\p{N}", _GPT2)),
+    ),
     "falcon": WordRule((r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, r"[0-9][0-9][0-9]")),
     "tekken": WordRule((_TEKKEN,), whole_words=True, bos=True),
 }

@@ -190,7 +190,7 @@ DEEPSEEK3 = replace(
         "routed_scaling_factor": 2.5,
     },
     eos_token_ids=(1,),
-    gguf_marker=("expert_gating_func", 2),
+    gguf_marker=("expert_gating_func", 2, "expert_weights_norm"),
     gguf_implied=None,
 )
 # GLM-4.7-Flash (Z.ai 2026), whose files are read like DeepSeek-V3's.

@@ -33,7 +33,7 @@ MISTRAL = Architecture(
     eos_token_ids=(2,),
     defaults={"num_key_value_heads": 8},
     gguf="llama",
-    gguf_marker=("attention.sliding_window", 1),
+    gguf_marker=("attention.sliding_window", 1, ""),
     gguf_pairs=True,
 )
 # Ministral 3 (Mistral AI 2025): in long contexts, queries are scaled up by their positions.

@@ -92,7 +92,7 @@ OLMO3 = replace(
     models="OLMo 3",
     layers=olmo3_layers,
     defaults={"rms_norm_eps": 1e-5, "rope_theta": 5e5},
-    gguf_marker=("attention.sliding_window", 1),
+    gguf_marker=("attention.sliding_window", 1, ""),
 )
 # EXAONE 4 (LG AI Research 2025, arXiv 2507.11407): each head of q and k is normalised separately,
 # and layers without a window have no positions.

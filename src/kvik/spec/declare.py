@@ -123,7 +123,8 @@ class Architecture:
         fixed: keys with the only supported value; another value would change the arithmetic.
         gguf: `general.architecture` of its GGUF files; None: none exist.
         gguf_marker: if several architectures share the name `gguf`: a metadata key and its least
-            value in files of this one; (): the architecture of files without the others' keys.
+            value in files of this one, and a flag that decides where files lack the key; (): the
+            architecture of files without the others' keys.
         gguf_names: names of tensors in GGUF -> in the checkpoint, if they differ from Llama's:
             names of a block's layers, and full names for those in `gguf.names.OUTER`. A name that
             ends in `.weight`, `.bias` or a dot denotes one tensor; with a dot, as `ssm_a.`, the
@@ -175,7 +176,7 @@ class Architecture:
     inside: str = ""
     fixed: Mapping[str, bool] = field(default_factory=dict)
     gguf: str | None = None
-    gguf_marker: tuple[str, int] | tuple[()] = ()
+    gguf_marker: tuple[str, int, str] | tuple[()] = ()
     gguf_names: Mapping[str, str] = field(default_factory=dict)
     gguf_pairs: bool = False
     gguf_parts: Callable[[ModelFacts], Mapping[str, tuple[FilePart, ...]]] | None = None
