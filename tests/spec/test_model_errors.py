@@ -263,6 +263,12 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
         read_model_spec(tmp_path)
 
 
+def test_an_adapter_is_no_model(tmp_path: Path) -> None:
+    write(tmp_path, "adapter_config.json", {"peft_type": "LORA"})
+    with pytest.raises(ModelError, match="must not be that of an adapter: merge it"):
+        read_model_spec(tmp_path)
+
+
 def test_generation_config_decides_the_eos_ids(tmp_path: Path) -> None:
     write(tmp_path, "config.json", small(eos_token_id=5))
     assert read_model_spec(tmp_path).eos_token_ids == (5,)

@@ -11,7 +11,10 @@ import pytest
 from helpers.stalls import assert_turns
 from tokenizers import Tokenizer as Library
 from tokenizers import processors
-from tokenizers.models import WordLevel
+from tokenizers.models import WordLevel, WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
+from transformers import AutoTokenizer
 
 from kvik import LLM, SamplingParams
 from kvik.errors import ConfigError, ModelError, ParamError
@@ -160,6 +163,8 @@ def test_binary_files(folder: Path) -> None:
     [
         ("tokenizer.model", "tokenizer.model alone \\(sentencepiece\\) is not read"),
         ("vocab.json", "vocab.json and merges.txt alone are not read"),
+        ("vocab.txt", "vocab.txt alone is not read"),
+        ("tekken.json", "tekken.json alone is not read"),
         ("config.json", "is missing from the model folder"),
     ],
 )
@@ -169,6 +174,35 @@ def test_missing_tokenizer(tmp_path: Path, present: str, message: str) -> None:
         Tokenizer.load(tmp_path)
     with pytest.raises(ModelError, match="the model folder does not exist"):
         Tokenizer.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+@pytest.mark.parametrize("strip_accents", [None, True, False])
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"do_lower_case": True},
+        {"do_lower_case": False},
+        {"do_lower_case": True, "strip_accents": False},
+        {"do_lower_case": False, "strip_accents": True, "tokenize_chinese_chars": False},
+    ],
+)
+def test_the_config_decides_how_bert_normalises(
+    tmp_path: Path, lowercase: bool, strip_accents: bool | None, facts: dict[str, bool]
+) -> None:
+    text = "Ein Wörter Übung 日本 café"
+    letters = [*dict.fromkeys("abcdefghijklmnopqrstuvwxyz" + text)]
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *letters, *(f"##{x}" for x in letters)]
+    vocabulary = {word: i for i, word in enumerate(words)}
+    library = Library(WordPiece(vocabulary, unk_token="[UNK]"))
+    library.normalizer = BertNormalizer(lowercase=lowercase, strip_accents=strip_accents)
+    library.pre_tokenizer = BertPreTokenizer()
+    library.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    config = {"strip_accents": strip_accents, "tokenizer_class": "BertTokenizer", **facts}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    expected = AutoTokenizer.from_pretrained(tmp_path)(text, add_special_tokens=False)["input_ids"]
+    assert Tokenizer.load(tmp_path).encode(text, False) == expected
 
 
 def test_size_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

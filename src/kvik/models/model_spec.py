@@ -255,6 +255,9 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError("model", f"must be a folder with a config.json, not {str(folder)!r}")
+    if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
+        reason = "must not be that of an adapter: merge it into the weights of its model"
+        raise ModelError("model", f"{str(folder)!r} {reason}")
     config = read_json(folder / "config.json")
     spec = ModelSpec.from_config(config)
     if spec.pooling is None or not spec.pooling.scores:
@@ -277,6 +280,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     return replace(spec, built=read_built(folder))
 
 
+ADAPTER = "adapter_config.json"  # of PEFT
 # Keys that may be outside the object with the facts of the text model.
 TIED = "tie_word_embeddings"
 OUTER_KEYS = (

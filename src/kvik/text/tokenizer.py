@@ -1,8 +1,9 @@
 """Text to token ids and back, by the `tokenizers` library.
 
 `tokenizer.json` defines how text is split and which special tokens are added, as in `transformers`
-5; the other files of the folder only name the BOS and EOS tokens and the chat template. Decoding
-does not clean up text: spaces before punctuation stay.
+5; the other files of the folder only name the BOS and EOS tokens and the chat template, and change
+how BERT's tokenizers normalise text. Decoding does not clean up text: spaces before punctuation
+stay.
 """
 
 from __future__ import annotations
@@ -30,6 +31,18 @@ from kvik.text.detokenizer import (
 MAX_TOKENIZER_BYTES = 128 << 20  # the largest public ones have about 35 MB
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
+# Keys of tokenizer_config.json -> attributes of BERT's normaliser, over which they take precedence.
+BERT_KEYS = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+# Tokenizers in files that are not read.
+UNREAD = {
+    "tokenizer.model": "tokenizer.model alone (sentencepiece) is",
+    "vocab.json": "vocab.json and merges.txt alone are",
+    "vocab.txt": "vocab.txt alone is",
+}
 _MARKUP = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]")
 BRIEF_CHARS = 2048  # encoded in about a millisecond
 
@@ -82,10 +95,14 @@ class Tokenizer:
                 library = Library.from_buffer(data)
             except Exception as error:  # the library raises plain Exception
                 raise ModelError("tokenizer.json", f"is not a tokenizer: {brief(error)}") from None
+        config = _read_json(folder / "tokenizer_config.json")
+        if isinstance(normalizer := library.normalizer, normalizers.BertNormalizer):
+            for key, attribute in BERT_KEYS.items():
+                if isinstance(value := config.get(key), bool):
+                    setattr(normalizer, attribute, value)
         if _read_json(folder / LENGTHS).get("do_lower_case") is True:
             steps = [library.normalizer] if library.normalizer is not None else []
             library.normalizer = normalizers.Sequence([normalizers.Lowercase(), *steps])
-        config = _read_json(folder / "tokenizer_config.json")
         special = _read_json(folder / "special_tokens_map.json")
         return cls(
             library,
@@ -218,16 +235,14 @@ def _cut(lengths: Sequence[int], limit: int) -> list[int]:
 def _why_missing(folder: Path) -> str:
     if not folder.is_dir():
         return "the model folder does not exist"
-    if (folder / "tokenizer.model").is_file():
-        return (
-            "is missing; tokenizer.model alone (sentencepiece) is not read: load the folder once "
-            "with transformers' AutoTokenizer and save_pretrained() to get a tokenizer.json"
-        )
-    if (folder / "vocab.json").is_file():
-        return (
-            "is missing; vocab.json and merges.txt alone are not read: load the folder once with "
-            "transformers' AutoTokenizer and save_pretrained() to get a tokenizer.json"
-        )
+    for name, subject in UNREAD.items():
+        if (folder / name).is_file():
+            return (
+                f"is missing; {subject} not read: load the folder once with transformers' "
+                "AutoTokenizer and save_pretrained() to get a tokenizer.json"
+            )
+    if (folder / "tekken.json").is_file():
+        return "is missing; tekken.json alone is not read: take it from a model with that tokenizer"
     return "is missing from the model folder; without it prompts must be token ids"
 
 
