@@ -51,6 +51,19 @@ def test_parts_fill_their_rows_of_the_fused_weight(llama: Path) -> None:
     assert torch.equal(mlp, torch.cat(parts))
 
 
+@pytest.mark.parametrize(("added", "warned"), [(0.0, False), (0.5, True), (None, False)])
+def test_a_head_that_a_tied_model_does_not_read_is_compared(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, added: float | None, warned: bool
+) -> None:
+    source = tmp_path / "source"
+    save_tiny(source, "Llama", tie_word_embeddings=True)
+    embedding = load_file(source / SINGLE)["model.embed_tokens.weight"]
+    PagedModel(
+        altered(source, tmp_path, lm_head__weight=None if added is None else embedding + added)
+    )
+    assert any("lm_head.weight" in record.getMessage() for record in caplog.records) == warned
+
+
 @pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 @pytest.mark.parametrize("wanted", [torch.float32, torch.bfloat16, torch.float16])
 def test_float_types_are_cast(

@@ -130,6 +130,8 @@ class Declarations:
     ignored: set[str] = field(default_factory=set)
     skipped: set[str] = field(default_factory=set)  # prefixes of names that are not used here
     elsewhere: set[str] = field(default_factory=set)  # prefixes of names that other stages read
+    embedding: str = ""  # name of the embedding, if it is also the head
+    unread_head: str = ""  # name of a head, which some checkpoints contain all the same
     # scope -> the heads of its attention, which may be divided among processes
     heads: dict[str, Between] = field(default_factory=dict)
 
@@ -552,6 +554,8 @@ class Builder(LayerBuilder):
         if stage is not None and not (stage.first or (stage.last and tied)):
             self.skip(name)
             return super().token_embedding(name, vocab, hidden, tied=tied)
+        if tied:
+            self.declared.embedding = self._name(f"{name}.weight")
         scale = float(torch.tensor(scale, dtype=self.dtype))
         stored_as_matrix = self._name(name) in self.storage.names
         if not tied and self._embedding_scheme(name) is None and not stored_as_matrix:
@@ -600,6 +604,7 @@ class Builder(LayerBuilder):
             return super().linear(name, 0, 0, bias=bias)
         if isinstance(embedding, MatrixEmbedding) and embedding.tied:
             self.ignore(f"{name}.weight")
+            self.declared.unread_head = self._name(f"{name}.weight")
             head = Linear(self.ops, embedding.matrix)
             if embedding.matrix.bias is not None:
                 self._declare(self._name(f"{name}.{BIAS}"), embedding.matrix.bias, "bias")

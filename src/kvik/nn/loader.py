@@ -13,7 +13,7 @@ import torch
 from kvik.errors import NOTES_LOG, START_LOG, ModelError, shown
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, Declarations, DeclaredTensor
-from kvik.nn.checkpoint import Checkpoint, selected_bytes
+from kvik.nn.checkpoint import Checkpoint, Selection, selected_bytes
 from kvik.nn.layers import PooledHead
 from kvik.nn.safetensors import TORCH_DTYPES
 from kvik.spec.declare import Network
@@ -24,6 +24,7 @@ PROGRESS_BYTES = 1 << 30  # smaller models load too fast for a progress bar
 RANDOM_STD = 0.02
 RANDOM_DRAWS = 1 << 19  # random numbers per matrix
 FLOATS, INTEGERS = ("F32", "BF16", "F16", "F64"), ("I64", "I32")  # dtypes that are interchangeable
+COMPARED_ROWS = 64  # of a head that is not read
 MAX_LISTED = 3  # names repeated in an error
 
 
@@ -59,6 +60,7 @@ def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
             before any is read; or weights cannot be quantised.
     """
     check_weights(declared, checkpoint)
+    _compare_head(declared, checkpoint)
     tensors = {tensor.name: tensor for tensor in declared.tensors}
     entries = checkpoint.entries
     selected = {name: tensor.selection for name, tensor in tensors.items()}
@@ -67,6 +69,24 @@ def load_weights(declared: Declarations, checkpoint: Checkpoint) -> None:
         for run in checkpoint.runs(selected):
             tensors[run.name].fill(run.first, run.values.to(declared.device))
             advance(run.values.nbytes)
+
+
+def _compare_head(declared: Declarations, checkpoint: Checkpoint) -> None:
+    """Warn of a head in the checkpoint that is not read and differs from the embedding."""
+    names = declared.embedding, declared.unread_head
+    entries = [checkpoint.entries[name] for name in names if name in checkpoint.entries]
+    if len(entries) < 2 or entries[0].shape != entries[1].shape:
+        return
+    step = max(1, entries[0].shape[0] // COMPARED_ROWS)
+    some = Selection(False, 0, tuple((row, row + 1) for row in range(0, entries[0].shape[0], step)))
+    runs = checkpoint.runs(dict.fromkeys(names, some))
+    embedding, head = (run.values.to(torch.float64, copy=True) for run in runs)
+    if not torch.equal(embedding, head):
+        log.warning(
+            "%s is not read, because tie_word_embeddings is true, but differs from %s: set it to "
+            "false for the answers of transformers 5",
+            *reversed(names),
+        )
 
 
 def random_weights(declared: Declarations, seed: int) -> None:
