@@ -86,6 +86,7 @@ def test_the_server_s_own_message_is_shown(site: Site, say: Say) -> None:
 
 def test_requests_to_the_server(say: Say) -> None:
     flags = ["--temperature", "0.5", "--stop", "x", "--seed", "3", "--max-tokens", "none"]
+    flags += ["--regex", "a+"]
     with answering(HELLO) as server:
         say("Hi\n", "--url", f"{server.url}/v1/", "--api-key", "abc", *flags)
         listed, asked = server.requests
@@ -100,6 +101,7 @@ def test_requests_to_the_server(say: Say) -> None:
         "temperature": 0.5,
         "stop": ["x"],
         "seed": 3,
+        "structured_outputs": {"regex": "a+"},
     }
 
 

@@ -23,6 +23,7 @@ from kvik.cli.flags import (
 )
 from kvik.cli.terminal import Flow, say, styled
 from kvik.core.sampling_params import SamplingParams
+from kvik.core.structured import Structure
 from kvik.errors import ConfigError, KvikError, ParamError
 from kvik.options import did_you_mean
 from kvik.remote_server import RemoteServer, add_key_flag
@@ -102,6 +103,9 @@ def _with_server(arguments: argparse.Namespace, changes: Mapping[str, object]) -
 
     server = RemoteServer.at(arguments.url, arguments.api_key)
     sampling = {name: value for name, value in changes.items() if value is not None}
+    if "structured" in sampling:  # other servers know only vLLM's name
+        constraint = Structure().checked(sampling.pop("structured"))
+        sampling["structured_outputs"] = constraint.to_mapping()
     model = arguments.model or first_model(server)
     return _converse(Chat(RemoteBackend(server, model, sampling), arguments.system))
 

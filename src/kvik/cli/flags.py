@@ -15,7 +15,7 @@ from kvik.config.env import environment_options, set_variable
 from kvik.config.server_config import ServerConfig
 from kvik.config.synonyms import SYNONYMS, synonym_options, translated
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.structured import MAX_SOURCE_BYTES
+from kvik.core.structured import MAX_SOURCE_BYTES, Structure
 from kvik.errors import ConfigError, KvikError, ParamError, shown
 from kvik.files import regular
 from kvik.options import FORMERLY, NO_FACTS, TAKES_SEVERAL, Flag, Option, did_you_mean, options_of
@@ -215,11 +215,15 @@ def server_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def given_sampling_options(arguments: argparse.Namespace) -> dict[str, object]:
     """Return the fields of SamplingParams that are set by flags."""
     fields = given_options(SamplingParams, arguments)
-    for name, value in (("schema", _schema(arguments.schema)), ("regex", arguments.regex)):
+    schema = _schema(arguments.schema)
+    for name, kind, value in (("schema", "json", schema), ("regex", "regex", arguments.regex)):
         if value is not None:
             if "structured" in fields:
                 raise ParamError(name, "contradicts another flag that constrains the text")
-            fields["structured"] = {"json" if name == "schema" else name: value}
+            try:
+                fields["structured"] = Structure().checked({kind: value}).called(name)
+            except ValueError as error:
+                raise ParamError(name, str(error)) from None
     return fields
 
 

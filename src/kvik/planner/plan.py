@@ -432,6 +432,8 @@ def draft_source(name: str | None, shape: ModelShape) -> DraftSource:
     """
     if name is None:
         return NO_SOURCE
+    if not name:
+        raise ModelError("draft", "must name a model or heads")
     folder = Path(name).expanduser()
     if os.path.isfile(folder / CONFIG):
         values = read_json(folder / CONFIG)
@@ -442,7 +444,11 @@ def draft_source(name: str | None, shape: ModelShape) -> DraftSource:
             except ModelError as error:
                 raise ModelError("draft", error.message) from None
             return DraftSource(name, heads=heads)
-    return DraftSource(name, read_shape(name).spec)
+    try:
+        return DraftSource(name, read_shape(name).spec)
+    except ModelError as error:
+        reason = error.message if error.field == "model" else str(error)
+        raise ModelError("draft", reason) from None
 
 
 # Changes for a plan that does not fit.
