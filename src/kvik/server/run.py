@@ -60,6 +60,8 @@ def bind(host: str, port: int, field: str = "port") -> socket.socket:
     except (OSError, OverflowError) as error:
         listening.close()
         reason = error.strerror if isinstance(error, OSError) else str(error)
+        if isinstance(error, OSError) and error.errno == errno.EADDRNOTAVAIL:
+            field = "host"
         raise ConfigError(field, f"cannot listen on {host} port {port}: {reason}") from None
     listening.setblocking(False)
     return listening
