@@ -49,6 +49,8 @@ MODEL = torch.bfloat16
         ({"damping": float("nan")}, "damping"),
         ({"smoothing": 1.5}, "smoothing"),
         ({"smoothing": float("nan")}, "smoothing"),
+        ({"method": "rtn", "damping": 0.5}, "damping"),
+        ({"method": "awq", "smoothing": 0.2}, "smoothing"),
         ({"average_bits": 9.0}, "budget_bits"),
         ({"average_bits": 3.5}, "budget_bits"),
         ({"average_bits": float("nan")}, "budget_bits"),

@@ -26,7 +26,7 @@ from kvik.config.model_source import find_model
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError, KvikError
 from kvik.options import Flag, Integer, Kind, Number, Text, TextList, option
-from kvik.quantize.recipe import ROW, SQUARE, Recipe, dividing
+from kvik.quantize.recipe import DAMPING, ROW, SMOOTHING, SQUARE, Recipe, dividing
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -160,8 +160,8 @@ class RecipeOptions:
     sym: bool | None = option(None, Flag(), "without zero points; None: yes, except for awq")
     act_order: bool = option(False, Flag(), "gptq: quantise columns with the largest inputs first")
     static_groups: bool = option(False, Flag(), "with --act-order: groups stay contiguous")
-    damping: float = option(0.01, Number(0, 1, above=True), "gptq: damping of the Hessian")
-    smoothing: float = option(0.5, Number(0, 1), "smoothquant: alpha")
+    damping: float = option(DAMPING, Number(0, 1, above=True), "gptq: damping of the Hessian")
+    smoothing: float = option(SMOOTHING, Number(0, 1), "smoothquant: alpha")
     activation_scheme: str = option(
         "dynamic",
         Text(metavar="NAME"),

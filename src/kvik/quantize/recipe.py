@@ -37,6 +37,7 @@ ROW = -1  # `group_size`: a scale for each output
 TENSOR = 0  # `group_size` of fp8: one scale
 SQUARE = 128  # `group_size` of fp8: a scale for each block of this many outputs and inputs
 GROUPS = (128, 64, 32)  # "auto" chooses one of these
+DAMPING, SMOOTHING = 0.01, 0.5  # defaults
 MANY = 8  # with a budget: bits of the most sensitive layers
 
 
@@ -73,8 +74,8 @@ class Recipe:
     symmetric: bool = True
     act_order: bool = False
     static_groups: bool = False
-    damping: float = 0.01
-    smoothing: float = 0.5
+    damping: float = DAMPING
+    smoothing: float = SMOOTHING
     activation_scheme: ActivationScheme = "dynamic"
     fp8_format: Fp8Format = "e4m3"
     skip: tuple[str, ...] = ()
@@ -104,6 +105,12 @@ class Recipe:
             raise ConfigError("damping", f"must be in (0, 1], not {self.damping}")
         if not 0 <= self.smoothing <= 1:
             raise ConfigError("smoothing", f"must be in [0, 1], not {self.smoothing}")
+        for name, chosen, method in (
+            ("damping", self.damping != DAMPING, "gptq"),
+            ("smoothing", self.smoothing != SMOOTHING, "smoothquant"),
+        ):
+            if chosen and self.method != method:
+                raise ConfigError(name, f"is for {method}, not for {self.method}")
         if self.average_bits is not None:
             if self.act_order and not self.static_groups:
                 raise ConfigError(
