@@ -7,15 +7,25 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from helpers.optional_native import needs_native
 
-from kvik import LLM, CapacityError, ConfigError, ModelError, ParamError, SamplingParams
+from kvik import (
+    LLM,
+    AsyncLLM,
+    CapacityError,
+    ConfigError,
+    KvikError,
+    ModelError,
+    ParamError,
+    SamplingParams,
+)
 from kvik.config.config import EngineConfig
 from kvik.config.hardware import detect
 from kvik.launch import load_tokenizer, resolve_config
@@ -496,3 +506,19 @@ def test_num_blocks_are_blocks_that_requests_can_use():
         assert whole.num_output_tokens == 3
         stats = llm.stats()
         assert stats.num_blocks == stats.peak_blocks == llm.resolved.cache.num_blocks == 4
+
+
+def test_a_folder_may_be_a_path(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="model: there is no folder"):
+        LLM(tmp_path / "none")
+    assert resolve_config(EngineConfig(engine_cache=tmp_path, device="cpu")).cache
+
+
+@pytest.mark.parametrize("load", [LLM, partial(AsyncLLM, engine="thread")])
+def test_a_current_folder_that_was_deleted_is_an_error(
+    load: Callable[..., object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(KvikError, match="^folder: "):
+        load(device="cpu")

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from heapq import heappop, heappush
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -38,6 +39,7 @@ from kvik.engine.stats import EngineStats
 from kvik.engine.thread import LOOKAHEAD
 from kvik.engine_process import engine_in_process
 from kvik.errors import ConfigError, OverloadError, ParamError, UnavailableError, shown
+from kvik.files import check_current_folder
 from kvik.launch import check_no_role, check_one_engine, load_loop, load_tokenizer, resolve_config
 from kvik.llm import (
     Message,
@@ -84,12 +86,14 @@ class AsyncLLM:
         KvikError: the model or an option cannot be used; nothing was loaded.
     """
 
-    def __init__(self, model: str = "", *, engine: str = "process", **config: Any) -> None:
+    def __init__(
+        self, model: str | PathLike[str] = "", *, engine: str = "process", **config: Any
+    ) -> None:
         if engine not in PLACES:
             raise ConfigError("engine", f"must be one of {', '.join(PLACES)}, not {shown(engine)}")
         self.resolved: ResolvedConfig = resolve_config(engine_config(model, config))
         check_no_role(self.resolved)
-        self.model = model
+        self.model = fspath(model)
         self.default_params = model_files(Path(self.resolved.runner.model_path)).default_params()
         tokenizer = load_tokenizer(self.resolved)
         limit = self.resolved.scheduler.max_model_len
@@ -98,6 +102,7 @@ class AsyncLLM:
             self.client = engine_in_process(self.resolved, sys.stderr.write)
         else:
             check_one_engine(self.resolved)
+            check_current_folder()
             source = ThreadSource(partial(load_loop, self.resolved))
             self.client = EngineClient(self.resolved, [source])
         self._processor = OutputProcessor(tokenizer)

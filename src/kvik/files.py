@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from kvik.errors import KvikError
+
 NO_FILE = "it is not a regular file"
 LFS_START = b"version https://git-lfs"
 LFS_POINTER = "it is a pointer of Git LFS: `git lfs pull` fetches the file"
@@ -45,6 +47,14 @@ def allow_files(count: int) -> int:
     allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     return allowed
+
+
+def check_current_folder() -> None:
+    """Raise `KvikError` if the current folder was deleted: torch's library MKL aborts there."""
+    try:
+        os.getcwd()
+    except OSError:
+        raise KvikError("folder", "the current one was deleted: change to another") from None
 
 
 def is_gguf(path: Path) -> bool:

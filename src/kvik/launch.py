@@ -36,6 +36,7 @@ from kvik.engine.core import EngineCore
 from kvik.engine.loop import Engine, EngineLoop
 from kvik.engine.memory_watch import MemoryWatch
 from kvik.errors import START_LOG, ConfigError, ModelError, ParamError
+from kvik.files import check_current_folder
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
 from kvik.text.tokenizer import Tokenizer, read_template
@@ -158,6 +159,7 @@ def start(resolved: ResolvedConfig, *, record: Path | None = None) -> Engine:
     """
     check_one_engine(resolved)
     check_no_role(resolved)
+    check_current_folder()
     default_params = model_files(Path(resolved.runner.model_path)).default_params()
     runner = resolved.runner
     # The tokenizer's library holds the GIL. That delays the quantisation of weights, which is many
@@ -437,7 +439,7 @@ def resolve_config(config: EngineConfig, *, moves: bool = False) -> ResolvedConf
     Args:
         moves: requests may move between this engine and engines of other servers.
     """
-    check_config(config)  # before a model is downloaded
+    config = check_config(config)  # before a model is downloaded
     path = find_model(config.model, revision=config.revision)
     spec = _read_spec(path, config.fallback)
     gpus = () if config.device == "cpu" else find_gpus()
@@ -465,8 +467,7 @@ def find_device(device: str) -> str:
     Raises:
         ConfigError: the device is invalid or missing.
     """
-    config = EngineConfig(device=device)
-    check_config(config)
+    config = check_config(EngineConfig(device=device))
     gpus = () if device == "cpu" else find_gpus()
     return choose_device(config, detect(gpus), Notes())[0]
 

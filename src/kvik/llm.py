@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from functools import partial
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 from weakref import finalize
@@ -97,7 +98,7 @@ def batch_bar(total: int, show: bool | None) -> Iterator[Callable[[int], None]]:
 Message = Mapping[str, Any]
 
 
-def engine_config(model: str, options: Mapping[str, Any]) -> EngineConfig:
+def engine_config(model: str | PathLike[str], options: Mapping[str, Any]) -> EngineConfig:
     """Make a config from options by kvik's names or other engines' names. Options that are not
     given are taken from environment variables.
 
@@ -170,7 +171,7 @@ class LLM:
         KvikError: the model or an option cannot be used; the message says what is allowed.
     """
 
-    def __init__(self, model: str = "", **config: Any) -> None:
+    def __init__(self, model: str | PathLike[str] = "", **config: Any) -> None:
         self.resolved: ResolvedConfig = resolve_config(engine_config(model, config))
         self._engine = EngineThread(partial(start, self.resolved))
         finalize(self, self._engine.close)  # when the program ends or forgets it

@@ -5,6 +5,7 @@ are derived from that field."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -128,7 +129,7 @@ class Flag(Kind):
 
 @dataclass(frozen=True)
 class Text(Kind):
-    """A string that matches `pattern`, which `noun` describes.
+    """A string, or a path, that matches `pattern`, which `noun` describes.
 
     Attributes:
         secret: no error shows it.
@@ -140,6 +141,7 @@ class Text(Kind):
     secret: bool = False
 
     def checked(self, value: object) -> str:
+        value = os.fspath(value) if isinstance(value, os.PathLike) else value
         if not isinstance(value, str) or not re.fullmatch(self.pattern, value, re.DOTALL):
             raise ValueError(f"must be {self.noun}") if self.secret else bad_value(self.noun, value)
         return value

@@ -22,7 +22,7 @@ GROUND = {"errors", "options", "files", "spec"}
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "options": {"errors"},
-    "files": set(),
+    "files": {"errors"},
     "spec": {"errors", "options", "files"},
     # control: decides, and never imports torch
     "core": {*GROUND, "frozen"},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -15,6 +14,7 @@ from kvik.cli.plugins import added_verbs
 from kvik.cli.terminal import abandon_broken_streams, flush_output, open_missing_streams, say
 from kvik.collector import uncollected
 from kvik.errors import START_LOG, KvikError
+from kvik.files import check_current_folder
 
 # verb -> its module, with `build_parser()` and `run(arguments) -> exit code`; what it does. Other
 # packages add verbs (`kvik.cli.plugins`), including all measurements.
@@ -120,10 +120,7 @@ def _dispatch(argv: list[str]) -> int:
         say(_help(group, argv[0]))
         return 0 if len(argv) > 1 else USAGE_ERROR
     verb, rest = _verb(argv, verbs)
-    try:
-        os.getcwd()
-    except OSError:  # torch's library MKL would abort
-        raise KvikError("folder", "the current one was deleted: change to another") from None
+    check_current_folder()
     with uncollected():
         module = import_module(verbs[verb][0])
         parser = module.build_parser()
