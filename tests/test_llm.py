@@ -441,6 +441,7 @@ def test_a_custom_chat_template(tmp_path):
     [
         ("{% for m in messages %}", "chat_template: is not a valid template"),
         (None, "chat_template: there is no file '"),
+        ("", "chat_template: .* is empty"),
         (b"\xff\xfe", "chat_template: .* must be UTF-8 text"),
     ],
 )

@@ -120,6 +120,7 @@ def test_flags_override_the_environment_and_that_the_file(
         (["--api-key", ""], "--api-key: must be printable"),
         (["--config", "/no/such"], "--config: '/no/such' cannot be read"),
         (["--host", "no.such.host.invalid"], "--host: "),
+        (["--role", "first"], "--role: must be one of"),
         (["--host", "192.0.2.1"], "--host: "),  # of no machine
         (["--gpu-memory-utilization", "x"], "must be a number"),
         (["/no/such/model", "--record", "/dev/null", "--port", "0"], "--record: '/dev/null' must"),

@@ -23,7 +23,7 @@ from kvik.cli.flags import (
     server_options,
 )
 from kvik.cli.terminal import visible
-from kvik.config.config import EngineConfig, ResolvedConfig
+from kvik.config.config import EngineConfig, ResolvedConfig, check_config
 from kvik.config.env import read_option_file
 from kvik.config.server_config import ServerConfig, check_server_config
 from kvik.engine.recorder import can_record
@@ -106,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     import uvloop
 
     config, server = read_configs(arguments)
+    config = check_config(config)
     keys = read_keys(server.api_key, server.api_key_file)
     tls = server_tls(server.ssl_certfile, server.ssl_keyfile)
     if server.admin_port is not None and not keys.has_admin:

@@ -306,15 +306,18 @@ def read_template(file: str) -> str:
     """Return the chat template of a file.
 
     Raises:
-        ConfigError: it cannot be read, or is not text.
+        ConfigError: it cannot be read, is not text, or is empty.
     """
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError("chat_template", f"there is no file {shown(file)}")
     try:
-        return _read_text(path)
+        template = _read_text(path)
     except ModelError as error:
         raise ConfigError("chat_template", f"{shown(file)} {error.message}") from None
+    if not template:
+        raise ConfigError("chat_template", f"{shown(file)} is empty")
+    return template
 
 
 def _read_text(path: Path) -> str:
