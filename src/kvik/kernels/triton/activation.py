@@ -62,7 +62,7 @@ def activated(x, ACTIVATION: tl.constexpr):
         x = tl.maximum(x, 0.0) * tl.maximum(x, 0.0)
     elif ACTIVATION == CLAMPED:
         x = tl.where(x > LIMIT, LIMIT, x)
-        x = x * sigmoid(SLOPE * x)
+        x = x * sigmoid(x * SLOPE)
     return x
 
 

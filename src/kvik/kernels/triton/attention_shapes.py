@@ -222,7 +222,7 @@ def split(seen, tiles):
     They depend only on the sequence. Sequences of few keys have few splits; for many keys there are
     as many as needed to spread a single sequence over a GPU.
     """
-    most = tl.maximum(SPREAD // tiles, 1)
+    most = tl.maximum(tl.full((), SPREAD, tl.int32) // tiles, 1)
     keys = tl.cdiv(tl.cdiv(seen, most), MIN_SPLIT) * MIN_SPLIT
     keys = tl.maximum(keys, MIN_SPLIT)
     return keys, tl.cdiv(seen, keys)

@@ -155,7 +155,9 @@ def edges_of(before, beyond, temperature, row, COUNT: tl.constexpr):
     """
     number = tl.arange(0, EDGES)
     start = tl.maximum(before, 0.0)
-    fixed = EDGE_STEP / tl.load(temperature + row) if COUNT else EDGE_STEP
+    fixed = tl.full((), EDGE_STEP, tl.float32)
+    if COUNT:
+        fixed /= tl.load(temperature + row)
     step = tl.where(beyond < float("inf"), (beyond - start) * (1.0 / EDGES), fixed)
     edge = tl.fma((number + 1).to(tl.float32), step, start)
     return tl.where(number < EDGES - 1, edge, beyond)
