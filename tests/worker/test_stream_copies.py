@@ -219,6 +219,20 @@ def test_pages_that_other_engines_fetch_are_complete_when_they_are_lent(
     mover.close()
 
 
+def test_closing_waits_for_copies_before_it_unpins(cache: KVCache) -> None:
+    stream, unpinned = Stream(), list[bool]()
+    pages = [StreamPages(DevicePages(GROUPS[0], cache, SIZE), stream)]
+
+    def pin(memory: np.ndarray) -> Callable[[], None]:
+        return lambda: unpinned.append(not stream.pending)
+
+    copies = StreamCopies(pages, 2, pages[0].num_bytes, stream.mark, pin)
+    copies.copy(0, [5], [1], load=False)
+    assert stream.pending
+    copies.close()
+    assert unpinned == [True]
+
+
 def device_pages(
     groups: Sequence[KVGroup], local: object, cache: KVCache, share: PagePart, **_: bool
 ) -> Sequence[GroupPages]:

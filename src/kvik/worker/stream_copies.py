@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -114,5 +115,7 @@ class StreamCopies:
             self._pending.clear()
 
     def close(self) -> None:
-        """Unpin the rows."""
+        """Wait for the copies, and unpin the rows."""
+        with suppress(RuntimeError):  # a GPU that failed copies nothing more
+            self.settle()
         self._unpin()
