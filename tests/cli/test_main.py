@@ -156,6 +156,7 @@ def test_a_panic_of_a_library_is_one_line(
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB."), "memory: the GPU"),
         (RuntimeError("CUDA error: out of memory"), "memory: the GPU has too little"),
         (ImportError("libtorch_cpu.so: failed to map segment"), "memory: there is too little"),
+        (RuntimeError("can't start new thread"), "threads: "),
         (ModuleNotFoundError("no torch", name="torch.nn"), "torch: is not installed: pip "),
     ],
 )

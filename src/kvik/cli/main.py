@@ -80,6 +80,9 @@ def _problem(error: BaseException) -> str | None:
         return str(error)
     if _is_lack_of_memory(error):
         return "memory: there is too little of it; free some, or raise a limit (ulimit -v)"
+    if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+        limits = "of processes (ulimit -u, a container's pids limit) or of memory (ulimit -v)"
+        return f"threads: the system starts no more of them; raise a limit {limits}"
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _FULL_GPU):
         return "memory: the GPU has too little; end its other programs or lower memory_utilization"
     if isinstance(error, ModuleNotFoundError) and error.name and not error.name.startswith("kvik"):
@@ -101,8 +104,8 @@ _FULL_GPU = ("CUDA out of memory", "CUDA error: out of memory", "CUBLAS_STATUS_A
 def _is_lack_of_memory(error: BaseException) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # torch's allocator, threads and the shared library loader raise no MemoryError.
-    signs = ("can't allocate memory", "can't start new thread", "failed to map segment")
+    # torch's allocator and the shared library loader raise no MemoryError.
+    signs = ("can't allocate memory", "failed to map segment")
     other = isinstance(error, RuntimeError | ImportError)
     return isinstance(error, MemoryError) or (other and any(sign in str(error) for sign in signs))
 
