@@ -66,6 +66,21 @@ def test_a_llama(tmp_path: Path) -> None:
     assert spec.windows == (None,) and not spec.qkv_bias and not spec.mlp_bias
 
 
+@pytest.mark.parametrize(
+    ("tokens", "ends"),
+    [
+        (["<s>", "a", "<|end|>", "</s>", "<|endoftext|>"], (3, 2, 4)),  # Phi 3
+        (["<|start|>", "<|end|>", "<|call|>", "<|return|>", "a"], (3, 2)),  # Harmony
+        (["a", "b<|end|>", "<|im_start|>", "</s>"], (3,)),
+    ],
+)
+def test_tokens_that_end_an_answer_by_their_spelling(
+    tmp_path: Path, tokens: list[str], ends: tuple[int, ...]
+) -> None:
+    values = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.eos_token_id": 3}
+    assert spec_of(llama_file(tmp_path / "m.gguf", values=values)).eos_token_ids == ends
+
+
 def test_defaults_of_missing_keys(tmp_path: Path) -> None:
     spec = spec_of(llama_file(tmp_path / "m.gguf", without=["llama.attention.head_count_kv"]))
     assert spec.num_kv_heads == 4 and spec.ropes[0].theta == 10000.0

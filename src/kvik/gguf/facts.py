@@ -30,7 +30,7 @@ from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, SWITCH, Exper
 from kvik.spec.fields import Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import FULL, SLIDING
-from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelScales
+from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, ModelScales
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
 
@@ -169,6 +169,14 @@ GGUF_FAMILIES: Mapping[str, tuple[Architecture, ...]] = {
 }
 # Tokens that end an answer: the end of the text, of a turn and of a message.
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# The same, by their spelling: most files name only the end of the text, and llama.cpp finds the
+# others so too. The first two end an answer in Harmony, in which MESSAGE_END does not.
+MESSAGE_END = "<|end|>"
+ENDS = (
+    *("<|return|>", "<|call|>", MESSAGE_END, "<|eot_id|>", "<|eom_id|>", "<|im_end|>"),
+    *("<end_of_turn>", "<turn|>", "<|tool_response>", "<|endoftext|>", "<|end_of_text|>"),
+    *("<EOT>", "[EOT]", "[e~["),
+)
 
 
 def architecture(file: GgufFile) -> str:
@@ -662,9 +670,19 @@ def _token_ids(file: GgufFile) -> dict[str, object]:
     config: dict[str, object] = {}
     if "bos_token_id" in ids:
         config["bos_token_id"] = ids["bos_token_id"]
+    named = [ids[name] for name in END_TOKENS if name in ids]
     # Present even if empty, because the architecture's defaults would apply otherwise.
-    config["eos_token_id"] = list(dict.fromkeys(ids[name] for name in END_TOKENS if name in ids))
+    config["eos_token_id"] = list(dict.fromkeys([*named, *_spelled_ends(metadata)]))
     return config
+
+
+def _spelled_ends(metadata: Metadata) -> list[int]:
+    """Return the tokens that end an answer by their spelling."""
+    tokens = metadata.string_array("tokenizer.ggml.tokens", MAX_VOCAB)
+    ends = {token: index for index, token in enumerate(tokens) if token in ENDS}
+    if all(token in ends for token in ENDS[:2]):
+        ends.pop(MESSAGE_END, None)
+    return list(ends.values())
 
 
 def _dtype(file: GgufFile) -> str:
