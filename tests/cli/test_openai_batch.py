@@ -77,7 +77,9 @@ def test_other_outputs_and_sampling_options_are_refused(
 
 @pytest.mark.full
 @pytest.mark.usefixtures("forked")
-def test_each_line_is_answered_as_by_the_server(tmp_path: Path) -> None:
+def test_each_line_is_answered_as_by_the_server(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     schema = {"properties": {"a": {"const": "x"}}, "required": ["a"]}
     schema |= {"type": "object", "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
@@ -94,6 +96,7 @@ def test_each_line_is_answered_as_by_the_server(tmp_path: Path) -> None:
         entry("rerank", "/v1/rerank", query="A", documents=["B"]),
     ]
     assert answer(tmp_path, *lines) == 1
+    assert "kvik: error: requests: 5 of 10" in capsys.readouterr().err
     found = answers(tmp_path)
     statuses = {custom_id: one["status_code"] for custom_id, one in found.items()}
     bad = {"nowhere": 404, "stream": 400, "anthropic": 400, "bad": 400, "rerank": 400}

@@ -260,7 +260,7 @@ def generate_many(arguments: argparse.Namespace, sampling: Mapping[str, Any]) ->
                     results.write(result)
                     finished(output.num_output_tokens)
                     failed += _has_error(result)
-    return 1 if failed else 0
+    return _exit_code_of_batch(failed, len(rest))
 
 
 def _answer_batch(
@@ -295,6 +295,13 @@ def _answer_batch(
                 failed += _is_refusal(answer)
 
             asyncio.run(answer_all(rest, options, answered, verbose=verbose))
+    return _exit_code_of_batch(failed, len(rest))
+
+
+def _exit_code_of_batch(failed: int, total: int) -> int:
+    if failed:
+        reasons = "their lines in the output say why"
+        say(f"kvik: error: requests: {failed} of {total} failed; {reasons}", error=True)
     return 1 if failed else 0
 
 
