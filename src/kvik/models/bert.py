@@ -8,6 +8,7 @@ classifier of one label, the vector of the first token is mapped to the score th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -122,6 +123,7 @@ BERT_SCORES = _bert(
     "BertForSequenceClassification", "bert", "BERT, for reranking", pooled=bert_scores
 )
 ROBERTA = _roberta("RobertaModel", "roberta", "RoBERTa, for embeddings", pooled=mean_vectors)
+ROBERTA_MASKED = replace(ROBERTA, name="RobertaForMaskedLM")
 ROBERTA_SCORES = _roberta(
     "RobertaForSequenceClassification",
     "roberta",
@@ -131,6 +133,7 @@ ROBERTA_SCORES = _roberta(
 XLM_ROBERTA = _roberta(
     "XLMRobertaModel", "xlm-roberta", "XLM-RoBERTa, for embeddings", pooled=mean_vectors
 )
+XLM_ROBERTA_MASKED = replace(XLM_ROBERTA, name="XLMRobertaForMaskedLM")
 XLM_ROBERTA_SCORES = _roberta(
     "XLMRobertaForSequenceClassification",
     "xlm-roberta",
