@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import torch
 from helpers import matrix
 
 from kvik.core.plan import NOWHERE, PageKey, PageLease, PageLoad, PageStore, SchedulerOutput
+from kvik.errors import ConfigError
 from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.nn.pages import DevicePages, GroupPages, PagePart
 from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, KVGroup, group_layers
@@ -231,6 +233,29 @@ def test_closing_waits_for_copies_before_it_unpins(cache: KVCache) -> None:
     assert stream.pending
     copies.close()
     assert unpinned == [True]
+
+
+def test_memory_that_cannot_be_pinned_is_refused(
+    cache: KVCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[int, ...]] = []
+
+    def register(*args: int) -> int:
+        called.append(args)
+        return len(called) - 1  # an error for all but the first
+
+    runtime = SimpleNamespace(
+        cudaHostRegister=register,
+        cudaHostUnregister=lambda *args: called.append(args),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    pages = [DevicePages(GROUPS[0], cache, SIZE)]
+    copies = StreamCopies(pages, 2, pages[0].num_bytes)
+    copies.close()
+    address = copies.rows.ctypes.data
+    assert called == [(address, copies.rows.nbytes, 0), (address,)]
+    with pytest.raises(ConfigError, match="kv_tiers: .* cannot be pinned"):
+        StreamCopies(pages, 2, pages[0].num_bytes)
 
 
 def device_pages(
