@@ -241,6 +241,7 @@ def test_the_verb_compares_policies(capsys: pytest.CaptureFixture[str]):
         ("--rate", "0", "rate"),
         ("--num-blocks", "1", "num_blocks"),
         ("--disk-rate", "0", "disk_rate"),
+        ("--max-num-batched-tokens", "63", "max_num_seqs"),
         ("--kv-tiers", "memory:1KiB", "kv_tiers"),
         ("--kv-tiers", "disk:1GiB", "kv_tiers"),
     ],

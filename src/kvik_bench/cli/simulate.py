@@ -14,7 +14,7 @@ from functools import partial
 
 from kvik.cli.flags import Parser, add_model, add_option_flags, given_options
 from kvik.cli.terminal import say, say_report, share_bar
-from kvik.config.config import Notes, Tiers, read_tiers
+from kvik.config.config import EngineConfig, Notes, Tiers, check_config, read_tiers
 from kvik.config.memory import StepSize
 from kvik.config.resolve import tier_sizes, unkept
 from kvik.errors import ConfigError
@@ -109,14 +109,16 @@ def simulated(question: Question, options: Replicas) -> SimulatedEngine:
         question: only its model and the options `PLANNED` count.
 
     Raises:
-        ConfigError: the speed of the hardware is not known, the model does not fit, or a tier is
-            smaller than a page.
+        ConfigError: the speed of the hardware is not known, the model does not fit, a tier is
+            smaller than a page, or an engine would refuse the limits of its steps.
     """
+    seqs, tokens = options.max_num_seqs, options.max_num_batched_tokens
+    check_config(EngineConfig(max_num_seqs=seqs, max_num_batched_tokens=tokens))
     shape = read_shape(question.model)
     device, hardware = find_machine(question.hardware)
     question = check_question(question, shape, exact=device.kind == "cpu")
     shape, at = setting_of(shape, device, question, hardware)
-    size = StepSize(shape.max_context, options.max_num_seqs, options.max_num_batched_tokens)
+    size = StepSize(shape.max_context, seqs, tokens)
     cache = cache_of(shape, at, size, options.block_size)
     blocks = options.num_blocks or cache.num_blocks
     if blocks < 1:
@@ -128,8 +130,8 @@ def simulated(question: Question, options: Replicas) -> SimulatedEngine:
     return SimulatedEngine(
         blocks,
         options.block_size,
-        options.max_num_seqs,
-        options.max_num_batched_tokens,
+        seqs,
+        tokens,
         lambda step: step_time(shape, at, step).expected,
         shape.max_context,
         cache.groups,

@@ -139,7 +139,8 @@ def _read_row(row: Sequence[str], line: int) -> tuple[datetime, int, int]:
             raise ValueError
     except (ValueError, IndexError):
         shown = ",".join(row)[:60]
-        raise ParamError("trace", f"line {line} is not understood: {shown!r}") from None
+        allowed = f"a time and two numbers of tokens in [1, {MAX_TOKENS}]"
+        raise ParamError("trace", f"line {line} must have {allowed}, not {shown!r}") from None
     return time, prompt_tokens, output_tokens
 
 
