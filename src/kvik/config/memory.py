@@ -2,8 +2,9 @@
 
 The plan covers the peak resident memory of the engine's process, as the system counts it (VmHWM on
 Linux): memory that it writes, pages of libraries that it runs, and mapped pages of an engine
-folder. Files of a checkpoint are read and not mapped, so they are not included. Reserved memory
-does not count until it is written: each part is planned as if all of it were.
+folder. Files of a checkpoint are read and not mapped, so they are not included, nor are log
+probabilities on their way to the caller: 120 to 160 bytes for each token that is reported.
+Reserved memory does not count until it is written: each part is planned as if all of it were.
 
 The figures are upper bounds derived from the shapes of one step: a few blocks fewer are better than
 a process killed for memory during a request. They are also close, because unused planned memory
