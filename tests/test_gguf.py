@@ -15,7 +15,9 @@ from helpers.paged_model import PagedModel
 from helpers.tiny_models import GREEDY, greedy_and_scores, save_tiny, tokens
 
 from kvik import LLM
+from kvik.build import build_engine
 from kvik.cli.main import main
+from kvik.config.config import EngineConfig
 from kvik.errors import ModelError
 from kvik.gguf.reader import read_gguf
 from kvik.kernels.reference.ops import REFERENCE, stored_weight
@@ -68,6 +70,24 @@ def test_the_engine_matches_the_dequantised_floats(
     found, found_scores = greedy_and_scores(tmp_path / "m.gguf", kernels=kernels, dtype="float32")
     assert kernels == "native" or found == expected
     assert float((found_scores - scores).abs().mean()) < OFF[kernels]
+
+
+@needs_native
+@pytest.mark.full
+@pytest.mark.parametrize(("type", "pooling"), [(0, "mean"), (1, "mean"), (2, "cls"), (3, "last")])
+def test_vectors_are_pooled_as_the_file_says(type: int, pooling: str, tmp_path: Path) -> None:
+    """Also from an engine folder."""
+    save_tiny(tmp_path, "Qwen3", **SIZES)
+    path, built = tmp_path / "m.gguf", tmp_path / "engine"
+    types = {"qwen3.pooling_type": type}
+    save_gguf(tmp_path, path, tmp_path / "twin", lambda name: "Q8_0", types)
+    options = {"device": "cpu", "threads": 1, "kernels": "native"}
+    build_engine(EngineConfig(model=str(path), **options), built, lambda *sizes: None)
+    with LLM(str(path), **options) as llm:
+        expected = llm.embed([tokens(9)], pooling)[0].embedding
+        assert llm.embed([tokens(9)])[0].embedding == expected
+    with LLM(str(built), device="cpu", threads=1) as llm:
+        assert llm.embed([tokens(9)])[0].embedding == expected
 
 
 @pytest.mark.parametrize("tied", [False, True])

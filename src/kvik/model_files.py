@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,10 +16,12 @@ from kvik.gguf.reader import read_gguf
 from kvik.gguf.tokenizer import has_tokenizer, read_tokenizer
 from kvik.models.model_spec import ModelSpec, read_model_spec
 from kvik.spec.fields import read_json
+from kvik.spec.pooling import MODULE_CONFIG, MODULES
 from kvik.text.tokenizer import Tokenizer
 
 # Sampling parameters that a model's authors recommend.
 GENERATION_CONFIG = "generation_config.json"
+POOLING = "1_Pooling"  # folder of a module of sentence-transformers
 # Sampling parameter -> its name in that file.
 _STORED = {one.name: one.facts["stored"] for one in PARAMETERS.values() if one.facts["stored"]}
 
@@ -102,6 +104,11 @@ class Gguf:
         files = {"config.json": _as_json(model_config(self._file))}
         if sampling := sampling_config(self._file.metadata):
             files[GENERATION_CONFIG] = _as_json(sampling)
+        if (pooling := self.spec().pooling) is not None:
+            modules = [("Transformer", ""), ("Pooling", POOLING)]
+            files[MODULES] = _as_json([{"type": kind, "path": path} for kind, path in modules])
+            mode = {"last": "lasttoken"}.get(pooling.kind, pooling.kind)
+            files[f"{POOLING}/{MODULE_CONFIG}"] = _as_json({"pooling_mode": mode})
         if self.has_tokenizer():
             tokenizer = read_tokenizer(self._file.metadata)
             named = {
@@ -125,7 +132,7 @@ def model_files(path: Path) -> ModelFiles:
     return Gguf(path) if is_gguf(path) else Folder(path)
 
 
-def _as_json(values: Mapping[str, object]) -> bytes:
+def _as_json(values: Mapping[str, object] | Sequence[object]) -> bytes:
     return json.dumps(values, indent=2, ensure_ascii=False).encode()
 
 

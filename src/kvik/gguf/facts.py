@@ -31,6 +31,7 @@ from kvik.spec.fields import Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import FULL, SLIDING
 from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, ModelScales
+from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme
 
@@ -167,6 +168,7 @@ GGUF_FAMILIES: Mapping[str, tuple[Architecture, ...]] = {
     for name in dict.fromkeys(row.gguf for row in ARCHITECTURES.values())
     if name is not None
 }
+POOLINGS = {1: "mean", 2: "cls", 3: "last"}  # `pooling_type` of models that were trained to embed
 # Tokens that end an answer: the end of the text, of a turn and of a message.
 END_TOKENS = ("eos_token_id", "eot_token_id", "eom_token_id")
 # The same, by their spelling: most files name only the end of the text, and llama.cpp finds the
@@ -241,7 +243,9 @@ def gguf_model_spec(file: GgufFile) -> ModelSpec:
         ModelError: an unknown architecture, or a value out of range.
     """
     spec = ModelSpec.from_config(model_config(file))
-    return replace(spec, quantization=stored_quantization(file))
+    kind = POOLINGS.get(file.metadata.integer(f"{architecture(file)}.pooling_type", 0, 1 << 16, 0))
+    pooling = None if kind is None else PoolingSpec(kind)
+    return replace(spec, quantization=stored_quantization(file), pooling=pooling)
 
 
 def model_config(file: GgufFile) -> dict[str, object]:
