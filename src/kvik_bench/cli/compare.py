@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvik.cli.eval import READING, ROUNDING, add_text_flags, text_name, texts_of
 from kvik.cli.flags import Parser, add_engine_flags, engine_options
-from kvik.config.config import EngineConfig
+from kvik.config.config import EngineConfig, check_config
 from kvik.errors import ConfigError
 from kvik_bench.cli.output import add_number, add_output_flags, reported
 
@@ -98,10 +98,15 @@ def _contenders(arguments: argparse.Namespace) -> Iterator[Contender]:
     configs = [EngineConfig(**{**shared, "model": model}) for model in models]
     first = configs[0]
     yield Contender(names[0], first)
-    for kind in arguments.quantizations:
-        yield Contender(f"{names[0]} {kind}", replace(first, quantization=kind))
-    for format in arguments.kv_cache_dtypes:
-        yield Contender(f"{names[0]} KV {format}", replace(first, kv_cache_dtype=format))
+    others = [(kind, "quantization", kind) for kind in arguments.quantizations]
+    others += [(f"KV {kind}", "kv_cache_dtype", kind) for kind in arguments.kv_cache_dtypes]
+    for label, name, kind in others:
+        try:
+            config = check_config(replace(first, **{name: kind}))
+        except ConfigError as error:
+            field = f"{name}s" if error.field == name else error.field  # the flag has several
+            raise ConfigError(field, error.message) from None
+        yield Contender(f"{names[0]} {label}", config)
     for name, config in zip(names[1:], configs[1:], strict=True):
         yield Contender(name, config)
 

@@ -16,6 +16,7 @@ from kvik.cli.flags import Parser
 from kvik.config.model_source import find_model
 from kvik.errors import ConfigError
 from kvik.model_files import model_files
+from kvik.options import Integer
 from kvik.planner.serving import parse_seconds, parse_slo
 from kvik.remote_server import RemoteServer, add_key_flag
 from kvik_bench.cli.output import (
@@ -29,6 +30,7 @@ from kvik_bench.cli.output import (
 from kvik_bench.interrupts import ended_like_ctrl_c
 from kvik_bench.load.drive import Budget, ClosedLoop, Level, LoadTest, OpenLoop, RunLog
 from kvik_bench.load.workload import (
+    MAX_TOKENS,
     DrawnLengths,
     Filler,
     Lengths,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
 
 DEFAULT_REQUESTS = 100
 DEFAULT_CONCURRENCY = (8,)
+MAX_USERS = 1 << 16  # with a connection each
 MAX_IN_FLIGHT = 512
 BURSTINESS = 2.0
 PROMPT_TOKENS = "128"
@@ -198,13 +201,12 @@ def check_together(arguments: argparse.Namespace) -> None:
 
 
 def _positive(text: str) -> int:
+    kind = Integer(1, MAX_TOKENS)
     try:
-        number = int(text)
+        return kind.checked(kind.parse(text))
     except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a positive integer, not {text[:60]!r}")
-    return number
+        message = f"must be an integer in [1, {MAX_TOKENS}], not {text[:60]!r}"
+        raise argparse.ArgumentTypeError(message) from None
 
 
 def _positive_number(text: str) -> float:
@@ -303,8 +305,10 @@ def _server(arguments: argparse.Namespace) -> TargetServer:
 
 
 def _test(arguments: argparse.Namespace) -> LoadTest:
-    if arguments.repeats < 1 or arguments.warmup < 0:
-        raise ConfigError("repeats", "must be at least 1, and warmup not negative")
+    if arguments.repeats < 1:
+        raise ConfigError("repeats", f"must be at least 1, not {arguments.repeats}")
+    if not 0 <= arguments.warmup <= MAX_TOKENS:
+        raise ConfigError("warmup", f"must be in [0, {MAX_TOKENS}], not {arguments.warmup}")
     duration = parse_seconds("duration", arguments.duration) if arguments.duration else None
     num_requests = arguments.num_requests
     if num_requests is None and duration is None and arguments.trace is None:
@@ -335,8 +339,9 @@ def _levels_and_workload(
         levels = tuple(_open_level(arguments, rate) for rate in arguments.rate)
     else:
         users = arguments.concurrency or DEFAULT_CONCURRENCY
-        if min(users) < 1:
-            raise ConfigError("concurrency", f"must be at least 1, not {min(users)}")
+        for number in users:
+            if not 1 <= number <= MAX_USERS:
+                raise ConfigError("concurrency", f"must be in [1, {MAX_USERS}], not {number}")
         levels = tuple(_closed_level(number, think_time) for number in users)
     return levels, _workload(arguments, ())
 

@@ -91,8 +91,8 @@ def test_plots(tmp_path: Path, text: str) -> None:
 def test_errors_take_one_line(command: Command) -> None:
     for words, wrong in (
         (("--quantizations", "int8,int8"), "--quantizations: must be different names"),
-        (("--quantizations", "int3"), "quantization: must be one of"),
-        (("--kv-cache-dtypes", "int3"), "kv_cache_dtype: must be one of"),
+        (("--quantizations", "int3"), "--quantizations: must be one of"),
+        (("--kv-cache-dtypes", "int3"), "--kv-cache-dtypes: must be one of"),
         (("--repeats", "0"), "--repeats: must be in"),
         (("--output-tokens", "1"), "--output-tokens: must be at least 2"),
         (("--prompt-tokens", "0"), "--prompt-tokens: must be at least 1"),
