@@ -96,15 +96,16 @@ def _add(value: object, out: list[bytes]) -> None:
             _add_slices(len(value), value.slice, value.chunk, out)
         case LazyList():
             out.append(b"[]")
-        case list() if len(value) > CHUNK_ITEMS:
-            _add_slices(len(value), lambda start, stop: value[start:stop], CHUNK_ITEMS, out)
-        case list() if any(isinstance(item, msgspec.Struct) for item in value):
+        # Structs may hold lazy lists, which msgspec cannot encode.
+        case list() if any(isinstance(item, msgspec.Struct) for item in value[:CHUNK_ITEMS]):
             before = b"["
             for item in value:
                 out.append(before)
                 _add(item, out)
                 before = b","
             out.append(b"]")
+        case list() if len(value) > CHUNK_ITEMS:
+            _add_slices(len(value), lambda start, stop: value[start:stop], CHUNK_ITEMS, out)
         case _:
             out.append(msgspec.json.encode(value))
 

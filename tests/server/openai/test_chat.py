@@ -86,6 +86,11 @@ def test_logprobs(chat: Any, top: int) -> None:
         assert values == sorted(values, key=lambda value: -value[1])
 
 
+def test_many_answers_have_logprobs(chat: Any) -> None:
+    answers = chat(n=20, max_tokens=2, logprobs=True, top_logprobs=1).choices
+    assert [len(answer.logprobs.content) for answer in answers] == [2] * 20
+
+
 def test_a_stop_string_ends_it(chat: Any) -> None:
     asked: Any = {"temperature": 0, "max_tokens": 40}
     text = chat(**asked).choices[0].message.content or ""

@@ -138,8 +138,9 @@ def test_a_disconnected_reader_frees_everything(site: Site) -> None:
 
 
 def test_prompt_logprobs(http: httpx2.Client) -> None:
-    body = {"prompt": [TEXT, "The cat"], "max_tokens": 1, "prompt_logprobs": 0}
+    body = {"prompt": [TEXT, "The cat"] * 10, "max_tokens": 1, "prompt_logprobs": 0}
     choices = http.post("/v1/completions", json=body).json()["choices"]
+    assert len(choices) == 20
     for choice in choices:
         assert choice["prompt_logprobs"][0] is None
         assert all(len(entry) == 1 for entry in choice["prompt_logprobs"][1:])
