@@ -274,6 +274,18 @@ def test_a_closed_stream_ends_its_program(llm: LLM) -> None:
         list(lang.stream(lambda s: sys.exit(1), llm))
 
 
+async def asynchronous(s: lang.State) -> None:
+    s += "Once"
+
+
+def test_select_takes_more_choices_than_a_request(model: LLM | str) -> None:
+    def program(s: lang.State) -> None:
+        s += "Once"
+        s.select("word", [f" {number}" for number in range(130)])
+
+    assert len(lang.run(program, model).scores["word"]) == 130
+
+
 @pytest.mark.parametrize(
     ("program", "field"),
     [
@@ -296,6 +308,8 @@ def test_a_closed_stream_ends_its_program(llm: LLM) -> None:
         (lambda s: (s.__iadd__("b"), s.gen("x", top_p=7.0)), "top_p"),
         (lambda s: (s.__iadd__("b"), s.gen("x", schema=5)), "schema"),
         (lambda s: (s.__iadd__("b"), s.gen("x", regex="a", choices=["b"])), "structured"),
+        (asynchronous, "program"),
+        (lambda s: (yield s), "program"),
     ],
 )
 def test_bad_calls_name_the_field(model: LLM | str, program: Any, field: str) -> None:

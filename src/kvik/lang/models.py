@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
-from kvik.core.sampling_params import PARAMETERS, SamplingParams
+from kvik.core.sampling_params import MAX_N, PARAMETERS, SamplingParams
 from kvik.errors import KvikError, ParamError, UnavailableError, shown
 from kvik.llm import LLM
 from kvik.remote_server import RemoteServer
@@ -122,15 +122,17 @@ class RemoteModel:
         return Continuation(text, ids, finish, isinstance(stop, str))
 
     def score(self, prompts: Sequence[Sequence[int]], start: int) -> list[list[float]]:
-        body = {
-            "prompt": [list(item) for item in prompts],
-            "max_tokens": 0,
-            "echo": True,
-            "prompt_logprobs": 0,
-            "prompt_logprobs_start": start,
-        }
-        choices = self._ask("/v1/completions", body)["choices"]
-        rows = [item["prompt_logprobs"] for item in choices]
+        rows = list[Sequence[dict[str, Any] | None]]()
+        for first in range(0, len(prompts), MAX_N):  # a request has no more choices
+            body = {
+                "prompt": [list(item) for item in prompts[first : first + MAX_N]],
+                "max_tokens": 0,
+                "echo": True,
+                "prompt_logprobs": 0,
+                "prompt_logprobs_start": start,
+            }
+            choices = self._ask("/v1/completions", body)["choices"]
+            rows += [item["prompt_logprobs"] for item in choices]
         # The entry of the token itself comes first.
         return [
             [0.0 if item is None else next(iter(item.values()))["logprob"] for item in row]

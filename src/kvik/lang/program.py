@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import takewhile
@@ -373,8 +373,15 @@ def run(program: Program[P], model: LLM | str, *args: P.args, **kwargs: P.kwargs
         args, kwargs: for the program, after the state.
     """
     state = State(model_of(model))
-    program(state, *args, **kwargs)
+    _check_executed(program(state, *args, **kwargs))
     return state
+
+
+def _check_executed(result: object) -> None:
+    """Raise `ParamError` if calling a program has only made a coroutine or a generator."""
+    if isinstance(result, Coroutine | Generator):
+        result.close()
+        raise ParamError("program", "must be a plain function, neither async nor a generator")
 
 
 def run_batch(
@@ -401,7 +408,7 @@ def run_batch(
     def run_program(arguments: Mapping[str, Any]) -> State:
         state = State(called, (stop,))
         try:
-            program(state, **arguments)
+            _check_executed(program(state, **arguments))
         except Exception as error:
             state.error = error
         return state
@@ -424,7 +431,8 @@ def stream(
 
     def work() -> None:
         try:
-            program(State(model_of(model), (stop,), outputs.put), *args, **kwargs)
+            state = State(model_of(model), (stop,), outputs.put)
+            _check_executed(program(state, *args, **kwargs))
         except BaseException as error:  # SystemExit, too
             outputs.put(error)
         else:
