@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from kvik.child_process import python_command
 from kvik.config.model_source import CONFIG
 from kvik.errors import ConfigError, ModelError
 from kvik.files import is_gguf
-from kvik.model_files import GENERATION_CONFIG, model_files
-from kvik.models.model_spec import ModelSpec
+from kvik.model_files import model_files
+from kvik.models.model_spec import ModelSpec, with_eos
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.fields import Fields, read_json
 from kvik.spec.layers import LayerSpec
@@ -122,7 +121,4 @@ def fallback_spec(folder: Path, facts: Mapping[str, Any]) -> ModelSpec:
             scores=fields.boolean("scores", True),
         ),
     )
-    if (folder / GENERATION_CONFIG).exists():
-        stored = Fields(read_json(folder / GENERATION_CONFIG), GENERATION_CONFIG)
-        spec = replace(spec, eos_token_ids=stored.token_ids("eos_token_id", vocab) or eos)
-    return spec
+    return with_eos(spec, folder)

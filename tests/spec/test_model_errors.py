@@ -276,6 +276,13 @@ def test_generation_config_decides_the_eos_ids(tmp_path: Path) -> None:
     assert read_model_spec(tmp_path).eos_token_ids == (5,)
     write(tmp_path, "generation_config.json", {"eos_token_id": [7, 8, 7]})
     assert read_model_spec(tmp_path).eos_token_ids == (7, 8)
+    added = {"9": {"content": "<|im_end|>"}, "3": {"content": "</s>"}, "x": 1}
+    for eos in ("<|im_end|>", {"content": "<|im_end|>"}):
+        write(tmp_path, "tokenizer_config.json", {"eos_token": eos, "added_tokens_decoder": added})
+        assert read_model_spec(tmp_path).eos_token_ids == (7, 8, 9)
+    for facts in ({"eos_token": None}, {"eos_token": "x"}, {"added_tokens_decoder": []}):
+        write(tmp_path, "tokenizer_config.json", {"added_tokens_decoder": added, **facts})
+        assert read_model_spec(tmp_path).eos_token_ids == (7, 8)
     write(tmp_path, "generation_config.json", {"eos_token_id": 100})
     with pytest.raises(ModelError, match=r"^generation_config\.json eos_token_id: "):
         read_model_spec(tmp_path)

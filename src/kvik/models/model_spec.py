@@ -33,7 +33,7 @@ from kvik.spec.model import (
     ModelFacts,
     ModelScales,
 )
-from kvik.spec.pooling import JUDGE, MODULES, read_judge, read_modules, with_sentences
+from kvik.spec.pooling import JUDGE, MODULES, TOKENIZER, read_judge, read_modules, with_sentences
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
 from kvik.spec.weights import matrix_kind
@@ -247,7 +247,8 @@ class ModelSpec(ModelFacts):
 
 
 def read_model_spec(folder: str | Path) -> ModelSpec:
-    """Read the facts of the model in a folder: config.json, and generation_config.json for EOS ids.
+    """Read the facts of the model in a folder: config.json, and generation_config.json and
+    tokenizer_config.json for EOS ids.
 
     Raises:
         ModelError: there is no such folder, or its files cannot be used.
@@ -272,15 +273,46 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
         spec = spec if pooling is None else replace(spec, pooling=pooling)
     if spec.pooling is not None:
         spec = replace(spec, pooling=with_sentences(folder, spec.pooling))
-    if (folder / "generation_config.json").exists():
-        name = "generation_config.json"
-        eos = Fields(read_json(folder / name), name).token_ids("eos_token_id", spec.vocab_size)
-        if eos:
-            spec = replace(spec, eos_token_ids=eos)
-    return replace(spec, built=read_built(folder))
+    return replace(with_eos(spec, folder), built=read_built(folder))
+
+
+def with_eos(spec: ModelSpec, folder: Path) -> ModelSpec:
+    """Return the spec with the tokens that end answers by generation_config.json, else config.json,
+    and by tokenizer_config.json.
+
+    Raises:
+        ModelError: a file cannot be used.
+    """
+    name, ends = "generation_config.json", spec.eos_token_ids
+    if (folder / name).exists():
+        stored = Fields(read_json(folder / name), name)
+        ends = stored.token_ids("eos_token_id", spec.vocab_size) or ends
+    extra = [token for token in _tokenizer_eos(folder) if token < spec.vocab_size]
+    return replace(spec, eos_token_ids=tuple(dict.fromkeys([*ends, *extra])))
+
+
+def _tokenizer_eos(folder: Path) -> list[int]:
+    """Return the id of the tokenizer's EOS, if its file gives it.
+
+    Models that were tuned to chat may end their answers with another token than the model they come
+    from, and name it only here.
+    """
+    if not (folder / TOKENIZER).exists():
+        return []
+    fields = Fields(read_json(folder / TOKENIZER), TOKENIZER)
+    eos, added = fields.raw("eos_token"), fields.raw("added_tokens_decoder")
+    text = eos.get("content") if isinstance(eos, Mapping) else eos
+    if not isinstance(text, str) or not isinstance(added, Mapping):
+        return []
+    contents = (
+        (key, token.get("content")) for key, token in added.items() if isinstance(token, Mapping)
+    )
+    ids = [key for key, content in contents if content == text and key.isdecimal()]
+    return [int(key) for key in ids if len(key) < MAX_DIGITS]
 
 
 ADAPTER = "adapter_config.json"  # of PEFT
+MAX_DIGITS = 10  # of a token id
 # Keys that may be outside the object with the facts of the text model.
 TIED = "tie_word_embeddings"
 OUTER_KEYS = (
