@@ -283,6 +283,11 @@ def test_generation_config_decides_the_eos_ids(tmp_path: Path) -> None:
     for facts in ({"eos_token": None}, {"eos_token": "x"}, {"added_tokens_decoder": []}):
         write(tmp_path, "tokenizer_config.json", {"added_tokens_decoder": added, **facts})
         assert read_model_spec(tmp_path).eos_token_ids == (7, 8)
+    listed = [{"id": 3, "content": "</s>"}, {"id": 9, "content": "<|im_end|>"}, 1, {"content": "x"}]
+    write(tmp_path, "tokenizer_config.json", {"eos_token": "<|im_end|>"})
+    for tokens, ends in ((listed, (7, 8, 9)), ([], (7, 8)), ("", (7, 8)), (None, (7, 8))):
+        write(tmp_path, "tokenizer.json", {"version": "1.0", "added_tokens": tokens})
+        assert read_model_spec(tmp_path).eos_token_ids == ends
     write(tmp_path, "generation_config.json", {"eos_token_id": 100})
     with pytest.raises(ModelError, match=r"^generation_config\.json eos_token_id: "):
         read_model_spec(tmp_path)

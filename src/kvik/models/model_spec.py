@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from kvik.errors import ModelError, shown
+from kvik.files import regular
 from kvik.models.registry import ARCHITECTURES
 from kvik.options import did_you_mean
 from kvik.spec.declare import (
@@ -287,7 +289,7 @@ def with_eos(spec: ModelSpec, folder: Path) -> ModelSpec:
     if (folder / name).exists():
         stored = Fields(read_json(folder / name), name)
         ends = stored.token_ids("eos_token_id", spec.vocab_size) or ends
-    extra = [token for token in _tokenizer_eos(folder) if token < spec.vocab_size]
+    extra = [token for token in _tokenizer_eos(folder) if 0 <= token < spec.vocab_size]
     return replace(spec, eos_token_ids=tuple(dict.fromkeys([*ends, *extra])))
 
 
@@ -302,17 +304,37 @@ def _tokenizer_eos(folder: Path) -> list[int]:
     fields = Fields(read_json(folder / TOKENIZER), TOKENIZER)
     eos, added = fields.raw("eos_token"), fields.raw("added_tokens_decoder")
     text = eos.get("content") if isinstance(eos, Mapping) else eos
-    if not isinstance(text, str) or not isinstance(added, Mapping):
+    if not isinstance(text, str):
         return []
-    contents = (
-        (key, token.get("content")) for key, token in added.items() if isinstance(token, Mapping)
-    )
-    ids = [key for key, content in contents if content == text and key.isdecimal()]
-    return [int(key) for key in ids if len(key) < MAX_DIGITS]
+    tokens: list[tuple[object, object]]
+    if isinstance(added, Mapping):
+        pairs = [(key, token) for key, token in added.items() if len(key) < MAX_DIGITS]
+        tokens = [(int(key), token) for key, token in pairs if key.isdecimal()]
+    else:  # files of transformers 5
+        listed = _added_tokens(folder / "tokenizer.json")
+        tokens = [(token.get("id"), token) for token in listed if isinstance(token, Mapping)]
+    return [
+        index
+        for index, token in tokens
+        if isinstance(token, Mapping) and token.get("content") == text and isinstance(index, int)
+    ]
+
+
+def _added_tokens(path: Path) -> list[object]:
+    """Return the added tokens of a tokenizer.json, which are in its head; [] if they are not."""
+    try:
+        with open(path, "rb", opener=regular) as file:
+            head = file.read(MAX_HEAD_BYTES).decode(errors="ignore")
+        start = head.index("[", head.index('"added_tokens"'))
+        tokens, _ = json.JSONDecoder().raw_decode(head, start)
+    except (OSError, ValueError, RecursionError):
+        return []  # the tokenizer's own reader says what is wrong
+    return list(tokens)
 
 
 ADAPTER = "adapter_config.json"  # of PEFT
 MAX_DIGITS = 10  # of a token id
+MAX_HEAD_BYTES = 4 << 20  # thousands of added tokens
 # Keys that may be outside the object with the facts of the text model.
 TIED = "tie_word_embeddings"
 OUTER_KEYS = (
