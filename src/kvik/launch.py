@@ -242,11 +242,7 @@ def load_loop(
 
     tape = ClockTape(time.monotonic)
     worker = load_worker(resolved, tape, ahead, token=token)
-    try:
-        recorder = Recorder(record, resolved, tape)
-    except BaseException:
-        worker.stop()
-        raise
+    recorder = Recorder(record, resolved, tape)
     loop = EngineLoop(core, worker, time.monotonic, [recorder], memory)
     loop.find_pages()
     return loop

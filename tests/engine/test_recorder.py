@@ -39,7 +39,6 @@ from kvik.engine.recorder import (
     open_recording,
 )
 from kvik.engine.replay import RecordedClock, Replay, Replayed
-from kvik.errors import ConfigError
 
 from .conftest import make_config
 
@@ -322,9 +321,15 @@ def test_the_previous_recording_is_kept(tmp_path):
     rig = Rig(tmp_path / "flight")
     assert (tmp_path / "flight.previous").read_bytes() == first
     rig.loop.close()
-    for path in (tmp_path / "no" / "flight", tmp_path):
-        with pytest.raises(ConfigError, match="record: cannot be written"):
-            Recorder(path, rig.config, ClockTape(lambda: 0.0))
+
+
+@pytest.mark.parametrize("name", ["no/flight", "."])
+def test_without_a_recording_serving_begins(name, tmp_path, caplog):
+    rig = Rig(tmp_path / name)  # as an engine that starts again after the folder was deleted
+    rig.add("a")
+    rig.run()
+    rig.loop.close()
+    assert [str(rig.path) in record.getMessage() for record in caplog.records] == [True]
 
 
 def test_events_are_on_disk_once_there_is_nothing_to_do(tmp_path):

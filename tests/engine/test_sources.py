@@ -213,7 +213,7 @@ async def test_a_model_that_cannot_be_loaded_is_not_loaded_again():
 
 
 @pytest.mark.full
-async def test_a_model_that_was_loaded_before_is_loaded_again(tmp_path):
+async def test_a_model_that_was_loaded_before_is_loaded_again(tmp_path, caplog):
     """The missing resource, memory or a network disk, may be back soon."""
 
     async with supervised(
@@ -227,6 +227,7 @@ async def test_a_model_that_was_loaded_before_is_loaded_again(tmp_path):
                 (tmp_path / "loaded").unlink()
             await asyncio.sleep(0.001)
         await rig.until(EngineState.READY)
+    assert any("model: has no weights" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.full

@@ -24,7 +24,7 @@ from kvik.core.plan import ModelRunnerOutput, Moved, SchedulerOutput
 from kvik.core.types import EngineRequest, FinishReason
 from kvik.engine.loop import LoopObserver
 from kvik.engine.wire import MAX_FRAME, encode
-from kvik.errors import ConfigError, KvikError
+from kvik.errors import KvikError
 from kvik.files import can_write
 from kvik.version import __version__
 
@@ -299,15 +299,16 @@ class Recorder(LoopObserver):
         Args:
             tape: the clock of the worker, which was already built with it.
             limit: bytes of the file, after which recording ends.
-
-        Raises:
-            ConfigError: the file cannot be written.
         """
         self._path, self._tape, self._limit = path, tape, limit
         self._frames = FrameWriter()
         self._pending = bytearray(MAGIC)
         self._size = 0  # bytes written
-        self._file: int | None = _create(path)
+        self._file: int | None = None
+        try:
+            self._file = _create(path)
+        except OSError as error:  # an engine that starts again must not fail for its recording
+            log.warning("there is no recording: %s: %s", path, error.strerror)
         self._pending += self._frames.frame(encode(Header(__version__, config, tape.take())))
         self._flush()
 
@@ -416,9 +417,6 @@ def can_record(path: Path) -> bool:
 
 def _create(path: Path) -> int:
     """Create a file that only its owner may read; an existing one is renamed."""
-    try:
-        if path.is_file():
-            path.replace(path.with_name(path.name + PREVIOUS))
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise ConfigError("record", f"cannot be written: {path}: {error.strerror}") from None
+    if path.is_file():
+        path.replace(path.with_name(path.name + PREVIOUS))
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

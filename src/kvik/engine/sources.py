@@ -221,7 +221,7 @@ class Supervisor:
         self._policy = policy
         self._relay = relay
         self._lost = asyncio.Event()
-        self._lost_for_good = False
+        self._failure = ""  # why the engine reported that it cannot be loaded
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Lock()
         self._child: EngineProcess | None = None
@@ -235,7 +235,7 @@ class Supervisor:
         self._task = asyncio.get_running_loop().create_task(self._keep(link))
 
     def lost(self, reason: str, *, for_good: bool) -> None:
-        self._lost_for_good = for_good
+        self._failure = reason if for_good else ""
         self._lost.set()
 
     async def close(self) -> None:
@@ -263,7 +263,7 @@ class Supervisor:
         clock = asyncio.get_running_loop().time
         while True:
             reason = await self._serve_one(link)
-            if self._lost_for_good and not link.signs_of_life:
+            if self._failure and not link.signs_of_life:
                 log.error("%s", link.reason)
                 return
             crashes.append(clock())
@@ -278,7 +278,7 @@ class Supervisor:
     async def _serve_one(self, link: EngineLink) -> str:
         """Start an engine and watch it until it has ended. Returns why it ended."""
         self._lost.clear()
-        self._lost_for_good = False
+        self._failure = ""
         try:
             child = self._child = EngineProcess(self._command, self._relay)
         except OSError as error:  # out of memory or processes, which may pass
@@ -289,7 +289,7 @@ class Supervisor:
             link.disconnect(EngineState.RESTARTING, hung)
         status = await child.end(0.0 if hung else self._policy.exit)
         self._child = None
-        return hung or status
+        return hung or self._failure or status
 
     async def _watch(self, link: EngineLink) -> str:
         """Wait until the engine is lost, its heartbeat stops, or it has made no progress for too
