@@ -135,6 +135,20 @@ def test_a_batch_that_waits_without_limit_does_not_spin(make: Make) -> None:
     assert loop.stats().time == LoopTime(executor=5.0, idle=2.0)
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_requests_begin_when_all_running_ones_end_at_once(make: Make, depth: int) -> None:
+    loop, clock = make(depth, submit=0.0, compute=5.0, max_num_seqs=2)
+    began = clock.now
+    for name in "abcdef":
+        params = SamplingParams(max_tokens=1)
+        loop.core.add(EngineRequest(name, [1, 2], params, deadline=1000.0), clock.now)
+    loop.step()
+    while loop.has_work:
+        assert loop.idle_seconds() == 0.0
+        loop.step()
+    assert clock.now - began == 15.0
+
+
 def test_reading_the_time_does_not_change_it(make: Make) -> None:
     loop, clock = make(1, submit=0.0, compute=5.0)
     ask(loop)

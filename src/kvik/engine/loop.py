@@ -166,6 +166,7 @@ class EngineLoop:
         self._building: dict[str, tuple[EngineRequest, Future[object]]] = {}
         self._in_flight: deque[object] = deque()
         self._unreturned: list[RequestDelta] = []  # returned by `step`
+        self._step_ended = False  # since the last plan, so that another one may have more work
         self._watch = _Watch(clock())
 
     def watch(self, observer: LoopObserver) -> None:
@@ -264,6 +265,7 @@ class EngineLoop:
             self._unreturned += self._finish_oldest()
             now = self.clock()
         plan = self.core.plan(now)
+        self._step_ended = False
         for observer in self.observers:
             observer.planned(plan, now)
         if plan is not None:
@@ -376,6 +378,8 @@ class EngineLoop:
         scheduler = self.core.scheduler
         if not scheduler.has_requests:
             return 0.0 if self.core.has_requests else None
+        if self._step_ended:
+            return 0.0
         now = self.clock()
         at = scheduler.wakeup(now)
         if at == inf:
@@ -383,6 +387,7 @@ class EngineLoop:
         return 0.0 if at is None else max(0.0, at - now)
 
     def _finish_oldest(self) -> list[RequestDelta]:
+        self._step_ended = True
         handle = self._in_flight[0]  # stays in flight if the wait for it is interrupted
         self._watch.turn("executor", self.clock())
         try:
