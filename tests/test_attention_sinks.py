@@ -131,7 +131,7 @@ def endless(tmp_path: Path) -> str:
     never = 210  # half of a character that no story contains: one of 10^9 tokens
     change_bundled(tmp_path, "config.json", eos_token_id=never)
     change_bundled(tmp_path, "generation_config.json", eos_token_id=never)
-    change_bundled(tmp_path, "tokenizer_config.json", chat_template=TEMPLATE)
+    change_bundled(tmp_path, "tokenizer_config.json", chat_template=TEMPLATE, eos_token=None)
     return str(tmp_path)
 
 
