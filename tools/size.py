@@ -12,28 +12,28 @@ import statistics
 from pathlib import Path
 
 SOURCES = Path(__file__).parents[1] / "src"
-# Lines of Python with comments and docstrings, of 2026-11-28. "": files outside folders.
+# Lines of Python with comments and docstrings, of 2026-11-29. "": files outside folders.
 BUDGETS = {
     "attention": 1850,
-    "cli": 5200,
+    "cli": 5300,
     "config": 4950,
     "core": 6350,
     "engine": 5300,
     "evaluate": 800,
-    "gguf": 2550,
+    "gguf": 2600,
     "kernels": 10850,
     "kvik_bench": 10050,
-    "lang": 660,
-    "models": 4450,
-    "nn": 5600,
+    "lang": 670,
+    "models": 4550,
+    "nn": 5700,
     "planner": 6250,
     "quantize": 3350,
-    "server": 11600,
+    "server": 11700,
     "spec": 4400,
     "text": 4000,
     "training": 700,
-    "worker": 12200,
-    "": 4800,
+    "worker": 12500,
+    "": 4900,
 }
 
 
