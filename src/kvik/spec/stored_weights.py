@@ -434,8 +434,7 @@ def _gptq_scheme(fields: Fields) -> StoredScheme:
 
 def _fp8(fields: Fields, layers: _Layers) -> list[StoredRule]:
     number = fields.choice("fmt", (*E4M3, *E5M2), E4M3[0])
-    if "scale_fmt" in fields:
-        fields.choice("scale_fmt", ("float",))
+    fields.choice("scale_fmt", ("float", "ue8m0"), "float")  # the latter: powers of two, as floats
     band, group = _block(fields, "weight_block_size") or (0, 0)
     static = fields.choice("activation_scheme", ("dynamic", "static"), "dynamic") == "static"
     skipped = _skipped(fields, "modules_to_not_convert", "ignored_layers")
