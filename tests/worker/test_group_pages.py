@@ -11,8 +11,9 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from helpers.page_moves import Disk, key, plan
 
-from kvik.core.plan import NOWHERE, PageKey, PageLoad, PageStore, SchedulerOutput
+from kvik.core.plan import NOWHERE, PageLoad, PageStore
 from kvik.errors import GroupLost
 from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.nn.pages import GroupPages, PagePart, group_pages
@@ -21,7 +22,7 @@ from kvik.spec.shares import cut_groups
 from kvik.worker import staged_mover as module
 from kvik.worker.group import CopyPages, Message, OpenPages
 from kvik.worker.group_pages import PageMemory, ProcessCopies, copy_pages
-from kvik.worker.page_mover import PageFolder, TierParts
+from kvik.worker.page_mover import TierParts
 from kvik.worker.staged_mover import StagedPageMover
 
 BLOCKS, SIZE = 40, 16
@@ -59,20 +60,6 @@ class Other:
             assert isinstance(message, CopyPages) and self.memory is not None
             copy_pages(self.pages, self.memory.rows, message)
             self.memory.confirm(1, message.number)
-
-
-class Disk(PageFolder):
-    def __init__(self) -> None:
-        self.pages: dict[PageKey, np.ndarray] = {}
-
-    def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
-        self.pages[key] = page.copy()
-        return True
-
-    def read(self, key: PageKey, page: np.ndarray) -> bool:
-        if key in self.pages:
-            page[:] = self.pages[key]
-        return key in self.pages
 
 
 class World:
@@ -121,17 +108,6 @@ def world() -> Iterator[World]:
     yield made
     made.other.lost = made.other.lost or "the test is over"
     made.mover.close()
-
-
-def plan(step: int, *moves: PageStore | PageLoad) -> SchedulerOutput:
-    made = SchedulerOutput(step, [], [], [], [])
-    for move in moves:
-        (made.stores if isinstance(move, PageStore) else made.loads).append(move)
-    return made
-
-
-def key(number: int) -> PageKey:
-    return 0, bytes([number])
 
 
 def test_the_disk_gets_a_page_once_all_have_copied_it(world: World) -> None:

@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 import torch
 from helpers import matrix
+from helpers.page_moves import Disk, key, plan
 
-from kvik.core.plan import NOWHERE, PageKey, PageLease, PageLoad, PageStore, SchedulerOutput
+from kvik.core.plan import NOWHERE, PageLease, PageLoad, PageStore
 from kvik.errors import ConfigError
 from kvik.nn.kv_formats import KVCache, allocate_kv
 from kvik.nn.pages import DevicePages, GroupPages, PagePart
 from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, KVGroup, group_layers
-from kvik.worker.page_mover import PageFolder, TierParts
+from kvik.worker.page_mover import TierParts
 from kvik.worker.staged_mover import StagedPageMover
 from kvik.worker.stream_copies import StreamCopies
 
@@ -104,19 +105,6 @@ def mover_on_a_stream(pages: Sequence[GroupPages], tiers: TierParts) -> StagedPa
     return StagedPageMover(lagging, tiers, make)
 
 
-class Disk(PageFolder):
-    def __init__(self) -> None:
-        self.pages: dict[PageKey, np.ndarray] = {}
-
-    def store(self, key: PageKey, parent: bytes, page: np.ndarray) -> bool:
-        self.pages[key] = page.copy()
-        return True
-
-    def read(self, key: PageKey, page: np.ndarray) -> bool:
-        page[:] = self.pages[key]
-        return True
-
-
 @pytest.fixture
 def cache() -> KVCache:
     made = allocate_kv(GROUPS, 12, SIZE, torch.float32, torch.device("cpu"))
@@ -137,24 +125,10 @@ def mover(cache: KVCache, disk: Disk) -> Iterator[StagedPageMover]:
     made.close()
 
 
-def plan(
-    step: int, *moves: PageStore | PageLoad, leases: Sequence[PageLease] = ()
-) -> SchedulerOutput:
-    made = SchedulerOutput(step, [], [], [], [])
-    for move in moves:
-        (made.stores if isinstance(move, PageStore) else made.loads).append(move)
-    made.leases.extend(leases)
-    return made
-
-
 def content(cache: KVCache, block: int) -> np.ndarray:
     page = np.zeros((1, PAGE_HEAD_BYTES + SIZE * GROUPS[0].bytes_per_token), np.uint8)
     DevicePages(GROUPS[0], cache, SIZE).copy_out([block], page, [0])
     return page[0, PAGE_HEAD_BYTES:]
-
-
-def key(number: int) -> PageKey:
-    return 0, bytes([number])
 
 
 def test_the_disk_gets_a_page_once_its_copy_has_ended(

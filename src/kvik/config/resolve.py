@@ -184,10 +184,7 @@ def resolve(
             replicas=replicas,
             role=config.role,
         ),
-        memory=replace(
-            footprint.plan(size, num_blocks, limit),
-            kv_tiers=0 if tiers is None or compute.gpu is not None else tiers.memory,
-        ),
+        memory=replace(footprint.plan(size, num_blocks, limit), kv_tiers=limit.size - rest.size),
         seed=seed,
         decisions=tuple(notes.decisions),
         speculation=speculation,

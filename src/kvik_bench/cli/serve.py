@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from kvik.cli.flags import Parser
 from kvik.config.model_source import find_model
 from kvik.errors import ConfigError
+from kvik.interrupts import ended_like_ctrl_c
 from kvik.model_files import model_files
 from kvik.options import Integer
 from kvik.planner.serving import parse_seconds, parse_slo
@@ -27,7 +28,6 @@ from kvik_bench.cli.output import (
     integers,
     write_out,
 )
-from kvik_bench.interrupts import ended_like_ctrl_c
 from kvik_bench.load.drive import Budget, ClosedLoop, Level, LoadTest, OpenLoop, RunLog
 from kvik_bench.load.workload import (
     MAX_TOKENS,

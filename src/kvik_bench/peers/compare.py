@@ -25,11 +25,11 @@ from kvik.cli.terminal import say
 from kvik.config.hardware import detect
 from kvik.config.model_source import find_model
 from kvik.errors import ConfigError
+from kvik.interrupts import ended_like_ctrl_c
 from kvik.models.model_spec import read_model_spec
 from kvik.spec.model import SHORT_DTYPES
 from kvik_bench.cli.output import add_number, add_output_flags, check_output, write_out
 from kvik_bench.inprocess.rounds import Watch
-from kvik_bench.interrupts import ended_like_ctrl_c
 from kvik_bench.peers.adapter_process import Outcome, run_adapter
 from kvik_bench.peers.engine_entries import (
     OWN,
