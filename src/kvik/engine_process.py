@@ -14,15 +14,16 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from mmap import mmap
 from pathlib import Path
 
 from kvik.child_process import cores_of, live_with_parent, python_command
+from kvik.collector import freeze, uncollected
 from kvik.config.config import ResolvedConfig
 from kvik.core.types import derive_seed
 from kvik.engine.client import EngineClient
 from kvik.engine.host import host_engine
+from kvik.engine.loop import EngineLoop
 from kvik.engine.sources import Supervisor, restart_policy
 from kvik.engine.wire import EngineStart, HostSocket, to_start
 from kvik.errors import NOTES_LOG
@@ -99,7 +100,13 @@ def _serve(line: HostSocket) -> int:
     record = None if start.record is None else Path(start.record)
     if start.cores and sys.platform == "linux":
         os.sched_setaffinity(0, start.cores)
-    load = partial(load_loop, start.config, record, token=start.token)
+
+    def load() -> EngineLoop:
+        with uncollected():
+            loop = load_loop(start.config, record, token=start.token)
+            freeze()
+        return loop
+
     return 0 if host_engine(load, line, reports=start.reports) else 1
 
 

@@ -39,6 +39,7 @@ from kvik.child_process import (
     live_with_parent,
     python_command,
 )
+from kvik.collector import freeze, uncollected
 from kvik.config.config import ResolvedConfig
 from kvik.config.parallel import OPTION
 from kvik.errors import NOTES_LOG, ConfigError, GroupLost, KvikError
@@ -373,8 +374,9 @@ def main(arguments: Sequence[str]) -> int:
             stage = None if start.stage is None else stages[start.stage]
             setup = RankSetup(rank, start.size, memory, file=store)
             try:
-                with torch.inference_mode():
+                with uncollected(), torch.inference_mode():
                     share = make_rank(start.config, setup, stage, ahead.memory())
+                    freeze()
             except BrokenGroup:
                 return 1  # the rank that failed reports the error
             except Exception as error:

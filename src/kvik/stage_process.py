@@ -36,6 +36,7 @@ from kvik.child_process import (
     live_with_parent,
     python_command,
 )
+from kvik.collector import freeze, uncollected
 from kvik.config.config import ResolvedConfig
 from kvik.config.hardware import detect
 from kvik.errors import NOTES_LOG, ConfigError, GroupLost
@@ -436,10 +437,12 @@ def main(arguments: Sequence[str]) -> int:
             if config.runner.ranks > 1:
                 group = RankProcesses(config, stage)
             with (
+                uncollected(),
                 torch.inference_mode(),
                 nullcontext() if group is None else group.loading() as setup,
             ):
                 rank = LeadingRank(config, stage, setup)
+                freeze()
             ready = StageReady("", detect().native_isa, fingerprints(config.runner))
         except Exception as error:
             ready = StageReady(f"{type(error).__name__}: {error}")

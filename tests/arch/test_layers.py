@@ -71,8 +71,10 @@ ALLOWED: dict[str, set[str]] = {
         "ray_launcher",
     },
     # Both ends of the other processes of a group that computes one model.
-    "rank_process": {"config", "child_process", "kernels", "worker"},
-    "stage_process": {"config", "child_process", "kernels", "links", "rank_process", "worker"},
+    "rank_process": {"config", "child_process", "collector", "kernels", "worker"},
+    "stage_process": {
+        *("config", "child_process", "collector", "kernels", "links", "rank_process", "worker"),
+    },
     "ray_launcher": {"config", "rank_process", "stage_process"},
     "links": {"version"},
     # Both ends of the engine in its own process, behind a socket.
@@ -80,6 +82,7 @@ ALLOWED: dict[str, set[str]] = {
         "config",
         "core",
         "child_process",
+        "collector",
         "engine",
         "launch",
         "kernels.cpu._native",

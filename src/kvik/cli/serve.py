@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import socket
 import ssl
@@ -23,6 +22,7 @@ from kvik.cli.flags import (
     server_options,
 )
 from kvik.cli.terminal import visible
+from kvik.collector import freeze
 from kvik.config.config import EngineConfig, ResolvedConfig, check_config
 from kvik.config.env import read_option_file
 from kvik.config.server_config import ServerConfig, check_server_config
@@ -206,9 +206,7 @@ async def _serve(
         out.tell(f"admin routes on http://{LOOPBACK}:{sockets[1].getsockname()[1]}")
     url = _url(replace(server, host=WILDCARDS.get(server.host, server.host)), sockets[0])
     out.tell(f"{names[0]} on {url}/v1, playground on {url}/, loading ...")
-    # All objects so far stay alive: freeze them, so that the collector does not scan them again.
-    gc.collect()
-    gc.freeze()
+    freeze()
     return await serve(parts, ports, out.tell)
 
 
