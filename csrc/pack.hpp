@@ -4,7 +4,7 @@
 #include "arguments.hpp"
 #include "fp8.hpp"
 #include "half.hpp"
-#include "mxfp4.hpp"
+#include "nibble_tables.hpp"
 #include "pack_scales.hpp"
 #include "packed.hpp"
 #include "share.hpp"
@@ -122,7 +122,8 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
             case kMatrixBF16: pack(from_bf16 ? pack_tile<word_bf16> : pack_tile<word_bf16_of_f32>); break;
             case kMatrixI4:
             case kMatrixI4Min:
-            case kMatrixMxfp4: pack(pack_tile<word_i4>); break;
+            case kMatrixMxfp4:
+            case kMatrixIq4: pack(pack_tile<word_i4>); break;
             case kMatrixFp8: pack(pack_tile<word_fp8>); break;
             default: pack(pack_tile<word_i8>); break;
         }
@@ -156,6 +157,12 @@ struct Mxfp4Step {
     static constexpr int kInputs = 8;
     KVIK_INLINE float value(uint32_t word, int i, int) {
         return float(kE2M1[word >> (i % 4 * 8 + i / 4 * 4) & 15] - kE2M1Zero);
+    }
+};
+struct Iq4Step {
+    static constexpr int kInputs = 8;
+    KVIK_INLINE float value(uint32_t word, int i, int) {
+        return float(kIq4[word >> (i % 4 * 8 + i / 4 * 4) & 15] - kIq4Zero);
     }
 };
 struct Fp8Step {
@@ -227,6 +234,7 @@ void matrix_rows_of(const matrix_rows_args& a, Team& team) {
             case kMatrixI4:
             case kMatrixI4Min: unpack_row<I4Step>(a, id, out); break;
             case kMatrixMxfp4: unpack_row<Mxfp4Step>(a, id, out); break;
+            case kMatrixIq4: unpack_row<Iq4Step>(a, id, out); break;
             case kMatrixFp8: unpack_row<Fp8Step>(a, id, out); break;
             default: unpack_row<I8Step>(a, id, out); break;
         }

@@ -401,7 +401,7 @@ KVIK_INLINE I32 dot_i8(I32 acc, I32 u, I32 s) {
 #if defined(__AVXVNNI__)
 KVIK_INLINE I32 dot_i4(I32 acc, I32 u, I32 s) { return dpbusd(acc, u, s); }
 #else
-#define KVIK_SHORT_PRODUCTS 8
+#define KVIK_SHORT_PRODUCTS
 // Sums of pairs in 16 bits. The compiler would add two products first and spill the accumulator.
 KVIK_INLINE I32 dot_short(I32 acc, I32 u, I32 s) {
     I32 pairs;

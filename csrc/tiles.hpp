@@ -6,7 +6,7 @@
 
 #include "fp8.hpp"
 #include "half.hpp"
-#include "mxfp4.hpp"
+#include "nibble_tables.hpp"
 #include "packed.hpp"
 #include "simd.hpp"
 
@@ -44,8 +44,9 @@ constexpr int64_t kAhead = 2048;  // bytes of a tile's stream to prefetch: about
 
 // How a kind unpacks and multiplies a vector of weights. kParts: the number of vectors it unpacks to, each
 // multiplied by four bytes of x. For floats kGroups: there may be groups, each with a scale. For integers
-// kScaled: there are groups with scales; kZeros: they may have zero points; kMinima: they have minima. The
-// caller scales the sums of all inputs.
+// kScaled: there are groups with scales; kZeros: they may have zero points; kMinima: they have minima. kShort:
+// how many products are summed in 16 bits, pairs of at most kMost x 127 each, before they are added to 32-bit
+// sums, where that is faster; 1: none. The caller scales the sums of all inputs.
 struct TileF32 {
     static constexpr int kParts = 1;
     static constexpr bool kGroups = false;
@@ -84,6 +85,7 @@ struct TileFp8 {
 struct TileI8 {
     static constexpr int kParts = 1, kScaleBytes = 2;
     static constexpr bool kScaled = false, kZeros = false, kMinima = false;
+    static constexpr int kShort = 1;
     KVIK_INLINE void unpack(I32 v, I32* w) { w[0] = v; }
     KVIK_INLINE I32 dot(I32 sum, I32 w, I32 x) { return dot_i8(sum, w, x); }
 };
@@ -95,6 +97,7 @@ struct TileI8Groups : TileI8 {
 struct TileI4 {
     static constexpr int kParts = 2, kScaleBytes = 2;
     static constexpr bool kScaled = true, kZeros = true, kMinima = false;
+    static constexpr int kMost = 15, kShort = 8;
     KVIK_INLINE void unpack(I32 v, I32* w) {
         w[0] = low_nibbles(v);
         w[1] = high_nibbles(v);
@@ -107,12 +110,22 @@ struct TileI4Min : TileI4 {
 };
 
 struct TileMxfp4 : TileI4 {
-    static constexpr int kScaleBytes = 1;
+    static constexpr int kScaleBytes = 1, kMost = 24, kShort = 4;
     static constexpr bool kZeros = false;
     KVIK_INLINE void unpack(I32 v, I32* w) {
-        w[0] = e2m1_integers(low_nibbles(v));
-        w[1] = e2m1_integers(high_nibbles(v));
+        w[0] = entries(kE2M1, low_nibbles(v));
+        w[1] = entries(kE2M1, high_nibbles(v));
     }
+};
+
+struct TileIq4 : TileI4 {
+    static constexpr bool kZeros = false;
+    static constexpr int kShort = 1;
+    KVIK_INLINE void unpack(I32 v, I32* w) {
+        w[0] = entries(kIq4, low_nibbles(v));
+        w[1] = entries(kIq4, high_nibbles(v));
+    }
+    KVIK_INLINE I32 dot(I32 sum, I32 w, I32 x) { return dot_i8(sum, w, x); }
 };
 
 // Four bytes of row m in all lanes. Rows are reached from every fourth one, so that the addresses of
@@ -236,12 +249,10 @@ KVIK_INLINE void end_integers(const Span& s, int first_vector, int vectors) {
         }
 }
 
-// How many four-bit products are summed in 16 bits before they are added to 32-bit sums: pairs of at
-// most 15 x 127 each. 1: where 32 bits cost no more.
 #if defined(KVIK_SHORT_PRODUCTS)
-constexpr int kShortProducts = KVIK_SHORT_PRODUCTS;
+constexpr bool kShortProducts = true;
 #else
-constexpr int kShortProducts = 1;
+constexpr bool kShortProducts = false;  // 32 bits cost no more
 KVIK_INLINE I32 dot_short(I32 acc, I32 u, I32 s) { return dot_i4(acc, u, s); }
 KVIK_INLINE I32 add_short(I32 acc, I32 sums) { return iadd(acc, sums); }
 #endif
@@ -251,7 +262,7 @@ template <class Tile, int kRows, int kVectors>
 __attribute__((noinline)) void multiply_group(const Span& s, int first_vector, int64_t group, int64_t first,
                                               int64_t last) {
     constexpr int kParts = Tile::kParts;
-    constexpr bool kShort = kShortProducts > 1 && Tile::kParts == 2;
+    constexpr bool kShort = kShortProducts && Tile::kShort > 1;
     constexpr int kChains = kRows <= 2 && !kShort ? kParts : 1;
     constexpr bool kScaled = Tile::kScaled, kMinima = Tile::kMinima;
     const int64_t lane = group * kTile + first_vector * kLanes, groups_stride = s.groups_stride;
@@ -304,6 +315,7 @@ __attribute__((noinline)) void multiply_group(const Span& s, int first_vector, i
         } while (at < stop);
     };
     if constexpr (kShort) {
+        static_assert(Tile::kShort * 2 * Tile::kMost * 127 <= INT16_MAX && Tile::kShort % kParts == 0);
         do {
             I32 few[kRows][kVectors];
 #pragma GCC unroll 16
@@ -311,7 +323,7 @@ __attribute__((noinline)) void multiply_group(const Span& s, int first_vector, i
 #pragma GCC unroll 4
                 for (int v = 0; v < kVectors; v++) few[m][v] = izero();
             }
-            const int64_t most = at + 4 * kShortProducts;
+            const int64_t most = at + 4 * Tile::kShort;
             until(most < end ? most : end, [&](int, int m, int v, I32 w, I32 b) __attribute__((always_inline)) {
                 few[m][v] = dot_short(few[m][v], w, b);
             });
@@ -363,6 +375,8 @@ template <>
 constexpr bool kIsInteger<TileI4Min> = true;
 template <>
 constexpr bool kIsInteger<TileMxfp4> = true;
+template <>
+constexpr bool kIsInteger<TileIq4> = true;
 
 template <class Tile, int kRows, int kVectors>
 KVIK_INLINE void multiply_vectors(const Span& s, int first_vector) {
@@ -546,6 +560,7 @@ struct VectorTiles {
             case kMatrixI4: return multiply_for<TileI4>(rows);
             case kMatrixI4Min: return multiply_for<TileI4Min>(rows);
             case kMatrixMxfp4: return multiply_for<TileMxfp4>(rows);
+            case kMatrixIq4: return multiply_for<TileIq4>(rows);
             case kMatrixFp8: return unpacked ? multiply_for<TileWidened>(rows) : multiply_for<TileFp8>(rows);
             default: return unpacked ? multiply_for<TileWidened>(rows) : multiply_for<TileI8AsBF16>(rows);
         }

@@ -47,6 +47,7 @@ CASES: dict[str, tuple[Callable[[str], str], bool]] = {
     "mixed": (mixed, True),
     "small": (lambda name: "Q2_K" if "ffn" in name else "Q3_K", True),
     "old": (lambda name: "Q4_1" if "ffn" in name else "Q5_0", True),
+    "IQ4": (lambda name: "IQ4_NL" if "attn" in name else "IQ4_XS", True),
     "MXFP4": (lambda name: "Q8_0" if "blk" not in name else "MXFP4", True),
     "floats": (lambda name: "Q5_K" if "ffn" in name else "Q5_1", False),
     "F16": (lambda name: "F16", False),

@@ -524,6 +524,8 @@ LOADED = {
     "Q4_K": MINIMA,
     "Q5_K": None,
     "Q6_K": WeightKind("int8", 16),
+    "IQ4_NL": WeightKind("iq4", 32),
+    "IQ4_XS": WeightKind("iq4", 32),
     "MXFP4": WeightKind("mxfp4", 32),
 }
 

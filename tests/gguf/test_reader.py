@@ -141,7 +141,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         "'t' must end within the file's",
     ),
     "unknown type": (raw(tensors=[directory("t", [32], 99)], data=64), "not type 99"),
-    "type that is not read": (raw(tensors=[directory("t", [32], 23)], data=64), "not IQ4_XS"),
+    "type that is not read": (raw(tensors=[directory("t", [32], 40)], data=64), "not NVFP4"),
     "row of no whole blocks": (
         raw(tensors=[directory("t", [33, 2], 8)], data=96),
         "'t' is Q8_0: rows must be multiples of 32 wide, not 33",

@@ -132,6 +132,8 @@ NUMBERS: Mapping[str, tuple[int, ...]] = {
     "Q4_K": (0, 2),
     "Q5_K": (0, 2),
     "Q6_K": (208,),
+    "IQ4_NL": (0,),
+    "IQ4_XS": (0,),
 }
 # Multiplied with integer scales and codes they give weights of about 0.06.
 SIZES_OF_NUMBERS: Mapping[str, tuple[float, ...]] = {
@@ -140,6 +142,8 @@ SIZES_OF_NUMBERS: Mapping[str, tuple[float, ...]] = {
     "Q4_K": (2.4e-4, 1.2e-3),
     "Q5_K": (1.2e-4, 1.2e-3),
     "Q6_K": (6e-5,),
+    "IQ4_NL": (1e-3,),
+    "IQ4_XS": (6e-5,),
 }
 
 

@@ -29,6 +29,7 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
+    iq4_weight,
     mxfp4_weight,
     ordered_weight,
 )
@@ -245,6 +246,7 @@ def _products() -> list[Case]:
         ("int4-symmetric", random_int4(64, zeros=False), ((3, 192, 33),)),
         ("int4-min", random_int4_min, ((1, 96, 7), (5, 288, 64))),
         ("mxfp4", random_mxfp4, ((1, 96, 7), (5, 288, 64))),
+        ("iq4", random_iq4, ((1, 96, 7), (5, 288, 64))),
         ("fp8", random_fp8(0), ((1, 33, 7), (5, 257, 64))),
         ("fp8-128", random_fp8(128), ((1, 33, 7), (5, 257, 64))),
         ("fp8-token", random_fp8(0, "token"), ((1, 33, 7), (5, 257, 64))),
@@ -348,6 +350,12 @@ def random_mxfp4(m: Maker, outputs: int, inputs: int) -> Weight:
     middle = 125 - round(math.log2(inputs) / 2)
     scales = m.integers(middle - 2, middle + 1, outputs, inputs // MX_GROUP, dtype=torch.uint8)
     return mxfp4_weight(values, scales)
+
+
+def random_iq4(m: Maker, outputs: int, inputs: int) -> Weight:
+    """Return a weight [outputs, inputs] of numbers of a table, in groups of 32."""
+    values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
+    return iq4_weight(values, _scales(m, outputs, inputs, 32, 70), 32)
 
 
 def random_fp8(group: int, activations: Rounding = "float") -> MakeWeight:

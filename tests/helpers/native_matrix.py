@@ -10,13 +10,22 @@ from helpers.native import FLOATS, Poisoned, Runtime, call, normal
 from torch import Tensor
 
 from kvik.kernels.rounding import round_int4, round_mxfp4
-from kvik.kernels.weights import Weight, fp8_weight, in_nibbles, int4_min_weight, int8_weight
+from kvik.kernels.weights import IQ4 as TABLE
+from kvik.kernels.weights import (
+    Weight,
+    fp8_weight,
+    in_nibbles,
+    int4_min_weight,
+    int8_weight,
+    iq4_weight,
+)
 from kvik.spec.weight_kind import WeightKind
 
 F32, BF16, I8, I8_WEIGHT_ONLY = "f32", "bf16", "int8", "int8-weight-only"
-I4, I4_MIN, FP8, MXFP4 = "int4", "int4-min", "fp8", "mxfp4"
-NUMBERS = {F32: 0, BF16: 1, I8: 2, I8_WEIGHT_ONLY: 3, I4: 4, I4_MIN: 5, FP8: 6, MXFP4: 7}
-INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8)  # by number of the kind
+I4, I4_MIN, FP8, MXFP4, IQ4 = "int4", "int4-min", "fp8", "mxfp4", "iq4"
+KIND_NAMES = (F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4)
+NUMBERS = {name: number for number, name in enumerate(KIND_NAMES)}
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8)  # by number of the kind
 # Names of kinds, with the inputs of a group after a "/" if they have groups (0: none), and how x is
 # rounded for fp8 weights.
 ONE_OF_EACH = (
@@ -29,6 +38,7 @@ ONE_OF_EACH = (
         "fp8/0-static",
         "fp8/128-group",
         "mxfp4/32",
+        "iq4/32",
     ),
 )
 FP8_X = {"float": 0, "token": 1, "group": 2, "static": 3}
@@ -120,6 +130,13 @@ def _rounded(name: str, source: Tensor, group: int, zeros: bool) -> Weight:
     """Round `source` [outputs, inputs] fp32 of whole groups. Scales of groups are fp16 values."""
     if name == MXFP4:
         return round_mxfp4(source)
+    if name == IQ4:
+        grouped = source.unflatten(1, (-1, group))
+        scales = grouped.abs().amax(2) / 113.0
+        scales = torch.where(scales == 0, 1.0, scales.half().float())
+        distances = (grouped / scales[:, :, None]).flatten(1)[:, :, None] - torch.tensor(TABLE)
+        codes = distances.abs().argmin(2).to(torch.uint8)
+        return iq4_weight(codes[:, ::2] | codes[:, 1::2] << 4, scales, group)
     if name == I4:
         weight = round_int4(source, group)
         return weight if zeros else replace(weight, kind=WeightKind("int4", group), zeros=None)

@@ -10,6 +10,7 @@ from helpers.kernel_cases import (
     random_int4,
     random_int4_min,
     random_int8,
+    random_iq4,
     random_mxfp4,
 )
 
@@ -26,6 +27,7 @@ WEIGHT_MAKERS: dict[str, MakeWeight] = {
     "int4-32-zeros": random_int4(32, zeros=True),
     "int4-min": random_int4_min,
     "mxfp4": random_mxfp4,
+    "iq4": random_iq4,
     "fp8": random_fp8(0),
     "fp8-32-group": random_fp8(32, "group"),
     "fp8-static": random_fp8(0, "static"),

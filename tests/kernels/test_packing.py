@@ -23,6 +23,7 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
+    iq4_weight,
     mxfp4_weight,
     ordered_weight,
 )
@@ -52,6 +53,7 @@ def plain_weights() -> dict[str, Weight]:
         "symmetric int4": int4_weight(bytes_, groups, None, GROUP),
         "int4 with minima": int4_min_weight(bytes_, groups, zeros.float(), GROUP),
         "mxfp4": mxfp4_weight(bytes_, (zeros + 120).to(torch.uint8)),
+        "iq4": iq4_weight(bytes_, groups, GROUP),
         "fp8": fp8_weight(whole.float().to(torch.float8_e4m3fn), scales),
         "fp8 in groups": fp8_weight(whole.float().to(torch.float8_e4m3fn), groups, GROUP),
         "fp8, static": fp8_weight(
@@ -124,9 +126,9 @@ def digest(packing: Packing, matrix: Matrix) -> str:
 # If this fails, the packed bytes have changed, and existing folders would be misread: rename the
 # packing.
 BYTES = {
-    "gpu-1": "a5ba9bb704cd2b6ef3facd6693f9fbab24e4d9004acc4ab959c80dc42733b581",
-    "plain-1": "acb14daaf85dc8d3820f7e45949c14cf6377cd8d59dec7a95d2904b1d66af3de",
-    "tiles-1": "dee440724a6968ed8b883f02ba3f4f02a2c95f674e11523eb0fd1ee41766b317",
+    "gpu-1": "828a0abf2bed012bd0ec8a4798f1a9d3e03c0b6a4d63a9404ebdccb21dd98267",
+    "plain-1": "479c131be3e6b293f6d7150a0cdbb6eb0e2d208988f7c3bca709052b5cb3e1f9",
+    "tiles-1": "abad510294a9faeb475686a7cee6235ed57639e8caea94bbbf83c3dee7e8b8d2",
 }
 
 

@@ -12,6 +12,7 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
+    iq4_weight,
     mxfp4_weight,
     ordered_weight,
 )
@@ -48,6 +49,7 @@ MXFP4 = mxfp4_weight(
     torch.tensor([list(range(0x10, 0x100, 0x22))], dtype=torch.uint8).repeat(1, 4),
     torch.tensor([[0, 126]], dtype=torch.uint8),
 )
+IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6]
 # Weights of each kind, and their values.
 MEANT: dict[str, tuple[Weight, list[list[float]]]] = {
@@ -73,6 +75,10 @@ MEANT: dict[str, tuple[Weight, list[list[float]]]] = {
     "mxfp4 scales groups of 32 inputs by powers of two": (
         MXFP4,
         [[size * 2.0**power for power in (-127, -1) for size in 2 * E2M1]],
+    ),
+    "iq4 scales numbers of a table": (
+        iq4_weight(MXFP4.values, torch.tensor([[1.0, -0.5]]), 32),
+        [[number * scale for scale in (1.0, -0.5) for number in 2 * IQ4]],
     ),
     "an order gives the place of each input": (
         ordered_weight(INT8_GROUPS, torch.tensor([2, 0, 1], dtype=torch.int32)),

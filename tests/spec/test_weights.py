@@ -52,6 +52,7 @@ def test_the_native_kernels_keep_groups_in_two_bytes() -> None:
         (WeightKind("int4", 32, "minima"), 2 + 2),
         (WeightKind("fp8", 32), 4),
         (WeightKind("mxfp4", 32), 1),
+        (WeightKind("iq4", 32), 2),
     ):
         values = 96 * 7 * scheme.bits // 8
         expected = values + 4 * 7 + 3 * 7 * of_group
@@ -77,6 +78,7 @@ NAMES: dict[str, WeightKind] = {
     "fp8 group 128 groups": WeightKind("fp8", 128, activations="group"),
     "fp8 group 32 static": WeightKind("fp8", 32, activations="static"),
     "mxfp4 group 32": WeightKind("mxfp4", 32),
+    "iq4 group 32": WeightKind("iq4", 32),
     "mxfp4 group 32 ordered": WeightKind("mxfp4", 32, ordered=True),
     "int4 group 64 ordered": WeightKind("int4", 64, ordered=True),
     "int4 group 64 zeros ordered": WeightKind("int4", 64, "zeros", ordered=True),
@@ -95,7 +97,7 @@ def test_names_of_kinds_are_read_back(name: str) -> None:
         *("", "int8", "int4 group -8", "int4 group 0", "int4min group 0", "int8 group 8 zeros"),
         *("int2 group 8", "float64", " ordered", "int4 group 64 ordered ordered"),
         *("int4 group 9999999999", "fp8 group 0\n", "int8 group ٣"),
-        *("mxfp4 group 16", "mxfp4 group 0", "mxfp4 group 32 zeros"),
+        *("mxfp4 group 16", "mxfp4 group 0", "mxfp4 group 32 zeros", "iq4 group 0"),
         *("fp8 group 0 groups", "fp8 group 0 zeros", "int8 group 0 token"),
     ],
 )

@@ -55,6 +55,8 @@ SCHEMES: Mapping[str, StoredScheme] = {
         StoredScheme("Q4_K", 4, 32, symmetric=False, minima=True),
         StoredScheme("Q5_K", 5, 32, symmetric=False, minima=True),
         StoredScheme("Q6_K", 6, 16),
+        StoredScheme("IQ4_NL", 4, 32),
+        StoredScheme("IQ4_XS", 4, 32),
         StoredScheme("MXFP4", 4, 32),
     )
 }

@@ -89,6 +89,8 @@ BLOCK_TYPES: Mapping[str, BlockType] = {
         BlockType("Q4_K", 12, 256, 144),
         BlockType("Q5_K", 13, 256, 176),
         BlockType("Q6_K", 14, 256, 210),
+        BlockType("IQ4_NL", 20, 32, 18),
+        BlockType("IQ4_XS", 23, 256, 136),
         BlockType("MXFP4", 39, 32, 17),
     )
 }
@@ -101,10 +103,8 @@ UNREAD_TYPES: Mapping[int, str] = {
     17: "IQ2_XS",
     18: "IQ3_XXS",
     19: "IQ1_S",
-    20: "IQ4_NL",
     21: "IQ3_S",
     22: "IQ2_S",
-    23: "IQ4_XS",
     24: "I8",
     25: "I16",
     26: "I32",

@@ -52,9 +52,9 @@ class Weight:
     """Some outputs of a linear layer, stored according to its kind.
 
     Attributes:
-        values: [outputs, inputs], floats, int8 or float8_e4m3fn; for int4 and mxfp4 [outputs,
-            inputs / 2] uint8, two per byte, the low half the even input. With the native kernels
-            a NaN of E4M3 makes its whole output NaN.
+        values: [outputs, inputs], floats, int8 or float8_e4m3fn; for four bits [outputs, inputs /
+            2] uint8, two per byte, the low half the even input. With the native kernels a NaN of
+            E4M3 makes its whole output NaN.
         scales: fp32; [outputs] if the group is 0, else [outputs, ceil(inputs / group)]; None for
             floats. For int4 the native kernels keep eleven binary digits: all digits of fp16 and
             bfloat16 numbers. For E4M3 the scales of a tensor or of square blocks are repeated for
@@ -132,10 +132,11 @@ class Weight:
         scales = self.scales
         if scales is None:
             wide = self.values.float()
-        elif self.kind.codes == "mxfp4":
-            numbers = torch.tensor(E2M1, device=self.values.device)
+        elif self.kind.codes in NUMBERS:
+            numbers = torch.tensor(NUMBERS[self.kind.codes], device=self.values.device)
             codes = _grouped(self.values, self.kind.group).int()
-            wide = numbers[codes].mul_(_powers(scales)[:, :, None])
+            factors = _powers(scales) if self.kind.codes == "mxfp4" else scales
+            wide = numbers[codes].mul_(factors[:, :, None])
             wide = wide.view(self.outputs, self.inputs)
         elif self.kind.codes == "int4":
             wide = _grouped(self.values, self.kind.group)
@@ -207,6 +208,11 @@ def mxfp4_weight(values: Tensor, scales: Tensor) -> Weight:
     return Weight(WeightKind("mxfp4", MX_GROUP), values, scales)
 
 
+def iq4_weight(values: Tensor, scales: Tensor, group: int) -> Weight:
+    """Return a weight of codes of IQ4: w = number * scale."""
+    return Weight(WeightKind("iq4", group), values, scales)
+
+
 def ordered_weight(plain: Weight, order: Tensor) -> Weight:
     """Return a weight whose inputs were permuted by an order, [inputs] int32."""
     return replace(plain, kind=replace(plain.kind, ordered=True), order=order)
@@ -220,11 +226,18 @@ DTYPES = {
     "int4": torch.uint8,
     "fp8": torch.float8_e4m3fn,
     "mxfp4": torch.uint8,
+    "iq4": torch.uint8,
 }
 # The number of each code of E2M1.
 E2M1 = tuple(
     sign * size for sign in (1.0, -1.0) for size in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 )
+# The same of IQ4, of GGUF files (ggml's ggml-common.h).
+IQ4 = (
+    *(-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0),
+    *(1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
+)
+NUMBERS = {"mxfp4": E2M1, "iq4": IQ4}
 
 
 def in_nibbles(kind: WeightKind) -> bool:

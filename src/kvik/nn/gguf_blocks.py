@@ -22,7 +22,8 @@ class BlockParts:
     """The unpacked fields of blocks: w = code * scale, or w = code * scale - minimum.
 
     Attributes:
-        codes: [rows, weights]; int8 around 0, or uint8 from 0 if there are minima.
+        codes: [rows, weights]; int8 around 0, or uint8 from 0 if there are minima. Those of IQ4
+            are uint8 and stand for the numbers of a table.
         scales: [rows, groups] fp32; a group is the neighbouring weights that share a scale.
         minima: [rows, groups] fp32; None: none.
     """
@@ -177,6 +178,20 @@ def _q6_k(blocks: Tensor) -> BlockParts:
     return _around(32, codes, _numbers(blocks, 208) * scales)
 
 
+def _iq4_nl(blocks: Tensor) -> BlockParts:
+    codes = _nibbles(blocks[..., 2:], 16)
+    return BlockParts(codes.flatten(1), _numbers(blocks, 0).flatten(1))
+
+
+def _iq4_xs(blocks: Tensor) -> BlockParts:
+    """The scales of eight groups have their low four bits from byte 4 on, two to a byte, and their
+    high two bits from byte 2 on, four to a byte."""
+    codes = _nibbles(blocks[..., 8:], 16)
+    scales = _nibbles(blocks[..., 4:8], 1) | _bits(blocks[..., 2:4], 1, 2) << 4
+    scales = _numbers(blocks, 0) * (scales.view(torch.int8) - 32).float()
+    return BlockParts(codes.flatten(1), scales.flatten(1))
+
+
 _PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = {
     "Q8_0": _q8_0,
     "Q4_0": _q4_0,
@@ -188,4 +203,6 @@ _PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = {
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
     "Q6_K": _q6_k,
+    "IQ4_NL": _iq4_nl,
+    "IQ4_XS": _iq4_xs,
 }

@@ -197,9 +197,12 @@ def _bounds(repeat: str) -> tuple[int, int | None]:
 
 
 # GGUF's layouts: rows of blocks, each with its scales.
+# fmt: off
 BlockLayout = Literal[
-    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "MXFP4"
+    "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K",
+    "IQ4_NL", "IQ4_XS", "MXFP4",
 ]
+# fmt: on
 Layout = (
     Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"]
     | Literal["mxfp4-pack-quantized", "mxfp4-blocks"]
@@ -210,6 +213,7 @@ BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
 MXFP4: Final = "mxfp4-pack-quantized"
 MXFP4_BLOCKS: Final = "mxfp4-blocks"  # of gpt-oss
 MXFP4_LAYOUTS: frozenset[Layout] = frozenset({"MXFP4", MXFP4, MXFP4_BLOCKS})
+IQ4_LAYOUTS: frozenset[Layout] = frozenset({"IQ4_NL", "IQ4_XS"})
 
 KEY = "quantization_config"
 MAX_GROUP = 1 << 20

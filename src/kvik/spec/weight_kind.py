@@ -14,7 +14,7 @@ from typing import Literal
 # token and group of the weight's inputs, or with a calibrated scale.
 Rounding = Literal["float", "token", "group", "static"]
 FLOATS = ("float32", "bfloat16", "float16")
-BITS = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4}
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4, "iq4": 4}
 
 SCALE_BYTES = 4
 # mxfp4: the inputs of a group, and the bytes of its scale, with all kernels.
@@ -26,7 +26,7 @@ ORDER_BYTES = 4
 # GPU_COUNTED_ROWS share a counter of splits.
 GPU_TILE, GPU_COUNTED_ROWS = 128, 32
 
-_NAME = re.compile(r"(w8a8|int8|int4|int4min|fp8|mxfp4) group ([0-9]{1,9})( [a-z]+)?")
+_NAME = re.compile(r"(w8a8|int8|int4|int4min|fp8|mxfp4|iq4) group ([0-9]{1,9})( [a-z]+)?")
 _ROUNDED: dict[Rounding, str] = {
     "float": "",
     "token": " token",
@@ -40,8 +40,8 @@ class WeightKind:
     """The kind of a weight.
 
     Attributes:
-        codes: type of a value: the name of a float dtype, "int8", "int4", "fp8" (E4M3) or "mxfp4"
-            (E2M1, in groups of MX_GROUP).
+        codes: type of a value: the name of a float dtype, "int8", "int4", "fp8" (E4M3), "mxfp4"
+            (E2M1, in groups of MX_GROUP) or "iq4" (sixteen numbers of a table, `weights.IQ4`).
         group: number of consecutive inputs of an output that share a scale; 0: all of them.
         offsets: second parameter of an int4 group: "zeros", w = (q - zero) * scale; "minima", w = q
             * scale - minimum; "": none, w = (q - 8) * scale.
@@ -66,6 +66,11 @@ class WeightKind:
         return BITS[self.codes]
 
     @property
+    def gpu_bits(self) -> int:
+        """Bits of a value on a GPU, where iq4 has the numbers in place of their codes."""
+        return 8 if self.codes == "iq4" else self.bits
+
+    @property
     def name(self) -> str:
         """The name in the manifest of an engine folder: "int4 group 128 zeros ordered"."""
         ordered = " ordered" if self.ordered else ""
@@ -78,8 +83,8 @@ class WeightKind:
                 codes, rest = "int4", " zeros" if self.offsets else ""
             case "fp8":
                 codes, rest = "fp8", _ROUNDED[self.activations]
-            case "mxfp4":
-                codes, rest = "mxfp4", ""
+            case "mxfp4" | "iq4":
+                codes, rest = self.codes, ""
             case _:
                 return f"{self.codes}{ordered}"
         return f"{codes} group {self.group}{rest}{ordered}"
@@ -110,6 +115,8 @@ class WeightKind:
             return WeightKind("mxfp4", group, ordered=ordered) if group == MX_GROUP else None
         if not group:
             return None
+        if codes == "iq4":
+            return WeightKind("iq4", group, ordered=ordered)
         offsets: Literal["", "zeros", "minima"] = "zeros" if rest else ""
         offsets = "minima" if codes == "int4min" else offsets
         return WeightKind("int4", group, offsets, ordered=ordered)
@@ -146,7 +153,9 @@ class WeightKind:
         of a group and its zero point or minimum share a word."""
         wide, rows = _up(inputs, GPU_TILE), _up(outputs, GPU_TILE)
         groups = -(-wide // self.group) if self.group else 1
-        total = wide * rows * self.bits // 8 + groups * rows * self.group_scale_bytes(native=False)
+        total = wide * rows * self.gpu_bits // 8 + groups * rows * self.group_scale_bytes(
+            native=False
+        )
         total += rows // GPU_COUNTED_ROWS * 4  # counters of finished splits
         total += 2 * rows * SCALE_BYTES if self.offsets == "minima" else 0
         total += inputs * ORDER_BYTES if self.ordered else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from kvik.spec.stored_weights import MXFP4_LAYOUTS, StoredScheme
+from kvik.spec.stored_weights import IQ4_LAYOUTS, MXFP4_LAYOUTS, StoredScheme
 from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 
 # Values of `EngineConfig.quantization` and their description in help texts.
@@ -54,6 +54,8 @@ def loaded_kind(stored: StoredScheme, inputs: int) -> WeightKind | None:
     only scales. None: floats, because no kernel supports this scheme."""
     if stored.layout in MXFP4_LAYOUTS:
         return MXFP4
+    if stored.layout in IQ4_LAYOUTS:
+        return WeightKind("iq4", stored.group)
     group = stored.group if stored.group < inputs else 0
     if stored.layout == "fp8":
         if group % MIN_INT8_GROUP or stored.e5m2:

@@ -36,7 +36,16 @@ def test_every_number_of_rows_gives_the_same_bits(runtime: Runtime, kind: str, i
         assert torch.equal(linear(runtime, x[-rows:], matrix), together[-rows:]), rows
 
 
-INT4 = ("int4/8", "int4/40-zeros", "int4/64", "int4/128", "int4/272", "int4-min/32", "mxfp4/32")
+INT4 = (
+    "int4/8",
+    "int4/40-zeros",
+    "int4/64",
+    "int4/128",
+    "int4/272",
+    "int4-min/32",
+    "mxfp4/32",
+    "iq4/32",
+)
 
 
 # Groups smaller than a product, of a part of one, and of several and a part.

@@ -17,7 +17,9 @@ from helpers.native_matrix import (
     GELU_TANH_AND_MUL,
     I4,
     I8,
+    IQ4,
     KINDS,
+    MXFP4,
     NO_ACTIVATION,
     NUMBERS,
     ONE_OF_EACH,
@@ -69,7 +71,7 @@ def as_multiplied(x: Tensor, matrix: NativeMatrix) -> Tensor:
     match matrix.kind:
         case 0:
             return x.double()
-        case 2 | 4 | 5 | 7:
+        case 2 | 4 | 5 | 7 | 8:
             return quantised(x, matrix.group or max(matrix.inputs, 1))
         case _:
             return x.bfloat16().double()
@@ -191,17 +193,25 @@ def test_threads_do_not_change_a_bit(kind: str) -> None:
 
 
 @pytest.mark.parametrize("rows", range(1, 5))
+@pytest.mark.parametrize(
+    ("kind", "code", "weight"),
+    [(I4, 15, 15.0), (MXFP4, 7, 6.0), (IQ4, 15, 113.0), (IQ4, 0, -127.0)],
+)
 @pytest.mark.parametrize("runtime", runtimes(threads=[1]))
-def test_the_largest_products_of_four_bits_fit_their_sums(runtime: Runtime, rows: int) -> None:
-    """All codes are 15 above a zero point of 0, all x are 127 eighths."""
-    inputs, group = 264, 128
-    values = torch.full((40, inputs // 2), 255, dtype=torch.uint8)
-    scales, zeros = torch.ones(40, 3), torch.zeros(40, 3, dtype=torch.uint8)
-    weight = torch.full((40, inputs), 15.0)
-    matrix = pack(runtime, Values(weight, weight, values, scales, zeros, group, NUMBERS[I4]))
+def test_the_largest_products_of_four_bits_fit_their_sums(
+    runtime: Runtime, kind: str, code: int, weight: float, rows: int
+) -> None:
+    """All weights have the code of their largest number, all x are 127 eighths."""
+    inputs, group = 264, 128 if kind == I4 else 32
+    values = torch.full((40, inputs // 2), code * 17, dtype=torch.uint8)
+    scales = torch.ones(40, -(-inputs // group))
+    zeros = torch.zeros_like(scales, dtype=torch.uint8) if kind == I4 else None
+    scales = (127 * scales).byte() if kind == MXFP4 else scales  # 2^0
+    weights = torch.full((40, inputs), weight)
+    matrix = pack(runtime, Values(weights, weights, values, scales, zeros, group, NUMBERS[kind]))
     for sign in (1.0, -1.0):
         y = linear(runtime, torch.full((rows, inputs), sign * 127 / 8), matrix)
-        assert torch.equal(y, torch.full((rows, 40), sign * 15 * inputs * 127 / 8))
+        assert torch.equal(y, torch.full((rows, 40), sign * weight * inputs * 127 / 8))
 
 
 @pytest.mark.parametrize("rows", [1, 4, 40])

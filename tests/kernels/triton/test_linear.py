@@ -63,7 +63,8 @@ DTYPES = {
 }
 
 
-WORDS = ("int4-32", "int4-min", "mxfp4", "int8", "fp8")
+UNROUNDED = ("int4", "mxfp4", "iq4", "int8", "fp8")
+WORDS = ("int4-32", "int4-min", "mxfp4", "iq4", "int8", "fp8")
 
 
 def drawn(seed: int = 0) -> torch.Generator:
@@ -94,7 +95,11 @@ def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("case", "dtype"),
-    [(c, d) for c, d in chosen() if c.name.split("-")[1] in ("int4", "mxfp4", "int8", "fp8")],
+    [
+        (c, d)
+        for c, d in chosen()
+        if c.name.split("-")[1] in ("int4", "mxfp4", "iq4", "int8", "fp8")
+    ],
     ids=lambda v: getattr(v, "name", str(v)),
 )
 def test_widened_weights_match_the_reference(

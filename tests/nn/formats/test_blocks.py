@@ -17,7 +17,7 @@ SHAPE = LinearShape(inputs=512, outputs=24)
 KINDS = dict.fromkeys(("Q5_1", "Q5_K"), ("float32", ""))
 KINDS |= dict.fromkeys(("Q4_0", "Q3_K"), ("int4", ""))
 KINDS |= dict.fromkeys(("Q8_0", "Q5_0", "Q6_K"), ("int8", ""))
-KINDS["MXFP4"] = ("mxfp4", "")
+KINDS |= {"MXFP4": ("mxfp4", ""), "IQ4_NL": ("iq4", ""), "IQ4_XS": ("iq4", "")}
 KINDS |= dict.fromkeys(("Q4_1", "Q4_K", "Q2_K"), ("int4", "minima"))
 
 

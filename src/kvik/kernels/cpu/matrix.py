@@ -78,8 +78,8 @@ TILES = Packing("tiles-1", layout, parts, over)
 FP8_ACTIVATIONS: dict[Rounding, int] = {"float": 0, "token": 1, "group": 2, "static": 3}
 TILE = 32  # outputs
 
-F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4 = range(8)  # MatrixKind
-INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8)  # by kind: inputs in four bytes of an output
+F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4 = range(9)  # MatrixKind
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8)  # by kind: inputs in four bytes of an output
 MAX_GROUP = 65536  # of inputs: integers are summed in 32 bits, over all inputs without groups
 MAX_GROUP_WITH_ZEROS = 256  # their sum is multiplied by the zero point in 16 bits
 
@@ -321,6 +321,8 @@ def _number(kind: WeightKind) -> int:
             return FP8
         case "mxfp4":
             return MXFP4
+        case "iq4":
+            return IQ4
         case _:
             return BF16 if kind.codes == "bfloat16" else F32
 

@@ -184,11 +184,12 @@ BYTES_AT_ONCE = 1024
 
 def format_of(kind: WeightKind) -> tuple[int, int]:
     """Return the format of codes, and the kind of a group's zero points or minima (`words.py`)."""
-    formats = {"int4": words.INT4, "fp8": words.E4M3, "int8": words.INT8, "mxfp4": words.E2M1}
+    formats = {"int4": words.INT4, "fp8": words.E4M3, "mxfp4": words.E2M1}
+    codes = formats.get(kind.codes, words.INT8)
     offset = words.NO_OFFSET
     if kind.codes == "int4":
         offset = words.MINIMUM if kind.offsets == "minima" else words.ZERO
-    return formats[kind.codes].value, offset.value
+    return codes.value, offset.value
 
 
 def how_bytes(kind: WeightKind, library: Library, dtype: torch.dtype) -> int:
@@ -210,7 +211,7 @@ def how_bytes(kind: WeightKind, library: Library, dtype: torch.dtype) -> int:
 def narrow_in_words(kind: WeightKind, device: torch.device) -> bool:
     """Return whether many tokens have tiles with half as many sums: with minima, and for eight bits
     if wide ones exceed the shared memory."""
-    return kind.offsets == "minima" or (kind.bits == 8 and shared_memory(device) < ROOMY)
+    return kind.offsets == "minima" or (kind.gpu_bits == 8 and shared_memory(device) < ROOMY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,16 @@ from kvik.kernels.reference.ops import matrix as plain_matrix
 from kvik.kernels.triton.launch import ceil_div
 from kvik.kernels.triton.matrix_shapes import MIN_OUTPUTS
 from kvik.kernels.triton.scaled_mm import SQUARE
-from kvik.kernels.weights import DTYPES, SYMMETRIC_ZERO, Matrix, MatrixSpec, Weight, scale_dtype
+from kvik.kernels.weights import (
+    DTYPES,
+    NUMBERS,
+    SYMMETRIC_ZERO,
+    Matrix,
+    MatrixSpec,
+    Weight,
+    in_nibbles,
+    scale_dtype,
+)
 from kvik.spec.weight_kind import WeightKind
 
 # Which rows of an E4M3 weight have the same scales: libraries need one scale per square block, or
@@ -192,7 +201,7 @@ def empty(spec: MatrixSpec) -> TritonPacked:
     rows, inputs = _up(spec.rows, ROW_STEP), _up(spec.inputs, STEP)
     scale_shape = (ceil_div(inputs, kind.group), rows) if kind.group else (rows,)
     if in_words(kind):
-        tiles = inputs * kind.bits // (32 * TILE_WORDS)
+        tiles = inputs * kind.gpu_bits // (32 * TILE_WORDS)
         values = zeros(rows // TILE_ROWS, tiles, TILE_ROWS, TILE_WORDS, dtype=torch.int32)
     else:
         values = zeros(rows, inputs, dtype=DTYPES[kind.codes])
@@ -243,10 +252,13 @@ def fill(spec: MatrixSpec, packed: TritonPacked, first: int, weight: Weight) -> 
 
 def words_of(weight: Weight, tiles: int) -> Tensor:
     """Return the words of a weight: [rows, tiles, 16] int32."""
-    bits = weight.kind.bits
+    bits = weight.kind.gpu_bits
     planes = 16 // bits
-    if bits == 4:
+    if in_nibbles(weight.kind):
         codes = torch.stack((weight.values & 15, weight.values >> 4), dim=-1).flatten(1)
+        if bits == 8:
+            numbers = torch.tensor(NUMBERS[weight.kind.codes], device=codes.device)
+            codes = numbers[codes.int()].to(torch.int8).view(torch.uint8)
     else:
         codes = weight.values.view(torch.uint8)
     missing = tiles * planes * 32 - codes.shape[1]

@@ -16,6 +16,7 @@ from kvik.kernels.weights import (
     int4_min_weight,
     int4_weight,
     int8_weight,
+    iq4_weight,
     mxfp4_weight,
 )
 from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
@@ -120,6 +121,8 @@ class Blocks:
             finite(WEIGHT, minima)
         if loaded is None:
             return float_weight(parts.weights())
+        if loaded.codes == "iq4":
+            return iq4_weight(pack_nibbles(parts.codes), scales, loaded.group)
         if loaded.bits == 8:
             scales = scales if loaded.group else scales[:, 0]
             return int8_weight(parts.codes, scales, loaded.activations != "float", loaded.group)

@@ -1,4 +1,5 @@
-// Four-bit floats (E2M1) in groups that share a power of two (E8M0), from the OCP Microscaling formats.
+// Four-bit codes that stand for the numbers of a table: E2M1, whose groups share a power of two (E8M0), from the
+// OCP Microscaling formats; and IQ4 of GGUF files, whose numbers are closer together near 0.
 #pragma once
 
 #include "simd.hpp"
@@ -9,6 +10,10 @@ namespace {
 // Twice the number of each code (an integer), plus kE2M1Zero, so that none is negative.
 constexpr int kE2M1Zero = 12;
 alignas(16) constexpr uint8_t kE2M1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+// The numbers of IQ4, plus kIq4Zero.
+constexpr int kIq4Zero = 128;
+alignas(16) constexpr uint8_t kIq4[16] = {1,   24,  45,  63,  79,  93,  106, 118,
+                                          129, 141, 153, 166, 181, 197, 217, 241};
 
 // 2^(bits - 127); 255, which is NaN in E8M0, gives infinity.
 struct e8m0 {
@@ -26,17 +31,17 @@ KVIK_INLINE F32 load(const e8m0* p) {
     const I32 bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p)), 23);
     return _mm512_castsi512_ps(_mm512_max_epi32(bits, ibroadcast(kSmallestE8M0)));
 }
-// Codes in bytes -> their entries in the table.
-KVIK_INLINE I32 e2m1_integers(I32 codes) {
-    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)kE2M1)), codes);
+// Codes in bytes -> their entries in a table.
+KVIK_INLINE I32 entries(const uint8_t* table, I32 codes) {
+    return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128((const __m128i*)table)), codes);
 }
 #elif defined(__AVX2__)
 KVIK_INLINE F32 load(const e8m0* p) {
     const I32 bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)), 23);
     return _mm256_castsi256_ps(_mm256_max_epi32(bits, ibroadcast(kSmallestE8M0)));
 }
-KVIK_INLINE I32 e2m1_integers(I32 codes) {
-    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)kE2M1)), codes);
+KVIK_INLINE I32 entries(const uint8_t* table, I32 codes) {
+    return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128((const __m128i*)table)), codes);
 }
 #elif defined(KVIK_NEON)
 KVIK_INLINE float32x4_t of_exponents(uint16x4_t exponents) {
@@ -47,20 +52,22 @@ KVIK_INLINE F32 load(const e8m0* p) {
     const uint16x8_t words = vmovl_u8(vld1_u8(&p->bits));
     return {of_exponents(vget_low_u16(words)), of_exponents(vget_high_u16(words))};
 }
-KVIK_INLINE int32x4_t e2m1_integers(int32x4_t codes) {
-    return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(kE2M1), vreinterpretq_u8_s32(codes)));
+KVIK_INLINE int32x4_t entries(const uint8_t* table, int32x4_t codes) {
+    return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(table), vreinterpretq_u8_s32(codes)));
 }
-KVIK_INLINE I32 e2m1_integers(I32 codes) { return {e2m1_integers(codes.low), e2m1_integers(codes.high)}; }
+KVIK_INLINE I32 entries(const uint8_t* table, I32 codes) {
+    return {entries(table, codes.low), entries(table, codes.high)};
+}
 #else
 KVIK_INLINE F32 load(const e8m0* p) {
     float lanes[kLanes];
     for (int i = 0; i < kLanes; i++) lanes[i] = to_float(p[i]);
     return load(lanes);
 }
-KVIK_INLINE I32 e2m1_integers(I32 codes) {
+KVIK_INLINE I32 entries(const uint8_t* table, I32 codes) {
     uint8_t bytes[sizeof codes];
     std::memcpy(bytes, &codes, sizeof codes);
-    for (uint8_t& byte : bytes) byte = kE2M1[byte];
+    for (uint8_t& byte : bytes) byte = table[byte];
     std::memcpy(&codes, bytes, sizeof codes);
     return codes;
 }
