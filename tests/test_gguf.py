@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
+from shutil import copy
 
 import pytest
 import torch
@@ -71,6 +72,44 @@ def test_the_engine_matches_the_dequantised_floats(
     found, found_scores = greedy_and_scores(tmp_path / "m.gguf", kernels=kernels, dtype="float32")
     assert kernels == "native" or found == expected
     assert float((found_scores - scores).abs().mean()) < OFF[kernels]
+
+
+def split_model(folder: Path) -> list[Path]:
+    """Write a model split into parts of eight tensors, and return their paths."""
+    save_tiny(folder, "Llama", **SIZES)
+    parts = folder / "parts"
+    parts.mkdir()
+    save_gguf(folder, parts / "m.gguf", folder / "twin", lambda name: "Q8_0", {}, 8)
+    return sorted(parts.iterdir())
+
+
+def test_a_split_file_is_one_model(tmp_path: Path) -> None:
+    """Named by its first part, or by the folder of the parts."""
+    first, *others = split_model(tmp_path)
+    assert first.name == "m-00001-of-00003.gguf" and len(others) == 2
+    save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "other-twin", lambda name: "Q8_0")
+    expected, scores = greedy_and_scores(tmp_path / "m.gguf", dtype="float32")
+    for model in (first, first.parent):
+        found, found_scores = greedy_and_scores(model, dtype="float32")
+        assert found == expected and torch.equal(found_scores, scores)
+
+
+@pytest.mark.parametrize(
+    ("change", "named", "message"),
+    [
+        (lambda parts: parts[1].unlink(), 0, r"m-00002-of-00003.gguf: cannot be read \(No such"),
+        (lambda parts: None, 1, "00002-of-00003.gguf split.count: is 3: name the first part, NAME"),
+        (lambda parts: copy(parts[1], parts[2]), 0, "00003.gguf split.no: must be 2, not 1"),
+    ],
+    ids=["missing", "not the first", "twice"],
+)
+def test_parts_that_do_not_fit_together(
+    change: Callable[[list[Path]], object], named: int, message: str, tmp_path: Path
+) -> None:
+    parts = split_model(tmp_path)
+    change(parts)
+    with pytest.raises(ModelError, match=message):
+        LLM(str(parts[named]), device="cpu")
 
 
 @needs_native
@@ -166,7 +205,7 @@ def test_without_a_tokenizer_prompts_are_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"split.count": 3}, r"m.gguf split.count: is more than 1: put the parts together"),
+        ({"split.count": 3}, r"m.gguf split.count: is 3: name the first part"),
         ({"llama.feed_forward_length": 256}, "must have shape"),
         ({"llama.block_count": 3}, "lack 'model.layers.2"),
         ({"llama.block_count": 1}, "hold 'model.layers.1.*unknown to the architecture"),

@@ -7,6 +7,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 import resource
 import secrets
 import shutil
@@ -55,6 +56,19 @@ def check_current_folder() -> None:
         os.getcwd()
     except OSError:
         raise KvikError("folder", "the current one was deleted: change to another") from None
+
+
+_FIRST_PART = re.compile(r"(.+-)00001-of-(\d{5})\.gguf", re.IGNORECASE)
+
+
+def gguf_parts(path: Path) -> list[Path]:
+    """Return the files of a model that a GGUF file is named like the first part of, by the names of
+    llama.cpp: NAME-00001-of-00003.gguf and so on; of others, the file alone."""
+    first = _FIRST_PART.fullmatch(path.name)
+    if first is None:
+        return [path]
+    others = (f"{first[1]}{i:05}-of-{first[2]}{path.suffix}" for i in range(2, int(first[2]) + 1))
+    return [path, *map(path.with_name, others)]
 
 
 def is_gguf(path: Path) -> bool:

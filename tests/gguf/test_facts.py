@@ -203,7 +203,6 @@ def test_the_dtype_of_computation(tmp_path: Path, type: str, expected: str) -> N
     [
         ({"llama.expert_count": 8}, "llama.expert_used_count: is missing"),
         ({"llama.expert_count": 1025}, "llama.expert_count: must be an integer in"),
-        ({"split.count": 2}, "split.count: is more than 1"),
         ({"llama.attention.value_length": 4}, "value_length: must be the size of a head, 8"),
         ({"llama.rope.dimension_count": 4}, "dimension_count: must be the size of a head, 8"),
         ({"llama.attention.head_count": 0}, "llama.attention.head_count: must be an integer in"),

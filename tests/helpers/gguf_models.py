@@ -64,6 +64,7 @@ def save_gguf(
     twin: Path,
     type_of: Callable[[str], str],
     values: Mapping[str, int | float] = MappingProxyType({}),
+    tensors_of_part: int = 0,
 ) -> None:
     """Save a checkpoint of transformers as a GGUF file.
 
@@ -71,12 +72,13 @@ def save_gguf(
         twin: a folder for the same weights, dequantised.
         type_of: returns the type of a matrix, by its name in the file.
         values: metadata to add or change.
+        tensors_of_part: the file is split into parts of so many tensors; 0: it is not.
     """
     config = json.loads((source / "config.json").read_text())
     architecture = config["model_type"]
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    writer = gguf.GGUFWriter(path, architecture)
+    writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
     writer.add_block_count(config["num_hidden_layers"])

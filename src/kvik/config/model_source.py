@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvik.errors import ConfigError, ModelError, shown
-from kvik.files import GGUF, is_gguf
+from kvik.files import GGUF, gguf_parts, is_gguf
 from kvik.options import did_you_mean
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
@@ -80,7 +80,8 @@ def model_name(path: Path) -> str:
 def _in_folder(folder: Path) -> Path:
     if (folder / CONFIG).exists():
         return folder
-    files = sorted(path for path in folder.iterdir() if is_gguf(path))
+    every = {path for path in folder.iterdir() if is_gguf(path)}
+    files = sorted(every - {other for path in every for other in gguf_parts(path)[1:]})
     if len(files) > 1:
         names = ", ".join(path.name for path in files[:MAX_LISTED])
         raise ModelError("model", f"name one of the {len(files)} GGUF files of the folder: {names}")

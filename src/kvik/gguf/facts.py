@@ -187,16 +187,12 @@ def architecture(file: GgufFile) -> str:
     """Return `general.architecture`.
 
     Raises:
-        ModelError: the architecture is not supported, or the file holds only a part of a model.
+        ModelError: the architecture is not supported.
     """
     name = file.metadata.string("general.architecture")
     if name not in GGUF_FAMILIES:
         names = ", ".join(GGUF_FAMILIES)
         raise file.metadata.error("general.architecture", f"must be one of {names}, not {name!r}")
-    if file.metadata.integer("split.count", 0, 1 << 16, 1) > 1:
-        raise file.metadata.error(
-            "split.count", "is more than 1: put the parts together with llama-gguf-split --merge"
-        )
     return name
 
 

@@ -1,7 +1,8 @@
 """Reads the head of GGUF files, validating it completely before any data is used; writes files.
 
 A file is a magic number, a version, the numbers of tensors and of metadata entries, the entries, a
-directory of the tensors, and their data from the next multiple of the alignment on.
+directory of the tensors, and their data from the next multiple of the alignment on. A large model
+may be split into several files, of which the first has the metadata.
 """
 
 from __future__ import annotations
@@ -9,14 +10,14 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import BinaryIO
 
 from kvik.errors import ModelError, shown
-from kvik.files import regular, writing_whole
+from kvik.files import gguf_parts, regular, writing_whole
 from kvik.gguf.types import (
     ALIGNMENTS,
     BLOCK_TYPES,
@@ -142,6 +143,9 @@ MAX_TENSORS = 1 << 18
 MAX_KEY_BYTES = (1 << 16) - 1  # of the format's description
 MAX_NAME_BYTES = 256
 MAX_DEPTH = 4  # of arrays within arrays
+MAX_PARTS = (1 << 16) - 1
+# Keys of a file that is split: the number of this part (from 0), of the parts, of all tensors.
+PART, NUM_PARTS, NUM_TENSORS = "split.no", "split.count", "split.tensors.count"
 MIN_ENTRY_BYTES = 8 + 4 + 1
 MIN_TENSOR_BYTES = 8 + 4 + 8 + 4 + 8
 
@@ -156,9 +160,11 @@ class GgufTensor:
     """One tensor of a file: `size` bytes from byte `start` of the file.
 
     Attributes:
+        path: of the file.
         shape: the outermost dimension first; the last one counts the weights of a row.
     """
 
+    path: Path
     name: str
     type: BlockType
     shape: tuple[int, ...]
@@ -168,7 +174,7 @@ class GgufTensor:
 
 @dataclass(frozen=True, slots=True)
 class GgufFile:
-    """The contents of a file's head.
+    """The contents of a file's head, and of those of the other parts if it is split.
 
     Attributes:
         tensors: in the order of their data.
@@ -191,31 +197,55 @@ class GgufFile:
             message = (
                 f"tensor {shown(tensor.name)} must have at most {limit} bytes, not {tensor.size}"
             )
-            raise ModelError(self.path.name, message)
+            raise ModelError(tensor.path.name, message)
         try:
-            with open(self.path, "rb", buffering=0, opener=regular) as file:
+            with open(tensor.path, "rb", buffering=0, opener=regular) as file:
                 file.seek(tensor.start)
                 data = file.read(tensor.size)
         except OSError as error:
-            raise ModelError(self.path.name, f"cannot be read ({error.strerror})") from None
+            raise ModelError(tensor.path.name, f"cannot be read ({error.strerror})") from None
         if len(data) != tensor.size:
-            raise ModelError(self.path.name, "has become shorter than its header says")
+            raise ModelError(tensor.path.name, "has become shorter than its header says")
         return data
 
 
 def read_gguf(path: Path) -> GgufFile:
-    """Read the head of a file, without its data.
+    """Read the head of a file, without its data; of a split file, named by its first part, those of
+    all parts.
 
     Raises:
-        ModelError: the file cannot be read or is not a valid GGUF file.
+        ModelError: a file cannot be read or is not a valid GGUF file, or parts do not fit together.
     """
+    file = _read(path)
+    count = file.metadata.integer(NUM_PARTS, 0, MAX_PARTS, 1)
+    if count <= 1:
+        return file
+    paths = gguf_parts(path)
+    if len(paths) != count:
+        name = f"NAME-00001-of-{count:05}.gguf"
+        raise file.metadata.error(NUM_PARTS, f"is {count}: name the first part, {name}")
+    parts = [file, *map(_read, paths[1:])]
+    for i, part in enumerate(parts):
+        for key, expected in ((PART, i), (NUM_PARTS, count)):
+            if (stored := part.metadata.integer(key, 0, MAX_PARTS)) != expected:
+                raise part.metadata.error(key, f"must be {expected}, not {stored}")
+    tensors = {tensor.name: tensor for part in parts for tensor in part.tensors}
+    total = file.metadata.integer(NUM_TENSORS, 0, MAX_TENSORS, len(tensors))
+    if not len(tensors) == total == sum(len(part.tensors) for part in parts):
+        reason = f"must be the number of different tensors of all parts, {len(tensors)}"
+        raise file.metadata.error(NUM_TENSORS, f"{reason}, not {total}")
+    return replace(file, tensors=tuple(tensors.values()))
+
+
+def _read(path: Path) -> GgufFile:
+    """Read the head of one file."""
     try:
         with open(path, "rb", buffering=0, opener=regular) as file:
             size = path.stat().st_size
             cursor = Cursor(file, path.name, size)
             tensors, entries = _header(cursor)
             metadata = _entries(cursor, path.name, entries)
-            return GgufFile(path, metadata, _tensors(cursor, metadata, tensors, size))
+            return GgufFile(path, metadata, _tensors(cursor, path, metadata, tensors, size))
     except OSError as error:
         raise ModelError(path.name, f"cannot be read ({error.strerror})") from None
 
@@ -302,7 +332,7 @@ def _array(cursor: Cursor, label: str, depth: int) -> Array:
 
 
 def _tensors(
-    cursor: Cursor, metadata: Metadata, count: int, file_size: int
+    cursor: Cursor, path: Path, metadata: Metadata, count: int, file_size: int
 ) -> tuple[GgufTensor, ...]:
     alignment = metadata.integer("general.alignment", 1, 1 << 63, DEFAULT_ALIGNMENT)
     if alignment not in ALIGNMENTS:
@@ -312,7 +342,7 @@ def _tensors(
         )
     tensors: dict[str, GgufTensor] = {}
     for index in range(count):
-        tensor = _tensor(cursor, index)
+        tensor = _tensor(cursor, path, index)
         if tensor.name in tensors:
             raise cursor.error(f"tensor {shown(tensor.name)}", "occurs twice")
         if tensor.start % alignment:
@@ -325,7 +355,7 @@ def _tensors(
     return _placed(cursor, tensors.values(), data_start, file_size)
 
 
-def _tensor(cursor: Cursor, index: int) -> GgufTensor:
+def _tensor(cursor: Cursor, path: Path, index: int) -> GgufTensor:
     """Take an entry of the directory; its `start` is relative to the start of the data."""
     name = cursor.name(f"the name of tensor {index}", MAX_NAME_BYTES)
     label = f"tensor {shown(name)}"
@@ -346,7 +376,7 @@ def _tensor(cursor: Cursor, index: int) -> GgufTensor:
             label, f"is {type.name}: rows must be multiples of {type.weights} wide, not {shape[0]}"
         )
     size = type.row_bytes(shape[0]) * math.prod(shape[1:])
-    return GgufTensor(name, type, tuple(shape[::-1]), start, size)
+    return GgufTensor(path, name, type, tuple(shape[::-1]), start, size)
 
 
 def _placed(
@@ -363,7 +393,7 @@ def _placed(
         if start < end:
             raise cursor.error(label, f"overlaps tensor {shown(before)}")
         end, before = start + tensor.size, tensor.name
-        placed.append(GgufTensor(tensor.name, tensor.type, tensor.shape, start, tensor.size))
+        placed.append(replace(tensor, start=start))
     return tuple(placed)
 
 

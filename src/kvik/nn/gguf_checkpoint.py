@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import groupby, pairwise
 from math import lcm, prod
 from pathlib import Path
 
@@ -203,12 +203,14 @@ class GgufCheckpoint:
             if name in selections and selections[name].ranges != ()
             for chunk in self._chunks(name, tensor, selections[name])
         ]
-        data = read_ahead(self.file.path, [chunk.spans for _, chunk in chunks])
-        for (name, chunk), read in zip(chunks, data, strict=True):
-            values = self._values(name, chunk, read)
-            if not selections[name].in_runs:
-                values = selections[name].of(values)
-            yield TensorRun(name, chunk.first, values)
+        for path, part in groupby(chunks, key=lambda chunk: chunk[1].tensor.path):
+            of_part = list(part)
+            data = read_ahead(path, [chunk.spans for _, chunk in of_part])
+            for (name, chunk), read in zip(of_part, data, strict=True):
+                values = self._values(name, chunk, read)
+                if not selections[name].in_runs:
+                    values = selections[name].of(values)
+                yield TensorRun(name, chunk.first, values)
 
     def _chunks(self, name: str, tensor: GgufTensor, selection: Selection) -> Iterator[_Chunk]:
         rows, change = prod(tensor.shape[:-1]), self.changes.get(name)

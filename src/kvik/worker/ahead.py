@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvik.config.config import ResolvedConfig
-from kvik.files import is_gguf, regular
+from kvik.files import gguf_parts, is_gguf, regular
 
 if TYPE_CHECKING:
     import numpy as np
@@ -100,13 +100,12 @@ def _weight_memory(config: ResolvedConfig) -> np.ndarray | None:
 
 def _weight_files(path: Path) -> Iterator[Path]:
     """Yield files until they have more bytes than are read ahead."""
-    files = [path] if is_gguf(path) else sorted(path.iterdir()) if path.is_dir() else []
+    of_folder = (file for file in path.glob("*") if file.suffix in ENDINGS)
     read = 0
-    for file in files:
-        if file.suffix in ENDINGS or file == path:
-            yield file
-            with suppress(OSError):
-                read += file.stat().st_size
+    for file in gguf_parts(path) if is_gguf(path) else sorted(of_folder):
+        yield file
+        with suppress(OSError):
+            read += file.stat().st_size
         if read > MAX_READ:
             return
 

@@ -22,7 +22,7 @@ from kvik.config.config import RunnerConfig
 from kvik.config.hardware import detect
 from kvik.config.model_source import model_name
 from kvik.errors import START_LOG, ModelError
-from kvik.files import writing_whole_folder
+from kvik.files import gguf_parts, writing_whole_folder
 from kvik.kernels.packing import Packing
 from kvik.nn.engine_folder import MappedStorage, Written, write_weights
 from kvik.nn.parts import FreshStorage
@@ -162,7 +162,7 @@ def fingerprints(runner: RunnerConfig) -> str:
 def _files(path: Path) -> Iterator[Path]:
     """Yield the files that determine what is loaded."""
     if path.is_file():
-        yield path
+        yield from (part for part in gguf_parts(path) if part.is_file())
         return
     yield from (path / name for name in DESCRIPTION if (path / name).is_file())
     yield from sorted(file for file in path.glob("*.safetensors") if file.is_file())
