@@ -15,7 +15,7 @@ from helpers.schema_values import SchemaValues
 from hypothesis import HealthCheck, given, settings
 from jsonschema import Draft202012Validator
 
-from kvik.core.structured import Constraint
+from kvik.core.structured import MAX_CHOICES, Constraint
 from kvik.errors import ParamError
 from kvik.text.dialects import BY_NAME, ToolFormat
 from kvik.text.grammar import translate
@@ -136,12 +136,16 @@ def test_json_has_the_layout_of_json_dumps(text: str, usual: bool, spaced: bool)
     assert accepts(matcher({"json": POINT, "whitespace": True}), text) == spaced
 
 
+MANY = [f"text {i}, of many" for i in range(MAX_CHOICES)]
+
+
 @pytest.mark.parametrize(
     ("given_", "texts", "others"),
     [
         ({"regex": "[0-9]{2,3}(-[a-z]+)?"}, ["12", "123-abc"], ["1", "1234", "12-", "a12"]),
         ({"regex": "(?i)yes|no"}, ["YES", "no"], ["yesno", ""]),
         ({"choice": ["yes", 'a"b', "né", "ye"]}, ["yes", 'a"b', "né", "ye"], ["y", "yesye"]),
+        ({"choice": MANY}, [MANY[0], MANY[-1]], ["1", "text "]),
         ({"grammar": 'start: "a" b\nb: /[0-9]/ | "(" b ")"'}, ["a1", "a((2))"], ["a", "a(2"]),
         ({"grammar": 'root ::= "x" | "(" root ")"'}, ["x", "((x))"], ["", "(x", "()"]),
         ({"grammar": r'root ::= "\u00e9" "\U0001F600\u0022"'}, ['é😀"'], ["é", "ue9"]),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 from helpers.grammars import STOP, UNKNOWN, allowed, matcher, structure, tokens_of
 from tokenizers import Tokenizer as Library
+from tokenizers import decoders, models, pre_tokenizers
 
 from kvik.core.structured import CHECKED, Constraint
 from kvik.errors import ParamError
@@ -79,6 +80,21 @@ def test_forced_text_is_spelt_as_by_the_tokenizer(tokenizer: Tokenizer) -> None:
         assert tokens_of(one, size) == [token]
         one.append(token)
     assert one.ended and one.forced() == []
+
+
+def test_a_text_is_spelt_by_tokens_of_its_own() -> None:
+    """Not by the rest of a token that joins its start with any character before it."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(char, "{") for char in alphabet]
+    names = [*alphabet, *(char + "{" for char in alphabet)]
+    library = Library(models.BPE({name: i for i, name in enumerate(names)}, merges))
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    library.decoder = decoders.ByteLevel()
+    joining = Tokenizer(library)
+    one = grammars(joining).matcher(checked({"choice": ["{a", "{b"]}, joining), [])
+    (token,) = tokens_of(one, joining.vocab_size)
+    assert joining.token_bytes(token) == b"{"
+    one.append(token)
 
 
 def test_supposed_tokens_count_as_appended() -> None:

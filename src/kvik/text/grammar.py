@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from kvik.core.structured import Constraint
+from kvik.core.structured import MAX_CHOICES, Constraint
 from kvik.errors import ParamError, brief
 
 if TYPE_CHECKING:
@@ -139,6 +139,7 @@ FIELD = "structured"
 INSTALL = "needs llguidance 1.9 or newer: pip install 'kvik[structured]'"
 # Limits of one request in the library. A lexer state takes 1 to 2 KB; 14,000 fuel take 1 ms.
 LIMITS = {
+    "max_items_in_row": MAX_CHOICES + 100,  # each text of a choice is one
     "max_lexer_states": 20_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,
@@ -251,8 +252,10 @@ class _Encoder:
         data = text.encode()
         if self._encode is not None:
             ids, count = self._encode(_INSIDE + text), len(self._before)
-            # In some tokenizers, the bytes of a token differ from the text that it encodes.
-            if b"".join(self.tokens[i] for i in ids) == _INSIDE.encode() + data:
+            # In some tokenizers, the bytes of a token differ from the text that it encodes, or a
+            # token joins this character with others.
+            same = b"".join(self.tokens[i] for i in ids) == _INSIDE.encode() + data
+            if same and ids[:count] == self._before:
                 return ids[count:]
         return self._longest(data)
 
