@@ -372,3 +372,16 @@ def test_of_many_equal_tokens_only_the_reported_ones_are_listed() -> None:
     first, second = logprobs_of(logits, torch.tensor([9, 9]), 3)
     assert [token for token, _ in first.top] == [7, 30, 31] and first.rank == 22
     assert [token for token, _ in second.top] == [0, 1, 2] and second.rank == 1
+
+
+@pytest.mark.parametrize("vocab", [64, 129, 1000])
+@pytest.mark.parametrize("values", [1, 2, 50])
+def test_the_reported_tokens_are_the_most_likely_ones(vocab: int, values: int) -> None:
+    """Also if many are equally likely, and whatever the size of the vocabulary."""
+    dice = torch.Generator().manual_seed(vocab)
+    logits = torch.randint(values, (4, vocab), generator=dice).float()
+    logits[:2] = logits[:2].where(logits[:2] > 0, -torch.inf)
+    logits[:, 3] = values
+    for row, found in enumerate(logprobs_of(logits, torch.full((4,), 3), 5)):
+        order = sorted(range(vocab), key=lambda i: (-logits[row, i].item(), i))
+        assert [token for token, _ in found.top] == order[:5]
