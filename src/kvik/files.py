@@ -26,6 +26,7 @@ LFS_POINTER = "it is a pointer of Git LFS: `git lfs pull` fetches the file"
 DRAFT = ".kvik-"  # prefix of the name of an unfinished file
 OLD = "-old"  # suffix of the name of a folder that is being replaced
 GGUF = ".gguf"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")  # of LoRA, by PEFT
 
 
 def shared_memory(size: int) -> int:

@@ -26,7 +26,7 @@ from kvik.config.draft_heads import KINDS, heads_for, shipped_heads
 from kvik.config.env import draw_seed
 from kvik.config.hardware import detect, find_gpus
 from kvik.config.kv_budget import asked_budgets
-from kvik.config.model_source import find_model, model_name
+from kvik.config.model_source import find_adapter, find_model, model_name
 from kvik.config.resolve import resolve
 from kvik.config.speculative import MODEL_METHODS, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.config.units import show_bytes
@@ -437,6 +437,8 @@ def resolve_config(config: EngineConfig, *, moves: bool = False) -> ResolvedConf
     """
     config = check_config(config)  # before a model is downloaded
     path = find_model(config.model, revision=config.revision)
+    if config.lora is not None:
+        config = replace(config, lora=str(find_adapter(config.lora)))
     spec = _read_spec(path, config.fallback)
     gpus = () if config.device == "cpu" else find_gpus()
     requested = requested_speculation(config)

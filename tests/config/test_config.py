@@ -31,6 +31,7 @@ BAD: dict[str, list[Any]] = {
     "policy": ["random", "", None, "FCFS"],
     "revision": ["", 3],
     "kv_budget": ["", 3, "a\0b"],
+    "lora": ["", 3, "a\0b"],
     "chat_template": ["", 3],
     "engine_cache": ["", 3, "a\0b"],
     "batch_size": [0, None, 1 << 20, 2.0],

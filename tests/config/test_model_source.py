@@ -13,7 +13,7 @@ import pytest
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects
 
-from kvik.config.model_source import BUNDLED, find_config, find_model, model_name
+from kvik.config.model_source import BUNDLED, find_adapter, find_config, find_model, model_name
 from kvik.errors import ConfigError, ModelError
 from kvik.files import is_gguf
 
@@ -44,6 +44,14 @@ def test_the_default_is_the_bundled_model() -> None:
 def test_a_folder_is_itself(tmp_path: Path, hub: list[Any]) -> None:
     assert find_model(str(tmp_path)) == tmp_path.resolve()
     assert not hub
+
+
+def test_an_adapter_is_a_folder_or_a_hub_id(hub: list[Any], tmp_path: Path) -> None:
+    assert find_adapter(str(tmp_path)) == tmp_path and not hub
+    assert find_adapter("owner/adapter") == tmp_path / "cached"
+    assert hub[0]["allow_patterns"] == ["adapter_config.json", "adapter_model.safetensors"]
+    with pytest.raises(ConfigError, match="lora: there is no folder"):
+        find_adapter(str(tmp_path / "no-adapter"))
 
 
 def test_a_hub_id_fetches_only_data_files(hub: list[Any], tmp_path: Path) -> None:

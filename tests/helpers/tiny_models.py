@@ -202,7 +202,8 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 def greedy_and_scores(model: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
     """Return greedy tokens of a model, and the log probability of each token of a prompt."""
-    with LLM(str(model), device="cpu", threads=1, num_blocks=32, **options) as llm:
+    options = {"threads": 1, **options}
+    with LLM(str(model), device="cpu", num_blocks=32, **options) as llm:
         (output,) = llm.generate([tokens(9)], GREEDY)
         (scored,) = llm.score([tokens(24)])
         assert scored.prompt_logprobs is not None

@@ -265,7 +265,7 @@ def test_missing_and_binary_files(tmp_path: Path) -> None:
 
 def test_an_adapter_is_no_model(tmp_path: Path) -> None:
     write(tmp_path, "adapter_config.json", {"peft_type": "LORA"})
-    with pytest.raises(ModelError, match="must not be that of an adapter: merge it"):
+    with pytest.raises(ModelError, match="must not be that of an adapter: name its model"):
         read_model_spec(tmp_path)
 
 

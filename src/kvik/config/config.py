@@ -139,6 +139,11 @@ class EngineConfig:
         Text("a branch, tag or commit", r"[^\0]+", "REV"),
         "branch, tag or commit of a model on the hub; none: its main branch",
     )
+    lora: str | None = option(
+        None,
+        Text("a folder", r"[^\0]+", "DIR"),
+        "folder of a LoRA adapter, as PEFT writes it, that is merged into the weights at load",
+    )
     chat_template: str | None = option(
         None,
         Text("a file", r"[^\0]+", "FILE"),
@@ -427,6 +432,7 @@ class RunnerConfig:
         torch_prompts: length from which torch's attention, not Triton's, computes fresh prompts;
             None: never.
         seed: seed of random weights.
+        lora: folder of an adapter; None: there is none.
         adapt_threads: whether the native kernels use fewer threads while other processes keep the
             cores busy.
         cpu_quota: CPU time in cores to spread evenly over the steps; None: no quota.
@@ -456,6 +462,7 @@ class RunnerConfig:
     load_format: str = "safetensors"
     quantization: str = "none"
     seed: int = 0
+    lora: str | None = None
     graph_sizes: tuple[GraphSize, ...] = ()
     draft_graph_sizes: tuple[GraphSize, ...] = ()
     graph_memory: int = 0

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvik.errors import ConfigError, ModelError, shown
-from kvik.files import GGUF, gguf_parts, is_gguf
+from kvik.files import ADAPTER_FILES, GGUF, gguf_parts, is_gguf
 from kvik.options import did_you_mean
 
 BUNDLED = Path(__file__).parents[1] / "bundled" / "stories"
@@ -86,6 +86,21 @@ def _in_folder(folder: Path) -> Path:
         names = ", ".join(path.name for path in files[:MAX_LISTED])
         raise ModelError("model", f"name one of the {len(files)} GGUF files of the folder: {names}")
     return files[0] if files else folder
+
+
+def find_adapter(adapter: str) -> Path:
+    """Return the folder of a LoRA adapter; a hub id is downloaded first.
+
+    Raises:
+        ConfigError: there is no such folder, or the hub does not provide it.
+    """
+    path = os.path.expanduser(adapter)
+    if os.path.isdir(path):
+        return Path(path).absolute()
+    try:
+        return _download(adapter, ADAPTER_FILES)
+    except ModelError as error:
+        raise ConfigError("lora", error.message) from None
 
 
 def find_config(model: str) -> Path:

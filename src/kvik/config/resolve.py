@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from kvik.config.compute import BUILT_IN, Compute, built_in, choose_compute, settled, torch_prompts
 from kvik.config.config import (
@@ -173,6 +174,7 @@ def resolve(
             kv_listen=config.kv_listen if tiers is not None and tiers.lends else None,
             quantization=config.quantization,
             seed=config.seed or 0,
+            lora=config.lora,
             graph_sizes=footprint.graph_sizes(size),
             draft_graph_sizes=footprint.draft_graph_sizes(size),
             graph_memory=footprint.graphs(size),
@@ -204,6 +206,9 @@ def _with_options(
         config = _of_fallback(config, spec, notes)
     elif config.fallback != "none":
         notes.add("fallback", "not needed", f"kvik runs {spec.architecture} itself")
+    if config.lora is not None:
+        _check_adapted(config, spec)
+        notes.add("lora", Path(config.lora).name, "merged into the weights when they are loaded")
     return config, as_budgeted(as_streamed(config, spec, notes), budgets, notes)
 
 
@@ -268,7 +273,19 @@ FALLBACK_ALONE: Mapping[str, object] = {
     "pipeline_parallel_size": 1,
     "engine_cache": None,
     "kv_tiers": None,
+    "lora": None,
 }
+
+
+def _check_adapted(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError if no adapter can be merged into the weights."""
+    reason = None
+    if spec.built is not None:
+        reason = "an engine folder has its weights in their final form: build it with the adapter"
+    elif config.load_format != "safetensors":
+        reason = f"the weights are {config.load_format}"
+    if reason is not None:
+        raise ConfigError("lora", f"must be left out: {reason}")
 
 
 def _of_fallback(config: EngineConfig, spec: ModelSpec, notes: Notes) -> EngineConfig:

@@ -67,7 +67,7 @@ SYNONYMS: Mapping[str, Synonym] = {
     "disable_log_requests": Synonym(meaningless=ANY, why="none are logged", kind=SWITCH),
     "disable_custom_all_reduce": Synonym(meaningless=ANY, why=_RANKS, kind=SWITCH),
     "enable_lora": Synonym(
-        meaningless=(False,), why="merge adapters into the weights before serving", kind=SWITCH
+        meaningless=(False,), why="--lora names one adapter for all requests", kind=SWITCH
     ),
     "task": Synonym(meaningless=ANY, why="every model generates and embeds", kind=WORD),
     "runner": Synonym(meaningless=ANY, why="every model generates and embeds", kind=WORD),

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from kvik.errors import ModelError, shown
-from kvik.files import regular
+from kvik.files import ADAPTER_FILES, regular
 from kvik.models.registry import ARCHITECTURES
 from kvik.options import did_you_mean
 from kvik.spec.declare import (
@@ -258,8 +258,8 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     folder = Path(folder)
     if not folder.is_dir():
         raise ModelError("model", f"must be a folder with a config.json, not {str(folder)!r}")
-    if (folder / ADAPTER).exists() and not (folder / "config.json").exists():
-        reason = "must not be that of an adapter: merge it into the weights of its model"
+    if (folder / ADAPTER_FILES[0]).exists() and not (folder / "config.json").exists():
+        reason = "must not be that of an adapter: name its model, and the adapter with lora"
         raise ModelError("model", f"{str(folder)!r} {reason}")
     config = read_json(folder / "config.json")
     spec = ModelSpec.from_config(config)
@@ -332,7 +332,6 @@ def _added_tokens(path: Path) -> list[object]:
     return list(tokens)
 
 
-ADAPTER = "adapter_config.json"  # of PEFT
 MAX_DIGITS = 10  # of a token id
 MAX_HEAD_BYTES = 4 << 20  # thousands of added tokens
 # Keys that may be outside the object with the facts of the text model.

@@ -22,7 +22,7 @@ from kvik.config.config import RunnerConfig
 from kvik.config.hardware import detect
 from kvik.config.model_source import model_name
 from kvik.errors import START_LOG, ModelError
-from kvik.files import gguf_parts, writing_whole_folder
+from kvik.files import ADAPTER_FILES, gguf_parts, writing_whole_folder
 from kvik.kernels.packing import Packing
 from kvik.nn.engine_folder import MappedStorage, Written, write_weights
 from kvik.nn.parts import FreshStorage
@@ -115,12 +115,13 @@ def manifest_of(
 
 
 def cache_of(
-    runner: RunnerConfig, path: Path, quantization: str, packing: Packing
+    runner: RunnerConfig, path: Path, quantization: str, packing: Packing, lora: str | None
 ) -> EngineCache | None:
     """Return the cache entry of a model; None: there is no cache.
 
     Args:
         path: the model's folder or GGUF file.
+        lora: folder of its adapter.
         quantization: of this model, which may be a draft model.
 
     Raises:
@@ -137,7 +138,7 @@ def cache_of(
         "byte_order": sys.byteorder,
         "dtype": runner.dtype,
         "quantization": quantization,
-        "files": {file.name: _fingerprint(file) for file in _files(path)},
+        "files": _fingerprints(path, lora),
     }
     key = hashlib.sha256(json.dumps(source, sort_keys=True).encode()).hexdigest()[:16]
     name = model_name(path).replace("/", "--")
@@ -153,10 +154,17 @@ def fingerprints(runner: RunnerConfig) -> str:
     """
     if runner.load_format != "safetensors":
         return ""
-    by_file = {file.name: _fingerprint(file) for file in _files(Path(runner.model_path))}
+    by_file = _fingerprints(Path(runner.model_path), runner.lora)
     for facts in by_file.values():
         del facts["changed_ns"]
     return hashlib.sha256(json.dumps(by_file, sort_keys=True).encode()).hexdigest()
+
+
+def _fingerprints(path: Path, lora: str | None) -> dict[str, dict[str, object]]:
+    """Return the fingerprints of the files of a model and of its adapter, by name."""
+    by_file = {file.name: _fingerprint(file) for file in _files(path)}
+    adapter = () if lora is None else (Path(lora) / name for name in ADAPTER_FILES)
+    return by_file | {f"lora/{file.name}": _fingerprint(file) for file in adapter}
 
 
 def _files(path: Path) -> Iterator[Path]:

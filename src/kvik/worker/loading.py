@@ -20,6 +20,7 @@ from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.kv_formats import KVCache, allocate_kv, allocate_states
 from kvik.nn.layers import PooledHead
 from kvik.nn.loader import load_model
+from kvik.nn.lora import merged
 from kvik.nn.parts import FreshStorage, Storage
 from kvik.spec.declare import Network
 from kvik.spec.engine_folder import Manifest
@@ -52,7 +53,7 @@ def build_weights(
     with on_device(torch.device(runner.device)), torch.inference_mode():
         parts = platform(config).parts
         storage = FreshStorage(parts.ops)
-        checkpoint = open_weights(Path(runner.model_path), modules_of(config.model))
+        checkpoint = _checkpoint(Path(runner.model_path), config.model, runner.lora)
         builder = make_builder(
             config, parts, config.model, groups, runner.quantization, checkpoint, storage
         )
@@ -75,7 +76,9 @@ def fill_cache(config: ResolvedConfig) -> None:
     config = replace(config, runner=single)
     parts, path = platform(config).parts, Path(runner.model_path)
     with torch.inference_mode():
-        _load(config, parts, config.model, path, config.cache.groups, runner.quantization)
+        _load(
+            config, parts, config.model, path, config.cache.groups, runner.quantization, runner.lora
+        )
 
 
 def load_network(
@@ -107,7 +110,8 @@ def load_network(
         parts = replace(parts, backend=backend)
     platform.release_freed()  # memory used while reading the tokenizer
     with torch.inference_mode():
-        model, pooled = _load(config, parts, spec, path, groups, quantization, stage)
+        lora = None if drafts else config.runner.lora
+        model, pooled = _load(config, parts, spec, path, groups, quantization, lora, stage)
         platform.release_freed()
         kv = allocate_kv(
             groups,
@@ -176,6 +180,7 @@ def _load(
     path: Path,
     groups: tuple[KVGroup, ...],
     quantization: str,
+    lora: str | None,
     stage: PipelineStage | None = None,
 ) -> tuple[Network, PooledHead | None]:
     """Load a model from an engine folder or the engine cache, else from its files.
@@ -197,17 +202,27 @@ def _load(
         return load(None, MappedStorage(path, parts.packing))
     if runner.load_format != "safetensors":
         return load(None, None)
-    cache = cache_of(runner, path, quantization, parts.packing)
+    cache = cache_of(runner, path, quantization, parts.packing, lora)
     if cache is not None and (mapped := cache.stored(parts.packing)) is not None:
         try:
             return load(None, mapped)
         except ModelError as error:
             cache.is_bad(str(error))
     fresh = FreshStorage(parts.ops)
-    model = load(open_weights(path, modules_of(spec)), fresh)
+    model = load(_checkpoint(path, spec, lora), fresh)
     if cache is not None and not parts.packing.divided and stage is None:
         cache.keep(runner, quantization, fresh, parts.packing)
     return model
+
+
+def _checkpoint(path: Path, spec: ModelSpec, lora: str | None) -> Checkpoint:
+    """Open a model's weights, with an adapter merged into them.
+
+    Raises:
+        ModelError: one of them cannot be used.
+    """
+    checkpoint = open_weights(path, modules_of(spec))
+    return checkpoint if lora is None else merged(checkpoint, Path(lora))
 
 
 def modules_of(spec: ModelSpec) -> tuple[str, ...]:

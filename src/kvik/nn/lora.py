@@ -1,0 +1,191 @@
+"""LoRA adapters (Hu et al. 2021, arXiv 2106.09685): two small matrices for each adapted weight.
+Their product is added to it, W + s B A, while the model is loaded.
+
+A folder holds them as PEFT writes it: adapter_config.json and adapter_model.safetensors. Merged
+weights are then rounded, packed and computed like any others.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvik.errors import NOTES_LOG, ModelError, shown
+from kvik.files import ADAPTER_FILES
+from kvik.nn.checkpoint import (
+    ROW_MULTIPLE,
+    WHOLE,
+    Checkpoint,
+    FolderCheckpoint,
+    Selection,
+    TensorRun,
+)
+from kvik.nn.loader import FLOATS
+from kvik.nn.safetensors import TensorEntry, read_header
+from kvik.spec.fields import Fields, read_json
+from kvik.spec.stored_weights import Matcher, PatternError
+
+ADAPTER, WEIGHTS = ADAPTER_FILES
+MAX_ALPHA = 1e6
+# `base_model.model.` is the wrapper of PEFT.
+_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# Kinds of initial values for which the weights of the model stay unchanged; others, such as PiSSA,
+# take a part out of them.
+PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
+# Keys of adapter_config.json that change more than W + s B A, and the values that do not.
+NOTHING: tuple[object, ...] = (None, False, [], {})
+REFUSED: Mapping[str, tuple[object, ...]] = {
+    "bias": ("none", None),
+    "init_lora_weights": PLAIN_STARTS,
+    **dict.fromkeys(
+        (
+            *("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "layer_replication"),
+            *("target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
+            *("use_qalora", "use_bdlora", "arrow_config"),
+        ),
+        NOTHING,
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """What is added to a weight [outputs, inputs]: b @ a.
+
+    Attributes:
+        a: [rank, inputs] fp32.
+        b: [outputs, rank] fp32, times the scale.
+    """
+
+    a: Tensor
+    b: Tensor
+
+    def rows(self, first: int, count: int) -> Tensor:
+        """Return rows first.. of the product, [count, inputs] fp32.
+
+        They are computed in whole tiles from row 0 on, so that their bits do not depend on the run.
+        """
+        start, end = first // ROW_MULTIPLE * ROW_MULTIPLE, first + count
+        tiles = [self.b[i : i + ROW_MULTIPLE] @ self.a for i in range(start, end, ROW_MULTIPLE)]
+        return torch.cat(tiles)[first - start : end - start]
+
+    def added_to(self, run: TensorRun, selection: Selection) -> Tensor:
+        """Return the values of a run with the product added, rounded once to their dtype."""
+        if selection.in_runs:
+            added = self.rows(run.first, len(run.values))
+        else:
+            added = selection.of(self.rows(0, len(self.b)))
+        return added.add_(run.values).to(run.values.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedCheckpoint:
+    """A checkpoint with an adapter merged into it; see `Checkpoint`.
+
+    Attributes:
+        added: by names of tensors.
+    """
+
+    base: Checkpoint
+    added: Mapping[str, LowRank]
+
+    @property
+    def facts(self) -> str:
+        return self.base.facts
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]:
+        return self.base.entries
+
+    def runs(self, selections: Mapping[str, Selection]) -> Iterator[TensorRun]:
+        """See `Checkpoint`."""
+        for run in self.base.runs(selections):
+            low_rank = self.added.get(run.name)
+            if low_rank is None:
+                yield run
+            else:
+                yield replace(run, values=low_rank.added_to(run, selections[run.name]))
+
+
+def merged(base: Checkpoint, folder: Path) -> MergedCheckpoint:
+    """Return a checkpoint with the adapter of a folder merged into it.
+
+    Raises:
+        ModelError: it is not a LoRA adapter, needs more than a product added to weights, or does
+            not fit the checkpoint.
+    """
+    config = Fields(read_json(folder / ADAPTER), ADAPTER)
+    if (kind := config.raw("peft_type")) != "LORA":
+        raise config.error("peft_type", f"must be 'LORA', not {shown(kind)}")
+    for key, allowed in REFUSED.items():
+        if (value := config.raw(key)) not in allowed:
+            only = "left out" if allowed[0] is None else shown(allowed[0])
+            raise config.error(key, f"cannot be merged: must be {only}, not {shown(value)}")
+    low_ranks, entries = _read(folder, config), base.entries
+    for name, low_rank in low_ranks.items():
+        entry, shape = entries.get(name), (len(low_rank.b), low_rank.a.shape[1])
+        if entry is None:
+            raise ModelError(WEIGHTS, f"adapts {shown(name)}, which the model does not have")
+        if entry.dtype not in FLOATS:
+            reason = f"adapts {shown(name)}, which is stored quantised: take the model in floats"
+            raise ModelError(WEIGHTS, reason)
+        if entry.shape != shape:
+            reason = (
+                f"adapts {shown(name)} of shape {list(shape)}, the model's is {list(entry.shape)}"
+            )
+            raise ModelError(WEIGHTS, reason)
+    note = "the adapter of %d matrices in %s is merged; it was trained for %s"
+    trained_for = config.raw("base_model_name_or_path") or "a model it does not name"
+    logging.getLogger(NOTES_LOG).info(note, len(low_ranks), folder.name, trained_for)
+    return MergedCheckpoint(base, low_ranks)
+
+
+def _read(folder: Path, config: Fields) -> dict[str, LowRank]:
+    """Read both matrices of every adapted weight, by its name in checkpoints."""
+    if not (folder / WEIGHTS).exists():
+        raise ModelError("lora", f"must hold {WEIGHTS}; {str(folder)!r} has none")
+    entries = read_header(folder / WEIGHTS)
+    matrices: dict[str, dict[str, Tensor]] = {}
+    names = {entry.name: _NAME.fullmatch(entry.name) for entry in entries}
+    for entry in entries:
+        if names[entry.name] is None or len(entry.shape) != 2 or entry.dtype not in FLOATS:
+            reason = f"tensor {shown(entry.name)} is none of LoRA's matrices of floats"
+            raise ModelError(WEIGHTS, reason)
+    checkpoint = FolderCheckpoint(((folder / WEIGHTS, entries),), ADAPTER)
+    for run in checkpoint.runs(dict.fromkeys(names, WHOLE)):
+        match = names[run.name]
+        assert match is not None
+        matrices.setdefault(match[1], {})[match[2]] = run.values.to(torch.float32, copy=True)
+    if not matrices:
+        raise ModelError(WEIGHTS, "holds no tensor")
+    alphas, by_root = _alphas(config, matrices), config.boolean("use_rslora", False)
+    result = {}
+    for module, parts in matrices.items():
+        if len(parts) != 2 or parts["A"].shape[0] != parts["B"].shape[1]:
+            raise ModelError(WEIGHTS, f"must have both matrices of {shown(module)}, of one rank")
+        rank = len(parts["A"])
+        scale = alphas[module] / (sqrt(rank) if by_root else rank)
+        result[f"{module}.weight"] = LowRank(parts["A"], parts["B"] * scale)
+    return result
+
+
+def _alphas(config: Fields, modules: Iterable[str]) -> dict[str, float]:
+    """Return alpha of each module: that of the first pattern that its name or its end matches."""
+    modules, matcher = list(modules), Matcher()
+    alphas = dict.fromkeys(modules, config.number("lora_alpha", -MAX_ALPHA, MAX_ALPHA, 8.0))
+    patterns = config.inside("alpha_pattern")
+    for pattern in reversed(tuple(config.mapping("alpha_pattern") or ())):
+        alpha = patterns.number(pattern, -MAX_ALPHA, MAX_ALPHA)
+        try:
+            matching = matcher.matching(rf"(.*\.)?({pattern})$", modules)
+        except PatternError as error:
+            raise patterns.error(pattern, str(error)) from None
+        alphas |= dict.fromkeys(matching, alpha)
+    return alphas

@@ -1,0 +1,222 @@
+"""LoRA adapters that are merged at load, compared with models that store the merged weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.gguf_models import save_gguf
+from helpers.tiny_models import greedy_and_scores, save_tiny
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvik import LLM
+from kvik.build import build_engine
+from kvik.config.config import EngineConfig
+from kvik.errors import KvikError
+from kvik.nn.checkpoint import SINGLE
+
+RANK, ALPHA = 4, 6.0
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+}
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+
+
+@dataclass(frozen=True)
+class Adapted:
+    """A model, an adapter of it, and the folder of the merged model."""
+
+    model: Path
+    adapter: Path
+    merged: Path
+
+
+def adapted(
+    folder: Path,
+    scales: Mapping[str, float],
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    **config: Any,
+) -> Adapted:
+    """Write a model, an adapter, and the merged model.
+
+    Args:
+        scales: of the product that is added to each module's weight.
+    """
+    result = Adapted(*(folder / name for name in ("model", f"adapter-{seed}", f"merged-{seed}")))
+    save_tiny(result.model, "Llama", **SIZES)
+    draw = torch.Generator().manual_seed(seed)
+    weights, matrices = load_file(result.model / SINGLE), dict[str, Tensor]()
+    weights = {name: values.to(dtype) for name, values in weights.items()}
+    save_file(weights, result.model / SINGLE)
+    for module, scale in scales.items():
+        weight = weights[f"{module}.weight"]
+        a = torch.randn(RANK, weight.shape[1], generator=draw)
+        b = torch.randn(weight.shape[0], RANK, generator=draw) / 30
+        matrices |= {
+            f"base_model.model.{module}.lora_{k}.weight": m for k, m in (("A", a), ("B", b))
+        }
+        weights[f"{module}.weight"] = (weight.float() + (b * scale) @ a).to(dtype)
+    for path in (result.adapter, result.merged):
+        path.mkdir()
+    save_file(matrices, result.adapter / "adapter_model.safetensors")
+    (result.adapter / "adapter_config.json").write_text(
+        json.dumps({"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA, "bias": "none", **config})
+    )
+    save_file(weights, result.merged / SINGLE)
+    (result.merged / "config.json").write_text((result.model / "config.json").read_text())
+    return result
+
+
+CASES: dict[str, tuple[Mapping[str, float], dict[str, Any]]] = {
+    "alpha over rank": ({Q: ALPHA / RANK, DOWN: ALPHA / RANK}, {}),
+    "over its root": ({Q: ALPHA / 2, DOWN: ALPHA / 2}, {"use_rslora": True}),
+    "alphas by pattern": (
+        {Q: 2.0, DOWN: 3.0},
+        {"alpha_pattern": {"q_proj": 8, r"layers\.\d+\.mlp\.down_proj": 12, "mlp.*": 1}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_answers_are_those_of_the_merged_model(case: str, tmp_path: Path) -> None:
+    scales, config = CASES[case]
+    it = adapted(tmp_path, scales, **config)
+    expected, scores = greedy_and_scores(it.merged, dtype="float32")
+    plain, _ = greedy_and_scores(it.model, dtype="float32")
+    found, found_scores = greedy_and_scores(it.model, dtype="float32", lora=str(it.adapter))
+    assert found == expected != plain
+    assert torch.allclose(found_scores, scores, atol=1e-4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"quantization": "int8"},
+        {"quantization": "int4", "kernels": "torch"},
+        {"tensor_parallel_size": 2, "threads": 2},
+        {"pipeline_parallel_size": 2, "threads": 2},
+        {"spec_method": "draft_model", "spec_model": "{model}"},
+    ],
+    ids=lambda options: next(iter(options)) + str(next(iter(options.values()))),
+)
+def test_with_every_way_to_load(options: dict[str, Any], tmp_path: Path) -> None:
+    """Weights in bfloat16 are rounded once, so that they have the bits of the merged ones."""
+    it = adapted(tmp_path, {Q: 1.5, DOWN: 1.5}, dtype=torch.bfloat16)
+    options = {
+        key: value.format(model=it.model) if isinstance(value, str) else value
+        for key, value in options.items()
+    }
+    expected, scores = greedy_and_scores(it.merged, **options)
+    found, found_scores = greedy_and_scores(it.model, lora=str(it.adapter), **options)
+    assert found == expected and torch.equal(found_scores, scores)
+
+
+def test_each_adapter_has_its_own_entry_in_the_engine_cache(tmp_path: Path) -> None:
+    answers = []
+    for seed in (0, 1, 0):
+        if not (tmp_path / str(seed)).exists():
+            adapted(tmp_path / str(seed), {Q: 1.5, DOWN: 1.5}, seed)
+        options = {"engine_cache": str(tmp_path / "cache"), "dtype": "float32"}
+        model, adapter = tmp_path / "0" / "model", tmp_path / str(seed) / f"adapter-{seed}"
+        answers.append(greedy_and_scores(model, lora=str(adapter), **options))
+    assert torch.equal(answers[0][1], answers[2][1])
+    assert not torch.equal(answers[0][1], answers[1][1])
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
+
+
+@pytest.mark.full
+def test_engine_folders_and_gguf_files_of_floats(tmp_path: Path) -> None:
+    it = adapted(tmp_path, {Q: 1.5, DOWN: 1.5})
+    expected, scores = greedy_and_scores(it.merged, dtype="float32")
+    config = EngineConfig(
+        model=str(it.model), lora=str(it.adapter), device="cpu", threads=1, dtype="float32"
+    )
+    build_engine(config, tmp_path / "engine", lambda *sizes: None)
+    assert greedy_and_scores(tmp_path / "engine")[0] == expected
+    save_gguf(it.model, tmp_path / "m.gguf", tmp_path / "twin", lambda name: "F32")
+    options = {"dtype": "float32", "lora": str(it.adapter)}
+    expected, scores = greedy_and_scores(tmp_path / "twin", **options)
+    found, found_scores = greedy_and_scores(tmp_path / "m.gguf", **options)
+    assert found == expected and torch.equal(found_scores, scores)
+    save_gguf(it.model, tmp_path / "q.gguf", tmp_path / "twin-q", lambda name: "Q8_0")
+    with pytest.raises(KvikError, match="q_proj.weight', which is stored quantised"):
+        LLM(str(tmp_path / "q.gguf"), lora=str(it.adapter), device="cpu")
+    with pytest.raises(KvikError, match="lora: must be left out: an engine folder"):
+        LLM(str(tmp_path / "engine"), lora=str(it.adapter), device="cpu")
+
+
+def with_config(**changes: Any) -> Callable[[Path], None]:
+    def change(adapter: Path) -> None:
+        path = adapter / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+def with_tensors(**changes: Tensor | None) -> Callable[[Path], None]:
+    """Replace, add or (None) remove matrices: MODULE__A with `_` for a dot."""
+
+    def change(adapter: Path) -> None:
+        path = adapter / "adapter_model.safetensors"
+        tensors: dict[str, Any] = load_file(path)
+        for name, value in changes.items():
+            tensors[f"base_model.model.{name.replace('__', '.')}.weight"] = value
+        save_file({n: t for n, t in tensors.items() if t is not None}, path)
+
+    return change
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no folder": (lambda a: a.rename(a.with_name("x")), "lora: there is no folder"),
+    "no config": (lambda a: (a / "adapter_config.json").unlink(), "adapter_config.json"),
+    "no weights": (
+        lambda a: (a / "adapter_model.safetensors").unlink(),
+        "lora: must hold adapter_m",
+    ),
+    "not LoRA": (with_config(peft_type="IA3"), "peft_type: must be 'LORA', not 'IA3'"),
+    "DoRA": (with_config(use_dora=True), "use_dora: cannot be merged: must be left out, not True"),
+    "biases": (with_config(bias="all"), "bias: cannot be merged: must be 'none', not 'all'"),
+    "PiSSA": (with_config(init_lora_weights="pissa"), "init_lora_weights: cannot be merged"),
+    "alpha": (with_config(lora_alpha="x"), "lora_alpha: must be a number"),
+    "pattern": (with_config(alpha_pattern={"(": 1}), r"alpha_pattern \(: is not a regular expr"),
+    "unknown module": (
+        with_tensors(
+            model__layers__9__x__lora_A=torch.ones(4, 8),
+            model__layers__9__x__lora_B=torch.ones(8, 4),
+        ),
+        "adapts 'model.layers.9.x.weight', which the model does not have",
+    ),
+    "one matrix": (
+        with_tensors(model__layers__0__self_attn__q_proj__lora_B=None),
+        "must have both matrices of 'model.layers.0.self_attn.q_proj'",
+    ),
+    "another shape": (
+        with_tensors(model__layers__0__self_attn__q_proj__lora_A=torch.ones(4, 8)),
+        r"q_proj.weight' of shape \[256, 8\], the model's is \[256, 256\]",
+    ),
+    "embedding": (
+        with_tensors(model__embed_tokens__lora_embedding_A=torch.ones(4, 8)),
+        "lora_embedding_A.* is none of LoRA's matrices",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_adapter_that_cannot_be_merged_is_one_error(case: str, tmp_path: Path) -> None:
+    change, message = WRONG[case]
+    it = adapted(tmp_path, {Q: 1.0})
+    change(it.adapter)
+    with pytest.raises(KvikError, match=message):
+        LLM(str(it.model), lora=str(it.adapter), device="cpu", threads=1)
