@@ -368,6 +368,16 @@ def test_a_small_cache_bounds_the_context() -> None:
     assert resolved.scheduler.max_model_len == 128
 
 
+@pytest.mark.parametrize("caching", [True, False])
+def test_more_blocks_than_requests_use_are_for_prefixes_and_on_request(caching: bool) -> None:
+    few = {"max_num_seqs": 2, "max_model_len": 256, "enable_prefix_caching": caching}
+    planned, asked = plan(**few), plan(**few, kv_cache_memory=GIB)
+    assert planned.cache.num_blocks == 2 * 256 // 16
+    assert (asked.cache.num_blocks > planned.cache.num_blocks) is caching
+    if caching:
+        assert 0.99 * GIB < asked.memory.kv_cache <= GIB
+
+
 @pytest.mark.parametrize(
     ("spec", "memory", "options", "error"),
     [

@@ -216,7 +216,9 @@ class EngineConfig:
         "share of the memory limit that the engine may use",
     )
     kv_cache_memory: int | None = option(
-        None, Integer(1, 1 << 50), "bytes for the KV cache; None: planned"
+        None,
+        Integer(1, 1 << 50),
+        "bytes for the KV cache; None: planned, at most what max_num_seqs requests can use",
     )
     graph_memory: int | None = option(
         None,

@@ -275,7 +275,9 @@ class Fit:
             if count < per_request:
                 count, reason = per_request, "one request of max_model_len"
         useful = size.max_num_seqs * per_request
-        if count >= useful:
+        # More blocks only keep prefixes of requests that ended. That memory is not taken unasked.
+        keeps_more = config.enable_prefix_caching and config.kv_cache_memory is not None
+        if count >= useful and not keeps_more:
             count = useful
             reason = f"all that {size.max_num_seqs} requests of max_model_len can use"
         tokens = count * footprint.block_size // len(footprint.groups)
