@@ -1,4 +1,4 @@
-"""Scheduling policies: order of requests, chunk sizes, preemption, and when a batch starts.
+"""Scheduling policies: order of requests, preemption between tenants, and when a batch starts.
 
 There is one scheduler; continuous, static and dynamic batching differ only in their policies.
 Smaller `order` keys are served first. Keys never change while a request is in the system, which is
@@ -30,21 +30,13 @@ class Policy:
 
     batches = False
 
-    def order(self, request: Request, now: float) -> tuple[float, int]:
+    def order(self, request: Request) -> tuple[float, int]:
         """Return the request's key; called once, when it arrives."""
         return (request.arrival, request.serial)
 
     def candidates(self, waiting: list[Request], now: float) -> list[Request]:
         """Return waiting requests (given sorted by `order`) in the order in which to try them."""
         return waiting
-
-    def chunk(self, request: Request, missing: int, budget: int) -> int:
-        """Return how many of the `missing` tokens of a prefilling request go into this step."""
-        return min(missing, budget)
-
-    def victim(self, running: Sequence[Request]) -> Request:
-        """Return the running request (of those given, sorted by `order`) to preempt first."""
-        return running[-1]
 
     def cheapest(self, running: Sequence[Request]) -> Request:
         """Return which of a tenant's running requests (sorted by `order`) to preempt for another
@@ -76,7 +68,7 @@ class Priority(Policy):
     def __init__(self, ageing: float) -> None:
         self.ageing = ageing
 
-    def order(self, request: Request, now: float) -> tuple[float, int]:
+    def order(self, request: Request) -> tuple[float, int]:
         return (request.priority * self.ageing + request.arrival, request.serial)
 
     def cheapest(self, running: Sequence[Request]) -> Request:
@@ -91,7 +83,7 @@ class ShortestPrefillFirst(Policy):
     def __init__(self, ageing: float) -> None:
         self.ageing = ageing
 
-    def order(self, request: Request, now: float) -> tuple[float, int]:
+    def order(self, request: Request) -> tuple[float, int]:
         weight = request.num_prompt_tokens / 1000 * self.ageing
         return (request.arrival + weight, request.serial)
 

@@ -152,7 +152,7 @@ class Scheduler:
         """Queue a request whose limits were checked by the engine core."""
         request.serial = self._num_added
         self._num_added += 1
-        request.order = self.policy.order(request, now)
+        request.order = self.policy.order(request)
         self.shares.arrive(request, self.waiting.by_tenant, self.running)
         if self.moves is not None:
             self.moves.arrived(request)
@@ -337,8 +337,7 @@ class Scheduler:
                     if len(running) == 1 and self.in_flight:
                         break  # results in flight free the blocks that slide out of its windows
                     step.preempted = True
-                    last = running[-1].tenant  # the tenant that uses most, if shares are contended
-                    victim = self.policy.victim([r for r in running[i - 1 :] if r.tenant == last])
+                    victim = running[-1]  # of the tenant that uses most, if shares are contended
                     self._preempt(victim)
                     if running is not self.running:
                         running.remove(victim)
@@ -529,7 +528,7 @@ class Scheduler:
         """Schedule the next chunk of a running request. When blocks run out, requests after it
         without a row are preempted; if there are none, it waits for others to finish. Returns the
         number of tokens scheduled."""
-        chunk = self.policy.chunk(request, request.num_unscheduled_tokens, budget)
+        chunk = min(request.num_unscheduled_tokens, budget)
         start = request.num_computed_tokens
         if self._waits_to_cut(request):
             return 0
@@ -547,7 +546,7 @@ class Scheduler:
                 ]
                 if not behind:
                     return 0
-                self._preempt(self.policy.victim(behind))
+                self._preempt(behind[-1])
                 step.preempted = True
             step.extend(request, new)
         self._add_chunk(step, request, chunk)
@@ -560,7 +559,7 @@ class Scheduler:
         if too few blocks are free. Then the step admits no others, so that a large request is not
         overtaken for ever."""
         length = len(request.token_ids)
-        chunk = self.policy.chunk(request, length - match.num_tokens, budget)
+        chunk = min(length - match.num_tokens, budget)
         chunk = self._up_to_cut(request, match.num_tokens, chunk)
         checkpoints = self.kv.checkpoints
         if checkpoints is not None:
