@@ -22,7 +22,7 @@ from kvik.server.transfer import (
     RESUMED_HEADER,
     MovedOutput,
     Resumption,
-    make_resumption,
+    signed,
 )
 
 
@@ -224,13 +224,13 @@ def test_a_stopping_server_accepts_returned_requests() -> None:
     output = MovedOutput.of(0, OutputSoFar([], [], False), Handover([], 7, None, report), 100.0, 0)
     resumption = Resumption("gen-1", 1, b"", None, False, [output])
     drain, token = Drain(), b"a secret of servers"
-    signed, foreign = (make_resumption(resumption, each) for each in (token, b"another secret"))
+    own, foreign = (signed(resumption, each) for each in (token, b"another secret"))
     edge = ServerConfig(kv_token=token.decode())
     with edge_server(["right"], edge, drain=drain) as server:
         drain.start()
         for headers, status in (
-            ({RESUMED_HEADER: signed}, 200),
-            ({RESUMED_HEADER: signed, MOVES_HEADER: "1"}, 503),
+            ({RESUMED_HEADER: own}, 200),
+            ({RESUMED_HEADER: own, MOVES_HEADER: "1"}, 503),
             ({RESUMED_HEADER: foreign}, 503),
             ({RESUMED_HEADER: "1"}, 503),
         ):

@@ -28,11 +28,10 @@ from kvik.server.transfer import (
     SOURCE_HEADER,
     MovedOutput,
     Resumption,
-    make_resumption,
-    make_ticket,
     moved_size,
     prompt_digest,
-    read_ticket,
+    read_signed,
+    signed,
     transfer_of,
 )
 
@@ -41,8 +40,8 @@ TOKEN = b"sixteen characters"
 
 
 def test_a_ticket_has_the_location_of_a_prompt() -> None:
-    ticket = make_ticket(SOURCE, TOKEN)
-    assert read_ticket(ticket, TOKEN) == SOURCE
+    ticket = signed(SOURCE, TOKEN)
+    assert read_signed(ticket, PageSource, TOKEN) == SOURCE
     assert transfer_of({SOURCE_HEADER: ticket}, "decode", TOKEN).source == SOURCE
     for role in ("both", "prefill"):
         assert transfer_of({SOURCE_HEADER: ticket}, role, TOKEN) == ALONE
@@ -55,10 +54,10 @@ def test_a_ticket_has_the_location_of_a_prompt() -> None:
         "ticket",
         "\xff",
         "=" * 5000,
-        make_ticket(SOURCE, b"another secret ..."),
-        make_ticket(SOURCE, TOKEN)[:-4],
-        "A" + make_ticket(SOURCE, TOKEN)[1:],
-        make_ticket(SOURCE, TOKEN)[:-8] + "AAAAAAAA",
+        signed(SOURCE, b"another secret ..."),
+        signed(SOURCE, TOKEN)[:-4],
+        "A" + signed(SOURCE, TOKEN)[1:],
+        signed(SOURCE, TOKEN)[:-8] + "AAAAAAAA",
     ],
 )
 def test_a_forged_ticket_is_ignored(ticket: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -111,7 +110,7 @@ def some_tokens(count: int) -> list[int]:
 
 def test_times_are_converted_to_the_clock_of_the_other_server() -> None:
     tokens = some_tokens(50)
-    header = make_resumption(resumption(moved(tokens, NEVER)), TOKEN)
+    header = signed(resumption(moved(tokens, NEVER)), TOKEN)
     move = transfer_of({RESUMED_HEADER: header, MOVES_HEADER: "1"}, "both", TOKEN)
     assert move.moves and move.resumed is not None
     (handover,) = move.resumed.handovers(1000.0)
@@ -125,7 +124,7 @@ def test_times_are_converted_to_the_clock_of_the_other_server() -> None:
 def test_the_largest_move_fits_a_header(n: int, top: int | None) -> None:
     each = next(c for c in range(9000, 0, -1) if moved_size(n, n * c, top) <= MAX_MOVED_TOKENS)
     outputs = [moved(some_tokens(each), 0, top, i) for i in range(n)]
-    assert len(make_resumption(resumption(*outputs), TOKEN)) <= MAX_RESUMPTION
+    assert len(signed(resumption(*outputs), TOKEN)) <= MAX_RESUMPTION
 
 
 @pytest.mark.parametrize("top", [None, 0, 3])
@@ -161,10 +160,10 @@ def test_an_output_that_has_ended_ends_again(num_sent: int, has_end: bool, by_te
     [
         ("", TOKEN),
         ("nothing", TOKEN),
-        (make_resumption(resumption(moved([1])), b"another secret ..."), TOKEN),
-        (make_resumption(resumption(moved([1])), b""), b""),
-        (make_ticket(SOURCE, TOKEN), TOKEN),
-        ("A" + make_resumption(resumption(moved([1])), TOKEN)[1:], TOKEN),
+        (signed(resumption(moved([1])), b"another secret ..."), TOKEN),
+        (signed(resumption(moved([1])), b""), b""),
+        (signed(SOURCE, TOKEN), TOKEN),
+        ("A" + signed(resumption(moved([1])), TOKEN)[1:], TOKEN),
     ],
 )
 def test_requests_to_continue_need_the_secret(header: str, token: bytes) -> None:

@@ -53,7 +53,7 @@ from kvik.server.route import (
 from kvik.server.server import Drain, Server, assemble
 from kvik.server.texts import Texts
 from kvik.server.tracing import Tracing, otlp_exporter
-from kvik.server.transfer import MOVES_HEADER, RESUMED_HEADER, read_resumption
+from kvik.server.transfer import MOVES_HEADER, RESUMED_HEADER, Resumption, read_signed
 from kvik.server.unhonoured import NOTHING_KEPT
 
 log = logging.getLogger(__name__)
@@ -236,10 +236,8 @@ class App:
     def _returns(self, headers: Mapping[str, str]) -> bool:
         """Return whether a request that a server handed over comes back, as no other one takes
         it."""
-        resumption = headers.get(RESUMED_HEADER, "")
-        return (
-            MOVES_HEADER not in headers and read_resumption(resumption, self._kv_token) is not None
-        )
+        resumed = read_signed(headers.get(RESUMED_HEADER, ""), Resumption, self._kv_token)
+        return MOVES_HEADER not in headers and resumed is not None
 
     def _no_route(self, path: str, methods: Mapping[str, Route]) -> HttpError:
         if methods:

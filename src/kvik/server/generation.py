@@ -44,9 +44,9 @@ from kvik.server.transfer import (
     Resumption,
     Transfer,
     cannot_resume,
-    make_resumption,
     moved_size,
     prompt_digest,
+    signed,
     transfer_of,
 )
 from kvik.spec.visible_keys import NEVER
@@ -239,7 +239,7 @@ class Generation:
             streams or (before is not None and before.begun),
             outputs,
         )
-        return make_resumption(resumption, self.transfer.token)
+        return signed(resumption, self.transfer.token)
 
     @property
     def moves_now(self) -> bool:

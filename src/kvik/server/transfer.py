@@ -43,7 +43,6 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 PREFILL_HEADER, SOURCE_HEADER = "x-kvik-prefill", "x-kvik-kv-from"
-MAX_TICKET = 2048  # characters
 # Request headers: the server may hand the request over; another server began the request.
 MOVES_HEADER, RESUMED_HEADER = "x-kvik-moves", "x-kvik-resumed"
 # Another server gives the answer or the rest of a stream: a header, and a comment in the stream.
@@ -278,7 +277,7 @@ def transfer_of(headers: Mapping[str, str], role: str, token: bytes) -> Transfer
     """
     moves = MOVES_HEADER in headers and bool(token)
     if RESUMED_HEADER in headers:
-        resumed = read_resumption(headers[RESUMED_HEADER], token)
+        resumed = read_signed(headers[RESUMED_HEADER], Resumption, token)
         if resumed is None:
             raise cannot_resume("was not made with the kv_token of this server")
         return Transfer(token=token, moves=moves, resumed=resumed)
@@ -289,7 +288,7 @@ def transfer_of(headers: Mapping[str, str], role: str, token: bytes) -> Transfer
     ticket = headers.get(SOURCE_HEADER)
     if ticket is None or role != "decode":
         return Transfer(token=token, moves=True) if moves else ALONE
-    source = read_ticket(ticket, token)
+    source = read_signed(ticket, PageSource, token)
     if source is None:
         log.warning(
             "%s of a request was not made with the kv_token of this server: its prompt is computed "
@@ -304,42 +303,30 @@ def cannot_resume(reason: str) -> HttpError:
     return HttpError(409, f"{RESUMED_HEADER} {reason}", code="cannot_resume")
 
 
-def make_ticket(source: PageSource, token: bytes) -> str:
-    """Return the header that names where a prompt was computed."""
-    return _signed(b"ticket", source, token)
+# What headers hold -> what their signatures cover as well, and characters of a header.
+_SIGNED: Mapping[type, tuple[bytes, int]] = {
+    PageSource: (b"ticket", 2048),
+    Resumption: (b"resumed", MAX_RESUMPTION),
+}
 
 
-def read_ticket(text: str, token: bytes) -> PageSource | None:
-    """Return the source that a header names; None: it was not signed with this token."""
-    return _read(b"ticket", text[:MAX_TICKET], token, PageSource)
-
-
-def make_resumption(resumption: Resumption, token: bytes) -> str:
-    """Return the header with which another server continues a request."""
-    return _signed(b"resumed", resumption, token)
-
-
-def read_resumption(text: str, token: bytes) -> Resumption | None:
-    """Return the resumption in a header; None: it was not signed with this token."""
-    return _read(b"resumed", text[:MAX_RESUMPTION], token, Resumption)
-
-
-def _signed(kind: bytes, value: object, token: bytes) -> str:
+def signed(value: PageSource | Resumption, token: bytes) -> str:
+    """Return the header for another server that has the same token."""
     data = zlib.compress(msgspec.msgpack.encode(value))
-    return base64.urlsafe_b64encode(_signature(kind, data, token) + data).decode()
+    return base64.urlsafe_b64encode(_signature(type(value), data, token) + data).decode()
 
 
-def _read(kind: bytes, text: str, token: bytes, struct: type[T]) -> T | None:
+def read_signed(text: str, kind: type[T], token: bytes) -> T | None:
+    """Return the value in a header; None: it was not signed with this token."""
     try:
-        data = base64.urlsafe_b64decode(text.encode())
-        if token and hmac.compare_digest(
-            data[:_SIGNATURE], _signature(kind, data[_SIGNATURE:], token)
-        ):
-            return msgspec.msgpack.decode(zlib.decompress(data[_SIGNATURE:]), type=struct)
+        data = base64.urlsafe_b64decode(text[: _SIGNED[kind][1]].encode())
+        signature, data = data[:_SIGNATURE], data[_SIGNATURE:]
+        if token and hmac.compare_digest(signature, _signature(kind, data, token)):
+            return msgspec.msgpack.decode(zlib.decompress(data), type=kind)
     except (binascii.Error, ValueError, zlib.error, msgspec.MsgspecError):
         pass
     return None
 
 
-def _signature(kind: bytes, data: bytes, token: bytes) -> bytes:
-    return hmac.digest(token, kind + data, "sha256")
+def _signature(kind: type, data: bytes, token: bytes) -> bytes:
+    return hmac.digest(token, _SIGNED[kind][0] + data, "sha256")
