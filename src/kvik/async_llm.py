@@ -48,7 +48,6 @@ from kvik.llm import (
     engine_config,
     engine_request,
     tell_unenforced,
-    truncation,
 )
 from kvik.model_files import model_files
 from kvik.prompts import Prompt, one_prompt
@@ -63,6 +62,7 @@ from kvik.text.pooled_inputs import (
     prompt_before,
     scoring,
     text_input,
+    truncation,
 )
 
 PLACES = ("process", "thread")
@@ -228,7 +228,7 @@ class AsyncLLM:
         model = self.resolved.model
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
-        keep = truncation(self.resolved, truncate_prompt_tokens)
+        keep = truncation(truncate_prompt_tokens, self.texts.max_model_len)
         request = self._request(request_id, SamplingParams(), 0)  # no parameter is used
         request.pooling = pooling or default_pooling(model.pooling)
         request.prompt = plain if isinstance(plain, str) else None
@@ -255,7 +255,7 @@ class AsyncLLM:
         """Return a reranker's score of how well two texts match; for the arguments see
         `LLM.score`."""
         pooling = scoring(self.resolved.model.pooling)
-        keep = truncation(self.resolved, truncate_prompt_tokens)
+        keep = truncation(truncate_prompt_tokens, self.texts.max_model_len)
         request = self._request(request_id, SamplingParams(), 0)  # no parameter is used
         request.pooling = SCORE
         make = partial(pair_input, pooling=pooling, instruction=instruction, limit=keep)

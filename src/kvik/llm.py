@@ -46,6 +46,7 @@ from kvik.text.pooled_inputs import (
     prompt_before,
     scoring,
     text_input,
+    truncation,
 )
 from kvik.text.tokenizer import Tokenizer, spelled
 
@@ -350,7 +351,7 @@ class LLM:
         listed, model = as_prompts(prompts), self.resolved.model
         check_dimensions(model.pooling, model.hidden_size, dimensions)
         before = prompt_before(model.pooling, prompt_name)
-        keep = truncation(self.resolved, truncate_prompt_tokens)
+        keep = truncation(truncate_prompt_tokens, self.resolved.scheduler.max_model_len)
         inputs = []
         for prompt in listed:
             if not isinstance(prompt, str):
@@ -425,7 +426,7 @@ class LLM:
         progress: bool | None,
     ) -> list[ScoreOutput]:
         pooling = scoring(self.resolved.model.pooling)
-        keep = truncation(self.resolved, truncate_prompt_tokens)
+        keep = truncation(truncate_prompt_tokens, self.resolved.scheduler.max_model_len)
         texts = [[side] if isinstance(side, str) else list(side) for side in (first, second)]
         make = partial(pair_input, pooling=pooling, instruction=instruction, limit=keep)
         inputs = [make(self.tokenizer, *pair) for pair in paired(*texts)]
@@ -646,21 +647,3 @@ def either(theirs: str, their_value: Any, ours: str, value: Any) -> Any:
     if their_value is not None and value is not None:
         raise ParamError(theirs, f"means {ours}, which is also given")
     return value if their_value is None else their_value
-
-
-WHATEVER_FITS = -1  # of `truncate_prompt_tokens`
-
-
-def truncation(config: ResolvedConfig, requested: int | None) -> int | None:
-    """Return the number of prompt tokens that `truncate_prompt_tokens` keeps; None: all.
-
-    Raises:
-        ParamError: the number is 0, or exceeds the context.
-    """
-    limit = config.scheduler.max_model_len
-    if requested == WHATEVER_FITS:
-        return limit
-    if requested is not None and not 1 <= requested <= limit:
-        allowed = f"must be {WHATEVER_FITS} or in [1, {limit}] (max_model_len), not {requested}"
-        raise ParamError("truncate_prompt_tokens", allowed)
-    return requested

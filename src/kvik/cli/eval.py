@@ -57,13 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def add_text_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("the text")
-    group.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help='plain text, or .jsonl with a field "text" in each line, each read separately '
-        "(default: a story of about 1500 tokens that ships with kvik)",
-    )
+    add_data_flag(group)
     group.add_argument(
         "--window",
         dest="reading_window",  # distinct from the engine's option
@@ -73,6 +67,17 @@ def add_text_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--stride", type=int, metavar="N", help="tokens between window starts (default: the window)"
+    )
+
+
+def add_data_flag(add: argparse._ActionsContainer) -> None:
+    """Add the flag that `texts_of` reads."""
+    add.add_argument(
+        "--data",
+        type=Path,
+        metavar="FILE",
+        help='plain text, or .jsonl with a field "text" in each line, each read separately '
+        "(default: a story of about 1500 tokens that ships with kvik)",
     )
 
 

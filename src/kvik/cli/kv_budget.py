@@ -7,6 +7,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from kvik.cli.eval import add_data_flag, texts_of
 from kvik.cli.flags import (
     Parser,
     add_engine_flags,
@@ -45,13 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
         "Engines started with --kv-budget FILE then keep no more, which changes answers.",
     )
     add_model(parser)
-    parser.add_argument(
-        "--data",
-        type=Path,
-        metavar="FILE",
-        help='plain text, or .jsonl with a field "text" in each line (default: a story of about '
-        "1500 tokens that ships with kvik)",
-    )
+    add_data_flag(parser)
     parser.add_argument(
         "--save", type=Path, required=True, metavar="FILE", help="file for the budgets, as JSON"
     )
@@ -114,11 +109,9 @@ def _measured(
 ) -> tuple[tuple[float, ...], str, int]:
     """Return the scores of the layers, the name of the text, and the number of tokens read."""
     from kvik.evaluate.entropy import TOKENS, measure_entropy
-    from kvik.evaluate.windows import held_out_texts, read_texts
 
-    texts = held_out_texts() if arguments.data is None else read_texts(arguments.data)
     with share_bar() as progress:
-        scores, tokens = measure_entropy(config, texts, TOKENS, progress)
+        scores, tokens = measure_entropy(config, texts_of(arguments), TOKENS, progress)
     return scores, "" if arguments.data is None else arguments.data.name, tokens
 
 

@@ -37,7 +37,7 @@ from kvik.core.block_pool import HASH_BYTES
 from kvik.core.routing import ReplicaChoice, ReplicaRouter
 from kvik.errors import KvikError
 from kvik.server.errors import RETRY, HttpError, in_messages
-from kvik.server.route import break_connection, limit_unread
+from kvik.server.route import break_connection, limit_unread, until_gone
 from kvik.server.transfer import (
     MAX_RESUMPTION,
     MOVED_COMMENT,
@@ -734,7 +734,8 @@ class _Passing:
         Raises:
             ClientDisconnect: the client is gone.
         """
-        passing, gone = asyncio.ensure_future(work), asyncio.ensure_future(self._gone())
+        passing = asyncio.ensure_future(work)
+        gone = asyncio.ensure_future(until_gone(self._receive))
         try:
             await asyncio.wait((passing, gone), return_when=asyncio.FIRST_COMPLETED)
             if not passing.done():
@@ -754,11 +755,6 @@ class _Passing:
         path = "/" + target.decode("latin-1").removeprefix("/")
         url = self._proxy.upstreams[choice.replica].url + path
         return URL(f"{url}?{query}" if query else url, encoded=True)
-
-    async def _gone(self) -> None:
-        """Wait until the client is gone."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
 
     async def _pass(
         self,

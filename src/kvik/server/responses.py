@@ -20,7 +20,7 @@ from kvik.engine.output import RequestOutput, TextDelta, merged
 from kvik.errors import KvikError
 from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error
 from kvik.server.generation import Generation, GenerationRequest, GivenAway, wait_for_change
-from kvik.server.route import caller_of, limit_unread
+from kvik.server.route import caller_of, limit_unread, until_gone
 from kvik.server.server import Server
 from kvik.server.transfer import (
     MOVED_COMMENT,
@@ -28,7 +28,7 @@ from kvik.server.transfer import (
     MOVED_HEADER,
     SOURCE_HEADER,
     Prefilled,
-    make_ticket,
+    signed,
 )
 
 T = TypeVar("T")
@@ -259,7 +259,7 @@ class MovedReply(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(name, v) for name, v in self.raw_headers if name != b"content-length"]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        watch = asyncio.ensure_future(_until_gone(receive))
+        watch = asyncio.ensure_future(until_gone(receive))
         try:
             await _hand_on(send, self._generation.resumption(streams=False).encode(), watch)
         finally:
@@ -288,7 +288,7 @@ def _prefilled(generations: Sequence[Generation]) -> Response:
     pages = source if len(generations) == 1 else None
     response = json_response(Prefilled(prompts, pages.num_tokens if pages is not None else 0))
     if pages is not None:
-        response.headers[SOURCE_HEADER] = make_ticket(pages, generations[0].transfer.token)
+        response.headers[SOURCE_HEADER] = signed(pages, generations[0].transfer.token)
     return response
 
 
@@ -459,7 +459,7 @@ def _watched(receive: Receive, generations: Sequence[Generation]) -> Iterator[as
             abort()
             generations[0].changed.set()
 
-    watch = asyncio.get_running_loop().create_task(_until_gone(receive))
+    watch = asyncio.get_running_loop().create_task(until_gone(receive))
     watch.add_done_callback(lose)
     try:
         yield watch
@@ -491,8 +491,3 @@ def headers_of(generations: Sequence[Generation]) -> dict[str, str]:
     }
     limit = MAX_HEADER_CHARS
     return {name: escaped(value, limit)[:limit] for name, value in headers.items() if value}
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -19,7 +19,7 @@ import msgspec
 from msgspec import inspect
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from kvik.errors import OverloadError
 from kvik.server.access import ANONYMOUS, Caller
@@ -168,6 +168,12 @@ def limit_unread(scope: Scope, seconds: float) -> None:
     limit = scope.get("extensions", {}).get(UNREAD_EXTENSION)
     if limit is not None:
         limit(seconds)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Wait until the client disconnects; the body of the request must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 # The JSON body of a request: read within limits, then decoded strictly into a Struct.

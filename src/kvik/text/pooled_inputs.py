@@ -116,6 +116,27 @@ def pair_input(
     return PooledInput(*tokenizer.encode_texts((first, second), limit))
 
 
+WHATEVER_FITS = -1  # of `truncate_prompt_tokens`; the value is vLLM's
+
+
+def truncation(requested: int | None, context: int, num_output: int = 0) -> int | None:
+    """Return how many tokens of a prompt `truncate_prompt_tokens` keeps; None: all.
+
+    Args:
+        num_output: output tokens that must fit into the context after a prompt that is cut to
+            `WHATEVER_FITS`.
+
+    Raises:
+        ParamError: it would keep no token, or more than fit into the context.
+    """
+    if requested == WHATEVER_FITS:
+        return max(1, context - num_output)
+    if requested is not None and not 1 <= requested <= context:
+        allowed = f"must be {WHATEVER_FITS} or in [1, {context}] (max_model_len), not {requested}"
+        raise ParamError("truncate_prompt_tokens", allowed)
+    return requested
+
+
 def check_dimensions(pooling: PoolingSpec | None, hidden: int, dimensions: int | None) -> None:
     """Check the requested length of vectors.
 

@@ -35,12 +35,12 @@ from kvik.server.server import Server
 from kvik.server.structured import FIELDS, constraint_of
 from kvik.server.texts import Texts
 from kvik.server.tools import PLAIN_ANSWER, AnswerForm
+from kvik.text.pooled_inputs import WHATEVER_FITS, truncation
 
 # Fields of requests. The decoder enforces their bounds, and the schema shows them. The bounds of
 # sampling parameters come from `PARAMETERS`.
 
 TO_THE_END = -1  # number of output tokens; the value is llama.cpp's
-WHATEVER_FITS = -1  # number of tokens of a truncated prompt; the value is vLLM's
 
 Name = Annotated[str, Meta(max_length=512)]
 Count = Annotated[int, Meta(ge=COUNT.low, le=COUNT.high)]
@@ -280,13 +280,8 @@ def kept_tokens(server: Server, requested: int | None, num_output: int | None = 
     Raises:
         ParamError: it would keep no token, or more than fit into the context.
     """
-    limit = server.max_model_len
-    if requested == WHATEVER_FITS:
-        return max(1, limit - (1 if num_output in (None, TO_THE_END) else num_output))
-    if requested is not None and not 1 <= requested <= limit:
-        allowed = f"must be {WHATEVER_FITS} or in [1, {limit}] (max_model_len), not {requested}"
-        raise ParamError("truncate_prompt_tokens", allowed)
-    return requested
+    num_output = 1 if num_output in (None, TO_THE_END) else num_output
+    return truncation(requested, server.max_model_len, num_output)
 
 
 def asked_tokens(body: GenerationFields, newest: int | None = None) -> tuple[str, int | None]:
