@@ -49,7 +49,9 @@ enum MatrixKind : int64_t {
     kMatrixI4Min = 5,  // the same with a minimum for each group: w = q * scale - minimum
     kMatrixFp8 = 6,     // E4M3 weights, activations as `Fp8Activations` says; a group is a multiple of 4
     kMatrixMxfp4 = 7,   // as kMatrixI4, but values are E2M1 and scales powers of two (E8M0)
-    kMatrixIq4 = 8,     // as kMatrixI4, but values are numbers of a table (nibble_tables.hpp)
+    // As kMatrixI4, but values are numbers of a table (nibble_tables.hpp): those of IQ4, and twice those of E2M1.
+    kMatrixIq4 = 8,
+    kMatrixFp4 = 9,
 };
 // The operand that E4M3 weights are multiplied by: x unchanged, or x rounded to E4M3 with a scale for each
 // row, a scale for each row and group of the weights, or one given scale. Other kinds have kFloatX.

@@ -123,7 +123,8 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
             case kMatrixI4:
             case kMatrixI4Min:
             case kMatrixMxfp4:
-            case kMatrixIq4: pack(pack_tile<word_i4>); break;
+            case kMatrixIq4:
+            case kMatrixFp4: pack(pack_tile<word_i4>); break;
             case kMatrixFp8: pack(pack_tile<word_fp8>); break;
             default: pack(pack_tile<word_i8>); break;
         }
@@ -153,7 +154,7 @@ struct I4Step {
         return float(int(word >> (i % 4 * 8 + i / 4 * 4) & 15) - zero);
     }
 };
-struct Mxfp4Step {
+struct E2M1Step {
     static constexpr int kInputs = 8;
     KVIK_INLINE float value(uint32_t word, int i, int) {
         return float(kE2M1[word >> (i % 4 * 8 + i / 4 * 4) & 15] - kE2M1Zero);
@@ -233,7 +234,8 @@ void matrix_rows_of(const matrix_rows_args& a, Team& team) {
             case kMatrixBF16: unpack_row<BF16Step>(a, id, out); break;
             case kMatrixI4:
             case kMatrixI4Min: unpack_row<I4Step>(a, id, out); break;
-            case kMatrixMxfp4: unpack_row<Mxfp4Step>(a, id, out); break;
+            case kMatrixMxfp4:
+            case kMatrixFp4: unpack_row<E2M1Step>(a, id, out); break;
             case kMatrixIq4: unpack_row<Iq4Step>(a, id, out); break;
             case kMatrixFp8: unpack_row<Fp8Step>(a, id, out); break;
             default: unpack_row<I8Step>(a, id, out); break;

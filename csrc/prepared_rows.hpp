@@ -144,7 +144,8 @@ void quantise_row(const linear_args& a, const X* x, int64_t row, const PreparedR
     int8_t* out = (int8_t*)to.data + row * to.stride;
     float* scales = to.scales + row * to.scales_stride;
     int32_t* sums = to.sums + row * to.sums_stride;
-    const int32_t zero = a.kind == kMatrixMxfp4 ? kE2M1Zero : a.kind == kMatrixIq4 ? kIq4Zero : kSymmetricZero;
+    const bool e2m1 = a.kind == kMatrixMxfp4 || a.kind == kMatrixFp4;
+    const int32_t zero = e2m1 ? kE2M1Zero : a.kind == kMatrixIq4 ? kIq4Zero : kSymmetricZero;
     const int32_t offset = a.kind == kMatrixI8 ? 128 : a.zeros ? 1 : zero;
     const int64_t group = summed_inputs(a), groups = count_sums(a);
     clear_end((char*)out, to.stride);

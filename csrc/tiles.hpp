@@ -109,13 +109,17 @@ struct TileI4Min : TileI4 {
     static constexpr bool kZeros = false, kMinima = true;
 };
 
-struct TileMxfp4 : TileI4 {
-    static constexpr int kScaleBytes = 1, kMost = 24, kShort = 4;
+struct TileFp4 : TileI4 {
+    static constexpr int kMost = 24, kShort = 4;
     static constexpr bool kZeros = false;
     KVIK_INLINE void unpack(I32 v, I32* w) {
         w[0] = entries(kE2M1, low_nibbles(v));
         w[1] = entries(kE2M1, high_nibbles(v));
     }
+};
+
+struct TileMxfp4 : TileFp4 {
+    static constexpr int kScaleBytes = 1;
 };
 
 struct TileIq4 : TileI4 {
@@ -377,6 +381,8 @@ template <>
 constexpr bool kIsInteger<TileMxfp4> = true;
 template <>
 constexpr bool kIsInteger<TileIq4> = true;
+template <>
+constexpr bool kIsInteger<TileFp4> = true;
 
 template <class Tile, int kRows, int kVectors>
 KVIK_INLINE void multiply_vectors(const Span& s, int first_vector) {
@@ -561,6 +567,7 @@ struct VectorTiles {
             case kMatrixI4Min: return multiply_for<TileI4Min>(rows);
             case kMatrixMxfp4: return multiply_for<TileMxfp4>(rows);
             case kMatrixIq4: return multiply_for<TileIq4>(rows);
+            case kMatrixFp4: return multiply_for<TileFp4>(rows);
             case kMatrixFp8: return unpacked ? multiply_for<TileWidened>(rows) : multiply_for<TileFp8>(rows);
             default: return unpacked ? multiply_for<TileWidened>(rows) : multiply_for<TileI8AsBF16>(rows);
         }

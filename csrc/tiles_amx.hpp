@@ -256,6 +256,7 @@ public:
         return a.kind == kMatrixI8WeightOnly ? unpack_tile<TileI8AsBF16>
                : a.kind == kMatrixFp8         ? unpack_tile<TileFp8>
                : a.kind == kMatrixMxfp4       ? unpack_tile<TileMxfp4>
+               : a.kind == kMatrixFp4         ? unpack_tile<TileFp4>
                : a.kind == kMatrixIq4         ? unpack_tile<TileIq4>
                : is_int4(a.kind)             ? unpack_tile<TileI4>
                                              : nullptr;
@@ -270,6 +271,7 @@ public:
                 return multiply_groups_i8<false>(shapes_, s, !unpacked);
             case kMatrixMxfp4:
             case kMatrixIq4:
+            case kMatrixFp4:
             case kMatrixI4: return multiply_groups_i8<false>(shapes_, s, !unpacked);
             case kMatrixI4Min: return multiply_groups_i8<true>(shapes_, s, !unpacked);
             default: return multiply_bf16(shapes_, s, !unpacked);

@@ -31,6 +31,7 @@ from kvik.kernels.weights import (
     int8_weight,
     iq4_weight,
     mxfp4_weight,
+    nvfp4_weight,
     ordered_weight,
 )
 from kvik.spec.experts import Router
@@ -246,6 +247,7 @@ def _products() -> list[Case]:
         ("int4-symmetric", random_int4(64, zeros=False), ((3, 192, 33),)),
         ("int4-min", random_int4_min, ((1, 96, 7), (5, 288, 64))),
         ("mxfp4", random_mxfp4, ((1, 96, 7), (5, 288, 64))),
+        ("nvfp4", random_nvfp4, ((1, 96, 7), (5, 288, 64))),
         ("iq4", random_iq4, ((1, 96, 7), (5, 288, 64))),
         ("fp8", random_fp8(0), ((1, 33, 7), (5, 257, 64))),
         ("fp8-128", random_fp8(128), ((1, 33, 7), (5, 257, 64))),
@@ -350,6 +352,12 @@ def random_mxfp4(m: Maker, outputs: int, inputs: int) -> Weight:
     middle = 125 - round(math.log2(inputs) / 2)
     scales = m.integers(middle - 2, middle + 1, outputs, inputs // MX_GROUP, dtype=torch.uint8)
     return mxfp4_weight(values, scales)
+
+
+def random_nvfp4(m: Maker, outputs: int, inputs: int) -> Weight:
+    """Return a weight [outputs, inputs] in four-bit floats, in groups of 16."""
+    values = m.integers(0, 255, outputs, inputs // 2, dtype=torch.uint8)
+    return nvfp4_weight(values, _scales(m, outputs, inputs, 16, 3), 16)
 
 
 def random_iq4(m: Maker, outputs: int, inputs: int) -> Weight:

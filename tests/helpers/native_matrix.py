@@ -10,22 +10,24 @@ from helpers.native import FLOATS, Poisoned, Runtime, call, normal
 from torch import Tensor
 
 from kvik.kernels.rounding import round_int4, round_mxfp4
-from kvik.kernels.weights import IQ4 as TABLE
 from kvik.kernels.weights import (
+    E2M1,
     Weight,
     fp8_weight,
     in_nibbles,
     int4_min_weight,
     int8_weight,
     iq4_weight,
+    nvfp4_weight,
 )
+from kvik.kernels.weights import IQ4 as TABLE
 from kvik.spec.weight_kind import WeightKind
 
 F32, BF16, I8, I8_WEIGHT_ONLY = "f32", "bf16", "int8", "int8-weight-only"
-I4, I4_MIN, FP8, MXFP4, IQ4 = "int4", "int4-min", "fp8", "mxfp4", "iq4"
-KIND_NAMES = (F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4)
+I4, I4_MIN, FP8, MXFP4, IQ4, FP4 = "int4", "int4-min", "fp8", "mxfp4", "iq4", "fp4"
+KIND_NAMES = (F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4, FP4)
 NUMBERS = {name: number for number, name in enumerate(KIND_NAMES)}
-INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8)  # by number of the kind
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8, 8)  # by number of the kind
 # Names of kinds, with the inputs of a group after a "/" if they have groups (0: none), and how x is
 # rounded for fp8 weights.
 ONE_OF_EACH = (
@@ -39,6 +41,7 @@ ONE_OF_EACH = (
         "fp8/128-group",
         "mxfp4/32",
         "iq4/32",
+        "fp4/16",
     ),
 )
 FP8_X = {"float": 0, "token": 1, "group": 2, "static": 3}
@@ -116,6 +119,8 @@ def random_values(
     full = torch.nn.functional.pad(source.float(), (0, max(groups, 1) * unit - inputs))
     weight = _rounded(name, full, group, "zeros" in options)
     values, scales, zeros = weight.values[:, :inputs], weight.scales, None
+    if name == FP4:  # of integers, which are twice the numbers of E2M1
+        scales = scales / 2
     if in_nibbles(weight.kind):
         values = weight.values[:, : (inputs + 1) // 2]
         zeros = weight.zeros if weight.minima is None else weight.minima
@@ -130,13 +135,14 @@ def _rounded(name: str, source: Tensor, group: int, zeros: bool) -> Weight:
     """Round `source` [outputs, inputs] fp32 of whole groups. Scales of groups are fp16 values."""
     if name == MXFP4:
         return round_mxfp4(source)
-    if name == IQ4:
+    if name in (IQ4, FP4):
+        numbers, make = (TABLE, iq4_weight) if name == IQ4 else (E2M1, nvfp4_weight)
         grouped = source.unflatten(1, (-1, group))
-        scales = grouped.abs().amax(2) / 113.0
+        scales = grouped.abs().amax(2) / max(numbers)
         scales = torch.where(scales == 0, 1.0, scales.half().float())
-        distances = (grouped / scales[:, :, None]).flatten(1)[:, :, None] - torch.tensor(TABLE)
+        distances = (grouped / scales[:, :, None]).flatten(1)[:, :, None] - torch.tensor(numbers)
         codes = distances.abs().argmin(2).to(torch.uint8)
-        return iq4_weight(codes[:, ::2] | codes[:, 1::2] << 4, scales, group)
+        return make(codes[:, ::2] | codes[:, 1::2] << 4, scales, group)
     if name == I4:
         weight = round_int4(source, group)
         return weight if zeros else replace(weight, kind=WeightKind("int4", group), zeros=None)

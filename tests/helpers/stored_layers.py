@@ -88,6 +88,13 @@ def compressed_config(
     }
 
 
+NVFP4 = {"type": "float", "strategy": "tensor_group", "group_size": 16}
+
+
+def modelopt_config(**changes: Any) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16} | changes
+
+
 def fp8_config(**changes: Any) -> dict[str, Any]:
     return {
         "quant_method": "fp8",

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from kvik.kernels.fp8 import fp8_scales, round_fp8, unround_fp8
 from kvik.kernels.rounding import round_mxfp4
+from kvik.kernels.weights import E2M1
 from kvik.nn.checkpoint import SINGLE
 from kvik.nn.formats.base import LinearShape
+from kvik.nn.formats.fp4 import Mxfp4Packed, Nvfp4
 from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Codes
-from kvik.nn.formats.mxfp4 import Mxfp4Packed
 from kvik.nn.formats.registry import FORMATS
 from kvik.spec.stored_weights import StoredScheme
 
@@ -71,6 +72,27 @@ def rounded(w: Tensor, scheme: StoredScheme) -> Codes:
     return Codes(q, scales.half(), kept, bits, groups)
 
 
+def rounded_nvfp4(w: Tensor, format: Nvfp4) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the tensors of a layer [outputs, inputs], and its weight in fp32."""
+    grouped = w.float().unflatten(1, (-1, 16))
+    common = grouped.abs().max() / (448 * 6)
+    scales = (grouped.abs().amax(2) / 6 / common).clamp(min=2**-9).to(torch.float8_e4m3fn)
+    both = scales.float() * common
+    numbers = torch.tensor(E2M1)
+    distances = (grouped / both[..., None])[..., None] - numbers
+    codes = distances.abs().argmin(3)
+    halves = codes.flatten(1).to(torch.uint8)
+    modelopt = format.scheme.layout == "nvfp4-modelopt"
+    tensors = {
+        format.packed: halves[:, ::2] | halves[:, 1::2] << 4,
+        "weight_scale": scales,
+        format.common: (common if modelopt else 1 / common).reshape(format.common_shape),
+    }
+    if not modelopt:
+        both = scales.float() / tensors[format.common]
+    return tensors, (numbers[codes] * both[..., None]).flatten(1)
+
+
 def multiplied_out(codes: Codes) -> Tensor:
     """Dequantise to [outputs, inputs] fp32."""
     inputs = codes.q.shape[1]
@@ -109,6 +131,8 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
             weight = round_mxfp4(tensor)
             tensors = {"weight_packed": weight.values, "weight_scale": weight.scales}
             plain[name] = weight.dequantized()
+        elif isinstance(format, Nvfp4):
+            tensors, plain[name] = rounded_nvfp4(tensor, format)
         else:
             codes = rounded(tensor, scheme)
             tensors = format.save(codes)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from helpers.kernel_cases import (
     random_int8,
     random_iq4,
     random_mxfp4,
+    random_nvfp4,
 )
 
 from kvik.kernels.weights import Weight, ordered_weight
@@ -27,6 +28,7 @@ WEIGHT_MAKERS: dict[str, MakeWeight] = {
     "int4-32-zeros": random_int4(32, zeros=True),
     "int4-min": random_int4_min,
     "mxfp4": random_mxfp4,
+    "nvfp4": random_nvfp4,
     "iq4": random_iq4,
     "fp8": random_fp8(0),
     "fp8-32-group": random_fp8(32, "group"),

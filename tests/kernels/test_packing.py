@@ -25,6 +25,7 @@ from kvik.kernels.weights import (
     int8_weight,
     iq4_weight,
     mxfp4_weight,
+    nvfp4_weight,
     ordered_weight,
 )
 
@@ -53,6 +54,7 @@ def plain_weights() -> dict[str, Weight]:
         "symmetric int4": int4_weight(bytes_, groups, None, GROUP),
         "int4 with minima": int4_min_weight(bytes_, groups, zeros.float(), GROUP),
         "mxfp4": mxfp4_weight(bytes_, (zeros + 120).to(torch.uint8)),
+        "nvfp4": nvfp4_weight(bytes_, groups, GROUP),
         "iq4": iq4_weight(bytes_, groups, GROUP),
         "fp8": fp8_weight(whole.float().to(torch.float8_e4m3fn), scales),
         "fp8 in groups": fp8_weight(whole.float().to(torch.float8_e4m3fn), groups, GROUP),
@@ -126,9 +128,9 @@ def digest(packing: Packing, matrix: Matrix) -> str:
 # If this fails, the packed bytes have changed, and existing folders would be misread: rename the
 # packing.
 BYTES = {
-    "gpu-1": "828a0abf2bed012bd0ec8a4798f1a9d3e03c0b6a4d63a9404ebdccb21dd98267",
-    "plain-1": "479c131be3e6b293f6d7150a0cdbb6eb0e2d208988f7c3bca709052b5cb3e1f9",
-    "tiles-1": "abad510294a9faeb475686a7cee6235ed57639e8caea94bbbf83c3dee7e8b8d2",
+    "gpu-1": "82dc169a665963d03a99b66ea67f4589cd8b963702b7bdc4c35b5a20595ee1d5",
+    "plain-1": "64f9c4b624fe5b6fcd5b59a7bd743a55623393822b87532ceda4139a969b8e9c",
+    "tiles-1": "69dd2b5570943c4f115f032865bcec11fddd134d1cd82de1e067f49686ec0fd5",
 }
 
 

@@ -14,6 +14,7 @@ from kvik.kernels.weights import (
     int8_weight,
     iq4_weight,
     mxfp4_weight,
+    nvfp4_weight,
     ordered_weight,
 )
 
@@ -75,6 +76,10 @@ MEANT: dict[str, tuple[Weight, list[list[float]]]] = {
     "mxfp4 scales groups of 32 inputs by powers of two": (
         MXFP4,
         [[size * 2.0**power for power in (-127, -1) for size in 2 * E2M1]],
+    ),
+    "nvfp4 scales groups of inputs": (
+        nvfp4_weight(MXFP4.values, torch.tensor([[3.0, -0.5]]), 32),
+        [[size * scale for scale in (3.0, -0.5) for size in 2 * E2M1]],
     ),
     "iq4 scales numbers of a table": (
         iq4_weight(MXFP4.values, torch.tensor([[1.0, -0.5]]), 32),

@@ -294,7 +294,7 @@ AQLM = {"in_group_size": 8, "num_codebooks": 1, "nbits_per_codebook": 16}
         ({"quant_method": "torchao", "quant_type": "int4_weight_only"}, "int4", False),
         ({"quant_method": "torchao", "quant_type": {"default": AO}}, "int4", False),
         ({"quant_method": "quark", "global_quant_config": {"weight": FP8}}, "fp8", False),
-        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "int4", False),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "int4", True),
         ({"quant_method": "aqlm", **AQLM}, "int4", False),
         ({"quant_method": "bitnet"}, "int4", False),
         ({"quant_method": "vptq"}, "bf16", False),

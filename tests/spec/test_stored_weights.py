@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 from helpers.configs import PUBLIC
-from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config, read
+from helpers.stored_layers import (
+    NVFP4,
+    awq_config,
+    compressed_config,
+    fp8_config,
+    gptq_config,
+    modelopt_config,
+    read,
+)
 from helpers.tiers import examples
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -234,7 +242,11 @@ def test_patterns_match_as_in_python(pattern: str, texts: list[str]) -> None:
         (gptq_config(dynamic={"+:a": 3}), "dynamic:"),
         (gptq_config(modules_in_block_to_quantize=[[3]]), "modules_in_block_to_quantize:"),
         (compressed_config("marlin-24"), "format:"),
-        (compressed_config("nvfp4-pack-quantized"), "not 'nvfp4-pack-quantized'"),
+        (compressed_config("nvfp4-pack-quantized"), "type:"),
+        (compressed_config("nvfp4-pack-quantized", **NVFP4, symmetric=False), "symmetric:"),
+        (compressed_config("nvfp4-pack-quantized", type="float"), "strategy:"),
+        (modelopt_config(quant_algo="W4A8_AWQ"), "quant_algo:"),
+        (modelopt_config(group_size=32), "group_size:"),
         (compressed_config(num_bits=5), "group_0 weights num_bits:"),
         (compressed_config(strategy="token"), "weights strategy:"),
         (compressed_config(group_size=None), "weights group_size:"),
@@ -306,6 +318,7 @@ def test_refusals(config: dict[str, Any], message: str) -> None:
         (StoredScheme("fp8", 8, 128, 128), 300, WeightKind("fp8", 128)),
         (StoredScheme("fp8", 8, 6, 6), 96, None),
         (StoredScheme("mxfp4-pack-quantized", 4, 32), 32, WeightKind("mxfp4", 32)),
+        (StoredScheme("nvfp4-modelopt", 4, 16), 32, WeightKind("nvfp4", 16)),
     ],
 )  # fmt: skip
 def test_the_kind_in_memory_of_a_stored_scheme(

@@ -53,6 +53,7 @@ def test_the_native_kernels_keep_groups_in_two_bytes() -> None:
         (WeightKind("fp8", 32), 4),
         (WeightKind("mxfp4", 32), 1),
         (WeightKind("iq4", 32), 2),
+        (WeightKind("nvfp4", 32), 2),
     ):
         values = 96 * 7 * scheme.bits // 8
         expected = values + 4 * 7 + 3 * 7 * of_group
@@ -78,6 +79,7 @@ NAMES: dict[str, WeightKind] = {
     "fp8 group 128 groups": WeightKind("fp8", 128, activations="group"),
     "fp8 group 32 static": WeightKind("fp8", 32, activations="static"),
     "mxfp4 group 32": WeightKind("mxfp4", 32),
+    "nvfp4 group 16": WeightKind("nvfp4", 16),
     "iq4 group 32": WeightKind("iq4", 32),
     "mxfp4 group 32 ordered": WeightKind("mxfp4", 32, ordered=True),
     "int4 group 64 ordered": WeightKind("int4", 64, ordered=True),

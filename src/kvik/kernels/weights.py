@@ -208,6 +208,11 @@ def mxfp4_weight(values: Tensor, scales: Tensor) -> Weight:
     return Weight(WeightKind("mxfp4", MX_GROUP), values, scales)
 
 
+def nvfp4_weight(values: Tensor, scales: Tensor, group: int) -> Weight:
+    """Return a weight of E2M1 in groups: w = value * scale."""
+    return Weight(WeightKind("nvfp4", group), values, scales)
+
+
 def iq4_weight(values: Tensor, scales: Tensor, group: int) -> Weight:
     """Return a weight of codes of IQ4: w = number * scale."""
     return Weight(WeightKind("iq4", group), values, scales)
@@ -226,6 +231,7 @@ DTYPES = {
     "int4": torch.uint8,
     "fp8": torch.float8_e4m3fn,
     "mxfp4": torch.uint8,
+    "nvfp4": torch.uint8,
     "iq4": torch.uint8,
 }
 # The number of each code of E2M1.
@@ -237,7 +243,9 @@ IQ4 = (
     *(-127.0, -104.0, -83.0, -65.0, -49.0, -35.0, -22.0, -10.0),
     *(1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
 )
-NUMBERS = {"mxfp4": E2M1, "iq4": IQ4}
+NUMBERS = {"mxfp4": E2M1, "nvfp4": E2M1, "iq4": IQ4}
+# What the numbers are multiplied by where they are stored as integers.
+INTEGER_FACTORS = {"nvfp4": 2.0, "iq4": 1.0}
 
 
 def in_nibbles(kind: WeightKind) -> bool:

@@ -20,7 +20,7 @@ from kvik.gguf.types import BLOCK_TYPES
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.checkpoint import IN_RUNS, WHOLE, Checkpoint
 from kvik.nn.formats.bits import unpack_nibbles
-from kvik.nn.formats.mxfp4 import BLOCKS, SCALES
+from kvik.nn.formats.fp4 import BLOCKS, SCALES
 from kvik.nn.gguf_blocks import FLOAT_TYPES, mxfp4_rows
 from kvik.nn.gguf_checkpoint import changes, shapes
 from kvik.nn.loader import torch_threads

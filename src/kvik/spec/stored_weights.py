@@ -205,7 +205,7 @@ BlockLayout = Literal[
 # fmt: on
 Layout = (
     Literal["awq", "gptq", "pack-quantized", "int-quantized", "fp8"]
-    | Literal["mxfp4-pack-quantized", "mxfp4-blocks"]
+    | Literal["mxfp4-pack-quantized", "mxfp4-blocks", "nvfp4-pack-quantized", "nvfp4-modelopt"]
     | BlockLayout
 )
 BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
@@ -213,11 +213,16 @@ BLOCK_LAYOUTS: tuple[BlockLayout, ...] = get_args(BlockLayout)
 MXFP4: Final = "mxfp4-pack-quantized"
 MXFP4_BLOCKS: Final = "mxfp4-blocks"  # of gpt-oss
 MXFP4_LAYOUTS: frozenset[Layout] = frozenset({"MXFP4", MXFP4, MXFP4_BLOCKS})
+# E2M1 in groups of 16 with E4M3 scales, which have a common factor.
+NVFP4: Final = "nvfp4-pack-quantized"
+NVFP4_MODELOPT: Final = "nvfp4-modelopt"
+NVFP4_LAYOUTS: frozenset[Layout] = frozenset({NVFP4, NVFP4_MODELOPT})
 IQ4_LAYOUTS: frozenset[Layout] = frozenset({"IQ4_NL", "IQ4_XS"})
 
 KEY = "quantization_config"
 MAX_GROUP = 1 << 20
 GPTQ_BITS = (2, 3, 4, 8)
+NV_GROUP = 16
 E4M3, E5M2 = ("e4m3", "float8_e4m3fn"), ("e5m2", "float8_e5m2")
 HEAD = "lm_head"
 HEADS = (HEAD, "embed_out")  # the second of GPT-NeoX
@@ -266,6 +271,8 @@ class StoredScheme:
             number = "fp8 (E5M2)" if self.e5m2 else "fp8"
         elif self.layout in MXFP4_LAYOUTS:
             number = "mxfp4"
+        elif self.layout in NVFP4_LAYOUTS:
+            number = "nvfp4"
         if self.group and self.band != 1:
             shares = f"a scale for each block of {self.band} x {self.group}"
         elif self.group:
@@ -485,15 +492,18 @@ def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
     """Return the scheme of a config group; None: its weights are not quantised."""
     if group.mapping("weights") is None:
         return None
-    formats = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", MXFP4)
+    integers = ("pack-quantized", "int-quantized")
+    formats = (*integers, "float-quantized", "naive-quantized", MXFP4, NVFP4)
     owner = group if "format" in group else fields
     format = owner.choice("format", formats)
     weights, inputs = group.inside("weights"), group.mapping("input_activations")
     if format == MXFP4:
         return _compressed_mxfp4(group, weights)
+    if format == NVFP4:
+        return _compressed_nvfp4(weights)
     kind = weights.choice("type", ("int", "float"), "int")
     packed = format == "pack-quantized"
-    if kind == "float" and format in ("pack-quantized", "int-quantized"):
+    if kind == "float" and format in integers:
         raise weights.error("type", f"must be int in the format {format}, not float")
     if kind == "int" and format == "float-quantized":
         raise weights.error("type", "must be float in the format float-quantized, not int")
@@ -528,6 +538,33 @@ def _compressed_mxfp4(group: Fields, weights: Fields) -> StoredScheme:
     if group.mapping("input_activations") is not None:
         raise group.error("input_activations", f"must be null in the format {MXFP4}")
     return StoredScheme(MXFP4, 4, MX_GROUP)
+
+
+def _compressed_nvfp4(weights: Fields) -> StoredScheme:
+    """Inputs, which may be four-bit floats too, are not rounded to those."""
+    weights.choice("type", ("float",), "int")
+    weights.integer("num_bits", 4, 4, 8)
+    weights.choice("strategy", ("tensor_group",), "group")
+    weights.integer("group_size", NV_GROUP, NV_GROUP, NV_GROUP)
+    if not weights.boolean("symmetric", True):
+        raise weights.error("symmetric", "must be true for floats")
+    return StoredScheme(NVFP4, 4, NV_GROUP)
+
+
+def _modelopt(fields: Fields, layers: _Layers) -> list[StoredRule]:
+    """The names of layers that are not quantised may hold wildcards."""
+    algorithm = fields.choice("quant_algo", ("FP8", "NVFP4", "W4A16_NVFP4"))
+    scheme = StoredScheme(NVFP4_MODELOPT, 4, NV_GROUP)
+    if algorithm == "FP8":
+        scheme = StoredScheme("fp8", 8, 0, 0, fp8_activations="static")
+    else:
+        groups, names = fields.inside("config_groups"), fields.mapping("config_groups") or {}
+        for group in (fields, *(groups.inside(name).inside("weights") for name in names)):
+            group.integer("group_size", NV_GROUP, NV_GROUP, NV_GROUP)
+    skipped = fields.strings("ignore")
+    patterns = (re.escape(name).replace(r"\*", ".*") + "$" for name in skipped if "*" in name)
+    matched = layers.matching(fields, "ignore", patterns)
+    return [StoredRule(None, matched, frozenset(skipped)), _rest(scheme)]
 
 
 def _fp8_activations(group: Fields, width: int) -> Rounding:
@@ -630,4 +667,5 @@ METHODS: Mapping[str, Callable[[Fields, _Layers], list[StoredRule]]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
     "mxfp4": _mxfp4,
+    "modelopt": _modelopt,
 }

@@ -14,7 +14,7 @@ from typing import Literal
 # token and group of the weight's inputs, or with a calibrated scale.
 Rounding = Literal["float", "token", "group", "static"]
 FLOATS = ("float32", "bfloat16", "float16")
-BITS = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4, "iq4": 4}
+BITS = {"int8": 8, "int4": 4, "fp8": 8, "mxfp4": 4, "nvfp4": 4, "iq4": 4}
 
 SCALE_BYTES = 4
 # mxfp4: the inputs of a group, and the bytes of its scale, with all kernels.
@@ -26,7 +26,7 @@ ORDER_BYTES = 4
 # GPU_COUNTED_ROWS share a counter of splits.
 GPU_TILE, GPU_COUNTED_ROWS = 128, 32
 
-_NAME = re.compile(r"(w8a8|int8|int4|int4min|fp8|mxfp4|iq4) group ([0-9]{1,9})( [a-z]+)?")
+_NAME = re.compile(r"(w8a8|int8|int4|int4min|fp8|mxfp4|nvfp4|iq4) group ([0-9]{1,9})( [a-z]+)?")
 _ROUNDED: dict[Rounding, str] = {
     "float": "",
     "token": " token",
@@ -41,7 +41,8 @@ class WeightKind:
 
     Attributes:
         codes: type of a value: the name of a float dtype, "int8", "int4", "fp8" (E4M3), "mxfp4"
-            (E2M1, in groups of MX_GROUP) or "iq4" (sixteen numbers of a table, `weights.IQ4`).
+            (E2M1 in groups of MX_GROUP that share a power of two), "nvfp4" (E2M1 with other scales)
+            or "iq4" (sixteen numbers of a table, `weights.IQ4`).
         group: number of consecutive inputs of an output that share a scale; 0: all of them.
         offsets: second parameter of an int4 group: "zeros", w = (q - zero) * scale; "minima", w = q
             * scale - minimum; "": none, w = (q - 8) * scale.
@@ -67,8 +68,8 @@ class WeightKind:
 
     @property
     def gpu_bits(self) -> int:
-        """Bits of a value on a GPU, where iq4 has the numbers in place of their codes."""
-        return 8 if self.codes == "iq4" else self.bits
+        """Bits of a value on a GPU, where nvfp4 and iq4 have integers in place of codes."""
+        return 8 if self.codes in ("nvfp4", "iq4") else self.bits
 
     @property
     def name(self) -> str:
@@ -83,7 +84,7 @@ class WeightKind:
                 codes, rest = "int4", " zeros" if self.offsets else ""
             case "fp8":
                 codes, rest = "fp8", _ROUNDED[self.activations]
-            case "mxfp4" | "iq4":
+            case "mxfp4" | "nvfp4" | "iq4":
                 codes, rest = self.codes, ""
             case _:
                 return f"{self.codes}{ordered}"
@@ -115,8 +116,8 @@ class WeightKind:
             return WeightKind("mxfp4", group, ordered=ordered) if group == MX_GROUP else None
         if not group:
             return None
-        if codes == "iq4":
-            return WeightKind("iq4", group, ordered=ordered)
+        if codes in ("nvfp4", "iq4"):
+            return WeightKind(codes, group, ordered=ordered)
         offsets: Literal["", "zeros", "minima"] = "zeros" if rest else ""
         offsets = "minima" if codes == "int4min" else offsets
         return WeightKind("int4", group, offsets, ordered=ordered)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from kvik.spec.stored_weights import IQ4_LAYOUTS, MXFP4_LAYOUTS, StoredScheme
+from kvik.spec.stored_weights import IQ4_LAYOUTS, MXFP4_LAYOUTS, NVFP4_LAYOUTS, StoredScheme
 from kvik.spec.weight_kind import MX_GROUP, Rounding, WeightKind
 
 # Values of `EngineConfig.quantization` and their description in help texts.
@@ -56,6 +56,8 @@ def loaded_kind(stored: StoredScheme, inputs: int) -> WeightKind | None:
         return MXFP4
     if stored.layout in IQ4_LAYOUTS:
         return WeightKind("iq4", stored.group)
+    if stored.layout in NVFP4_LAYOUTS:
+        return WeightKind("nvfp4", stored.group)
     group = stored.group if stored.group < inputs else 0
     if stored.layout == "fp8":
         if group % MIN_INT8_GROUP or stored.e5m2:

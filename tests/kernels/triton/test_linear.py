@@ -63,8 +63,8 @@ DTYPES = {
 }
 
 
-UNROUNDED = ("int4", "mxfp4", "iq4", "int8", "fp8")
-WORDS = ("int4-32", "int4-min", "mxfp4", "iq4", "int8", "fp8")
+UNROUNDED = ("int4", "mxfp4", "nvfp4", "iq4", "int8", "fp8")
+WORDS = ("int4-32", "int4-min", "mxfp4", "nvfp4", "iq4", "int8", "fp8")
 
 
 def drawn(seed: int = 0) -> torch.Generator:
@@ -98,7 +98,7 @@ def test_matches_the_reference(case: Case, dtype: torch.dtype) -> None:
     [
         (c, d)
         for c, d in chosen()
-        if c.name.split("-")[1] in ("int4", "mxfp4", "iq4", "int8", "fp8")
+        if c.name.split("-")[1] in ("int4", "mxfp4", "nvfp4", "iq4", "int8", "fp8")
     ],
     ids=lambda v: getattr(v, "name", str(v)),
 )

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from helpers.paged_model import PagedModel
-from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config
+from helpers.stored_layers import (
+    NVFP4,
+    awq_config,
+    compressed_config,
+    fp8_config,
+    gptq_config,
+    modelopt_config,
+)
 from helpers.stored_models import STATIC, save_quantised
 from helpers.tiny_models import save_tiny, tokens
 from safetensors.torch import load_file, save_file
@@ -55,6 +62,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "int8-groups": compressed_config("int-quantized", num_bits=8),
     "int8-one": compressed_config("int-quantized", **INT8, strategy="tensor"),
     "mxfp4": compressed_config("mxfp4-pack-quantized", type="float"),
+    "nvfp4": compressed_config("nvfp4-pack-quantized", **NVFP4, activations=True),
+    "nvfp4-modelopt": modelopt_config(ignore=["lm_head", "model.layers.1.mlp*", Q]),
+    "fp8-modelopt": modelopt_config(quant_algo="FP8", ignore=["lm_head"]),
     "fp8-one": compressed_config("float-quantized", **FP8, strategy="tensor", activations=True),
     "fp8-rows": compressed_config("naive-quantized", **FP8, strategy="channel"),
     "fp8-blocks": fp8_config(weight_block_size=[32, 32]),

@@ -10,7 +10,15 @@ from torch import Tensor
 from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
 from kvik.kernels.packing import Packing, Parts, check_order
 from kvik.kernels.reference.ops import fill_shared
-from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight, in_nibbles, scale_dtype
+from kvik.kernels.weights import (
+    ACTIVATIONS,
+    INTEGER_FACTORS,
+    Matrix,
+    MatrixSpec,
+    Weight,
+    in_nibbles,
+    scale_dtype,
+)
 from kvik.spec.weight_kind import Rounding, WeightKind
 
 # Weights in tiles (csrc/packed.hpp), in a file. Tiles are the same for all instruction sets.
@@ -78,8 +86,8 @@ TILES = Packing("tiles-1", layout, parts, over)
 FP8_ACTIVATIONS: dict[Rounding, int] = {"float": 0, "token": 1, "group": 2, "static": 3}
 TILE = 32  # outputs
 
-F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4 = range(9)  # MatrixKind
-INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8)  # by kind: inputs in four bytes of an output
+F32, BF16, I8, I8_WEIGHT_ONLY, I4, I4_MIN, FP8, MXFP4, IQ4, FP4 = range(10)  # MatrixKind
+INPUTS_PER_STEP = (1, 2, 4, 4, 8, 8, 4, 8, 8, 8)  # by kind: inputs in four bytes of an output
 MAX_GROUP = 65536  # of inputs: integers are summed in 32 bits, over all inputs without groups
 MAX_GROUP_WITH_ZEROS = 256  # their sum is multiplied by the zero point in 16 bits
 
@@ -323,6 +331,8 @@ def _number(kind: WeightKind) -> int:
             return MXFP4
         case "iq4":
             return IQ4
+        case "nvfp4":
+            return FP4
         case _:
             return BF16 if kind.codes == "bfloat16" else F32
 
@@ -330,11 +340,15 @@ def _number(kind: WeightKind) -> int:
 def _arguments(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return values, scales, and zero points or minima, as arguments of `pack_matrix`."""
     values, scales, offsets = weight.values, weight.scales, weight.zeros
+    if scales is not None:
+        scales = scales.to(scale_dtype(weight.kind))
+        if weight.kind.codes in INTEGER_FACTORS:
+            scales = scales / INTEGER_FACTORS[weight.kind.codes]
     if weight.minima is not None:
         offsets = weight.minima.float()
     values = values if values.dtype in DTYPES else values.float()
     return (
         values.contiguous(),
-        None if scales is None else scales.to(scale_dtype(weight.kind)).contiguous(),
+        None if scales is None else scales.contiguous(),
         None if offsets is None else offsets.contiguous(),
     )

@@ -10,9 +10,9 @@ import torch
 from kvik.errors import ModelError, shown
 from kvik.nn.formats.base import Dense, LinearShape, WeightFormat
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
+from kvik.nn.formats.fp4 import Blocks, Mxfp4Blocks, Mxfp4Packed, Nvfp4
 from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Awq, Gptq
-from kvik.nn.formats.mxfp4 import Blocks, Mxfp4Blocks, Mxfp4Packed
 from kvik.spec.stored_weights import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
 
 # (scheme, shape of the layer, shapes of its tensors) -> format of the layer.
@@ -27,6 +27,8 @@ FORMATS: Mapping[Layout, MakeFormat] = MappingProxyType(
         "fp8": Fp8,
         "mxfp4-pack-quantized": Mxfp4Packed,
         "mxfp4-blocks": Mxfp4Blocks,
+        "nvfp4-pack-quantized": Nvfp4,
+        "nvfp4-modelopt": Nvfp4,
         **dict.fromkeys(BLOCK_LAYOUTS, Blocks),
     }
 )

@@ -1,5 +1,6 @@
-"""MXFP4 of the OCP Microscaling Formats, four-bit floats (E2M1) in groups of 32 that share a power
-of two (E8M0), in the layouts of compressed-tensors and gpt-oss; and the blocks of GGUF files."""
+"""Four-bit floats (E2M1): MXFP4 of the OCP Microscaling Formats, in groups of 32 that share a power
+of two (E8M0), in the layouts of compressed-tensors and gpt-oss; NVFP4, in groups of 16 with scales
+in E4M3, in those of compressed-tensors and ModelOpt; and the blocks of GGUF files."""
 
 from __future__ import annotations
 
@@ -18,13 +19,14 @@ from kvik.kernels.weights import (
     int8_weight,
     iq4_weight,
     mxfp4_weight,
+    nvfp4_weight,
 )
 from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
 from kvik.nn.formats.bits import pack_nibbles
-from kvik.nn.formats.compressed_tensors import ACTIVATIONS, PACKED, SCALE
+from kvik.nn.formats.compressed_tensors import ACTIVATIONS, INPUT_SCALE, PACKED, SCALE, WEIGHT
 from kvik.nn.formats.integers import GroupedFormat, finite
 from kvik.nn.gguf_blocks import BlockParts, block_parts, mxfp4_parts
-from kvik.spec.stored_weights import StoredScheme
+from kvik.spec.stored_weights import NVFP4_MODELOPT, StoredScheme
 from kvik.spec.weight_kind import MX_GROUP
 from kvik.spec.weights import loaded_kind
 
@@ -65,6 +67,40 @@ class Mxfp4Blocks(GroupedFormat):
         return mxfp4_weight(tensors[BLOCKS][rows].flatten(1), scales)
 
 
+class Nvfp4(GroupedFormat):
+    """weight_packed [outputs, inputs / 2] uint8, the even input in the low half of a byte,
+    weight_scale [outputs, inputs / 16] E4M3 and their divisor, weight_global_scale, [1] or []; in
+    ModelOpt's layout weight, weight_scale and their factor, weight_scale_2."""
+
+    unread = (INPUT_SCALE, "input_global_scale")
+
+    def __init__(
+        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """See `GroupedFormat`."""
+        super().__init__(scheme, shape, stored)
+        self.packed, self.common = PACKED, "weight_global_scale"
+        if scheme.layout == NVFP4_MODELOPT:
+            self.packed, self.common = WEIGHT, "weight_scale_2"
+        self.common_shape = () if stored.get(self.common) == () else (1,)
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        codes, scales = (self.shape.outputs, self.shape.inputs // 2), self.groups
+        return {
+            self.packed: self.stored(codes, torch.uint8, OutputAxis()),
+            SCALE: self.stored((codes[0], scales), torch.float8_e4m3fn, OutputAxis()),
+            self.common: self.stored(self.common_shape, torch.float32, None),
+        }
+
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
+        common = finite(self.common, tensors[self.common]).float()
+        if bool(common <= 0):
+            raise TensorError(self.common, f"must be positive, not {float(common):g}")
+        scales = finite(SCALE, tensors[SCALE][rows].float())
+        scales = scales * common if self.packed == WEIGHT else scales / common
+        return nvfp4_weight(tensors[self.packed][rows], scales, self.scheme.group)
+
+
 def powers_of_two(name: str, scales: Tensor) -> Tensor:
     """Return scales [outputs, groups] uint8, none of them NaN.
 
@@ -77,9 +113,6 @@ def powers_of_two(name: str, scales: Tensor) -> Tensor:
     if bool((scales == E8M0_NAN).any()):
         raise TensorError(name, "holds NaN")
     return scales
-
-
-WEIGHT = "weight"
 
 
 class Blocks:

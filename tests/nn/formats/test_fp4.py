@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvik.nn.formats.base import LinearShape, TensorError
-from kvik.nn.formats.mxfp4 import Mxfp4Blocks, Mxfp4Packed
+from kvik.nn.formats.fp4 import Mxfp4Blocks, Mxfp4Packed
 from kvik.spec.stored_weights import StoredScheme
 
 mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
