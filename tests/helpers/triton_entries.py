@@ -405,6 +405,9 @@ WORDS = (
     _linear("fp8 group 128", 256),
     _linear("mxfp4 group 32", 8, **_SIXTH),
     _linear("mxfp4 group 32", 256),
+    _linear("nvfp4 group 16", 8, **_SIXTH),
+    _linear("nvfp4 group 16", 256),
+    _linear("nvfp4 group 16", 1024, logits=True),
 )
 
 BYTES = (
@@ -470,7 +473,13 @@ MATRIX_ROWS = (
     _widened("int4 group 128 zeros", "silu_and_mul"),
     *(
         _widened(kind)
-        for kind in ("int4min group 32", "int8 group 0", "fp8 group 0", "mxfp4 group 32")
+        for kind in (
+            "int4min group 32",
+            "int8 group 0",
+            "fp8 group 0",
+            "mxfp4 group 32",
+            "nvfp4 group 16",
+        )
     ),
 )
 
