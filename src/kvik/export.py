@@ -23,6 +23,7 @@ from kvik.nn.checkpoint import Checkpoint
 from kvik.nn.gguf_checkpoint import open_weights
 from kvik.nn.gguf_export import gguf_tensors
 from kvik.nn.loader import check_weights
+from kvik.nn.lora import merged
 from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.stored_weights import MXFP4_BLOCKS
@@ -62,11 +63,12 @@ class Export:
         write_gguf(path, self.metadata, tensors)
 
 
-def plan_export(path: Path, type: str) -> Export:
+def plan_export(path: Path, type: str, adapter: Path | None = None) -> Export:
     """Plan the export of a folder or file that `find_model` returned; no weights are read yet.
 
     Args:
         type: of the matrices, one of the values of `TYPES`.
+        adapter: folder of a LoRA adapter to merge into the weights.
 
     Raises:
         ModelError: GGUF cannot describe the model, or it is quantised already. The MXFP4 experts of
@@ -87,7 +89,9 @@ def plan_export(path: Path, type: str) -> Export:
         **token_id_metadata(spec),
         **sampling_metadata(_recommended(files.default_params())),
     }
-    checkpoint = open_weights(path)
+    checkpoint: Checkpoint = open_weights(path)
+    if adapter is not None:
+        checkpoint = merged(checkpoint, adapter)
     tensors = gguf_tensors(checkpoint, spec, type)
     _check(spec, checkpoint)
     return Export(metadata, tensors)

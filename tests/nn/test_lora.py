@@ -19,6 +19,7 @@ from kvik import LLM
 from kvik.build import build_engine
 from kvik.config.config import EngineConfig
 from kvik.errors import KvikError
+from kvik.export import TYPES, plan_export
 from kvik.nn.checkpoint import SINGLE
 
 RANK, ALPHA = 4, 6.0
@@ -151,6 +152,10 @@ def test_engine_folders_and_gguf_files_of_floats(tmp_path: Path) -> None:
     found, found_scores = greedy_and_scores(tmp_path / "m.gguf", **options)
     assert found == expected and torch.equal(found_scores, scores)
     save_gguf(it.model, tmp_path / "q.gguf", tmp_path / "twin-q", lambda name: "Q8_0")
+    exported = tmp_path / "exported.gguf"
+    plan_export(tmp_path / "twin", TYPES["f32"], it.adapter).write(exported, lambda size: None)
+    found, found_scores = greedy_and_scores(exported, dtype="float32")
+    assert found == expected and torch.equal(found_scores, scores)
     with pytest.raises(KvikError, match="q_proj.weight', which is stored quantised"):
         LLM(str(tmp_path / "q.gguf"), lora=str(it.adapter), device="cpu")
     with pytest.raises(KvikError, match="lora: must be left out: an engine folder"):

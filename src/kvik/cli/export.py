@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvik.cli.flags import Parser, add_force_flag, add_model, check_new
 from kvik.cli.terminal import byte_bar, say
-from kvik.config.model_source import find_model
+from kvik.config.model_source import find_adapter, find_model
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
 from kvik.files import GGUF, can_write
@@ -38,6 +38,11 @@ def build_parser() -> argparse.ArgumentParser:
         help="type of the matrices: f32, bf16, f16, q8_0, q6_k, q5_k_m, q4_k_m or q4_0; the last "
         f"three use finer types for the most sensitive matrices (default: {DEFAULT_TYPE})",
     )
+    parser.add_argument(
+        "--lora",
+        metavar="DIR",
+        help="folder or hub id of a LoRA adapter that is merged into the weights",
+    )
     add_force_flag(parser)
     return parser
 
@@ -53,7 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
     check_new(arguments, path.is_file())
     if arguments.type not in TYPES:
         raise ConfigError("type", f"must be one of {', '.join(TYPES)}, not {arguments.type[:60]!r}")
-    export = plan_export(find_model(arguments.model), TYPES[arguments.type])
+    adapter = None if arguments.lora is None else find_adapter(arguments.lora)
+    export = plan_export(find_model(arguments.model), TYPES[arguments.type], adapter)
     with byte_bar("writing") as advance:
         export.write(path, lambda size: advance(size, export.size))
     bits = 8 * export.size / export.weights
