@@ -8,7 +8,7 @@ from helpers.simulation import Setup, Simulation
 
 from kvik.core.plan import ModelRunnerOutput
 from kvik.core.sampling_params import SamplingParams
-from kvik.core.types import FinishReason, Request, RequestSpeculation, TokenLogprobs
+from kvik.core.types import FinishReason, Request, TokenLogprobs
 
 NO_STOP: frozenset[int] = frozenset()
 
@@ -63,22 +63,6 @@ def test_rejected_drafts_are_computed_again() -> None:
     assert request.num_written_tokens == 4
     assert request.num_committed_blocks == 2
     assert request.num_draft_tokens == 0  # the result has none
-
-
-def test_drafts_are_counted() -> None:
-    sim = Simulation(Setup())
-    request = sim.add([0, 0], max_tokens=4, stop_ids=NO_STOP)[0]
-    request.speculation = RequestSpeculation()
-    sim.answer(sim.planned(), [1])
-    for drafts, tokens in ((2, [1, 2]), (0, [1])):
-        draft(sim, request, drafts)
-        (delta,) = sim.answer(sim.planned(), tokens)
-    assert delta.report is not None and delta.report.speculation is not None
-    counts = sim.scheduler.drafts
-    assert delta.report.speculation.drafts == counts
-    assert (counts.rows, counts.drafts, counts.accepted) == (1, 2, 1)
-    assert (counts.at, counts.accepted_at) == ([1, 1], [1, 0])
-    assert (counts.mean_length, counts.acceptance) == (2.0, 0.5)
 
 
 def test_blocks_are_reserved_for_tokens_that_a_drafter_writes() -> None:

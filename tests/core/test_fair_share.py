@@ -28,8 +28,7 @@ TIGHT = replace(WIDE, num_blocks=200)
 
 def ask(sim: Simulation, tenant: str, length: int, max_tokens: int) -> Request:
     prompt = [(len(sim.requests) + i) % 3 for i in range(length)]
-    request = sim.add(prompt, max_tokens, tenant=tenant, salt=tenant, stop_ids=NO_STOP)[0]
-    return request
+    return sim.add(prompt, max_tokens, tenant=tenant, salt=tenant, stop_ids=NO_STOP)[0]
 
 
 def flood(setup: Setup, steps: int, length: int, max_tokens: int) -> Simulation:
@@ -139,17 +138,14 @@ def test_time_without_work_earns_no_credit() -> None:
     sim = Simulation(WIDE)
     ask(sim, "b", 10, 2)
     keep_asking(sim, 200, {"a": (60, 10)})  # b is idle
-    before = {tenant: served(sim, tenant) for tenant in "ab"}
-    keep_asking(sim, 100, {"a": (60, 10), "b": (60, 10)})
-    a, b = (served(sim, tenant) - before[tenant] for tenant in "ab")
-    assert abs(a - b) < 0.1 * a
-    for _ in range(3):  # nor do occasional small requests
-        keep_asking(sim, 30, {"a": (60, 10)})
-        ask(sim, "b", 1, 1)
-    before = {tenant: served(sim, tenant) for tenant in "ab"}
-    keep_asking(sim, 100, {"a": (60, 10), "b": (60, 10)})
-    a, b = (served(sim, tenant) - before[tenant] for tenant in "ab")
-    assert abs(a - b) < 0.1 * a
+    for _ in range(2):
+        before = {tenant: served(sim, tenant) for tenant in "ab"}
+        keep_asking(sim, 100, {"a": (60, 10), "b": (60, 10)})
+        a, b = (served(sim, tenant) - before[tenant] for tenant in "ab")
+        assert abs(a - b) < 0.1 * a
+        for _ in range(3):  # nor do occasional small requests
+            keep_asking(sim, 30, {"a": (60, 10)})
+            ask(sim, "b", 1, 1)
 
 
 def test_use_of_idle_capacity_is_not_charged_later() -> None:

@@ -55,6 +55,7 @@ def test_counts_by_place(name):
     assert found is not None
     assert found.drafts == expected == core.stats().speculation.drafts
     assert found.drafts.mean_length == 1 + expected.accepted / expected.rows
+    assert found.drafts.acceptance == expected.accepted / expected.drafts
     without = 15 - expected.accepted - expected.rows  # steps without drafts
     assert without == (name == "wrong")
     assert found.seconds == expected.rows * (MAKING + CHECK) + without * PLAIN

@@ -130,8 +130,8 @@ def run(arguments: argparse.Namespace) -> int:
             text = "without an API key anyone who can reach %s may use the server (--api-key-file)"
             log.warning(text, _url(server, sockets[0]))
         resolved = resolve_config(config, moves=server.kv_token is not None)
-        for line in _decisions(resolved):
-            out.tell(visible(line))  # a path may contain control characters
+        for d in resolved.decisions:  # a path may contain control characters
+            out.tell(visible(f"{d.name:24}{d.value:12}{d.reason}"))
         return uvloop.run(_serve(config, server, keys, resolved, sockets, tls, out, err))
 
 
@@ -208,10 +208,6 @@ async def _serve(
     out.tell(f"{names[0]} on {url}/v1, playground on {url}/, loading ...")
     freeze()
     return await serve(parts, ports, out.tell)
-
-
-def _decisions(resolved: ResolvedConfig) -> list[str]:
-    return [f"{d.name:24}{d.value:12}{d.reason}" for d in resolved.decisions]
 
 
 def _url(server: ServerConfig, listening: socket.socket) -> str:

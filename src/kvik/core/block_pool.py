@@ -140,12 +140,11 @@ class BlockPool:
         self.num_given_back = 0  # since the start
         self._log: ContentLog | None = None
 
-    def log_to(self, log: ContentLog | None) -> None:
+    def log_to(self, log: ContentLog) -> None:
         """Note all contents in a log, and from now on all changes."""
         self._log = log
-        if log is not None:
-            for key in self._index:
-                log.note(key, stored=True)
+        for key in self._index:
+            log.note(key, stored=True)
 
     def allocate(self, count: int) -> list[int]:
         """Allocate `count` blocks with one reference each, forgetting their contents."""

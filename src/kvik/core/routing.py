@@ -303,10 +303,6 @@ class ReplicaRouter:
         self._num_chosen += 1
         return ReplicaChoice(replica, hits[replica], seconds)
 
-    def seconds(self, replica: int) -> float:
-        """Return the cost of a replica's backlog and of how full it is."""
-        return self._replicas[replica].seconds
-
     # -- inside ----------------------------------------------------------------------------------
 
     def _hits(self, hashes: Sequence[bytes], among: int) -> dict[int, int]:

@@ -439,11 +439,9 @@ class OutputProcessor:
         if delta.logprobs is not None:
             completion.logprobs += delta.logprobs
         last = delta.finish_reason is not None
-        if completion.detokenizer is None:
-            return ""
-        if not (entry.streaming or completion.stops or last):
-            return ""
         at_end = not (entry.streaming or completion.stops)  # all at once, at the end
+        if completion.detokenizer is None or (at_end and not last):
+            return ""
         ids = completion.token_ids.to_list() if at_end else delta.token_ids
         if delta.finish_reason is FinishReason.STOP and ids:
             shown = delta.complete or entry.request.params.include_stop_str_in_output
