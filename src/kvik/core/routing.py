@@ -20,7 +20,7 @@ reads a clock.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -120,7 +120,7 @@ class _Replica:
     def __init__(self, name: str) -> None:
         self.key = derive_seed(crc32(name.encode("utf-8", "surrogatepass")), 1) & _MASK
         self.holds: set[bytes] = set()
-        self.expected: dict[bytes, float] = {}
+        self.expected: OrderedDict[bytes, float] = OrderedDict()  # the first entry is found at once
         self.number = -1
         self.reports = False
         self.backlog = 0.0

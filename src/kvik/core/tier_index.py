@@ -6,7 +6,7 @@ a page may still be gone or damaged, and then its load fails. Nothing here does 
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -71,7 +71,9 @@ class Tier:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.size = self.storing = 0
-        self.pages: dict[PageKey, int] = {}  # pages that can be loaded -> bytes
+        # Pages that can be loaded -> bytes. Finding the first entry of a dict would take longer the
+        # more were removed before it.
+        self.pages: OrderedDict[PageKey, int] = OrderedDict()
         self.under_way: dict[PageKey, int] = {}  # pages being stored -> bytes
         self.busy: Counter[PageKey] = Counter()  # how many loads read them
         self.counters = TierCounters()
