@@ -100,6 +100,31 @@ def test_the_answers_are_those_of_the_merged_model(case: str, tmp_path: Path) ->
     assert torch.allclose(found_scores, scores, atol=1e-4)
 
 
+def test_whole_tensors_and_products_of_embeddings(tmp_path: Path) -> None:
+    """An embedding may have both: its own values, and a product to add."""
+    it = adapted(tmp_path, {Q: 1.5}, modules_to_save=["lm_head"])
+    weights = load_file(it.merged / SINGLE)
+    head, embedding = weights["lm_head.weight"] * 0.9, weights["model.embed_tokens.weight"] * 1.1
+    a, b = torch.randn(RANK, len(embedding)) / 30, torch.randn(embedding.shape[1], RANK)
+    path, prefix = it.adapter / "adapter_model.safetensors", "base_model.model"
+    more = {
+        "lm_head.weight": head,
+        "model.embed_tokens.base_layer.weight": embedding,
+        "model.embed_tokens.lora_embedding_A": a,
+        "model.embed_tokens.lora_embedding_B": b,
+    }
+    named = {f"{prefix}.{name}": values.contiguous() for name, values in more.items()}
+    save_file({**load_file(path), **named}, path)
+    weights |= {
+        "lm_head.weight": head,
+        "model.embed_tokens.weight": embedding + (b @ a).t() * ALPHA / RANK,
+    }
+    save_file({name: values.contiguous() for name, values in weights.items()}, it.merged / SINGLE)
+    expected, scores = greedy_and_scores(it.merged, dtype="float32")
+    found, found_scores = greedy_and_scores(it.model, dtype="float32", lora=str(it.adapter))
+    assert found == expected and torch.allclose(found_scores, scores, atol=1e-4)
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(
     "options",
@@ -192,7 +217,6 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "not LoRA": (with_config(peft_type="IA3"), "peft_type: must be 'LORA', not 'IA3'"),
     "DoRA": (with_config(use_dora=True), "use_dora: cannot be merged: must be left out, not True"),
-    "biases": (with_config(bias="all"), "bias: cannot be merged: must be 'none', not 'all'"),
     "PiSSA": (with_config(init_lora_weights="pissa"), "init_lora_weights: cannot be merged"),
     "alpha": (with_config(lora_alpha="x"), "lora_alpha: must be a number"),
     "pattern": (with_config(alpha_pattern={"(": 1}), r"alpha_pattern \(: is not a regular expr"),
@@ -211,9 +235,13 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
         with_tensors(model__layers__0__self_attn__q_proj__lora_A=torch.ones(4, 8)),
         r"q_proj.weight' of shape \[256, 8\], the model's is \[256, 256\]",
     ),
-    "embedding": (
-        with_tensors(model__embed_tokens__lora_embedding_A=torch.ones(4, 8)),
-        "lora_embedding_A.* is none of LoRA's matrices",
+    "a vocabulary of another size": (
+        with_tensors(lm_head=torch.ones(4, 256)),
+        r"'lm_head.weight' of shape \[4, 256\], the model's is \[",
+    ),
+    "other tensors": (
+        with_tensors(model__layers__0__mlp__up_proj__lora_A=torch.ones(4)),
+        "lora_A.weight' is none of LoRA's tensors",
     ),
 }
 

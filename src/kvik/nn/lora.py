@@ -1,15 +1,16 @@
 """LoRA adapters (Hu et al. 2021, arXiv 2106.09685): two small matrices for each adapted weight.
 Their product is added to it, W + s B A, while the model is loaded.
 
-A folder holds them as PEFT writes it: adapter_config.json and adapter_model.safetensors. Merged
-weights are then rounded, packed and computed like any others.
+A folder holds them as PEFT writes it: adapter_config.json and adapter_model.safetensors, which may
+also hold whole tensors that were trained, such as an embedding or biases. Merged weights are then
+rounded, packed and computed like any others.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -34,21 +35,23 @@ from kvik.spec.stored_weights import Matcher, PatternError
 
 ADAPTER, WEIGHTS = ADAPTER_FILES
 MAX_ALPHA = 1e6
-# `base_model.model.` is the wrapper of PEFT.
-_NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
+# `base_model.model.` is the wrapper of PEFT, and `base_layer` the layer that an adapter wraps.
+_NAME = re.compile(
+    r"base_model\.model\.(.+?)(?:\.base_layer)?\."
+    r"(?:lora_(?P<linear>[AB])\.weight|lora_embedding_(?P<embedding>[AB])|(?P<whole>weight|bias))"
+)
 # Kinds of initial values for which the weights of the model stay unchanged; others, such as PiSSA,
 # take a part out of them.
 PLAIN_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-# Keys of adapter_config.json that change more than W + s B A, and the values that do not.
+# Keys of adapter_config.json that ask for more than W + s B A, and the values that do not.
 NOTHING: tuple[object, ...] = (None, False, [], {})
 REFUSED: Mapping[str, tuple[object, ...]] = {
-    "bias": ("none", None),
     "init_lora_weights": PLAIN_STARTS,
     **dict.fromkeys(
         (
-            *("use_dora", "fan_in_fan_out", "lora_bias", "modules_to_save", "layer_replication"),
-            *("target_parameters", "trainable_token_indices", "alora_invocation_tokens"),
-            *("use_qalora", "use_bdlora", "arrow_config"),
+            *("use_dora", "fan_in_fan_out", "lora_bias", "layer_replication", "target_parameters"),
+            *("trainable_token_indices", "alora_invocation_tokens", "use_qalora", "use_bdlora"),
+            "arrow_config",
         ),
         NOTHING,
     ),
@@ -67,6 +70,10 @@ class LowRank:
     a: Tensor
     b: Tensor
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.b), self.a.shape[1]
+
     def rows(self, first: int, count: int) -> Tensor:
         """Return rows first.. of the product, [count, inputs] fp32.
 
@@ -76,7 +83,7 @@ class LowRank:
         tiles = [self.b[i : i + ROW_MULTIPLE] @ self.a for i in range(start, end, ROW_MULTIPLE)]
         return torch.cat(tiles)[first - start : end - start]
 
-    def added_to(self, run: TensorRun, selection: Selection) -> Tensor:
+    def merged_into(self, run: TensorRun, selection: Selection) -> Tensor:
         """Return the values of a run with the product added, rounded once to their dtype."""
         if selection.in_runs:
             added = self.rows(run.first, len(run.values))
@@ -86,15 +93,38 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that takes the place of the model's."""
+
+    values: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.values.shape)
+
+    def merged_into(self, run: TensorRun, selection: Selection) -> Tensor:
+        """Return the values in place of those of a run."""
+        values = self.values
+        if selection.in_runs:
+            values = values[run.first : run.first + len(run.values)]
+        else:
+            values = selection.of(values)
+        return values.to(run.values.dtype)
+
+
+Change = LowRank | Whole
+
+
+@dataclass(frozen=True, slots=True)
 class MergedCheckpoint:
     """A checkpoint with an adapter merged into it; see `Checkpoint`.
 
     Attributes:
-        added: by names of tensors.
+        changes: by names of tensors; those of a tensor in order.
     """
 
     base: Checkpoint
-    added: Mapping[str, LowRank]
+    changes: Mapping[str, Sequence[Change]]
 
     @property
     def facts(self) -> str:
@@ -107,19 +137,18 @@ class MergedCheckpoint:
     def runs(self, selections: Mapping[str, Selection]) -> Iterator[TensorRun]:
         """See `Checkpoint`."""
         for run in self.base.runs(selections):
-            low_rank = self.added.get(run.name)
-            if low_rank is None:
-                yield run
-            else:
-                yield replace(run, values=low_rank.added_to(run, selections[run.name]))
+            selection, merged = selections[run.name], run
+            for change in self.changes.get(run.name, ()):
+                merged = replace(merged, values=change.merged_into(merged, selection))
+            yield merged
 
 
 def merged(base: Checkpoint, folder: Path) -> MergedCheckpoint:
     """Return a checkpoint with the adapter of a folder merged into it.
 
     Raises:
-        ModelError: it is not a LoRA adapter, needs more than a product added to weights, or does
-            not fit the checkpoint.
+        ModelError: it is not a LoRA adapter, asks for more than sums and whole tensors, or does not
+            fit the checkpoint.
     """
     config = Fields(read_json(folder / ADAPTER), ADAPTER)
     if (kind := config.raw("peft_type")) != "LORA":
@@ -128,9 +157,9 @@ def merged(base: Checkpoint, folder: Path) -> MergedCheckpoint:
         if (value := config.raw(key)) not in allowed:
             only = "left out" if allowed[0] is None else shown(allowed[0])
             raise config.error(key, f"cannot be merged: must be {only}, not {shown(value)}")
-    low_ranks, entries = _read(folder, config), base.entries
-    for name, low_rank in low_ranks.items():
-        entry, shape = entries.get(name), (len(low_rank.b), low_rank.a.shape[1])
+    changes, entries = _read(folder, config), base.entries
+    for name, shape in ((name, one.shape) for name, some in changes.items() for one in some):
+        entry = entries.get(name)
         if entry is None:
             raise ModelError(WEIGHTS, f"adapts {shown(name)}, which the model does not have")
         if entry.dtype not in FLOATS:
@@ -141,39 +170,50 @@ def merged(base: Checkpoint, folder: Path) -> MergedCheckpoint:
                 f"adapts {shown(name)} of shape {list(shape)}, the model's is {list(entry.shape)}"
             )
             raise ModelError(WEIGHTS, reason)
-    note = "the adapter of %d matrices in %s is merged; it was trained for %s"
+    note = "the adapter of %d tensors in %s is merged; it was trained for %s"
     trained_for = config.raw("base_model_name_or_path") or "a model it does not name"
-    logging.getLogger(NOTES_LOG).info(note, len(low_ranks), folder.name, trained_for)
-    return MergedCheckpoint(base, low_ranks)
+    logging.getLogger(NOTES_LOG).info(note, len(changes), folder.name, trained_for)
+    return MergedCheckpoint(base, changes)
 
 
-def _read(folder: Path, config: Fields) -> dict[str, LowRank]:
-    """Read both matrices of every adapted weight, by its name in checkpoints."""
+def _read(folder: Path, config: Fields) -> dict[str, list[Change]]:
+    """Read all changes, by names of tensors in checkpoints."""
     if not (folder / WEIGHTS).exists():
         raise ModelError("lora", f"must hold {WEIGHTS}; {str(folder)!r} has none")
     entries = read_header(folder / WEIGHTS)
-    matrices: dict[str, dict[str, Tensor]] = {}
-    names = {entry.name: _NAME.fullmatch(entry.name) for entry in entries}
+    matches = {entry.name: _NAME.fullmatch(entry.name) for entry in entries}
     for entry in entries:
-        if names[entry.name] is None or len(entry.shape) != 2 or entry.dtype not in FLOATS:
-            reason = f"tensor {shown(entry.name)} is none of LoRA's matrices of floats"
+        match = matches[entry.name]
+        sizes = (2,) if match and not match["whole"] else (1, 2)
+        if match is None or len(entry.shape) not in sizes or entry.dtype not in FLOATS:
+            reason = f"tensor {shown(entry.name)} is none of LoRA's tensors of floats"
             raise ModelError(WEIGHTS, reason)
+    changes: dict[str, list[Change]] = {}
+    pairs: dict[str, dict[str, Tensor]] = {}
     checkpoint = FolderCheckpoint(((folder / WEIGHTS, entries),), ADAPTER)
-    for run in checkpoint.runs(dict.fromkeys(names, WHOLE)):
-        match = names[run.name]
+    for run in checkpoint.runs(dict.fromkeys(matches, WHOLE)):
+        match = matches[run.name]
         assert match is not None
-        matrices.setdefault(match[1], {})[match[2]] = run.values.to(torch.float32, copy=True)
-    if not matrices:
+        module, values = match[1], run.values
+        if match["whole"]:
+            changes[f"{module}.{match['whole']}"] = [Whole(values.clone())]
+            continue
+        values = values.to(torch.float32, copy=True)
+        if match["embedding"]:  # of the weight [vocab, hidden], transposed
+            pairs.setdefault(module, {})["BA"[match["embedding"] == "B"]] = values.t().contiguous()
+        else:
+            pairs.setdefault(module, {})[match["linear"]] = values
+    if not matches:
         raise ModelError(WEIGHTS, "holds no tensor")
-    alphas, by_root = _alphas(config, matrices), config.boolean("use_rslora", False)
-    result = {}
-    for module, parts in matrices.items():
+    alphas, by_root = _alphas(config, pairs), config.boolean("use_rslora", False)
+    for module, parts in pairs.items():
         if len(parts) != 2 or parts["A"].shape[0] != parts["B"].shape[1]:
             raise ModelError(WEIGHTS, f"must have both matrices of {shown(module)}, of one rank")
         rank = len(parts["A"])
         scale = alphas[module] / (sqrt(rank) if by_root else rank)
-        result[f"{module}.weight"] = LowRank(parts["A"], parts["B"] * scale)
-    return result
+        product = LowRank(parts["A"], parts["B"] * scale)
+        changes.setdefault(f"{module}.weight", []).append(product)
+    return changes
 
 
 def _alphas(config: Fields, modules: Iterable[str]) -> dict[str, float]:
