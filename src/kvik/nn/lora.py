@@ -158,7 +158,8 @@ def merged(base: Checkpoint, folder: Path) -> MergedCheckpoint:
             only = "left out" if allowed[0] is None else shown(allowed[0])
             raise config.error(key, f"cannot be merged: must be {only}, not {shown(value)}")
     changes, entries = _read(folder, config), base.entries
-    for name, shape in ((name, one.shape) for name, some in changes.items() for one in some):
+    shapes = [(name, change.shape) for name, made in changes.items() for change in made]
+    for name, shape in shapes:
         entry = entries.get(name)
         if entry is None:
             raise ModelError(WEIGHTS, f"adapts {shown(name)}, which the model does not have")
