@@ -98,9 +98,9 @@ def constraint_of(body: object) -> Constraint | None:
     """Return the constraint that a request puts on its output; None without one.
 
     Raises:
-        ParamError: it cannot be read, or two fields set a constraint.
+        ParamError: it cannot be read, or two fields set different constraints.
     """
-    name, chosen = "", None
+    chosen: Constraint | None = None
     for field, read in READERS.items():
         value = getattr(body, field, None)
         if value is None or value in ("", [], {}):
@@ -109,8 +109,12 @@ def constraint_of(body: object) -> Constraint | None:
             constraint = read(value)
         except ValueError as error:
             raise ParamError(field, str(error)) from None
-        if constraint is not None and chosen is not None:
-            raise ParamError(field, f"contradicts {name}, which also constrains the text")
-        if constraint is not None:
-            name, chosen = field, constraint.called(field)
+        if constraint is None:
+            continue
+        constraint = constraint.called(field)
+        if chosen is None:
+            chosen = constraint
+        elif constraint != chosen:  # guidance sends one constraint under two names
+            why = f"contradicts {chosen.name}, which also constrains the text"
+            raise ParamError(field, why)
     return chosen

@@ -146,6 +146,14 @@ def test_two_fields_contradict_each_other(http: httpx2.Client) -> None:
     assert answer.json()["error"]["message"].startswith("guided_choice: contradicts guided_regex")
 
 
+def test_one_constraint_may_have_two_names(http: httpx2.Client) -> None:
+    """As guidance sends its grammars, for older and newer versions of vLLM."""
+    grammar = {"guided_grammar": 'start: "a"', "structured_outputs": {"grammar": 'start: "a"'}}
+    answer = complete(http, **grammar)
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"] == "a"
+
+
 @pytest.mark.full
 def test_hostile_constraints_delay_no_other_request(http: httpx2.Client, site: Site) -> None:
     """Another stream continues while each is refused. Both take longer on a busy machine, so the
