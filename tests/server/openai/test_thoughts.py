@@ -14,7 +14,8 @@ from helpers.tools import TEMPLATE as TOOLS
 
 # The prompt opens the reasoning, unless disabled.
 TEMPLATE = (
-    "{{ reasoning_effort }}{% for m in messages %}{{ m.content }} {% endfor %}"
+    "{{ reasoning_effort }}"
+    "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }} {% endfor %}"
     "{% if add_generation_prompt %}<think>\n{% if enable_thinking == false %}\n</think>\n\n"
     "{% endif %}{% endif %}"
 )
@@ -42,6 +43,16 @@ def test_a_thought_that_the_prompt_begins(thinking: httpx2.Client) -> None:
     assert message["reasoning"] == message["reasoning_content"]
     text = chat(thinking, stream=True).text
     assert '"reasoning_content":' in text
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
+def test_a_thought_may_be_sent_back_under_either_name(thinking: httpx2.Client, name: str) -> None:
+    counts = [
+        chat(thinking, messages=[*ASKED, {"role": "assistant", "content": "", **thought}, *ASKED])
+        for thought in ({}, {name: "One that takes many tokens of the prompt."})
+    ]
+    without, with_thought = (count.json()["usage"]["prompt_tokens"] for count in counts)
+    assert with_thought > without
 
 
 def test_without_a_thought_there_is_an_answer(thinking: httpx2.Client) -> None:

@@ -134,6 +134,7 @@ class ChatMessage(Struct, kw_only=True):
     refusal: str | None = None  # in place of a content
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None  # the same under its other name
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
@@ -218,10 +219,13 @@ def _plain(message: ChatMessage) -> dict[str, object]:
     }
     if message.tool_calls:
         plain["tool_calls"] = [_plain_call(call) for call in message.tool_calls]
-    for name in ("name", "reasoning_content", "tool_call_id"):
-        if getattr(message, name) is not None:
-            plain[name] = getattr(message, name)
-    return plain
+    thought = message.reasoning if message.reasoning_content is None else message.reasoning_content
+    optional = {
+        "name": message.name,
+        "reasoning_content": thought,
+        "tool_call_id": message.tool_call_id,
+    }
+    return plain | {name: value for name, value in optional.items() if value is not None}
 
 
 def _plain_call(call: ToolCall) -> dict[str, object]:
