@@ -244,8 +244,6 @@ IQ4 = (
     *(1.0, 13.0, 25.0, 38.0, 53.0, 69.0, 89.0, 113.0),
 )
 NUMBERS = {"mxfp4": E2M1, "nvfp4": E2M1, "iq4": IQ4}
-# What the numbers are multiplied by where they are stored as integers.
-INTEGER_FACTORS = {"nvfp4": 2.0, "iq4": 1.0}
 
 
 def in_nibbles(kind: WeightKind) -> bool:

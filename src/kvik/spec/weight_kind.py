@@ -68,8 +68,8 @@ class WeightKind:
 
     @property
     def gpu_bits(self) -> int:
-        """Bits of a value on a GPU, where nvfp4 and iq4 have integers in place of codes."""
-        return 8 if self.codes in ("nvfp4", "iq4") else self.bits
+        """Bits of a value on a GPU, where iq4 has its numbers in place of codes."""
+        return 8 if self.codes == "iq4" else self.bits
 
     @property
     def name(self) -> str:

@@ -184,7 +184,7 @@ BYTES_AT_ONCE = 1024
 
 def format_of(kind: WeightKind) -> tuple[int, int]:
     """Return the format of codes, and the kind of a group's zero points or minima (`words.py`)."""
-    formats = {"int4": words.INT4, "fp8": words.E4M3, "mxfp4": words.E2M1}
+    formats = {"int4": words.INT4, "mxfp4": words.E2M1, "nvfp4": words.NVFP4, "fp8": words.E4M3}
     codes = formats.get(kind.codes, words.INT8)
     offset = words.NO_OFFSET
     if kind.codes == "int4":

@@ -30,7 +30,6 @@ from kvik.kernels.triton.matrix_shapes import MIN_OUTPUTS
 from kvik.kernels.triton.scaled_mm import SQUARE
 from kvik.kernels.weights import (
     DTYPES,
-    INTEGER_FACTORS,
     NUMBERS,
     SYMMETRIC_ZERO,
     Matrix,
@@ -259,7 +258,6 @@ def words_of(weight: Weight, tiles: int) -> Tensor:
         codes = torch.stack((weight.values & 15, weight.values >> 4), dim=-1).flatten(1)
         if bits == 8:
             numbers = torch.tensor(NUMBERS[weight.kind.codes], device=codes.device)
-            numbers *= INTEGER_FACTORS[weight.kind.codes]
             codes = numbers[codes.int()].to(torch.int8).view(torch.uint8)
     else:
         codes = weight.values.view(torch.uint8)
@@ -282,8 +280,6 @@ def _scales(weight: Weight) -> tuple[Tensor, Tensor | None]:
     assert weight.scales is not None
     kind = weight.kind
     scales = weight.scales.to(scale_dtype(kind))
-    if kind.codes in INTEGER_FACTORS:
-        scales = scales / INTEGER_FACTORS[kind.codes]
     if weight.minima is not None:
         scale_factor, scales = _in_fp16(scales)
         minimum_factor, minima = _in_fp16(weight.minima.float())

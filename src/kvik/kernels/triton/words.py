@@ -25,7 +25,8 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 INT4 = tl.constexpr(0)
 INT8 = tl.constexpr(1)
 E4M3 = tl.constexpr(2)
-E2M1 = tl.constexpr(3)
+E2M1 = tl.constexpr(3)  # with scales that are powers of two
+NVFP4 = tl.constexpr(4)  # E2M1 with other scales
 
 # What a group has in addition to its scale.
 NO_OFFSET = tl.constexpr(0)
@@ -36,7 +37,13 @@ MINIMUM = tl.constexpr(2)
 @triton.constexpr_function
 def planes_of(FORMAT):
     """Return how many weights half of a word holds."""
-    return 4 if FORMAT in (INT4, E2M1) else 2
+    return 4 if FORMAT == INT4 or has_e2m1(FORMAT) else 2
+
+
+@triton.constexpr_function
+def has_e2m1(FORMAT):
+    """Return whether codes are E2M1."""
+    return FORMAT in (E2M1, NVFP4)
 
 
 @triton.jit
@@ -187,7 +194,7 @@ def plane_of(words, PLANE: tl.constexpr, FORMAT: tl.constexpr, dtype: tl.constex
         low, high = _int4_plane(words, PLANE, dtype)
     elif FORMAT == INT8:
         low, high = _int8_plane(words, PLANE, dtype)
-    elif FORMAT == E2M1:
+    elif has_e2m1(FORMAT):
         low, high = _e2m1_plane(words, PLANE, dtype)
     else:
         low, high = _e4m3_plane(words, PLANE, dtype)
