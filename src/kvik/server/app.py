@@ -244,7 +244,7 @@ class App:
             allowed = ", ".join(sorted(methods))
             message = f"this path takes {allowed}"
             return HttpError(405, message, code="method_not_allowed", headers={"allow": allowed})
-        full = path if path.startswith("/v1/") else f"/v1{path}"
+        full = (path if path.startswith("/v1/") else f"/v1{path}").rstrip("/")
         described = sorted({route.path for route in self.routes if route.note})
         hint = next(
             (hint_of_path for start, hint_of_path in ABSENT.items() if full.startswith(start)), None

@@ -493,8 +493,13 @@ def test_a_base_url_may_lack_its_end(locked: Site, path: str) -> None:
         assert ("type" in wrong.json) == (path == "/v1/messages")
     for one in ("/models", "/models/stories", "/engine"):
         assert ask(locked.server, "GET", one, **KEY).status == 200
-    wrong = ask(locked.server, "GET", "/v1/v1/models", **KEY)
-    assert wrong.status == 404 and "did you mean /v1/models?" in wrong.error["message"]
+    for method, asked, meant in (
+        ("GET", "/v1/v1/models", "/v1/models"),
+        ("POST", "/v1/chat/completions/", "/v1/chat/completions"),
+        ("POST", "/v1/responses/", "/v1/responses"),
+    ):
+        wrong = ask(locked.server, method, asked, {}, **KEY)
+        assert wrong.status == 404 and f"did you mean {meant}?" in wrong.error["message"]
     assert "mean" not in ask(locked.server, "GET", "/wp-admin.php", **KEY).error["message"]
     described = ask(locked.server, "GET", "/openapi.json").json["paths"]
     assert path in described and (
