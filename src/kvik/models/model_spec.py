@@ -37,7 +37,7 @@ from kvik.spec.model import (
 )
 from kvik.spec.pooling import JUDGE, MODULES, TOKENIZER, read_judge, read_modules, with_sentences
 from kvik.spec.rope import MAX_POSITIONS
-from kvik.spec.stored_weights import StoredScheme, read_stored_quantization, stored_alike
+from kvik.spec.stored_weights import KEY, StoredScheme, read_stored_quantization, stored_alike
 from kvik.spec.weights import matrix_kind
 
 
@@ -261,7 +261,7 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     if (folder / ADAPTER_FILES[0]).exists() and not (folder / "config.json").exists():
         reason = "must not be that of an adapter: name its model, and the adapter with lora"
         raise ModelError("model", f"{str(folder)!r} {reason}")
-    config = read_json(folder / "config.json")
+    config = _config(folder)
     spec = ModelSpec.from_config(config)
     if spec.pooling is None or not spec.pooling.scores:
         pooling = read_modules(folder, spec.hidden_size, spec.vocab_size, Fields(config))
@@ -276,6 +276,21 @@ def read_model_spec(folder: str | Path) -> ModelSpec:
     if spec.pooling is not None:
         spec = replace(spec, pooling=with_sentences(folder, spec.pooling))
     return replace(with_eos(spec, folder), built=read_built(folder))
+
+
+def _config(folder: Path) -> dict[str, object]:
+    """Return config.json, with the quantisation that older files of ModelOpt tell in their own."""
+    config = read_json(folder / "config.json")
+    if config.get(KEY) is None and (folder / MODELOPT).exists():
+        stored = Fields(read_json(folder / MODELOPT), MODELOPT).inside("quantization")
+        config[KEY] = {
+            "quant_method": "modelopt",
+            "quant_algo": stored.raw("quant_algo"),
+            "group_size": stored.raw("group_size"),
+            "ignore": stored.raw("exclude_modules"),
+            "kv_cache_scheme": stored.raw("kv_cache_quant_algo"),
+        }
+    return config
 
 
 def with_eos(spec: ModelSpec, folder: Path) -> ModelSpec:
@@ -332,6 +347,7 @@ def _added_tokens(path: Path) -> list[object]:
     return list(tokens)
 
 
+MODELOPT = "hf_quant_config.json"
 MAX_DIGITS = 10  # of a token id
 MAX_HEAD_BYTES = 4 << 20  # thousands of added tokens
 # Keys that may be outside the object with the facts of the text model.

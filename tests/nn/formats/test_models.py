@@ -109,6 +109,20 @@ def test_logits_are_those_of_the_twin(
     assert any(tensor.dtype in SMALL for tensor in shapes.values())
 
 
+def test_older_files_of_modelopt_tell_the_format_apart(plain: Path, tmp_path: Path) -> None:
+    config = CONFIGS["nvfp4-modelopt"]
+    save_quantised(plain, tmp_path / "q", tmp_path / "twin", config)
+    expected = PagedModel(tmp_path / "q").logits(tokens(24))
+    path = tmp_path / "q" / "config.json"
+    values = json.loads(path.read_text())
+    del values["quantization_config"]
+    path.write_text(json.dumps(values))
+    stored = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": config["ignore"]}
+    older = {"producer": {"name": "modelopt"}, "quantization": stored}
+    path.with_name("hf_quant_config.json").write_text(json.dumps(older))
+    assert torch.equal(PagedModel(tmp_path / "q").logits(tokens(24)), expected)
+
+
 @pytest.mark.parametrize("case", CONFIGS)
 def test_the_plan_counts_the_bytes_that_are_loaded(case: str, plain: Path, tmp_path: Path) -> None:
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
