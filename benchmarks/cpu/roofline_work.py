@@ -84,6 +84,7 @@ KINDS = {
     "int4-min-g32": Kind(5, 4, "int8", 32, 2, minima=True),
     "mxfp4-g32": Kind(7, 4, "int8", 32, 1),
     "iq4-g32": Kind(8, 4, "int8", 32, 2),
+    "nvfp4-g16": Kind(9, 4, "int8", 16, 2),
     "fp8": Kind(6, 8, "bf16"),
     "fp8-g128": Kind(6, 8, "bf16", 128, 4),
 }
