@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +186,14 @@ def test_engine_folders_and_gguf_files_of_floats(tmp_path: Path) -> None:
         LLM(str(tmp_path / "q.gguf"), lora=str(it.adapter), device="cpu")
     with pytest.raises(KvikError, match="lora: must be left out: an engine folder"):
         LLM(str(tmp_path / "engine"), lora=str(it.adapter), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "verb",
+    ["generate", "chat", "serve", "build", "eval", "info", "export", "train_heads", "kv_budget"],
+)
+def test_commands_that_load_a_model_take_an_adapter(verb: str) -> None:
+    assert "--lora DIR" in import_module(f"kvik.cli.{verb}").build_parser().format_help()
 
 
 def with_config(**changes: Any) -> Callable[[Path], None]:

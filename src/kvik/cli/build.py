@@ -19,7 +19,10 @@ from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
 from kvik.spec.engine_folder import Manifest, is_engine_folder, verify
 
-FIELDS = ("revision", "quantization", "dtype", "kernels", "device", "threads", "memory_utilization")
+FIELDS = (
+    *("revision", "lora", "quantization", "dtype", "kernels", "device", "threads"),
+    "memory_utilization",
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

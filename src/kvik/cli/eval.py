@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 # Options that affect what a model computes; the others are for serving.
 READING = (
+    "lora",
     "dtype",
     "quantization",
     "device",
@@ -95,7 +96,7 @@ def reference_of(arguments: argparse.Namespace, options: dict[str, Any]) -> Engi
     if arguments.reference is None:
         return None
     shared = {name: value for name, value in options.items() if name not in ROUNDING}
-    named = {} if arguments.reference == SAME else {"model": arguments.reference}
+    named = {} if arguments.reference == SAME else {"model": arguments.reference, "lora": None}
     return EngineConfig(**{**shared, **named})
 
 

@@ -34,7 +34,7 @@ from kvik.errors import ConfigError
 from kvik.files import can_write
 from kvik.options import normalised
 
-READING = ("dtype", "quantization", "threads", "memory_utilization")
+READING = ("lora", "dtype", "quantization", "threads", "memory_utilization")
 
 
 def build_parser() -> argparse.ArgumentParser:

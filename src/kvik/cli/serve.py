@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 # The other options can be set in the environment and in the file.
 ENGINE_FLAGS = (
     "revision",
+    "lora",
     "chat_template",
     "dtype",
     "quantization",

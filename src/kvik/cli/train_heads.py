@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 # Options that affect the hidden states that the heads learn from.
 READING = (
+    "lora",
     "dtype",
     "quantization",
     "device",

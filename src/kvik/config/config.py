@@ -142,7 +142,8 @@ class EngineConfig:
     lora: str | None = option(
         None,
         Text("a folder", r"[^\0]+", "DIR"),
-        "folder of a LoRA adapter, as PEFT writes it, that is merged into the weights at load",
+        "folder or hub id of a LoRA adapter, as PEFT writes it; it is merged into the weights at "
+        "load",
     )
     chat_template: str | None = option(
         None,

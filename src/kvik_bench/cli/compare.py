@@ -63,7 +63,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_number(group, "--output-tokens", 64, "tokens of the answer")
     add_number(group, "--repeats", 3, "rounds")
     add_output_flags(parser)
-    add_engine_flags(parser, [name for name in READING if name not in ROUNDING])
+    add_engine_flags(parser, [name for name in READING if name not in ("lora", *ROUNDING)])
     return parser
 
 
