@@ -73,6 +73,8 @@ CHAT_ONLY = [
     ("messages", '[{"role": "user", "content": [{"type": "text"}]}]'),
     ("messages", '[{"role": "tool", "content": "5", "tool_call_id": "a"}]'),
     ("messages", '[{"role": "assistant", "tool_calls": [{"id": "a"}]}]'),
+    ("messages", '[{"role": "assistant", "content": "Once", "prefix": true}]'),
+    ("messages", '[{"role": "assistant", "content": "Once", "partial": true}]'),
     ("messages", json.dumps([{"role": "user", "content": "word " * 2_000_000}])),
     ("top_logprobs", "5"),  # without logprobs
     ("max_completion_tokens", "0"),

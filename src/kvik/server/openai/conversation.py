@@ -139,6 +139,8 @@ class ChatMessage(Struct, kw_only=True):
     tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
+    prefix: Any = None
+    partial: Any = None
 
 
 Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
@@ -147,6 +149,8 @@ Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAG
 MESSAGE: Table = {
     "function_call": ((), "give tool_calls"),
     "audio": ((), MEDIA),
+    "prefix": ((False,), "give continue_final_message"),  # DeepSeek's and Mistral's name
+    "partial": ((False,), "give continue_final_message"),  # Kimi's
 }
 
 
