@@ -11,7 +11,8 @@ from helpers.fake_worker import PAGE
 from helpers.simulation import Setup, Simulation
 from helpers.tiers import examples
 
-from kvik.core import tier_index
+from kvik.core import moves, tier_index
+from kvik.core.block_pool import BlockPool
 from kvik.core.config import TierSizes
 from kvik.core.moves import LOAD_SECONDS, MAX_LOADS
 from kvik.core.plan import DISK, MEMORY, Moved
@@ -270,6 +271,7 @@ def test_random_runs(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def run(rng: random.Random, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_index, "MAX_WRITING", rng.choice([2 * PAGE, 100 * PAGE]))
+    monkeypatch.setattr(moves, "MIN_BACKLOG", 2)
     setup = Setup(
         num_blocks=rng.choice([12, 16, 20]),
         windows=rng.choice([(None,), (None, 3), (5, None, 8)]),
@@ -302,6 +304,24 @@ def test_pages_wait_in_the_cache_for_a_busy_disk(monkeypatch: pytest.MonkeyPatch
     assert max(len(plan.stores) for plan in steps if plan is not None) == 2
     assert len(sim.worker.tiers.disk) >= 8 and not sim.scheduler.has_moves
     sim.drain()
+
+
+def test_a_step_does_not_look_at_all_blocks_that_wait_for_a_busy_disk(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tier_index, "MAX_WRITING", PAGE)
+    sim, looks = Simulation(replace(SETUP, num_blocks=128, tiers=(0, 256))), list[int]()
+    for i in range(12):
+        sim.add([i, *PROMPT], 1)
+    while sim.scheduler.has_requests:
+        sim.step()
+    has = BlockPool.has
+    monkeypatch.setattr(BlockPool, "has", lambda *of: looks.append(1) or has(*of))
+    sim.add([1], 2)
+    sim.step()  # stores one block, and notes the 8 of the last prompt
+    assert sim.scheduler.has_moves and len(looks) <= 10
+    sim.drain()
+    assert len(sim.worker.tiers.disk) == 12 * 8
 
 
 def test_the_start_of_a_prefix_is_evicted_last() -> None:

@@ -18,7 +18,7 @@ ends the lease when the other engine has fetched what it needs, or has been sile
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -42,6 +42,7 @@ from kvik.core.types import PageSource, Request, RequestStatus
 MAX_LOADS = 8  # at a time
 MAX_TRIES = 2  # loads for one start of a request; then it computes what is still missing
 LOAD_SECONDS = 30.0  # longest wait of a request for a load
+MIN_BACKLOG = 64  # blocks that may wait for the disk before they are looked at again
 
 
 @dataclass(slots=True)
@@ -122,7 +123,10 @@ class Moves:
         self._repeated: list[int] = []  # tickets that a failed plan may not have begun
         self._new: list[PageLoad] = []
         self._stores: list[PageStore] = []
-        self._backlog: list[tuple[PageKey, bytes, int]] = []  # to write when the disk is not busy
+        # To write when the disk is not busy, and how many may wait until those are left out whose
+        # blocks have other contents by now.
+        self._backlog: deque[tuple[PageKey, bytes, int]] = deque()
+        self._backlog_limit = MIN_BACKLOG
         self._tries: dict[tuple[str, int], int] = {}  # loads since the request last started
         self._num_tickets = 0
         self.address: tuple[str, int] | None = None  # where pages are served; None: not known yet
@@ -141,8 +145,8 @@ class Moves:
         """Begin a plan: store blocks confirmed since the last one, and give up loads that take too
         long."""
         committed, self.kv.committed = self.kv.committed or [], []
-        backlog, self._backlog = self._backlog, []
-        for key, parent, block in (*backlog, *committed):
+        self._write_backlog()
+        for key, parent, block in committed:
             if self.kv.pool.has(block, key):
                 self._store(key, parent, block)
         for name, pages in self._lent:
@@ -451,6 +455,19 @@ class Moves:
         place, on_disk = self.index.store(key, on_disk=on_disk)
         if place >= 0 or on_disk:
             self._stores.append(PageStore(key, parent, block, place, on_disk))
+
+    def _write_backlog(self) -> None:
+        """Store the blocks that waited for the disk, the first ones first, while it is not busy.
+        However many wait for a slow disk, a step does not look at all of them."""
+        backlog, has = self._backlog, self.kv.pool.has
+        while backlog and not self.index.disk_is_busy:
+            key, parent, block = backlog.popleft()
+            if has(block, key):
+                self._store(key, parent, block)
+        if len(backlog) > self._backlog_limit:
+            present = [(key, parent, block) for key, parent, block in backlog if has(block, key)]
+            self._backlog = deque(present)
+            self._backlog_limit = max(MIN_BACKLOG, 2 * len(present))
 
     def _is_kept(self, key: PageKey) -> bool:
         tiers = self.index.tiers.values()
