@@ -81,10 +81,10 @@ class StepClock:
         If no step of that size was measured, the bound follows from the others: no step takes
         longer than a larger one, or than several smaller ones with the same tokens in total.
         """
-        slowest = {size: max(steps)[0] for size, steps in enumerate(self._by_size) if steps}
         size = _size(tokens)
-        if size in slowest:
-            return slowest[size]
+        if size < len(self._by_size) and self._by_size[size]:  # the usual case, in every step
+            return max(self._by_size[size])[0]
+        slowest = {other: max(steps)[0] for other, steps in enumerate(self._by_size) if steps}
         return min((s * 2 ** max(0, size - other) for other, s in slowest.items()), default=None)
 
 
