@@ -14,6 +14,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from kvik.core.structured import CHECKED, Constraint
 from kvik.errors import ParamError
 from kvik.text import grammar
+from kvik.text import matcher as text_matcher
 from kvik.text.grammar import GrammarVocabulary, TokenBytes, translate
 from kvik.text.matcher import BuiltGrammars, GrammarMatcher
 from kvik.text.tokenizer import Tokenizer
@@ -187,6 +188,25 @@ def test_grammars_are_built_once_and_kept(tokenizer: Tokenizer) -> None:
     first.append(expected[0])
     assert tokens_of(second, size) == expected != tokens_of(first, size)
     assert loads == [1]
+
+
+def test_a_grammar_asked_for_again_outlives_others(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests wait between the question and their start, where building would delay a step."""
+    monkeypatch.setattr(text_matcher, "MAX_BUILT_BYTES", int(2.5 * text_matcher.BYTES_OF_EACH))
+    built, builds = grammars(tokenizer), list[str]()
+    build = GrammarVocabulary.build
+    monkeypatch.setattr(
+        GrammarVocabulary, "build", lambda of, text: builds.append(text) or build(of, text)
+    )
+    first, second, third = (
+        Constraint(CHECKED, f'start: "{name}"') for name in ("first", "second", "third")
+    )
+    for constraint in (first, second, first, third):
+        built.begin(constraint).result(30)
+    built.matcher(first, [])
+    assert builds == [first.source, second.source, third.source]
 
 
 def test_errors_of_a_build_reach_the_caller(tokenizer: Tokenizer) -> None:

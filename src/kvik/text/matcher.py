@@ -158,6 +158,7 @@ class BuiltGrammars(Grammars):
         """See `Grammars.begin`."""
         with self._lock:
             if (built := self._built.get(constraint.source)) is not None:
+                self._built.move_to_end(constraint.source)  # it will be used soon
                 done: Future[object] = Future()
                 done.set_result(built)
                 return done
