@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import re
 import socket
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
@@ -107,9 +108,8 @@ def read_keys(texts: Sequence[str], file: str | None = None) -> Keys:
         keys = [replace(keys[0], caller=replace(keys[0].caller, is_admin=True))]
     if len({key.digest for key in keys}) < len(keys):  # whose tenant would its requests be?
         raise ConfigError("api_key" if file is None else "api_key_file", "has a key twice")
-    names = [key.caller.name for key in keys]
-    for name in names:
-        if names.count(name) > 1:
+    for name, count in Counter(key.caller.name for key in keys).items():
+        if count > 1:
             raise ConfigError("api_key_file", f"has the name {name} twice")
     return Keys(keys)
 
