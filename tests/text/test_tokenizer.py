@@ -17,6 +17,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from transformers import AutoTokenizer
 
 from kvik import LLM, SamplingParams
+from kvik.core.sampling_params import MAX_LIST_ENTRIES
 from kvik.errors import ConfigError, ModelError, ParamError
 from kvik.launch import shared_vocabulary
 from kvik.text import tokenizer as module
@@ -263,6 +264,8 @@ def test_both_spellings_each_once(llm):
     ids = spelled(SamplingParams(bad_words=("fox", " fox", (5, 6))), tokenizer).bad_words
     assert set(ids) == {tuple(tokenizer.encode("fox")), tuple(tokenizer.encode(" fox")), (5, 6)}
     assert len(ids) == 3
+    many = [f"fox{i}" for i in range(MAX_LIST_ENTRIES)]
+    assert len(spelled(SamplingParams(bad_words=many), tokenizer).bad_words) == 2 * len(many)
 
 
 @pytest.mark.parametrize("word", ["", "   "])

@@ -100,7 +100,10 @@ class Words(Kind):
     repeats = True
 
     def checked(self, value: object) -> tuple[str | tuple[int, ...], ...]:
-        words = _entries(value, "must be a list of words or of token id lists")
+        # A word becomes up to two lists of token ids.
+        words = _entries(value, "must be a list of words or of token id lists", 2)
+        if any(isinstance(word, str) for word in words):
+            _check_length(words)
         if not all(words):
             raise ValueError("must not contain an empty word")
         ids = TokenIds()
@@ -127,18 +130,19 @@ class StopList(Kind):
         return tuple(texts)
 
 
-def _entries(value: object, problem: str) -> Sequence[Any]:
+def _entries(value: object, problem: str, times: int = 1) -> Sequence[Any]:
     if value is None:
         return ()
     if not isinstance(value, tuple | list):
         raise ValueError(problem)
-    _check_length(value)
+    _check_length(value, times)
     return value
 
 
-def _check_length(value: Sequence[object] | Mapping[int, float]) -> None:
-    if len(value) > MAX_LIST_ENTRIES:
-        raise ValueError(f"at most {MAX_LIST_ENTRIES} entries, not {len(value)}")
+def _check_length(value: Sequence[object] | Mapping[int, float], times: int = 1) -> None:
+    limit = times * MAX_LIST_ENTRIES
+    if len(value) > limit:
+        raise ValueError(f"at most {limit} entries, not {len(value)}")
 
 
 def _parameter(
