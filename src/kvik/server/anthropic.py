@@ -143,7 +143,7 @@ COUNT: Table = {
 }
 MESSAGES: Table = {
     **SAMPLING,
-    **missing(MessageRequest.__struct_fields__),
+    **missing(MessageRequest.__struct_fields__, "output_config.format"),
     **COUNT,
     "chat_template": ((), "the template is the model's own"),
     "chat_template_kwargs": (({},), _ELSEWHERE),

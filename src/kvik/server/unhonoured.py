@@ -147,11 +147,12 @@ SAMPLING: Table = {
 }
 
 
-def missing(fields: Collection[str]) -> Table:
+def missing(fields: Collection[str], structured: str = "structured_outputs") -> Table:
     """Return the sampling parameters of this server's other routes that this request does not have.
 
     Args:
         fields: fields of the request.
+        structured: its field that constrains the text.
     """
     table: dict[str, tuple[Sequence[object], str]] = {}
     for param in PARAMETERS.values():
@@ -162,7 +163,7 @@ def missing(fields: Collection[str]) -> Table:
         harmless = list(param.default) if isinstance(param.default, tuple) else param.default
         table[param.name] = ((harmless, False), "this route does not take it")
     for name in READERS.keys() - fields:
-        table[name] = (("", [], {}, False, {"type": "text"}), "this route does not take it")
+        table[name] = (("", [], {}, False, {"type": "text"}), f"give {structured}")
     return table
 
 

@@ -424,6 +424,21 @@ def test_fields_of_other_routes_are_refused_by_name(
     assert reply.status == 200 and "x-kvik-ignored-fields" not in reply.headers
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "honoured"),
+    [
+        (RESPONSES, {"input": "Hi", "max_output_tokens": 1}, "text.format"),
+        (MESSAGES, SAMPLING[MESSAGES], "output_config.format"),
+    ],
+)
+def test_the_field_for_structured_texts_is_named(
+    locked: Site, path: str, body: dict[str, Any], honoured: str
+) -> None:
+    for field in ("response_format", "structured_outputs", "guided_json"):
+        reply = ask(locked.server, "POST", path, {**body, field: {"type": "json_object"}}, **KEY)
+        assert reply.status == 400 and honoured in reply.json["error"]["message"]
+
+
 def test_fields_without_effect_on_answers_are_accepted(locked: Site) -> None:
     for path, body in SAMPLING.items():
         for field in ("rid", "guided_decoding_backend", "colour"):

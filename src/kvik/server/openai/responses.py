@@ -126,7 +126,7 @@ class ResponsesRequest(TreatmentFields, kw_only=True):
 
 UNHONOURED: Table = {
     **SAMPLING,
-    **missing(ResponsesRequest.__struct_fields__),
+    **missing(ResponsesRequest.__struct_fields__, "text.format"),
     **limited_by("max_output_tokens"),
     "reasoning_effort": ((), "give reasoning.effort"),
     "previous_response_id": ((), NOTHING_KEPT),
