@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import anthropic
+import httpx2
 import openai
 import pytest
 from helpers.http_server import HttpServer, http_server
@@ -161,6 +162,15 @@ def test_requests_ended_from_outside(
 
 async def _now(end: Callable[[Served], None], server: Served) -> None:
     end(server)
+
+
+def test_a_retry_may_reach_another_server_than_the_drained_one() -> None:
+    """A balancer of connections decides anew only for a new one."""
+    with served(openai_routes) as server, httpx2.Client(base_url=server.http.url) as client:
+        assert "connection" not in client.get("/v1/models").headers
+        server.parts.drain.start()
+        answer = client.get("/v1/models")
+        assert (answer.status_code, answer.headers["connection"]) == (503, "close")
 
 
 def test_requests_to_a_drained_server_are_retried(monkeypatch: pytest.MonkeyPatch) -> None:

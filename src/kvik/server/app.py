@@ -229,7 +229,10 @@ class App:
         if route is None:
             raise self._no_route(path, methods)
         if self._drain.started and not (route.open or route.operator or self._returns(headers)):
-            raise UnavailableError("server", self._drain.reason)
+            refusal = http_error(UnavailableError("server", self._drain.reason))
+            # Behind a balancer of connections, a retry on this one would come here again.
+            refusal.headers["connection"] = "close"
+            raise refusal
         request.scope["path_params"] = params
         return await route.handler(request)
 
