@@ -61,7 +61,8 @@ def finished(
         finished=start + 2.5,
     )
     done = CompletionOutput(0, "secret", [1], "stop", speculation=speculation)
-    return RequestOutput("r-1", "secret", [1, 2], [done], 4, 1, None, times)
+    cut = CompletionOutput(1, "secret", [1], "length")
+    return RequestOutput("r-1", "secret", [1, 2], [done, cut], 4, 1, None, times)
 
 
 def seconds(span: ReadableSpan) -> float:
@@ -85,7 +86,7 @@ def test_a_request_has_a_span_for_each_phase() -> None:
     assert found["gen_ai.usage.input_tokens"] == 11
     assert found["gen_ai.usage.output_tokens"] == 9
     assert found["gen_ai.request.max_tokens"] == 7
-    assert found["gen_ai.response.finish_reasons"] == ("stop",)
+    assert found["gen_ai.response.finish_reasons"] == ("stop", "length")
     assert found["kvik.cached_tokens"] == 4
     assert "secret" not in str(found)
     assert whole.start_time is not None

@@ -83,6 +83,8 @@ class Tracing(Observer):
         if params.max_tokens is not None:
             attributes["gen_ai.request.max_tokens"] = params.max_tokens
         if output is not None:
+            reasons = tuple(completion.finish_reason for completion in output.outputs)
+            attributes["gen_ai.response.finish_reasons"] = reasons
             attributes["kvik.cached_tokens"] = output.num_cached_tokens
             attributes["kvik.preemptions"] = output.num_preemptions
             attributes |= _speculation(output)
