@@ -173,8 +173,10 @@ def test_spans_join_the_callers_trace_on_every_route() -> None:
     spans = [span for span in exporter.get_finished_spans() if span.name == "kvik.request"]
     parents = [span.parent and span.parent.span_id for span in spans]
     assert parents == [*range(1, len(asked) + 1), None]
-    for span in spans[:-1]:
+    for span, (path, _) in zip(spans, asked, strict=False):
         assert span.context is not None and f"{span.context.trace_id:032x}" == TRACE
+        expected = "embeddings" if path == "/v1/embeddings" else "text_completion"
+        assert (span.attributes or {})["gen_ai.operation.name"] == expected
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", f"00-{TRACE}-{PARENT}", "\n" * 5000])

@@ -85,6 +85,8 @@ class Tracing(Observer):
         if output is not None:
             reasons = tuple(completion.finish_reason for completion in output.outputs)
             attributes["gen_ai.response.finish_reasons"] = reasons
+            if output.embedding is not None:
+                attributes["gen_ai.operation.name"] = "embeddings"
             attributes["kvik.cached_tokens"] = output.num_cached_tokens
             attributes["kvik.preemptions"] = output.num_preemptions
             attributes |= _speculation(output)
