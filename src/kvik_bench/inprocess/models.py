@@ -6,7 +6,7 @@ the distance is exact. Then all decode alternately, each loaded again in every r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -36,6 +36,7 @@ from kvik_bench.inprocess.jobs import Requests, fixed
 from kvik_bench.inprocess.measures import DECODE
 from kvik_bench.inprocess.rounds import Rounds
 from kvik_bench.report.result import Chart, Figure, Result, Row, figures, ratios
+from kvik_bench.report.table import show_figure
 
 CHARTS = (
     Chart("bars", "Distance from the reference", "KL"),
@@ -276,3 +277,55 @@ def _method(resolved: ResolvedConfig) -> str:
 def _kv_format(resolved: ResolvedConfig) -> str:
     names = formats_of(resolved.cache.groups)
     return " and ".join(resolved.runner.dtype if name == AUTO else name for name in names)
+
+
+# Comparison before and after a change, for `kvik quantize`.
+SPEED_PROMPT, SPEED_OUTPUT = 32, 64  # tokens of the requests that are timed
+SPEED_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class DecodingSpeed:
+    """Tokens/s of one request to a model before and after a change, a value for each round.
+
+    Attributes:
+        ratio: after / before, round by round.
+        remarks: reasons to doubt the figures.
+    """
+
+    before: Figure
+    after: Figure
+    ratio: Figure
+    remarks: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, object]:
+        figures = {"before": self.before, "after": self.after, "ratio": self.ratio}
+        return {
+            **{name: figure.median for name, figure in figures.items()},
+            "rounds": {name: figure.values for name, figure in figures.items()},
+            "remarks": self.remarks,
+        }
+
+    def rows(self) -> Iterator[tuple[str, str]]:
+        """Return (name, text) of each line."""
+        rounds = f"one request, {len(self.ratio.values)} rounds"
+        yield "tokens/s", f"{show_figure(self.before)} -> {show_figure(self.after)}, {rounds}"
+        ratio = f"{show_figure(self.ratio)} times"
+        if self.ratio.low <= 1 <= self.ratio.high:
+            ratio += ": no difference beyond that of the rounds"
+        yield "speed-up", ratio
+        for remark in self.remarks:
+            yield "", remark
+
+
+def measure_decoding(before: ResolvedConfig, after: ResolvedConfig) -> DecodingSpeed:
+    """Measure decoding before and after a change, with the models alternately.
+
+    So other load on the machine affects both equally.
+    """
+    output = min(SPEED_OUTPUT, before.scheduler.max_model_len // 2)
+    decoding = Decoding(min(SPEED_PROMPT, output), output, SPEED_ROUNDS)
+    (old, new), remarks = decode_in_turn(("before", "after"), (before, after), decoding)
+    (rate,) = speeds(old, None)
+    new_rate, ratio = speeds(new, old)
+    return DecodingSpeed(rate, new_rate, ratio, remarks)
