@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -210,6 +213,16 @@ def test_inheritance_is_one_level_deep(sources: dict[str, Any]) -> None:
         if len(ours) > 1 or any(b in known for base in ours for b in parents[base]):
             bad.append(f"{name}({', '.join(bases)})")
     assert not bad
+
+
+def test_entry_points_name_what_there_is() -> None:
+    """Nothing imports them by name, so that no other test or tool would miss them."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    groups = {"scripts": project["scripts"], **project["entry-points"]}
+    assert len(groups) >= 3
+    for group, entries in groups.items():
+        for name, value in entries.items():
+            assert EntryPoint(name, value, group).load() is not None
 
 
 def test_packages_have_docstrings_and_export_nothing(sources: dict[str, Any]) -> None:
