@@ -120,13 +120,8 @@ void pack_matrix(const pack_matrix_args& a, Team& team) {
         switch (a.kind) {
             case kMatrixF32: pack(from_bf16 ? pack_tile<word_f32_of_bf16> : pack_tile<word_f32>); break;
             case kMatrixBF16: pack(from_bf16 ? pack_tile<word_bf16> : pack_tile<word_bf16_of_f32>); break;
-            case kMatrixI4:
-            case kMatrixI4Min:
-            case kMatrixMxfp4:
-            case kMatrixIq4:
-            case kMatrixFp4: pack(pack_tile<word_i4>); break;
             case kMatrixFp8: pack(pack_tile<word_fp8>); break;
-            default: pack(pack_tile<word_i8>); break;
+            default: pack(is_int4(a.kind) ? pack_tile<word_i4> : pack_tile<word_i8>); break;
         }
         if (floats) return;
         for (int lane = 0; lane < kTile; lane++)
@@ -154,16 +149,11 @@ struct I4Step {
         return float(int(word >> (i % 4 * 8 + i / 4 * 4) & 15) - zero);
     }
 };
-struct E2M1Step {
+template <const uint8_t* kTable, int kZero>
+struct TableStep {
     static constexpr int kInputs = 8;
     KVIK_INLINE float value(uint32_t word, int i, int) {
-        return float(kE2M1[word >> (i % 4 * 8 + i / 4 * 4) & 15] - kE2M1Zero);
-    }
-};
-struct Iq4Step {
-    static constexpr int kInputs = 8;
-    KVIK_INLINE float value(uint32_t word, int i, int) {
-        return float(kIq4[word >> (i % 4 * 8 + i / 4 * 4) & 15] - kIq4Zero);
+        return float(kTable[word >> (i % 4 * 8 + i / 4 * 4) & 15] - kZero);
     }
 };
 struct Fp8Step {
@@ -235,8 +225,8 @@ void matrix_rows_of(const matrix_rows_args& a, Team& team) {
             case kMatrixI4:
             case kMatrixI4Min: unpack_row<I4Step>(a, id, out); break;
             case kMatrixMxfp4:
-            case kMatrixFp4: unpack_row<E2M1Step>(a, id, out); break;
-            case kMatrixIq4: unpack_row<Iq4Step>(a, id, out); break;
+            case kMatrixFp4: unpack_row<TableStep<kE2M1, kE2M1Zero>>(a, id, out); break;
+            case kMatrixIq4: unpack_row<TableStep<kIq4, kIq4Zero>>(a, id, out); break;
             case kMatrixFp8: unpack_row<Fp8Step>(a, id, out); break;
             default: unpack_row<I8Step>(a, id, out); break;
         }

@@ -38,22 +38,19 @@ constexpr int kSymmetricZero = 8;  // of four-bit values without zero points
 
 KVIK_INLINE int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-KVIK_INLINE int64_t inputs_per_step(int64_t kind) {
+// Four-bit kinds, which are multiplied as integers.
+KVIK_INLINE bool is_int4(int64_t kind) {
     switch (kind) {
-        case kMatrixF32: return 1;
-        case kMatrixBF16: return 2;
         case kMatrixI4:
         case kMatrixI4Min:
         case kMatrixMxfp4:
         case kMatrixIq4:
-        case kMatrixFp4: return 8;
-        default: return 4;
+        case kMatrixFp4: return true;
+        default: return false;
     }
 }
-
-// Four-bit kinds, which are multiplied as integers.
-KVIK_INLINE bool is_int4(int64_t kind) {
-    return kind == kMatrixI4 || kind == kMatrixI4Min || kind >= kMatrixMxfp4;
+KVIK_INLINE int64_t inputs_per_step(int64_t kind) {
+    return kind == kMatrixF32 ? 1 : kind == kMatrixBF16 ? 2 : is_int4(kind) ? 8 : 4;
 }
 KVIK_INLINE bool has_scales(int64_t kind) { return kind != kMatrixF32 && kind != kMatrixBF16; }
 

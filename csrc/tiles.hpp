@@ -109,26 +109,26 @@ struct TileI4Min : TileI4 {
     static constexpr bool kZeros = false, kMinima = true;
 };
 
-struct TileFp4 : TileI4 {
-    static constexpr int kMost = 24, kShort = 4;
+// Codes that stand for the numbers of a table.
+template <const uint8_t* kTable>
+struct TileTable : TileI4 {
     static constexpr bool kZeros = false;
     KVIK_INLINE void unpack(I32 v, I32* w) {
-        w[0] = entries(kE2M1, low_nibbles(v));
-        w[1] = entries(kE2M1, high_nibbles(v));
+        w[0] = entries(kTable, low_nibbles(v));
+        w[1] = entries(kTable, high_nibbles(v));
     }
+};
+
+struct TileFp4 : TileTable<kE2M1> {
+    static constexpr int kMost = 24, kShort = 4;
 };
 
 struct TileMxfp4 : TileFp4 {
     static constexpr int kScaleBytes = 1;
 };
 
-struct TileIq4 : TileI4 {
-    static constexpr bool kZeros = false;
+struct TileIq4 : TileTable<kIq4> {
     static constexpr int kShort = 1;
-    KVIK_INLINE void unpack(I32 v, I32* w) {
-        w[0] = entries(kIq4, low_nibbles(v));
-        w[1] = entries(kIq4, high_nibbles(v));
-    }
     KVIK_INLINE I32 dot(I32 sum, I32 w, I32 x) { return dot_i8(sum, w, x); }
 };
 

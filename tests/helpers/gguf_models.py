@@ -72,7 +72,7 @@ def save_gguf(
         twin: a folder for the same weights, dequantised.
         type_of: returns the type of a matrix, by its name in the file.
         values: metadata to add or change.
-        tensors_of_part: the file is split into parts of so many tensors; 0: it is not.
+        tensors_of_part: most tensors of each part of a split file; 0: it is not split.
     """
     config = json.loads((source / "config.json").read_text())
     architecture = config["model_type"]

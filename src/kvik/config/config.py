@@ -141,7 +141,7 @@ class EngineConfig:
     )
     lora: str | None = option(
         None,
-        Text("a folder", r"[^\0]+", "DIR"),
+        Text("a folder or a hub id", r"[^\0]+", "DIR"),
         "folder or hub id of a LoRA adapter, as PEFT writes it; it is merged into the weights at "
         "load",
     )

@@ -1,4 +1,5 @@
-"""Decodes the values of GGUF tensors: blocks of neighbouring weights that share a scale.
+"""Blocks of GGUF tensors, of neighbouring weights that share a scale: their values, and the format
+of a layer that is stored in them.
 
 Rows are the bytes of the file, [rows, bytes of a row]. The layouts are described in ggml's
 ggml-common.h. All arithmetic is in the order of the format's reference implementation, so that
@@ -14,7 +15,24 @@ import torch
 from torch import Tensor
 
 from kvik.gguf.types import BLOCK_TYPES
+from kvik.kernels.weights import (
+    SYMMETRIC_ZERO,
+    Weight,
+    float_weight,
+    int4_min_weight,
+    int4_weight,
+    int8_weight,
+    iq4_weight,
+    mxfp4_weight,
+)
+from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor
+from kvik.nn.formats.bits import pack_nibbles
+from kvik.nn.formats.compressed_tensors import WEIGHT
+from kvik.nn.formats.fp4 import powers_of_two
+from kvik.nn.formats.integers import finite
 from kvik.nn.safetensors import TORCH_DTYPES
+from kvik.spec.stored_weights import StoredScheme
+from kvik.spec.weights import loaded_kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,3 +224,53 @@ _PARTS: Mapping[str, Callable[[Tensor], BlockParts]] = {
     "IQ4_NL": _iq4_nl,
     "IQ4_XS": _iq4_xs,
 }
+
+
+class Blocks:
+    """weight [outputs, bytes of a row]: blocks of the type that the layout names."""
+
+    unread = ()
+
+    def __init__(
+        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
+    ) -> None:
+        """
+        Raises:
+            ValueError: the layer cannot be stored like this.
+        """
+        self.type = BLOCK_TYPES[scheme.layout]
+        if shape.inputs % self.type.weights:
+            raise ValueError(f"its {shape.inputs} inputs do not fill blocks of {self.type.weights}")
+        self.shape = shape
+        self.loaded = loaded_kind(scheme, shape.inputs)
+
+    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
+        size = (self.shape.outputs, self.type.row_bytes(self.shape.inputs))
+        reason = f"{self.type.name}, in bytes"
+        return {WEIGHT: StoredTensor(size, torch.uint8, OutputAxis(), in_runs=True, because=reason)}
+
+    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
+        if self.type.name == "MXFP4":
+            codes, powers = map(self.shape.ordered, mxfp4_parts(tensors[WEIGHT][rows]))
+            return mxfp4_weight(pack_nibbles(codes), powers_of_two(WEIGHT, powers))
+        parts = block_parts(self.type.name, tensors[WEIGHT][rows])
+        if self.shape.columns:
+            parts = BlockParts(
+                self.shape.ordered(parts.codes),
+                self.shape.ordered(parts.scales),
+                None if parts.minima is None else self.shape.ordered(parts.minima),
+            )
+        scales, minima, loaded = finite(WEIGHT, parts.scales), parts.minima, self.loaded
+        if minima is not None:
+            finite(WEIGHT, minima)
+        if loaded is None:
+            return float_weight(parts.weights())
+        if loaded.codes == "iq4":
+            return iq4_weight(pack_nibbles(parts.codes), scales, loaded.group)
+        if loaded.bits == 8:
+            scales = scales if loaded.group else scales[:, 0]
+            return int8_weight(parts.codes, scales, loaded.activations != "float", loaded.group)
+        if minima is not None:
+            return int4_min_weight(pack_nibbles(parts.codes), scales, minima, loaded.group)
+        codes = (parts.codes + SYMMETRIC_ZERO).view(torch.uint8)
+        return int4_weight(pack_nibbles(codes), scales, None, loaded.group)

@@ -200,10 +200,10 @@ def _read(folder: Path, config: Fields) -> dict[str, list[Change]]:
             changes[f"{module}.{match['whole']}"] = [Whole(values.clone())]
             continue
         values = values.to(torch.float32, copy=True)
-        if match["embedding"]:  # of the weight [vocab, hidden], transposed
-            pairs.setdefault(module, {})["BA"[match["embedding"] == "B"]] = values.t().contiguous()
-        else:
-            pairs.setdefault(module, {})[match["linear"]] = values
+        part = match["linear"]
+        if part is None:  # of an embedding: its weight is the transposed product, A^T B^T
+            part, values = {"A": "B", "B": "A"}[match["embedding"]], values.t().contiguous()
+        pairs.setdefault(module, {})[part] = values
     if not matches:
         raise ModelError(WEIGHTS, "holds no tensor")
     alphas, by_root = _alphas(config, pairs), config.boolean("use_rslora", False)

@@ -497,10 +497,8 @@ def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
     owner = group if "format" in group else fields
     format = owner.choice("format", formats)
     weights, inputs = group.inside("weights"), group.mapping("input_activations")
-    if format == MXFP4:
-        return _compressed_mxfp4(group, weights)
-    if format == NVFP4:
-        return _compressed_nvfp4(weights)
+    if format in (MXFP4, NVFP4):
+        return _compressed_fp4(group, weights, mx=format == MXFP4)
     kind = weights.choice("type", ("int", "float"), "int")
     packed = format == "pack-quantized"
     if kind == "float" and format in integers:
@@ -528,27 +526,19 @@ def _compressed_scheme(group: Fields, fields: Fields) -> StoredScheme | None:
     )
 
 
-def _compressed_mxfp4(group: Fields, weights: Fields) -> StoredScheme:
+def _compressed_fp4(group: Fields, weights: Fields, *, mx: bool) -> StoredScheme:
+    """Return the scheme of MXFP4 or NVFP4. Inputs of the latter may be four-bit floats too; they
+    are not rounded to those."""
+    strategy, size = ("group", MX_GROUP) if mx else ("tensor_group", NV_GROUP)
     weights.choice("type", ("float",), "int")
     weights.integer("num_bits", 4, 4, 8)
-    weights.choice("strategy", ("group",), "group")
-    weights.integer("group_size", MX_GROUP, MX_GROUP, MX_GROUP)
+    weights.choice("strategy", (strategy,), "group")
+    weights.integer("group_size", size, size, size)
     if not weights.boolean("symmetric", True):
         raise weights.error("symmetric", "must be true for floats")
-    if group.mapping("input_activations") is not None:
+    if mx and group.mapping("input_activations") is not None:
         raise group.error("input_activations", f"must be null in the format {MXFP4}")
-    return StoredScheme(MXFP4, 4, MX_GROUP)
-
-
-def _compressed_nvfp4(weights: Fields) -> StoredScheme:
-    """Inputs, which may be four-bit floats too, are not rounded to those."""
-    weights.choice("type", ("float",), "int")
-    weights.integer("num_bits", 4, 4, 8)
-    weights.choice("strategy", ("tensor_group",), "group")
-    weights.integer("group_size", NV_GROUP, NV_GROUP, NV_GROUP)
-    if not weights.boolean("symmetric", True):
-        raise weights.error("symmetric", "must be true for floats")
-    return StoredScheme(NVFP4, 4, NV_GROUP)
+    return StoredScheme(MXFP4 if mx else NVFP4, 4, size)
 
 
 def _modelopt(fields: Fields, layers: _Layers) -> list[StoredRule]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvik.gguf.facts import SCHEMES
 from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
-from kvik.nn.formats.fp4 import Blocks
+from kvik.nn.gguf_blocks import Blocks
 from kvik.spec.stored_weights import BLOCK_LAYOUTS
 
 SHAPE = LinearShape(inputs=512, outputs=24)

@@ -10,14 +10,7 @@ from torch import Tensor
 from kvik.kernels.cpu.native import DTYPES, Native, pointer, strided
 from kvik.kernels.packing import Packing, Parts, check_order
 from kvik.kernels.reference.ops import fill_shared
-from kvik.kernels.weights import (
-    ACTIVATIONS,
-    Matrix,
-    MatrixSpec,
-    Weight,
-    in_nibbles,
-    scale_dtype,
-)
+from kvik.kernels.weights import ACTIVATIONS, Matrix, MatrixSpec, Weight, in_nibbles, scale_dtype
 from kvik.spec.weight_kind import Rounding, WeightKind
 
 # Weights in tiles (csrc/packed.hpp), in a file. Tiles are the same for all instruction sets.

@@ -1,6 +1,6 @@
 """Four-bit floats (E2M1): MXFP4 of the OCP Microscaling Formats, in groups of 32 that share a power
-of two (E8M0), in the layouts of compressed-tensors and gpt-oss; NVFP4, in groups of 16 with scales
-in E4M3, in those of compressed-tensors and ModelOpt; and the blocks of GGUF files."""
+of two (E8M0), in the layouts of compressed-tensors and gpt-oss; and NVFP4, in groups of 16 with
+scales in E4M3, in those of compressed-tensors and ModelOpt."""
 
 from __future__ import annotations
 
@@ -9,26 +9,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvik.gguf.types import BLOCK_TYPES
-from kvik.kernels.weights import (
-    SYMMETRIC_ZERO,
-    Weight,
-    float_weight,
-    int4_min_weight,
-    int4_weight,
-    int8_weight,
-    iq4_weight,
-    mxfp4_weight,
-    nvfp4_weight,
-)
+from kvik.kernels.weights import Weight, mxfp4_weight, nvfp4_weight
 from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
-from kvik.nn.formats.bits import pack_nibbles
 from kvik.nn.formats.compressed_tensors import ACTIVATIONS, INPUT_SCALE, PACKED, SCALE, WEIGHT
 from kvik.nn.formats.integers import GroupedFormat, finite
-from kvik.nn.gguf_blocks import BlockParts, block_parts, mxfp4_parts
 from kvik.spec.stored_weights import NVFP4_MODELOPT, StoredScheme
 from kvik.spec.weight_kind import MX_GROUP
-from kvik.spec.weights import loaded_kind
 
 E8M0_NAN = 255
 BLOCKS, SCALES = "blocks", "scales"
@@ -113,53 +99,3 @@ def powers_of_two(name: str, scales: Tensor) -> Tensor:
     if bool((scales == E8M0_NAN).any()):
         raise TensorError(name, "holds NaN")
     return scales
-
-
-class Blocks:
-    """weight [outputs, bytes of a row]: blocks of the type that the layout names."""
-
-    unread = ()
-
-    def __init__(
-        self, scheme: StoredScheme, shape: LinearShape, stored: Mapping[str, tuple[int, ...]]
-    ) -> None:
-        """
-        Raises:
-            ValueError: the layer cannot be stored like this.
-        """
-        self.type = BLOCK_TYPES[scheme.layout]
-        if shape.inputs % self.type.weights:
-            raise ValueError(f"its {shape.inputs} inputs do not fill blocks of {self.type.weights}")
-        self.shape = shape
-        self.loaded = loaded_kind(scheme, shape.inputs)
-
-    def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
-        size = (self.shape.outputs, self.type.row_bytes(self.shape.inputs))
-        reason = f"{self.type.name}, in bytes"
-        return {WEIGHT: StoredTensor(size, torch.uint8, OutputAxis(), in_runs=True, because=reason)}
-
-    def weight(self, tensors: Mapping[str, Tensor], rows: slice) -> Weight:
-        if self.type.name == "MXFP4":
-            codes, powers = map(self.shape.ordered, mxfp4_parts(tensors[WEIGHT][rows]))
-            return mxfp4_weight(pack_nibbles(codes), powers_of_two(WEIGHT, powers))
-        parts = block_parts(self.type.name, tensors[WEIGHT][rows])
-        if self.shape.columns:
-            parts = BlockParts(
-                self.shape.ordered(parts.codes),
-                self.shape.ordered(parts.scales),
-                None if parts.minima is None else self.shape.ordered(parts.minima),
-            )
-        scales, minima, loaded = finite(WEIGHT, parts.scales), parts.minima, self.loaded
-        if minima is not None:
-            finite(WEIGHT, minima)
-        if loaded is None:
-            return float_weight(parts.weights())
-        if loaded.codes == "iq4":
-            return iq4_weight(pack_nibbles(parts.codes), scales, loaded.group)
-        if loaded.bits == 8:
-            scales = scales if loaded.group else scales[:, 0]
-            return int8_weight(parts.codes, scales, loaded.activations != "float", loaded.group)
-        if minima is not None:
-            return int4_min_weight(pack_nibbles(parts.codes), scales, minima, loaded.group)
-        codes = (parts.codes + SYMMETRIC_ZERO).view(torch.uint8)
-        return int4_weight(pack_nibbles(codes), scales, None, loaded.group)

@@ -10,9 +10,10 @@ import torch
 from kvik.errors import ModelError, shown
 from kvik.nn.formats.base import Dense, LinearShape, WeightFormat
 from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
-from kvik.nn.formats.fp4 import Blocks, Mxfp4Blocks, Mxfp4Packed, Nvfp4
+from kvik.nn.formats.fp4 import Mxfp4Blocks, Mxfp4Packed, Nvfp4
 from kvik.nn.formats.fp8 import Fp8
 from kvik.nn.formats.integers import Awq, Gptq
+from kvik.nn.gguf_blocks import Blocks
 from kvik.spec.stored_weights import BLOCK_LAYOUTS, KEY, Layout, StoredScheme
 
 # (scheme, shape of the layer, shapes of its tensors) -> format of the layer.

@@ -1,0 +1,58 @@
+"""Adapters written by PEFT, compared with the models that it merges: `pip install peft` first."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny_models import greedy_and_scores, save_tiny
+from transformers import AutoModelForCausalLM
+
+pytestmark = [
+    pytest.mark.nightly,
+    # PEFT uses names of transformers that will change, and says what it saves.
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+]
+peft = pytest.importorskip("peft")
+
+PATTERNS = {
+    "alpha_pattern": {"down_proj": 3, "layers.1.self_attn.q_proj": 99},
+    "rank_pattern": {"o_proj": 2},
+}
+SOME = ["q_proj", "v_proj", "down_proj", "qkv_proj"]
+CASES: list[tuple[str, dict[str, Any]]] = [
+    *((family, {"target_modules": "all-linear"}) for family in ("Llama", "Qwen3", "Phi3")),
+    *((family, {"target_modules": SOME, "use_rslora": True}) for family in ("Qwen2", "Mixtral")),
+    *((family, {"target_modules": "all-linear", **PATTERNS}) for family in ("Qwen2", "Gemma2")),
+    ("Llama", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head", "embed_tokens"]}),
+    ("Llama", {"target_modules": ["lm_head", "down_proj"]}),
+    ("Qwen2", {"target_modules": ["q_proj", "embed_tokens"]}),
+    ("Qwen2", {"target_modules": ["q_proj", "v_proj"], "bias": "all"}),
+]
+
+
+@pytest.mark.parametrize(("family", "config"), CASES)
+def test_the_answers_are_those_of_the_model_that_peft_merges(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    save_tiny(tmp_path / "model", family)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_alpha=7, init_lora_weights="gaussian", **config)
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if parameter.requires_grad and "lora_A" not in name:
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    expected, scores = greedy_and_scores(tmp_path / "merged", dtype="float32")
+    plain, _ = greedy_and_scores(tmp_path / "model", dtype="float32")
+    found, found_scores = greedy_and_scores(
+        tmp_path / "model", dtype="float32", lora=str(tmp_path / "adapter")
+    )
+    assert found == expected != plain
+    assert torch.allclose(found_scores, scores, atol=1e-4)
