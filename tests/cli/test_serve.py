@@ -241,6 +241,28 @@ def test_the_bundled_model_is_served_and_a_signal_ends_it() -> None:
 
 
 @pytest.mark.full
+def test_a_collector_that_does_not_answer_does_not_keep_the_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("opentelemetry.sdk")
+    small = ("--device", "cpu", "--threads", "1", "--max-num-seqs", "4", "--max-model-len", "256")
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        monkeypatch.setenv("KVIK_OTLP_ENDPOINT", address)
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_TIMEOUT", "1000")
+        with serving(*small) as server:
+            connection = server.connect()
+            body = json.dumps({"prompt": "A fox", "max_tokens": 2})
+            connection.request(
+                "POST", "/v1/completions", body, {"content-type": "application/json"}
+            )
+            assert connection.getresponse().status == 200
+            connection.close()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(25) == 0  # the library alone would wait for 30 s
+
+
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="the size of a pipe is set")
 def test_requests_are_answered_while_the_log_has_no_reader() -> None:
     reading, writing = os.pipe()

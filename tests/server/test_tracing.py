@@ -31,13 +31,14 @@ def traced(
     output: RequestOutput | None = None,
     trace_parent: str | None = None,
     exporter: InMemorySpanExporter | None = None,
+    arrived: float = 3.1,  # seconds ago
 ) -> Sequence[ReadableSpan]:
     exporter = exporter or InMemorySpanExporter()
     tracing = Tracing(exporter, "story")
     observer: Observer = tracing
     params = SamplingParams(n=2, temperature=0.5, max_tokens=7)
     life = GenerationRecord(
-        "r-1", "", params, 11, True, time.monotonic() - 3.0, trace_parent=trace_parent
+        "r-1", "", params, 11, True, time.monotonic() - arrived, trace_parent=trace_parent
     )
     observer.arrived(life)
     life.num_output_tokens = 9
@@ -94,19 +95,42 @@ def test_a_request_has_a_span_for_each_phase() -> None:
 
 
 @pytest.mark.parametrize(
-    ("output", "names"),
+    ("times", "names"),
     [
         (None, ["kvik.request"]),
-        (finished(None, None), ["queue", "kvik.request"]),
-        (finished(0.5, None), ["queue", "prefill", "kvik.request"]),
+        ((None, None), ["queue", "kvik.request"]),
+        ((0.5, None), ["queue", "prefill", "kvik.request"]),
     ],
 )
 def test_a_truncated_request_has_spans_of_its_phases(
-    output: RequestOutput | None, names: list[str]
+    times: tuple[float | None, float | None] | None, names: list[str]
 ) -> None:
-    spans = traced("error", output)
+    spans = traced("error", None if times is None else finished(*times))
     assert [span.name for span in spans] == names
     assert spans[-1].status.status_code is StatusCode.ERROR
+
+
+@pytest.mark.parametrize("reason", ["error", "deadline", "refused"])
+def test_a_request_that_was_not_served_is_an_error(reason: str) -> None:
+    (span,) = traced(reason)
+    assert span.status.status_code is StatusCode.ERROR
+    assert (span.attributes or {})["error.type"] == reason
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "abort", "moved"])
+def test_a_caller_that_leaves_is_no_error(reason: str) -> None:
+    (span,) = traced(reason)
+    assert span.status.status_code is StatusCode.UNSET
+    assert "error.type" not in (span.attributes or {})
+
+
+def test_a_request_of_another_server_has_the_phases_since_it_was_taken_over() -> None:
+    spans = {span.name: span for span in traced(output=finished(), arrived=1.0)}
+    assert set(spans) == {"kvik.request", "decode"}
+    start, part = spans["kvik.request"].start_time, spans["decode"]
+    assert start is not None and part.start_time is not None
+    assert abs(part.start_time - start) < 1e7  # as two clocks are read, one after the other
+    assert seconds(part) == pytest.approx(0.5, abs=0.01)
 
 
 def test_drafts_are_reported() -> None:
@@ -160,6 +184,7 @@ def test_spans_join_the_callers_trace_on_every_route() -> None:
         ("/v1/embeddings", {"input": "A fox"}),
         ("/v1/generate", text),
         ("/v1/messages", {**said, "model": "stories"}),
+        ("/v1/responses", {"input": "A fox", "max_output_tokens": 2}),
         ("/invocations", said),
     ]
     with story_site(every_route, observers=[tracing]) as site:
@@ -173,10 +198,11 @@ def test_spans_join_the_callers_trace_on_every_route() -> None:
     spans = [span for span in exporter.get_finished_spans() if span.name == "kvik.request"]
     parents = [span.parent and span.parent.span_id for span in spans]
     assert parents == [*range(1, len(asked) + 1), None]
-    for span, (path, _) in zip(spans, asked, strict=False):
+    for span, (path, body) in zip(spans, asked, strict=False):
         assert span.context is not None and f"{span.context.trace_id:032x}" == TRACE
-        expected = "embeddings" if path == "/v1/embeddings" else "text_completion"
-        assert (span.attributes or {})["gen_ai.operation.name"] == expected
+        operation = "text_completion" if "prompt" in body else "chat"
+        operation = "embeddings" if path == "/v1/embeddings" else operation
+        assert (span.attributes or {})["gen_ai.operation.name"] == operation
 
 
 @pytest.mark.parametrize("header", ["", "nonsense", f"00-{TRACE}-{PARENT}", "\n" * 5000])

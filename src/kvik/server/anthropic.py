@@ -422,6 +422,7 @@ async def messages(server: Server, request: Request, body: MessageRequest) -> Re
             prompt.token_ids,
             params,
             pins=prompt.pins,
+            chat=True,
             marks=answer.marks,
             unenforced=() if use is None else use.unenforced,
             field="messages",

@@ -69,6 +69,7 @@ class GenerationRecord:
     first_token: float | None = None  # arrival of its first tokens in the server's process
     last_tokens: dict[int, float] = field(default_factory=dict)  # by completion
     num_output_tokens: int = 0  # sum over all n completions
+    operation: str = "text_completion"  # or "chat" or "embeddings"
     trace_parent: str | None = None  # the caller's trace, from the header `traceparent`
 
 
@@ -124,6 +125,7 @@ class GenerationRequest:
         deadline_ms: milliseconds from now after which the result is worthless.
         pins: prefixes to keep in the prefix cache.
         pooling, second_text: as in `EngineRequest`, for a vector instead of text.
+        chat: the prompt is a rendered conversation.
         marks: texts to write for certain tokens.
         unenforced: parts of schemas that are not enforced.
         field: the name of the prompt in the caller's request, for errors.
@@ -137,9 +139,15 @@ class GenerationRequest:
     pins: tuple[Pin, ...] = ()
     pooling: str | None = None
     second_text: int = 0
+    chat: bool = False
     marks: Mapping[int, str] = field(default_factory=lambda: NO_MARKS)
     unenforced: tuple[str, ...] = ()
     field: str = "prompt"
+
+    @property
+    def operation(self) -> str:
+        """The name of what it asks for in OpenTelemetry's conventions."""
+        return "embeddings" if self.pooling else "chat" if self.chat else "text_completion"
 
 
 class GivenAway(Exception):
@@ -349,6 +357,7 @@ class Generations:
                         len(engine_request.prompt_token_ids),
                         streaming,
                         arrived,
+                        operation=request.operation,
                         trace_parent=_trace_parent(headers),
                     )
                     generation = self._add(request, engine_request, record, changed)

@@ -6,9 +6,10 @@ a request is served. They carry counts and parameters, never text.
 
 from __future__ import annotations
 
+import atexit
 import time
 from importlib import import_module
-from threading import Thread
+from threading import Event, Thread
 from typing import TYPE_CHECKING
 
 from kvik.engine.output import RequestOutput
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 NEEDS = "needs OpenTelemetry: pip install 'kvik[otel]'"
 SERVICE = "kvik"
 CLOSING_SECONDS = 2.0  # the exporter alone would retry for ten seconds, or wait for thirty
+FAILURES = ("error", "deadline", "refused")  # reasons that clients get as a status of 5xx
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
@@ -55,9 +57,15 @@ class Tracing(Observer):
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
         self._model_name = model_name
-        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE}))
+        resource = Resource.create({"service.name": SERVICE})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer(SERVICE)
+        # Started now, because an interpreter that exits starts no threads.
+        self._closing = Event()
+        self._closer = Thread(target=self._shut_down, name="tracing", daemon=True)
+        self._closer.start()
+        atexit.register(self.close)
 
     def finished(self, record: GenerationRecord, output: RequestOutput | None, reason: str) -> None:
         from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_context
@@ -70,7 +78,8 @@ class Tracing(Observer):
 
         params = record.params
         attributes: dict[str, str | int | float | tuple[str, ...]] = {
-            "gen_ai.operation.name": "text_completion",
+            "gen_ai.operation.name": record.operation,
+            "gen_ai.provider.name": SERVICE,
             "gen_ai.request.model": self._model_name,
             "gen_ai.response.id": record.request_id,
             "gen_ai.response.finish_reasons": (reason,),
@@ -85,11 +94,11 @@ class Tracing(Observer):
         if output is not None:
             reasons = tuple(completion.finish_reason for completion in output.outputs)
             attributes["gen_ai.response.finish_reasons"] = reasons
-            if output.embedding is not None:
-                attributes["gen_ai.operation.name"] = "embeddings"
             attributes["kvik.cached_tokens"] = output.num_cached_tokens
             attributes["kvik.preemptions"] = output.num_preemptions
             attributes |= _speculation(output)
+        if reason in FAILURES:
+            attributes["error.type"] = reason
         span = self._tracer.start_span(
             "kvik.request",
             context=_parent(record.trace_parent),
@@ -97,19 +106,28 @@ class Tracing(Observer):
             start_time=wall(record.arrived),
             attributes=attributes,
         )
-        if reason == "error":
+        if reason in FAILURES:
             span.set_status(Status(StatusCode.ERROR))
         inside = set_span_in_context(span)
         for name, start, end in _parts(output):
-            part = self._tracer.start_span(name, inside, start_time=wall(start))
+            if end < record.arrived:
+                continue  # on the server that handed the request over
+            part = self._tracer.start_span(
+                name, inside, start_time=wall(max(start, record.arrived))
+            )
             part.end(wall(end))
         span.end(now)
 
     def close(self) -> None:
-        """Send the remaining spans; if the collector cannot be reached, only try for a moment."""
-        sending = Thread(target=self._provider.shutdown, daemon=True)
-        sending.start()
-        sending.join(CLOSING_SECONDS)
+        """Send the remaining spans; if the collector cannot be reached, only try for a moment. The
+        end of the process does this."""
+        atexit.unregister(self.close)
+        self._closing.set()
+        self._closer.join(CLOSING_SECONDS)
+
+    def _shut_down(self) -> None:
+        self._closing.wait()
+        self._provider.shutdown()
 
 
 def _speculation(output: RequestOutput) -> dict[str, int | float]:

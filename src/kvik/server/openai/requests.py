@@ -331,6 +331,7 @@ def generation_request(
         deadline_ms=body.deadline_ms,
         pins=_pins(body, len(prompt_ids)),
         field=field,
+        chat=form is not PLAIN_ANSWER,
         marks=form.marks,
         unenforced=() if form.use is None else form.use.unenforced,
     )
