@@ -120,7 +120,6 @@ class LlamaPiece(LlamaText, kw_only=True):
 )
 async def completion(server: Server, request: Request, body: LlamaCompletionRequest) -> Response:
     """Continue a prompt. A stream has `LlamaPiece` events and ends with a `LlamaCompletion`."""
-    arrived = time.monotonic()
     model = server.served_name(body.model)
     params = _params(body, server.default_params)
     tenant = caller_of(request).tenant
@@ -128,7 +127,7 @@ async def completion(server: Server, request: Request, body: LlamaCompletionRequ
     (prompt,) = split_prompts("prompt", body.prompt).values()
     ids = await prompt_ids(server.texts.of(tenant), prompt)
     requests = [GenerationRequest(ids, params)]
-    (generation,) = await start_all(server, request, requests, stream=body.stream, arrived=arrived)
+    (generation,) = await start_all(server, request, requests, stream=body.stream)
     text = prompt if isinstance(prompt, str) else server.texts.decode(prompt)
     form = LlamaFormat(model, text, generation, with_tokens=body.return_tokens)
     return await generation_response(request, [generation], form, body.stream)

@@ -90,7 +90,6 @@ UNHONOURED: Table = {
 @post("/v1/generate", UNHONOURED, answer=Generated, note="Continue a text.")
 async def generate(server: Server, request: Request, body: GenerateRequest) -> Response:
     """Continue a prompt. A stream has `TextPiece` events and ends with a `Generated`."""
-    arrived = time.monotonic()
     params = _params(body, server.default_params)
     tenant = caller_of(request).tenant
     server.generations.check_capacity(tenant, params.n)
@@ -102,9 +101,7 @@ async def generate(server: Server, request: Request, body: GenerateRequest) -> R
         cache_salt=body.cache_salt,
         deadline_ms=body.deadline_ms,
     )
-    (generation,) = await start_all(
-        server, request, [generation_request], stream=body.stream, arrived=arrived
-    )
+    (generation,) = await start_all(server, request, [generation_request], stream=body.stream)
     form = GenerateFormat(generation)
     return await generation_response(request, [generation], form, body.stream)
 

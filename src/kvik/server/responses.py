@@ -20,7 +20,7 @@ from kvik.engine.output import RequestOutput, TextDelta, merged
 from kvik.errors import KvikError
 from kvik.server.errors import HttpError, escaped, escaped_traceback, http_error
 from kvik.server.generation import Generation, GenerationRequest, GivenAway, wait_for_change
-from kvik.server.route import caller_of, limit_unread, until_gone
+from kvik.server.route import context_of, limit_unread, until_gone
 from kvik.server.server import Server
 from kvik.server.transfer import (
     MOVED_COMMENT,
@@ -210,12 +210,15 @@ async def start_all(
     requests: Sequence[GenerationRequest],
     *,
     stream: bool | None = False,
-    arrived: float | None = None,
 ) -> list[Generation]:
     """Start generations for the caller of a request; see `Generations.start_all`."""
-    tenant, headers = caller_of(request).tenant, request.headers
+    context, headers = context_of(request), request.headers
     return await server.generations.start_all(
-        requests, tenant, streaming=bool(stream), arrived=arrived, headers=headers
+        requests,
+        context.caller.tenant,
+        streaming=bool(stream),
+        arrived=context.arrived,
+        headers=headers,
     )
 
 

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -127,6 +128,8 @@ class RequestContext:
     Attributes:
         request_id: random; also the header `x-kvik-request-id`.
         caller: set before a handler runs.
+        arrived: by the engine's clock; the time of its last byte, so that a slow client loses
+            nothing of its deadline.
         budget: limits reading of the body.
         ignored_fields: fields of the body without effect, in the header `x-kvik-ignored-fields` ->
             whether the server knows them.
@@ -135,6 +138,7 @@ class RequestContext:
     request_id: str
     budget: BodyBudget
     caller: Caller = ANONYMOUS
+    arrived: float = field(default_factory=time.monotonic)
     ignored_fields: dict[str, bool] = field(default_factory=dict)
 
     def ignore(self, names: Iterable[str], *, known: bool = True) -> None:
@@ -278,6 +282,7 @@ async def read_chosen(
     _check_headers(request, context.budget.limits)
     with context.budget.share() as grow:
         data = await _read(request, context.budget.limits, grow)
+        context.arrived = time.monotonic()
         limits = context.budget.limits
         if len(data) <= limits.small_bytes:
             body, ignored = _decode(data, choose, limits)

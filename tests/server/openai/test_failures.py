@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from typing import Any
 
 import httpx2
@@ -17,6 +18,7 @@ from openai.types.responses import ResponseErrorEvent
 
 from kvik.errors import GroupLost
 from kvik.server.app import openai_routes
+from kvik.text.tokenizer import Tokenizer
 
 LONG = {"max_tokens": 300, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], **LONG}
@@ -148,3 +150,18 @@ def test_a_lost_rank_is_named(stream: bool) -> None:
         error = answer.error
         assert error["message"].startswith("the engine failed (rank 1 has ended with signal 9)")
     assert error["code"] == "engine_error"
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_time_in_the_tokenizer_counts_towards_the_deadline(
+    http: httpx2.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    encode = Tokenizer.encode
+
+    def slow(tokenizer: Tokenizer, *args: Any) -> list[int]:
+        time.sleep(0.3)
+        return encode(tokenizer, *args)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    asked = {**body, "max_tokens": 1, "deadline_ms": 250}
+    assert http.post(f"/v1/{path}", json=asked).status_code in (503, 504)
