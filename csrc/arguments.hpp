@@ -90,19 +90,24 @@ enum Fp8Activations : int64_t { kFloatX = 0, kRowX = 1, kGroupX = 2, kStaticX = 
 
 // Short convolutions of all sequences of a step: y [tokens, channels]. Sequence s owns tokens [starts[s],
 // starts[s + 1]), the last ones of its lengths[s]; its state is row state_rows[s] of state, or none where that is
-// negative (all int32). A sequence whose tokens are all in this step begins with zeros. weight [width,
-// channels], width up to kMaxTaps; bias may be null; state [rows, width - 1, channels] fp32.
+// negative (all int32). A sequence whose tokens are all in this step begins with zeros. Its last drafts[s] tokens
+// are drafts, and its first pending[s] tokens before this step were drafts of the step before (int32, or null:
+// none are). weight [width, channels], width up to kMaxTaps; bias may be null; state [rows, width - 1 + most
+// drafts, channels] fp32.
 #define KVIK_ARGS_causal_conv(P, I, F)                                                   \
     P(x) I(x_stride) P(weight) P(bias) P(state) I(state_stride) P(starts) P(lengths)     \
-    P(state_rows) I(num_seqs) I(channels) I(width) I(silu) P(y) I(y_stride) I(dtype)
+    P(state_rows) P(pending) P(drafts) I(num_seqs) I(channels) I(width) I(silu) P(y)     \
+    I(y_stride) I(dtype)
 
 // The gated delta rule over the same sequences. x: queries and keys of all key heads, then values of all
 // value heads; gates: b, then a of all value heads; decay and bias fp32 [value_heads]; state [rows,
-// value_heads, key_dim, value_dim] fp32; y [tokens, value_heads * value_dim]. `Ops.gated_delta` has the rule.
+// value_heads, key_dim, value_dim] fp32; log [rows, most drafts, columns of x and gates] fp32, or null; y [tokens,
+// value_heads * value_dim]. `Ops.gated_delta` has the rule.
 #define KVIK_ARGS_gated_delta(P, I, F)                                                   \
     P(x) I(x_stride) P(gates) I(gates_stride) P(decay) P(bias) P(state) I(state_stride)  \
-    P(starts) P(lengths) P(state_rows) I(num_seqs) I(key_heads) I(value_heads)           \
-    I(key_dim) I(value_dim) P(y) I(y_stride) I(dtype)
+    P(log) I(log_stride) P(starts) P(lengths) P(state_rows) P(pending) P(drafts)         \
+    I(num_seqs) I(key_heads) I(value_heads) I(key_dim) I(value_dim) P(y) I(y_stride)     \
+    I(dtype)
 
 // out [rows, row_bytes] = table[ids]; strides in bytes, ids int64.
 #define KVIK_ARGS_gather_rows(P, I, F)                                                   \

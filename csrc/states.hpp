@@ -1,6 +1,9 @@
 // Layers that keep a state for each sequence: a short convolution and the gated delta rule. Both process token by
 // token, so that no result depends on how a prompt is divided into chunks; sums are fp32, in an order that
 // depends only on the sizes.
+//
+// A state cannot take back a token. So the stored state covers no draft of the last step: the convolution keeps
+// their inputs behind its own, and the delta rule logs theirs. The next step first repeats those that were accepted.
 #pragma once
 
 #include <cmath>
@@ -48,17 +51,22 @@ void gated(const gated_args& a, Team& team) {
 // The tokens of a sequence in this step, and its state.
 struct StateTokens {
     int64_t first, count;
-    float* state;  // null: nothing to do
-    bool fresh;    // the sequence begins in this step
+    int64_t row;      // of its state; negative: nothing to do
+    bool fresh;       // the sequence begins in this step
+    int64_t pending;  // tokens before this step that the state does not cover
+    int64_t drafts;   // of the tokens
 };
+
+inline int64_t entry(const void* numbers, int64_t i) {
+    return numbers ? static_cast<const int32_t*>(numbers)[i] : 0;
+}
 
 template <class Args>
 StateTokens state_tokens(const Args& a, int64_t sequence) {
-    const int32_t* starts = static_cast<const int32_t*>(a.starts);
-    const int32_t row = static_cast<const int32_t*>(a.state_rows)[sequence];
-    const int64_t count = starts[sequence + 1] - starts[sequence];
-    float* state = row < 0 || count <= 0 ? nullptr : static_cast<float*>(a.state) + row * a.state_stride;
-    return {starts[sequence], count, state, static_cast<const int32_t*>(a.lengths)[sequence] == count};
+    const int64_t first = entry(a.starts, sequence), count = entry(a.starts, sequence + 1) - first;
+    const int64_t row = count > 0 ? entry(a.state_rows, sequence) : -1;
+    const bool fresh = entry(a.lengths, sequence) == count;
+    return {first, count, row, fresh, entry(a.pending, sequence), entry(a.drafts, sequence)};
 }
 
 constexpr int64_t kConvChannels = 256;  // in a task, so that its last inputs stay in the cache
@@ -67,13 +75,15 @@ template <class T>
 void convolve(const causal_conv_args& a, const StateTokens& on, int64_t channel, int64_t count) {
     alignas(64) float last[(kMaxTaps - 1) * kConvChannels];
     const int64_t kept = a.width - 1;
+    float* state = static_cast<float*>(a.state) + on.row * a.state_stride + channel;
+    const T* weight = static_cast<const T*>(a.weight) + channel;
+    const T* inputs = static_cast<const T*>(a.x) + on.first * a.x_stride + channel;
     for (int64_t j = 0; j < kept; j++)
         for (int64_t c = 0; c < count; c++)
-            last[j * kConvChannels + c] = on.fresh ? 0.0f : on.state[j * a.channels + channel + c];
-    const T* weight = static_cast<const T*>(a.weight) + channel;
-    for (int64_t token = on.first; token < on.first + on.count; token++) {
-        const T* x = static_cast<const T*>(a.x) + token * a.x_stride + channel;
-        T* y = static_cast<T*>(a.y) + token * a.y_stride + channel;
+            last[j * kConvChannels + c] = on.fresh ? 0.0f : state[(on.pending + j) * a.channels + c];
+    for (int64_t token = 0; token < on.count; token++) {
+        const T* x = inputs + token * a.x_stride;
+        T* y = static_cast<T*>(a.y) + (on.first + token) * a.y_stride + channel;
         for (int64_t c = 0; c < count; c += kLanes) {
             const int n = count - c < kLanes ? int(count - c) : kLanes;
             const F32 newest = load(x + c, n);
@@ -87,15 +97,23 @@ void convolve(const causal_conv_args& a, const StateTokens& on, int64_t channel,
             store(y + c, a.silu ? silu(total) : total, n);
         }
     }
-    for (int64_t j = 0; j < kept; j++)
-        std::memcpy(on.state + j * a.channels + channel, last + j * kConvChannels, size_t(count) * sizeof(float));
+    // What the next step may need: inputs from `kept` before the first draft on. Older ones move forward.
+    for (int64_t j = 0; j < kept + on.drafts; j++) {
+        const int64_t token = on.count - on.drafts - kept + j;
+        float* to = state + j * a.channels;
+        for (int64_t c = 0; c < count; c += kLanes) {
+            const int n = count - c < kLanes ? int(count - c) : kLanes;
+            const float* from = state + (on.pending + kept + token) * a.channels + c;
+            store(to + c, token >= 0 ? load(inputs + token * a.x_stride + c, n) : on.fresh ? zero() : load(from, n), n);
+        }
+    }
 }
 
 void causal_conv(const causal_conv_args& a, Team& team) {
     const int64_t parts = (a.channels + kConvChannels - 1) / kConvChannels;
     each_task(team, a.num_seqs * parts, [&](int64_t task) {
         const StateTokens on = state_tokens(a, task / parts);
-        if (!on.state) return;
+        if (on.row < 0) return;
         const int64_t channel = task % parts * kConvChannels, left = a.channels - channel;
         const int64_t count = left < kConvChannels ? left : kConvChannels;
         a.dtype == kBF16 ? convolve<bf16>(a, on, channel, count) : convolve<float>(a, on, channel, count);
@@ -125,23 +143,19 @@ void unit(float* to, const T* x, int64_t dim, float scale) {
 
 inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
-template <class T>
-void delta_columns(const gated_delta_args& a, const StateTokens& on, int64_t head, int64_t column, float* scratch) {
-    const int64_t n = a.value_dim - column < kDeltaColumns ? a.value_dim - column : kDeltaColumns;
-    const int first = n < kLanes ? int(n) : kLanes, second = int(n) - first;
-    const int64_t key_head = head / (a.value_heads / a.key_heads), keys = a.key_heads * a.key_dim;
-    float* state = on.state + head * a.key_dim * a.value_dim + column;
-    float *tile = scratch, *q = tile + a.key_dim * kDeltaColumns, *k = q + a.key_dim;
-    for (int64_t i = 0; i < a.key_dim; i++) {
-        const float* row = state + i * a.value_dim;
-        store(tile + i * kDeltaColumns, on.fresh ? zero() : load(row, first));
-        store(tile + i * kDeltaColumns + kLanes, on.fresh || !second ? zero() : load(row + kLanes, second));
-    }
-    const float rate = expf(static_cast<const float*>(a.decay)[head]);
-    const float bias = static_cast<const float*>(a.bias)[head], scale = 1.0f / sqrtf(float(a.key_dim));
-    for (int64_t token = on.first; token < on.first + on.count; token++) {
-        const T* x = static_cast<const T*>(a.x) + token * a.x_stride;
-        const T* gates = static_cast<const T*>(a.gates) + token * a.gates_stride;
+// Columns of the state of one head, in a tile, on their way through the tokens of a sequence.
+struct DeltaColumns {
+    const gated_delta_args& a;
+    int64_t head, column;
+    int first, second;  // of the columns: in the first vector and in the second
+    float *tile, *q, *k;
+    float rate, bias, scale;
+
+    // Takes the tile through one token.
+    // y: the output of the head's columns; null: it is not needed.
+    template <class T>
+    void pass(const T* x, const T* gates, T* y) const {
+        const int64_t key_head = head / (a.value_heads / a.key_heads), keys = a.key_heads * a.key_dim;
         unit(q, x + key_head * a.key_dim, a.key_dim, scale);
         unit(k, x + keys + key_head * a.key_dim, a.key_dim, 1.0f);
         float b[1], alpha[1];
@@ -174,15 +188,62 @@ void delta_columns(const gated_delta_args& a, const StateTokens& on, int64_t hea
             to[0] = fma(s0, query, to[0]);
             to[1] = fma(s1, query, to[1]);
         }
-        T* y = static_cast<T*>(a.y) + token * a.y_stride + head * a.value_dim + column;
+        if (!y) return;
         store(y, add(out[0], out[2]), first);
         if (second) store(y + kLanes, add(out[1], out[3]), second);
     }
+};
+
+inline int64_t delta_width(const gated_delta_args& a) {
+    return 2 * a.key_heads * a.key_dim + a.value_heads * a.value_dim;
+}
+
+template <class T>
+void delta_columns(const gated_delta_args& a, const StateTokens& on, int64_t head, int64_t column, float* scratch) {
+    const int64_t n = a.value_dim - column < kDeltaColumns ? a.value_dim - column : kDeltaColumns;
+    const int first = n < kLanes ? int(n) : kLanes, second = int(n) - first;
+    float* state = static_cast<float*>(a.state) + on.row * a.state_stride + head * a.key_dim * a.value_dim + column;
+    float *tile = scratch, *q = tile + a.key_dim * kDeltaColumns, *k = q + a.key_dim;
+    for (int64_t i = 0; i < a.key_dim; i++) {
+        const float* row = state + i * a.value_dim;
+        store(tile + i * kDeltaColumns, on.fresh ? zero() : load(row, first));
+        store(tile + i * kDeltaColumns + kLanes, on.fresh || !second ? zero() : load(row + kLanes, second));
+    }
+    const DeltaColumns columns{a, head, column, first, second, tile, q, k,
+                               expf(static_cast<const float*>(a.decay)[head]),
+                               static_cast<const float*>(a.bias)[head], 1.0f / sqrtf(float(a.key_dim))};
+    const int64_t width = delta_width(a);
+    const float* log = static_cast<const float*>(a.log) + on.row * a.log_stride;
+    for (int64_t i = 0; i < on.pending; i++, log += width + 2 * a.value_heads)
+        columns.pass<float>(log, log + width, nullptr);
+    const auto pass = [&](int64_t begin, int64_t end) {
+        for (int64_t token = on.first + begin; token < on.first + end; token++) {
+            const T* x = static_cast<const T*>(a.x) + token * a.x_stride;
+            const T* gates = static_cast<const T*>(a.gates) + token * a.gates_stride;
+            columns.pass(x, gates, static_cast<T*>(a.y) + token * a.y_stride + head * a.value_dim + column);
+        }
+    };
+    pass(0, on.count - on.drafts);
     for (int64_t i = 0; i < a.key_dim; i++) {
         float* row = state + i * a.value_dim;
         store(row, load(tile + i * kDeltaColumns), first);
         if (second) store(row + kLanes, load(tile + i * kDeltaColumns + kLanes), second);
     }
+    pass(on.count - on.drafts, on.count);
+}
+
+template <class T>
+void log_draft(const gated_delta_args& a, const StateTokens& on, int64_t draft) {
+    const int64_t token = on.first + on.count - on.drafts + draft, width = delta_width(a), gates = 2 * a.value_heads;
+    float* to = static_cast<float*>(a.log) + on.row * a.log_stride + draft * (width + gates);
+    const auto widen = [](float* y, const T* x, int64_t count) {
+        for (int64_t i = 0; i < count; i += kLanes) {
+            const int n = count - i < kLanes ? int(count - i) : kLanes;
+            store(y + i, load(x + i, n), n);
+        }
+    };
+    widen(to, static_cast<const T*>(a.x) + token * a.x_stride, width);
+    widen(to + width, static_cast<const T*>(a.gates) + token * a.gates_stride, gates);
 }
 
 void gated_delta(const gated_delta_args& a, Team& team) {
@@ -192,11 +253,20 @@ void gated_delta(const gated_delta_args& a, Team& team) {
         float* own = static_cast<float*>(member.scratch(scratch));
         for (int64_t task; (task = member.next()) >= 0;) {
             const StateTokens on = state_tokens(a, task / each);
-            if (!on.state) continue;
+            if (on.row < 0) continue;
             const int64_t head = task % each / parts, column = task % parts * kDeltaColumns;
             a.dtype == kBF16 ? delta_columns<bf16>(a, on, head, column, own)
                              : delta_columns<float>(a, on, head, column, own);
         }
+    });
+    bool drafts = false;
+    for (int64_t i = 0; i < a.num_seqs; i++) drafts |= entry(a.drafts, i) > 0;
+    if (!drafts) return;
+    // All heads have read the log by now.
+    each_task(team, a.num_seqs, [&](int64_t sequence) {
+        const StateTokens on = state_tokens(a, sequence);
+        for (int64_t i = 0; on.row >= 0 && i < on.drafts; i++)
+            a.dtype == kBF16 ? log_draft<bf16>(a, on, i) : log_draft<float>(a, on, i);
     });
 }
 

@@ -21,7 +21,7 @@ BUDGETS = {
     "engine": 5300,
     "evaluate": 800,
     "gguf": 2650,
-    "kernels": 10850,
+    "kernels": 10950,
     "kvik_bench": 10050,
     "lang": 670,
     "models": 4550,
@@ -32,7 +32,7 @@ BUDGETS = {
     "spec": 4450,
     "text": 4050,
     "training": 700,
-    "worker": 12550,
+    "worker": 12650,
     "": 4950,
 }
 

@@ -76,6 +76,17 @@ def test_states_of_running_requests_and_checkpoints_are_planned() -> None:
     assert plan().cache.checkpoints is None
 
 
+def test_states_have_room_for_drafts() -> None:
+    pc = replace(PC, memory_limit=64 * GIB)
+    options = {"max_num_seqs": 4, "num_blocks": 4096, "spec_method": "ngram", "spec_tokens": 3}
+    plain = plan(STATES, pc, max_num_seqs=4, num_blocks=4096)
+    drafting = plan(STATES, pc, **options)
+    # The inputs of the convolution, then its outputs and the gates of 32 heads.
+    each = 24 * 4 * 3 * (8192 + 8192 + 2 * 32)
+    assert drafting.model.state_bytes - plain.model.state_bytes == each
+    assert drafting.memory.kv_cache - plain.memory.kv_cache == 12 * each
+
+
 def test_a_draft_model_with_states_is_refused() -> None:
     source = DraftSource(spec=replace(STATES, vocab_size=SMALL.vocab_size))
     with pytest.raises(ConfigError, match="spec_model: must attend in every layer"):
@@ -439,7 +450,10 @@ OMIT = "must be left out: .*"
         (SMALL, PC, {"policy": "static", "batch_size": 9, "max_num_seqs": 8}, "batch_size: .*most"),
         (SMALL, PC, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_seqs: .*at most"),
         (SMALL, PC, {"policy": "static", "max_num_batched_tokens": 4}, "batch_size: .*at most"),
-        (STATES, PC, {"spec_method": "ngram"}, f"spec_method: {OMIT} keeps states"),
+        (
+            *(STATES, PC, {"spec_method": "medusa", "spec_model": "heads"}),
+            "spec_method: must be one of .*ngram.* keeps states",
+        ),
         (
             *(STATES, PC),
             {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (3, 4)},

@@ -30,6 +30,18 @@ def test_a_second_turn_computes_less_than_a_block_beyond_its_own_tokens(
     assert second.num_cached_tokens == computed - computed % 4
 
 
+@pytest.mark.parametrize("depth", [1, 2])
+def test_drafts_that_pass_the_end_of_a_block_leave_a_copy_there(depth: int) -> None:
+    for first in range(4):
+        for max_tokens in range(8, 14):
+            sim = Simulation(Setup(checkpoints=4, depth=depth))
+            sim.worker.num_drafts = 3
+            served(sim, [first, *PROMPT], max_tokens)
+            (text,) = (request.token_ids for request in sim.requests.values())
+            second = served(sim, [*text, 8, 8, 8])
+            assert second.num_cached_tokens == (len(text) - 1) // 4 * 4
+
+
 def test_a_repeated_prompt_hits_at_its_last_block_boundary() -> None:
     sim = Simulation(Setup(checkpoints=4))
     assert served(sim, PROMPT).num_cached_tokens == 0

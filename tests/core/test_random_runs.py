@@ -40,7 +40,6 @@ def run(
     rng = random.Random(seed)
     block_size = rng.choice([1, 2, 4, 8])
     budgets = windows in BUDGETS
-    plain = budgets or checkpoints is not None  # without drafts and stages
     busy = seed % 2 == 0
     setup = Setup(
         policy=policy,
@@ -52,10 +51,10 @@ def run(
         max_num_seqs=rng.choice([2, 3, 6]),
         max_model_len=LONGEST,
         depth=depth,
-        stages=1 if plain else rng.choice([1, depth]),
+        stages=1 if budgets or checkpoints is not None else rng.choice([1, depth]),
         caching=rng.random() < 0.8 or checkpoints is not None,
         ageing=0.5,
-        lookahead=0 if plain else seed % 3 * 4,
+        lookahead=0 if budgets else seed % 3 * 4,
         checkpoints=checkpoints,
         pinned_share=rng.choice([0.4, 1.0]),
     )
@@ -65,7 +64,7 @@ def run(
     most = 120 + 60 * depth  # steps of a request of 40 tokens with ten requests ahead of it
     arrived: dict[tuple[str, int], int] = {}
     for step in range(240 if busy else 60):
-        sim.worker.num_drafts = 0 if plain else rng.choice([0, 0, 2, 5])
+        sim.worker.num_drafts = 0 if budgets else rng.choice([0, 0, 2, 5])
         if len(sim.scheduler.waiting) < 8 and (busy or rng.random() < 0.4):
             pooling = rng.choice([None, None, None, "mean", "last"])
             found = sim.add(

@@ -78,7 +78,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             caching=caching,
             max_wait=0.3,
             ageing=0.5,
-            lookahead=lookahead if checkpoints is None else 0,  # states allow no drafts
+            lookahead=lookahead,
             checkpoints=checkpoints,
             pinned_share=pinned[0],
             tenant_pinned_share=pinned[1],
@@ -139,8 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4), drafts=st.sampled_from([0, 0, 1, 4]))
     def step(self, count: int, drafts: int) -> None:
-        plain = self.sim.setup.checkpoints is not None or self.sim.worker.budgets
-        self.sim.worker.num_drafts = 0 if plain else drafts
+        self.sim.worker.num_drafts = 0 if self.sim.worker.budgets else drafts
         for _ in range(count):
             self.sim.step()
             self.sim.now += 0.05

@@ -88,10 +88,10 @@ class ByTensors:
             return Planned(layout, window, AttentionMetadata(layout, window), 0, starts[-1])
         tree = None if layout.tree is None else layout.tree[:tokens]
         assert tree is None or not layout.tree[tokens:].any(), "padding is no tree"
-        rows_of_queries = None
+        of_states = layout.state_rows, layout.state_pending, layout.state_drafts
         if layout.state_rows is not None:
             assert (layout.state_rows[rows:] == -1).all(), "padding keeps nothing"
-            rows_of_queries = layout.state_rows[:rows]
+        state_rows, pending, drafts = (None if x is None else x[:rows] for x in of_states)
         firsts = None if layout.first_keys is None else layout.first_keys[:rows]
         real = replace(
             layout,
@@ -103,7 +103,9 @@ class ByTensors:
             contexts=tuple(lens[:rows]),
             tree=tree,
             tree_words=() if tree is None else tuple(tree.tolist()),
-            state_rows=rows_of_queries,
+            state_rows=state_rows,
+            state_pending=pending,
+            state_drafts=drafts,
             first_keys=firsts,
             firsts=() if firsts is None else tuple(firsts.tolist()),
         )

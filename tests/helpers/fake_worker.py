@@ -260,7 +260,8 @@ class FakeWorker:
         self.rows: dict[int, Row] = {}
         self.salt_of = salt_of
         self.stateful = cache.checkpoints is not None
-        self.pool: dict[int, tuple[int, int] | None] = {}  # row -> tokens and identity of a state
+        # Row -> identities of its state by number of tokens: what it covers, then each draft.
+        self.pool: dict[int, dict[int, int]] = {}
         self.num_drafts = 0  # proposed after each step
         self.tiers = None if cache.tiers is None else FakeTiers(cache.tiers.memory)
 
@@ -283,7 +284,7 @@ class FakeWorker:
         if fails:
             for slot in plan.slots:
                 self.rows[slot].broken = True
-                self.pool[slot] = None
+                self.pool[slot] = {}
         for cut in plan.budget_cuts:
             self._cut(cut)
         if fails:
@@ -315,7 +316,7 @@ class FakeWorker:
         for slot in plan.freed_slots:
             del self.rows[slot]
         for source, target in plan.state_copies:
-            self.pool[target] = self.pool[source]
+            self.pool[target] = self.pool.get(source, {})
         for new in plan.new_requests:
             if new.slot in self.rows:
                 raise ContentError(f"slot {new.slot} is given away while in use")
@@ -425,10 +426,11 @@ class FakeWorker:
                 states.append(extend_state(states[-1], draft))
         if self.stateful:
             slot = plan.slots[i]
-            found = (0, start_state(row.salt)) if start == 0 else self.pool.get(slot)
-            if not row.broken and found != (start, row.state(start)):
+            found = self.pool.get(slot, {})
+            if start and not row.broken and found.get(start) != row.state(start):
                 raise ContentError(f"slot {slot} continues from the state {found}, not {start}")
-            self.pool[slot] = None if row.broken else (end, states[-1])
+            first = end - len(drafts)
+            self.pool[slot] = dict(enumerate(states[first - 1 :], first)) if states else {}
         for group, table in enumerate(row.tables):
             cells = None if row.broken else self._cells(row, group, range(start, end), states)
             for p in range(start, end):

@@ -615,60 +615,64 @@ def _rules() -> list[Case]:
 
 def _states() -> list[Case]:
     """Return cases of operations with states: sequences begin, continue, are padding, or have no
-    tokens, and their rows are not in order."""
+    tokens, their rows are not in order, and some have drafts, in this step or in the last one."""
+    most_drafts = 4
 
-    def sequences(m: Maker) -> Sequences:
+    def sequences(m: Maker, drafted: bool) -> Sequences:
         starts, lengths, rows = [0, 1, 6, 6, 7, 16], [5, 5, 9, 3, 20], [3, 0, 4, -1, 2]
-        return Sequences(
-            *(
-                torch.tensor(numbers).to(m.device, torch.int32)
-                for numbers in (starts, lengths, rows)
-            )
-        )
+        pending, drafts = [2, 0, 0, 0, most_drafts], [0, most_drafts, 0, 0, 3]
+        numbers = (starts, lengths, rows, pending, drafts)[: 5 if drafted else 3]
+        return Sequences(*(torch.tensor(each).to(m.device, torch.int32) for each in numbers))
 
     def masked(y: Tensor) -> Tensor:
         y[6] = 0  # of padding, which is undefined
         return y
 
-    def convolution(channels: int, width: int, bias: bool, silu: bool) -> Case:
+    def convolution(
+        channels: int, width: int, bias: bool, silu: bool, drafted: bool = False
+    ) -> Case:
         def make(m: Maker) -> Arguments:
-            wide = m.normal(16, 3 * channels)
-            state = m.normal(5, width * channels, dtype=torch.float32)[:, channels:]
-            state = state.unflatten(1, (width - 1, channels))
+            wide, kept = m.normal(16, 3 * channels), width - 1 + most_drafts * drafted
+            state = m.normal(5, (kept + 1) * channels, dtype=torch.float32)[:, channels:]
+            state = state.unflatten(1, (kept, channels))
             state[0] = float("nan")  # of the sequence that begins
             return (
                 wide[:, channels : 2 * channels],
                 m.normal(width, channels),
                 m.normal(channels) if bias else None,
                 state,
-                sequences(m),
+                sequences(m, drafted),
                 silu,
             )
 
         def run(ops: Ops, *args: Argument) -> Tensor:
             return masked(ops.causal_conv(*args))  # type: ignore[arg-type]
 
-        name = f"{channels}x{width}{' bias' * bias}{' silu' * silu}"
+        name = f"{channels}x{width}{' bias' * bias}{' silu' * silu}{' drafts' * drafted}"
         return Case("causal_conv", name, make, run, written=(3,))
 
-    def delta(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Case:
+    def delta(
+        key_heads: int, value_heads: int, key_dim: int, value_dim: int, drafted: bool = False
+    ) -> Case:
         def make(m: Maker) -> Arguments:
             channels = 2 * key_heads * key_dim + value_heads * value_dim
             state = m.normal(5, value_heads, key_dim, value_dim, dtype=torch.float32)
             state[0] = float("nan")
+            logged = most_drafts * drafted, channels + 2 * value_heads
+            log = m.normal(5, *logged, dtype=torch.float32)
             heads = DeltaHeads(
                 m.normal(value_heads, dtype=torch.float32),
                 m.normal(value_heads, dtype=torch.float32),
                 key_heads,
             )
             wide, gates = m.normal(16, channels + 3), m.normal(16, 2 * value_heads)
-            return wide[:, 1 : channels + 1], gates, heads, state, sequences(m)
+            return wide[:, 1 : channels + 1], gates, heads, state, log, sequences(m, drafted)
 
         def run(ops: Ops, *args: Argument) -> Tensor:
             return masked(ops.gated_delta(*args))  # type: ignore[arg-type]
 
-        name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}"
-        return Case("gated_delta", name, make, run, written=(3,), product=True)
+        name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}{' drafts' * drafted}"
+        return Case("gated_delta", name, make, run, written=(3, 4), product=True)
 
     def gated(rows: int, dim: int, by: str, gates: int, fp32: bool = False) -> Case:
         def make(m: Maker) -> Arguments:
@@ -680,8 +684,10 @@ def _states() -> list[Case]:
 
     return [
         *(convolution(*sizes) for sizes in ((1, 2, False, False), (70, 3, True, True))),
-        convolution(300, 4, False, True),
+        *(convolution(300, 4, False, True, drafted) for drafted in (False, True)),
+        convolution(70, 2, True, True, drafted=True),
         *(delta(*sizes) for sizes in ((1, 1, 4, 3), (2, 4, 24, 40), (1, 3, 17, 70))),
+        *(delta(*sizes, drafted=True) for sizes in ((2, 4, 24, 40), (1, 3, 17, 70))),
         *(gated(1, 1, by, 1) for by in ("none", "silu", "sigmoid")),
         *(gated(7, 133, by, gates) for by in ("none", "silu", "sigmoid") for gates in (1, 133)),
         *(gated(7, 133, "none", gates, fp32=True) for gates in (1, 133)),

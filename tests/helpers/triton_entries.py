@@ -578,12 +578,20 @@ SMALL = (
 )
 
 _SEQUENCES, _DELTA = Sequences(_i32(3), _i32(2), _i32(2)), DeltaHeads(_fp32(32), _fp32(32), 16)
-_TAPS, _CHANNELS, _STATE = _bf16(4, 4096), _fp32(3, 3, 4096), _fp32(3, 32, 128, 128)
+_DRAFTED = replace(_SEQUENCES, pending=_i32(2), drafts=_i32(2))
+_TAPS, _CHANNELS, _STATE = _bf16(4, 4096), _fp32(3, 7, 4096), _fp32(3, 32, 128, 128)
+_LOG = _fp32(3, 4, 8192 + 64)
 
 STATES = (
     _entries("SiLU, bf16", states.gated, _X, _X, "silu"),
-    _entries("bf16", states.causal_conv, _X, _TAPS, None, _CHANNELS, _SEQUENCES, True),
-    _entries("bf16", states.gated_delta, _WIDE, _bf16(9, 64), _DELTA, _STATE, _SEQUENCES),
+    *(
+        entries
+        for what, of in (("bf16", _SEQUENCES), ("bf16, drafts", _DRAFTED))
+        for entries in (
+            _entries(what, states.causal_conv, _X, _TAPS, None, _CHANNELS, of, True),
+            _entries(what, states.gated_delta, _WIDE, _bf16(9, 64), _DELTA, _STATE, _LOG, of),
+        )
+    ),
 )
 
 

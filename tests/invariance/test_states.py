@@ -1,11 +1,15 @@
 """The matrix for layers with a state: a prefix hit continues from a copy of a state, and so does a
-preempted request. Log probabilities are the same to the bit."""
+preempted request. Drafts are in no state until they are accepted. Log probabilities are the same to
+the bit."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+from helpers.drafted_columns import DRAFTERS, SPECULATION, check_drafts, with_room
+from helpers.drafters import install
 from helpers.matrix import (
     ALL_OF_IT,
     BITS,
@@ -15,12 +19,15 @@ from helpers.matrix import (
     checked_bits,
     checked_tokens,
     named,
+    prompts,
     reference_outputs,
     reference_tokens,
 )
 from helpers.optional_native import needs_native
 
+from kvik.core.types import SamplingParams
 from kvik.engine.output import RequestOutput
+from kvik.llm import LLM
 
 STATES = {  # a delta net, attention, a delta net
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -77,3 +84,56 @@ def test_tokens_do_not_depend_on_how_they_are_made(model, expected, column):
 def test_native_logprobs_are_the_same_to_the_bit(model, one_at_a_time, column, caplog):
     checked_bits(column, model, "bfloat16", one_at_a_time)
     assert not caplog.records  # every step was replayed
+
+
+@pytest.fixture(scope="module")
+def texts(expected) -> list[list[int]]:
+    """Return prompts with their answers."""
+    found = zip(prompts(STATES["vocab_size"]), expected, strict=True)
+    return [[*prompt, *tokens] for prompt, tokens in found]
+
+
+@pytest.mark.parametrize("column", by_tier(EVERY), ids=named)
+def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, monkeypatch):
+    drafted, accepted = check_drafts(
+        model, expected, texts, column, "right now and then", monkeypatch
+    )
+    assert 0 < accepted < drafted
+
+
+@pytest.mark.parametrize("drafter", ["always right", "always wrong", "prompt lookup"])
+def test_tokens_do_not_depend_on_the_drafter(model, expected, texts, drafter, monkeypatch):
+    column = next(column for column in EVERY if column.name == "prefix hits, chunks")
+    check_drafts(model, expected, texts, column, drafter, monkeypatch)
+
+
+def test_a_second_turn_continues_from_a_state_with_drafts(model, expected, texts, monkeypatch):
+    """The copy of a state was made after a step whose drafts passed the border of a block."""
+    install(monkeypatch, DRAFTERS["always right"](texts))
+    options = {**model, "block_size": 8}
+    greedy = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
+    hits = set()
+    with LLM(**options, **SPECULATION) as llm, LLM(**options) as plain:
+        for text, answer in list(zip(texts, expected, strict=True))[1:6]:  # greedy ones
+            for length in range(5, 13):
+                prompt = text[: -len(answer)]
+                (first,) = llm.generate([prompt], [replace(greedy, max_tokens=length)])
+                again = [*prompt, *first.outputs[0].token_ids, 5, 6]
+                (found,), (wanted,) = (one.generate([again], [greedy]) for one in (llm, plain))
+                assert found.outputs[0].token_ids == wanted.outputs[0].token_ids
+                hits.add(found.num_cached_tokens - (len(prompt) - 1) // 8 * 8)
+    assert max(hits) >= 8  # beyond the prompt
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "column", [c for c in EVERY if c.name in {c.name for c in BITS}], ids=named
+)
+def test_native_logprobs_have_the_same_bits_with_drafts(
+    model, one_at_a_time, column, caplog, monkeypatch
+):
+    texts = [[*out.prompt_token_ids, *out.outputs[0].token_ids] for out in one_at_a_time]
+    install(monkeypatch, DRAFTERS["right now and then"](texts))
+    found = checked_bits(with_room(column), model, "bfloat16", one_at_a_time, **SPECULATION)
+    assert not caplog.records  # every step was replayed
+    assert sum(output.num_accepted_tokens for output in found) > 0

@@ -48,6 +48,15 @@ from kvik.worker.warm_up import WarmUp
 pytestmark = INTERPRETED_ONLY
 
 MODEL = small(architectures=["MistralForCausalLM"], num_hidden_layers=2, sliding_window=6)
+STATES = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
 PROMPTS = [[5, 17, 40], [9, 8, 7, 6, 5, 4, 3, 2, 11, 12], [1]]
 SAMPLING = [
     SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
@@ -106,7 +115,9 @@ def captured(*sizes: GraphSize, by: Sequence[Again] = ()) -> Iterator[Sequence[A
         patch.setattr("kvik.worker.worker.platform", platform)
         patch.setattr("kvik.worker.ranks.platform", platform)
         patch.setattr(platforms, "CudaCapturer", lambda device: unused.pop())
-        patch.setattr(triton_warm_ups, "forwards", lambda *args: [])  # has tests of its own
+        patch.setattr(
+            triton_warm_ups, "forwards", lambda *args, **kwargs: []
+        )  # has tests of its own
         patch.setattr(triton_warm_ups, "rules", lambda *args: WarmUp(()))
         yield by
     assert {len(again.captured) for again in by} == {len(sizes)}
@@ -149,10 +160,12 @@ def test_groups_replay_padded_steps(cut, model, monkeypatch) -> None:
 # Tokens of no request are computed from whatever was in memory, and nobody looks at them.
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
-@pytest.mark.parametrize("tree", [False, True], ids=["chains", "trees"])
-def test_steps_with_drafts_say_the_same(tree, model, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", ["chains", "trees", "chains with states"])
+def test_steps_with_drafts_say_the_same(kind, model, monkeypatch) -> None:
     """Some drafts of some requests, so that every step is padded in its own way."""
-    (model / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 1}))
+    tree = kind == "trees"
+    changes = STATES if kind == "chains with states" else {"num_hidden_layers": 1}
+    (model / "config.json").write_text(json.dumps(MODEL | changes))
     expected = tokens(model, attention_backend="reference")
     texts = [[*prompt, *answer] for prompt, answer in zip(PROMPTS, expected, strict=True)]
     drafts, method = (ScriptedTree.TREE.drafts, TREE_METHOD) if tree else (3, METHOD)

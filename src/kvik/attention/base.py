@@ -34,6 +34,7 @@ class StepLayout:
         tree_words: tree on the host.
         state_rows: [num_seqs] int32, row of each sequence's state, or of its last queries; None: no
             layer keeps any.
+        state_pending, state_drafts: [num_seqs] int32, see `Sequences`; None: states have no drafts.
         first_keys: [num_seqs] int32, the first key of each sequence that its queries see; None: 0,
             or as the window says.
         firsts: first_keys on the host; (): None.
@@ -49,6 +50,8 @@ class StepLayout:
     tree: Tensor | None = None
     tree_words: tuple[int, ...] = ()
     state_rows: Tensor | None = None
+    state_pending: Tensor | None = None
+    state_drafts: Tensor | None = None
     first_keys: Tensor | None = None
     firsts: tuple[int, ...] = ()
 
@@ -60,7 +63,8 @@ class StepLayout:
     def sequences(self) -> Sequences:
         """Return the sequences for layers that keep a state."""
         assert self.state_rows is not None
-        return Sequences(self.query_start_loc, self.seq_lens, self.state_rows)
+        places = self.query_start_loc, self.seq_lens, self.state_rows
+        return Sequences(*places, self.state_pending, self.state_drafts)
 
     def nodes(self, start: int, length: int) -> tuple[int, ...]:
         """Return the words of the tree of the tokens from `start` on; empty without a tree."""

@@ -23,7 +23,13 @@ from kvik.config.config import (
     requested_speculation,
 )
 from kvik.config.draft_heads import EAGLE
-from kvik.config.fit import Fit, choose_speculation, footprint_of, with_drafter
+from kvik.config.fit import (
+    Fit,
+    choose_speculation,
+    draft_tokens,
+    footprint_of,
+    with_drafter,
+)
 from kvik.config.hardware import Hardware
 from kvik.config.kv_budget import KVBudgets, check_model
 from kvik.config.memory import Limit
@@ -41,7 +47,14 @@ from kvik.config.parallel import (
     stage_weights,
     stages_reason,
 )
-from kvik.config.speculative import NO_SOURCE, DraftSource, SpeculativeConfig
+from kvik.config.speculative import (
+    METHODS,
+    NO_SOURCE,
+    OFF,
+    TREE_METHODS,
+    DraftSource,
+    SpeculativeConfig,
+)
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError
@@ -99,7 +112,7 @@ def resolve(
     limit = replica_limit(total, replicas, compute, hardware, mapped) if replicas > 1 else total
     ends = stage_ends(config, spec, compute)
     if requested is not None:
-        check_drafts(requested, spec, ends)
+        spec = as_drafting(requested, spec, ends)
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     # Processes share the mapped pages of an engine folder.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
@@ -223,18 +236,29 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
     return replace(limit, size=int(smallest * config.memory_utilization))
 
 
-KEEPS_STATES = "keeps states, which cannot take back drafts"
+def as_drafting(options: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...]) -> ModelSpec:
+    """Return the model with room for drafts in its states.
 
-
-def check_drafts(options: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...]) -> None:
-    """Raise ConfigError if a model does not support speculation."""
-    if spec.states:
-        raise ConfigError(
-            "spec_method",
-            f"must be left out: {spec.architecture} {KEEPS_STATES}",
-        )
+    Raises:
+        ConfigError: the model does not support this method.
+    """
     if ends and options.method == EAGLE:
         raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
+    if not spec.states:
+        return spec
+    if options.method in TREE_METHODS:
+        others = ", ".join(method for method in METHODS if method not in (*TREE_METHODS, OFF))
+        raise ConfigError(
+            "spec_method",
+            f"must be one of {others}: {spec.architecture} keeps states, which follow one chain of "
+            f"tokens, and {options.method} drafts trees",
+        )
+    drafts = draft_tokens(options)
+    layers = (
+        replace(layer, state=layer.state and replace(layer.state, drafts=drafts))
+        for layer in spec.layers
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def _threads_reason(config: EngineConfig, hardware: Hardware) -> str:

@@ -6,7 +6,8 @@ copied. Copies are made at block borders, before the step that continues from th
 
 - at the last block border before the last token of the prompt;
 - where cached blocks end that a request shares, if there is no checkpoint: others will share them;
-- at each border that the output passes; only the newest is kept, for the next turn.
+- at each border that the output passes; only the newest is kept, for the next turn. A step with
+  accepted drafts may pass it: until the next step, its state can still be copied as of the border.
 
 A step never computes past the first two, so results do not depend on where copies are made. When
 all are in use, the least recently used checkpoint is replaced.
@@ -58,13 +59,17 @@ class CheckpointTable:
         ends = [end - start for end in self._ends(request) if end > start]
         return min([num_tokens, *ends])
 
-    def take(self, request: Request) -> StateCheckpoint | None:
+    def take(self, request: Request, accepted: int = 0) -> StateCheckpoint | None:
         """Return a checkpoint to copy the request's state to; None: it needs none here, or none is
-        available."""
-        tokens = request.num_computed_tokens
-        blocks, rest = divmod(tokens, self.block_size)
-        if rest or not blocks:
+        available.
+
+        Args:
+            accepted: drafts of its last step, which its state does not cover yet.
+        """
+        blocks, rest = divmod(request.num_computed_tokens, self.block_size)
+        if rest > accepted or not blocks:
             return None
+        tokens = blocks * self.block_size
         if tokens < self._end_of_prompt(request) and tokens not in self._ends(request):
             return None
         hashes = request.block_hashes

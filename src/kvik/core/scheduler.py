@@ -693,16 +693,18 @@ class Scheduler:
         request.num_pending_tokens += samples
         step.add_chunk(request, chunk, samples=samples)
 
-    def _take_checkpoint(self, request: Request, step: Step | None = None) -> None:
+    def _take_checkpoint(
+        self, request: Request, step: Step | None = None, accepted: int = 0
+    ) -> None:
         """Copy the state of a request if a checkpoint is due at its position.
 
         Args:
-            step: the step that continues from there; None: the request ends, with all results
-                known.
+            step: the step that continues from there; None: all results of the request are known.
+            accepted: see `CheckpointTable.take`.
         """
         checkpoints = self.kv.checkpoints
         assert checkpoints is not None
-        made = checkpoints.take(request)
+        made = checkpoints.take(request, accepted)
         if made is None:
             return
         self._state_copies.append((request.slot, self._row(made.index)))
@@ -902,6 +904,8 @@ class Scheduler:
             if reason is not None:
                 tokens = list(token_ids[before:])
                 break
+        if drafts and self.kv.checkpoints is not None and request.status is RequestStatus.RUNNING:
+            self._take_checkpoint(request, accepted=len(output.token_ids[row]) - 1)
         complete = False
         if row in output.ended and reason is not FinishReason.STOP:
             complete = len(tokens) == len(output.token_ids[row])

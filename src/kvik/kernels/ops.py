@@ -127,15 +127,23 @@ class Sequences:
     A sequence without keys before this step begins with a state of zeros; the stored state is
     ignored.
 
+    A state cannot take back a token, so the stored one covers no draft of the last step. Next to it
+    are the inputs of those drafts: the next step repeats the ones that were accepted.
+
     Attributes:
         starts: [n + 1] int32, first token of each in the flat batch.
         lengths: [n] int32, tokens of each after this step, earlier steps included.
         rows: [n] int32, row of each state; -1: there is none, and the result is undefined.
+        pending: [n] int32, accepted drafts of the last step, which the state does not cover; 0 for
+            a sequence that begins; None: no state has any.
+        drafts: [n] int32, how many tokens at the end of each sequence are drafts; None: none are.
     """
 
     starts: Tensor
     lengths: Tensor
     rows: Tensor
+    pending: Tensor | None = None
+    drafts: Tensor | None = None
 
 
 Gate = Literal["silu", "sigmoid", "none"]  # function applied to the gate of `Ops.gated`
@@ -216,17 +224,18 @@ class Ops:
     gated(x [tokens, dim], gate [tokens, dim or 1] of the dtype of x or fp32, by) -> x * by(gate),
         or x * gate if `by` is "none"
     causal_conv(x [tokens, channels], weight [width, channels], bias [channels] or None, state
-        [rows, width - 1, channels] fp32, sequences, silu) -> [tokens, channels]: for each channel
-        the sum of the last `width` inputs of the sequence times weight, the newest times its last
-        row, plus bias; then SiLU if `silu`. The state holds the inputs before this step, and is
-        updated
+        [rows, width - 1 + most drafts, channels] fp32, sequences, silu) -> [tokens, channels]: for
+        each channel the sum of the last `width` inputs of the sequence times weight, the newest
+        times its last row, plus bias; then SiLU if `silu`. The state holds the inputs before this
+        step, those of drafts last, and is updated
     gated_delta(x [tokens, channels], gates [tokens, 2 * value_heads], heads, state [rows,
-        value_heads, key_dim, value_dim] fp32, sequences) -> [tokens, value_heads * value_dim], the
-        gated delta rule (Yang et al. 2024), token by token in fp32. x: queries and keys of all key
-        heads, then values of all value heads; q and k are divided by their norms and q by
-        sqrt(key_dim). gates: b, then a of all value heads; beta = sigmoid(b). For each head
-        S = S * exp(-exp(decay) * softplus(a + bias)); S = S + k (beta * (v - S^T k))^T; its output
-        is S^T q. The state is updated
+        value_heads, key_dim, value_dim] fp32, log [rows, most drafts, channels + 2 * value_heads]
+        fp32, sequences) -> [tokens, value_heads * value_dim], the gated delta rule (Yang et al.
+        2024), token by token in fp32. x: queries and keys of all key heads, then values of all
+        value heads; q and k are divided by their norms and q by sqrt(key_dim). gates: b, then a of
+        all value heads; beta = sigmoid(b). For each head S = S * exp(-exp(decay) * softplus(a +
+        bias)); S = S + k (beta * (v - S^T k))^T; its output is S^T q. The state is updated, and the
+        log, which holds x and gates of drafts
     store_kv(k, v [tokens, kv_heads, head_dim], k_cache, v_cache [blocks, block_size, kv_heads,
         head_dim], slot_mapping [tokens]) -> None
     copy_blocks(cache [blocks, ...], source [n], target [n]) -> None
@@ -258,7 +267,7 @@ class Ops:
     softcap: Callable[[Tensor, float], None]
     gated: Callable[[Tensor, Tensor, Gate], Tensor]
     causal_conv: Callable[[Tensor, Tensor, Tensor | None, Tensor, Sequences, bool], Tensor]
-    gated_delta: Callable[[Tensor, Tensor, DeltaHeads, Tensor, Sequences], Tensor]
+    gated_delta: Callable[[Tensor, Tensor, DeltaHeads, Tensor, Tensor, Sequences], Tensor]
     store_kv: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
     copy_blocks: Callable[[Tensor, Tensor, Tensor], None]
     owned: Callable[[Matrix, int, int], Sequence[tuple[int, int]]] = all_rows

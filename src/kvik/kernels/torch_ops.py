@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvik.kernels.fp8 import PIECE
-from kvik.kernels.ops import DeltaHeads, Draws, Ops, Sequences, Truncation
+from kvik.kernels.ops import DeltaHeads, Draws, Ops, Truncation
 from kvik.kernels.reference.draw import probabilities
 from kvik.kernels.reference.experts import experts_by
 from kvik.kernels.reference.ops import (
@@ -27,7 +27,7 @@ from kvik.kernels.reference.ops import (
     rms_norm,
     stored_weight,
 )
-from kvik.kernels.reference.states import delta_inputs, each_sequence
+from kvik.kernels.reference.states import delta_inputs, gated_delta_by
 from kvik.kernels.weights import PAIRED, Activation, Matrix, Weight
 
 
@@ -67,33 +67,28 @@ def _linear_each(x: Tensor, matrix: Matrix, outputs: int) -> Tensor:
 CHUNK = 64  # tokens of the delta rule at a time: its products grow with the square
 
 
-def _gated_delta(
-    x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor, sequences: Sequences
-) -> Tensor:
+def _in_chunks(x: Tensor, gates: Tensor, heads: DeltaHeads, s: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `CHUNK` tokens at a time (Yang et al. 2024, "Gated Delta Networks", section 3.3).
 
     A token adds its key times a change to the state. The changes of a chunk solve a triangular
     system, so the states in between are not computed.
     """
-    parts = delta_inputs(x, gates, heads, state)
+    parts = delta_inputs(x, gates, heads, s)
     y = torch.empty(parts[2].shape, dtype=x.dtype, device=x.device)
-    for tokens, row, fresh in each_sequence(sequences):
-        s = torch.zeros_like(state[row]) if fresh else state[row]
-        for first in range(tokens.start, tokens.stop, CHUNK):
-            chunk = slice(first, min(first + CHUNK, tokens.stop))
-            q, k, v, beta, decay = (part[chunk].transpose(0, 1) for part in parts)  # head by head
-            total = decay.cumsum(1)
-            left = total.exp()[:, :, None]  # of the state before the chunk, at each token
-            since = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # of each change
-            before = beta[:, :, None] * (k @ k.mT) * since  # on the diagonal: read as ones
-            change = torch.linalg.solve_triangular(
-                before, beta[:, :, None] * (v - left * (k @ s)), upper=False, unitriangular=True
-            )
-            out = left * (q @ s) + ((q @ k.mT) * since) @ change
-            y[chunk] = out.transpose(0, 1).to(x.dtype)
-            s = left[:, -1:] * s + (k * since[:, -1, :, None]).mT @ change
-        state[row] = s
-    return y.flatten(1)
+    for first in range(0, len(x), CHUNK):
+        chunk = slice(first, first + CHUNK)
+        q, k, v, beta, decay = (part[chunk].transpose(0, 1) for part in parts)  # head by head
+        total = decay.cumsum(1)
+        left = total.exp()[:, :, None]  # of the state before the chunk, at each token
+        since = (total[:, :, None] - total[:, None, :]).tril().exp().tril()  # of each change
+        before = beta[:, :, None] * (k @ k.mT) * since  # on the diagonal: read as ones
+        change = torch.linalg.solve_triangular(
+            before, beta[:, :, None] * (v - left * (k @ s)), upper=False, unitriangular=True
+        )
+        out = left * (q @ s) + ((q @ k.mT) * since) @ change
+        y[chunk] = out.transpose(0, 1).to(x.dtype)
+        s = left[:, -1:] * s + (k * since[:, -1, :, None]).mT @ change
+    return y.flatten(1), s
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -164,7 +159,7 @@ TORCH = replace(
     linear=_linear,
     experts=experts_by(_linear),
     linear_each=_linear_each,
-    gated_delta=_gated_delta,
+    gated_delta=gated_delta_by(_in_chunks),
     largest=_largest,
     probabilities=_probabilities,
     rms_norm=_rms_norm,

@@ -131,12 +131,15 @@ class LayerStates:
     """The states of one layer.
 
     Attributes:
-        convolved: [rows, width - 1, channels] fp32, the last inputs of its convolution.
+        convolved: [rows, width - 1 + most drafts, channels] fp32, inputs of its convolution: the
+            last of known tokens, then those of drafts.
         matrices: [rows, value_heads, key_dim, value_dim] fp32, of its gated delta net, if any.
+        log: [rows, most drafts, channels + 2 * value_heads] fp32, inputs of the delta net.
     """
 
     convolved: torch.Tensor
     matrices: torch.Tensor
+    log: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,13 +173,13 @@ def allocate_states(
     pool = zeros(rows, total, dtype=torch.float32, device=device)
     layers, first = [], 0
     for spec in specs:
-        convolved, matrices = pool[:, first : first + spec.size].split(
-            (spec.convolved, spec.size - spec.convolved), 1
-        )
+        sizes = spec.convolved, spec.matrices, spec.logged
+        convolved, matrices, log = pool[:, first : first + spec.size].split(sizes, 1)
         layers.append(
             LayerStates(
-                convolved.view(rows, spec.width - 1, spec.channels),
+                convolved.view(rows, -1, spec.channels),
                 matrices.view(rows, spec.value_heads, spec.key_dim, spec.value_dim),
+                log.view(rows, spec.drafts, spec.logged // max(1, spec.drafts)),
             )
         )
         first += spec.size

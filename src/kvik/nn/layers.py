@@ -233,7 +233,7 @@ class GatedDelta:
         """x [tokens, channels], gates [tokens, 2 * value_heads] -> [tokens, value_heads *
         value_dim]."""
         states, sequences = ctx.states[self.position], ctx.metadata[0].layout.sequences
-        return self.ops.gated_delta(x, gates, self.heads, states.matrices, sequences)
+        return self.ops.gated_delta(x, gates, self.heads, states.matrices, states.log, sequences)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ model are planned together, as in the engine, since they share one memory.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 
 from kvik.config.compute import Compute, computing_in
@@ -16,7 +17,7 @@ from kvik.config.fit import Fit, footprint_of, with_drafter
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import RANK_BYTES, Limit, MemoryPlan, StepSize
 from kvik.config.parallel import check_group, repeated_bytes, stage_ends
-from kvik.config.resolve import check_drafts
+from kvik.config.resolve import as_drafting
 from kvik.core.config import RESERVED_BLOCKS, CacheConfig
 from kvik.errors import ConfigError
 from kvik.models.model_spec import ModelSpec
@@ -200,7 +201,7 @@ def parts_of(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
 
 def _processes(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemory, ...]:
     """Return the bytes of each CPU process, the engine's last: it has the rest of the plan."""
-    shape, planned, rows = planner.shape, planner.planned(size), planner.rows(size)
+    shape, planned = planner.shape, planner.planned(size)
     parts: list[PartMemory] = []
     for stage, part in enumerate(planner.stages):
         for rank in range(at.tp):
@@ -212,7 +213,7 @@ def _processes(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemo
                     rank=rank,
                     layers=part.num_layers,
                     weights=part.bytes_of(matrices, rest, at.weight_format),
-                    kv_cache=planner.cached(size, stage, rank) + rows * part.state_bytes,
+                    kv_cache=planner.cached(size, stage, rank) + planner.states(size, part),
                     activations=planned.activations // at.parts,
                     runtime=RANK_BYTES,
                 )
@@ -228,7 +229,7 @@ def _processes(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemo
 
 def _gpus(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemory, ...]:
     """Return the bytes of the fullest GPU of each stage."""
-    planned, rows = planner.planned(size), planner.rows(size)
+    planned = planner.planned(size)
     weights = planner.fit.footprint.stage_bytes or (planned.weights,)
     return tuple(
         PartMemory(
@@ -236,7 +237,7 @@ def _gpus(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemory, .
             rank=0,
             layers=part.num_layers,
             weights=weights[stage],
-            kv_cache=planner.cached(size, stage, at.tp - 1) + rows * part.state_bytes,
+            kv_cache=planner.cached(size, stage, at.tp - 1) + planner.states(size, part),
             activations=planned.activations,
             runtime=planned.overhead,
         )
@@ -329,7 +330,8 @@ class _Planner:
         drafting = requested_speculation(config)
         try:
             if drafting is not None:
-                check_drafts(drafting, spec, ends if at.exact else ())
+                spec = as_drafting(drafting, spec, ends if at.exact else ())
+                footprint = replace(footprint, spec=spec)
             footprint = with_drafter(footprint, drafting, at.source)
         except ConfigError as error:
             raise ConfigError("draft", error.message) from None
@@ -341,9 +343,13 @@ class _Planner:
             size.max_model_len, size.max_num_batched_tokens
         )
 
-    def rows(self, size: StepSize) -> int:
-        """Return how many requests and checkpoints have states."""
-        return size.max_num_seqs + self.fit.footprint.num_checkpoints(size)
+    def states(self, size: StepSize, part: ModelShape) -> int:
+        """Return the bytes of the states of all requests and checkpoints in a part of the model,
+        with their room for drafts."""
+        footprint = self.fit.footprint
+        rows = size.max_num_seqs + footprint.num_checkpoints(size)
+        share = Fraction(part.state_bytes, max(1, self.shape.state_bytes))
+        return int(rows * footprint.spec.state_bytes * share)
 
     def cached(self, size: StepSize, stage: int, rank: int) -> int:
         """Return the bytes of one device's blocks, those that are never allocated included."""

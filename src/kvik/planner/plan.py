@@ -302,14 +302,14 @@ def speed_of(shape: ModelShape, at: Setting, question: Question, memory: Memory)
         ConfigError: `tp` devices cannot share this model's layers, or have no link.
         ModelError: the draft is not found or cannot be read.
     """
-    batches = {1, at.batch} if not shape.state_bytes else set()  # states take back no drafts
+    batches = sorted({1, at.batch})
     return PlannedSpeed(
         prefill=tuple(
             _prefill(shape, at, tokens, memory.step_tokens) for tokens in _prompts(at.context)
         ),
         decode=tuple(_decode(shape, at, batch, memory) for batch in _batches(at, memory)),
         compute_bound_batch=compute_bound_batch(shape, at),
-        speculation=tuple(_speculation(shape, at, question, batch) for batch in sorted(batches)),
+        speculation=tuple(_speculation(shape, at, question, batch) for batch in batches),
     )
 
 

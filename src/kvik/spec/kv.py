@@ -21,6 +21,7 @@ class StateSpec:
         bias: the convolution and its projections have biases.
         key_heads, value_heads, key_dim, value_dim: of a gated delta net after it, which keeps a
             matrix [key_dim, value_dim] for each value head; all 0: none.
+        drafts: most drafts in a step, whose inputs it keeps until they are accepted or rejected.
     """
 
     channels: int
@@ -30,6 +31,7 @@ class StateSpec:
     value_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    drafts: int = 0
 
     @staticmethod
     def delta(
@@ -47,12 +49,22 @@ class StateSpec:
     @property
     def convolved(self) -> int:
         """Numbers that the convolution keeps."""
-        return (self.width - 1) * self.channels
+        return (self.width - 1 + self.drafts) * self.channels
+
+    @property
+    def matrices(self) -> int:
+        """Numbers in the matrices of the delta net."""
+        return self.key_dim * self.values
+
+    @property
+    def logged(self) -> int:
+        """Numbers that the delta net keeps of drafts: its inputs and gates."""
+        return self.drafts * (self.channels + 2 * self.value_heads) if self.value_heads else 0
 
     @property
     def size(self) -> int:
         """Numbers that a request keeps."""
-        return self.convolved + self.key_dim * self.values
+        return self.convolved + self.matrices + self.logged
 
     @property
     def flops(self) -> int:

@@ -60,8 +60,10 @@ class CpuTape(Graph):
                 num_scheduled=(),  # known only in a replay
                 contexts=(),
                 block_size=block_size,
-                tree=inputs.full("tree") if inputs.sizes.trees else None,
+                tree=inputs.full("tree") if sizes.trees else None,
                 state_rows=inputs.full("state_rows"),
+                state_pending=inputs.full("state_pending") if sizes.logs else None,
+                state_drafts=inputs.full("state_drafts") if sizes.logs else None,
                 first_keys=inputs.full(f"first_keys {group}") if of.budgeted else None,
             )
             for group, of in enumerate(network.groups)

@@ -136,6 +136,8 @@ class DecodeGraphs(Graph):
                 block_size=self._block_size,
                 tree=inputs.padded("tree", size.tokens) if size.tree else None,
                 state_rows=inputs.padded("state_rows", size.rows),
+                state_pending=inputs.padded("state_pending", size.rows) if inputs.logs else None,
+                state_drafts=inputs.padded("state_drafts", size.rows) if inputs.logs else None,
                 first_keys=(
                     inputs.padded(f"first_keys {group}", size.rows)
                     if self.network.groups[group].budgeted

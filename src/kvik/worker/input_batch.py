@@ -88,9 +88,13 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
     num_scheduled, contexts = tuple(plan.num_scheduled_tokens), tuple(seq_lens.tolist())
     tree_tensor = None if words is None else inputs.put("tree", words)
     tree_words = () if words is None else tuple(words.tolist())
-    state_rows = None
+    state_rows = pending = state_drafts = None
     if table.states or table.first_keys is not None:
         state_rows = inputs.put("state_rows", slots.astype(np.int32))
+    if table.covered is not None:
+        of_begun = np.where(computed > 0, computed - table.covered[slots], 0)
+        pending = inputs.put("state_pending", of_begun.astype(np.int32))
+        state_drafts = inputs.put("state_drafts", np.array(plan.num_draft_tokens, np.int32))
     layouts = tuple(
         StepLayout(
             query_start_loc=query_start_loc,
@@ -105,6 +109,8 @@ def build_input_batch(plan: SchedulerOutput, table: RequestTable, inputs: StepIn
             tree=tree_tensor,
             tree_words=tree_words,
             state_rows=state_rows,
+            state_pending=pending,
+            state_drafts=state_drafts,
             first_keys=(
                 None
                 if table.first_keys is None

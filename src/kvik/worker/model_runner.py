@@ -167,13 +167,14 @@ class ModelRunner:
                 participant.prepare(batch, self._running)
         if self.pipeline is not None:
             self.pipeline.begin(plan)
-        self.table.num_computed[batch.slots] = batch.ends
+        self.table.compute(batch.slots, batch.ends, plan.num_draft_tokens)
         return batch
 
     def _apply(self, plan: SchedulerOutput) -> dict[int, str]:
         """Update the tables, and apply budget cuts. Returns slots whose request could not be set up
         or cannot continue, and why."""
         refused: dict[int, str] = {}
+        self.table.copy_states(plan.state_copies)
         for slot in plan.freed_slots:
             for participant in self.participants:
                 participant.leave(slot)

@@ -269,6 +269,8 @@ class TorchRank(Member):
                 tree=tensors.get("tree"),
                 tree_words=tuple(arrays["tree"].tolist()) if "tree" in arrays else (),
                 state_rows=tensors.get("state_rows"),
+                state_pending=tensors.get("state_pending"),
+                state_drafts=tensors.get("state_drafts"),
             )
             for group in range(len(self._network.groups))
         )

@@ -41,6 +41,8 @@ class RequestTable:
             follows the one before it.
         entered: total number of requests that entered a slot.
         states: layers keep a state of each request, in the row of its slot.
+        covered: [rows of states] int32, tokens that each state covers, which are fewer than
+            `num_computed` where drafts were accepted; None: states have no drafts.
         first_keys: [groups, slots] int32, index of the first key that layers with a budget have
             kept of each request; None: all layers keep all.
         type_stride: offset of positions in the second text of a prompt (`ModelFacts.type_stride`);
@@ -56,6 +58,7 @@ class RequestTable:
         block_size: int,
         *,
         states: bool = False,
+        covered: int = 0,
         type_stride: int = 0,
         shares: Sequence[int] = (),
         budgets: bool = False,
@@ -63,6 +66,7 @@ class RequestTable:
         max_blocks = -(-max_model_len // block_size)
         self.block_size = block_size
         self.states = states
+        self.covered = np.zeros(covered, np.int32) if covered else None
         self.type_stride = type_stride
         self.second_text = np.zeros(max_num_seqs, np.int32)
         self.token_ids = np.zeros((max_num_seqs, max_model_len), np.int32)
@@ -97,6 +101,23 @@ class RequestTable:
             self.first_keys[:, slot] = 0
         for group, ids in enumerate(new.block_ids):
             self.add_blocks(slot, group, ids)
+
+    def compute(self, slots: np.ndarray, ends: np.ndarray, drafts: list[int]) -> None:
+        """Count the tokens of a step as computed.
+
+        Args:
+            slots, ends: [rows], of the step, and the tokens of each after it.
+            drafts: how many of them are drafts.
+        """
+        self.num_computed[slots] = ends
+        if self.covered is not None:
+            self.covered[slots] = ends - np.array(drafts)
+
+    def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Record that states are copied, in order, from rows to other rows."""
+        if self.covered is not None:
+            for source, target in pairs:
+                self.covered[target] = self.covered[source]
 
     def add_blocks(self, slot: int, group: int, ids: list[int]) -> None:
         first = self.num_blocks[group, slot]

@@ -106,6 +106,7 @@ PADDING = {
     "state_rows": -1,
 }  # 0 for all others: token 0 exists, so its logits can be computed
 COUNTING = "query_start_loc"
+STATE_INPUTS = ("state_rows", "state_pending", "state_drafts")  # an entry for each request
 
 
 class DeviceInputs(StepInputs):
@@ -123,14 +124,14 @@ class DeviceInputs(StepInputs):
         Args:
             captured: forwards that read from here; none is larger than `sizes`.
         """
-        self.groups = range(num_groups)
+        self.groups, self.logs = range(num_groups), sizes.logs
         rows = max((size.rows for size in captured), default=0)
         tokens = max((size.tokens for size in captured), default=0)
         samples = max((size.samples for size in captured), default=0)
         counts = sizes.inputs(num_groups)
         padded = {
             "seq_lens": rows,
-            "state_rows": rows,
+            **dict.fromkeys(STATE_INPUTS, rows),
             COUNTING: rows + 1,
             "logits_indices": samples,
         }
@@ -259,6 +260,7 @@ class StepSizes:
     seqs: int
     samples: int  # rows of logits: one for each row that samples, and one for each draft
     trees: bool = False  # a step may hold trees of drafts
+    logs: bool = False  # layers with states log drafts
 
     @staticmethod
     def of(max_num_batched_tokens: int, max_num_seqs: int, max_draft_rows: int = 0) -> StepSizes:
@@ -276,13 +278,14 @@ class StepSizes:
         if speculation is None:
             return StepSizes.of(tokens, seqs)
         sizes = StepSizes.of(tokens, seqs, speculation.max_draft_rows)
-        return replace(sizes, trees=speculation.trees)
+        return replace(sizes, trees=speculation.trees, logs=bool(config.model.states))
 
     def inputs(self, num_groups: int) -> dict[str, int]:
         """Return the number of entries of each input of the largest step, by name, except the block
         tables."""
         sizes = dict.fromkeys(("input_ids", "positions"), self.tokens)
-        sizes |= {"query_start_loc": self.seqs + 1, "seq_lens": self.seqs, "state_rows": self.seqs}
+        sizes |= {"query_start_loc": self.seqs + 1, "seq_lens": self.seqs}
+        sizes |= dict.fromkeys(STATE_INPUTS if self.logs else STATE_INPUTS[:1], self.seqs)
         sizes["logits_indices"] = self.samples
         if self.trees:
             sizes["tree"] = self.tokens
@@ -292,7 +295,7 @@ class StepSizes:
         return sizes
 
 
-_NARROW = ("query_start_loc", "seq_lens", "state_rows", "block_table", "first_keys")
+_NARROW = ("query_start_loc", "seq_lens", *STATE_INPUTS, "block_table", "first_keys")
 
 
 def dtype_of(name: str) -> type[np.integer]:

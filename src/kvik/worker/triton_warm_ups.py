@@ -56,7 +56,9 @@ class TritonWarmUps(WarmUps):
         kv_heads = {spec.heads(layer)[0] for layer in spec.layers if layer.state is None}
         classes = lengths(spec.num_heads, kv_heads, max_length, set().union(*by_expert))
         nodes = [length for length in classes if sizes.trees and length <= SHORT]
-        calls = forwards(network, classes, sizes.samples, block_size, context, nodes)
+        calls = forwards(
+            network, classes, sizes.samples, block_size, context, nodes, logs=sizes.logs
+        )
         return WarmUp(calls, self._jointly)
 
     def heads(self, function: RowFunction, like: Sequence[Tensor]) -> IdleWork:

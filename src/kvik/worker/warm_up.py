@@ -108,6 +108,8 @@ def forwards(
     block_size: int,
     max_context: int,
     trees: Sequence[int] = (),
+    *,
+    logs: bool = False,
 ) -> list[Callable[[], object]]:
     """Return calls that run steps of one request, without cached tokens and after as many cached
     tokens as possible, since the choice of kernels depends on that. The last call copies blocks.
@@ -116,11 +118,14 @@ def forwards(
         lengths: tokens of the steps; none exceeds max_context.
         samples: the most rows of logits.
         trees: lengths of requests in steps that hold trees of drafts.
+        logs: layers with states log drafts.
     """
     steps = [(length, False) for length in lengths] + [(length, True) for length in trees]
     return [
         *(
-            partial(_forward, network, length, samples, block_size, context, max_context, tree)
+            partial(
+                _forward, network, length, samples, block_size, context, max_context, tree, logs
+            )
             for length, tree in steps
             for context in sorted({length, max_context})
         ),
@@ -136,11 +141,13 @@ def _forward(
     context: int,
     max_context: int,
     tree: bool,
+    logs: bool,
 ) -> None:
     """Run a forward for a request whose cached tokens were never written: it attends to block 0,
     which is never allocated, and only planning on the host uses the context. As many of its tokens
     as possible have logits, as with drafts."""
     device = network.kv.layers[0].k.device
+    none = torch.zeros(1, dtype=torch.int32, device=device)
     layout = StepLayout(
         query_start_loc=torch.tensor([0, length], dtype=torch.int32, device=device),
         seq_lens=torch.full((1,), length, dtype=torch.int32, device=device),
@@ -151,8 +158,10 @@ def _forward(
         block_size=block_size,
         tree=torch.zeros(length, dtype=torch.int64, device=device) if tree else None,
         state_rows=torch.full((1,), -1, dtype=torch.int32, device=device),
+        state_pending=none if logs else None,
+        state_drafts=none if logs else None,
     )
-    cut = replace(layout, first_keys=torch.zeros(1, dtype=torch.int32, device=device))
+    cut = replace(layout, first_keys=none)
     network.forward(
         torch.zeros(length, dtype=torch.int64, device=device),
         torch.arange(length, device=device),

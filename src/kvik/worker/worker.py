@@ -143,6 +143,7 @@ class Worker:
             len(cache.groups),
             cache.block_size,
             states=bool(config.model.states),
+            covered=config.state_rows if sizes.logs else 0,
             type_stride=config.model.type_stride if config.model.token_types > 1 else 0,
             shares=[group.shares for group in cache.groups],
             budgets=any(group.budgeted for group in cache.groups),

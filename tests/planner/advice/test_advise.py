@@ -249,13 +249,11 @@ def test_a_draft_model_takes_its_memory() -> None:
     assert taken == [True, False]
 
 
-@pytest.mark.parametrize("acceptance", [None, 0.9])
-def test_states_take_back_no_drafts(acceptance: float | None) -> None:
+def test_models_with_states_speculate() -> None:
     shape = shape_from_config(PUBLIC["Qwen3.5-9B"], "m")
-    found = advise_shape(shape, H100, Goal(acceptance=acceptance))
-    lever = advice(found, "speculation")
-    assert (lever.verdict, lever.flags) == ("no use", ()) and "states" in lever.reason
-    assert parsed(found.flags).spec_method is None
+    found = advise_shape(shape, H100, Goal(acceptance=0.9))
+    assert advice(found, "speculation").verdict == "do"
+    assert parsed(found.flags).spec_method == "ngram"
 
 
 def test_parallelism_needs_a_link() -> None:

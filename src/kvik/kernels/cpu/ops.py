@@ -307,13 +307,19 @@ class _Operations:
         return y
 
     def gated_delta(
-        self, x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor, sequences: Sequences
+        self,
+        x: Tensor,
+        gates: Tensor,
+        heads: DeltaHeads,
+        state: Tensor,
+        log: Tensor,
+        sequences: Sequences,
     ) -> Tensor:
         _, value_heads, key_dim, value_dim = state.shape
         y = self.native.empty(x.shape[0], value_heads * value_dim, dtype=x.dtype)
         self.native.launch(
             "gated_delta",
-            **strided(x=x, gates=gates, state=state, y=y),
+            **strided(x=x, gates=gates, state=state, log=log, y=y),
             decay=heads.decay.data_ptr(),
             bias=heads.bias.data_ptr(),
             **self._places(sequences),
@@ -331,5 +337,7 @@ class _Operations:
             "starts": sequences.starts.data_ptr(),
             "lengths": sequences.lengths.data_ptr(),
             "state_rows": sequences.rows.data_ptr(),
+            "pending": pointer(sequences.pending),
+            "drafts": pointer(sequences.drafts),
             "num_seqs": self.native.rows(sequences.rows),
         }

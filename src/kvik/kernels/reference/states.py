@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -24,48 +24,85 @@ def causal_conv(
     """See `Ops.causal_conv`."""
     width = len(weight)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for tokens, row, fresh in each_sequence(sequences):
-        before = torch.zeros_like(state[row]) if fresh else state[row]
+    for tokens, row, fresh, pending, drafts in each_sequence(sequences):
+        before = state[row, pending : pending + width - 1]
+        before = torch.zeros_like(before) if fresh else before
         inputs = torch.cat((before, x[tokens].float()))  # [width - 1 + count, channels]
         windows = inputs.unfold(0, width, 1)  # [count, channels, width]
         sums = (windows * weight.float().t()).sum(-1)
         if bias is not None:
             sums = sums + bias.float()
         y[tokens] = (F.silu(sums) if silu else sums).to(x.dtype)
-        state[row] = inputs[len(inputs) - width + 1 :]
+        kept = inputs[len(inputs) - width + 1 - drafts :]
+        state[row, : len(kept)] = kept
     return y
 
 
-def gated_delta(
-    x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor, sequences: Sequences
-) -> Tensor:
-    """See `Ops.gated_delta`."""
-    q, k, v, beta, decay = delta_inputs(x, gates, heads, state)
+# Of one sequence: x, gates, state before them -> outputs [tokens, value_heads * value_dim] of the
+# dtype of x, and the state after them.
+DeltaRule = Callable[[Tensor, Tensor, DeltaHeads, Tensor], tuple[Tensor, Tensor]]
+
+
+def gated_delta_by(rule: DeltaRule) -> Callable[..., Tensor]:
+    """Return `Ops.gated_delta` for a rule of one sequence."""
+
+    def gated_delta(
+        x: Tensor,
+        gates: Tensor,
+        heads: DeltaHeads,
+        state: Tensor,
+        log: Tensor,
+        sequences: Sequences,
+    ) -> Tensor:
+        width = x.shape[1]
+        y = x.new_empty(len(x), state.shape[1] * state.shape[3])
+        for tokens, row, fresh, pending, drafts in each_sequence(sequences):
+            s = torch.zeros_like(state[row]) if fresh else state[row]
+            if pending:
+                again = log[row, :pending]
+                _, s = rule(again[:, :width], again[:, width:], heads, s)
+            certain = slice(tokens.start, tokens.stop - drafts)
+            y[certain], s = rule(x[certain], gates[certain], heads, s)
+            state[row] = s
+            if drafts:
+                guessed = slice(certain.stop, tokens.stop)
+                y[guessed], _ = rule(x[guessed], gates[guessed], heads, s)
+                log[row, :drafts, :width] = x[guessed].float()
+                log[row, :drafts, width:] = gates[guessed].float()
+        return y
+
+    return gated_delta
+
+
+def _token_by_token(
+    x: Tensor, gates: Tensor, heads: DeltaHeads, s: Tensor
+) -> tuple[Tensor, Tensor]:
+    q, k, v, beta, decay = delta_inputs(x, gates, heads, s)
     y = torch.empty(v.shape, dtype=x.dtype, device=x.device)
-    for tokens, row, fresh in each_sequence(sequences):
-        s = torch.zeros_like(state[row]) if fresh else state[row]
-        for t in range(tokens.start, tokens.stop):
-            s = s * decay[t, :, None, None].exp()
-            seen = (s * k[t, :, :, None]).sum(1)
-            change = beta[t, :, None] * (v[t] - seen)
-            s = s + k[t, :, :, None] * change[:, None, :]
-            y[t] = (s * q[t, :, :, None]).sum(1).to(x.dtype)
-        state[row] = s
-    return y.flatten(1)
+    for t in range(len(x)):
+        s = s * decay[t, :, None, None].exp()
+        seen = (s * k[t, :, :, None]).sum(1)
+        change = beta[t, :, None] * (v[t] - seen)
+        s = s + k[t, :, :, None] * change[:, None, :]
+        y[t] = (s * q[t, :, :, None]).sum(1).to(x.dtype)
+    return y.flatten(1), s
+
+
+gated_delta = gated_delta_by(_token_by_token)
 
 
 def delta_inputs(
     x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the inputs of the delta rule for each token, in fp32; arguments as in
-    `Ops.gated_delta`.
+    `Ops.gated_delta`, of one sequence.
 
     Returns:
         q, k [tokens, value_heads, key_dim] with the scale of scores, v [tokens, value_heads,
         value_dim], then [tokens, value_heads] each: beta, how far a value moves towards v, and the
         logarithm of the decay of the state.
     """
-    _, value_heads, key_dim, value_dim = state.shape
+    value_heads, key_dim, value_dim = state.shape
     keys = heads.key_heads * key_dim
     q, k, v = x.float().split((keys, keys, value_heads * value_dim), 1)
     group = value_heads // heads.key_heads
@@ -80,11 +117,14 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS)
 
 
-def each_sequence(sequences: Sequences) -> Iterator[tuple[slice, int, bool]]:
-    """Yield the tokens of each sequence, the row of its state, and whether it begins in this
-    step."""
+def each_sequence(sequences: Sequences) -> Iterator[tuple[slice, int, bool, int, int]]:
+    """Yield the tokens of each sequence, the row of its state, whether it begins in this step, and
+    its numbers of pending tokens and of drafts."""
     starts, rows = sequences.starts.tolist(), sequences.rows.tolist()
+    none = [0] * len(rows)
+    pending = none if sequences.pending is None else sequences.pending.tolist()
+    drafts = none if sequences.drafts is None else sequences.drafts.tolist()
     for i, (row, length) in enumerate(zip(rows, sequences.lengths.tolist(), strict=True)):
         count = starts[i + 1] - starts[i]
         if row >= 0 and count > 0:
-            yield slice(starts[i], starts[i + 1]), row, length == count
+            yield slice(starts[i], starts[i + 1]), row, length == count, pending[i], drafts[i]

@@ -1,6 +1,7 @@
 """Layers that keep a state of each sequence: a short convolution and the gated delta rule.
 
-Both process token by token, so that results do not depend on how a prompt is cut into chunks.
+Both process token by token, so that results do not depend on how a prompt is cut into chunks. The
+stored state covers no drafts; see `Sequences`.
 Floor: memory. A state is read once and written once, and so are inputs and outputs; in between it
 stays in registers. The tokens of a long prompt are processed in sequence, which takes longer.
 """
@@ -18,6 +19,7 @@ from kvik.kernels.triton.launch import ceil_div, launch, power_of_two
 
 CHANNELS = 256  # per program of the convolution
 COLUMNS = 32  # of a head's state, per program
+LOGGED = 1024  # numbers of a draft, per program
 UNIT_EPS = 1e-6
 
 
@@ -44,8 +46,18 @@ def gated_kernel(
 
 
 @triton.jit
+def entry(numbers, sequence):
+    """A number of a sequence, 0 if there are none."""
+    found = 0
+    if numbers is not None:
+        found = tl.load(numbers + sequence)
+    return found
+
+
+@triton.jit
 def causal_conv_kernel(
-    x, weight, bias, state, starts, lengths, rows, out, channels, x_stride, state_stride,
+    x, weight, bias, state, starts, lengths, rows, pending, drafts, out,
+    channels, x_stride, state_stride,
     WIDTH: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """grid [sequences, blocks of channels]; for the arguments see `Ops.causal_conv`"""
@@ -56,6 +68,8 @@ def causal_conv_kernel(
     first, end = tl.load(starts + sequence).to(tl.int64), tl.load(starts + sequence + 1)
     old = tl.load(lengths + sequence) > end - first  # it began in an earlier step
     kept = state + row.to(tl.int64) * state_stride + at
+    before_first = kept + (WIDTH - 1 + entry(pending, sequence) - first) * channels
+    guessed = entry(drafts, sequence)
     if (row >= 0) & (end > first):
         for i in range(0, (end - first).to(tl.int32)):
             token = first + i
@@ -71,7 +85,7 @@ def causal_conv_kernel(
                     other=0.0,
                 ).to(tl.float32)
                 before = tl.load(
-                    kept + (WIDTH - 1 + source - first) * channels,
+                    before_first + source * channels,
                     mask=inside & (source < first) & old,
                     other=0.0,
                 )
@@ -80,13 +94,13 @@ def causal_conv_kernel(
                 total *= sigmoid(total)
             to = out + token * channels + at
             tl.store(to, total.to(out.dtype.element_ty), mask=inside)
-        for tap in tl.static_range(WIDTH - 1):  # each is read before it is overwritten
-            source = end - (WIDTH - 1) + tap
+        for tap in range(0, WIDTH - 1 + guessed):  # each is read before it is overwritten
+            source = end - guessed - (WIDTH - 1) + tap
             new = tl.load(
                 x + source * x_stride + at, mask=inside & (source >= first), other=0.0
             ).to(tl.float32)
             before = tl.load(
-                kept + (WIDTH - 1 + source - first) * channels,
+                before_first + source * channels,
                 mask=inside & (source < first) & old,
                 other=0.0,
             )
@@ -94,12 +108,37 @@ def causal_conv_kernel(
 
 
 @triton.jit
+def pass_token(
+    s, own, gate, key, at, keys, columns, rate, offset,
+    key_head, head, key_heads, value_heads, key_dim, value_dim, scale, eps,
+):  # fmt: skip
+    """Take a head's state [KEYS, BLOCK] through one token, with inputs at `own` and gates at
+    `gate`. Returns the state and the output [BLOCK]."""
+    q = tl.load(own + key_head * key_dim + key, mask=keys, other=0.0).to(tl.float32)
+    k_at = own + (key_heads + key_head) * key_dim + key
+    k = tl.load(k_at, mask=keys, other=0.0).to(tl.float32)
+    v_at = own + 2 * key_heads * key_dim + head * value_dim + at
+    v = tl.load(v_at, mask=columns, other=0.0).to(tl.float32)
+    beta = sigmoid(tl.load(gate).to(tl.float32))
+    alpha = tl.load(gate + value_heads).to(tl.float32) + offset
+    soft = tl.maximum(alpha, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(alpha)))
+    q = q * tl.rsqrt(tl.sum(q * q, 0) + eps) * scale
+    k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
+    s = s * tl.exp(-rate * soft)
+    change = beta * (v - tl.sum(s * k[:, None], 0))
+    s = s + k[:, None] * change[None, :]
+    return s, tl.sum(s * q[:, None], 0)
+
+
+@triton.jit
 def gated_delta_kernel(
-    x, gates, decay, bias, state, starts, lengths, rows, out,
-    x_stride, gates_stride, state_stride, key_heads, value_heads, key_dim, value_dim, scale, eps,
+    x, gates, decay, bias, state, log, starts, lengths, rows, pending, drafts, out,
+    x_stride, gates_stride, state_stride, log_stride,
+    key_heads, value_heads, key_dim, value_dim, scale, eps,
     KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid [sequences, value heads, blocks of columns]; for the arguments see `Ops.gated_delta`"""
+    """grid [sequences, value heads, blocks of columns]; for the arguments see `Ops.gated_delta`.
+    The log is only read."""
     sequence, head = tl.program_id(0), tl.program_id(1)
     key, at = tl.arange(0, KEYS), tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows + sequence)
@@ -110,31 +149,54 @@ def gated_delta_kernel(
     kept = state + row.to(tl.int64) * state_stride + head * key_dim * value_dim
     kept = kept + key[:, None] * value_dim + at[None, :]
     key_head = head // (value_heads // key_heads)
+    certain = (end - first).to(tl.int32) - entry(drafts, sequence)
     if (row >= 0) & (end > first):
         s = tl.load(kept, mask=both & old, other=0.0)
         rate = tl.exp(tl.load(decay + head))
         offset = tl.load(bias + head)
+        if pending is not None:
+            width = 2 * key_heads * key_dim + value_heads * value_dim
+            own = log + row.to(tl.int64) * log_stride
+            for _ in range(0, tl.load(pending + sequence)):
+                s, _ = pass_token(
+                    s, own, own + width + head, key, at, keys, columns, rate, offset,
+                    key_head, head, key_heads, value_heads, key_dim, value_dim, scale, eps,
+                )  # fmt: skip
+                own += width + 2 * value_heads
         for i in range(0, (end - first).to(tl.int32)):
             token = first + i
-            own = x + token * x_stride
-            q = tl.load(own + key_head * key_dim + key, mask=keys, other=0.0).to(tl.float32)
-            k_at = own + (key_heads + key_head) * key_dim + key
-            k = tl.load(k_at, mask=keys, other=0.0).to(tl.float32)
-            v_at = own + 2 * key_heads * key_dim + head * value_dim + at
-            v = tl.load(v_at, mask=columns, other=0.0).to(tl.float32)
-            gate = gates + token * gates_stride + head
-            beta = sigmoid(tl.load(gate).to(tl.float32))
-            alpha = tl.load(gate + value_heads).to(tl.float32) + offset
-            soft = tl.maximum(alpha, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(alpha)))
-            q = q * tl.rsqrt(tl.sum(q * q, 0) + eps) * scale
-            k = k * tl.rsqrt(tl.sum(k * k, 0) + eps)
-            s = s * tl.exp(-rate * soft)
-            change = beta * (v - tl.sum(s * k[:, None], 0))
-            s = s + k[:, None] * change[None, :]
-            y = tl.sum(s * q[:, None], 0)
+            s, y = pass_token(
+                s, x + token * x_stride, gates + token * gates_stride + head, key, at, keys,
+                columns, rate, offset,
+                key_head, head, key_heads, value_heads, key_dim, value_dim, scale, eps,
+            )  # fmt: skip
             to = out + token * value_heads * value_dim + head * value_dim + at
             tl.store(to, y.to(out.dtype.element_ty), mask=columns)
-        tl.store(kept, s, mask=both)
+            if i + 1 == certain:
+                tl.store(kept, s, mask=both)
+
+
+@triton.jit
+def log_drafts_kernel(
+    x, gates, log, starts, rows, drafts,
+    x_stride, gates_stride, log_stride, width, gates_width,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grid [sequences, blocks of columns]; writes the log of `Ops.gated_delta`"""
+    sequence = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row, guessed = tl.load(rows + sequence), tl.load(drafts + sequence)
+    begin = tl.load(starts + sequence + 1).to(tl.int64) - guessed
+    inputs, columns = at < width, at < width + gates_width
+    to = log + row.to(tl.int64) * log_stride + at
+    if row >= 0:
+        for i in range(0, guessed):
+            token = begin + i
+            own = tl.load(x + token * x_stride + at, mask=inputs, other=0.0).to(tl.float32)
+            gate = tl.load(
+                gates + token * gates_stride + at - width, mask=columns & (at >= width), other=0.0
+            ).to(tl.float32)
+            tl.store(to + i * (width + gates_width), own + gate, mask=columns)
 
 
 def gated(x: Tensor, gate: Tensor, by: Gate) -> Tensor:
@@ -165,30 +227,41 @@ def causal_conv(
     grid = (len(sequences.rows), ceil_div(channels, block))
     launch(
         causal_conv_kernel, grid,
-        (x, weight, bias, state, sequences.starts, sequences.lengths, sequences.rows, out),
+        (
+            x, weight, bias, state, sequences.starts, sequences.lengths, sequences.rows,
+            sequences.pending, sequences.drafts, out,
+        ),
         (channels, x.stride(0), state.stride(0)), (width, silu, block),
     )  # fmt: skip
     return out
 
 
 def gated_delta(
-    x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor, sequences: Sequences
+    x: Tensor, gates: Tensor, heads: DeltaHeads, state: Tensor, log: Tensor, sequences: Sequences
 ) -> Tensor:
     """See `Ops`."""
     _, value_heads, key_dim, value_dim = state.shape
     out = torch.empty(len(x), value_heads * value_dim, dtype=x.dtype, device=x.device)
     block = min(COLUMNS, power_of_two(value_dim))
     grid = (len(sequences.rows), value_heads, ceil_div(value_dim, block))
+    strides = x.stride(0), gates.stride(0)
     launch(
         gated_delta_kernel, grid,
         (
-            x, gates, heads.decay, heads.bias, state,
-            sequences.starts, sequences.lengths, sequences.rows, out,
+            x, gates, heads.decay, heads.bias, state, log, sequences.starts, sequences.lengths,
+            sequences.rows, sequences.pending, sequences.drafts, out,
         ),
         (
-            x.stride(0), gates.stride(0), state.stride(0),
+            *strides, state.stride(0), log.stride(0),
             heads.key_heads, value_heads, key_dim, value_dim, key_dim**-0.5, UNIT_EPS,
         ),
         (power_of_two(key_dim), block),
     )  # fmt: skip
+    if sequences.drafts is not None:  # every program above has read the log
+        width, gates_width = x.shape[1], gates.shape[1]
+        launch(
+            log_drafts_kernel, (len(sequences.rows), ceil_div(width + gates_width, LOGGED)),
+            (x, gates, log, sequences.starts, sequences.rows, sequences.drafts),
+            (*strides, log.stride(0), width, gates_width), (LOGGED,),
+        )  # fmt: skip
     return out

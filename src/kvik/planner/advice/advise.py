@@ -330,8 +330,6 @@ class _Adviser:
             elif topic == "batching":
                 made, now = self._batching(now)
                 advice.append(made)
-            elif topic == "speculation" and now.serving.shape.state_bytes:
-                advice.append(Advice(topic, "no use", reasons.kept_states(now.serving)))
             elif topic == "speculation" and self.goal.acceptance is None:
                 advice.append(self._speculation(now))
             elif topic == "parallelism" and now.serving.at.exact:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from kvik.config.resolve import KEEPS_STATES
 from kvik.config.speculative import DraftSource
 from kvik.config.units import show_bytes
 from kvik.errors import ConfigError
@@ -331,11 +330,6 @@ def checking(serving: Serving, traffic: Traffic, batch: int, drafts: int) -> str
     cost = time.expected / _decoding(serving, traffic, batch).expected
     work = f"{_count(drafts, 'draft')} of {_count(batch, 'request')}"
     return f"checking {work} takes {cost:.2f} times a plain step"
-
-
-def kept_states(serving: Serving) -> str:
-    """Say why a model with states cannot speculate."""
-    return f"{serving.shape.architecture} {KEEPS_STATES}"
 
 
 def supposed(acceptance: float, source: DraftSource) -> str:
