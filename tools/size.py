@@ -16,7 +16,7 @@ SOURCES = Path(__file__).parents[1] / "src"
 BUDGETS = {
     "attention": 1850,
     "cli": 5300,
-    "config": 5000,
+    "config": 5050,
     "core": 6350,
     "engine": 5300,
     "evaluate": 800,
@@ -28,7 +28,7 @@ BUDGETS = {
     "nn": 6000,
     "planner": 6250,
     "quantize": 3350,
-    "server": 11700,
+    "server": 11750,
     "spec": 4450,
     "text": 4050,
     "training": 700,

@@ -87,12 +87,19 @@ def test_states_have_room_for_drafts() -> None:
     assert drafting.memory.kv_cache - plain.memory.kv_cache == 12 * each
 
 
-def test_a_draft_model_with_states_is_refused() -> None:
-    source = DraftSource(spec=replace(STATES, vocab_size=SMALL.vocab_size))
-    with pytest.raises(ConfigError, match="spec_model: must attend in every layer"):
-        resolve(
-            EngineConfig(spec_method="draft_model", spec_model="x"), SMALL, PC, "/models/x", source
+def test_states_of_a_draft_model_are_planned() -> None:
+    pc, draft = replace(PC, memory_limit=64 * GIB), replace(STATES, vocab_size=SMALL.vocab_size)
+    options = {"max_num_seqs": 4, "num_blocks": 4096, "spec_method": "draft_model"}
+    found = []
+    for wider in (0, 1):
+        layers = (
+            replace(layer, state=layer.state and replace(layer.state, width=4 + wider))
+            for layer in draft.layers
         )
+        source = DraftSource(spec=replace(draft, layers=tuple(layers)))
+        config = EngineConfig(**options, spec_model="x")
+        found.append(resolve(config, SMALL, pc, "/models/x", source).memory.kv_cache)
+    assert found[1] - found[0] == 2 * 4 * 24 * 4 * 8192
 
 
 def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:

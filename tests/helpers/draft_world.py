@@ -11,11 +11,12 @@ from helpers.configs import config
 from helpers.paged_model import PagedModel
 from torch import Tensor
 
+from kvik.config.memory import DRAFT_STATES
 from kvik.core.plan import NewRequest
 from kvik.core.sampling_params import SamplingParams
 from kvik.kernels.reference.ops import REFERENCE
 from kvik.models.model_spec import ModelSpec
-from kvik.nn.kv_formats import allocate_kv
+from kvik.nn.kv_formats import allocate_kv, allocate_states
 from kvik.worker.drafters.base import DraftRows, Drafts
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.graphs import Eager, EngineNetwork, StepOutput
@@ -35,25 +36,36 @@ SPEC = ModelSpec.from_config(
         use_sliding_window=True, sliding_window=6, max_window_layers=2,
     )
 )  # fmt: skip
+WITH_STATES = ModelSpec.from_config(
+    config(
+        "Qwen3_5ForCausalLM",
+        vocab=VOCAB, hidden=16, inner=24, layers=3, heads=2, kv_heads=1, head_dim=16, positions=64,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        linear_num_key_heads=1, linear_num_value_heads=2,
+        linear_key_head_dim=8, linear_value_head_dim=4,
+    )
+)  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0)
 TEXT = [int(token) for token in np.random.default_rng(0).integers(0, VOCAB, 60)]
 
 
-def plain_model() -> PagedModel:
+def plain_model(*, states: bool = False) -> PagedModel:
     """Return the draft model with an empty cache."""
-    return PagedModel(None, spec=SPEC, block_size=BLOCK, num_blocks=BLOCKS, seed=3)
+    spec = WITH_STATES if states else SPEC
+    return PagedModel(None, spec=spec, block_size=BLOCK, num_blocks=BLOCKS, seed=3)
 
 
 @cache
-def loaded() -> EngineNetwork:
-    model = plain_model()
+def loaded(*, states: bool = False) -> EngineNetwork:
+    model = plain_model(states=states)
     kv = allocate_kv(model.groups, BLOCKS, BLOCK, torch.float32, CPU, separate=True)
-    return EngineNetwork(model.model, REFERENCE, model.backend, model.groups, kv)
+    kept = allocate_states(model.spec.states, DRAFT_STATES * SLOTS, CPU)
+    return EngineNetwork(model.model, REFERENCE, model.backend, model.groups, kv, kept)
 
 
-def continuation(tokens: Sequence[int], count: int) -> list[int]:
+def continuation(tokens: Sequence[int], count: int, *, states: bool = False) -> list[int]:
     """Return the next `count` tokens of a plain greedy run."""
-    model, found = plain_model(), list(tokens)
+    model, found = plain_model(states=states), list(tokens)
     logits = model.step({0: found})[0]
     for _ in range(count):
         found.append(int(logits[-1].argmax()))
@@ -86,13 +98,19 @@ class Watched:
 
 
 class World:
-    """Plays scheduler and target to a draft model."""
+    """Plays scheduler and target to a draft model, whose layers may keep states."""
 
-    def __init__(self, *, max_tokens: int = 64, max_context: int = 64, room: int = 1 << 30) -> None:
-        network = loaded()
-        for layer in network.kv.layers:
-            for tensor in layer.tensors:
-                tensor.fill_(torch.nan)  # reading what was not computed gives NaN
+    def __init__(
+        self,
+        *,
+        max_tokens: int = 64,
+        max_context: int = 64,
+        room: int = 1 << 30,
+        states: bool = False,
+    ) -> None:
+        self.network = network = loaded(states=states)
+        for tensor in (network.states.pool, *(t for kv in network.kv.layers for t in kv.tensors)):
+            tensor.fill_(torch.nan)  # reading what was not computed gives NaN
         self.graph = Watched(network)
         self.table = RequestTable(SLOTS, LENGTH, 2, BLOCK)
         self.sampling = SamplingTable(SLOTS, VOCAB, CPU)
@@ -103,6 +121,7 @@ class World:
             self.table.view(1, len(network.groups)),  # not the target's first group
             max_tokens,
             max_context,
+            network.states,
         )
         self.drafter = DraftModel(draft, Sampler(REFERENCE), self.sampling, BLOCKS, 7, room)
 
@@ -159,7 +178,7 @@ class World:
         places = np.arange(count)
         blocks = torch.from_numpy(self.table.block_tables[1][slot, places // BLOCK]).long()
         at = (blocks, torch.from_numpy(places % BLOCK))
-        return [tensor[at] for layer in loaded().kv.layers for tensor in layer.tensors]
+        return [tensor[at] for layer in self.network.kv.layers for tensor in layer.tensors]
 
 
 def expected_stored(tokens: Sequence[int]) -> list[Tensor]:

@@ -216,6 +216,14 @@ LATENT = model_config(  # attention over latent vectors, an MLP and then experts
     n_group=2, topk_group=1, torch_dtype="float32",
 )  # fmt: skip
 
+STATES = model_config(  # a delta net, attention, a delta net
+    "Qwen3_5ForCausalLM",
+    vocab=96, hidden=32, inner=64, layers=3, heads=4, kv_heads=2, head_dim=16, positions=256,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+    linear_value_head_dim=12, torch_dtype="float32",
+)  # fmt: skip
+
 
 MODELS = (
     "bundled",
@@ -232,7 +240,8 @@ def make_model(name: str, folder: Path) -> dict[str, object]:
     """
     if name == "bundled":
         return {"model": BUNDLED}
-    config = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED}.get(name, WINDOWED)
+    configs = {"latent": LATENT, "capped": CAPPED, "chunked": CHUNKED, "states": STATES}
+    config = configs.get(name, WINDOWED)
     (folder / "config.json").write_text(json.dumps(config))
     return {"model": str(folder), "load_format": "random", "seed": 3}
 

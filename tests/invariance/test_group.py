@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from helpers.calibrated import FAMILIES as CALIBRATED
-from helpers.drafted_columns import EAGER, METHODS
+from helpers.drafted_columns import EAGER, METHODS, SPECULATION
+from helpers.drafters import Scripted, install, with_probability
 from helpers.matrix import (
     CONTEXT,
     DISK_TIER,
@@ -169,7 +170,7 @@ def answers(
 
 @pytest.mark.full
 @pytest.mark.parametrize(("number", "family"), [*enumerate(FAMILIES)])
-def test_models_of_each_kind(number, family, tmp_path) -> None:
+def test_models_of_each_kind(number, family, tmp_path, monkeypatch) -> None:
     """With three processes, some have fewer key heads, and a share may be empty. Of two stages each
     has one layer."""
     save_tiny(tmp_path, family, **FAMILIES[family])
@@ -178,6 +179,11 @@ def test_models_of_each_kind(number, family, tmp_path) -> None:
         found.append(answers(tmp_path, 2, dtype="float32", expert_parallel=True))
     if family != "Gemma4":  # its last layers read the caches of the first
         found.append(answers(tmp_path, 2, "pipeline_parallel_size", dtype="float32"))
+    if family in ("Qwen3_5", "Lfm2"):  # states keep drafts, in all processes
+        texts = [[*tokens(24, seed), *found[0][seed][1]] for seed in range(4)]
+        install(monkeypatch, lambda parts: Scripted(parts, texts, with_probability(0.6)))
+        for way in ("tensor_parallel_size", "pipeline_parallel_size"):
+            found.append(answers(tmp_path, 2, way, dtype="float32", **SPECULATION))
     assert found == [found[0]] * len(found)
 
 

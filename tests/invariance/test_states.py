@@ -8,17 +8,27 @@ import json
 from dataclasses import replace
 
 import pytest
-from helpers.drafted_columns import DRAFTERS, SPECULATION, check_drafts, with_room
+from helpers.drafted_columns import (
+    DRAFTERS,
+    EAGER,
+    SPECULATION,
+    TOKENS,
+    check_drafts,
+    with_room,
+)
 from helpers.drafters import install
 from helpers.matrix import (
     ALL_OF_IT,
     BITS,
     COLUMNS,
     SERVED,
+    STATES,
     by_tier,
     checked_bits,
     checked_tokens,
+    make_model,
     named,
+    params,
     prompts,
     reference_outputs,
     reference_tokens,
@@ -29,23 +39,6 @@ from kvik.core.types import SamplingParams
 from kvik.engine.output import RequestOutput
 from kvik.llm import LLM
 
-STATES = {  # a delta net, attention, a delta net
-    "architectures": ["Qwen3_5ForCausalLM"],
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "torch_dtype": "float32",
-}
 NAMES = (
     *("torch", "chunks of 5", "prefix hits, chunks", "no prefix cache", "preemption"),
     *("preemption, chunks", "blocks of 8", "two threads", "siblings", "siblings, preemption"),
@@ -57,9 +50,7 @@ EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> dict[str, object]:
-    folder = tmp_path_factory.mktemp("states")
-    (folder / "config.json").write_text(json.dumps(STATES))
-    return {"model": str(folder), "load_format": "random", "seed": 3}
+    return make_model("states", tmp_path_factory.mktemp("states"))
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +96,22 @@ def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, monkeypa
 def test_tokens_do_not_depend_on_the_drafter(model, expected, texts, drafter, monkeypatch):
     column = next(column for column in EVERY if column.name == "prefix hits, chunks")
     check_drafts(model, expected, texts, column, drafter, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [c for c in EVERY if c.name in ("prefix hits, chunks", "preemption, chunks", "siblings")],
+    ids=named,
+)
+def test_a_draft_model_with_states_guesses_what_it_would_say(model, expected, column, tmp_path):
+    """It is the target itself, so greedy drafts are right."""
+    (tmp_path / "config.json").write_text(json.dumps(STATES))
+    options = {**EAGER, "spec_method": "draft_model", "spec_model": str(tmp_path)}
+    outputs = checked_tokens(with_room(column), model, expected, spec_tokens=TOKENS, **options)
+    assert any(output.num_drafted_tokens for output in outputs)
+    for output, sampling in zip(outputs, params(), strict=True):
+        if sampling.temperature == 0.0:
+            assert output.num_accepted_tokens == output.num_drafted_tokens
 
 
 def test_a_second_turn_continues_from_a_state_with_drafts(model, expected, texts, monkeypatch):

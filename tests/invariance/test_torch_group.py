@@ -75,6 +75,7 @@ CASES += [
     for name in ("windowed", "capped", "chunked", "latent")
     for column in ("exact", "fast")
 ]
+CASES += [("states", BY_NAME[column]) for column in ("exact", "fast, drafts by ngram")]
 
 
 @pytest.mark.full

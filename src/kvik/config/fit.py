@@ -477,8 +477,6 @@ def with_drafter(
     if options is None or source.spec is None:
         return footprint
     _shared_group(footprint.groups)
-    if source.spec.states:
-        raise ConfigError("spec_model", "must attend in every layer; this one keeps states")
     dim, backend = max(source.spec.head_dims), footprint.attention_backend
     large = dim > MAX_HEAD_DIM and backend in ("cpu", *TRITON_BACKENDS)
     if large or (backend == "cpu" and dim % LANES):

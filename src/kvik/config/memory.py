@@ -71,6 +71,7 @@ SPLIT_KEYS, LONG_CONTEXTS = 512, 8
 # Numbers per key while layers with a budget select tokens: sums, means, their order, places.
 CHOOSING_NUMBERS = 16
 CHECKPOINTS_EACH = 2  # checkpoints of states, for each request of the largest step
+DRAFT_STATES = 2  # of a draft model, for each request: of its known tokens, and with drafts
 
 
 @dataclass(frozen=True, slots=True)
@@ -475,6 +476,8 @@ class Footprint:
         rows = size.max_num_seqs + self.num_checkpoints(size)
         copies = 1 if self._one_of_several else self.ranks
         states = copies * self._state_bytes * rows  # each process has all of them
+        if self.draft is not None:
+            states += DRAFT_STATES * size.max_num_seqs * self.draft.spec.state_bytes
         return states + size.max_num_seqs * self._recent_queries
 
     @property

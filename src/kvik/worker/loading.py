@@ -11,6 +11,7 @@ import torch
 
 from kvik.attention.base import AttentionBackend
 from kvik.config.config import ResolvedConfig
+from kvik.config.memory import DRAFT_STATES
 from kvik.errors import ModelError
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder
@@ -127,7 +128,10 @@ def load_network(
             spec.layers if stage is None else spec.layers[stage.layers.start : stage.layers.stop]
         )
         state_specs = [layer.state for layer in layers if layer.state]
-        states = allocate_states(state_specs, config.state_rows, parts.device, parts.kv_zeros)
+        rows = config.state_rows
+        if drafts:
+            rows = DRAFT_STATES * config.scheduler.max_num_seqs
+        states = allocate_states(state_specs, rows, parts.device, parts.kv_zeros)
     return EngineNetwork(
         model,
         parts.ops,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -189,6 +191,32 @@ def test_a_forward_that_fails_leaves_nothing_behind(forwards: int) -> None:
     world.deliver(1, 8)
     found = world.drafts({0: 4, 1: 3})
     assert found == [continuation(world.known(slot), most) for slot, most in ((0, 4), (1, 3))]
+
+
+def test_states_cover_only_known_tokens() -> None:
+    """Whatever the target says, and after a failure at any place."""
+    rng, world = random.Random(0), World(states=True, max_tokens=9)
+    prompts, blocks = {0: TEXT[:3], 1: TEXT[5:16]}, {0: range(1, 13), 1: range(20, 32)}
+    for slot, prompt in prompts.items():
+        world.enter(slot, prompt, blocks[slot])
+    drafted = 0
+    for _ in range(12):
+        limits = {slot: rng.randint(0, 4) for slot in rng.sample([0, 1], 2)}
+        world.graph.broken = rng.choice([0, 0, rng.randint(1, 4)])
+        try:
+            found = dict(zip(limits, world.drafts(limits), strict=True))
+        except RuntimeError:
+            found = {0: [], 1: []}
+        world.graph.broken = 0
+        for slot, drafts in found.items():
+            wanted = continuation(world.known(slot), len(drafts), states=True)
+            assert drafts == wanted
+            drafted += len(drafts)
+            world.deliver(slot, *drafts[: rng.randint(0, len(drafts))], rng.randrange(VOCAB))
+    assert drafted > 15
+    world.drafter.leave(1)
+    world.enter(1, TEXT[3:9], blocks[1])  # another request
+    assert world.drafts({1: 3}) == [continuation(TEXT[3:9], 3, states=True)]
 
 
 def test_drafts_count_once() -> None:

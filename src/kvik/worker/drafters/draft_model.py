@@ -5,6 +5,9 @@ prefix hits and preemption, and the scheduler manages one cache.
 
 Like a request in the scheduler, a slot computes its known tokens in chunks under a budget, and
 drafts once all are computed. The draft model computes nothing unless drafts are asked for.
+
+The states of layers without K and V cover only known tokens: drafts continue from a copy. Such a
+model computes accepted drafts again, and the whole prompt of each request.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from torch import Tensor
 from kvik.attention.base import StepLayout
 from kvik.kernels.ops import Draws
 from kvik.kernels.upload import upload
+from kvik.nn.kv_formats import NO_STATES, States
 from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
 from kvik.worker.graphs import Graph, StepOutput
 from kvik.worker.input_batch import InputBatch
@@ -39,6 +43,7 @@ class DraftNetwork:
         table: the target's tokens, with `num_computed` of the draft model.
         max_tokens: most tokens of one forward.
         max_context: most positions of the model.
+        has_states: some layers keep a state.
         mappings, block_tables: names of the inputs of each KV group.
     """
 
@@ -50,16 +55,20 @@ class DraftNetwork:
         table: RequestTable,
         max_tokens: int,
         max_context: int,
+        states: States = NO_STATES,
     ) -> None:
         """
         Args:
             table: with the same block table for each KV group (`RequestTable.view`).
+            states: of all slots, then the copies of all slots for their drafts.
         """
         self.graph = graph
         self.inputs = inputs
         self.table = table
         self.max_tokens = max_tokens
         self.max_context = max_context
+        self.has_states = bool(states.layers)
+        self._states = states
         groups = range(len(table.block_tables))
         self.mappings = [f"slot_mapping {group}" for group in groups]
         self.block_tables = [f"block_table {group}" for group in groups]
@@ -71,6 +80,12 @@ class DraftNetwork:
         if self._same_tokens:
             return output.logits, (output.top, output.top_ids)
         return self._vocabulary.widened(output.logits), None
+
+    def fork(self, slots: np.ndarray) -> np.ndarray:
+        """Copy the states of some slots for their drafts; return the rows of the copies."""
+        rows = slots + len(self.table.num_tokens)
+        self._states.copy(list(zip(slots.tolist(), rows.tolist(), strict=True)))
+        return rows
 
     def run(self, batch: InputBatch, tokens: Tensor | None = None) -> StepOutput:
         """Run a forward over the target's tokens.
@@ -112,7 +127,7 @@ class Forwards:
                 for its drafts except the last one, which is not computed.
         """
         self._network = network
-        self._slots = slots
+        self._slots = self._state_rows = slots
         table, count, size = network.table, len(slots), network.table.block_size
         starts = np.zeros(count + 1, np.int64)
         np.add.accumulate(chunks, out=starts[1:])
@@ -161,9 +176,16 @@ class Forwards:
         Returns:
             Output with a row of logits for each row that gets drafts; valid until the next forward.
         """
-        self._share_out(self._chunks, self._starts, self._rows[0] if self._rows else 0)
+        network, drafting = self._network, self._rows[0] if self._rows else 0
+        computed = network.table.num_computed
+        self._share_out(self._chunks, self._starts, drafting)
+        if network.has_states:
+            computed[self._slots] = 0  # if the forward fails, the states are of no use
         output = self._run(self._tokens, self._ends)
-        self._network.table.num_computed[self._slots] = self._ends
+        computed[self._slots] = self._ends
+        if network.has_states:
+            self._state_rows = network.fork(self._slots[:drafting])
+            self._sizes = 0, 0  # the next forward has other inputs
         return output
 
     def follow(self, tokens: Tokens) -> StepOutput:
@@ -196,6 +218,9 @@ class Forwards:
         if rows < len(self._slots):
             self._slots = self._slots[:rows]
             self._tables = [table[:rows] for table in self._tables]
+        self._put_rows: Tensor | None = None
+        if self._network.has_states:
+            self._put_rows = put("state_rows", self._state_rows[:rows].astype(np.int32))
 
     def _run(self, tokens: Tokens, lengths: np.ndarray) -> StepOutput:
         """Run the next forward.
@@ -225,6 +250,7 @@ class Forwards:
                     num_scheduled=self._scheduled,
                     contexts=tuple(contexts),
                     block_size=network.table.block_size,
+                    state_rows=self._put_rows,
                 )
                 for slot_mapping, block_table in zip(mappings, self._tables, strict=True)
             ]
@@ -616,6 +642,8 @@ class DraftModel(Drafter):
         """
         table, ahead = self._table, self._ahead.take(slots, axis=0)
         first = table.num_computed[slots].astype(np.int64)
+        if self.network.has_states:
+            return first
         # Indices into the flattened table; places beyond the end of a row do not count below.
         places = (first + slots * table.token_ids.shape[1])[:, None] + self._depths
         right = (table.token_ids.take(places, mode="clip") != ahead).argmax(axis=1)
@@ -640,7 +668,7 @@ class DraftModel(Drafter):
         """
         table, budget = self._table, self.network.max_tokens
         missing = (lengths - computed) * drafting
-        if max(missing.tolist()) <= table.block_size:  # usually
+        if self.network.has_states or max(missing.tolist()) <= table.block_size:  # usually
             return missing, _within(missing, budget)
         behind = np.flatnonzero(missing > table.block_size)
         self._filled.find(slots[behind])

@@ -128,6 +128,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
         parts.table.view(chosen.draft_group, len(groups)),
         step.max_num_batched_tokens,
         spec.max_context,
+        network.states,
     )
     return DraftModel(
         draft,
