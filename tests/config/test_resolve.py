@@ -458,10 +458,6 @@ OMIT = "must be left out: .*"
         (SMALL, PC, {"max_num_seqs": 9, "max_num_batched_tokens": 8}, "max_num_seqs: .*at most"),
         (SMALL, PC, {"policy": "static", "max_num_batched_tokens": 4}, "batch_size: .*at most"),
         (
-            *(STATES, PC, {"spec_method": "medusa", "spec_model": "heads"}),
-            "spec_method: must be one of .*ngram.* keeps states",
-        ),
-        (
             *(STATES, PC),
             {"kv_cache_dtype": "int8", "kv_cache_dtype_skip_layers": (3, 4)},
             "kv_cache_dtype_skip_layers: must name layers with attention, not 4",

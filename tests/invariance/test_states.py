@@ -8,6 +8,7 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 from helpers.drafted_columns import (
     DRAFTERS,
     EAGER,
@@ -16,7 +17,7 @@ from helpers.drafted_columns import (
     check_drafts,
     with_room,
 )
-from helpers.drafters import install
+from helpers.drafters import ScriptedTree, install
 from helpers.matrix import (
     ALL_OF_IT,
     BITS,
@@ -34,10 +35,12 @@ from helpers.matrix import (
     reference_tokens,
 )
 from helpers.optional_native import needs_native
+from safetensors.torch import save_file
 
 from kvik.core.types import SamplingParams
 from kvik.engine.output import RequestOutput
 from kvik.llm import LLM
+from kvik.worker.draft_tree import DraftTree
 
 NAMES = (
     *("torch", "chunks of 5", "prefix hits, chunks", "no prefix cache", "preemption"),
@@ -46,6 +49,7 @@ NAMES = (
     *("wire, preemption", "pins", ALL_OF_IT.name),
 )
 EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
+PLAIN = next(column for column in EVERY if column.name == "prefix hits, chunks")
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +98,7 @@ def test_tokens_do_not_depend_on_drafts(model, expected, texts, column, monkeypa
 
 @pytest.mark.parametrize("drafter", ["always right", "always wrong", "prompt lookup"])
 def test_tokens_do_not_depend_on_the_drafter(model, expected, texts, drafter, monkeypatch):
-    column = next(column for column in EVERY if column.name == "prefix hits, chunks")
-    check_drafts(model, expected, texts, column, drafter, monkeypatch)
+    check_drafts(model, expected, texts, PLAIN, drafter, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -112,6 +115,28 @@ def test_a_draft_model_with_states_guesses_what_it_would_say(model, expected, co
     for output, sampling in zip(outputs, params(), strict=True):
         if sampling.temperature == 0.0:
             assert output.num_accepted_tokens == output.num_drafted_tokens
+
+
+def test_trees_of_heads_have_no_branches(model, expected, tmp_path):
+    rng = torch.Generator().manual_seed(0)
+    sizes = {"0.linear.weight": (32, 32), "0.linear.bias": (32,), "1.weight": (96, 32)}
+    tensors = {
+        f"{head}.{name}": torch.randn(*size, generator=rng)
+        for head in range(3)
+        for name, size in sizes.items()
+    }
+    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
+    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
+    options = {**EAGER, "spec_method": "medusa", "spec_model": str(tmp_path)}
+    outputs = checked_tokens(with_room(PLAIN), model, expected, **options)
+    drafts = [completion.speculation.drafts for o in outputs for completion in o.outputs]
+    assert 0 < sum(d.drafts for d in drafts) <= 3 * sum(d.rows for d in drafts)
+
+
+def test_a_tree_without_branches(model, expected, texts, monkeypatch):
+    monkeypatch.setattr(ScriptedTree, "TREE", DraftTree.best([[0.5]] * 4, 4))
+    drafted, accepted = check_drafts(model, expected, texts, PLAIN, "tree", monkeypatch)
+    assert 0 < accepted < drafted
 
 
 def test_a_second_turn_continues_from_a_state_with_drafts(model, expected, texts, monkeypatch):

@@ -47,14 +47,7 @@ from kvik.config.parallel import (
     stage_weights,
     stages_reason,
 )
-from kvik.config.speculative import (
-    METHODS,
-    NO_SOURCE,
-    OFF,
-    TREE_METHODS,
-    DraftSource,
-    SpeculativeConfig,
-)
+from kvik.config.speculative import NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError
@@ -112,7 +105,7 @@ def resolve(
     limit = replica_limit(total, replicas, compute, hardware, mapped) if replicas > 1 else total
     ends = stage_ends(config, spec, compute)
     if requested is not None:
-        spec = as_drafting(requested, spec, ends)
+        spec = as_drafting(requested, spec, ends, source)
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     # Processes share the mapped pages of an engine folder.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
@@ -236,7 +229,9 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
     return replace(limit, size=int(smallest * config.memory_utilization))
 
 
-def as_drafting(options: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...]) -> ModelSpec:
+def as_drafting(
+    options: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...], source: DraftSource
+) -> ModelSpec:
     """Return the model with room for drafts in its states.
 
     Raises:
@@ -244,16 +239,9 @@ def as_drafting(options: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ..
     """
     if ends and options.method == EAGLE:
         raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
-    if not spec.states:
-        return spec
-    if options.method in TREE_METHODS:
-        others = ", ".join(method for method in METHODS if method not in (*TREE_METHODS, OFF))
-        raise ConfigError(
-            "spec_method",
-            f"must be one of {others}: {spec.architecture} keeps states, which follow one chain of "
-            f"tokens, and {options.method} drafts trees",
-        )
     drafts = draft_tokens(options)
+    if source.heads is not None:  # states need a chain, of one draft for each depth
+        drafts = min(drafts, source.heads.depth)
     layers = (
         replace(layer, state=layer.state and replace(layer.state, drafts=drafts))
         for layer in spec.layers

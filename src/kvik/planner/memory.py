@@ -330,7 +330,7 @@ class _Planner:
         drafting = requested_speculation(config)
         try:
             if drafting is not None:
-                spec = as_drafting(drafting, spec, ends if at.exact else ())
+                spec = as_drafting(drafting, spec, ends if at.exact else (), at.source)
                 footprint = replace(footprint, spec=spec)
             footprint = with_drafter(footprint, drafting, at.source)
         except ConfigError as error:

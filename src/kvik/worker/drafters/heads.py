@@ -111,8 +111,11 @@ def load_eagle(folder: Path, sizes: tuple[int, int], parts: PlatformParts) -> Ea
     return layer
 
 
-def tree_of(spec: HeadsSpec, drafts: int) -> DraftTree:
+def tree_of(spec: HeadsSpec, drafts: int, *, chain: bool = False) -> DraftTree:
     """Return the tree of at most `drafts` drafts with the most expected accepted drafts.
+
+    Args:
+        chain: it has no branches, as a model with states needs.
 
     Raises:
         ModelError: all accuracies of the heads are zero.
@@ -121,7 +124,8 @@ def tree_of(spec: HeadsSpec, drafts: int) -> DraftTree:
         [_FIRST * _DEEPER**depth * _NEXT_RANK**rank for rank in range(_RANKS)]
         for depth in range(spec.depth)
     ]
-    accuracies = [ranks[: spec.vocab_size] for ranks in spec.accuracies or guessed]
+    most_ranks = 1 if chain else spec.vocab_size
+    accuracies = [ranks[:most_ranks] for ranks in spec.accuracies or guessed]
     tree = DraftTree.best(accuracies, min(drafts, MAX_NODES - 1))
     if not tree.drafts:
         raise ModelError(

@@ -83,7 +83,7 @@ def _suffix(parts: DrafterParts) -> Drafter:
 def _medusa(parts: DrafterParts) -> Drafter:
     folder, (model, sizes) = Path(parts.speculation.source.path), _target(parts)
     heads = load_medusa(folder, model, sizes, parts.platform.parts)
-    return MedusaDrafter(heads, _tree(parts.speculation), parts.device, parts.rows)
+    return MedusaDrafter(heads, _tree(parts), parts.device, parts.rows)
 
 
 def _eagle(parts: DrafterParts) -> Drafter:
@@ -91,12 +91,13 @@ def _eagle(parts: DrafterParts) -> Drafter:
     layer = load_eagle(folder, sizes, parts.platform.parts)
     ids = torch.zeros(1, dtype=torch.int64, device=parts.device)
     rows = partial(parts.rows, more=(ids, ids))
-    return EagleDrafter(layer, model, parts.table, _tree(parts.speculation), parts.device, rows)
+    return EagleDrafter(layer, model, parts.table, _tree(parts), parts.device, rows)
 
 
-def _tree(chosen: ResolvedSpeculation) -> DraftTree:
+def _tree(parts: DrafterParts) -> DraftTree:
+    chosen, chain = parts.speculation, bool(parts.config.model.states)
     assert chosen.source.heads is not None
-    return tree_of(chosen.source.heads, chosen.num_draft_tokens)
+    return tree_of(chosen.source.heads, chosen.num_draft_tokens, chain=chain)
 
 
 def _target(parts: DrafterParts) -> tuple[HeadTarget, tuple[int, int]]:
