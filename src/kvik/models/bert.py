@@ -17,13 +17,7 @@ from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder, Positi
 from kvik.spec.fields import Fields
 from kvik.spec.layers import encoder_layers
 from kvik.spec.model import ModelFacts
-from kvik.spec.pooling import (
-    PooledLayer,
-    PoolingSpec,
-    mean_vectors,
-    one_label,
-    score_function,
-)
+from kvik.spec.pooling import PooledLayer, PoolingSpec, mean_vectors, scores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,21 +74,13 @@ def positions_and_types(spec: ModelFacts, builder: LayerBuilder) -> PositionTabl
 
 
 def bert_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
-    one_label(fields)
-    layers = (
-        PooledLayer("bert.pooler.dense", hidden, hidden, function="tanh"),
-        PooledLayer("classifier", hidden, 1),
-    )
-    return PoolingSpec("cls", layers, scores=True, function=score_function(fields))
+    dense = PooledLayer("bert.pooler.dense", hidden, hidden, function="tanh")
+    return scores(fields, "cls", dense, PooledLayer("classifier", hidden, 1))
 
 
 def roberta_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
-    one_label(fields)
-    layers = (
-        PooledLayer("classifier.dense", hidden, hidden, function="tanh"),
-        PooledLayer("classifier.out_proj", hidden, 1),
-    )
-    return PoolingSpec("cls", layers, scores=True, function=score_function(fields))
+    dense = PooledLayer("classifier.dense", hidden, hidden, function="tanh")
+    return scores(fields, "cls", dense, PooledLayer("classifier.out_proj", hidden, 1))
 
 
 _encoder = partial(

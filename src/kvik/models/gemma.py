@@ -23,7 +23,7 @@ from kvik.models.decoder import (
 )
 from kvik.spec.declare import Architecture, LayerBuilder, Norm
 from kvik.spec.fields import Fields
-from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
+from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, mixed_layers, read_window
 from kvik.spec.model import ModelFacts, ModelScales
 from kvik.spec.pooling import PoolingSpec, mean_vectors
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
@@ -64,13 +64,6 @@ def gemma3_scales(fields: Fields) -> ModelScales:
     width = fields.number("query_pre_attn_scalar", 1.0, 1e9, 256.0)
     embedding = math.sqrt(fields.integer("hidden_size", 1, MAX_POSITIONS))
     return ModelScales(embedding=embedding, attention=width**-0.5)
-
-
-def gemma2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every other layer has a window, unless `layer_types` says otherwise."""
-    rope, window = read_rope(fields, positions), read_window(fields)
-    types = layer_types(fields, layers, every=2)
-    return tuple(LayerSpec(window if kind == SLIDING else None, rope) for kind in types)
 
 
 def gemma3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
@@ -157,7 +150,7 @@ GEMMA2 = replace(
     model_type="gemma2",
     models="Gemma 2",
     make=partial(Decoder, make_layer=Gemma2Layer, make_norm=last_norm),
-    layers=gemma2_layers,
+    layers=partial(mixed_layers, every=2),
     activations=("gelu_pytorch_tanh",),
     scales=gemma2_scales,
     keys={"hidden_act": "hidden_activation"},

@@ -16,13 +16,7 @@ from kvik.spec.declare import Architecture, ForwardContext, LayerBuilder
 from kvik.spec.fields import Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types
 from kvik.spec.model import ModelFacts
-from kvik.spec.pooling import (
-    PooledLayer,
-    PoolingSpec,
-    mean_vectors,
-    one_label,
-    score_function,
-)
+from kvik.spec.pooling import PooledLayer, PoolingSpec, mean_vectors, scores
 from kvik.spec.rope import MAX_POSITIONS, RopeSpec, read_rope
 
 if TYPE_CHECKING:
@@ -92,21 +86,15 @@ def near_and_far_layers(fields: Fields, layers: int, positions: int) -> tuple[La
 
 
 def modernbert_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
-    one_label(fields)
+    bias = fields.boolean("classifier_bias", False)
     function = fields.choice("classifier_activation", ("gelu",), "gelu")
-    layers = (
-        PooledLayer(
-            "head.dense",
-            hidden,
-            hidden,
-            bias=fields.boolean("classifier_bias", False),
-            function=function,
-        ),
+    return scores(
+        fields,
+        fields.choice("classifier_pooling", ("cls", "mean"), "cls"),
+        PooledLayer("head.dense", hidden, hidden, bias=bias, function=function),
         PooledLayer("head.norm", hidden, hidden, bias=False, norm_eps=eps),
         PooledLayer("classifier", hidden, 1),
     )
-    kind = fields.choice("classifier_pooling", ("cls", "mean"), "cls")
-    return PoolingSpec(kind, layers, scores=True, function=score_function(fields))
 
 
 MODERNBERT = Architecture(

@@ -20,10 +20,10 @@ from kvik.spec.fields import Fields
 from kvik.spec.layers import (
     SLIDING,
     LayerSpec,
-    equal_layers,
     layer_types,
     mixed_layers,
     read_window,
+    rotary_layers,
 )
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import RopeSpec, read_rope
@@ -114,7 +114,7 @@ def olmoe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec
     """Every layer sees all keys; clipping of q, k and v is not supported."""
     if "clip_qkv" in fields:
         raise fields.error("clip_qkv", "must be null")
-    return equal_layers(fields, layers, positions)
+    return rotary_layers(fields, layers, positions)
 
 
 # OLMoE (Muennighoff et al. 2024, arXiv 2409.02060): norms before blocks, and routed experts.

@@ -27,8 +27,7 @@ from kvik.models.mixtral import MIXTRAL
 from kvik.spec.declare import Architecture
 from kvik.spec.experts import Router, read_experts
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LayerSpec, read_window, rotary_layers, windowed_layers
-from kvik.spec.rope import read_rope
+from kvik.spec.layers import LayerSpec, rotary_layers, windowed_layers
 
 PhiLayer = partial(
     ParallelLayer,
@@ -72,19 +71,13 @@ Phi3Layer = partial(
 )
 
 
-def phi3_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer has the window of the file, if it has one."""
-    window = read_window(fields) if "sliding_window" in fields else None
-    return (LayerSpec(window, read_rope(fields, positions, fraction=1.0)),) * layers
-
-
 PHI3 = Architecture(
     "Phi3ForCausalLM",
     "phi3",
     "Phi-3 and 3.5 mini, Phi-4 and 4-mini",
     partial(Decoder, make_layer=Phi3Layer),
-    layers=phi3_layers,
-    defaults={"rms_norm_eps": 1e-5},
+    layers=partial(windowed_layers, fraction=1.0),
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
     eos_token_ids=(32000,),
     gguf="phi3",
     gguf_names={"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},

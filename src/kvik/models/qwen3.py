@@ -12,7 +12,7 @@ from kvik.spec.experts import read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, read_window, switched_layers
 from kvik.spec.model import ModelFacts
-from kvik.spec.pooling import PooledLayer, PoolingSpec, one_label, score_function
+from kvik.spec.pooling import PooledLayer, PoolingSpec, scores
 from kvik.spec.rope import MAX_POSITIONS
 
 # RMSNorm on each head of q and k.
@@ -62,10 +62,7 @@ def trunk(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
 
 
 def qwen3_scores(fields: Fields, hidden: int, eps: float) -> PoolingSpec:
-    one_label(fields)
-    layers = (PooledLayer("score", hidden, 1, bias=False),)
-    function = score_function(fields)
-    return PoolingSpec("last", layers, scores=True, function=function, template="qwen3")
+    return scores(fields, "last", PooledLayer("score", hidden, 1, bias=False), template="qwen3")
 
 
 # Qwen3-Reranker (Zhang et al. 2025, arXiv 2506.05176), converted to a classifier of one label.

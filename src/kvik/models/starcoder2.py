@@ -7,16 +7,7 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, PreNormLayer, plain_mlp
 from kvik.spec.declare import Architecture
-from kvik.spec.fields import Fields
-from kvik.spec.layers import LayerSpec, read_window
-from kvik.spec.rope import read_rope
-
-
-def starcoder2_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer has the window of the file, if it has one."""
-    window = read_window(fields) if "sliding_window" in fields else None
-    return (LayerSpec(window, read_rope(fields, positions)),) * layers
-
+from kvik.spec.layers import windowed_layers
 
 STARCODER2 = Architecture(
     "Starcoder2ForCausalLM",
@@ -26,7 +17,7 @@ STARCODER2 = Architecture(
         Decoder,
         make_layer=partial(PreNormLayer, feed=partial(plain_mlp, up="c_fc", down="c_proj")),
     ),
-    layers=starcoder2_layers,
+    layers=windowed_layers,
     qkv_bias="use_bias",
     o_bias="use_bias",
     mlp_bias="use_bias",
@@ -35,7 +26,7 @@ STARCODER2 = Architecture(
     gated_mlp=False,
     tied=True,
     eos_token_ids=(50256,),
-    defaults={"use_bias": True, "num_key_value_heads": 2},
+    defaults={"use_bias": True, "num_key_value_heads": 2, "sliding_window": None},
     keys={"rms_norm_eps": "norm_epsilon"},
     gguf="starcoder2",
     gguf_names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"},

@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LatentSpec, LayerRule, QueryScale, equal_layers
+from kvik.spec.layers import LatentSpec, LayerRule, QueryScale, rotary_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -150,7 +150,7 @@ class Architecture:
     model_type: str
     models: str
     make: Callable[[ModelFacts, LayerBuilder], Network]
-    layers: LayerRule = equal_layers
+    layers: LayerRule = rotary_layers
     experts: ExpertsRule | None = None
     qkv_bias: bool | str = False
     o_bias: bool | str = False

@@ -134,11 +134,6 @@ def encoder_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSp
     return (LayerSpec(bidirectional=MAX_POSITIONS),) * layers
 
 
-def equal_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:
-    """Every layer sees all keys."""
-    return (LayerSpec(None, read_rope(fields, positions)),) * layers
-
-
 def rotary_layers(
     fields: Fields,
     layers: int,
@@ -199,14 +194,16 @@ def mixed_layers(
 
 
 def windowed_layers(
-    fields: Fields, layers: int, positions: int, *, scaled_queries: bool = False
+    fields: Fields,
+    layers: int,
+    positions: int,
+    *,
+    fraction: float | None = None,
+    scaled_queries: bool = False,
 ) -> tuple[LayerSpec, ...]:
-    """Every layer has a sliding window, unless `sliding_window` is null (Mistral).
-
-    Args:
-        scaled_queries: see `read_rope`.
-    """
-    rope = read_rope(fields, positions, scaled_queries=scaled_queries)
+    """Every layer has a sliding window, unless `sliding_window` is null (Mistral); for the
+    arguments see `read_rope`."""
+    rope = read_rope(fields, positions, fraction=fraction, scaled_queries=scaled_queries)
     return (LayerSpec(read_window(fields), rope),) * layers
 
 

@@ -131,11 +131,12 @@ class PoolingSpec:
         return dimensions == width or dimensions in self.dimensions
 
 
-def one_label(fields: Fields) -> None:
-    """Check that a classifier has one label.
+def scores(fields: Fields, kind: str, *layers: PooledLayer, template: str = "pair") -> PoolingSpec:
+    """Return the pooling of a classifier, whose scores go through the function that config.json
+    names, or else through a sigmoid. For the arguments see `PoolingSpec`.
 
     Raises:
-        ModelError: it has another number of labels.
+        ModelError: it has more or fewer than one label.
     """
     names = fields.mapping("id2label")
     count = len(names) if names is not None else fields.integer("num_labels", 1, 1 << 20, 2)
@@ -144,15 +145,12 @@ def one_label(fields: Fields) -> None:
         raise fields.error(
             key, f"must have one label, as other classifiers are not supported, not {count}"
         )
-
-
-def score_function(fields: Fields) -> str:
-    """Return the function of scores that config.json names; sigmoid if none."""
-    inside = fields.inside("sentence_transformers")
+    function, inside = "sigmoid", fields.inside("sentence_transformers")
     for where, key in ((inside, "activation_fn"), (fields, "sbert_ce_default_activation_function")):
         if key in where:
-            return _function(where, key, SCORE_FUNCTIONS)
-    return "sigmoid"
+            function = _function(where, key, SCORE_FUNCTIONS)
+            break
+    return PoolingSpec(kind, layers, scores=True, function=function, template=template)
 
 
 def cut_dimensions(fields: Fields) -> tuple[tuple[int, ...], bool]:
