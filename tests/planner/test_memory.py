@@ -23,14 +23,7 @@ from kvik.errors import ConfigError
 from kvik.models.model_spec import read_model_spec
 from kvik.planner.devices import Device, Setting, find_device
 from kvik.planner.families import read_shape, shape_from_config
-from kvik.planner.memory import (
-    bytes_of,
-    cache_of,
-    kv_waste,
-    longest_context,
-    memory_of,
-    parts_of,
-)
+from kvik.planner.memory import MemoryPlanner
 from kvik.planner.plan import Question, plan, plan_shape
 from kvik.planner.shape import ModelShape
 from kvik.spec.kv import block_bytes
@@ -77,14 +70,14 @@ def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str
     )
     decided = resolve(wishes, model.spec, hardware, "").memory
     at = Setting(device, weights, kv, context, batch, hardware=hardware)
-    planned = memory_of(model, at)
+    planned = MemoryPlanner.of(model, at).memory()
     assert planned.limit == decided.limit
     assert planned.weights == decided.weights
     assert planned.kv_cache == decided.kv_cache
     assert planned.activations == decided.activations
     assert planned.runtime == decided.overhead
     assert planned.total == decided.total
-    assert bytes_of(model, at) == (decided.total, decided.limit)
+    assert MemoryPlanner.of(model, at).total == decided.total
     assert planned.fits
 
 
@@ -142,7 +135,7 @@ def test_layers_of_two_shapes_take_the_blocks_of_the_engine() -> None:
     assert model.spec is not None
     decided = resolve(EngineConfig(kv_cache_dtype="fp8"), model.spec, hardware, "").cache
     at = Setting(device_of(hardware), "bf16", "fp8", 500, 3, hardware=hardware)
-    planned = cache_of(model, at, StepSize(500, 3, 2048), decided.block_size)
+    planned = MemoryPlanner.of(model, at).cache(StepSize(500, 3, 2048), decided.block_size)
     sizes = (block_bytes(cache.groups, cache.block_size) for cache in (planned, decided))
     assert len(set(sizes)) == 1
 
@@ -156,7 +149,7 @@ def test_a_simulated_engine_has_the_blocks_of_a_real_one(machine: str, seqs: int
     wishes = EngineConfig(dtype="bfloat16", max_num_seqs=seqs, max_num_batched_tokens=2048)
     decided = resolve(wishes, model.spec, hardware, "").cache
     at = Setting(device_of(hardware), "bf16", "bf16", 500, 3, hardware=hardware)
-    planned = cache_of(model, at, StepSize(1024, seqs, 2048), decided.block_size)
+    planned = MemoryPlanner.of(model, at).cache(StepSize(1024, seqs, 2048), decided.block_size)
     assert planned.num_blocks == decided.num_blocks
 
 
@@ -179,7 +172,7 @@ def test_a_drafter_takes_the_memory_of_the_engines_plan(method: str, machine: st
     wishes = EngineConfig(spec_method=method, spec_model="d", **options)
     decided = resolve(wishes, model.spec, hardware, "", source).memory
     at = Setting(device_of(hardware), "bf16", "bf16", 500, 3, hardware=hardware)
-    alone, planned = (memory_of(model, a) for a in (at, replace(at, source=source)))
+    alone, planned = (MemoryPlanner.of(model, a).memory() for a in (at, replace(at, source=source)))
     assert planned.weights == decided.weights == alone.weights + planned.draft_weights
     assert (planned.kv_cache, planned.activations) == (decided.kv_cache, decided.activations)
     assert planned.runtime == decided.overhead
@@ -206,7 +199,7 @@ def test_a_plan_for_gpus_is_what_the_engine_decides(name: str, tp: int, kv: str)
     assert model.spec is not None
     decided = resolve(wishes, model.spec, hardware, "").memory
     at = Setting(device_of(hardware), "bf16", kv, 1000, 8, tp, hardware=hardware)
-    planned = memory_of(model, at)
+    planned = MemoryPlanner.of(model, at).memory()
     assert planned.weights == decided.weights
     assert planned.activations == decided.activations
     assert planned.runtime == decided.overhead
@@ -246,7 +239,7 @@ def test_a_quantised_checkpoint_counts_as_the_engine_loads_it(
     wishes = EngineConfig(dtype="bfloat16", max_model_len=500, max_num_seqs=3, num_blocks=96)
     decided = resolve(wishes, model.spec, hardware, "").memory
     at = Setting(device_of(hardware), model.stored, "bf16", 500, 3, hardware=hardware)
-    planned = memory_of(model, at)
+    planned = MemoryPlanner.of(model, at).memory()
     assert planned.weights == decided.weights
     assert (planned.activations, planned.runtime) == (decided.activations, decided.overhead)
 
@@ -281,12 +274,12 @@ def test_divided_models_have_the_memory_of_the_engines_plan(
     assert model.spec is not None
     decided = resolve(wishes, model.spec, hardware, "").memory
     at = Setting(device_of(hardware), weights, "bf16", context, batch, tp, pp, hardware=hardware)
-    planned = memory_of(model, at)
+    planned = MemoryPlanner.of(model, at).memory()
     assert planned.weights == decided.weights
     assert planned.kv_cache == decided.kv_cache
     assert planned.activations == decided.activations
     assert planned.runtime == decided.overhead
-    parts = parts_of(model, at)
+    parts = MemoryPlanner.of(model, at).parts()
     assert len(parts) == (0 if tp * pp == 1 else tp * pp)
     if parts:
         assert sum(part.total for part in parts) == decided.total
@@ -306,21 +299,21 @@ def test_divisions_that_the_engine_refuses_are_refused() -> None:
         ({"pp": 2, "weight_format": "fp16"}, "pp", "must be 1 with torch kernels"),
     ):
         with pytest.raises(ConfigError, match=f"^{field}: .*{message}"):
-            memory_of(llama, replace(at, **change))
+            MemoryPlanner.of(llama, replace(at, **change)).memory()
 
 
 def test_each_stage_of_gpus_is_planned() -> None:
     llama, at = shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 4096, 4, tp=2, pp=3)
-    parts = parts_of(llama, at)
+    parts = MemoryPlanner.of(llama, at).parts()
     assert [(p.stage, p.layers) for p in parts] == [(0, 26), (1, 28), (2, 26)]
-    memory = memory_of(llama, at)
+    memory = MemoryPlanner.of(llama, at).memory()
     assert memory.weights == max(part.weights for part in parts)
     assert memory.kv_cache == max(part.kv_cache for part in parts)
 
 
 def test_llama_3_70b_by_hand() -> None:
     at = Setting(H200, "bf16", "bf16", 8192, 10, tp=8, utilization=0.5)
-    memory = memory_of(shape("llama-3-70b"), at)
+    memory = MemoryPlanner.of(shape("llama-3-70b"), at).memory()
     assert memory.kv_per_token == 80 * 2 * 128 * 2  # one KV head of eight
     assert memory.kv_per_request == 8192 * 40_960
     assert memory.kv_cache == (10 * 512 + 1) * 16 * 40_960  # one block is never allocated
@@ -333,13 +326,15 @@ def test_llama_3_70b_by_hand() -> None:
 
 
 def test_the_latent_is_cached_once_and_on_each_device() -> None:
-    memory = memory_of(shape("deepseek-v3"), Setting(H200, "fp8", "bf16", 4096, 2, tp=8))
+    memory = MemoryPlanner.of(
+        shape("deepseek-v3"), Setting(H200, "fp8", "bf16", 4096, 2, tp=8)
+    ).memory()
     assert memory.kv_per_token == 61 * (512 + 64) * 2 == 70_272
     assert memory.kv_per_request == 4096 * 70_272
 
 
 def fits(at: Setting, model: ModelShape) -> bool:
-    return memory_of(model, at).fits
+    return MemoryPlanner.of(model, at).memory().fits
 
 
 @pytest.mark.parametrize(
@@ -357,12 +352,12 @@ def test_the_largest_batch_is_the_largest_that_fits(
 ) -> None:
     model = shape(name)
     at = Setting(find_device("a100-40g"), weights, kv, context, batch)
-    memory = memory_of(model, at)
+    memory = MemoryPlanner.of(model, at).memory()
     most = memory.largest_batch
     assert most > 0
     assert fits(replace(at, batch=most), model)
     assert not fits(replace(at, batch=most + 1), model)
-    longest = longest_context(model, at)
+    longest = MemoryPlanner.of(model, at).longest_context()
     assert fits(replace(at, context=longest), model)
     if longest < model.max_context:
         assert not fits(replace(at, context=longest + 1), model)
@@ -372,31 +367,33 @@ def test_the_largest_batch_is_the_largest_that_fits(
 def test_reserving_the_whole_context_leaves_most_of_it_empty() -> None:
     llama = shape("llama-3-8b")  # a context of 8192 tokens of 131,072 bytes
     at = Setting(find_device("a100-40g"), "bf16", "bf16", 1024, 10)
-    waste = kv_waste(llama, at)
+    waste = MemoryPlanner.of(llama, at).kv_waste()
     assert waste.block_size == 16
     assert waste.paged == 10 * 7.5 * 131_072  # 0 to 15 tokens of the last block are empty
     assert waste.reserved == 8192 * 131_072
     assert waste.empty == pytest.approx(7 / 8)
-    memory = memory_of(llama, at)
+    memory = MemoryPlanner.of(llama, at).memory()
     assert waste.batch == pytest.approx(memory.largest_batch / 8, abs=2)
-    whole = kv_waste(llama, replace(at, context=8192))
+    whole = MemoryPlanner.of(llama, replace(at, context=8192)).kv_waste()
     assert (
         whole.empty == 0
-        and whole.batch == memory_of(llama, replace(at, context=8192)).largest_batch
+        and whole.batch == MemoryPlanner.of(llama, replace(at, context=8192)).memory().largest_batch
     )
-    gemma = kv_waste(shape("gemma-2-9b"), at)  # every other layer reserves 4096 tokens at most
+    gemma = MemoryPlanner.of(
+        shape("gemma-2-9b"), at
+    ).kv_waste()  # every other layer reserves 4096 tokens at most
     assert gemma.reserved == 21 * (8192 + 4096) * 2 * 8 * 256 * 2
 
 
 def test_a_plan_that_does_not_fit_is_an_error_with_the_amount() -> None:
     model, at = shape("llama-3-70b"), Setting(H200, "fp32", "bf16", 8192, 1)
-    memory = memory_of(model, at)
+    memory = MemoryPlanner.of(model, at).memory()
     assert not memory.fits
     assert memory.missing == memory.total - memory.limit > 100 * GIB
-    assert (memory.largest_batch, longest_context(model, at)) == (0, 0)
+    assert (memory.largest_batch, MemoryPlanner.of(model, at).longest_context()) == (0, 0)
 
 
 def test_unfilled_slots_of_blocks_are_counted() -> None:
-    plain = memory_of(shape("llama-3-8b"), Setting(H200, "bf16", "bf16", 1000, 2))
+    plain = MemoryPlanner.of(shape("llama-3-8b"), Setting(H200, "bf16", "bf16", 1000, 2)).memory()
     # 1000 tokens take 63 blocks of 16, and one more block is never allocated.
     assert plain.kv_padding == (2 * (63 * 16 - 1000) + 16) * 131_072

@@ -17,7 +17,7 @@ from kvik.core.scheduler import Scheduler
 from kvik.core.types import Request
 from kvik.planner.devices import Device, Setting
 from kvik.planner.families import shape_from_config
-from kvik.planner.memory import bytes_of
+from kvik.planner.memory import MemoryPlanner
 from kvik.planner.roofline import PlannedStep, decode, prefill, step_time
 from kvik.planner.search import largest, smallest
 from kvik.planner.serving import (
@@ -369,4 +369,6 @@ def test_every_setting_has_its_own_step_times_and_memory() -> None:
             for step in (decode(1, 100), decode(2, 100)):
                 assert changed.expected_seconds(step) == step_time(SHAPE, at, step).expected
             for batch in (1, 4):
-                assert changed.memory(batch) == bytes_of(SHAPE, replace(at, batch=batch))
+                assert (
+                    changed.memory(batch) == MemoryPlanner.of(SHAPE, replace(at, batch=batch)).total
+                )

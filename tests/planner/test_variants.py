@@ -8,7 +8,7 @@ import pytest
 from helpers.public_configs import public_shape as shape
 
 from kvik.planner.devices import Device, Setting, find_device
-from kvik.planner.memory import memory_of
+from kvik.planner.memory import MemoryPlanner
 from kvik.planner.roofline import decode, prefill, step_time
 from kvik.planner.variants import (
     attention_matrices,
@@ -136,7 +136,7 @@ def test_without_speeds_there_are_sizes() -> None:
 def test_tokens_of_a_request_on_several_gpus() -> None:
     llama = shape("llama-3-8b")  # 32 layers, 32 query and 8 KV heads of 128
     at = replace(AT, context=8192, batch=2)
-    memory = memory_of(llama, at)
+    memory = MemoryPlanner.of(llama, at).memory()
     one, two, four, eight = context_parts(llama, at, memory)
     whole = {part.name: part.floor for part in step_time(llama, at, prefill(8192)).parts}
     assert one.prefill == pytest.approx(sum(whole.values())) and one.sending == 0.0
@@ -158,7 +158,7 @@ def test_a_slow_link_delays_prefill() -> None:
     enough."""
     llama = shape("llama-3-8b")
     slow = replace(AT, device=replace(A100, link=1e8), batch=1)
-    _, two, *_ = context_parts(llama, slow, memory_of(llama, slow))
+    _, two, *_ = context_parts(llama, slow, MemoryPlanner.of(llama, slow).memory())
     received = 4096 / 2 * 131_072 / 1e8
     whole = step_time(llama, slow, prefill(4096)).parts
     attention = next(part.floor for part in whole if part.name == "attention")
@@ -176,11 +176,13 @@ def test_devices_and_models_without_context_parallelism() -> None:
         (llama, {"device": blind}),
         (states, {}),
     ):
-        assert context_parts(model, replace(AT, **change), memory_of(model, AT)) == ()
+        assert (
+            context_parts(model, replace(AT, **change), MemoryPlanner.of(model, AT).memory()) == ()
+        )
 
 
 def test_parts_of_a_request_may_fit_if_the_whole_does_not() -> None:
     llama = shape("llama-3.1-8b")
     at = replace(AT, context=131_072, batch=6)
-    fits = [row.fits for row in context_parts(llama, at, memory_of(llama, at))]
+    fits = [row.fits for row in context_parts(llama, at, MemoryPlanner.of(llama, at).memory())]
     assert fits == [False, True, True, True]

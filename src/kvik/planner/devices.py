@@ -421,6 +421,11 @@ class Setting:
     source: DraftSource = NO_SOURCE
 
     @property
+    def memory_limit(self) -> int:
+        """Bytes of a device that the engine may use."""
+        return int(self.device.memory * self.utilization)
+
+    @property
     def exact(self) -> bool:
         """Whether the model is divided by the exact cut among processes of one CPU; otherwise by
         the fast cut among GPUs (see `planner/parallel.py`)."""

@@ -124,182 +124,28 @@ class KVWaste:
     batch: int
 
 
-def laid_out(shape: ModelShape, at: Setting) -> ModelShape:
-    """Return the model with quantised weights in the layout of that device's kernels.
-
-    Raises:
-        ConfigError: as `memory_of`.
-    """
-    return replace(shape, kernels=_Planner.of(shape, at).part.kernels)
-
-
-def memory_of(shape: ModelShape, at: Setting) -> Memory:
-    """Return the memory that a setting's requests need at their full context.
-
-    Raises:
-        ConfigError: the model cannot be shared by this many devices, or a format is unknown.
-    """
-    planner = _Planner.of(shape, at)
-    part, footprint = planner.part, planner.fit.footprint
-    size = planner.sized(at.context, at.batch)
-    parts = planner.planned(size)
-    cached = part.kv_bytes(at.context, at.kv_format)
-    for group in footprint.draft.groups if footprint.draft else ():
-        cached += at.context * group.bytes_per_token
-    return Memory(
-        limit=parts.limit,
-        weights=parts.weights,
-        kv_cache=parts.kv_cache,
-        activations=parts.activations,
-        runtime=parts.overhead,
-        kv_per_token=part.kv_bytes_per_token(at.kv_format),
-        kv_per_request=planner.blocks_each(size) * footprint.block_bytes,
-        kv_padding=parts.kv_cache - at.batch * cached,
-        step_tokens=size.max_num_batched_tokens,
-        largest_batch=largest(lambda batch: planner.fits(at.context, batch), MAX_REQUESTS),
-        draft_weights=sum(part.weights for part in (footprint.draft, footprint.heads) if part),
-    )
-
-
-def cache_of(shape: ModelShape, at: Setting, size: StepSize, block_size: int) -> CacheConfig:
-    """Return the KV cache that an engine with steps of a size has by default; if a request of the
-    longest context does not fit, with all blocks that do.
-
-    Raises:
-        ConfigError: as `memory_of`.
-    """
-    fit = _Planner.of(shape, at).fit
-    footprint = replace(fit.footprint, block_size=block_size)
-    blocks = footprint.blocks_within(fit.limit.size - footprint.fixed(size))
-    blocks = min(blocks, replace(fit, footprint=footprint).num_blocks(size, Notes()))
-    checkpoints = footprint.num_checkpoints(size) if shape.state_bytes else None
-    return CacheConfig(block_size, blocks, footprint.groups, checkpoints=checkpoints)
-
-
-def longest_context(shape: ModelShape, at: Setting) -> int:
-    """Return the longest context that fits for a setting's requests, at most the model's; 0: none.
-
-    Raises:
-        ConfigError: as `memory_of`.
-    """
-    planner = _Planner.of(shape, at)
-    return largest(lambda context: planner.fits(context, at.batch), shape.max_context)
-
-
-def parts_of(shape: ModelShape, at: Setting) -> tuple[PartMemory, ...]:
-    """Return the memory of each CPU process, or of one GPU per stage; (): the model is not divided.
-
-    Raises:
-        ConfigError: as `memory_of`.
-    """
-    if at.parts == 1:
-        return ()
-    planner = _Planner.of(shape, at)
-    size = planner.sized(at.context, at.batch)
-    return (_processes if at.exact else _gpus)(planner, size, at)
-
-
-def _processes(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemory, ...]:
-    """Return the bytes of each CPU process, the engine's last: it has the rest of the plan."""
-    shape, planned = planner.shape, planner.planned(size)
-    parts: list[PartMemory] = []
-    for stage, part in enumerate(planner.stages):
-        for rank in range(at.tp):
-            matrices = [own_rows(matrix, shape, rank, at.tp) for matrix in part.matrices]
-            rest = part.other_parameters if rank == 0 else 0
-            parts.append(
-                PartMemory(
-                    stage=stage,
-                    rank=rank,
-                    layers=part.num_layers,
-                    weights=part.bytes_of(matrices, rest, at.weight_format),
-                    kv_cache=planner.cached(size, stage, rank) + planner.states(size, part),
-                    activations=planned.activations // at.parts,
-                    runtime=RANK_BYTES,
-                )
-            )
-    last = parts.pop(-at.tp)  # the engine's process is the first of its stage
-    rest = sum(part.total for part in parts)
-    engine = replace(last, runtime=0)
-    parts.insert(
-        len(parts) - at.tp + 1, replace(engine, runtime=planned.total - rest - engine.total)
-    )
-    return tuple(parts)
-
-
-def _gpus(planner: _Planner, size: StepSize, at: Setting) -> tuple[PartMemory, ...]:
-    """Return the bytes of the fullest GPU of each stage."""
-    planned = planner.planned(size)
-    weights = planner.fit.footprint.stage_bytes or (planned.weights,)
-    return tuple(
-        PartMemory(
-            stage=stage,
-            rank=0,
-            layers=part.num_layers,
-            weights=weights[stage],
-            kv_cache=planner.cached(size, stage, at.tp - 1) + planner.states(size, part),
-            activations=planned.activations,
-            runtime=planned.overhead,
-        )
-        for stage, part in enumerate(planner.stages)
-    )
-
-
-def kv_waste(shape: ModelShape, at: Setting) -> KVWaste:
-    """Return the unused parts of the KV cache with blocks and with contiguous reservations.
-
-    Raises:
-        ConfigError: as `memory_of`.
-    """
-    planner = _Planner.of(shape, at)
-    part, block_size = planner.part, planner.fit.footprint.block_size
-    reserved = part.kv_bytes(part.max_context, at.kv_format)
-    used = part.kv_bytes(at.context, at.kv_format)
-
-    def fits(batch: int) -> bool:
-        parts = planner.planned(planner.sized(at.context, batch))
-        base = parts.total - parts.kv_cache
-        return base + batch * reserved <= planner.fit.limit.size
-
-    return KVWaste(
-        block_size=block_size,
-        paged=at.batch * (block_size - 1) * part.kv_bytes_per_token(at.kv_format) // 2,
-        reserved=reserved,
-        empty=1.0 - used / reserved if reserved else 0.0,
-        batch=largest(fits, MAX_REQUESTS),
-    )
-
-
-def bytes_of(shape: ModelShape, at: Setting) -> tuple[int, int]:
-    """Return `total` and `limit` of `memory_of`, without searching for what would fit.
-
-    Raises:
-        ConfigError: as `memory_of`.
-    """
-    planner = _Planner.of(shape, at)
-    return planner.planned(planner.sized(at.context, at.batch)).total, planner.fit.limit.size
-
-
 @dataclass(frozen=True, slots=True)
-class _Planner:
+class MemoryPlanner:
     """Plans the memory of a setting's fullest device, for any number of requests of any length.
 
     Attributes:
-        shape: the whole model.
+        shape: the whole model, with quantised weights in the layout of that device's kernels.
         part: the part of the model on that device, or on all CPU processes together.
         stages: the parts of the model in the stages of a pipeline.
     """
 
+    at: Setting
     shape: ModelShape
     part: ModelShape
     stages: tuple[ModelShape, ...]
     fit: Fit
 
     @classmethod
-    def of(cls, shape: ModelShape, at: Setting) -> _Planner:
+    def of(cls, shape: ModelShape, at: Setting) -> MemoryPlanner:
         """
         Raises:
-            ConfigError: the model cannot be divided this way, by the engine's rules on a CPU.
+            ConfigError: the model cannot be divided this way, by the engine's rules on a CPU, or a
+                format is unknown.
         """
         check_parallel(shape, at.tp, at.pp, exact=at.exact)
         config, spec, hardware, compute = _computing(shape, at)
@@ -335,15 +181,126 @@ class _Planner:
             footprint = with_drafter(footprint, drafting, at.source)
         except ConfigError as error:
             raise ConfigError("draft", error.message) from None
-        limit = Limit(int(at.device.memory * at.utilization), "")
-        return cls(shape, part, stages(shape, runs), Fit(config, footprint, limit))
+        fit = Fit(config, footprint, Limit(at.memory_limit, ""))
+        return cls(at, shape, part, stages(shape, runs), fit)
 
-    def blocks_each(self, size: StepSize) -> int:
+    def memory(self) -> Memory:
+        """Return the memory that the setting's requests need at their full context."""
+        at, part, footprint = self.at, self.part, self.fit.footprint
+        size = self._sized(at.context, at.batch)
+        parts = self._planned(size)
+        cached = part.kv_bytes(at.context, at.kv_format)
+        for group in footprint.draft.groups if footprint.draft else ():
+            cached += at.context * group.bytes_per_token
+        return Memory(
+            limit=parts.limit,
+            weights=parts.weights,
+            kv_cache=parts.kv_cache,
+            activations=parts.activations,
+            runtime=parts.overhead,
+            kv_per_token=part.kv_bytes_per_token(at.kv_format),
+            kv_per_request=self._blocks_each(size) * footprint.block_bytes,
+            kv_padding=parts.kv_cache - at.batch * cached,
+            step_tokens=size.max_num_batched_tokens,
+            largest_batch=largest(lambda batch: self._fits(at.context, batch), MAX_REQUESTS),
+            draft_weights=sum(part.weights for part in (footprint.draft, footprint.heads) if part),
+        )
+
+    @property
+    def total(self) -> int:
+        """`total` of `memory`, without searching for what would fit."""
+        return self._planned(self._sized(self.at.context, self.at.batch)).total
+
+    def cache(self, size: StepSize, block_size: int) -> CacheConfig:
+        """Return the KV cache that an engine with steps of a size has by default; if a request of
+        the longest context does not fit, with all blocks that do."""
+        footprint = replace(self.fit.footprint, block_size=block_size)
+        blocks = footprint.blocks_within(self.at.memory_limit - footprint.fixed(size))
+        blocks = min(blocks, replace(self.fit, footprint=footprint).num_blocks(size, Notes()))
+        checkpoints = footprint.num_checkpoints(size) if self.shape.state_bytes else None
+        return CacheConfig(block_size, blocks, footprint.groups, checkpoints=checkpoints)
+
+    def longest_context(self) -> int:
+        """Return the longest context that fits for the setting's requests, at most the model's; 0:
+        none."""
+        return largest(lambda n: self._fits(n, self.at.batch), self.shape.max_context)
+
+    def kv_waste(self) -> KVWaste:
+        """Return the unused parts of the KV cache with blocks and with contiguous reservations."""
+        at, part, block_size = self.at, self.part, self.fit.footprint.block_size
+        reserved = part.kv_bytes(part.max_context, at.kv_format)
+        used = part.kv_bytes(at.context, at.kv_format)
+
+        def fits(batch: int) -> bool:
+            parts = self._planned(self._sized(at.context, batch))
+            return parts.total - parts.kv_cache + batch * reserved <= at.memory_limit
+
+        return KVWaste(
+            block_size=block_size,
+            paged=at.batch * (block_size - 1) * part.kv_bytes_per_token(at.kv_format) // 2,
+            reserved=reserved,
+            empty=1.0 - used / reserved if reserved else 0.0,
+            batch=largest(fits, MAX_REQUESTS),
+        )
+
+    def parts(self) -> tuple[PartMemory, ...]:
+        """Return the memory of each CPU process, or of the fullest GPU of each stage; (): the model
+        is not divided."""
+        if self.at.parts == 1:
+            return ()
+        size = self._sized(self.at.context, self.at.batch)
+        return (self._processes if self.at.exact else self._gpus)(size)
+
+    def _processes(self, size: StepSize) -> tuple[PartMemory, ...]:
+        """Return the bytes of each CPU process, the engine's last: it has the rest of the plan."""
+        at, planned = self.at, self._planned(size)
+        parts: list[PartMemory] = []
+        for stage, part in enumerate(self.stages):
+            for rank in range(at.tp):
+                matrices = [own_rows(matrix, self.shape, rank, at.tp) for matrix in part.matrices]
+                rest = part.other_parameters if rank == 0 else 0
+                parts.append(
+                    PartMemory(
+                        stage=stage,
+                        rank=rank,
+                        layers=part.num_layers,
+                        weights=part.bytes_of(matrices, rest, at.weight_format),
+                        kv_cache=self._cached(size, stage, rank) + self._states(size, part),
+                        activations=planned.activations // at.parts,
+                        runtime=RANK_BYTES,
+                    )
+                )
+        last = parts.pop(-at.tp)  # the engine's process is the first of its stage
+        rest = sum(part.total for part in parts)
+        engine = replace(last, runtime=0)
+        parts.insert(
+            len(parts) - at.tp + 1, replace(engine, runtime=planned.total - rest - engine.total)
+        )
+        return tuple(parts)
+
+    def _gpus(self, size: StepSize) -> tuple[PartMemory, ...]:
+        """Return the bytes of the fullest GPU of each stage."""
+        planned = self._planned(size)
+        weights = self.fit.footprint.stage_bytes or (planned.weights,)
+        return tuple(
+            PartMemory(
+                stage=stage,
+                rank=0,
+                layers=part.num_layers,
+                weights=weights[stage],
+                kv_cache=self._cached(size, stage, self.at.tp - 1) + self._states(size, part),
+                activations=planned.activations,
+                runtime=planned.overhead,
+            )
+            for stage, part in enumerate(self.stages)
+        )
+
+    def _blocks_each(self, size: StepSize) -> int:
         return self.fit.footprint.blocks_per_request(
             size.max_model_len, size.max_num_batched_tokens
         )
 
-    def states(self, size: StepSize, part: ModelShape) -> int:
+    def _states(self, size: StepSize, part: ModelShape) -> int:
         """Return the bytes of the states of all requests and checkpoints in a part of the model,
         with their room for drafts."""
         footprint = self.fit.footprint
@@ -351,24 +308,24 @@ class _Planner:
         share = Fraction(part.state_bytes, max(1, self.shape.state_bytes))
         return int(rows * footprint.spec.state_bytes * share)
 
-    def cached(self, size: StepSize, stage: int, rank: int) -> int:
+    def _cached(self, size: StepSize, stage: int, rank: int) -> int:
         """Return the bytes of one device's blocks, those that are never allocated included."""
         footprint = self.fit.footprint
         ends = footprint.stage_ends or (self.shape.num_layers,)
         groups = stage_groups(footprint.groups, PipelineStage.all_of(ends)[stage].layers)
-        blocks = size.max_num_seqs * self.blocks_each(size) + RESERVED_BLOCKS
+        blocks = size.max_num_seqs * self._blocks_each(size) + RESERVED_BLOCKS
         return blocks * block_bytes(cut_groups(groups, rank, footprint.ranks), footprint.block_size)
 
-    def sized(self, context: int, batch: int) -> StepSize:
+    def _sized(self, context: int, batch: int) -> StepSize:
         wishes = replace(self.fit.config, max_model_len=context, max_num_seqs=batch)
         return replace(self.fit, config=wishes).step_size(Notes())
 
-    def planned(self, size: StepSize) -> MemoryPlan:
-        blocks = size.max_num_seqs * self.blocks_each(size)
+    def _planned(self, size: StepSize) -> MemoryPlan:
+        blocks = size.max_num_seqs * self._blocks_each(size)
         return self.fit.footprint.plan(size, blocks, self.fit.limit)
 
-    def fits(self, context: int, batch: int) -> bool:
-        plan = self.planned(self.sized(context, batch))
+    def _fits(self, context: int, batch: int) -> bool:
+        plan = self._planned(self._sized(context, batch))
         return plan.total <= plan.limit
 
 

@@ -265,14 +265,12 @@ class Collectives:
         count: number of collectives in a step.
         layer: maximum number in a layer.
         numbers: numbers per token in that layer, all columns or sums together.
-        step_numbers: numbers per token in all layers.
     """
 
     kind: str
     count: int
     layer: int
     numbers: int
-    step_numbers: int
 
 
 def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
@@ -282,8 +280,7 @@ def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
     after the token vectors if these are rows of the head. The fast cut has two per layer.
     """
     if not exact:
-        layers, layer_numbers = shape.num_layers, 2 * shape.hidden_size
-        return Collectives("all-reduce", 2 * layers, 2, layer_numbers, layers * layer_numbers)
+        return Collectives("all-reduce", 2 * shape.num_layers, 2, 2 * shape.hidden_size)
     counts: list[int] = []
     numbers: list[int] = []
     for layer in shape.layers:
@@ -297,7 +294,7 @@ def collectives(shape: ModelShape, *, exact: bool) -> Collectives:
     outside = sum(m.count for m in outer if m.multiplied or m.role == "token_inputs")
     outside += shape.tied  # token vectors are rows of a matrix that is cut
     count = sum(counts) + outside
-    return Collectives("exchange", count, max(counts), max(numbers), sum(numbers))
+    return Collectives("exchange", count, max(counts), max(numbers))
 
 
 def _columns(matrix: MatrixGroup) -> int:

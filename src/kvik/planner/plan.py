@@ -25,13 +25,8 @@ from kvik.planner.memory import (
     MAX_REQUESTS,
     KVWaste,
     Memory,
+    MemoryPlanner,
     PartMemory,
-    bytes_of,
-    kv_waste,
-    laid_out,
-    longest_context,
-    memory_of,
-    parts_of,
 )
 from kvik.planner.parallel import MAX_DEVICES, Collectives, can_share, check_parallel, collectives
 from kvik.planner.roofline import (
@@ -469,12 +464,17 @@ class Remedy:
     total: int
 
 
-def remedies(shape: ModelShape, at: Setting, memory: Memory) -> tuple[Remedy, ...]:
+def remedies(shape: ModelShape, at: Setting, batch: int, context: int) -> tuple[Remedy, ...]:
     """Return the smallest change of each kind that makes the plan fit: fewer requests, a shorter
     context, a smaller KV or weight format, more devices. If only more devices help, also the
-    smallest formats on fewer devices. Empty: nothing helps."""
+    smallest formats on fewer devices. Empty: nothing helps.
+
+    Args:
+        batch, context: the largest that fits if the other stays as it is; 0: none.
+    """
     changed = [
-        *_work(shape, at, memory),
+        *([replace(at, batch=batch)] if batch else []),
+        *([replace(at, context=context)] if context else []),
         *_first(shape, _kv_formats(shape, at)),
         *_first(shape, _weight_formats(shape, at)),
     ]
@@ -494,13 +494,6 @@ def _smaller_on_fewer(shape: ModelShape, at: Setting, enough: list[Setting]) -> 
             return
         yield replace(setting, weight_format=weights)
         yield replace(setting, weight_format=weights, kv_format=kv)
-
-
-def _work(shape: ModelShape, at: Setting, memory: Memory) -> Iterator[Setting]:
-    if memory.largest_batch:
-        yield replace(at, batch=memory.largest_batch)
-    if longest := longest_context(shape, at):
-        yield replace(at, context=longest)
 
 
 def _kv_formats(shape: ModelShape, at: Setting) -> Iterator[Setting]:
@@ -534,10 +527,10 @@ def _first(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[Setting]:
     """Yield the first setting that is possible and fits, if any."""
     for setting in settings:
         try:
-            needed, limit = bytes_of(shape, setting)
+            total = MemoryPlanner.of(shape, setting).total
         except ConfigError:
             continue
-        if needed <= limit:
+        if total <= setting.memory_limit:
             yield setting
             return
 
@@ -552,8 +545,7 @@ def _remedy(shape: ModelShape, requested: Setting, changed: Setting) -> Remedy:
         "pp": (requested.pp, changed.pp),
     }
     flags = " ".join(f"--{name} {new}" for name, (old, new) in named.items() if new != old)
-    needed, _ = bytes_of(shape, changed)
-    return Remedy(flags, needed)
+    return Remedy(flags, MemoryPlanner.of(shape, changed).total)
 
 
 @dataclass(frozen=True, slots=True)
@@ -649,18 +641,19 @@ def plan_shape(
         note += f"{question.dtype} needs another checkpoint"
         shape = replace(shape, notes=(*shape.notes, note))
     shape, at = setting_of(shape, device, question, hardware)
-    memory = memory_of(shape, at)
+    planner = MemoryPlanner.of(shape, at)
+    memory, longest = planner.memory(), planner.longest_context()
     rates = rates_of(shape, at, question, memory)
     return Plan(
         shape=shape,
         at=at,
         request=request_of(question, at.context),
         memory=memory,
-        longest_context=longest_context(shape, at),
-        parts=parts_of(shape, at),
-        kv_waste=kv_waste(shape, at),
+        longest_context=longest,
+        parts=planner.parts(),
+        kv_waste=planner.kv_waste(),
         division=division_of(shape, at),
-        remedies=() if memory.fits else remedies(shape, at, memory),
+        remedies=() if memory.fits else remedies(shape, at, memory.largest_batch, longest),
         speed=speed_of(shape, at, question, memory) if device.rated else None,
         attention_matrices=attention_matrices(shape, at, _prompts(at.context)),
         attention_variants=attention_variants(shape, at),
@@ -706,7 +699,7 @@ def setting_of(
     defaults filled in.
 
     Raises:
-        ConfigError: as `memory_of`.
+        ConfigError: as `MemoryPlanner.of`.
     """
     shape = replace(shape, dtype=_dtype(shape, device, question, hardware))
     plain = weight_facts(shape.stored).dtype
@@ -724,7 +717,7 @@ def setting_of(
         hardware=hardware,
         source=draft_source(question.draft, shape),
     )
-    return laid_out(shape, at), at
+    return MemoryPlanner.of(shape, at).shape, at
 
 
 def _dtype(shape: ModelShape, device: Device, question: Question, hardware: Hardware | None) -> str:

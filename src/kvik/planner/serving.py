@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from kvik.errors import ParamError
 from kvik.options import Kind, bad_value
 from kvik.planner.devices import Setting
-from kvik.planner.memory import bytes_of, memory_of
+from kvik.planner.memory import MemoryPlanner
 from kvik.planner.roofline import PlannedStep, decode, step_time, verify
 from kvik.planner.search import largest
 from kvik.planner.shape import ModelShape
@@ -139,7 +139,7 @@ class Memo:
     values many times. Keys hold everything else they depend on."""
 
     steps: dict[Hashable, float] = field(default_factory=dict)
-    memory: dict[Hashable, tuple[int, int]] = field(default_factory=dict)
+    memory: dict[Hashable, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,13 +174,13 @@ class Serving:
             self.memo.steps[key] = step_time(self.shape, at, step).expected
         return self.memo.steps[key]
 
-    def memory(self, batch: int) -> tuple[int, int]:
-        """Return the bytes that `batch` requests need on the fullest device, and the limit."""
+    def memory(self, batch: int) -> int:
+        """Return the bytes that `batch` requests need on the fullest device."""
         at = self.at
         formats = (at.weight_format, at.kv_format, at.source.path)
         key = (*formats, at.tp, at.pp, at.context, batch, at.utilization)
         if key not in self.memo.memory:
-            self.memo.memory[key] = bytes_of(self.shape, replace(at, batch=batch))
+            self.memo.memory[key] = MemoryPlanner.of(self.shape, replace(at, batch=batch)).total
         return self.memo.memory[key]
 
     @property
@@ -230,7 +230,7 @@ def set_up(
         ConfigError: the model cannot be shared by this many devices.
     """
     at = replace(at, context=traffic.context, batch=1)
-    memory = memory_of(shape, at)
+    memory = MemoryPlanner.of(shape, at).memory()
     chosen = memory.step_tokens
     return Serving(shape, at, memory.largest_batch, seqs, budget or chosen, chosen)
 

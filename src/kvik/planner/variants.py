@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from kvik.errors import ConfigError
 from kvik.planner.devices import Setting
 from kvik.planner.formats import WEIGHT_FORMATS
-from kvik.planner.memory import Memory, memory_of
+from kvik.planner.memory import Memory, MemoryPlanner
 from kvik.planner.parallel import MAX_DEVICES, can_share, share
 from kvik.planner.roofline import PlannedStep, decode, decode_rate, prefill, step_time
 from kvik.planner.shape import LayerShape, ModelShape, changed_layers
@@ -97,48 +97,45 @@ def attention_variants(shape: ModelShape, at: Setting) -> tuple[AttentionRow, ..
 
 def weight_formats(shape: ModelShape, at: Setting) -> tuple[WeightRow, ...]:
     """Return the model in each weight format in which it can be divided among the devices."""
-    rows = []
-    for name in WEIGHT_FORMATS:
-        stored = replace(at, weight_format=name)
-        try:
-            memory = memory_of(shape, stored)
-        except ConfigError:
-            continue
-        size = shape.weight_bytes(name)
-        rows.append(
-            WeightRow(
-                format=name,
-                bytes=size,
-                bits=8 * size / shape.parameters,
-                single=_ceiling(shape, replace(stored, batch=1)),
-                ceiling=_ceiling(shape, stored),
-                fits=memory.fits,
-                largest_batch=memory.largest_batch,
-            )
+    return tuple(
+        WeightRow(
+            format=stored.weight_format,
+            bytes=shape.weight_bytes(stored.weight_format),
+            bits=8 * shape.weight_bytes(stored.weight_format) / shape.parameters,
+            single=_ceiling(shape, replace(stored, batch=1)),
+            ceiling=_ceiling(shape, stored),
+            fits=memory.fits,
+            largest_batch=memory.largest_batch,
         )
-    return tuple(rows)
+        for stored, memory in _possible(
+            shape, (replace(at, weight_format=f) for f in WEIGHT_FORMATS)
+        )
+    )
 
 
 def kv_formats(shape: ModelShape, at: Setting) -> tuple[KVRow, ...]:
     """Return the model with each KV format that can be stored, by all processes that share it."""
-    rows = []
-    for name in KV_FORMATS:
-        stored = replace(at, kv_format=name)
+    return tuple(
+        KVRow(
+            format=stored.kv_format,
+            per_token=shape.kv_bytes_per_token(stored.kv_format),
+            total=at.batch * shape.kv_bytes(at.context, stored.kv_format),
+            ceiling=_ceiling(shape, stored),
+            fits=memory.fits,
+            largest_batch=memory.largest_batch,
+        )
+        for stored, memory in _possible(shape, (replace(at, kv_format=f) for f in KV_FORMATS))
+    )
+
+
+def _possible(shape: ModelShape, settings: Iterable[Setting]) -> Iterator[tuple[Setting, Memory]]:
+    """Yield the settings that the engine would not refuse, with their memory."""
+    for setting in settings:
         try:
-            memory = memory_of(shape, stored)
+            memory = MemoryPlanner.of(shape, setting).memory()
         except ConfigError:
             continue
-        rows.append(
-            KVRow(
-                format=name,
-                per_token=shape.kv_bytes_per_token(name),
-                total=at.batch * shape.kv_bytes(at.context, name),
-                ceiling=_ceiling(shape, stored),
-                fits=memory.fits,
-                largest_batch=memory.largest_batch,
-            )
-        )
-    return tuple(rows)
+        yield setting, memory
 
 
 @dataclass(frozen=True, slots=True)

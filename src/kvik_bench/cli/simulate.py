@@ -21,7 +21,7 @@ from kvik.errors import ConfigError
 from kvik.options import Integer, Number, normalised, option, options_of
 from kvik.planner.cost import columns, count, seconds
 from kvik.planner.families import read_shape
-from kvik.planner.memory import cache_of
+from kvik.planner.memory import MemoryPlanner
 from kvik.planner.plan import Question, check_question, find_machine, setting_of
 from kvik.planner.roofline import decode, prefill, step_time
 from kvik_bench.simulation import Outcome, SimulatedEngine, Traffic, simulate
@@ -119,7 +119,7 @@ def simulated(question: Question, options: Replicas) -> SimulatedEngine:
     question = check_question(question, shape, exact=device.kind == "cpu")
     shape, at = setting_of(shape, device, question, hardware)
     size = StepSize(shape.max_context, seqs, tokens)
-    cache = cache_of(shape, at, size, options.block_size)
+    cache = MemoryPlanner.of(shape, at).cache(size, options.block_size)
     blocks = options.num_blocks or cache.num_blocks
     if blocks < 1:
         raise ConfigError("hardware", f"{device.name} has no memory left for a KV block")

@@ -11,7 +11,7 @@ from kvik.errors import ConfigError
 from kvik.options import FORMERLY, Integer, Number, Text, normalised, option
 from kvik.planner.cost import seconds, three
 from kvik.planner.formats import arithmetic, weight_facts
-from kvik.planner.memory import bytes_of
+from kvik.planner.memory import MemoryPlanner
 from kvik.planner.roofline import StepTime, decode, step_time, verify
 from kvik.planner.serving import (
     Prediction,
@@ -174,8 +174,7 @@ def figures_of(serving: Serving, traffic: Traffic, goal: Goal) -> Figures:
     else:
         load = largest or single
     batch = max(1, min(load.concurrency if load else serving.max_running, serving.max_running))
-    memory, limit = serving.memory(batch)
-    return Figures(load, single, full, largest, memory, limit)
+    return Figures(load, single, full, largest, serving.memory(batch), serving.at.memory_limit)
 
 
 def improvement(before: Figures, after: Figures, goal: Goal) -> float:
@@ -194,10 +193,9 @@ _BOUNDS: Mapping[str, str] = {"bandwidth": "reading", "compute": "arithmetic", "
 def too_large(usual: Serving, now: Serving) -> str:
     """Say that the usual format does not fit and another one does."""
     at = usual.at
-    needed, limit = bytes_of(usual.shape, at)
-    smaller, _ = bytes_of(now.shape, now.at)
+    needed, smaller = (MemoryPlanner.of(s.shape, s.at).total for s in (usual, now))
     return (
-        f"{at.weight_format} needs {show_bytes(needed)} of {show_bytes(limit)}, "
+        f"{at.weight_format} needs {show_bytes(needed)} of {show_bytes(at.memory_limit)}, "
         f"{now.at.weight_format} {show_bytes(smaller)}"
     )
 
@@ -205,11 +203,11 @@ def too_large(usual: Serving, now: Serving) -> str:
 def obstacle(usual: Serving, now: Serving, formats: tuple[str, ...]) -> str:
     """Say that nothing fits one device, so that the figures are for several."""
     needed = min(usual.shape.weight_bytes(name) for name in formats)
-    _, limit = bytes_of(usual.shape, usual.at)
     return (
         f"does not fit one {usual.at.device.name}: at least {show_bytes(needed)} of weights, "
-        f"{show_bytes(limit)} may be used. This version divides models among processes of a CPU "
-        f"alone; the figures are for {now.at.tp} devices, in {now.at.weight_format}"
+        f"{show_bytes(usual.at.memory_limit)} may be used. This version divides models among "
+        f"processes of a CPU alone; the figures are for {now.at.tp} devices, in "
+        f"{now.at.weight_format}"
     )
 
 
@@ -311,7 +309,7 @@ def processes(serving: Serving, traffic: Traffic, batch: int) -> str:
     shape, at = serving.shape, replace(serving.at, batch=batch)
     two = replace(at, tp=2)
     try:
-        more = bytes_of(shape, two)[0] - bytes_of(shape, at)[0]
+        more = MemoryPlanner.of(shape, two).total - MemoryPlanner.of(shape, at).total
     except ConfigError as error:
         return f"one process: {error.message}"
     step = decode(batch, traffic.halfway)
@@ -371,10 +369,9 @@ def nothing(topic: str, serving: Serving) -> str:
 def hopeless(usual: Serving, formats: tuple[str, ...]) -> str:
     """Say that no number of devices suffices."""
     needed = min(usual.shape.weight_bytes(name) for name in formats)
-    _, limit = bytes_of(usual.shape, usual.at)
     return (
         f"does not fit {usual.at.device.name}: at least {show_bytes(needed)} of weights and a "
-        f"request of {usual.at.context} tokens, {show_bytes(limit)} may be used"
+        f"request of {usual.at.context} tokens, {show_bytes(usual.at.memory_limit)} may be used"
     )
 
 
