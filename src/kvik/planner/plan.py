@@ -394,18 +394,13 @@ def _draft_cost(shape: ModelShape, at: Setting, question: Question) -> float:
     if question.draft_cost is not None or question.draft is None:
         return question.draft_cost or 0.0
     target = step_time(shape, at, decode(at.group, at.context)).expected
-    draft = None if at.source.heads else read_shape(question.draft)
-    return draft_seconds(shape, at, draft) / target
+    return draft_seconds(shape, at) / target
 
 
-def draft_seconds(shape: ModelShape, at: Setting, draft: ModelShape | None) -> float:
+def draft_seconds(shape: ModelShape, at: Setting) -> float:
     """Return the expected time to draft a token for each request, with the draft on one device.
-    Heads are read from memory, with the model's head if they have none.
-
-    Args:
-        draft: the draft model; None: the setting's heads, if it has any.
-    """
-    if draft is None and at.source.heads is None:
+    Heads are read from memory, with the model's head if they have none."""
+    if not at.source.path:
         return 0.0
     if (heads := at.source.heads) is not None:
         head = (m for m in shape.matrices if m.role == "head" and not heads.own_logits)
@@ -413,8 +408,7 @@ def draft_seconds(shape: ModelShape, at: Setting, draft: ModelShape | None) -> f
         size += HeadsFootprint(heads, shape.working_dtype(at.weight_format), heads.depth).weights
         size /= heads.depth if heads.kind == MEDUSA else 1  # Medusa's heads draft together
         return size / at.device.read_rate(size)
-    assert draft is not None
-    draft = replace(draft, kernels=shape.kernels)
+    draft = replace(read_shape(at.source.path), kernels=shape.kernels)
     step = decode(at.group, min(at.context, draft.max_context))
     return step_time(draft, replace(at, tp=1, pp=1), step).expected
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 
 
@@ -13,14 +14,12 @@ def largest(good: Callable[[int], bool], limit: int) -> int:
     Args:
         good: true up to the threshold and false above it.
     """
-    low, high = 0, 1
-    while high <= limit and good(high):
-        low, high = high, 2 * high
-    high = min(high, limit + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if good(middle) else (low, middle)
-    return low
+    end = 1
+    while end <= limit and good(end):
+        end *= 2
+    low = end // 2
+    numbers = range(low + 1, min(end, limit + 1))
+    return low + bisect_left(numbers, True, key=lambda number: not good(number))
 
 
 def smallest(good: Callable[[int], bool], limit: int) -> int | None:
@@ -31,8 +30,4 @@ def smallest(good: Callable[[int], bool], limit: int) -> int | None:
     """
     if not good(limit):
         return None
-    low, high = 0, limit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if good(middle) else (middle, high)
-    return high
+    return 1 + bisect_left(range(1, limit), True, key=good)

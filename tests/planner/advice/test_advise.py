@@ -213,8 +213,7 @@ def test_without_an_acceptance_the_needed_one_is_named() -> None:
 
 def test_an_expensive_draft_model_needs_higher_acceptance() -> None:
     def needed(draft: str | None) -> int:
-        shape = public_shape(draft) if draft else None
-        found = advise_shape(public_shape("llama-3-8b"), H100, Goal(concurrency=1), draft=shape)
+        found = report("llama-3-8b", H100, Goal(concurrency=1, draft=draft))
         told = re.search(r"from (\d+)% of right", advice(found, "speculation").reason)
         assert told is not None
         return int(told[1])
@@ -225,8 +224,7 @@ def test_an_expensive_draft_model_needs_higher_acceptance() -> None:
 def test_a_draft_model_takes_its_time() -> None:
     goal = Goal(concurrency=1, acceptance=0.7)
     free = report("llama-3-8b", H100, goal)
-    draft = public_shape("qwen2.5-0.5b")
-    paid = advise_shape(public_shape("llama-3-8b"), H100, goal, draft=draft)
+    paid = report("llama-3-8b", H100, replace(goal, draft="qwen2.5-0.5b"))
     asked = advice(paid, "speculation").flags
     assert asked[:2] == ("--spec-method draft_model", "--spec-model qwen2.5-0.5b")
     pair = [advice(found, "speculation").after for found in (free, paid)]
@@ -236,10 +234,10 @@ def test_a_draft_model_takes_its_time() -> None:
 
 def test_a_draft_model_takes_its_memory() -> None:
     """As in `kvik plan`; where there is no room for it, it is not advised."""
-    goal, draft = Goal(concurrency=1, acceptance=0.9), public_shape("llama-3.2-1b")
-    taken = []
+    goal = Goal(concurrency=1, acceptance=0.9, draft="llama-3.2-1b")
+    draft, taken = public_shape("llama-3.2-1b"), []
     for device in (H100, replace(H100, memory=7 << 30)):
-        found = advise_shape(public_shape("llama-3-8b"), device, goal, draft=draft)
+        found = report("llama-3-8b", device, goal)
         lever, drafting = advice(found, "speculation"), found.advised.drafting
         assert (lever.verdict == "do") == (drafting is not None)
         assert found.end.memory <= found.end.memory_limit

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from kvik.config.fit import MAX_NUM_SEQS
 from kvik.config.hardware import Hardware
-from kvik.config.speculative import NO_SOURCE, DraftSource
+from kvik.config.speculative import DraftSource
 from kvik.errors import CapacityError, ConfigError
 from kvik.planner.advice import reasons
 from kvik.planner.advice.reasons import (
@@ -113,14 +113,13 @@ def speculations(
     serving: Serving,
     traffic: Traffic,
     acceptance: float,
-    draft: ModelShape | None,
     source: DraftSource,
     batch: int,
 ) -> Iterator[Position]:
     """Yield numbers of drafts per step, by a model or heads, which take memory too, or else by
     prompt lookup at no cost."""
     at = replace(serving.at, source=source)
-    seconds = draft_seconds(serving.shape, replace(at, batch=batch), draft)
+    seconds = draft_seconds(serving.shape, replace(at, batch=batch))
     if source.path:
         serving = _renewed(serving, traffic, at)
     for drafts in DRAFTS:
@@ -265,37 +264,25 @@ def advise(goal: Goal) -> AdviceReport:
     device, hardware = find_machine(goal.hardware)
     if hardware is not None and device.kind == "cpu" and not device.rated:
         device = assumed_cpu(hardware, device.unknown)
-    source = draft_source(goal.draft, shape)
-    draft = None if goal.draft is None or source.heads else read_shape(goal.draft)
-    return advise_shape(shape, device, goal, hardware, draft, source)
+    return advise_shape(shape, device, goal, hardware)
 
 
 def advise_shape(
-    shape: ModelShape,
-    device: Device,
-    goal: Goal,
-    hardware: Hardware | None = None,
-    draft: ModelShape | None = None,
-    source: DraftSource | None = None,
+    shape: ModelShape, device: Device, goal: Goal, hardware: Hardware | None = None
 ) -> AdviceReport:
-    """Return the advice for a model and device that are already known.
+    """Return the advice for a model and device that are already known. Raises the errors of
+    `advise`.
 
     Args:
         hardware: of this machine; None if the device is of another one.
-        draft: the draft model of speculation.
-        source: the draft model, or the heads, as the engine takes it; None: by the name of `draft`.
-
-    Raises:
-        ConfigError: they cannot draft for this model.
     """
+    source = draft_source(goal.draft, shape)
     check_goal(goal, shape)
     traffic = traffic_of(goal, shape)
     question = Question(model=goal.model, hardware=goal.hardware, context=traffic.context)
     shape, at = setting_of(shape, device, question, hardware)
-    if source is None:
-        source = NO_SOURCE if draft is None else DraftSource(draft.name, draft.spec)
     usual = set_up(shape, at, traffic, MAX_NUM_SEQS)
-    return _Adviser(goal, traffic, draft, source, usual).report()
+    return _Adviser(goal, traffic, source, usual).report()
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,7 +298,6 @@ class _Point:
 class _Adviser:
     goal: Goal
     traffic: Traffic
-    draft: ModelShape | None
     source: DraftSource
     usual: Serving
 
@@ -474,8 +460,7 @@ class _Adviser:
             return ((name, with_weights(serving, self.traffic, name)) for name in names)
         if topic == "speculation":
             acceptance, batch = self.goal.acceptance or 0.0, self._batch(now)
-            drafter = self.draft, self.source
-            return speculations(serving, self.traffic, acceptance, *drafter, batch)
+            return speculations(serving, self.traffic, acceptance, self.source, batch)
         return parallelisms(serving, self.traffic)
 
     def _tuned(self, serving: Serving, name: str = "") -> _Point:
