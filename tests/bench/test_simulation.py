@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from heapq import heappop, heappush
+from itertools import count
 from pathlib import Path
 
 import pytest
 from helpers.configs import PUBLIC
 
 from kvik.cli import main
+from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.core.config import TierSizes
 from kvik.core.plan import NOWHERE, PageLoad, PageStore, SchedulerOutput
+from kvik.core.sampling_params import SamplingParams
+from kvik.core.scheduler import SchedulerCounters
+from kvik.core.types import EngineRequest
+from kvik.engine.core import EngineCore
+from kvik.engine.loop import EngineLoop, LoopObserver
 from kvik.errors import ConfigError, KvikError
+from kvik.launch import load_worker, resolve_config
 from kvik.planner.plan import Question
+from kvik.planner.roofline import PlannedStep
 from kvik_bench.cli import simulate as verb
 from kvik_bench.simulation import (
+    ANSWER,
+    Conversations,
     Outcome,
     SimulatedEngine,
     SimulatedReplica,
@@ -83,6 +95,81 @@ def test_conversations_that_reach_the_context_begin_again():
     assert 59 * 64 <= outcome.ideal_tokens == outcome.hit_tokens
     with pytest.raises(ConfigError):
         simulate(traffic, SimulatedEngine(context=65), 1)
+
+
+class Clock(LoopObserver):
+    """The time of an engine whose steps take 5 ms, and 0.1 ms for each token."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.rows: list[int] = []  # tokens of each step
+
+    def step(self, step: PlannedStep) -> float:
+        self.rows.append(step.rows)
+        return 0.005 + step.rows * 1e-4
+
+    def planned(self, plan: SchedulerOutput | None, now: float) -> None:
+        if plan is not None:
+            self.now = now + self.step(PlannedStep(((1, sum(plan.num_scheduled_tokens), 0),)))
+
+
+def real_run(
+    resolved: ResolvedConfig, traffic: Traffic
+) -> tuple[SchedulerCounters, list[int], list[float]]:
+    """Return the counters, the tokens of each step and the times to first tokens of a real engine
+    that answers conversations."""
+    clock, worker, ttft = Clock(), load_worker(resolved), []
+    loop = EngineLoop(EngineCore(resolved), worker, lambda: clock.now, [clock])
+    talk = Conversations(traffic, resolved.scheduler.max_model_len)
+    numbers, vocab = count(), resolved.model.vocab_size
+    events = [(time, next(numbers), turn) for time, turn in talk.starts()]
+    running = {}
+    while events or running:
+        if not running:
+            clock.now = max(clock.now, events[0][0])
+        while events and events[0][0] <= clock.now:
+            at, number, turn = heappop(events)
+            answer = SamplingParams(
+                max_tokens=turn.output, ignore_eos=True, allowed_token_ids=(ANSWER,)
+            )
+            loop.add(EngineRequest(str(number), [t % vocab for t in turn.tokens], answer))
+            running[str(number)] = at, turn
+        for delta in loop.step():
+            at, turn = running[delta.request_id]
+            if delta.prompt is not None:
+                ttft.append(clock.now - at)
+            if delta.finish_reason is not None:
+                del running[delta.request_id]
+                if turn.rest:
+                    pause, following = talk.after(turn)
+                    heappush(events, (clock.now + pause, next(numbers), following))
+    worker.stop()
+    return loop.core.scheduler.counters, clock.rows, sorted(ttft)
+
+
+def test_a_simulated_engine_takes_the_steps_of_a_real_one() -> None:
+    """With chunks of prompts, preemptions and prefix hits, and as many tokens in each step."""
+    sizes = {"system_tokens": 48, "user_tokens": 24, "output_tokens": 24}
+    traffic = Traffic(requests=60, rate=2000.0, turns=2, think=0.05, systems=3, **sizes)
+    resolved = resolve_config(
+        EngineConfig(num_blocks=75, max_num_seqs=16, max_num_batched_tokens=128)
+    )
+    counters, rows, ttft = real_run(resolved, traffic)
+    clock, cache, limits = Clock(), resolved.cache, resolved.scheduler
+    engine = SimulatedEngine(
+        cache.num_blocks,
+        cache.block_size,
+        limits.max_num_seqs,
+        limits.max_num_batched_tokens,
+        clock.step,
+        limits.max_model_len,
+        cache.groups,
+    )
+    outcome = simulate(traffic, engine, 1)
+    assert clock.rows == rows and outcome.steps == counters.steps
+    assert outcome.preemptions == counters.preemptions > 0
+    assert outcome.hit_tokens == counters.prefix_hits > 0
+    assert outcome.first_tokens == pytest.approx(ttft)
 
 
 SMALL = SimulatedEngine(blocks=600)

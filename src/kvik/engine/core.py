@@ -1,6 +1,6 @@
 """The engine without I/O: requests in, plans out; results in, deltas out. Time is an argument.
 
-The same object runs under the offline API, the server and the simulator's virtual clock.
+The same object runs under the offline API, the server and a virtual clock.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ BUILT_SECONDS = 0.002  # between checks whether a grammar is built, while the lo
 
 
 class Executor(Protocol):
-    """Runs plans in the order of submission. The simulator implements it without a model.
+    """Runs plans in the order of submission.
 
     Attributes:
         depth: useful number of steps in flight; 1 if compute happens in `submit`.
