@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tracemalloc
 from dataclasses import fields, replace
 
 import msgspec
@@ -47,6 +48,21 @@ def test_a_frame_that_is_too_long_is_refused_at_its_header():
         FrameReader(limit=100).feed((101).to_bytes(4, "little"))
     with pytest.raises(WireError):
         FrameReader(limit=100).feed(framed([b"x"]) + (2**32 - 1).to_bytes(4, "little"))
+
+
+def test_a_short_frame_takes_little_memory():
+    """Larger blocks, cut to the size of a frame, would leave holes in the heap."""
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    frames = FrameReader()
+    theirs.send(framed([b"a"]))
+    tracemalloc.start()
+    assert frames.receive(ours) == ([b"a"], True)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 14
+    ours.close()
+    theirs.close()
 
 
 def test_receiving_distinguishes_no_data_from_the_end():

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_FRAME = 256 << 20  # bytes; a prompt of ten million tokens is a fifth of it
 _HEADER = struct.Struct("<I")
-_RECEIVE = 1 << 20  # bytes
+_RECEIVE = 1 << 18  # bytes; a socket holds less
 _READS = 8  # in a row, so that a fast writer cannot take all of the reader's time
 MAX_VALUES = 8192  # log probabilities of a prompt in a frame: a millisecond or two to decode
 
@@ -230,6 +230,8 @@ class FrameReader:
     def __init__(self, limit: int = MAX_FRAME) -> None:
         self._limit = limit
         self._rest = bytearray()
+        # `recv` would allocate this size for each frame, and the heap would grow around the frames.
+        self._buffer = memoryview(bytearray(_RECEIVE))
 
     def receive(self, sock: socket.socket) -> tuple[list[bytes], bool]:
         """Return the frames that are complete now, and whether the connection is still open.
@@ -243,14 +245,14 @@ class FrameReader:
         bodies: list[bytes] = []
         for _ in range(_READS):
             try:
-                data = sock.recv(_RECEIVE)
+                size = sock.recv_into(self._buffer)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
                 return bodies, False
-            if not data:
+            if not size:
                 return bodies, False
-            bodies += self.feed(data)
+            bodies += self.feed(bytes(self._buffer[:size]))
         return bodies, True
 
     def feed(self, data: bytes) -> list[bytes]:
