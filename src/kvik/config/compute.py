@@ -236,29 +236,66 @@ def choose_attention(
         ConfigError: "cpu", "triton" or "triton+sdpa" was requested and does not support this model,
             dtype or block size.
     """
-    if kernels == "triton" or config.attention_backend in ("triton", TRITON_SDPA):
-        return _triton_or_sdpa(config, model, kernels, dtype, gpu, notes)
-    refusal = None
-    if kernels != "native":
-        refusal = "it needs the native kernels"
-    elif config.kv_cache_dtype == "fp16":
-        refusal = "its cache has no fp16"
-    elif config.block_size % LANES:
-        refusal = f"block_size {config.block_size} is not a multiple of {LANES}"
-    elif model.latent is not None:
-        if model.latent.rank % LANES or model.latent.rope % LANES:
-            refusal = f"latent vectors are not multiples of {LANES}, of {model.latent.rank} and "
-            refusal += f"{model.latent.rope} channels"
+    cpu = _unfit_for_cpu(config, model, kernels)
+    triton = _unfit_for_triton(config, model, kernels, dtype)
+    fused = triton or _no_torch_prompts(config, model, dtype)
+    refusals = {"cpu": cpu, "triton": triton, TRITON_SDPA: fused}
+    requested = config.attention_backend
+    if requested != "auto":
+        if (refusal := refusals.get(requested)) is not None:
+            raise ConfigError("attention_backend", f"{requested}: {refusal}")
+        return notes.add("attention_backend", requested, ASKED)
+    threshold = None if gpu is None else dict(gpu.torch_prompts).get(max(model.head_dims))
+    backend = "sdpa"
+    if cpu is None:
+        backend, reason = "cpu", "native kernels on a cache in their layout"
+    elif kernels != "triton":
+        reason = "torch's fastest attention" if kernels != "native" else f"not cpu, as {cpu}"
+    elif model.encoder:
+        reason = "not triton, whose kernels do not let queries see later keys"
+    elif triton is not None:
+        reason = f"not triton, as {triton}"
+    elif model.latent is not None and fused is None:
+        backend = TRITON_SDPA
+        reason = f"torch's for prompts of {LATENT_TORCH_FROM} tokens and more, with keys and values"
+        reason += " of all heads: fewer operations than over latent vectors"
+    elif gpu is not None and threshold is not None and fused is None:
+        backend = TRITON_SDPA
+        reason = f"torch's was measured faster for prompts of {threshold} tokens and more"
+        reason += f" on {gpu.name}"
     else:
-        refusal = _unfit_heads(model, LANES, MAX_HEAD_DIM)
-    if config.attention_backend == "cpu" and refusal is not None:
-        raise ConfigError("attention_backend", f"cpu: {refusal}")
-    if config.attention_backend != "auto":
-        return notes.add("attention_backend", config.attention_backend, ASKED)
-    if refusal is None:
-        return notes.add("attention_backend", "cpu", "native kernels on a cache in their layout")
-    reason = "torch's fastest attention" if kernels != "native" else f"not cpu, as {refusal}"
-    return notes.add("attention_backend", "sdpa", reason)
+        backend, reason = "triton", "reads the paged cache in place"
+    return notes.add("attention_backend", backend, reason)
+
+
+def _unfit_for_cpu(config: EngineConfig, model: ModelSpec, kernels: str) -> str | None:
+    """Return why the native kernels cannot compute attention; None if they can."""
+    if kernels != "native":
+        return "it needs the native kernels"
+    if config.kv_cache_dtype == "fp16":
+        return "its cache has no fp16"
+    if config.block_size % LANES:
+        return f"block_size {config.block_size} is not a multiple of {LANES}"
+    if model.latent is None:
+        return _unfit_heads(model, LANES, MAX_HEAD_DIM)
+    rank, rope = model.latent.rank, model.latent.rope
+    if rank % LANES or rope % LANES:
+        return f"latent vectors are not multiples of {LANES}, of {rank} and {rope} channels"
+    return None
+
+
+def _unfit_for_triton(
+    config: EngineConfig, model: ModelSpec, kernels: str, dtype: str
+) -> str | None:
+    """Return why Triton's kernels cannot compute attention; None if they can."""
+    if kernels != "triton":
+        return "it needs the Triton kernels"
+    if model.latent is None:
+        # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
+        return _unfit_heads(model, 4 if config.kv_cache_dtype == "int4" else 2, MAX_HEAD_DIM)
+    if config.kv_cache_dtype not in (AUTO, SHORT_DTYPES[dtype]):
+        return f"its latent vectors are stored in {dtype} only"
+    return None
 
 
 def torch_prompts(backend: str, model: ModelSpec, gpu: Gpu | None) -> int | None:
@@ -269,45 +306,6 @@ def torch_prompts(backend: str, model: ModelSpec, gpu: Gpu | None) -> int | None
         return LATENT_TORCH_FROM
     measured = {} if gpu is None else dict(gpu.torch_prompts)
     return measured.get(max(model.head_dims)) or TORCH_FROM
-
-
-def _triton_or_sdpa(
-    config: EngineConfig, model: ModelSpec, kernels: str, dtype: str, gpu: Gpu | None, notes: Notes
-) -> str:
-    refusal = None
-    if model.encoder and config.attention_backend == "auto":
-        reason = "not triton, whose kernels do not let queries see later keys"
-        return notes.add("attention_backend", "sdpa", reason)
-    # Rotation and rounding work on halves of a head; with four bits a half must be whole bytes.
-    multiple = 4 if config.kv_cache_dtype == "int4" else 2
-    if kernels != "triton":
-        refusal = "it needs the Triton kernels"
-    elif model.latent is not None:
-        if config.kv_cache_dtype not in (AUTO, SHORT_DTYPES[dtype]):
-            refusal = f"its latent vectors are stored in {dtype} only"
-    else:
-        refusal = _unfit_heads(model, multiple, MAX_HEAD_DIM)
-    unfit = refusal or _no_torch_prompts(config, model, dtype)
-    backend = config.attention_backend
-    if backend == "triton" and refusal is not None:
-        raise ConfigError("attention_backend", f"triton: {refusal}")
-    if backend == TRITON_SDPA and unfit is not None:
-        raise ConfigError("attention_backend", f"{TRITON_SDPA}: {unfit}")
-    if backend == "cpu":
-        raise ConfigError("attention_backend", "cpu: it needs the native kernels")
-    if backend != "auto":
-        return notes.add("attention_backend", backend, ASKED)
-    if refusal is not None:
-        return notes.add("attention_backend", "sdpa", f"not triton, as {refusal}")
-    if model.latent is not None and unfit is None:
-        reason = f"torch's for prompts of {LATENT_TORCH_FROM} tokens and more, with keys and values"
-        reason += " of all heads: fewer operations than over latent vectors"
-        return notes.add("attention_backend", TRITON_SDPA, reason)
-    threshold = None if gpu is None else dict(gpu.torch_prompts).get(max(model.head_dims))
-    if gpu is not None and threshold is not None and unfit is None:
-        reason = f"torch's was measured faster for prompts of {threshold} tokens and more"
-        return notes.add("attention_backend", TRITON_SDPA, f"{reason} on {gpu.name}")
-    return notes.add("attention_backend", "triton", "reads the paged cache in place")
 
 
 def _unfit_heads(model: ModelSpec, multiple: int, max_dim: int) -> str | None:
