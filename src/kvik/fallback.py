@@ -19,9 +19,9 @@ from kvik.files import is_gguf
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec, with_eos
 from kvik.models.registry import ARCHITECTURES
-from kvik.spec.fields import Fields, read_json
+from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields, read_json
 from kvik.spec.layers import LayerSpec
-from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, FallbackFacts
+from kvik.spec.model import FallbackFacts
 from kvik.spec.rope import MAX_POSITIONS
 
 SECONDS = 300.0  # to import transformers and to make a model without memory, on a busy machine

@@ -33,8 +33,8 @@ from kvik.options import (
     normalised,
     option,
 )
+from kvik.spec.fields import MAX_LAYERS
 from kvik.spec.kv import AUTO, KV_FORMATS, SYNONYMS
-from kvik.spec.model import MAX_LAYERS
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.shares import MAX_RANKS, MAX_REPLICAS, MAX_STAGES, PipelineStage
 from kvik.spec.stored_weights import METHODS as STORED_METHODS

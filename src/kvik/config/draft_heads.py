@@ -9,8 +9,7 @@ from pathlib import Path
 
 from kvik.config.model_source import CONFIG
 from kvik.errors import ConfigError, ModelError, shown
-from kvik.spec.fields import Fields, read_json
-from kvik.spec.model import MAX_VOCAB, MAX_WIDTH
+from kvik.spec.fields import MAX_VOCAB, MAX_WIDTH, Fields, read_json
 
 MEDUSA, EAGLE = KINDS = ("medusa", "eagle")
 MAX_DEPTH, MAX_LAYERS, MAX_RANKS = 16, 8, 64

@@ -27,10 +27,10 @@ from kvik.models.model_spec import ModelSpec
 from kvik.models.registry import ARCHITECTURES
 from kvik.spec.declare import GATE_UP, SEPARATE, Architecture
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, SWITCH, ExpertsSpec, Router
-from kvik.spec.fields import Fields
+from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import FULL, SLIDING
-from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, ModelScales
+from kvik.spec.model import ModelScales
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import StoredQuantization, StoredRule, StoredScheme

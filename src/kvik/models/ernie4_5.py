@@ -9,9 +9,9 @@ from functools import partial
 from kvik.models.decoder import Decoder, PreNormLayer, feed_forward
 from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
-from kvik.spec.fields import Fields
+from kvik.spec.fields import MAX_LAYERS, Fields
 from kvik.spec.layers import rotary_layers
-from kvik.spec.model import MAX_LAYERS, ModelFacts
+from kvik.spec.model import ModelFacts
 
 NAMES = ExpertNames(correction="moe_statics.e_score_correction_bias", correction_row=True)
 PREDICTOR = ("mtp_block", "mtp_emb_norm", "mtp_hidden_norm", "mtp_linear_proj")

@@ -12,8 +12,8 @@ from functools import partial
 from kvik.models.decoder import Decoder, Layer, ParallelLayer
 from kvik.models.gpt_neox import HEAD_BY_HEAD, NEOX_MLP
 from kvik.spec.declare import SEPARATE, Architecture, FilePart, LayerBuilder
-from kvik.spec.fields import Fields
-from kvik.spec.model import MAX_HEADS, ModelFacts
+from kvik.spec.fields import MAX_HEADS, Fields
+from kvik.spec.model import ModelFacts
 
 TWO_NORMS = "two norms"
 HAS_TWO = "has_two_norms"  # key of config.json that only GGUF files imply

@@ -18,9 +18,9 @@ from kvik.models.decoder import Decoder
 from kvik.models.gemma import GEGLU, GGUF_NAMES, gemma_scales, softcap
 from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
-from kvik.spec.fields import Fields
+from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
-from kvik.spec.model import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, ModelFacts, ModelScales
+from kvik.spec.model import ModelFacts, ModelScales
 from kvik.spec.rope import RopeSpec, read_rope
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from kvik.models.decoder import (
 )
 from kvik.models.gpt2 import GPT2, KEYS, NORMS
 from kvik.spec.declare import Architecture
-from kvik.spec.fields import Fields
+from kvik.spec.fields import MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec, rotary_layers
-from kvik.spec.model import MAX_HEADS, MAX_WIDTH, ModelScales
+from kvik.spec.model import ModelScales
 from kvik.spec.rope import MAX_POSITIONS, read_rope
 from kvik.spec.visible_keys import Window
 

@@ -19,9 +19,9 @@ from kvik.spec.declare import (
     separate_wiring,
 )
 from kvik.spec.experts import MAX_EXPERTS, ExpertsSpec, normalised_router, read_experts
-from kvik.spec.fields import Fields
+from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.layers import FULL, LayerSpec
-from kvik.spec.model import MAX_WIDTH, ModelFacts, ModelScales
+from kvik.spec.model import ModelFacts, ModelScales
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:

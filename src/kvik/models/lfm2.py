@@ -22,10 +22,10 @@ from kvik.spec.declare import (
     LayerBuilder,
 )
 from kvik.spec.experts import ExpertsSpec, Router, corrected_router, read_experts
-from kvik.spec.fields import Fields
+from kvik.spec.fields import MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import FULL, LayerSpec, layer_types, layers_with_states
-from kvik.spec.model import MAX_LAYERS, MAX_WIDTH, ModelFacts
+from kvik.spec.model import ModelFacts
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:

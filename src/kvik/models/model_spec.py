@@ -22,19 +22,17 @@ from kvik.spec.declare import (
     describe,
 )
 from kvik.spec.engine_folder import read_built
-from kvik.spec.fields import Fields, read_json
-from kvik.spec.layers import SPARSE_ARCHITECTURES, check_layer_types, refuse_sparse
-from kvik.spec.model import (
-    DTYPE_BYTES,
+from kvik.spec.fields import (
     MAX_HEAD_DIM,
     MAX_HEADS,
     MAX_LAYERS,
     MAX_VOCAB,
     MAX_WIDTH,
-    LinearLayers,
-    ModelFacts,
-    ModelScales,
+    Fields,
+    read_json,
 )
+from kvik.spec.layers import SPARSE_ARCHITECTURES, check_layer_types, refuse_sparse
+from kvik.spec.model import DTYPE_BYTES, LinearLayers, ModelFacts, ModelScales
 from kvik.spec.pooling import JUDGE, MODULES, TOKENIZER, read_judge, read_modules, with_sentences
 from kvik.spec.rope import MAX_POSITIONS
 from kvik.spec.stored_weights import KEY, StoredScheme, read_stored_quantization, stored_alike

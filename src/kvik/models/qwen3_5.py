@@ -28,10 +28,10 @@ from kvik.spec.declare import (
     LinearLayer,
 )
 from kvik.spec.experts import normalised_router, read_experts, softmax_router
-from kvik.spec.fields import Fields
+from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
 from kvik.spec.layers import LayerSpec, layer_types, layers_with_states
-from kvik.spec.model import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, ModelFacts
+from kvik.spec.model import ModelFacts
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:

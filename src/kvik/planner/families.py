@@ -33,10 +33,10 @@ from kvik.spec.declare import (
 )
 from kvik.spec.engine_folder import read_built
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, Router
-from kvik.spec.fields import Fields, read_json
+from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields, read_json
 from kvik.spec.kv import STATE_BYTES
 from kvik.spec.layers import LayerSpec
-from kvik.spec.model import DTYPE_BYTES, MAX_HEADS, MAX_LAYERS, MAX_WIDTH
+from kvik.spec.model import DTYPE_BYTES
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weights import loaded_kind, matrix_kind
 

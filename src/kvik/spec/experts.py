@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from kvik.errors import shown
-from kvik.spec.fields import Fields
+from kvik.spec.fields import MAX_LAYERS, MAX_WIDTH, Fields
 
 MAX_EXPERTS = 1024  # of a layer (csrc/experts.hpp)
 MAX_IN_ALL = 1 << 16  # of a model
-MAX_LAYERS, MAX_WIDTH = 4096, 1 << 20
 # Keys of config.json for the number of experts in a layer.
 EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # Keys for n, if only every n-th layer has experts.

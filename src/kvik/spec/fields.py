@@ -12,6 +12,12 @@ from kvik.files import regular
 from kvik.options import Flag, Integer, Kind, Number, OneOf, Text
 
 MAX_JSON_BYTES = 32 << 20  # far above any real config or shard index
+# Larger sizes of a model are errors or attacks.
+MAX_VOCAB = 1 << 24
+MAX_WIDTH = 1 << 20
+MAX_LAYERS = 4096
+MAX_HEADS = 1 << 16
+MAX_HEAD_DIM = 576  # channels of a head; no family has more than 512, and latent vectors have 576
 
 
 def read_json(path: Path) -> dict[str, object]:

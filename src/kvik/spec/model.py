@@ -23,13 +23,6 @@ from kvik.spec.visible_keys import Window
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_DTYPES: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
-# Larger sizes are errors or attacks.
-MAX_VOCAB = 1 << 24
-MAX_WIDTH = 1 << 20
-MAX_LAYERS = 4096
-MAX_HEADS = 1 << 16
-MAX_HEAD_DIM = 576  # channels of a head; no family has more than 512, and latent vectors have 576
-
 
 @dataclass(frozen=True, slots=True)
 class LinearLayers:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kvik.errors import ModelError, shown
-from kvik.spec.fields import Fields, read_json
+from kvik.spec.fields import MAX_WIDTH, Fields, read_json
 
 MODULES = "modules.json"
 SENTENCES = "config_sentence_transformers.json"
@@ -23,7 +23,6 @@ LENGTHS = "sentence_bert_config.json"
 TOKENIZER = "tokenizer_config.json"
 MODULE_CONFIG = "config.json"
 MAX_MODULES = 16
-MAX_WIDTH = 1 << 20
 
 # Names of poolings in files: the value of `pooling_mode`, or the true key after "pooling_mode_".
 MODES: Mapping[str, str] = {
