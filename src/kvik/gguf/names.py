@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from kvik.spec.declare import gguf_experts
+
 _NUMBER, _LAST = r"(0|[1-9][0-9]{0,5})", r"(weight|bias)"
 _BLOCK = re.compile(rf"blk\.{_NUMBER}\.(.+)")
 LAYER = re.compile(rf"blk\.{_NUMBER}\.([\w.]+)\.{_LAST}")
@@ -40,14 +42,7 @@ _INNER: Mapping[str, str] = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
-    "ffn_gate_inp": "mlp.gate",
-    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
-    "ffn_gate_exps": "mlp.experts.{}.gate_proj",
-    "ffn_up_exps": "mlp.experts.{}.up_proj",
-    "ffn_down_exps": "mlp.experts.{}.down_proj",
-    "ffn_gate_shexp": "mlp.shared_experts.gate_proj",
-    "ffn_up_shexp": "mlp.shared_experts.up_proj",
-    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+    **gguf_experts("mlp"),
 }
 _WHOLE = (".weight", ".bias", ".")  # suffixes of names that denote one tensor, not a layer
 

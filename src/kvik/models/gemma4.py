@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from kvik.errors import shown
 from kvik.models.decoder import Decoder
 from kvik.models.gemma import GEGLU, GGUF_NAMES, gemma_scales, softcap
-from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder
+from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder, gguf_experts
 from kvik.spec.experts import SWITCH, ExpertsSpec, Router, expert_count
 from kvik.spec.fields import MAX_HEAD_DIM, MAX_HEADS, MAX_WIDTH, Fields
 from kvik.spec.layers import FULL, SLIDING, LayerSpec, layer_types, read_window
@@ -275,10 +275,9 @@ FILE_NAMES = GGUF_NAMES | {
     "post_ffw_norm_1": "post_feedforward_layernorm_1",
     "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
     "post_ffw_norm_2": "post_feedforward_layernorm_2",
-    "ffn_gate_inp": "router.proj",
+    **gguf_experts("", NAMES),
     "ffn_gate_inp.scale.": "router.scale",
-    "ffn_down_exps.scale.": "router.per_expert_scale",
-    **{f"ffn_{part}_exps": f"experts.{{}}.{part}_proj" for part in ("gate", "up", "down")},
+    "ffn_down_exps.scale.": NAMES.scales,
     "ffn_gate_up_exps": "experts.{}.gate_up_proj",
 }
 

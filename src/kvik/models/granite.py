@@ -16,6 +16,7 @@ from kvik.spec.declare import (
     FilePart,
     ForwardContext,
     LayerBuilder,
+    gguf_experts,
     separate_wiring,
 )
 from kvik.spec.experts import MAX_EXPERTS, ExpertsSpec, normalised_router, read_experts
@@ -130,13 +131,7 @@ GRANITE_MOE = replace(
     experts=partial(read_experts, inner="intermediate_size", router=normalised_router),
     wiring=separate_wiring,
     gguf="granitemoe",
-    gguf_names={
-        "ffn_gate_inp": ROUTER,
-        **{
-            f"ffn_{part}_exps": f"{SCOPE}.experts.{{}}.{part}_proj"
-            for part in ("gate", "up", "down")
-        },
-    },
+    gguf_names=gguf_experts("", SEPARATE_NAMES),
     gguf_parts=file_parts,
     gguf_implied=lambda fields: {SEPARATE: True},
 )

@@ -20,6 +20,7 @@ from kvik.spec.declare import (
     ExpertNames,
     ForwardContext,
     LayerBuilder,
+    gguf_experts,
 )
 from kvik.spec.experts import ExpertsSpec, Router, corrected_router, read_experts
 from kvik.spec.fields import MAX_LAYERS, MAX_WIDTH, Fields
@@ -168,14 +169,7 @@ LFM2_MOE = replace(
     inner=None,
     experts=lfm2_experts,
     gguf="lfm2moe",
-    gguf_names={
-        **LFM2.gguf_names,
-        "ffn_gate_inp": "feed_forward.gate",
-        "exp_probs_b.bias": "feed_forward.expert_bias",
-        "ffn_gate_exps": f"feed_forward.{NAMES.gate_up[0]}",
-        "ffn_up_exps": f"feed_forward.{NAMES.gate_up[1]}",
-        "ffn_down_exps": f"feed_forward.{NAMES.down}",
-    },
+    gguf_names={**LFM2.gguf_names, **gguf_experts("feed_forward", NAMES)},
     gguf_implied=None,
     defaults={
         **LFM2.defaults,

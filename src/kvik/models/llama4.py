@@ -14,7 +14,7 @@ from kvik.models.decoder import (
     feed_forward,
     text_decoder,
 )
-from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
+from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder, gguf_experts
 from kvik.spec.experts import ExpertsSpec, Router, read_experts
 from kvik.spec.fields import Fields
 from kvik.spec.layers import CHUNKED, FULL, LayerSpec, QueryScale, layer_types, turning
@@ -24,13 +24,8 @@ from kvik.spec.visible_keys import Window
 
 NAMES = ExpertNames(router="router", shared="shared_expert")
 GGUF_NAMES = {
-    "ffn_gate_inp": "feed_forward.router",
     **{f"ffn_{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
-    **{
-        f"ffn_{part}_{kind}": f"feed_forward.{scope}.{part}_proj"
-        for kind, scope in (("exps", "experts.{}"), ("shexp", "shared_expert"))
-        for part in ("gate", "up", "down")
-    },
+    **gguf_experts("feed_forward", NAMES),
 }
 
 

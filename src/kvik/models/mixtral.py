@@ -7,7 +7,7 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, PreNormLayer, feed_forward
 from kvik.models.olmo2 import Olmo2Attention
-from kvik.spec.declare import Architecture, ExpertNames
+from kvik.spec.declare import Architecture, ExpertNames, gguf_experts
 from kvik.spec.experts import corrected_router, normalised_router, read_experts
 from kvik.spec.fields import MAX_WIDTH, Fields
 from kvik.spec.layers import LayerSpec, rotary_layers, windowed_layers
@@ -17,12 +17,7 @@ NAMES = ExpertNames(
     down="experts.{}.w2",
     correction="e_score_correction_bias",
 )
-GGUF_NAMES = {
-    "ffn_gate_inp": "block_sparse_moe.gate",
-    "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
-    "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
-    "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
-}
+GGUF_NAMES = gguf_experts("block_sparse_moe", NAMES)
 experts = partial(feed_forward, scope="block_sparse_moe", names=NAMES)
 
 MIXTRAL = Architecture(
@@ -67,5 +62,5 @@ MINIMAX_M2 = Architecture(
     eos_token_ids=(200_020,),
     defaults={"num_key_value_heads": 8, "rope_theta": 5e6},
     gguf="minimax-m2",
-    gguf_names=GGUF_NAMES | {"exp_probs_b.bias": "block_sparse_moe.e_score_correction_bias"},
+    gguf_names=GGUF_NAMES,
 )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from kvik.models.decoder import Decoder, GroupedQueryAttention, PreNormLayer, feed_forward
-from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder
+from kvik.spec.declare import Architecture, ExpertNames, LayerBuilder, gguf_experts
 from kvik.spec.experts import read_experts, softmax_router
 from kvik.spec.fields import Fields
 from kvik.spec.layers import LayerSpec, read_window, switched_layers
@@ -77,12 +77,7 @@ QWEN3_SCORES = replace(
 # Qwen1.5 and Qwen2 with routed experts and a gated shared one (Yang et al. 2024).
 SHARED = ExpertNames(shared="shared_expert")
 shared_experts = partial(feed_forward, names=SHARED)
-SHARED_NAMES = {
-    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-    "ffn_up_shexp": "mlp.shared_expert.up_proj",
-    "ffn_down_shexp": "mlp.shared_expert.down_proj",
-}
+SHARED_NAMES = gguf_experts("mlp", SHARED)
 
 
 def qwen2_moe_layers(fields: Fields, layers: int, positions: int) -> tuple[LayerSpec, ...]:

@@ -389,6 +389,21 @@ class ExpertNames:
 EXPERT_NAMES = ExpertNames()
 
 
+def gguf_experts(scope: str, names: ExpertNames = EXPERT_NAMES) -> dict[str, str]:
+    """Return the rows of `Architecture.gguf_names` for experts in a scope, whose gate and up have
+    two names."""
+    at, parts = f"{scope}." if scope else "", ("gate", "up", "down")
+    routed = zip(parts, (*names.gate_up, names.down), strict=True)
+    shared = zip(parts, (*names.shared_gate_up, names.shared_down), strict=True)
+    return {
+        "ffn_gate_inp": f"{at}{names.router}",
+        "ffn_gate_inp_shexp": f"{at}{names.shared_gate}",
+        "exp_probs_b.bias": f"{at}{names.correction}",
+        **{f"ffn_{part}_exps": f"{at}{name}" for part, name in routed},
+        **{f"ffn_{part}_shexp": f"{at}{names.shared}.{name}" for part, name in shared},
+    }
+
+
 NO_TYPES = ("", 1)  # of `LayerBuilder.embedding`
 
 
