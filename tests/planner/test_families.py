@@ -140,29 +140,6 @@ def test_first_layers_without_experts() -> None:
     assert v3.notes == ("layers for multi-token prediction are not counted: 1",)
 
 
-def test_queries_need_not_be_compressed() -> None:
-    roles = {m.role: (m.inputs, m.outputs) for m in shape("deepseek-v2-lite").matrices}
-    assert "q_down" not in roles
-    assert roles["q_up"] == (2048, 16 * 192)
-    assert {"q_down", "q_up"} <= {m.role for m in shape("deepseek-v2").matrices}
-
-
-@pytest.mark.parametrize(
-    ("changes", "sparse"),
-    [
-        ({"decoder_sparse_step": 2}, 12),
-        ({"mlp_only_layers": [0, 5, 23]}, 21),
-        ({"mlp_only_layers": [1, 3, 4], "decoder_sparse_step": 2}, 10),
-        ({"mlp_only_layers": None}, 24),
-    ],
-)
-def test_which_layers_have_experts(changes: dict[str, Any], sparse: int) -> None:
-    model = shape_from_config(changed("qwen1.5-moe-a2.7b", **changes), "m")
-    counts = {m.role: m.count for m in model.matrices}
-    assert counts["router"] == sparse
-    assert counts.get("gate_up", 0) == 24 - sparse
-
-
 MIXTRAL = changed("mixtral-8x7b-v0.1", **UNRUN, sliding_window=2047)
 TYPES = ["full_attention"] * 8 + ["sliding_attention"] * 24
 GEMMA = config("gemma-3-4b")["text_config"]
@@ -374,16 +351,10 @@ def test_a_folder_without_config(tmp_path: Path) -> None:
 # Invalid configs
 
 BAD: list[tuple[str, dict[str, Any], str]] = [
-    ("mixtral-8x7b-v0.1", {"num_local_experts": 10**6}, "num_local_experts:"),
-    ("mixtral-8x7b-v0.1", {"num_experts_per_tok": 9}, "num_experts_per_tok:"),
-    ("mixtral-8x7b-v0.1", {"num_experts_per_tok": 0}, "num_experts_per_tok:"),
-    ("mixtral-8x7b-v0.1", {"sliding_window": 0}, "sliding_window:"),
     ("mixtral-8x7b-v0.1", {"text_config": 4}, "text_config:"),
     ("mixtral-8x7b-v0.1", {**UNRUN, "layer_types": ["full_attention"]}, "layer_types:"),
     ("mixtral-8x7b-v0.1", {**UNRUN, "layer_types": ["mamba"] * 32}, "layer_types:"),
     ("qwen1.5-moe-a2.7b", {"mlp_only_layers": 3}, "mlp_only_layers:"),
-    ("qwen1.5-moe-a2.7b", {"mlp_only_layers": ["x"]}, "mlp_only_layers:"),
-    ("qwen1.5-moe-a2.7b", {"decoder_sparse_step": 0}, "decoder_sparse_step:"),
     ("deepseek-v3", {"kv_lora_rank": -1}, "kv_lora_rank:"),
     ("deepseek-v3", {"qk_rope_head_dim": 63}, "qk_rope_head_dim:"),
     ("deepseek-v3", {"first_k_dense_replace": "3"}, "first_k_dense_replace:"),
@@ -392,7 +363,6 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     ("falcon-7b", {"multi_query": "yes"}, "multi_query:"),
     ("gpt-j-6b", {"n_embd": None}, "n_embd:"),
     ("gpt-oss-20b", {"swiglu_limit": 5.0}, "swiglu_limit:"),
-    ("llama-3-8b", {"num_key_value_heads": 5}, "num_key_value_heads:"),
     ("llama-3-8b", {"architectures": [], "model_type": ...}, "architectures:"),
     ("llama-3-8b", {"architectures": None, "model_type": 7}, "architectures:"),
     ("llama-3-8b", {"architectures": ["BertForMaskedLM"]}, "architectures:"),

@@ -331,6 +331,7 @@ def test_layers_know_whether_they_have_experts() -> None:
     assert sparse() == [True] * 4
     assert sparse(mlp_only_layers=[0, 2]) == [False, True, False, True]
     assert sparse(decoder_sparse_step=2) == [False, True, False, True]
+    assert sparse(mlp_only_layers=[1], decoder_sparse_step=2) == [False, False, False, True]
     assert sparse(first_k_dense_replace=3) == [False, False, False, True]
     assert sparse(mlp_layer_types=["dense", "sparse", "sparse", "dense"]) == [
         False,

@@ -29,7 +29,7 @@ from kvik.spec.declare import GATE_UP, SEPARATE, Architecture
 from kvik.spec.experts import EXPERT_KEYS, MAX_EXPERTS, STEP_KEYS, SWITCH, ExpertsSpec, Router
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_VOCAB, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
-from kvik.spec.layers import FULL, SLIDING
+from kvik.spec.layers import CONV, FULL, LINEAR, SLIDING
 from kvik.spec.model import ModelScales
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import MAX_POSITIONS
@@ -384,7 +384,7 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
             raise metadata.error(key, f"must have {layers} values, not {pattern.count}")
         config["layer_types"] = [SLIDING if windowed else FULL for windowed in pattern.numbers()]
     if f"{name}.{TAPS}" in metadata:
-        config |= {"conv_L_cache": size(TAPS, MAX_TAPS), "layer_types": _states(kv_heads, "conv")}
+        config |= {"conv_L_cache": size(TAPS, MAX_TAPS), "layer_types": _states(kv_heads, CONV)}
     if f"{name}.ssm.conv_kernel" in metadata:
         config |= _delta_config(metadata, name, layers)
     if latent:
@@ -417,7 +417,6 @@ def metadata_config(metadata: Metadata) -> dict[str, object]:
 
 TAPS = "shortconv.l_cache"
 LATENT_RANK = "attention.kv_lora_rank"
-LINEAR = "linear_attention"
 # Key of config.json -> key of a GGUF file, and its value for export from the state of a gated delta
 # net. Instead of the size of a value head, files have it times the number of value heads.
 DELTA: Mapping[str, tuple[str, Callable[[StateSpec], int]]] = {

@@ -25,14 +25,13 @@ from kvik.spec.declare import (
 from kvik.spec.experts import ExpertsSpec, Router, corrected_router, read_experts
 from kvik.spec.fields import MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
-from kvik.spec.layers import FULL, LayerSpec, layer_types, layers_with_states
+from kvik.spec.layers import CONV, FULL, LayerSpec, layer_types, layers_with_states
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONV = "conv"
 NAMES = ExpertNames(
     gate_up=("experts.{}.w1", "experts.{}.w3"), down="experts.{}.w2", correction="expert_bias"
 )

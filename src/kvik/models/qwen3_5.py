@@ -30,14 +30,13 @@ from kvik.spec.declare import (
 from kvik.spec.experts import normalised_router, read_experts, softmax_router
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
-from kvik.spec.layers import LayerSpec, layer_types, layers_with_states
+from kvik.spec.layers import LINEAR, LayerSpec, layer_types, layers_with_states
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import read_rope
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LINEAR = "linear_attention"
 # How delta nets are stored: inputs key head by key head; or apart, except for gates; or value heads
 # ordered by their index within their key head: the first of every key head, then the second.
 BY_KEY_HEAD, BY_VALUE_HEAD = "by key head", "in turns"

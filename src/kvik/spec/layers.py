@@ -36,8 +36,9 @@ SPARSE_ARCHITECTURES: Mapping[str, str] = {
     "MiniMaxM3ForConditionalGeneration": INDEXED,
     "DeepseekV4ForCausalLM": COMPRESSED,
 }
+LINEAR, CONV = "linear_attention", "conv"
 # Names in `layer_types` of layers that keep a state, and of layers that attend to all visible keys.
-STATE_TYPES, ATTENDING_TYPES = ("linear_attention", "conv"), (FULL, SLIDING, "attention")
+STATE_TYPES, ATTENDING_TYPES = (LINEAR, CONV), (FULL, SLIDING, "attention")
 DEFAULT_WINDOW = 4096  # of transformers, when the key is left out; null means no window
 # Of a row of the cache: latent and rotary key of DeepSeek-V3 (csrc/kv_cache.hpp).
 MAX_LATENT_WIDTH = 576
