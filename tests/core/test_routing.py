@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from random import Random
 
 import pytest
@@ -108,6 +109,23 @@ def test_answers_count_as_cached_without_reports():
     made.ended("a", 50.0)
     assert made.choose(prompt, 800, EXPECTED_SECONDS + 49.0).hit == 50
     assert made.choose(prompt, 800, EXPECTED_SECONDS + 51.0).hit == 0
+
+
+def test_requests_of_one_prompt_take_memory_once():
+    made, prompt = router(1), chain(*range(400))
+
+    def serve(first: int, count: int) -> None:
+        for i in range(first, first + count):
+            send(made, f"{i}", prompt, now=i / 1000)
+            made.began(f"{i}", i / 1000)
+            made.ended(f"{i}", i / 1000)
+
+    serve(0, 10)
+    tracemalloc.start()
+    serve(10, 200)
+    size, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert size < 1 << 20
 
 
 def test_reports_are_valid_longer_than_expectations():

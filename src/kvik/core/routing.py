@@ -20,7 +20,7 @@ reads a clock.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
@@ -107,7 +107,8 @@ class _Replica:
     Attributes:
         key: hash of its name, for rendezvous hashing.
         holds: pieces that its cache is believed to hold, expected ones included.
-        expected: those of them that it has not reported, and when that belief expires.
+        expected: those of them that it has not reported, and when that belief expires, in this
+            order.
         number: of the last report of changes; -1: a full report is needed.
         backlog: prompt tokens of requests sent whose first token has not come.
         unfinished: number of requests.
@@ -160,7 +161,6 @@ class ReplicaRouter:
         self._holders: dict[bytes, int] = {}  # bit i: replica i is believed to hold it
         self._available = 0  # the same bits
         self._sent: dict[str, _Sent] = {}
-        self._deadlines: deque[tuple[float, int, bytes]] = deque()
         self._decoding = _Mean()
         self._common_rate = INITIAL_RATE
         self._num_chosen = 0
@@ -377,15 +377,15 @@ class ReplicaRouter:
                 holders[piece] = holders.get(piece, 0) | bit
                 state.holds.add(piece)
             state.expected[piece] = until
-            self._deadlines.append((until, replica, piece))
         while len(state.expected) > MAX_EXPECTED:
             self._drop(replica, next(iter(state.expected)))
 
     def _expire(self, now: float) -> None:
-        deadlines = self._deadlines
-        while deadlines and deadlines[0][0] <= now:
-            until, replica, piece = deadlines.popleft()
-            if self._replicas[replica].expected.get(piece) == until:
+        for replica, state in enumerate(self._replicas):
+            while state.expected:
+                piece, until = next(iter(state.expected.items()))
+                if until > now:
+                    break
                 self._drop(replica, piece)
 
     def _drop(self, replica: int, piece: bytes) -> None:
