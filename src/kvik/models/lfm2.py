@@ -15,13 +15,7 @@ from kvik.models.decoder import (
     PreNormLayer,
     feed_forward,
 )
-from kvik.spec.declare import (
-    Architecture,
-    ExpertNames,
-    ForwardContext,
-    LayerBuilder,
-    gguf_experts,
-)
+from kvik.spec.declare import Architecture, ExpertNames, ForwardContext, LayerBuilder, gguf_experts
 from kvik.spec.experts import ExpertsSpec, Router, corrected_router, read_experts
 from kvik.spec.fields import MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec

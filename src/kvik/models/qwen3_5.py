@@ -10,12 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from kvik.models.decoder import (
-    AttentionBlock,
-    Decoder,
-    GroupedQueryAttention,
-    PreNormLayer,
-)
+from kvik.models.decoder import AttentionBlock, Decoder, GroupedQueryAttention, PreNormLayer
 from kvik.models.gemma import last_norm
 from kvik.models.qwen3 import SHARED_NAMES, shared_experts
 from kvik.spec.declare import (

@@ -21,13 +21,7 @@ from kvik.planner.cost import Cost, DailyLoad, TokenRates, cost, parse_load
 from kvik.planner.devices import UTILIZATION, Device, Setting, find_device, this_device
 from kvik.planner.families import read_shape, windowed
 from kvik.planner.formats import WEIGHT_FORMATS, arithmetic, kv_facts, weight_facts, weight_format
-from kvik.planner.memory import (
-    MAX_REQUESTS,
-    KVWaste,
-    Memory,
-    MemoryPlanner,
-    PartMemory,
-)
+from kvik.planner.memory import MAX_REQUESTS, KVWaste, Memory, MemoryPlanner, PartMemory
 from kvik.planner.parallel import MAX_DEVICES, Collectives, can_share, check_parallel, collectives
 from kvik.planner.roofline import (
     ACTIVATION_BYTES,

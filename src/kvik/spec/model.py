@@ -14,10 +14,7 @@ from kvik.spec.kv import STATE_BYTES, KVCacheSpec, StateSpec
 from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
-from kvik.spec.stored_weights import (
-    StoredQuantization,
-    StoredScheme,
-)
+from kvik.spec.stored_weights import StoredQuantization, StoredScheme
 from kvik.spec.visible_keys import Window
 
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}

@@ -30,13 +30,7 @@ from kvik.planner.devices import Device, Setting, assumed_cpu
 from kvik.planner.families import read_shape
 from kvik.planner.formats import WEIGHT_FORMATS, kv_facts, weight_facts, weight_format
 from kvik.planner.parallel import can_share
-from kvik.planner.plan import (
-    Question,
-    draft_seconds,
-    draft_source,
-    find_machine,
-    setting_of,
-)
+from kvik.planner.plan import Question, draft_seconds, draft_source, find_machine, setting_of
 from kvik.planner.search import smallest
 from kvik.planner.serving import Drafting, Serving, Traffic, budgets, set_up
 from kvik.planner.shape import ModelShape
