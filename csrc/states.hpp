@@ -143,54 +143,99 @@ void unit(float* to, const T* x, int64_t dim, float scale) {
 
 inline float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
+// What a token does to some columns of the state of a head.
+struct DeltaToken {
+    F32 v0, v1, decay, beta;
+    float *q, *k;
+};
+
+// Sums over the rows of two vectors of columns. Even and odd rows are summed separately: more chains hide the latency.
+struct DeltaSums {
+    F32 even0, even1, odd0, odd1;
+
+    F32 first() const { return add(even0, odd0); }
+    F32 second() const { return add(even1, odd1); }
+};
+
+KVIK_INLINE DeltaSums no_sums() { return {zero(), zero(), zero(), zero()}; }
+
 // Columns of the state of one head, in a tile, on their way through the tokens of a sequence.
 struct DeltaColumns {
     const gated_delta_args& a;
     int64_t head, column;
     int first, second;  // of the columns: in the first vector and in the second
-    float *tile, *q, *k;
+    float* tile;
     float rate, bias, scale;
+    DeltaSums seen;  // S^T k of the next token
 
-    // Takes the tile through one token.
-    // y: the output of the head's columns; null: it is not needed.
     template <class T>
-    void pass(const T* x, const T* gates, T* y) const {
+    void prepare(DeltaToken& token, const T* x, const T* gates) const {
         const int64_t key_head = head / (a.value_heads / a.key_heads), keys = a.key_heads * a.key_dim;
-        unit(q, x + key_head * a.key_dim, a.key_dim, scale);
-        unit(k, x + keys + key_head * a.key_dim, a.key_dim, 1.0f);
+        unit(token.q, x + key_head * a.key_dim, a.key_dim, scale);
+        unit(token.k, x + keys + key_head * a.key_dim, a.key_dim, 1.0f);
         float b[1], alpha[1];
         store(b, load(gates + head, 1), 1);
         store(alpha, load(gates + a.value_heads + head, 1), 1);
-        const F32 decay = broadcast(expf(-rate * softplus(alpha[0] + bias)));
-        const F32 beta = broadcast(1.0f / (1.0f + expf(-b[0])));
-        // Even and odd rows are summed separately: two chains hide the latency.
-        F32 seen[4] = {zero(), zero(), zero(), zero()};
-        for (int64_t i = 0; i < a.key_dim; i++) {
-            const F32 by = broadcast(k[i]);
-            const float* row = tile + i * kDeltaColumns;
-            F32* to = seen + 2 * (i & 1);
-            to[0] = fma(load(row), by, to[0]);
-            to[1] = fma(load(row + kLanes), by, to[1]);
-        }
+        token.decay = broadcast(expf(-rate * softplus(alpha[0] + bias)));
+        token.beta = broadcast(1.0f / (1.0f + expf(-b[0])));
         const T* v = x + 2 * keys + head * a.value_dim + column;
-        const F32 v0 = load(v, first), v1 = second ? load(v + kLanes, second) : zero();
-        const F32 change0 = mul(beta, sub(v0, mul(decay, add(seen[0], seen[2]))));
-        const F32 change1 = mul(beta, sub(v1, mul(decay, add(seen[1], seen[3]))));
-        F32 out[4] = {zero(), zero(), zero(), zero()};
-        for (int64_t i = 0; i < a.key_dim; i++) {
-            const F32 key = broadcast(k[i]), query = broadcast(q[i]);
-            float* row = tile + i * kDeltaColumns;
-            F32* to = out + 2 * (i & 1);
-            const F32 s0 = fma(key, change0, mul(decay, load(row)));
-            const F32 s1 = fma(key, change1, mul(decay, load(row + kLanes)));
-            store(row, s0);
-            store(row + kLanes, s1);
-            to[0] = fma(s0, query, to[0]);
-            to[1] = fma(s1, query, to[1]);
-        }
+        token.v0 = load(v, first);
+        token.v1 = second ? load(v + kLanes, second) : zero();
+    }
+
+    void begin(const DeltaToken& token) {
+        DeltaSums sums = no_sums();
+        each_row([&](int64_t i, int odd) { add_row(sums, odd, load_row(i), broadcast(token.k[i])); });
+        seen = sums;
+    }
+
+    // Takes the tile through a token, and reads it for the next one (null: there is none) on the same way.
+    // y: the output of the head's columns; null: it is not needed.
+    template <class T>
+    void pass(const DeltaToken& token, const DeltaToken* next, T* y) {
+        const F32 decay = token.decay, change0 = mul(token.beta, sub(token.v0, mul(decay, seen.first()))),
+                  change1 = mul(token.beta, sub(token.v1, mul(decay, seen.second())));
+        DeltaSums out = no_sums(), sums = no_sums();
+        const auto update = [&](int64_t i, int odd) {
+            const F32 key = broadcast(token.k[i]);
+            const Row old = load_row(i);
+            const Row row{fma(key, change0, mul(decay, old.a)), fma(key, change1, mul(decay, old.b))};
+            store(tile + i * kDeltaColumns, row.a);
+            store(tile + i * kDeltaColumns + kLanes, row.b);
+            add_row(out, odd, row, broadcast(token.q[i]));
+            return row;
+        };
+        if (next)
+            each_row([&](int64_t i, int odd) { add_row(sums, odd, update(i, odd), broadcast(next->k[i])); });
+        else
+            each_row(update);
+        seen = sums;
         if (!y) return;
-        store(y, add(out[0], out[2]), first);
-        if (second) store(y + kLanes, add(out[1], out[3]), second);
+        store(y, out.first(), first);
+        if (second) store(y + kLanes, out.second(), second);
+    }
+
+    struct Row {
+        F32 a, b;
+    };
+
+    Row load_row(int64_t i) const { return {load(tile + i * kDeltaColumns), load(tile + i * kDeltaColumns + kLanes)}; }
+
+    static void add_row(DeltaSums& sums, int odd, const Row& row, F32 by) {
+        F32 *to0 = odd ? &sums.odd0 : &sums.even0, *to1 = odd ? &sums.odd1 : &sums.even1;
+        *to0 = fma(row.a, by, *to0);
+        *to1 = fma(row.b, by, *to1);
+    }
+
+    // Calls work(i, whether i is odd), which is a constant for the compiler.
+    template <class Work>
+    void each_row(const Work& work) const {
+        int64_t i = 0;
+        for (; i + 2 <= a.key_dim; i += 2) {
+            work(i, 0);
+            work(i + 1, 1);
+        }
+        if (i < a.key_dim) work(i, 0);
     }
 };
 
@@ -203,33 +248,53 @@ void delta_columns(const gated_delta_args& a, const StateTokens& on, int64_t hea
     const int64_t n = a.value_dim - column < kDeltaColumns ? a.value_dim - column : kDeltaColumns;
     const int first = n < kLanes ? int(n) : kLanes, second = int(n) - first;
     float* state = static_cast<float*>(a.state) + on.row * a.state_stride + head * a.key_dim * a.value_dim + column;
-    float *tile = scratch, *q = tile + a.key_dim * kDeltaColumns, *k = q + a.key_dim;
+    float *tile = scratch, *inputs = tile + a.key_dim * kDeltaColumns;
     for (int64_t i = 0; i < a.key_dim; i++) {
         const float* row = state + i * a.value_dim;
         store(tile + i * kDeltaColumns, on.fresh ? zero() : load(row, first));
         store(tile + i * kDeltaColumns + kLanes, on.fresh || !second ? zero() : load(row + kLanes, second));
     }
-    const DeltaColumns columns{a, head, column, first, second, tile, q, k,
-                               expf(static_cast<const float*>(a.decay)[head]),
-                               static_cast<const float*>(a.bias)[head], 1.0f / sqrtf(float(a.key_dim))};
-    const int64_t width = delta_width(a);
+    DeltaColumns columns{a,
+                         head,
+                         column,
+                         first,
+                         second,
+                         tile,
+                         expf(static_cast<const float*>(a.decay)[head]),
+                         static_cast<const float*>(a.bias)[head],
+                         1.0f / sqrtf(float(a.key_dim)),
+                         {}};
+    DeltaToken tokens[2];
+    for (DeltaToken& token : tokens) {
+        token.q = inputs + 2 * (&token - tokens) * a.key_dim;
+        token.k = token.q + a.key_dim;
+    }
+    const int64_t width = delta_width(a), certain = on.pending + on.count - on.drafts;
     const float* log = static_cast<const float*>(a.log) + on.row * a.log_stride;
-    for (int64_t i = 0; i < on.pending; i++, log += width + 2 * a.value_heads)
-        columns.pass<float>(log, log + width, nullptr);
-    const auto pass = [&](int64_t begin, int64_t end) {
-        for (int64_t token = on.first + begin; token < on.first + end; token++) {
-            const T* x = static_cast<const T*>(a.x) + token * a.x_stride;
-            const T* gates = static_cast<const T*>(a.gates) + token * a.gates_stride;
-            columns.pass(x, gates, static_cast<T*>(a.y) + token * a.y_stride + head * a.value_dim + column);
+    const auto prepare = [&](int64_t i) {
+        const int64_t at = on.first + i - on.pending;
+        if (i < on.pending) {
+            const float* logged = log + i * (width + 2 * a.value_heads);
+            columns.prepare(tokens[i & 1], logged, logged + width);
+        } else {
+            columns.prepare(tokens[i & 1], static_cast<const T*>(a.x) + at * a.x_stride,
+                            static_cast<const T*>(a.gates) + at * a.gates_stride);
         }
     };
-    pass(0, on.count - on.drafts);
-    for (int64_t i = 0; i < a.key_dim; i++) {
-        float* row = state + i * a.value_dim;
-        store(row, load(tile + i * kDeltaColumns), first);
-        if (second) store(row + kLanes, load(tile + i * kDeltaColumns + kLanes), second);
+    prepare(0);
+    columns.begin(tokens[0]);
+    for (int64_t i = 0, count = on.pending + on.count; i < count; i++) {
+        const bool last = i + 1 == count;
+        if (!last) prepare(i + 1);
+        T* y = static_cast<T*>(a.y) + (on.first + i - on.pending) * a.y_stride + head * a.value_dim + column;
+        columns.pass(tokens[i & 1], last ? nullptr : &tokens[~i & 1], i < on.pending ? nullptr : y);
+        if (i + 1 != certain) continue;
+        for (int64_t j = 0; j < a.key_dim; j++) {
+            float* row = state + j * a.value_dim;
+            store(row, load(tile + j * kDeltaColumns), first);
+            if (second) store(row + kLanes, load(tile + j * kDeltaColumns + kLanes), second);
+        }
     }
-    pass(on.count - on.drafts, on.count);
 }
 
 template <class T>
@@ -248,7 +313,7 @@ void log_draft(const gated_delta_args& a, const StateTokens& on, int64_t draft) 
 
 void gated_delta(const gated_delta_args& a, Team& team) {
     const int64_t parts = (a.value_dim + kDeltaColumns - 1) / kDeltaColumns, each = a.value_heads * parts;
-    const size_t scratch = size_t(a.key_dim * (kDeltaColumns + 2)) * sizeof(float);
+    const size_t scratch = size_t(a.key_dim * (kDeltaColumns + 4)) * sizeof(float);
     together(team, a.num_seqs * each, [&](Member& member) {
         float* own = static_cast<float*>(member.scratch(scratch));
         for (int64_t task; (task = member.next()) >= 0;) {
