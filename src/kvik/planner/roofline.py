@@ -313,8 +313,8 @@ class _Work:
         parts = [
             self._products("weights", inner, rows, 0),
             self._products("head", head, sampled, LOGIT_BYTES),
-            self._decoding(),
-            self._prompts(),
+            self._attention("kv cache", decoding=True),
+            self._attention("attention", decoding=False),
             self._states(),
         ]
         measured = self.at.device.calibration
@@ -374,41 +374,34 @@ class _Work:
         inputs = self.processes * matrix.inputs  # each process prepares all inputs
         return cost.call + inputs * cost.input + matrix.outputs * cost.output + max(moving, working)
 
-    def _decoding(self) -> StepPart:
-        """Return the attention of decoding sequences, drafts included."""
-        shape, rate = self.shape, self.read_rate
+    def _attention(self, name: str, *, decoding: bool) -> StepPart:
+        """Return the attention of decoding sequences, drafts included, or of prompts."""
+        shape, at, rate = self.shape, self.at, self.read_rate
         num_bytes = flops = expected = 0.0
-        cost = attention_costs(self.at.device, shape.head_dim)
-        for count, new, cached in self._runs(decoding=True):
-            context = new + cached
-            read = float(count * shape.kv_read_bytes(context, self.at.kv_format))
-            num_bytes += read
-            flops += count * shape.attention_flops(new, context)
-            if cost is None:
-                continue
-            working, seconds_per_value = 0.0, read_seconds(cost, self.working_set)
-            for cache, layers in shape.caches:
-                seen = layers * cache.readers * count * most_keys(cache, context)
-                keys = cache.num_kv_heads * cache.head_dim
-                score = new * shape.num_heads * cache.head_dim * cost.score
-                working += seen * (keys * seconds_per_value + score)
-            expected += shape.num_layers * count * cost.sequence
-            expected += max(read / (rate * reached_share(cost, self.working_set)), working)
-        return self._attention("kv cache", num_bytes, flops, expected)
-
-    def _prompts(self) -> StepPart:
-        """Return the attention of prompts."""
-        shape, rate = self.shape, self.read_rate
-        num_bytes = flops = expected = 0.0
-        cost = attention_costs(self.at.device, shape.head_dim)
-        for count, new, cached in self._runs(decoding=False):
-            read = float(count * shape.kv_read_bytes(new + cached, self.at.kv_format))
+        cost = attention_costs(at.device, shape.head_dim)
+        for count, new, cached in self._runs(decoding=decoding):
+            read = float(count * shape.kv_read_bytes(new + cached, at.kv_format))
             computed = count * shape.attention_flops(new, new + cached)
             num_bytes += read
             flops += computed
-            if cost is not None:
+            if cost is not None and decoding:
+                reached = rate * reached_share(cost, self.working_set)
+                expected += shape.num_layers * count * cost.sequence
+                expected += max(read / reached, self._scoring(cost, count, new, new + cached))
+            elif cost is not None:
                 expected += max(read / rate, computed / cost.prefill)
-        return self._attention("attention", num_bytes, flops, expected)
+        unit = "bf16" if kv_facts(at.kv_format).bits <= 16 else "fp32"
+        return _part(name, num_bytes / rate, flops / at.device.rate(unit), expected)
+
+    def _scoring(self, cost: AttentionCosts, count: int, new: int, context: int) -> float:
+        """Return the seconds of kernels for decoding sequences where reading is not the limit."""
+        seconds, seconds_per_value = 0.0, read_seconds(cost, self.working_set)
+        for cache, layers in self.shape.caches:
+            seen = layers * cache.readers * count * most_keys(cache, context)
+            keys = cache.num_kv_heads * cache.head_dim
+            score = new * self.shape.num_heads * cache.head_dim * cost.score
+            seconds += seen * (keys * seconds_per_value + score)
+        return seconds
 
     def _states(self) -> StepPart:
         """Return the states of all sequences. Kernels hold a state while they process its
@@ -418,11 +411,6 @@ class _Work:
         flops = float(self.step.rows * shape.state_flops)
         computing = flops / self.at.device.rate("fp32") if flops else 0.0
         return _part("states", num_bytes / self.read_rate, computing, 0.0)
-
-    def _attention(self, name: str, num_bytes: float, flops: float, expected: float) -> StepPart:
-        unit = "bf16" if kv_facts(self.at.kv_format).bits <= 16 else "fp32"
-        computing = flops / self.at.device.rate(unit)
-        return _part(name, num_bytes / self.read_rate, computing, expected)
 
 
 def _part(name: str, reading: float, computing: float, expected: float) -> StepPart:
