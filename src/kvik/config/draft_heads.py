@@ -3,7 +3,6 @@ folder holds a config.json, which this file reads and writes, and a model.safete
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -66,11 +65,7 @@ def read_heads_spec(folder: Path, kind: str) -> HeadsSpec:
     Raises:
         ModelError: config.json cannot be read, or belongs to other heads.
     """
-    return _spec(read_json(folder / CONFIG), kind)
-
-
-def _spec(values: Mapping[str, object], kind: str) -> HeadsSpec:
-    fields = Fields(values)
+    fields = Fields(read_json(folder / CONFIG))
     medusa = kind == MEDUSA
     # Medusa's own checkpoints give neither their kind nor their sizes.
     minimum, default = (0, 0) if medusa else (1, None)

@@ -115,10 +115,9 @@ def test_the_engine_takes_what_is_advised(model: str, device: Device, goal: Goal
 
 def test_what_this_version_lacks_stands_apart() -> None:
     found = report("llama-3-8b", H100, Goal())
-    lacking = [topic for topic in ORDER if not advise.available(topic, H100)]
-    assert [a.topic for a in found.later] == lacking and "parallelism" in lacking
+    assert [a.topic for a in found.later] == ["parallelism"]
     assert not any(a.flags for a in found.later)
-    assert [a.topic for a in found.advice] == [topic for topic in ORDER if topic not in lacking]
+    assert [a.topic for a in found.advice] == [topic for topic in ORDER if topic != "parallelism"]
 
 
 def test_quantisation_helps_what_reads_and_not_what_computes() -> None:

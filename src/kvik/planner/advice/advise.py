@@ -48,11 +48,6 @@ MAX_DEVICES = 32  # per layer
 Position = tuple[str, Serving]
 
 
-def available(topic: str, device: Device) -> bool:
-    """Return whether this engine has a lever on such a device."""
-    return device.kind == "cpu" or topic not in NOT_ON_GPUS
-
-
 def flag(option: str, value: object) -> str:
     """Return an option and its value as command line text."""
     return f"--{option.replace('_', '-')} {value}"
@@ -335,7 +330,8 @@ class _Adviser:
         )
 
     def _available(self, topic: str) -> bool:
-        return available(topic, self.usual.at.device)
+        """Return whether this engine has a lever on such a device."""
+        return self.usual.at.exact or topic not in NOT_ON_GPUS
 
     def _at(self, serving: Serving, name: str = "") -> _Point:
         return _Point(serving, figures_of(serving, self.traffic, self.goal), name)
