@@ -40,7 +40,7 @@ TRAFFIC = Traffic(512, 128)
 
 
 def serving(traffic: Traffic = TRAFFIC, device: Device = DEVICE, budget: int = 2048) -> Serving:
-    return set_up(SHAPE, Setting(device, "bf16", "bf16"), traffic, 256, budget)
+    return set_up(SHAPE, Setting(device, "bf16", "bf16", traffic.context), 256, budget)
 
 
 def exists(found: Prediction | None) -> Prediction:

@@ -217,10 +217,8 @@ class Prediction:
         return slo.excess(self.ttft, self.tpot, self.e2e)
 
 
-def set_up(
-    shape: ModelShape, at: Setting, traffic: Traffic, seqs: int, budget: int | None = None
-) -> Serving:
-    """Return the serving setting, with its memory planned for requests of `traffic`.
+def set_up(shape: ModelShape, at: Setting, seqs: int, budget: int | None = None) -> Serving:
+    """Return the serving setting, with its memory planned for requests of the context of `at`.
 
     Args:
         seqs: `max_num_seqs`.
@@ -229,7 +227,7 @@ def set_up(
     Raises:
         ConfigError: the model cannot be shared by this many devices.
     """
-    at = replace(at, context=traffic.context, batch=1)
+    at = replace(at, batch=1)
     memory = MemoryPlanner.of(shape, at).memory()
     chosen = memory.step_tokens
     return Serving(shape, at, memory.largest_batch, seqs, budget or chosen, chosen)

@@ -290,7 +290,7 @@ def test_half_the_dtype_is_the_first_advice() -> None:
     found = advise_shape(shape, H100, Goal())
     first = found.advice[0]
     assert (first.topic, first.flags) == ("precision", ("--dtype bfloat16",))
-    halved = advise.with_weights(found.usual, found.traffic, "bf16")
+    halved = advise.with_weights(found.usual, "bf16")
     assert (found.usual.at.kv_format, halved.at.kv_format) == ("fp32", "bf16")
 
 

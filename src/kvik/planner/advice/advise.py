@@ -71,7 +71,7 @@ def serving_flags(serving: Serving, usual: Serving) -> tuple[str, ...]:
     return tuple(flag(option, value) for option, value, changed in options if changed)
 
 
-def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
+def kv_formats(serving: Serving) -> Iterator[Position]:
     """Yield the smaller formats of the KV cache."""
     shape, at = serving.shape, serving.at
     now = shape.kv_bytes_per_token(at.kv_format)
@@ -79,7 +79,7 @@ def kv_formats(serving: Serving, traffic: Traffic) -> Iterator[Position]:
         if kv_facts(name).bits <= 8 and shape.kv_bytes_per_token(name) < now:
             smaller = replace(at, kv_format=name)
             with suppress(ConfigError):  # the format cannot store what this model keeps
-                yield name, _renewed(serving, traffic, smaller)
+                yield name, _renewed(serving, smaller)
 
 
 def _method(source: DraftSource) -> str:
@@ -99,18 +99,14 @@ def widened(serving: Serving) -> Serving:
 
 
 def speculations(
-    serving: Serving,
-    traffic: Traffic,
-    acceptance: float,
-    source: DraftSource,
-    batch: int,
+    serving: Serving, acceptance: float, source: DraftSource, batch: int
 ) -> Iterator[Position]:
     """Yield numbers of drafts per step, by a model or heads, which take memory too, or else by
     prompt lookup at no cost."""
     at = replace(serving.at, source=source)
     seconds = draft_seconds(serving.shape, replace(at, batch=batch))
     if source.path:
-        serving = _renewed(serving, traffic, at)
+        serving = _renewed(serving, at)
     for drafts in DRAFTS:
         drafting = Drafting(drafts, acceptance, drafts * seconds)
         name = "1 draft a step" if drafts == 1 else f"{drafts} drafts a step"
@@ -148,22 +144,22 @@ def device_counts(serving: Serving) -> Iterator[int]:
         count *= 2
 
 
-def parallelisms(serving: Serving, traffic: Traffic) -> Iterator[Position]:
+def parallelisms(serving: Serving) -> Iterator[Position]:
     """Yield larger numbers of devices that share each layer."""
     for count in device_counts(serving):
         if count > serving.at.tp:
             more = replace(serving.at, tp=count)
-            yield f"{count} devices", _renewed(serving, traffic, more)
+            yield f"{count} devices", _renewed(serving, more)
 
 
-def with_weights(serving: Serving, traffic: Traffic, name: str) -> Serving:
+def with_weights(serving: Serving, name: str) -> Serving:
     """Return the setting in another weight format. A KV format at its default follows the dtype of
     computation."""
     shape, at = serving.shape, serving.at
     changed = replace(at, weight_format=name)
     if at.kv_format == _kv_of(shape, at):
         changed = replace(changed, kv_format=_kv_of(shape, changed))
-    return _renewed(serving, traffic, changed)
+    return _renewed(serving, changed)
 
 
 def _kv_of(shape: ModelShape, at: Setting) -> str:
@@ -171,10 +167,10 @@ def _kv_of(shape: ModelShape, at: Setting) -> str:
     return weight_format(shape.working_dtype(at.weight_format))
 
 
-def _renewed(serving: Serving, traffic: Traffic, at: Setting) -> Serving:
+def _renewed(serving: Serving, at: Setting) -> Serving:
     """Return the setting with its memory planned again."""
     budget = None if serving.budget == serving.usual_budget else serving.budget
-    made = set_up(serving.shape, at, traffic, serving.seqs, budget)
+    made = set_up(serving.shape, at, serving.seqs, budget)
     return replace(made, drafting=serving.drafting, memo=serving.memo)
 
 
@@ -270,7 +266,7 @@ def advise_shape(
     traffic = traffic_of(goal, shape)
     question = Question(model=goal.model, hardware=goal.hardware, context=traffic.context)
     shape, at = setting_of(shape, device, question, hardware)
-    usual = set_up(shape, at, traffic, MAX_NUM_SEQS)
+    usual = set_up(shape, at, MAX_NUM_SEQS)
     return _Adviser(goal, traffic, source, usual).report()
 
 
@@ -353,7 +349,7 @@ class _Adviser:
         for count in device_counts(usual):
             for name in formats:
                 shared = replace(usual, at=replace(usual.at, tp=count))
-                candidate = with_weights(shared, self.traffic, name)
+                candidate = with_weights(shared, name)
                 if candidate.max_fitting:
                     is_available = count == 1 or self._available("parallelism")
                     reason = "" if is_available else reasons.obstacle(usual, candidate, formats)
@@ -444,14 +440,14 @@ class _Adviser:
     def _positions(self, topic: str, now: _Point) -> Iterator[Position]:
         serving = now.serving
         if topic == "KV format":
-            return kv_formats(serving, self.traffic)
+            return kv_formats(serving)
         if topic in ("precision", "quantisation"):
             names = (smaller_dtypes if topic == "precision" else made_formats)(serving)
-            return ((name, with_weights(serving, self.traffic, name)) for name in names)
+            return ((name, with_weights(serving, name)) for name in names)
         if topic == "speculation":
             acceptance, batch = self.goal.acceptance or 0.0, self._batch(now)
-            return speculations(serving, self.traffic, acceptance, self.source, batch)
-        return parallelisms(serving, self.traffic)
+            return speculations(serving, acceptance, self.source, batch)
+        return parallelisms(serving)
 
     def _tuned(self, serving: Serving, name: str = "") -> _Point:
         """Return the setting with the best token budget, and only as many concurrent requests as
