@@ -40,7 +40,7 @@ from kvik_bench.inprocess.speculation import Pair
 from kvik_bench.scripts import spread
 
 sys.path.append(str(Path(__file__).parent / "cpu" / "peers"))
-import shapes
+from shapes import SHAPES, write_folder
 
 COST = 1 / 20
 PROMPT = 32
@@ -97,12 +97,10 @@ class Scripted:
 
 def write_draft(folder: Path, model: Path, hidden: int, layers: int) -> None:
     """Write a small Llama with the vocabulary of the model."""
+    sizes = {"hidden_size": hidden, "intermediate_size": 4 * hidden, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": hidden // 64, "num_key_value_heads": 1, "head_dim": 64}
     vocab = resolve_config(EngineConfig(model=str(model))).model.vocab_size
-    shape = shapes.Shape(
-        "LlamaForCausalLM", "llama", hidden, layers, hidden // 64, 1, 4 * hidden, vocab, 1e4
-    )
-    shapes.SHAPES["draft"] = shape
-    shapes.write("draft", folder, 1)
+    write_folder({**SHAPES["stories-15m"], **sizes, **heads, "vocab_size": vocab}, folder)
     tokenizer = model / "tokenizer.json"
     if tokenizer.is_file():
         (folder / "tokenizer.json").write_bytes(tokenizer.read_bytes())

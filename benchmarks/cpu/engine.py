@@ -3,7 +3,7 @@
     python benchmarks/cpu/engine.py MODEL [--quantization none int8 int4] [--rounds 5] [--json FILE]
         [--load-format random] [--context 128]
 
-MODEL is a folder (`benchmarks/cpu/peers/shapes.py` and `experts.py` write some of real shapes).
+MODEL is a folder (`benchmarks/cpu/peers/shapes.py` writes some of real shapes).
 Decoding one request reads every weight that a token uses and its KV cache once a token, or is bound
 by the arithmetic of attention (of latent vectors); a prompt of 512 tokens is bound by arithmetic.
 Both limits are measured right after each sample, because machines (virtual ones above all) change

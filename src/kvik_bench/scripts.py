@@ -55,7 +55,10 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes[f"{table.name}.weight"] = table.rows, table.width
     for linear in declared.linears:
         for layer, outputs in zip(linear.names, linear.outputs, strict=True):
-            shapes[f"{layer}.weight"] = outputs, linear.inputs
+            if not linear.tied:
+                shapes[f"{layer}.weight"] = outputs, linear.inputs
+            if linear.bias:
+                shapes[f"{layer}.bias"] = (outputs,)
     for norm in declared.norms:
         shapes[f"{norm.name}.weight"] = (norm.size,)
     for other in declared.others:

@@ -1,144 +1,86 @@
-"""Write model folders of real shapes with random weights, to measure engines without downloads.
+"""Write models of real shapes for kvik and other engines, to measure them without downloads.
 
-    python shapes.py FOLDER [--shapes qwen2.5-0.5b llama-3.2-1b stories-15m] [--seed 0]
+    python shapes.py FOLDER [--shapes llama-3.2-1b olmoe-1b-7b ...] [--gguf Q4_0 Q4_K_M]
 
-Each becomes FOLDER/NAME in Hugging Face format: bf16 safetensors (normal, standard deviation 0.02;
-norms are 1), tied embeddings, and a byte-level BPE tokenizer of the right size. Speed does not
-depend on the values of weights, only on their shape and format. Needs only numpy.
+Speed does not depend on the values of weights, only on their shape and format, so they are normal
+numbers with a standard deviation of 0.02; norms are 1. FOLDER/NAME is a folder in Hugging Face
+format, with a byte-level BPE tokenizer of the right size. Models with experts may be larger than
+memory as floats: their folders have no weights, which kvik generates as it loads (`load_format =
+"random"`). FOLDER/NAME-TYPE.gguf, with the block types of llama.cpp's own mix, never holds the
+model in floats either: a matrix repeats its first million numbers, only routers are generated in
+full. Routers of such numbers should choose their experts nearly evenly.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import struct
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 
-import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from kvik.gguf.export import FILE_TYPES, model_metadata, tokenizer_metadata
+from kvik.gguf.reader import write_gguf
+from kvik.gguf.types import BLOCK_TYPES
+from kvik.models.model_spec import ModelSpec
+from kvik.nn.checkpoint import Selection, TensorRun
+from kvik.nn.gguf_export import gguf_tensors, quantize
+from kvik.nn.safetensors import TensorEntry, write_safetensors
+from kvik.planner.families import public_configs
+from kvik_bench.scripts import tensor_shapes
 
 STD = 0.02
 END = "<|end|>"  # the only special token: the last id
+DRAWS = 1 << 20  # random numbers of a matrix in a GGUF file
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes that decide the speed of a Llama-like model. Its output layer is the tied
-    embedding."""
-
-    architecture: str
-    model_type: str
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    vocab: int
-    rope_theta: float
-    rope_scaling: dict | None = None
-    qkv_bias: bool = False
-    positions: int = 32768
-
-    @property
-    def head_dim(self) -> int:
-        return self.hidden // self.heads
-
-
-SHAPES = {
-    "qwen2.5-0.5b": Shape(
-        "Qwen2ForCausalLM", "qwen2", 896, 24, 14, 2, 4864, 151936, 1e6, qkv_bias=True
-    ),
-    "llama-3.2-1b": Shape(
-        "LlamaForCausalLM",
-        "llama",
-        2048,
-        16,
-        32,
-        8,
-        8192,
-        128256,
-        5e5,
-        rope_scaling={
-            "rope_type": "llama3",
-            "factor": 32.0,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        },
-        positions=131072,
-    ),
-    "stories-15m": Shape("LlamaForCausalLM", "llama", 288, 6, 6, 6, 768, 32000, 1e4),
+STORIES = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 288,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "intermediate_size": 768,
+    "vocab_size": 32000,
+    "max_position_embeddings": 32768,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
 }
-
-
-def config(shape: Shape) -> dict:
-    return {
-        "architectures": [shape.architecture],
-        "model_type": shape.model_type,
-        "hidden_size": shape.hidden,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "intermediate_size": shape.ffn,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": shape.positions,
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": shape.rope_theta,
-        "rope_scaling": shape.rope_scaling,
-        "tie_word_embeddings": True,
-        "bos_token_id": shape.vocab - 1,
-        "eos_token_id": shape.vocab - 1,
-        "torch_dtype": "bfloat16",
-        "initializer_range": STD,
-    }
-
-
-def tensors(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield checkpoint names and shapes; matrices are [out, in]."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    yield "model.embed_tokens.weight", (shape.vocab, shape.hidden)
-    for i in range(shape.layers):
-        layer = f"model.layers.{i}"
-        yield f"{layer}.input_layernorm.weight", (shape.hidden,)
-        for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-            yield f"{layer}.self_attn.{name}.weight", (rows, shape.hidden)
-            if shape.qkv_bias:
-                yield f"{layer}.self_attn.{name}.bias", (rows,)
-        yield f"{layer}.self_attn.o_proj.weight", (shape.hidden, queries)
-        yield f"{layer}.post_attention_layernorm.weight", (shape.hidden,)
-        for name in ("gate_proj", "up_proj"):
-            yield f"{layer}.mlp.{name}.weight", (shape.ffn, shape.hidden)
-        yield f"{layer}.mlp.down_proj.weight", (shape.hidden, shape.ffn)
-    yield "model.norm.weight", (shape.hidden,)
-
-
-def bf16(values: np.ndarray) -> np.ndarray:
-    """float32 -> the bits of bfloat16, rounded to nearest even."""
-    bits = values.view(np.uint32)
-    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-
-
-def write_weights(shape: Shape, path: Path, seed: int) -> None:
-    """Write a safetensors file: length of the header, the header in JSON, then the bytes."""
-    header, end = {}, 0
-    for name, size in tensors(shape):
-        begin, end = end, end + 2 * int(np.prod(size))
-        header[name] = {"dtype": "BF16", "shape": size, "data_offsets": [begin, end]}
-    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
-    text += b" " * (-len(text) % 8)
-    random = np.random.default_rng(seed)
-    with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        for name, size in tensors(shape):
-            if name.endswith("norm.weight"):
-                values = np.ones(size, np.float32)
-            else:
-                values = random.standard_normal(size, np.float32) * np.float32(STD)
-            file.write(bf16(values).tobytes())
+QWEN3_6 = {
+    "architectures": ["Qwen3_5MoeForCausalLM"],
+    "model_type": "qwen3_5_moe_text",
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+PUBLIC = ("qwen2.5-0.5b", "llama-3.2-1b", "olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v2-lite")
+SHAPES: Mapping[str, Mapping[str, object]] = {
+    **{name: public_configs()[name] for name in PUBLIC},
+    "stories-15m": STORIES,
+    "qwen3.6-35b-a3b": QWEN3_6,
+}
 
 
 def byte_letters() -> list[str]:
@@ -181,35 +123,119 @@ def tokenizer(vocab: int) -> dict:
     }
 
 
-def write(name: str, folder: Path, seed: int) -> None:
-    shape = SHAPES[name]
+def write_folder(config: Mapping[str, object], folder: Path) -> ModelSpec:
+    """Write config.json and a tokenizer with the model's vocabulary size; without experts, weights
+    as well."""
     folder.mkdir(parents=True, exist_ok=True)
+    vocab = int(str(config["vocab_size"]))
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id"), vocab - 1)
+    config = {**config, **ends, "initializer_range": STD}
     files = {
-        "config.json": config(shape),
-        "generation_config.json": {"eos_token_id": shape.vocab - 1, "do_sample": False},
+        "config.json": config,
+        "tokenizer.json": tokenizer(vocab),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "eos_token": END,
             "bos_token": END,
-            "model_max_length": shape.positions,
         },
-        "tokenizer.json": tokenizer(shape.vocab),
     }
     for file, content in files.items():
-        (folder / file).write_text(json.dumps(content, indent=1, ensure_ascii=False), "utf-8")
-    write_weights(shape, folder / "model.safetensors", seed)
-    total = sum(int(np.prod(size)) for _, size in tensors(shape))
-    print(f"{folder}: {total / 1e6:.0f} M parameters")
+        (folder / file).write_text(json.dumps(content, ensure_ascii=False), "utf-8")
+    spec = ModelSpec.from_config(config, folder.name)
+    if not spec.experts_of_token:
+        random = torch.Generator().manual_seed(0)
+        tensors = {
+            name: torch.ones(shape, dtype=torch.bfloat16)
+            if "norm" in name
+            else torch.empty(shape, dtype=torch.bfloat16).normal_(std=STD, generator=random)
+            for name, shape in tensor_shapes(spec).items()
+        }
+        write_safetensors(folder / "model.safetensors", tensors)
+    return spec
+
+
+class NoWeights:
+    """A checkpoint that lists a model's tensors without any data."""
+
+    facts = "config.json"
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.entries = {
+            name: TensorEntry(name, "BF16", shape, 0, 2 * prod(shape))
+            for name, shape in tensor_shapes(spec).items()
+        }
+
+    def runs(self, wanted: Mapping[str, Selection]) -> Iterator[TensorRun]:
+        raise NotImplementedError
+
+
+class Blocks:
+    """Rows of random numbers as the blocks of a GGUF file, made once for each type and width."""
+
+    def __init__(self) -> None:
+        self._random = torch.Generator().manual_seed(0)
+        self._made: dict[tuple[str, int], bytes] = {}
+
+    def of(self, name: str, type: str, shape: tuple[int, ...]) -> Callable[[], Iterable[bytes]]:
+        """Return a value for `OutTensor.data`."""
+
+        def data() -> Iterator[bytes]:
+            if type == "F32":
+                yield self._floats(name, shape)
+                return
+            width = shape[-1]
+            rows = prod(shape[:-1])
+            if (type, width) not in self._made:
+                self._made[type, width] = self._rows(type, width)
+            made, row = self._made[type, width], BLOCK_TYPES[type].row_bytes(width)
+            while rows:
+                taken = min(rows, len(made) // row)
+                yield made[: taken * row]
+                rows -= taken
+
+        return data
+
+    def _rows(self, type: str, width: int) -> bytes:
+        numbers = torch.empty(DRAWS // width, width).normal_(std=STD, generator=self._random)
+        return quantize(type, numbers).numpy().tobytes()
+
+    def _floats(self, name: str, shape: tuple[int, ...]) -> bytes:
+        """Return the values: gains are 1, decays -1, biases 0, matrices random."""
+        last = name.rsplit(".", 2)[-2:]
+        if "norm" in name:
+            values = torch.ones(shape)
+        elif last[-1] in ("ssm_a", "bias"):
+            values = torch.full(shape, -1.0 if last[-1] == "ssm_a" else 0.0)
+        else:
+            values = torch.empty(shape).normal_(std=STD, generator=self._random)
+        return values.numpy().tobytes()
+
+
+def write_file(spec: ModelSpec, folder: Path, type: str, path: Path) -> None:
+    """Write the tensors that kvik would export, with random values."""
+    library = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = spec.vocab_size - 1
+    words = tokenizer_metadata(library, spec.vocab_size, end, end, None)
+    blocks = Blocks()
+    tensors = [
+        replace(tensor, data=blocks.of(tensor.name, tensor.type.name, tensor.shape))
+        for tensor in gguf_tensors(NoWeights(spec), spec, type)
+    ]
+    write_gguf(path, {**model_metadata(spec, folder.name, type), **words}, tensors)
+    print(f"{path}: {sum(tensor.size for tensor in tensors) / 1e9:.2f} GB")
 
 
 def main() -> None:
     parser = ArgumentParser(description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, required=True)
+    parser.add_argument("--gguf", nargs="*", choices=FILE_TYPES, default=[])
     args = parser.parse_args()
     for name in args.shapes:
-        write(name, args.folder / name, args.seed)
+        folder: Path = args.folder / name
+        spec = write_folder(SHAPES[name], folder)
+        for type in args.gguf:
+            write_file(spec, folder, type, args.folder / f"{name}-{type}.gguf")
 
 
 if __name__ == "__main__":
