@@ -81,12 +81,11 @@ def _warm_ups() -> tuple[Job, ...]:
 def _checks() -> tuple[Job, ...]:
     """Return the checks of kernels."""
 
-    def of(name: str, function: str, *arguments: str, module: str = "correctness") -> Job:
-        return Job(name, "correctness", module, function, 75, arguments, together="checks")
+    def of(name: str, function: str, *arguments: str) -> Job:
+        return Job(name, "correctness", "correctness", function, 75, arguments, together="checks")
 
     parts = (("cases", CASE_PARTS), ("attention", ATTENTION_PARTS))
     return (
-        of("library", "measure", module="library"),
         of("tokens", "tokens"),
         *(
             of(f"{name} {i}", name, str(i), str(count))

@@ -259,7 +259,7 @@ def _passed(*ops: str) -> Callable[[Found], float | None]:
     """Return the share of the checks of some operations that passed; none named: all kernels."""
 
     def measure(found: Found) -> float | None:
-        others = ("soak", "pytest", "greedy tokens", "library", "invariance")
+        others = ("soak", "pytest", "greedy tokens", "invariance")
         chosen = [
             c for c in found.of("check") if (c["op"] in ops if ops else c["op"] not in others)
         ]

@@ -78,7 +78,6 @@ def test_only_jobs_that_are_not_timed_run_in_parallel(script: ModuleType) -> Non
     assert {job.module for group in together for job in group} == {
         "correctness",
         "invariance",
-        "library",
         "warm",
     }
     assert len({job.name for job in script.JOBS}) == len(script.JOBS)
@@ -103,7 +102,7 @@ def test_the_jobs_of_all_bars_fit_into_one_call(script: ModuleType) -> None:
 def test_warm_ups_run_before_what_they_are_for_and_checks_after_it(script: ModuleType) -> None:
     jobs = importlib.import_module("jobs")
     modules = [group[0].module for group in script.groups(jobs.BARS)]
-    assert modules[:2] == ["ceilings", "warm"] and modules[-1] == "library"
+    assert modules[:2] == ["ceilings", "warm"] and modules[-1] == "correctness"
     checks = [job for job in jobs.BARS if job.section == "correctness"]
     assert len(checks) <= 16 - 1  # cores; one job runs its tests in three processes, one is short
 

@@ -24,7 +24,7 @@ pytestmark = [INTERPRETED_ONLY, pytest.mark.filterwarnings("ignore")]
 FOLDER = Path(__file__).parents[3] / "benchmarks" / "gpu"
 # A job for each function, with the relevant variants of its arguments.
 CHOSEN = (
-    *("ceilings", "library", "cases 0", "attention 0", "tokens", "tests", "warm fp8, tokens too"),
+    *("ceilings", "cases 0", "attention 0", "tokens", "tests", "warm fp8, tokens too"),
     "tiers",
     *("warm attention", "warm others", "attention kernels", "products", "other kernels"),
     *(
