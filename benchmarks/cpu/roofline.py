@@ -19,6 +19,7 @@ import json
 import os
 import time
 from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,9 +30,8 @@ import torch
 from roofline_work import LAYERS, Work, attentions, linears, small_ones
 
 from kvik.kernels.cpu import _native
-from kvik.kernels.cpu.native import Native
 from kvik_bench.inprocess.rounds import OTHERS, Watch
-from kvik_bench.machine.native_stage import NativeLimits
+from kvik_bench.machine.native_stage import NativeLimits, NativeStage
 
 EVERYTHING, QUICK = 384 << 20, 64 << 20  # bytes that a case reads
 
@@ -47,15 +47,15 @@ class Sample:
 
 
 def sample(
-    work: Work, runtime: _native.Runtime, limits: NativeLimits, seconds: float
+    work: Work, run: Callable[[], list[float]], limits: NativeLimits, seconds: float
 ) -> list[Sample]:
     """Run for `seconds`, and at least once; the disturbance is that of the whole time."""
     found: list[Sample] = []
     started, watch = time.perf_counter(), Watch()
     while not found or time.perf_counter() - started < seconds:
         times = dict.fromkeys(work.parts, 0.0)
-        for part, nanoseconds in zip(work.parts, runtime.replay_timed(work.tape, []), strict=True):
-            times[part] += nanoseconds * 1e-9
+        for part, duration in zip(work.parts, run(), strict=True):
+            times[part] += duration
         found.append(Sample(times, limits.memory_rate(), limits.peak(work.peak), 0.0))
     others = watch.others()
     for one in found:
@@ -64,15 +64,16 @@ def sample(
 
 
 def measure(
-    work: Work, runtime: _native.Runtime, limits: NativeLimits, rounds: int, seconds: float
+    work: Work, stage: NativeStage, rounds: int, seconds: float
 ) -> tuple[list[Sample], bool]:
     """Return the samples of `rounds` undisturbed periods, out of at most three times as many; else
     those of the least disturbed period, and True."""
-    runtime.replay(work.tape, [])
+    run = work.track(stage)
+    run()
     stretches: list[list[Sample]] = []
     quiet: list[list[Sample]] = []
     while len(quiet) < rounds and len(stretches) < 3 * rounds:
-        stretches.append(sample(work, runtime, limits, seconds))
+        stretches.append(sample(work, run, stage.limits, seconds))
         quiet = [stretch for stretch in stretches if stretch[0].others <= OTHERS]
     if quiet:
         return [one for stretch in quiet for one in stretch], False
@@ -132,10 +133,10 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few cases, one short sample of each")
     args = parser.parse_args()
     torch.manual_seed(0)
-    runtime = _native.Runtime(args.isa or _native.instruction_sets()[0], args.threads)
     budget = QUICK if args.quick else EVERYTHING
-    limits = NativeLimits(Native(args.threads, runtime.isa), budget)
-    print(f"{runtime.isa}, {runtime.threads} threads")
+    isa = args.isa or _native.instruction_sets()[0]
+    stage = NativeStage(args.threads, budget, isa)
+    print(f"{isa}, {args.threads} threads")
     print(f"{'':48}{'us':>11}{'GB/s':>8}{'of':>7}{'GOP/s':>9}{'of':>8}{'share':>7} (10% .. 90%)")
     rows_of = (1, 32) if args.quick else (1, 4, 8, 32, 128, 512)
     models = ("qwen2.5-0.5b",) if args.quick else tuple(LAYERS)
@@ -144,17 +145,17 @@ def main() -> None:
         return args.kernel in name
 
     works = chain(
-        linears(rows_of, models, budget, wanted),
-        attentions((1,) if args.quick else (1, 16), budget, wanted),
-        small_ones(budget, wanted),
+        linears(stage, rows_of, models, budget, wanted),
+        attentions(stage, (1,) if args.quick else (1, 16), budget, wanted),
+        small_ones(stage, budget, wanted),
     )
     rounds, seconds = (1, 0.1) if args.quick else (5, 0.25)
     rows = []
     for work in works:
-        rows.append(report(work, *measure(work, runtime, limits, rounds, seconds)))
+        rows.append(report(work, *measure(work, stage, rounds, seconds)))
         print_row(rows[-1])
     if args.json:
-        head = {"isa": runtime.isa, "threads": runtime.threads}
+        head = {"isa": isa, "threads": args.threads}
         args.json.write_text(json.dumps({**head, "rows": rows}, indent=1))
 
 

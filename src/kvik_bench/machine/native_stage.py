@@ -66,8 +66,8 @@ class NativeStage(Stage):
     kernels = "native"
     backend: CpuAttention
 
-    def __init__(self, threads: int, max_bytes: int) -> None:
-        self.native = Native(threads)
+    def __init__(self, threads: int, max_bytes: int, isa: str | None = None) -> None:
+        self.native = Native(threads, isa)
         ops = native_ops(self.native)
         super().__init__(ops, CpuAttention(self.native, ops))
         self.limits = NativeLimits(self.native, max_bytes)
