@@ -166,17 +166,3 @@ class TextPieces:
                 BenchRequest([*self.prefix, *text[start : start + length]], self.output_tokens)
             )
         return jobs
-
-
-@dataclass(frozen=True, slots=True)
-class RandomPieces:
-    """Random prompts, for a model without a tokenizer."""
-
-    vocab_size: int
-    prompt_tokens: int
-    output_tokens: int
-    seed: str
-
-    def jobs(self, number: int, count: int) -> list[BenchRequest]:
-        lengths = fixed(self.prompt_tokens, self.output_tokens)
-        return Requests(count, lengths, seed=self.seed).jobs(number, self.vocab_size)

@@ -7,10 +7,9 @@ Both engines stay loaded, so that they alternate within seconds.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
 from kvik.cli.eval import text_name, texts_of
 from kvik.cli.flags import engine_options
@@ -25,10 +24,11 @@ from kvik.planner.speculation import expected_tokens
 from kvik_bench.cli.output import add_number, add_numbers, engine_parser, reported
 from kvik_bench.inprocess.inproc import BenchRequest, LoadRun, loaded, run_jobs
 from kvik_bench.inprocess.jobs import (
-    RandomPieces,
+    Requests,
     TextPieces,
     check_batches,
     check_context,
+    fixed,
     refuse_varied,
 )
 from kvik_bench.inprocess.measures import DECODE, decode_seconds
@@ -279,10 +279,7 @@ MEASURES: tuple[Measure[Pair], ...] = (
 )
 
 
-class Prompts(Protocol):
-    def jobs(self, number: int, count: int) -> list[BenchRequest]:
-        """Return `count` requests for one round."""
-        ...
+Jobs = Callable[[int, int], list[BenchRequest]]  # (round, number of requests) -> requests
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,7 +291,7 @@ class SpeculationLoad:
         prompt_tokens: limit of a prompt.
     """
 
-    prompts: Prompts
+    jobs: Jobs
     batches: tuple[int, ...]
     prompt_tokens: int
     output_tokens: int
@@ -329,7 +326,7 @@ def measure_speculation(
     with loaded(plain) as without, loaded(guessing) as ahead:
 
         def measure(number: int, batch: int) -> Pair:
-            jobs = load.prompts.jobs(number, batch)
+            jobs = load.jobs(number, batch)
             # The order alternates, so that neither always finds the CPU caches that the other left.
             if number % 2:
                 second, first = run_jobs(ahead, jobs), run_jobs(without, jobs)
@@ -458,24 +455,22 @@ def run(arguments: argparse.Namespace) -> Result:
             config, speculative_config=None, spec_method=None, spec_model=None, spec_tokens=None
         )
     )
-    prompts, source = _prompts(arguments, plain)
-    load = SpeculationLoad(
-        prompts,
-        arguments.batch,
-        arguments.prompt_tokens,
-        arguments.output_tokens,
-    )
+    jobs, source = _jobs(arguments, plain)
+    load = SpeculationLoad(jobs, arguments.batch, arguments.prompt_tokens, arguments.output_tokens)
     return measure_speculation(plain, guessing, load, rounds, {"prompts from": source})
 
 
-def _prompts(arguments: argparse.Namespace, resolved: ResolvedConfig) -> tuple[Prompts, str]:
-    """Return the prompts, and their source in words."""
-
+def _jobs(arguments: argparse.Namespace, resolved: ResolvedConfig) -> tuple[Jobs, str]:
+    """Return the requests, and the source of their prompts in words."""
     seed, sizes = str(arguments.seed), (arguments.prompt_tokens, arguments.output_tokens)
     texts, tokenizer = texts_of(arguments), load_tokenizer(resolved)
     if tokenizer is not None:
-        return TextPieces.of(tokenizer, texts, *sizes, seed), text_name(arguments)
+        return TextPieces.of(tokenizer, texts, *sizes, seed).jobs, text_name(arguments)
     if arguments.data is not None:
         raise ConfigError("data", "cannot be read: the model has no tokenizer")
-    random = RandomPieces(resolved.model.vocab_size, *sizes, seed)
-    return random, "random tokens: the model has no tokenizer"
+    lengths, vocab_size = fixed(*sizes), resolved.model.vocab_size
+
+    def jobs(number: int, count: int) -> list[BenchRequest]:
+        return Requests(count, lengths, seed=seed).jobs(number, vocab_size)
+
+    return jobs, "random tokens: the model has no tokenizer"

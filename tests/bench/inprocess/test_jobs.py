@@ -14,7 +14,6 @@ from kvik.errors import ParamError
 from kvik.launch import resolve_config
 from kvik.text.tokenizer import Tokenizer
 from kvik_bench.inprocess.jobs import (
-    RandomPieces,
     Requests,
     TextPieces,
     fixed,
@@ -81,9 +80,6 @@ def test_each_text_in_turn() -> None:
 def test_the_same_for_the_same_seed_and_round() -> None:
     assert PIECES.jobs(3, 4) == PIECES.jobs(3, 4)
     assert PIECES.jobs(3, 4) != PIECES.jobs(4, 4)
-    random = RandomPieces(5000, 11, 5, "0")
-    assert random.jobs(3, 4) == random.jobs(3, 4)
-    assert [len(job.prompt) for job in random.jobs(0, 2)] == [11, 11]
 
 
 def test_of_texts_as_a_tokenizer_reads_them() -> None:

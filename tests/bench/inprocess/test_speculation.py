@@ -33,12 +33,7 @@ GUESSING = resolve_config(
 JOBS = [BenchRequest([20, 21, 22], 13), BenchRequest([30, 31], 13)]
 
 
-class Same:
-    def jobs(self, number: int, count: int) -> list[BenchRequest]:
-        return JOBS[:count]
-
-
-LOAD = SpeculationLoad(Same(), (1, 2), 8, 13)
+LOAD = SpeculationLoad(lambda number, count: JOBS[:count], (1, 2), 8, 13)
 
 
 def test_drafts_that_are_always_right(
