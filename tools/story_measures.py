@@ -23,7 +23,7 @@ def held_out_loss(
     the context is cut into pieces that do not overlap.
     """
     start = tokenizer.token_to_id(END_OF_TEXT)
-    size = model.config.max_position_embeddings - 1
+    size = model.config.max_positions - 1
     totals: dict[str, list[float]] = {}
     for story in stories:
         if not story.held_out:
@@ -61,10 +61,10 @@ def generate(
 ) -> list[int]:
     """Sample a continuation, recomputing the whole prefix at each step: short texts only."""
     generator = torch.Generator().manual_seed(seed)
-    ids, most = list(prompt), model.config.max_position_embeddings
+    ids = list(prompt)
     while len(ids) - len(prompt) < count:
         with torch.no_grad():
-            logits = model(torch.tensor([ids[-most:]]))[0, -1].float()
+            logits = model(torch.tensor([ids[-model.config.max_positions :]]))[0, -1].float()
         probabilities, order = (logits / temperature).softmax(-1).sort(descending=True)
         before = probabilities.cumsum(-1) - probabilities
         probabilities[before >= top_p] = 0.0

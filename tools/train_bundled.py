@@ -24,10 +24,9 @@ import torch
 import torch.nn.functional as F
 from story_data import END, END_OF_TEXT, SPECIAL_TOKENS, Rows, Story, load_stories, train_tokenizer
 from story_measures import accepted_share, held_out_loss, samples
-from story_model import DRAFT, TARGET, Llama
+from story_model import DRAFT, TARGET, Llama, ModelConfig
 from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import LlamaConfig
 
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
@@ -303,7 +302,7 @@ def write_folder(
         "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
         "eos_token": END_OF_TEXT,
-        "model_max_length": model.config.max_position_embeddings,
+        "model_max_length": model.config.max_positions,
         "pad_token": END_OF_TEXT,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
@@ -341,7 +340,7 @@ def attribution(stories: list[Story]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def load_checkpoint(options: argparse.Namespace, name: str, config: LlamaConfig) -> Llama:
+def load_checkpoint(options: argparse.Namespace, name: str, config: ModelConfig) -> Llama:
     """Return the weights of the last checkpoint of a stage."""
     model = Llama(config)
     state = torch.load(options.work / f"{name}.pt", weights_only=True)
@@ -365,7 +364,7 @@ def evaluate(options: argparse.Namespace) -> None:
     stories, tokenizer = read_stories(options), read_tokenizer(options)
     target, draft = (Llama.load(folders(options)[n]) for n in ("target", "draft"))
     report = {
-        "parameters": {"target": target.num_parameters(), "draft": draft.num_parameters()},
+        "parameters": {"target": target.parameter_count(), "draft": draft.parameter_count()},
         "target": held_out_loss(target, tokenizer, stories),
         "draft": held_out_loss(draft, tokenizer, stories),
         "accepted_share": accepted_share(target, draft, tokenizer, stories),

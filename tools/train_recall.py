@@ -6,8 +6,7 @@ Texts hold pairs of a key and a value in filler, and after all pairs ask for key
 associative recall; Arora et al. 2023, Zoology). Only answers are learned. That needs a head that
 looks at the previous token, and an induction head over it (Olsson et al. 2022): training begins
 with a rough form of both. Texts become longer as the loss falls. The learning rate depends on the
-processor time. With most seeds the loss has not fallen after half a minute: of 0 to 9 it has with 8
-and 9.
+processor time.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from story_model import Llama, sizes
+from story_model import Llama, ModelConfig
 from torch import Tensor
 
 ROOT = Path(__file__).parents[1]
@@ -28,16 +27,16 @@ sys.path.insert(0, str(ROOT / "tests"))
 
 from helpers import recall  # noqa: E402 (the task is the tests')
 
-THETA = 1_000_000.0
-CONFIG = sizes(
+CONFIG = ModelConfig(
     vocab_size=recall.VOCAB,
     hidden_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=3,
-    num_key_value_heads=3,
-    intermediate_size=64,
-    max_position_embeddings=recall.CONTEXT,
-    rope_theta=THETA,  # most channels hardly turn within the context: they tell keys apart
+    num_layers=2,
+    num_heads=3,
+    num_kv_heads=3,
+    head_dim=32,
+    ffn_size=64,
+    max_positions=recall.CONTEXT,
+    rope_theta=1_000_000.0,  # most channels hardly turn within the context: they tell keys apart
 )
 # Deviation of embeddings; size of queries and keys of the two heads; factor of all other outputs.
 EMBEDDED, SHARP, QUIET = 0.3, 2.0, 0.1
@@ -91,7 +90,7 @@ def beginning() -> Llama:
             writes_back = name.endswith(("o_proj.weight", "down_proj.weight"))
             torch.nn.init.normal_(weight, std=QUIET * std if writes_back else std)
     size, half = CONFIG.head_dim, CONFIG.head_dim // 2
-    angles = THETA ** (-torch.arange(half) / half)
+    angles = CONFIG.rope_theta ** (-torch.arange(half) / half)
     first, second = (layer.self_attn for layer in model.model.layers)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 1.0
@@ -151,13 +150,13 @@ def right(model: Llama, length: int, count: int = 256) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=1.7, help="of one core")
-    parser.add_argument("--seed", type=int, default=8)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output", type=Path, default=recall.MODEL)
     options = parser.parse_args()
     model = train(options.minutes, options.seed)
     model.save(options.output, recall.BEGIN, recall.ASK)
     stored = Llama.load(options.output)  # as it was rounded
-    print({length: right(stored, length) for length in LENGTHS}, model.num_parameters())
+    print({length: right(stored, length) for length in LENGTHS}, model.parameter_count())
 
 
 if __name__ == "__main__":
