@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -192,8 +193,11 @@ def test_the_quota_holds_on_the_disk(tmp_path: Path) -> None:
     with LLM(**TINY, kv_tiers=f"disk:{tmp_path / 'kv'}:1MiB") as llm:
         for prompt in prompts(6):
             llm.generate([prompt], GREEDY)
-            files = [path.stat().st_size for path in (tmp_path / "kv").glob("*/*/*")]
-            assert sum(files) <= quota
+            size = 0
+            for path in (tmp_path / "kv").glob("*/*/*"):
+                with suppress(FileNotFoundError):  # renamed or removed meanwhile
+                    size += path.stat().st_size
+            assert size <= quota
     assert 15 <= len(list((tmp_path / "kv").glob("*/*/*.kv"))) <= 21
 
 

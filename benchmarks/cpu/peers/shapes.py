@@ -52,33 +52,48 @@ STORIES = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+HYBRID = {  # three layers with states for each layer of attention
+    "head_dim": 256,
+    "vocab_size": 248320,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_5 = {
+    **HYBRID,
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "hidden_size": 1024,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 8,
+    "intermediate_size": 3584,
+    "linear_num_value_heads": 16,
+    "tie_word_embeddings": True,
+}
 QWEN3_6 = {
+    **HYBRID,
     "architectures": ["Qwen3_5MoeForCausalLM"],
     "model_type": "qwen3_5_moe_text",
     "hidden_size": 2048,
     "num_hidden_layers": 40,
     "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "head_dim": 256,
-    "vocab_size": 248320,
     "num_experts": 256,
     "num_experts_per_tok": 8,
     "moe_intermediate_size": 512,
     "shared_expert_intermediate_size": 512,
-    "linear_num_key_heads": 16,
     "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-    "full_attention_interval": 4,
-    "max_position_embeddings": 32768,
     "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
 }
 PUBLIC = ("qwen2.5-0.5b", "llama-3.2-1b", "olmoe-1b-7b", "qwen3-30b-a3b", "deepseek-v2-lite")
 SHAPES: Mapping[str, Mapping[str, object]] = {
     **{name: public_configs()[name] for name in PUBLIC},
     "stories-15m": STORIES,
+    "qwen3.5-0.8b": QWEN3_5,
     "qwen3.6-35b-a3b": QWEN3_6,
 }
 
