@@ -117,17 +117,33 @@ def test_a_draft_model_with_states_guesses_what_it_would_say(model, expected, co
             assert output.num_accepted_tokens == output.num_drafted_tokens
 
 
-def test_trees_of_heads_have_no_branches(model, expected, tmp_path):
-    rng = torch.Generator().manual_seed(0)
-    sizes = {"0.linear.weight": (32, 32), "0.linear.bias": (32,), "1.weight": (96, 32)}
-    tensors = {
-        f"{head}.{name}": torch.randn(*size, generator=rng)
-        for head in range(3)
-        for name, size in sizes.items()
-    }
-    save_file(tensors, tmp_path / "medusa_lm_head.safetensors")
-    (tmp_path / "config.json").write_text('{"medusa_num_heads": 3}')
-    options = {**EAGER, "spec_method": "medusa", "spec_model": str(tmp_path)}
+HEADS = {  # files of heads: config.json, sizes of tensors
+    "medusa": (
+        {"medusa_num_heads": 3},
+        {
+            f"{head}.{name}": size
+            for head in range(3)
+            for name, size in {"0.linear.weight": (32, 32), "0.linear.bias": (32,)}.items()
+        }
+        | {f"{head}.1.weight": (96, 32) for head in range(3)},
+    ),
+    "eagle": (
+        {"model_type": "eagle", "hidden_size": 32, "vocab_size": 96, "num_steps": 3}
+        | {"intermediate_size": 16},
+        {"fc.weight": (32, 64), "fc.bias": (32,), "norm.weight": (32,)}
+        | {f"mlp.{name}_proj.weight": (16, 32) for name in ("gate", "up")}
+        | {"mlp.down_proj.weight": (32, 16)},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_trees_of_heads_have_no_branches(model, expected, kind, tmp_path):
+    rng, (config, sizes) = torch.Generator().manual_seed(0), HEADS[kind]
+    tensors = {name: torch.randn(*size, generator=rng) for name, size in sizes.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {**EAGER, "spec_method": kind, "spec_model": str(tmp_path), "spec_tokens": 16}
     column = next(column for column in EVERY if column.name == "no prefix cache")
     outputs = checked_tokens(column, model, expected, **options)
     drafts = [completion.speculation.drafts for o in outputs for completion in o.outputs]

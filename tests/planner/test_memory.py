@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.configs import PUBLIC
 from helpers.public_configs import config, public_shape
 
 from kvik.build import build_engine
@@ -128,6 +129,16 @@ def test_what_the_engine_refuses_is_not_planned(name: str, question: Question, f
     with pytest.raises(ConfigError) as refused:
         plan_shape(shape(name), H200, question)
     assert refused.value.field == field
+
+
+def test_states_have_room_for_drafts_in_each_part() -> None:
+    model = shape_from_config(PUBLIC["Qwen3.5-9B"], "m")
+    plain = Question(pp=2, batch=4, context=1000)
+    parts = [plan_shape(model, H200, q).parts for q in (plain, replace(plain, draft="gpt2"))]
+    # Of 4 requests and 8 checkpoints, 12 layers, and five drafts: inputs of the convolution and of
+    # the delta net, and gates.
+    each = 12 * 12 * 4 * 5 * (8192 + 8192 + 2 * 32)
+    assert [b.kv_cache - a.kv_cache for a, b in zip(*parts, strict=True)] == [each, each]
 
 
 def test_layers_of_two_shapes_take_the_blocks_of_the_engine() -> None:

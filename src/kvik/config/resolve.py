@@ -23,13 +23,7 @@ from kvik.config.config import (
     requested_speculation,
 )
 from kvik.config.draft_heads import EAGLE
-from kvik.config.fit import (
-    Fit,
-    choose_speculation,
-    draft_tokens,
-    footprint_of,
-    with_drafter,
-)
+from kvik.config.fit import Fit, choose_speculation, draft_tokens, footprint_of, with_drafter
 from kvik.config.hardware import Hardware
 from kvik.config.kv_budget import KVBudgets, check_model
 from kvik.config.memory import Limit
