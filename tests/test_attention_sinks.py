@@ -48,7 +48,6 @@ def perplexities(texts: int, segments: int, **options: Any) -> list[float]:
         for i in range(texts):
             text = ids[i * SEGMENTS * SIZE :][:length]
             output = llm.generate(text, SamplingParams(max_tokens=0, prompt_logprobs=0))[0]
-            assert output.prompt_logprobs is not None
             for place, one in enumerate(output.prompt_logprobs):
                 sums[place // SIZE] += one.logprob if one is not None else 0.0
     return [math.exp(-total / texts / SIZE) for total in sums]

@@ -326,7 +326,7 @@ def test_a_draft_model_may_be_an_engine_folder_or_a_gguf_file(tmp_path: Path, ke
             found = [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params)]
             assert found == [tokens for tokens, _ in expected]
             speculation = llm.stats().speculation
-            assert speculation is not None and speculation.drafts.accepted > 0
+            assert speculation.drafts.accepted > 0
             if draft == "engine":
                 weights_of_both = weights + (tmp_path / draft / WEIGHTS).stat().st_size
                 assert llm.resolved.memory.weights == weights_of_both

@@ -39,7 +39,6 @@ def scores(folder: Path, **options: Any) -> torch.Tensor:
     """Return the log probability of each token of a text."""
     with LLM(str(folder), **ENGINE, **options) as llm:
         (scored,) = llm.score([tokens(60)])
-    assert scored.prompt_logprobs is not None
     return torch.tensor([entry.logprob for entry in scored.prompt_logprobs[1:] if entry])
 
 

@@ -151,14 +151,14 @@ def test_leftovers_of_killed_processes_are_removed_and_of_living_ones_kept(
         code = KILLED.format(kind=kind.__name__)
         command = [sys.executable, "-c", code, str(tmp_path / name), end]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-        return subprocess.Popen(command, **pipes)  # type: ignore[call-overload, no-any-return]
+        return subprocess.Popen(command, **pipes)
 
     for name in ("target", "other"):
         work(name, "dies").communicate()
     left = set(tmp_path.iterdir())
     assert len(left) == 2
     with work("target", "lives") as living:
-        assert living.stdout is not None and living.stdout.readline()
+        assert living.stdout.readline()
         drafts = set(tmp_path.iterdir())
         assert len(drafts) == 2 and len(drafts - left) == 1  # that of the dead process is gone
         with kind(tmp_path / "target"):

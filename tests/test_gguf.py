@@ -161,7 +161,7 @@ def test_the_plan_counts_the_loaded_weights(case: str, tied: bool, tmp_path: Pat
 
 def size(weight: object) -> int:
     """Return the bytes of its tensors."""
-    parts = (getattr(weight, field.name) for field in fields(weight))  # type: ignore[arg-type]
+    parts = (getattr(weight, field.name) for field in fields(weight))
     return sum(part.nbytes for part in parts if isinstance(part, torch.Tensor))
 
 
@@ -245,5 +245,5 @@ def test_a_plan_counts_the_usual_bits_of_its_weights(
     save_gguf(tmp_path, tmp_path / "m.gguf", tmp_path / "twin", CASES[case][0])
     shape = read_shape(str(tmp_path / "m.gguf"))
     assert shape.stored == stored
-    assert shape.spec is not None and shape.spec.num_parameters == shape.parameters
+    assert shape.spec.num_parameters == shape.parameters
     assert any("counted as" in note for note in shape.notes) == (case != "F16")

@@ -207,7 +207,7 @@ def test_a_request_continues_in_another_engine_with_the_same_bits(
         first += prefiller.step()
     settle(prefiller)
     handover = first[-1].handed
-    assert handover is not None and handover.output_token_ids == tokens_of(first)
+    assert handover.output_token_ids == tokens_of(first)
     assert not prefiller.core.has_requests and prefiller.core.scheduler.kv.usage == 0
     then = run(decoder, resumed(request, handover))
     assert computed(decoder) <= 1
@@ -328,7 +328,7 @@ def test_what_was_fetched_is_computed_again_for_a_replay(
         assert peer.loaded > 12 and loop.stats().moves.totals.loaded_tokens > 192
     assert main(["replay", str(file)]) == 0, capsys.readouterr()
     played = played_again(resolved, file)  # reports the missing pages
-    assert played.difference is not None and "a page that was loaded" in played.difference.what
+    assert "a page that was loaded" in played.difference.what
 
 
 def test_leases_end_with_their_blocks(prefiller: EngineLoop) -> None:

@@ -31,7 +31,6 @@ def body(seed: int, **more: Any) -> dict[str, Any]:
 
 
 def front_of(process: subprocess.Popen[str]) -> Any:
-    assert process.stdout is not None
     line = process.stdout.readline()
     return SimpleNamespace(port=int(line.split("/v1")[0].rpartition(":")[2]))
 

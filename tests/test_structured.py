@@ -83,7 +83,6 @@ def test_a_stream_is_the_whole_text(llm: LLM) -> None:
     params = SamplingParams(max_tokens=200, seed=3, structured=JsonSchema(Animal))
     with llm.stream("Once", params) as stream:
         text = "".join(delta.text for delta in stream)
-    assert stream.output is not None
     assert text == stream.output.outputs[0].text
     assert Animal.model_validate_json(text)
     assert stream.output.outputs[0].finish_reason == "stop"

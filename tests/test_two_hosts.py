@@ -110,7 +110,6 @@ class OtherHost:
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.name, *inner, *command], stdin=subprocess.PIPE
         )
-        assert process.stdin is not None
         with process.stdin:
             process.stdin.write(token.encode())
         return process

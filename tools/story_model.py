@@ -77,7 +77,7 @@ class ModelConfig:
             "rope_theta": "rope_theta",
             "norm_eps": "rms_norm_eps",
         }
-        return cls(**{ours: config[theirs] for ours, theirs in names.items()})  # type: ignore[arg-type]
+        return cls(**{ours: config[theirs] for ours, theirs in names.items()})
 
 
 TARGET = ModelConfig()

@@ -44,7 +44,7 @@ def rehearsed_worker(resolved: ResolvedConfig) -> Worker:
     combination."""
     everywhere = frozenset({"cpu", "cuda"})
     TritonAttention.caps = replace(TritonAttention.caps, devices=everywhere)
-    platforms.CudaCapturer = CalledAgain  # type: ignore[assignment, misc]
+    platforms.CudaCapturer = CalledAgain
     seqs, speculation = resolved.scheduler.max_num_seqs, resolved.speculation
     sizes = decoding_sizes(seqs)
     if speculation is not None:

@@ -75,7 +75,7 @@ def answer(notes: Notes, folder: str, begun: str) -> None:
         reading.append(time.monotonic() - started)
         return network
 
-    worker.load_share = timed  # type: ignore[assignment]
+    worker.load_share = timed
     engine = Engine.load(
         folder,
         dtype="bfloat16",

@@ -25,7 +25,7 @@ from kvik.errors import ConfigError, KvikError, ModelError
 
 def run(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvik", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)  # type: ignore[call-overload, no-any-return]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 VERBS = {**cli.VERBS, **added_verbs()}
@@ -41,7 +41,7 @@ def verb(monkeypatch: pytest.MonkeyPatch, error: BaseException | None, code: int
 
     def build_parser() -> Parser:
         parser = Parser("verb", "", "")
-        parser.parse_intermixed_args = lambda rest: Namespace()  # type: ignore[method-assign]
+        parser.parse_intermixed_args = lambda rest: Namespace()
         parser.add_argument("model", nargs="?")
         for flag in ("--model", "--max-model-len", "--num-blocks"):
             parser.add_argument(flag)

@@ -181,7 +181,6 @@ class Process:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self.process = process
         self.printed: list[str] = []
-        assert process.stdout is not None
         for line in process.stdout:
             self.printed.append(line.rstrip("\n"))
             if self.printed[-1] == "ready":

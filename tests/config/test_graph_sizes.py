@@ -149,7 +149,6 @@ def test_captured_steps_with_drafts_are_planned(method: str) -> None:
     resolved = resolve(config, spec, GPU, "", source)
     assert resolved.memory.total <= resolved.memory.limit
     speculation, captured = resolved.speculation, resolved.runner.graph_sizes
-    assert speculation is not None
     step = (64, 64 + speculation.max_draft_rows, 6, 64 + speculation.max_draft_rows)
     for size in captured:  # none is larger than the largest step
         assert (size.rows, size.tokens, size.longest, size.samples) <= step

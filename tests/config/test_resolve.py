@@ -564,7 +564,7 @@ def test_the_memory_tier_of_a_gpu_is_in_the_memory_of_the_host() -> None:
     tiered = resolve(EngineConfig(kv_tiers="memory:8GiB", **options), SMALL, SERVER, "m")
     assert tiered.memory == without.memory
     assert tiered.cache.num_blocks == without.cache.num_blocks
-    assert tiered.cache.tiers is not None and tiered.cache.tiers.memory
+    assert tiered.cache.tiers.memory
     for more in (
         {"kv_tiers": "memory:16GiB"},
         {"kv_tiers": "memory:8GiB", "data_parallel_size": 2},

@@ -19,7 +19,7 @@ SIZE = StepSize(max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64)
 
 
 def requested(**options: object) -> SpeculativeConfig | None:
-    return requested_speculation(EngineConfig(**options))  # type: ignore[arg-type]
+    return requested_speculation(EngineConfig(**options))
 
 
 def test_speculation_is_off_by_default() -> None:
@@ -86,7 +86,7 @@ def test_bounds_do_not_turn_typical_acceptance_on(key) -> None:
         requested(speculative_config=config)
     for on in (True, False):
         found = requested(speculative_config={**config, "typical_acceptance": on})
-        assert found is not None and found.typical_acceptance is on
+        assert found.typical_acceptance is on
 
 
 @given(
@@ -115,6 +115,5 @@ def test_a_step_too_small_for_drafts_is_refused() -> None:
     with pytest.raises(ConfigError, match="must be at least 6 for 4 requests"):
         choose_speculation(asked, replace(SIZE, max_num_batched_tokens=5), (), NO_SOURCE, notes)
     found = choose_speculation(asked, replace(SIZE, max_draft_rows=5), (), NO_SOURCE, notes)
-    assert found is not None
     assert (found.num_draft_tokens, found.max_draft_rows) == (5, 5)
     assert [one.name for one in notes.decisions] == ["speculation", "speculation", "max_draft_rows"]

@@ -12,7 +12,7 @@ PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two blocks of four tokens, and two mo
 
 
 def served(sim: Simulation, prompt: list[int], max_tokens: int = 8, **options: object) -> Request:
-    (request,) = sim.add(prompt, max_tokens, stop_ids=frozenset(), **options)  # type: ignore[arg-type]
+    (request,) = sim.add(prompt, max_tokens, stop_ids=frozenset(), **options)
     sim.drain()
     return request
 
@@ -105,7 +105,6 @@ def test_copies_of_a_failed_step_are_dropped(depth: int) -> None:
     sim.drain()
     assert served(sim, PROMPT).num_cached_tokens == 0
     checkpoints = sim.scheduler.kv.checkpoints
-    assert checkpoints is not None
     assert sorted(checkpoints.indices()) == [0, 1, 2]
 
 

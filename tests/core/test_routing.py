@@ -44,7 +44,6 @@ def send(
     made: ReplicaRouter, name: str, prompt: list[bytes], now: float = 0.0, **how: object
 ) -> int:
     choice = made.choose(prompt, len(prompt) * PIECE, now, **how)
-    assert choice is not None
     made.sent(name, choice, prompt, len(prompt) * PIECE, now)
     return choice.replica
 
@@ -328,4 +327,4 @@ def test_a_log_has_contents_of_the_cache_and_the_memory_tier() -> None:
     log.restart()
     index.log_to(log)
     changes = log.take()
-    assert changes is not None and changes.cleared and changes.stored == [b"b"]
+    assert changes.cleared and changes.stored == [b"b"]

@@ -327,7 +327,6 @@ def test_a_deadline_ends_running_and_waiting_requests() -> None:
     assert running.finish_reason is FinishReason.DEADLINE
     assert waiting.status is RequestStatus.RUNNING  # it took the slot
     (delta,) = sim.scheduler.take_finished()
-    assert delta.report is not None
     assert (delta.report.arrival, delta.report.finished) == (0.0, 1.0)
     assert sim.scheduler.take_finished() == []
 
@@ -355,11 +354,11 @@ def test_an_exception_ends_its_request_alone() -> None:
     bad, good = sim.add([0] * 4)[0], sim.add([1] * 4)[0]
     plan = sim.planned()
     sim.in_flight.popleft()
-    output = ModelRunnerOutput(plan.step, [[["not a token"]], [1]])  # type: ignore[list-item]
+    output = ModelRunnerOutput(plan.step, [[["not a token"]], [1]])
     deltas = sim.scheduler.update(output, 0.0)
     sim.check()
     assert [d.finish_reason for d in deltas] == [FinishReason.ERROR, None]
-    assert deltas[0].error is not None and deltas[0].error.startswith("TypeError")
+    assert deltas[0].error.startswith("TypeError")
     assert (bad.finished, good.finished) == (True, False)
 
 

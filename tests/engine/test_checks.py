@@ -113,4 +113,4 @@ def test_an_error_names_the_token():
     with pytest.raises(KvikError, match=r"^prompt: token id 99 is outside 0\.\.63"):
         check_request(tiny_config(), request([1, 99, 2]))
     with pytest.raises(KvikError, match=r"^prompt: token ids must be of type int, not 2\.0"):
-        check_request(tiny_config(), request([1, 2.0]))  # type: ignore[list-item]
+        check_request(tiny_config(), request([1, 2.0]))

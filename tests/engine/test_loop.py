@@ -38,7 +38,6 @@ class Timed:
         return ModelRunnerOutput(plan.step, [[1] if s else [] for s in plan.samples])
 
     def result(self, handle: object) -> ModelRunnerOutput:
-        assert isinstance(handle, ModelRunnerOutput)
         self.clock.now = max(self.clock.now, self.results[handle.step])
         if self.fails:
             raise RuntimeError("broken")

@@ -349,7 +349,7 @@ async def test_an_engine_reports_the_content_of_its_cache():
     async with engine_in_thread() as served:
         reporter = Reporter(served.core.scheduler)
         first = reporter.look(0.0, idle=False)
-        assert first is not None and first.changes is not None and first.changes.cleared
+        assert first.changes.cleared
         deltas: list[RequestDelta] = []
         served.client.start(deltas.extend)
         await served.ready()

@@ -52,7 +52,6 @@ def test_counts_by_place(name):
     core = EngineCore(drafting_config())
     add(core, "a")
     found = reports(core, DraftingExecutor(right=right))["a", 0]
-    assert found is not None
     assert found.drafts == expected == core.stats().speculation.drafts
     assert found.drafts.mean_length == 1 + expected.accepted / expected.rows
     assert found.drafts.acceptance == expected.accepted / expected.drafts

@@ -23,7 +23,7 @@ from kvik.core.types import (
     TokenLogprobs,
 )
 from kvik.engine import wire
-from kvik.engine.wire import Add, End, FrameReader, Ready, SendBuffer, Stepped, WireError, stepped
+from kvik.engine.wire import Add, End, FrameReader, Ready, SendBuffer, WireError, stepped
 
 REPORT = RequestReport(1.0, 2.0, None, 3.0, 4, 5)
 GUESSED = RequestSpeculation(DraftCounts(2, 5, 3, [2, 2, 1], [2, 1, 0]), 0.5, 0.75)
@@ -120,7 +120,6 @@ def through(message: msgspec.Struct, decoder: msgspec.msgpack.Decoder) -> object
 @given(st.lists(st.sampled_from(DELTAS), max_size=6))
 def test_deltas_survive_a_round_trip(deltas):
     message = through(stepped(17, True, deltas), wire.from_engine)
-    assert isinstance(message, Stepped)
     assert (message.steps, message.waits) == (17, True)
     arrived = message.deltas()
     assert sorted(map(repr, arrived)) == sorted(map(repr, deltas))
@@ -187,7 +186,6 @@ REQUEST = EngineRequest(
 
 def test_requests_survive_a_round_trip():
     add = through(Add("r", 2, msgspec.Raw(wire.encode(REQUEST))), wire.to_engine)
-    assert isinstance(add, Add)
     assert wire.engine_request.decode(add.request) == REQUEST
     end = End("r", None, FinishReason.ABORT, None)
     assert through(end, wire.to_engine) == end

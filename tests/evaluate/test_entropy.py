@@ -25,7 +25,7 @@ def test_scores_are_entropies_by_their_definition():
     config = EngineConfig(threads=1, dtype="float32")
     scores, tokens = measure_entropy(config, held_out_texts(), 300, quiet)
     tokenizer = load_tokenizer(resolve_config(config))
-    assert tokenizer is not None and longest_window(config) >= 300
+    assert longest_window(config) >= 300
     ids = [*prompt_prefix(tokenizer), *tokenizer.encode(held_out_texts()[0], False)][:300]
     model = AutoModelForCausalLM.from_pretrained(
         BUNDLED, attn_implementation="eager", dtype=torch.float32

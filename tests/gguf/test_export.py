@@ -402,7 +402,7 @@ def test_characters_by_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("scheme", "prefix"), [("first", True), ("never", False)])
 def test_metaspace(scheme: str, prefix: bool) -> None:
     library = Tokenizer.from_str(sentencepiece(True).to_str())
-    library.normalizer = None  # type: ignore[assignment]
+    library.normalizer = None
     library.pre_tokenizer = pre_tokenizers.Metaspace("▁", scheme, split=False)
     metadata = tokenizer_metadata(library, 600, 1, 2, None)
     assert metadata["tokenizer.ggml.add_space_prefix"] is prefix

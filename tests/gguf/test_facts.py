@@ -376,7 +376,7 @@ def test_scaling_is_recovered_from_divisors(
     ours = torch.tensor(llama3_divisors(rope, head_dim))
     torch.testing.assert_close(ours, divisors, rtol=2e-5, atol=0)
     found = llama3_scaling(divisors.tolist(), theta, head_dim)
-    assert found is not None and found["rope_type"] == "llama3"
+    assert found["rope_type"] == "llama3"
     again = original_divisors(theta, head_dim, dict(found))
     torch.testing.assert_close(again, divisors, rtol=1e-4, atol=0)
     if (low, high, original) == (1.0, 4.0, 8192):
@@ -470,7 +470,7 @@ def test_tensors_have_the_names_of_the_public_package(family: str, tmp_path: Pat
         assert gguf_name(name, own) == expected
         number = experts.search(name)
         found = hf_name(expected, own)
-        assert found is not None and found.format(number and number[1]) == name
+        assert found.format(number and number[1]) == name
 
 
 def test_other_names_have_none() -> None:
@@ -550,7 +550,6 @@ def test_layers_by_name(tmp_path: Path) -> None:
     types = dict(zip(tensors, ("Q8_0", "Q4_0", "BF16", "Q5_0"), strict=True))
     file = read_gguf(write_with_package(tmp_path / "m.gguf", "llama", {}, tensors, types))
     found = stored_quantization(file)
-    assert found is not None
     assert found.embedding_scheme("model.embed_tokens") == SCHEMES["Q8_0"]
     assert found.scheme("model.layers.0.self_attn.q_proj") == SCHEMES["Q4_0"]
     assert found.scheme("model.layers.0.self_attn.k_proj") is None

@@ -225,7 +225,6 @@ def test_a_file_of_the_public_package(tmp_path: Path) -> None:
         ("c", "Q4_0", (2, 3, 32), 6 * 18),
     }
     vector = file.tensor("v")
-    assert vector is not None
     assert np.array_equal(np.frombuffer(file.read(vector, 20), np.float32), np.ones(5))
     with pytest.raises(ModelError, match="'v' must have at most 19 bytes, not 20"):
         file.read(vector, 19)

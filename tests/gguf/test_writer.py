@@ -94,8 +94,7 @@ def test_data_is_requested_one_by_one(tmp_path: Path) -> None:
 
     names = ["a", "b", "c"]
     tensors = [
-        OutTensor(name, BLOCK_TYPES["F32"], (4,), lambda name=name: data(name))  # type: ignore[misc]
-        for name in names
+        OutTensor(name, BLOCK_TYPES["F32"], (4,), lambda name=name: data(name)) for name in names
     ]
     write_gguf(tmp_path / "m.gguf", {}, tensors)
     assert alive == []

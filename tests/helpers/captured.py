@@ -113,7 +113,6 @@ class ByTensors:
 
     def run(self, attend: Attend) -> Tensor:
         metadata = attend.metadata
-        assert isinstance(metadata, Planned)
         out, some = torch.zeros_like(attend.q), slice(metadata.tokens)
         out[metadata.written :] = torch.nan
         if metadata.tokens:
@@ -241,7 +240,6 @@ def captured_groups(
         *,
         drafts: bool = False,
     ) -> tuple[Graph, StepInputs]:
-        assert self.joined is not None
         again, sizes = Again(fails=next(numbers) == failing), [GraphSize(n, n, 1, n) for n in rows]
         block_size = network.kv.layers[0].k.shape[1]
         blocks = -(-max_context // block_size)

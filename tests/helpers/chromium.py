@@ -84,7 +84,6 @@ class Browser:
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
-            assert self._process.stderr is not None
             self._process.stderr.close()
             self._runner.close()
             self._profile.cleanup()
@@ -141,8 +140,7 @@ class Browser:
         return answer["result"].get("value")
 
     def text(self, selector: str) -> str:
-        found: str = self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
-        return found
+        return self.evaluate(f"document.querySelector({json.dumps(selector)}).innerText")
 
     def wait(self, expression: str, seconds: float = 30.0) -> None:
         """Wait until the expression is true."""
@@ -158,8 +156,7 @@ class Browser:
 
     def accessible(self) -> list[dict[str, Any]]:
         """Return the nodes of the accessibility tree."""
-        nodes: list[dict[str, Any]] = self.command("Accessibility.getFullAXTree")["nodes"]
-        return nodes
+        return self.command("Accessibility.getFullAXTree")["nodes"]
 
     def command(self, method: str, **params: Any) -> dict[str, Any]:
         return self._run(self._send(method, params))
@@ -222,7 +219,6 @@ class Browser:
         message = {"id": number, "method": method, "params": params}
         if self._session is not None:
             message["sessionId"] = self._session
-        assert self._socket is not None
         await self._socket.send_json(message)
         try:
             answer = await asyncio.wait_for(future, 30)
@@ -230,8 +226,7 @@ class Browser:
             self._answers.pop(number, None)  # drop a late answer
         if "error" in answer:
             raise AssertionError(f"{method}: {answer['error']['message']}")
-        result: dict[str, Any] = answer["result"]
-        return result
+        return answer["result"]
 
     async def _read(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         async for message in socket:

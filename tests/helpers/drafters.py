@@ -171,4 +171,4 @@ def install(monkeypatch: pytest.MonkeyPatch, make: Callable[[DrafterParts], Draf
     no_heads = HeadsSpec(TREE_METHOD, 1, 1, 1)
     monkeypatch.setattr("kvik.launch.heads_for", lambda *_: no_heads)
     for method in (METHOD, TREE_METHOD):
-        monkeypatch.setitem(DRAFTERS, method, make)  # type: ignore[arg-type]
+        monkeypatch.setitem(DRAFTERS, method, make)

@@ -9,7 +9,7 @@ from helpers.served_engine import FakeExecutor, tiny_config
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.speculative import ResolvedSpeculation
-from kvik.core.plan import DraftTimes, ModelRunnerOutput, SchedulerOutput
+from kvik.core.plan import DraftTimes, SchedulerOutput
 
 DRAFTS = 4
 # Seconds of a step without drafts, of one with drafts, and of drafting.
@@ -41,7 +41,6 @@ class DraftingExecutor(FakeExecutor):
         for new in plan.new_requests:
             (self.without.discard if new.params.speculation else self.without.add)(new.slot)
         done = super().submit(plan)
-        assert isinstance(done, ModelRunnerOutput)
         drafts = plan.num_draft_tokens
         token_ids = [  # none of a row that does not sample
             tokens * (1 + min(drafts[row], self.right(row)))

@@ -50,7 +50,7 @@ def table(calls: Calls) -> list[Route]:
             yield b"data: 1\n\n"
             raise RuntimeError("too late")
 
-        return StreamingResponse(pieces(), media_type="text/event-stream")  # type: ignore[arg-type]
+        return StreamingResponse(pieces(), media_type="text/event-stream")
 
     async def stream(request: Request) -> Response:
         async def pieces() -> object:
@@ -58,7 +58,7 @@ def table(calls: Calls) -> list[Route]:
                 await asyncio.sleep(0.01)
                 yield b"data: %d\n\n" % number
 
-        return StreamingResponse(pieces(), media_type="text/event-stream")  # type: ignore[arg-type]
+        return StreamingResponse(pieces(), media_type="text/event-stream")
 
     errors = {
         "param": ParamError("top_p", "must be in (0, 1]"),

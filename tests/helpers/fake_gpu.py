@@ -44,16 +44,16 @@ class OnDevice(Tensor):
         inner: the CPU tensor with its values.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-    device = CUDA  # type: ignore[assignment]
-    is_cuda = True  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = CUDA
+    is_cuda = True
     inner: Tensor
     gpu: FakeGpu
 
     @staticmethod
     def __new__(cls, inner: Tensor, gpu: FakeGpu) -> OnDevice:
         with torch.inference_mode(False):  # views of normal tensors are normal
-            made: OnDevice = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            made: OnDevice = Tensor._make_wrapper_subclass(
                 cls,
                 inner.shape,
                 strides=inner.stride(),
@@ -67,17 +67,17 @@ class OnDevice(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         raise RuntimeError(f"{func} of a tensor on a GPU that is gone")
 
-    def cpu(self) -> Tensor:  # type: ignore[override]
+    def cpu(self) -> Tensor:
         self.gpu.wait()
         return self.inner.clone()
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
-    def numpy(self) -> Any:  # type: ignore[override]
+    def numpy(self) -> Any:
         raise TypeError("can't convert a tensor of a GPU to numpy")
 
-    def __repr__(self, **_: object) -> str:  # type: ignore[override]
+    def __repr__(self, **_: object) -> str:
         return f"OnDevice({tuple(self.shape)}, {self.dtype})"  # without its values
 
 

@@ -646,7 +646,7 @@ def _states() -> list[Case]:
             )
 
         def run(ops: Ops, *args: Argument) -> Tensor:
-            return masked(ops.causal_conv(*args))  # type: ignore[arg-type]
+            return masked(ops.causal_conv(*args))
 
         name = f"{channels}x{width}{' bias' * bias}{' silu' * silu}{' drafts' * drafted}"
         return Case("causal_conv", name, make, run, written=(3,))
@@ -669,7 +669,7 @@ def _states() -> list[Case]:
             return wide[:, 1 : channels + 1], gates, heads, state, log, sequences(m, drafted)
 
         def run(ops: Ops, *args: Argument) -> Tensor:
-            return masked(ops.gated_delta(*args))  # type: ignore[arg-type]
+            return masked(ops.gated_delta(*args))
 
         name = f"{key_heads}/{value_heads} of {key_dim}x{value_dim}{' drafts' * drafted}"
         return Case("gated_delta", name, make, run, written=(3, 4), product=True)

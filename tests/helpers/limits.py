@@ -69,7 +69,7 @@ class Limits:
         self._began = cpu_seconds()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_makereport(self, item, call):  # type: ignore[no-untyped-def]
+    def pytest_runtest_makereport(self, item, call):
         report = yield
         if report.when == "teardown":
             spent = (cpu_seconds() - self._began) / self._slowness
@@ -79,7 +79,7 @@ class Limits:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._real_seconds[folder(report.nodeid)] += report.duration
         if report.skipped and not hasattr(report, "wasxfail"):
-            reason = report.longrepr[2].removeprefix("Skipped: ")  # type: ignore[index]
+            reason = report.longrepr[2].removeprefix("Skipped: ")
             if not any(allowed in reason for allowed in self._skip_reasons):
                 self.faults.append(f"{report.nodeid}: skipped for a reason not listed: {reason}")
         seconds = dict(report.user_properties).get(_CPU)

@@ -501,7 +501,7 @@ def check_bits(outputs: list[RequestOutput], alone: list[RequestOutput]) -> None
         for completion in output.outputs if sampling.greedy else output.outputs[:1]:
             assert completion.token_ids == right.outputs[0].token_ids, f"prompt {i}"
             assert completion.logprobs == right.outputs[0].logprobs, f"prompt {i}"
-            assert completion.logprobs is not None and len(completion.logprobs) == NUM_TOKENS
+            assert len(completion.logprobs) == NUM_TOKENS
 
 
 def checked_tokens(

@@ -28,5 +28,4 @@ def public_shape(name: str) -> ModelShape:
 
 def facts(file: str) -> dict[str, Any]:
     """Return the content of a JSON file next to the planner's tests."""
-    values: dict[str, Any] = json.loads((FOLDER / file).read_text())
-    return values
+    return json.loads((FOLDER / file).read_text())

@@ -104,7 +104,6 @@ def rows_behind(
     end = 0
     while end < len(ids):
         plan = scheduler.schedule(0.0)
-        assert plan is not None
         hidden, count = worker.read(plan), plan.num_scheduled_tokens[0]
         end = request.num_computed_tokens
         first = max(end - count, prompt - 1)

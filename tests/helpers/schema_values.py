@@ -94,9 +94,9 @@ class SchemaValues:
             low += min(least, (high - low) / 1e6)
         kind = self._dice.random()
         if kind < 0.2:
-            return low  # type: ignore[no-any-return]
+            return low
         if kind < 0.3:
-            return high  # type: ignore[no-any-return]
+            return high
         return self._dice.uniform(low, min(high, low + 50))
 
     def _text(self, schema: Schema) -> str:

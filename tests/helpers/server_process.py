@@ -104,7 +104,6 @@ def server_process(*flags: str, exit_code: int = 0) -> Iterator[ServerProcess]:
     finally:
         process.kill()
         process.wait()
-        assert process.stderr is not None
         process.stderr.close()
 
 

@@ -135,7 +135,7 @@ def save_quantised(source: Path, folder: Path, twin: Path, config: dict[str, Any
             tensors, plain[name] = rounded_nvfp4(tensor, format)
         else:
             codes = rounded(tensor, scheme)
-            tensors = format.save(codes)  # type: ignore[attr-defined]
+            tensors = format.save(codes)
             plain[name] = multiplied_out(codes)
         quantised |= {f"{layer}.{part}": tensors[part].contiguous() for part in tensors}
     written = json.loads((source / "config.json").read_text())

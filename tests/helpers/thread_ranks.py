@@ -129,11 +129,9 @@ class ThreadRanks:
         pass
 
     def share(self, hidden: Tensor) -> Tensor:
-        assert self._group is not None
         return self._group.share(hidden)
 
     def spread(self, hidden: Tensor) -> Tensor:
-        assert self._group is not None
         return self._group.spread(hidden)
 
     def stop(self) -> None:

@@ -103,10 +103,7 @@ def covering(cases: list[pytest.Item], strength: int) -> list[pytest.Item]:
     Greedy: repeatedly take the case with most new combinations. These counts only fall, so a heap
     of stale counts finds the next case without recounting all.
     """
-    values = {
-        case: set(combinations(enumerate(case.callspec._idlist), strength))  # type: ignore[attr-defined]
-        for case in cases
-    }
+    values = {case: set(combinations(enumerate(case.callspec._idlist), strength)) for case in cases}
     missing = set().union(*values.values())
     heap = [(-len(values[case]), order) for order, case in enumerate(cases)]
     heapq.heapify(heap)

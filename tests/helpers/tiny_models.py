@@ -206,6 +206,5 @@ def greedy_and_scores(model: Path, **options: Any) -> tuple[list[int], torch.Ten
     with LLM(str(model), device="cpu", num_blocks=32, **options) as llm:
         (output,) = llm.generate([tokens(9)], GREEDY)
         (scored,) = llm.score([tokens(24)])
-        assert scored.prompt_logprobs is not None
         scores = [entry.logprob for entry in scored.prompt_logprobs[1:] if entry]
         return output.outputs[0].token_ids, torch.tensor(scores)

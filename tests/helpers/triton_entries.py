@@ -146,7 +146,7 @@ def _launched(
     """Return the kernel, the arguments and the options of each launch of a call on a GPU."""
     launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
-    def record(kernel, grid, tensors, numbers, constants, **options):  # type: ignore[no-untyped-def]
+    def record(kernel, grid, tensors, numbers, constants, **options):
         launches.append((kernel, (*tensors, *numbers, *constants), options))
 
     calls: dict[str, Callable[..., object]] = {

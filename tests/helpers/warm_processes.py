@@ -48,7 +48,7 @@ MAX_FILES = 64  # of a request
 ABOVE = 400  # file descriptors from here on are unused otherwise
 PADDING = 1 << 12  # bytes for the command of a forked process
 _PR_SET_CHILD_SUBREAPER = 36
-_PARAMETERS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]  # type: ignore[attr-defined]
+_PARAMETERS = list(inspect.signature(subprocess.Popen._execute_child).parameters)[1:]
 
 
 class Popen(subprocess.Popen[Any]):
@@ -62,7 +62,7 @@ class Popen(subprocess.Popen[Any]):
         # Torch would exceed the limits of the processes with a session of their own.
         fresh = given["start_new_session"] or any(n.startswith(READ_AT_START) for n, _ in changed)
         if command[0] != sys.executable or fresh:
-            super()._execute_child(*values)  # type: ignore[misc]
+            super()._execute_child(*values)
             return
         pipes = [given[n] for n in ("p2cread", "p2cwrite", "c2pread", "c2pwrite")]
         pipes += [given["errread"], given["errwrite"]]
@@ -76,7 +76,7 @@ class Popen(subprocess.Popen[Any]):
         }
         self.pid = fork(facts, places) if is_forked else parent().fork(facts, places)
         self._child_created = True
-        self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
+        self._close_pipe_fds(*pipes)
 
 
 class Parent:
@@ -189,7 +189,7 @@ def _become(facts: Mapping[str, Any], places: Mapping[int, int]) -> None:
         os.chdir(facts["cwd"])
         os.environ.clear()
         os.environ.update(facts["environment"])
-        subprocess.Popen = Popen  # type: ignore[misc]
+        subprocess.Popen = Popen
         code = _run(facts["command"][1:])
     except SystemExit as error:
         code = error.code if isinstance(error.code, int) else int(error.code is not None)

@@ -54,7 +54,6 @@ def rounded(args: tuple[Argument, ...]) -> tuple[Argument, ...]:
         return args
     if weight.order is not None:
         kept, *_ = rounded((x[:, weight.order], weight.plain()))
-        assert isinstance(kept, Tensor)
         return (torch.empty_like(kept).index_copy_(1, weight.order.long(), kept), weight, *rest)
     if in_nibbles(weight.kind):
         return (round_tokens(x, weight.kind.group).to(x.dtype), weight, *rest)

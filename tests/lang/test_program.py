@@ -52,8 +52,7 @@ def url() -> Iterator[str]:
 
 @pytest.fixture(params=["llm", "url"])
 def model(request: pytest.FixtureRequest) -> LLM | str:
-    found: LLM | str = request.getfixturevalue(request.param)
-    return found
+    return request.getfixturevalue(request.param)
 
 
 def story(s: lang.State, animal: str = "fox") -> None:
@@ -135,7 +134,7 @@ def test_select_scores_the_tokens_of_choices(model: LLM | str, llm: LLM, method:
     prefix = llm.tokenizer.encode("Once upon")
     rows = [llm.tokenizer.encode("Once upon" + choice) for choice in choices]
     scored = llm.score(rows)
-    logprobs = [[p.logprob for p in row.prompt_logprobs[len(prefix) :] if p] for row in scored]  # type: ignore[index]
+    logprobs = [[p.logprob for p in row.prompt_logprobs[len(prefix) :] if p] for row in scored]
     found = list(state.scores["next"].values())
     if method == "sum":
         assert found == pytest.approx([sum(row) for row in logprobs], abs=1e-3)
@@ -266,7 +265,7 @@ def test_a_closed_stream_ends_its_program(llm: LLM) -> None:
 
     reader = lang.stream(program, llm)
     assert next(reader) == "Once" and next(reader)
-    reader.close()  # type: ignore[attr-defined]
+    reader.close()
     assert ended
     with pytest.raises(ParamError, match="temperature"):
         list(lang.stream(lambda s: s.gen("rest", temperature=-1.0), llm))
@@ -326,7 +325,7 @@ def test_a_batch_needs_threads(llm: LLM) -> None:
 
 def test_only_an_llm_or_a_url_is_a_model() -> None:
     with pytest.raises(ParamError, match="model"):
-        lang.run(story, None)  # type: ignore[arg-type]
+        lang.run(story, None)
 
 
 def test_an_unreachable_server() -> None:

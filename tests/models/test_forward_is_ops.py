@@ -78,8 +78,8 @@ def test_forwards_only_compute_in_operations(case: str, dtype: torch.dtype) -> N
     foreign = Foreign()
     backend = ReferenceAttention(REFERENCE)
     paged = PagedModel(None, spec=spec, dtype=dtype, ops=foreign.ops(), backend=backend)
-    backend.run = foreign.wrap(backend.run)  # type: ignore[method-assign]
-    backend.run_latent = foreign.wrap(backend.run_latent)  # type: ignore[method-assign]
+    backend.run = foreign.wrap(backend.run)
+    backend.run_latent = foreign.wrap(backend.run_latent)
     expected = PagedModel(None, spec=spec, dtype=dtype).logits(tokens(9))
     paged.model = Watched(paged.model, foreign)
     found = paged.logits(tokens(9), chunk=5)

@@ -120,7 +120,7 @@ def test_logits_are_those_of_lists(model, listed, tmp_path, way):
         outputs = llm.generate(prompts, params)
     for ids, output in zip(prompts, outputs, strict=True):
         completion = output.outputs[0]
-        assert len(completion.token_ids) == OUTPUT and completion.logprobs is not None
+        assert len(completion.token_ids) == OUTPUT
         with torch.inference_mode():
             text = [*ids, *completion.token_ids]
             if tuple(text) not in listed:

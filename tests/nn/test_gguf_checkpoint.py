@@ -263,7 +263,6 @@ def test_parts_of_layers(tmp_path: Path, family: str, type: str) -> None:
     checkpoint = open_gguf(export(tmp_path, type))
     for layer, part in parts.items():
         block = re.match(r".+?\.\d+\.", name)
-        assert block is not None
         full = f"{block[0]}{layer}.weight"
         (run,) = checkpoint.runs({full: WHOLE})
         expected = quantize(type, part(whole).contiguous())

@@ -112,7 +112,6 @@ def test_both_cuts_are_reported_for_gpus() -> None:
     """The fast cut sums two vectors per token in each layer."""
     gpu = replace(AT, device=find_device("h100"), tp=2)
     found = division_of(LLAMA, gpu)
-    assert found is not None and found.collectives is not None and found.exact is not None
     assert (found.cut, found.collectives.layer, found.exact.layer) == ("fast", 2, 5)
     assert found.layer_bytes == 2 * 2 * LLAMA.hidden_size
     assert found.exact.numbers > found.collectives.numbers
@@ -121,17 +120,16 @@ def test_both_cuts_are_reported_for_gpus() -> None:
 def test_a_division_is_reported() -> None:
     assert division_of(LLAMA, AT) is None
     found = division_of(LLAMA, replace(AT, tp=2, pp=2))
-    assert found is not None and found.collectives is not None
+    assert found.collectives is not None
     assert (found.cut, found.layer_bytes, found.hop_bytes) == ("exact", 2 * 17408, 2 * 2048)
     assert (found.exchange, found.hop) == (2e-6, 2e-5)
     both = parts(replace(AT, tp=2, pp=2))
     assert found.step == pytest.approx(both["exchanges"] + both["hops"])
-    assert found.rate is not None and found.rate_of_one is not None
     assert found.rate < found.rate_of_one
     unmeasured = division_of(
         LLAMA, replace(AT, device=replace(CPU, calibration=calibration()), tp=2)
     )
-    assert unmeasured is not None and unmeasured.exchange is None and unmeasured.step == 0.0
+    assert unmeasured.exchange is None and unmeasured.step == 0.0
     gpus = division_of(LLAMA, Setting(find_device("h100"), "bf16", "bf16", 512, 8, tp=2, pp=2))
-    assert gpus is not None and gpus.cut == "fast" and gpus.rate_of_one is None
-    assert gpus.exchange is None and gpus.step is not None and gpus.step > 0
+    assert gpus.cut == "fast" and gpus.rate_of_one is None
+    assert gpus.exchange is None and gpus.step > 0

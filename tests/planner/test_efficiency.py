@@ -155,7 +155,6 @@ def test_a_full_queue_is_not_the_limit_of_a_busy_machine() -> None:
 @pytest.mark.parametrize("work", [FEW, LONG, PROMPTS, both(FEW, PROMPTS), both(LONG, PROMPTS)])
 def test_no_rate_exceeds_its_ceiling_at_the_minimum_time(work: Work) -> None:
     found = judge(work, LoopTime(executor=floor_of(work)))
-    assert found.bandwidth_share is not None and found.compute_share is not None
     assert found.bandwidth_share <= 1 + 1e-9 and found.compute_share <= 1 + 1e-9
     assert max(found.bandwidth_share, found.compute_share) > 0.5
 

@@ -308,8 +308,7 @@ def test_the_default_is_the_bundled_model() -> None:
 
 
 def model_config(folder: Path) -> dict[str, Any]:
-    values: dict[str, Any] = json.loads((folder / "config.json").read_text())
-    return values
+    return json.loads((folder / "config.json").read_text())
 
 
 def test_a_folder_with_only_a_config_and_a_plain_file(tmp_path: Path) -> None:

@@ -54,7 +54,6 @@ def test_the_unit_that_runs_is_named() -> None:
 
 def test_both_bounds_of_decoding_are_shown() -> None:
     found = answer("llama-3-8b", TOY, Question(context=4096, batch=24)).speed
-    assert found is not None
     alone = found.decode[0]
     operations = 2 * (8_030_261_248 - 128_256 * 4096) + 4 * 32 * 4096 * 4096  # 32 heads of 128
     assert alone.computing == pytest.approx(1e14 / operations, rel=1e-3)
@@ -70,7 +69,6 @@ def test_llama_3_70b_on_four_h100() -> None:
     """80 layers of 855,638,016 weights and a head of 128,256 x 8,192, a quarter on each device:
     10.4 ms at 3.35 TB/s. Each device sends 2 sums x 80 layers x 3/2 x 8,192 numbers."""
     found = answer("llama-3-70b", find_device("h100"), Question(context=1, tp=4))
-    assert found.speed is not None
     (row,) = (row for row in found.speed.decode if row.batch == 1)
     weights = 80 * 855_638_016 + 128_256 * 8192
     links = 2 * 80 * 1.5 * 8192 * 2 / 450e9
@@ -81,7 +79,6 @@ def test_llama_3_70b_on_four_h100() -> None:
 
 def test_a_long_prompt_is_bound_by_arithmetic() -> None:
     found = answer("llama-3-8b", TOY, Question(context=8192))
-    assert found.speed is not None
     tokens = [row.tokens for row in found.speed.prefill]
     assert tokens == [128, 512, 2048, 8192]
     last = found.speed.prefill[-1]
@@ -105,8 +102,7 @@ def test_costs_are_those_of_the_rates() -> None:
     layers = 7_504_924_672 - 128_256 * 4096
     flops = 2 * layers * 2000 + 4 * 32 * 4096 * 2000 * 2001 / 2  # of one prompt, without the head
     assert paid.input == pytest.approx(3.6 / 3600 * flops / 1e14 / 2000 * 1e6, rel=0.01)
-    assert paid.load is not None and (paid.load.prompt, paid.load.output) == (2000, 2096)
-    assert paid.busy is not None and paid.copies is not None
+    assert (paid.load.prompt, paid.load.output) == (2000, 2096)
     seconds = 2 * (2000 * paid.input + 2096 * paid.output) / 1e6 / 3.6 * 3600
     assert paid.busy * paid.copies == pytest.approx(seconds)
     assert paid.per_day == pytest.approx(paid.copies * 86.4)
@@ -116,7 +112,6 @@ def test_stages_that_are_all_busy_cost_no_more_per_token() -> None:
     linked = replace(TOY, price=1.0, link=1e15)
     one = answer("llama-3-8b", linked, Question(context=512, batch=8))
     four = answer("llama-3-8b", linked, Question(context=512, batch=32, pp=4))
-    assert one.cost is not None and four.cost is not None
     assert four.cost.input == pytest.approx(one.cost.input, rel=0.01)
     assert four.cost.output == pytest.approx(one.cost.output, rel=0.01)
 
@@ -125,8 +120,6 @@ def test_the_price_may_be_the_devices_own() -> None:
     own = answer("llama-3-8b", replace(TOY, price=2.0), Question(context=128))
     given = answer("llama-3-8b", replace(TOY, price=2.0), Question(context=128, price=3.0))
     none = answer("llama-3-8b", TOY, Question(context=128))
-    assert own.cost is not None
-    assert given.cost is not None
     assert none.cost is None
     assert (own.cost.price, given.cost.price) == (2.0, 3.0)
 
@@ -134,19 +127,17 @@ def test_the_price_may_be_the_devices_own() -> None:
 def test_a_model_that_is_too_large_is_still_planned() -> None:
     found = answer("llama-3-70b", TOY, Question(context=8192, batch=2, price=1.0))
     assert not found.memory.fits and found.remedies
-    assert found.speed is not None and found.cost is None
+    assert found.cost is None
     assert {row.batch: row.fits for row in found.speed.decode} == {1: False, 2: False}
 
 
 def test_costs_are_of_a_smaller_batch_if_the_requested_one_is_too_large() -> None:
     found = answer("llama-3-8b", TOY, Question(context=8192, batch=512, price=3.6))
-    assert found.cost is not None
     most = found.memory.largest_batch
     assert 0 < most < 512
     fits = {row.batch: row.fits for row in found.speed.decode}
     assert not fits[512] and fits[64]
     alone = answer("llama-3-8b", TOY, Question(context=8192, batch=most, price=3.6))
-    assert alone.cost is not None
     assert alone.cost.output == found.cost.output
 
 
@@ -155,7 +146,7 @@ def test_draft_heads_cost_the_time_to_read_them() -> None:
     heads = str(STORIES.with_name("stories-medusa"))
     found = plan_shape(read_shape(""), TOY, Question(context=512, dtype="bf16", draft=heads))
     weights, head = 4 * (256 * 256 + 256) * 2, 2048 * 256 * 2
-    assert found.memory.draft_weights == weights and found.speed is not None
+    assert found.memory.draft_weights == weights
     alone = found.speed.decode[0]
     expected = (weights + head) / 4 / 1e12 / alone.floor
     assert found.speed.speculation[0].draft_cost == pytest.approx(expected)
@@ -167,7 +158,6 @@ def test_a_draft_model_costs_the_time_of_its_roofline(tmp_path: Path) -> None:
     small = "llama-3.2-1b"
     question = Question(context=1024, batch=4, draft=small)
     found = answer("llama-3-8b", TOY, question)
-    assert found.speed is not None
     draft = plan_shape(read_shape(small), TOY, Question(context=1024, batch=4)).speed
     assert draft is not None
     for curve in found.speed.speculation:
@@ -176,7 +166,7 @@ def test_a_draft_model_costs_the_time_of_its_roofline(tmp_path: Path) -> None:
         assert curve.draft_cost == pytest.approx(its.floor / own.floor)
     assert [curve.batch for curve in found.speed.speculation] == [1, 4]
     given = answer("llama-3-8b", TOY, replace(question, draft_cost=0.25))
-    assert given.speed is not None and given.speed.speculation[0].draft_cost == 0.25
+    assert given.speed.speculation[0].draft_cost == 0.25
 
 
 def test_default_formats() -> None:
@@ -247,7 +237,7 @@ def test_defaults_of_a_question() -> None:
     assert request_of(Question(output_tokens=24), 1024) == (1000, 24)
     assert load_of(Question(), 1024) is None
     load = load_of(Question(load="1/s"), 1024)
-    assert load is not None and (load.requests, load.prompt, load.output) == (86_400, 768, 256)
+    assert (load.requests, load.prompt, load.output) == (86_400, 768, 256)
 
 
 @pytest.mark.parametrize(
@@ -297,7 +287,6 @@ def test_stages_compute_chunks_of_a_prompt_at_a_time() -> None:
     one, four = (
         answer("llama-3.1-8b", TOY, replace(question, pp=pp)).speed for pp in (1, 4)
     )  # fmt: skip
-    assert one is not None and four is not None
     for alone, staged in zip(one.prefill, four.prefill, strict=True):
         chunks = max(1, alone.tokens // 8192)
         assert staged.floor == pytest.approx(alone.floor * (chunks + 3) / (4 * chunks), rel=0.02)
@@ -320,7 +309,7 @@ def test_ceilings_are_above_published_figures(
     formats = {"dtype": "fp8", "kv_cache_dtype": "fp8"}
     question = Question(context=prompt + output, output_tokens=output, batch=batch, tp=8, **formats)
     found = answer("llama-3.1-70b", find_device(hardware), question)
-    assert found.memory.largest_batch == batch and found.rates is not None
+    assert found.memory.largest_batch == batch
     rate = found.rates.output_rate(prompt, output)
     assert rate == pytest.approx(planned, rel=0.005)  # as in the document
     assert published < rate < 2.6 * published
@@ -335,7 +324,6 @@ def test_a_long_prompt_takes_longer_than_the_ceiling(
     """DeepSeek-V3.1 on nodes of eight H20: 128K tokens, seconds."""
     question = Question(context=131_072, output_tokens=1, tp=tp, pp=pp)
     found = answer("deepseek-v3", find_device("h20"), question)
-    assert found.speed is not None
     assert found.speed.prefill[-1].floor == pytest.approx(planned, rel=0.005)
     assert planned < published < 1.3 * planned
     assert found.memory.fits == (pp > 1)  # the memory of one node is too small

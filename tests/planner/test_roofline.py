@@ -138,7 +138,6 @@ def test_weights_are_read_once_and_all_drafts_are_scored(llama: ModelShape) -> N
 def test_each_draft_is_scored_against_all_keys() -> None:
     """If scoring dominates, four rows take four times as long as one."""
     small, device = shape_from_config(SMALL, "small"), measured_device()
-    assert device.calibration is not None
     slow = tuple(structs.replace(cost, score=1e-6) for cost in device.calibration.attention)
     device = replace(device, calibration=structs.replace(device.calibration, attention=slow))
     one, four = (
@@ -184,11 +183,11 @@ def test_the_batch_at_which_decode_becomes_compute_bound(llama: ModelShape) -> N
     """Context 1: 2 * weights * B / 1e14 >= 2 * weights / 1e12 from B = 100 on, apart from small
     terms of KV and logits."""
     batch = compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 1))
-    assert batch is not None and 100 < batch < 106
+    assert 100 < batch < 106
     assert compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 4000)) is None
     # Communication of devices is not read from memory, and stages share a batch.
     shared = compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 1, tp=4))
-    assert shared is not None and abs(shared - batch) <= 1
+    assert abs(shared - batch) <= 1
     staged = compute_bound_batch(llama, Setting(ROUND, "fp16", "fp16", 1, pp=2))
     assert staged in (2 * batch - 1, 2 * batch)
 

@@ -128,7 +128,6 @@ class Simulation:
     def step(self) -> int:
         """Run a step and return the number of ended requests."""
         plan = self.scheduler.schedule(self.now)
-        assert plan is not None
         by_slot = {r.slot: r for r in self.scheduler.running}
         rows = [
             (n, by_slot[slot].num_computed_tokens)

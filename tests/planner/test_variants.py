@@ -41,7 +41,6 @@ def test_llama_3_8b_with_other_heads() -> None:
     for name, row in rows.items():
         assert row.kv_total == tokens * by_hand[name]
         ceiling = 8 * 2.039e12 / (read + tokens * by_hand[name])
-        assert row.ceiling is not None
         assert row.ceiling <= ceiling
         assert row.ceiling == pytest.approx(ceiling, rel=0.01)
 
@@ -85,13 +84,12 @@ def test_weight_formats_of_llama_3_8b(batch: int) -> None:
     assert 8.0 < rows["int8"].bits < 8.7  # the embedding keeps 16
     assert 4.3 < rows["int4"].bits < 5.5  # the head has 8
     for name, row in rows.items():
-        assert row.single is not None and row.ceiling is not None
         assert row.bytes == model.weight_bytes(name)
         kv = 4096 * 131_072
         looked_up = 128_256 * 4096 * (4 if name == "fp32" else 2)
         assert row.single <= 1.0001 * 2.039e12 / (row.bytes - looked_up + kv)
         assert row.ceiling <= 1.0001 * batch * 2.039e12 / (row.bytes - looked_up + batch * kv)
-    assert rows["int4"].single > rows["int8"].single > rows["bf16"].single  # type: ignore[operator]
+    assert rows["int4"].single > rows["int8"].single > rows["bf16"].single
     assert rows["int4"].largest_batch > rows["bf16"].largest_batch > rows["fp32"].largest_batch
     assert all(row.fits == (row.largest_batch >= batch) for row in rows.values())
 
@@ -107,7 +105,7 @@ def test_kv_formats_of_llama_3_8b() -> None:
         "int4": 32_768 + 32 * 16 * 2,
     }
     assert all(row.total == 8 * 4096 * row.per_token for row in rows.values())
-    assert rows["int4"].ceiling > rows["bf16"].ceiling  # type: ignore[operator]
+    assert rows["int4"].ceiling > rows["bf16"].ceiling
     assert rows["fp8"].largest_batch > 1.9 * rows["bf16"].largest_batch
 
 

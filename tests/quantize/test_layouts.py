@@ -212,7 +212,7 @@ def test_words_that_are_not_filled(method: str) -> None:
         LAYER: SHAPE,
         "model.layers.0.mlp.up_proj": LinearShape(96, 36 if method == "awq" else 33),
     }
-    recipe = Recipe(method, group_size=32)  # type: ignore[arg-type]
+    recipe = Recipe(method, group_size=32)
     if method == "awq":
         with pytest.raises(ConfigError, match=r"awq cannot store 'model.layers.0.mlp.up_proj'"):
             layouts(recipe, shapes, torch.bfloat16)

@@ -8,7 +8,7 @@ import torch
 from kvik.quantize.factors import InputStatistics
 from kvik.quantize.gptq import rtn
 from kvik.quantize.methods import Given, quantise_layers
-from kvik.quantize.quantised import Quantised, recipe_grid
+from kvik.quantize.quantised import recipe_grid
 from kvik.quantize.recipe import Recipe
 
 
@@ -23,7 +23,6 @@ def test_rows_of_queries_and_keys_are_not_clipped(whole: int) -> None:
     recipe = Recipe("awq", 3, 32)
     given = Given(statistics.sample, statistics)
     ((_, found),) = quantise_layers(recipe, {"qkv": w}, given, {"qkv": whole}, torch.float32)
-    assert isinstance(found, Quantised)
     steps, uncut = (
         found.scales.scales,
         rtn(w, recipe_grid(recipe, "qkv", torch.float32)).scales.scales,

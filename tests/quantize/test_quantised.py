@@ -146,7 +146,6 @@ def test_zero_points_stay_in_range_when_their_scale_lost_its_digits(sign: int) -
     """A scale of 1.4 of the smallest fp16 steps becomes one step: 0 would have code 21."""
     w = torch.full((1, 8), sign * 15 * 1.4 * 2.0**-24)
     found = rtn(w, Grid(4, ROW, False))
-    assert found.scales.zeros is not None
     assert found.scales.zeros.item() == (0 if sign > 0 else 15)
     assert found.dequantised()[0, 0] == sign * 15 * 2.0**-24
 
@@ -238,7 +237,7 @@ def test_digits(block: Block, dtype: torch.dtype, number: torch.dtype, digits: i
 def test_a_static_scale_reaches_the_largest_input(dtype: torch.dtype) -> None:
     x = torch.randn(50, 24, generator=torch.Generator().manual_seed(1))
     found = float8(torch.ones(8, 24), FP8_ROW, dtype, input_absmax=x.abs().amax(0))
-    assert found.input_scale is not None and found.input_scale.shape == (1,)
+    assert found.input_scale.shape == (1,)
     expected = (x.abs().max() / 448).to(dtype)
     assert float(found.input_scale) == float(expected)
     met = found.kernel_inputs(3 * x)  # three times the largest seen: clamped

@@ -123,7 +123,6 @@ def test_the_loader_reads_the_intended_weights(case: str, any_plain: Path, tmp_p
     stored = {path: load_file(path) for path in sorted((tmp_path / "q").glob("*.safetensors"))}
     tensors = {name: tensor for file in stored.values() for name, tensor in file.items()}
     quantization = read_model_spec(tmp_path / "q").quantization
-    assert quantization is not None
     read = set()
     for layer, shape in open_source(any_plain).layers.items():
         own = {n.rpartition(".")[2]: t for n, t in tensors.items() if n.rpartition(".")[0] == layer}
@@ -154,7 +153,7 @@ def test_the_model_gives_the_logits_of_the_dequantised_floats(
     ids = tokens(24)
     expected, found = PagedModel(twin), PagedModel(tmp_path / "q", ops=TORCH)
     if recipe.rounds_activations:
-        weight = found.model.layers[0].attention.qkv.linears[0].matrix.data  # type: ignore[attr-defined]
+        weight = found.model.layers[0].attention.qkv.linears[0].matrix.data
         dynamic = recipe.activation_scheme == "dynamic"
         float8 = WeightKind("fp8", activations="token" if dynamic else "static")
         assert weight.kind == (

@@ -207,7 +207,6 @@ def test_a_file_with_names_administrators_and_hashes(tmp_path: Path) -> None:
         assert who(keys, authorization=f"Bearer {text}") == name
         assert who(keys, x_api_key=text) == name
     bob = keys.caller(Headers({"x-api-key": "second"}))
-    assert bob is not None
     assert (bob.tenant, bob.is_admin) == ("bob", True)
 
 

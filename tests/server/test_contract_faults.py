@@ -48,8 +48,7 @@ def expected(site: Site) -> str:
 def said(server: Listening) -> str:
     reply = ask(server, "POST", "/v1/completions", SHORT)
     assert reply.status == 200, reply.body
-    text: str = reply.json["choices"][0]["text"]
-    return text
+    return reply.json["choices"][0]["text"]
 
 
 # Failures in one step

@@ -73,7 +73,7 @@ def serving(state: State, limits: ConnectionLimits, body_seconds: float) -> Iter
             finally:
                 state.gone.set()
 
-        return StreamingResponse(pieces())  # type: ignore[arg-type]
+        return StreamingResponse(pieces())
 
     async def broken(request: Request) -> Response:
         async def pieces() -> AsyncIterator[bytes]:

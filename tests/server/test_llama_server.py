@@ -35,8 +35,7 @@ def server() -> Iterator[Served]:
 def complete(server: Served, body: dict[str, Any]) -> dict[str, Any]:
     reply = ask(server.http, "POST", "/completion", body)
     assert reply.status == 200, reply.body
-    answer: dict[str, Any] = reply.json
-    return answer
+    return reply.json
 
 
 @pytest.mark.parametrize("prompt", ["AB", [0, 1]])

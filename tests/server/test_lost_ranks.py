@@ -181,8 +181,7 @@ def read(reply: Reply, *, stream: bool, text: str) -> Mapping[str, Any]:
         assert said == text
         return {}
     assert text.startswith(said)
-    error: Mapping[str, Any] = json.loads(last)["error"]
-    return error
+    return json.loads(last)["error"]
 
 
 class Load:

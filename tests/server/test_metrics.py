@@ -295,7 +295,6 @@ def test_achieved_rates_are_of_the_last_minute() -> None:
     later = replace(STATS, steps=1004, work=work, time=LoopTime(10.5, 0.25, 1.0))
     found = read(metrics.text(later, 110.0))
     model = machine.model()
-    assert model is not None
     weights = model.shape.read_bytes(model.setting.weight_format, 1)
     assert found["kvik:memory_bytes_per_second"] >= 1000 * weights / 10.0
     total = found["kvik:estimated_read_bytes_per_gpu_total"]

@@ -105,8 +105,7 @@ def browser() -> Iterator[chromium.Browser]:
 
 def rendered(browser: chromium.Browser, text: str, step: int = 1) -> dict[str, Any]:
     script = RENDER.replace("TEXT", json.dumps(text)).replace("STEP", str(step))
-    found: dict[str, Any] = browser.evaluate(script)
-    return found
+    return browser.evaluate(script)
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -626,7 +626,6 @@ def test_the_command_runs_until_it_is_stopped():
         urls = [server.url for server in made.servers]
         command = [sys.executable, "-m", "kvik", "route", *urls, "--port", "0"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-            assert running.stdout is not None
             line = running.stdout.readline()
             assert "2 servers" in line
             front = SimpleNamespace(port=int(line.split("/v1")[0].rpartition(":")[2]))
@@ -704,7 +703,7 @@ def test_an_answer_continues_at_another_server_or_returns(
             made.proxy._router.set_available(1, True)
             return choose(request, avoid if avoid else [1])
 
-        made.proxy.choose = chosen  # type: ignore[method-assign]
+        made.proxy.choose = chosen
         answer = made.post("Where?", stream=stream)
         assert answer.status == 200
         assert answer.body == (b"data: 1\n\n" if stream else b"") + rest

@@ -76,7 +76,7 @@ ANSWERS = [
         id="c",
         created=1,
         model="m",
-        choices=[ChatChoice(0, Message("é"), NAMES.chat(logprobs(40, 2)[1:]), "stop")],  # type: ignore[arg-type]
+        choices=[ChatChoice(0, Message("é"), NAMES.chat(logprobs(40, 2)[1:]), "stop")],
         usage=Usage(1, 2, 3),
         system_fingerprint="f",
     ),

@@ -118,7 +118,7 @@ async def chatted(client: Client) -> None:
 async def messaged(client: Client) -> None:
     blocks = [{"type": "text", "text": prompt(client.dice) * 4}]
     if client.dice.random() < 0.5:
-        blocks[0]["cache_control"] = {"type": "ephemeral"}  # type: ignore[assignment]
+        blocks[0]["cache_control"] = {"type": "ephemeral"}
     body = {
         "model": "stories",
         "max_tokens": 9,

@@ -68,8 +68,7 @@ def post(server: Served, path: str, **more: object) -> httpx2.Response:
 def last(answer: httpx2.Response) -> dict[str, Any]:
     """Return the event with the usage."""
     events = [line[6:] for line in answer.text.split("\n") if line.startswith("data: {")]
-    found: dict[str, Any] = json.loads(events[-1])
-    return found
+    return json.loads(events[-1])
 
 
 def usage(path: str, body: dict[str, Any]) -> dict[str, Any]:

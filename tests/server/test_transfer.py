@@ -112,7 +112,7 @@ def test_times_are_converted_to_the_clock_of_the_other_server() -> None:
     tokens = some_tokens(50)
     header = signed(resumption(moved(tokens, NEVER)), TOKEN)
     move = transfer_of({RESUMED_HEADER: header, MOVES_HEADER: "1"}, "both", TOKEN)
-    assert move.moves and move.resumed is not None
+    assert move.moves
     (handover,) = move.resumed.handovers(1000.0)
     assert handover.output_token_ids == tokens and handover.source == SOURCE
     report = handover.report
@@ -152,7 +152,7 @@ def test_an_output_that_has_ended_ends_again(num_sent: int, has_end: bool, by_te
     end = (known if has_end else lacking)[-1]
     assert (end.finish_reason, end.stop_reason, end.complete) == (FinishReason.STOP, 4, True)
     assert end.token_ids == ([] if by_text else [4])
-    assert end.report is not None and end.report.arrival == 990.0
+    assert end.report.arrival == 990.0
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def test_a_manifest_is_read_back(folder: Path) -> None:
     check_files(folder, found)
     assert verify(folder) == 3 * ALIGNMENT + 2
     built = read_built(folder)
-    assert built is not None and built.weight_bytes == 3 * ALIGNMENT
+    assert built.weight_bytes == 3 * ALIGNMENT
 
 
 def test_other_folders_are_refused(tmp_path: Path) -> None:

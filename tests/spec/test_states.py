@@ -35,7 +35,7 @@ def test_every_fourth_layer_attends_by_default() -> None:
     spec = qwen(full_attention_interval=2, linear_conv_kernel_dim=3)
     assert [layer.state is None for layer in spec.layers] == [False, True, False, True]
     assert spec.states[0] == StateSpec.delta(16, 32, 128, 128, 3)
-    assert spec.layers[1].rope is not None and spec.layers[1].rope.fraction == 0.25
+    assert spec.layers[1].rope.fraction == 0.25
 
 
 @pytest.mark.parametrize(

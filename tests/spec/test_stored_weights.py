@@ -103,7 +103,7 @@ def test_activations_of_eight_bit_floats(inputs: dict[str, Any] | None, found: s
     config["config_groups"]["group_0"]["input_activations"] = given
     if " " not in found:
         scheme = read(config).scheme(DOWN)
-        assert scheme is not None and scheme.fp8_activations == found
+        assert scheme.fp8_activations == found
         return
     with pytest.raises(ModelError, match=re.escape(f"group_0 input_activations {found}")):
         read(config)

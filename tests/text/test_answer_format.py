@@ -93,7 +93,7 @@ def test_a_template_may_take_arguments_as_text() -> None:
     assert dialect_name(made) == "hermes"
     call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
     message = {"role": "assistant", "content": "", "tool_calls": [call]}
-    (given,) = made.for_template(message)["tool_calls"]  # type: ignore[attr-defined]
+    (given,) = made.for_template(message)["tool_calls"]
     assert given == {**call, "function": {"name": "f", "arguments": '{"a": 1}'}}
     assert found(START + HERMES + END).for_template(message) is message
 

@@ -55,7 +55,7 @@ def params(value: object, **others: object) -> SamplingParams:
 def test_a_checked_text_ends_where_its_grammar_does(check: GrammarCheck) -> None:
     given = params({"regex": "a+"}, min_tokens=5, ignore_eos=True, temperature=0.5)
     found, unenforced = check.checked(given)
-    assert found.structured is not None and found.structured.kind == CHECKED
+    assert found.structured.kind == CHECKED
     assert (found.min_tokens, found.ignore_eos, found.temperature) == (0, False, 0.5)
     assert unenforced == () and check.checked(found) == (found, ())
     free = SamplingParams(min_tokens=5)

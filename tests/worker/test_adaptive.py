@@ -253,15 +253,14 @@ def test_a_choice_of_drafts_is_reused_while_it_gains() -> None:
     slots, none, room = np.arange(2), np.zeros(2, np.int64), np.full(2, DRAFTS)
     weighed: list[int] = []
     weigh = control._best
-    control._best = lambda *given: weighed.append(len(given[0])) or weigh(*given)  # type: ignore
+    control._best = lambda *given: weighed.append(len(given[0])) or weigh(*given)
 
     def step(slots, limits, accepted) -> list[int]:
         limits, accepted = np.array(limits), np.array(accepted)
         seconds = 0.01 + 0.0001 * int(limits.sum())
         control.observe(StepFigures(slots, limits, accepted, seconds, 0.0, max(limits), True))
         weighed.clear()
-        found: list[int] = control.limits(slots, room[: len(slots)]).tolist()
-        return found
+        return control.limits(slots, room[: len(slots)]).tolist()
 
     for _ in range(6):
         control.observe(StepFigures(slots, none, none, 0.01, 0.0, 0, True))

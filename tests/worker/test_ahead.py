@@ -32,7 +32,7 @@ def test_memory_is_handed_over_once_and_whole() -> None:
     config = resolved(kernels="native")
     with LoadAhead(config) as ahead:
         memory = ahead.memory()
-        assert memory is not None and memory.dtype == np.uint8
+        assert memory.dtype == np.uint8
         assert len(memory) >= config.memory.weights and not memory.any()
         assert ahead.memory() is None
         assert not running()
@@ -65,7 +65,7 @@ def test_the_first_process_of_a_group_lets_the_files_be_read(
     config = resolved(tensor_parallel_size=2, threads=2)
     with LoadAhead(config, rank) as ahead:
         memory = ahead.memory()
-        assert memory is not None and len(memory) == config.memory.weights // 2
+        assert len(memory) == config.memory.weights // 2
     assert len(asked) == files
 
 

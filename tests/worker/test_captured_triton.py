@@ -84,7 +84,7 @@ def tokens(model: Path, graphs: int | None = None, **options: Any) -> list[list[
         if graphs is None:
             assert told is None
         else:  # a byte for each, and what they write to
-            assert told is not None and told.taken > graphs
+            assert told.taken > graphs
             assert told == GraphCounts(graphs, told.taken, ROOMY)
         return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -221,7 +221,6 @@ def test_all_that_an_engine_captures_shares_memory(monkeypatch) -> None:
     heads = [each.rows(torch.neg, [torch.zeros(1, 2)]) for each in (platform, alone)]
     assert [graph.idle_step() for graph in heads] == [False, False]
     assert len(made) == 1 and len(made[0].captured) == 2
-    assert platform.graph_memory is not None
     assert platform.graph_memory.changes() == GraphCounts(2, 2, 5)
 
 

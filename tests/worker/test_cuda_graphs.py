@@ -185,7 +185,6 @@ class Rig:
     @property
     def output_bytes(self) -> int:
         output = self.graphs._output
-        assert output is not None
         return sum(tensor.nbytes for tensor in output.tensors)
 
     def step(self, *lengths: int) -> None:

@@ -20,7 +20,7 @@ from kvik.nn.pages import GroupPages, PagePart, group_pages
 from kvik.spec.kv import PAGE_HEAD_BYTES, KVCacheSpec, group_layers
 from kvik.spec.shares import cut_groups
 from kvik.worker import staged_mover as module
-from kvik.worker.group import CopyPages, Message, OpenPages
+from kvik.worker.group import Message, OpenPages
 from kvik.worker.group_pages import PageMemory, ProcessCopies, copy_pages
 from kvik.worker.page_mover import TierParts
 from kvik.worker.staged_mover import StagedPageMover
@@ -57,7 +57,6 @@ class Other:
             if isinstance(message, OpenPages):
                 self.memory = PageMemory.open(message)
                 continue
-            assert isinstance(message, CopyPages) and self.memory is not None
             copy_pages(self.pages, self.memory.rows, message)
             self.memory.confirm(1, message.number)
 
@@ -187,7 +186,7 @@ def test_stores_to_disk_without_a_free_row_are_reported(monkeypatch: pytest.Monk
     stores = [PageStore(key(n), b"", n, NOWHERE, on_disk=True) for n in range(6)]
     world.mover.begin(plan(0, *stores))
     moved = world.mover.take(0)
-    assert moved is not None and moved.lost == [key(4), key(5)]
+    assert moved.lost == [key(4), key(5)]
     world.other.run()
     world.mover.begin(plan(1, *stores[4:]))  # the rows are free again
     world.other.run()

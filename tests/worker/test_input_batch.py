@@ -106,10 +106,8 @@ def test_drafts_follow_the_known_tokens(tree: DraftTree | None, fixed: bool) -> 
     batch = build_input_batch(plan, table, inputs)
     ids = [2, 3, 4, 104, 206, 50, 51, 52, 53, 302, 60, 61]
     assert batch.input_ids.tolist() == ids
-    assert batch.num_drafts is not None
     assert batch.num_drafts.tolist() == [0, 4, 2]
     assert batch.logits_indices.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 11]
-    assert batch.logit_tokens is not None and batch.logit_positions is not None
     assert batch.logit_tokens.tolist() == batch.input_ids[batch.logits_indices].tolist()
     assert batch.logit_positions.tolist() == batch.positions[batch.logits_indices].tolist()
     (layout,) = batch.layouts
@@ -127,6 +125,5 @@ def test_drafts_follow_the_known_tokens(tree: DraftTree | None, fixed: bool) -> 
     else:
         assert batch.positions.tolist() == [2, 3, 4, 4, 6, 7, 7, 8, 9, 2, 3, 3]
         words = [0b1, 0b11, 0b101, 0b1011, 0b11011]
-        assert layout.tree is not None
         assert layout.tree.tolist() == [0] * 4 + words + words[:3]
         assert layout.tree_words == tuple([0] * 4 + words + words[:3])

@@ -128,7 +128,7 @@ def test_parts_of_a_batch_keep_the_data_of_their_rows() -> None:
     assert supposed.part(2, 6).by_row() == {0: [5, 6], 3: [7]}
     guesses = Guesses(np.array([0, 1, 4]), np.array([5, 6, 7]), torch.eye(3))
     part = guesses.part(1, 5)
-    assert part is not None and part.rows.tolist() == [0, 3]
+    assert part.rows.tolist() == [0, 3]
     assert part.token_ids.tolist() == [6, 7] and torch.equal(part.probs, torch.eye(3)[1:])
     assert guesses.part(2, 4) is None
 

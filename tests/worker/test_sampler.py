@@ -190,7 +190,6 @@ def test_a_draw_inverts_the_cumulative_distribution() -> None:
 @pytest.mark.parametrize(("u", "expected"), [(0.0, 1), (1.0 - 2**-53, 5)])
 def test_the_ends_of_the_unit_interval_draw_possible_tokens(u: float, expected: int) -> None:
     batch = table_of(SamplingParams(top_k=3)).batch(np.zeros(1, np.int64), np.zeros(1, np.int64))
-    assert batch.random is not None
     batch.random.draws.uniforms.fill_(u)
     logits = torch.tensor([[1.0, 2.0, 1.5, -1.0, 2.2, 1.9, 0.7, 0.0]])  # 1, 4 and 5 stay
     assert Sampler(TORCH).sample(logits, batch).token_ids.item() == expected

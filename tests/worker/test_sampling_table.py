@@ -45,12 +45,11 @@ def test_a_plan_contains_only_what_its_rows_need() -> None:
     t.set(2, SamplingParams(top_k=10), 0, [1], [], frozenset())  # keeps the whole vocabulary
     batch = t.batch(np.array([1, 0]), np.array([1, 1]))
     assert batch.edits is None and batch.penalties is None and batch.logprobs == {0: 2}
-    assert batch.random is not None and batch.random.rows is not None
     assert batch.random.rows.tolist() == [1]
     rules = batch.random.draws.truncation
-    assert rules.top_k is not None and rules.top_k.tolist() == [3] and rules.top_p is None
+    assert rules.top_k.tolist() == [3] and rules.top_p is None
     only = t.batch(np.array([2]), np.array([1]))
-    assert only.random is not None and only.random.rows is None
+    assert only.random.rows is None
     assert only.random.draws.truncation == Truncation()
 
 
@@ -127,7 +126,7 @@ def test_supposed_tokens_count_like_appended_ones(
         (supposing.batch(slots, positions, supposed), found),  # the first call changed nothing
         (appended.batch(slots, positions), expected),
     ):
-        assert batch.edits is not None and batch.penalties is not None
+        assert batch.penalties is not None
         batch.edits.apply(shaped)
         TORCH.penalize(shaped, batch.penalties)
     assert torch.equal(found, expected)
@@ -140,18 +139,15 @@ def test_a_row_that_checks_a_sampled_draft_is_not_sampled() -> None:
     slots, positions = np.array([0, 0, 1, 2]), np.array([1, 2, 1, 1])
     guesses = Guesses(np.array([0, 3]), np.array([4, 5]), torch.eye(10)[4:6])
     batch = t.batch(slots, positions, judged=guesses)
-    assert batch.random is not None and batch.random.rows is not None
-    assert batch.random.rows.tolist() == [1] and batch.guessed is not None
+    assert batch.random.rows.tolist() == [1]
     assert batch.guessed.rows.tolist() == [0, 3]
     assert batch.guessed.token_ids.tolist() == [4, 5]
     numbers = {batch.guessed.accept[0].item(), batch.guessed.draws.uniforms[0].item()}
     drawn = t.batch(slots[:1], positions[:1], stream=DRAFT).random
-    assert drawn is not None
     numbers.add(drawn.draws.uniforms[0].item())
     assert len(numbers) == 3  # each use has its own number
     expected = uniform(np.array([7], np.uint64), np.array([1]), DRAFT)[0]
     assert drawn.draws.uniforms[0].item() == expected
-    assert batch.guessed.draws.truncation.top_k is not None
     assert batch.guessed.draws.truncation.top_k.tolist() == [10, 2]
     everything = t.batch(slots[:1], positions[:1], judged=guesses.part(0, 1))
     assert everything.random is None and everything.guessed is not None

@@ -75,7 +75,7 @@ class World:
             num_prompt_tokens=known,
             num_computed_tokens=known - 1,
             block_ids=[[1 + 10 * slot + i for i in range(-(-known // BLOCK))]],
-            params=SamplingParams(**{"temperature": 0.0, **params}),  # type: ignore[arg-type]
+            params=SamplingParams(**{"temperature": 0.0, **params}),
             stop_ids=frozenset(),
             seed=0,
         )
@@ -91,8 +91,7 @@ class World:
 
         where = np.array(slots, np.int64)
         self.speculator.propose(where, hidden)
-        found: list[int] = self.speculator.num_drafts[where].tolist()
-        return found
+        return self.speculator.num_drafts[where].tolist()
 
     def step(self, *slots: int) -> None:
         none = np.zeros(len(slots), np.int64)
@@ -246,7 +245,6 @@ def test_probabilities_go_with_drafts_that_were_drawn() -> None:
     slots, counts = np.array([2, 1, 0]), np.array([2, 1, 1])  # one of slot 1 is checked
     chains = Chains.of(counts, with_newest([2, 1, 1], [4, 5, 2, 1]))
     guesses = world.speculator.guesses(slots, chains)
-    assert guesses is not None
     assert (guesses.rows.tolist(), guesses.token_ids.tolist()) == ([3], [2])
     assert torch.equal(guesses.probs, probs[1:2])
     world.step(0, 1, 2)
@@ -295,7 +293,7 @@ def structured(world: World, **held: StructuredText) -> None:
     def find(slots: np.ndarray) -> dict[int, StructuredText]:
         return {row: by_slot[slot] for row, slot in enumerate(slots.tolist()) if slot in by_slot}
 
-    world.sampling.structured = find  # type: ignore[assignment]
+    world.sampling.structured = find
 
 
 def test_tokens_forced_by_a_grammar_precede_drafts() -> None:

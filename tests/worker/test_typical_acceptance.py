@@ -82,7 +82,7 @@ def test_rows_are_offered_the_drafts_after_them() -> None:
     assert drafts.tolist() == [10, 11, 12, 13, 14, 20, 21]
     offers = Offers(rows, drafts, RULE)
     part = offers.part(1, 3)
-    assert part is not None and part.rows.tolist() == [0, 0, 1]
+    assert part.rows.tolist() == [0, 0, 1]
     assert part.token_ids.tolist() == [12, 13, 14] and offers.part(3, 7) is None
 
 
@@ -104,7 +104,7 @@ def test_only_requests_that_sample_without_a_seed_take_them() -> None:
     plain = Sampler(TORCH).sample(logits, table.batch(slots, positions))
     assert 2 not in plain.token_ids[::2].tolist()
     batch = table.batch(slots, positions, judged=offers)
-    assert batch.typical is not None and batch.typical.rows.tolist() == [0, 6]
+    assert batch.typical.rows.tolist() == [0, 6]
     found = Sampler(TORCH).sample(logits, batch)
     expected = plain.token_ids.tolist()
     expected[0] = 2  # not row 6, where 2 is not among the two likeliest

@@ -15,7 +15,7 @@ HEADS = 8  # of the bundled model
 
 
 def resolve(**options: str) -> ResolvedConfig:
-    return resolve_config(EngineConfig(device="cpu", threads=1, **options))  # type: ignore[arg-type]
+    return resolve_config(EngineConfig(device="cpu", threads=1, **options))
 
 
 def test_tiles_avoid_the_matrix(quiet: None) -> None:

@@ -73,7 +73,7 @@ def test_a_run_without_drafts_is_reported(
     result = measure_speculation(PLAIN, GUESSING, load, Rounds(1, 0), {})
     (row,) = result.rows
     assert row.figure("acceptance") is None
-    assert row.figure("drafts").values == (0,)  # type: ignore[union-attr]
+    assert row.figure("drafts").values == (0,)
     assert result.remarks == ("batch 1: no drafts were made, as none paid or none were found.",)
 
 

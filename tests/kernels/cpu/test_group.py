@@ -47,7 +47,6 @@ def filled(ops: Ops, weight: Weight, spec: MatrixSpec, bias: Tensor | None) -> M
         rows = torch.arange(first, min(first + 37, spec.rows))
         ops.pack_rows(matrix, first, weight.rows(rows))
     if bias is not None:
-        assert matrix.bias is not None
         matrix.bias.copy_(bias)
     return matrix
 
@@ -82,7 +81,7 @@ def test_products_are_those_of_one_process(kind, rows, size, activation) -> None
         return torch.cat((found.flatten(), ops.matrix_rows(matrix, ids, torch.float32).flatten()))
 
     native = Native(1)
-    whole = call(native_ops(native), None)  # type: ignore[arg-type]
+    whole = call(native_ops(native), None)
     for found in in_turn(size, call):
         assert torch.equal(found, whole)
 

@@ -82,4 +82,4 @@ def test_the_bias_is_fp32_for_every_default_dtype() -> None:
         bias = native_ops(Native(1)).matrix(spec(WeightKind("bfloat16"))).bias
     finally:
         torch.set_default_dtype(before)
-    assert bias is not None and bias.dtype == torch.float32
+    assert bias.dtype == torch.float32

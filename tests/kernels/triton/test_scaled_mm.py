@@ -119,7 +119,6 @@ def test_many_tokens_go_to_the_library(
     matrix = matrices.matrix(replace(known.spec, device=device()))
     for first, last in ((100, 270), (0, 100)):
         matrices.pack_rows(matrix, first, weight.rows(slice(first, last)))
-    assert matrix.bias is not None
     matrix.bias.copy_(bias)
     residual = torch.randn(66, known.spec.outputs, generator=g).bfloat16()
     found = matrices.linear(x.to(device()), matrix, residual.to(device())).cpu()

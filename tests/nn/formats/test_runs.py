@@ -10,8 +10,7 @@ from helpers.stored_layers import awq_config, compressed_config, gptq_config, re
 from helpers.stored_models import multiplied_out, rounded
 
 from kvik.nn.formats.base import LinearShape
-from kvik.nn.formats.compressed_tensors import IntQuantized, PackQuantized
-from kvik.nn.formats.integers import Awq, Gptq
+from kvik.nn.formats.compressed_tensors import PackQuantized
 from kvik.nn.formats.registry import FORMATS
 
 INT8 = {"num_bits": 8, "strategy": "channel", "group_size": None}
@@ -31,9 +30,7 @@ RUNS = ((0, 32), (32, 64), (40, 72), (31, 33), (64, 96), (95, 96))
 @pytest.mark.parametrize("case", CONFIGS)
 def test_runs(case: str) -> None:
     scheme = read(CONFIGS[case]).scheme("model.layers.0.mlp.down_proj")
-    assert scheme is not None
     format = FORMATS[scheme.layout](scheme, LinearShape(64, 96), {})
-    assert isinstance(format, Awq | Gptq | PackQuantized | IntQuantized)
     w = torch.randn(96, 64, generator=torch.Generator().manual_seed(0))
     # Scales and zero points differ between outputs.
     codes = rounded(w * torch.arange(1, 97)[:, None] / 100 + w[:, :1] / 2, scheme)

@@ -58,7 +58,6 @@ def ask(client: anthropic.Anthropic, *blocks: Any, **more: Any) -> anthropic.typ
     usage = client.messages.create(max_tokens=2, **asked).usage
     count = client.messages.count_tokens(**asked).input_tokens
     read, made = usage.cache_read_input_tokens, usage.cache_creation_input_tokens
-    assert read is not None and made is not None
     assert usage.input_tokens + read + made == count
     assert usage.input_tokens > 0
     return usage
@@ -78,8 +77,7 @@ def test_a_marked_prefix_is_written_once_then_read() -> None:
         system = [block(words("dog"), FIVE)]
         first = ask(client, block("Who?"), system=system)
         read, made = figures(first)
-        assert read == 0 and made is not None and made >= 112 and made % SIZE == 0
-        assert first.cache_creation is not None
+        assert read == 0 and made >= 112 and made % SIZE == 0
         assert first.cache_creation.ephemeral_5m_input_tokens == made
         assert first.cache_creation.ephemeral_1h_input_tokens == 0
         assert figures(ask(client, block("Where?"), system=system)) == (made, 0)
@@ -98,7 +96,6 @@ def test_a_stream_reports_usage_at_its_start_and_end() -> None:
                 final = stream.get_final_message().usage
             assert start.usage.cache_creation == final.cache_creation
             assert figures(final) == figures(start.usage)
-            assert start.usage.cache_creation is not None
             assert start.usage.cache_creation.ephemeral_1h_input_tokens == figures(final)[1]
             seen.append(figures(final))
         (read, made), again = seen
@@ -143,7 +140,6 @@ def test_two_lifetimes_are_distinguished() -> None:
     with cache_of(256) as (_, new), new() as client:
         usage = ask(client, block(words("more"), FIVE), system=[block(words("base"), HOUR)])
         split = usage.cache_creation
-        assert split is not None
         assert split.ephemeral_1h_input_tokens >= 112 and split.ephemeral_5m_input_tokens >= 112
         total = split.ephemeral_1h_input_tokens + split.ephemeral_5m_input_tokens
         assert total == usage.cache_creation_input_tokens
@@ -162,7 +158,6 @@ def test_a_conversation_only_writes_its_new_turns() -> None:
                 cache_control=FIVE,
             )
             now_read, now_made = figures(answer.usage)
-            assert now_read is not None and now_made is not None
             assert now_read >= read + made and (turn == 0) == (now_read == 0)
             assert now_made > 0
             read, made = now_read, now_made
@@ -214,7 +209,6 @@ def test_written_tokens_by_lifetime(
     assert usage.input_tokens == num_prompt - read - written
     assert usage.cache_read_input_tokens == read
     assert usage.cache_creation_input_tokens == written
-    assert usage.cache_creation is not None
     assert usage.cache_creation.ephemeral_1h_input_tokens == hour
     assert usage.cache_creation.ephemeral_5m_input_tokens == written - hour
     assert usage.output_tokens == 3

@@ -63,7 +63,6 @@ def test_the_prompt_is_the_rendered_conversation(
 ) -> None:
     usage = client.messages.create(model=MODEL, max_tokens=1, **body, **COLD).usage
     tokenizer = site.parts.texts.tokenizer
-    assert tokenizer is not None
     count = len(tokenizer.encode(prompt, False))
     assert usage.input_tokens + (usage.cache_read_input_tokens or 0) == count
 

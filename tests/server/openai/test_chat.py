@@ -256,6 +256,5 @@ def test_a_refusal_may_be_sent_back(client: openai.OpenAI) -> None:
     ):
         messages: Any = [ask, {"role": "assistant", **answer}, ask]
         found = client.chat.completions.create(model="", messages=messages, max_tokens=1)
-        assert found.usage is not None
         prompts.add(found.usage.prompt_tokens)
     assert len(prompts) == 1

@@ -83,7 +83,7 @@ def test_echoed_logprobs_are_the_prompts_own(complete: Any, llm: LLM, max_tokens
     for token, value, top in zip(
         shown.tokens[1:], shown.token_logprobs[1:], shown.top_logprobs[1:], strict=True
     ):
-        assert top is not None and top[token] == value
+        assert top[token] == value
         assert 2 <= len(top) <= 3
     text = answer.choices[0].text
     assert text.startswith(TEXT)

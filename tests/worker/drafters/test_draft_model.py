@@ -264,7 +264,7 @@ def test_proposals_contain_the_distributions_of_drawn_drafts(room: int) -> None:
         params = {0: GREEDY, 2: drawn.with_changes(seed=5)}.get(slot, drawn)
         world.enter(slot, prompt, [slot * 4 + i for i in range(1, 5)], params=params)
     found = world.propose(limits)
-    assert found.probs is not None and found.probs.shape == (10, VOCAB)
+    assert found.probs.shape == (10, VOCAB)
     rows = iter(found.probs)
     for slot, drafts in zip(limits, found.by_row(), strict=True):
         assert len(drafts) == limits[slot]
