@@ -15,37 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from kvik.nn.checkpoint import SINGLE
 
-NAMES = {
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-OLMO2 = {
-    "post_attention_layernorm": "post_attention_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-OUTER = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-}
-
-
-def file_name(name: str, architecture: str = "llama") -> str:
-    layer, _, last = name.rpartition(".")
-    if layer in OUTER:
-        return f"{OUTER[layer]}.{last}"
-    _, _, number, inner = layer.split(".", 3)
-    names = {**NAMES, **OLMO2} if architecture == "olmo2" else NAMES
-    return f"blk.{number}.{names[inner]}.{last}"
+ARCHITECTURES = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
 
 
 def neighbours(heads: int, size: int) -> list[int]:
@@ -91,9 +61,11 @@ def save_gguf(
     for key, value in values.items():
         add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
         add(key, value)
+    names = gguf.get_tensor_name_map(ARCHITECTURES[architecture], config["num_hidden_layers"])
     plain = {}
     for seed, (name, tensor) in enumerate(load_file(source / SINGLE).items()):
-        own, matrix = file_name(name, architecture), tensor.float().numpy()
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        matrix = tensor.float().numpy()
         order = np.arange(len(matrix))
         if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
             order = np.array(neighbours(heads if "q_proj" in name else kv_heads, head_dim))
