@@ -13,15 +13,12 @@ from kvik.kernels.weights import int4_weight
 from kvik.nn.formats.bits import (
     add_one,
     pack_awq,
-    pack_compressed,
-    pack_gptq,
-    pack_gptq_zeros,
     pack_nibbles,
+    pack_stream,
     subtract_one,
     unpack_awq,
-    unpack_compressed,
-    unpack_gptq,
     unpack_nibbles,
+    unpack_stream,
 )
 
 
@@ -44,7 +41,7 @@ def test_two_codes_to_a_byte() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 def test_zero_points_less_one_are_restored(bits: int) -> None:
-    packed = pack_gptq_zeros(codes(32, 5, bits), bits)
+    packed = pack_stream(codes(5, 32, bits), bits)
     assert torch.equal(add_one(subtract_one(packed, bits), bits), packed)
 
 
@@ -63,14 +60,11 @@ def test_round_trips_in_words_and_bytes(rows: int, columns: int, seed: int) -> N
     eights = codes(8 * rows, columns, 4, seed)
     assert torch.equal(unpack_awq(pack_awq(eights)), eights)
     for bits in range(2, 9):
-        q = codes(rows, 32 * columns, bits, seed)
-        packed = pack_gptq(q, bits)
-        assert packed.shape == (columns * bits, rows) and packed.dtype == torch.int32
-        assert torch.equal(unpack_gptq(packed, bits), q)
-        ragged = codes(rows, columns, bits, seed)
-        packed = pack_compressed(ragged, bits)
-        assert packed.shape == (rows, -(-columns * bits // 32))
-        assert torch.equal(unpack_compressed(packed, bits, columns), ragged)
+        for count in (32 * columns, columns):
+            q = codes(rows, count, bits, seed)
+            packed = pack_stream(q, bits)
+            assert packed.shape == (rows, -(-count * bits // 32)) and packed.dtype == torch.int32
+            assert torch.equal(unpack_stream(packed, bits, count), q)
 
 
 def test_sizes_that_do_not_fill_words_are_refused() -> None:
@@ -78,7 +72,3 @@ def test_sizes_that_do_not_fill_words_are_refused() -> None:
         pack_nibbles(codes(2, 3, 4))
     with pytest.raises(ValueError, match="12 outputs"):
         pack_awq(codes(12, 4, 4))
-    with pytest.raises(ValueError, match="16 codes of 3 bits"):
-        pack_gptq(codes(2, 16, 3), 3)
-    with pytest.raises(ValueError, match="6 codes of 4 bits"):
-        pack_gptq_zeros(codes(6, 2, 4), 4)

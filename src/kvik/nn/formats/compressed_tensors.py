@@ -8,14 +8,7 @@ import torch
 from torch import Tensor
 
 from kvik.nn.formats.base import LinearShape, OutputAxis, StoredTensor, TensorError
-from kvik.nn.formats.bits import (
-    WORD,
-    compressed_words,
-    pack_compressed,
-    pack_compressed_zeros,
-    unpack_compressed,
-    unpack_compressed_zeros,
-)
+from kvik.nn.formats.bits import WORD, pack_stream, unpack_stream, words_of
 from kvik.nn.formats.integers import (
     SIGN,
     Codes,
@@ -72,14 +65,14 @@ class PackQuantized(GroupedFormat):
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         outputs, bits = self.shape.outputs, self.scheme.bits
-        words = compressed_words(self.shape.inputs, bits)
+        words = words_of(self.shape.inputs, bits)
         tensors = {
             PACKED: self.stored((outputs, words), torch.int32, OutputAxis()),
             SCALE: self.stored(self.scale, dtype, _scale_axis(self.scheme)),
             SHAPE: StoredTensor((2,), torch.int64),
         }
         if not self.scheme.symmetric:
-            zeros = (compressed_words(outputs, bits), self.groups)
+            zeros = (words_of(outputs, bits), self.groups)
             tensors[ZERO] = self.stored(zeros, torch.int32, word_axis(0, bits))
         if self.has_index:
             tensors[INDEX] = StoredTensor((self.shape.inputs,), torch.int64)
@@ -90,13 +83,13 @@ class PackQuantized(GroupedFormat):
         if tensors[SHAPE].tolist() != [shape.outputs, shape.inputs]:
             message = f"must be [{shape.outputs}, {shape.inputs}], not {tensors[SHAPE].tolist()}"
             raise TensorError(SHAPE, message)
-        q = unpack_compressed(tensors[PACKED][rows], bits, shape.inputs)
+        q = unpack_stream(tensors[PACKED][rows], bits, shape.inputs)
         zeros = None
         if not self.scheme.symmetric:
             first = rows.start // WORD
             words = tensors[ZERO][first * bits : -(-rows.stop // WORD) * bits]
-            zeros = unpack_compressed_zeros(words, bits, rows.stop - first * WORD)
-            zeros = zeros[rows.start - first * WORD :]
+            zeros = unpack_stream(words.t(), bits, rows.stop - first * WORD)
+            zeros = zeros[:, rows.start - first * WORD :].t().contiguous()
         scales = _scales(tensors[SCALE], rows)
         return Codes(q, scales, zeros, bits, self._index(tensors))
 
@@ -114,12 +107,12 @@ class PackQuantized(GroupedFormat):
     def save(self, codes: Codes) -> dict[str, Tensor]:
         """Return the tensors of a whole layer."""
         tensors = {
-            PACKED: pack_compressed(codes.q, codes.bits),
+            PACKED: pack_stream(codes.q, codes.bits),
             SCALE: codes.scales.reshape(self.scale).contiguous(),
             SHAPE: torch.tensor([self.shape.outputs, self.shape.inputs]),
         }
         if codes.zeros is not None:
-            tensors[ZERO] = pack_compressed_zeros(codes.zeros, codes.bits)
+            tensors[ZERO] = pack_stream(codes.zeros.t(), codes.bits).t().contiguous()
         if codes.groups is not None:
             tensors[INDEX] = codes.groups.to(torch.int32)
         return tensors

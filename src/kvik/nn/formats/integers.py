@@ -25,13 +25,11 @@ from kvik.nn.formats.bits import (
     WORD,
     add_one,
     pack_awq,
-    pack_gptq,
-    pack_gptq_zeros,
     pack_nibbles,
+    pack_stream,
     subtract_one,
     unpack_awq,
-    unpack_gptq,
-    unpack_gptq_zeros,
+    unpack_stream,
 )
 from kvik.spec.stored_weights import StoredScheme
 from kvik.spec.weight_kind import WeightKind
@@ -111,7 +109,7 @@ class Gptq(GroupedFormat):
 
     def codes(self, tensors: Mapping[str, Tensor], rows: slice) -> Codes:
         bits = self.scheme.bits
-        q = unpack_gptq(tensors["qweight"][:, rows], bits)
+        q = unpack_stream(tensors["qweight"][:, rows].t(), bits, self.shape.inputs)
         scales = finite("scales", tensors["scales"][:, rows]).t()
         zeros: Tensor | None = self._zeros(tensors["qzeros"], rows)
         if self.scheme.symmetric:
@@ -126,8 +124,9 @@ class Gptq(GroupedFormat):
         first = rows.start // WORD  # this many outputs fill words with codes of any bits
         bits = self.scheme.bits
         part = words[:, first * bits : -(-rows.stop // WORD) * bits]
-        zeros = unpack_gptq_zeros(add_one(part, bits) if self.scheme.zeros_less_one else part, bits)
-        return zeros[rows.start - first * WORD : rows.stop - first * WORD]
+        part = add_one(part, bits) if self.scheme.zeros_less_one else part
+        zeros = unpack_stream(part, bits, rows.stop - first * WORD)
+        return zeros[:, rows.start - first * WORD :].t().contiguous()
 
     def _index(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """Return the group of each input; None: groups are contiguous."""
@@ -146,12 +145,12 @@ class Gptq(GroupedFormat):
         zeros = codes.zeros
         if zeros is None:
             zeros = torch.full(codes.scales.shape, 2 ** (bits - 1), dtype=torch.uint8)
-        words = pack_gptq_zeros(zeros, bits)
+        words = pack_stream(zeros.t(), bits)
         index = codes.groups
         if index is None:
             index = natural_index(self.shape.inputs, self.groups, codes.q.device)
         return {
-            "qweight": pack_gptq(codes.q, bits),
+            "qweight": pack_stream(codes.q, bits).t().contiguous(),
             "qzeros": subtract_one(words, bits) if self.scheme.zeros_less_one else words,
             "scales": codes.scales.t().to(torch.float16).contiguous(),
             INDEX: index.to(torch.int32),
