@@ -91,18 +91,12 @@ class PackQuantized(GroupedFormat):
             zeros = unpack_stream(words.t(), bits, rows.stop - first * WORD)
             zeros = zeros[:, rows.start - first * WORD :].t().contiguous()
         scales = _scales(tensors[SCALE], rows)
-        return Codes(q, scales, zeros, bits, self._index(tensors))
-
-    def _index(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the group of each input; None: groups are contiguous (also written as all -1)."""
-        if not self.has_index or bool((tensors[INDEX] == -1).all()):
-            return None
-        index = group_index(INDEX, tensors[INDEX], self.groups)
-        if self.scheme.ordered:
-            return index
-        if bool((index.diff() < 0).any()):
-            raise TensorError(INDEX, "must count up, because actorder is not group")
-        return None
+        groups = None
+        if self.has_index and bool((tensors[INDEX] != -1).any()):  # -1: they are contiguous
+            groups = group_index(
+                INDEX, tensors[INDEX], self.groups, self.scheme.ordered, "actorder is not group"
+            )
+        return Codes(q, scales, zeros, bits, groups)
 
     def save(self, codes: Codes) -> dict[str, Tensor]:
         """Return the tensors of a whole layer."""

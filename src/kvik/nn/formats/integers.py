@@ -96,7 +96,6 @@ class Gptq(GroupedFormat):
 
     def tensors(self, dtype: torch.dtype) -> dict[str, StoredTensor]:
         inputs, outputs, bits = self.shape.inputs, self.shape.outputs, self.scheme.bits
-
         words, zeros = (inputs * bits // WORD, outputs), (self.groups, outputs * bits // WORD)
         tensors = {
             "qweight": self.stored(words, torch.int32, OutputAxis(1)),
@@ -117,7 +116,12 @@ class Gptq(GroupedFormat):
                 message = f"must be {2 ** (bits - 1)} everywhere, because sym is true"
                 raise TensorError("qzeros", message)
             zeros = None
-        return Codes(q, scales, zeros, bits, self._index(tensors))
+        groups = None
+        if self.has_index:
+            groups = group_index(
+                INDEX, tensors[INDEX], self.groups, self.scheme.ordered, "desc_act is false"
+            )
+        return Codes(q, scales, zeros, bits, groups)
 
     def _zeros(self, words: Tensor, rows: slice) -> Tensor:
         """Return [rows, groups]."""
@@ -128,17 +132,6 @@ class Gptq(GroupedFormat):
         zeros = unpack_stream(part, bits, rows.stop - first * WORD)
         return zeros[:, rows.start - first * WORD :].t().contiguous()
 
-    def _index(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the group of each input; None: groups are contiguous."""
-        if not self.has_index:
-            return None
-        index = group_index(INDEX, tensors[INDEX], self.groups)
-        if self.scheme.ordered:
-            return index
-        if not torch.equal(index, natural_index(len(index), self.groups, index.device)):
-            raise TensorError(INDEX, "must count up, because desc_act is false")
-        return None
-
     def save(self, codes: Codes) -> dict[str, Tensor]:
         """Return the tensors of a whole layer."""
         bits = codes.bits
@@ -148,18 +141,14 @@ class Gptq(GroupedFormat):
         words = pack_stream(zeros.t(), bits)
         index = codes.groups
         if index is None:
-            index = natural_index(self.shape.inputs, self.groups, codes.q.device)
+            inputs = torch.arange(self.shape.inputs, device=codes.q.device)
+            index = inputs // (self.shape.inputs // self.groups)
         return {
             "qweight": pack_stream(codes.q, bits).t().contiguous(),
             "qzeros": subtract_one(words, bits) if self.scheme.zeros_less_one else words,
             "scales": codes.scales.t().to(torch.float16).contiguous(),
             INDEX: index.to(torch.int32),
         }
-
-
-def natural_index(inputs: int, groups: int, device: torch.device) -> Tensor:
-    """Return the group of each input for contiguous groups."""
-    return torch.arange(inputs, device=device) // (inputs // groups)
 
 
 # AutoAWQ's GEMM layout (awq/modules/linear/gemm.py of AutoAWQ 0.2).
@@ -300,14 +289,21 @@ def finite(name: str, scales: Tensor) -> Tensor:
     return scales
 
 
-def group_index(name: str, index: Tensor, groups: int) -> Tensor:
-    """Return the group of each input, checked.
+def group_index(
+    name: str, index: Tensor, groups: int, ordered: bool, unordered_because: str
+) -> Tensor | None:
+    """Return the group of each input, checked; None: groups are contiguous, as they must be unless
+    `ordered`.
 
     Raises:
-        TensorError: a group does not exist, or groups differ in size.
+        TensorError: a group does not exist, groups differ in size, or are in another order.
     """
     if bool(((index < 0) | (index >= groups)).any()):
         raise TensorError(name, f"must hold groups from 0 to {groups - 1}")
     if bool((index.bincount(minlength=groups) != len(index) // groups).any()):
         raise TensorError(name, f"must give all {groups} groups the same number of inputs")
-    return index
+    if ordered:
+        return index
+    if bool((index.diff() < 0).any()):
+        raise TensorError(name, f"must count up, because {unordered_because}")
+    return None
