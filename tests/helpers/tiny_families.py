@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from helpers import tiny_models
+from helpers.model_cases import MULTIPLIERS
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "Llama": {"hidden_size": 64, "intermediate_size": 96, "attention_bias": True},
@@ -25,13 +26,7 @@ MORE: dict[str, dict[str, Any]] = {
     "StableLm": {**WIDE, "use_parallel_residual": True, "qk_layernorm": True},
     "Cohere": {**WIDE, "logit_scale": 0.3, "use_qk_norm": True},
     "Cohere2": {**HEAD, "num_hidden_layers": 5, "sliding_window": 9},
-    "Granite": {
-        **WIDE,
-        "embedding_multiplier": 3.0,
-        "residual_multiplier": 0.4,
-        "attention_multiplier": 0.2,
-        "logits_scaling": 6.0,
-    },
+    "Granite": {**WIDE, **MULTIPLIERS},
     "Glm4": {
         **HEAD,
         "attention_bias": True,
