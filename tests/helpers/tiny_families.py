@@ -123,6 +123,7 @@ LATENT = {
 YARN = {"rope_theta": 10000.0, "rope_type": "yarn", "original_max_position_embeddings": 32}
 YARN |= {"factor": 4.0}
 EVEN = {"mscale": 1.0, "mscale_all_dim": 1.0}
+CAPS = {"attn_logit_softcapping": 0.2, "final_logit_softcapping": 0.3}
 SEPARATE: dict[str, dict[str, Any]] = {
     "GptOss": {
         **HEAD,
@@ -141,7 +142,7 @@ SEPARATE: dict[str, dict[str, Any]] = {
     "Lfm2": {**WIDE, "layer_types": ["conv", "full_attention", "conv"]},
     "Falcon": {"hidden_size": 64, "ffn_hidden_size": 96},
     "Falcon-two-norms": {"hidden_size": 64, "new_decoder_architecture": True, "num_kv_heads": 2},
-    "Gemma2": {**HEAD, "sliding_window": 9, "query_pre_attn_scalar": 16},
+    "Gemma2": {**HEAD, **CAPS, "sliding_window": 9, "query_pre_attn_scalar": 16},
     "Olmo3": {**WIDE, "num_hidden_layers": 4, "sliding_window": 9},
     "Lfm2Moe": {
         **WIDE,
