@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from helpers.optional_native import NATIVE, needs_native
-from helpers.stored_layers import awq_config, fp8_config, gptq_config
-from helpers.stored_models import save_quantised
+from helpers.stored_layers import gptq_config
+from helpers.stored_models import CONFIGS, save_quantised
 from helpers.tiny_models import save_tiny
 from safetensors.torch import load_file, save_file
 
@@ -93,12 +93,8 @@ def test_an_engine_folder_answers_like_its_model(
     assert answers(str(tmp_path / "engine")) == answers(model, **options)
 
 
-STORED = {
-    "gptq, another order of inputs": gptq_config(desc_act=True, sym=False),
-    "values in more bits than keys": gptq_config(dynamic={"+:.*v_proj": {"bits": 8}}),
-    "awq": awq_config(),
-    "fp8": fp8_config(weight_block_size=[32, 32]),
-}
+STORED = {name: CONFIGS[name] for name in ("gptq-order", "awq", "fp8-blocks")}
+STORED["values in more bits than keys"] = gptq_config(dynamic={"+:.*v_proj": {"bits": 8}})
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.optional_native import needs_native
-from helpers.stored_layers import awq_config, compressed_config, fp8_config, gptq_config
-from helpers.stored_models import save_quantised
+from helpers.stored_models import CONFIGS, save_quantised
 from helpers.tiny_models import LATENT, LLAMA4, save_tiny
 
 from kvik.config.config import EngineConfig
@@ -64,15 +63,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-STORED: dict[str, dict[str, Any]] = {
-    "gptq": gptq_config(),
-    "gptq, another order of inputs": gptq_config(desc_act=True, sym=False),
-    "awq": awq_config(),
-    "packed": compressed_config(symmetric=False, ignore=()),
-    "int8": compressed_config("int-quantized", num_bits=8, strategy="channel", group_size=None),
-    "fp8, blocks": fp8_config(weight_block_size=[32, 32]),
-    "fp8, static": fp8_config(weight_block_size=None, activation_scheme="static"),
-}
+STORED = ("gptq", "gptq-order", "awq", "packed", "int8", "fp8-blocks", "fp8-static")
 
 
 class CountedReads:
@@ -150,7 +141,7 @@ def test_floats(case: str, size: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", STORED)
 def test_quantised_checkpoints(case: str, size: int, tmp_path: Path) -> None:
     save_tiny(tmp_path / "plain", "Qwen2", **SIZES)
-    save_quantised(tmp_path / "plain", tmp_path / "model", tmp_path / "twin", STORED[case])
+    save_quantised(tmp_path / "plain", tmp_path / "model", tmp_path / "twin", CONFIGS[case])
     check(tmp_path / "model", size)
 
 

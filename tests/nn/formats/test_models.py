@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import stored_models
 from helpers.paged_model import PagedModel
 from helpers.stored_layers import (
     NVFP4,
@@ -35,18 +36,14 @@ FP8 = {"num_bits": 8, "type": "float", "group_size": None}
 INT8 = {"num_bits": 8, "group_size": None}
 Q = "model.layers.1.self_attn.q_proj"
 
-CONFIGS: dict[str, dict[str, Any]] = {
-    "awq": awq_config(),
+CONFIGS: dict[str, dict[str, Any]] = stored_models.CONFIGS | {
     "awq-rows": awq_config(group_size=-1),
     "awq-some": awq_config(modules_to_not_convert=["layers.1.self_attn.q_proj", "layers.2.mlp"]),
-    "gptq": gptq_config(),
     "gptq-v2": gptq_config(sym=False, checkpoint_format="gptq_v2"),
     "gptq-asym": gptq_config(sym=False),
     "gptq-3": gptq_config(bits=3),
-    "gptq-8": gptq_config(bits=8),
     "gptq-8-rows": gptq_config(bits=8, group_size=-1),
     "gptq-8-asym": gptq_config(bits=8, sym=False),
-    "gptq-order": gptq_config(desc_act=True, sym=False),
     "gptq-8-order": gptq_config(bits=8, desc_act=True),
     "gptq-head": gptq_config(lm_head=True),
     "gptq-mixed": gptq_config(
@@ -57,7 +54,6 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "packed-head": compressed_config(ignore=()),
     "packed-some": compressed_config(ignore=("re:.*lm_head", Q)),
     "packed-w4a8": compressed_config(activations=True),
-    "int8": compressed_config("int-quantized", **INT8, strategy="channel"),
     "int8-asym": compressed_config("int-quantized", **INT8, strategy="channel", symmetric=False),
     "int8-groups": compressed_config("int-quantized", num_bits=8),
     "int8-one": compressed_config("int-quantized", **INT8, strategy="tensor"),
@@ -67,11 +63,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "fp8-modelopt": modelopt_config(quant_algo="FP8", ignore=["lm_head"]),
     "fp8-one": compressed_config("float-quantized", **FP8, strategy="tensor", activations=True),
     "fp8-rows": compressed_config("naive-quantized", **FP8, strategy="channel"),
-    "fp8-blocks": fp8_config(weight_block_size=[32, 32]),
     "fp8-odd-blocks": fp8_config(weight_block_size=[20, 36]),
     "fp8-cut-blocks": fp8_config(),
     "fp8-e5m2": fp8_config(fmt="e5m2"),
-    "fp8-static": fp8_config(weight_block_size=None, activation_scheme="static"),
     "fp8-old": fp8_config(weight_block_size=None, ignored_layers=["lm_head", Q]),
 }
 
