@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from helpers.optional_native import NATIVE, needs_native
+from helpers.planned import decision
 from helpers.stored_layers import gptq_config
 from helpers.stored_models import CONFIGS, save_quantised
 from helpers.tiny_models import save_tiny
@@ -148,8 +149,8 @@ def test_the_models_own_files_are_copied(tmp_path: Path) -> None:
     with LLM(str(tmp_path / "moved"), num_blocks=64) as llm:
         assert llm.generate(prompt, params)[0].text == text
         assert llm.default_params == defaults
-        reasons = {decision.name: decision.reason for decision in llm.resolved.decisions}
-    assert reasons["dtype"] == reasons["quantization"] == "as the engine folder was built"
+    for name in ("dtype", "quantization"):
+        assert decision(llm.resolved, name)[1] == "as the engine folder was built"
 
 
 def test_a_checkpoint_of_the_bare_trunk(tmp_path: Path) -> None:

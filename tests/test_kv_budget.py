@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.planned import decision
 from helpers.tiny_models import tokens
 from torch import Tensor
 
@@ -44,8 +45,7 @@ def test_budgets_are_off_by_default_and_reported_as_lossy(llm, file, caplog):
     plain = resolve_config(EngineConfig(device="cpu"))
     assert not any(group.budgeted for group in plain.cache.groups)
     assert "kv_budget" not in {decision.name for decision in plain.decisions}
-    decisions = {decision.name: decision.reason for decision in llm.resolved.decisions}
-    assert "lossy" in decisions["kv_budget"]
+    assert "lossy" in decision(llm.resolved, "kv_budget")[1]
     with caplog.at_level(logging.WARNING), LLM(kv_budget=file, device="cpu", threads=1):
         assert any("lossy" in record.getMessage() for record in caplog.records)
 

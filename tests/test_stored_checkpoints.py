@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from helpers.optional_native import needs_native
+from helpers.planned import decision
 from helpers.stored_layers import awq_config, gptq_config
 from helpers.stored_models import CONFIGS, SIZES, save_quantised
 from helpers.tiny_models import GREEDY, greedy_and_scores, save_tiny, tokens
@@ -61,8 +62,7 @@ def test_less_memory_is_planned(plain: Path, tmp_path: Path) -> None:
         found = llm.resolved
     with LLM(str(tmp_path / "twin"), device="cpu", threads=1, num_blocks=32) as llm:
         assert found.memory.weights < 0.5 * llm.resolved.memory.weights
-    reasons = {decision.name: decision.reason for decision in found.decisions}
-    assert reasons["quantization"].endswith("(gptq: 4 bits, in groups of 32)")
+    assert decision(found, "quantization")[1].endswith("(gptq: 4 bits, in groups of 32)")
 
 
 def test_random_weights_are_floats(plain: Path, tmp_path: Path) -> None:

@@ -10,16 +10,19 @@ import importlib.util
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from pathlib import Path
 
 import torch
-from helpers.kernel_cases import CASES, Case, arguments, outputs
+from helpers.compared import check_case
+from helpers.kernel_cases import CASES, Case
 from notes import Notes
 from place import DEVICE, REHEARSED, sized
 from steps import Heads, cache, layout
 from torch import Tensor
+from torch.testing import assert_close
 
 from kvik.attention.base import Attend, AttentionSpec, LayerKV
 from kvik.attention.reference import ReferenceAttention
@@ -29,7 +32,6 @@ from kvik.kernels.triton.ops import triton_ops
 from kvik.spec.visible_keys import Window
 
 ROOT = Path(__file__).resolve().parents[2]
-CPU = torch.device("cpu")
 # The most served dtype comes first.
 DTYPES = sized((torch.bfloat16, torch.float32, torch.float16), (torch.bfloat16,))
 TESTS = ("tests/kernels/triton", "tests/attention/test_triton.py")
@@ -65,27 +67,17 @@ def cases(notes: Notes, part: str, parts: str) -> None:
 
 
 def _case(notes: Notes, ops, case: Case, dtype: torch.dtype, name: str) -> None:
-    expected = outputs(REFERENCE, case, arguments(case, dtype, CPU))
-    found = outputs(ops, case, arguments(case, dtype, DEVICE))
-    rtol, atol = case.tolerance(dtype)
-    wrong = [
-        why
-        for mine, right in zip(found, expected, strict=True)
-        if (why := difference(mine, right, rtol, atol))
-    ]
-    notes.check(name, not wrong, "; ".join(wrong), op=case.op)
+    _check(notes, name, case.op, lambda: check_case(ops, case, dtype, DEVICE))
 
 
-def difference(found: Tensor, expected: Tensor, rtol: float, atol: float) -> str:
-    """Return what is wrong; "": nothing."""
-    if found.shape != expected.shape or found.dtype != expected.dtype:
-        return f"{list(found.shape)} {found.dtype}, not {list(expected.shape)} {expected.dtype}"
-    mine, right = found.detach().cpu().double(), expected.cpu().double()
-    if torch.allclose(mine, right, rtol=rtol, atol=atol, equal_nan=True):
-        return ""
-    off = (mine - right).abs()
-    bad = ~(off <= atol + rtol * right.abs()) & ~(mine.isnan() & right.isnan()) & (mine != right)
-    return f"{int(bad.sum())} of {bad.numel()} off, by at most {off[bad].max().item():.3g}"
+def _check(notes: Notes, name: str, op: str, compare: Callable[[], object]) -> None:
+    """Note whether two results agree: `compare` raises AssertionError if they do not."""
+    wrong = ""
+    try:
+        compare()
+    except AssertionError as error:
+        wrong = " ".join(str(error).split())
+    notes.check(name, not wrong, wrong, op=op)
 
 
 def attention(notes: Notes, part: str, parts: str) -> None:
@@ -135,8 +127,7 @@ def _attention(
     eps = 1e-4 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
     if kept != dtype:
         eps += {torch.float8_e4m3fn: 2e-2, torch.int8: 5e-3, torch.uint8: 4e-2}[kept]
-    wrong = difference(mine, right, eps, eps)
-    notes.check(title, not wrong, wrong, op="attention")
+    _check(notes, title, "attention", lambda: assert_close(mine, right, rtol=eps, atol=eps))
 
 
 def _tensors(kv: LayerKV) -> tuple[Tensor | None, ...]:

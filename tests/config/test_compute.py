@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from helpers.configs import PUBLIC, small
+from helpers.planned import decision
 
 from kvik.config.compute import choose_attention, choose_kernels, settled, torch_prompts
 from kvik.config.config import EngineConfig, Notes, ResolvedConfig
@@ -253,10 +254,6 @@ def llama(head_dim: int = 128) -> ModelSpec:
 
 def plan(spec: ModelSpec | None = None, **options: object) -> ResolvedConfig:
     return resolve(EngineConfig(**options), spec or llama(), PC, "somewhere")
-
-
-def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:
-    return next((d.value, d.reason) for d in resolved.decisions if d.name == name)
 
 
 @pytest.mark.parametrize(

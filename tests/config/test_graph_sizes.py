@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from helpers.configs import PUBLIC
+from helpers.planned import decision, planned
 
 from kvik.config.config import EngineConfig, ResolvedConfig
 from kvik.config.draft_heads import MEDUSA, HeadsSpec
@@ -24,12 +25,7 @@ SPEC = ModelSpec.from_config(PUBLIC["llama-3.2-1b"])
 
 
 def plan(**options: Any) -> ResolvedConfig:
-    return resolve(EngineConfig(**options), SPEC, GPU, "")
-
-
-def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:
-    (found,) = [d for d in resolved.decisions if d.name == name]
-    return found.value, found.reason
+    return planned(SPEC, GPU, **options)
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 64])
@@ -58,10 +54,7 @@ def test_captured_steps_are_planned(max_num_seqs: int) -> None:
 def test_groups_capture_the_same_steps() -> None:
     """Each process has a GPU, for which the plan is made."""
     cards = replace(GPU, gpus=(CARD, replace(CARD, index=1)), native=True)
-    one, two = (
-        resolve(EngineConfig(max_num_seqs=16, tensor_parallel_size=n), SPEC, cards, "")
-        for n in (1, 2)
-    )
+    one, two = (planned(SPEC, cards, max_num_seqs=16, tensor_parallel_size=n) for n in (1, 2))
     assert two.runner.graph_sizes == one.runner.graph_sizes == decoding_sizes(16)
     assert two.runner.graph_memory == one.runner.graph_memory
 
@@ -114,7 +107,7 @@ def test_graphs_that_do_not_fit_are_named(free: int, options: dict[str, Any], ad
 def test_an_engine_without_memory_for_graphs_starts_without_them() -> None:
     def on(free: int) -> ResolvedConfig:
         small = replace(GPU, gpus=(replace(CARD, free_memory=free),))
-        return resolve(EngineConfig(max_num_seqs=64, max_model_len=4096), SPEC, small, "")
+        return planned(SPEC, small, max_num_seqs=64, max_model_len=4096)
 
     crowded = on(42 * GIB // 10)
     assert crowded.runner.graph_sizes == () and crowded.runner.graph_memory == 0

@@ -6,26 +6,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.planned import LARGE, planned, public_spec
 
-from kvik.config.config import EngineConfig, ResolvedConfig
-from kvik.config.hardware import NATIVE_ISAS, Gpu, Hardware
+from kvik.config.config import ResolvedConfig
+from kvik.config.hardware import Gpu
 from kvik.config.parallel import with_ranks
-from kvik.config.resolve import resolve
 from kvik.errors import CapacityError, ConfigError
-from kvik.models.model_spec import ModelSpec
-from kvik.planner.families import public_configs
 from kvik.spec.engine_folder import Built
 
-MACHINE = Hardware("large", 64, 1 << 40, "RAM", frozenset(NATIVE_ISAS["avx2"]), native=True)
+SIZES = {"max_model_len": 4096, "max_num_seqs": 8, "num_blocks": 1000}
 
 
-def planned(model: str, ranks: int, stages: int = 1) -> ResolvedConfig:
-    spec = ModelSpec.from_config(public_configs()[model])
-    options = {"max_model_len": 4096, "max_num_seqs": 8, "num_blocks": 1000, "threads": 8}
-    config = EngineConfig(
-        device="cpu", tensor_parallel_size=ranks, pipeline_parallel_size=stages, **options
-    )
-    return resolve(config, spec, MACHINE, "")
+def divided(model: str, ranks: int, stages: int = 1) -> ResolvedConfig:
+    cut = {"tensor_parallel_size": ranks, "pipeline_parallel_size": stages}
+    return planned(model, device="cpu", threads=8, **cut, **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -37,23 +31,22 @@ def planned(model: str, ranks: int, stages: int = 1) -> ResolvedConfig:
     ],
 )
 def test_the_cache_of_all_processes_is_planned(model: str, ranks: int, times: int) -> None:
-    alone = planned(model, 1).memory.kv_cache
-    assert planned(model, ranks).memory.kv_cache == times * alone
+    alone = divided(model, 1).memory.kv_cache
+    assert divided(model, ranks).memory.kv_cache == times * alone
 
 
 def test_undivided_parts_are_planned_for_each_process() -> None:
     """An untied embedding of 102,400 x 2,048 in bfloat16."""
-    alone, two = (planned("deepseek-v2-lite", ranks).memory for ranks in (1, 2))
+    alone, two = (divided("deepseek-v2-lite", ranks).memory for ranks in (1, 2))
     assert two.overhead - alone.overhead > 102_400 * 2_048 * 2 and two.weights == alone.weights
 
 
 def test_small_matrices_are_whole_in_each_process_of_the_fast_cut() -> None:
     """Latents of 512 + 64 numbers, and 64 experts of all layers but the first, in bfloat16."""
-    spec = ModelSpec.from_config(public_configs()["deepseek-v2-lite"])
     options = {"device": "cpu", "kernels": "torch", "tensor_parallel_size": 2, "threads": 2}
-    sizes = {"max_model_len": 4096, "max_num_seqs": 8, "num_blocks": 1000, "dtype": "bfloat16"}
+    options |= {"dtype": "bfloat16", **SIZES}
     exact, fast = (
-        resolve(EngineConfig(**options, **sizes, tensor_parallel_cut=cut), spec, MACHINE, "").memory
+        planned("deepseek-v2-lite", tensor_parallel_cut=cut, **options).memory
         for cut in ("exact", "fast")
     )
     assert fast.overhead - exact.overhead == 2 * 2048 * (27 * 576 + 26 * 64)
@@ -68,27 +61,26 @@ def test_small_matrices_are_whole_in_each_process_of_the_fast_cut() -> None:
     ],
 )
 def test_layers_are_divided_by_their_bytes(model: str, ends: tuple[int, ...]) -> None:
-    resolved = planned(model, 1, len(ends))
+    resolved = divided(model, 1, len(ends))
     assert resolved.runner.stage_ends == ends and resolved.scheduler.stages == len(ends)
     assert resolved.runner.threads == 8 // len(ends)
 
 
 def test_a_pipeline_has_the_cache_of_one_process_and_the_head_twice() -> None:
     """A table of 128,256 x 2,048 in bfloat16."""
-    alone, two = (planned("llama-3.2-1b", 1, stages).memory for stages in (1, 2))
+    alone, two = (divided("llama-3.2-1b", 1, stages).memory for stages in (1, 2))
     assert two.kv_cache == alone.kv_cache and two.weights == alone.weights
     assert two.overhead - alone.overhead > 128_256 * 2_048 * 2
 
 
 def test_a_model_on_several_machines_is_planned_for_one_of_them() -> None:
     """A machine of 32 GB holds a quarter of 64 GB of weights."""
-    spec = ModelSpec.from_config(public_configs()["qwen2.5-32b"])
     options = {"max_model_len": 1024, "max_num_seqs": 4, "threads": 4, "kv_cache_memory": 1 << 30}
-    config = EngineConfig(device="cpu", pipeline_parallel_size=4, **options)
-    small = replace(MACHINE, memory_limit=32 << 30)
+    options |= {"device": "cpu", "pipeline_parallel_size": 4}
+    asked = "qwen2.5-32b", replace(LARGE, memory_limit=32 << 30)
     with pytest.raises(CapacityError):
-        resolve(config, spec, small, "")
-    memory = resolve(replace(config, distributed_executor_backend="ray"), spec, small, "").memory
+        planned(*asked, **options)
+    memory = planned(*asked, distributed_executor_backend="ray", **options).memory
     assert 15 << 30 < memory.weights < 20 << 30 and memory.total < 32 << 30
 
 
@@ -118,15 +110,14 @@ BY_FIELD: dict[str, dict[str, Any]] = {  # usual options of what a field divides
 )
 def test_what_processes_cannot_share(field, model, options) -> None:
     with pytest.raises(ConfigError, match=f"^{field}: "):
-        config = EngineConfig(**{"device": "cpu", "threads": 64, **BY_FIELD[field], **options})
-        resolve(config, ModelSpec.from_config(public_configs()[model]), MACHINE, "")
+        planned(model, **{"device": "cpu", "threads": 64, **BY_FIELD[field], **options})
 
 
 def test_an_engine_folder_for_other_kernels() -> None:
-    spec = ModelSpec.from_config(public_configs()["llama-3.2-1b"])
-    spec = replace(spec, built=Built("torch", "plain-1", "bfloat16", "none", 1 << 30))
+    built = Built("torch", "plain-1", "bfloat16", "none", 1 << 30)
+    spec = replace(public_spec("llama-3.2-1b"), built=built)
     with pytest.raises(ConfigError, match="must be 1 with an engine folder for torch kernels"):
-        resolve(EngineConfig(tensor_parallel_size=2, threads=8), spec, MACHINE, "")
+        planned(spec, tensor_parallel_size=2, threads=8)
 
 
 # Groups joined by torch.
@@ -154,26 +145,22 @@ GPUS = (H100, replace(H100, index=1, free_memory=70_000_000_000))
 )
 def test_refusals_of_a_group_that_torch_joins(hardware, options, field) -> None:
     common = {"device": "cpu", "kernels": "torch", "threads": 64, "tensor_parallel_size": 2}
-    spec = ModelSpec.from_config(public_configs()["llama-3.2-1b"])
     with pytest.raises(ConfigError, match=f"^{field}: "):
-        resolve(EngineConfig(**{**common, **options}), spec, replace(MACHINE, **hardware), "")
+        planned("llama-3.2-1b", replace(LARGE, **hardware), **{**common, **options})
 
 
 def test_experts_cannot_be_whole_in_a_torch_group() -> None:
-    spec = ModelSpec.from_config(public_configs()["deepseek-v2-lite"])
     options = {"device": "cpu", "kernels": "torch", "threads": 8, "expert_parallel": True}
     with pytest.raises(ConfigError, match="must be false with torch kernels"):
-        resolve(EngineConfig(tensor_parallel_size=2, **options), spec, MACHINE, "")
+        planned("deepseek-v2-lite", tensor_parallel_size=2, **options)
 
 
 def test_each_gpu_of_a_group_is_planned_for_its_share() -> None:
     """With as much memory as the fullest GPU has left."""
-    spec = ModelSpec.from_config(public_configs()["qwen2.5-32b"])
-    options = {"device": "cuda", "max_model_len": 4096, "max_num_seqs": 8, "num_blocks": 512}
-    both = replace(MACHINE, gpus=GPUS)
+    options = {"device": "cuda", **SIZES, "num_blocks": 512}
+    both = replace(LARGE, gpus=GPUS)
     alone, two = (
-        resolve(EngineConfig(tensor_parallel_size=ranks, **options), spec, both, "")
-        for ranks in (1, 2)
+        planned("qwen2.5-32b", both, tensor_parallel_size=ranks, **options) for ranks in (1, 2)
     )
     assert two.runner.fast_cut and not alone.runner.fast_cut
     assert [two.runner.device_of(rank) for rank in range(2)] == ["cuda:0", "cuda:1"]

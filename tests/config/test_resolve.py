@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from helpers.configs import PUBLIC
+from helpers.planned import decision
 from helpers.tiers import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -100,11 +101,6 @@ def test_states_of_a_draft_model_are_planned() -> None:
         config = EngineConfig(**options, spec_model="x")
         found.append(resolve(config, SMALL, pc, "/models/x", source).memory.kv_cache)
     assert found[1] - found[0] == 2 * 4 * 24 * 4 * 8192
-
-
-def decision(resolved: ResolvedConfig, name: str) -> tuple[str, str]:
-    (found,) = [d for d in resolved.decisions if d.name == name]
-    return found.value, found.reason
 
 
 def check(resolved: ResolvedConfig, config: EngineConfig) -> None:
