@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.configs import PUBLIC
+from helpers.planned import planned
 from helpers.public_configs import config, public_shape
 
 from kvik.build import build_engine
@@ -17,7 +18,6 @@ from kvik.config.draft_heads import HeadsSpec, heads_for, shipped_heads
 from kvik.config.hardware import Gpu, Hardware
 from kvik.config.memory import RANK_BYTES, MemoryPlan, StepSize
 from kvik.config.model_source import BUNDLED
-from kvik.config.resolve import resolve
 from kvik.config.speculative import DraftSource
 from kvik.config.units import GIB
 from kvik.errors import ConfigError
@@ -41,6 +41,7 @@ MACHINES = {
 DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 QUANTIZED = [name for name in SCHEMES if name != "none"]
 H200 = find_device("h200")
+REQUESTS = {"max_model_len": 500, "max_num_seqs": 3, "num_blocks": 96}  # of 31.25 blocks of 16
 
 
 def shape(name: str) -> ModelShape:
@@ -53,11 +54,21 @@ def device_of(hardware: Hardware) -> Device:
     return Device("this", "cpu", hardware.memory_limit, None, {})
 
 
-def check_same(planned: Memory, decided: MemoryPlan) -> None:
+def setting(hardware: Hardware, weights: str = "bf16", kv: str = "bf16", **more: Any) -> Setting:
+    """Return the setting of `REQUESTS`, with changes."""
+    asked = {"context": 500, "batch": 3, **more}
+    return Setting(device_of(hardware), weights, kv, hardware=hardware, **asked)
+
+
+def memory_of(model: ModelShape, at: Setting) -> Memory:
+    return MemoryPlanner.of(model, at).memory()
+
+
+def check_same(found: Memory, own: MemoryPlan) -> None:
     """Check that a plan has the bytes of the engine's own."""
-    assert (planned.weights, planned.kv_cache) == (decided.weights, decided.kv_cache)
-    assert (planned.activations, planned.runtime) == (decided.activations, decided.overhead)
-    assert (planned.total, planned.limit) == (decided.total, decided.limit)
+    assert (found.weights, found.kv_cache) == (own.weights, own.kv_cache)
+    assert (found.activations, found.runtime) == (own.activations, own.overhead)
+    assert (found.total, found.limit) == (own.total, own.limit)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -65,23 +76,15 @@ def check_same(planned: Memory, decided: MemoryPlan) -> None:
 @pytest.mark.parametrize("name", ["bundled", "gpt2"])
 def test_a_plan_is_what_the_engine_decides(machine: str, weights: str, name: str) -> None:
     model, hardware = shape(name), MACHINES[machine]
-    assert model.spec is not None
-    device, context, batch = device_of(hardware), 500, 3
     dtype = DTYPES.get(weights, model.dtype)
-    kv = {v: k for k, v in DTYPES.items()}[dtype]
-    wishes = EngineConfig(
-        dtype=dtype,
-        quantization="none" if weights in DTYPES else weights,
-        max_model_len=context,
-        max_num_seqs=batch,
-        num_blocks=batch * 32,  # 500 tokens are 31.25 blocks of 16
-    )
-    decided = resolve(wishes, model.spec, hardware, "").memory
-    at = Setting(device, weights, kv, context, batch, hardware=hardware)
-    planned = MemoryPlanner.of(model, at).memory()
-    check_same(planned, decided)
-    assert MemoryPlanner.of(model, at).total == decided.total
-    assert planned.fits
+    quantization = "none" if weights in DTYPES else weights
+    options = {"dtype": dtype, "quantization": quantization, **REQUESTS}
+    own = planned(model.spec, hardware, **options).memory
+    at = setting(hardware, weights, {v: k for k, v in DTYPES.items()}[dtype])
+    found = memory_of(model, at)
+    check_same(found, own)
+    assert MemoryPlanner.of(model, at).total == own.total
+    assert found.fits
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -93,29 +96,20 @@ def test_the_formats_of_this_machine_are_the_engines(
     """The engine computes fp32 checkpoints in fp32, and fp16 ones in what the CPU has."""
     stored = json.loads((BUNDLED / "config.json").read_text()) | {"dtype": dtype}
     model, hardware = shape_from_config(stored, "m"), CPU_ONLY
-    assert model.spec is not None
-    wishes = EngineConfig(
-        quantization=weights or "none",
-        max_model_len=500,
-        max_num_seqs=3,
-        num_blocks=96,
-        tensor_parallel_size=tp,
-    )
-    decided = resolve(wishes, model.spec, hardware, "").memory
+    options = {"quantization": weights or "none", "tensor_parallel_size": tp, **REQUESTS}
     question = Question(context=500, batch=3, dtype=weights, tp=tp)
-    planned = plan_shape(model, device_of(hardware), question, hardware).memory
-    check_same(planned, decided)
+    found = plan_shape(model, device_of(hardware), question, hardware).memory
+    check_same(found, planned(model.spec, hardware, **options).memory)
 
 
 def test_an_engine_folder_is_planned_as_it_was_built(tmp_path: Path) -> None:
     """Its file is mapped, with the padding between its parts."""
     for built in ({"dtype": "float32"}, {"quantization": "int8"}):
         config = EngineConfig(device="cpu", threads=1, **built)
-        folder, manifest = build_engine(
-            config, tmp_path / next(iter(built)), lambda size, total: None
-        )
-        planned = plan(Question(model=str(folder), context=500)).memory
-        assert planned.weights == manifest.weight_bytes
+        output = tmp_path / next(iter(built))
+        folder, manifest = build_engine(config, output, lambda size, total: None)
+        found = plan(Question(model=str(folder), context=500)).memory
+        assert found.weights == manifest.weight_bytes
 
 
 @pytest.mark.parametrize(
@@ -144,11 +138,10 @@ def test_states_have_room_for_drafts_in_each_part() -> None:
 def test_layers_of_two_shapes_take_the_blocks_of_the_engine() -> None:
     """Two layers without a window share the memory of one with a window."""
     model, hardware = shape("gemma-4-26b-a4b"), replace(CPU_ONLY, memory_limit=400 * GIB)
-    assert model.spec is not None
-    decided = resolve(EngineConfig(kv_cache_dtype="fp8"), model.spec, hardware, "").cache
-    at = Setting(device_of(hardware), "bf16", "fp8", 500, 3, hardware=hardware)
-    planned = MemoryPlanner.of(model, at).cache(StepSize(500, 3, 2048), decided.block_size)
-    sizes = (block_bytes(cache.groups, cache.block_size) for cache in (planned, decided))
+    own = planned(model.spec, hardware, kv_cache_dtype="fp8").cache
+    planner = MemoryPlanner.of(model, setting(hardware, kv="fp8"))
+    found = planner.cache(StepSize(500, 3, 2048), own.block_size)
+    sizes = (block_bytes(cache.groups, cache.block_size) for cache in (found, own))
     assert len(set(sizes)) == 1
 
 
@@ -157,12 +150,11 @@ def test_layers_of_two_shapes_take_the_blocks_of_the_engine() -> None:
 def test_a_simulated_engine_has_the_blocks_of_a_real_one(machine: str, seqs: int) -> None:
     """On a CPU other programs need memory too; no more blocks than all requests can use."""
     model, hardware = shape("bundled"), MACHINES[machine]
-    assert model.spec is not None
-    wishes = EngineConfig(dtype="bfloat16", max_num_seqs=seqs, max_num_batched_tokens=2048)
-    decided = resolve(wishes, model.spec, hardware, "").cache
-    at = Setting(device_of(hardware), "bf16", "bf16", 500, 3, hardware=hardware)
-    planned = MemoryPlanner.of(model, at).cache(StepSize(1024, seqs, 2048), decided.block_size)
-    assert planned.num_blocks == decided.num_blocks
+    options = {"dtype": "bfloat16", "max_num_seqs": seqs, "max_num_batched_tokens": 2048}
+    own = planned(model.spec, hardware, **options).cache
+    planner = MemoryPlanner.of(model, setting(hardware))
+    found = planner.cache(StepSize(1024, seqs, 2048), own.block_size)
+    assert found.num_blocks == own.num_blocks
 
 
 DRAFTERS = {
@@ -179,15 +171,12 @@ DRAFTERS = {
 def test_a_drafter_takes_the_memory_of_the_engines_plan(method: str, machine: str) -> None:
     """Its weights, its part of the cache, its steps, and rows of logits for drafts."""
     model, hardware, source = shape("bundled"), MACHINES[machine], DRAFTERS[method]
-    assert model.spec is not None
-    options = {"max_model_len": 500, "max_num_seqs": 3, "num_blocks": 96, "dtype": "bfloat16"}
-    wishes = EngineConfig(spec_method=method, spec_model="d", **options)
-    decided = resolve(wishes, model.spec, hardware, "", source).memory
-    at = Setting(device_of(hardware), "bf16", "bf16", 500, 3, hardware=hardware)
-    alone, planned = (MemoryPlanner.of(model, a).memory() for a in (at, replace(at, source=source)))
-    assert planned.weights == alone.weights + planned.draft_weights
-    check_same(planned, decided)
-    assert planned.total > alone.total
+    options = {"dtype": "bfloat16", "spec_method": method, "spec_model": "d", **REQUESTS}
+    alone = memory_of(model, setting(hardware))
+    found = memory_of(model, setting(hardware, source=source))
+    assert found.weights == alone.weights + found.draft_weights
+    check_same(found, planned(model.spec, hardware, source, **options).memory)
+    assert found.total > alone.total
 
 
 @pytest.mark.parametrize("kv", ["bf16", "fp8"])
@@ -199,21 +188,12 @@ def test_a_plan_for_gpus_is_what_the_engine_decides(name: str, tp: int, kv: str)
     model = shape(name)
     gpus = tuple(replace(GPU, index=i, free_memory=79 * GIB) for i in range(4))
     hardware = replace(CPU_ONLY, gpus=gpus, cuda_build=True, triton=True)
-    wishes = EngineConfig(
-        dtype="bfloat16",
-        kv_cache_dtype="auto" if kv == "bf16" else kv,
-        max_model_len=1000,
-        max_num_seqs=8,
-        num_blocks=8 * 63,
-        tensor_parallel_size=tp,
-    )
-    assert model.spec is not None
-    decided = resolve(wishes, model.spec, hardware, "").memory
-    at = Setting(device_of(hardware), "bf16", kv, 1000, 8, tp, hardware=hardware)
-    planned = MemoryPlanner.of(model, at).memory()
-    assert planned.weights == decided.weights
-    assert planned.activations == decided.activations
-    assert planned.runtime == decided.overhead
+    options = {"dtype": "bfloat16", "kv_cache_dtype": "auto" if kv == "bf16" else kv}
+    options |= {"max_model_len": 1000, "max_num_seqs": 8, "num_blocks": 8 * 63}
+    own = planned(model.spec, hardware, tensor_parallel_size=tp, **options).memory
+    found = memory_of(model, setting(hardware, kv=kv, context=1000, batch=8, tp=tp))
+    assert (found.weights, found.activations) == (own.weights, own.activations)
+    assert found.runtime == own.overhead
 
 
 def packed(bits: int, *ignored: str, group: int = 128, **more: Any) -> dict[str, Any]:
@@ -246,13 +226,10 @@ def test_a_quantised_checkpoint_counts_as_the_engine_loads_it(
 ) -> None:
     values = {**config("llama-3.2-1b"), "quantization_config": stored}
     hardware, model = MACHINES[machine], shape_from_config(values, "m")
-    assert model.spec is not None
-    wishes = EngineConfig(dtype="bfloat16", max_model_len=500, max_num_seqs=3, num_blocks=96)
-    decided = resolve(wishes, model.spec, hardware, "").memory
-    at = Setting(device_of(hardware), model.stored, "bf16", 500, 3, hardware=hardware)
-    planned = MemoryPlanner.of(model, at).memory()
-    assert planned.weights == decided.weights
-    assert (planned.activations, planned.runtime) == (decided.activations, decided.overhead)
+    own = planned(model.spec, hardware, dtype="bfloat16", **REQUESTS).memory
+    found = memory_of(model, setting(hardware, model.stored))
+    assert found.weights == own.weights
+    assert (found.activations, found.runtime) == (own.activations, own.overhead)
 
 
 @pytest.mark.parametrize(("tp", "pp"), [(1, 1), (2, 1), (3, 1), (1, 2), (2, 2), (1, 4)])
@@ -271,57 +248,49 @@ def test_a_quantised_checkpoint_counts_as_the_engine_loads_it(
 def test_divided_models_have_the_memory_of_the_engines_plan(
     name: str, weights: str, tp: int, pp: int
 ) -> None:
-    model, context, batch = replace(shape(name), dtype="bfloat16"), 500, 3
+    model = replace(shape(name), dtype="bfloat16")
     hardware = replace(CPU_ONLY, cores=8, memory_limit=400 * GIB)
-    wishes = EngineConfig(
-        dtype="bfloat16",
-        quantization="int4" if weights == "int4" else "none",
-        max_model_len=context,
-        max_num_seqs=batch,
-        num_blocks=batch * 32 * (2 if name == "gemma-2-9b" else 1),
-        tensor_parallel_size=tp,
-        pipeline_parallel_size=pp,
-    )
-    assert model.spec is not None
-    decided = resolve(wishes, model.spec, hardware, "").memory
-    at = Setting(device_of(hardware), weights, "bf16", context, batch, tp, pp, hardware=hardware)
-    planned = MemoryPlanner.of(model, at).memory()
-    check_same(planned, decided)
-    parts = MemoryPlanner.of(model, at).parts()
+    quantization = "int4" if weights == "int4" else "none"
+    cut = {"tensor_parallel_size": tp, "pipeline_parallel_size": pp}
+    options = {**REQUESTS, "num_blocks": 96 * (2 if name == "gemma-2-9b" else 1), **cut}
+    own = planned(model.spec, hardware, dtype="bfloat16", quantization=quantization, **options)
+    planner = MemoryPlanner.of(model, setting(hardware, weights, tp=tp, pp=pp))
+    check_same(planner.memory(), own.memory)
+    parts = planner.parts()
     assert len(parts) == (0 if tp * pp == 1 else tp * pp)
     if parts:
-        assert sum(part.total for part in parts) == decided.total
-        repeated = sum(part.weights for part in parts) - decided.weights
+        assert sum(part.total for part in parts) == own.memory.total
+        repeated = sum(part.weights for part in parts) - own.memory.weights
         others = [part.runtime for part in parts]
-        assert repeated + sum(others) == decided.overhead
+        assert repeated + sum(others) == own.memory.overhead
         assert others.count(RANK_BYTES) == tp * pp - 1
 
 
 def test_divisions_that_the_engine_refuses_are_refused() -> None:
     llama = shape("llama-3.2-1b")
     hardware = replace(CPU_ONLY, cores=4)
-    at = Setting(device_of(hardware), "bf16", "bf16", 100, 1, hardware=hardware)
+    at = setting(hardware, context=100, batch=1)
     for change, field, message in (
         ({"tp": 5}, "tp", "must be at most 4, as there are 4 threads, not 5"),
         ({"tp": 2, "pp": 3}, "pp", "must be at most 2, as there are 4 threads, 2 for each stage"),
         ({"pp": 2, "weight_format": "fp16"}, "pp", "must be 1 with torch kernels"),
     ):
         with pytest.raises(ConfigError, match=f"^{field}: .*{message}"):
-            MemoryPlanner.of(llama, replace(at, **change)).memory()
+            memory_of(llama, replace(at, **change))
 
 
 def test_each_stage_of_gpus_is_planned() -> None:
     llama, at = shape("llama-3-70b"), Setting(H200, "bf16", "bf16", 4096, 4, tp=2, pp=3)
     parts = MemoryPlanner.of(llama, at).parts()
     assert [(p.stage, p.layers) for p in parts] == [(0, 26), (1, 28), (2, 26)]
-    memory = MemoryPlanner.of(llama, at).memory()
+    memory = memory_of(llama, at)
     assert memory.weights == max(part.weights for part in parts)
     assert memory.kv_cache == max(part.kv_cache for part in parts)
 
 
 def test_llama_3_70b_by_hand() -> None:
     at = Setting(H200, "bf16", "bf16", 8192, 10, tp=8, utilization=0.5)
-    memory = MemoryPlanner.of(shape("llama-3-70b"), at).memory()
+    memory = memory_of(shape("llama-3-70b"), at)
     assert memory.kv_per_token == 80 * 2 * 128 * 2  # one KV head of eight
     assert memory.kv_per_request == 8192 * 40_960
     assert memory.kv_cache == (10 * 512 + 1) * 16 * 40_960  # one block is never allocated
@@ -341,10 +310,6 @@ def test_the_latent_is_cached_once_and_on_each_device() -> None:
     assert memory.kv_per_request == 4096 * 70_272
 
 
-def fits(at: Setting, model: ModelShape) -> bool:
-    return MemoryPlanner.of(model, at).memory().fits
-
-
 @pytest.mark.parametrize(
     ("name", "weights", "kv", "context", "batch"),
     [
@@ -360,15 +325,15 @@ def test_the_largest_batch_is_the_largest_that_fits(
 ) -> None:
     model = shape(name)
     at = Setting(find_device("a100-40g"), weights, kv, context, batch)
-    memory = MemoryPlanner.of(model, at).memory()
+    memory = memory_of(model, at)
     most = memory.largest_batch
     assert most > 0
-    assert fits(replace(at, batch=most), model)
-    assert not fits(replace(at, batch=most + 1), model)
+    assert memory_of(model, replace(at, batch=most)).fits
+    assert not memory_of(model, replace(at, batch=most + 1)).fits
     longest = MemoryPlanner.of(model, at).longest_context()
-    assert fits(replace(at, context=longest), model)
+    assert memory_of(model, replace(at, context=longest)).fits
     if longest < model.max_context:
-        assert not fits(replace(at, context=longest + 1), model)
+        assert not memory_of(model, replace(at, context=longest + 1)).fits
     assert memory.fits == (batch <= most) == (context <= longest)
 
 
@@ -380,22 +345,19 @@ def test_reserving_the_whole_context_leaves_most_of_it_empty() -> None:
     assert waste.paged == 10 * 7.5 * 131_072  # 0 to 15 tokens of the last block are empty
     assert waste.reserved == 8192 * 131_072
     assert waste.empty == pytest.approx(7 / 8)
-    memory = MemoryPlanner.of(llama, at).memory()
+    memory = memory_of(llama, at)
     assert waste.batch == pytest.approx(memory.largest_batch / 8, abs=2)
-    whole = MemoryPlanner.of(llama, replace(at, context=8192)).kv_waste()
-    assert (
-        whole.empty == 0
-        and whole.batch == MemoryPlanner.of(llama, replace(at, context=8192)).memory().largest_batch
-    )
-    gemma = MemoryPlanner.of(
-        shape("gemma-2-9b"), at
-    ).kv_waste()  # every other layer reserves 4096 tokens at most
+    full = replace(at, context=8192)
+    whole = MemoryPlanner.of(llama, full).kv_waste()
+    assert (whole.empty, whole.batch) == (0, memory_of(llama, full).largest_batch)
+    # Every other layer reserves 4096 tokens at most.
+    gemma = MemoryPlanner.of(shape("gemma-2-9b"), at).kv_waste()
     assert gemma.reserved == 21 * (8192 + 4096) * 2 * 8 * 256 * 2
 
 
 def test_a_plan_that_does_not_fit_is_an_error_with_the_amount() -> None:
     model, at = shape("llama-3-70b"), Setting(H200, "fp32", "bf16", 8192, 1)
-    memory = MemoryPlanner.of(model, at).memory()
+    memory = memory_of(model, at)
     assert not memory.fits
     assert memory.missing == memory.total - memory.limit > 100 * GIB
     assert (memory.largest_batch, MemoryPlanner.of(model, at).longest_context()) == (0, 0)
