@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ from torch import Tensor
 from kvik.attention.base import AttentionBackend, StepLayout
 from kvik.attention.reference import ReferenceAttention
 from kvik.kernels.ops import Ops
-from kvik.kernels.reference.ops import REFERENCE
+from kvik.kernels.reference.ops import REFERENCE, stored_weight
+from kvik.kernels.weights import Matrix, MatrixSpec, Weight
 from kvik.model_files import model_files
 from kvik.models.model_spec import ModelSpec
 from kvik.nn.builder import Builder, MakeStages, no_stages
@@ -146,3 +148,25 @@ class PagedModel:
             block_size=self.block_size,
             state_rows=torch.tensor([MAX_SEQUENCES - 1 - s for s in sequences], dtype=torch.int32),
         )
+
+
+@dataclass
+class Packing:
+    """Records the weights of all matrices, in order."""
+
+    weights: list[Weight] = field(default_factory=list)
+
+    def matrix(self, spec: MatrixSpec) -> Matrix:
+        made = REFERENCE.matrix(spec)
+        self.weights.append(stored_weight(made))
+        return made
+
+    @property
+    def ops(self) -> Ops:
+        return replace(REFERENCE, matrix=self.matrix)
+
+    def loaded_bytes(self, num_parameters: int) -> int:
+        """Return the bytes of a model in bfloat16, all matrices of which are packed."""
+        packed = sum(part.nbytes for one in self.weights for part in one.tensors.values())
+        matrices = sum(weight.outputs * weight.inputs for weight in self.weights)
+        return packed + 2 * (num_parameters - matrices)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers import stored_models
-from helpers.paged_model import PagedModel
+from helpers.paged_model import Packing, PagedModel
 from helpers.stored_layers import (
     NVFP4,
     awq_config,
@@ -25,9 +25,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kvik.kernels.fp8 import round_activations
-from kvik.kernels.reference.ops import REFERENCE, stored_weight
+from kvik.kernels.reference.ops import REFERENCE
 from kvik.kernels.torch_ops import TORCH
-from kvik.kernels.weights import Matrix, MatrixSpec, Weight
+from kvik.kernels.weights import Matrix
 from kvik.nn.checkpoint import INDEX, SINGLE
 from kvik.spec.weight_kind import WeightKind
 
@@ -120,27 +120,11 @@ def test_older_files_of_modelopt_tell_the_format_apart(plain: Path, tmp_path: Pa
 @pytest.mark.parametrize("case", CONFIGS)
 def test_the_plan_counts_the_bytes_that_are_loaded(case: str, plain: Path, tmp_path: Path) -> None:
     save_quantised(plain, tmp_path / "q", tmp_path / "twin", CONFIGS[case])
-    weights: list[Weight] = []
-
-    def matrix(spec: MatrixSpec) -> Matrix:
-        made = REFERENCE.matrix(spec)
-        weights.append(stored_weight(made))
-        return made
-
-    ops = replace(REFERENCE, matrix=matrix)
-    model = PagedModel(tmp_path / "q", ops=ops, dtype=torch.bfloat16)
-    matrices = sum(weight.outputs * weight.inputs for weight in weights)
-    rest = 2 * (model.spec.num_parameters - matrices)
-    loaded = sum(size(weight) for weight in weights) + rest
+    packing = Packing()
+    model = PagedModel(tmp_path / "q", ops=packing.ops, dtype=torch.bfloat16)
+    loaded = packing.loaded_bytes(model.spec.num_parameters)
     assert loaded == model.spec.weight_bytes("bfloat16", "none")
     assert loaded < 2 * model.spec.num_parameters or case in MULTIPLIED_OUT
-
-
-def size(weight: object) -> int:
-    """Return the bytes of all tensors in a weight."""
-    if isinstance(weight, Tensor):
-        return weight.nbytes
-    return sum(size(getattr(weight, f.name)) for f in fields(weight)) if is_dataclass(weight) else 0
 
 
 def test_the_rest_may_be_quantised_at_load(plain: Path, tmp_path: Path) -> None:
