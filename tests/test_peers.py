@@ -60,9 +60,9 @@ def run(loop: EngineLoop, request: EngineRequest, seconds: float = 60.0) -> list
     return deltas
 
 
-def prefill(loop: EngineLoop, name: str, prompt: list[int] = PROMPT) -> PageSource:
+def prefill(loop: EngineLoop, name: str) -> PageSource:
     params = GREEDY.with_changes(max_tokens=1)
-    last = run(loop, EngineRequest(name, prompt, params, lends=True))[-1]
+    last = run(loop, EngineRequest(name, PROMPT, params, lends=True))[-1]
     assert last.page_source is not None
     settle(loop)
     return last.page_source

@@ -39,8 +39,8 @@ class Noted(FreshPrompts):
         return super().attend(q, k, v, prompt, scale)
 
 
-def mixed(least: int = 9, padded: int = 8) -> tuple[TritonAttention, Noted]:
-    prompts = Noted(least, padded)
+def mixed(least: int = 9) -> tuple[TritonAttention, Noted]:
+    prompts = Noted(least, 8)
     return TritonAttention(triton_ops(torch.device("cpu")), prompts), prompts
 
 

@@ -168,9 +168,9 @@ def test_releasing_too_often_is_an_error() -> None:
         pool.release(blocks)
 
 
-def hashes(tokens: list[int], salt: str = "", block_size: int = 2) -> list[bytes]:
+def hashes(tokens: list[int], salt: str = "") -> list[bytes]:
     found: list[bytes] = []
-    extend_hashes(found, tokens, block_size, salt, len(tokens) // block_size)
+    extend_hashes(found, tokens, 2, salt, len(tokens) // 2)
     return found
 
 

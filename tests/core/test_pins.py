@@ -13,26 +13,20 @@ from kvik.core.types import FinishReason, Pin, Request
 MINUTES = 60.0
 
 
-def serve(
-    sim: Simulation,
-    prompt: list[int],
-    *pins: Pin,
-    tenant: str = "",
-    max_tokens: int = 1,
-) -> Request:
+def serve(sim: Simulation, prompt: list[int], *pins: Pin, tenant: str = "") -> Request:
     """Run a single request to its end."""
-    (request,) = sim.add(prompt, max_tokens, tenant=tenant, pins=pins)
+    (request,) = sim.add(prompt, 1, tenant=tenant, pins=pins)
     while not request.finished:
         sim.step()
     sim.now += 0.1
     return request
 
 
-def churn(sim: Simulation, start: int = 1000, tenant: str = "other") -> None:
+def churn(sim: Simulation, start: int = 1000) -> None:
     """Run enough different prompts to evict everything unpinned."""
     for i in range(sim.setup.num_blocks + 1):
         token = start + i
-        serve(sim, [token] * (2 * sim.setup.block_size), tenant=tenant)
+        serve(sim, [token] * (2 * sim.setup.block_size), tenant="other")
 
 
 def cached(sim: Simulation, prompt: list[int]) -> int:
@@ -43,9 +37,9 @@ def cached(sim: Simulation, prompt: list[int]) -> int:
     return found
 
 
-def prompt_of(token: int, blocks: int = 4, size: int = 4) -> list[int]:
+def prompt_of(token: int, blocks: int = 4) -> list[int]:
     """Return a prompt of full blocks and one more token."""
-    return [token] * (blocks * size) + [0]
+    return [token] * (4 * blocks) + [0]
 
 
 @pytest.mark.parametrize("windows", [(None,), (6,), (None, 6), (6, None, 11), (chunks(8), None)])

@@ -22,8 +22,8 @@ from kvik.kernels.torch_ops import TORCH, with_torch_for_others
 NO_TOKENS = torch.empty(0, dtype=torch.int64)
 
 
-def logits_of(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> Tensor:
-    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * scale
+def logits_of(rows: int, vocab: int, scale: float = 3.0) -> Tensor:
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(0)) * scale
 
 
 def weights_of(logits: Tensor) -> Tensor:

@@ -17,9 +17,9 @@ SIMPLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q5_0", "Q5_1")
 K_QUANTS = ("Q4_K", "Q5_K", "Q6_K")
 
 
-def weights(seed: int = 0) -> Tensor:
+def weights() -> Tensor:
     """Return weights with zeros, ties of both signs, halves, and very different magnitudes."""
-    w = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(seed))
+    w = torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(0))
     w[1] = 0.0
     w[2, :32] = torch.tensor([3.0, -3.0]).repeat(16)
     w[3] = (w[3] * 4).round() / 2

@@ -36,9 +36,9 @@ def tokenizer(request: pytest.FixtureRequest, build: Callable[[str], Library]) -
     return Tokenizer(build(request.param))
 
 
-def grammars(tokenizer: Tokenizer | None, padding: int = 40) -> BuiltGrammars:
+def grammars(tokenizer: Tokenizer | None) -> BuiltGrammars:
     size = 0 if tokenizer is None else tokenizer.vocab_size
-    return BuiltGrammars(lambda: tokenizer, size + padding)
+    return BuiltGrammars(lambda: tokenizer, size + 40)
 
 
 def checked(value: object, tokenizer: Tokenizer) -> Constraint:

@@ -74,12 +74,10 @@ def source(where: PageServer | FaultyLine, lease: str = "a") -> PageSource:
     return PageSource("127.0.0.1", port, lease, 96)
 
 
-def fetched(
-    peers: PeerPages, memory: Memory, of: PageSource, keys: list[PageKey] = KEYS
-) -> list[bool]:
+def fetched(peers: PeerPages, memory: Memory, of: PageSource) -> list[bool]:
     """Return which pages arrived, and check their content."""
     came = []
-    for key, page in zip(keys, peers.fetch(of, keys, SIZES), strict=True):
+    for key, page in zip(KEYS, peers.fetch(of, KEYS, SIZES), strict=True):
         came.append(page is not None)
         assert page is None or memory.is_right(KEYS.index(key), page)
     return came

@@ -56,22 +56,16 @@ class EngineClient:
 
     With several engines, the client is ready if at least one is. The server enforces limits of
     queues and rates, so they apply to all engines together. Each engine counts the service that
-    tenants got from the others, so shares are fair across them.
+    tenants got from the others, so shares are fair across them. Times are comparable with those of
+    the engines, as `time.monotonic` counts from the start of the machine in every process.
 
     Args:
         config: of every engine.
         sources: one for each engine.
-        clock: of the engines, which count from the start of the machine, as this process does.
     """
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        sources: Sequence[EngineSource],
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, config: ResolvedConfig, sources: Sequence[EngineSource]) -> None:
         self.config = config
-        self._clock = clock
         self._sinks: list[Sink] = []
         self._changed = asyncio.Event()  # the state
         self._several = len(sources) > 1
@@ -151,7 +145,7 @@ class EngineClient:
             UnavailableError: no engine takes it.
         """
         self._check_id(request)
-        self._send(SentRequest(request, self._hashes(request), self._clock()))
+        self._send(SentRequest(request, self._hashes(request), time.monotonic()))
 
     def end(
         self,
@@ -229,7 +223,9 @@ class EngineClient:
         link = self.links[replica]
         (self._draining.add if drain else self._draining.discard)(replica)
         self.state_changed(link)
-        if drain and self._router.choose((), 0, self._clock()) is not None:  # there is another one
+        if (
+            drain and self._router.choose((), 0, time.monotonic()) is not None
+        ):  # there is another one
             for request_id, sent in link.requests.items():
                 if sent.unfinished:
                     link.send(HandOver(request_id))
@@ -265,7 +261,7 @@ class EngineClient:
 
     def take(self, link: EngineLink, deltas: list[RequestDelta]) -> None:
         """Process the deltas of an engine."""
-        now = self._clock()
+        now = time.monotonic()
         passed_on: list[RequestDelta] = []
         leaving: dict[str, SentRequest] = {}
         for delta in deltas:
@@ -302,11 +298,11 @@ class EngineClient:
         for sent in requests:
             if sent.request_id in waiting:  # it cannot have caused the loss
                 sent.sends -= 1
-            self._router.ended(sent.request_id, self._clock())
+            self._router.ended(sent.request_id, time.monotonic())
             if sent.may_be_sent_again and not self._closing:
                 self._send_again(sent, link)
             else:
-                last += sent.last_deltas(sent.indexes, self._clock(), FinishReason.ERROR, reason)
+                last += sent.last_deltas(sent.indexes, time.monotonic(), FinishReason.ERROR, reason)
         self._give(last)
 
     def state_changed(self, link: EngineLink) -> None:
@@ -368,7 +364,7 @@ class EngineClient:
         if not self._several:  # there is nothing to choose, and no need to know its backlog
             self.links[0].add(sent, again=again)
             return self.links[0]
-        now, size = self._clock(), len(sent.request.prompt_token_ids)
+        now, size = time.monotonic(), len(sent.request.prompt_token_ids)
         while True:
             choice = self._router.choose(sent.hashes, size, now, avoid=avoid)
             if choice is None:
@@ -400,7 +396,7 @@ class EngineClient:
         """Let a request wait for the next engine, until its deadline."""
         self._waiting[sent.request_id] = sent
         if sent.deadline is not None:
-            seconds = max(0.0, sent.deadline - self._clock())
+            seconds = max(0.0, sent.deadline - time.monotonic())
             loop = asyncio.get_running_loop()
             loop.call_later(seconds, self._expire, sent.request_id, sent.deadline)
 
@@ -418,7 +414,7 @@ class EngineClient:
         sent.indexes -= ended
         if not sent.indexes:
             del self._waiting[sent.request_id]
-        deltas = sent.last_deltas(ended, self._clock(), reason, error)
+        deltas = sent.last_deltas(ended, time.monotonic(), reason, error)
         asyncio.get_running_loop().call_soon(self._give, deltas)
 
     def _take_waiting(self) -> list[SentRequest]:
@@ -427,7 +423,7 @@ class EngineClient:
 
     def _continue(self, sent: SentRequest, previous: EngineLink) -> None:
         """Let another engine continue a request whose unfinished outputs were all handed over."""
-        now, handed = self._clock(), [h for h in sent.handed if h.index not in sent.endings]
+        now, handed = time.monotonic(), [h for h in sent.handed if h.index not in sent.endings]
         del previous.requests[sent.request_id]
         self._router.ended(sent.request_id, now)
         if self._closing:
@@ -445,7 +441,7 @@ class EngineClient:
         self._give(last)
 
     def _fail(self, sent: SentRequest, reason: str) -> None:
-        self._give(sent.last_deltas(sent.indexes, self._clock(), FinishReason.ERROR, reason))
+        self._give(sent.last_deltas(sent.indexes, time.monotonic(), FinishReason.ERROR, reason))
 
     async def _views(self) -> list[LiveView | None]:
         async def view(link: EngineLink) -> LiveView | None:
