@@ -90,11 +90,14 @@ def tokens(model: Path, graphs: int | None = None, **options: Any) -> list[list[
 
 
 @contextmanager
-def captured(*sizes: GraphSize, by: Sequence[Again] = ()) -> Iterator[Sequence[Again]]:
+def captured(
+    *sizes: GraphSize, by: Sequence[Again] = (), drafting: Sequence[GraphSize] = ()
+) -> Iterator[Sequence[Again]]:
     """Let an engine that is made in the context replay steps of some sizes.
 
     Args:
         by: the capturer of each of its processes; (): of one process, a new one.
+        drafting: sizes of steps that draft.
 
     Yields:
         The capturers.
@@ -107,6 +110,7 @@ def captured(*sizes: GraphSize, by: Sequence[Again] = ()) -> Iterator[Sequence[A
     ) -> platforms.Platform:
         choice: dict[str, Any] = {"kernels": "triton", "attention_backend": "triton"}
         choice |= {"graph_sizes": sizes, "graph_memory": ROOMY}
+        choice |= {"draft_graph_sizes": tuple(drafting)}
         config = replace(config, runner=replace(config.runner, **choice))
         return platforms.TritonPlatform(config, setup)
 
@@ -120,7 +124,7 @@ def captured(*sizes: GraphSize, by: Sequence[Again] = ()) -> Iterator[Sequence[A
         )  # has tests of its own
         patch.setattr(triton_warm_ups, "rules", lambda *args: WarmUp(()))
         yield by
-    assert {len(again.captured) for again in by} == {len(sizes)}
+    assert {len(again.captured) for again in by} == {len(sizes) + len(drafting)}
 
 
 @pytest.fixture
@@ -189,6 +193,19 @@ def test_steps_with_drafts_say_the_same(kind, model, monkeypatch) -> None:
         assert tokens(model, 2, **options) == expected
     assert again.replayed >= 3
     assert eager and not any(eager)
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value", "ignore:divide by zero")
+def test_steps_of_the_models_own_head_say_the_same(model) -> None:
+    config = small(architectures=["MiMoForCausalLM"], num_hidden_layers=1)
+    (model / "config.json").write_text(json.dumps(config))
+    options: dict[str, Any] = {"speculative_config": {"method": "mtp", "adaptive": False}}
+    options |= {"spec_tokens": 2, "max_num_batched_tokens": 4 + 2 * ROOM}
+    expected = tokens(model, attention_backend="reference")
+    with captured(DECODING, drafting=[DECODING]) as (again,):
+        assert tokens(model, 2, **options) == expected
+    assert again.replayed >= 6
 
 
 class Called(Again):

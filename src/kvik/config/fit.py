@@ -21,6 +21,7 @@ from kvik.config.memory import (
     StepSize,
 )
 from kvik.config.speculative import (
+    CACHING_METHODS,
     DEFAULT_TOKENS,
     OFF,
     DraftSource,
@@ -307,7 +308,8 @@ class Fit:
         if footprint.graph_memory == 0 and (sizes or drafting):
             notes.add("cuda_graphs", "none", ASKED if config.graph_memory == 0 else NO_GRAPHS)
         elif sizes or drafting:
-            draft_graphs = f"{len(drafting)} of the {'heads' if footprint.heads else 'draft model'}"
+            of_heads = footprint.heads or footprint.spec.predictor
+            draft_graphs = f"{len(drafting)} of the {'heads' if of_heads else 'draft model'}"
             value, replayed = draft_graphs, "drafts are made by replaying them"
             if sizes:
                 value = f"{len(sizes)} sizes up to {max(graph.rows for graph in sizes)} requests"
@@ -555,8 +557,8 @@ def choose_speculation(
         num_draft_tokens=limit,
         max_draft_rows=size.max_draft_rows,
         adaptive=options.adaptive,
-        # A draft model writes ahead in blocks shared with the target.
-        num_lookahead_tokens=limit if options.method == "draft_model" else 0,
+        # Drafts are written ahead in blocks shared with the target.
+        num_lookahead_tokens=limit if options.method in CACHING_METHODS else 0,
         source=source,
         draft_step=size.of_draft_model,
         draft_group=_shared_group(groups) if source.spec is not None else 0,

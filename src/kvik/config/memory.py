@@ -288,7 +288,7 @@ class Footprint:
     @cached_property
     def _stage_layers(self) -> list[range]:
         runs = [stage.layers for stage in PipelineStage.all_of(self.stage_ends)]
-        return runs or [range(self.spec.num_layers)]
+        return runs or [range(len(self.spec.cached_layers))]
 
     @cached_property
     def _state_bytes(self) -> int:
@@ -356,6 +356,7 @@ class Footprint:
         peak *= self._processes  # counts shared memory once per process
         peak += size.max_num_batched_tokens * self.output_bytes
         drafting = self._drafting(size, self.draft) if self.draft else 0
+        drafting += self._predicting(size) if self.spec.predictor else 0
         if self.heads:
             drafting += self.heads.step(min(size.max_num_seqs, size.max_draft_rows))
         return peak + drafting
@@ -411,6 +412,8 @@ class Footprint:
         rows, tokens = size.of_draft_model.max_num_seqs, size.of_draft_model.max_num_batched_tokens
         if self.heads is not None:
             return heads_sizes(rows)
+        if self.spec.predictor is not None and self._captured_steps:
+            return decoding_sizes(rows)
         if self.draft is None or not self.draft._captured_steps:
             return ()
         return decoding_sizes(rows) + catching_up_sizes(rows, tokens)
@@ -430,8 +433,8 @@ class Footprint:
             total += self._captured((decoding, *judging), count, size)
         if self.heads is not None and drafting:
             total += self.heads.step(drafting[-1].rows) + len(drafting) * self.heads.graph
-        elif self.draft is not None and drafting:
-            total += self.draft._captured(drafting, len(drafting), size)
+        elif drafting:
+            total += (self.draft or self)._captured(drafting, len(drafting), size)
         return total
 
     def _captured(self, sizes: tuple[GraphSize, ...], count: int, size: StepSize) -> int:
@@ -452,11 +455,22 @@ class Footprint:
 
     def _drafting(self, size: StepSize, draft: Footprint) -> int:
         """Return a step of the draft model, its rotary positions, and the distributions of its
-        drafts: kept until they are verified, and twice while they are concatenated."""
-        small = size.of_draft_model
+        drafts."""
         tables = _position_tables(draft.spec, size.max_model_len)
-        drawn = (2 * size.max_draft_rows + small.max_num_seqs) * self.spec.vocab_size * 4
-        return draft.activations(small) + tables + drawn
+        return draft.activations(size.of_draft_model) + tables + self._drawn(size)
+
+    def _drawn(self, size: StepSize) -> int:
+        """Return the distributions of drafts: kept until they are verified, and twice while they
+        are concatenated."""
+        rows = 2 * size.max_draft_rows + size.of_draft_model.max_num_seqs
+        return rows * self.spec.vocab_size * 4
+
+    def _predicting(self, size: StepSize) -> int:
+        """Return what the model's own head takes in a step: its inputs and hidden states, its tape,
+        and the distributions of its drafts. Its weights, keys and values are those of a layer."""
+        states = size.max_num_batched_tokens * self.spec.hidden_size * self._item
+        tape = self._tape(replace(size, max_draft_rows=0)) if self._taped else 0
+        return 5 * states + tape + self._drawn(size)
 
     def _pooling(self, size: StepSize) -> int:
         """Vectors of prompts, in host memory."""

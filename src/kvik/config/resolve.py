@@ -41,7 +41,7 @@ from kvik.config.parallel import (
     stage_weights,
     stages_reason,
 )
-from kvik.config.speculative import NO_SOURCE, DraftSource, SpeculativeConfig
+from kvik.config.speculative import MTP, NO_SOURCE, DraftSource, SpeculativeConfig
 from kvik.config.units import show_bytes
 from kvik.core.config import CacheConfig, SchedulerConfig, TierSizes
 from kvik.errors import CapacityError, ConfigError
@@ -99,7 +99,7 @@ def resolve(
     limit = replica_limit(total, replicas, compute, hardware, mapped) if replicas > 1 else total
     ends = stage_ends(config, spec, compute)
     if requested is not None:
-        spec = as_drafting(requested, spec, ends, source)
+        spec = as_drafting(requested, spec, ends, source, config.tensor_parallel_size)
     footprint = footprint_of(config, spec, hardware, compute, mapped)
     # Processes share the mapped pages of an engine folder.
     repeated = repeated_bytes(config, spec, compute) if mapped is None else 0
@@ -224,13 +224,19 @@ def _of_fullest(limit: Limit, config: EngineConfig, compute: Compute, hardware: 
 
 
 def as_drafting(
-    options: SpeculativeConfig, spec: ModelSpec, ends: tuple[int, ...], source: DraftSource
+    options: SpeculativeConfig,
+    spec: ModelSpec,
+    ends: tuple[int, ...],
+    source: DraftSource,
+    ranks: int = 1,
 ) -> ModelSpec:
-    """Return the model with room for drafts in its states.
+    """Return the model with room for drafts in its states, and with its own head if that drafts.
 
     Raises:
         ConfigError: the model does not support this method.
     """
+    if options.method == MTP:
+        spec = _predicting(spec, ends, ranks)
     if ends and options.method == EAGLE:
         raise ConfigError("pipeline_parallel_size", f"must be 1 with {EAGLE}: it reads embeddings")
     drafts = draft_tokens(options)
@@ -241,6 +247,27 @@ def as_drafting(
         for layer in spec.layers
     )
     return replace(spec, layers=tuple(layers))
+
+
+def _predicting(spec: ModelSpec, ends: tuple[int, ...], ranks: int) -> ModelSpec:
+    """Return the model with its head for multi-token prediction.
+
+    Raises:
+        ConfigError: it has none, or it cannot be used.
+    """
+    reason = None
+    if spec.family.predictor is None:
+        reason = f"kvik knows no head of {spec.architecture} that predicts further tokens"
+    elif spec.built is not None:
+        reason = "an engine folder has no such head"
+    elif any(layer.budget for layer in spec.layers):
+        reason = "it reads all keys, of which kv_budget drops some"
+    if reason is not None:
+        raise ConfigError("spec_method", f"must be another one than {MTP}: {reason}")
+    for name, processes in (("tensor_parallel_size", ranks), ("pipeline_parallel_size", len(ends))):
+        if processes > 1:
+            raise ConfigError(name, f"must be 1 with {MTP}: one process reads all hidden states")
+    return replace(spec, predictor=spec.family.predictor)
 
 
 def _threads_reason(config: EngineConfig, hardware: Hardware) -> str:

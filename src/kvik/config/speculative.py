@@ -21,10 +21,15 @@ from kvik.spec.weights import SCHEMES
 SPECULATION_OPTIONS = ("speculative_config", "spec_method", "spec_model", "spec_tokens")
 OFF = "off"
 FORCED = "forced"  # only tokens that a grammar forces, which all methods except trees draft first
-# Methods with a draft model or heads; methods that need none.
-MODEL_METHODS, LOOKUP_METHODS = ("draft_model", "medusa", "eagle"), ("ngram", "suffix", FORCED)
+MTP = "mtp"  # the model's own head for multi-token prediction
+# Methods with a draft model or heads in another folder; methods that need none.
+MODEL_METHODS = ("draft_model", "medusa", "eagle")
+OWN_METHODS = ("ngram", "suffix", FORCED, MTP)
 TREE_METHODS = ("medusa", "eagle")
-METHODS = (*MODEL_METHODS, *LOOKUP_METHODS, OFF)
+# Methods that store keys and values of drafts, and sample drafts if the tokens of their request
+# are sampled.
+CACHING_METHODS = ("draft_model", MTP)
+METHODS = (*MODEL_METHODS, *OWN_METHODS, OFF)
 # Facts of the options that apply to one method only.
 DRAFT_MODEL_ALONE, NGRAM_ALONE, SUFFIX_ALONE = (
     {"methods": (method,)} for method in ("draft_model", "ngram", "suffix")
@@ -38,6 +43,7 @@ DEFAULT_TOKENS: Mapping[str, int] = {
     FORCED: 16,
     "medusa": 16,  # nodes of its tree
     "eagle": 5,
+    MTP: 3,
 }
 
 
@@ -153,7 +159,7 @@ class ResolvedSpeculation:
     @property
     def draws(self) -> bool:
         """Whether drafts are sampled if the tokens of their request are."""
-        return self.method == "draft_model"
+        return self.method in CACHING_METHODS
 
 
 def merge_speculation(
@@ -193,7 +199,7 @@ def merge_speculation(
         )
     if options.method == "draft_model" and not options.model:
         raise ConfigError("spec_model", "must name a draft model for the method draft_model")
-    if options.method in LOOKUP_METHODS and options.model:
+    if options.method in OWN_METHODS and options.model:
         raise ConfigError("spec_model", f"must be left out: {options.method} needs no model")
     return options
 

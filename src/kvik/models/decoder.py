@@ -24,6 +24,7 @@ from kvik.spec.declare import (
     PositionTable,
     Role,
 )
+from kvik.spec.layers import PredictorSpec
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -317,6 +318,9 @@ class Decoder:
             self.lm_head = builder.lm_head(
                 head, self.embed, bias=spec.head_bias, softcap=spec.scales.logits_cap
             )
+        self.predictor: Predictor | None = None
+        if spec.predictor is not None:
+            self.predictor = Predictor(spec, builder, spec.predictor, self, make_layer)
 
     def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
         """ids [tokens] -> hidden [tokens, hidden]."""
@@ -350,6 +354,76 @@ class Decoder:
         """hidden [rows, hidden] -> [rows, vocab] fp32; an encoder has none."""
         assert self.lm_head is not None
         return self.lm_head(hidden)
+
+
+class Predictor:
+    """The head of a model that predicts the token after the next one; see `PredictorSpec`.
+
+    A forward reads tokens and hidden states from `inputs`, because no operation joins two tensors;
+    its hidden state may take the place of the model's to predict one more token.
+
+    Attributes:
+        inputs: [most tokens of a step, 2 * hidden], which the worker allocates.
+    """
+
+    def __init__(
+        self,
+        spec: ModelFacts,
+        builder: LayerBuilder,
+        names: PredictorSpec,
+        model: Decoder,
+        make_layer: MakeLayer,
+    ) -> None:
+        inner, hidden = builder.at(names.scope.format(spec.num_layers)), spec.hidden_size
+        norm = layer_norms(spec, inner, names.offset)
+        self.norms = norm(names.embedding), norm(names.hidden)
+        self.join = inner.linear(names.join, 2 * hidden, hidden, bias=False)
+        block = inner.at(names.layer) if names.layer else inner
+        self.layer = make_layer(
+            replace(spec, layers=spec.cached_layers, predictor=None), block, spec.num_layers
+        )
+        self.norm = norm(names.norm)
+        self.hidden_first = names.hidden_first
+        self.model = model
+        self.turned = model.turned[spec.last_attending]
+        self.inputs: Tensor | None = None
+
+    def read(self, ids: Tensor, hidden: Tensor) -> None:
+        """Set the inputs of the next forward.
+
+        Args:
+            ids: [tokens]. hidden: [tokens, hidden], the hidden states of the tokens before them.
+        """
+        assert self.inputs is not None
+        parts = [self.norms[0](self.model.embed(ids)), self.norms[1](hidden)]
+        width = hidden.shape[1]
+        for i, part in enumerate(parts[::-1] if self.hidden_first else parts):
+            self.inputs[: len(ids), i * width : (i + 1) * width].copy_(part)
+
+    def forward(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens], which only give their number -> hidden [tokens, hidden]."""
+        return self.leave(self.blocks(self.enter(ids, ctx), ctx))
+
+    def enter(self, ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """ids [tokens] -> the joined inputs, [tokens, hidden]."""
+        assert self.inputs is not None
+        return self.join(self.inputs[: len(ids)], ctx)
+
+    def token_inputs(self, ids: Tensor, x: Tensor, ctx: ForwardContext) -> Tensor | None:
+        return None
+
+    def blocks(self, x: Tensor, ctx: ForwardContext, span: slice = ALL) -> Tensor:
+        """Take x [tokens, hidden] through the layer."""
+        rope = None if self.turned is None else self.model.ropes[self.turned].at(ctx.positions)
+        return self.layer(x, rope, ctx)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] after the layer -> normalised."""
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] -> [rows, vocab] fp32, by the model's head."""
+        return self.model.logits(hidden)
 
 
 def text_decoder(

@@ -18,7 +18,7 @@ from kvik.spec.declare import (
 )
 from kvik.spec.experts import MAX_EXPERTS, Router, corrected_router, read_experts, read_groups
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LatentSpec, latent_layers
+from kvik.spec.layers import LatentSpec, PredictorSpec, latent_layers
 from kvik.spec.model import ModelFacts
 
 if TYPE_CHECKING:
@@ -180,6 +180,7 @@ DEEPSEEK3 = replace(
         read_experts, router=corrected_router, shared="n_shared_experts", first_dense=3
     ),
     mlp_bias=False,
+    predictor=PredictorSpec(),
     defaults={
         "n_shared_experts": 1,
         "n_routed_experts": 256,

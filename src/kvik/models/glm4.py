@@ -19,7 +19,7 @@ from kvik.models.decoder import (
 from kvik.models.qwen3 import Qwen3Attention
 from kvik.spec.declare import Architecture, LayerBuilder
 from kvik.spec.experts import corrected_router, read_experts
-from kvik.spec.layers import rotary_layers
+from kvik.spec.layers import PredictorSpec, rotary_layers
 from kvik.spec.model import ModelFacts
 
 # Gate and up are one matrix.
@@ -81,6 +81,7 @@ GLM4_MOE = Architecture(
     ),
     qkv_bias="attention_bias",
     qk_norm="use_qk_norm",
+    predictor=PredictorSpec(),
     defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     eos_token_ids=(151329, 151336, 151338),
     gguf="glm4moe",

@@ -8,7 +8,12 @@ from functools import partial
 
 from kvik.models.decoder import Decoder, text_decoder
 from kvik.spec.declare import Architecture, LayerBuilder
-from kvik.spec.layers import optional_rotary_layers, switched_layers, windowed_layers
+from kvik.spec.layers import (
+    PredictorSpec,
+    optional_rotary_layers,
+    switched_layers,
+    windowed_layers,
+)
 from kvik.spec.model import ModelFacts
 
 LLAMA = Architecture(
@@ -107,7 +112,20 @@ def mimo(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
 
 # MiMo (Xiaomi 2025, arXiv 2505.07608).
 MIMO = replace(
-    QWEN2, name="MiMoForCausalLM", model_type="mimo", models="MiMo 7B", make=mimo, gguf=None
+    QWEN2,
+    name="MiMoForCausalLM",
+    model_type="mimo",
+    models="MiMo 7B",
+    make=mimo,
+    predictor=PredictorSpec(
+        "model.mtp_layers.0",
+        "token_layernorm",
+        "hidden_layernorm",
+        "input_proj",
+        norm="final_layernorm",
+        hidden_first=True,
+    ),
+    gguf=None,
 )
 # SmolLM3 (Bakouch et al. 2025): every fourth layer has no positions (NoPE).
 SMOLLM3 = Architecture(

@@ -25,7 +25,7 @@ from kvik.spec.declare import (
 from kvik.spec.experts import normalised_router, read_experts, softmax_router
 from kvik.spec.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from kvik.spec.kv import MAX_TAPS, StateSpec
-from kvik.spec.layers import LINEAR, LayerSpec, layer_types, layers_with_states
+from kvik.spec.layers import LINEAR, LayerSpec, PredictorSpec, layer_types, layers_with_states
 from kvik.spec.model import ModelFacts
 from kvik.spec.rope import read_rope
 
@@ -206,7 +206,7 @@ Qwen35Layer = partial(PreNormLayer, attention=mixer, feed=shared_experts, offset
 
 
 def qwen3_5(spec: ModelFacts, builder: LayerBuilder) -> Decoder:
-    """Return the text model; draft layers and the image encoder are not read."""
+    """Return the text model; the image encoder is not read."""
     builder.skip("mtp", "visual", "model.visual")
     return Decoder(spec, builder, Qwen35Layer, last_norm, ("model.language_model", "model"))
 
@@ -248,6 +248,15 @@ QWEN3_5 = Architecture(
     qk_norm=True,
     wiring=lambda fields: BY_VALUE_HEAD if fields.boolean(SEPARATE, False) else "",
     head_dim=256,
+    predictor=PredictorSpec(
+        "mtp",
+        "pre_fc_norm_embedding",
+        "pre_fc_norm_hidden",
+        "fc",
+        layer="layers.0",
+        norm="norm",
+        offset=1.0,
+    ),
     gguf="qwen35",
     gguf_names=GGUF_NAMES,
     gguf_rows=rows_by_value_head,

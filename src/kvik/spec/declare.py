@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 from kvik.spec.fields import Fields
-from kvik.spec.layers import LatentSpec, LayerRule, QueryScale, rotary_layers
+from kvik.spec.layers import LatentSpec, LayerRule, PredictorSpec, QueryScale, rotary_layers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,6 +113,8 @@ class Architecture:
         rms_norm: RMSNorm, else LayerNorm with biases.
         gated_mlp: down(act(gate(x)) * up(x)), else down(act(up(x))).
         rotary: rotary positions, else learned ones.
+        predictor: its checkpoints may have this head that drafts; None: none, or kvik does not know
+            it.
         pooled: reads how it makes vectors or scores, from config.json, the width of hidden states
             and their eps; None: other files may say it.
         skips_padding: rows of the table of positions up to row `pad_token_id` are never read.
@@ -162,6 +164,7 @@ class Architecture:
     rms_norm: bool = True
     gated_mlp: bool = True
     rotary: bool = True
+    predictor: PredictorSpec | None = None
     pooled: Callable[[Fields, int, float], PoolingSpec] | None = None
     skips_padding: bool = False
     tied: bool = False

@@ -121,6 +121,32 @@ class LayerSpec:
     budget: Budget | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PredictorSpec:
+    """A head that predicts the token after the next one (DeepSeek-V3, arXiv 2412.19437, section
+    2.2): a matrix joins the hidden state of a token with the embedding of the next one, and a layer
+    like the model's last one with attention follows. Embedding and output are the model's.
+
+    Attributes:
+        scope: of its names; {} is the model's number of layers.
+        embedding, hidden: norms of the parts that are joined.
+        join: the matrix.
+        layer: scope of the layer; "": none.
+        norm: norm after the layer.
+        hidden_first: the matrix reads the hidden state before the embedding.
+        offset: of the norms' gains.
+    """
+
+    scope: str = "model.layers.{}"
+    embedding: str = "enorm"
+    hidden: str = "hnorm"
+    join: str = "eh_proj"
+    layer: str = ""
+    norm: str = "shared_head.norm"
+    hidden_first: bool = False
+    offset: float = 0.0
+
+
 # config.json, number of layers, trained positions -> the layers. Raises `ModelError`.
 LayerRule = Callable[[Fields, int, int], tuple[LayerSpec, ...]]
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from kvik.errors import ParamError
 from kvik.spec.engine_folder import Built
 from kvik.spec.kv import STATE_BYTES, KVCacheSpec, StateSpec
-from kvik.spec.layers import LatentSpec, LayerSpec, QueryScale
+from kvik.spec.layers import LatentSpec, LayerSpec, PredictorSpec, QueryScale
 from kvik.spec.pooling import PoolingSpec
 from kvik.spec.rope import RopeSpec
 from kvik.spec.stored_weights import StoredQuantization, StoredScheme
@@ -119,6 +119,7 @@ class ModelFacts:
     token_types: int = 1  # token types (BERT's segments)
     pooling: PoolingSpec | None = None  # how it makes vectors or scores; None: its files do not say
     fallback: FallbackFacts | None = None  # set if transformers runs the model
+    predictor: PredictorSpec | None = None  # its head that drafts; None: none, or it is not used
 
     @cached_property
     def encoder(self) -> bool:
@@ -140,6 +141,18 @@ class ModelFacts:
     @property
     def num_layers(self) -> int:
         return len(self.layers)
+
+    @cached_property
+    def last_attending(self) -> int:
+        """The last layer with attention."""
+        return max(i for i, layer in enumerate(self.layers) if layer.state is None)
+
+    @cached_property
+    def cached_layers(self) -> tuple[LayerSpec, ...]:
+        """The layers that may store keys and values: all, then that of the head that drafts."""
+        if self.predictor is None:
+            return self.layers
+        return (*self.layers, self.layers[self.last_attending])
 
     @property
     def windows(self) -> tuple[Window | None, ...]:
@@ -246,7 +259,7 @@ class ModelFacts:
             return [first, *[None] * (self.num_layers - 1)]
         return [
             self._kv_spec(layer, dtype_bytes, 1 + readers[index])
-            for index, layer in enumerate(self.layers)
+            for index, layer in enumerate(self.cached_layers)
         ]
 
     def _kv_spec(self, layer: LayerSpec, dtype_bytes: int, readers: int) -> KVCacheSpec | None:

@@ -98,6 +98,11 @@ class Speculator(Participant[None]):
     def read(self, step: RunningStep, launched: None) -> None:
         """Record which drafts of a step were accepted, and propose those of the next one."""
         batch = step.batch
+        assert step.output is not None
+        try:
+            self.drafter.read_step(batch, step.output.hidden)
+        except Exception:
+            self._complain()
         rows = len(batch.sampling_rows)
         if rows:
             seconds = self.clock() - step.started

@@ -13,6 +13,7 @@ from kvik.frozen import frozen
 
 if TYPE_CHECKING:
     from kvik.worker.draft_tree import DraftTree
+    from kvik.worker.input_batch import InputBatch
 
 
 @frozen
@@ -92,6 +93,14 @@ class Drafter:
 
     def leave(self, slot: int) -> None:
         """Forget the request of this slot, which ended or was preempted."""
+
+    def read_step(self, batch: InputBatch, hidden: Tensor) -> None:
+        """Read a finished step, before proposals for its requests.
+
+        Args:
+            batch: of the step; the tables know its results.
+            hidden: [tokens, hidden], normalised.
+        """
 
     def propose(self, rows: DraftRows) -> Drafts:
         return Drafts.of([()] * len(rows.slots))

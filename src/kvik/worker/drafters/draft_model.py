@@ -45,7 +45,10 @@ class DraftNetwork:
         max_context: most positions of the model.
         has_states: some layers keep a state.
         mappings, block_tables: names of the inputs of each KV group.
+        ahead: how many places the token that is read is ahead of its place in the cache.
     """
+
+    ahead = 0
 
     def __init__(
         self,
@@ -148,7 +151,8 @@ class Forwards:
         else:
             owners[:total] = slots.repeat(chunks)
             np.add((computed - starts[:-1]).repeat(chunks), np.arange(total), out=places[:total])
-        self._tokens = table.token_ids[owners[:total], places[:total]].astype(np.int64)
+        tokens_at = places[:total] + network.ahead
+        self._tokens = table.token_ids[owners[:total], tokens_at].astype(np.int64)
         if alike and depth:
             np.add(ends, np.arange(depth - 1)[:, None], out=places[total:].reshape(-1, count))
             owners[total:].reshape(-1, count)[...] = slots
@@ -170,8 +174,11 @@ class Forwards:
         self._used = 0  # places used so far
         self._forwards = 0  # forwards run so far
 
-    def first(self) -> StepOutput:
+    def first(self, tokens: Tokens | None = None) -> StepOutput:
         """Compute the missing tokens of each slot.
+
+        Args:
+            tokens: [tokens], in place of the table's.
 
         Returns:
             Output with a row of logits for each row that gets drafts; valid until the next forward.
@@ -181,7 +188,7 @@ class Forwards:
         self._share_out(self._chunks, self._starts, drafting)
         if network.has_states:
             computed[self._slots] = 0  # if the forward fails, the states are of no use
-        output = self._run(self._tokens, self._ends)
+        output = self._run(self._tokens if tokens is None else tokens, self._ends)
         computed[self._slots] = self._ends
         if network.has_states:
             self._state_rows = network.fork(self._slots[:drafting])
@@ -356,6 +363,7 @@ class FilledBlocks:
 # The drafts of a draft model, from its logits.
 
 _PLAIN = SamplingBatch()
+NONE = -1  # no token
 Tokens = np.ndarray | Tensor  # int64 on the host; or on a GPU, so that the host need not wait
 
 
@@ -392,10 +400,11 @@ class Guessing:
         """
         self._sampler = sampler
         self._sampling = sampling
+        self._chosen = chosen
         self._slots = slots = rows.slots[chosen]
         self._counts = counts[chosen]
         self._drafts = np.empty((len(slots), int(self._counts[0])), np.int64)
-        self._drafts.fill(-1)
+        self._drafts.fill(NONE)
         self._device_drafts: Tensor | None = None  # `_found` on the GPU, which then replaces it
         self.probs: Tensor | None = None
         self._plain = sampling.plain(slots)
@@ -445,8 +454,14 @@ class Guessing:
         return self._drafts[:rows, depth].copy()
 
     def to_host(self) -> np.ndarray:
-        """Return the drafts, waiting for a GPU: [rows, depths] int64, -1 where a row has fewer."""
+        """Return the drafts, waiting for a GPU: [rows, depths] int64, NONE where one has fewer."""
         return self._drafts if self._device_drafts is None else self._device_drafts.cpu().numpy()
+
+    def by_row(self, num_rows: int) -> np.ndarray:
+        """Return the same for all rows, in their order: [all rows, depths] int64."""
+        drafts = np.full((num_rows, self._drafts.shape[1]), NONE, np.int64)
+        drafts[self._chosen] = self.to_host()
+        return drafts
 
     def _take(self, depth: int, begin: int, guess: Guess) -> None:
         """Store the drafts of the rows from `begin` on, and their probabilities."""
@@ -555,9 +570,6 @@ class Vocabulary:
             token_ids.copy_(self._as_draft[token_ids])
 
 
-NONE = -1  # no token
-
-
 class DraftModel(Drafter):
     """A `Drafter` that makes chains of drafts with a separate model and KV cache."""
 
@@ -624,9 +636,7 @@ class DraftModel(Drafter):
         for depth in range(1, depth_limit):
             output = forwards.follow(tokens)
             tokens = guessing.draft(depth, *network.logits(output))
-        drafts = np.empty((len(slots), depth_limit), np.int64)
-        drafts.fill(NONE)
-        drafts[chosen] = guessing.to_host()
+        drafts = guessing.by_row(len(slots))
         self._ahead[slots, :depth_limit] = drafts
         self._ahead[slots, counts - 1] = NONE  # the last one has no K and V
         return Drafts(counts, drafts[drafts != NONE], probs=guessing.probs)

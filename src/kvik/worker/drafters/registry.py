@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -12,8 +12,10 @@ from torch import Tensor
 
 from kvik.config.config import ResolvedConfig
 from kvik.config.memory import SAMPLER_BYTES
-from kvik.config.speculative import FORCED, ResolvedSpeculation
+from kvik.config.speculative import FORCED, MTP, ResolvedSpeculation
 from kvik.errors import ModelError
+from kvik.models.decoder import Decoder
+from kvik.models.model_spec import ModelSpec
 from kvik.spec.kv import group_layers
 from kvik.spec.model import DTYPE_BYTES
 from kvik.worker.draft_tree import DraftTree
@@ -21,15 +23,16 @@ from kvik.worker.drafters.base import Drafter
 from kvik.worker.drafters.draft_model import DraftModel, DraftNetwork, Vocabulary
 from kvik.worker.drafters.eagle import EagleDrafter
 from kvik.worker.drafters.heads import HeadTarget, MedusaDrafter, load_eagle, load_medusa, tree_of
+from kvik.worker.drafters.mtp import MtpDrafter, PredictorNetwork
 from kvik.worker.drafters.ngram import NgramDrafter
 from kvik.worker.drafters.suffix import SuffixDrafter
-from kvik.worker.graphs import EngineNetwork, RowFunction, RowGraph
+from kvik.worker.graphs import EngineNetwork, Graph, RowFunction, RowGraph
 from kvik.worker.loading import load_network
 from kvik.worker.platforms import Platform
 from kvik.worker.request_table import RequestTable
 from kvik.worker.sampler import Sampler
 from kvik.worker.sampling_table import SamplingTable
-from kvik.worker.step_inputs import StepSizes
+from kvik.worker.step_inputs import StepInputs, StepSizes
 from kvik.worker.warm_up import IdleWork
 
 
@@ -69,6 +72,15 @@ class DrafterParts:
         graph = self.platform.rows(function, like)
         self.idle_work.extend((chosen.warm_ups.heads(function, like), graph))
         return graph
+
+    def steps(
+        self, network: EngineNetwork, spec: ModelSpec, sizes: StepSizes
+    ) -> tuple[Graph, StepInputs]:
+        """Return how the forwards of a network that drafts run, and where their inputs are put."""
+        with torch.inference_mode():
+            graph, inputs = self.platform.graph(network, sizes, drafts=True)
+        self.idle_work.extend((self.platform.parts.warm_ups.steps(network, spec, sizes), graph))
+        return graph, inputs
 
 
 def _ngram(parts: DrafterParts) -> Drafter:
@@ -119,9 +131,7 @@ def _draft_model(parts: DrafterParts) -> Drafter:
         drafts=True,
     )
     sizes = StepSizes.of(step.max_num_batched_tokens, step.max_num_seqs)
-    with torch.inference_mode():
-        graph, inputs = parts.platform.graph(network, sizes, drafts=True)
-    parts.idle_work.extend((parts.platform.parts.warm_ups.steps(network, spec, sizes), graph))
+    graph, inputs = parts.steps(network, spec, sizes)
     draft = DraftNetwork(
         graph,
         inputs,
@@ -141,6 +151,31 @@ def _draft_model(parts: DrafterParts) -> Drafter:
     )
 
 
+def _mtp(parts: DrafterParts) -> Drafter:
+    config, model, chosen = parts.config, parts.network.model, parts.platform.parts
+    assert isinstance(model, Decoder) and model.predictor is not None
+    spec, predictor, scheduler = config.model, model.predictor, config.scheduler
+    sizes = StepSizes.of(scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
+    inputs = torch.zeros(
+        sizes.tokens, 2 * spec.hidden_size, dtype=chosen.dtype, device=chosen.device
+    )
+    predictor.inputs = inputs
+    network = replace(parts.network, model=predictor)
+    groups = config.cache.groups
+    group = next(i for i, group in enumerate(groups) if spec.num_layers in group.layers)
+    head = PredictorNetwork(
+        predictor,
+        *parts.steps(network, spec, sizes),
+        Vocabulary(spec.vocab_size, spec.vocab_size, None, parts.device),
+        parts.table.view(group, len(groups)),
+        sizes.tokens,
+        spec.max_context,
+        inputs[:0, : spec.hidden_size],
+    )
+    memory = SAMPLER_BYTES[parts.device.type]
+    return MtpDrafter(head, Sampler(network.ops), parts.sampling, network.ops.largest, memory)
+
+
 # Constructors of drafters by method.
 DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
     "draft_model": _draft_model,
@@ -149,6 +184,7 @@ DRAFTERS: Mapping[str, Callable[[DrafterParts], Drafter]] = {
     FORCED: lambda parts: Drafter(),
     "medusa": _medusa,
     "eagle": _eagle,
+    MTP: _mtp,
 }
 
 

@@ -1,0 +1,142 @@
+"""Drafts from the model's own head for multi-token prediction (`PredictorSpec`).
+
+The head has one layer, whose keys and values are in the target's cache like those of any layer. Its
+entry at a place is of the model's hidden state there and of the token after it, so it is computed
+after each step, for every token of every request: later requests may share the block, and hidden
+states are not kept. The drafts after the first continue from the head's own hidden states; the
+next steps replace their entries.
+
+The last entry of a shared prefix may be of the token that followed it in another request. This
+costs drafts, if anything: every draft is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from torch import Tensor
+
+from kvik.kernels.upload import upload
+from kvik.models.decoder import Predictor
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
+from kvik.worker.drafters.draft_model import (
+    NONE,
+    DraftNetwork,
+    Forwards,
+    Guessing,
+    Vocabulary,
+)
+from kvik.worker.graphs import Graph, StepOutput
+from kvik.worker.input_batch import InputBatch
+from kvik.worker.request_table import RequestTable
+from kvik.worker.sampler import Sampler
+from kvik.worker.sampling_table import SamplingTable
+from kvik.worker.step_inputs import StepInputs
+
+
+class PredictorNetwork(DraftNetwork):
+    """The head with its inputs, whose forwards read hidden states, too.
+
+    Attributes:
+        hidden: [rows, hidden], what the next forward reads; after it, its own hidden states that
+            give logits.
+    """
+
+    ahead = 1
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        graph: Graph,
+        inputs: StepInputs,
+        vocabulary: Vocabulary,
+        table: RequestTable,
+        max_tokens: int,
+        max_context: int,
+        hidden: Tensor,
+    ) -> None:
+        super().__init__(graph, inputs, vocabulary, table, max_tokens, max_context)
+        self.predictor = predictor
+        self.hidden = hidden
+
+    def run(self, batch: InputBatch, tokens: Tensor | None = None) -> StepOutput:
+        self.inputs.send()
+        ids = batch.input_ids if tokens is None else tokens
+        self.predictor.read(ids, self.hidden[: len(ids)])
+        output = super().run(batch, tokens)
+        self.hidden = output.hidden.index_select(0, batch.logits_indices)
+        return output
+
+
+class MtpDrafter(Drafter):
+    """Makes chains of drafts with the model's own head."""
+
+    def __init__(
+        self,
+        network: PredictorNetwork,
+        sampler: Sampler,
+        sampling: SamplingTable,
+        largest: Callable[[Tensor], tuple[Tensor, Tensor]],
+        memory: int,
+    ) -> None:
+        """
+        Args:
+            largest: see `Ops`.
+            memory: bytes that sampling may take in addition to logits and probabilities.
+        """
+        self.network = network
+        self._sampler = sampler
+        self._sampling = sampling
+        self._largest = largest
+        self._memory = memory
+        self._output: Tensor | None = None  # hidden states of the head for the last step
+        # By slot, the row of `_output` after the newest token.
+        self._rows = np.zeros(len(network.table.num_tokens), np.int64)
+
+    def read_step(self, batch: InputBatch, hidden: Tensor) -> None:
+        """Compute the entries of all tokens of a step whose next token is known."""
+        network, table = self.network, self.network.table
+        self._output = None
+        begins = batch.ends - np.diff(batch.starts)
+        ends = np.minimum(batch.ends, table.num_tokens[batch.slots] - 1)
+        rows = np.flatnonzero(ends > begins)
+        if not len(rows):
+            return
+        network.graph.prepare()
+        slots, counts = batch.slots[rows], (ends - begins)[rows]
+        last = counts.cumsum() - 1
+        network.hidden = hidden
+        if int(last[-1]) + 1 < len(hidden):
+            first = batch.starts[rows] - (last + 1 - counts)
+            places = first.repeat(counts) + np.arange(int(last[-1]) + 1)
+            network.hidden = hidden.index_select(0, upload(places, hidden.device))
+        forwards = Forwards(network, slots, begins[rows], counts, np.zeros(len(rows), np.int64))
+        self._output = forwards.first().hidden
+        self._rows[slots] = last
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        network, slots, output = self.network, rows.slots, self._output
+        if output is None:
+            return Drafts.of([()] * len(slots))
+        lengths = network.table.num_tokens[slots].astype(np.int64)
+        chosen = (-rows.limits).argsort(kind="stable")  # rows with most drafts first
+        counts = rows.limits[chosen]
+        guessing = Guessing(
+            self._sampler, self._sampling, rows, chosen, lengths, rows.limits, self._memory
+        )
+        hidden = output.index_select(0, upload(self._rows[slots[chosen]], output.device))
+        logits = network.predictor.logits(hidden)
+        tokens = guessing.draft(0, logits, self._largest(logits))
+        further = chosen[: np.count_nonzero(counts > 1)]
+        if len(further):
+            network.hidden = hidden
+            ones, drafts = np.ones(len(further), np.int64), counts[: len(further)] - 1
+            forwards = Forwards(network, slots[further], lengths[further] - 1, ones, drafts)
+            step = forwards.first(tokens[: len(further)])
+            for depth in range(1, int(counts[0])):
+                if depth > 1:
+                    step = forwards.follow(tokens)
+                tokens = guessing.draft(depth, *network.logits(step))
+        drafts = guessing.by_row(len(slots))
+        return Drafts(rows.limits, drafts[drafts != NONE], probs=guessing.probs)

@@ -1,0 +1,86 @@
+"""The matrix with drafts of the model's own head, whose keys and values are in the cache: of a
+model with states, and of one with latent vectors and experts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from helpers.drafted_columns import EAGER, TOKENS, with_room
+from helpers.matrix import (
+    ALL_OF_IT,
+    BITS,
+    COLUMNS,
+    SERVED,
+    by_tier,
+    checked_bits,
+    checked_tokens,
+    reference_outputs,
+    reference_tokens,
+)
+from helpers.optional_native import needs_native
+from helpers.predicting import save_predicting
+
+from kvik.engine.output import RequestOutput
+
+OPTIONS = {**EAGER, "spec_method": "mtp", "spec_tokens": TOKENS}
+TIERS = ("swap, siblings, three steps in flight", "disk tier", "moved")  # not with states
+NAMES = (
+    *("torch", "sdpa", "chunks of 5", "prefix hits, chunks", "no prefix cache", "preemption"),
+    *("preemption, chunks", "blocks of 8", "two threads", "siblings", "siblings, preemption"),
+    *("three steps in flight, siblings", "wire, preemption", "recorded", ALL_OF_IT.name, *TIERS),
+)
+EVERY = [c for c in [*COLUMNS, *SERVED, ALL_OF_IT] if c.name in NAMES]
+FAST = ("torch", "prefix hits, chunks", "preemption, chunks")
+
+
+def pairs(columns: Sequence[object]) -> list[object]:
+    """Return the pairs of a model and a column."""
+    return [
+        pytest.param(case, *column.values, marks=column.marks, id=f"{case}-{column.values[0].name}")
+        for case in ("qwen3.5", "deepseek3")
+        for column in columns
+        if case == "deepseek3" or column.values[0].name not in TIERS
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(request, tmp_path_factory) -> dict[str, object]:
+    folder = tmp_path_factory.mktemp("model")
+    save_predicting(folder, request.param)
+    return {"model": str(folder)}
+
+
+@pytest.fixture(scope="module")
+def expected(model) -> list[list[int]]:
+    return reference_tokens(model)
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(model) -> list[RequestOutput]:
+    return reference_outputs({**model, "dtype": "bfloat16"})
+
+
+def check(outputs: list[RequestOutput]) -> None:
+    accepted = sum(output.num_accepted_tokens for output in outputs)
+    assert 0 < accepted < sum(output.num_drafted_tokens for output in outputs)
+
+
+ON_ALL = by_tier(EVERY, [c for c in EVERY if c.name in FAST])
+IN_BITS = [
+    pytest.param(c, marks=() if c.name in FAST else pytest.mark.full)
+    for c in EVERY
+    if c.name in {c.name for c in BITS}
+]
+
+
+@pytest.mark.parametrize(("model", "column"), pairs(ON_ALL), indirect=["model"])
+def test_tokens_do_not_depend_on_the_head(model, expected, column):
+    check(checked_tokens(with_room(column), model, expected, **OPTIONS))
+
+
+@needs_native
+@pytest.mark.parametrize(("model", "column"), pairs(IN_BITS), indirect=["model"])
+def test_native_logprobs_have_the_same_bits(model, one_at_a_time, column, caplog):
+    check(checked_bits(with_room(column), model, "bfloat16", one_at_a_time, **OPTIONS))
+    assert not caplog.records  # every step was replayed

@@ -1,0 +1,186 @@
+"""The drafts of a model's own head are those of its definition, whatever the engine does."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from helpers.predicting import NAMES, WEIGHTS, Head, save_predicting
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kvik import LLM, SamplingParams
+from kvik.errors import KvikError
+from kvik.worker.drafters.base import Drafter, DraftRows, Drafts
+from kvik.worker.drafters.registry import DRAFTERS, DrafterParts
+from kvik.worker.input_batch import InputBatch
+
+DRAFTED = 3
+MTP = {
+    "device": "cpu",
+    "threads": 1,
+    "dtype": "float32",
+    "max_model_len": 96,
+    "max_num_seqs": 8,
+    "speculative_config": {
+        "method": "mtp",
+        "num_speculative_tokens": DRAFTED,
+        "adaptive": False,
+    },
+}
+WAYS = {
+    "native": {},
+    "torch": {"kernels": "torch"},
+    "chunks": {"max_num_batched_tokens": 17, "block_size": 8},
+    "preemption": {"num_blocks": 12},
+}
+
+
+class Noting(Drafter):
+    """Notes the drafts after each text."""
+
+    def __init__(self, inner: Drafter, parts: DrafterParts, noted: dict[tuple[int, ...], list]):
+        self.inner = inner
+        self.table = parts.table
+        self.noted = noted
+
+    def read_step(self, batch: InputBatch, hidden: Tensor) -> None:
+        self.inner.read_step(batch, hidden)
+
+    def propose(self, rows: DraftRows) -> Drafts:
+        drafts = self.inner.propose(rows)
+        for slot, found in zip(rows.slots.tolist(), drafts.by_row(), strict=True):
+            text = self.table.token_ids[slot, : self.table.num_tokens[slot]].tolist()
+            self.noted[tuple(text)] = found
+        return drafts
+
+
+@pytest.fixture
+def noted(monkeypatch) -> dict[tuple[int, ...], list[int]]:
+    noted, make = {}, DRAFTERS["mtp"]
+    monkeypatch.setitem(DRAFTERS, "mtp", lambda parts: Noting(make(parts), parts, noted))
+    return noted
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Return a function that returns the folder of a case and its head."""
+    made: dict[str, tuple[Path, Head]] = {}
+
+    def of(case: str) -> tuple[Path, Head]:
+        if case not in made:
+            folder = tmp_path_factory.mktemp(case)
+            made[case] = folder, save_predicting(folder, case)
+        return made[case]
+
+    return of
+
+
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(3, 96) for _ in range(n)] for n in (1, 2, 8, 16, 31, 40)]
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        *((case, "native") for case in NAMES),
+        *((case, way) for case in ("qwen3.5", "deepseek3") for way in WAYS if way != "native"),
+    ],
+)
+def test_drafts_are_those_of_the_definition(case, way, saved, noted):
+    folder, head = saved(case)
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    with LLM(str(folder), **MTP, **WAYS[way]) as llm:
+        first = llm.generate(prompts(), greedy)
+        longer = [out.prompt_token_ids + out.outputs[0].token_ids + [5, 6] for out in first]
+        again = llm.generate([*longer, *prompts()], greedy)  # with prefixes in the cache
+        assert way == "preemption" or any(out.num_cached_tokens for out in again)
+        assert way != "preemption" or llm.stats().preemptions
+        drafts = llm.stats().speculation.drafts
+        assert 0 < drafts.accepted < drafts.drafts
+    assert sum(map(len, noted.values())) > 50
+    for text, found in noted.items():
+        assert found == head.drafts(text, len(found))
+
+
+def test_a_head_that_is_right(tmp_path, saved):
+    """The matrix drops the hidden state, and the layer adds nothing, so the head's token depends on
+    the last one alone; the model's layers add nothing, either."""
+    folder, _ = saved("mimo")
+    tensors = load_file(folder / WEIGHTS)
+    for name, values in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            values.zero_()
+    width = tensors["model.norm.weight"].shape[0]
+    join = tensors["model.mtp_layers.0.input_proj.weight"].zero_()
+    join[:, width:].fill_diagonal_(1.0)
+    tensors["model.mtp_layers.0.token_layernorm.weight"].fill_(1.0)
+    tensors["model.mtp_layers.0.final_layernorm.weight"] = tensors["model.norm.weight"].clone()
+    save_file(tensors, tmp_path / WEIGHTS)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    params = [
+        SamplingParams(max_tokens=20, ignore_eos=True, temperature=t, seed=seed)
+        for t, seed in ((0.0, None), (0.8, 7), (0.8, None))
+    ]
+    with LLM(str(tmp_path), **MTP) as llm:
+        for sampling in params:
+            outputs = llm.generate(prompts(), sampling)
+            drafted = sum(out.num_drafted_tokens for out in outputs)
+            accepted = sum(out.num_accepted_tokens for out in outputs)
+            assert accepted >= 0.99 * drafted > 0
+
+
+def test_requests_without_drafts_leave_no_gaps(saved, noted):
+    folder, head = saved("deepseek3")
+    greedy = SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True)
+    with LLM(str(folder), **MTP) as llm:
+        silent = llm.generate(prompts(), greedy.with_changes(speculation=False))
+        assert not noted
+        texts = [out.prompt_token_ids + out.outputs[0].token_ids for out in silent]
+        outputs = llm.generate(texts, greedy)
+    assert any(out.num_cached_tokens for out in outputs) and noted
+    assert all(found == head.drafts(text, len(found)) for text, found in noted.items())
+
+
+def test_checkpoints_and_options_it_refuses(saved, tmp_path):
+    folder, _ = saved("qwen3.5")
+    tensors = load_file(folder / WEIGHTS)
+    save_file({k: v for k, v in tensors.items() if "mtp" not in k}, tmp_path / WEIGHTS)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(KvikError, match=r"^spec_method: .*mtp\.\*"):
+        LLM(str(tmp_path), **MTP)
+    with pytest.raises(KvikError, match="^spec_method: "):
+        LLM("", **MTP)  # whose architecture has no such head
+    for option in ("tensor_parallel_size", "pipeline_parallel_size"):
+        with pytest.raises(KvikError, match=f"^{option}: "):
+            LLM(str(folder), **{**MTP, "threads": 2, option: 2})
+
+
+def test_an_engine_cache_serves_both(saved, tmp_path, noted):
+    folder, head = saved("deepseek3")
+    for options in (MTP, {**MTP, "speculative_config": None}) * 2:
+        with LLM(str(folder), **options, engine_cache=str(tmp_path)) as llm:
+            llm.generate(prompts(), SamplingParams(temperature=0.0, max_tokens=6))
+    assert noted and all(found == head.drafts(text, len(found)) for text, found in noted.items())
+
+
+def test_the_plan_counts_it(saved):
+    folder, _ = saved("deepseek3")
+    with LLM(str(folder), **MTP) as llm, LLM(str(folder), **{**MTP, "spec_method": "off"}) as plain:
+        ours, theirs = llm.resolved, plain.resolved
+    sizes = {
+        name: values.nbytes
+        for name, values in load_file(folder / WEIGHTS).items()
+        if name.startswith("model.layers.3.")
+    }
+    read = sum(
+        size
+        for name, size in sizes.items()
+        if not name.endswith(("embed_tokens.weight", "head.weight"))
+    )
+    assert ours.memory.weights - theirs.memory.weights == read
+    each = [sum(g.bytes_per_token for g in r.cache.groups) for r in (ours, theirs)]
+    assert each[0] * 3 == each[1] * 4
+    assert ours.memory.activations > theirs.memory.activations
